@@ -1,0 +1,42 @@
+# Everything a fresh machine needs: `make demo` runs the main job on a real model, `make test` passes the tests.
+# TORCH picks the PyTorch build, e.g. make demo TORCH="torch==2.13.0 --index-url <a wheel index of your choice>".
+PYTHON   ?= python3
+TORCH    ?= torch==2.13.0
+PIP_ARGS ?=
+VENV     ?= .venv
+BIN      := $(VENV)/bin
+SOURCES  := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/anybit demo -o demo
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	$(BIN)/python bench/gemv.py
+	$(BIN)/python bench/memory.py
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) $(TORCH)
+	touch $@
+
+# Editable: Python edits count at once; the native extension is rebuilt when its sources change.
+$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.torch $(SOURCES)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e ".[dev]"
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build demo

@@ -1,0 +1,337 @@
+// The Python module anybit._native: checks every array before a kernel sees its pointer, words the errors,
+// releases the GIL and splits the rows over threads.
+#include "kernels.h"
+#include "thread_pool.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <cmath>
+#include <initializer_list>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace nb = nanobind;
+using namespace anybit;
+
+namespace {
+
+using Input = nb::ndarray<nb::ro>;
+using Output = nb::ndarray<>;
+using Shape = std::initializer_list<int64_t>; // -1: any size
+
+// Below this many multiply-adds (or weights) a call is over before a second thread has woken up.
+constexpr int64_t SERIAL_WORK = 1 << 18;
+constexpr int64_t PIECES_PER_THREAD = 4; // so that a thread that started late or runs slowly holds nobody up
+constexpr int64_t MAX_THREADS = 1024;
+constexpr int64_t MAX_SIZE = int64_t(1) << 31; // rows, columns: keeps every product below 2^63
+
+[[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+// ---- checks ---------------------------------------------------------------------------------------------
+
+enum class Type { u8, u16, i32, f16, bf16, f32, other };
+
+const char* const TYPE_NAMES[] = {"uint8", "uint16", "int32", "float16", "bfloat16", "float32", "another dtype"};
+
+Type type_of(nb::dlpack::dtype dtype) {
+    using Code = nb::dlpack::dtype_code;
+    const auto is = [dtype](Code code, int bits) {
+        return dtype.code == static_cast<uint8_t>(code) && dtype.bits == bits && dtype.lanes == 1;
+    };
+    if (is(Code::UInt, 8)) return Type::u8;
+    if (is(Code::UInt, 16)) return Type::u16;
+    if (is(Code::Int, 32)) return Type::i32;
+    if (is(Code::Float, 16)) return Type::f16;
+    if (is(Code::Bfloat, 16)) return Type::bf16;
+    if (is(Code::Float, 32)) return Type::f32;
+    return Type::other;
+}
+
+std::string words(const int64_t* sizes, size_t n) {
+    std::string text = "[";
+    for (size_t i = 0; i < n; ++i)
+        text += (i == 0 ? "" : ", ") + (sizes[i] == -1 ? std::string("any") : std::to_string(sizes[i]));
+    return text + "]";
+}
+
+template <typename A> bool has_shape(const A& a, Shape shape) {
+    if (a.ndim() != shape.size()) return false;
+    size_t i = 0;
+    for (int64_t wanted : shape) {
+        const int64_t size = static_cast<int64_t>(a.shape(i++));
+        if (size >= MAX_SIZE || (wanted != -1 && size != wanted)) return false;
+    }
+    return true;
+}
+
+// Whether the last `dims` dimensions lie in memory without gaps.
+template <typename A> bool is_dense(const A& a, size_t dims) {
+    int64_t stride = 1;
+    for (size_t i = a.ndim(); i-- > a.ndim() - dims;) {
+        if (a.shape(i) != 1 && a.stride(i) != stride) return false;
+        stride *= static_cast<int64_t>(a.shape(i));
+    }
+    return true;
+}
+
+enum class Layout { dense, dense_rows, any };
+
+// Throw ValueError unless `a` is a CPU array of this dtype, shape and layout.
+template <typename A>
+void check(const char* name, const A& a, std::initializer_list<Type> types, Shape shape, Layout layout) {
+    const Type type = type_of(a.dtype());
+    bool good = a.device_type() == nb::device::cpu::value && has_shape(a, shape);
+    bool known = false;
+    for (Type t : types) known = known || t == type;
+    const size_t dims = layout == Layout::dense ? a.ndim() : layout == Layout::dense_rows ? 1 : 0;
+    good = good && known && (a.size() == 0 || is_dense(a, dims));
+    if (good) return;
+    std::string expected;
+    for (Type t : types) expected += (expected.empty() ? "" : " or ") + std::string(TYPE_NAMES[int(t)]);
+    expected += " " + words(shape.begin(), shape.size()) + " on the CPU";
+    if (layout == Layout::dense) expected += ", contiguous";
+    if (layout == Layout::dense_rows) expected += ", with contiguous rows";
+    refuse(std::string(name) + " is " + TYPE_NAMES[int(type)] + " " + words(a.shape_ptr(), a.ndim()) +
+           " with strides " + words(a.stride_ptr(), a.ndim()) + ", expected " + expected);
+}
+
+// One size of an array that the other arguments are held against.
+int64_t size_of(const char* name, const Input& a, size_t dim, size_t ndim) {
+    if (a.ndim() != ndim)
+        refuse(std::string(name) + " has " + std::to_string(a.ndim()) + " dimensions, expected " +
+               std::to_string(ndim));
+    return static_cast<int64_t>(a.shape(dim));
+}
+
+int check_threads(int64_t threads) {
+    if (threads < 1 || threads > MAX_THREADS)
+        refuse("threads is " + std::to_string(threads) + ", expected 1 to " + std::to_string(MAX_THREADS));
+    return static_cast<int>(threads);
+}
+
+const Kernels& check_isa(const std::optional<std::string>& isa) {
+    const Kernels* kernels = kernels_for(isa ? isa->c_str() : nullptr);
+    if (kernels == nullptr) refuse("isa '" + *isa + "' is unknown or not what this machine has");
+    return *kernels;
+}
+
+int64_t row_stride(int64_t rows, int64_t stride, int64_t columns) { return rows > 1 ? stride : columns; }
+
+// ---- running --------------------------------------------------------------------------------------------
+
+struct Free {
+    void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
+};
+using Scratch = std::unique_ptr<float[], Free>;
+
+Scratch make_scratch(int64_t floats) {
+    return Scratch(static_cast<float*>(::operator new[](static_cast<size_t>(floats) * 4, std::align_val_t(64))));
+}
+
+// Rows that a thread takes at a time, a multiple of `block`: all where the work is worth one thread only.
+int64_t piece_of(int64_t rows, int64_t block, int64_t work, int threads) {
+    if (threads == 1 || work < SERIAL_WORK) return rows;
+    const int64_t pieces = threads * PIECES_PER_THREAD, share = (rows + pieces - 1) / pieces;
+    return (share + block - 1) / block * block;
+}
+
+// A tile in format "group int" bound to the arrays that hold it.
+class BoundGroupInt {
+public:
+    BoundGroupInt(Input codes, Input scales, std::optional<Input> zeros, std::optional<Input> rows, int64_t bits,
+                  int64_t group_size, int64_t columns)
+        : codes_(codes), scales_(scales), zeros_(zeros) {
+        if (bits < 1 || bits > 8) refuse("bits is " + std::to_string(bits) + ", expected 1 to 8");
+        if (group_size < 1) refuse("group_size is " + std::to_string(group_size) + ", expected at least 1");
+        if (columns < 1 || columns >= MAX_SIZE)
+            refuse("columns is " + std::to_string(columns) + ", expected 1 to 2^31 - 1");
+        t_.bits = static_cast<int>(bits);
+        t_.columns = columns;
+        t_.group_size = group_size;
+        t_.groups = (columns - 1) / group_size + 1;
+        bind_codes();
+        check("scales", scales, {Type::f16, Type::u16}, {t_.rows, t_.groups}, Layout::dense);
+        t_.scales = static_cast<const uint16_t*>(scales.data());
+        if (zeros) check("zeros", *zeros, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
+        t_.zeros = zeros ? static_cast<const uint8_t*>(zeros->data()) : nullptr;
+        if (rows) copy_rows(*rows);
+    }
+    BoundGroupInt(const BoundGroupInt&) = delete; // the view points into the object
+
+    void matmul(const Input& x, const Output& y, int64_t threads, const std::optional<std::string>& isa) const {
+        const Kernels& kernels = check_isa(isa);
+        const int used = check_threads(threads);
+        const int64_t m = size_of("x", x, 0, 2);
+        check("x", x, {Type::f32}, {m, t_.columns}, Layout::dense_rows);
+        check("y", y, {Type::f32}, {m, indexed_ ? -1 : t_.rows}, Layout::dense);
+        const int64_t out = static_cast<int64_t>(y.shape(1));
+        if (!out_rows_.empty() && out_rows_.back() >= out)
+            refuse("y has " + std::to_string(out) + " columns, but rows go up to " +
+                   std::to_string(out_rows_.back()));
+        const int64_t x_stride = row_stride(m, x.stride(0), t_.columns);
+        const float* from = static_cast<const float*>(x.data());
+        float* to = static_cast<float*>(y.data());
+        nb::gil_scoped_release release;
+        const Scratch scratch = make_scratch(kernels.scratch_floats(t_, m < MAX_TOKENS ? m : MAX_TOKENS));
+        const int64_t piece = piece_of(t_.rows, ROW_BLOCK, t_.rows * t_.columns, used);
+        for (int64_t first = 0; first < m; first += MAX_TOKENS) {
+            const int64_t tokens = m - first < MAX_TOKENS ? m - first : MAX_TOKENS;
+            kernels.prepare(t_, from + first * x_stride, x_stride, tokens, scratch.get());
+            parallel_for(t_.rows, piece, used, [&](int64_t begin, int64_t end) {
+                kernels.matmul(t_, scratch.get(), tokens, to + first * out, out, begin, end);
+            });
+        }
+    }
+
+    void dequantize(const Output& out, int64_t threads, const std::optional<std::string>& isa) const {
+        const Kernels& kernels = check_isa(isa);
+        const int used = check_threads(threads);
+        check("out", out, {Type::f32, Type::bf16, Type::u16}, {t_.rows, t_.columns}, Layout::dense);
+        const bool full = type_of(out.dtype()) == Type::f32;
+        void* to = out.data();
+        nb::gil_scoped_release release;
+        const int64_t piece = piece_of(t_.rows, 1, t_.rows * t_.columns, used);
+        parallel_for(t_.rows, piece, used, [&](int64_t begin, int64_t end) {
+            if (full) kernels.dequantize_f32(t_, static_cast<float*>(to), begin, end);
+            else kernels.dequantize_bf16(t_, static_cast<uint16_t*>(to), begin, end);
+        });
+    }
+
+private:
+    void bind_codes() {
+        const bool packed = t_.bits == 2 || t_.bits == 4 || t_.bits == 8;
+        const size_t ndim = packed ? 2 : 3;
+        t_.rows = size_of("codes", codes_, ndim - 2, ndim);
+        t_.row_bytes = size_of("codes", codes_, ndim - 1, ndim);
+        if (packed) check("codes", codes_, {Type::u8}, {t_.rows, t_.row_bytes}, Layout::dense);
+        else check("codes", codes_, {Type::u8}, {t_.bits, t_.rows, t_.row_bytes}, Layout::dense);
+        const int64_t needed = (t_.columns * (packed ? t_.bits : 1) + 7) / 8;
+        if (t_.row_bytes < needed)
+            refuse("codes have " + std::to_string(t_.row_bytes) + " bytes a row, but " +
+                   std::to_string(t_.columns) + " columns need " + std::to_string(needed));
+        t_.codes = static_cast<const uint8_t*>(codes_.data());
+    }
+
+    // Copied, not referenced: what was checked here stays what the kernel indexes with.
+    void copy_rows(const Input& rows) {
+        check("rows", rows, {Type::i32}, {t_.rows}, Layout::dense);
+        const int32_t* from = static_cast<const int32_t*>(rows.data());
+        out_rows_.assign(from, from + t_.rows);
+        for (int64_t i = 0; i < t_.rows; ++i)
+            if (out_rows_[i] < 0 || (i > 0 && out_rows_[i] <= out_rows_[i - 1]))
+                refuse("rows[" + std::to_string(i) + "] is " + std::to_string(out_rows_[i]) +
+                       ": expected rising output rows from 0");
+        indexed_ = true;
+        t_.out_rows = out_rows_.data();
+    }
+
+    Input codes_, scales_;
+    std::optional<Input> zeros_;
+    bool indexed_ = false;
+    std::vector<int32_t> out_rows_;
+    GroupInt t_{};
+};
+
+// Scales or zeros of GPTQ: one number per weight, or one per row.
+Matrix grid_matrix(const char* name, const Input& a, int64_t rows, int64_t columns) {
+    if (a.ndim() == 1) check(name, a, {Type::f32}, {rows}, Layout::any);
+    else check(name, a, {Type::f32}, {rows, columns}, Layout::any);
+    return {static_cast<const float*>(a.data()), a.stride(0), a.ndim() == 1 ? 0 : a.stride(1)};
+}
+
+void check_pivots(const GptqBlock& b) {
+    for (int64_t j = 0; j < b.columns; ++j) {
+        const float pivot = b.hinv[j * (b.hinv_stride + 1)];
+        if (!(pivot > 0.0f) || std::isinf(pivot))
+            refuse("hinv[" + std::to_string(j) + ", " + std::to_string(j) + "] is " + std::to_string(pivot) +
+                   ", expected a positive number: raise the damping");
+    }
+}
+
+void check_codes_fit(const GptqBlock& b) {
+    for (int64_t i = 0; i < b.rows; ++i)
+        if (!(b.maxq[i] >= 0.0f && b.maxq[i] <= 255.0f))
+            refuse("maxq[" + std::to_string(i) + "] is " + std::to_string(b.maxq[i]) + ", expected 0 to 255");
+}
+
+void gptq_block(const Output& weight, const Input& hinv, const Input& scales, const Input& zeros,
+                const Input& maxq, const Output& codes, const Output& error, int64_t threads,
+                const std::optional<std::string>& isa) {
+    const Kernels& kernels = check_isa(isa);
+    const int used = check_threads(threads);
+    check("weight", weight, {Type::f32}, {-1, -1}, Layout::dense_rows);
+    GptqBlock b{};
+    b.rows = static_cast<int64_t>(weight.shape(0));
+    b.columns = static_cast<int64_t>(weight.shape(1));
+    check("hinv", hinv, {Type::f32}, {b.columns, b.columns}, Layout::dense_rows);
+    check("maxq", maxq, {Type::f32}, {b.rows}, Layout::dense);
+    check("codes", codes, {Type::u8}, {b.rows, b.columns}, Layout::dense);
+    check("error", error, {Type::f32}, {b.rows, b.columns}, Layout::dense);
+    b.scales = grid_matrix("scales", scales, b.rows, b.columns);
+    b.zeros = grid_matrix("zeros", zeros, b.rows, b.columns);
+    if (b.rows == 0 || b.columns == 0) return;
+    b.weight = static_cast<float*>(weight.data());
+    b.weight_stride = row_stride(b.rows, weight.stride(0), b.columns);
+    b.hinv = static_cast<const float*>(hinv.data());
+    b.hinv_stride = row_stride(b.columns, hinv.stride(0), b.columns);
+    b.maxq = static_cast<const float*>(maxq.data());
+    b.codes = static_cast<uint8_t*>(codes.data());
+    b.error = static_cast<float*>(error.data());
+    check_pivots(b);
+    check_codes_fit(b);
+    nb::gil_scoped_release release;
+    const int64_t piece = piece_of(b.rows, GPTQ_ROWS, b.rows * b.columns * b.columns / 2, used);
+    const int64_t floats = GPTQ_ROWS * b.columns;
+    const Scratch scratch = make_scratch(((b.rows - 1) / piece + 1) * floats); // here: workers must not throw
+    parallel_for(b.rows, piece, used, [&](int64_t begin, int64_t end) {
+        kernels.gptq(b, scratch.get() + begin / piece * floats, begin, end);
+    });
+}
+
+nb::dict features() {
+    const Features f = cpu_features();
+    nb::dict d;
+    d["avx2"] = f.avx2;
+    d["fma"] = f.fma;
+    d["f16c"] = f.f16c;
+    d["avx512f"] = f.avx512f;
+    d["avx512bw"] = f.avx512bw;
+    d["avx512vl"] = f.avx512vl;
+    d["avx512dq"] = f.avx512dq;
+    d["avx512_vnni"] = f.avx512_vnni;
+    d["avx512_bf16"] = f.avx512_bf16;
+    d["avx512_vbmi"] = f.avx512_vbmi;
+    return d;
+}
+
+} // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "Kernels of anybit for the CPU. Arguments of the wrong dtype, shape or layout raise ValueError.";
+    m.def("cpu_features", &features, "What this processor has of what kernels could use: {name: bool}.");
+    m.def("isa", [] { return kernels_for(nullptr)->isa; }, "The instruction set chosen for this machine.");
+    m.def("gptq_block", &gptq_block, nb::arg("weight").noconvert(), nb::arg("hinv").noconvert(),
+          nb::arg("scales").noconvert(), nb::arg("zeros").noconvert(), nb::arg("maxq").noconvert(),
+          nb::arg("codes").noconvert(), nb::arg("error").noconvert(), nb::arg("threads"),
+          nb::arg("isa") = nb::none(),
+          "Quantize one block of columns by GPTQ: weight float32 [rows, n] is compensated in place, codes\n"
+          "uint8 and error float32 [rows, n] are filled; hinv float32 [n, n] upper triangular, scales and\n"
+          "zeros float32 [rows, n] or [rows], maxq float32 [rows].");
+    nb::class_<BoundGroupInt>(m, "GroupInt", "A tile in format \"group int\", bound to the arrays that hold it.")
+        .def(nb::init<Input, Input, std::optional<Input>, std::optional<Input>, int64_t, int64_t, int64_t>(),
+             nb::arg("codes").noconvert(), nb::arg("scales").noconvert(), nb::arg("zeros").noconvert().none(),
+             nb::arg("rows").noconvert().none(), nb::arg("bits"), nb::arg("group_size"), nb::arg("columns"),
+             "codes uint8 [r, bytes] (bits 2, 4, 8) or [bits, r, bytes], scales float16 [r, groups], zeros\n"
+             "uint8 [r, groups] or None (symmetric), rows int32 [r] or None (all).")
+        .def("matmul", &BoundGroupInt::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(),
+             nb::arg("threads"), nb::arg("isa") = nb::none(),
+             "y[:, rows] += x @ W.T; x float32 [m, columns], y float32 [m, out].")
+        .def("dequantize", &BoundGroupInt::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
+             nb::arg("isa") = nb::none(), "out[r, columns] = W; float32, bfloat16 or its bits as uint16.");
+}

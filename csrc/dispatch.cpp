@@ -1,0 +1,44 @@
+// Which kernels run here: asked of the processor at run time, so that one build serves every machine.
+#include "kernels.h"
+
+#include <cstring>
+
+namespace anybit {
+
+#define ANYBIT_TABLE(ISA)                                                                                     \
+    {#ISA, ISA::scratch_floats, ISA::prepare, ISA::matmul, ISA::dequantize_f32, ISA::dequantize_bf16, ISA::gptq}
+
+Features cpu_features() {
+    Features f{};
+#ifdef ANYBIT_X86
+    __builtin_cpu_init();
+    f.avx2 = __builtin_cpu_supports("avx2");
+    f.fma = __builtin_cpu_supports("fma");
+    f.f16c = __builtin_cpu_supports("f16c");
+    f.avx512f = __builtin_cpu_supports("avx512f");
+    f.avx512bw = __builtin_cpu_supports("avx512bw");
+    f.avx512vl = __builtin_cpu_supports("avx512vl");
+    f.avx512dq = __builtin_cpu_supports("avx512dq");
+    f.avx512_vnni = __builtin_cpu_supports("avx512vnni");
+    f.avx512_bf16 = __builtin_cpu_supports("avx512bf16");
+    f.avx512_vbmi = __builtin_cpu_supports("avx512vbmi");
+#endif
+    return f;
+}
+
+const Kernels* kernels_for(const char* isa) {
+    static const Kernels portable = ANYBIT_TABLE(portable);
+    const auto wanted = [isa](const char* name) { return isa == nullptr || std::strcmp(isa, name) == 0; };
+#ifdef ANYBIT_X86
+    static const Kernels avx2 = ANYBIT_TABLE(avx2);
+    static const Kernels avx512 = ANYBIT_TABLE(avx512);
+    static const Features f = cpu_features();
+    const bool has_avx2 = f.avx2 && f.fma && f.f16c;
+    const bool has_avx512 = has_avx2 && f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq;
+    if (has_avx512 && wanted("avx512")) return &avx512;
+    if (has_avx2 && wanted("avx2")) return &avx2;
+#endif
+    return wanted("portable") ? &portable : nullptr;
+}
+
+} // namespace anybit

@@ -1,0 +1,151 @@
+#include "thread_pool.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include <pthread.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace anybit {
+namespace {
+
+// Long enough to stay awake between two layers of a model, short enough to go unnoticed.
+constexpr auto SPIN = std::chrono::microseconds(30);
+
+void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+// Busy-wait until `ready()`, for SPIN at most.
+template <typename F> bool spin_until(F ready) {
+    const auto deadline = std::chrono::steady_clock::now() + SPIN;
+    do {
+        for (int i = 0; i < 32; ++i) {
+            if (ready()) return true;
+            pause();
+        }
+    } while (std::chrono::steady_clock::now() < deadline);
+    return ready();
+}
+
+// The caller of `run` works too and closes the job when no piece is left; it then waits only for workers that
+// had entered. A worker that never got a core delays nobody.
+class Pool {
+public:
+    // False where another thread uses the pool: nothing was done.
+    bool run(int64_t n, int64_t grain, int threads, RangeFunction function, void* context) {
+        std::unique_lock<std::mutex> user(user_, std::try_to_lock);
+        if (!user.owns_lock()) return false;
+        start_workers(threads - 1);
+        n_ = n, grain_ = grain, helpers_ = threads - 1, function_ = function, context_ = context;
+        next_ = 0;
+        inside_ = 0; // open
+        ++job_;
+        if (sleeping_ > 0) {
+            { std::lock_guard<std::mutex> lock(sleep_); } // a worker between its check and its wait has left
+            wake_.notify_all();
+        }
+        work();
+        inside_ -= CLOSED;
+        const auto empty = [this] { return inside_ == -CLOSED; };
+        if (!spin_until(empty))
+            while (!empty()) std::this_thread::yield();
+        return true;
+    }
+
+private:
+    static constexpr int64_t CLOSED = int64_t(1) << 32;
+
+    void start_workers(int wanted) {
+        while (workers_ < wanted) {
+            try {
+                std::thread(&Pool::serve, this, workers_, job_.load()).detach();
+            } catch (const std::system_error&) {
+                return; // the system gives no more threads: go on with those there are
+            }
+            ++workers_;
+        }
+    }
+
+    void serve(int index, uint64_t seen) {
+        for (;;) {
+            wait_for_job(seen);
+            seen = job_;
+            if (!enter()) continue;
+            if (index < helpers_) work();
+            --inside_;
+        }
+    }
+
+    void wait_for_job(uint64_t seen) {
+        const auto changed = [this, seen] { return job_ != seen; };
+        if (spin_until(changed)) return;
+        std::unique_lock<std::mutex> lock(sleep_);
+        ++sleeping_;
+        wake_.wait(lock, changed);
+        --sleeping_;
+    }
+
+    bool enter() {
+        int64_t inside = inside_;
+        while (inside >= 0)
+            if (inside_.compare_exchange_weak(inside, inside + 1)) return true;
+        return false;
+    }
+
+    void work() {
+        for (int64_t begin; (begin = next_.fetch_add(grain_)) < n_;)
+            function_(context_, begin, begin + grain_ < n_ ? begin + grain_ : n_);
+    }
+
+    std::mutex user_;
+    int workers_ = 0; // guarded by user_
+
+    // The job; written while closed, read by those inside.
+    int64_t n_ = 0, grain_ = 1;
+    int helpers_ = 0;
+    RangeFunction function_ = nullptr;
+    void* context_ = nullptr;
+    std::atomic<int64_t> next_{0};
+
+    std::atomic<int64_t> inside_{-CLOSED}; // workers in the job; -CLOSED more when nobody may enter
+    std::atomic<uint64_t> job_{0};
+    std::mutex sleep_;
+    std::condition_variable wake_;
+    std::atomic<int> sleeping_{0};
+};
+
+std::atomic<Pool*> current{nullptr};
+
+// Never destroyed: at exit its threads sleep and the process ends without them. A forked child has none of the
+// threads and perhaps a locked mutex, so it forgets the pool and makes its own.
+Pool& pool() {
+    static const int at_fork = pthread_atfork(nullptr, nullptr, [] { current = nullptr; });
+    (void)at_fork;
+    Pool* existing = current;
+    if (existing != nullptr) return *existing;
+    Pool* made = new Pool;
+    if (current.compare_exchange_strong(existing, made)) return *made;
+    delete made; // another thread was first; this one has no workers yet
+    return *existing;
+}
+
+} // namespace
+
+void parallel_ranges(int64_t n, int64_t grain, int threads, RangeFunction function, void* context) {
+    if (n <= 0) return;
+    const int64_t pieces = (n - 1) / grain + 1;
+    const int used = pieces < threads ? static_cast<int>(pieces) : threads;
+    if (used > 1 && pool().run(n, grain, used, function, context)) return;
+    function(context, 0, n);
+}
+
+} // namespace anybit

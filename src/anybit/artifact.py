@@ -1,0 +1,237 @@
+"""Artifacts on disk: recognised, opened with every header checked, described and verified byte by byte.
+
+`writer` makes them. Only a finished artifact bears the name OUT; an unfinished run leaves `OUT.partial`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybit.checkpoint import Checkpoint, open_checkpoint
+from anybit.errors import InputError
+from anybit.tensors import (
+    QUANT_METHOD,
+    PackedWeight,
+    check_version,
+    code_bits,
+    stored_tensors,
+    validate,
+    validate_layout,
+)
+
+HASHES = "anybit.index.json"  # size and SHA-256 of every shard, config.json and the index
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer",
+    "vocab",
+    "merges",
+    "special_tokens",
+    "added_tokens",
+    "chat_template",
+    "spiece",
+)
+
+
+def is_artifact(path: Path) -> bool:
+    """Whether a directory's config.json says that anybit wrote it."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return config["quantization_config"]["quant_method"] == QUANT_METHOD
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of an artifact, its version and its layers checked.
+
+    Raises:
+        InputError: not an artifact, an unfinished one, a newer format, or damaged layer descriptions.
+    """
+    refuse_unfinished(path)
+    if not path.exists():
+        raise InputError(f"{path} does not exist: name a directory that `anybit quantize` made")
+    if not is_artifact(path):
+        raise InputError(
+            f"{path} is not an anybit artifact (no config.json that says so): make one with `anybit quantize`"
+        )
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    quantization = config["quantization_config"]
+    check_version(quantization.get("format_version"))
+    for group in ("layers", "embeddings"):
+        if not isinstance(quantization.setdefault(group, {}), dict):
+            raise InputError(f"{path}/config.json: {group} must be an object of layer names to layouts")
+        for name, layout in quantization[group].items():
+            validate_layout(name, layout)
+    calibration = quantization.get("calibration")
+    if calibration is not None and not (
+        isinstance(calibration, dict) and {"source", "samples", "seq_len"} <= calibration.keys()
+    ):
+        raise InputError(f"{path}/config.json: calibration must be null or name source, samples and seq_len")
+    return config
+
+
+def partial_folder(out: Path) -> Path:
+    """`OUT.partial`, where a run that makes OUT works and an unfinished one leaves its shards."""
+    out = out.resolve()
+    return out.parent / f"{out.name}.partial"
+
+
+def refuse_unfinished(path: Path) -> None:
+    """Say what is the matter with an artifact that does not exist yet.
+
+    Raises:
+        InputError: only its unfinished run exists.
+    """
+    partial = partial_folder(path)
+    if not path.exists() and partial.exists():
+        raise InputError(
+            f"{path} is not finished: repeat the `anybit quantize` command to resume it ({partial})"
+        )
+
+
+def open_artifact(path: Path) -> tuple[dict[str, Any], Checkpoint]:
+    """An artifact's `quantization_config` and its opened files; every header fits what the config says.
+
+    Raises:
+        InputError: see `read_config` and `open_checkpoint`; a tensor that is missing or has another shape.
+    """
+    quantization = read_config(path)["quantization_config"]
+    checkpoint = open_checkpoint(path)
+    for name, layout in {**quantization["layers"], **quantization["embeddings"]}.items():
+        for field, (dtype, shape) in stored_tensors(layout).items():
+            found = checkpoint.tensors.get(f"{name}.{field}")
+            if found is None:
+                raise InputError(
+                    f"{path} lacks the tensor {name}.{field}: the artifact is incomplete; copy it again"
+                )
+            if (found.dtype, found.shape) != (dtype, shape):
+                raise InputError(
+                    f"{path}: {name}.{field} is {found.dtype} {list(found.shape)}, but config.json asks for "
+                    f"{dtype} {list(shape)}: the artifact is damaged; copy it again"
+                )
+    return quantization, checkpoint
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """What an artifact is made of, its sizes taken from its files.
+
+    Returns:
+        `method`, `bits` (average code width), `bits_per_weight` (8 x stored bytes of the linear layers /
+        their weights), `size_bytes` (all files but the tokenizer), `calibration`, `layers` and what else the
+        artifact says of its making. JSON-able.
+
+    Raises:
+        InputError: see `open_artifact`.
+    """
+    quantization, checkpoint = open_artifact(path)
+    sizes = {name: t.dtype.itemsize * prod(t.shape) for name, t in checkpoint.tensors.items()}
+    layers = [_describe(name, layout, sizes) for name, layout in quantization["layers"].items()]
+    weights = sum(prod(layer["shape"]) for layer in layers)
+    files = [f for f in path.rglob("*") if f.is_file() and not f.name.startswith(TOKENIZER_FILES)]
+    return {
+        "method": quantization.get("method"),
+        "bits": code_bits(quantization["layers"]),
+        "bits_per_weight": 8 * sum(layer["bytes"] for layer in layers) / weights if weights else 0.0,
+        "size_bytes": sum(f.stat().st_size for f in files),
+        "weights": weights,
+        "calibration": quantization.get("calibration"),
+        "base": quantization.get("base"),
+        "options": quantization.get("options"),
+        "embeddings": [_describe(name, layout, sizes) for name, layout in quantization["embeddings"].items()],
+        "layers": layers,
+    }
+
+
+def _describe(name: str, layout: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """One layer's line of `inspect`; its bytes are those of its tensors in the files, bias apart."""
+    stored = sum(sizes[f"{name}.{field}"] for field in stored_tensors(layout))
+    return {
+        "name": name,
+        "shape": list(layout["shape"]),
+        "bits": code_bits({name: layout}),
+        "bits_per_weight": 8 * stored / prod(layout["shape"]),
+        "bytes": stored,
+        "tiles": [dict(tile) for tile in layout["tiles"]],
+    }
+
+
+def verify(path: Path, progress: Any = None) -> dict[str, Any]:
+    """Check an artifact byte by byte: headers, hashes, shapes, bounds, indices, scales.
+
+    Args:
+        progress: called with (checks done, checks in all).
+
+    Returns:
+        `{"shards", "layers", "hashes_checked"}`.
+
+    Raises:
+        InputError: the first thing that is wrong.
+    """
+    hashes = _read_hashes(path)
+    quantization, checkpoint = open_artifact(path)
+    layouts = {**quantization["layers"], **quantization["embeddings"]}
+    fields = {name: [f"{name}.{field}" for field in stored_tensors(layouts[name])] for name in layouts}
+    kept = set(checkpoint.names()).difference(*fields.values())
+    checks = [lambda file=file: _check_hash(path / file, hashes[file]) for file in hashes]
+    checks += [lambda name=name: _check_layer(name, layouts[name], checkpoint) for name in layouts]
+    checks += [lambda name=name: _check_kept(name, checkpoint) for name in sorted(kept)]
+    for i, check in enumerate(checks):
+        check()
+        if progress is not None:
+            progress(i + 1, len(checks))
+    return {"shards": len(checkpoint.files), "layers": len(layouts), "hashes_checked": bool(hashes)}
+
+
+def _check_hash(file: Path, expected: str) -> None:
+    if not file.is_file():
+        raise InputError(f"{file} is missing: the artifact is incomplete; copy it again")
+    if file_sha256(file) != expected:
+        raise InputError(
+            f"{file} does not have the bytes that were written (SHA-256 differs): it was damaged or edited; "
+            "copy it again"
+        )
+
+
+def _check_layer(name: str, layout: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    tensors = {field: checkpoint.read(f"{name}.{field}") for field in stored_tensors(layout)}
+    validate(name, PackedWeight(layout, tensors))
+
+
+def _check_kept(name: str, checkpoint: Checkpoint) -> None:
+    tensor = checkpoint.read(name)
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        raise InputError(f"{checkpoint.source}: {name} holds NaN or Inf: the artifact is damaged")
+
+
+def _read_hashes(path: Path) -> dict[str, str]:
+    """File name -> SHA-256; empty where `save_pretrained` rewrote the shards."""
+    file = path / HASHES
+    if not file.exists():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        version, files = data["format_version"], data["files"]
+        hashes = {name: str(entry["sha256"]) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise InputError(f"{file} is not a valid list of hashes: the artifact is damaged") from error
+    check_version(version)
+    for name in hashes:
+        if Path(name).name != name:
+            raise InputError(f"{file} names {name!r}, which is not a file of this directory: refused")
+    return hashes
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def dump_json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

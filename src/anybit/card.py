@@ -1,0 +1,82 @@
+"""The model card that goes into every artifact."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from anybit.checkpoint import Checkpoint
+from anybit.plan import Plan
+from anybit.spec import QuantizeConfig
+
+
+def model_card(checkpoint: Checkpoint, plan: Plan, provenance: Mapping[str, Any]) -> str:
+    """Markdown: what this is, how it was made, its figures, how to use it."""
+    base, calibration = provenance["base"], provenance["calibration"]
+    name = base["name"]
+    text = "none (the method looks at weights alone)"
+    if calibration:
+        text = (
+            f"{calibration['samples']} x {calibration['seq_len']} tokens of `{calibration['source']}` "
+            f"(SHA-256 `{calibration['sha256'][:16]}`)"
+        )
+    uniform = QuantizeConfig(**provenance["options"]).layer_spec()
+    mixed = any(spec != uniform for spec in plan.specs.values())
+    notice = ""
+    if base["quantized_before"]:
+        notice = (
+            f"\n> **Notice.** The base weights had been quantized before ({base['quantized_before']}). At 4 bits and "
+            "above, errors measured against this base are smaller than against the original model.\n"
+        )
+    return f"""---
+library_name: transformers
+tags: [anybit, quantized]
+---
+# {name}, {plan.code_bits:.2f} bits ({provenance["method"]})
+
+Made with anybit {provenance["anybit_version"]}:
+
+```
+{_command(name, provenance["options"], calibration)}{" --spec MAP.json" if mixed else ""}
+```
+{notice}
+| | |
+|---|---|
+| average code width | {plan.code_bits:.3f} bits |
+| stored bits per weight (linear layers) | {plan.bits_per_weight:.3f} |
+| tensors | {plan.tensor_bytes / 1e6:.1f} MB |
+| embedding and head | {provenance["options"]["embed_bits"]} bits |
+| calibration | {text} |
+| base | `{name}`, SHA-256 `{base["sha256"][:16]}` |
+
+## Use
+
+```python
+import anybit  # teaches Transformers the format; without it the weights would be ignored
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("PATH")
+```
+
+The licence of the base model applies.
+"""
+
+
+def _command(name: str, options: Mapping[str, Any], calibration: Mapping[str, Any] | None) -> str:
+    """The command line that makes these options from the defaults."""
+    default = QuantizeConfig().as_dict()
+    words = ["anybit", "quantize", name, "-o", "OUT", "--method", options["method"], "--bits", str(options["bits"])]
+    for key, value in options.items():
+        if key in ("method", "bits") or value == default[key]:
+            continue
+        flag = "--" + key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, list | tuple):
+            words += [word for item in value for word in (flag, item)]
+        else:
+            words += [flag, str(value)]
+    if calibration and calibration["source"] != "builtin":
+        words += ["--calibration", calibration["source"]]
+    return shlex.join(words)

@@ -1,0 +1,99 @@
+"""Text out of a model: continue a prompt, or hold a conversation."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TextStreamer
+
+from anybit.errors import InputError
+from anybit.model import load, load_tokenizer
+
+
+class Generator:
+    """A loaded model and its tokenizer."""
+
+    def __init__(self, model: str, dtype: str = "float32", device: str = "cpu") -> None:
+        self.name = model
+        self.tokenizer = load_tokenizer(model)
+        self.model = load(model, dtype=dtype, device=device)
+
+    def encode(self, prompt: str) -> Tensor:
+        """Token ids [1, T] of a prompt.
+
+        Raises:
+            InputError: a prompt of no tokens.
+        """
+        ids = self.tokenizer(prompt, return_tensors="pt").input_ids
+        if ids.shape[1] == 0:
+            raise InputError("the prompt is empty: give some text to continue with -p")
+        return ids
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> Tensor:
+        """Token ids [1, T] of a conversation, ready for the model's answer.
+
+        Raises:
+            InputError: a model without a chat template.
+        """
+        if not self.tokenizer.chat_template:
+            raise InputError(f"{self.name} has no chat template: it is not a chat model; use `anybit generate`")
+        encoded = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        return encoded["input_ids"]
+
+    def stream(self, ids: Tensor, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
+        """Print the continuation of ids [1, T] as it is made, and return it."""
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        new = self.generate(ids, max_new_tokens, temperature, seed, streamer=streamer)
+        return self.tokenizer.decode(new, skip_special_tokens=True)
+
+    def generate(
+        self, ids: Tensor, max_new_tokens: int, temperature: float = 0.0, seed: int = 0, streamer: Any = None
+    ) -> Tensor:
+        """New token ids [n] after ids [1, T]; greedy at temperature 0.
+
+        Raises:
+            InputError: a prompt that leaves no room in the model's context.
+        """
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and ids.shape[1] >= limit:
+            raise InputError(f"the prompt has {ids.shape[1]} tokens, the model's context holds {limit}: shorten it")
+        room = max_new_tokens if limit is None else min(max_new_tokens, limit - ids.shape[1])
+        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if temperature > 0:
+            sampling = {"do_sample": True, "temperature": temperature}
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
+        ids = ids.to(self.model.device)
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(seed)
+            output = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=room,
+                pad_token_id=pad,
+                streamer=streamer,
+                **sampling,
+            )
+        return output[0, ids.shape[1] :]
+
+
+def converse(generator: Generator, max_new_tokens: int, temperature: float, seed: int) -> None:
+    """Read lines from standard input and answer them until an empty line or the end."""
+    messages: list[dict[str, str]] = []
+    generator.encode_chat([{"role": "user", "content": "hi"}])  # refuse a model without a template at once
+    while True:
+        sys.stdout.write("> " if sys.stdin.isatty() else "")
+        sys.stdout.flush()
+        line = sys.stdin.readline().strip()
+        if line in ("", "/exit"):
+            return
+        if line == "/new":
+            messages = []
+            continue
+        messages.append({"role": "user", "content": line})
+        answer = generator.stream(generator.encode_chat(messages), max_new_tokens, temperature, seed)
+        messages.append({"role": "assistant", "content": answer})

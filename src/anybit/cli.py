@@ -1,0 +1,484 @@
+"""The `anybit` command: a skin over the Python API. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import anybit
+from anybit.errors import InputError
+
+if TYPE_CHECKING:
+    from anybit.spec import QuantizeConfig
+
+app = typer.Typer(
+    name="anybit",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="""Compress large language models to any average bit-width and run them fast.
+
+    A first run:
+
+        anybit quantize MODEL -o out --method gptq --bits 4
+
+        anybit eval out --text my.txt --base MODEL
+
+        anybit generate out -p "The capital of France is"
+
+    MODEL is an HF directory, a hub id, a .gguf file, or an artifact that anybit made.
+    """,
+)
+
+# Click's base class of usage errors, which typer may or may not bring along under its own name.
+_USAGE_ERROR = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="HF directory, hub id, .gguf file or anybit artifact.")]
+Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that `anybit quantize` made.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: PyTorch's.", min=1)]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="What the model computes in: float32, bfloat16 or float16.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"anybit {anybit.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Options of all commands."""
+
+
+@app.command()
+def quantize(  # noqa: PLR0913 - the command's options are the documentation
+    model: Model,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
+    method: Annotated[str, typer.Option(help="rtn (round to nearest, no calibration) or gptq.")] = "gptq",
+    bits: Annotated[float | None, typer.Option(help="Average code width: 2 to 8. [default: 4]")] = None,
+    bpw: Annotated[float | None, typer.Option(help="Most stored bits per weight of the linear layers.")] = None,
+    size: Annotated[str | None, typer.Option(help="Most bytes of all files but the tokenizer, e.g. 120MB.")] = None,
+    group_size: Annotated[int, typer.Option(help="Input channels that share a scale; -1: the whole row.")] = 128,
+    symmetric: Annotated[bool, typer.Option("--symmetric/--asymmetric", help="Without or with zero points.")] = False,
+    embed_bits: Annotated[int, typer.Option(help="Embedding and head: 16, 8 or 4 bits.")] = 16,
+    clip: Annotated[bool, typer.Option("--clip/--no-clip", help="Search clipping ratios per group.")] = False,
+    desc_act: Annotated[bool, typer.Option("--desc-act/--no-desc-act", help="GPTQ: store columns by energy.")] = False,
+    group_reorder: Annotated[
+        bool, typer.Option("--group-reorder/--no-group-reorder", help="GPTQ: important groups first.")
+    ] = True,
+    damp: Annotated[float, typer.Option(help="GPTQ: share of the mean Hessian diagonal added to it.")] = 0.01,
+    one_shot: Annotated[bool, typer.Option("--one-shot", help="Statistics of the unquantized model.")] = False,
+    calibration: Annotated[str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub dataset.")] = "builtin",
+    samples: Annotated[int, typer.Option(help="Calibration windows.")] = 128,
+    seq_len: Annotated[int, typer.Option(help="Tokens per calibration window.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Picks the calibration windows.")] = 0,
+    include: Annotated[list[str], typer.Option(help="Only layers that match this glob pattern. Repeatable.")] = [],  # noqa: B006
+    exclude: Annotated[list[str], typer.Option(help="Not layers that match this glob pattern. Repeatable.")] = [],  # noqa: B006
+    spec: Annotated[Path | None, typer.Option(help="Widths per layer: the map that `anybit plan -o` writes.")] = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Predict size, bpw, time and memory; write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact at OUT.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Compress MODEL into the directory OUT.
+
+    Exactly one of --bits, --bpw and --size sets how small. Killed or interrupted, the same command resumes and ends
+    in the same bytes.
+
+    Examples:
+
+        anybit quantize ./SmolLM2 -o out --bits 4 --group-size 128
+
+        anybit quantize model.gguf -o out --method rtn --size 90MB --embed-bits 8 --dry-run
+    """
+    from anybit.spec import QuantizeConfig, read_spec_map
+
+    _set_threads(threads)
+    _check_device(device)
+    _check_writable(json_file)
+    if sum(value is not None for value in (bits, bpw, size)) > 1:
+        raise InputError("--bits, --bpw and --size set the same thing: give exactly one of them")
+    config = QuantizeConfig(
+        method=method,
+        bits=_whole_width(bits, method),
+        group_size=group_size,
+        symmetric=symmetric,
+        embed_bits=embed_bits,
+        clip=clip,
+        desc_act=desc_act,
+        group_reorder=group_reorder,
+        damp=damp,
+        one_shot=one_shot,
+        samples=samples,
+        seq_len=seq_len,
+        seed=seed,
+        include=tuple(include),
+        exclude=tuple(exclude),
+    )
+    if bpw is not None or size is not None:
+        if spec is not None:
+            raise InputError("--spec sets the width of every layer it names: give it without --bpw and --size")
+        config = _fit_budget(model, config, bpw, None if size is None else _bytes(size))
+    spec_map = read_spec_map(spec, config.layer_spec()) if spec else None
+    if dry_run:
+        _emit(_predict(model, config, spec_map, out), json_file, _print_prediction)
+        return
+    report = _report()
+    try:
+        result = anybit.quantize(
+            model, out, config, calibration=calibration, spec_map=spec_map, device=device, overwrite=overwrite, report=report
+        )
+    finally:
+        report.close()
+    figures = asdict(result)
+    _emit(figures | {"path": str(out)}, json_file, lambda f: typer.echo(
+        f"{out}: {f['bits']:.2f} bits, {f['bits_per_weight']:.3f} bits per weight stored, "
+        f"{f['size_bytes'] / 1e6:.1f} MB, {f['seconds']:.0f} s"
+    ))  # fmt: skip
+
+
+@app.command(name="eval")
+def evaluate(  # noqa: PLR0913
+    model: Model,
+    text: Annotated[str | None, typer.Option(help="A .txt or .jsonl file. [default: the built-in text's other half]")] = None,
+    dataset: Annotated[str | None, typer.Option(help="A hub dataset, e.g. wikitext2, instead of --text.")] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens per window.", min=1)] = 2048,
+    max_tokens: Annotated[int | None, typer.Option(help="Use only this many tokens of the text.", min=1)] = None,
+    base: Annotated[str | None, typer.Option(help="Full-precision model to measure the KL divergence from.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Zero-shot tasks, e.g. piqa,arc_easy (needs anybit[eval]).")] = None,
+    tasks_dir: Annotated[Path | None, typer.Option(help="Folder of the tasks' JSON files: no network needed.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions per task.", min=1)] = None,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure MODEL: perplexity, divergence from a base model, zero-shot tasks.
+
+    Perplexity is taken over non-overlapping windows of the text as it is; a BOS token is put before each window if and
+    only if the tokenizer does so.
+    """
+    _set_threads(threads)
+    _check_device(device)
+    _check_writable(json_file)
+    if text and dataset:
+        raise InputError("--text and --dataset name the same thing: give one of them")
+    report = _report()
+    try:
+        figures = anybit.evaluate(
+            model,
+            text=text or dataset or "builtin-eval",
+            seq_len=seq_len,
+            max_tokens=max_tokens,
+            base=base,
+            tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else (),
+            tasks_dir=tasks_dir,
+            limit=limit,
+            dtype=dtype,
+            device=device,
+            report=report,
+        )
+    finally:
+        report.close()
+    _emit(figures, json_file, _print_evaluation)
+
+
+@app.command()
+def generate(  # noqa: PLR0913
+    model: Model,
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
+    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = None,
+) -> None:
+    """Continue a text."""
+    from anybit.chat import Generator
+
+    _set_threads(threads)
+    _check_device(device)
+    generator = Generator(model, dtype, device)
+    typer.echo(prompt, nl=False)
+    generator.stream(generator.encode(prompt), max_new_tokens, temperature, seed)
+
+
+@app.command()
+def chat(
+    model: Model,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per answer.", min=1)] = 512,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
+    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = None,
+) -> None:
+    """Talk with MODEL, which must have a chat template. An empty line, Ctrl-D or /exit ends it; /new starts over."""
+    from anybit.chat import Generator, converse
+
+    _set_threads(threads)
+    _check_device(device)
+    converse(Generator(model, dtype, device), max_new_tokens, temperature, seed)
+
+
+@app.command()
+def inspect(
+    out: Artifact,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
+) -> None:
+    """Show what the artifact OUT is made of, measured from its files."""
+    from anybit.artifact import inspect as inspect_artifact
+
+    figures = inspect_artifact(out)
+    _emit(figures, None, (lambda f: typer.echo(json.dumps(f, indent=2))) if as_json else _print_inspection)
+
+
+@app.command()
+def verify(out: Artifact) -> None:
+    """Check every byte of the artifact OUT: hashes, headers, shapes, indices, scales."""
+    from anybit.artifact import verify as verify_artifact
+
+    report = _report()
+    advance: Any = None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal advance
+        advance = advance or report.task("verifying", total)
+        advance(1)
+
+    try:
+        found = verify_artifact(out, progress)
+    finally:
+        report.close()
+    hashes = "hashes match" if found["hashes_checked"] else "no hashes stored (save_pretrained drops them)"
+    typer.echo(f"{out}: {found['layers']} layers in {found['shards']} files are whole; {hashes}")
+
+
+@app.command()
+def plan(
+    model: Model,
+    memory: Annotated[str | None, typer.Option(help="What the weights may take, e.g. 6GB.")] = None,
+    group_size: Annotated[int, typer.Option(help="Input channels that share a scale.")] = 128,
+    symmetric: Annotated[bool, typer.Option("--symmetric/--asymmetric")] = False,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the editable map that --spec reads.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
+) -> None:
+    """Show how large MODEL becomes at each width, and which widths fit a memory budget."""
+    from anybit.plan import widths_for_memory
+
+    _check_writable(out)
+    budget = None if memory is None else _bytes(memory)
+    streamed = _streamed(model)
+    rows = widths_for_memory(streamed, budget, {"group_size": group_size, "symmetric": symmetric})
+    fitting = [row for row in rows if row["fits"]]
+    if not fitting:
+        least = min(row["size_bytes"] for row in rows)
+        raise InputError(f"nothing fits {memory}: the smallest, 2 bits with a 4-bit embedding, takes {least / 1e6:.1f} MB")
+    best = max(fitting, key=lambda row: (row["bits"], row["embed_bits"]))
+    _emit({"widths": rows, "best": best}, None, (lambda f: typer.echo(json.dumps(f, indent=2))) if as_json else _print_plan)
+    if out is not None:
+        entry = {"bits": best["bits"], "group_size": group_size, "symmetric": symmetric}
+        layers = {name: entry for name in streamed.all_linears()}
+        out.write_text(json.dumps({"layers": layers}, indent=2) + "\n", encoding="utf-8")
+        command = f"anybit quantize {model} -o OUT --spec {out} --embed-bits {best['embed_bits']}"
+        typer.echo(f"wrote {out}: edit it, then `{command}`", err=True)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Directory for the model, the artifacts and the report.")] = Path("demo"),
+    threads: Threads = None,
+) -> None:
+    """The whole way on a real model: fetch SmolLM2-135M, compress it three ways, measure, generate, report."""
+    from anybit.demo import run
+
+    _set_threads(threads)
+    run(out, _report())
+
+
+def main() -> None:
+    """Entry point: bad input is one line and exit code 2, Ctrl-C is 130, a defect keeps its traceback (1)."""
+    try:
+        code = typer.main.get_command(app).main(prog_name="anybit", standalone_mode=False)
+    except InputError as error:
+        code = _complain(str(error), 2)
+    except _USAGE_ERROR as error:
+        error.show()  # type: ignore[attr-defined]
+        code = error.exit_code  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        resumes = "; the same command resumes" if sys.argv[1:2] == ["quantize"] else ""
+        code = _complain(f"interrupted{resumes}", 130)
+    except BrokenPipeError:  # the reader of our output has gone; Python would complain again when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OSError as error:
+        if error.errno is None:
+            raise
+        remedy = ": make room and run the same command again" if error.errno == errno.ENOSPC else ""
+        code = _complain(": ".join(filter(None, [error.filename, error.strerror])) + remedy, 2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(message: str, code: int) -> int:
+    typer.echo(f"anybit: {message}", err=True)
+    return code
+
+
+def _check_writable(file: Path | None) -> None:
+    """Refuse a file that could not be written when the work is done."""
+    if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
+        raise InputError(f"{file} cannot be written: name a file in an existing directory that you may write to")
+
+
+def _set_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _check_device(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"--device {device!r}: expected cpu or cuda")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise InputError("--device cuda: PyTorch finds no CUDA here; use --device cpu")
+
+
+def _report() -> Any:
+    import transformers
+
+    from anybit.progress import Terminal
+
+    transformers.utils.logging.disable_progress_bar()
+    return Terminal()
+
+
+def _whole_width(bits: float | None, method: str) -> int:
+    if bits is None:
+        return 4
+    if not bits.is_integer():  # nor are NaN and Inf
+        raise InputError(f"--bits {bits:g}: {method} has whole widths only, 2 to 8")
+    return int(bits)
+
+
+def _bytes(text: str) -> int:
+    """"120MB" -> 120000000: decimal units, as file sizes are sold."""
+    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    number = text.strip().rstrip("KMGTIBkmgtib ")
+    unit = text.strip()[len(number) :].strip().upper() or "B"
+    try:
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError) as error:
+        raise InputError(f"size {text!r}: expected a number and a unit, such as 120MB or 1.5GiB") from error
+
+
+def _streamed(model: str) -> Any:
+    import torch
+
+    from anybit.checkpoint import open_checkpoint
+    from anybit.streaming import StreamedModel
+
+    return StreamedModel(open_checkpoint(model), torch.bfloat16)
+
+
+def _fit_budget(model: str, config: QuantizeConfig, bpw: float | None, size: int | None) -> QuantizeConfig:
+    """The largest whole width within a budget of bits per weight or bytes."""
+    from dataclasses import replace
+
+    from anybit.plan import make_plan
+    from anybit.spec import METHOD_WIDTHS
+
+    streamed = _streamed(model)
+    for bits in reversed(METHOD_WIDTHS[config.method]):
+        candidate = replace(config, bits=bits)
+        made = make_plan(streamed, candidate)
+        if (bpw is None or made.bits_per_weight <= bpw) and (size is None or made.size_bytes <= size):
+            return candidate
+    asked = f"{bpw:g} bits per weight" if bpw is not None else f"{(size or 0) / 1e6:g} MB"
+    raise InputError(
+        f"{asked} is not to be had: {config.method} at its smallest width takes {made.bits_per_weight:.3f} bits per "
+        f"weight, {made.size_bytes / 1e6:.1f} MB (the embedding at {config.embed_bits} bits included; see --embed-bits)"
+    )
+
+
+def _predict(model: str, config: QuantizeConfig, spec_map: Any, out: Path) -> dict[str, Any]:
+    from anybit.plan import estimate, make_plan
+    from anybit.writer import check_output
+
+    check_output(out, overwrite=True)
+    streamed = _streamed(model)
+    made = make_plan(streamed, config, spec_map)
+    return {"coverage": made.coverage(), **estimate(streamed, made, config, out)}
+
+
+def _emit(figures: dict[str, Any], file: Path | None, show: Any) -> None:
+    """Print figures, and write them where asked."""
+    show(figures)
+    if file is not None:
+        file.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _print_prediction(f: dict[str, Any]) -> None:
+    typer.echo(f["coverage"])
+    typer.echo(f"bits per weight   {f['bits_per_weight']:.3f} (codes alone {f['bits']:.3f})")
+    typer.echo(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
+    typer.echo(f"free disk         {f['free_disk_bytes'] / 1e6:.0f} MB")
+    typer.echo(f"peak memory       about {f['peak_memory_bytes'] / 1e6:.0f} MB")
+    typer.echo(f"time              about {f['seconds']:.0f} s on this machine")
+
+
+def _print_evaluation(f: dict[str, Any]) -> None:
+    shown = "none (nothing to score)" if f["perplexity"] is None else f"{f['perplexity']:.4f}"
+    typer.echo(f"perplexity        {shown} over {f['tokens']} tokens in windows of {f['seq_len']}")
+    typer.echo(f"tail left out     {f['tail_tokens']} tokens")
+    if f["bits_per_weight"] is not None:
+        typer.echo(f"bits per weight   {f['bits_per_weight']:.3f}, {f['size_bytes'] / 1e6:.1f} MB")
+    if f.get("kld_mean") is not None:
+        typer.echo(f"base perplexity   {f['base_perplexity']:.4f} (base in {f['base_dtype']})")
+        typer.echo(f"KL divergence     mean {f['kld_mean']:.5f}, 99th percentile {f['kld_p99']:.4f} nats per token")
+        typer.echo(f"top-1 agreement   {100 * f['top1_agreement']:.2f} %")
+    for name, scores in f.get("tasks", {}).items():
+        typer.echo(f"{name:17} " + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in scores.items()))
+
+
+def _print_inspection(f: dict[str, Any]) -> None:
+    typer.echo(f"method            {f['method']}")
+    typer.echo(f"bits              {f['bits']:.3f} (average code width)")
+    typer.echo(f"bits per weight   {f['bits_per_weight']:.3f} over {f['weights'] / 1e6:.1f} M weights")
+    typer.echo(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
+    calibration = f["calibration"] or {}
+    if calibration:
+        typer.echo(f"calibration       {calibration['samples']} x {calibration['seq_len']} tokens of {calibration['source']}")
+    width = max((len(layer["name"]) for layer in f["layers"] + f["embeddings"]), default=0)
+    for layer in f["embeddings"] + f["layers"]:
+        shape = "x".join(map(str, layer["shape"]))
+        typer.echo(f"{layer['name']:{width}}  {shape:>12}  {layer['bits']:.2f} bits  {layer['bits_per_weight']:.3f} bpw")
+
+
+def _print_plan(f: dict[str, Any]) -> None:
+    typer.echo("bits  embed bits  bits per weight      size")
+    for row in f["widths"]:
+        mark = "  <- the best that fits" if row == f["best"] else ("" if row["fits"] else "  too large")
+        size = f"{row['size_bytes'] / 1e6:.1f} MB"
+        typer.echo(f"{row['bits']:4d}  {row['embed_bits']:10d}  {row['bits_per_weight']:15.3f}  {size:>8}{mark}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""The driver: checkpoint in, artifact out, one decoder block at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+import anybit
+from anybit import kernels
+from anybit.artifact import inspect
+from anybit.calibrate import Activations, collecting
+from anybit.card import model_card
+from anybit.checkpoint import Checkpoint, open_checkpoint
+from anybit.errors import InputError
+from anybit.methods import gptq, rtn
+from anybit.plan import Plan, check_disk, make_plan
+from anybit.progress import SILENT, Advance, Silent
+from anybit.spec import LayerSpec, QuantizeConfig, SpecMap, TileSpec
+from anybit.stats import LinearStats
+from anybit.streaming import BlockCall, StreamedModel, run_block
+from anybit.tensors import (
+    FORMAT_VERSION,
+    QUANT_METHOD,
+    PackedWeight,
+    QuantizedWeight,
+    pack,
+    stored_tensors,
+    unpack,
+)
+from anybit.texts import CalibrationSet, calibration_set
+from anybit.writer import ArtifactWriter, check_output, finished_bytes
+
+METHODS = {"rtn": rtn.quantize, "gptq": gptq.quantize}
+EMBED_ROWS = 4096  # rows of an embedding that are quantized at a time
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """What a run made."""
+
+    path: Path
+    bits: float  # average code width
+    bits_per_weight: float  # stored bits per weight of the linear layers
+    size_bytes: int  # all files but the tokenizer
+    seconds: float  # wall time of this call
+    resumed_shards: int  # shards found finished
+
+
+def quantize(  # noqa: PLR0913 - mirrors the command's options
+    model: str | Path,
+    out: str | Path,
+    config: QuantizeConfig | None = None,
+    *,
+    calibration: str = "builtin",
+    spec_map: SpecMap | None = None,
+    device: str = "cpu",
+    overwrite: bool = False,
+    report: Silent = SILENT,
+) -> QuantizeResult:
+    """Compress a model into an artifact directory.
+
+    A killed or interrupted call leaves `OUT.partial`; the same call again resumes it and ends in the same bytes.
+
+    Args:
+        model: HF directory, hub id or `.gguf` file.
+        out: directory to make.
+        config: method and options; `QuantizeConfig()` by default.
+        calibration: "builtin", a `.txt` or `.jsonl` file, or a hub dataset.
+        spec_map: `{layer name: LayerSpec}` that overrides `config` layer by layer.
+        device: where blocks run and weights are quantized.
+        overwrite: replace an artifact at `out`.
+        report: where progress goes.
+
+    Raises:
+        InputError: anything about the input that cannot work, before work that would be lost.
+    """
+    start = time.perf_counter()
+    config, out = config or QuantizeConfig(), Path(out)
+    check_output(out, overwrite)
+    checkpoint = open_checkpoint(model)
+    streamed = StreamedModel(checkpoint, compute_dtype(device))
+    plan = make_plan(streamed, config, spec_map)
+    check_disk(plan, out, finished_bytes(out))
+    for note in checkpoint.notes():
+        report.say(note)
+    report.say(plan.coverage())
+    text = _calibration(checkpoint, config, calibration, report)
+    base_hash = _hash(checkpoint, report)
+    fingerprint = _fingerprint(base_hash, config, plan, text, (device, str(streamed.dtype)))
+    with ArtifactWriter(out, fingerprint, len(streamed.blocks) + 1, overwrite) as writer:
+        resumed = len(writer.finished)
+        if resumed:
+            report.say(f"resumes: {resumed} of {writer.shards} shards are finished")
+        run = _Run(streamed, plan, config, writer, device, report)
+        run.outside()
+        run.all_blocks(text)
+        provenance = _provenance(checkpoint, base_hash, config, text)
+        texts = {"README.md": model_card(checkpoint, plan, provenance)}
+        checkpoint.copy_assets(writer.work)
+        writer.finish(_artifact_config(streamed, plan, provenance), texts)
+    made = inspect(out)
+    seconds = time.perf_counter() - start
+    return QuantizeResult(out, made["bits"], made["bits_per_weight"], made["size_bytes"], seconds, resumed)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The pieces that every step of one run needs."""
+
+    streamed: StreamedModel
+    plan: Plan
+    config: QuantizeConfig
+    writer: ArtifactWriter
+    device: str
+    report: Silent
+
+    def outside(self) -> None:
+        """Shard 0: everything outside the decoder blocks."""
+        if 0 in self.writer.finished:
+            return
+        tensors: dict[str, Tensor] = {}
+        for name in self.streamed.tensor_names(None):
+            layer = name.removesuffix(".weight")
+            if layer in self.plan.embeddings:
+                packed = pack(quantize_rows(self.streamed.read(name), self.plan.embeddings[layer]["tiles"][0]["bits"]))
+                tensors |= {f"{layer}.{field}": t for field, t in packed.tensors.items()}
+            else:
+                tensors[name] = self._kept(name)
+        self.writer.write_shard(0, tensors)
+
+    def all_blocks(self, text: CalibrationSet | None) -> None:
+        """Shards 1..n: statistics, quantization and the way to the next block."""
+        blocks = len(self.streamed.blocks)
+        if len(self.writer.finished) == self.writer.shards:
+            return
+        samples = 0 if text is None else len(text.tokens)
+        passes = samples * (blocks if self.config.one_shot else 2 * blocks - 1)
+        advance = self.report.task(f"{self.config.method} {blocks} blocks", passes + len(self.plan.layouts))
+        hidden, calls = None, []
+        if text is not None:
+            hidden = Activations(samples, self.writer.work)
+            calls = self.streamed.first_inputs(text.tokens, hidden.put)
+        for i in range(blocks):
+            self._block(i, hidden, calls[i] if calls else None, advance)
+
+    def _block(self, i: int, hidden: Activations | None, call: BlockCall | None, advance: Advance) -> None:
+        """Quantize block i (or read it back if it is finished) and move the hidden states past it."""
+        finished = i + 1 in self.writer.finished
+        last = i + 1 == len(self.streamed.blocks)
+        linears = {n: m for n, m in self.streamed.linears(i).items() if n in self.plan.layouts}
+        if hidden is None or call is None:
+            if not finished:
+                self._quantize_block(i, linears, {}, None)
+            advance(len(linears))
+            return
+        with self.streamed.block(i, self.device) as block, torch.no_grad():
+            if not finished:
+                with collecting(linears, hessian=True) as stats:
+                    self._forward(block, hidden, call, keep=self.config.one_shot, advance=advance)
+                tensors = self._quantize_block(i, linears, stats, advance)
+            else:
+                tensors = self.writer.read_shard(i + 1)
+                advance(len(linears) + (0 if self.config.one_shot else len(hidden)))
+                if self.config.one_shot:
+                    self._forward(block, hidden, call, keep=True, advance=advance)
+            if not self.config.one_shot and not last:
+                for name, module in linears.items():
+                    _overwrite_weight(module, _stored_weight(name, self.plan.layouts[name], tensors))
+                del tensors
+                self._forward(block, hidden, call, keep=True, advance=advance)
+
+    def _forward(self, block: nn.Module, hidden: Activations, call: BlockCall, keep: bool, advance: Advance) -> None:
+        for sample in range(len(hidden)):
+            output = run_block(block, hidden.get(sample).to(self.device), call)
+            if keep:
+                hidden.put(sample, output)
+            advance(1)
+
+    def _quantize_block(
+        self, i: int, linears: Mapping[str, nn.Module], stats: Mapping[str, LinearStats], advance: Advance | None
+    ) -> dict[str, Tensor]:
+        """Quantize block i's linears, write its shard and return the shard's tensors."""
+        tensors: dict[str, Tensor] = {}
+        for name in linears:
+            if name in stats:
+                stats[name].check(name)
+            packed = self._quantize_linear(name, stats.get(name))
+            tensors |= {f"{name}.{field}": t for field, t in packed.tensors.items()}
+            if advance is not None:
+                advance(1)
+        quantized = {f"{name}.weight" for name in linears}
+        for name in self.streamed.tensor_names(i):
+            if name not in quantized:
+                tensors[name] = self._kept(name)
+        self.writer.write_shard(i + 1, tensors)
+        return tensors
+
+    def _quantize_linear(self, name: str, stats: LinearStats | None) -> PackedWeight:
+        weight = self.streamed.weight(name).to(self.device)
+        try:
+            packed = pack(METHODS[self.config.method](weight, stats, self.plan.specs[name]))
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
+        assert packed.layout["tiles"] == self.plan.layouts[name]["tiles"], f"{name}: made another layout than planned"
+        return packed
+
+    def _kept(self, name: str) -> Tensor:
+        """A tensor that is stored without quantization."""
+        tensor, (dtype, _) = self.streamed.read(name), self.plan.kept[name]
+        if dtype == torch.float16 and tensor.dtype != torch.float16 and tensor.abs().max() > 65504:
+            dtype = torch.bfloat16
+        return tensor.to(dtype)
+
+
+def quantize_rows(weight: Tensor, bits: int) -> QuantizedWeight:
+    """Round an embedding [vocabulary, hidden] to nearest, some rows at a time so that memory stays bounded."""
+    spec = LayerSpec(tiles=(TileSpec(bits),))
+    parts = [rtn.quantize(rows.float(), None, spec).tiles[0] for rows in weight.split(EMBED_ROWS)]
+    tile = type(parts[0])(
+        bits=bits,
+        group_size=parts[0].group_size,
+        codes=torch.cat([p.codes for p in parts]),
+        scales=torch.cat([p.scales for p in parts]),
+        zeros=torch.cat([p.zeros for p in parts if p.zeros is not None]),
+    )
+    return QuantizedWeight((weight.shape[0], weight.shape[1]), (tile,))
+
+
+def compute_dtype(device: str) -> torch.dtype:
+    """What calibration forwards compute in: bfloat16 where the processor multiplies it, else float32."""
+    if device != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return torch.bfloat16
+    return torch.float32
+
+
+def _overwrite_weight(module: nn.Module, weight: Tensor) -> None:
+    target = module.weight
+    assert isinstance(target, Tensor)
+    target.copy_(weight.T if isinstance(module, Conv1D) else weight)
+
+
+def _stored_weight(name: str, layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
+    """The dense matrix of a layer's stored tensors: what the artifact will compute with."""
+    return unpack(PackedWeight(layout, {f: tensors[f"{name}.{f}"] for f in stored_tensors(layout)})).dequantize()
+
+
+def _calibration(
+    checkpoint: Checkpoint, config: QuantizeConfig, source: str, report: Silent
+) -> CalibrationSet | None:
+    if not config.calibrated:
+        return None
+    text = calibration_set(checkpoint.tokenizer(), source, config.samples, config.seq_len, config.seed)
+    samples = len(text.tokens)
+    if samples < config.samples:
+        report.say(f"calibration text {source} has {samples} windows of {config.seq_len} tokens, not {config.samples}")
+    limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and config.seq_len > limit:
+        raise InputError(f"--seq-len {config.seq_len} is beyond the model's {limit} positions: choose at most {limit}")
+    if int(text.tokens.max()) >= checkpoint.config.get_text_config().vocab_size:
+        raise InputError("the tokenizer has more tokens than the model's vocabulary: they do not belong together")
+    report.say(f"calibrates on {samples} x {config.seq_len} tokens of {source}")
+    return text
+
+
+def _hash(checkpoint: Checkpoint, report: Silent) -> str:
+    return checkpoint.sha256(report.task("hashing the checkpoint", checkpoint.weight_bytes()))
+
+
+def _fingerprint(
+    base_hash: str, config: QuantizeConfig, plan: Plan, text: CalibrationSet | None, compute: tuple[str, str]
+) -> str:
+    """SHA-256 of everything that the artifact's bytes depend on."""
+    parts = {
+        "anybit": anybit.__version__,
+        "base": base_hash,
+        "config": config.as_dict(),
+        "specs": {name: repr(spec) for name, spec in plan.specs.items()},
+        "text": text.describe() if text else None,
+        "compute": [*compute, kernels.info()["cpu"]["isa"]],
+        "threads": torch.get_num_threads(),  # the order of float sums, hence the bytes, depends on it
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _provenance(
+    checkpoint: Checkpoint, base_hash: str, config: QuantizeConfig, text: CalibrationSet | None
+) -> dict[str, Any]:
+    """What the artifact says of its making; no times and no machine, so that equal runs give equal bytes."""
+    path = Path(checkpoint.source).resolve()
+    return {
+        "method": config.method,
+        "base": {
+            "name": path.name if path.exists() else checkpoint.source,
+            "sha256": base_hash,
+            "quantized_before": checkpoint.quantized_before(),
+        },
+        "calibration": text.describe() if text else None,
+        "options": config.as_dict(),
+        "anybit_version": anybit.__version__,
+    }
+
+
+def _artifact_config(streamed: StreamedModel, plan: Plan, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    config = streamed.checkpoint.config.to_dict()
+    config["architectures"] = [type(streamed.model).__name__]
+    config["dtype"] = str(config.get("dtype") or "float32").removeprefix("torch.")
+    if any(layout.get("tied") for layout in plan.embeddings.values()):
+        config["tie_word_embeddings"] = False  # the head reads the quantized embedding itself
+    config["quantization_config"] = {
+        "quant_method": QUANT_METHOD,
+        "format_version": FORMAT_VERSION,
+        "bits": plan.code_bits,
+        **provenance,
+        "embeddings": plan.embeddings,
+        "layers": plan.layouts,
+    }
+    return config

@@ -1,0 +1,136 @@
+"""anybit as a quantizer of Transformers: `AutoModelForCausalLM.from_pretrained(OUT)` after `import anybit`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from anybit.errors import InputError
+from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead
+from anybit.tensors import QUANT_METHOD, check_version, validate, validate_layout
+
+
+class AnybitConfig(QuantizationConfigMixin):
+    """`quantization_config` of an artifact: every key of its JSON is kept as it is.
+
+    Keys: `format_version`, `method`, `bits`, `layers` {name: layout}, `embeddings` {name: layout}, and what the
+    artifact says of its making (`calibration`, `base`, `options`).
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        fields.pop("quant_method", None)
+        check_version(fields.get("format_version"))
+        for group in ("layers", "embeddings"):
+            if not isinstance(fields.setdefault(group, {}), dict):
+                raise InputError(f"quantization_config: {group} must be an object of layer names to layouts")
+            for name, layout in fields[group].items():
+                validate_layout(name, layout)
+        self.quant_method = QUANT_METHOD
+        self.__dict__.update(fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+
+class AnybitQuantizer(HfQuantizer):
+    """Swaps the layers that the config lists for modules that hold their packed bytes."""
+
+    requires_calibration = True  # an existing artifact is loaded; `anybit quantize` makes one
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        dtype = model.dtype
+        for name, layout in self.quantization_config.layers.items():
+            _swap_linear(model, name, layout, dtype)
+        for name, layout in self.quantization_config.embeddings.items():
+            _swap_embedding(model, name, layout, dtype)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for name, module in model.named_modules():
+            if isinstance(module, PackedModule) and module.packed.tensors:
+                validate(name, module.packed)
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def register() -> None:
+    """Make Transformers know artifacts; does nothing the second time."""
+    if QUANT_METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(QUANT_METHOD)(AnybitConfig)
+        register_quantizer(QUANT_METHOD)(AnybitQuantizer)
+
+
+def _swap_linear(model: Any, name: str, layout: dict[str, Any], dtype: torch.dtype) -> None:
+    module = _module_to_swap(model, name, (nn.Linear, Conv1D))
+    shape = tuple(module.weight.shape)
+    _check_shape(name, layout, shape[::-1] if isinstance(module, Conv1D) else shape)
+    with torch.device("meta"):
+        model.set_submodule(name, QuantLinear(layout, getattr(module, "bias", None) is not None, dtype))
+
+
+def _swap_embedding(model: Any, name: str, layout: dict[str, Any], dtype: torch.dtype) -> None:
+    """Replace the input embedding, and with it a head that the checkpoint does not hold."""
+    module = _module_to_swap(model, name, (nn.Linear, nn.Embedding))
+    if isinstance(module, nn.Linear):
+        _swap_linear(model, name, layout, dtype)
+        return
+    _check_shape(name, layout, (module.num_embeddings, module.embedding_dim))
+    scale = float(getattr(module, "scalar_embed_scale", 1.0))
+    with torch.device("meta"):
+        embedding = QuantEmbedding(layout, scale, dtype)
+    model.set_submodule(name, embedding)
+    head = output_name(model)
+    if head is not None and layout.get("tied"):
+        model.set_submodule(head, TiedHead(embedding))
+
+
+def _module_to_swap(model: Any, name: str, kinds: tuple[type, ...]) -> Any:
+    """The module that the artifact holds in quantized form."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError as error:
+        raise InputError(
+            f"the artifact quantizes {name!r}, which a {model.config.model_type} does not have"
+        ) from error
+    if not isinstance(module, kinds):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise InputError(
+            f"the artifact quantizes {name!r}, which is a {type(module).__name__}, not a {expected}"
+        )
+    return module
+
+
+def _check_shape(name: str, layout: dict[str, Any], shape: tuple[int, ...]) -> None:
+    if tuple(layout["shape"]) != shape:
+        raise InputError(
+            f"the artifact stores {name!r} as {list(layout['shape'])}, its config.json makes it {list(shape)}: "
+            "config.json and the weights do not belong together"
+        )
+
+
+def output_name(model: Any) -> str | None:
+    """Name of the language-model head."""
+    head = model.get_output_embeddings()
+    return next((n for n, m in model.named_modules() if m is head), None) if head is not None else None
+
+
+register()

@@ -1,0 +1,116 @@
+"""The native CPU kernels on torch tensors. What they compute: kernels/reference.py; how: csrc/."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from anybit import _native
+except ImportError as error:  # a bare source tree: the reference runs instead
+    _native = None
+    _REASON: str | None = f"the native extension is not built ({error}): `pip install .` builds it"
+else:
+    _REASON = None
+
+
+def available() -> bool:
+    """Whether the native extension is built and loads."""
+    return _native is not None
+
+
+def why_not() -> str | None:
+    """Why the native extension cannot be used; None where it can."""
+    return _REASON
+
+
+def isa() -> str:
+    """The instruction set chosen for this machine: "portable", "avx2" or "avx512"."""
+    return _native.isa()
+
+
+def cpu_features() -> dict[str, bool]:
+    """What the processor has of what kernels could use."""
+    return _native.cpu_features()
+
+
+class GroupInt:
+    """One tile in format "group int", bound once to the tensors that hold it (`group_int` makes it)."""
+
+    __slots__ = ("_native", "columns", "rows")
+
+    def __init__(self, native: Any, rows: int, columns: int) -> None:
+        self._native = native
+        self.rows = rows  # r
+        self.columns = columns  # c
+
+    def matmul(self, x: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None) -> None:
+        """`y[:, rows] += x @ W.T`, accumulated in float32, the same bits for every number of threads.
+
+        Args:
+            x: float32 [m, c], contiguous rows. One token (m = 1) and its row in a batch give the same bits.
+            y: float32 [m, out], contiguous; out = r where the tile has no `rows`.
+            threads: default `torch.get_num_threads()`.
+            isa: an instruction set other than the best, for tests.
+
+        Raises:
+            ValueError: wrong dtype, shape, layout or device; rows beyond `out`.
+        """
+        # numpy views cost a third of what DLPack does at each call
+        self._native.matmul(x.detach().numpy(), y.numpy(), threads or torch.get_num_threads(), isa)
+
+    def dequantize(
+        self, dtype: torch.dtype = torch.float32, threads: int | None = None, isa: str | None = None
+    ) -> Tensor:
+        """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
+        direct = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
+        out = torch.empty(self.rows, self.columns, dtype=direct)
+        self._native.dequantize(out, threads or torch.get_num_threads(), isa)
+        return out.to(dtype)
+
+
+def group_int(
+    codes: Tensor,  # uint8 [r, bytes] at 2, 4 and 8 bits, else planes [bits, r, bytes]; any padding of a row
+    scales: Tensor,  # float16 [r, groups]
+    zeros: Tensor | None,  # uint8 [r, groups], a byte each; None: 2^(bits-1)
+    rows: Tensor | None,  # int32 [r] ascending output rows; None: all
+    *,
+    bits: int,  # 1..8
+    group_size: int,  # columns per group; the last group may be shorter
+    columns: int,  # c
+) -> GroupInt:
+    """Bind a tile to its kernels. Keeps references, so the tensors must not change shape; copies `rows` only.
+
+    Raises:
+        ValueError: wrong dtype, shape, layout or device, rows that do not ascend from 0.
+    """
+    native = _native.GroupInt(codes, scales, zeros, rows, bits, group_size, columns)
+    return GroupInt(native, scales.shape[0], columns)
+
+
+def gptq_block(
+    weight: Tensor,  # float32 [rows, n], contiguous rows; compensated in place
+    inverse: Tensor,  # float32 [n, n], upper triangular: the Cholesky factor of the inverse Hessian
+    scale: Tensor,  # float32 [rows] or [rows, n]
+    zero: Tensor,  # float32 [rows] or [rows, n]
+    top: Tensor,  # float32 [rows], largest code
+    threads: int | None = None,
+    isa: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantize the columns of one block left to right: see `reference.gptq_block`.
+
+    The same bits for every instruction set and number of threads; where the scale is 0, the code is the zero.
+
+    Returns:
+        codes uint8 [rows, n], errors float32 [rows, n].
+
+    Raises:
+        ValueError: wrong dtype, shape, layout or device; a diagonal of `inverse` that is not positive.
+    """
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    errors = torch.empty(weight.shape)
+    threads = threads or torch.get_num_threads()
+    _native.gptq_block(weight, inverse, scale, zero, top, codes, errors, threads, isa)
+    return codes, errors

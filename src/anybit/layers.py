@@ -1,0 +1,110 @@
+"""The modules that stand where a model had `nn.Linear`, `Conv1D` and `nn.Embedding`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybit.kernels.dispatch import Prepared
+from anybit.tensors import PackedWeight, stored_tensors, unpack
+
+
+class PackedModule(nn.Module):
+    """Holds a layer's canonical tensors as buffers, so that `state_dict` is what the artifact stores."""
+
+    def __init__(self, layout: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.layout = layout
+        for field, (dtype, shape) in stored_tensors(layout).items():
+            tile, _, name = field.rpartition(".")
+            if tile and tile not in self._modules:
+                self.add_module(tile, nn.Module())
+            holder = self._modules[tile] if tile else self
+            assert holder is not None
+            holder.register_buffer(name, torch.empty(shape, dtype=dtype))
+        self._prepared: Prepared | None = None
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The stored bytes, as they are now on this module."""
+        fields = stored_tensors(self.layout)
+        return PackedWeight(self.layout, {field: self.get_buffer(field) for field in fields})
+
+    def prepared(self) -> Prepared:
+        """The weight bound to its kernel: at the first call, and anew after the buffers moved."""
+        if self._prepared is None:
+            self._prepared = Prepared(self.packed)
+        return self._prepared
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
+        """Move devices, but keep every stored dtype: scales are float16 whatever the model computes in."""
+        self._prepared = None
+        stored = {id(buffer) for buffer in self.buffers()}
+
+        def move(tensor: Tensor) -> Tensor:
+            if id(tensor) not in stored or not tensor.is_floating_point():
+                return fn(tensor)
+            return fn(tensor.view(torch.uint8)).view(tensor.dtype)  # bytes: no cast can touch them
+
+        return super()._apply(move, recurse)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._prepared = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_prepared": None}  # native objects are made anew in a copy
+
+    def extra_repr(self) -> str:
+        out_features, in_features = self.layout["shape"]
+        widths = "+".join(str(t["bits"]) for t in self.layout["tiles"])
+        return f"in_features={in_features}, out_features={out_features}, bits={widths}"
+
+
+class QuantLinear(PackedModule):
+    """`y = x W^T + b` with W quantized."""
+
+    def __init__(self, layout: Mapping[str, Any], bias: bool, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(layout)
+        self.out_features, self.in_features = layout["shape"]
+        self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.prepared().matmul(x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class QuantEmbedding(PackedModule):
+    """A quantized embedding table [vocabulary, hidden]; only the rows looked up are dequantized."""
+
+    def __init__(self, layout: Mapping[str, Any], scale: float, dtype: torch.dtype) -> None:
+        super().__init__(layout)
+        self.scale = scale  # Gemma multiplies its embeddings by sqrt(hidden)
+        self.dtype = dtype
+        self.num_embeddings, self.embedding_dim = layout["shape"]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
+        """`.to(dtype)` changes what comes out, as of an embedding of floats."""
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return super()._apply(fn, recurse)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        flat = ids.reshape(-1)
+        rows = {field: tensor[flat] for field, tensor in self.packed.tensors.items()}
+        layout = {**self.layout, "shape": [flat.numel(), self.embedding_dim]}
+        values = unpack(PackedWeight(layout, rows)).dequantize().to(self.dtype)
+        return (values * self.scale).view(*ids.shape, self.embedding_dim)
+
+
+class TiedHead(nn.Module):
+    """A language-model head that multiplies with the quantized embedding, which is stored once."""
+
+    def __init__(self, embedding: QuantEmbedding) -> None:
+        super().__init__()
+        object.__setattr__(self, "embedding", embedding)  # not a submodule: its buffers belong to the embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embedding.prepared().matmul(x)  # type: ignore[union-attr,operator]

@@ -1,0 +1,34 @@
+"""Round to nearest: each weight to the closest point of its group's grid (methods.grid). The baseline."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from anybit.methods import clip, grid
+from anybit.methods.tiling import assemble, column_sets
+from anybit.spec import LayerSpec
+from anybit.stats import LinearStats
+from anybit.tensors import QuantizedWeight
+
+
+def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> QuantizedWeight:
+    """Quantize `weight` [out, in] to the nearest codes.
+
+    Args:
+        weight: float32 [out, in].
+        stats: only used by the clip search; may be None without it.
+        spec: tiling and options.
+    """
+    sets = column_sets(spec, (weight.shape[0], weight.shape[1]))
+    codes, scales, zeros = [], [], []
+    for s in sets:
+        matrix = weight[:, s.cols]
+        ratio = clip.search(matrix, s, stats) if spec.clip else 1.0
+        bits, symmetric = s.bits.to(weight.device)[:, None], s.symmetric.to(weight.device)[:, None]
+        groups = grid.split_groups(matrix, s.group_size)
+        scale, zero = grid.fit(groups, bits, symmetric, ratio)
+        q = grid.encode(groups, scale[..., None], zero[..., None], (2.0**bits - 1)[..., None])
+        codes.append(q.flatten(1)[:, : len(s.cols)])
+        scales.append(scale)
+        zeros.append(zero)
+    return assemble((weight.shape[0], weight.shape[1]), sets, codes, scales, zeros)

@@ -1,0 +1,103 @@
+"""Tilings as methods see them: column sets, and a width per row in each.
+
+Uniform methods walk input channels in groups while all output rows move together, so a layer's tiles are
+regrouped: tiles with the same columns form one `ColumnSet` whose rows may differ in width. Tiles by rows
+(MixLLM) are one column set; tiles by columns (Atom, 2/4/16) are several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.errors import InputError
+from anybit.spec import LayerSpec, TileSpec
+from anybit.tensors import GroupInt, QuantizedWeight, groups_of
+
+
+@dataclass(frozen=True)
+class ColumnSet:
+    """Input channels that are quantized in the same groups."""
+
+    cols: Tensor  # int64 [c], original input channels in stored order
+    stored: bool  # whether the order is written to the artifact
+    group_size: int
+    bits: Tensor  # int64 [out], width per row
+    symmetric: Tensor  # bool [out]
+    tiles: tuple[TileSpec, ...]  # row tiles, in the spec's order
+
+    @property
+    def groups(self) -> int:
+        return groups_of(len(self.cols), self.group_size)
+
+    def group(self, g: int) -> Tensor:
+        """Original input channels of group g."""
+        return self.cols[g * self.group_size : (g + 1) * self.group_size]
+
+
+def column_sets(spec: LayerSpec, shape: tuple[int, int]) -> list[ColumnSet]:
+    """Regroup a layer's tiles by their columns.
+
+    Raises:
+        InputError: tiles that overlap, leave weights out, point outside the matrix, or that mix group sizes
+            within the same columns.
+    """
+    out_features, in_features = shape
+    by_cols: dict[tuple[int, ...] | None, list[TileSpec]] = {}
+    for tile in spec.tiles:
+        by_cols.setdefault(tile.cols, []).append(tile)
+    sets = [_column_set(cols, tiles, shape) for cols, tiles in by_cols.items()]
+    covered = torch.cat([s.cols for s in sets])
+    if len(covered) != in_features or len(covered.unique()) != in_features:
+        raise InputError(f"the spec's tiles cover {len(covered.unique())} of {in_features} input channels exactly once")
+    return sets
+
+
+def _column_set(cols: tuple[int, ...] | None, tiles: list[TileSpec], shape: tuple[int, int]) -> ColumnSet:
+    out_features, in_features = shape
+    index = torch.arange(in_features) if cols is None else torch.tensor(cols)
+    if index.max() >= in_features:
+        raise InputError(f"the spec names input channel {int(index.max())}, the matrix has {in_features}")
+    sizes = {len(index) if t.group_size == -1 else t.group_size for t in tiles}
+    if len(sizes) != 1:
+        raise InputError(f"row tiles of the same columns must share one group_size, got {sorted(sizes)}")
+    bits, symmetric = torch.zeros(out_features, dtype=torch.int64), torch.zeros(out_features, dtype=torch.bool)
+    for tile in tiles:
+        rows = slice(None) if tile.rows is None else torch.tensor(tile.rows)
+        if tile.rows is not None and (max(tile.rows) >= out_features or list(tile.rows) != sorted(set(tile.rows))):
+            raise InputError(f"a tile's rows must be ascending and below {out_features}")
+        if (bits[rows] != 0).any():
+            raise InputError("two tiles of the spec hold the same weights")
+        bits[rows], symmetric[rows] = tile.bits, tile.symmetric
+    if (bits == 0).any():
+        raise InputError(f"the spec's tiles leave out {int((bits == 0).sum())} output rows")
+    return ColumnSet(index, cols is not None, sizes.pop(), bits, symmetric, tuple(tiles))
+
+
+def assemble(
+    shape: tuple[int, int],
+    sets: list[ColumnSet],
+    codes: list[Tensor],  # per column set: [out, c], in stored order
+    scales: list[Tensor],  # per column set: [out, groups]
+    zeros: list[Tensor],  # per column set: [out, groups]
+) -> QuantizedWeight:
+    """Cut whole-row results into the spec's tiles."""
+    tiles = []
+    for s, q, scale, zero in zip(sets, codes, scales, zeros):
+        for tile in s.tiles:
+            rows = None if tile.rows is None else torch.tensor(tile.rows)
+            pick = slice(None) if rows is None else rows
+            tiles.append(
+                GroupInt(
+                    bits=tile.bits,
+                    group_size=s.group_size,
+                    codes=q[pick].to(torch.uint8).cpu(),
+                    scales=scale[pick].half().cpu(),
+                    zeros=None if tile.symmetric else zero[pick].to(torch.uint8).cpu(),
+                    rows=None if rows is None else rows.to(torch.int32),
+                    cols=s.cols.to(torch.int32) if s.stored else None,
+                )
+            )
+    return QuantizedWeight(shape, tuple(tiles))

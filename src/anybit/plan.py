@@ -1,0 +1,224 @@
+"""What a run will make, known before any work: layouts, exact tensor bytes, and estimates of time and memory."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybit.errors import InputError
+from anybit.methods.tiling import column_sets
+from anybit.spec import EMBED_GROUP_SIZE, METHOD_WIDTHS, LayerSpec, QuantizeConfig, SpecMap
+from anybit.streaming import StreamedModel, selected
+from anybit.tensors import bits_per_weight, code_bits, stored_bytes
+
+CONFIG_BYTES_PER_LAYER = 420  # config.json and the two indices, measured on SmolLM2 and rounded up
+CONFIG_BYTES = 8_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that will be stored, by name."""
+
+    specs: SpecMap  # linear layers to quantize, in the model's order
+    layouts: dict[str, dict[str, Any]]  # their stored layouts
+    embeddings: dict[str, dict[str, Any]]  # quantized embedding and head
+    kept: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # tensors stored as they are
+    linear_weights: int  # weights of all linear layers inside the blocks
+    model_weights: int  # all weights of the model
+
+    @property
+    def bits_per_weight(self) -> float:
+        return bits_per_weight(self.layouts)
+
+    @property
+    def code_bits(self) -> float:
+        return code_bits(self.layouts)
+
+    @property
+    def tensor_bytes(self) -> int:
+        packed = sum(stored_bytes(layout) for layout in {**self.layouts, **self.embeddings}.values())
+        return packed + sum(dtype.itemsize * _count(shape) for dtype, shape in self.kept.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """Predicted bytes of all files but the tokenizer."""
+        return self.tensor_bytes + CONFIG_BYTES + CONFIG_BYTES_PER_LAYER * (len(self.layouts) + len(self.kept))
+
+    def coverage(self) -> str:
+        """One sentence: what share of the weights is quantized."""
+        quantized = sum(_count(layout["shape"]) for layout in self.layouts.values())
+        head = sum(_count(layout["shape"]) for layout in self.embeddings.values())
+        text = (
+            f"quantizes {len(self.layouts)} linear layers: {quantized / 1e6:.1f} M of {self.linear_weights / 1e6:.1f} M "
+            f"weights in the decoder blocks, {100 * (quantized + head) / self.model_weights:.1f} % of all "
+            f"{self.model_weights / 1e6:.1f} M"
+        )
+        return text + (f" (embedding and head: {head / 1e6:.1f} M)" if head else "")
+
+
+def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap | None = None) -> Plan:
+    """Decide what is stored how.
+
+    Raises:
+        InputError: a spec that names no layer of the model, does not fit its matrix, or asks for a width that
+            the method does not have; nothing left to quantize.
+    """
+    shapes = streamed.all_linears()
+    spec_map = spec_map or {}
+    for name in spec_map.keys() - shapes.keys():
+        raise InputError(f"the spec names {name!r}, which is no linear layer of this model; e.g. {next(iter(shapes))!r} is")
+    specs = {
+        name: spec_map.get(name, config.layer_spec())
+        for name in shapes
+        if selected(name, config.include, config.exclude)
+    }
+    if not specs:
+        raise InputError("no linear layer is left to quantize: check --include and --exclude against `anybit plan MODEL`")
+    layouts = {name: spec_layout(name, spec, shapes[name], config.method) for name, spec in specs.items()}
+    embeddings = _embedding_layouts(streamed, config.embed_bits)
+    quantized = {f"{name}.weight" for name in [*layouts, *embeddings]}
+    kept = {
+        name: (stored_dtype(streamed.checkpoint.dtype(source), streamed.checkpoint.shape(source)), shape)
+        for name, source in streamed.names.items()
+        if name not in quantized
+        for shape in [tuple(streamed.checkpoint.shape(source))]
+    }
+    total = sum(_count(streamed.checkpoint.shape(source)) for source in streamed.names.values())
+    return Plan(specs, layouts, embeddings, kept, sum(_count(s) for s in shapes.values()), total)
+
+
+def spec_layout(name: str, spec: LayerSpec, shape: tuple[int, int], method: str) -> dict[str, Any]:
+    """The stored layout that a spec leads to, the spec checked against the matrix [out, in]."""
+    for tile in spec.tiles:
+        if tile.bits not in METHOD_WIDTHS[method]:
+            widths = METHOD_WIDTHS[method]
+            raise InputError(f"spec of {name}: {method} has no {tile.bits}-bit width: choose {widths[0]} to {widths[-1]}")
+    if spec.desc_act and method != "gptq":
+        raise InputError(f"spec of {name}: desc_act is GPTQ's processing order; {method} has none")
+    try:
+        sets = column_sets(spec, shape)
+    except InputError as error:
+        raise InputError(f"spec of {name}: {error}") from error
+    tiles = []
+    for s in sets:
+        for tile in s.tiles:
+            entry: dict[str, Any] = {
+                "format": "group_int",
+                "bits": tile.bits,
+                "group_size": s.group_size,
+                "symmetric": tile.symmetric,
+            }
+            entry |= {"rows": len(tile.rows)} if tile.rows is not None else {}
+            entry |= {"cols": len(s.cols)} if s.stored or spec.desc_act else {}
+            tiles.append(entry)
+    return {"shape": list(shape), "tiles": tiles}
+
+
+def stored_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.dtype:
+    """Dtype of a tensor that is not quantized: matrices take 16 bits, norms and biases stay as they are."""
+    if dtype in (torch.float32, torch.float64) and len(shape) >= 2:
+        return torch.float16
+    return dtype
+
+
+def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: Path) -> dict[str, Any]:
+    """Predicted figures of a run: bytes, bits per weight, seconds and peak memory (the last two roughly)."""
+    shapes = streamed.all_linears()
+    blocks = len(streamed.blocks)
+    block_weights = plan.linear_weights / blocks
+    largest = max(_count(shape) for shape in shapes.values())
+    widest = max(shape[1] for shape in shapes.values())
+    tokens = config.samples * config.seq_len if config.calibrated else 0
+    hidden = streamed.model.config.get_text_config().hidden_size
+    activations = min(tokens * hidden * streamed.dtype.itemsize, 2 << 30)
+    embedding = max(_count(streamed.checkpoint.shape(n)) for n in streamed.names.values()) * 4
+    working = block_weights * streamed.dtype.itemsize + largest * 4 * 5 + widest**2 * 4 * 5
+    passes = (1 if config.one_shot else 2) * 2 * block_weights * tokens
+    moments = 2 * tokens * sum(n**2 for n in {shape[1] for shape in shapes.values()}) * 1.5
+    sweep = 0 if config.method == "rtn" else 2.0 * sum(s[0] * s[1] ** 2 + s[1] ** 3 for s in shapes.values()) / blocks
+    speed = _matmul_speed()
+    seconds = blocks * (passes + moments + sweep + 200 * block_weights) / speed + plan.model_weights / 2e8
+    free = shutil.disk_usage(next(p for p in [out, *out.absolute().parents] if p.exists())).free
+    return {
+        "bits": plan.code_bits,
+        "bits_per_weight": plan.bits_per_weight,
+        "size_bytes": plan.size_bytes,
+        "seconds": seconds,
+        "peak_memory_bytes": int(400e6 + max(2 * embedding, working) + activations),
+        "free_disk_bytes": free,
+    }
+
+
+def check_disk(plan: Plan, out: Path, done_bytes: int = 0) -> None:
+    """Refuse to begin what cannot be stored.
+
+    Raises:
+        InputError: needed and free bytes.
+    """
+    place = next(p for p in [out, *out.absolute().parents] if p.exists())
+    free, needed = shutil.disk_usage(place).free, plan.size_bytes - done_bytes
+    if needed > free:
+        raise InputError(f"{place} has {free / 1e6:.0f} MB free, the artifact needs {needed / 1e6:.0f} MB: make room")
+
+
+def _embedding_layouts(streamed: StreamedModel, bits: int) -> dict[str, dict[str, Any]]:
+    """Layouts of embedding and head at `--embed-bits`; a head that the checkpoint leaves out is tied."""
+    if bits == 16:
+        return {}
+    model = streamed.model
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {id(m): n for n, m in model.named_modules()}
+    layouts = {}
+    for module in (embedding, head):
+        name = names.get(id(module))
+        if name is None or f"{name}.weight" not in streamed.names:
+            continue
+        shape = list(streamed.checkpoint.shape(streamed.names[f"{name}.weight"]))
+        tile = {"format": "group_int", "bits": bits, "group_size": EMBED_GROUP_SIZE, "symmetric": False}
+        layouts[name] = {"shape": shape, "tiles": [tile]}
+    if names[id(embedding)] in layouts and head is not None and names[id(head)] not in layouts:
+        layouts[names[id(embedding)]]["tied"] = True
+    return layouts
+
+
+def _matmul_speed() -> float:
+    """Floating-point operations per second of this machine's float32 GEMM, from a tenth of a second's work."""
+    a = torch.ones(768, 768)
+    (a @ a).sum()
+    start, rounds = time.perf_counter(), 0
+    while time.perf_counter() - start < 0.1:
+        a @ a
+        rounds += 1
+    return 2 * 768**3 * rounds / (time.perf_counter() - start)
+
+
+def _count(shape: Any) -> int:
+    size = 1
+    for n in shape:
+        size *= int(n)
+    return size
+
+
+def widths_for_memory(streamed: StreamedModel, memory: int | None, base: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Size of the artifact at each width, and whether it fits into `memory` bytes: the table of `anybit plan`."""
+    rows = []
+    for bits in range(2, 9):
+        for embed_bits in (16, 8, 4):
+            config = QuantizeConfig(**{**base, "method": "rtn", "bits": bits, "embed_bits": embed_bits})
+            plan = make_plan(streamed, config)
+            rows.append(
+                {
+                    "bits": bits,
+                    "embed_bits": embed_bits,
+                    "bits_per_weight": plan.bits_per_weight,
+                    "size_bytes": plan.size_bytes,
+                    "fits": memory is None or plan.size_bytes <= memory,
+                }
+            )
+    return rows

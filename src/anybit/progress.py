@@ -1,0 +1,79 @@
+"""How long work tells what it is doing: silently by default, with bars and an ETA at a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Advance = Callable[[int], None]
+
+
+class Silent:
+    """Says nothing; what library calls use unless told otherwise."""
+
+    def say(self, text: str) -> None:
+        """A sentence the user should see once."""
+
+    def task(self, description: str, total: int) -> Advance:
+        """Begin a bar of `total` steps; the returned function advances it."""
+        return lambda steps: None
+
+    def close(self) -> None:
+        """End all bars."""
+
+
+class Terminal(Silent):
+    """Bars with an ETA on standard error; where that is no terminal, a line at every tenth of the way."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import TimeRemainingColumn as Remaining
+
+        self.console = Console(stderr=True, highlight=False)
+        text = TextColumn("{task.description}")
+        bar: Any = Progress(
+            text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), Remaining(),
+            console=self.console,
+        )  # fmt: skip
+        self.bars = bar if sys.stderr.isatty() else None
+        self._started = False
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def task(self, description: str, total: int) -> Advance:
+        if self.bars is None:
+            return self._lines(description, total)
+        if not self._started:
+            self.bars.start()
+            self._started = True
+        task = self.bars.add_task(description, total=total)
+        bars = self.bars
+        return lambda steps: bars.advance(task, steps)
+
+    def _lines(self, description: str, total: int) -> Advance:
+        import time
+
+        start, done, told = time.monotonic(), 0, 0
+
+        def advance(steps: int) -> None:
+            nonlocal done, told
+            done += steps
+            tenth = 10 * done // max(total, 1)
+            elapsed = time.monotonic() - start
+            if tenth > told and (elapsed > 2 or done >= total > 1):
+                told = tenth
+                left = elapsed * (total - done) / done
+                self.say(f"{description}: {10 * tenth} %, {elapsed:.0f} s, ETA {left:.0f} s")
+
+        return advance
+
+    def close(self) -> None:
+        if self._started:
+            self.bars.stop()
+            self._started = False
+
+
+SILENT = Silent()

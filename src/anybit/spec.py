@@ -1,0 +1,161 @@
+"""What to make of a layer and of a run: plain, frozen, validated data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from anybit.errors import InputError
+
+METHODS = ("rtn", "gptq")
+METHOD_WIDTHS = {"rtn": range(2, 9), "gptq": range(2, 9)}
+EMBED_BITS = (4, 8, 16)
+EMBED_GROUP_SIZE = 128
+
+
+@dataclass(frozen=True)
+class TileSpec:
+    """One tile of a matrix: which rows and columns, on which grid."""
+
+    bits: int = 4  # 1..8
+    group_size: int = 128  # input channels per scale; -1: the whole row
+    symmetric: bool = False
+    rows: tuple[int, ...] | None = None  # ascending output rows; None: all
+    cols: tuple[int, ...] | None = None  # original input channels in stored order; None: all, natural order
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """How one linear layer is quantized: the value of the `{layer name: spec}` map."""
+
+    tiles: tuple[TileSpec, ...] = (TileSpec(),)
+    clip: bool = False  # search a clipping ratio per row and group
+    desc_act: bool = False  # store columns in order of falling activation energy (costs a permutation)
+    group_reorder: bool = True  # process whole groups in order of importance (storage stays natural)
+    damp: float = 0.01  # share of the mean Hessian diagonal added to it
+
+    @staticmethod
+    def uniform(bits: int, group_size: int = 128, symmetric: bool = False, **options: Any) -> LayerSpec:
+        return LayerSpec(tiles=(TileSpec(bits, group_size, symmetric),), **options)
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """Everything that decides the bytes of an artifact, besides the model and the calibration text."""
+
+    method: str = "gptq"
+    bits: int = 4
+    group_size: int = 128  # -1: one group per row
+    symmetric: bool = False
+    embed_bits: int = 16
+    clip: bool = False
+    desc_act: bool = False
+    group_reorder: bool = True
+    damp: float = 0.01
+    one_shot: bool = False  # statistics from the unquantized model instead of the quantized blocks before
+    samples: int = 128
+    seq_len: int = 2048
+    seed: int = 0
+    include: tuple[str, ...] = ()  # glob patterns of layer names to quantize; empty: all
+    exclude: tuple[str, ...] = ()  # glob patterns of layer names to keep
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise InputError(f"unknown method {self.method!r}: expected one of {', '.join(METHODS)}")
+        widths = METHOD_WIDTHS[self.method]
+        if self.bits not in widths:
+            raise InputError(f"{self.method} has no {self.bits}-bit width: choose {widths[0]} to {widths[-1]} bits")
+        if self.embed_bits not in EMBED_BITS:
+            raise InputError(f"--embed-bits {self.embed_bits} is not one of {', '.join(map(str, EMBED_BITS))}")
+        if self.group_size < 1 and self.group_size != -1:
+            raise InputError(f"group size {self.group_size}: expected a positive number, or -1 for whole rows")
+        if not 0 < self.damp < 1:
+            raise InputError(f"damp {self.damp} must lie between 0 and 1 (0.01 is usual)")
+        if self.samples < 1 or self.seq_len < 1:
+            raise InputError(f"samples ({self.samples}) and seq_len ({self.seq_len}) must be at least 1")
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the method looks at activations at all."""
+        return self.method != "rtn" or self.clip
+
+    def layer_spec(self) -> LayerSpec:
+        return LayerSpec(
+            tiles=(TileSpec(self.bits, self.group_size, self.symmetric),),
+            clip=self.clip,
+            desc_act=self.desc_act,
+            group_reorder=self.group_reorder,
+            damp=self.damp,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+SpecMap = dict[str, LayerSpec]
+
+
+def read_spec_map(path: Path, default: LayerSpec) -> SpecMap:
+    """Read a `{layer name: spec}` JSON map, the one that `anybit plan -o` writes.
+
+    A value is an object with any of `bits`, `group_size`, `symmetric` (one tile) or `tiles` (a list of such
+    objects with `rows` or `cols`), and any option of `LayerSpec`; what is absent comes from `default`.
+
+    Raises:
+        InputError: where the file is not such a map, with the layer and the field.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--spec {path}: not a readable JSON file ({error})") from error
+    layers = data.get("layers", data) if isinstance(data, dict) else None
+    if not isinstance(layers, dict):
+        raise InputError(f"--spec {path}: expected an object of layer names to specs")
+    return {name: parse_layer_spec(name, value, default) for name, value in layers.items()}
+
+
+def parse_layer_spec(name: str, value: Any, default: LayerSpec) -> LayerSpec:
+    """One entry of the map; see `read_spec_map`."""
+    tile_fields = {f.name for f in fields(TileSpec)}
+    option_fields = {f.name for f in fields(LayerSpec)} - {"tiles"}
+    if not isinstance(value, Mapping):
+        raise InputError(f"spec of {name}: expected an object, got {value!r}")
+    unknown = value.keys() - tile_fields - option_fields - {"tiles"}
+    if unknown:
+        expected = ", ".join(sorted(tile_fields | option_fields | {"tiles"}))
+        raise InputError(f"spec of {name}: unknown field {sorted(unknown)[0]!r}; expected {expected}")
+    options = {key: _typed(name, LayerSpec, key, value[key]) for key in option_fields & value.keys()}
+    tiles = value.get("tiles", [{key: value[key] for key in tile_fields & value.keys()}])
+    if not isinstance(tiles, list) or not tiles:
+        raise InputError(f"spec of {name}: tiles must be a list with at least one tile")
+    parsed = tuple(_parse_tile(name, tile, default.tiles[0]) for tile in tiles)
+    return replace(default, tiles=parsed, **options)
+
+
+def _parse_tile(name: str, value: Any, default: TileSpec) -> TileSpec:
+    if not isinstance(value, Mapping) or value.keys() - {f.name for f in fields(TileSpec)}:
+        raise InputError(f"spec of {name}: a tile has bits, group_size, symmetric, rows and cols; got {value!r}")
+    tile = replace(default, **{key: _typed(name, TileSpec, key, item) for key, item in value.items()})
+    if not 1 <= tile.bits <= 8:
+        raise InputError(f"spec of {name}: {tile.bits} bits is outside 1..8")
+    if tile.group_size < 1 and tile.group_size != -1:
+        raise InputError(f"spec of {name}: group_size {tile.group_size} is neither positive nor -1")
+    return tile
+
+
+def _typed(name: str, owner: type, key: str, value: Any) -> Any:
+    """The value of one field, refused where its JSON type is not the field's."""
+    kind = next(f.type for f in fields(owner) if f.name == key)
+    if key in ("rows", "cols"):
+        if value is None:
+            return None
+        if isinstance(value, list) and value and all(type(i) is int and i >= 0 for i in value):
+            return tuple(value)
+        raise InputError(f"spec of {name}: {key} must be a list of channel numbers, got {value!r}")
+    accepted = {"int": (int,), "bool": (bool,), "float": (int, float)}[str(kind)]
+    if type(value) not in accepted:
+        raise InputError(f"spec of {name}: {key} must be of type {kind}, got {value!r}")
+    return value

@@ -1,0 +1,281 @@
+"""A Transformers causal LM of which only one decoder block is in memory at a time.
+
+The model is built on the meta device; the parts outside the blocks are materialised for the one pass that
+turns tokens into the first block's input, and each block for as long as it is worked on.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from anybit.checkpoint import Checkpoint
+from anybit.errors import InputError
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """How the model calls its blocks: everything but the hidden states, which the block takes first."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class StreamedModel:
+    """Blocks, linears and tensors of a checkpoint, loaded on demand.
+
+    Raises:
+        InputError: an architecture whose decoder blocks or linear layers cannot be found, or with experts fused
+            into one parameter.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.model = _meta_model(checkpoint, dtype)
+        self.block_prefix, self.blocks = _decoder_blocks(self.model)
+        _refuse_fused_experts(self.model, self.blocks)
+        self.names = _checkpoint_names(self.model, checkpoint)
+
+    def block_name(self, i: int) -> str:
+        return f"{self.block_prefix}.{i}"
+
+    def linears(self, i: int) -> dict[str, nn.Module]:
+        """Full name -> `nn.Linear` or `Conv1D` of block i, in the model's order."""
+        prefix = self.block_name(i)
+        return {f"{prefix}.{name}": m for name, m in self.blocks[i].named_modules() if is_linear(m)}
+
+    def all_linears(self) -> dict[str, tuple[int, int]]:
+        """Full name -> (out, in) of every linear layer inside the blocks."""
+        return {n: linear_shape(m) for i in range(len(self.blocks)) for n, m in self.linears(i).items()}
+
+    def weight(self, name: str) -> Tensor:
+        """The weight of a linear layer, float32 [out, in] in fresh memory, whichever way it is stored."""
+        stored = self.read(f"{name}.weight").float()
+        if isinstance(self.model.get_submodule(name), Conv1D):
+            stored = stored.T.contiguous()
+        return stored
+
+    def read(self, name: str) -> Tensor:
+        """A checkpoint tensor by its name in the model, checked for NaN and Inf.
+
+        Raises:
+            InputError: the tensor holds NaN or Inf.
+        """
+        tensor = self.checkpoint.read(self.names[name])
+        # A finite sum proves that all values are finite, at a fraction of the exact test's cost.
+        if tensor.is_floating_point() and not tensor.sum().isfinite() and not (finite := tensor.isfinite()).all():
+            raise InputError(
+                f"{self.names[name]} holds {int((~finite).sum())} NaN or Inf values: the checkpoint is damaged; "
+                "download it again"
+            )
+        return tensor
+
+    def tensor_names(self, i: int | None) -> list[str]:
+        """Names of the parameters and persistent buffers of block i, or of everything outside the blocks."""
+        prefix = self.block_prefix + "." if i is None else self.block_name(i) + "."
+        return [n for n in self.names if n.startswith(prefix) == (i is not None)]
+
+    @contextmanager
+    def block(self, i: int, device: str | torch.device = "cpu") -> Iterator[nn.Module]:
+        """Block i with its weights, for the length of a `with`."""
+        self.materialise(self.blocks[i], self.block_name(i), device)
+        try:
+            yield self.blocks[i]
+        finally:
+            self.blocks[i].to("meta")
+
+    def outside_modules(self) -> dict[str, nn.Module]:
+        """Leaf modules outside the decoder blocks: embeddings, final norm, rotary tables, head."""
+        inside = set(self.blocks.modules())
+        return {n: m for n, m in self.model.named_modules() if m not in inside and not list(m.children())}
+
+    def materialise(self, module: nn.Module, prefix: str, device: str | torch.device = "cpu") -> None:
+        """Allocate a module and fill it from the checkpoint."""
+        module.to_empty(device=device)
+        _compute_buffers(self.model, module)
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        with torch.no_grad():
+            for name, target in own.items():
+                full = f"{prefix}.{name}" if name else prefix
+                if full in self.names:
+                    target.copy_(self.read(full))
+
+    def first_inputs(self, tokens: Tensor, keep: Callable[[int, Tensor], None]) -> list[BlockCall]:
+        """Hand the hidden states that enter block 0 to `keep`, row by row of tokens [n, seq_len].
+
+        Returns:
+            How each block is called.
+
+        Raises:
+            InputError: a model whose blocks get other inputs that depend on the tokens.
+        """
+        decoder = getattr(self.model, self.model.base_model_prefix)
+        outside = {n: m for n, m in self.outside_modules().items() if m is not self.model.get_output_embeddings()}
+        for name, module in outside.items():
+            self.materialise(module, name)
+        calls: list[BlockCall] = []
+        with _recorded(self.blocks) as records, torch.no_grad():
+            for i, row in enumerate(tokens):
+                records.clear()
+                decoder(input_ids=row[None], use_cache=False)
+                self._check_records(records, calls)
+                keep(i, records[0][0].to(self.dtype))
+                calls = calls or [call for _, call in records]
+        for module in outside.values():
+            module.to("meta")
+        return calls
+
+    def _check_records(self, records: list[tuple[Tensor, BlockCall]], calls: list[BlockCall]) -> None:
+        """The blocks ran one after another on hidden states, called as for the rows of tokens before."""
+        kind = self.model.config.model_type
+        if len(records) != len(self.blocks) or any(h.shape != records[0][0].shape for h, _ in records):
+            raise InputError(
+                f"{kind} models do not run their {len(self.blocks)} decoder blocks one after another on the hidden "
+                "states, which anybit needs: this architecture is not supported yet"
+            )
+        compared: set[tuple[int, int]] = set()  # blocks mostly get the very same tensors
+        if any(not _same(call, known, compared) for (_, call), known in zip(records, calls)):
+            raise InputError(
+                f"the blocks of {kind} get inputs besides the hidden states that depend on the tokens: this "
+                "architecture is not supported yet"
+            )
+
+
+def run_block(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:
+    """One block's output hidden states [1, seq_len, hidden]."""
+    output = block(hidden, *call.args, **call.kwargs)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or isinstance(module, Conv1D)
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int]:
+    """(out, in) of a linear layer, also of GPT-2's transposed Conv1D."""
+    a, b = module.weight.shape  # type: ignore[union-attr,misc]
+    return (int(b), int(a)) if isinstance(module, Conv1D) else (int(a), int(b))
+
+
+def selected(name: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> bool:
+    """Whether a layer is to be quantized under `--include` and `--exclude` glob patterns."""
+    wanted = not include or any(fnmatch.fnmatchcase(name, p) for p in include)
+    return wanted and not any(fnmatch.fnmatchcase(name, p) for p in exclude)
+
+
+def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    config = checkpoint.config
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError(
+            f"{checkpoint.source} is already quantized ({checkpoint.quantized_before()}): start from the "
+            "full-precision model"
+        )
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    except (ValueError, KeyError) as error:
+        raise InputError(
+            f"{checkpoint.source}: {config.model_type!r} is not a causal language model that Transformers knows; "
+            f"anybit compresses those ({str(error).splitlines()[0][:200]})"
+        ) from error
+
+
+def _decoder_blocks(model: Any) -> tuple[str, nn.ModuleList]:
+    """The list of decoder blocks: the one ModuleList with as many entries as the config has layers."""
+    layers = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return name, module
+    raise InputError(f"{model.config.model_type}: found no list of {layers} decoder blocks: unsupported architecture")
+
+
+def _refuse_fused_experts(model: Any, blocks: nn.ModuleList) -> None:
+    for name, parameter in blocks.named_parameters():
+        if parameter.ndim >= 3 and "conv" not in name:
+            raise InputError(
+                f"{model.config.model_type} fuses its experts into one parameter ({name}, {list(parameter.shape)}): "
+                "mixture-of-experts models are not supported yet"
+            )
+
+
+def _checkpoint_names(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
+    """Model tensor name -> checkpoint tensor name; tied heads that the checkpoint leaves out are absent.
+
+    Raises:
+        InputError: tensors missing from the checkpoint or of another shape than the config says.
+    """
+    prefix = model.base_model_prefix + "."
+    tied = set(model.all_tied_weights_keys)
+    names: dict[str, str] = {}
+    for name, tensor in model.state_dict().items():
+        candidates = (name, name.removeprefix(prefix), prefix + name)
+        found = next((c for c in candidates if c in checkpoint), None)
+        if name in tied:
+            continue
+        if found is None:
+            raise InputError(
+                f"{checkpoint.source} has no tensor {name!r}, which its config ({model.config.model_type}) asks for: "
+                "the checkpoint is incomplete, or its layout is not supported"
+            )
+        if tuple(checkpoint.shape(found)) != tuple(tensor.shape):
+            raise InputError(
+                f"{found} has shape {list(checkpoint.shape(found))}, the config asks for {list(tensor.shape)}: "
+                "config.json and the weights do not belong together"
+            )
+        if not checkpoint.dtype(found).is_floating_point and tensor.is_floating_point():
+            raise InputError(
+                f"{found} is stored as {checkpoint.dtype(found)}, expected a floating-point type: start from the "
+                "full-precision model"
+            )
+        names[name] = found
+    return names
+
+
+def _compute_buffers(model: Any, module: nn.Module) -> None:
+    """Fill buffers that no checkpoint stores (rotary tables, embedding scales) the way Transformers does."""
+    for part in module.modules():
+        if part._non_persistent_buffers_set:
+            model._init_weights(part)
+
+
+@contextmanager
+def _recorded(blocks: nn.ModuleList) -> Iterator[list[tuple[Tensor, BlockCall]]]:
+    """Replace every block's forward by one that notes its call and hands its input on."""
+    records: list[tuple[Tensor, BlockCall]] = []
+
+    def stub(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        records.append((hidden_states, BlockCall(args, kwargs)))
+        return hidden_states
+
+    for block in blocks:
+        block.forward = stub
+    try:
+        yield records
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def _same(a: Any, b: Any, compared: set[tuple[int, int]]) -> bool:
+    """Whether two recorded calls pass equal arguments; pairs of tensors found equal are not compared again."""
+    if isinstance(a, BlockCall):
+        return _same(a.args, b.args, compared) and _same(a.kwargs, b.kwargs, compared)
+    if isinstance(a, Tensor):
+        if (id(a), id(b)) in compared:
+            return True
+        compared.add((id(a), id(b)))
+        return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(_same(x, y, compared) for x, y in zip(a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k], compared) for k in a)
+    return type(a) is type(b)

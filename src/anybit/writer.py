@@ -1,0 +1,236 @@
+"""Artifacts written shard by shard, so that a killed run resumes and ends in the same bytes.
+
+A run works in `OUT.partial`: `artifact/` gets the name OUT by one rename when everything is in it, and
+`journal.jsonl` notes which shards are whole. A shard is fsynced and renamed into place before it is noted, so
+neither half a shard nor half an artifact ever looks whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from anybit.artifact import HASHES, INDEX, dump_json, file_sha256, is_artifact, partial_folder
+from anybit.checkpoint import read_safetensors_header
+from anybit.errors import InputError
+from anybit.tensors import FORMAT_VERSION
+
+JOURNAL = "journal.jsonl"
+
+
+class ArtifactWriter:
+    """One run's output directory. Use as a context manager: the directory is locked while it is open.
+
+    Args:
+        out: the artifact's final path.
+        fingerprint: of model, configuration and calibration; a journal with another one is not resumed.
+        shards: how many shards the artifact will have.
+        overwrite: replace what an earlier `quantize` left at OUT or OUT.partial.
+
+    Raises:
+        InputError: OUT or OUT.partial is taken, or another process writes to it.
+    """
+
+    def __init__(self, out: Path, fingerprint: str, shards: int, overwrite: bool) -> None:
+        check_output(out, overwrite)
+        self.out, self.shards = out.resolve(), shards
+        self._folder = partial_folder(out)
+        self.work = self._folder / "artifact"  # what becomes OUT
+        self.finished: dict[int, dict[str, Any]] = {}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._journal = open(self._folder / JOURNAL, "a+b")  # noqa: SIM115 - closed in __exit__
+        try:
+            self._lock()
+            self.work.mkdir(exist_ok=True)
+            self._resume(fingerprint, overwrite)
+        except BaseException:
+            self._journal.close()  # and with it the lock
+            raise
+
+    def __enter__(self) -> ArtifactWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._journal.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InputError(
+                f"another process is writing {self.out}: wait for it, or choose another -o"
+            ) from error
+
+    def _resume(self, fingerprint: str, overwrite: bool) -> None:
+        """Take over the shards that the journal vouches for, and clear away everything else."""
+        lines = _complete_lines(self._journal)
+        head = {"fingerprint": fingerprint, "shards": self.shards, "format_version": FORMAT_VERSION}
+        if lines[:1] != [head]:
+            if len(lines) > 1 and any(self.work.iterdir()) and not overwrite:
+                raise InputError(
+                    f"{self._folder} holds an unfinished run with another model, text, machine or options: "
+                    "repeat that command to resume it, or add --overwrite to drop it"
+                )
+            lines = []
+            self._journal.truncate(0)
+            self._note(head)
+        for entry in lines[1:]:
+            path = self.work / self.file(entry["shard"])
+            if path.is_file() and file_sha256(path) == entry["sha256"]:
+                self.finished[entry["shard"]] = entry
+        for path in self.work.iterdir():
+            if path.name not in {self.file(shard) for shard in self.finished}:
+                _remove(path)
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        self._journal.write(json.dumps(entry).encode() + b"\n")
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+    def file(self, shard: int) -> str:
+        return f"model-{shard + 1:05d}-of-{self.shards:05d}.safetensors"
+
+    def write_shard(self, shard: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write one shard whole or not at all.
+
+        Raises:
+            InputError: the disk is full; what was finished stays and a rerun resumes.
+        """
+        path = self.work / self.file(shard)
+        temporary = path.with_suffix(".tmp")
+        try:
+            save_file({k: t.contiguous() for k, t in tensors.items()}, temporary, metadata={"format": "pt"})
+            _sync(temporary)
+        except (SafetensorError, OSError) as error:
+            temporary.unlink(missing_ok=True)
+            if "os error 28" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
+                free = shutil.disk_usage(self.work).free
+                raise InputError(
+                    f"the disk is full ({free / 1e6:.0f} MB free at {self.work}): make room and run the same "
+                    f"command again; {len(self.finished)} of {self.shards} shards are kept"
+                ) from error
+            raise
+        temporary.chmod(0o644)  # safetensors makes files that only their owner reads
+        os.replace(temporary, path)
+        _sync(self.work)
+        entry = {
+            "shard": shard,
+            "bytes": path.stat().st_size,
+            "sha256": file_sha256(path),
+            "tensors": sorted(tensors),
+        }
+        self._note(entry)
+        self.finished[shard] = entry
+
+    def read_shard(self, shard: int) -> dict[str, Tensor]:
+        return load_file(self.work / self.file(shard))
+
+    def finish(self, config: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+        """Write index, hashes, config and other text files, then give the directory its name."""
+        shards = [(self.file(i), self.finished[i]) for i in range(self.shards)]
+        weight_map = {tensor: file for file, entry in shards for tensor in entry["tensors"]}
+        total = sum(_data_bytes(self.work / file) for file, _ in shards)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        described = {INDEX: dump_json(index), "config.json": dump_json(config)}
+        hashes = {file: {"bytes": e["bytes"], "sha256": e["sha256"]} for file, e in shards}
+        for name, text in described.items():
+            data = text.encode()
+            hashes[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        described[HASHES] = dump_json({"format_version": FORMAT_VERSION, "files": hashes})
+        for name, text in {**described, **texts}.items():
+            (self.work / name).write_text(text, encoding="utf-8")
+        for path in [*self.work.iterdir(), self.work]:
+            _sync(path)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Rename the finished directory to OUT; a rerun completes what a kill in between leaves."""
+        replaced = self._folder / "replaced"
+        if self.out.exists() and any(self.out.iterdir()):
+            _remove(replaced)
+            self.out.rename(replaced)
+        self.work.rename(self.out)
+        _sync(self.out.parent)
+        _remove(replaced)
+        _remove(self._folder / JOURNAL)
+        self._folder.rmdir()
+
+
+def check_output(out: Path, overwrite: bool) -> None:
+    """Refuse an output that cannot become an artifact, unless it is an artifact that may be replaced.
+
+    Raises:
+        InputError: what is there and what to do.
+    """
+    partial = partial_folder(out)
+    ours = partial.is_dir() and ((partial / JOURNAL).is_file() or not any(partial.iterdir()))
+    if partial.exists() and not ours:
+        raise InputError(
+            f"{partial} is in the way and was not written by anybit: move it, or choose another -o"
+        )
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise InputError(f"output {out} is a file: choose a directory with -o")
+    if os.path.ismount(out):
+        raise InputError(f"output {out} is a mount point, which cannot be renamed to: name a directory in it")
+    if not any(out.iterdir()):
+        return
+    if not is_artifact(out):
+        raise InputError(
+            f"output {out} is not empty and not an anybit artifact: choose an empty or new directory"
+        )
+    if not overwrite:
+        raise InputError(
+            f"output {out} already holds an artifact: add --overwrite to replace it, or choose another -o"
+        )
+
+
+def finished_bytes(out: Path) -> int:
+    """Bytes that an unfinished run has written already, which its repetition need not find room for."""
+    return sum(path.stat().st_size for path in partial_folder(out).glob("artifact/*"))
+
+
+def _complete_lines(journal: BinaryIO) -> list[dict[str, Any]]:
+    """The journal's entries; a last line that a crash cut short is dropped from the file."""
+    journal.seek(0)
+    entries, end = [], 0
+    for line in journal.readlines():
+        if not line.endswith(b"\n"):
+            break
+        entries.append(json.loads(line))
+        end += len(line)
+    journal.truncate(end)
+    return entries
+
+
+def _data_bytes(path: Path) -> int:
+    return sum(t.dtype.itemsize * prod(t.shape) for t in read_safetensors_header(path).values())
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Make a file's or a directory's contents survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,454 @@
+"""Perplexity, divergence and zero-shot tasks against brute force on tiny models."""
+
+import builtins
+import copy
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from anybit import evaluation
+from anybit.errors import InputError
+from anybit.evaluation import paired_bootstrap, perplexity
+from anybit.integrations.lm_eval import _environment_kept, read_questions, run_tasks
+
+VOCABULARY = 61
+POSITIONS = 32
+
+
+def tiny_llama(seed: int, vocabulary: int = VOCABULARY) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.5,  # far from uniform, so that the figures differ
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def noisy(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A model of the same vocabulary that agrees with it now and then, as a quantized one does."""
+    generator = torch.Generator().manual_seed(3)
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            weight.add_(0.2 * weight.std() * torch.randn(weight.shape, generator=generator))
+    return model
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=POSITIONS)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(config).eval()
+
+
+def random_tokens(count: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(7))
+
+
+@torch.no_grad()
+def probabilities(model, window: list[int]) -> np.ndarray:
+    """p(next token | prefix) for every prefix of the window, each in a run of its own: float64 [L, V]."""
+    rows = [model(input_ids=torch.tensor([window[: n + 1]])).logits[0, -1] for n in range(len(window))]
+    logits = torch.stack(rows).double().numpy()
+    exps = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return exps / exps.sum(axis=1, keepdims=True)
+
+
+def oracle(model, base, tokens: list[int], seq_len: int, bos: int | None) -> dict:
+    nll, base_nll, kld, same = [], [], [], []
+    for at in range(0, len(tokens) - seq_len + 1, seq_len):
+        window = ([] if bos is None else [bos]) + tokens[at : at + seq_len]
+        p, q = probabilities(base, window), probabilities(model, window)
+        scored = range(len(window) - 1)
+        nll.append(-sum(math.log(q[i, window[i + 1]]) for i in scored))
+        base_nll.append(-sum(math.log(p[i, window[i + 1]]) for i in scored))
+        kld += [float((p[i] * np.log(p[i] / q[i])).sum()) for i in scored]
+        same += [p[i].argmax() == q[i].argmax() for i in scored]
+    return {
+        "perplexity": math.exp(sum(nll) / len(kld)),
+        "base_perplexity": math.exp(sum(base_nll) / len(kld)),
+        "window_nll": nll,
+        "base_window_nll": base_nll,
+        "tokens": len(kld),
+        "kld_mean": sum(kld) / len(kld),
+        "kld_median": float(np.median(kld)),
+        "kld_p99": float(np.percentile(kld, 99)),
+        "kld_max": max(kld),
+        "top1_agreement": sum(same) / len(same),
+    }
+
+
+@pytest.mark.parametrize("bos", [None, 5])
+@pytest.mark.parametrize(("batch_size", "chunk"), [(1, 1 << 24), (3, 1 << 24), (100, 4 * VOCABULARY)])
+def test_figures_equal_brute_force(monkeypatch, bos, batch_size, chunk):
+    monkeypatch.setattr(evaluation, "CHUNK_ELEMENTS", chunk)
+    base, model, tokens = tiny_llama(1), noisy(tiny_llama(1)), random_tokens(47)
+    result = perplexity(model, tokens, seq_len=9, bos=bos, base=base, batch_size=batch_size).as_dict()
+    for key, value in oracle(model, base, tokens.tolist(), 9, bos).items():
+        assert result[key] == pytest.approx(value, rel=1e-4), key
+    assert (result["windows"], result["tail_tokens"], result["seq_len"], result["bos"]) == (5, 2, 9, bos)
+    assert result["tokens"] == 5 * (8 if bos is None else 9)
+    assert result["base_dtype"] == "float32"
+    assert 0 < result["top1_agreement"] < 1, "the models are too alike or too different for this test"
+    json.dumps(result, allow_nan=False)
+
+
+def test_model_against_itself_has_no_divergence():
+    model = tiny_llama(1)
+    result = perplexity(model, random_tokens(40), seq_len=10, base=model)
+    assert (result.kld_max, result.top1_agreement) == (0.0, 1.0)
+    assert result.perplexity == result.base_perplexity
+    assert result.window_nll == result.base_window_nll
+
+
+def test_without_base_its_keys_are_absent():
+    record = perplexity(tiny_llama(1), random_tokens(40), seq_len=10).as_dict()
+    assert {"perplexity", "tokens", "seq_len", "windows", "tail_tokens"} <= record.keys()
+    assert not [key for key in record if key.startswith(("kld", "base", "top1"))]
+
+
+def test_max_tokens_limits_the_text():
+    model, tokens = tiny_llama(1), random_tokens(50)
+    limited = perplexity(model, tokens, seq_len=10, max_tokens=27)
+    assert limited == perplexity(model, tokens[:27], seq_len=10)
+    assert (limited.windows, limited.tail_tokens) == (2, 7)
+    assert perplexity(model, tokens, seq_len=10, max_tokens=999) == perplexity(model, tokens, seq_len=10)
+
+
+def test_one_token_windows():
+    model, tokens = tiny_llama(1), random_tokens(4)
+    nothing = perplexity(model, tokens, seq_len=1, base=tiny_llama(2)).as_dict()
+    assert (nothing["perplexity"], nothing["tokens"], nothing["windows"]) == (None, 0, 4)
+    assert nothing["kld_mean"] is None and nothing["base_perplexity"] is None
+    assert "nothing to score" in nothing["notes"][0]
+    scored = perplexity(model, tokens, seq_len=1, bos=5)
+    first = probabilities(model, [5])[0]
+    assert scored.tokens == 4
+    assert scored.perplexity == pytest.approx(np.exp(-np.log(first[tokens]).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_llama(1), tiny_gpt2])
+def test_bos_takes_a_position_of_a_full_window(make):
+    model, tokens = make(), random_tokens(70)
+    full = perplexity(model, tokens, seq_len=POSITIONS)
+    assert (full.seq_len, full.tokens, full.notes) == (32, 62, ())
+    shorter = perplexity(model, tokens, seq_len=POSITIONS, bos=5)
+    assert (shorter.seq_len, shorter.tokens, shorter.tail_tokens) == (31, 62, 8)
+    assert "BOS takes one of the 32 positions" in shorter.notes[0]
+    assert shorter.window_nll == perplexity(model, tokens, seq_len=31, bos=5).window_nll
+    with pytest.raises(InputError, match="longer than the 32 positions"):
+        perplexity(model, tokens, seq_len=33)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": random_tokens(9)}, "the text has 9 tokens, fewer than one window of 10"),
+        ({"max_tokens": 3}, "--max-tokens leaves 3 tokens, fewer than one window of 10"),
+        ({"tokens": random_tokens(40).int()}, r"torch.int32 \[40\]; expected int64"),
+        ({"tokens": random_tokens(40)[None]}, r"\[1, 40\]; expected int64 of one"),
+        ({"tokens": random_tokens(40) + 40}, "vocabulary has 61"),
+        ({"bos": 61}, "vocabulary has 61"),
+        ({"seq_len": 0}, "seq_len is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"base": tiny_llama(1, vocabulary=70)}, "61 logits and the base 70"),
+    ],
+)
+def test_requests_that_cannot_be_met(change, message):
+    request = {"tokens": random_tokens(40), "seq_len": 10} | change
+    with pytest.raises(InputError, match=message):
+        perplexity(tiny_llama(1), request.pop("tokens"), **request)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_numbers_name_the_window(bad):
+    broken, tokens = tiny_llama(1), torch.arange(40)
+    with torch.no_grad():
+        broken.get_input_embeddings().weight[25] = bad  # token 25 is in the third window
+    with pytest.raises(InputError, match="of the model are NaN or infinite in window 2 "):
+        perplexity(broken, tokens, seq_len=10, batch_size=4)
+    with pytest.raises(InputError, match="of the base model are NaN or infinite in window 2 "):
+        perplexity(tiny_llama(1), tokens, seq_len=10, base=broken)
+
+
+def test_tokens_ruled_out_by_minus_infinity():
+    """A model may mask tokens: their probability is 0, which is no fault and no divergence."""
+
+    class Masked(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.config, self.device, self.dtype = inner, inner.config, inner.device, inner.dtype
+
+        def forward(self, **inputs):
+            output = self.inner(**inputs)
+            output.logits[..., 60] = -math.inf
+            return output
+
+    tokens = random_tokens(40).clamp_max(59)
+    masked = Masked(tiny_llama(1))
+    same = perplexity(masked, tokens, seq_len=10, base=masked)
+    assert same.kld_max == 0.0 and math.isfinite(same.perplexity)
+    worse = perplexity(masked, tokens.new_full((10,), 60), seq_len=10, base=tiny_llama(1))
+    assert worse.perplexity == math.inf and worse.as_dict()["perplexity"] is None
+    json.dumps(worse.as_dict(), allow_nan=False)
+
+
+def test_models_keep_their_mode_and_generators_their_state():
+    model, base = tiny_gpt2(), tiny_gpt2()
+    quiet = perplexity(model, random_tokens(40), seq_len=10, base=base)
+    model.train()
+    state = torch.get_rng_state()
+    assert perplexity(model, random_tokens(40), seq_len=10, base=base) == quiet, "dropout was active"
+    assert model.training and not base.training
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_progress_counts_windows():
+    seen: list[tuple[int, int]] = []
+    perplexity(
+        tiny_llama(1), random_tokens(57), seq_len=10, batch_size=2, progress=lambda *args: seen.append(args)
+    )
+    assert seen == [(2, 5), (4, 5), (5, 5)]
+
+
+def test_half_precision_logits_are_scored_in_fp32():
+    model, tokens = tiny_llama(1).bfloat16(), random_tokens(20)
+    got = perplexity(model, tokens, seq_len=20)
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None]).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.double(), tokens[1:], reduction="sum")
+    assert got.window_nll[0] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_bootstrap_of_equal_and_shifted_models():
+    nll = np.random.default_rng(1).gamma(9.0, 10.0, size=50)
+    assert paired_bootstrap(nll, nll, 31) == (0.0, 0.0)
+    low, high = paired_bootstrap(nll + 31 * 0.25, nll, 31)
+    assert (low, high) == (pytest.approx(0.25), pytest.approx(0.25)), "the pairing was lost"
+
+
+def test_bootstrap_interval_agrees_with_the_normal_one():
+    rng = np.random.default_rng(2)
+    a, noise = rng.gamma(9.0, 10.0, size=400), rng.normal(1.0, 5.0, size=400)
+    low, high = paired_bootstrap(a + noise, a, [10] * 400, resamples=4000)
+    half = 1.96 * noise.std() / math.sqrt(400) / 10
+    assert low == pytest.approx(noise.mean() / 10 - half, abs=half / 8)
+    assert high == pytest.approx(noise.mean() / 10 + half, abs=half / 8)
+    assert (low, high) == paired_bootstrap(a + noise, a, 10, resamples=4000), "not reproducible"
+    assert (low, high) != paired_bootstrap(a + noise, a, 10, resamples=4000, seed=1)
+
+
+def test_bootstrap_weights_windows_by_their_tokens():
+    """A draw of a long and a short window gives the ratio of the sums: 11/11, not the mean of 0.1 and 10."""
+    low, high = paired_bootstrap([1.0, 10.0], [0.0, 0.0], [10, 1])
+    assert (low, high) == (0.1, 10.0)
+    nll, tokens = [1.0, 10.0] * 500, [10, 1] * 500
+    low, high = paired_bootstrap(nll, [0.0] * 1000, tokens)
+    assert 0.7 < low < 1.0 < high < 1.3
+
+
+def test_bootstrap_refuses_windows_that_do_not_pair():
+    for a, b, tokens in (([1.0], [1.0, 2.0], 3), ([], [], 3), ([1.0], [1.0], [1, 2])):
+        with pytest.raises(InputError, match="same windows"):
+            paired_bootstrap(a, b, tokens)
+    with pytest.raises(InputError, match="scored tokens"):
+        paired_bootstrap([1.0], [1.0], 0)
+
+
+# ---- zero-shot tasks ----
+
+PLAIN = {"query": "Question: red or blue?\n", "choices": ["red", "blue sky"], "gold": 1}
+HELLASWAG = {
+    "activity_label": "Ski [header]",
+    "ctx_a": "He stands [title] there.",
+    "ctx_b": "the man",
+    "ctx": "He stands [title] there. the man",
+    "endings": ["goes  home [substeps] now.", " falls."],
+    "label": "1",
+}
+
+
+def write_tasks(folder: Path, **tasks: list) -> Path:
+    for name, rows in tasks.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_prompts_are_those_of_lm_eval(tmp_path):
+    write_tasks(tmp_path, a=[PLAIN, PLAIN | {"query": "Why?"}], b=[HELLASWAG])
+    first, second = read_questions(tmp_path / "a.jsonl")
+    assert first.query == "Question: red or blue?\nAnswer:"
+    assert (first.choices, first.gold) == (("red", "blue sky"), 1)
+    assert second.query == "Question: Why?\nAnswer:"
+    (row,) = read_questions(tmp_path / "b.jsonl")
+    utils = pytest.importorskip("lm_eval.tasks.hellaswag.utils", reason="lm-eval is not installed")
+    whole = HELLASWAG["activity_label"] + ": " + HELLASWAG["ctx_a"] + " " + HELLASWAG["ctx_b"].capitalize()
+    assert row.query == utils.preprocess(whole)
+    assert list(row.choices) == [utils.preprocess(each) for each in HELLASWAG["endings"]]
+    assert row.gold == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"query": "x", "choices": ["a", "b"]}, "line 2 has neither query, choices, gold nor"),
+        ([1], "line 2 has neither"),
+        (PLAIN | {"choices": ["a"]}, "line 2: the choices should be a list of at least two strings"),
+        (PLAIN | {"choices": "ab"}, "line 2: the choices"),
+        (HELLASWAG | {"endings": None}, "line 2: the choices"),
+        (PLAIN | {"gold": 2}, "line 2: the answer is 2; expected an index from 0 to 1"),
+        (PLAIN | {"gold": -1}, "line 2: the answer is -1"),
+        (PLAIN | {"gold": True}, "line 2: the answer is True"),
+    ],
+)
+def test_faulty_questions_name_the_line(tmp_path, row, message):
+    write_tasks(tmp_path, a=[PLAIN, row])
+    with pytest.raises(InputError, match=message):
+        read_questions(tmp_path / "a.jsonl")
+
+
+def test_files_without_questions(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(InputError, match="holds no question"):
+        read_questions(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text("{\n")
+    with pytest.raises(InputError, match="line 1 is not valid JSON"):
+        read_questions(tmp_path / "a.jsonl")
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, 256 in all, and an end token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)} | {"<end>": 256}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", bos_token="<end>")
+
+
+def byte_model() -> LlamaForCausalLM:
+    model = tiny_llama(3, vocabulary=257)
+    model.config.max_position_embeddings = 512
+    return model
+
+
+@torch.no_grad()
+def choice_scores(model, tokenizer, question) -> tuple[list[float], list[float]]:
+    """Log-likelihood of " choice" after the prompt, and the same per byte of the choice."""
+    totals, means = [], []
+    for choice in question.choices:
+        context = tokenizer(question.query)["input_ids"]
+        ids = context + tokenizer(" " + choice)["input_ids"]
+        logs = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        totals.append(float(sum(logs[i - 1, ids[i]] for i in range(len(context), len(ids)))))
+        means.append(totals[-1] / len(choice.encode()))
+    return totals, means
+
+
+def test_scores_equal_brute_force_and_leave_no_trace(tmp_path):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    words = ["ash", "birch bark", "cedar", "dogwood tree", "elm", "fir needles"]
+    plain = [
+        {"query": f"tree {i}?", "choices": [words[i % 6], words[(i + 1) % 6], "x" * (i + 1)], "gold": i % 3}
+        for i in range(8)
+    ]
+    swag = [
+        HELLASWAG | {"ctx_b": f"she {word}", "endings": [word, words[i - 1]], "label": i % 2}
+        for i, word in enumerate(words)
+    ]
+    write_tasks(tmp_path, trees=plain, swag=swag)
+    model, tokenizer = byte_model(), byte_tokenizer()
+    model.train()
+    environment, state = dict(os.environ), (torch.get_rng_state(), np.random.get_state()[1].copy())
+    before = copy.deepcopy(tokenizer.special_tokens_map)
+    results = run_tasks(model, tokenizer, ["trees", "swag", "trees"], tasks_dir=tmp_path, batch_size=3)
+    assert dict(os.environ) == environment
+    assert torch.equal(torch.get_rng_state(), state[0]) and (np.random.get_state()[1] == state[1]).all()
+    assert model.training and tokenizer.special_tokens_map == before
+    assert list(results) == ["trees", "swag"]
+    model.eval()
+    for name, found in results.items():
+        questions = read_questions(tmp_path / f"{name}.jsonl")
+        scores = [choice_scores(model, tokenizer, question) for question in questions]
+        n = len(questions)
+        for kind, metric in enumerate(("acc", "acc_norm")):
+            right = sum(int(np.argmax(s[kind]) == q.gold) for s, q in zip(scores, questions))
+            share = right / n
+            assert found[metric] == pytest.approx(share), (name, metric)
+            assert found[f"{metric}_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / (n - 1)))
+        assert found["n"] == n
+        assert set(found) == {"acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "n"}
+    json.dumps(results, allow_nan=False)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 99])
+def test_limit_takes_the_first_questions(tmp_path, limit):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    write_tasks(tmp_path, a=[PLAIN] * 4 + [PLAIN | {"gold": 0}])
+    result = run_tasks(byte_model(), byte_tokenizer(), ["a"], tasks_dir=tmp_path, limit=limit)["a"]
+    assert result["n"] == min(limit, 5)
+    assert result["acc"] in ((0.8, 0.2) if limit == 99 else (0.0, 1.0))
+    assert ("acc_stderr" in result) == (limit > 1)
+
+
+def test_environment_is_put_back(monkeypatch):
+    """lm-eval sets HF_* variables when it is imported."""
+    monkeypatch.setenv("HF_TEST_KEPT", "old")
+    with _environment_kept():
+        os.environ.update({"HF_TEST_KEPT": "new", "HF_TEST_ADDED": "new"})
+    assert os.environ["HF_TEST_KEPT"] == "old" and "HF_TEST_ADDED" not in os.environ
+
+
+def test_task_requests_that_cannot_be_met(tmp_path, monkeypatch):
+    model, tokenizer = byte_model(), byte_tokenizer()
+    write_tasks(tmp_path, a=[PLAIN], b=[PLAIN])
+    for options, message in (({"limit": 0}, "limit 0"), ({"batch_size": 0}, "batch size 0")):
+        with pytest.raises(InputError, match=message):
+            run_tasks(model, tokenizer, ["a"], tasks_dir=tmp_path, **options)
+    with pytest.raises(InputError, match="no task was named"):
+        run_tasks(model, tokenizer, [], tasks_dir=tmp_path)
+    real = builtins.__import__
+
+    def without_lm_eval(name, *args, **kwargs):
+        if name.startswith("lm_eval"):
+            raise ImportError("No module named 'lm_eval'")
+        return real(name, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", without_lm_eval)
+        with pytest.raises(InputError, match=r"No module named 'lm_eval'\); install anybit\[eval\]"):
+            run_tasks(model, tokenizer, ["a"], tasks_dir=tmp_path)
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    with pytest.raises(InputError, match=r"unknown task c; .* holds a, b"):
+        run_tasks(model, tokenizer, ["a", "c"], tasks_dir=tmp_path)
+    with pytest.raises(InputError, match=r"holds no \.jsonl file"):
+        run_tasks(model, tokenizer, ["a"], tasks_dir=tmp_path / "none")
+
+
+def test_tasks_of_lm_eval_itself(monkeypatch):
+    """Without a folder lm-eval's own list counts, and data that cannot be fetched end in a sentence."""
+    library = pytest.importorskip("lm_eval.tasks", reason="lm-eval is not installed")
+
+    class OfflineManager:
+        all_tasks = ("piqa",)
+
+        def load(self, specs):
+            raise ConnectionError(f"no network for {specs}")
+
+    monkeypatch.setattr(library, "TaskManager", OfflineManager)
+    with pytest.raises(InputError, match="lm-eval has no task nosuchtask"):
+        run_tasks(byte_model(), byte_tokenizer(), ["piqa", "nosuchtask"])
+    with pytest.raises(InputError, match=r"data of piqa \(no network for \['piqa'\]\)"):
+        run_tasks(byte_model(), byte_tokenizer(), ["piqa"])

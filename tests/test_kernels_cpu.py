@@ -1,0 +1,405 @@
+"""The native kernels against plain numpy, over shapes that fit nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from anybit.kernels import cpu
+
+if not cpu.available():
+    pytest.skip(str(cpu.why_not()), allow_module_level=True)
+
+from anybit import _native
+
+
+def isas() -> list[str]:
+    features = cpu.cpu_features()
+    names = ["portable"]
+    names += ["avx2"] if all(features[f] for f in ("avx2", "fma", "f16c")) else []
+    wide = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+    return names + (["avx512"] if "avx2" in names and all(features[f] for f in wide) else [])
+
+
+ISAS = isas()
+
+
+def pack(codes: np.ndarray, bits: int, padding: int, noise: np.random.Generator) -> np.ndarray:
+    """Codes [r, c] as stored, one bit at a time; what pads a row holds garbage."""
+    r, c = codes.shape
+    width = bits if bits in (2, 4, 8) else 1
+    planes = [codes] if width == bits else [codes >> p & 1 for p in reversed(range(bits))]
+    row_bytes = -(-c * width // (8 * padding)) * padding
+    packed = noise.integers(0, 2, (len(planes), r, row_bytes * 8), np.uint8)
+    for p, plane in enumerate(planes):
+        for j in range(c):
+            for t in range(width):
+                packed[p, :, j * width + t] = plane[:, j] >> t & 1
+    stored = np.packbits(packed, axis=-1, bitorder="little")
+    return stored[0] if bits in (2, 4, 8) else stored
+
+
+@dataclass
+class Case:
+    """A random tile, its stored form bound to the kernels, and its weights as numpy has them."""
+
+    tile: cpu.GroupInt
+    weight: np.ndarray  # float32 [r, c]
+    rows: np.ndarray  # output rows
+    out: int
+
+
+def make(
+    bits: int, r: int, c: int, group: int, symmetric: bool = False, indexed: bool = False, padding: int = 16
+) -> Case:
+    rng = np.random.default_rng([bits, r, c, group])
+    groups = -(-c // group)
+    codes = rng.integers(0, 2**bits, (r, c), dtype=np.uint8)
+    scales = rng.uniform(-1, 1, (r, groups)).astype(np.float16)
+    scales.flat[0] = np.float16(6e-8)  # subnormal
+    zeros = None if symmetric else rng.integers(0, 2**bits, (r, groups), dtype=np.uint8)
+    out = r + 5 if indexed else r
+    rows = np.sort(rng.permutation(out)[:r]).astype(np.int32)
+    column_group = np.arange(c) // group
+    zero = 2 ** (bits - 1) if zeros is None else zeros[:, column_group].astype(np.float32)
+    weight = (codes.astype(np.float32) - zero) * scales.astype(np.float32)[:, column_group]
+    tile = cpu.group_int(
+        torch.from_numpy(pack(codes, bits, padding, rng)),
+        torch.from_numpy(scales),
+        None if zeros is None else torch.from_numpy(zeros),
+        torch.from_numpy(rows) if indexed else None,
+        bits=bits,
+        group_size=group,
+        columns=c,
+    )
+    return Case(tile, weight.astype(np.float32), rows, out)
+
+
+def activations(m: int, c: int) -> torch.Tensor:
+    x = torch.randn(m, c, generator=torch.Generator().manual_seed(m * c))
+    x[:, 0] *= 100  # a massive activation, and none of zero mean
+    return x + 0.5
+
+
+def product(case: Case, x: torch.Tensor, threads: int = 1, isa: str | None = None) -> torch.Tensor:
+    y = torch.zeros(x.shape[0], case.out)
+    case.tile.matmul(x, y, threads, isa)
+    return y
+
+
+def check_product(case: Case, x: torch.Tensor, y: torch.Tensor, bits: int) -> None:
+    exact = np.zeros((x.shape[0], case.out))
+    exact[:, case.rows] = x.numpy().astype(np.float64) @ case.weight.astype(np.float64).T
+    size = np.abs(x.numpy()) @ np.abs(case.weight).T + np.abs(x.numpy()).sum(-1, keepdims=True) * 2**bits
+    bound = np.full((x.shape[0], case.out), 1e-30)
+    bound[:, case.rows] = 1e-6 * size + 1e-6
+    assert (np.abs(y.numpy() - exact) <= bound).all()
+
+
+GROUPS = (16, 32, 64, 128, 100_000)
+SHAPES = [
+    (r, c, g) for r in (1, 3, 64) for c in (1, 15, 16, 17, 127, 576) for g in GROUPS if g <= c or g == 100_000
+]
+SHAPES += [(11, 1539, 128), (9, 4200, 100_000), (5, 2085, 30)]
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_dequantize_is_exact(bits: int) -> None:
+    for i, (r, c, group) in enumerate(SHAPES):
+        case = make(bits, r, c, group, symmetric=i % 3 == 0, padding=(16, 1, 4)[i % 3])
+        for isa in ISAS:
+            got = case.tile.dequantize(torch.float32, 1, isa)
+            assert np.array_equal(got.numpy().view(np.uint32), case.weight.view(np.uint32)), (
+                r,
+                c,
+                group,
+                isa,
+            )
+            half = case.tile.dequantize(torch.bfloat16, 1, isa)
+            assert torch.equal(half, torch.from_numpy(case.weight).bfloat16()), (r, c, group, isa)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_matmul_agrees_with_numpy(bits: int) -> None:
+    for i, (r, c, group) in enumerate(SHAPES):
+        case = make(bits, r, c, group, symmetric=i % 3 == 0, indexed=i % 2 == 0, padding=(16, 1)[i % 2])
+        x = activations(1 + i % 17, c)
+        for isa in ISAS:
+            check_product(case, x, product(case, x, isa=isa), bits)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("bits", "group"), [(2, 64), (4, 32), (4, 16), (8, 128), (3, 128)])
+def test_a_batch_equals_its_tokens(bits: int, group: int, isa: str) -> None:
+    case = make(bits, 19, 1539, group)
+    x = activations(17, 1539)
+    single = torch.cat([product(case, x[k : k + 1], isa=isa) for k in range(17)])
+    for m in range(1, 18):
+        assert torch.equal(product(case, x[:m], isa=isa), single[:m]), m
+
+
+def test_matmul_accumulates_in_the_rows_of_the_tile_only() -> None:
+    case = make(4, 3, 64, 32, indexed=True)
+    x, y = activations(2, 64), torch.full((2, case.out), 7.0)
+    case.tile.matmul(x, y)
+    others = np.setdiff1d(np.arange(case.out), case.rows)
+    assert (y[:, others] == 7.0).all()
+    assert torch.allclose(y[:, case.rows] - 7.0, x @ torch.from_numpy(case.weight).T, rtol=1e-4, atol=1e-3)
+
+
+def test_rows_of_x_may_lie_apart() -> None:
+    case, wide = make(4, 8, 64, 32), activations(5, 100)
+    assert torch.equal(product(case, wide[:, :64]), product(case, wide[:, :64].contiguous()))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_any_number_of_threads_gives_the_same_bits(bits: int, isa: str) -> None:
+    case = make(bits, 301, 1539, 128)
+    x = activations(5, 1539)
+    for threads in (2, 3, 7):
+        assert torch.equal(product(case, x, threads, isa), product(case, x, 1, isa))
+        assert torch.equal(
+            case.tile.dequantize(threads=threads, isa=isa), case.tile.dequantize(threads=1, isa=isa)
+        )
+
+
+def test_several_python_threads_at_once() -> None:
+    case, x = make(4, 301, 1539, 128), activations(1, 1539)
+    want, wrong = product(case, x), []
+
+    def work() -> None:
+        wrong.extend(1 for _ in range(50) if not torch.equal(product(case, x, 2), want))
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    assert not wrong
+
+
+def _in_child(case: Case, x: torch.Tensor, want: bytes, answer: multiprocessing.Queue[bool]) -> None:
+    torch.set_num_threads(1)
+    answer.put(product(case, x, 2).numpy().tobytes() == want)
+
+
+def test_threads_after_a_fork() -> None:
+    case, x = make(4, 301, 1539, 128), activations(1, 1539)
+    want = product(case, x, 2).numpy().tobytes()  # the pool has its threads now; the child has none of them
+    context = multiprocessing.get_context("fork")
+    answer = context.Queue()
+    child = context.Process(target=_in_child, args=(case, x, want, answer))
+    child.start()
+    try:
+        assert answer.get(timeout=60)
+    finally:
+        child.kill()
+        child.join()
+
+
+def gptq_oracle(w, hinv, scale, zero, maxq):  # type: ignore[no-untyped-def]
+    """The inner loop of GPTQ as its text says it, in float32."""
+    w = w.copy()
+    codes, error = np.zeros(w.shape, np.uint8), np.zeros_like(w)
+    for i in range(w.shape[1]):
+        s, z = scale[:, i], zero[:, i]
+        ratio = np.divide(w[:, i], s, out=np.zeros_like(s), where=s != 0)
+        q = np.clip(np.rint(ratio) + z, 0, maxq)
+        error[:, i] = (w[:, i] - s * (q - z)) / hinv[i, i]
+        w[:, i + 1 :] -= error[:, i, None] * hinv[i, None, i + 1 :]
+        codes[:, i] = q
+    return w, codes, error
+
+
+def gptq_problem(rows: int, n: int):  # type: ignore[no-untyped-def]
+    rng = np.random.default_rng([rows, n])
+    w = rng.standard_normal((rows, n)).astype(np.float32)
+    hinv = np.triu(rng.uniform(-0.3, 0.3, (n, n)) + 2 * np.eye(n)).astype(np.float32)
+    maxq = rng.choice([3.0, 15.0, 255.0], rows).astype(np.float32)
+    scale = rng.uniform(0.01, 0.6, (rows, n)).astype(np.float32)
+    scale[0, ::3] = 0
+    w[-1, 0] = 1e9  # far outside the grid
+    zero = np.floor(rng.uniform(0, 1, (rows, n)) * (maxq[:, None] + 1)).astype(np.float32)
+    return w, hinv, scale, zero, maxq
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 17), (16, 128), (37, 40), (130, 128)])
+def test_gptq_block_is_the_oracle_to_the_bit(rows: int, n: int, isa: str) -> None:
+    w, hinv, scale, zero, maxq = gptq_problem(rows, n)
+    want = gptq_oracle(w, hinv, scale, zero, maxq)
+    for threads in (1, 2, 3):
+        block = torch.from_numpy(w.copy())
+        given = [torch.from_numpy(a) for a in (hinv, scale, zero, maxq)]
+        codes, error = cpu.gptq_block(block, *given, threads=threads, isa=isa)
+        assert np.array_equal(codes.numpy(), want[1])
+        assert np.array_equal(block.numpy(), want[0])
+        assert np.array_equal(error.numpy(), want[2])
+
+
+def test_gptq_block_takes_one_scale_per_row_and_a_slice_of_a_matrix() -> None:
+    w, hinv, scale, zero, maxq = gptq_problem(20, 24)
+    scale, zero = scale[:, :1].repeat(24, 1), zero[:, :1].repeat(24, 1)
+    want = gptq_oracle(w, hinv, scale, zero, maxq)
+    matrix = torch.full((20, 40), 3.0)
+    matrix[:, 8:32] = torch.from_numpy(w)
+    given = [torch.from_numpy(a) for a in (hinv, scale[:, 0], zero[:, 0], maxq)]
+    codes, _ = cpu.gptq_block(matrix[:, 8:32], *given)
+    assert np.array_equal(matrix[:, 8:32].numpy(), want[0]) and np.array_equal(codes.numpy(), want[1])
+    assert (matrix[:, :8] == 3.0).all() and (matrix[:, 32:] == 3.0).all()
+
+
+def test_gptq_block_survives_nan() -> None:
+    w, hinv, scale, zero, maxq = gptq_problem(3, 8)
+    w[1, 2], zero[2, 1] = np.nan, np.nan
+    given = [torch.from_numpy(a) for a in (w, hinv, scale, zero, maxq)]
+    codes, _ = cpu.gptq_block(*given)
+    assert (codes.numpy() <= maxq[:, None]).all()
+
+
+def parts() -> dict[str, object]:
+    return {
+        "codes": torch.zeros(4, 32, dtype=torch.uint8),
+        "scales": torch.ones(4, 2, dtype=torch.float16),
+        "zeros": torch.zeros(4, 2, dtype=torch.uint8),
+        "rows": torch.tensor([0, 2, 3, 7], dtype=torch.int32),
+        "bits": 4,
+        "group_size": 32,
+        "columns": 64,
+    }
+
+
+FAULTS = [
+    ("codes", torch.zeros(4, 32)),
+    ("codes", torch.zeros(4, 31, dtype=torch.uint8)),
+    ("codes", torch.zeros(4, 1, 32, dtype=torch.uint8)),
+    ("codes", torch.zeros(4, 64, dtype=torch.uint8)[:, ::2]),
+    ("codes", torch.zeros(32, dtype=torch.uint8)),
+    ("codes", torch.zeros(0, 32, dtype=torch.uint8)),
+    ("scales", torch.ones(4, 2)),
+    ("scales", torch.ones(4, 3, dtype=torch.float16)),
+    ("scales", torch.ones(2, 4, dtype=torch.float16).T),
+    ("zeros", torch.zeros(4, 1, dtype=torch.uint8)),
+    ("zeros", torch.zeros(4, 2, dtype=torch.int8)),
+    ("rows", torch.tensor([0, 2, 2, 7], dtype=torch.int32)),
+    ("rows", torch.tensor([-1, 2, 3, 7], dtype=torch.int32)),
+    ("rows", torch.tensor([0, 2, 3], dtype=torch.int32)),
+    ("rows", torch.tensor([0, 2, 3, 7])),
+    ("bits", 3),
+    ("bits", 0),
+    ("bits", 9),
+    ("bits", 8),
+    ("group_size", 0),
+    ("group_size", 2**62),
+    ("columns", 0),
+    ("columns", 65),
+    ("columns", 2**62),
+]
+
+
+def test_the_parts_that_the_faults_break_are_good() -> None:
+    _native.GroupInt(**parts())
+
+
+@pytest.mark.parametrize(("name", "value"), FAULTS)
+def test_a_bad_part_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=r"expected|need"):
+        _native.GroupInt(**(parts() | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "threads", "isa"),
+    [
+        (torch.zeros(1, 63), torch.zeros(1, 8), 1, None),
+        (torch.zeros(1, 64).double(), torch.zeros(1, 8), 1, None),
+        (torch.zeros(64), torch.zeros(1, 8), 1, None),
+        (torch.zeros(1, 128)[:, ::2], torch.zeros(1, 8), 1, None),
+        (torch.zeros(2, 64), torch.zeros(1, 8), 1, None),
+        (torch.zeros(1, 64), torch.zeros(1, 7), 1, None),  # row 7 would be written past the end
+        (torch.zeros(2, 64), torch.zeros(8, 2).T, 1, None),
+        (torch.zeros(1, 64), torch.zeros(1, 8).half(), 1, None),
+        (torch.zeros(1, 64), torch.zeros(1, 8), 0, None),
+        (torch.zeros(1, 64), torch.zeros(1, 8), 10**12, None),
+        (torch.zeros(1, 64), torch.zeros(1, 8), 1, "avx1024"),
+    ],
+)
+def test_matmul_refuses_what_does_not_fit(
+    x: torch.Tensor, y: torch.Tensor, threads: int, isa: str | None
+) -> None:
+    for tile in (
+        _native.GroupInt(**parts()),
+        _native.GroupInt(**(parts() | {"rows": None})),
+    ):  # all: out is 4
+        with pytest.raises(ValueError, match=r"expected|up to|unknown"):
+            tile.matmul(x, y, threads, isa)
+
+
+def test_rows_changed_after_binding_change_nothing() -> None:
+    given = parts()
+    tile = _native.GroupInt(**given)
+    given["rows"].fill_(10**6)  # type: ignore[attr-defined]
+    tile.matmul(torch.ones(1, 64), torch.zeros(1, 8), 1)
+
+
+@pytest.mark.parametrize(
+    "out", [torch.zeros(4, 63), torch.zeros(4, 64).half(), torch.zeros(64, 4).T, torch.zeros(256)]
+)
+def test_dequantize_refuses_what_does_not_fit(out: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        _native.GroupInt(**parts()).dequantize(out, 1)
+
+
+@pytest.mark.parametrize("at", range(7))
+def test_gptq_block_refuses_what_does_not_fit(at: int) -> None:
+    def given() -> list[torch.Tensor]:
+        square, row = torch.eye(8), torch.ones(8)
+        return [
+            torch.zeros(8, 8),
+            square,
+            square + 1,
+            square,
+            row,
+            torch.zeros(8, 8, dtype=torch.uint8),
+            square + 0,
+        ]
+
+    _native.gptq_block(*given(), 1)
+    for bad in (torch.zeros(8, 9), torch.zeros(8, 8).double(), torch.zeros(()), torch.zeros(2, 8, 8)):
+        arguments = given()
+        arguments[at] = bad
+        with pytest.raises(ValueError, match="expected"):
+            _native.gptq_block(*arguments, 1)
+
+
+def test_gptq_block_refuses_a_broken_factor_and_codes_beyond_a_byte() -> None:
+    w, hinv, scale, zero, maxq = (torch.from_numpy(a) for a in gptq_problem(4, 8))
+    for broken in (0.0, -1.0, float("nan"), float("inf")):
+        bad = hinv.clone()
+        bad[5, 5] = broken
+        with pytest.raises(ValueError, match=r"hinv\[5, 5\]"):
+            cpu.gptq_block(w, bad, scale, zero, maxq)
+    with pytest.raises(ValueError, match="maxq"):
+        cpu.gptq_block(w, hinv, scale, zero, maxq + 256)
+
+
+def test_an_unknown_isa_is_refused_and_the_best_is_named() -> None:
+    assert cpu.isa() == ISAS[-1]
+    with pytest.raises(ValueError, match="sse9"):
+        make(4, 1, 16, 16).tile.dequantize(isa="sse9")
+
+
+def test_a_tile_without_rows_or_tokens_does_nothing() -> None:
+    empty = {
+        "codes": torch.zeros(0, 32, dtype=torch.uint8),
+        "scales": torch.ones(0, 2, dtype=torch.float16),
+        "zeros": None,
+        "rows": torch.zeros(0, dtype=torch.int32),
+    }
+    _native.GroupInt(**(parts() | empty)).matmul(torch.zeros(1, 64), torch.zeros(1, 8), 1)
+    _native.GroupInt(**parts()).matmul(torch.zeros(0, 64), torch.zeros(0, 8), 1)
