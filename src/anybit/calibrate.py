@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers.pytorch_utils import Conv1D
 
@@ -23,6 +24,7 @@ from anybit.stats import GradientStats, LinearStats
 from anybit.streaming import StreamedModel, linear_shape
 
 ACTIVATION_BUDGET = 2 << 30  # bytes of hidden states held in memory; more go to disk
+ATTENTION_QUERIES = 256  # queries per sample that value tokens are weighted by
 LOGIT_CHUNK = 256  # positions whose logits are alive at a time
 
 
@@ -61,42 +63,96 @@ class Activations:
         return torch.frombuffer(buffer, dtype=self._dtype).view(self._shape)
 
 
-@contextmanager
-def collecting(linears: Mapping[str, nn.Module], hessian: bool) -> Iterator[dict[str, LinearStats]]:
-    """Collect the input moments of linear layers while a block runs under this context.
+class Collector(TorchFunctionMode):
+    """Collects the input moments of linear layers while blocks run under it (a context manager).
 
-    Layers that read the same tensor (q/k/v, gate/up) share one `LinearStats`, accumulated once.
+    Layers that read the same tensor (q/k, gate/up) share one `LinearStats`, accumulated once.
+
+    With `attention`, a value projection's tokens count by the attention they receive. A token's value error
+    `d v_t` reaches output i as `a_it d v_t`, so the squared error summed over outputs is `sum_t w_t |d v_t|^2`
+    with `w_t = sum_i a_it^2` over queries and heads. Uniform weights miss that most queries attend to the first
+    token, whose value must be exact. (Token importance from attention: RSQ, arXiv:2503.01820, there on all layers.)
 
     Args:
-        linears: layer name -> module.
+        linears: layer name -> module, of one block.
         hessian: collect X^T X; else only the channel norms.
+        attention: weight the inputs of layers called `v_proj` by received attention.
     """
-    stats: dict[str, LinearStats] = {}
-    leaders: list[tuple[Tensor, str]] = []  # inputs seen in the current forward and who saw them first
-    seen: set[str] = set()
 
-    def hook(name: str, x: Tensor) -> None:
-        if name in seen:  # the next forward has begun
-            seen.clear()
-            leaders.clear()
-        seen.add(name)
-        leader = next((other for tensor, other in leaders if tensor is x), None)
-        if leader is not None and stats.setdefault(name, stats[leader]) is stats[leader]:
-            return
-        leaders.append((x, name))
-        if name not in stats:
-            stats[name] = LinearStats.empty(x.shape[-1], hessian, x.device)
-        stats[name].add(x)
+    def __init__(self, linears: Mapping[str, nn.Module], hessian: bool, attention: bool = False) -> None:
+        super().__init__()
+        self.stats: dict[str, LinearStats] = {}
+        self._linears, self._hessian, self._attention = linears, hessian, attention
+        self._inputs: list[tuple[Tensor, str]] = []  # what the current forward's layers read, by first reader
+        self._value: tuple[str, Tensor] | None = None  # a value projection's input, until attention tells weights
+        self._handles: list[Any] = []
 
-    def hook_of(name: str) -> Any:
-        return lambda module, args: hook(name, args[0])
+    def __enter__(self) -> Collector:
+        for name, module in self._linears.items():
+            self._handles.append(module.register_forward_pre_hook(self._hook(name)))
+        return super().__enter__()
 
-    handles = [module.register_forward_pre_hook(hook_of(name)) for name, module in linears.items()]
-    try:
-        yield stats
-    finally:
-        for handle in handles:
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
             handle.remove()
+        super().__exit__(*error)
+
+    def finish_forward(self) -> None:
+        """To be called after each forward of the block."""
+        if self._value is not None:  # the block's attention is not PyTorch's: all tokens alike
+            self._add(*self._value)
+        self._inputs, self._value = [], None
+
+    def _hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if self._attention and name.endswith(".v_proj"):
+                self._value = (name, args[0])
+                return
+            leader = next((other for x, other in self._inputs if x is args[0]), None)
+            if leader is not None:
+                self.stats[name] = self.stats[leader]
+                return
+            self._inputs.append((args[0], name))
+            self._add(name, args[0])
+
+        return hook
+
+    def _add(self, name: str, x: Tensor, importance: Tensor | None = None) -> None:
+        if name not in self.stats:
+            self.stats[name] = LinearStats.empty(x.shape[-1], self._hessian, x.device)
+        self.stats[name].add(x, importance)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention and self._value is not None:
+            name, x = self._value
+            self._value = None
+            self._add(name, x, attention_received(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def attention_received(  # noqa: PLR0913 - the signature of PyTorch's attention
+    query: Tensor,  # [1, heads, T, d]
+    key: Tensor,  # [1, KV heads, T, d]
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Sum of squared attention probabilities that each of T tokens gets from evenly spaced queries, float32 [T]."""
+    length = query.shape[2]
+    step = max(1, length // ATTENTION_QUERIES)
+    picked = torch.arange(step - 1, length, step, device=query.device)
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = (query[:, :, picked] @ key.transpose(-1, -2)).float() * (scale or query.shape[-1] ** -0.5)
+    if attn_mask is not None:
+        mask = attn_mask.expand(*attn_mask.shape[:-2], length, length)[..., picked, :]
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if is_causal:
+        scores = scores.masked_fill(torch.arange(length, device=query.device) > picked[:, None], -torch.inf)
+    return step * scores.softmax(-1).nan_to_num().square().sum((0, 1, 2))
 
 
 def gradient_statistics(
@@ -121,11 +177,13 @@ def gradient_statistics(
             channel (MixLLM, arXiv:2412.14590, eq. 5).
 
     Raises:
-        InputError: windows too short to predict a token, or gradients that are NaN or Inf.
+        InputError: windows too short to predict a token, logits that are not the head's output, or gradients
+            that are NaN or Inf.
     """
     if tokens.shape[1] < 2:
         raise InputError("gradients need windows of at least 2 tokens: a window of 1 has nothing to predict")
     model = load_whole(streamed)
+    _check_logits(model, tokens[:1, :2])
     stats = {}
     for name in layers:
         shape = linear_shape(model.get_submodule(name))
@@ -167,20 +225,39 @@ def load_whole(streamed: StreamedModel) -> Any:
 
 def sample_loss(model: Any, tokens: Tensor) -> Tensor:
     """Mean negative log-likelihood of tokens [seq_len], logits made in chunks of positions and recomputed backward."""
-    decoder, head = getattr(model, model.base_model_prefix), model.get_output_embeddings()
-    hidden = decoder(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    hidden = _final_hidden(model, tokens[None])[0, :-1]
 
     def chunk_loss(h: Tensor, target: Tensor) -> Tensor:
-        logits = head(h).float()
-        logits = torch.tanh(logits / cap) * cap if cap else logits
-        return nn.functional.cross_entropy(logits, target, reduction="sum")
+        return nn.functional.cross_entropy(_logits(model, h), target, reduction="sum")
 
     total = hidden.new_zeros((), dtype=torch.float32)
     for a in range(0, len(hidden), LOGIT_CHUNK):
         target = tokens[1 + a : 1 + a + LOGIT_CHUNK]
         total = total + recompute(chunk_loss, hidden[a : a + LOGIT_CHUNK], target, use_reentrant=False)
     return total / len(hidden)
+
+
+def _final_hidden(model: Any, tokens: Tensor) -> Tensor:
+    """What the head reads, [n, seq_len, hidden]."""
+    return getattr(model, model.base_model_prefix)(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+def _logits(model: Any, hidden: Tensor) -> Tensor:
+    """Logits of what the head reads, float32 [..., vocabulary]."""
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    logits = model.get_output_embeddings()(hidden).float()
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+@torch.no_grad()
+def _check_logits(model: Any, tokens: Tensor) -> None:
+    """`_logits` are the model's: some architectures scale them, and their loss would silently be another."""
+    own, ours = model(input_ids=tokens, use_cache=False).logits.float(), _logits(model, _final_hidden(model, tokens))
+    if not torch.allclose(ours, own, rtol=0.01, atol=0.01 * float(own.abs().max()), equal_nan=True):
+        raise InputError(
+            f"{model.config.model_type} changes the logits after its head in a way that anybit does not know: methods "
+            "that need gradients are not supported for this architecture yet; choose rtn or gptq"
+        )
 
 
 class _ReducedLinear(torch.autograd.Function):

@@ -79,6 +79,10 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         bool, typer.Option("--group-reorder/--no-group-reorder", help="GPTQ: important groups first.")
     ] = True,
     damp: Annotated[float, typer.Option(help="GPTQ: share of the mean Hessian diagonal added to it.")] = 0.01,
+    attention_weights: Annotated[
+        bool,
+        typer.Option("--attention-weights/--no-attention-weights", help="Count value tokens by received attention."),
+    ] = True,
     one_shot: Annotated[bool, typer.Option("--one-shot", help="Statistics of the unquantized model.")] = False,
     calibration: Annotated[str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub dataset.")] = "builtin",
     samples: Annotated[int, typer.Option(help="Calibration windows.")] = 128,
@@ -121,6 +125,7 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         desc_act=desc_act,
         group_reorder=group_reorder,
         damp=damp,
+        attention_weights=attention_weights,
         one_shot=one_shot,
         samples=samples,
         seq_len=seq_len,

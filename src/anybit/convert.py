@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 import anybit
 from anybit import kernels
 from anybit.artifact import inspect
-from anybit.calibrate import Activations, collecting
+from anybit.calibrate import Activations, Collector
 from anybit.card import model_card
 from anybit.checkpoint import Checkpoint, open_checkpoint
 from anybit.errors import InputError
@@ -164,23 +164,33 @@ class _Run:
             return
         with self.streamed.block(i, self.device) as block, torch.no_grad():
             if not finished:
-                with collecting(linears, hessian=True) as stats:
-                    self._forward(block, hidden, call, keep=self.config.one_shot, advance=advance)
-                tensors = self._quantize_block(i, linears, stats, advance)
+                with Collector(linears, hessian=True, attention=self.config.attention_weights) as collector:
+                    self._forward(block, hidden, call, self.config.one_shot, advance, collector)
+                tensors = self._quantize_block(i, linears, collector.stats, advance)
             else:
                 tensors = self.writer.read_shard(i + 1)
                 advance(len(linears) + (0 if self.config.one_shot else len(hidden)))
                 if self.config.one_shot:
-                    self._forward(block, hidden, call, keep=True, advance=advance)
+                    self._forward(block, hidden, call, True, advance)
             if not self.config.one_shot and not last:
                 for name, module in linears.items():
                     _overwrite_weight(module, _stored_weight(name, self.plan.layouts[name], tensors))
                 del tensors
-                self._forward(block, hidden, call, keep=True, advance=advance)
+                self._forward(block, hidden, call, True, advance)
 
-    def _forward(self, block: nn.Module, hidden: Activations, call: BlockCall, keep: bool, advance: Advance) -> None:
+    def _forward(
+        self,
+        block: nn.Module,
+        hidden: Activations,
+        call: BlockCall,
+        keep: bool,  # let the outputs replace the inputs
+        advance: Advance,
+        collector: Collector | None = None,
+    ) -> None:
         for sample in range(len(hidden)):
             output = run_block(block, hidden.get(sample).to(self.device), call)
+            if collector is not None:
+                collector.finish_forward()
             if keep:
                 hidden.put(sample, output)
             advance(1)
@@ -311,6 +321,7 @@ def _provenance(
 
 def _artifact_config(streamed: StreamedModel, plan: Plan, provenance: Mapping[str, Any]) -> dict[str, Any]:
     config = streamed.checkpoint.config.to_dict()
+    config.pop("_name_or_path", None)  # where the base lies on this machine
     config["architectures"] = [type(streamed.model).__name__]
     config["dtype"] = str(config.get("dtype") or "float32").removeprefix("torch.")
     if any(layout.get("tied") for layout in plan.embeddings.values()):

@@ -19,6 +19,7 @@ from anybit.tensors import bits_per_weight, code_bits, stored_bytes
 
 CONFIG_BYTES_PER_LAYER = 420  # config.json and the two indices, measured on SmolLM2 and rounded up
 CONFIG_BYTES = 8_000
+IMPORT_BYTES = 450_000_000  # PyTorch, Transformers and a tokenizer before any tensor is read
 
 
 @dataclass(frozen=True)

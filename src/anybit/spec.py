@@ -55,6 +55,7 @@ class QuantizeConfig:
     desc_act: bool = False
     group_reorder: bool = True
     damp: float = 0.01
+    attention_weights: bool = True  # value projections: tokens count by the attention they receive
     one_shot: bool = False  # statistics from the unquantized model instead of the quantized blocks before
     samples: int = 128
     seq_len: int = 2048

@@ -23,10 +23,12 @@ class LinearStats:
         square = torch.zeros(in_features, in_features, device=device) if hessian else None
         return LinearStats(0, torch.zeros(in_features, device=device), square)
 
-    def add(self, x: Tensor) -> None:
-        """Accumulate inputs x [..., in]."""
+    def add(self, x: Tensor, importance: Tensor | None = None) -> None:
+        """Accumulate inputs x [..., in], each token's moments times its importance [tokens] where given."""
         x = x.detach().reshape(-1, x.shape[-1]).float()
         self.tokens += x.shape[0]
+        if importance is not None:
+            x = x * importance.sqrt()[:, None]
         if self.hessian is None:
             self.squares += x.square().sum(0)
         else:

@@ -6,6 +6,7 @@ turns tokens into the first block's input, and each block for as long as it is w
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoint import Checkpoint
@@ -173,7 +176,7 @@ def selected(name: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> b
 
 
 def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    config = checkpoint.config
+    config = copy.deepcopy(checkpoint.config)  # building a model writes its dtype there
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(
             f"{checkpoint.source} is already quantized ({checkpoint.quantized_before()}): start from the "
@@ -215,10 +218,10 @@ def _checkpoint_names(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
     """
     prefix = model.base_model_prefix + "."
     tied = set(model.all_tied_weights_keys)
-    names: dict[str, str] = {}
+    renamed, names = _renamed(model, checkpoint), {}
     for name, tensor in model.state_dict().items():
         candidates = (name, name.removeprefix(prefix), prefix + name)
-        found = next((c for c in candidates if c in checkpoint), None)
+        found = next((renamed[c] for c in candidates if c in renamed), None)
         if name in tied:
             continue
         if found is None:
@@ -240,10 +243,19 @@ def _checkpoint_names(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
     return names
 
 
+def _renamed(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
+    """Name as Transformers changes it at load -> checkpoint name: GPT-NeoX's `embed_out` is its `lm_head`."""
+    renamings = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
+    names = checkpoint.names()
+    return {rename_source_key(n, renamings, [])[0]: n for n in names} | {n: n for n in names}
+
+
 def _compute_buffers(model: Any, module: nn.Module) -> None:
     """Fill buffers that no checkpoint stores (rotary tables, embedding scales) the way Transformers does."""
     for part in module.modules():
         if part._non_persistent_buffers_set:
+            for parameter in part.parameters():  # the checkpoint fills them: no random numbers are to be drawn
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             model._init_weights(part)
 
 
@@ -278,4 +290,6 @@ def _same(a: Any, b: Any, compared: set[tuple[int, int]]) -> bool:
         return len(a) == len(b) and all(_same(x, y, compared) for x, y in zip(a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[k], b[k], compared) for k in a)
+    if isinstance(a, str | int | float):
+        return type(a) is type(b) and a == b
     return type(a) is type(b)

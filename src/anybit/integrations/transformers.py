@@ -85,6 +85,9 @@ def _swap_linear(model: Any, name: str, layout: dict[str, Any], dtype: torch.dty
     _check_shape(name, layout, shape[::-1] if isinstance(module, Conv1D) else shape)
     with torch.device("meta"):
         model.set_submodule(name, QuantLinear(layout, getattr(module, "bias", None) is not None, dtype))
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if not [*parent.parameters(recurse=False), *parent.buffers(recurse=False)]:
+        parent._is_hf_initialized = True  # GPT-2 would initialise `c_proj.weight`, which is gone
 
 
 def _swap_embedding(model: Any, name: str, layout: dict[str, Any], dtype: torch.dtype) -> None:

@@ -33,11 +33,12 @@ def gptq_block(
         (GPTQ, algorithm 1: what the columns after the block are compensated with).
     """
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)
-    divisor = safe(scale)
+    divisor, empty = safe(scale), scale == 0
     for i in range(weight.shape[1]):
         w = weight[:, i]
-        q = (torch.round(w / divisor) + zero).clamp(min=0).minimum(top)
+        ratio = torch.where(empty, 0.0, w / divisor)  # without a grid, whatever compensation added is lost
+        q = (torch.round(ratio) + zero).clamp(min=0).minimum(top)
         error = (w - scale * (q - zero)) / inverse[i, i]
-        weight[:, i + 1 :].addr_(error, inverse[i, i + 1 :], alpha=-1)
+        weight[:, i + 1 :] -= error[:, None] * inverse[i, i + 1 :]  # not addr_, which fuses: other bits than csrc
         codes[:, i], errors[:, i] = q, error
     return codes.to(torch.uint8), errors

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anybit.errors import InputError
 from anybit.spec import LayerSpec, TileSpec
-from anybit.tensors import GroupInt, QuantizedWeight, groups_of
+from anybit.tensors import MAX_TILES, GroupInt, QuantizedWeight, groups_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ def column_sets(spec: LayerSpec, shape: tuple[int, int]) -> list[ColumnSet]:
         InputError: tiles that overlap, leave weights out, point outside the matrix, or that mix group sizes
             within the same columns.
     """
-    out_features, in_features = shape
+    in_features = shape[1]
+    if len(spec.tiles) > MAX_TILES:
+        raise InputError(f"the spec has {len(spec.tiles)} tiles: a layer has at most {MAX_TILES}")
     by_cols: dict[tuple[int, ...] | None, list[TileSpec]] = {}
     for tile in spec.tiles:
         by_cols.setdefault(tile.cols, []).append(tile)
@@ -57,23 +59,33 @@ def column_sets(spec: LayerSpec, shape: tuple[int, int]) -> list[ColumnSet]:
 
 def _column_set(cols: tuple[int, ...] | None, tiles: list[TileSpec], shape: tuple[int, int]) -> ColumnSet:
     out_features, in_features = shape
-    index = torch.arange(in_features) if cols is None else torch.tensor(cols)
-    if index.max() >= in_features:
-        raise InputError(f"the spec names input channel {int(index.max())}, the matrix has {in_features}")
+    index = torch.arange(in_features) if cols is None else torch.tensor(cols, dtype=torch.int64)
+    if index.numel() == 0:
+        raise InputError("a tile of the spec has no columns: leave `cols` out to mean all")
+    for channel in (int(index.min()), int(index.max())):
+        if not 0 <= channel < in_features:
+            raise InputError(f"the spec names input channel {channel}, the matrix has {in_features}")
     sizes = {len(index) if t.group_size == -1 else t.group_size for t in tiles}
     if len(sizes) != 1:
         raise InputError(f"row tiles of the same columns must share one group_size, got {sorted(sizes)}")
     bits, symmetric = torch.zeros(out_features, dtype=torch.int64), torch.zeros(out_features, dtype=torch.bool)
     for tile in tiles:
-        rows = slice(None) if tile.rows is None else torch.tensor(tile.rows)
-        if tile.rows is not None and (max(tile.rows) >= out_features or list(tile.rows) != sorted(set(tile.rows))):
-            raise InputError(f"a tile's rows must be ascending and below {out_features}")
+        rows = slice(None) if tile.rows is None else _rows(tile.rows, out_features)
         if (bits[rows] != 0).any():
             raise InputError("two tiles of the spec hold the same weights")
         bits[rows], symmetric[rows] = tile.bits, tile.symmetric
     if (bits == 0).any():
         raise InputError(f"the spec's tiles leave out {int((bits == 0).sum())} output rows")
     return ColumnSet(index, cols is not None, sizes.pop(), bits, symmetric, tuple(tiles))
+
+
+def _rows(rows: tuple[int, ...], out_features: int) -> Tensor:
+    """A tile's rows as an index, checked."""
+    if not rows:
+        raise InputError("a tile of the spec has no rows: leave `rows` out to mean all")
+    if rows[0] < 0 or rows[-1] >= out_features or list(rows) != sorted(set(rows)):
+        raise InputError(f"a tile's rows must be ascending, from 0 and below {out_features}")
+    return torch.tensor(rows)
 
 
 def assemble(

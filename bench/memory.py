@@ -1,0 +1,136 @@
+"""Peak memory of `anybit quantize` on a generated model of at least 2 GB, against the size of one decoder block.
+
+Each run is a process of its own whose resident memory is sampled every 20 ms; the figures before and after the last
+shard was written are kept apart, so that what the save step adds is seen. The last line is one JSON object.
+
+    python bench/memory.py [--layers 24] [--keep DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+HIDDEN, INTERMEDIATE, VOCABULARY = 2048, 5632, 32000
+
+
+def generate(folder: Path, layers: int) -> int:
+    """A Llama of random bfloat16 weights, one shard per block; returns its bytes."""
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    shards, weight_map = layers + 1, {}
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16).normal_(0, shape[-1] ** -0.5, generator=generator)
+
+    for shard in range(shards):
+        if shard == 0:
+            tensors = {"model.embed_tokens.weight": random(VOCABULARY, HIDDEN), "model.norm.weight": random(HIDDEN)}
+        else:
+            prefix = f"model.layers.{shard - 1}."
+            square = {f"self_attn.{p}_proj.weight": random(HIDDEN, HIDDEN) for p in "qkvo"}
+            mlp = {f"mlp.{p}_proj.weight": random(INTERMEDIATE, HIDDEN) for p in ("gate", "up")}
+            mlp["mlp.down_proj.weight"] = random(HIDDEN, INTERMEDIATE)
+            norms = {f"{n}_layernorm.weight": torch.ones(HIDDEN) for n in ("input", "post_attention")}
+            tensors = {prefix + name: t for name, t in {**square, **mlp, **norms}.items()}
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        save_file(tensors, folder / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(alphabet))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+
+
+def resident_mb(pid: int) -> float:
+    """Anonymous and mapped memory of a process, MB."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0.0
+    line = next((x for x in status.splitlines() if x.startswith("VmRSS")), "VmRSS: 0 kB")
+    return int(line.split()[1]) / 1024
+
+
+def measure(model: Path, out: Path, options: list[str], shards: int) -> dict[str, float]:
+    """Peak memory of one run, before and after its last shard was written, and its time."""
+    command = [sys.executable, "-m", "anybit", "quantize", str(model), "-o", str(out), *options]
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    last = f"model-{shards:05d}-of-{shards:05d}.safetensors"
+    before = after = 0.0
+    while process.poll() is None:
+        written = any(out.parent.glob(f"{out.name}*/**/{last}"))
+        now = resident_mb(process.pid)
+        before, after = (before, max(after, now)) if written else (max(before, now), after)
+        time.sleep(0.02)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with {process.returncode}")
+    return {"peak_mb": before, "peak_mb_saving": after, "seconds": time.perf_counter() - start}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--keep", type=Path, help="generate the model here and leave it")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        model = (args.keep or Path(temporary)) / "model"
+        model.mkdir(parents=True, exist_ok=True)
+        size = generate(model, args.layers)
+        block = 2 * (4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE)
+        runs = {
+            "import only": None,
+            "rtn": ["--method", "rtn"],
+            "gptq": ["--method", "gptq", "--samples", "8", "--seq-len", "512"],
+        }
+        results = {}
+        for name, options in runs.items():
+            if options is None:
+                code = "import resource, anybit.convert; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+                results[name] = {"peak_mb": int(subprocess.check_output([sys.executable, "-c", code])) / 1024}
+            else:
+                results[name] = measure(model, Path(temporary) / name, options, args.layers + 1)
+            print(name, {k: round(v, 1) for k, v in results[name].items()}, flush=True)
+    print(
+        json.dumps(
+            {
+                "bench": "memory",
+                "model_mb": size / 2**20,
+                "block_mb": block / 2**20,
+                "embedding_mb": 2 * VOCABULARY * HIDDEN / 2**20,
+                "cpus": os.cpu_count(),
+                "runs": results,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
