@@ -28,7 +28,12 @@ def tokens_per_second(generator: Generator, count: int) -> float:
     for new in (1, count + 1):
         start = time.perf_counter()
         made = generator.model.generate(
-            ids, attention_mask=torch.ones_like(ids), min_new_tokens=new, max_new_tokens=new, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            min_new_tokens=new,
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
         )
         times.append(time.perf_counter() - start)
         assert made.shape[1] == ids.shape[1] + new
@@ -56,7 +61,11 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in rates.items()}
     for name, rate in medians.items():
         print(f"{name:40} {rate:8.1f} tokens/s  {rate / medians['base float32']:.2f}x float32")
-    print(json.dumps({"bench": "decode", "threads": args.threads, "kernel": info(), "tokens_per_second": medians}))
+    print(
+        json.dumps(
+            {"bench": "decode", "threads": args.threads, "kernel": info(), "tokens_per_second": medians}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -47,7 +47,10 @@ def generate(folder: Path, layers: int) -> int:
 
     for shard in range(shards):
         if shard == 0:
-            tensors = {"model.embed_tokens.weight": random(VOCABULARY, HIDDEN), "model.norm.weight": random(HIDDEN)}
+            tensors = {
+                "model.embed_tokens.weight": random(VOCABULARY, HIDDEN),
+                "model.norm.weight": random(HIDDEN),
+            }
         else:
             prefix = f"model.layers.{shard - 1}."
             square = {f"self_attn.{p}_proj.weight": random(HIDDEN, HIDDEN) for p in "qkvo"}

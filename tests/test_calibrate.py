@@ -47,7 +47,9 @@ def opened(folder: Path) -> StreamedModel:
 
 
 def whole_model(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def save_random(config: PreTrainedConfig, folder: Path) -> Path:
@@ -164,7 +166,9 @@ def test_the_hooks_are_gone_after_an_error() -> None:
     with pytest.raises(RuntimeError), Collector({"a": block.a}, hessian=True) as collector:
         block(random(2, 7))
     block(random(2, 6))
-    assert not block.a._forward_pre_hooks and not collector.stats.get("a", LinearStats.empty(6, True)).tokens % 2
+    assert (
+        not block.a._forward_pre_hooks and not collector.stats.get("a", LinearStats.empty(6, True)).tokens % 2
+    )
 
 
 def test_norms_alone_and_half_precision_inputs() -> None:
@@ -185,7 +189,7 @@ def test_statistics_with_nan_are_refused() -> None:
 
 
 def block_inputs(folder: Path, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """What the first block's linears read, by hand-made hooks on the whole model, and its attention [.., T, T]."""
+    """What the first block's linears read in the whole model, and its attention [samples, heads, T, T]."""
     whole = whole_model(folder)
     seen: dict[str, list[Tensor]] = {}
     streamed = opened(folder)
@@ -195,7 +199,9 @@ def block_inputs(folder: Path, tokens: Tensor) -> tuple[dict[str, Tensor], Tenso
         )
     with torch.no_grad():
         attention = [whole(input_ids=row[None], output_attentions=True).attentions[0] for row in tokens]
-    rows = {name: torch.cat([x.flatten(0, -2) for x in xs]) for name, xs in seen.items()}  # OPT's fc1 reads [T, in]
+    rows = {
+        name: torch.cat([x.flatten(0, -2) for x in xs]) for name, xs in seen.items()
+    }  # OPT's fc1 reads [T, in]
     return rows, torch.cat(attention)
 
 
@@ -203,11 +209,11 @@ def collected(folder: Path, tokens: Tensor, attention: bool) -> dict[str, Linear
     streamed = opened(folder)
     states: dict[int, Tensor] = {}
     calls = streamed.first_inputs(tokens, states.__setitem__)
-    with streamed.block(0) as block, torch.no_grad():
-        with Collector(streamed.linears(0), hessian=True, attention=attention) as collector:
-            for state in states.values():
-                run_block(block, state, calls[0])
-                collector.finish_forward()
+    collector = Collector(streamed.linears(0), hessian=True, attention=attention)
+    with streamed.block(0) as block, torch.no_grad(), collector:
+        for state in states.values():
+            run_block(block, state, calls[0])
+            collector.finish_forward()
     return collector.stats
 
 
@@ -225,7 +231,9 @@ def test_moments_of_a_models_first_block(model_dir: MakeModel, family: str) -> N
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "opt"])
-def test_value_projections_weigh_tokens_by_the_attention_they_receive(model_dir: MakeModel, family: str) -> None:
+def test_value_projections_weigh_tokens_by_the_attention_they_receive(
+    model_dir: MakeModel, family: str
+) -> None:
     tokens = token_rows(2, 24)  # gemma3's window is 16
     inputs, attention = block_inputs(model_dir(family), tokens)
     stats = collected(model_dir(family), tokens, attention=True)
@@ -254,7 +262,9 @@ def test_attention_received_is_the_softmax(causal: bool, heads: int, kv_heads: i
     for h in range(heads):
         for i in range(length):
             scores = query[0, h, i] @ key[0, h * kv_heads // heads].T * 0.3
-            expected += scores.masked_fill(~mask[i] if causal else mask[i] & False, -torch.inf).softmax(0) ** 2
+            expected += (
+                scores.masked_fill(~mask[i] if causal else mask[i] & False, -torch.inf).softmax(0) ** 2
+            )
     for options in ({"is_causal": causal}, {"attn_mask": mask if causal else None}):
         torch.testing.assert_close(attention_received(query, key, key, scale=0.3, **options), expected)  # type: ignore[arg-type]
     if causal:
@@ -262,7 +272,9 @@ def test_attention_received_is_the_softmax(causal: bool, heads: int, kv_heads: i
         torch.testing.assert_close(attention_received(query, key, key, added, scale=0.3), expected)
 
 
-def test_attention_of_long_samples_is_taken_from_evenly_spaced_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_of_long_samples_is_taken_from_evenly_spaced_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     query, key = random(1, 2, 40, 8) * 0.1, random(1, 2, 40, 8, seed=1) * 0.1
     all_queries = attention_received(query, key, key)
     monkeypatch.setattr(calibrate, "ATTENTION_QUERIES", 10)
@@ -289,12 +301,16 @@ def biased_llama() -> LlamaConfig:
 
 
 def oracle(folder: Path, tokens: Tensor, deltas: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Fisher, products and output moment of every layer from autograd's full gradients, in the model's own loss."""
+    """Fisher, products and output moment of every layer from autograd's full gradients of its loss."""
     whole = whole_model(folder)
     found: dict[str, dict[str, Tensor]] = {}
     for name, delta in deltas.items():
         module, d = whole.get_submodule(name), delta.shape
-        found[name] = {"fisher": torch.zeros(d), "products": torch.zeros(len(tokens), d[0]), "moment": torch.zeros(d[0])}
+        found[name] = {
+            "fisher": torch.zeros(d),
+            "products": torch.zeros(len(tokens), d[0]),
+            "moment": torch.zeros(d[0]),
+        }
 
         def add(m: nn.Module, of_input: Any, of_output: Any, name: str = name) -> None:
             found[name]["moment"] += of_output[0].flatten(0, -2).square().sum(0)
@@ -322,11 +338,17 @@ def check_gradients(folder: Path, tokens: Tensor) -> None:
         assert s.fisher is not None and s.products is not None
         size = expected[name]["fisher"].max()
         assert size > 0 or tokens.shape[1] == 2  # a first token attends to nothing but itself
-        torch.testing.assert_close(s.fisher, expected[name]["fisher"], rtol=1e-3, atol=float(size) * 1e-5 + 1e-9)
+        torch.testing.assert_close(
+            s.fisher, expected[name]["fisher"], rtol=1e-3, atol=float(size) * 1e-5 + 1e-9
+        )
         size = expected[name]["products"].abs().max()
-        torch.testing.assert_close(s.products, expected[name]["products"], rtol=1e-3, atol=float(size) * 1e-4 + 1e-9)
+        torch.testing.assert_close(
+            s.products, expected[name]["products"], rtol=1e-3, atol=float(size) * 1e-4 + 1e-6
+        )
         size = expected[name]["moment"].max()
-        torch.testing.assert_close(s.output_moment, expected[name]["moment"], rtol=1e-3, atol=float(size) * 1e-5 + 1e-9)
+        torch.testing.assert_close(
+            s.output_moment, expected[name]["moment"], rtol=1e-3, atol=float(size) * 1e-5 + 1e-9
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -336,12 +358,16 @@ def test_gradients_are_autograds(model_dir: MakeModel, family: str, monkeypatch:
 
 
 @pytest.mark.parametrize("length", [2, 6, 7])
-def test_gradients_with_one_chunk_of_logits(model_dir: MakeModel, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_with_one_chunk_of_logits(
+    model_dir: MakeModel, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calibrate, "LOGIT_CHUNK", 6)
     check_gradients(model_dir("llama"), token_rows(2, length))
 
 
-@pytest.mark.parametrize("config", [gemma2(), biased_llama(), PhiConfig(**COMMON)], ids=["gemma2", "biases", "phi"])
+@pytest.mark.parametrize(
+    "config", [gemma2(), biased_llama(), PhiConfig(**COMMON)], ids=["gemma2", "biases", "phi"]
+)
 def test_gradients_of_capped_logits_and_of_biased_layers(
     config: PreTrainedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,14 @@ def check_rtn(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> Qu
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_rtn_is_the_oracle(bits: int, symmetric: bool) -> None:
-    for rows, columns, group_size in [(3, 40, 16), (1, 1, 128), (5, 7, -1), (2, 33, 32), (4, 9, 1), (1, 130, 128)]:
+    for rows, columns, group_size in [
+        (3, 40, 16),
+        (1, 1, 128),
+        (5, 7, -1),
+        (2, 33, 32),
+        (4, 9, 1),
+        (1, 130, 128),
+    ]:
         weight = random_weight(rows, columns, seed=bits)
         check_rtn(weight, bits, group_size, symmetric)
         check_rtn(weight.abs(), bits, group_size, symmetric)  # the range includes 0 all the same
@@ -210,7 +217,9 @@ def test_tilings_that_do_not_fit_are_refused(tiles: tuple[TileSpec, ...], word: 
 # ---- clip search
 
 
-def clip_oracle(weight: Tensor, hessian: np.ndarray, bits: int, group_size: int, symmetric: bool) -> np.ndarray:
+def clip_oracle(
+    weight: Tensor, hessian: np.ndarray, bits: int, group_size: int, symmetric: bool
+) -> np.ndarray:
     """Error of every ratio, [ratios, out, groups], one group of one row at a time."""
     w = weight.numpy().astype(np.float64)
     groups = -(-w.shape[1] // group_size)
@@ -309,7 +318,8 @@ def gptq_oracle(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> np.ndarr
     inverse, dense, left = np.linalg.inv(h), np.zeros_like(w), np.ones(len(h), bool)
     for group in groups_in_order(weight, stats, spec):
         fitted = [
-            scalar_grid(w[i, group.channels], group.bits[i], group.symmetric[i], group.ratio[i]) for i in range(len(w))
+            scalar_grid(w[i, group.channels], group.bits[i], group.symmetric[i], group.ratio[i])
+            for i in range(len(w))
         ]
         for j in group.channels:
             left[j] = False
@@ -353,7 +363,9 @@ def check_gptq(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> Quantized
     validate("layer", pack(made))
     dense, expected = made.dequantize().numpy(), gptq_oracle(weight, stats, spec)
     assert np.isfinite(dense).all()
-    equal = np.isclose(dense, expected, rtol=2e-3, atol=1e-6)  # one unit of a half-precision scale apart at most
+    equal = np.isclose(
+        dense, expected, rtol=2e-3, atol=1e-6
+    )  # one unit of a half-precision scale apart at most
     assert equal.mean() >= 0.995, f"{(~equal).sum()} of {equal.size} weights differ"
     ours, theirs = loss(weight, made, stats.hessian), loss(weight, expected, stats.hessian)
     assert ours == pytest.approx(theirs, rel=0.01, abs=1e-3)
@@ -365,7 +377,9 @@ def test_gptq_is_the_oracle(name: str) -> None:
     check_gptq(random_weight(8, 50), statistics(inputs(200, 50)), SPECS[name])
 
 
-@pytest.mark.parametrize("name", ["asymmetric", "desc_act", "8 and 4 bits by rows", "2 and 4 bits by columns"])
+@pytest.mark.parametrize(
+    "name", ["asymmetric", "desc_act", "8 and 4 bits by rows", "2 and 4 bits by columns"]
+)
 def test_gptq_with_dead_channels_and_fewer_tokens_than_channels(name: str) -> None:
     x = inputs(20, 50)
     x[:, [0, 5, 17, 48]] = 0
@@ -382,19 +396,27 @@ def test_gptq_with_a_rank_deficient_hessian(rank: int) -> None:
 def test_gptq_over_more_columns_than_a_block() -> None:
     assert gptq.BLOCK < 300
     weight, stats = random_weight(3, 300), statistics(inputs(600, 300))
-    for spec in (LayerSpec.uniform(4, -1), LayerSpec.uniform(3, 200, True), LayerSpec.uniform(4, 128, desc_act=True)):
+    for spec in (
+        LayerSpec.uniform(4, -1),
+        LayerSpec.uniform(3, 200, True),
+        LayerSpec.uniform(4, 128, desc_act=True),
+    ):
         check_gptq(weight, stats, spec)
 
 
 def test_gptq_of_one_column() -> None:
     made = check_gptq(random_weight(4, 1), statistics(inputs(9, 1)), LayerSpec.uniform(4, 128))
-    assert torch.equal(made.dequantize(), rtn.quantize(random_weight(4, 1), None, LayerSpec.uniform(4)).dequantize())
+    assert torch.equal(
+        made.dequantize(), rtn.quantize(random_weight(4, 1), None, LayerSpec.uniform(4)).dequantize()
+    )
 
 
 def test_gptq_on_independent_channels_is_rtn() -> None:
     weight, stats = random_weight(6, 40), statistics(torch.eye(40) * 3)
     for spec in (LayerSpec.uniform(4, 16), LayerSpec.uniform(3, 16, True)):
-        assert torch.equal(gptq.quantize(weight, stats, spec).dequantize(), rtn.quantize(weight, None, spec).dequantize())
+        assert torch.equal(
+            gptq.quantize(weight, stats, spec).dequantize(), rtn.quantize(weight, None, spec).dequantize()
+        )
 
 
 def test_desc_act_stores_its_permutation_and_group_reorder_none() -> None:
@@ -422,7 +444,9 @@ def test_gptq_beats_rtn_on_correlated_inputs(bits: int) -> None:
             assert loss(weight, made, stats.hessian) < 0.95 * rounded
 
 
-@pytest.mark.parametrize("name", ["clip", "clip, desc_act", "8 and 4 bits by rows", "2 and 4 bits by columns"])
+@pytest.mark.parametrize(
+    "name", ["clip", "clip, desc_act", "8 and 4 bits by rows", "2 and 4 bits by columns"]
+)
 def test_methods_are_pure_and_deterministic(name: str) -> None:
     weight, stats = random_weight(8, 50), statistics(inputs(200, 50))
     assert stats.hessian is not None

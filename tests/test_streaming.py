@@ -45,7 +45,9 @@ def more_configs() -> dict[str, PreTrainedConfig]:
         "mistral": MistralConfig(**COMMON, num_key_value_heads=2, sliding_window=8),
         "phi": PhiConfig(**COMMON, partial_rotary_factor=0.5),
         "gpt-neox": GPTNeoXConfig(**COMMON, rotary_pct=0.5),
-        "gemma2": Gemma2Config(**COMMON, num_key_value_heads=2, head_dim=8, sliding_window=8, query_pre_attn_scalar=8),
+        "gemma2": Gemma2Config(
+            **COMMON, num_key_value_heads=2, head_dim=8, sliding_window=8, query_pre_attn_scalar=8
+        ),
     }
 
 
@@ -121,7 +123,9 @@ def test_gemma3_has_sliding_and_full_layers(tmp_path: Path) -> None:
     from transformers import Gemma3TextConfig
 
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    config = Gemma3TextConfig(**COMMON, num_key_value_heads=1, head_dim=8, sliding_window=8, layer_types=kinds)
+    config = Gemma3TextConfig(
+        **COMMON, num_key_value_heads=1, head_dim=8, sliding_window=8, layer_types=kinds
+    )
     folder = save_random(config, tmp_path)
     check_logits(folder, 30)
     calls = opened(folder).first_inputs(token_rows(1, 30), lambda i, hidden: None)
@@ -184,7 +188,9 @@ def test_only_what_is_worked_on_is_in_memory(model_dir: MakeModel, family: str) 
     assert devices(streamed.model) == {"meta"}
     with streamed.block(1) as block:
         assert devices(block) == {"cpu"}
-        rest = [m for m in streamed.model.modules() if m not in set(block.modules()) and not list(m.children())]
+        rest = [
+            m for m in streamed.model.modules() if m not in set(block.modules()) and not list(m.children())
+        ]
         assert set().union(*map(devices, rest)) == {"meta"}
     assert devices(streamed.model) == {"meta"}
 
@@ -218,7 +224,7 @@ def test_the_global_random_numbers_are_left_alone(model_dir: MakeModel, family: 
 def test_tensor_names_are_split_by_block(model_dir: MakeModel) -> None:
     streamed = opened(model_dir("llama"))
     parts = [streamed.tensor_names(None), *(streamed.tensor_names(i) for i in range(len(streamed.blocks)))]
-    assert sorted(sum(parts, [])) == sorted(streamed.names)
+    assert sorted(name for part in parts for name in part) == sorted(streamed.names)
     assert parts[0] == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     assert all(name.startswith("model.layers.1.") for name in parts[2])
     assert list(streamed.linears(1)) == [n.removesuffix(".weight") for n in parts[2] if "proj" in n]
@@ -286,7 +292,9 @@ def test_fused_experts_are_refused(tmp_path: Path, family: str) -> None:
     config = (
         MixtralConfig(**COMMON, num_key_value_heads=2, num_local_experts=4)
         if family == "mixtral"
-        else Qwen2MoeConfig(**COMMON, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+        else Qwen2MoeConfig(
+            **COMMON, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16
+        )
     )
     refused(save_random(config, tmp_path), "experts", "not supported")
 
@@ -309,7 +317,9 @@ def with_decoder(streamed: StreamedModel, forward: Callable[[Tensor], Any]) -> N
     streamed.model.model.forward = lambda input_ids, use_cache: forward(input_ids)
 
 
-@pytest.mark.parametrize("extra", [lambda ids: ids, lambda ids: int(ids.sum()), lambda ids: {"a": [str(ids)]}])
+@pytest.mark.parametrize(
+    "extra", [lambda ids: ids, lambda ids: int(ids.sum()), lambda ids: {"a": [str(ids)]}]
+)
 def test_blocks_that_see_the_tokens_are_refused(model_dir: MakeModel, extra: Callable[[Tensor], Any]) -> None:
     streamed = opened(model_dir("llama"))
 

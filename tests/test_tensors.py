@@ -31,7 +31,9 @@ from anybit.tensors import (
 )
 
 
-def tile(bits: int, codes: list[list[int]], group_size: int, zeros: list[list[int]] | None = None) -> GroupInt:
+def tile(
+    bits: int, codes: list[list[int]], group_size: int, zeros: list[list[int]] | None = None
+) -> GroupInt:
     """A tile with the scales 1, 2, 3, ... row by row."""
     q = torch.tensor(codes, dtype=torch.uint8)
     groups = -(-q.shape[1] // group_size)
@@ -151,7 +153,9 @@ def test_tiles_carry_their_rows_as_int32() -> None:
 # ---- round trips
 
 
-def random_tile(rng: np.random.Generator, bits: int, rows: Any, cols: Any, shape: tuple[int, int]) -> GroupInt:
+def random_tile(
+    rng: np.random.Generator, bits: int, rows: Any, cols: Any, shape: tuple[int, int]
+) -> GroupInt:
     """Random codes of any width; group size, symmetry and scales drawn too."""
     r, c = shape[0] if rows is None else len(rows), shape[1] if cols is None else len(cols)
     group_size = int(rng.choice([1, 3, 16, 128, c]))
@@ -323,8 +327,16 @@ def test_scales_that_are_no_numbers_are_refused(value: float) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "word"),
-    [([0, 3], "outside"), ([-1, 2], "outside"), ([0, 2**31 - 1], "outside"), ([-(2**31), 0], "outside")]
-    + [([2, 0], "ascending"), ([0, 0], "ascending"), ([0, 1], "overlaps"), ([1, 2], "overlaps")],
+    [
+        ([0, 3], "outside"),
+        ([-1, 2], "outside"),
+        ([0, 2**31 - 1], "outside"),
+        ([-(2**31), 0], "outside"),
+        ([2, 0], "ascending"),
+        ([0, 0], "ascending"),
+        ([0, 1], "overlaps"),
+        ([1, 2], "overlaps"),
+    ],
 )
 def test_bad_rows_are_refused(rows: list[int], word: str) -> None:
     layout, tensors = split([0, 2], [1])
@@ -376,8 +388,21 @@ def test_as_many_tiles_as_allowed() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [[4], [4, 4, 4], [0, 4], [4, -4], [True, 4], ["4", "4"], [4.0, 4], [None, 4], [2**31, 4], [2**70, 2**70]]
-    + ["44", {}, 16],
+    [
+        [4],
+        [4, 4, 4],
+        [0, 4],
+        [4, -4],
+        [True, 4],
+        ["4", "4"],
+        [4.0, 4],
+        [None, 4],
+        [2**31, 4],
+        [2**70, 2**70],
+        "44",
+        {},
+        16,
+    ],
 )
 def test_absurd_shapes_are_refused(shape: Any) -> None:
     with pytest.raises(InputError, match="shape"):

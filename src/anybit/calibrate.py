@@ -84,7 +84,9 @@ class Collector(TorchFunctionMode):
         self.stats: dict[str, LinearStats] = {}
         self._linears, self._hessian, self._attention = linears, hessian, attention
         self._inputs: list[tuple[Tensor, str]] = []  # what the current forward's layers read, by first reader
-        self._value: tuple[str, Tensor] | None = None  # a value projection's input, until attention tells weights
+        self._value: tuple[str, Tensor] | None = (
+            None  # a value projection's input, until attention tells weights
+        )
         self._handles: list[Any] = []
 
     def __enter__(self) -> Collector:
@@ -188,7 +190,9 @@ def gradient_statistics(
     for name in layers:
         shape = linear_shape(model.get_submodule(name))
         products = torch.zeros(len(tokens), shape[0]) if deltas is not None else None
-        stats[name] = GradientStats(0, 0, torch.zeros(shape) if fisher else None, products, torch.zeros(shape[0]))
+        stats[name] = GradientStats(
+            0, 0, torch.zeros(shape) if fisher else None, products, torch.zeros(shape[0])
+        )
 
     def reduce(name: str, x: Tensor, gradient: Tensor) -> None:
         s = stats[name]
@@ -208,7 +212,9 @@ def gradient_statistics(
             sample_loss(model, row).backward()
     for name, s in stats.items():
         if not torch.isfinite(s.output_moment).all():
-            raise InputError(f"{name}: its gradients hold NaN or Inf on the calibration text; is the checkpoint intact?")
+            raise InputError(
+                f"{name}: its gradients hold NaN or Inf on the calibration text; is the checkpoint intact?"
+            )
     return stats
 
 
@@ -252,11 +258,12 @@ def _logits(model: Any, hidden: Tensor) -> Tensor:
 @torch.no_grad()
 def _check_logits(model: Any, tokens: Tensor) -> None:
     """`_logits` are the model's: some architectures scale them, and their loss would silently be another."""
-    own, ours = model(input_ids=tokens, use_cache=False).logits.float(), _logits(model, _final_hidden(model, tokens))
+    own = model(input_ids=tokens, use_cache=False).logits.float()
+    ours = _logits(model, _final_hidden(model, tokens))
     if not torch.allclose(ours, own, rtol=0.01, atol=0.01 * float(own.abs().max()), equal_nan=True):
         raise InputError(
-            f"{model.config.model_type} changes the logits after its head in a way that anybit does not know: methods "
-            "that need gradients are not supported for this architecture yet; choose rtn or gptq"
+            f"{model.config.model_type} changes the logits after its head in a way that anybit does not know: "
+            "methods that need gradients do not work for this architecture yet; choose rtn or gptq"
         )
 
 
@@ -289,7 +296,9 @@ def _reduced(model: Any, names: Iterable[str], reduce: Any) -> Iterator[None]:
         module = model.get_submodule(name)
         module.forward = forward_of(name, module)
         patched.append(module)
-    handle = model.get_input_embeddings().register_forward_hook(lambda m, a, out: out.detach().requires_grad_())
+    handle = model.get_input_embeddings().register_forward_hook(
+        lambda m, a, out: out.detach().requires_grad_()
+    )
     try:
         yield
     finally:

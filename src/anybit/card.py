@@ -66,7 +66,17 @@ The licence of the base model applies.
 def _command(name: str, options: Mapping[str, Any], calibration: Mapping[str, Any] | None) -> str:
     """The command line that makes these options from the defaults."""
     default = QuantizeConfig().as_dict()
-    words = ["anybit", "quantize", name, "-o", "OUT", "--method", options["method"], "--bits", str(options["bits"])]
+    words = [
+        "anybit",
+        "quantize",
+        name,
+        "-o",
+        "OUT",
+        "--method",
+        options["method"],
+        "--bits",
+        str(options["bits"]),
+    ]
     for key, value in options.items():
         if key in ("method", "bits") or value == default[key]:
             continue

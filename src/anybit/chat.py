@@ -39,7 +39,9 @@ class Generator:
             InputError: a model without a chat template.
         """
         if not self.tokenizer.chat_template:
-            raise InputError(f"{self.name} has no chat template: it is not a chat model; use `anybit generate`")
+            raise InputError(
+                f"{self.name} has no chat template: it is not a chat model; use `anybit generate`"
+            )
         encoded = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
@@ -61,12 +63,18 @@ class Generator:
         """
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and ids.shape[1] >= limit:
-            raise InputError(f"the prompt has {ids.shape[1]} tokens, the model's context holds {limit}: shorten it")
+            raise InputError(
+                f"the prompt has {ids.shape[1]} tokens, the model's context holds {limit}: shorten it"
+            )
         room = max_new_tokens if limit is None else min(max_new_tokens, limit - ids.shape[1])
         sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if temperature > 0:
             sampling = {"do_sample": True, "temperature": temperature}
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
+        pad = (
+            self.tokenizer.pad_token_id
+            if self.tokenizer.pad_token_id is not None
+            else self.tokenizer.eos_token_id
+        )
         ids = ids.to(self.model.device)
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(seed)

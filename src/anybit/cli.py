@@ -41,7 +41,9 @@ app = typer.Typer(
 # Click's base class of usage errors, which typer may or may not bring along under its own name.
 _USAGE_ERROR = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="HF directory, hub id, .gguf file or anybit artifact.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="HF directory, hub id, .gguf file or anybit artifact.")
+]
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that `anybit quantize` made.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: PyTorch's.", min=1)]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
@@ -57,7 +59,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Options of all commands."""
 
@@ -68,32 +72,56 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
     method: Annotated[str, typer.Option(help="rtn (round to nearest, no calibration) or gptq.")] = "gptq",
     bits: Annotated[float | None, typer.Option(help="Average code width: 2 to 8. [default: 4]")] = None,
-    bpw: Annotated[float | None, typer.Option(help="Most stored bits per weight of the linear layers.")] = None,
-    size: Annotated[str | None, typer.Option(help="Most bytes of all files but the tokenizer, e.g. 120MB.")] = None,
-    group_size: Annotated[int, typer.Option(help="Input channels that share a scale; -1: the whole row.")] = 128,
-    symmetric: Annotated[bool, typer.Option("--symmetric/--asymmetric", help="Without or with zero points.")] = False,
+    bpw: Annotated[
+        float | None, typer.Option(help="Most stored bits per weight of the linear layers.")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="Most bytes of all files but the tokenizer, e.g. 120MB.")
+    ] = None,
+    group_size: Annotated[
+        int, typer.Option(help="Input channels that share a scale; -1: the whole row.")
+    ] = 128,
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric/--asymmetric", help="Without or with zero points.")
+    ] = False,
     embed_bits: Annotated[int, typer.Option(help="Embedding and head: 16, 8 or 4 bits.")] = 16,
     clip: Annotated[bool, typer.Option("--clip/--no-clip", help="Search clipping ratios per group.")] = False,
-    desc_act: Annotated[bool, typer.Option("--desc-act/--no-desc-act", help="GPTQ: store columns by energy.")] = False,
+    desc_act: Annotated[
+        bool, typer.Option("--desc-act/--no-desc-act", help="GPTQ: store columns by energy.")
+    ] = False,
     group_reorder: Annotated[
         bool, typer.Option("--group-reorder/--no-group-reorder", help="GPTQ: important groups first.")
     ] = True,
     damp: Annotated[float, typer.Option(help="GPTQ: share of the mean Hessian diagonal added to it.")] = 0.01,
     attention_weights: Annotated[
         bool,
-        typer.Option("--attention-weights/--no-attention-weights", help="Count value tokens by received attention."),
+        typer.Option(
+            "--attention-weights/--no-attention-weights", help="Count value tokens by received attention."
+        ),
     ] = True,
-    one_shot: Annotated[bool, typer.Option("--one-shot", help="Statistics of the unquantized model.")] = False,
-    calibration: Annotated[str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub dataset.")] = "builtin",
+    one_shot: Annotated[
+        bool, typer.Option("--one-shot", help="Statistics of the unquantized model.")
+    ] = False,
+    calibration: Annotated[
+        str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub dataset.")
+    ] = "builtin",
     samples: Annotated[int, typer.Option(help="Calibration windows.")] = 128,
     seq_len: Annotated[int, typer.Option(help="Tokens per calibration window.")] = 2048,
     seed: Annotated[int, typer.Option(help="Picks the calibration windows.")] = 0,
-    include: Annotated[list[str], typer.Option(help="Only layers that match this glob pattern. Repeatable.")] = [],  # noqa: B006
-    exclude: Annotated[list[str], typer.Option(help="Not layers that match this glob pattern. Repeatable.")] = [],  # noqa: B006
-    spec: Annotated[Path | None, typer.Option(help="Widths per layer: the map that `anybit plan -o` writes.")] = None,
+    include: Annotated[
+        list[str], typer.Option(help="Only layers that match this glob pattern. Repeatable.")
+    ] = [],  # noqa: B006
+    exclude: Annotated[
+        list[str], typer.Option(help="Not layers that match this glob pattern. Repeatable.")
+    ] = [],  # noqa: B006
+    spec: Annotated[
+        Path | None, typer.Option(help="Widths per layer: the map that `anybit plan -o` writes.")
+    ] = None,
     device: Device = "cpu",
     threads: Threads = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Predict size, bpw, time and memory; write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Predict size, bpw, time and memory; write nothing.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact at OUT.")] = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -135,7 +163,9 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     )
     if bpw is not None or size is not None:
         if spec is not None:
-            raise InputError("--spec sets the width of every layer it names: give it without --bpw and --size")
+            raise InputError(
+                "--spec sets the width of every layer it names: give it without --bpw and --size"
+            )
         config = _fit_budget(model, config, bpw, None if size is None else _bytes(size))
     spec_map = read_spec_map(spec, config.layer_spec()) if spec else None
     if dry_run:
@@ -144,7 +174,14 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     report = _report()
     try:
         result = anybit.quantize(
-            model, out, config, calibration=calibration, spec_map=spec_map, device=device, overwrite=overwrite, report=report
+            model,
+            out,
+            config,
+            calibration=calibration,
+            spec_map=spec_map,
+            device=device,
+            overwrite=overwrite,
+            report=report,
         )
     finally:
         report.close()
@@ -158,13 +195,25 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
 @app.command(name="eval")
 def evaluate(  # noqa: PLR0913
     model: Model,
-    text: Annotated[str | None, typer.Option(help="A .txt or .jsonl file. [default: the built-in text's other half]")] = None,
-    dataset: Annotated[str | None, typer.Option(help="A hub dataset, e.g. wikitext2, instead of --text.")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="A .txt or .jsonl file. [default: the built-in text's other half]")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="A hub dataset, e.g. wikitext2, instead of --text.")
+    ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens per window.", min=1)] = 2048,
-    max_tokens: Annotated[int | None, typer.Option(help="Use only this many tokens of the text.", min=1)] = None,
-    base: Annotated[str | None, typer.Option(help="Full-precision model to measure the KL divergence from.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Zero-shot tasks, e.g. piqa,arc_easy (needs anybit[eval]).")] = None,
-    tasks_dir: Annotated[Path | None, typer.Option(help="Folder of the tasks' JSON files: no network needed.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Use only this many tokens of the text.", min=1)
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Full-precision model to measure the KL divergence from.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Zero-shot tasks, e.g. piqa,arc_easy (needs anybit[eval]).")
+    ] = None,
+    tasks_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the tasks' JSON files: no network needed.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Questions per task.", min=1)] = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -279,7 +328,9 @@ def plan(
     memory: Annotated[str | None, typer.Option(help="What the weights may take, e.g. 6GB.")] = None,
     group_size: Annotated[int, typer.Option(help="Input channels that share a scale.")] = 128,
     symmetric: Annotated[bool, typer.Option("--symmetric/--asymmetric")] = False,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the editable map that --spec reads.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Write the editable map that --spec reads.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
 ) -> None:
     """Show how large MODEL becomes at each width, and which widths fit a memory budget."""
@@ -292,9 +343,15 @@ def plan(
     fitting = [row for row in rows if row["fits"]]
     if not fitting:
         least = min(row["size_bytes"] for row in rows)
-        raise InputError(f"nothing fits {memory}: the smallest, 2 bits with a 4-bit embedding, takes {least / 1e6:.1f} MB")
+        raise InputError(
+            f"nothing fits {memory}: the smallest, 2 bits with a 4-bit embedding, takes {least / 1e6:.1f} MB"
+        )
     best = max(fitting, key=lambda row: (row["bits"], row["embed_bits"]))
-    _emit({"widths": rows, "best": best}, None, (lambda f: typer.echo(json.dumps(f, indent=2))) if as_json else _print_plan)
+    _emit(
+        {"widths": rows, "best": best},
+        None,
+        (lambda f: typer.echo(json.dumps(f, indent=2))) if as_json else _print_plan,
+    )
     if out is not None:
         entry = {"bits": best["bits"], "group_size": group_size, "symmetric": symmetric}
         layers = {name: entry for name in streamed.all_linears()}
@@ -305,7 +362,9 @@ def plan(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option("-o", "--out", help="Directory for the model, the artifacts and the report.")] = Path("demo"),
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="Directory for the model, the artifacts and the report.")
+    ] = Path("demo"),
     threads: Threads = None,
 ) -> None:
     """The whole way on a real model: fetch SmolLM2-135M, compress it three ways, measure, generate, report."""
@@ -319,6 +378,8 @@ def main() -> None:
     """Entry point: bad input is one line and exit code 2, Ctrl-C is 130, a defect keeps its traceback (1)."""
     try:
         code = typer.main.get_command(app).main(prog_name="anybit", standalone_mode=False)
+        if code == 130:  # what typer makes of Ctrl-C, without a word
+            raise KeyboardInterrupt
     except InputError as error:
         code = _complain(str(error), 2)
     except _USAGE_ERROR as error:
@@ -346,7 +407,9 @@ def _complain(message: str, code: int) -> int:
 def _check_writable(file: Path | None) -> None:
     """Refuse a file that could not be written when the work is done."""
     if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
-        raise InputError(f"{file} cannot be written: name a file in an existing directory that you may write to")
+        raise InputError(
+            f"{file} cannot be written: name a file in an existing directory that you may write to"
+        )
 
 
 def _set_threads(threads: int | None) -> None:
@@ -384,8 +447,17 @@ def _whole_width(bits: float | None, method: str) -> int:
 
 
 def _bytes(text: str) -> int:
-    """"120MB" -> 120000000: decimal units, as file sizes are sold."""
-    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    """ "120MB" -> 120000000: decimal units, as file sizes are sold."""
+    units = {
+        "B": 1,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+        "KIB": 2**10,
+        "MIB": 2**20,
+        "GIB": 2**30,
+    }
     number = text.strip().rstrip("KMGTIBkmgtib ")
     unit = text.strip()[len(number) :].strip().upper() or "B"
     try:
@@ -457,10 +529,15 @@ def _print_evaluation(f: dict[str, Any]) -> None:
         typer.echo(f"bits per weight   {f['bits_per_weight']:.3f}, {f['size_bytes'] / 1e6:.1f} MB")
     if f.get("kld_mean") is not None:
         typer.echo(f"base perplexity   {f['base_perplexity']:.4f} (base in {f['base_dtype']})")
-        typer.echo(f"KL divergence     mean {f['kld_mean']:.5f}, 99th percentile {f['kld_p99']:.4f} nats per token")
+        typer.echo(
+            f"KL divergence     mean {f['kld_mean']:.5f}, 99th percentile {f['kld_p99']:.4f} nats per token"
+        )
         typer.echo(f"top-1 agreement   {100 * f['top1_agreement']:.2f} %")
     for name, scores in f.get("tasks", {}).items():
-        typer.echo(f"{name:17} " + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in scores.items()))
+        typer.echo(
+            f"{name:17} "
+            + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in scores.items())
+        )
 
 
 def _print_inspection(f: dict[str, Any]) -> None:
@@ -470,11 +547,15 @@ def _print_inspection(f: dict[str, Any]) -> None:
     typer.echo(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
     calibration = f["calibration"] or {}
     if calibration:
-        typer.echo(f"calibration       {calibration['samples']} x {calibration['seq_len']} tokens of {calibration['source']}")
+        typer.echo(
+            f"calibration       {calibration['samples']} x {calibration['seq_len']} tokens of {calibration['source']}"
+        )
     width = max((len(layer["name"]) for layer in f["layers"] + f["embeddings"]), default=0)
     for layer in f["embeddings"] + f["layers"]:
         shape = "x".join(map(str, layer["shape"]))
-        typer.echo(f"{layer['name']:{width}}  {shape:>12}  {layer['bits']:.2f} bits  {layer['bits_per_weight']:.3f} bpw")
+        typer.echo(
+            f"{layer['name']:{width}}  {shape:>12}  {layer['bits']:.2f} bits  {layer['bits_per_weight']:.3f} bpw"
+        )
 
 
 def _print_plan(f: dict[str, Any]) -> None:
@@ -482,7 +563,9 @@ def _print_plan(f: dict[str, Any]) -> None:
     for row in f["widths"]:
         mark = "  <- the best that fits" if row == f["best"] else ("" if row["fits"] else "  too large")
         size = f"{row['size_bytes'] / 1e6:.1f} MB"
-        typer.echo(f"{row['bits']:4d}  {row['embed_bits']:10d}  {row['bits_per_weight']:15.3f}  {size:>8}{mark}")
+        typer.echo(
+            f"{row['bits']:4d}  {row['embed_bits']:10d}  {row['bits_per_weight']:15.3f}  {size:>8}{mark}"
+        )
 
 
 if __name__ == "__main__":

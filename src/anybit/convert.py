@@ -131,7 +131,9 @@ class _Run:
         for name in self.streamed.tensor_names(None):
             layer = name.removesuffix(".weight")
             if layer in self.plan.embeddings:
-                packed = pack(quantize_rows(self.streamed.read(name), self.plan.embeddings[layer]["tiles"][0]["bits"]))
+                packed = pack(
+                    quantize_rows(self.streamed.read(name), self.plan.embeddings[layer]["tiles"][0]["bits"])
+                )
                 tensors |= {f"{layer}.{field}": t for field, t in packed.tensors.items()}
             else:
                 tensors[name] = self._kept(name)
@@ -196,7 +198,11 @@ class _Run:
             advance(1)
 
     def _quantize_block(
-        self, i: int, linears: Mapping[str, nn.Module], stats: Mapping[str, LinearStats], advance: Advance | None
+        self,
+        i: int,
+        linears: Mapping[str, nn.Module],
+        stats: Mapping[str, LinearStats],
+        advance: Advance | None,
     ) -> dict[str, Tensor]:
         """Quantize block i's linears, write its shard and return the shard's tensors."""
         tensors: dict[str, Tensor] = {}
@@ -220,7 +226,9 @@ class _Run:
             packed = pack(METHODS[self.config.method](weight, stats, self.plan.specs[name]))
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
-        assert packed.layout["tiles"] == self.plan.layouts[name]["tiles"], f"{name}: made another layout than planned"
+        assert packed.layout["tiles"] == self.plan.layouts[name]["tiles"], (
+            f"{name}: made another layout than planned"
+        )
         return packed
 
     def _kept(self, name: str) -> Tensor:
@@ -260,7 +268,9 @@ def _overwrite_weight(module: nn.Module, weight: Tensor) -> None:
 
 def _stored_weight(name: str, layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
     """The dense matrix of a layer's stored tensors: what the artifact will compute with."""
-    return unpack(PackedWeight(layout, {f: tensors[f"{name}.{f}"] for f in stored_tensors(layout)})).dequantize()
+    return unpack(
+        PackedWeight(layout, {f: tensors[f"{name}.{f}"] for f in stored_tensors(layout)})
+    ).dequantize()
 
 
 def _calibration(
@@ -271,18 +281,25 @@ def _calibration(
     text = calibration_set(checkpoint.tokenizer(), source, config.samples, config.seq_len, config.seed)
     samples = len(text.tokens)
     if samples < config.samples:
-        report.say(f"calibration text {source} has {samples} windows of {config.seq_len} tokens, not {config.samples}")
+        report.say(
+            f"calibration text {source} has {samples} windows of {config.seq_len} tokens, not {config.samples}"
+        )
     limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and config.seq_len > limit:
-        raise InputError(f"--seq-len {config.seq_len} is beyond the model's {limit} positions: choose at most {limit}")
+        raise InputError(
+            f"--seq-len {config.seq_len} is beyond the model's {limit} positions: choose at most {limit}"
+        )
     if int(text.tokens.max()) >= checkpoint.config.get_text_config().vocab_size:
-        raise InputError("the tokenizer has more tokens than the model's vocabulary: they do not belong together")
+        raise InputError(
+            "the tokenizer has more tokens than the model's vocabulary: they do not belong together"
+        )
     report.say(f"calibrates on {samples} x {config.seq_len} tokens of {source}")
     return text
 
 
 def _hash(checkpoint: Checkpoint, report: Silent) -> str:
-    return checkpoint.sha256(report.task("hashing the checkpoint", checkpoint.weight_bytes()))
+    config = 0 if checkpoint.gguf else (checkpoint.path / "config.json").stat().st_size
+    return checkpoint.sha256(report.task("hashing the checkpoint", checkpoint.weight_bytes() + config))
 
 
 def _fingerprint(

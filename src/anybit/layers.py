@@ -70,7 +70,9 @@ class QuantLinear(PackedModule):
     def __init__(self, layout: Mapping[str, Any], bias: bool, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(layout)
         self.out_features, self.in_features = layout["shape"]
-        self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype), requires_grad=False) if bias else None
+        self.bias = (
+            nn.Parameter(torch.empty(self.out_features, dtype=dtype), requires_grad=False) if bias else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.prepared().matmul(x)
@@ -104,7 +106,9 @@ class TiedHead(nn.Module):
 
     def __init__(self, embedding: QuantEmbedding) -> None:
         super().__init__()
-        object.__setattr__(self, "embedding", embedding)  # not a submodule: its buffers belong to the embedding
+        object.__setattr__(
+            self, "embedding", embedding
+        )  # not a submodule: its buffers belong to the embedding
 
     def forward(self, x: Tensor) -> Tensor:
         return self.embedding.prepared().matmul(x)  # type: ignore[union-attr,operator]

@@ -148,5 +148,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     if tasks:
         from anybit.integrations.lm_eval import run_tasks
 
-        figures["tasks"] = run_tasks(loaded, tokenizer, list(tasks), tasks_dir=tasks_dir, limit=limit, batch_size=8)
+        figures["tasks"] = run_tasks(
+            loaded, tokenizer, list(tasks), tasks_dir=tasks_dir, limit=limit, batch_size=8
+        )
     return figures

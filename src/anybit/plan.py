@@ -49,7 +49,9 @@ class Plan:
     @property
     def size_bytes(self) -> int:
         """Predicted bytes of all files but the tokenizer."""
-        return self.tensor_bytes + CONFIG_BYTES + CONFIG_BYTES_PER_LAYER * (len(self.layouts) + len(self.kept))
+        return (
+            self.tensor_bytes + CONFIG_BYTES + CONFIG_BYTES_PER_LAYER * (len(self.layouts) + len(self.kept))
+        )
 
     def coverage(self) -> str:
         """One sentence: what share of the weights is quantized."""
@@ -73,14 +75,18 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
     shapes = streamed.all_linears()
     spec_map = spec_map or {}
     for name in spec_map.keys() - shapes.keys():
-        raise InputError(f"the spec names {name!r}, which is no linear layer of this model; e.g. {next(iter(shapes))!r} is")
+        raise InputError(
+            f"the spec names {name!r}, which is no linear layer of this model; e.g. {next(iter(shapes))!r} is"
+        )
     specs = {
         name: spec_map.get(name, config.layer_spec())
         for name in shapes
         if selected(name, config.include, config.exclude)
     }
     if not specs:
-        raise InputError("no linear layer is left to quantize: check --include and --exclude against `anybit plan MODEL`")
+        raise InputError(
+            "no linear layer is left to quantize: check --include and --exclude against `anybit plan MODEL`"
+        )
     layouts = {name: spec_layout(name, spec, shapes[name], config.method) for name, spec in specs.items()}
     embeddings = _embedding_layouts(streamed, config.embed_bits)
     quantized = {f"{name}.weight" for name in [*layouts, *embeddings]}
@@ -99,7 +105,9 @@ def spec_layout(name: str, spec: LayerSpec, shape: tuple[int, int], method: str)
     for tile in spec.tiles:
         if tile.bits not in METHOD_WIDTHS[method]:
             widths = METHOD_WIDTHS[method]
-            raise InputError(f"spec of {name}: {method} has no {tile.bits}-bit width: choose {widths[0]} to {widths[-1]}")
+            raise InputError(
+                f"spec of {name}: {method} has no {tile.bits}-bit width: choose {widths[0]} to {widths[-1]}"
+            )
     if spec.desc_act and method != "gptq":
         raise InputError(f"spec of {name}: desc_act is GPTQ's processing order; {method} has none")
     try:
@@ -142,7 +150,11 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
     working = block_weights * streamed.dtype.itemsize + largest * 4 * 5 + widest**2 * 4 * 5
     passes = (1 if config.one_shot else 2) * 2 * block_weights * tokens
     moments = 2 * tokens * sum(n**2 for n in {shape[1] for shape in shapes.values()}) * 1.5
-    sweep = 0 if config.method == "rtn" else 2.0 * sum(s[0] * s[1] ** 2 + s[1] ** 3 for s in shapes.values()) / blocks
+    sweep = (
+        0
+        if config.method == "rtn"
+        else 2.0 * sum(s[0] * s[1] ** 2 + s[1] ** 3 for s in shapes.values()) / blocks
+    )
     speed = _matmul_speed()
     seconds = blocks * (passes + moments + sweep + 200 * block_weights) / speed + plan.model_weights / 2e8
     free = shutil.disk_usage(next(p for p in [out, *out.absolute().parents] if p.exists())).free
@@ -165,7 +177,9 @@ def check_disk(plan: Plan, out: Path, done_bytes: int = 0) -> None:
     place = next(p for p in [out, *out.absolute().parents] if p.exists())
     free, needed = shutil.disk_usage(place).free, plan.size_bytes - done_bytes
     if needed > free:
-        raise InputError(f"{place} has {free / 1e6:.0f} MB free, the artifact needs {needed / 1e6:.0f} MB: make room")
+        raise InputError(
+            f"{place} has {free / 1e6:.0f} MB free, the artifact needs {needed / 1e6:.0f} MB: make room"
+        )
 
 
 def _embedding_layouts(streamed: StreamedModel, bits: int) -> dict[str, dict[str, Any]]:
@@ -206,7 +220,9 @@ def _count(shape: Any) -> int:
     return size
 
 
-def widths_for_memory(streamed: StreamedModel, memory: int | None, base: Mapping[str, Any]) -> list[dict[str, Any]]:
+def widths_for_memory(
+    streamed: StreamedModel, memory: int | None, base: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Size of the artifact at each width, and whether it fits into `memory` bytes: the table of `anybit plan`."""
     rows = []
     for bits in range(2, 9):

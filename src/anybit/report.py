@@ -53,7 +53,13 @@ grid of its own): errors at 4 bits and above are measured against that base.</p>
 def _table_row(row: dict[str, Any]) -> str:
     width = "–" if row["bits_per_weight"] is None else f"{row['bits_per_weight']:.3f}"
     taken = "–" if row["seconds"] is None else f"{row['seconds']:.0f} s"
-    values = [html.escape(row["name"]), width, f"{row['size_bytes'] / 1e6:.1f} MB", f"{row['perplexity']:.2f}", taken]
+    values = [
+        html.escape(row["name"]),
+        width,
+        f"{row['size_bytes'] / 1e6:.1f} MB",
+        f"{row['perplexity']:.2f}",
+        taken,
+    ]
     return "<tr>" + "".join(f"<td>{value}</td>" for value in values) + "</tr>"
 
 

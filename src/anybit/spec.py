@@ -68,11 +68,17 @@ class QuantizeConfig:
             raise InputError(f"unknown method {self.method!r}: expected one of {', '.join(METHODS)}")
         widths = METHOD_WIDTHS[self.method]
         if self.bits not in widths:
-            raise InputError(f"{self.method} has no {self.bits}-bit width: choose {widths[0]} to {widths[-1]} bits")
+            raise InputError(
+                f"{self.method} has no {self.bits}-bit width: choose {widths[0]} to {widths[-1]} bits"
+            )
         if self.embed_bits not in EMBED_BITS:
-            raise InputError(f"--embed-bits {self.embed_bits} is not one of {', '.join(map(str, EMBED_BITS))}")
+            raise InputError(
+                f"--embed-bits {self.embed_bits} is not one of {', '.join(map(str, EMBED_BITS))}"
+            )
         if self.group_size < 1 and self.group_size != -1:
-            raise InputError(f"group size {self.group_size}: expected a positive number, or -1 for whole rows")
+            raise InputError(
+                f"group size {self.group_size}: expected a positive number, or -1 for whole rows"
+            )
         if not 0 < self.damp < 1:
             raise InputError(f"damp {self.damp} must lie between 0 and 1 (0.01 is usual)")
         if self.samples < 1 or self.seq_len < 1:
@@ -110,7 +116,7 @@ def read_spec_map(path: Path, default: LayerSpec) -> SpecMap:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"--spec {path}: not a readable JSON file ({error})") from error
     layers = data.get("layers", data) if isinstance(data, dict) else None
     if not isinstance(layers, dict):
@@ -128,7 +134,14 @@ def parse_layer_spec(name: str, value: Any, default: LayerSpec) -> LayerSpec:
     if unknown:
         expected = ", ".join(sorted(tile_fields | option_fields | {"tiles"}))
         raise InputError(f"spec of {name}: unknown field {sorted(unknown)[0]!r}; expected {expected}")
+    beside = sorted(tile_fields & value.keys())
+    if "tiles" in value and beside:
+        raise InputError(
+            f"spec of {name}: {beside[0]!r} beside tiles would be ignored: put it into each tile"
+        )
     options = {key: _typed(name, LayerSpec, key, value[key]) for key in option_fields & value.keys()}
+    if not 0 < options.get("damp", default.damp) < 1:
+        raise InputError(f"spec of {name}: damp {options['damp']} must lie between 0 and 1 (0.01 is usual)")
     tiles = value.get("tiles", [{key: value[key] for key in tile_fields & value.keys()}])
     if not isinstance(tiles, list) or not tiles:
         raise InputError(f"spec of {name}: tiles must be a list with at least one tile")
@@ -138,7 +151,9 @@ def parse_layer_spec(name: str, value: Any, default: LayerSpec) -> LayerSpec:
 
 def _parse_tile(name: str, value: Any, default: TileSpec) -> TileSpec:
     if not isinstance(value, Mapping) or value.keys() - {f.name for f in fields(TileSpec)}:
-        raise InputError(f"spec of {name}: a tile has bits, group_size, symmetric, rows and cols; got {value!r}")
+        raise InputError(
+            f"spec of {name}: a tile has bits, group_size, symmetric, rows and cols; got {value!r}"
+        )
     tile = replace(default, **{key: _typed(name, TileSpec, key, item) for key, item in value.items()})
     if not 1 <= tile.bits <= 8:
         raise InputError(f"spec of {name}: {tile.bits} bits is outside 1..8")

@@ -42,7 +42,9 @@ class LinearStats:
             InputError: activations that overflowed or are NaN.
         """
         if not torch.isfinite(self.squares).all():
-            raise InputError(f"{name}: its inputs hold NaN or Inf on the calibration text; is the checkpoint intact?")
+            raise InputError(
+                f"{name}: its inputs hold NaN or Inf on the calibration text; is the checkpoint intact?"
+            )
 
 
 @dataclass
@@ -51,6 +53,10 @@ class GradientStats:
 
     samples: int
     tokens: int
-    fisher: Tensor | None  # float32 [out, in], sum over samples of the squared weight gradient (diagonal Fisher)
-    products: Tensor | None  # float32 [samples, out], g_d^T delta of every output channel and sample (MixLLM eq. 5)
+    fisher: (
+        Tensor | None
+    )  # float32 [out, in], sum over samples of the squared weight gradient (diagonal Fisher)
+    products: (
+        Tensor | None
+    )  # float32 [samples, out], g_d^T delta of every output channel and sample (MixLLM eq. 5)
     output_moment: Tensor  # float32 [out], sum over tokens of the squared gradient at the layer's output

@@ -75,7 +75,11 @@ class StreamedModel:
         """
         tensor = self.checkpoint.read(self.names[name])
         # A finite sum proves that all values are finite, at a fraction of the exact test's cost.
-        if tensor.is_floating_point() and not tensor.sum().isfinite() and not (finite := tensor.isfinite()).all():
+        if (
+            tensor.is_floating_point()
+            and not tensor.sum().isfinite()
+            and not (finite := tensor.isfinite()).all()
+        ):
             raise InputError(
                 f"{self.names[name]} holds {int((~finite).sum())} NaN or Inf values: the checkpoint is damaged; "
                 "download it again"
@@ -122,7 +126,9 @@ class StreamedModel:
             InputError: a model whose blocks get other inputs that depend on the tokens.
         """
         decoder = getattr(self.model, self.model.base_model_prefix)
-        outside = {n: m for n, m in self.outside_modules().items() if m is not self.model.get_output_embeddings()}
+        outside = {
+            n: m for n, m in self.outside_modules().items() if m is not self.model.get_output_embeddings()
+        }
         for name, module in outside.items():
             self.materialise(module, name)
         calls: list[BlockCall] = []
@@ -165,7 +171,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def linear_shape(module: nn.Module) -> tuple[int, int]:
     """(out, in) of a linear layer, also of GPT-2's transposed Conv1D."""
-    a, b = module.weight.shape  # type: ignore[union-attr,misc]
+    a, b = module.weight.shape  # type: ignore[misc]
     return (int(b), int(a)) if isinstance(module, Conv1D) else (int(a), int(b))
 
 
@@ -198,7 +204,9 @@ def _decoder_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
             return name, module
-    raise InputError(f"{model.config.model_type}: found no list of {layers} decoder blocks: unsupported architecture")
+    raise InputError(
+        f"{model.config.model_type}: found no list of {layers} decoder blocks: unsupported architecture"
+    )
 
 
 def _refuse_fused_experts(model: Any, blocks: nn.ModuleList) -> None:
@@ -254,7 +262,9 @@ def _compute_buffers(model: Any, module: nn.Module) -> None:
     """Fill buffers that no checkpoint stores (rotary tables, embedding scales) the way Transformers does."""
     for part in module.modules():
         if part._non_persistent_buffers_set:
-            for parameter in part.parameters():  # the checkpoint fills them: no random numbers are to be drawn
+            for (
+                parameter
+            ) in part.parameters():  # the checkpoint fills them: no random numbers are to be drawn
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             model._init_weights(part)
 

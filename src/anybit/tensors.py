@@ -263,7 +263,9 @@ def check_version(version: Any) -> None:
         InputError: no version, or a newer one than this reader's.
     """
     if type(version) is not int or version < 1:
-        raise InputError(f"the artifact's format_version is {version!r}, expected a number: its config.json is damaged")
+        raise InputError(
+            f"the artifact's format_version is {version!r}, expected a number: its config.json is damaged"
+        )
     if version > FORMAT_VERSION:
         raise InputError(
             f"the artifact has format_version {version}, this anybit reads up to {FORMAT_VERSION}: upgrade anybit "

@@ -87,7 +87,9 @@ class Prepared:
         return dense
 
 
-def gptq_block(weight: Tensor, inverse: Tensor, scale: Tensor, zero: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+def gptq_block(
+    weight: Tensor, inverse: Tensor, scale: Tensor, zero: Tensor, top: Tensor
+) -> tuple[Tensor, Tensor]:
     """See `reference.gptq_block`; native on the CPU."""
     fast = cpu.available() and weight.device.type == "cpu"
     return (cpu if fast else reference).gptq_block(weight, inverse, scale, zero, top)

@@ -39,6 +39,8 @@ def gptq_block(
         ratio = torch.where(empty, 0.0, w / divisor)  # without a grid, whatever compensation added is lost
         q = (torch.round(ratio) + zero).clamp(min=0).minimum(top)
         error = (w - scale * (q - zero)) / inverse[i, i]
-        weight[:, i + 1 :] -= error[:, None] * inverse[i, i + 1 :]  # not addr_, which fuses: other bits than csrc
+        weight[:, i + 1 :] -= (
+            error[:, None] * inverse[i, i + 1 :]
+        )  # not addr_, which fuses: other bits than csrc
         codes[:, i], errors[:, i] = q, error
     return codes.to(torch.uint8), errors

@@ -24,7 +24,9 @@ def split_groups(matrix: Tensor, group_size: int) -> Tensor:
     return functional.pad(matrix, (0, groups * group_size - c)).view(r, groups, group_size)
 
 
-def fit(weight: Tensor, bits: Tensor, symmetric: Tensor, ratio: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+def fit(
+    weight: Tensor, bits: Tensor, symmetric: Tensor, ratio: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Scale and zero point of each group of weights.
 
     Args:
@@ -44,7 +46,9 @@ def fit(weight: Tensor, bits: Tensor, symmetric: Tensor, ratio: Tensor | float =
     half = 2.0 ** (bits - 1)
     scale = torch.where(symmetric, torch.maximum(-low, high) / (half - 1), (high - low) / top) * ratio
     if scale.numel() and not scale.max() <= FP16_MAX:
-        raise InputError(f"weights up to {float(weight.abs().max()):.3g} need a scale above float16's {FP16_MAX:g}")
+        raise InputError(
+            f"weights up to {float(weight.abs().max()):.3g} need a scale above float16's {FP16_MAX:g}"
+        )
     scale = scale.half().float()
     zero = torch.round(-low * ratio / safe(scale)).clamp(min=0).minimum(top.expand_as(scale))
     return scale, torch.where(symmetric, half, zero)

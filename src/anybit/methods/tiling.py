@@ -53,7 +53,9 @@ def column_sets(spec: LayerSpec, shape: tuple[int, int]) -> list[ColumnSet]:
     sets = [_column_set(cols, tiles, shape) for cols, tiles in by_cols.items()]
     covered = torch.cat([s.cols for s in sets])
     if len(covered) != in_features or len(covered.unique()) != in_features:
-        raise InputError(f"the spec's tiles cover {len(covered.unique())} of {in_features} input channels exactly once")
+        raise InputError(
+            f"the spec's tiles cover {len(covered.unique())} of {in_features} input channels exactly once"
+        )
     return sets
 
 
@@ -68,7 +70,10 @@ def _column_set(cols: tuple[int, ...] | None, tiles: list[TileSpec], shape: tupl
     sizes = {len(index) if t.group_size == -1 else t.group_size for t in tiles}
     if len(sizes) != 1:
         raise InputError(f"row tiles of the same columns must share one group_size, got {sorted(sizes)}")
-    bits, symmetric = torch.zeros(out_features, dtype=torch.int64), torch.zeros(out_features, dtype=torch.bool)
+    bits, symmetric = (
+        torch.zeros(out_features, dtype=torch.int64),
+        torch.zeros(out_features, dtype=torch.bool),
+    )
     for tile in tiles:
         rows = slice(None) if tile.rows is None else _rows(tile.rows, out_features)
         if (bits[rows] != 0).any():

@@ -1,0 +1,377 @@
+"""Artifacts on disk: the writer's promises, and readers against damaged and hostile directories."""
+
+import errno
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+import anybit
+from anybit import artifact, writer
+from anybit.artifact import inspect, is_artifact, open_artifact, read_config, verify
+from anybit.errors import InputError
+from anybit.spec import QuantizeConfig
+from anybit.writer import ArtifactWriter, check_output, finished_bytes
+
+SHARD = "model-00002-of-00003.safetensors"
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def original(model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("artifact") / "original"
+    anybit.quantize(model_dir("llama"), out, QuantizeConfig(method="rtn", group_size=32, embed_bits=8))
+    return out
+
+
+@pytest.fixture
+def copied(original: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(original, tmp_path / "copied"))
+
+
+def edit_json(file: Path, edit: Callable[[Any], Any]) -> None:
+    data = json.loads(file.read_text())
+    edit(data)
+    file.write_text(json.dumps(data))
+
+
+def quantization(edit: Callable[[Any], Any]) -> Callable[[Path], None]:
+    return lambda path: edit_json(path / "config.json", lambda config: edit(config["quantization_config"]))
+
+
+def refuses(reader: Callable[[Path], Any], path: Path, words: str) -> None:
+    """An InputError of one line that says `words`."""
+    with pytest.raises(InputError, match=words) as refusal:
+        reader(path)
+    assert "\n" not in str(refusal.value)
+
+
+# ---- what is whole
+
+
+def test_whole_artifact_verifies(original: Path) -> None:
+    told: list[tuple[int, int]] = []
+    found = verify(original, lambda done, total: told.append((done, total)))
+    assert found == {"shards": 3, "layers": 16, "hashes_checked": True}
+    assert told == [(i + 1, len(told)) for i in range(len(told))]
+
+
+def test_index_and_hashes_name_every_file(original: Path) -> None:
+    index = json.loads((original / "model.safetensors.index.json").read_text())
+    tensors = {f.name: load_file(f) for f in original.glob("*.safetensors")}
+    assert {name: file for file, held in tensors.items() for name in held} == index["weight_map"]
+    assert (
+        sum(t.nbytes for held in tensors.values() for t in held.values()) == index["metadata"]["total_size"]
+    )
+    hashed = json.loads((original / "anybit.index.json").read_text())["files"]
+    assert hashed.keys() == {*tensors, "config.json", "model.safetensors.index.json"}
+    for name, entry in hashed.items():
+        assert (original / name).stat().st_size == entry["bytes"]
+
+
+def test_nothing_of_this_machine_is_recorded(original: Path) -> None:
+    for file in original.iterdir():
+        assert str(original.parent.parent).encode() not in file.read_bytes(), file.name
+
+
+def test_licence_and_template_are_carried(model_copy: Callable[[str], Path], tmp_path: Path) -> None:
+    model = model_copy("llama")
+    (model / "LICENSE").write_text("do what you like")
+    anybit.quantize(model, tmp_path / "out", QuantizeConfig(method="rtn"))
+    for name in ("LICENSE", "chat_template.jinja", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
+
+
+# ---- what is damaged
+
+
+def test_verify_finds_any_flipped_byte(copied: Path) -> None:
+    shard = copied / SHARD
+    data = bytearray(shard.read_bytes())
+    header = 8 + struct.unpack("<Q", data[:8])[0]
+    for position in (header, header + 1000, len(data) - 1):
+        flipped = bytearray(data)
+        flipped[position] ^= 1
+        shard.write_bytes(flipped)
+        refuses(verify, copied, "SHA-256")
+    shard.write_bytes(data)
+    verify(copied)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda p: os.truncate(p / SHARD, 5000), "interrupted|SHA-256"),
+        (lambda p: (p / SHARD).unlink(), "missing"),
+        (lambda p: (p / SHARD).write_bytes(b""), "header of 0 bytes"),
+        (quantization(lambda q: q.update(bits=3)), "config.json does not have the bytes"),
+        (
+            lambda p: edit_json(p / "config.json", lambda c: c.update(rms_norm_eps=1e-3)),
+            "config.json does not",
+        ),
+        (lambda p: (p / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
+        (lambda p: (p / "anybit.index.json").write_text("[]"), "not a valid list of hashes"),
+        (lambda p: (p / "anybit.index.json").write_text("[" * 100_000), "not a valid list of hashes"),
+        (
+            lambda p: edit_json(
+                p / "anybit.index.json", lambda d: d["files"].update({"../x": {"sha256": ""}})
+            ),
+            "not a file of this directory",
+        ),
+        (
+            lambda p: edit_json(p / "anybit.index.json", lambda d: d.update(format_version=2)),
+            "upgrade anybit",
+        ),
+    ],
+)
+def test_verify_finds_damage(copied: Path, change: Callable[[Path], Any], words: str) -> None:
+    change(copied)
+    refuses(verify, copied, words)
+
+
+def test_verify_without_hashes_still_looks_inside(copied: Path) -> None:
+    """As after `save_pretrained`, which drops them."""
+    (copied / "anybit.index.json").unlink()
+    assert verify(copied)["hashes_checked"] is False
+    tensors = load_file(copied / SHARD)
+    for name, what in ((f"{Q}.scales", "NaN"), ("model.layers.0.input_layernorm.weight", "NaN")):
+        broken = {**tensors, name: torch.full_like(tensors[name], torch.nan)}
+        save_file(broken, copied / SHARD, metadata={"format": "pt"})
+        refuses(verify, copied, what)
+
+
+# ---- what is hostile
+
+
+def header(entries: dict[str, Any], length: int | None = None, data: bytes = b"") -> bytes:
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def shard(data: bytes) -> Callable[[Path], Any]:
+    return lambda path: (path / SHARD).write_bytes(data)
+
+
+def traversal(name: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        index = path / "model.safetensors.index.json"
+        edit_json(index, lambda data: data["weight_map"].update({f"{Q}.codes": name}))
+
+    return change
+
+
+NO_CONFIG = "not an anybit artifact|not valid JSON|not a JSON object"  # `load` also takes base models
+ENTRY = {"dtype": "F16", "shape": [48, 2], "data_offsets": [0, 192]}
+HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "newer version": (quantization(lambda q: q.update(format_version=2)), "upgrade anybit"),
+    "no version": (quantization(lambda q: q.pop("format_version")), "format_version"),
+    "layers not an object": (quantization(lambda q: q.update(layers=[])), "object of layer names"),
+    "calibration not an object": (quantization(lambda q: q.update(calibration="x")), "calibration"),
+    "tile count": (quantization(lambda q: q["layers"][Q].update(tiles=[{}] * 10**5)), "tiles"),
+    "huge shape": (quantization(lambda q: q["layers"][Q].update(shape=[2**31 - 1] * 2)), "asks for"),
+    "overflowing shape": (quantization(lambda q: q["layers"][Q].update(shape=[2**63, 48])), "positive sizes"),
+    "boolean shape": (quantization(lambda q: q["layers"][Q].update(shape=[True, True])), "positive sizes"),
+    "float width": (quantization(lambda q: q["layers"][Q]["tiles"][0].update(bits=4.0)), "1..8"),
+    "other width": (quantization(lambda q: q["layers"][Q]["tiles"][0].update(bits=8)), "asks for"),
+    "unknown layer": (
+        quantization(lambda q: q["layers"].update(x=q["layers"][Q])),
+        "lacks the tensor x.codes",
+    ),
+    "config a list": (lambda p: (p / "config.json").write_text("[]"), NO_CONFIG),
+    "config nested": (lambda p: (p / "config.json").write_text("[" * 100_000), NO_CONFIG),
+    "config no UTF-8": (lambda p: (p / "config.json").write_bytes(b"\xff"), NO_CONFIG),
+    "layer count": (
+        lambda p: edit_json(p / "config.json", lambda c: c.update(num_hidden_layers=10**9)),
+        "tensors",
+    ),
+    "traversal": (traversal("../../etc/passwd.safetensors"), "same directory"),
+    "absolute path": (traversal("/etc/passwd"), "same directory"),
+    "no file name": (traversal(""), "same directory"),
+    "index a list": (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "not a JSON object"),
+    "header beyond the file": (shard(header({}, length=10**15)), "header of"),
+    "header of 100 MB": (shard(header({}, length=99_999_999)), "header of"),
+    "header no JSON": (shard(struct.pack("<Q", 4) + b"\x80\x04N."), "not valid JSON"),
+    "overlap": (shard(header({f"{Q}.scales": ENTRY, "b": ENTRY}, data=b"\0" * 192)), "begins at"),
+    "beyond the end": (shard(header({f"{Q}.scales": ENTRY})), "ends? at"),
+    "negative offset": (
+        shard(header({f"{Q}.scales": {**ENTRY, "data_offsets": [-192, 0]}})),
+        "impossible",
+    ),
+    "overflowing tensor": (
+        shard(header({f"{Q}.scales": {**ENTRY, "shape": [2**40, 2**40]}}, data=b"\0" * 192)),
+        "needs",
+    ),
+    "a pickle": (
+        lambda p: [f.rename(f.with_suffix(".bin")) for f in p.glob("*.safetensors")],
+        "shards|pickle",
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_hostile_artifacts_are_refused(copied: Path, attack: str) -> None:
+    change, words = HOSTILE[attack]
+    (copied / "anybit.index.json").unlink()  # an attacker would
+    change(copied)
+    for reader in (inspect, verify, open_artifact, anybit.load):
+        refuses(reader, copied, words)
+
+
+def test_pickled_weights_are_named_so(copied: Path) -> None:
+    for file in copied.glob("*.safetensors*"):
+        file.unlink()
+    (copied / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    refuses(anybit.load, copied, "pickle")
+
+
+def test_names_that_are_no_artifact(original: Path, tmp_path: Path) -> None:
+    assert is_artifact(original)
+    assert not is_artifact(tmp_path) and not is_artifact(tmp_path / "x") and not is_artifact(Path("/"))
+    refuses(read_config, tmp_path / "x", "does not exist")
+    refuses(read_config, Path("/"), "not an anybit artifact")
+
+
+def test_one_file_is_preferred_to_an_index_as_in_transformers(copied: Path) -> None:
+    """Otherwise `inspect` would describe other weights than the ones that run."""
+    tensors = {n: t for f in copied.glob("*.safetensors") for n, t in load_file(f).items()}
+    tensors[f"{Q}.codes"] = torch.zeros_like(tensors[f"{Q}.codes"])
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    _, checkpoint = open_artifact(copied)
+    assert not checkpoint.read(f"{Q}.codes").any()
+    assert not anybit.load(copied).get_submodule(Q).codes.any()
+
+
+# ---- the writer
+
+
+def tensors_of(shard: int) -> dict[str, torch.Tensor]:
+    return {f"t{shard}": torch.full((10,), float(shard)), f"u{shard}": torch.arange(6).view(2, 3).T}
+
+
+def write_all(out: Path, fingerprint: str = "a", overwrite: bool = False, until: int = 3) -> list[int]:
+    """Write what is not there yet, up to shard `until`; returns the shards found finished."""
+    with ArtifactWriter(out, fingerprint, 3, overwrite) as opened:
+        found = sorted(opened.finished)
+        for i in range(until):
+            if i not in opened.finished:
+                opened.write_shard(i, tensors_of(i))
+        if until == 3:
+            opened.finish({"quantization_config": {"quant_method": "anybit"}}, {"README.md": "hello"})
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_writer_makes_what_it_was_given(tmp_path: Path) -> None:
+    assert write_all(tmp_path / "out") == []
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+    for i in range(3):
+        found = load_file(tmp_path / "out" / f"model-0000{i + 1}-of-00003.safetensors")
+        assert found.keys() == tensors_of(i).keys()
+        assert all(torch.equal(found[name], t) for name, t in tensors_of(i).items())
+
+
+def test_writer_resumes_finished_shards_and_redoes_damaged_ones(tmp_path: Path) -> None:
+    write_all(tmp_path / "whole")
+    write_all(tmp_path / "out", until=2)
+    assert not (tmp_path / "out").exists()
+    work = tmp_path / "out.partial" / "artifact"
+    assert finished_bytes(tmp_path / "out") == sum(f.stat().st_size for f in work.iterdir()) > 0
+    damaged = work / "model-00001-of-00003.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    (work / "model-00003-of-00003.tmp").write_bytes(b"half a shard")
+    assert write_all(tmp_path / "out") == [1]
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert finished_bytes(tmp_path / "out") == 0
+
+
+@pytest.mark.parametrize("cut", [1, 20, 10**6])
+def test_writer_drops_a_journal_line_cut_short(tmp_path: Path, cut: int) -> None:
+    write_all(tmp_path / "out", until=2)
+    journal = tmp_path / "out.partial" / "journal.jsonl"
+    data = journal.read_bytes()
+    end = data.rstrip(b"\n").rfind(b"\n") + 1 if cut < 10**6 else 0
+    journal.write_bytes(data[: min(len(data) - 1, max(end, 0) + cut) if cut < 10**6 else 3])
+    assert write_all(tmp_path / "out", until=2) == ([0] if cut < 10**6 else [])
+    assert write_all(tmp_path / "out") == [0, 1]
+
+
+def test_writer_refuses_another_run(tmp_path: Path) -> None:
+    write_all(tmp_path / "out", until=1)
+    before = contents(tmp_path / "out.partial" / "artifact")
+    with pytest.raises(InputError, match="unfinished run with another model, text") as refusal:
+        ArtifactWriter(tmp_path / "out", "b", 3, False)
+    assert "--overwrite" in str(refusal.value)
+    assert contents(tmp_path / "out.partial" / "artifact") == before
+    assert write_all(tmp_path / "out", "a", until=1) == [0], "the refusal released its lock and lost nothing"
+    assert write_all(tmp_path / "out", "b", overwrite=True) == []
+
+
+def test_writer_needs_no_overwrite_where_nothing_is_lost(tmp_path: Path) -> None:
+    write_all(tmp_path / "out", until=0)
+    assert write_all(tmp_path / "out", "b") == []
+
+
+def test_two_writers_are_refused(tmp_path: Path) -> None:
+    with ArtifactWriter(tmp_path / "out", "a", 3, False) as first:
+        first.write_shard(0, tensors_of(0))
+        for fingerprint, overwrite in (("a", False), ("b", True)):
+            with pytest.raises(InputError, match="another process is writing"):
+                ArtifactWriter(tmp_path / "out", fingerprint, 3, overwrite)
+        first.write_shard(1, tensors_of(1))
+    assert write_all(tmp_path / "out") == [0, 1]
+
+
+def test_full_disk_in_the_middle_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def save(tensors: Any, path: Path, **options: Any) -> None:
+        calls.append(path)
+        if len(calls) == 3:
+            path.write_bytes(b"half a shard")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save_file(tensors, path, **options)
+
+    monkeypatch.setattr(writer, "save_file", save)
+    with pytest.raises(InputError, match=r"disk is full.* make room .* 2 of 3 shards are kept"):
+        write_all(tmp_path / "out")
+    assert not list(tmp_path.rglob("*.tmp")), "the half shard gives its room back"
+    assert write_all(tmp_path / "out") == [0, 1]
+
+
+def test_other_write_errors_are_not_called_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(writer, "save_file", save)
+    with pytest.raises(OSError, match="Input/output"):
+        write_all(tmp_path / "out")
+
+
+def test_mount_points_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory cannot be renamed onto one, which a run would learn at its end."""
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    with pytest.raises(InputError, match="mount point"):
+        check_output(tmp_path / "volume", overwrite=True)
+
+
+def test_hash_is_of_the_bytes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert artifact.file_sha256(tmp_path / "file") == digest

@@ -1,0 +1,536 @@
+"""The driver: stored bytes against oracles, and runs killed at every step that resume to the same bytes."""
+
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from anybit import cli, convert, plan, writer
+from anybit.artifact import inspect, verify
+from anybit.calibrate import Collector
+from anybit.errors import InputError
+from anybit.methods import gptq, rtn
+from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
+from anybit.tensors import pack
+
+GPTQ = QuantizeConfig(method="gptq", bits=3, group_size=32, samples=5, seq_len=40)
+RTN = QuantizeConfig(method="rtn", bits=4, group_size=32)
+
+
+def stored(path: Path) -> dict[str, Tensor]:
+    return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+# ---- what is stored
+
+
+def test_rtn_stores_the_packed_rounding_of_every_matrix(
+    model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    convert.quantize(model_dir("llama"), tmp_path / "out", RTN)
+    found, base = stored(tmp_path / "out"), load_file(model_dir("llama") / "model.safetensors")
+    for name, weight in base.items():
+        if ".layers." in name and weight.ndim == 2:
+            layer = name.removesuffix(".weight")
+            for field, tensor in pack(rtn.quantize(weight, None, RTN.layer_spec())).tensors.items():
+                assert torch.equal(found.pop(f"{layer}.{field}"), tensor), layer
+        else:
+            kept = found.pop(name)
+            assert kept.dtype == (torch.float16 if weight.ndim == 2 else weight.dtype), name
+            assert torch.equal(kept, weight.to(kept.dtype)), name
+    assert not found, "nothing else is stored"
+
+
+def test_conv1d_is_stored_as_out_by_in(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    convert.quantize(model_dir("gpt2"), tmp_path / "out", RTN)
+    found, base = stored(tmp_path / "out"), load_file(model_dir("gpt2") / "model.safetensors")
+    name = "transformer.h.1.mlp.c_fc"
+    weight = base[f"{name}.weight"]  # [in, out] in GPT-2
+    assert weight.shape == (48, 192)
+    for field, tensor in pack(rtn.quantize(weight.T.contiguous(), None, RTN.layer_spec())).tensors.items():
+        assert torch.equal(found[f"{name}.{field}"], tensor)
+    assert torch.equal(found[f"{name}.bias"], base[f"{name}.bias"])
+
+
+@pytest.mark.parametrize("one_shot", [False, True])
+def test_gptq_sees_the_inputs_it_should(
+    model_dir: Callable[[str], Path],
+    text_file: Path,
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    one_shot: bool,
+) -> None:
+    """Statistics against the whole model in Transformers: as it was, or with all earlier blocks quantized."""
+    monkeypatch.setattr(convert, "compute_dtype", lambda device: torch.float32)
+    config = QuantizeConfig(method="gptq", bits=3, group_size=32, samples=5, seq_len=40, one_shot=one_shot)
+    convert.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    found = stored(tmp_path / "out")
+    tokens = convert.calibration_set(tokenizer, str(text_file), 5, 40, 0).tokens
+    model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=torch.float32)
+    # the artifact keeps the embedding in float16, calibration reads the checkpoint
+    for block in model.model.layers:
+        prefix = f"model.layers.{block.self_attn.layer_idx}."
+        linears = {prefix + n: m for n, m in block.named_modules() if isinstance(m, torch.nn.Linear)}
+        with torch.no_grad(), Collector(linears, True, config.attention_weights) as collector:
+            for row in tokens:
+                model(row[None])
+                collector.finish_forward()
+        for name, module in linears.items():
+            weight = gptq.quantize(module.weight.detach().clone(), collector.stats[name], config.layer_spec())
+            codes = pack(weight).tensors["codes"]
+            agreement = (found[f"{name}.codes"] == codes).float().mean()
+            assert agreement > 0.99, (name, agreement)
+            if not one_shot:
+                module.weight.data = weight.dequantize()
+    with pytest.raises(AssertionError):  # the other mode is another result: this test can tell them apart
+        other = tmp_path / "other"
+        config = QuantizeConfig(
+            method="gptq", bits=3, group_size=32, samples=5, seq_len=40, one_shot=not one_shot
+        )
+        convert.quantize(model_dir("llama"), other, config, calibration=str(text_file))
+        names = [f"{name}.codes" for name in linears]
+        assert all((stored(other)[n] == found[n]).float().mean() > 0.99 for n in names)
+
+
+def test_same_input_same_bytes_wherever_it_lies(
+    model_dir: Callable[[str], Path], model_copy: Callable[[str], Path], text_file: Path, tmp_path: Path
+) -> None:
+    moved = model_copy("llama")
+    moved = moved.rename(tmp_path / "llama")
+    (tmp_path / "words.txt").write_bytes(text_file.read_bytes())
+    convert.quantize(model_dir("llama"), tmp_path / "a", GPTQ, calibration=str(text_file))
+    convert.quantize(moved, tmp_path / "b", GPTQ, calibration=str(tmp_path / "words.txt"))
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+
+
+def test_base_dtype_is_kept(model_copy: Callable[[str], Path], tmp_path: Path) -> None:
+    """Calibration may compute in bfloat16; the artifact says what the base says."""
+    model = model_copy("llama")
+    convert.quantize(model, tmp_path / "out", RTN)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.float32
+    AutoModelForCausalLM.from_pretrained(model).to(torch.bfloat16).save_pretrained(model)
+    convert.quantize(model, tmp_path / "half", RTN)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+    assert stored(tmp_path / "half")["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+def test_values_beyond_float16_are_kept_in_bfloat16(
+    model_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = model_copy("llama")
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded.model.embed_tokens.weight.data[3, 4] = 1e5
+    loaded.save_pretrained(model)
+    convert.quantize(model, tmp_path / "out", RTN)
+    kept = stored(tmp_path / "out")["model.embed_tokens.weight"]
+    assert kept.dtype == torch.bfloat16 and float(kept[3, 4]) == pytest.approx(1e5, rel=0.01)
+    verify(tmp_path / "out")
+
+
+def test_include_and_exclude(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    config = QuantizeConfig(method="rtn", include=("*.mlp.*",), exclude=("*layers.1*", "*down_proj"))
+    convert.quantize(model_dir("llama"), tmp_path / "out", config)
+    names = {layer["name"] for layer in inspect(tmp_path / "out")["layers"]}
+    assert names == {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"}
+    assert stored(tmp_path / "out")["model.layers.1.mlp.up_proj.weight"].dtype == torch.float16
+
+
+def test_spec_map_overrides_the_config(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.down_proj"
+    spec_map = {name: LayerSpec((TileSpec(8, 20),))}
+    convert.quantize(model_dir("llama"), tmp_path / "out", RTN, spec_map=spec_map)
+    bits = {layer["name"]: layer["bits"] for layer in inspect(tmp_path / "out")["layers"]}
+    assert bits.pop(name) == 8 and set(bits.values()) == {4}
+
+
+def test_nan_weights_are_named(model_copy: Callable[[str], Path], tmp_path: Path) -> None:
+    model = model_copy("llama")
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+    loaded.save_pretrained(model)
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj.*NaN"):
+        convert.quantize(model, tmp_path / "out", RTN)
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_zero_channels_work(model_copy: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
+    model = model_copy("llama")
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded.model.layers[0].input_layernorm.weight.data[:7] = 0  # dead inputs
+    loaded.model.layers[0].mlp.up_proj.weight.data[3] = 0  # dead row
+    loaded.save_pretrained(model)
+    convert.quantize(model, tmp_path / "out", GPTQ, calibration=str(text_file))
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert torch.isfinite(result(torch.tensor([[5, 6, 7]])).logits).all()
+
+
+# ---- progress
+
+
+class Recorder(convert.Silent):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.done: dict[str, list[int]] = {}
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def task(self, description: str, total: int) -> Callable[[int], None]:
+        self.done[description] = [0, total]
+
+        def advance(steps: int) -> None:
+            self.done[description][0] += steps
+
+        return advance
+
+
+@pytest.mark.parametrize("config", [GPTQ, QuantizeConfig(**{**GPTQ.as_dict(), "one_shot": True}), RTN])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_bars_end_at_their_end(
+    model_dir: Callable[[str], Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: QuantizeConfig,
+    resumed: bool,
+) -> None:
+    out = tmp_path / "out"
+    if resumed:
+        stop_at(monkeypatch, 3)
+        with pytest.raises(InputError, match="disk is full"):
+            convert.quantize(model_dir("llama"), out, config, calibration=str(text_file))
+        monkeypatch.undo()
+    report = Recorder()
+    result = convert.quantize(model_dir("llama"), out, config, calibration=str(text_file), report=report)
+    assert result.resumed_shards == (2 if resumed else 0)
+    assert any("resumes: 2 of 3" in text for text in report.said) == resumed
+    assert any("quantizes 14 linear layers" in text for text in report.said)
+    for description, (done, total) in report.done.items():
+        assert done == total, description
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, shard: int) -> None:
+    """Let the disk be full at the shard of this number, counted from 1."""
+    count = itertools.count(1)
+
+    def save(*arguments: Any, **options: Any) -> None:
+        if next(count) == shard:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        original(*arguments, **options)
+
+    original = writer.save_file
+    monkeypatch.setattr(writer, "save_file", save)
+
+
+# ---- a full disk
+
+
+def test_too_small_a_disk_is_refused_before_work(
+    model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = shutil.disk_usage(tmp_path)._replace(free=50_000)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free)
+    with pytest.raises(InputError, match=r"0 MB free.*make room"):
+        convert.quantize(model_dir("llama"), tmp_path / "out", RTN)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_finished_shards_need_no_room_again(
+    model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_at(monkeypatch, 3)
+    with pytest.raises(InputError, match="2 of 3 shards are kept"):
+        convert.quantize(model_dir("llama"), tmp_path / "out", RTN)
+    monkeypatch.undo()
+    free = shutil.disk_usage(tmp_path)._replace(free=40_000)  # for the last shard, not for all three
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free)
+    with pytest.raises(InputError, match="make room"):
+        convert.quantize(model_dir("llama"), tmp_path / "elsewhere", RTN)
+    assert convert.quantize(model_dir("llama"), tmp_path / "out", RTN).resumed_shards == 2
+
+
+# ---- killed and resumed
+
+# A process that has everything imported and forks for each run: a real SIGKILL, without seconds of imports.
+SERVER = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from anybit import cli
+
+torch.set_num_threads(1)
+
+def quantize(arguments):
+    sys.argv = ["anybit", "quantize", *arguments]
+    try:
+        cli.main()
+    except SystemExit as end:
+        return end.code
+
+def child(job):  # the file operation of number `kill_at` never happens
+    done = 0
+    def counting(call):
+        def counted(*args, **options):
+            nonlocal done
+            if done == job["kill_at"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done += 1
+            return call(*args, **options)
+        return counted
+    for name in ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "truncate"):
+        setattr(os, name, counting(getattr(os, name)))
+    code = quantize(job["arguments"])
+    Path(job["count"]).write_text(str(done))
+    return code
+
+answers, sys.stdout = sys.stdout, sys.stderr
+for line in sys.stdin:
+    job = json.loads(line)
+    if "wait" in job:
+        answer = os.waitstatus_to_exitcode(os.waitpid(job["wait"], 0)[1])
+    elif job["kill_at"] == "never mind":
+        answer = quantize(job["arguments"])  # here: what is imported and cached on the way stays
+    else:
+        answer = os.fork()
+        if answer == 0:
+            os._exit(child(job))
+    print(answer, file=answers, flush=True)
+"""
+
+
+class Runs:
+    """`anybit quantize` in processes of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._count = folder / "count"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.server = subprocess.Popen([sys.executable, "-c", SERVER], text=True, **pipes)  # type: ignore[call-overload]
+
+    def _ask(self, **job: Any) -> int:
+        self.server.stdin.write(json.dumps(job) + "\n")
+        self.server.stdin.flush()
+        return int(self.server.stdout.readline())
+
+    def warm_up(self, arguments: list[str]) -> None:
+        assert self._ask(arguments=arguments, kill_at="never mind") == 0
+
+    def start(self, arguments: list[str], kill_at: int | None = None) -> int:
+        """Number of the process."""
+        self._count.unlink(missing_ok=True)
+        return self._ask(arguments=arguments, kill_at=kill_at, count=str(self._count))
+
+    def wait(self, process: int) -> int:
+        """Exit code; negative: the signal that ended it."""
+        return self._ask(wait=process)
+
+    def run(self, arguments: list[str], kill_at: int | None = None) -> int:
+        return self.wait(self.start(arguments, kill_at))
+
+    def steps(self) -> int:
+        """File operations of the last run, which was not killed."""
+        return int(self._count.read_text())
+
+
+METHODS = {
+    "rtn": ["--method", "rtn", "--embed-bits", "8"],
+    "gptq": ["--method", "gptq"],
+    "gptq one-shot": ["--method", "gptq", "--one-shot", "--desc-act"],
+}
+Job = Callable[[str, str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def arguments(model_dir: Callable[[str], Path], text_file: Path) -> Callable[[Path, str], list[str]]:
+    def make(out: Path, method: str) -> list[str]:
+        options = ["--group-size", "32", "--samples", "6", "--seq-len", "64", "--calibration", str(text_file)]
+        return [str(model_dir("llama")), "-o", str(out), *METHODS[method], *options, "--threads", "1"]
+
+    return make
+
+
+@pytest.fixture
+def job(arguments: Callable[[Path, str], list[str]], tmp_path: Path) -> Job:
+    """`job("out", "gptq")`: the options that make tmp_path / "out"."""
+    return lambda name, method: arguments(tmp_path / name, method)
+
+
+@pytest.fixture(scope="module")
+def runs(
+    arguments: Callable[[Path, str], list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Runs]:
+    folder = tmp_path_factory.mktemp("runs")
+    made = Runs(folder)
+    made.warm_up(arguments(folder / "warm", "gptq"))
+    yield made
+    made.server.communicate()
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_killed_at_any_step_it_resumes_to_the_same_bytes(
+    runs: Runs, job: Job, tmp_path: Path, method: str
+) -> None:
+    assert runs.run(job("whole", method)) == 0
+    expected, steps = digests(tmp_path / "whole"), runs.steps()
+    assert steps > 20
+    rng = random.Random(1)
+    early = rng.sample(range(steps - 14), 6)  # the last ones, which publish, all
+    for step in sorted(early + (list(range(steps - 14, steps)) if method == "rtn" else [steps - 5])):
+        out = tmp_path / f"out{step}"
+        assert runs.run(job(out.name, method), kill_at=step) == -signal.SIGKILL
+        if out.exists():  # only ever whole
+            assert digests(out) == expected, step
+            shutil.rmtree(out)  # what is left beside it must not disturb another run
+        if step in early:  # twice, now at the start of the resumption
+            runs.run(job(out.name, method), kill_at=rng.randrange(4))
+        assert runs.run(job(out.name, method)) == 0, step
+        assert digests(out) == expected, step
+        assert not out.with_name(f"{out.name}.partial").exists(), step
+
+
+def test_killed_at_random_moments(runs: Runs, job: Job, tmp_path: Path) -> None:
+    """Between file operations, where the time goes."""
+    begun = time.monotonic()
+    assert runs.run(job("whole", "gptq")) == 0
+    duration, expected = time.monotonic() - begun, digests(tmp_path / "whole")
+    rng = random.Random(0)
+    killed = 0
+    for trial in range(6):
+        out = tmp_path / f"out{trial}"
+        for delay in (rng.uniform(0.2, 0.9) * duration, rng.uniform(0.2, 0.9) * duration):
+            process = runs.start(job(out.name, "gptq"))
+            time.sleep(delay)
+            assert not out.exists() or digests(out) == expected
+            os.kill(process, signal.SIGKILL)  # it may just have ended: nobody has waited for it yet
+            killed += runs.wait(process) == -signal.SIGKILL
+            if out.exists():
+                break
+        else:
+            assert runs.run(job(out.name, "gptq")) == 0
+        assert digests(out) == expected
+    assert killed > 3
+
+
+def test_overwriting_is_as_safe(runs: Runs, job: Job, tmp_path: Path) -> None:
+    """Killed at any step of the exchange, there is the old artifact, the new one, or a run that resumes."""
+    assert runs.run(job("old", "rtn")) == runs.run(job("new", "gptq")) == 0
+    old, new = digests(tmp_path / "old"), digests(tmp_path / "new")
+    shutil.copytree(tmp_path / "old", tmp_path / "counted")
+    assert runs.run([*job("counted", "gptq"), "--overwrite"]) == 0
+    assert digests(tmp_path / "counted") == new
+    seen, steps = set(), runs.steps()
+    for step in range(steps - 17, steps):  # among them: the old one out of the way, the new one in its place
+        out = tmp_path / f"out{step}"
+        shutil.copytree(tmp_path / "old", out)
+        assert runs.run([*job(out.name, "gptq"), "--overwrite"], kill_at=step) == -signal.SIGKILL
+        state = digests(out) if out.exists() else None
+        assert state in (old, new, None)
+        seen.add("old" if state == old else "new" if state == new else "none")
+        if state != new:
+            assert runs.run([*job(out.name, "gptq"), "--overwrite"]) == 0
+        assert digests(out) == new
+    assert seen == {"old", "new", "none"}
+
+
+def run_here(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    monkeypatch.setattr(sys, "argv", ["anybit", "quantize", *arguments])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    return exit_.value.code, capsys.readouterr().err
+
+
+def test_two_runs_and_other_options_are_refused(
+    runs: Runs,
+    job: Job,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = runs.start(job("out", "gptq"))
+    journal = tmp_path / "out.partial" / "journal.jsonl"
+    while not (journal.exists() and journal.read_text().count("\n") >= 2):
+        time.sleep(0.001)
+    os.kill(process, signal.SIGSTOP)
+    code, errors = run_here(job("out", "gptq"), capsys, monkeypatch)
+    assert code == 2 and "another process is writing" in errors
+    os.kill(process, signal.SIGKILL)
+    runs.wait(process)
+    for option in (
+        ["--bits", "3"],
+        ["--seed", "7"],
+        ["--samples", "5"],
+        ["--damp", "0.02"],
+        ["--embed-bits", "8"],
+    ):
+        code, errors = run_here([*job("out", "gptq"), *option], capsys, monkeypatch)
+        assert code == 2 and "unfinished run with another model, text" in errors and "--overwrite" in errors
+    code, errors = run_here(job("out", "gptq"), capsys, monkeypatch)
+    assert code == 0 and "resumes: " in errors
+    assert runs.run(job("whole", "gptq")) == 0
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_another_model_or_text_is_refused(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_at(monkeypatch, 2)
+    with pytest.raises(InputError, match="disk is full"):
+        convert.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(text_file))
+    monkeypatch.undo()
+    other = tmp_path / "words.txt"
+    other.write_text(text_file.read_text()[::-1])
+    with pytest.raises(InputError, match="unfinished run with another model, text"):
+        convert.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(other))
+    with pytest.raises(InputError, match="unfinished run with another model, text"):
+        convert.quantize(model_dir("qwen3"), tmp_path / "out", GPTQ, calibration=str(text_file))
+    made = convert.quantize(
+        model_dir("qwen3"), tmp_path / "out", GPTQ, calibration=str(text_file), overwrite=True
+    )
+    assert made.resumed_shards == 0
+    verify(tmp_path / "out")
+
+
+@pytest.mark.parametrize("config", [GPTQ, RTN])
+def test_a_damaged_finished_shard_is_made_again(
+    model_dir: Callable[[str], Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: QuantizeConfig,
+) -> None:
+    convert.quantize(model_dir("llama"), tmp_path / "whole", config, calibration=str(text_file))
+    stop_at(monkeypatch, 3)
+    with pytest.raises(InputError, match="disk is full"):
+        convert.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    monkeypatch.undo()
+    shard = tmp_path / "out.partial" / "artifact" / "model-00002-of-00003.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 4
+    shard.write_bytes(data)
+    again = convert.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    assert again.resumed_shards == 1
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
