@@ -1,6 +1,7 @@
 // The Python module anybit._native: checks every array before a kernel sees its pointer, words the errors,
 // releases the GIL and splits the rows over threads.
 #include "kernels.h"
+#include "moments.h"
 #include "thread_pool.h"
 
 #include <nanobind/nanobind.h>
@@ -294,6 +295,40 @@ void gptq_block(const Output& weight, const Input& hinv, const Input& scales, co
     });
 }
 
+bool has_moments() {
+#ifdef ANYBIT_X86
+    const Features f = cpu_features();
+    return f.avx512f && f.avx512bw && f.avx512vl && f.avx512_bf16;
+#else
+    return false;
+#endif
+}
+
+void moments(const Input& x, const Output& h, int64_t threads) {
+    if (!has_moments()) refuse("moments needs AVX512-BF16, which this machine does not have");
+    const int used = check_threads(threads);
+    check("x", x, {Type::bf16, Type::u16}, {-1, -1}, Layout::dense_rows);
+    const int64_t tokens = static_cast<int64_t>(x.shape(0)), columns = static_cast<int64_t>(x.shape(1));
+    check("h", h, {Type::f32}, {columns, columns}, Layout::dense);
+    if (tokens == 0 || columns == 0) return;
+#ifdef ANYBIT_X86
+    const int64_t stride = row_stride(tokens, x.stride(0), columns), pairs = (tokens + 1) / 2;
+    const auto* from = static_cast<const uint16_t*>(x.data());
+    float* to = static_cast<float*>(h.data());
+    nb::gil_scoped_release release;
+    const int64_t n = (columns + MOMENT_PANEL - 1) / MOMENT_PANEL, size = pairs * MOMENT_PANEL;
+    const Scratch scratch = make_scratch(n * size);
+    auto* panels = reinterpret_cast<uint32_t*>(scratch.get());
+    parallel_for(n, 1, used, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) pack_moments(from, stride, tokens, columns, i, panels + i * size);
+    });
+    parallel_for(n * n, n, used, [&](int64_t begin, int64_t end) { // blocks below the diagonal mirror those above
+        for (int64_t b = begin; b < end; ++b)
+            if (b / n <= b % n) add_moments(panels, pairs, columns, b / n, b % n, to);
+    });
+#endif
+}
+
 nb::dict features() {
     const Features f = cpu_features();
     nb::dict d;
@@ -316,6 +351,9 @@ NB_MODULE(_native, m) {
     m.doc() = "Kernels of anybit for the CPU. Arguments of the wrong dtype, shape or layout raise ValueError.";
     m.def("cpu_features", &features, "What this processor has of what kernels could use: {name: bool}.");
     m.def("isa", [] { return kernels_for(nullptr)->isa; }, "The instruction set chosen for this machine.");
+    m.def("has_moments", &has_moments, "Whether this machine has what `moments` needs (AVX512-BF16).");
+    m.def("moments", &moments, nb::arg("x").noconvert(), nb::arg("h").noconvert(), nb::arg("threads"),
+          "h += x.T @ x, summed in float32; x bfloat16 (or its bits as uint16) [tokens, n], h float32 [n, n].");
     m.def("gptq_block", &gptq_block, nb::arg("weight").noconvert(), nb::arg("hinv").noconvert(),
           nb::arg("scales").noconvert(), nb::arg("zeros").noconvert(), nb::arg("maxq").noconvert(),
           nb::arg("codes").noconvert(), nb::arg("error").noconvert(), nb::arg("threads"),

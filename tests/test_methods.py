@@ -248,6 +248,17 @@ def test_clip_search_is_brute_force(bits: int, symmetric: bool) -> None:
         assert (chosen != 0).any()
 
 
+def test_compensated_clip_search_is_brute_force() -> None:
+    weight, cost = random_weight(4, 21) ** 3, torch.rand(21) + 0.1
+    columns = column_sets(LayerSpec.uniform(3, 8), (4, 21))[0]
+    ratios = clip.search_compensated(weight, columns, cost)
+    errors = clip_oracle(weight, np.diag(cost.numpy().astype(np.float64)), 3, 8, False)
+    chosen = np.abs(np.array(clip.RATIOS)[:, None, None] - ratios.numpy()).argmin(0)
+    best = np.take_along_axis(errors, chosen[None], 0)[0]
+    assert np.allclose(best, errors.min(0), rtol=1e-4)
+    assert (chosen != 0).any()
+
+
 def test_clip_search_of_exact_weights_clips_nothing() -> None:
     weight = torch.tensor([[0.0, 1, 2, 3], [0, 0, 0, 0]])
     columns = column_sets(LayerSpec.uniform(2, 4), (2, 4))[0]
@@ -255,7 +266,7 @@ def test_clip_search_of_exact_weights_clips_nothing() -> None:
 
 
 def test_clipping_lowers_the_loss() -> None:
-    weight, x = random_weight(8, 64) ** 3, inputs(100, 64)
+    weight, x = random_weight(96, 64), inputs(400, 64)
     stats = statistics(x)
     assert stats.hessian is not None
     for method in (rtn.quantize, gptq.quantize):
@@ -274,36 +285,39 @@ class Group:
     channels: list[int]
     bits: list[int]
     symmetric: list[bool]
-    ratio: np.ndarray  # [out]
 
 
-def groups_in_order(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> list[Group]:
-    """What GPTQ walks through, from the options' definitions."""
-    assert stats.hessian is not None
-    rows, columns = weight.shape
-    energy = stats.hessian.diagonal().numpy()
+def groups_in_order(energy: np.ndarray, rows: int, spec: LayerSpec) -> list[Group]:
+    """What GPTQ walks through, from the options' definitions; energy [in] is the Hessian's diagonal."""
     groups: list[Group] = []
     for cols in dict.fromkeys(t.cols for t in spec.tiles):
         tiles = [t for t in spec.tiles if t.cols == cols]
-        channels = list(range(columns) if cols is None else cols)
+        channels = list(range(len(energy)) if cols is None else cols)
         if spec.desc_act:
             channels.sort(key=lambda j: -energy[j])
         size = len(channels) if tiles[0].group_size == -1 else tiles[0].group_size
         of_row = {i: t for t in tiles for i in (range(rows) if t.rows is None else t.rows)}
         bits, symmetric = [of_row[i].bits for i in range(rows)], [of_row[i].symmetric for i in range(rows)]
         for start in range(0, len(channels), size):
-            group = channels[start : start + size]
-            ratio = np.ones(rows)
-            if spec.clip:
-                h = stats.hessian.numpy().astype(np.float64)[np.ix_(group, group)]
-                for i in range(rows):
-                    one = weight[i : i + 1, group]
-                    errors = clip_oracle(one, h, bits[i], len(group), symmetric[i])
-                    ratio[i] = clip.RATIOS[int(errors[:, 0, 0].argmin())]
-            groups.append(Group(group, bits, symmetric, ratio))
+            groups.append(Group(channels[start : start + size], bits, symmetric))
     if spec.group_reorder and not spec.desc_act:
         groups.sort(key=lambda g: -float(np.mean(energy[g.channels])))
     return groups
+
+
+def eliminate(inverse: np.ndarray, j: int) -> np.ndarray:
+    """The inverse Hessian without channel j."""
+    return inverse - np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+
+
+def ratios_of(weight: Tensor, group: Group, cost: np.ndarray, clipped: bool) -> np.ndarray:
+    """Clipping ratio of each row: least final cost of the original weights' errors."""
+    ratio = np.ones(len(weight))
+    for i in range(len(weight) if clipped else 0):
+        one, h = weight[i : i + 1, group.channels], np.diag(cost[group.channels])
+        errors = clip_oracle(one, h, group.bits[i], len(group.channels), group.symmetric[i])
+        ratio[i] = clip.RATIOS[int(errors[:, 0, 0].argmin())]
+    return ratio
 
 
 def gptq_oracle(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> np.ndarray:
@@ -315,10 +329,15 @@ def gptq_oracle(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> np.ndarr
     mean = diagonal.mean() if diagonal.any() else 1.0
     h[np.diag_indices(len(h))] += np.where(dead, mean, spec.damp * mean)
     w[:, dead] = 0
+    groups = groups_in_order(diagonal, len(w), spec)
+    inverse, cost = np.linalg.inv(h), np.zeros(len(h))
+    for j in [j for group in groups for j in group.channels]:
+        cost[j], inverse = 1 / inverse[j, j], eliminate(inverse, j)
     inverse, dense, left = np.linalg.inv(h), np.zeros_like(w), np.ones(len(h), bool)
-    for group in groups_in_order(weight, stats, spec):
+    for group in groups:
+        ratio = ratios_of(weight, group, cost, spec.clip)
         fitted = [
-            scalar_grid(w[i, group.channels], group.bits[i], group.symmetric[i], group.ratio[i])
+            scalar_grid(w[i, group.channels], group.bits[i], group.symmetric[i], ratio[i])
             for i in range(len(w))
         ]
         for j in group.channels:
@@ -327,7 +346,7 @@ def gptq_oracle(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> np.ndarr
                 dense[i, j] = float(scale) * (scalar_code(w[i, j], float(scale), zero, group.bits[i]) - zero)
                 error = (w[i, j] - dense[i, j]) / inverse[j, j]
                 w[i, left] -= error * inverse[j, left]
-            inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+            inverse = eliminate(inverse, j)
     return dense
 
 

@@ -26,6 +26,8 @@ from anybit.texts import calibration_set
 
 HERE = Path(__file__).parent
 
+# ours: the defaults, and textbook GPTQ
+OURS: dict[str, tuple[str, ...]] = {"anybit": (), "anybit-textbook": ("--no-attention-weights",)}
 # contender -> (peer, options); each peer's defaults, then its quality options that cost nothing at inference
 PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gptqmodel": ("gptqmodel", ()),
@@ -125,11 +127,11 @@ def last_line(log: Path) -> str:
     return lines[-1] if lines else ""
 
 
-def run_anybit(inputs: Inputs, config: Config, out: Path) -> dict[str, Any]:
+def run_anybit(inputs: Inputs, contender: str, config: Config, out: Path) -> dict[str, Any]:
     """Quantize with `anybit quantize`; its seconds hold loading and writing too, which the peers' do not."""
     report = out.with_suffix(".json")
     command = [sys.executable, "-m", "anybit", "quantize", str(inputs.model), "-o", str(out), "--overwrite",
-               "--method", "gptq", *config.flags(), "--calibration", str(inputs.calibration),
+               "--method", "gptq", *config.flags(), *OURS[contender], "--calibration", str(inputs.calibration),
                "--samples", str(inputs.samples), "--seq-len", str(inputs.seq_len),
                "--threads", str(inputs.threads), "--json", str(report)]  # fmt: skip
     _, peak = run_measured(command, out.with_suffix(".log"), inputs.threads)
@@ -165,10 +167,8 @@ def add_run(
     out = args.work / f"{contender}-{config.name()}"
     shutil.rmtree(out, ignore_errors=True)  # never measure a resumed run
     try:
-        if contender == "anybit":
-            made = run_anybit(inputs, config, out)
-        else:
-            made = run_peer(inputs, contender, config, out)
+        run = run_anybit if contender in OURS else run_peer
+        made = run(inputs, contender, config, out)
         outcome.seconds.append(made["seconds"])
         outcome.peak_mb = max(outcome.peak_mb, made["peak_mb"])
         outcome.settings, outcome.versions = made["settings"], made["versions"]
@@ -211,7 +211,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--symmetry", nargs="+", choices=("asym", "sym"), default=["asym", "sym"])
     parser.add_argument("--desc-act", nargs="+", choices=("on", "off"), default=["off", "on"])
-    parser.add_argument("--contenders", nargs="+", choices=("anybit", *PEERS), default=["anybit", *PEERS])
+    parser.add_argument("--contenders", nargs="+", choices=(*OURS, *PEERS), default=[*OURS, *PEERS])
     parser.add_argument("--repeats", type=int, default=1, help="runs of each; seconds is their median")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers-dir", type=Path, default=default_peers, help="environments of setup.sh")

@@ -46,7 +46,7 @@ class Activations:
             self._kept[i] = hidden
             return
         if self._file is None:  # anonymous: nothing is left behind, however the process ends
-            self._file = tempfile.TemporaryFile(dir=self._directory)
+            self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 - lives as long as self
         self._kept[i] = hidden.new_empty(0).expand(0)
         self._shape, self._dtype, self._size = hidden.shape, hidden.dtype, size
         self._file.seek(i * size)

@@ -39,7 +39,7 @@ app = typer.Typer(
 )
 
 # Click's base class of usage errors, which typer may or may not bring along under its own name.
-_USAGE_ERROR = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="HF directory, hub id, .gguf file or anybit artifact.")
@@ -85,7 +85,10 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         bool, typer.Option("--symmetric/--asymmetric", help="Without or with zero points.")
     ] = False,
     embed_bits: Annotated[int, typer.Option(help="Embedding and head: 16, 8 or 4 bits.")] = 16,
-    clip: Annotated[bool, typer.Option("--clip/--no-clip", help="Search clipping ratios per group.")] = False,
+    clip: Annotated[
+        bool | None,
+        typer.Option("--clip/--no-clip", help="Search clipping ratios per group. [default: for gptq]"),
+    ] = None,
     desc_act: Annotated[
         bool, typer.Option("--desc-act/--no-desc-act", help="GPTQ: store columns by energy.")
     ] = False,
@@ -383,14 +386,11 @@ def main() -> None:
     except InputError as error:
         code = _complain(str(error), 2)
     except _USAGE_ERROR as error:
-        error.show()  # type: ignore[attr-defined]
-        code = error.exit_code  # type: ignore[attr-defined]
+        error.show()
+        code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         resumes = "; the same command resumes" if sys.argv[1:2] == ["quantize"] else ""
         code = _complain(f"interrupted{resumes}", 130)
-    except BrokenPipeError:  # the reader of our output has gone; Python would complain again when it flushes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     except OSError as error:
         if error.errno is None:
             raise

@@ -58,9 +58,9 @@ class Plan:
         quantized = sum(_count(layout["shape"]) for layout in self.layouts.values())
         head = sum(_count(layout["shape"]) for layout in self.embeddings.values())
         text = (
-            f"quantizes {len(self.layouts)} linear layers: {quantized / 1e6:.1f} M of {self.linear_weights / 1e6:.1f} M "
-            f"weights in the decoder blocks, {100 * (quantized + head) / self.model_weights:.1f} % of all "
-            f"{self.model_weights / 1e6:.1f} M"
+            f"quantizes {len(self.layouts)} linear layers: {quantized / 1e6:.1f} M of "
+            f"{self.linear_weights / 1e6:.1f} M weights in the decoder blocks, "
+            f"{100 * (quantized + head) / self.model_weights:.1f} % of all {self.model_weights / 1e6:.1f} M"
         )
         return text + (f" (embedding and head: {head / 1e6:.1f} M)" if head else "")
 

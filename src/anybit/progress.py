@@ -37,7 +37,7 @@ class Terminal(Silent):
             text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), Remaining(),
             console=self.console,
         )  # fmt: skip
-        self.bars = bar if sys.stderr.isatty() else None
+        self.bars: Any = bar if sys.stderr.isatty() else None
         self._started = False
 
     def say(self, text: str) -> None:

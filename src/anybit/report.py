@@ -11,7 +11,8 @@ from typing import Any
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c1c1c }
 table { border-collapse: collapse; width: 100% } td, th { padding: .4rem .8rem; text-align: right }
-th { border-bottom: 2px solid #444 } td { border-bottom: 1px solid #ddd } td:first-child, th:first-child { text-align: left }
+th { border-bottom: 2px solid #444 } td { border-bottom: 1px solid #ddd }
+td:first-child, th:first-child { text-align: left }
 blockquote { border-left: 4px solid #0a6; margin: .5rem 0 1.5rem; padding: .2rem 1rem; background: #f5f8f7 }
 img { max-width: 100% } .note { color: #555; font-size: .9rem }
 """
@@ -51,8 +52,8 @@ grid of its own): errors at 4 bits and above are measured against that base.</p>
 
 
 def _table_row(row: dict[str, Any]) -> str:
-    width = "–" if row["bits_per_weight"] is None else f"{row['bits_per_weight']:.3f}"
-    taken = "–" if row["seconds"] is None else f"{row['seconds']:.0f} s"
+    width = "&ndash;" if row["bits_per_weight"] is None else f"{row['bits_per_weight']:.3f}"
+    taken = "&ndash;" if row["seconds"] is None else f"{row['seconds']:.0f} s"
     values = [
         html.escape(row["name"]),
         width,

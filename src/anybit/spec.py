@@ -51,7 +51,7 @@ class QuantizeConfig:
     group_size: int = 128  # -1: one group per row
     symmetric: bool = False
     embed_bits: int = 16
-    clip: bool = False
+    clip: bool | None = None  # None: for gptq
     desc_act: bool = False
     group_reorder: bool = True
     damp: float = 0.01
@@ -85,14 +85,19 @@ class QuantizeConfig:
             raise InputError(f"samples ({self.samples}) and seq_len ({self.seq_len}) must be at least 1")
 
     @property
+    def clips(self) -> bool:
+        """Whether clipping ratios are searched."""
+        return self.method == "gptq" if self.clip is None else self.clip
+
+    @property
     def calibrated(self) -> bool:
         """Whether the method looks at activations at all."""
-        return self.method != "rtn" or self.clip
+        return self.method != "rtn" or self.clips
 
     def layer_spec(self) -> LayerSpec:
         return LayerSpec(
             tiles=(TileSpec(self.bits, self.group_size, self.symmetric),),
-            clip=self.clip,
+            clip=self.clips,
             desc_act=self.desc_act,
             group_reorder=self.group_reorder,
             damp=self.damp,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InputError
+from anybit.kernels import dispatch
 
 
 @dataclass
@@ -25,14 +26,14 @@ class LinearStats:
 
     def add(self, x: Tensor, importance: Tensor | None = None) -> None:
         """Accumulate inputs x [..., in], each token's moments times its importance [tokens] where given."""
-        x = x.detach().reshape(-1, x.shape[-1]).float()
+        x = x.detach().reshape(-1, x.shape[-1])
         self.tokens += x.shape[0]
         if importance is not None:
-            x = x * importance.sqrt()[:, None]
+            x = x.float() * importance.sqrt()[:, None]
         if self.hessian is None:
-            self.squares += x.square().sum(0)
+            self.squares += x.float().square().sum(0)
         else:
-            self.hessian.addmm_(x.T, x)
+            dispatch.add_moments(self.hessian, x)
             self.squares = self.hessian.diagonal()
 
     def check(self, name: str) -> None:

@@ -300,6 +300,4 @@ def _same(a: Any, b: Any, compared: set[tuple[int, int]]) -> bool:
         return len(a) == len(b) and all(_same(x, y, compared) for x, y in zip(a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[k], b[k], compared) for k in a)
-    if isinstance(a, str | int | float):
-        return type(a) is type(b) and a == b
-    return type(a) is type(b)
+    return type(a) is type(b) and (a == b or not isinstance(a, str | int | float))

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 try:
-    from anybit import _native
+    from anybit import _native as _extension
 except ImportError as error:  # a bare source tree: the reference runs instead
-    _native = None
+    _native: Any = None
     _REASON: str | None = f"the native extension is not built ({error}): `pip install .` builds it"
 else:
+    _native = _extension
     _REASON = None
 
 
@@ -114,3 +115,21 @@ def gptq_block(
     threads = threads or torch.get_num_threads()
     _native.gptq_block(weight, inverse, scale, zero, top, codes, errors, threads, isa)
     return codes, errors
+
+
+def has_moments() -> bool:
+    """Whether `moments` can run here: the native extension, and a processor with AVX512-BF16."""
+    return available() and _native.has_moments()
+
+
+def moments(x: Tensor, hessian: Tensor, threads: int | None = None) -> None:
+    """`hessian += x.T @ x`, summed in float32, the same bits for every number of threads.
+
+    Args:
+        x: bfloat16 [tokens, n], contiguous rows.
+        hessian: float32 [n, n], contiguous; symmetric before and after.
+
+    Raises:
+        ValueError: wrong dtype, shape, layout or device; a machine without AVX512-BF16.
+    """
+    _native.moments(x, hessian, threads or torch.get_num_threads())

@@ -50,12 +50,12 @@ class Prepared:
     def _bind(self, i: int) -> cpu.GroupInt:
         tile = self.weight.layout["tiles"][i]
         columns = tile.get("cols", self.in_features)
-        scales, zeros = self._field(i, "scales"), self._field(i, "zeros")
-        assert scales is not None
+        codes, scales, zeros = self._field(i, "codes"), self._field(i, "scales"), self._field(i, "zeros")
+        assert codes is not None and scales is not None
         if zeros is not None:
             zeros = unpack_codes(zeros, tile["bits"], scales.shape[1])
         return cpu.group_int(
-            self._field(i, "codes"),
+            codes,
             scales,
             zeros,
             self._field(i, "rows"),
@@ -93,3 +93,12 @@ def gptq_block(
     """See `reference.gptq_block`; native on the CPU."""
     fast = cpu.available() and weight.device.type == "cpu"
     return (cpu if fast else reference).gptq_block(weight, inverse, scale, zero, top)
+
+
+def add_moments(hessian: Tensor, x: Tensor) -> None:
+    """`hessian [n, n] += x^T x` of activations x [tokens, n], summed in float32; native for bfloat16 on the CPU."""
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and cpu.has_moments():
+        cpu.moments(x.contiguous(), hessian)
+    else:
+        x = x.float()
+        hessian.addmm_(x.T, x)

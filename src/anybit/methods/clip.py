@@ -1,10 +1,14 @@
 """Clip search: a ratio c <= 1 per (row, group) that shrinks the grid's range where that lowers the output error.
 
-The error is the layer's, not the weights': `D H D^T` with D the group's rounding error and H the group's
-block of the Hessian `X^T X` (the second-order weighting of OmniQuant's and AWQ's clip, without gradients).
+The error is the layer's, not the weights': `D H D^T` with D the group's rounding error and H the group's block of
+the Hessian `X^T X`. Where a method compensates errors in later columns (GPTQ), what a column's error costs in the end
+is `d_j^2 / R_jj^2`, R the Cholesky factor of the inverse Hessian (GPTQ's loss, Optimal Brain Quantization eq. 5);
+then that is what is minimised.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,7 +21,7 @@ RATIOS = tuple(1 - 0.04 * k for k in range(14))  # 1.00 down to 0.48
 
 
 def search(weight: Tensor, columns: ColumnSet, stats: LinearStats | None) -> Tensor:
-    """Best clipping ratio of every row and group.
+    """Best clipping ratio of every row and group for plain rounding.
 
     Args:
         weight: float32 [out, c], the column set's channels in stored order.
@@ -27,18 +31,42 @@ def search(weight: Tensor, columns: ColumnSet, stats: LinearStats | None) -> Ten
     Returns:
         float32 [out, groups], values in (0, 1].
     """
+    blocks = _hessian_blocks(columns, stats, weight)
+
+    def cost(delta: Tensor) -> Tensor:
+        # [groups, out, n] @ [groups, n, n], then the row-wise inner product with delta
+        across = delta.transpose(0, 1)
+        return (torch.bmm(across, blocks) * across).sum(-1).T
+
+    return _least(weight, columns, cost)
+
+
+def search_compensated(weight: Tensor, columns: ColumnSet, column_cost: Tensor) -> Tensor:
+    """Best clipping ratio of every row and group where errors are compensated in later columns.
+
+    Args:
+        weight: float32 [out, c], the column set's channels in stored order.
+        columns: the column set.
+        column_cost: float32 [c], what a squared error in each channel costs in the end.
+
+    Returns:
+        float32 [out, groups], values in (0, 1].
+    """
+    costs = grid.split_groups(column_cost[None], columns.group_size)  # [1, groups, n], zeros beyond the last
+    return _least(weight, columns, lambda delta: (delta.square() * costs).sum(-1))
+
+
+def _least(weight: Tensor, columns: ColumnSet, cost: Callable[[Tensor], Tensor]) -> Tensor:
+    """The ratio of least `cost(rounding errors [out, groups, n]) -> [out, groups]`."""
     bits, symmetric = columns.bits.to(weight.device)[:, None], columns.symmetric.to(weight.device)[:, None]
     groups = grid.split_groups(weight, columns.group_size)
-    blocks = _hessian_blocks(columns, stats, weight)
     top = (2.0**bits - 1)[..., None]
     best = torch.full(groups.shape[:2], torch.inf, device=weight.device)
     ratios = torch.ones_like(best)
     for ratio in RATIOS:
         scale, zero = grid.fit(groups, bits, symmetric, ratio)
         scale, zero = scale[..., None], zero[..., None]
-        delta = grid.decode(grid.encode(groups, scale, zero, top), scale, zero) - groups
-        # [groups, out, n] @ [groups, n, n], then the row-wise inner product with delta
-        error = (torch.bmm(delta.transpose(0, 1), blocks) * delta.transpose(0, 1)).sum(-1).T
+        error = cost(grid.decode(grid.encode(groups, scale, zero, top), scale, zero) - groups)
         ratios = torch.where(error < best, ratio, ratios)
         best = torch.minimum(error, best)
     return ratios

@@ -50,7 +50,12 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     dead = diagonal == 0
     work = torch.where(dead, 0.0, weight)[:, perm]
     factor = inverse_factor(hessian[perm][:, perm], spec.damp)
-    ratios = [clip.search(weight[:, s.cols], s, stats) if spec.clip else None for s in sets]
+    column_cost = torch.empty_like(diagonal)
+    column_cost[perm] = factor.diagonal().square().reciprocal()
+    ratios = [
+        clip.search_compensated(weight[:, s.cols], s, column_cost[s.cols]) if spec.clip else None
+        for s in sets
+    ]
     return _sweep(work, factor, sets, order, ratios)
 
 
