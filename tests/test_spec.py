@@ -35,7 +35,9 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert (config.method, config.bits, config.group_size, config.symmetric) == ("gptq", 4, 128, False)
     assert (config.damp, config.group_reorder, config.desc_act, config.one_shot) == (0.01, True, False, False)
     assert (config.samples, config.seq_len, config.seed, config.embed_bits) == (128, 2048, 0, 16)
-    assert config.layer_spec() == LayerSpec((TileSpec(4, 128, False),), group_reorder=True, damp=0.01)
+    expected = LayerSpec((TileSpec(4, 128, False),), clip=True, group_reorder=True, damp=0.01)
+    assert config.layer_spec() == expected
+    assert not QuantizeConfig("rtn").clips and not QuantizeConfig(clip=False).clips
     assert json.loads(json.dumps(config.as_dict()))["method"] == "gptq"
 
 
