@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from transformers.pytorch_utils import Conv1D
 
 from anybit.errors import InputError
+from anybit.progress import SILENT, Silent
 from anybit.stats import GradientStats, LinearStats
 from anybit.streaming import StreamedModel, linear_shape
 
@@ -218,14 +219,16 @@ def gradient_statistics(
     return stats
 
 
-def load_whole(streamed: StreamedModel) -> Any:
+def load_whole(streamed: StreamedModel, report: Silent = SILENT) -> Any:
     """The full-precision model with all weights in memory, frozen."""
+    advance = report.task(f"loading {streamed.checkpoint.source}", len(streamed.blocks))
     model = streamed.model
     for name, module in streamed.outside_modules().items():
         streamed.materialise(module, name)
     model.tie_weights()
     for i, block in enumerate(streamed.blocks):
         streamed.materialise(block, streamed.block_name(i))
+        advance(1)
     return model.requires_grad_(False)
 
 

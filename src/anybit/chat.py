@@ -11,15 +11,21 @@ from transformers import TextStreamer
 
 from anybit.errors import InputError
 from anybit.model import load, load_tokenizer
+from anybit.progress import SILENT, Silent
 
 
 class Generator:
     """A loaded model and its tokenizer."""
 
-    def __init__(self, model: str, dtype: str = "float32", device: str = "cpu") -> None:
+    def __init__(
+        self, model: str, dtype: str = "float32", device: str = "cpu", report: Silent = SILENT
+    ) -> None:
         self.name = model
         self.tokenizer = load_tokenizer(model)
-        self.model = load(model, dtype=dtype, device=device)
+        try:
+            self.model = load(model, dtype=dtype, device=device, report=report)
+        finally:
+            report.close()
 
     def encode(self, prompt: str) -> Tensor:
         """Token ids [1, T] of a prompt.

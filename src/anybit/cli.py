@@ -269,7 +269,7 @@ def generate(  # noqa: PLR0913
 
     _set_threads(threads)
     _check_device(device)
-    generator = Generator(model, dtype, device)
+    generator = Generator(model, dtype, device, _report())
     typer.echo(prompt, nl=False)
     generator.stream(generator.encode(prompt), max_new_tokens, temperature, seed)
 
@@ -289,7 +289,7 @@ def chat(
 
     _set_threads(threads)
     _check_device(device)
-    converse(Generator(model, dtype, device), max_new_tokens, temperature, seed)
+    converse(Generator(model, dtype, device, _report()), max_new_tokens, temperature, seed)
 
 
 @app.command()
@@ -430,11 +430,8 @@ def _check_device(device: str) -> None:
 
 
 def _report() -> Any:
-    import transformers
-
     from anybit.progress import Terminal
 
-    transformers.utils.logging.disable_progress_bar()
     return Terminal()
 
 

@@ -20,13 +20,14 @@ from anybit.streaming import StreamedModel
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(model: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Any:
+def load(model: str | Path, *, dtype: str = "float32", device: str = "cpu", report: Silent = SILENT) -> Any:
     """A Transformers model, ready to run, from an artifact, an HF directory, a hub id or a `.gguf` file.
 
     Args:
         model: what to load; an artifact's headers, shapes and indices are checked first.
         dtype: what it computes in ("float32", "bfloat16", "float16"); stored codes and scales keep theirs.
         device: "cpu" or "cuda".
+        report: where progress goes.
 
     Raises:
         InputError: see `artifact.open_artifact`, `checkpoint.open_checkpoint`; an unknown dtype or device.
@@ -44,7 +45,7 @@ def load(model: str | Path, *, dtype: str = "float32", device: str = "cpu") -> A
     if checkpoint.gguf is None:
         StreamedModel(checkpoint, DTYPES[dtype])  # names and shapes fit the config, said clearly where not
         return _from_pretrained(checkpoint.path, dtype).eval().to(device)
-    loaded = load_whole(StreamedModel(checkpoint, DTYPES[dtype]))
+    loaded = load_whole(StreamedModel(checkpoint, DTYPES[dtype]), report)
     return loaded.eval().to(device)
 
 
@@ -121,8 +122,8 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     tokenizer = load_tokenizer(model)
     content = texts.read_text(text)
     tokens = texts.token_ids(tokenizer, content)
-    loaded = load(model, dtype=dtype, device=device)
-    reference = load(base, dtype=dtype, device=device) if base is not None else None
+    loaded = load(model, dtype=dtype, device=device, report=report)
+    reference = load(base, dtype=dtype, device=device, report=report) if base is not None else None
     advance: Any = None
 
     def progress(done: int, total: int) -> None:

@@ -1,0 +1,92 @@
+"""Perplexity and KL divergence of methods x widths on one model and text, with stored bits per weight.
+
+Writes a Markdown table and, with --plot, the README's picture. The last line is one JSON object.
+
+    python bench/quality.py MODEL --calibration calib.txt --text test.txt --bits 4 3 2 [--plot docs/smollm2.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import anybit
+from anybit.progress import Terminal
+
+METHODS: dict[str, dict[str, Any]] = {
+    "RTN": {"method": "rtn"},
+    "GPTQ, textbook": {"method": "gptq", "clip": False, "attention_weights": False},
+    "GPTQ": {"method": "gptq"},
+}
+
+
+def measure(args: argparse.Namespace, options: dict[str, Any], bits: int, out: Path) -> dict[str, Any]:
+    """Quantize and evaluate one cell."""
+    config = anybit.QuantizeConfig(
+        **options, bits=bits, group_size=args.group_size, samples=args.samples, seq_len=args.seq_len
+    )
+    made = anybit.quantize(args.model, out, config, calibration=args.calibration)
+    figures = anybit.evaluate(
+        out, text=args.text, seq_len=args.seq_len, max_tokens=args.max_tokens, base=args.model
+    )
+    keys = ("perplexity", "base_perplexity", "kld_mean", "kld_p99", "top1_agreement", "tokens", "window_nll")
+    cell = {key: figures[key] for key in keys}
+    return cell | {"bits": bits, "bits_per_weight": made.bits_per_weight, "seconds": made.seconds}
+
+
+def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Perplexity against stored bits per weight, a line per method, the base model dashed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for method in dict.fromkeys(row["method"] for row in rows):
+        points = [row for row in rows if row["method"] == method]
+        x = [row["bits_per_weight"] for row in points]
+        axes.plot(x, [row["perplexity"] for row in points], "o-", label=method)
+    axes.axhline(rows[0]["base_perplexity"], linestyle="--", color="#888", label="unquantized")
+    axes.set(xlabel="stored bits per weight (linear layers)", ylabel="perplexity", yscale="log", title=title)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--calibration", default="builtin")
+    parser.add_argument("--text", default="builtin-eval")
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--max-tokens", type=int, default=16384)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--title", default="")
+    args = parser.parse_args()
+    report, rows = Terminal(), []
+    with tempfile.TemporaryDirectory() as folder:
+        for method in args.methods:
+            for bits in args.bits:
+                report.say(f"{method}, {bits} bits")
+                cell = measure(args, METHODS[method], bits, Path(folder) / f"{len(rows)}")
+                rows.append({"method": method, **cell})
+    print(
+        "| method | bits | bpw | perplexity | KLD mean | KLD p99 | top-1 | seconds |\n|---|---|---|---|---|---|---|---|"
+    )
+    for r in rows:
+        print(
+            f"| {r['method']} | {r['bits']} | {r['bits_per_weight']:.3f} | {r['perplexity']:.2f} | {r['kld_mean']:.4f} "
+            f"| {r['kld_p99']:.3f} | {100 * r['top1_agreement']:.1f} % | {r['seconds']:.0f} |"
+        )
+    if args.plot:
+        plot(rows, args.plot, args.title)
+    print(json.dumps({"bench": "quality", "group_size": args.group_size, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
