@@ -1,4 +1,4 @@
-"""Perplexity and KL divergence of methods x widths on one model and text, with stored bits per weight.
+"""Perplexity of methods x widths on one model and text, with stored bits per weight; with --kld also divergence.
 
 Writes a Markdown table and, with --plot, the README's picture. The last line is one JSON object.
 
@@ -29,15 +29,34 @@ def measure(args: argparse.Namespace, options: dict[str, Any], bits: int, out: P
         **options, bits=bits, group_size=args.group_size, samples=args.samples, seq_len=args.seq_len
     )
     made = anybit.quantize(args.model, out, config, calibration=args.calibration)
+    base = args.model if args.kld else None
     figures = anybit.evaluate(
-        out, text=args.text, seq_len=args.seq_len, max_tokens=args.max_tokens, base=args.model
+        out, text=args.text, seq_len=args.seq_len, max_tokens=args.max_tokens, base=base
     )
-    keys = ("perplexity", "base_perplexity", "kld_mean", "kld_p99", "top1_agreement", "tokens", "window_nll")
-    cell = {key: figures[key] for key in keys}
+    keys = ("perplexity", "kld_mean", "kld_p99", "top1_agreement", "tokens", "window_nll")
+    cell = {key: figures.get(key) for key in keys}
     return cell | {"bits": bits, "bits_per_weight": made.bits_per_weight, "seconds": made.seconds}
 
 
-def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+def show(rows: list[dict[str, Any]], kld: bool) -> None:
+    """The rows as a Markdown table."""
+    columns = [
+        "method",
+        "bits",
+        "bpw",
+        "perplexity",
+        *(["KLD mean", "KLD p99", "top-1"] if kld else []),
+        "seconds",
+    ]
+    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    for r in rows:
+        cells = [r["method"], str(r["bits"]), f"{r['bits_per_weight']:.3f}", f"{r['perplexity']:.2f}"]
+        if kld:
+            cells += [f"{r['kld_mean']:.4f}", f"{r['kld_p99']:.3f}", f"{100 * r['top1_agreement']:.1f} %"]
+        print("| " + " | ".join([*cells, f"{r['seconds']:.0f}"]) + " |", flush=True)
+
+
+def plot(rows: list[dict[str, Any]], base: float, path: Path, title: str) -> None:
     """Perplexity against stored bits per weight, a line per method, the base model dashed."""
     from matplotlib.figure import Figure
 
@@ -47,7 +66,7 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         points = [row for row in rows if row["method"] == method]
         x = [row["bits_per_weight"] for row in points]
         axes.plot(x, [row["perplexity"] for row in points], "o-", label=method)
-    axes.axhline(rows[0]["base_perplexity"], linestyle="--", color="#888", label="unquantized")
+    axes.axhline(base, linestyle="--", color="#888", label="unquantized")
     axes.set(xlabel="stored bits per weight (linear layers)", ylabel="perplexity", yscale="log", title=title)
     axes.grid(alpha=0.3, which="both")
     axes.legend()
@@ -65,6 +84,9 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--max-tokens", type=int, default=16384)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument(
+        "--kld", action="store_true", help="divergence from the unquantized model (twice the time)"
+    )
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--title", default="")
     args = parser.parse_args()
@@ -75,17 +97,16 @@ def main() -> None:
                 report.say(f"{method}, {bits} bits")
                 cell = measure(args, METHODS[method], bits, Path(folder) / f"{len(rows)}")
                 rows.append({"method": method, **cell})
-    print(
-        "| method | bits | bpw | perplexity | KLD mean | KLD p99 | top-1 | seconds |\n|---|---|---|---|---|---|---|---|"
-    )
-    for r in rows:
-        print(
-            f"| {r['method']} | {r['bits']} | {r['bits_per_weight']:.3f} | {r['perplexity']:.2f} | {r['kld_mean']:.4f} "
-            f"| {r['kld_p99']:.3f} | {100 * r['top1_agreement']:.1f} % | {r['seconds']:.0f} |"
-        )
+    base = anybit.evaluate(args.model, text=args.text, seq_len=args.seq_len, max_tokens=args.max_tokens)
+    show(rows, args.kld)
+    print(f"unquantized: {base['perplexity']:.2f} over {base['tokens']} tokens")
     if args.plot:
-        plot(rows, args.plot, args.title)
-    print(json.dumps({"bench": "quality", "group_size": args.group_size, "rows": rows}))
+        plot(rows, base["perplexity"], args.plot, args.title)
+    print(
+        json.dumps(
+            {"bench": "quality", "group_size": args.group_size, "base": base["perplexity"], "rows": rows}
+        )
+    )
 
 
 if __name__ == "__main__":

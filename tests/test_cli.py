@@ -464,6 +464,7 @@ CTRL_C = """
 import os, signal, sys
 from anybit import cli
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
 calls, fsync = [], os.fsync
 def interrupted(descriptor):
     calls.append(descriptor)
