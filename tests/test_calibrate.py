@@ -166,9 +166,7 @@ def test_the_hooks_are_gone_after_an_error() -> None:
     with pytest.raises(RuntimeError), Collector({"a": block.a}, hessian=True) as collector:
         block(random(2, 7))
     block(random(2, 6))
-    assert (
-        not block.a._forward_pre_hooks and not collector.stats.get("a", LinearStats.empty(6, True)).tokens % 2
-    )
+    assert not block.a._forward_pre_hooks and not collector.stats  # the second call was not seen
 
 
 def test_norms_alone_and_half_precision_inputs() -> None:

@@ -78,7 +78,7 @@ def test_gptq_sees_the_inputs_it_should(
     one_shot: bool,
 ) -> None:
     """Statistics against the whole model in Transformers: as it was, or with all earlier blocks quantized."""
-    monkeypatch.setattr(convert, "compute_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(convert, "compute_dtype", lambda: torch.float32)
     config = QuantizeConfig(method="gptq", bits=3, group_size=32, samples=5, seq_len=40, one_shot=one_shot)
     convert.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     found = stored(tmp_path / "out")
@@ -161,14 +161,23 @@ def test_spec_map_overrides_the_config(model_dir: Callable[[str], Path], tmp_pat
     assert bits.pop(name) == 8 and set(bits.values()) == {4}
 
 
-def test_nan_weights_are_named(model_copy: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("value", "words"), [(torch.nan, "NaN"), (-torch.inf, "Inf"), (1e6, "float16")])
+@pytest.mark.parametrize("config", [RTN, GPTQ])
+def test_unusable_weights_are_named_before_any_work(
+    model_copy: Callable[[str], Path],
+    tmp_path: Path,
+    text_file: Path,
+    config: QuantizeConfig,
+    value: float,
+    words: str,
+) -> None:
     model = model_copy("llama")
     loaded = AutoModelForCausalLM.from_pretrained(model)
-    loaded.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+    loaded.model.layers[1].mlp.up_proj.weight.data[0, 0] = value
     loaded.save_pretrained(model)
-    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj.*NaN"):
-        convert.quantize(model, tmp_path / "out", RTN)
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match=rf"layers\.1\.mlp\.up_proj.*{words}"):
+        convert.quantize(model, tmp_path / "out", config, calibration=str(text_file))
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
 def test_all_zero_channels_work(model_copy: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:

@@ -199,13 +199,13 @@ def test_tiles_by_rows_and_columns_are_quantized_each_on_its_own() -> None:
         ((TileSpec(rows=(1, 0)), TileSpec(rows=(2, 3))), "ascending"),
         ((TileSpec(rows=()), TileSpec()), "no rows"),
         ((TileSpec(rows=(0, 1), group_size=16), TileSpec(rows=(2, 3), group_size=8)), "group_size"),
-        ((TileSpec(cols=(0, 1, 2)), TileSpec(cols=(3, 4))), "input channels"),
+        ((TileSpec(cols=(0, 1, 2)), TileSpec(cols=(3, 4))), "1 input channels are in no tile"),
         ((TileSpec(cols=(0, 1, 2)), TileSpec(cols=(3, 4, 5, 6))), "channel 6"),
-        ((TileSpec(cols=(0, 1, 2)), TileSpec(cols=(2, 3, 4, 5))), "input channels"),
+        ((TileSpec(cols=(0, 1, 2)), TileSpec(cols=(2, 3, 4, 5))), "channel 2 is in two tiles"),
         ((TileSpec(cols=(-1, 0, 1, 2, 3, 4)),), "channel -1"),
-        ((TileSpec(cols=(0, 0, 1, 2, 3, 4)),), "input channels"),
+        ((TileSpec(cols=(0, 0, 1, 2, 3, 4)),), "channel 0 is in two tiles"),
         ((TileSpec(cols=()), TileSpec()), "no columns"),
-        ((TileSpec(), TileSpec(cols=(0, 1, 2, 3, 4, 5))), "input channels"),
+        ((TileSpec(), TileSpec(cols=(0, 1, 2, 3, 4, 5))), "channel 0 is in two tiles"),
         (tuple(TileSpec(rows=(0,)) for _ in range(300)), "300 tiles"),
     ],
 )
@@ -335,7 +335,7 @@ def gptq_oracle(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> np.ndarr
         cost[j], inverse = 1 / inverse[j, j], eliminate(inverse, j)
     inverse, dense, left = np.linalg.inv(h), np.zeros_like(w), np.ones(len(h), bool)
     for group in groups:
-        ratio = ratios_of(weight, group, cost, spec.clip)
+        ratio = ratios_of(torch.tensor(np.where(dead, 0, weight)), group, cost, spec.clip)
         fitted = [
             scalar_grid(w[i, group.channels], group.bits[i], group.symmetric[i], ratio[i])
             for i in range(len(w))
@@ -397,13 +397,23 @@ def test_gptq_is_the_oracle(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["asymmetric", "desc_act", "8 and 4 bits by rows", "2 and 4 bits by columns"]
+    "name", ["asymmetric", "desc_act", "clip", "8 and 4 bits by rows", "2 and 4 bits by columns"]
 )
 def test_gptq_with_dead_channels_and_fewer_tokens_than_channels(name: str) -> None:
     x = inputs(20, 50)
     x[:, [0, 5, 17, 48]] = 0
     made = check_gptq(random_weight(8, 50), statistics(x), SPECS[name])
     assert not made.dequantize()[:, [0, 5, 17, 48]].any()
+
+
+def test_weights_of_dead_channels_change_nothing() -> None:
+    x, weight = inputs(200, 50), random_weight(8, 50)
+    x[:, [0, 17]] = 0
+    other = weight.clone()
+    other[:, [0, 17]] = 40.0
+    for name in ("asymmetric", "clip", "clip, desc_act"):
+        first, second = (gptq.quantize(w, statistics(x), SPECS[name]).dequantize() for w in (weight, other))
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])

@@ -26,8 +26,8 @@ from anybit.texts import calibration_set
 
 HERE = Path(__file__).parent
 
-# ours: the defaults, and textbook GPTQ
-OURS: dict[str, tuple[str, ...]] = {"anybit": (), "anybit-textbook": ("--no-attention-weights",)}
+# ours: the defaults, and without what is ours in it (group reorder stays)
+OURS: dict[str, tuple[str, ...]] = {"anybit": (), "anybit-textbook": ("--no-attention-weights", "--no-clip")}
 # contender -> (peer, options); each peer's defaults, then its quality options that cost nothing at inference
 PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gptqmodel": ("gptqmodel", ()),

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from anybit.checkpoint import Checkpoint, open_checkpoint
+from anybit.checkpoint import Checkpoint, open_checkpoint, read_json
+from anybit.description import check_layers, dense_layout
 from anybit.errors import InputError
 from anybit.tensors import (
     QUANT_METHOD,
@@ -23,7 +24,6 @@ from anybit.tensors import (
     code_bits,
     stored_tensors,
     validate,
-    validate_layout,
 )
 
 HASHES = "anybit.index.json"  # size and SHA-256 of every shard, config.json and the index
@@ -36,16 +36,23 @@ TOKENIZER_FILES = (
     "added_tokens",
     "chat_template",
     "spiece",
+    "sentencepiece",
+    "tekken",
 )
 
 
 def is_artifact(path: Path) -> bool:
     """Whether a directory's config.json says that anybit wrote it."""
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = read_json(path / "config.json")
         return config["quantization_config"]["quant_method"] == QUANT_METHOD
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (InputError, KeyError, TypeError):
         return False
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a file belongs to the tokenizer, which reported sizes leave out."""
+    return name.startswith(TOKENIZER_FILES) or name.endswith(".tiktoken")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -61,14 +68,10 @@ def read_config(path: Path) -> dict[str, Any]:
         raise InputError(
             f"{path} is not an anybit artifact (no config.json that says so): make one with `anybit quantize`"
         )
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = read_json(path / "config.json")
     quantization = config["quantization_config"]
     check_version(quantization.get("format_version"))
-    for group in ("layers", "embeddings"):
-        if not isinstance(quantization.setdefault(group, {}), dict):
-            raise InputError(f"{path}/config.json: {group} must be an object of layer names to layouts")
-        for name, layout in quantization[group].items():
-            validate_layout(name, layout)
+    check_layers(f"{path}/config.json", quantization)
     calibration = quantization.get("calibration")
     if calibration is not None and not (
         isinstance(calibration, dict) and {"source", "samples", "seq_len"} <= calibration.keys()
@@ -116,6 +119,13 @@ def open_artifact(path: Path) -> tuple[dict[str, Any], Checkpoint]:
                     f"{path}: {name}.{field} is {found.dtype} {list(found.shape)}, but config.json asks for "
                     f"{dtype} {list(shape)}: the artifact is damaged; copy it again"
                 )
+    for name, shape in quantization["dense"].items():
+        found = checkpoint.tensors.get(f"{name}.weight")
+        if found is None or sorted(found.shape) != sorted(shape):  # GPT-2 stores [in, out]
+            held = "no such tensor" if found is None else f"it as {list(found.shape)}"
+            raise InputError(
+                f"{path} should hold {name}.weight as {shape} and has {held}: the artifact is damaged; copy it again"
+            )
     return quantization, checkpoint
 
 
@@ -123,8 +133,8 @@ def inspect(path: Path) -> dict[str, Any]:
     """What an artifact is made of, its sizes taken from its files.
 
     Returns:
-        `method`, `bits` (average code width), `bits_per_weight` (8 x stored bytes of the linear layers /
-        their weights), `size_bytes` (all files but the tokenizer), `calibration`, `layers` and what else the
+        `method`, `bits` (average width), `bits_per_weight` (8 x stored bytes of all linear layers in the blocks /
+        their weights, whether they are quantized or not), `size_bytes` (all files but the tokenizer), `calibration`, `layers` and what else the
         artifact says of its making. JSON-able.
 
     Raises:
@@ -132,12 +142,17 @@ def inspect(path: Path) -> dict[str, Any]:
     """
     quantization, checkpoint = open_artifact(path)
     sizes = {name: t.dtype.itemsize * prod(t.shape) for name, t in checkpoint.tensors.items()}
-    layers = [_describe(name, layout, sizes) for name, layout in quantization["layers"].items()]
+    dense = {
+        name: dense_layout(tuple(shape), checkpoint.dtype(f"{name}.weight"))
+        for name, shape in quantization["dense"].items()
+    }
+    layouts = {**quantization["layers"], **dense}
+    layers = [_describe(name, layout, sizes) for name, layout in layouts.items()]
     weights = sum(prod(layer["shape"]) for layer in layers)
-    files = [f for f in path.rglob("*") if f.is_file() and not f.name.startswith(TOKENIZER_FILES)]
+    files = [f for f in path.rglob("*") if f.is_file() and not is_tokenizer_file(f.name)]
     return {
         "method": quantization.get("method"),
-        "bits": code_bits(quantization["layers"]),
+        "bits": code_bits(layouts),
         "bits_per_weight": 8 * sum(layer["bytes"] for layer in layers) / weights if weights else 0.0,
         "size_bytes": sum(f.stat().st_size for f in files),
         "weights": weights,
@@ -151,7 +166,8 @@ def inspect(path: Path) -> dict[str, Any]:
 
 def _describe(name: str, layout: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
     """One layer's line of `inspect`; its bytes are those of its tensors in the files, bias apart."""
-    stored = sum(sizes[f"{name}.{field}"] for field in stored_tensors(layout))
+    dense = layout["tiles"][0]["format"] == "dense"
+    stored = sum(sizes[f"{name}.{field}"] for field in (["weight"] if dense else stored_tensors(layout)))
     return {
         "name": name,
         "shape": list(layout["shape"]),
@@ -216,10 +232,10 @@ def _read_hashes(path: Path) -> dict[str, str]:
     if not file.exists():
         return {}
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = read_json(file)
         version, files = data["format_version"], data["files"]
         hashes = {name: str(entry["sha256"]) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except (InputError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"{file} is not a valid list of hashes: the artifact is damaged") from error
     check_version(version)
     for name in hashes:

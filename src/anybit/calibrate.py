@@ -69,10 +69,11 @@ class Collector(TorchFunctionMode):
 
     Layers that read the same tensor (q/k, gate/up) share one `LinearStats`, accumulated once.
 
-    With `attention`, a value projection's tokens count by the attention they receive. A token's value error
-    `d v_t` reaches output i as `a_it d v_t`, so the squared error summed over outputs is `sum_t w_t |d v_t|^2`
-    with `w_t = sum_i a_it^2` over queries and heads. Uniform weights miss that most queries attend to the first
-    token, whose value must be exact. (Token importance from attention: RSQ, arXiv:2503.01820, there on all layers.)
+    With `attention`, a value projection's tokens count by the attention they receive. Token t's value error
+    `d v_t` reaches output i as `a_it d v_t`; neglecting that the errors of different tokens correlate, the squared
+    error summed over outputs is `sum_t w_t |d v_t|^2` with `w_t = sum_i a_it^2` over queries and heads. Uniform
+    weights miss that most queries attend to the first token, whose value must be exact. Layers that are not called
+    `v_proj`, and attention that is not PyTorch's `scaled_dot_product_attention`, keep uniform weights. (Token importance from attention: RSQ, arXiv:2503.01820, there on all layers.)
 
     Args:
         linears: layer name -> module, of one block.
@@ -149,7 +150,9 @@ def attention_received(  # noqa: PLR0913 - the signature of PyTorch's attention
     step = max(1, length // ATTENTION_QUERIES)
     picked = torch.arange(step - 1, length, step, device=query.device)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = (query[:, :, picked] @ key.transpose(-1, -2)).float() * (scale or query.shape[-1] ** -0.5)
+    scores = (query[:, :, picked].float() @ key.float().transpose(-1, -2)) * (
+        scale or query.shape[-1] ** -0.5
+    )
     if attn_mask is not None:
         mask = attn_mask.expand(*attn_mask.shape[:-2], length, length)[..., picked, :]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

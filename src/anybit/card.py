@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from anybit.checkpoint import Checkpoint
-from anybit.plan import Plan
 from anybit.spec import QuantizeConfig
+
+if TYPE_CHECKING:
+    from anybit.checkpoint import Checkpoint
+    from anybit.plan import Plan
 
 
 def model_card(checkpoint: Checkpoint, plan: Plan, provenance: Mapping[str, Any]) -> str:
@@ -65,7 +67,8 @@ The licence of the base model applies.
 
 def _command(name: str, options: Mapping[str, Any], calibration: Mapping[str, Any] | None) -> str:
     """The command line that makes these options from the defaults."""
-    default = QuantizeConfig().as_dict()
+    uniform = QuantizeConfig(method=options["method"])
+    default = {**uniform.as_dict(), "clip": uniform.clips}
     words = [
         "anybit",
         "quantize",

@@ -9,6 +9,7 @@ code that comes with a model is never run.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 import shutil
@@ -19,7 +20,8 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -31,8 +33,10 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from anybit import gguf as gguf_reader
 from anybit.errors import InputError
+
+if TYPE_CHECKING:
+    from anybit.gguf import GgufFile
 
 HEADER_LIMIT = 100_000_000  # bytes of a safetensors header, as in the reference implementation
 JSON_LIMIT = 100_000_000  # bytes of config.json or of an index
@@ -72,7 +76,7 @@ class Checkpoint:
     config: PreTrainedConfig
     files: tuple[Path, ...]  # all weight files
     tensors: dict[str, StoredTensor]
-    gguf: gguf_reader.GgufFile | None = None
+    gguf: GgufFile | None = None
 
     def names(self) -> list[str]:
         """Tensor names as Transformers has them, in file order. A tied head is simply absent."""
@@ -121,7 +125,7 @@ class Checkpoint:
     def quantized_before(self) -> str | None:
         """How the weights were quantized already, e.g. "Q4_1" or "fp8"; None for full precision."""
         if self.gguf is not None:
-            return gguf_reader.block_type(self.gguf)
+            return _gguf_reader().block_type(self.gguf)
         earlier = getattr(self.config, "quantization_config", None)
         if earlier is None:
             return None
@@ -152,17 +156,24 @@ class Checkpoint:
                 "put its tokenizer files beside the weights."
             ) from error
 
+    def asset_files(self) -> list[Path]:
+        """The files that `copy_assets` copies as they are."""
+        if self.gguf is None:
+            return _matching(self.path, _ASSETS)
+        if Path(self.source).is_dir():  # a folder made for this model; beside a bare file lies anything
+            return _matching(self.path.parent, _LICENCES)
+        return []
+
     def copy_assets(self, out: Path) -> list[str]:
         """Put tokenizer, chat template, generation config and licence into `out`; returns the names.
 
         The files are readable by everybody. From GGUF, they are rebuilt from its metadata.
         """
-        if self.gguf is None:
-            names = _copy_matching(self.path, out, _ASSETS)
-        else:
-            names = _rebuild_assets(self, out)
-            if Path(self.source).is_dir():  # a folder made for this model; beside a bare file lies anything
-                names += _copy_matching(self.path.parent, out, _LICENCES)
+        out.mkdir(parents=True, exist_ok=True)
+        names = _rebuild_assets(self, out) if self.gguf else []
+        for file in self.asset_files():
+            shutil.copyfile(file, out / file.name)
+            names.append(file.name)
         for name in names:
             (out / name).chmod(0o644)
         return sorted(names)
@@ -277,7 +288,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     """config.json, refused when it asks for code of its own or for a model nobody knows."""
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} has no config.json; give a directory in the Hugging Face layout.")
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     kind = raw.get("model_type")
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
         return raw
@@ -292,7 +303,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of bounded size."""
     try:
         if path.stat().st_size > JSON_LIMIT:
@@ -329,7 +340,7 @@ def _find_shards(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         raise InputError(_no_weights(folder))
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map; download it again.")
     for name, file in weight_map.items():
@@ -493,7 +504,16 @@ def _read_span(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtyp
 # ---- GGUF
 
 
+def _gguf_reader() -> ModuleType:
+    """`anybit.gguf`, imported when it is needed: a machine that reads no such files need not have the package."""
+    try:
+        return importlib.import_module("anybit.gguf")
+    except ImportError as error:
+        raise InputError("reading .gguf files needs the package gguf: pip install gguf") from error
+
+
 def _open_gguf(source: str, path: Path) -> Checkpoint:
+    gguf_reader = _gguf_reader()
     gguf = gguf_reader.open_gguf(path)
     with TemporaryDirectory() as folder:
         summary = Path(folder) / "metadata.gguf"
@@ -533,14 +553,10 @@ def _special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in ids.items() if value is not None}
 
 
-def _copy_matching(folder: Path, out: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Copy the files of `folder` that match; links (the hub's cache is made of them) are followed."""
-    out.mkdir(parents=True, exist_ok=True)
-    names = [
-        file.name
+def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """The files of `folder` that match, links to files (the hub's cache is made of them) among them."""
+    return [
+        file
         for file in sorted(folder.iterdir())
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns)
     ]
-    for name in names:
-        shutil.copyfile(folder / name, out / name)
-    return names

@@ -6,17 +6,18 @@ import errno
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 import anybit
 from anybit.errors import InputError
+from anybit.spec import MAX_SEED, METHOD_WIDTHS, QuantizeConfig, check_method, read_spec_map
 
-if TYPE_CHECKING:
-    from anybit.spec import QuantizeConfig
+DEFAULTS = QuantizeConfig()
+THREADS_PER_PROCESSOR = 4  # more than this only costs memory, and far more ends the process
 
 app = typer.Typer(
     name="anybit",
@@ -44,8 +45,10 @@ _USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="HF directory, hub id, .gguf file or anybit artifact.")
 ]
+Source = Annotated[str, typer.Argument(metavar="MODEL", help="HF directory, hub id or .gguf file.")]
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that `anybit quantize` made.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: PyTorch's.", min=1)]
+Seed = Annotated[int, typer.Option(help="For temperatures above 0.", min=0, max=MAX_SEED)]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="What the model computes in: float32, bfloat16 or float16.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
@@ -68,10 +71,14 @@ def options(
 
 @app.command()
 def quantize(  # noqa: PLR0913 - the command's options are the documentation
-    model: Model,
+    model: Source,
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
-    method: Annotated[str, typer.Option(help="rtn (round to nearest, no calibration) or gptq.")] = "gptq",
-    bits: Annotated[float | None, typer.Option(help="Average code width: 2 to 8. [default: 4]")] = None,
+    method: Annotated[
+        str, typer.Option(help="rtn (round to nearest, no calibration) or gptq.")
+    ] = DEFAULTS.method,
+    bits: Annotated[
+        float | None, typer.Option(help=f"Average code width: 2 to 8. [default: {DEFAULTS.bits}]")
+    ] = None,
     bpw: Annotated[
         float | None, typer.Option(help="Most stored bits per weight of the linear layers.")
     ] = None,
@@ -80,47 +87,71 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     ] = None,
     group_size: Annotated[
         int, typer.Option(help="Input channels that share a scale; -1: the whole row.")
-    ] = 128,
+    ] = DEFAULTS.group_size,
     symmetric: Annotated[
         bool, typer.Option("--symmetric/--asymmetric", help="Without or with zero points.")
-    ] = False,
-    embed_bits: Annotated[int, typer.Option(help="Embedding and head: 16, 8 or 4 bits.")] = 16,
+    ] = DEFAULTS.symmetric,
+    embed_bits: Annotated[
+        int, typer.Option(help="Embedding and head: 16, 8 or 4 bits.")
+    ] = DEFAULTS.embed_bits,
     clip: Annotated[
         bool | None,
         typer.Option("--clip/--no-clip", help="Search clipping ratios per group. [default: for gptq]"),
     ] = None,
     desc_act: Annotated[
         bool, typer.Option("--desc-act/--no-desc-act", help="GPTQ: store columns by energy.")
-    ] = False,
+    ] = DEFAULTS.desc_act,
     group_reorder: Annotated[
-        bool, typer.Option("--group-reorder/--no-group-reorder", help="GPTQ: important groups first.")
-    ] = True,
-    damp: Annotated[float, typer.Option(help="GPTQ: share of the mean Hessian diagonal added to it.")] = 0.01,
-    attention_weights: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--attention-weights/--no-attention-weights", help="Count value tokens by received attention."
+            "--group-reorder/--no-group-reorder",
+            help="GPTQ: important groups first. [default: group-reorder]",
         ),
-    ] = True,
+    ] = None,
+    damp: Annotated[
+        float | None,
+        typer.Option(
+            help=f"GPTQ: share of the mean Hessian diagonal added to it. [default: {DEFAULTS.damp}]"
+        ),
+    ] = None,
+    attention_weights: Annotated[
+        bool | None,
+        typer.Option(
+            "--attention-weights/--no-attention-weights",
+            help="Count value tokens by received attention. [default: attention-weights]",
+        ),
+    ] = None,
     one_shot: Annotated[
-        bool, typer.Option("--one-shot", help="Statistics of the unquantized model.")
-    ] = False,
+        bool | None, typer.Option("--one-shot", help="Statistics of the unquantized model.")
+    ] = None,
     calibration: Annotated[
-        str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub dataset.")
-    ] = "builtin",
-    samples: Annotated[int, typer.Option(help="Calibration windows.")] = 128,
-    seq_len: Annotated[int, typer.Option(help="Tokens per calibration window.")] = 2048,
-    seed: Annotated[int, typer.Option(help="Picks the calibration windows.")] = 0,
+        str | None,
+        typer.Option(help="builtin, a .txt or .jsonl file, or a hub dataset. [default: builtin]"),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help=f"Calibration windows. [default: {DEFAULTS.samples}]")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help=f"Tokens per calibration window. [default: {DEFAULTS.seq_len}]")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Picks the calibration windows. [default: {DEFAULTS.seed}]",
+            min=0,
+            max=MAX_SEED,
+            show_default=False,
+        ),
+    ] = None,
     include: Annotated[
-        list[str], typer.Option(help="Only layers that match this glob pattern. Repeatable.")
+        list[str], typer.Option(help="Only layers that match this pattern, e.g. '*.mlp.*'. Repeatable.")
     ] = [],  # noqa: B006
     exclude: Annotated[
-        list[str], typer.Option(help="Not layers that match this glob pattern. Repeatable.")
+        list[str], typer.Option(help="Not layers that match this pattern, e.g. '*.down_proj'. Repeatable.")
     ] = [],  # noqa: B006
     spec: Annotated[
         Path | None, typer.Option(help="Widths per layer: the map that `anybit plan -o` writes.")
     ] = None,
-    device: Device = "cpu",
     threads: Threads = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Predict size, bpw, time and memory; write nothing.")
@@ -138,11 +169,10 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         anybit quantize ./SmolLM2 -o out --bits 4 --group-size 128
 
         anybit quantize model.gguf -o out --method rtn --size 90MB --embed-bits 8 --dry-run
-    """
-    from anybit.spec import QuantizeConfig, read_spec_map
 
+        anybit quantize ./SmolLM2 -o out --include '*.mlp.*'
+    """
     _set_threads(threads)
-    _check_device(device)
     _check_writable(json_file)
     if sum(value is not None for value in (bits, bpw, size)) > 1:
         raise InputError("--bits, --bpw and --size set the same thing: give exactly one of them")
@@ -154,16 +184,24 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         embed_bits=embed_bits,
         clip=clip,
         desc_act=desc_act,
-        group_reorder=group_reorder,
-        damp=damp,
-        attention_weights=attention_weights,
-        one_shot=one_shot,
-        samples=samples,
-        seq_len=seq_len,
-        seed=seed,
         include=tuple(include),
         exclude=tuple(exclude),
     )
+    for_gptq = _given(damp=damp, group_reorder=group_reorder)
+    for_calibration = _given(
+        samples=samples,
+        seq_len=seq_len,
+        seed=seed,
+        one_shot=one_shot,
+        attention_weights=attention_weights,
+    )
+    if method != "gptq":
+        _refuse_ignored(for_gptq, f"{method} has no use for it")
+    if not config.calibrated:
+        _refuse_ignored(
+            for_calibration | _given(calibration=calibration), f"{method} without --clip is not calibrated"
+        )
+    config = replace(config, **for_gptq, **for_calibration)
     if bpw is not None or size is not None:
         if spec is not None:
             raise InputError(
@@ -180,9 +218,8 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
             model,
             out,
             config,
-            calibration=calibration,
             spec_map=spec_map,
-            device=device,
+            **_given(calibration=calibration),
             overwrite=overwrite,
             report=report,
         )
@@ -227,9 +264,10 @@ def evaluate(  # noqa: PLR0913
 
     Perplexity is taken over non-overlapping windows of the text as it is; a BOS token is put before each window if and
     only if the tokenizer does so.
+
+    Example: `anybit eval out --text my.txt --base MODEL --json figures.json`
     """
     _set_threads(threads)
-    _check_device(device)
     _check_writable(json_file)
     if text and dataset:
         raise InputError("--text and --dataset name the same thing: give one of them")
@@ -259,16 +297,18 @@ def generate(  # noqa: PLR0913
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
-    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
+    seed: Seed = 0,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
 ) -> None:
-    """Continue a text."""
+    """Continue a text.
+
+    Example: `anybit generate out -p "The capital of France is" --max-new-tokens 20`
+    """
     from anybit.chat import Generator
 
     _set_threads(threads)
-    _check_device(device)
     generator = Generator(model, dtype, device, _report())
     typer.echo(prompt, nl=False)
     generator.stream(generator.encode(prompt), max_new_tokens, temperature, seed)
@@ -279,7 +319,7 @@ def chat(
     model: Model,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens per answer.", min=1)] = 512,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
-    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
+    seed: Seed = 0,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
@@ -288,7 +328,6 @@ def chat(
     from anybit.chat import Generator, converse
 
     _set_threads(threads)
-    _check_device(device)
     converse(Generator(model, dtype, device, _report()), max_new_tokens, temperature, seed)
 
 
@@ -297,7 +336,10 @@ def inspect(
     out: Artifact,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
 ) -> None:
-    """Show what the artifact OUT is made of, measured from its files."""
+    """Show what the artifact OUT is made of, measured from its files.
+
+    Example: `anybit inspect out --json`
+    """
     from anybit.artifact import inspect as inspect_artifact
 
     figures = inspect_artifact(out)
@@ -327,7 +369,7 @@ def verify(out: Artifact) -> None:
 
 @app.command()
 def plan(
-    model: Model,
+    model: Source,
     memory: Annotated[str | None, typer.Option(help="What the weights may take, e.g. 6GB.")] = None,
     group_size: Annotated[int, typer.Option(help="Input channels that share a scale.")] = 128,
     symmetric: Annotated[bool, typer.Option("--symmetric/--asymmetric")] = False,
@@ -336,7 +378,10 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
 ) -> None:
-    """Show how large MODEL becomes at each width, and which widths fit a memory budget."""
+    """Show how large MODEL becomes at each width, and which widths fit a memory budget.
+
+    Example: `anybit plan MODEL --memory 6GB -o map.json`
+    """
     from anybit.plan import widths_for_memory
 
     _check_writable(out)
@@ -374,7 +419,11 @@ def demo(
     from anybit.demo import run
 
     _set_threads(threads)
-    run(out, _report())
+    report = _report()
+    try:
+        run(out, report)
+    finally:
+        report.close()
 
 
 def main() -> None:
@@ -413,20 +462,28 @@ def _check_writable(file: Path | None) -> None:
 
 
 def _set_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    processors = os.cpu_count() or 1
+    most = THREADS_PER_PROCESSOR * processors
+    if threads > most:
+        raise InputError(
+            f"--threads {threads}: this machine has {processors} processors; give at most {most}"
+        )
     import torch
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads)
 
 
-def _check_device(device: str) -> None:
-    if device not in ("cpu", "cuda"):
-        raise InputError(f"--device {device!r}: expected cpu or cuda")
-    if device == "cuda":
-        import torch
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given; the others keep the API's defaults."""
+    return {name: value for name, value in options.items() if value is not None}
 
-        if not torch.cuda.is_available():
-            raise InputError("--device cuda: PyTorch finds no CUDA here; use --device cpu")
+
+def _refuse_ignored(given: dict[str, Any], reason: str) -> None:
+    """Refuse options that would have no effect."""
+    for name in given:
+        raise InputError(f"--{name.replace('_', '-')} would be ignored: {reason}; leave it out")
 
 
 def _report() -> Any:
@@ -436,25 +493,20 @@ def _report() -> Any:
 
 
 def _whole_width(bits: float | None, method: str) -> int:
+    check_method(method)
     if bits is None:
-        return 4
+        return DEFAULTS.bits
     if not bits.is_integer():  # nor are NaN and Inf
         raise InputError(f"--bits {bits:g}: {method} has whole widths only, 2 to 8")
     return int(bits)
 
 
 def _bytes(text: str) -> int:
-    """ "120MB" -> 120000000: decimal units, as file sizes are sold."""
-    units = {
-        "B": 1,
-        "KB": 10**3,
-        "MB": 10**6,
-        "GB": 10**9,
-        "TB": 10**12,
-        "KIB": 2**10,
-        "MIB": 2**20,
-        "GIB": 2**30,
-    }
+    """ "120MB" or "120M" -> 120000000: decimal units, as file sizes are sold."""
+    powers = {letter: power for power, letter in enumerate("KMGT", 1)}
+    units = {"B": 1} | {f"{letter}IB": 2 ** (10 * power) for letter, power in powers.items()}
+    for letter, power in powers.items():
+        units |= {letter: 1000**power, f"{letter}B": 1000**power}
     number = text.strip().rstrip("KMGTIBkmgtib ")
     unit = text.strip()[len(number) :].strip().upper() or "B"
     try:
@@ -474,10 +526,7 @@ def _streamed(model: str) -> Any:
 
 def _fit_budget(model: str, config: QuantizeConfig, bpw: float | None, size: int | None) -> QuantizeConfig:
     """The largest whole width within a budget of bits per weight or bytes."""
-    from dataclasses import replace
-
     from anybit.plan import make_plan
-    from anybit.spec import METHOD_WIDTHS
 
     streamed = _streamed(model)
     for bits in reversed(METHOD_WIDTHS[config.method]):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -20,6 +21,7 @@ from anybit.artifact import inspect
 from anybit.calibrate import Activations, Collector
 from anybit.card import model_card
 from anybit.checkpoint import Checkpoint, open_checkpoint
+from anybit.description import artifact_config, provenance
 from anybit.errors import InputError
 from anybit.methods import gptq, rtn
 from anybit.plan import Plan, check_disk, make_plan
@@ -28,8 +30,6 @@ from anybit.spec import LayerSpec, QuantizeConfig, SpecMap, TileSpec
 from anybit.stats import LinearStats
 from anybit.streaming import BlockCall, StreamedModel, run_block
 from anybit.tensors import (
-    FORMAT_VERSION,
-    QUANT_METHOD,
     PackedWeight,
     QuantizedWeight,
     pack,
@@ -62,7 +62,6 @@ def quantize(  # noqa: PLR0913 - mirrors the command's options
     *,
     calibration: str = "builtin",
     spec_map: SpecMap | None = None,
-    device: str = "cpu",
     overwrite: bool = False,
     report: Silent = SILENT,
 ) -> QuantizeResult:
@@ -76,7 +75,6 @@ def quantize(  # noqa: PLR0913 - mirrors the command's options
         config: method and options; `QuantizeConfig()` by default.
         calibration: "builtin", a `.txt` or `.jsonl` file, or a hub dataset.
         spec_map: `{layer name: LayerSpec}` that overrides `config` layer by layer.
-        device: where blocks run and weights are quantized.
         overwrite: replace an artifact at `out`.
         report: where progress goes.
 
@@ -87,29 +85,32 @@ def quantize(  # noqa: PLR0913 - mirrors the command's options
     config, out = config or QuantizeConfig(), Path(out)
     check_output(out, overwrite)
     checkpoint = open_checkpoint(model)
-    streamed = StreamedModel(checkpoint, compute_dtype(device))
+    streamed = StreamedModel(checkpoint, compute_dtype())
     plan = make_plan(streamed, config, spec_map)
     check_disk(plan, out, finished_bytes(out))
     for note in checkpoint.notes():
         report.say(note)
     report.say(plan.coverage())
     text = _calibration(checkpoint, config, calibration, report)
+    streamed.check_weights(report.task("checking the weights", len(streamed.names)))
     base_hash = _hash(checkpoint, report)
-    fingerprint = _fingerprint(base_hash, config, plan, text, (device, str(streamed.dtype)))
+    fingerprint = _fingerprint(base_hash, config, plan, text, ("cpu", str(streamed.dtype)))
     with ArtifactWriter(out, fingerprint, len(streamed.blocks) + 1, overwrite) as writer:
         resumed = len(writer.finished)
         if resumed:
             report.say(f"resumes: {resumed} of {writer.shards} shards are finished")
-        run = _Run(streamed, plan, config, writer, device, report)
+        run = _Run(streamed, plan, config, writer, report)
         run.outside()
         run.all_blocks(text)
-        provenance = _provenance(checkpoint, base_hash, config, text)
-        texts = {"README.md": model_card(checkpoint, plan, provenance)}
+        made = provenance(checkpoint, base_hash, config, text.describe() if text else None)
+        texts = {"README.md": model_card(checkpoint, plan, made)}
         checkpoint.copy_assets(writer.work)
-        writer.finish(_artifact_config(streamed, plan, provenance), texts)
-    made = inspect(out)
+        writer.finish(artifact_config(streamed, plan, made), texts)
+    figures = inspect(out)
     seconds = time.perf_counter() - start
-    return QuantizeResult(out, made["bits"], made["bits_per_weight"], made["size_bytes"], seconds, resumed)
+    return QuantizeResult(
+        out, figures["bits"], figures["bits_per_weight"], figures["size_bytes"], seconds, resumed
+    )
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,6 @@ class _Run:
     plan: Plan
     config: QuantizeConfig
     writer: ArtifactWriter
-    device: str
     report: Silent
 
     def outside(self) -> None:
@@ -149,7 +149,7 @@ class _Run:
         advance = self.report.task(f"{self.config.method} {blocks} blocks", passes + len(self.plan.layouts))
         hidden, calls = None, []
         if text is not None:
-            hidden = Activations(samples, self.writer.work)
+            hidden = Activations(samples, self.writer.folder)
             calls = self.streamed.first_inputs(text.tokens, hidden.put)
         for i in range(blocks):
             self._block(i, hidden, calls[i] if calls else None, advance)
@@ -164,7 +164,7 @@ class _Run:
                 self._quantize_block(i, linears, {}, None)
             advance(len(linears))
             return
-        with self.streamed.block(i, self.device) as block, torch.no_grad():
+        with self.streamed.block(i) as block, torch.no_grad():
             if not finished:
                 with Collector(linears, hessian=True, attention=self.config.attention_weights) as collector:
                     self._forward(block, hidden, call, self.config.one_shot, advance, collector)
@@ -190,7 +190,7 @@ class _Run:
         collector: Collector | None = None,
     ) -> None:
         for sample in range(len(hidden)):
-            output = run_block(block, hidden.get(sample).to(self.device), call)
+            output = run_block(block, hidden.get(sample), call)
             if collector is not None:
                 collector.finish_forward()
             if keep:
@@ -221,7 +221,7 @@ class _Run:
         return tensors
 
     def _quantize_linear(self, name: str, stats: LinearStats | None) -> PackedWeight:
-        weight = self.streamed.weight(name).to(self.device)
+        weight = self.streamed.weight(name)
         try:
             packed = pack(METHODS[self.config.method](weight, stats, self.plan.specs[name]))
         except InputError as error:
@@ -253,9 +253,9 @@ def quantize_rows(weight: Tensor, bits: int) -> QuantizedWeight:
     return QuantizedWeight((weight.shape[0], weight.shape[1]), (tile,))
 
 
-def compute_dtype(device: str) -> torch.dtype:
+def compute_dtype() -> torch.dtype:
     """What calibration forwards compute in: bfloat16 where the processor multiplies it, else float32."""
-    if device != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return torch.bfloat16
     return torch.float32
 
@@ -278,6 +278,7 @@ def _calibration(
 ) -> CalibrationSet | None:
     if not config.calibrated:
         return None
+    report.say(f"tokenizing {source}")
     text = calibration_set(checkpoint.tokenizer(), source, config.samples, config.seq_len, config.seed)
     samples = len(text.tokens)
     if samples < config.samples:
@@ -312,43 +313,9 @@ def _fingerprint(
         "config": config.as_dict(),
         "specs": {name: repr(spec) for name, spec in plan.specs.items()},
         "text": text.describe() if text else None,
+        "tokens": hashlib.sha256(text.tokens.numpy().tobytes()).hexdigest() if text else None,
+        "libraries": [torch.__version__, transformers.__version__],
         "compute": [*compute, kernels.info()["cpu"]["isa"]],
         "threads": torch.get_num_threads(),  # the order of float sums, hence the bytes, depends on it
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _provenance(
-    checkpoint: Checkpoint, base_hash: str, config: QuantizeConfig, text: CalibrationSet | None
-) -> dict[str, Any]:
-    """What the artifact says of its making; no times and no machine, so that equal runs give equal bytes."""
-    path = Path(checkpoint.source).resolve()
-    return {
-        "method": config.method,
-        "base": {
-            "name": path.name if path.exists() else checkpoint.source,
-            "sha256": base_hash,
-            "quantized_before": checkpoint.quantized_before(),
-        },
-        "calibration": text.describe() if text else None,
-        "options": config.as_dict(),
-        "anybit_version": anybit.__version__,
-    }
-
-
-def _artifact_config(streamed: StreamedModel, plan: Plan, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    config = streamed.checkpoint.config.to_dict()
-    config.pop("_name_or_path", None)  # where the base lies on this machine
-    config["architectures"] = [type(streamed.model).__name__]
-    config["dtype"] = str(config.get("dtype") or "float32").removeprefix("torch.")
-    if any(layout.get("tied") for layout in plan.embeddings.values()):
-        config["tie_word_embeddings"] = False  # the head reads the quantized embedding itself
-    config["quantization_config"] = {
-        "quant_method": QUANT_METHOD,
-        "format_version": FORMAT_VERSION,
-        "bits": plan.code_bits,
-        **provenance,
-        "embeddings": plan.embeddings,
-        "layers": plan.layouts,
-    }
-    return config

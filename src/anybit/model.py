@@ -20,6 +20,18 @@ from anybit.streaming import StreamedModel
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def check_device(device: str) -> None:
+    """Refuse a device that a model cannot be put on here.
+
+    Raises:
+        InputError: neither cpu nor cuda, or cuda where PyTorch finds none.
+    """
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"device {device!r}: expected cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device 'cuda': PyTorch finds no CUDA here; use cpu")
+
+
 def load(model: str | Path, *, dtype: str = "float32", device: str = "cpu", report: Silent = SILENT) -> Any:
     """A Transformers model, ready to run, from an artifact, an HF directory, a hub id or a `.gguf` file.
 
@@ -34,8 +46,7 @@ def load(model: str | Path, *, dtype: str = "float32", device: str = "cpu", repo
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise InputError(f"device {device!r}: PyTorch finds no CUDA here; use cpu")
+    check_device(device)
     path = Path(model)
     refuse_unfinished(path)
     if is_artifact(path):
@@ -43,7 +54,6 @@ def load(model: str | Path, *, dtype: str = "float32", device: str = "cpu", repo
         return _from_pretrained(path, dtype).eval().to(device)
     checkpoint = open_checkpoint(model)
     if checkpoint.gguf is None:
-        StreamedModel(checkpoint, DTYPES[dtype])  # names and shapes fit the config, said clearly where not
         return _from_pretrained(checkpoint.path, dtype).eval().to(device)
     loaded = load_whole(StreamedModel(checkpoint, DTYPES[dtype]), report)
     return loaded.eval().to(device)
@@ -68,9 +78,15 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
         )
     except InputError:
         raise
+    except ImportError as error:
+        raise InputError(f"{path} needs a package that is not installed: {_first_line(error)}") from error
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise InputError(f"{path} does not fit into memory: give --dtype bfloat16, or free some") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {_first_line(error)}") from error
     except Exception as error:  # whatever an edited config.json makes Transformers and torch raise
         raise InputError(
-            f"{path} does not load ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}): "
+            f"{path} does not load ({type(error).__name__}: {_first_line(error)}): "
             "its config.json or its files are damaged; copy it again"
         ) from error
     wrong = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
@@ -82,16 +98,19 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
     return model
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+
 def load_tokenizer(model: str | Path) -> Any:
     """The tokenizer that belongs to a model of any kind."""
     refuse_unfinished(Path(model))
     if is_artifact(Path(model)):
         try:
-            return AutoTokenizer.from_pretrained(model, local_files_only=True)
+            return AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
         except Exception as error:
-            cause = str(error).strip().partition("\n")[0][:200]
             raise InputError(
-                f"{model} has no usable tokenizer ({cause}): copy the base model's tokenizer files"
+                f"{model} has no usable tokenizer ({_first_line(error)}): copy the base model's tokenizer files"
             ) from error
     return open_checkpoint(model).tokenizer()
 
@@ -117,8 +136,17 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
         artifact), with `base` `kld_mean`, `kld_p99`, `top1_agreement`, and with `tasks` a table of accuracies.
 
     Raises:
-        InputError: see `load`, `texts.read_text` and `evaluation.perplexity`.
+        InputError: see `load`, `texts.read_text`, `evaluation.perplexity` and `lm_eval.prepare`.
     """
+    check_device(device)
+    prepared: Any = None
+    if tasks:  # before the models load: a mistake here must not cost the figures that come first
+        from anybit.integrations import lm_eval
+
+        prepared = lm_eval.prepare(tasks, tasks_dir=tasks_dir, limit=limit)
+    elif tasks_dir is not None or limit is not None:
+        option = "tasks_dir" if tasks_dir is not None else "limit"
+        raise InputError(f"{option} is for zero-shot tasks: name some with tasks (--tasks piqa,arc_easy)")
     tokenizer = load_tokenizer(model)
     content = texts.read_text(text)
     tokens = texts.token_ids(tokenizer, content)
@@ -146,10 +174,6 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     if is_artifact(Path(model)):
         made = inspect(Path(model))
         figures |= {key: made[key] for key in ("method", "bits", "bits_per_weight", "size_bytes")}
-    if tasks:
-        from anybit.integrations.lm_eval import run_tasks
-
-        figures["tasks"] = run_tasks(
-            loaded, tokenizer, list(tasks), tasks_dir=tasks_dir, limit=limit, batch_size=8
-        )
+    if prepared is not None:
+        figures["tasks"] = lm_eval.run_prepared(loaded, tokenizer, prepared, batch_size=8)
     return figures

@@ -5,20 +5,21 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from anybit.description import dense_layout
 from anybit.errors import InputError
+from anybit.footprint import overhead_bytes
 from anybit.methods.tiling import column_sets
 from anybit.spec import EMBED_GROUP_SIZE, METHOD_WIDTHS, LayerSpec, QuantizeConfig, SpecMap
 from anybit.streaming import StreamedModel, selected
-from anybit.tensors import bits_per_weight, code_bits, stored_bytes
+from anybit.tensors import code_bits, stored_bytes
 
-CONFIG_BYTES_PER_LAYER = 420  # config.json and the two indices, measured on SmolLM2 and rounded up
-CONFIG_BYTES = 8_000
 IMPORT_BYTES = 450_000_000  # PyTorch, Transformers and a tokenizer before any tensor is read
 
 
@@ -32,31 +33,41 @@ class Plan:
     kept: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # tensors stored as they are
     linear_weights: int  # weights of all linear layers inside the blocks
     model_weights: int  # all weights of the model
+    dense: dict[
+        str, dict[str, Any]
+    ]  # descriptions of the linear layers inside the blocks that are left as they are
+    overhead_bytes: int = 0  # of everything beside the tensors, the tokenizer apart
 
     @property
     def bits_per_weight(self) -> float:
-        return bits_per_weight(self.layouts)
+        """8 x stored bytes / weights of all linear layers inside the blocks, quantized or not."""
+        packed = sum(stored_bytes(layout) for layout in self.layouts.values())
+        kept = sum(self._kept_bytes(f"{name}.weight") for name in self.dense)
+        return 8 * (packed + kept) / self.linear_weights
 
     @property
     def code_bits(self) -> float:
-        return code_bits(self.layouts)
+        """Average width of the weights of all linear layers inside the blocks."""
+        return code_bits({**self.layouts, **self.dense})
+
+    def _kept_bytes(self, name: str) -> int:
+        dtype, shape = self.kept[name]
+        return dtype.itemsize * prod(shape)
 
     @property
     def tensor_bytes(self) -> int:
         packed = sum(stored_bytes(layout) for layout in {**self.layouts, **self.embeddings}.values())
-        return packed + sum(dtype.itemsize * _count(shape) for dtype, shape in self.kept.values())
+        return packed + sum(self._kept_bytes(name) for name in self.kept)
 
     @property
     def size_bytes(self) -> int:
-        """Predicted bytes of all files but the tokenizer."""
-        return (
-            self.tensor_bytes + CONFIG_BYTES + CONFIG_BYTES_PER_LAYER * (len(self.layouts) + len(self.kept))
-        )
+        """Bytes of all files but the tokenizer: never less than they turn out to be, and a few kB more at most."""
+        return self.tensor_bytes + self.overhead_bytes
 
     def coverage(self) -> str:
         """One sentence: what share of the weights is quantized."""
-        quantized = sum(_count(layout["shape"]) for layout in self.layouts.values())
-        head = sum(_count(layout["shape"]) for layout in self.embeddings.values())
+        quantized = sum(prod(layout["shape"]) for layout in self.layouts.values())
+        head = sum(prod(layout["shape"]) for layout in self.embeddings.values())
         text = (
             f"quantizes {len(self.layouts)} linear layers: {quantized / 1e6:.1f} M of "
             f"{self.linear_weights / 1e6:.1f} M weights in the decoder blocks, "
@@ -96,8 +107,11 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
         if name not in quantized
         for shape in [tuple(streamed.checkpoint.shape(source))]
     }
-    total = sum(_count(streamed.checkpoint.shape(source)) for source in streamed.names.values())
-    return Plan(specs, layouts, embeddings, kept, sum(_count(s) for s in shapes.values()), total)
+    total = sum(prod(streamed.checkpoint.shape(source)) for source in streamed.names.values())
+    dense = {n: dense_layout(s, kept[f"{n}.weight"][0]) for n, s in shapes.items() if n not in specs}
+    linear = sum(prod(shape) for shape in shapes.values())
+    plan = Plan(specs, layouts, embeddings, kept, linear, total, dense)
+    return replace(plan, overhead_bytes=overhead_bytes(streamed, plan, config))
 
 
 def spec_layout(name: str, spec: LayerSpec, shape: tuple[int, int], method: str) -> dict[str, Any]:
@@ -141,12 +155,12 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
     shapes = streamed.all_linears()
     blocks = len(streamed.blocks)
     block_weights = plan.linear_weights / blocks
-    largest = max(_count(shape) for shape in shapes.values())
+    largest = max(prod(shape) for shape in shapes.values())
     widest = max(shape[1] for shape in shapes.values())
     tokens = config.samples * config.seq_len if config.calibrated else 0
     hidden = streamed.model.config.get_text_config().hidden_size
     activations = min(tokens * hidden * streamed.dtype.itemsize, 2 << 30)
-    embedding = max(_count(streamed.checkpoint.shape(n)) for n in streamed.names.values()) * 4
+    embedding = max(prod(streamed.checkpoint.shape(n)) for n in streamed.names.values()) * 4
     working = block_weights * streamed.dtype.itemsize + largest * 4 * 5 + widest**2 * 4 * 5
     passes = (1 if config.one_shot else 2) * 2 * block_weights * tokens
     moments = 2 * tokens * sum(n**2 for n in {shape[1] for shape in shapes.values()}) * 1.5
@@ -163,7 +177,7 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
         "bits_per_weight": plan.bits_per_weight,
         "size_bytes": plan.size_bytes,
         "seconds": seconds,
-        "peak_memory_bytes": int(400e6 + max(2 * embedding, working) + activations),
+        "peak_memory_bytes": int(IMPORT_BYTES + max(2 * embedding, working) + activations),
         "free_disk_bytes": free,
     }
 
@@ -211,13 +225,6 @@ def _matmul_speed() -> float:
         a @ a
         rounds += 1
     return 2 * 768**3 * rounds / (time.perf_counter() - start)
-
-
-def _count(shape: Any) -> int:
-    size = 1
-    for n in shape:
-        size *= int(n)
-    return size
 
 
 def widths_for_memory(

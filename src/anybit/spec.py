@@ -14,6 +14,15 @@ METHODS = ("rtn", "gptq")
 METHOD_WIDTHS = {"rtn": range(2, 9), "gptq": range(2, 9)}
 EMBED_BITS = (4, 8, 16)
 EMBED_GROUP_SIZE = 128
+MAX_SEED = 2**63 - 1
+# Types that a field of these annotations takes; `type(value) in`, as True is an int to isinstance.
+_ACCEPTED: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "bool": (bool,),
+    "bool | None": (bool, type(None)),
+    "float": (int, float),
+}
 
 
 @dataclass(frozen=True)
@@ -64,8 +73,8 @@ class QuantizeConfig:
     exclude: tuple[str, ...] = ()  # glob patterns of layer names to keep
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise InputError(f"unknown method {self.method!r}: expected one of {', '.join(METHODS)}")
+        check_method(self.method)
+        _check_types(self)
         widths = METHOD_WIDTHS[self.method]
         if self.bits not in widths:
             raise InputError(
@@ -83,6 +92,12 @@ class QuantizeConfig:
             raise InputError(f"damp {self.damp} must lie between 0 and 1 (0.01 is usual)")
         if self.samples < 1 or self.seq_len < 1:
             raise InputError(f"samples ({self.samples}) and seq_len ({self.seq_len}) must be at least 1")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise InputError(f"seed {self.seed}: expected a number from 0 to 2**63 - 1")
+        if self.desc_act and self.method != "gptq":
+            raise InputError(
+                f"desc_act (--desc-act) is GPTQ's processing order, {self.method} has none: leave it out"
+            )
 
     @property
     def clips(self) -> bool:
@@ -105,6 +120,31 @@ class QuantizeConfig:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def check_method(method: str) -> None:
+    """Refuse what is no method's name.
+
+    Raises:
+        InputError: with the names there are.
+    """
+    if method not in METHODS:
+        raise InputError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
+
+
+def _check_types(config: QuantizeConfig) -> None:
+    """Refuse an option of another type than its field's: "4", 4.0 and True are no widths."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("include", "exclude"):
+            if not isinstance(value, tuple) or not all(isinstance(pattern, str) for pattern in value):
+                raise InputError(
+                    f"{field.name} must be a tuple of glob patterns, got {value!r}: "
+                    f"pass a tuple such as {field.name}=('*.mlp.*',)"
+                )
+            continue
+        if type(value) not in _ACCEPTED[str(field.type)]:
+            raise InputError(f"{field.name} must be of type {field.type}, got {value!r}")
 
 
 SpecMap = dict[str, LayerSpec]
@@ -176,7 +216,6 @@ def _typed(name: str, owner: type, key: str, value: Any) -> Any:
         if isinstance(value, list) and value and all(type(i) is int and i >= 0 for i in value):
             return tuple(value)
         raise InputError(f"spec of {name}: {key} must be a list of channel numbers, got {value!r}")
-    accepted = {"int": (int,), "bool": (bool,), "float": (int, float)}[str(kind)]
-    if type(value) not in accepted:
+    if type(value) not in _ACCEPTED[str(kind)]:
         raise InputError(f"spec of {name}: {key} must be of type {kind}, got {value!r}")
     return value

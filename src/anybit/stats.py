@@ -16,7 +16,7 @@ class LinearStats:
     """Second moments of a linear layer's input over the calibration tokens (sequential mode)."""
 
     tokens: int
-    squares: Tensor  # float32 [in], sum over tokens of x_i^2: squared channel norms
+    squares: Tensor  # float32 [in], the Hessian's diagonal: sum over tokens of x_i^2, times importance if any
     hessian: Tensor | None  # float32 [in, in], X^T X summed over tokens; None where only norms were asked for
 
     @staticmethod

@@ -22,6 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoint import Checkpoint
 from anybit.errors import InputError
+from anybit.methods.grid import FP16_MAX
+from anybit.progress import Advance
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,25 @@ class StreamedModel:
                 "download it again"
             )
         return tensor
+
+    def check_weights(self, advance: Advance) -> None:
+        """Read every tensor once, so that what cannot be quantized is refused before hours of work.
+
+        Args:
+            advance: told of each tensor.
+
+        Raises:
+            InputError: NaN, Inf, or a linear weight beyond what a float16 scale can hold.
+        """
+        matrices = {f"{name}.weight" for name in self.all_linears()}
+        for name in self.names:
+            tensor = self.read(name)
+            if name in matrices and tensor.abs().max() > FP16_MAX:
+                raise InputError(
+                    f"{self.names[name]} holds weights up to {float(tensor.abs().max()):.3g}, beyond the {FP16_MAX:g} "
+                    "that float16 scales can hold: is the checkpoint intact?"
+                )
+            advance(1)
 
     def tensor_names(self, i: int | None) -> list[str]:
         """Names of the parameters and persistent buffers of block i, or of everything outside the blocks."""
@@ -191,10 +212,16 @@ def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # what impossible sizes make of each model class has no common base class
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        if "Unrecognized configuration class" in cause:
+            raise InputError(
+                f"{checkpoint.source}: {config.model_type!r} is not a causal language model that Transformers knows; "
+                f"anybit compresses those ({cause})"
+            ) from error
         raise InputError(
-            f"{checkpoint.source}: {config.model_type!r} is not a causal language model that Transformers knows; "
-            f"anybit compresses those ({str(error).splitlines()[0][:200]})"
+            f"{checkpoint.source}: its configuration does not describe a {config.model_type} that can be built "
+            f"({cause}); use the config.json that belongs to the weights"
         ) from error
 
 
@@ -246,6 +273,11 @@ def _checkpoint_names(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
             raise InputError(
                 f"{found} is stored as {checkpoint.dtype(found)}, expected a floating-point type: start from the "
                 "full-precision model"
+            )
+        if checkpoint.dtype(found).is_floating_point and checkpoint.dtype(found).itemsize == 1:
+            raise InputError(
+                f"{found} is stored as {checkpoint.dtype(found)}, which is quantized already: start from the 16-bit "
+                "model"
             )
         names[name] = found
     return names

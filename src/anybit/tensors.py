@@ -45,7 +45,7 @@ class GroupInt:
     def dequantize(self) -> Tensor:
         """The tile's weights, float32 [r, c], columns in stored order."""
         c = self.codes.shape[1]
-        group = torch.arange(c) // self.group_size
+        group = torch.arange(c, device=self.codes.device) // self.group_size
         zero = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.float()[:, group]
         return (self.codes.float() - zero) * self.scales.float()[:, group]
 
@@ -59,7 +59,7 @@ class QuantizedWeight:
 
     def dequantize(self) -> Tensor:
         """The matrix that the codes stand for, float32 [out, in]."""
-        dense = torch.zeros(self.shape)
+        dense = torch.zeros(self.shape, device=self.tiles[0].codes.device)
         for tile in self.tiles:
             place(dense, tile.dequantize(), tile.rows, tile.cols)
         return dense
@@ -120,7 +120,7 @@ def pack_bits(codes: Tensor, width: int, align: int) -> Tensor:
     """Pack codes [r, c] of a width that divides 8 into uint8 [r, bytes]."""
     per_byte = 8 // width
     r, c = codes.shape
-    padded = torch.zeros(r, row_bytes(c, width, align) * per_byte, dtype=torch.uint8)
+    padded = torch.zeros(r, row_bytes(c, width, align) * per_byte, dtype=torch.uint8, device=codes.device)
     padded[:, :c] = codes
     fields = padded.view(r, -1, per_byte)
     packed = fields[..., 0].clone()
@@ -133,7 +133,7 @@ def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:
     """Inverse of `pack_codes`: uint8 [r, columns]."""
     if bits in PACKED_WIDTHS:
         return unpack_bits(packed, bits, columns)
-    codes = torch.zeros(packed.shape[1], columns, dtype=torch.uint8)
+    codes = torch.zeros(packed.shape[1], columns, dtype=torch.uint8, device=packed.device)
     for plane in packed:
         codes = codes << 1 | unpack_bits(plane, 1, columns)
     return codes

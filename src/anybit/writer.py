@@ -7,6 +7,7 @@ neither half a shard nor half an artifact ever looks whole.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -46,11 +47,11 @@ class ArtifactWriter:
     def __init__(self, out: Path, fingerprint: str, shards: int, overwrite: bool) -> None:
         check_output(out, overwrite)
         self.out, self.shards = out.resolve(), shards
-        self._folder = partial_folder(out)
-        self.work = self._folder / "artifact"  # what becomes OUT
+        self.folder = partial_folder(out)
+        self.work = self.folder / "artifact"  # what becomes OUT
         self.finished: dict[int, dict[str, Any]] = {}
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._journal = open(self._folder / JOURNAL, "a+b")  # noqa: SIM115 - closed in __exit__
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._journal = open(self.folder / JOURNAL, "a+b")  # noqa: SIM115 - closed in __exit__
         try:
             self._lock()
             self.work.mkdir(exist_ok=True)
@@ -80,7 +81,7 @@ class ArtifactWriter:
         if lines[:1] != [head]:
             if len(lines) > 1 and any(self.work.iterdir()) and not overwrite:
                 raise InputError(
-                    f"{self._folder} holds an unfinished run with another model, text, machine or options: "
+                    f"{self.folder} holds an unfinished run with another model, text, machine or options: "
                     "repeat that command to resume it, or add --overwrite to drop it"
                 )
             lines = []
@@ -88,7 +89,8 @@ class ArtifactWriter:
             self._note(head)
         for entry in lines[1:]:
             path = self.work / self.file(entry["shard"])
-            if path.is_file() and file_sha256(path) == entry["sha256"]:
+            whole = path.is_file() and file_sha256(path) == entry["sha256"]
+            if whole and entry == _entry(entry["shard"], path, entry["sha256"]):
                 self.finished[entry["shard"]] = entry
         for path in self.work.iterdir():
             if path.name not in {self.file(shard) for shard in self.finished}:
@@ -100,7 +102,7 @@ class ArtifactWriter:
         os.fsync(self._journal.fileno())
 
     def file(self, shard: int) -> str:
-        return f"model-{shard + 1:05d}-of-{self.shards:05d}.safetensors"
+        return shard_file(shard, self.shards)
 
     def write_shard(self, shard: int, tensors: Mapping[str, Tensor]) -> None:
         """Write one shard whole or not at all.
@@ -125,12 +127,7 @@ class ArtifactWriter:
         temporary.chmod(0o644)  # safetensors makes files that only their owner reads
         os.replace(temporary, path)
         _sync(self.work)
-        entry = {
-            "shard": shard,
-            "bytes": path.stat().st_size,
-            "sha256": file_sha256(path),
-            "tensors": sorted(tensors),
-        }
+        entry = _entry(shard, path, file_sha256(path))
         self._note(entry)
         self.finished[shard] = entry
 
@@ -142,14 +139,11 @@ class ArtifactWriter:
         shards = [(self.file(i), self.finished[i]) for i in range(self.shards)]
         weight_map = {tensor: file for file, entry in shards for tensor in entry["tensors"]}
         total = sum(_data_bytes(self.work / file) for file, _ in shards)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        described = {INDEX: dump_json(index), "config.json": dump_json(config)}
-        hashes = {file: {"bytes": e["bytes"], "sha256": e["sha256"]} for file, e in shards}
-        for name, text in described.items():
-            data = text.encode()
-            hashes[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        described[HASHES] = dump_json({"format_version": FORMAT_VERSION, "files": hashes})
-        for name, text in {**described, **texts}.items():
+        described = described_files(weight_map, total, config)
+        hashes = hash_list(
+            {file: {"bytes": e["bytes"], "sha256": e["sha256"]} for file, e in shards}, described
+        )
+        for name, text in {**described, HASHES: hashes, **texts}.items():
             (self.work / name).write_text(text, encoding="utf-8")
         for path in [*self.work.iterdir(), self.work]:
             _sync(path)
@@ -157,15 +151,17 @@ class ArtifactWriter:
 
     def _publish(self) -> None:
         """Rename the finished directory to OUT; a rerun completes what a kill in between leaves."""
-        replaced = self._folder / "replaced"
+        replaced = self.folder / "replaced"
         if self.out.exists() and any(self.out.iterdir()):
             _remove(replaced)
             self.out.rename(replaced)
         self.work.rename(self.out)
         _sync(self.out.parent)
         _remove(replaced)
-        _remove(self._folder / JOURNAL)
-        self._folder.rmdir()
+        self._journal.close()  # some network file systems keep the name of an open file
+        _remove(self.folder / JOURNAL)
+        with contextlib.suppress(OSError):  # OUT is complete, whatever else lies in the folder
+            self.folder.rmdir()
 
 
 def check_output(out: Path, overwrite: bool) -> None:
@@ -203,17 +199,61 @@ def finished_bytes(out: Path) -> int:
     return sum(path.stat().st_size for path in partial_folder(out).glob("artifact/*"))
 
 
+def shard_file(shard: int, shards: int) -> str:
+    """File name of a shard, counted from 0."""
+    return f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+
+
+def described_files(weight_map: Mapping[str, str], total: int, config: Mapping[str, Any]) -> dict[str, str]:
+    """The index and config.json as they are written, by file name; `total`: bytes of all tensors."""
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return {INDEX: dump_json(index), "config.json": dump_json(config)}
+
+
+def hash_list(shards: Mapping[str, Mapping[str, Any]], described: Mapping[str, str]) -> str:
+    """anybit.index.json: size and SHA-256 of the shards (given) and of the texts beside them (by file name)."""
+    files = dict(shards)
+    for name, text in described.items():
+        data = text.encode()
+        files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return dump_json({"format_version": FORMAT_VERSION, "files": files})
+
+
+def _entry(shard: int, path: Path, sha256: str) -> dict[str, Any]:
+    """What the journal says of a finished shard."""
+    tensors = sorted(read_safetensors_header(path))
+    return {"shard": shard, "bytes": path.stat().st_size, "sha256": sha256, "tensors": tensors}
+
+
 def _complete_lines(journal: BinaryIO) -> list[dict[str, Any]]:
-    """The journal's entries; a last line that a crash cut short is dropped from the file."""
+    """The journal's entries up to the first that is cut short or damaged, which is dropped with all after it."""
     journal.seek(0)
-    entries, end = [], 0
+    entries: list[dict[str, Any]] = []
+    end = 0
     for line in journal.readlines():
-        if not line.endswith(b"\n"):
+        entry = _parse_line(line)
+        if entry is None or (entries and not _is_entry(entry)):
             break
-        entries.append(json.loads(line))
+        entries.append(entry)
         end += len(line)
     journal.truncate(end)
     return entries
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def _is_entry(entry: Mapping[str, Any]) -> bool:
+    """Whether a journal line has the fields of `_entry`, each of its type."""
+    types = {"shard": int, "bytes": int, "sha256": str, "tensors": list}
+    return entry.keys() == types.keys() and all(type(entry[key]) is kind for key, kind in types.items())
 
 
 def _data_bytes(path: Path) -> int:

@@ -34,26 +34,26 @@ class Question:
     gold: int  # index of the right choice
 
 
-def run_tasks(
-    model: Any,
-    tokenizer: Any,
-    tasks: Sequence[str],
-    *,
-    tasks_dir: Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 1,
-) -> dict[str, dict[str, Any]]:
-    """Zero-shot scores per task: `acc`, `acc_stderr`, `acc_norm`, `acc_norm_stderr` and the questions `n`.
+@dataclass(frozen=True)
+class Prepared:
+    """Tasks that are known to work: what is left needs a model."""
+
+    library: SimpleNamespace
+    loaded: dict[str, Any]  # lm-eval's task objects with their data
+    limit: int | None
+
+
+def prepare(tasks: Sequence[str], *, tasks_dir: Path | None = None, limit: int | None = None) -> Prepared:
+    """Import lm-eval and read the questions, so that a mistake shows before hours of work.
 
     With `tasks_dir` the questions come from its files and no network is touched; without it the tasks are
     lm-eval's own, whose data it fetches, with whatever metrics they define. `limit`: the first questions of
-    each task only. Model and tokenizer come out as they went in. Raises InputError for a missing package, an
-    unknown task or a faulty file.
+    each task only. Raises InputError for a missing package, an unknown task or a faulty file.
     """
     if not tasks:
         raise InputError("no task was named; give at least one, for example piqa.")
-    if (limit is not None and limit < 1) or batch_size < 1:
-        raise InputError(f"limit {limit} and batch size {batch_size}: both must be at least 1.")
+    if limit is not None and limit < 1:
+        raise InputError(f"limit {limit}: must be at least 1.")
     names = list(dict.fromkeys(tasks))
     with _environment_kept():
         library = _import_lm_eval()
@@ -64,9 +64,35 @@ def run_tasks(
             questions = {name: read_questions(path) for name, path in _files(names, tasks_dir).items()}
             specs = [_spec(library, name, rows) for name, rows in questions.items()]
             manager = library.TaskManager(include_defaults=False)
-        loaded = _load(manager, specs, names)
-        results = _evaluate(library, model, tokenizer, loaded, limit, batch_size)
+        return Prepared(library, _load(manager, specs, names), limit)
+
+
+def run_prepared(
+    model: Any, tokenizer: Any, prepared: Prepared, *, batch_size: int = 1
+) -> dict[str, dict[str, Any]]:
+    """Zero-shot scores per task: `acc`, `acc_stderr`, `acc_norm`, `acc_norm_stderr` and the questions `n`.
+
+    Model and tokenizer come out as they went in.
+    """
+    if batch_size < 1:
+        raise InputError(f"batch size {batch_size}: must be at least 1.")
+    with _environment_kept():
+        results = _evaluate(prepared.library, model, tokenizer, prepared.loaded, prepared.limit, batch_size)
     return {name: _figures(results, name) for name in results["results"]}
+
+
+def run_tasks(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[str],
+    *,
+    tasks_dir: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 1,
+) -> dict[str, dict[str, Any]]:
+    """`prepare` and `run_prepared` in one."""
+    prepared = prepare(tasks, tasks_dir=tasks_dir, limit=limit)
+    return run_prepared(model, tokenizer, prepared, batch_size=batch_size)
 
 
 def read_questions(path: Path) -> list[Question]:

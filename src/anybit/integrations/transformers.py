@@ -15,26 +15,24 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from anybit.description import check_layers
 from anybit.errors import InputError
 from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead
-from anybit.tensors import QUANT_METHOD, check_version, validate, validate_layout
+from anybit.tensors import QUANT_METHOD, check_version, validate
 
 
 class AnybitConfig(QuantizationConfigMixin):
     """`quantization_config` of an artifact: every key of its JSON is kept as it is.
 
-    Keys: `format_version`, `method`, `bits`, `layers` {name: layout}, `embeddings` {name: layout}, and what the
-    artifact says of its making (`calibration`, `base`, `options`).
+    Keys: `format_version`, `method`, `bits`, `layers` {name: layout}, `embeddings` {name: layout}, `dense`
+    {name: [out, in]} (linear layers stored as they are, which need nothing here), and what the artifact says of its making
+    (`calibration`, `base`, `options`).
     """
 
     def __init__(self, **fields: Any) -> None:
         fields.pop("quant_method", None)
         check_version(fields.get("format_version"))
-        for group in ("layers", "embeddings"):
-            if not isinstance(fields.setdefault(group, {}), dict):
-                raise InputError(f"quantization_config: {group} must be an object of layer names to layouts")
-            for name, layout in fields[group].items():
-                validate_layout(name, layout)
+        check_layers("quantization_config", fields)
         self.quant_method = QUANT_METHOD
         self.__dict__.update(fields)
 

@@ -1,6 +1,6 @@
 """GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers (arXiv:2210.17323).
 
-Algorithm 1 with blocked lazy updates, on any tiling of widths. Deviations, each measured in docs/results.md:
+Algorithm 1 with blocked lazy updates, on any tiling of widths. Deviations:
 group scales are fitted at the group's start from the compensated weights; clipping ratios are searched on
 the original weights; whole groups may be processed in order of importance while storage stays natural
 (MixLLM, arXiv:2412.14590, section 3.4); the Cholesky factor of the inverse Hessian comes from one
@@ -47,8 +47,8 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
         sets = [_by_energy(s, diagonal) for s in sets]
     order = _group_order(sets, diagonal, spec.group_reorder and not spec.desc_act)
     perm = torch.cat([sets[s].group(g) for s, g in order])
-    dead = diagonal == 0
-    work = torch.where(dead, 0.0, weight)[:, perm]
+    weight = torch.where(diagonal == 0, 0.0, weight)  # dead channels: any weight is as good, 0 costs no range
+    work = weight[:, perm]
     factor = inverse_factor(hessian[perm][:, perm], spec.damp)
     column_cost = torch.empty_like(diagonal)
     column_cost[perm] = factor.diagonal().square().reciprocal()

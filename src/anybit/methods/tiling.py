@@ -51,12 +51,19 @@ def column_sets(spec: LayerSpec, shape: tuple[int, int]) -> list[ColumnSet]:
     for tile in spec.tiles:
         by_cols.setdefault(tile.cols, []).append(tile)
     sets = [_column_set(cols, tiles, shape) for cols, tiles in by_cols.items()]
-    covered = torch.cat([s.cols for s in sets])
-    if len(covered) != in_features or len(covered.unique()) != in_features:
-        raise InputError(
-            f"the spec's tiles cover {len(covered.unique())} of {in_features} input channels exactly once"
-        )
+    _check_covered(torch.cat([s.cols for s in sets]), in_features)
     return sets
+
+
+def _check_covered(cols: Tensor, in_features: int) -> None:
+    """Refuse column sets `cols` that do not hold each input channel exactly once."""
+    times = torch.bincount(cols, minlength=in_features)
+    if (times > 1).any():
+        raise InputError(
+            f"the spec is wrong: input channel {int((times > 1).nonzero()[0])} is in two tiles, or twice in one"
+        )
+    if (times == 0).any():
+        raise InputError(f"the spec is wrong: {int((times == 0).sum())} input channels are in no tile")
 
 
 def _column_set(cols: tuple[int, ...] | None, tiles: list[TileSpec], shape: tuple[int, int]) -> ColumnSet:

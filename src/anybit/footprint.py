@@ -1,0 +1,94 @@
+"""Bytes of an artifact besides its tensors, before it exists: the same texts are rendered, with stand-ins for hashes.
+
+A few kB too much at most, never too little: `--size` is a promise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from anybit.artifact import is_tokenizer_file
+from anybit.card import model_card
+from anybit.checkpoint import DTYPES
+from anybit.description import artifact_config, provenance
+from anybit.spec import QuantizeConfig
+from anybit.tensors import stored_tensors
+from anybit.writer import described_files, hash_list, shard_file
+
+if TYPE_CHECKING:
+    from anybit.plan import Plan
+    from anybit.streaming import StreamedModel
+
+Stored = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # tensor name -> dtype and shape
+HASH = "0" * 64
+GENERATION_BYTES = 512  # generation_config.json rebuilt from GGUF metadata: a few token ids
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def overhead_bytes(streamed: StreamedModel, plan: Plan, config: QuantizeConfig) -> int:
+    """Upper bound of the bytes of shard headers, JSON files, model card and copied files but the tokenizer."""
+    shards = [_shard(streamed, plan, i) for i in (None, *range(len(streamed.blocks)))]
+    headers = [_header_bytes(shard) for shard in shards]
+    sizes = [header + _data_bytes(shard) for header, shard in zip(headers, shards)]
+    names = [shard_file(i, len(shards)) for i in range(len(shards))]
+    weight_map = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
+    made = provenance(streamed.checkpoint, HASH, config, _widest_calibration(config))
+    total = sum(_data_bytes(shard) for shard in shards)
+    described = described_files(weight_map, total, artifact_config(streamed, plan, made))
+    hashes = hash_list({name: {"bytes": n, "sha256": HASH} for name, n in zip(names, sizes)}, described)
+    card = model_card(streamed.checkpoint, plan, made)
+    texts = sum(len(text.encode()) for text in (*described.values(), hashes, card))
+    return sum(headers) + texts + _asset_bytes(streamed)
+
+
+def _shard(streamed: StreamedModel, plan: Plan, i: int | None) -> Stored:
+    """Tensors of block i's shard, or of the one with everything outside the blocks."""
+    layouts = {**plan.layouts, **plan.embeddings}
+    stored: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name in streamed.tensor_names(i):
+        layer = name.removesuffix(".weight")
+        if layer in layouts:
+            stored |= {f"{layer}.{f}": entry for f, entry in stored_tensors(layouts[layer]).items()}
+        else:
+            stored[name] = plan.kept[name]
+    return stored
+
+
+def _data_bytes(shard: Stored) -> int:
+    return sum(dtype.itemsize * prod(shape) for dtype, shape in shard.values())
+
+
+def _header_bytes(shard: Stored) -> int:
+    """Bytes of a safetensors header; every offset is taken to be as long as the largest."""
+    end = _data_bytes(shard)
+    header: dict[str, Any] = {
+        # BF16: values beyond float16 make it so
+        name: {
+            "dtype": DTYPE_NAMES[torch.bfloat16 if dtype == torch.float16 else dtype],
+            "shape": shape,
+            "data_offsets": [end, end],
+        }
+        for name, (dtype, shape) in shard.items()
+    }
+    header["__metadata__"] = {"format": "pt"}
+    length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
+    return 8 + (length + 7) // 8 * 8
+
+
+def _widest_calibration(config: QuantizeConfig) -> dict[str, Any] | None:
+    """A description at least as long as that of any text: a plan does not know which one it will be."""
+    if not config.calibrated:
+        return None
+    counts = {"samples": config.samples, "seq_len": config.seq_len, "seed": config.seed}
+    return {"source": "'" * 255, "sha256": HASH, **counts, "requested": config.samples}
+
+
+def _asset_bytes(streamed: StreamedModel) -> int:
+    """Licence, generation config and what else is copied beside the weights, the tokenizer apart."""
+    files = [file for file in streamed.checkpoint.asset_files() if not is_tokenizer_file(file.name)]
+    return sum(file.stat().st_size for file in files) + (GENERATION_BYTES if streamed.checkpoint.gguf else 0)

@@ -1,0 +1,31 @@
+"""What importing costs and needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# What a bare GPU machine lacks: the library must load and run without it.
+ABSENT = ("gguf", "typer", "rich", "matplotlib", "datasets", "lm_eval", "anybit._native")
+
+BARE = f"""
+import sys
+for name in {ABSENT!r}:
+    sys.modules[name] = None  # makes its import fail
+import anybit, anybit.convert, anybit.kernels, anybit.layers, anybit.model, anybit.integrations.transformers
+assert not anybit.kernels.info()["cpu"]["available"]
+print("fine")
+"""
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_library_imports_with_few_packages() -> None:
+    assert run(BARE) == "fine\n"
+
+
+def test_import_anybit_loads_nothing_heavy() -> None:
+    heavy = "{'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    assert run(f"import sys, anybit; print({heavy})") == "set()\n"
