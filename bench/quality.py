@@ -68,6 +68,9 @@ def plot(rows: list[dict[str, Any]], base: float, path: Path, title: str) -> Non
         axes.plot(x, [row["perplexity"] for row in points], "o-", label=method)
     axes.axhline(base, linestyle="--", color="#888", label="unquantized")
     axes.set(xlabel="stored bits per weight (linear layers)", ylabel="perplexity", yscale="log", title=title)
+    axes.set_ylim(0.9 * base, 10 * base)  # a model ten times worse than its base is no model
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(path, dpi=120)

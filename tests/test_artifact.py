@@ -13,10 +13,12 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import anybit
 from anybit import artifact, writer
 from anybit.artifact import inspect, is_artifact, open_artifact, read_config, verify
+from anybit.checkpoint import JSON_LIMIT
 from anybit.errors import InputError
 from anybit.spec import QuantizeConfig
 from anybit.writer import ArtifactWriter, check_output, finished_bytes
@@ -233,6 +235,30 @@ def test_pickled_weights_are_named_so(copied: Path) -> None:
     refuses(anybit.load, copied, "pickle")
 
 
+@pytest.mark.parametrize("name", ["config.json", "anybit.index.json"])
+def test_json_beyond_the_limit_is_not_read(copied: Path, name: str) -> None:
+    os.truncate(copied / name, JSON_LIMIT + 1)  # a hole: nothing is written
+    assert is_artifact(copied) == (name != "config.json")
+    refuses(verify, copied, "not an anybit artifact" if name == "config.json" else "list of hashes")
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        [{"format": "group_int", "bits": 3, "group_size": 128, "symmetric": False}],
+        [{"format": "group_int", "bits": 8, "group_size": 128, "symmetric": False, "cols": 48}],
+        [{"format": "group_int", "bits": 8, "group_size": 128, "symmetric": False, "rows": 264}],
+        [{"format": "group_int", "bits": 8, "group_size": 24, "symmetric": False, "cols": 24}] * 2,
+    ],
+    ids=["width", "columns", "rows", "two"],
+)
+def test_embeddings_are_one_tile(copied: Path, tiles: list[dict[str, Any]]) -> None:
+    """Their rows are looked up one by one."""
+    quantization(lambda q: q["embeddings"]["model.embed_tokens"].update(tiles=tiles))(copied)
+    for reader in (inspect, AutoModelForCausalLM.from_pretrained):
+        refuses(reader, copied, "an embedding is stored as one tile of 4 or 8 bits")
+
+
 def test_names_that_are_no_artifact(original: Path, tmp_path: Path) -> None:
     assert is_artifact(original)
     assert not is_artifact(tmp_path) and not is_artifact(tmp_path / "x") and not is_artifact(Path("/"))
@@ -307,6 +333,71 @@ def test_writer_drops_a_journal_line_cut_short(tmp_path: Path, cut: int) -> None
     journal.write_bytes(data[: min(len(data) - 1, max(end, 0) + cut) if cut < 10**6 else 3])
     assert write_all(tmp_path / "out", until=2) == ([0] if cut < 10**6 else [])
     assert write_all(tmp_path / "out") == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\x00\x00\xff\n",
+        b"[1]\n",
+        b"{}\n",
+        b"[" * 100_000 + b"\n",
+        b'{"shard": "1", "bytes": 1, "sha256": "", "tensors": []}\n',
+        b'{"shard": 1, "bytes": 1, "sha256": null, "tensors": []}\n',
+    ],
+    ids=["no text", "list", "empty", "deep", "shard", "sha256"],
+)
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_writer_resumes_before_a_damaged_journal_line(tmp_path: Path, line: bytes, damaged: int) -> None:
+    write_all(tmp_path / "whole")
+    write_all(tmp_path / "out", until=2)
+    journal = tmp_path / "out.partial" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    lines[damaged] = line
+    journal.write_bytes(b"".join(lines))
+    assert write_all(tmp_path / "out") == list(range(damaged - 1))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_writer_redoes_a_shard_whose_journal_line_lies(tmp_path: Path) -> None:
+    """Its tensors' names go into the index."""
+    write_all(tmp_path / "whole")
+    write_all(tmp_path / "out", until=2)
+    journal = tmp_path / "out.partial" / "journal.jsonl"
+    journal.write_text(journal.read_text().replace('"t1"', '"t9"'))
+    assert write_all(tmp_path / "out") == [0]
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_folder_that_will_not_go_does_not_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rmdir(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rmdir", rmdir)
+        write_all(tmp_path / "out")
+    assert len(contents(tmp_path / "out")) == 7
+    assert write_all(tmp_path / "out", overwrite=True) == []
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_journal_is_closed_before_its_name_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS keeps an open file under another name, and the folder with it."""
+    closed: list[bool] = []
+    original = writer._remove
+    with ArtifactWriter(tmp_path / "out", "a", 1, False) as opened:
+
+        def remove(path: Path) -> None:
+            if path.name == writer.JOURNAL:
+                closed.append(opened._journal.closed)
+            original(path)
+
+        monkeypatch.setattr(writer, "_remove", remove)
+        opened.write_shard(0, tensors_of(0))
+        opened.finish({}, {})
+    assert closed == [True]
 
 
 def test_writer_refuses_another_run(tmp_path: Path) -> None:

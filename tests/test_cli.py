@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import anybit
 from anybit import cli
+from anybit.chat import Echo, Generator
 from anybit.errors import InputError
 
 COMMANDS = ("quantize", "eval", "generate", "chat", "inspect", "verify", "plan", "demo")
@@ -147,7 +148,9 @@ def test_quantize_then_inspect(
     run: Run, llama: Path, text_file: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     out, json_file = tmp_path / "new" / "out", tmp_path / "made.json"
-    text = ("--samples", "4", "--seq-len", "32", "--calibration", text_file)
+    text: tuple[object, ...] = ()
+    if "gptq" in options:
+        text = ("--samples", "4", "--seq-len", "32", "--calibration", text_file)
     ran = run("quantize", llama, "-o", out, *options, *text, "--json", json_file)
     assert ran.code == 0, ran.err
     assert "quantizes 14 linear layers" in ran.err and "% of all" in ran.err
@@ -275,6 +278,7 @@ def test_budget_takes_the_largest_width_within(
     ("options", "words"),
     [
         (("--method", "awesome"), ("awesome", "rtn", "gptq")),
+        (("--method", "awesome", "--bits", "3.5"), ("unknown method 'awesome'",)),
         (("--bits", "9"), ("9-bit", "2 to 8")),
         (("--bits", "1"), ("1-bit", "2 to 8")),
         (("--bits", "3.5"), ("3.5", "whole")),
@@ -289,7 +293,15 @@ def test_budget_takes_the_largest_width_within(
         (("--group-size", "0"), ("group size 0",)),
         (("--damp", "2"), ("damp",)),
         (("--samples", "0"), ("at least 1",)),
-        (("--device", "tpu"), ("tpu", "cuda")),
+        (("--threads", "100000"), ("--threads 100000", "at most")),
+        (("--method", "rtn", "--desc-act"), ("--desc-act", "rtn")),
+        (("--method", "rtn", "--damp", "0.1"), ("--damp would be ignored", "rtn")),
+        (("--method", "rtn", "--no-group-reorder"), ("--group-reorder would be ignored",)),
+        (("--method", "rtn", "--calibration", "a.txt"), ("--calibration would be ignored", "--clip")),
+        (("--method", "rtn", "--samples", "4"), ("--samples would be ignored",)),
+        (("--method", "rtn", "--seq-len", "4"), ("--seq-len would be ignored",)),
+        (("--method", "rtn", "--one-shot"), ("--one-shot would be ignored",)),
+        (("--method", "rtn", "--seed", "0"), ("--seed would be ignored",)),
         (("--include", "nothing.like.this"), ("--include",)),
         (("--json", "no/such/folder/r.json"), ("cannot be written",)),
         (("--spec", "no-such-file.json"), ("no-such-file.json",)),
@@ -309,12 +321,38 @@ def test_the_size_named_as_smallest_can_be_had(run: Run, llama: Path, tmp_path: 
     assert run("quantize", llama, "-o", tmp_path / "out", *RTN, "--size", f"{smallest + 100}B").code == 0
 
 
-@pytest.mark.parametrize("option", ["--kv-bits=4", "--act-bits=8", "--prepass=awq", "--nonsense"])
+@pytest.mark.parametrize(
+    "option", ["--kv-bits=4", "--act-bits=8", "--prepass=awq", "--device=cpu", "--nonsense"]
+)
 def test_options_that_do_not_exist_are_errors(run: Run, llama: Path, tmp_path: Path, option: str) -> None:
     ran = run("quantize", llama, "-o", tmp_path / "out", option)
     assert ran.code == 2
     assert "No such option" in ran.err and option.partition("=")[0] in ran.err
     assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5G", 5 * 10**9),
+        ("5GB", 5 * 10**9),
+        ("90m", 90 * 10**6),
+        ("1.5GiB", 3 * 2**29),
+        ("2 KiB", 2048),
+        ("7", 7),
+        ("7B", 7),
+        ("1t", 10**12),
+    ],
+)
+def test_sizes_as_people_write_them(text: str, size: int) -> None:
+    assert cli._bytes(text) == size
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**63)])
+@pytest.mark.parametrize("command", [("quantize", "-o", "x"), ("generate", "-p", "x"), ("chat",)])
+def test_seeds_out_of_range(run: Run, made: Path, command: tuple[str, ...], seed: str) -> None:
+    ran = run(command[0], made, *command[1:], "--seed", seed)
+    assert ran.code == 2 and "--seed" in ran.err and "Traceback" not in ran.err
 
 
 def test_usage_errors(run: Run, llama: Path) -> None:
@@ -550,6 +588,10 @@ def test_eval_refuses(run: Run, made: Path, model_copy: Callable[[str], Path], t
     refused(run("eval", made, "--text", "a.txt", "--dataset", "wikitext2"), "--dataset")
     refused(run("eval", made, "--text", tmp_path / "nowhere.txt"), "nowhere.txt")
     refused(run("eval", made, "--dtype", "float8"), "float8", "bfloat16")
+    refused(run("eval", made, "--tasks-dir", tmp_path), "tasks_dir", "--tasks")
+    refused(run("eval", made, "--limit", "3"), "limit", "--tasks")
+    for command in (("eval", made), ("generate", made, "-p", "x"), ("chat", made)):
+        refused(run(*command, "--device", "tpu"), "tpu", "expected cpu or cuda")
     refused(run("eval", made, "--json", tmp_path / "no" / "r.json"), "cannot be written")
     untokenized = model_copy("llama")
     (untokenized / "tokenizer.json").unlink()
@@ -578,6 +620,37 @@ def test_chat_answers_line_by_line(run: Run, made: Path) -> None:
     longer = run("chat", made, "--max-new-tokens", "4", stdin="hello\nhello\n/exit\n")
     assert longer.out.startswith(once.out)
     assert run("chat", made, stdin="").code == 0
+
+
+def test_chat_goes_on_when_its_context_is_full(run: Run, made: Path) -> None:
+    first = run("chat", made, "--max-new-tokens", "4", stdin="hello\n")
+    stdin = "hello\n" + "x" * 200 + "\n/new\nhello\n"
+    ran = run("chat", made, "--max-new-tokens", "4", stdin=stdin)
+    assert ran.code == 0 and ran.out == first.out * 2
+    assert ran.err.count("anybit:") == 1 and "128" in ran.err and "/new" in ran.err
+
+
+def test_ctrl_c_stops_an_answer_or_the_chat(run: Run, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def interrupted(self: Generator, ids: torch.Tensor, *options: object, streamer: Echo) -> None:
+        asked.append(self.tokenizer.decode(ids[0]))
+        streamer.put(ids)
+        streamer.put(self.tokenizer("of course", return_tensors="pt").input_ids[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Generator, "generate", interrupted)
+    ran = run("chat", made, stdin="one\ntwo\n")
+    assert (ran.code, ran.out) == (0, "of course\n" * 2)
+    assert asked[1].endswith("[user]one[assistant]of course[user]two[assistant]"), "what was said counts"
+    assert run("generate", made, "-p", "x").code == 130
+
+    class Prompt(io.StringIO):
+        def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(io, "StringIO", Prompt)
+    assert run("chat", made).code == 130
 
 
 def test_chat_needs_a_template(run: Run, model_copy: Callable[[str], Path]) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from anybit import cli, convert, plan, writer
 from anybit.artifact import inspect, verify
-from anybit.calibrate import Collector
+from anybit.calibrate import Activations, Collector
 from anybit.errors import InputError
 from anybit.methods import gptq, rtn
 from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
@@ -148,7 +149,7 @@ def test_values_beyond_float16_are_kept_in_bfloat16(
 def test_include_and_exclude(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     config = QuantizeConfig(method="rtn", include=("*.mlp.*",), exclude=("*layers.1*", "*down_proj"))
     convert.quantize(model_dir("llama"), tmp_path / "out", config)
-    names = {layer["name"] for layer in inspect(tmp_path / "out")["layers"]}
+    names = {layer["name"] for layer in inspect(tmp_path / "out")["layers"] if layer["bits"] == 4}
     assert names == {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"}
     assert stored(tmp_path / "out")["model.layers.1.mlp.up_proj.weight"].dtype == torch.float16
 
@@ -178,6 +179,68 @@ def test_unusable_weights_are_named_before_any_work(
     with pytest.raises(InputError, match=rf"layers\.1\.mlp\.up_proj.*{words}"):
         convert.quantize(model, tmp_path / "out", config, calibration=str(text_file))
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_clip_is_recorded_as_it_was_resolved(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
+) -> None:
+    for clip, given in ((None, ""), (True, ""), (False, "--no-clip")):
+        out, config = tmp_path / str(clip), QuantizeConfig(**{**GPTQ.as_dict(), "clip": clip})
+        convert.quantize(model_dir("llama"), out, config, calibration=str(text_file))
+        assert inspect(out)["options"]["clip"] is (clip is not False)
+        card = (out / "README.md").read_text()
+        assert ("clip" in card) == bool(given) and given in card and "--spec" not in card
+    assert digests(tmp_path / "None") == digests(tmp_path / "True")
+    convert.quantize(model_dir("llama"), tmp_path / "rtn", RTN)
+    assert inspect(tmp_path / "rtn")["options"]["clip"] is False
+    assert "clip" not in (tmp_path / "rtn" / "README.md").read_text()
+
+
+def test_hidden_states_spill_beside_the_artifact(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the artifact's own folder, a file system that keeps their name would publish them."""
+    folders = []
+
+    class Watched(Activations):
+        def __init__(self, samples: int, directory: Path) -> None:
+            folders.append(directory)
+            super().__init__(samples, directory, budget=0)
+
+    monkeypatch.setattr(convert, "Activations", Watched)
+    convert.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(text_file))
+    assert folders == [tmp_path / "out.partial"]
+    assert not folders[0].exists()
+
+
+def test_other_tokens_or_libraries_are_another_run(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same text can become other tokens: another tokenizer beside the same weights."""
+
+    def run(tokens: int) -> None:
+        original = convert.calibration_set
+
+        def shifted(*arguments: Any) -> Any:
+            text = original(*arguments)
+            return replace(text, tokens=(text.tokens + tokens) % 200)
+
+        monkeypatch.setattr(convert, "calibration_set", shifted)
+        convert.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(text_file))
+
+    stop_at(monkeypatch, 3)
+    with pytest.raises(InputError, match="disk is full"):
+        run(0)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="unfinished run with another model, text"):
+        run(1)
+    monkeypatch.undo()
+    monkeypatch.setattr(convert.transformers, "__version__", "0")
+    with pytest.raises(InputError, match="unfinished run with another model, text"):
+        run(0)
+    monkeypatch.undo()
+    run(0)
+    assert (tmp_path / "out").exists()
 
 
 def test_all_zero_channels_work(model_copy: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
@@ -370,8 +433,9 @@ Job = Callable[[str, str], list[str]]
 @pytest.fixture(scope="module")
 def arguments(model_dir: Callable[[str], Path], text_file: Path) -> Callable[[Path, str], list[str]]:
     def make(out: Path, method: str) -> list[str]:
-        options = ["--group-size", "32", "--samples", "6", "--seq-len", "64", "--calibration", str(text_file)]
-        return [str(model_dir("llama")), "-o", str(out), *METHODS[method], *options, "--threads", "1"]
+        text = ["--samples", "6", "--seq-len", "64", "--calibration", str(text_file)]
+        options = ["--group-size", "32", "--threads", "1", *([] if method == "rtn" else text)]
+        return [str(model_dir("llama")), "-o", str(out), *METHODS[method], *options]
 
     return make
 

@@ -17,6 +17,7 @@ from anybit import evaluation
 from anybit.errors import InputError
 from anybit.evaluation import paired_bootstrap, perplexity
 from anybit.integrations.lm_eval import _environment_kept, read_questions, run_tasks
+from anybit.model import evaluate
 
 VOCABULARY = 61
 POSITIONS = 32
@@ -435,6 +436,22 @@ def test_task_requests_that_cannot_be_met(tmp_path, monkeypatch):
         run_tasks(model, tokenizer, ["a", "c"], tasks_dir=tmp_path)
     with pytest.raises(InputError, match=r"holds no \.jsonl file"):
         run_tasks(model, tokenizer, ["a"], tasks_dir=tmp_path / "none")
+
+
+def test_tasks_are_checked_before_a_model_loads(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    write_tasks(tmp_path, a=[PLAIN])
+
+    def load(*arguments, **options):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("anybit.model.load", load)
+    monkeypatch.setattr("anybit.model.load_tokenizer", load)
+    with pytest.raises(InputError, match="unknown task b"):
+        evaluate("any", tasks=("a", "b"), tasks_dir=tmp_path)
+    for option in ({"tasks_dir": tmp_path}, {"limit": 3}):
+        with pytest.raises(InputError, match=r"name some with tasks"):
+            evaluate("any", **option)
 
 
 def test_tasks_of_lm_eval_itself(monkeypatch):

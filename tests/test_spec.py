@@ -317,7 +317,8 @@ def test_an_estimate_grows_with_the_work(model_dir: MakeModel, tmp_path: Path) -
     streamed = opened(model_dir("llama"))
     small, large = QuantizeConfig("rtn"), QuantizeConfig("gptq", samples=10**6)
     few, many = (estimate(streamed, make_plan(streamed, c), c, tmp_path / "a" / "b") for c in (small, large))
-    assert few["size_bytes"] == many["size_bytes"] == make_plan(streamed, small).size_bytes
+    for figures, config in ((few, small), (many, large)):
+        assert figures["size_bytes"] == make_plan(streamed, config).size_bytes
     assert 0 < few["seconds"] < many["seconds"] and 0 < few["peak_memory_bytes"] < many["peak_memory_bytes"]
     assert few["free_disk_bytes"] > 0 and few["bits"] == 4 and few["bits_per_weight"] > 4
     json.dumps(few)

@@ -287,6 +287,23 @@ def test_integers_in_place_of_weights_are_refused(model_copy: MakeModel) -> None
     refused(folder, name, "int8", "floating-point")
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_weights_are_refused(model_copy: MakeModel, dtype: torch.dtype) -> None:
+    folder, name = model_copy("llama"), "model.layers.1.mlp.up_proj.weight"
+    rewrite(folder, lambda tensors: {**tensors, name: tensors[name].to(dtype)})
+    refused(folder, name, "float8", "start from the 16-bit model")
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": -4}, {"vocab_size": -1}, {"hidden_act": "nonsense"}], ids=str
+)
+def test_a_config_that_describes_no_model_is_refused(model_copy: MakeModel, change: dict[str, Any]) -> None:
+    folder = model_copy("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    refused(folder, "configuration", "that can be built")
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
 def test_fused_experts_are_refused(tmp_path: Path, family: str) -> None:
     config = (

@@ -134,8 +134,8 @@ def inspect(path: Path) -> dict[str, Any]:
 
     Returns:
         `method`, `bits` (average width), `bits_per_weight` (8 x stored bytes of all linear layers in the blocks /
-        their weights, whether they are quantized or not), `size_bytes` (all files but the tokenizer), `calibration`, `layers` and what else the
-        artifact says of its making. JSON-able.
+        their weights, whether they are quantized or not), `size_bytes` (all files but the tokenizer),
+        `calibration`, `layers` and what else the artifact says of its making. JSON-able.
 
     Raises:
         InputError: see `open_artifact`.

@@ -72,8 +72,9 @@ class Collector(TorchFunctionMode):
     With `attention`, a value projection's tokens count by the attention they receive. Token t's value error
     `d v_t` reaches output i as `a_it d v_t`; neglecting that the errors of different tokens correlate, the squared
     error summed over outputs is `sum_t w_t |d v_t|^2` with `w_t = sum_i a_it^2` over queries and heads. Uniform
-    weights miss that most queries attend to the first token, whose value must be exact. Layers that are not called
-    `v_proj`, and attention that is not PyTorch's `scaled_dot_product_attention`, keep uniform weights. (Token importance from attention: RSQ, arXiv:2503.01820, there on all layers.)
+    weights miss that most queries attend to the first token, whose value must be exact. (Token importance from
+    attention: RSQ, arXiv:2503.01820, there on all layers.) Layers that are not called `v_proj`, and attention that
+    is not PyTorch's `scaled_dot_product_attention`, keep uniform weights.
 
     Args:
         linears: layer name -> module, of one block.

@@ -14,6 +14,18 @@ from anybit.model import load, load_tokenizer
 from anybit.progress import SILENT, Silent
 
 
+class Echo(TextStreamer):
+    """Prints an answer while it is made, and keeps what it printed."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.text = ""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        super().on_finalized_text(text, stream_end)
+
+
 class Generator:
     """A loaded model and its tokenizer."""
 
@@ -55,9 +67,24 @@ class Generator:
 
     def stream(self, ids: Tensor, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
         """Print the continuation of ids [1, T] as it is made, and return it."""
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        new = self.generate(ids, max_new_tokens, temperature, seed, streamer=streamer)
-        return self.tokenizer.decode(new, skip_special_tokens=True)
+        echo = Echo(self.tokenizer)
+        self.generate(ids, max_new_tokens, temperature, seed, streamer=echo)
+        return echo.text
+
+    def answer(
+        self, messages: list[dict[str, str]], max_new_tokens: int, temperature: float, seed: int
+    ) -> str:
+        """Print the answer to a conversation as it is made, and return it; Ctrl-C ends the answer only.
+
+        Raises:
+            InputError: see `encode_chat` and `generate`.
+        """
+        ids, echo = self.encode_chat(messages), Echo(self.tokenizer)
+        try:
+            self.generate(ids, max_new_tokens, temperature, seed, streamer=echo)
+        except KeyboardInterrupt:
+            echo.end()
+        return echo.text
 
     def generate(
         self, ids: Tensor, max_new_tokens: int, temperature: float = 0.0, seed: int = 0, streamer: Any = None
@@ -96,7 +123,10 @@ class Generator:
 
 
 def converse(generator: Generator, max_new_tokens: int, temperature: float, seed: int) -> None:
-    """Read lines from standard input and answer them until an empty line or the end."""
+    """Read lines from standard input and answer them until an empty line or the end.
+
+    A line that no longer fits the model's context is left out, with a word on standard error.
+    """
     messages: list[dict[str, str]] = []
     generator.encode_chat([{"role": "user", "content": "hi"}])  # refuse a model without a template at once
     while True:
@@ -108,6 +138,10 @@ def converse(generator: Generator, max_new_tokens: int, temperature: float, seed
         if line == "/new":
             messages = []
             continue
-        messages.append({"role": "user", "content": line})
-        answer = generator.stream(generator.encode_chat(messages), max_new_tokens, temperature, seed)
-        messages.append({"role": "assistant", "content": answer})
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            answer = generator.answer(asked, max_new_tokens, temperature, seed)
+        except InputError as error:
+            print(f"anybit: {error}, or start over with /new", file=sys.stderr)
+            continue
+        messages = [*asked, {"role": "assistant", "content": answer}]

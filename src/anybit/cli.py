@@ -324,7 +324,10 @@ def chat(
     device: Device = "cpu",
     threads: Threads = None,
 ) -> None:
-    """Talk with MODEL, which must have a chat template. An empty line, Ctrl-D or /exit ends it; /new starts over."""
+    """Talk with MODEL, which must have a chat template.
+
+    An empty line, Ctrl-D or /exit ends it; /new starts over; Ctrl-C stops an answer, or ends the chat between two.
+    """
     from anybit.chat import Generator, converse
 
     _set_threads(threads)

@@ -55,7 +55,7 @@ class QuantizeResult:
     resumed_shards: int  # shards found finished
 
 
-def quantize(  # noqa: PLR0913 - mirrors the command's options
+def quantize(
     model: str | Path,
     out: str | Path,
     config: QuantizeConfig | None = None,

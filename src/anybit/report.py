@@ -40,8 +40,8 @@ windows of 1024; the quantized models were calibrated on its other half.</p>
 </table>
 <p><img alt="Perplexity against bits per weight" src="data:image/png;base64,{_plot(rows)}"></p>
 <p class="note">Bits per weight counts everything stored for the linear layers: codes, scales, zero points, padding.
-The size includes the embedding, at 8 bits where the model is quantized. The base model comes from a GGUF file that was quantized before (Q4_1, a
-grid of its own): errors at 4 bits and above are measured against that base.</p>
+The size includes the embedding, at 8 bits where the model is quantized. The base model comes from a GGUF file that was
+quantized before (Q4_1, a grid of its own): errors at 4 bits and above are measured against that base.</p>
 <h2>The same prompt, continued greedily by each</h2>
 {texts}
 </body></html>

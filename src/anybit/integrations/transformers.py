@@ -25,8 +25,8 @@ class AnybitConfig(QuantizationConfigMixin):
     """`quantization_config` of an artifact: every key of its JSON is kept as it is.
 
     Keys: `format_version`, `method`, `bits`, `layers` {name: layout}, `embeddings` {name: layout}, `dense`
-    {name: [out, in]} (linear layers stored as they are, which need nothing here), and what the artifact says of its making
-    (`calibration`, `base`, `options`).
+    {name: [out, in]} (linear layers stored as they are, which need nothing here), and what the artifact says of its
+    making (`calibration`, `base`, `options`).
     """
 
     def __init__(self, **fields: Any) -> None:

