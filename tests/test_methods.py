@@ -502,7 +502,7 @@ def test_gptq_refuses_what_it_cannot_use() -> None:
 
 def test_damping_is_raised_until_the_factorisation_works() -> None:
     slightly_indefinite = torch.tensor([[1.0, 1.05], [1.05, 1.0]])  # 1 % is too little, 10 % is enough
-    factor = gptq.inverse_factor(slightly_indefinite, 0.01)
+    factor = gptq.inverse_factor(slightly_indefinite, torch.arange(len(slightly_indefinite)), 0.01)
     damped = slightly_indefinite + 0.1 * torch.eye(2)
     assert torch.allclose(factor.T @ factor, torch.linalg.inv(damped), rtol=1e-4)
     assert torch.equal(factor, factor.triu())
@@ -511,7 +511,7 @@ def test_damping_is_raised_until_the_factorisation_works() -> None:
 def test_the_factor_is_that_of_the_inverse() -> None:
     h = statistics(inputs(300, 40)).hessian
     assert h is not None
-    factor = gptq.inverse_factor(h, 0.01).double()
+    factor = gptq.inverse_factor(h, torch.arange(len(h)), 0.01).double()
     damped = h.double() + 0.01 * h.diagonal().mean() * torch.eye(40)
     assert torch.allclose(factor.T @ factor @ damped, torch.eye(40, dtype=torch.float64), atol=1e-3)
 
@@ -525,7 +525,7 @@ def test_the_native_block_is_the_reference_to_the_bit(rows: int, columns: int) -
     weight = random_weight(rows, columns)
     h = statistics(inputs(2 * columns, columns)).hessian
     assert h is not None
-    factor = gptq.inverse_factor(h, 0.01).contiguous()
+    factor = gptq.inverse_factor(h, torch.arange(len(h)), 0.01).contiguous()
     bits = torch.arange(rows) % 7 + 2
     scale, zero = grid.fit(weight, bits, bits % 3 == 0)
     scale[::4] = 0  # a group of zeros that compensation has filled since: no grid, so the zero point

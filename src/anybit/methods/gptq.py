@@ -49,7 +49,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     perm = torch.cat([sets[s].group(g) for s, g in order])
     weight = torch.where(diagonal == 0, 0.0, weight)  # dead channels: any weight is as good, 0 costs no range
     work = weight[:, perm]
-    factor = inverse_factor(hessian[perm][:, perm], spec.damp)
+    factor = inverse_factor(hessian, perm, spec.damp)
     column_cost = torch.empty_like(diagonal)
     column_cost[perm] = factor.diagonal().square().reciprocal()
     ratios = [
@@ -74,24 +74,32 @@ def _group_order(sets: list[ColumnSet], diagonal: Tensor, by_importance: bool) -
     return sorted(order, key=lambda at: -float(energy[sets[at[0]].group(at[1])].mean()))
 
 
-def inverse_factor(hessian: Tensor, damp: float) -> Tensor:
-    """Upper R with `R^T R = H^-1`, H damped by `damp` times its mean diagonal (ten times more at each failure).
+def inverse_factor(hessian: Tensor, order: Tensor, damp: float) -> Tensor:
+    """Upper R with `R^T R = H^-1`, H [in, in] taken in `order` and damped by `damp` times its mean diagonal.
 
-    With J the reversal, `J H J = L L^T` gives `H = (J L J)(J L J)^T`, J L J upper, so `R = (J L J)^-1`.
+    Each failure of the factorisation damps ten times more. With J the reversal, `J H J = L L^T` gives
+    `H = (J L J)(J L J)^T`, J L J upper, so `R = J L^-1 J`: one factorisation, one triangular inverse, and three
+    matrices of this size alive at most besides `hessian`.
+
+    Raises:
+        InputError: not positive definite at a thousandfold damping.
     """
     diagonal = hessian.diagonal()
     dead = diagonal == 0
-    mean = diagonal.mean() if not dead.all() else torch.ones(())
+    mean = diagonal.mean() if not dead.all() else diagonal.new_ones(())
+    reverse = order.flip(0).to(hessian.device)
     for attempt in range(DAMP_RETRIES + 1):
-        ridge = damp * 10**attempt * mean
-        damped = hessian + torch.diag(torch.where(dead, mean, ridge))
-        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        ridge = torch.where(dead, mean, damp * 10**attempt * mean)
+        damped = hessian.index_select(0, reverse).index_select(1, reverse)
+        damped.diagonal().add_(ridge[reverse])
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        del damped
         if not failed:
-            upper = lower.flip(0, 1)
-            eye = torch.eye(len(upper), device=upper.device)
-            factor = torch.linalg.solve_triangular(upper, eye, upper=True)
-            if torch.isfinite(factor).all():
-                return factor
+            identity = torch.eye(len(lower), device=lower.device)
+            inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+            del lower, identity
+            if torch.isfinite(inverse.sum()):
+                return inverse.flip(0, 1)
     raise InputError(
         f"the Hessian is not positive definite even with {damp * 10**DAMP_RETRIES:g} damping: use more "
         "calibration tokens, or raise damp"
