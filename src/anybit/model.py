@@ -102,10 +102,6 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:200]
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]
-
-
 def load_tokenizer(model: str | Path) -> Any:
     """The tokenizer that belongs to a model of any kind."""
     refuse_unfinished(Path(model))
@@ -142,7 +138,6 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     Raises:
         InputError: see `load`, `texts.read_text`, `evaluation.perplexity` and `lm_eval.prepare`.
     """
-    check_device(device)
     check_device(device)
     prepared: Any = None
     if tasks:  # before the models load: a mistake here must not cost the figures that come first

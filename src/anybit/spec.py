@@ -23,23 +23,6 @@ _ACCEPTED: dict[str, tuple[type, ...]] = {
     "bool | None": (bool, type(None)),
     "float": (int, float),
 }
-MAX_SEED = 2**63 - 1
-# Types that a field of these annotations takes; `type(value) in`, as True is an int to isinstance.
-_ACCEPTED: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "bool": (bool,),
-    "bool | None": (bool, type(None)),
-    "float": (int, float),
-}
-# Types that a field of these annotations takes; `type(value) in`, as True is an int to isinstance.
-_ACCEPTED: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "bool": (bool,),
-    "bool | None": (bool, type(None)),
-    "float": (int, float),
-}
 
 
 @dataclass(frozen=True)
@@ -115,12 +98,6 @@ class QuantizeConfig:
             raise InputError(
                 f"desc_act (--desc-act) is GPTQ's processing order, {self.method} has none: leave it out"
             )
-        if not 0 <= self.seed <= MAX_SEED:
-            raise InputError(f"seed {self.seed}: expected a number from 0 to 2**63 - 1")
-        if self.desc_act and self.method != "gptq":
-            raise InputError(
-                f"desc_act (--desc-act) is GPTQ's processing order, {self.method} has none: leave it out"
-            )
 
     @property
     def clips(self) -> bool:
@@ -143,31 +120,6 @@ class QuantizeConfig:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def check_method(method: str) -> None:
-    """Refuse what is no method's name.
-
-    Raises:
-        InputError: with the names there are.
-    """
-    if method not in METHODS:
-        raise InputError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
-
-
-def _check_types(config: QuantizeConfig) -> None:
-    """Refuse an option of another type than its field's: "4", 4.0 and True are no widths."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name in ("include", "exclude"):
-            if not isinstance(value, tuple) or not all(isinstance(pattern, str) for pattern in value):
-                raise InputError(
-                    f"{field.name} must be a tuple of glob patterns, got {value!r}: "
-                    f"pass a tuple such as {field.name}=('*.mlp.*',)"
-                )
-            continue
-        if type(value) not in _ACCEPTED[str(field.type)]:
-            raise InputError(f"{field.name} must be of type {field.type}, got {value!r}")
 
 
 def check_method(method: str) -> None:
