@@ -34,7 +34,7 @@ def write_report(path: Path, rows: list[dict[str, Any]], prompt: str) -> Path:
 <body>
 <h1>SmolLM2-135M-Instruct, compressed</h1>
 <p>Perplexity (lower is better) over {rows[0]["tokens"]} tokens of the evaluation half of anybit's built-in text, in
-windows of 1024; the quantized models were calibrated on its other half.</p>
+windows of 1024; GPTQ was calibrated on its other half, RTN looks at no text.</p>
 <table><tr><th>model</th><th>bits per weight</th><th>size</th><th>perplexity</th><th>time to quantize</th></tr>
 {cells}
 </table>
