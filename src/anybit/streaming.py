@@ -113,9 +113,9 @@ class StreamedModel:
         return [n for n in self.names if n.startswith(prefix) == (i is not None)]
 
     @contextmanager
-    def block(self, i: int, device: str | torch.device = "cpu") -> Iterator[nn.Module]:
+    def block(self, i: int) -> Iterator[nn.Module]:
         """Block i with its weights, for the length of a `with`."""
-        self.materialise(self.blocks[i], self.block_name(i), device)
+        self.materialise(self.blocks[i], self.block_name(i))
         try:
             yield self.blocks[i]
         finally:
@@ -126,9 +126,9 @@ class StreamedModel:
         inside = set(self.blocks.modules())
         return {n: m for n, m in self.model.named_modules() if m not in inside and not list(m.children())}
 
-    def materialise(self, module: nn.Module, prefix: str, device: str | torch.device = "cpu") -> None:
+    def materialise(self, module: nn.Module, prefix: str) -> None:
         """Allocate a module and fill it from the checkpoint."""
-        module.to_empty(device=device)
+        module.to_empty(device="cpu")
         _compute_buffers(self.model, module)
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         with torch.no_grad():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -236,12 +237,12 @@ def packed_shape(r: int, c: int, bits: int, align: int) -> tuple[int, ...]:
 
 def stored_bytes(layout: Mapping[str, Any]) -> int:
     """Bytes of all tensors of a layer of this layout."""
-    return sum(dtype.itemsize * _product(shape) for dtype, shape in stored_tensors(layout).values())
+    return sum(dtype.itemsize * prod(shape) for dtype, shape in stored_tensors(layout).values())
 
 
 def bits_per_weight(layouts: Mapping[str, Mapping[str, Any]]) -> float:
     """Stored bits per weight over layers: 8 x bytes of codes, scales, zeros, indices and padding / weights."""
-    weights = sum(_product(layout["shape"]) for layout in layouts.values())
+    weights = sum(prod(layout["shape"]) for layout in layouts.values())
     return 8 * sum(stored_bytes(layout) for layout in layouts.values()) / weights if weights else 0.0
 
 
@@ -358,10 +359,3 @@ def _index_set(name: str, index: Tensor | None, size: int, ascending: bool) -> T
     if int(mask.sum()) != index.numel():
         raise InputError(f"{name} names a channel twice: the artifact is damaged")
     return mask
-
-
-def _product(shape: Any) -> int:
-    size = 1
-    for n in shape:
-        size *= int(n)
-    return size
