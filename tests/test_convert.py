@@ -492,12 +492,16 @@ def test_killed_at_random_moments(runs: Runs, job: Job, tmp_path: Path) -> None:
     killed = 0
     for trial in range(6):
         out = tmp_path / f"out{trial}"
-        for delay in (rng.uniform(0.2, 0.9) * duration, rng.uniform(0.2, 0.9) * duration):
+        for _ in range(2):
+            delay = rng.uniform(0.2, 0.9) * duration
             process = runs.start(job(out.name, "gptq"))
             time.sleep(delay)
             assert not out.exists() or digests(out) == expected
             os.kill(process, signal.SIGKILL)  # it may just have ended: nobody has waited for it yet
-            killed += runs.wait(process) == -signal.SIGKILL
+            if runs.wait(process) == -signal.SIGKILL:
+                killed += 1
+            else:
+                duration = delay  # the machine is faster than it was
             if out.exists():
                 break
         else:

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import typer
 
 import anybit
+from anybit import tables
 from anybit.errors import InputError
-from anybit.spec import MAX_SEED, METHOD_WIDTHS, QuantizeConfig, check_method, read_spec_map
+from anybit.spec import MAX_SEED, QuantizeConfig, check_method, read_spec_map
 
 DEFAULTS = QuantizeConfig()
 THREADS_PER_PROCESSOR = 4  # more than this only costs memory, and far more ends the process
@@ -207,10 +208,12 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
             raise InputError(
                 "--spec sets the width of every layer it names: give it without --bpw and --size"
             )
-        config = _fit_budget(model, config, bpw, None if size is None else _bytes(size))
+        from anybit.plan import fit_budget
+
+        config = fit_budget(_streamed(model), config, bpw, None if size is None else _bytes(size))
     spec_map = read_spec_map(spec, config.layer_spec()) if spec else None
     if dry_run:
-        _emit(_predict(model, config, spec_map, out), json_file, _print_prediction)
+        _emit(_predict(model, config, spec_map, out), json_file, tables.print_prediction)
         return
     report = _report()
     try:
@@ -288,7 +291,7 @@ def evaluate(  # noqa: PLR0913
         )
     finally:
         report.close()
-    _emit(figures, json_file, _print_evaluation)
+    _emit(figures, json_file, tables.print_evaluation)
 
 
 @app.command()
@@ -346,7 +349,9 @@ def inspect(
     from anybit.artifact import inspect as inspect_artifact
 
     figures = inspect_artifact(out)
-    _emit(figures, None, (lambda f: typer.echo(json.dumps(f, indent=2))) if as_json else _print_inspection)
+    _emit(
+        figures, None, (lambda f: typer.echo(json.dumps(f, indent=2))) if as_json else tables.print_inspection
+    )
 
 
 @app.command()
@@ -401,7 +406,7 @@ def plan(
     _emit(
         {"widths": rows, "best": best},
         None,
-        (lambda f: typer.echo(json.dumps(f, indent=2))) if as_json else _print_plan,
+        (lambda f: typer.echo(json.dumps(f, indent=2))) if as_json else tables.print_plan,
     )
     if out is not None:
         entry = {"bits": best["bits"], "group_size": group_size, "symmetric": symmetric}
@@ -527,23 +532,6 @@ def _streamed(model: str) -> Any:
     return StreamedModel(open_checkpoint(model), torch.bfloat16)
 
 
-def _fit_budget(model: str, config: QuantizeConfig, bpw: float | None, size: int | None) -> QuantizeConfig:
-    """The largest whole width within a budget of bits per weight or bytes."""
-    from anybit.plan import make_plan
-
-    streamed = _streamed(model)
-    for bits in reversed(METHOD_WIDTHS[config.method]):
-        candidate = replace(config, bits=bits)
-        made = make_plan(streamed, candidate)
-        if (bpw is None or made.bits_per_weight <= bpw) and (size is None or made.size_bytes <= size):
-            return candidate
-    asked = f"{bpw:g} bits per weight" if bpw is not None else f"{(size or 0) / 1e6:g} MB"
-    raise InputError(
-        f"{asked} is not to be had: {config.method} at its smallest width takes {made.bits_per_weight:.3f} bits per "
-        f"weight, {made.size_bytes / 1e6:.1f} MB (the embedding at {config.embed_bits} bits included; see --embed-bits)"
-    )
-
-
 def _predict(model: str, config: QuantizeConfig, spec_map: Any, out: Path) -> dict[str, Any]:
     from anybit.plan import estimate, make_plan
     from anybit.writer import check_output
@@ -559,62 +547,6 @@ def _emit(figures: dict[str, Any], file: Path | None, show: Any) -> None:
     show(figures)
     if file is not None:
         file.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")
-
-
-def _print_prediction(f: dict[str, Any]) -> None:
-    typer.echo(f["coverage"])
-    typer.echo(f"bits per weight   {f['bits_per_weight']:.3f} (codes alone {f['bits']:.3f})")
-    typer.echo(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
-    typer.echo(f"free disk         {f['free_disk_bytes'] / 1e6:.0f} MB")
-    typer.echo(f"peak memory       about {f['peak_memory_bytes'] / 1e6:.0f} MB")
-    typer.echo(f"time              about {f['seconds']:.0f} s on this machine")
-
-
-def _print_evaluation(f: dict[str, Any]) -> None:
-    shown = "none (nothing to score)" if f["perplexity"] is None else f"{f['perplexity']:.4f}"
-    typer.echo(f"perplexity        {shown} over {f['tokens']} tokens in windows of {f['seq_len']}")
-    typer.echo(f"tail left out     {f['tail_tokens']} tokens")
-    if f["bits_per_weight"] is not None:
-        typer.echo(f"bits per weight   {f['bits_per_weight']:.3f}, {f['size_bytes'] / 1e6:.1f} MB")
-    if f.get("kld_mean") is not None:
-        typer.echo(f"base perplexity   {f['base_perplexity']:.4f} (base in {f['base_dtype']})")
-        typer.echo(
-            f"KL divergence     mean {f['kld_mean']:.5f}, 99th percentile {f['kld_p99']:.4f} nats per token"
-        )
-        typer.echo(f"top-1 agreement   {100 * f['top1_agreement']:.2f} %")
-    for name, scores in f.get("tasks", {}).items():
-        typer.echo(
-            f"{name:17} "
-            + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in scores.items())
-        )
-
-
-def _print_inspection(f: dict[str, Any]) -> None:
-    typer.echo(f"method            {f['method']}")
-    typer.echo(f"bits              {f['bits']:.3f} (average code width)")
-    typer.echo(f"bits per weight   {f['bits_per_weight']:.3f} over {f['weights'] / 1e6:.1f} M weights")
-    typer.echo(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
-    calibration = f["calibration"] or {}
-    if calibration:
-        typer.echo(
-            f"calibration       {calibration['samples']} x {calibration['seq_len']} tokens of {calibration['source']}"
-        )
-    width = max((len(layer["name"]) for layer in f["layers"] + f["embeddings"]), default=0)
-    for layer in f["embeddings"] + f["layers"]:
-        shape = "x".join(map(str, layer["shape"]))
-        typer.echo(
-            f"{layer['name']:{width}}  {shape:>12}  {layer['bits']:.2f} bits  {layer['bits_per_weight']:.3f} bpw"
-        )
-
-
-def _print_plan(f: dict[str, Any]) -> None:
-    typer.echo("bits  embed bits  bits per weight      size")
-    for row in f["widths"]:
-        mark = "  <- the best that fits" if row == f["best"] else ("" if row["fits"] else "  too large")
-        size = f"{row['size_bytes'] / 1e6:.1f} MB"
-        typer.echo(
-            f"{row['bits']:4d}  {row['embed_bits']:10d}  {row['bits_per_weight']:15.3f}  {size:>8}{mark}"
-        )
 
 
 if __name__ == "__main__":

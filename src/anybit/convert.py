@@ -94,7 +94,7 @@ def quantize(
     text = _calibration(checkpoint, config, calibration, report)
     streamed.check_weights(report.task("checking the weights", len(streamed.names)))
     base_hash = _hash(checkpoint, report)
-    fingerprint = _fingerprint(base_hash, config, plan, text, ("cpu", str(streamed.dtype)))
+    fingerprint = _fingerprint(base_hash, config, plan, text, streamed.dtype)
     with ArtifactWriter(out, fingerprint, len(streamed.blocks) + 1, overwrite) as writer:
         resumed = len(writer.finished)
         if resumed:
@@ -304,7 +304,7 @@ def _hash(checkpoint: Checkpoint, report: Silent) -> str:
 
 
 def _fingerprint(
-    base_hash: str, config: QuantizeConfig, plan: Plan, text: CalibrationSet | None, compute: tuple[str, str]
+    base_hash: str, config: QuantizeConfig, plan: Plan, text: CalibrationSet | None, dtype: torch.dtype
 ) -> str:
     """SHA-256 of everything that the artifact's bytes depend on."""
     parts = {
@@ -315,7 +315,7 @@ def _fingerprint(
         "text": text.describe() if text else None,
         "tokens": hashlib.sha256(text.tokens.numpy().tobytes()).hexdigest() if text else None,
         "libraries": [torch.__version__, transformers.__version__],
-        "compute": [*compute, kernels.info()["cpu"]["isa"]],
+        "compute": [str(dtype), kernels.info()["cpu"]["isa"]],
         "threads": torch.get_num_threads(),  # the order of float sums, hence the bytes, depends on it
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

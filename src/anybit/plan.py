@@ -114,6 +114,26 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
     return replace(plan, overhead_bytes=overhead_bytes(streamed, plan, config))
 
 
+def fit_budget(
+    streamed: StreamedModel, config: QuantizeConfig, bpw: float | None, size: int | None
+) -> QuantizeConfig:
+    """The config with the largest whole width within a budget of bits per weight or bytes.
+
+    Raises:
+        InputError: the smallest width is too large.
+    """
+    for bits in reversed(METHOD_WIDTHS[config.method]):
+        candidate = replace(config, bits=bits)
+        made = make_plan(streamed, candidate)
+        if (bpw is None or made.bits_per_weight <= bpw) and (size is None or made.size_bytes <= size):
+            return candidate
+    asked = f"{bpw:g} bits per weight" if bpw is not None else f"{(size or 0) / 1e6:g} MB"
+    raise InputError(
+        f"{asked} is not to be had: {config.method} at its smallest width takes {made.bits_per_weight:.3f} bits per "
+        f"weight, {made.size_bytes / 1e6:.1f} MB (the embedding at {config.embed_bits} bits included; see --embed-bits)"
+    )
+
+
 def spec_layout(name: str, spec: LayerSpec, shape: tuple[int, int], method: str) -> dict[str, Any]:
     """The stored layout that a spec leads to, the spec checked against the matrix [out, in]."""
     for tile in spec.tiles:

@@ -10,8 +10,8 @@ from typing import Any
 
 from anybit.errors import InputError
 
-METHODS = ("rtn", "gptq")
-METHOD_WIDTHS = {"rtn": range(2, 9), "gptq": range(2, 9)}
+METHOD_WIDTHS = {"rtn": range(2, 9), "gptq": range(2, 9)}  # what `bits` may be, by method
+METHODS = tuple(METHOD_WIDTHS)
 EMBED_BITS = (4, 8, 16)
 EMBED_GROUP_SIZE = 128
 MAX_SEED = 2**63 - 1

@@ -7,7 +7,9 @@ turns tokens into the first block's input, and each block for as long as it is w
 from __future__ import annotations
 
 import copy
+import ctypes
 import fnmatch
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,6 +122,7 @@ class StreamedModel:
             yield self.blocks[i]
         finally:
             self.blocks[i].to("meta")
+            _return_memory()
 
     def outside_modules(self) -> dict[str, nn.Module]:
         """Leaf modules outside the decoder blocks: embeddings, final norm, rotary tables, head."""
@@ -178,6 +181,14 @@ class StreamedModel:
                 f"the blocks of {kind} get inputs besides the hidden states that depend on the tokens: this "
                 "architecture is not supported yet"
             )
+
+
+def _return_memory() -> None:
+    """Give freed memory back to the system: glibc keeps the holes that blocks of many sizes leave, and they add up."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def run_block(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:

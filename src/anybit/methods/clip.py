@@ -18,6 +18,7 @@ from anybit.methods.tiling import ColumnSet
 from anybit.stats import LinearStats
 
 RATIOS = tuple(1 - 0.04 * k for k in range(14))  # 1.00 down to 0.48
+CHUNK = 2**18  # weights searched at a time: rows are independent, and these stay in cache
 
 
 def search(weight: Tensor, columns: ColumnSet, stats: LinearStats | None) -> Tensor:
@@ -57,9 +58,17 @@ def search_compensated(weight: Tensor, columns: ColumnSet, column_cost: Tensor) 
 
 
 def _least(weight: Tensor, columns: ColumnSet, cost: Callable[[Tensor], Tensor]) -> Tensor:
-    """The ratio of least `cost(rounding errors [out, groups, n]) -> [out, groups]`."""
+    """The ratio of least `cost(rounding errors [rows, groups, n]) -> [rows, groups]`, some rows at a time."""
     bits, symmetric = columns.bits.to(weight.device)[:, None], columns.symmetric.to(weight.device)[:, None]
-    groups = grid.split_groups(weight, columns.group_size)
+    rows = max(1, CHUNK // weight.shape[1])
+    parts = zip(weight.split(rows), bits.split(rows), symmetric.split(rows), strict=True)
+    return torch.cat([_least_of_rows(w, b, s, columns.group_size, cost) for w, b, s in parts])
+
+
+def _least_of_rows(
+    weight: Tensor, bits: Tensor, symmetric: Tensor, group_size: int, cost: Callable[[Tensor], Tensor]
+) -> Tensor:
+    groups = grid.split_groups(weight, group_size)
     top = (2.0**bits - 1)[..., None]
     best = torch.full(groups.shape[:2], torch.inf, device=weight.device)
     ratios = torch.ones_like(best)
