@@ -11,6 +11,7 @@
 
 #include <cmath>
 #include <initializer_list>
+#include <limits>
 #include <memory>
 #include <new>
 #include <optional>
@@ -29,16 +30,18 @@ using Shape = std::initializer_list<int64_t>; // -1: any size
 // Below this many multiply-adds (or weights) a call is over before a second thread has woken up.
 constexpr int64_t SERIAL_WORK = 1 << 18;
 constexpr int64_t PIECES_PER_THREAD = 4; // so that a thread that started late or runs slowly holds nobody up
+constexpr int64_t KMEANS_WORK = 100; // multiply-adds that clustering costs per weight, about
 constexpr int64_t MAX_THREADS = 1024;
+constexpr float MAX_FLOAT = std::numeric_limits<float>::max();
 constexpr int64_t MAX_SIZE = int64_t(1) << 31; // rows, columns: keeps every product below 2^63
 
 [[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
 
 // ---- checks ---------------------------------------------------------------------------------------------
 
-enum class Type { u8, u16, i32, f16, bf16, f32, other };
+enum class Type { u8, u16, u32, i32, f16, bf16, f32, other };
 
-const char* const TYPE_NAMES[] = {"uint8", "uint16", "int32", "float16", "bfloat16", "float32", "another dtype"};
+const char* const TYPE_NAMES[] = {"uint8", "uint16", "uint32", "int32", "float16", "bfloat16", "float32", "another dtype"};
 
 Type type_of(nb::dlpack::dtype dtype) {
     using Code = nb::dlpack::dtype_code;
@@ -47,6 +50,7 @@ Type type_of(nb::dlpack::dtype dtype) {
     };
     if (is(Code::UInt, 8)) return Type::u8;
     if (is(Code::UInt, 16)) return Type::u16;
+    if (is(Code::UInt, 32)) return Type::u32;
     if (is(Code::Int, 32)) return Type::i32;
     if (is(Code::Float, 16)) return Type::f16;
     if (is(Code::Bfloat, 16)) return Type::bf16;
@@ -142,6 +146,31 @@ int64_t piece_of(int64_t rows, int64_t block, int64_t work, int threads) {
     return (share + block - 1) / block * block;
 }
 
+// Output rows of a tile. Copied, not referenced: what was checked here stays what the kernel indexes with.
+class OutRows {
+public:
+    void copy(const Input& rows, int64_t n) {
+        check("rows", rows, {Type::i32}, {n}, Layout::dense);
+        const int32_t* from = static_cast<const int32_t*>(rows.data());
+        rows_.assign(from, from + n);
+        for (int64_t i = 0; i < n; ++i)
+            if (rows_[i] < 0 || (i > 0 && rows_[i] <= rows_[i - 1]))
+                refuse("rows[" + std::to_string(i) + "] is " + std::to_string(rows_[i]) +
+                       ": expected rising output rows from 0");
+        given_ = true;
+    }
+    void check_below(int64_t out) const {
+        if (!rows_.empty() && rows_.back() >= out)
+            refuse("y has " + std::to_string(out) + " columns, but rows go up to " + std::to_string(rows_.back()));
+    }
+    bool given() const { return given_; }
+    const int32_t* data() const { return given_ ? rows_.data() : nullptr; }
+
+private:
+    bool given_ = false;
+    std::vector<int32_t> rows_;
+};
+
 // A tile in format "group int" bound to the arrays that hold it.
 class BoundGroupInt {
 public:
@@ -161,7 +190,8 @@ public:
         t_.scales = static_cast<const uint16_t*>(scales.data());
         if (zeros) check("zeros", *zeros, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
         t_.zeros = zeros ? static_cast<const uint8_t*>(zeros->data()) : nullptr;
-        if (rows) copy_rows(*rows);
+        if (rows) out_rows_.copy(*rows, t_.rows);
+        t_.out_rows = out_rows_.data();
     }
     BoundGroupInt(const BoundGroupInt&) = delete; // the view points into the object
 
@@ -170,11 +200,9 @@ public:
         const int used = check_threads(threads);
         const int64_t m = size_of("x", x, 0, 2);
         check("x", x, {Type::f32}, {m, t_.columns}, Layout::dense_rows);
-        check("y", y, {Type::f32}, {m, indexed_ ? -1 : t_.rows}, Layout::dense);
+        check("y", y, {Type::f32}, {m, out_rows_.given() ? -1 : t_.rows}, Layout::dense);
         const int64_t out = static_cast<int64_t>(y.shape(1));
-        if (!out_rows_.empty() && out_rows_.back() >= out)
-            refuse("y has " + std::to_string(out) + " columns, but rows go up to " +
-                   std::to_string(out_rows_.back()));
+        out_rows_.check_below(out);
         const int64_t x_stride = row_stride(m, x.stride(0), t_.columns);
         const float* from = static_cast<const float*>(x.data());
         float* to = static_cast<float*>(y.data());
@@ -219,24 +247,89 @@ private:
         t_.codes = static_cast<const uint8_t*>(codes_.data());
     }
 
-    // Copied, not referenced: what was checked here stays what the kernel indexes with.
-    void copy_rows(const Input& rows) {
-        check("rows", rows, {Type::i32}, {t_.rows}, Layout::dense);
-        const int32_t* from = static_cast<const int32_t*>(rows.data());
-        out_rows_.assign(from, from + t_.rows);
-        for (int64_t i = 0; i < t_.rows; ++i)
-            if (out_rows_[i] < 0 || (i > 0 && out_rows_[i] <= out_rows_[i - 1]))
-                refuse("rows[" + std::to_string(i) + "] is " + std::to_string(out_rows_[i]) +
-                       ": expected rising output rows from 0");
-        indexed_ = true;
-        t_.out_rows = out_rows_.data();
-    }
-
     Input codes_, scales_;
     std::optional<Input> zeros_;
-    bool indexed_ = false;
-    std::vector<int32_t> out_rows_;
+    OutRows out_rows_;
     GroupInt t_{};
+};
+
+// A tile in format "codebook" bound to the arrays that hold it.
+class BoundCodebook {
+public:
+    BoundCodebook(Input planes, Input table, std::optional<Input> rows, int64_t columns, bool by_channel)
+        : planes_(planes), table_(table), by_channel_(by_channel) {
+        if (columns < 1 || columns >= MAX_SIZE)
+            refuse("columns is " + std::to_string(columns) + ", expected 1 to 2^31 - 1");
+        const int64_t bits = size_of("planes", planes, 0, 3);
+        if (bits < 1 || bits > 8) refuse(std::to_string(bits) + " planes, expected 1 to 8");
+        c_.bits = static_cast<int>(bits);
+        c_.rows = size_of("planes", planes, 1, 3);
+        c_.columns = columns;
+        c_.words = (columns + 31) / 32;
+        check("planes", planes, {Type::u32, Type::i32}, {bits, c_.rows, c_.words}, Layout::dense);
+        c_.entries = size_of("table", table, 1, 2);
+        if (c_.entries < 1 || c_.entries > int64_t(1) << bits)
+            refuse("table has " + std::to_string(c_.entries) + " entries, expected up to 2^" + std::to_string(bits));
+        check("table", table, {Type::f16, Type::u16, Type::f32}, {c_.rows, c_.entries}, Layout::dense);
+        c_.planes = static_cast<const uint32_t*>(planes.data());
+        const bool wide = type_of(table.dtype()) == Type::f32;
+        c_.table16 = wide ? nullptr : static_cast<const uint16_t*>(table.data());
+        c_.table32 = wide ? static_cast<const float*>(table.data()) : nullptr;
+        if (rows && by_channel) refuse("a codebook by channel holds all output rows: leave rows out");
+        if (rows) out_rows_.copy(*rows, c_.rows);
+        c_.out_rows = out_rows_.data();
+    }
+    BoundCodebook(const BoundCodebook&) = delete; // the view points into the object
+
+    void matmul(const Input& x, const Output& y, int64_t threads, const std::optional<std::string>& isa) const {
+        const Kernels& kernels = check_isa(isa);
+        const int used = check_threads(threads);
+        const int64_t m = size_of("x", x, 0, 2), in = by_channel_ ? c_.rows : c_.columns;
+        check("x", x, {Type::f32}, {m, in}, Layout::dense);
+        check("y", y, {Type::f32}, {m, by_channel_ ? c_.columns : out_rows_.given() ? -1 : c_.rows}, Layout::dense);
+        const int64_t out = static_cast<int64_t>(y.shape(1));
+        out_rows_.check_below(out);
+        const float* from = static_cast<const float*>(x.data());
+        float* to = static_cast<float*>(y.data());
+        const int64_t width = c_.words * 32;
+        nb::gil_scoped_release release;
+        const int64_t work = c_.rows * c_.columns * (1 + m);
+        if (by_channel_) {
+            const int64_t piece = piece_of(c_.words, 1, work, used);
+            const Scratch scratch = make_scratch(((c_.words - 1) / piece + 1) * piece * 32);
+            parallel_for(c_.words, piece, used, [&](int64_t begin, int64_t end) {
+                kernels.codebook_channels(c_, from, m, to, out, scratch.get() + begin * 32, begin, end);
+            });
+            return;
+        }
+        const int64_t piece = piece_of(c_.rows, ROW_BLOCK, work, used);
+        const Scratch scratch = make_scratch((m + (c_.rows - 1) / piece + 1) * width);
+        float* padded = scratch.get();
+        for (int64_t t = 0; t < m; ++t)
+            for (int64_t j = 0; j < width; ++j) padded[t * width + j] = j < in ? from[t * in + j] : 0.0f;
+        parallel_for(c_.rows, piece, used, [&](int64_t begin, int64_t end) {
+            kernels.codebook_rows(c_, padded, m, to, out, padded + (m + begin / piece) * width, begin, end);
+        });
+    }
+
+    void dequantize(const Output& out, int64_t threads, const std::optional<std::string>& isa) const {
+        const Kernels& kernels = check_isa(isa);
+        const int used = check_threads(threads);
+        check("out", out, {Type::f32}, {c_.rows, c_.columns}, Layout::dense);
+        float* to = static_cast<float*>(out.data());
+        nb::gil_scoped_release release;
+        const int64_t piece = piece_of(c_.rows, 1, c_.rows * c_.columns, used), width = c_.words * 32;
+        const Scratch scratch = make_scratch(((c_.rows - 1) / piece + 1) * width);
+        parallel_for(c_.rows, piece, used, [&](int64_t begin, int64_t end) {
+            kernels.codebook_decode(c_, to, scratch.get() + begin / piece * width, begin, end);
+        });
+    }
+
+private:
+    Input planes_, table_;
+    bool by_channel_;
+    OutRows out_rows_;
+    Codebook c_{};
 };
 
 // Scales or zeros of GPTQ: one number per weight, or one per row.
@@ -292,6 +385,54 @@ void gptq_block(const Output& weight, const Input& hinv, const Input& scales, co
     const Scratch scratch = make_scratch(((b.rows - 1) / piece + 1) * floats); // here: workers must not throw
     parallel_for(b.rows, piece, used, [&](int64_t begin, int64_t end) {
         kernels.gptq(b, scratch.get() + begin / piece * floats, begin, end);
+    });
+}
+
+void check_values(const char* name, const float* data, int64_t rows, int64_t columns, int64_t stride, float low) {
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < columns; ++j) {
+            const float value = data[i * stride + j];
+            if (!(value >= low && value <= MAX_FLOAT))
+                refuse(std::string(name) + "[" + std::to_string(i) + ", " + std::to_string(j) + "] is " +
+                       std::to_string(value) + ", expected a finite number" + (low == 0 ? " not below 0" : ""));
+        }
+}
+
+void kmeans(const Input& weight, const std::optional<Input>& importance, int64_t seed_bits, int64_t bits,
+            const Output& codes, const Output& centroids, int64_t threads, const std::optional<std::string>& isa) {
+    const Kernels& kernels = check_isa(isa);
+    const int used = check_threads(threads);
+    if (seed_bits < 1 || seed_bits > bits || bits > 8)
+        refuse("seed_bits and bits are " + std::to_string(seed_bits) + " and " + std::to_string(bits) +
+               ", expected 1 <= seed_bits <= bits <= 8");
+    check("weight", weight, {Type::f32}, {-1, -1}, Layout::dense_rows);
+    Clustering c{};
+    c.rows = static_cast<int64_t>(weight.shape(0));
+    c.columns = static_cast<int64_t>(weight.shape(1));
+    check("codes", codes, {Type::u8}, {c.rows, c.columns}, Layout::dense);
+    check("centroids", centroids, {Type::f32}, {c.rows, (2 << bits) - (1 << seed_bits)}, Layout::dense);
+    if (c.rows == 0 || c.columns == 0) return;
+    c.seed_bits = static_cast<int>(seed_bits);
+    c.bits = static_cast<int>(bits);
+    c.weight = static_cast<const float*>(weight.data());
+    c.weight_stride = row_stride(c.rows, weight.stride(0), c.columns);
+    if (importance) {
+        const bool shared = importance->ndim() == 1;
+        if (shared) check("importance", *importance, {Type::f32}, {c.columns}, Layout::dense);
+        else check("importance", *importance, {Type::f32}, {c.rows, c.columns}, Layout::dense_rows);
+        c.importance = static_cast<const float*>(importance->data());
+        c.importance_stride = shared ? 0 : row_stride(c.rows, importance->stride(0), c.columns);
+        check_values("importance", c.importance, shared ? 1 : c.rows, c.columns, c.importance_stride, 0);
+    }
+    check_values("weight", c.weight, c.rows, c.columns, c.weight_stride, -MAX_FLOAT);
+    c.codes = static_cast<uint8_t*>(codes.data());
+    c.centroids = static_cast<float*>(centroids.data());
+    nb::gil_scoped_release release;
+    const int64_t piece = piece_of(c.rows, 1, c.rows * c.columns * KMEANS_WORK, used);
+    const int64_t floats = (kernels.kmeans_scratch(c.columns, c.seed_bits) / 64 + 1) * 16;
+    const Scratch scratch = make_scratch(((c.rows - 1) / piece + 1) * floats);
+    parallel_for(c.rows, piece, used, [&](int64_t begin, int64_t end) {
+        kernels.kmeans(c, reinterpret_cast<char*>(scratch.get() + begin / piece * floats), begin, end);
     });
 }
 
@@ -361,6 +502,11 @@ NB_MODULE(_native, m) {
           "Quantize one block of columns by GPTQ: weight float32 [rows, n] is compensated in place, codes\n"
           "uint8 and error float32 [rows, n] are filled; hinv float32 [n, n] upper triangular, scales and\n"
           "zeros float32 [rows, n] or [rows], maxq float32 [rows].");
+    m.def("kmeans", &kmeans, nb::arg("weight").noconvert(), nb::arg("importance").noconvert().none(),
+          nb::arg("seed_bits"), nb::arg("bits"), nb::arg("codes").noconvert(), nb::arg("centroids").noconvert(),
+          nb::arg("threads"), nb::arg("isa") = nb::none(),
+          "Nested weighted k-means of the rows of weight float32 [rows, n]; importance float32 [rows, n], [n] or\n"
+          "None; fills codes uint8 [rows, n] and centroids float32 [rows, sum of 2^b for b in seed_bits..bits].");
     nb::class_<BoundGroupInt>(m, "GroupInt", "A tile in format \"group int\", bound to the arrays that hold it.")
         .def(nb::init<Input, Input, std::optional<Input>, std::optional<Input>, int64_t, int64_t, int64_t>(),
              nb::arg("codes").noconvert(), nb::arg("scales").noconvert(), nb::arg("zeros").noconvert().none(),
@@ -372,4 +518,15 @@ NB_MODULE(_native, m) {
              "y[:, rows] += x @ W.T; x float32 [m, columns], y float32 [m, out].")
         .def("dequantize", &BoundGroupInt::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
              nb::arg("isa") = nb::none(), "out[r, columns] = W; float32, bfloat16 or its bits as uint16.");
+    nb::class_<BoundCodebook>(m, "Codebook", "A tile in format \"codebook\", bound to the arrays that hold it.")
+        .def(nb::init<Input, Input, std::optional<Input>, int64_t, bool>(), nb::arg("planes").noconvert(),
+             nb::arg("table").noconvert(), nb::arg("rows").noconvert().none(), nb::arg("columns"),
+             nb::arg("by_channel"),
+             "planes uint32 [bits, n, words], table float16 or float32 [n, entries], rows int32 [n] or None (all);\n"
+             "every code must be below `entries`.")
+        .def("matmul", &BoundCodebook::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(),
+             nb::arg("threads"), nb::arg("isa") = nb::none(),
+             "y[:, rows] += x @ W.T, x float32 [m, columns]; by channel y += x @ W, x float32 [m, n].")
+        .def("dequantize", &BoundCodebook::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
+             nb::arg("isa") = nb::none(), "out float32 [n, columns] = W.");
 }

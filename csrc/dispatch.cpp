@@ -6,7 +6,9 @@
 namespace anybit {
 
 #define ANYBIT_TABLE(ISA)                                                                                     \
-    {#ISA, ISA::scratch_floats, ISA::prepare, ISA::matmul, ISA::dequantize_f32, ISA::dequantize_bf16, ISA::gptq}
+    {#ISA,                 ISA::scratch_floats,    ISA::prepare,           ISA::matmul,                           \
+     ISA::dequantize_f32,  ISA::dequantize_bf16,   ISA::gptq,              ISA::codebook_rows,                    \
+     ISA::codebook_channels, ISA::codebook_decode, ISA::kmeans_scratch,    ISA::kmeans}
 
 Features cpu_features() {
     Features f{};

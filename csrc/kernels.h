@@ -20,6 +20,17 @@ struct GroupInt {
     int64_t row_bytes;       // of one row of codes, or of one plane's row
 };
 
+// One tile in format "codebook": w[i, j] = table[i, code[i, j]], codes as bitplanes, most significant first, weight
+// j of a row at bit j % 32 of word j / 32. A row is an output row, or (by channel) an input channel.
+struct Codebook {
+    const uint32_t* planes;                        // [bits, rows, words]
+    const uint16_t* table16;                       // fp16 bit patterns [rows, entries], or null for
+    const float* table32;                          // [rows, entries]
+    const int32_t* out_rows;                       // [rows] ascending output rows; null: row i is output row i
+    int bits;                                      // 1..8
+    int64_t rows, columns, words, entries;         // entries <= 2^bits; no code is as large
+};
+
 // A float matrix anywhere in memory; strides in floats.
 struct Matrix {
     const float* data;
@@ -35,6 +46,16 @@ struct GptqBlock {
     uint8_t* codes;       // [rows, columns], out
     float* error;         // [rows, columns], out
     int64_t rows, columns, weight_stride, hinv_stride;
+};
+
+// Nested weighted k-means of each row: 2^seed_bits clusters, each cut in two until there are 2^bits.
+struct Clustering {
+    const float* weight;     // [rows, columns] of stride weight_stride, finite
+    const float* importance; // the same of stride importance_stride (0: one row for all), >= 0; null: all alike
+    uint8_t* codes;          // [rows, columns], out: at `bits`; those of a smaller width are their leading bits
+    float* centroids;        // [rows, sum of 2^b for b in seed_bits..bits], out: ascending at every width
+    int64_t rows, columns, weight_stride, importance_stride;
+    int seed_bits, bits; // 1..8
 };
 
 constexpr int64_t MAX_TOKENS = 16; // tokens that one call of `matmul` takes
@@ -54,6 +75,17 @@ struct Kernels {
     void (*dequantize_bf16)(const GroupInt&, uint16_t* out, int64_t begin, int64_t end);
     // scratch: GPTQ_ROWS * columns floats. Identical results in every instruction set.
     void (*gptq)(const GptqBlock&, float* scratch, int64_t begin, int64_t end);
+    // y[t, out_rows[i]] += sum_j w[i, j] x[t, j] for the rows begin <= i < end; x [tokens, 32 * words], its padding
+    // zeros. Scratch of this and the next: 32 * words floats.
+    void (*codebook_rows)(const Codebook&, const float* x, int64_t tokens, float* y, int64_t y_stride,
+                          float* scratch, int64_t begin, int64_t end);
+    // y[t, j] += sum_i w[i, j] x[t, i], x [tokens, rows], for the columns j in the words begin <= j / 32 < end.
+    void (*codebook_channels)(const Codebook&, const float* x, int64_t tokens, float* y, int64_t y_stride,
+                              float* scratch, int64_t begin, int64_t end);
+    void (*codebook_decode)(const Codebook&, float* out, float* scratch, int64_t begin, int64_t end);
+    // scratch: kmeans_scratch(columns, seed_bits) bytes, aligned to 64. Identical results in every instruction set.
+    int64_t (*kmeans_scratch)(int64_t columns, int seed_bits);
+    void (*kmeans)(const Clustering&, char* scratch, int64_t begin, int64_t end);
 };
 
 // The kernels of a named instruction set, or the best of this machine for null. Null if it has no such.
@@ -72,6 +104,11 @@ Features cpu_features();
     void dequantize_f32(const GroupInt&, float*, int64_t, int64_t);                                           \
     void dequantize_bf16(const GroupInt&, uint16_t*, int64_t, int64_t);                                       \
     void gptq(const GptqBlock&, float*, int64_t, int64_t);                                                    \
+    void codebook_rows(const Codebook&, const float*, int64_t, float*, int64_t, float*, int64_t, int64_t);    \
+    void codebook_channels(const Codebook&, const float*, int64_t, float*, int64_t, float*, int64_t, int64_t); \
+    void codebook_decode(const Codebook&, float*, float*, int64_t, int64_t);                                  \
+    int64_t kmeans_scratch(int64_t, int);                                                                     \
+    void kmeans(const Clustering&, char*, int64_t, int64_t);                                                  \
     }
 ANYBIT_DECLARE(portable)
 #ifdef ANYBIT_X86

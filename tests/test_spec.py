@@ -70,9 +70,15 @@ def test_which_methods_look_at_activations() -> None:
         ({"include": "*.mlp.*"}, ["include", "'*.mlp.*'", "pass a tuple"]),
         ({"exclude": ["*.mlp.*"]}, ["exclude", "pass a tuple"]),
         ({"include": (1,)}, ["include", "pass a tuple"]),
-        ({"bits": "4"}, ["bits", "int", "'4'"]),
-        ({"bits": 4.0}, ["bits", "int", "4.0"]),
-        ({"bits": True}, ["bits", "int", "True"]),
+        ({"bits": "4"}, ["bits", "float", "'4'"]),
+        ({"bits": 4.5}, ["gptq", "4.5-bit"]),
+        ({"method": "cmpq", "bits": 1.9}, ["cmpq", "1.9-bit", "any average"]),
+        ({"method": "any-precision", "bits": 4}, ["any-precision", "--widths"]),
+        ({"widths": (4, 3)}, ["widths", "ascending"]),
+        ({"widths": (3, 9)}, ["widths", "2 to 8"]),
+        ({"codebook_bits": 5}, ["5", "16, 8, 4"]),
+        ({"error_outliers": 0.5}, ["error_outliers", "0.1"]),
+        ({"bits": True}, ["bits", "float", "True"]),
         ({"group_size": None}, ["group_size", "int", "None"]),
         ({"damp": "1"}, ["damp", "float", "'1'"]),
         ({"clip": 1}, ["clip", "bool | None", "1"]),
@@ -123,7 +129,7 @@ def test_tiles_by_rows_and_columns() -> None:
 @pytest.mark.parametrize(
     ("entry", "word"),
     [(entry, "object") for entry in (None, 4, "4", [4], True)]
-    + [({"bits": bits}, "bits") for bits in (0, 9, -4, 4.0, "4", True, None, [4], 10**30)]
+    + [({"bits": bits}, "bits") for bits in (0, 9, -4, "4", True, None, [4], 10**30)]
     + [({"group_size": size}, "group_size") for size in (0, -2, 1.5, "128", None, False)]
     + [({"symmetric": value}, "symmetric") for value in (0, 1, "true", None)]
     + [({"clip": 1}, "clip"), ({"desc_act": "yes"}, "desc_act"), ({"group_reorder": None}, "group_reorder")]
@@ -132,7 +138,12 @@ def test_tiles_by_rows_and_columns() -> None:
     + [({"cols": []}, "cols"), ({"cols": [[0]]}, "cols")]
     + [({"tiles": tiles}, "tile") for tiles in ([], {}, None, "all", [4], [None], [[]])]
     + [({"tiles": [{"bits": 4, "clip": True}]}, "tile"), ({"tiles": [{"width": 4}]}, "tile")]
-    + [({"bits": 8, "tiles": [{"bits": 4}]}, "tiles"), ({"widths": 4}, "'widths'"), ({"": 4}, "''")],
+    + [
+        ({"bits": 8, "tiles": [{"bits": 4}]}, "tiles"),
+        ({"width": 4}, "'width'"),
+        ({"widths": 4}, "widths"),
+        ({"": 4}, "''"),
+    ],
 )
 def test_entries_that_cannot_be_are_refused_with_the_layers_name(entry: Any, word: str) -> None:
     with pytest.raises(InputError) as error:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anybit.errors import InputError
+from anybit.formats import GroupInt
 from anybit.tensors import (
     FORMAT_VERSION,
     MAX_TILES,
-    GroupInt,
     PackedWeight,
     QuantizedWeight,
     bits_per_weight,

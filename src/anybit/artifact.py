@@ -20,10 +20,14 @@ from anybit.errors import InputError
 from anybit.tensors import (
     QUANT_METHOD,
     PackedWeight,
+    at_width,
     check_version,
     code_bits,
+    stored_bytes,
     stored_tensors,
+    stored_widths,
     validate,
+    widest,
 )
 
 HASHES = "anybit.index.json"  # size and SHA-256 of every shard, config.json and the index
@@ -129,46 +133,75 @@ def open_artifact(path: Path) -> tuple[dict[str, Any], Checkpoint]:
     return quantization, checkpoint
 
 
-def inspect(path: Path) -> dict[str, Any]:
+def inspect(path: Path, bits: int | None = None) -> dict[str, Any]:
     """What an artifact is made of, its sizes taken from its files.
 
+    Args:
+        path: the artifact.
+        bits: the width at which a nested artifact is read; its widest by default.
+
     Returns:
-        `method`, `bits` (average width), `bits_per_weight` (8 x stored bytes of all linear layers in the blocks /
-        their weights, whether they are quantized or not), `size_bytes` (all files but the tokenizer),
-        `calibration`, `layers` and what else the artifact says of its making. JSON-able.
+        `method`, `bits` (average width), `bits_per_weight` (8 x bytes read of all linear layers in the blocks /
+        their weights, whether they are quantized or not), `file_bits_per_weight` (the same of all bytes stored: more
+        for a nested artifact, whose `widths` are listed with the bits per weight read at each), `size_bytes` (all
+        files but the tokenizer), `calibration`, `layers` and what else the artifact says of its making. JSON-able.
 
     Raises:
         InputError: see `open_artifact`.
     """
     quantization, checkpoint = open_artifact(path)
-    sizes = {name: t.dtype.itemsize * prod(t.shape) for name, t in checkpoint.tensors.items()}
     dense = {
         name: dense_layout(tuple(shape), checkpoint.dtype(f"{name}.weight"))
         for name, shape in quantization["dense"].items()
     }
     layouts = {**quantization["layers"], **dense}
-    layers = [_describe(name, layout, sizes) for name, layout in layouts.items()]
-    weights = sum(prod(layer["shape"]) for layer in layers)
+    widths = sorted({b for layout in layouts.values() for b in stored_widths(layout)})
+    nested = len(widths) > 1
+    if bits is not None and bits not in widths:
+        has = f"the widths {', '.join(map(str, widths))}" if nested else "one width"
+        raise InputError(f"{path} has {has}: {bits} bits is not one to choose")
+    weights = sum(prod(layout["shape"]) for layout in layouts.values())
+
+    def read_at(width: int | None) -> dict[str, dict[str, Any]]:
+        return {
+            name: at_width(layout, width) if width else widest(layout) for name, layout in layouts.items()
+        }
+
+    def bpw(chosen: Mapping[str, Mapping[str, Any]]) -> float:
+        return (
+            8 * sum(_layer_bytes(n, x, checkpoint) for n, x in chosen.items()) / weights if weights else 0.0
+        )
+
+    chosen = read_at(bits)
+    embeddings = quantization["embeddings"]
     files = [f for f in path.rglob("*") if f.is_file() and not is_tokenizer_file(f.name)]
     return {
         "method": quantization.get("method"),
-        "bits": code_bits(layouts),
-        "bits_per_weight": 8 * sum(layer["bytes"] for layer in layers) / weights if weights else 0.0,
+        "bits": code_bits(chosen),
+        "bits_per_weight": bpw(chosen),
+        "file_bits_per_weight": bpw(layouts),
+        "widths": [{"bits": b, "bits_per_weight": bpw(read_at(b))} for b in widths] if nested else [],
         "size_bytes": sum(f.stat().st_size for f in files),
         "weights": weights,
         "calibration": quantization.get("calibration"),
         "base": quantization.get("base"),
         "options": quantization.get("options"),
-        "embeddings": [_describe(name, layout, sizes) for name, layout in quantization["embeddings"].items()],
-        "layers": layers,
+        "embeddings": [_describe(name, layout, checkpoint) for name, layout in embeddings.items()],
+        "layers": [_describe(name, layout, checkpoint) for name, layout in chosen.items()],
     }
 
 
-def _describe(name: str, layout: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """One layer's line of `inspect`; its bytes are those of its tensors in the files, bias apart."""
-    dense = layout["tiles"][0]["format"] == "dense"
-    stored = sum(sizes[f"{name}.{field}"] for field in (["weight"] if dense else stored_tensors(layout)))
-    return {
+def _layer_bytes(name: str, layout: Mapping[str, Any], checkpoint: Checkpoint) -> int:
+    """Bytes that a layer of this layout reads from the files, bias apart."""
+    if layout["tiles"][0]["format"] == "dense":
+        return checkpoint.dtype(f"{name}.weight").itemsize * prod(layout["shape"])
+    return stored_bytes(layout)  # `open_artifact` held it against the files
+
+
+def _describe(name: str, layout: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """One layer's line of `inspect`."""
+    stored = _layer_bytes(name, layout, checkpoint)
+    line = {
         "name": name,
         "shape": list(layout["shape"]),
         "bits": code_bits({name: layout}),
@@ -176,6 +209,19 @@ def _describe(name: str, layout: Mapping[str, Any], sizes: Mapping[str, int]) ->
         "bytes": stored,
         "tiles": [dict(tile) for tile in layout["tiles"]],
     }
+    channels = _channel_bits(name, layout, checkpoint)
+    return line | {"channel_bits": channels} if channels else line
+
+
+def _channel_bits(name: str, layout: Mapping[str, Any], checkpoint: Checkpoint) -> list[int]:
+    """The width of every input channel, where a layer's channels differ in width."""
+    tiles = layout["tiles"]
+    if len(tiles) < 2 or any("rows" in tile or "cols" not in tile for tile in tiles):
+        return []
+    bits = torch.zeros(layout["shape"][1], dtype=torch.int64)
+    for i, tile in enumerate(tiles):
+        bits[checkpoint.read(f"{name}.{i}.cols").long()] = tile["bits"]
+    return bits.tolist()
 
 
 def verify(path: Path, progress: Any = None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from transformers.pytorch_utils import Conv1D
 
 from anybit.errors import InputError
-from anybit.progress import SILENT, Silent
+from anybit.progress import SILENT, Advance, Silent, ignore
 from anybit.stats import GradientStats, LinearStats
 from anybit.streaming import StreamedModel, linear_shape
 
@@ -169,6 +169,8 @@ def gradient_statistics(
     *,
     fisher: bool = False,
     deltas: Mapping[str, Tensor] | None = None,
+    spill: Path | None = None,
+    advance: Advance = ignore,
 ) -> dict[str, GradientStats]:
     """Global mode: gradients of each sample's mean negative log-likelihood, reduced layer by layer.
 
@@ -182,6 +184,9 @@ def gradient_statistics(
         fisher: accumulate the diagonal Fisher information, float32 [out, in] per layer.
         deltas: weight perturbation [out, in] per layer; gives `products`, one number per sample and output
             channel (MixLLM, arXiv:2412.14590, eq. 5).
+        spill: directory for the Fisher information, which is then mapped from files instead of held in memory;
+            `spilled_statistics` finds it again.
+        advance: called with 1 after each sample.
 
     Raises:
         InputError: windows too short to predict a token, logits that are not the head's output, or gradients
@@ -192,15 +197,17 @@ def gradient_statistics(
     model = load_whole(streamed)
     _check_logits(model, tokens[:1, :2])
     stats = {}
-    for name in layers:
+    for i, name in enumerate(layers):
         shape = linear_shape(model.get_submodule(name))
         products = torch.zeros(len(tokens), shape[0]) if deltas is not None else None
-        stats[name] = GradientStats(
-            0, 0, torch.zeros(shape) if fisher else None, products, torch.zeros(shape[0])
-        )
+        information = None
+        if fisher:
+            information = torch.zeros(shape) if spill is None else _mapped(spill, i, shape).zero_()
+        stats[name] = GradientStats(0, 0, information, products, torch.zeros(shape[0]))
 
     def reduce(name: str, x: Tensor, gradient: Tensor) -> None:
         s = stats[name]
+        assert s.output_moment is not None
         x, gradient = x.reshape(-1, x.shape[-1]).float(), gradient.reshape(-1, gradient.shape[-1]).float()
         s.tokens += len(x)
         s.output_moment += gradient.square().sum(0)
@@ -215,12 +222,24 @@ def gradient_statistics(
     with _reduced(model, stats, reduce), _recomputed(streamed.blocks):
         for row in tokens:
             sample_loss(model, row).backward()
+            advance(1)
     for name, s in stats.items():
-        if not torch.isfinite(s.output_moment).all():
-            raise InputError(
-                f"{name}: its gradients hold NaN or Inf on the calibration text; is the checkpoint intact?"
-            )
+        s.check(name)
     return stats
+
+
+def spilled_statistics(layers: Mapping[str, tuple[int, int]], spill: Path) -> dict[str, GradientStats]:
+    """The Fisher information that `gradient_statistics` spilled for the same layers {name: (out, in)}."""
+    return {
+        name: GradientStats(0, 0, _mapped(spill, i, shape), None, None)
+        for i, (name, shape) in enumerate(layers.items())
+    }
+
+
+def _mapped(folder: Path, i: int, shape: tuple[int, int]) -> Tensor:
+    """float32 [shape] in a file, which is made if it is not there."""
+    size = shape[0] * shape[1]
+    return torch.from_file(str(folder / f"fisher-{i}.bin"), shared=True, size=size).view(shape)
 
 
 def load_whole(streamed: StreamedModel, report: Silent = SILENT) -> Any:

@@ -25,6 +25,9 @@ def model_card(checkpoint: Checkpoint, plan: Plan, provenance: Mapping[str, Any]
         )
     uniform = QuantizeConfig(**provenance["options"]).layer_spec()
     mixed = any(spec != uniform for spec in plan.specs.values())
+    stored = f"{plan.bits_per_weight:.3f}"
+    if plan.file_bits_per_weight != plan.bits_per_weight:
+        stored = f"{plan.file_bits_per_weight:.3f}, of which a run at the widest reads {stored}"
     notice = ""
     if base["quantized_before"]:
         notice = (
@@ -46,7 +49,7 @@ Made with anybit {provenance["anybit_version"]}:
 | | |
 |---|---|
 | average code width | {plan.code_bits:.3f} bits |
-| stored bits per weight (linear layers) | {plan.bits_per_weight:.3f} |
+| stored bits per weight (linear layers) | {stored} |
 | tensors | {plan.tensor_bytes / 1e6:.1f} MB |
 | embedding and head | {provenance["options"]["embed_bits"]} bits |
 | calibration | {text} |
@@ -77,15 +80,16 @@ def _command(name: str, options: Mapping[str, Any], calibration: Mapping[str, An
         "OUT",
         "--method",
         options["method"],
-        "--bits",
-        str(options["bits"]),
     ]
+    words += [] if uniform.nested else ["--bits", str(options["bits"])]
     for key, value in options.items():
         if key in ("method", "bits") or value == default[key]:
             continue
         flag = "--" + key.replace("_", "-")
         if isinstance(value, bool):
             words.append(flag if value else "--no-" + flag[2:])
+        elif key == "widths":
+            words += [flag, ",".join(map(str, value))]
         elif isinstance(value, list | tuple):
             words += [word for item in value for word in (flag, item)]
         else:

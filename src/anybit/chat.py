@@ -30,12 +30,17 @@ class Generator:
     """A loaded model and its tokenizer."""
 
     def __init__(
-        self, model: str, dtype: str = "float32", device: str = "cpu", report: Silent = SILENT
+        self,
+        model: str,
+        bits: int | None = None,
+        dtype: str = "float32",
+        device: str = "cpu",
+        report: Silent = SILENT,
     ) -> None:
         self.name = model
         self.tokenizer = load_tokenizer(model)
         try:
-            self.model = load(model, dtype=dtype, device=device, report=report)
+            self.model = load(model, bits=bits, dtype=dtype, device=device, report=report)
         finally:
             report.close()
 

@@ -64,7 +64,9 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype  # of what `load` returns
-    load: Callable[[], torch.Tensor]  # reads it into fresh memory
+    load: Callable[
+        ..., torch.Tensor
+    ]  # reads it into fresh memory; in safetensors files also `shape=` of a beginning
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,12 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """The tensor in fresh memory. Raises `InputError` if there is none of this name."""
         return self._stored(name).load()
+
+    def read_beginning(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """As many of a safetensors tensor's first entries as make up `shape`; the rest is not read."""
+        stored = self._stored(name)
+        assert prod(shape) <= prod(stored.shape), f"{name} is {stored.shape}, not {shape}"
+        return stored.load(shape=shape)
 
     def _stored(self, name: str) -> StoredTensor:
         if name not in self.tensors:
@@ -450,7 +458,7 @@ def _place(path: Path, header: dict[str, Any], start: int, size: int) -> dict[st
         if begin != position:
             raise _bad(path, f"tensor {name!r} begins at {begin}, but the one before it ends at {position}")
         shape, dtype = tuple(header[name]["shape"]), DTYPES[header[name]["dtype"]]
-        load = partial(_read_span, path, start + begin, shape, dtype)
+        load = partial(_read_span, path, start + begin, dtype, shape=shape)
         tensors[name], position = StoredTensor(shape, dtype, load), end
     if start + position != size:
         cut = " (an interrupted download?)" if start + position > size else ""
@@ -483,7 +491,7 @@ def _sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**48 for value in values)
 
 
-def _read_span(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _read_span(path: Path, begin: int, dtype: torch.dtype, *, shape: tuple[int, ...]) -> torch.Tensor:
     """Read a tensor into fresh memory: no mapping of the file stays behind."""
     raw = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
     rest = raw.numpy().data

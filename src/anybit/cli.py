@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ import typer
 import anybit
 from anybit import tables
 from anybit.errors import InputError
-from anybit.spec import MAX_SEED, QuantizeConfig, check_method, read_spec_map
+from anybit.spec import MAX_SEED, USED_BY, QuantizeConfig, check_method, read_spec_map
 
 DEFAULTS = QuantizeConfig()
 THREADS_PER_PROCESSOR = 4  # more than this only costs memory, and far more ends the process
@@ -52,6 +52,9 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: PyTorch
 Seed = Annotated[int, typer.Option(help="For temperatures above 0.", min=0, max=MAX_SEED)]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="What the model computes in: float32, bfloat16 or float16.")]
+Width = Annotated[
+    int | None, typer.Option("--bits", help="A width of an any-precision artifact; only it is read.")
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
 
@@ -75,10 +78,15 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     model: Source,
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
     method: Annotated[
-        str, typer.Option(help="rtn (round to nearest, no calibration) or gptq.")
+        str,
+        typer.Option(
+            help="rtn (round to nearest, no calibration), gptq, squeezellm (codebooks), any-precision (every width in "
+            "one artifact) or cmpq (any average width)."
+        ),
     ] = DEFAULTS.method,
     bits: Annotated[
-        float | None, typer.Option(help=f"Average code width: 2 to 8. [default: {DEFAULTS.bits}]")
+        float | None,
+        typer.Option(help=f"Average code width: 2 to 8, for cmpq also fractions. [default: {DEFAULTS.bits}]"),
     ] = None,
     bpw: Annotated[
         float | None, typer.Option(help="Most stored bits per weight of the linear layers.")
@@ -87,11 +95,42 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         str | None, typer.Option(help="Most bytes of all files but the tokenizer, e.g. 120MB.")
     ] = None,
     group_size: Annotated[
-        int, typer.Option(help="Input channels that share a scale; -1: the whole row.")
-    ] = DEFAULTS.group_size,
+        int | None,
+        typer.Option(
+            help=f"Input channels that share a scale; -1: the whole row. [default: {DEFAULTS.group_size}]"
+        ),
+    ] = None,
     symmetric: Annotated[
-        bool, typer.Option("--symmetric/--asymmetric", help="Without or with zero points.")
-    ] = DEFAULTS.symmetric,
+        bool | None,
+        typer.Option("--symmetric/--asymmetric", help="Without or with zero points. [default: asymmetric]"),
+    ] = None,
+    widths: Annotated[
+        str | None,
+        typer.Option(help="any-precision: the widths to store, e.g. 3,4,6. [default: 3,4,5,6,7,8]"),
+    ] = None,
+    codebook_bits: Annotated[
+        int | None, typer.Option(help="Codebook entries: 16, 8 or 4 bits. [default: 16]")
+    ] = None,
+    sensitive_outliers: Annotated[
+        float | None,
+        typer.Option(help="squeezellm: share of weights kept in 16 bits for their sensitivity. [default: 0]"),
+    ] = None,
+    magnitude_outliers: Annotated[
+        float | None, typer.Option(help="squeezellm: and for their size. [default: 0]")
+    ] = None,
+    channel_outliers: Annotated[
+        float | None,
+        typer.Option(
+            help=f"cmpq: share of input channels kept in 16 bits. [default: {DEFAULTS.channel_outliers}]"
+        ),
+    ] = None,
+    error_outliers: Annotated[
+        float | None,
+        typer.Option(
+            help="cmpq: share of weights kept in 16 bits, those clustering misses most. "
+            f"[default: {DEFAULTS.error_outliers}]"
+        ),
+    ] = None,
     embed_bits: Annotated[
         int, typer.Option(help="Embedding and head: 16, 8 or 4 bits.")
     ] = DEFAULTS.embed_bits,
@@ -100,8 +139,11 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         typer.Option("--clip/--no-clip", help="Search clipping ratios per group. [default: for gptq]"),
     ] = None,
     desc_act: Annotated[
-        bool, typer.Option("--desc-act/--no-desc-act", help="GPTQ: store columns by energy.")
-    ] = DEFAULTS.desc_act,
+        bool | None,
+        typer.Option(
+            "--desc-act/--no-desc-act", help="GPTQ: store columns by energy. [default: no-desc-act]"
+        ),
+    ] = None,
     group_reorder: Annotated[
         bool | None,
         typer.Option(
@@ -177,32 +219,42 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     _check_writable(json_file)
     if sum(value is not None for value in (bits, bpw, size)) > 1:
         raise InputError("--bits, --bpw and --size set the same thing: give exactly one of them")
-    config = QuantizeConfig(
-        method=method,
-        bits=_whole_width(bits, method),
+    check_method(method)
+    of_method = _given(
         group_size=group_size,
         symmetric=symmetric,
-        embed_bits=embed_bits,
         clip=clip,
         desc_act=desc_act,
+        damp=damp,
+        group_reorder=group_reorder,
+        attention_weights=attention_weights,
+        one_shot=one_shot,
+        widths=None if widths is None else _whole_numbers("widths", widths),
+        codebook_bits=codebook_bits,
+        sensitive_outliers=sensitive_outliers,
+        magnitude_outliers=magnitude_outliers,
+        channel_outliers=channel_outliers,
+        error_outliers=error_outliers,
+    )
+    unused = {
+        name: value
+        for name, value in of_method.items()
+        if method not in USED_BY[name] and not (name == "desc_act" and value is False)
+    }
+    _refuse_ignored(unused, f"{method} has no use for it")
+    for_calibration = _given(samples=samples, seq_len=seq_len, seed=seed)
+    config = QuantizeConfig(
+        method=method,
+        bits=bits,
+        embed_bits=embed_bits,
         include=tuple(include),
         exclude=tuple(exclude),
+        **of_method,
+        **for_calibration,
     )
-    for_gptq = _given(damp=damp, group_reorder=group_reorder)
-    for_calibration = _given(
-        samples=samples,
-        seq_len=seq_len,
-        seed=seed,
-        one_shot=one_shot,
-        attention_weights=attention_weights,
-    )
-    if method != "gptq":
-        _refuse_ignored(for_gptq, f"{method} has no use for it")
     if not config.calibrated:
-        _refuse_ignored(
-            for_calibration | _given(calibration=calibration), f"{method} without --clip is not calibrated"
-        )
-    config = replace(config, **for_gptq, **for_calibration)
+        unused = _given(attention_weights=attention_weights, one_shot=one_shot, calibration=calibration)
+        _refuse_ignored(for_calibration | unused, f"{method} without --clip is not calibrated")
     if bpw is not None or size is not None:
         if spec is not None:
             raise InputError(
@@ -258,6 +310,7 @@ def evaluate(  # noqa: PLR0913
         Path | None, typer.Option(help="Folder of the tasks' JSON files: no network needed.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Questions per task.", min=1)] = None,
+    bits: Width = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
@@ -285,6 +338,7 @@ def evaluate(  # noqa: PLR0913
             tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else (),
             tasks_dir=tasks_dir,
             limit=limit,
+            bits=bits,
             dtype=dtype,
             device=device,
             report=report,
@@ -301,6 +355,7 @@ def generate(  # noqa: PLR0913
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
     seed: Seed = 0,
+    bits: Width = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
@@ -312,17 +367,18 @@ def generate(  # noqa: PLR0913
     from anybit.chat import Generator
 
     _set_threads(threads)
-    generator = Generator(model, dtype, device, _report())
+    generator = Generator(model, bits, dtype, device, _report())
     typer.echo(prompt, nl=False)
     generator.stream(generator.encode(prompt), max_new_tokens, temperature, seed)
 
 
 @app.command()
-def chat(
+def chat(  # noqa: PLR0913
     model: Model,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens per answer.", min=1)] = 512,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
     seed: Seed = 0,
+    bits: Width = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
@@ -334,12 +390,13 @@ def chat(
     from anybit.chat import Generator, converse
 
     _set_threads(threads)
-    converse(Generator(model, dtype, device, _report()), max_new_tokens, temperature, seed)
+    converse(Generator(model, bits, dtype, device, _report()), max_new_tokens, temperature, seed)
 
 
 @app.command()
 def inspect(
     out: Artifact,
+    bits: Annotated[int | None, typer.Option(help="Read at this width of an any-precision artifact.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
 ) -> None:
     """Show what the artifact OUT is made of, measured from its files.
@@ -348,7 +405,7 @@ def inspect(
     """
     from anybit.artifact import inspect as inspect_artifact
 
-    figures = inspect_artifact(out)
+    figures = inspect_artifact(out, bits)
     _emit(
         figures, None, (lambda f: typer.echo(json.dumps(f, indent=2))) if as_json else tables.print_inspection
     )
@@ -434,6 +491,24 @@ def demo(
         report.close()
 
 
+bench = typer.Typer(
+    no_args_is_help=True, help="Measure this machine: speed beside a peer or a limit, in one run."
+)
+app.add_typer(bench, name="bench")
+
+
+@bench.command(name="quantize")
+def bench_quantize(
+    rounds: Annotated[int, typer.Option(help="Rounds whose median counts.", min=1)] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Clustering weights: weights per second of one core, beside flash1dkmeans where that is installed."""
+    from anybit import benchmarks
+
+    _check_writable(json_file)
+    _emit(benchmarks.quantize(rounds), json_file, tables.print_bench_quantize)
+
+
 def main() -> None:
     """Entry point: bad input is one line and exit code 2, Ctrl-C is 130, a defect keeps its traceback (1)."""
     try:
@@ -500,13 +575,12 @@ def _report() -> Any:
     return Terminal()
 
 
-def _whole_width(bits: float | None, method: str) -> int:
-    check_method(method)
-    if bits is None:
-        return DEFAULTS.bits
-    if not bits.is_integer():  # nor are NaN and Inf
-        raise InputError(f"--bits {bits:g}: {method} has whole widths only, 2 to 8")
-    return int(bits)
+def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """ "3,4,6" -> (3, 4, 6)."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise InputError(f"--{option} {text!r}: expected whole numbers, such as 3,4,6") from error
 
 
 def _bytes(text: str) -> int:

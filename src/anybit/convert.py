@@ -18,16 +18,18 @@ from transformers.pytorch_utils import Conv1D
 import anybit
 from anybit import kernels
 from anybit.artifact import inspect
-from anybit.calibrate import Activations, Collector
+from anybit.calibrate import Activations, Collector, gradient_statistics, spilled_statistics
 from anybit.card import model_card
 from anybit.checkpoint import Checkpoint, open_checkpoint
 from anybit.description import artifact_config, provenance
 from anybit.errors import InputError
-from anybit.methods import gptq, rtn
+from anybit.formats import GroupInt
+from anybit.methods import rtn
+from anybit.methods.registry import METHODS
 from anybit.plan import Plan, check_disk, make_plan
 from anybit.progress import SILENT, Advance, Silent
 from anybit.spec import LayerSpec, QuantizeConfig, SpecMap, TileSpec
-from anybit.stats import LinearStats
+from anybit.stats import GradientStats, LinearStats
 from anybit.streaming import BlockCall, StreamedModel, run_block
 from anybit.tensors import (
     PackedWeight,
@@ -39,7 +41,6 @@ from anybit.tensors import (
 from anybit.texts import CalibrationSet, calibration_set
 from anybit.writer import ArtifactWriter, check_output, finished_bytes
 
-METHODS = {"rtn": rtn.quantize, "gptq": gptq.quantize}
 EMBED_ROWS = 4096  # rows of an embedding that are quantized at a time
 
 
@@ -87,7 +88,7 @@ def quantize(
     checkpoint = open_checkpoint(model)
     streamed = StreamedModel(checkpoint, compute_dtype())
     plan = make_plan(streamed, config, spec_map)
-    check_disk(plan, out, finished_bytes(out))
+    check_disk(plan, out, finished_bytes(out), 4 * plan.quantized_weights if config.gradients else 0)
     for note in checkpoint.notes():
         report.say(note)
     report.say(plan.coverage())
@@ -144,8 +145,12 @@ class _Run:
         blocks = len(self.streamed.blocks)
         if len(self.writer.finished) == self.writer.shards:
             return
+        if self.config.gradients:
+            assert text is not None
+            self._all_from_gradients(text)
+            return
         samples = 0 if text is None else len(text.tokens)
-        passes = samples * (blocks if self.config.one_shot else 2 * blocks - 1)
+        passes = samples * (blocks if self.config.unquantized_inputs else 2 * blocks - 1)
         advance = self.report.task(f"{self.config.method} {blocks} blocks", passes + len(self.plan.layouts))
         hidden, calls = None, []
         if text is not None:
@@ -153,6 +158,33 @@ class _Run:
             calls = self.streamed.first_inputs(text.tokens, hidden.put)
         for i in range(blocks):
             self._block(i, hidden, calls[i] if calls else None, advance)
+
+    def _all_from_gradients(self, text: CalibrationSet) -> None:
+        """Statistics of the whole model first, then block after block."""
+        folder = self.writer.statistics()
+        shapes = {
+            name: (layout["shape"][0], layout["shape"][1]) for name, layout in self.plan.layouts.items()
+        }
+        if self.writer.has_statistics():
+            self.report.say("resumes: the gradients are there")
+            stats = spilled_statistics(shapes, folder)
+        else:
+            folder.mkdir(exist_ok=True)
+            advance = self.report.task("gradients", len(text.tokens))
+            stats = gradient_statistics(
+                self.streamed, text.tokens, shapes, fisher=True, spill=folder, advance=advance
+            )
+            self.streamed.model.to("meta")
+            self.writer.keep_statistics()
+        advance = self.report.task(
+            f"{self.config.method} {len(self.streamed.blocks)} blocks", len(self.plan.layouts)
+        )
+        for i in range(len(self.streamed.blocks)):
+            linears = {n: m for n, m in self.streamed.linears(i).items() if n in self.plan.layouts}
+            if i + 1 in self.writer.finished:
+                advance(len(linears))
+            else:
+                self._quantize_block(i, linears, stats, advance)
 
     def _block(self, i: int, hidden: Activations | None, call: BlockCall | None, advance: Advance) -> None:
         """Quantize block i (or read it back if it is finished) and move the hidden states past it."""
@@ -166,19 +198,23 @@ class _Run:
             return
         with self.streamed.block(i) as block, torch.no_grad():
             if not finished:
-                with Collector(linears, hessian=True, attention=self.config.attention_weights) as collector:
-                    self._forward(block, hidden, call, self.config.one_shot, advance, collector)
+                with self._collector(linears) as collector:
+                    self._forward(block, hidden, call, self.config.unquantized_inputs, advance, collector)
                 tensors = self._quantize_block(i, linears, collector.stats, advance)
             else:
                 tensors = self.writer.read_shard(i + 1)
-                advance(len(linears) + (0 if self.config.one_shot else len(hidden)))
-                if self.config.one_shot:
+                advance(len(linears) + (0 if self.config.unquantized_inputs else len(hidden)))
+                if self.config.unquantized_inputs:
                     self._forward(block, hidden, call, True, advance)
-            if not self.config.one_shot and not last:
+            if not self.config.unquantized_inputs and not last:
                 for name, module in linears.items():
                     _overwrite_weight(module, _stored_weight(name, self.plan.layouts[name], tensors))
                 del tensors
                 self._forward(block, hidden, call, True, advance)
+
+    def _collector(self, linears: Mapping[str, nn.Module]) -> Collector:
+        hessian = self.config.method != "cmpq"  # which asks for channel norms only
+        return Collector(linears, hessian=hessian, attention=hessian and self.config.attention_weights)
 
     def _forward(
         self,
@@ -201,7 +237,7 @@ class _Run:
         self,
         i: int,
         linears: Mapping[str, nn.Module],
-        stats: Mapping[str, LinearStats],
+        stats: Mapping[str, LinearStats] | Mapping[str, GradientStats],
         advance: Advance | None,
     ) -> dict[str, Tensor]:
         """Quantize block i's linears, write its shard and return the shard's tensors."""
@@ -220,15 +256,13 @@ class _Run:
         self.writer.write_shard(i + 1, tensors)
         return tensors
 
-    def _quantize_linear(self, name: str, stats: LinearStats | None) -> PackedWeight:
+    def _quantize_linear(self, name: str, stats: LinearStats | GradientStats | None) -> PackedWeight:
         weight = self.streamed.weight(name)
         try:
-            packed = pack(METHODS[self.config.method](weight, stats, self.plan.specs[name]))
+            packed = pack(METHODS[self.config.method].quantize(weight, stats, self.plan.specs[name]))
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
-        assert packed.layout["tiles"] == self.plan.layouts[name]["tiles"], (
-            f"{name}: made another layout than planned"
-        )
+        assert packed.layout == self.plan.layouts[name], f"{name}: made another layout than planned"
         return packed
 
     def _kept(self, name: str) -> Tensor:
@@ -243,12 +277,13 @@ def quantize_rows(weight: Tensor, bits: int) -> QuantizedWeight:
     """Round an embedding [vocabulary, hidden] to nearest, some rows at a time so that memory stays bounded."""
     spec = LayerSpec(tiles=(TileSpec(bits),))
     parts = [rtn.quantize(rows.float(), None, spec).tiles[0] for rows in weight.split(EMBED_ROWS)]
-    tile = type(parts[0])(
+    tiles = [part for part in parts if isinstance(part, GroupInt)]
+    tile = GroupInt(
         bits=bits,
-        group_size=parts[0].group_size,
-        codes=torch.cat([p.codes for p in parts]),
-        scales=torch.cat([p.scales for p in parts]),
-        zeros=torch.cat([p.zeros for p in parts if p.zeros is not None]),
+        group_size=tiles[0].group_size,
+        codes=torch.cat([t.codes for t in tiles]),
+        scales=torch.cat([t.scales for t in tiles]),
+        zeros=torch.cat([t.zeros for t in tiles if t.zeros is not None]),
     )
     return QuantizedWeight((weight.shape[0], weight.shape[1]), (tile,))
 

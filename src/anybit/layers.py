@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anybit.errors import InputError
 from anybit.kernels.dispatch import Prepared
-from anybit.tensors import PackedWeight, stored_tensors, unpack
+from anybit.tensors import PackedWeight, at_width, stored_tensors, stored_widths, unpack
 
 
 class PackedModule(nn.Module):
@@ -18,6 +19,8 @@ class PackedModule(nn.Module):
     def __init__(self, layout: Mapping[str, Any]) -> None:
         super().__init__()
         self.layout = layout
+        self.widths = stored_widths(layout)  # several: `bits` may be any of them
+        self._bits = max(self.widths, default=0)
         for field, (dtype, shape) in stored_tensors(layout).items():
             tile, _, name = field.rpartition(".")
             if tile and tile not in self._modules:
@@ -33,10 +36,22 @@ class PackedModule(nn.Module):
         fields = stored_tensors(self.layout)
         return PackedWeight(self.layout, {field: self.get_buffer(field) for field in fields})
 
+    @property
+    def bits(self) -> int:
+        """The width that a nested layer runs at; 0 for one that is not nested."""
+        return self._bits
+
+    @bits.setter
+    def bits(self, bits: int) -> None:
+        at_width(self.layout, bits)
+        if bits != self._bits:
+            self._bits, self._prepared = bits, None
+
     def prepared(self) -> Prepared:
-        """The weight bound to its kernel: at the first call, and anew after the buffers moved."""
+        """The weight bound to its kernel: at the first call, and anew after the buffers moved or the width changed."""
         if self._prepared is None:
-            self._prepared = Prepared(self.packed)
+            packed = self.packed
+            self._prepared = Prepared(packed.at_width(self._bits) if len(self.widths) > 1 else packed)
         return self._prepared
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
@@ -61,6 +76,7 @@ class PackedModule(nn.Module):
     def extra_repr(self) -> str:
         out_features, in_features = self.layout["shape"]
         widths = "+".join(str(t["bits"]) for t in self.layout["tiles"])
+        widths += f" of {self.widths}" if len(self.widths) > 1 else ""
         return f"in_features={in_features}, out_features={out_features}, bits={widths}"
 
 
@@ -112,3 +128,18 @@ class TiedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.embedding.prepared().matmul(x)  # type: ignore[union-attr,operator]
+
+
+def set_bits(model: nn.Module, bits: int) -> None:
+    """Run all nested layers of a model at one of their widths from the next call on; copies no weight.
+
+    Raises:
+        InputError: a model without nested layers, or a width that they do not have; then nothing changes.
+    """
+    nested = [m for m in model.modules() if isinstance(m, PackedModule) and len(m.widths) > 1]
+    if not nested:
+        raise InputError("this model has one width: only any-precision artifacts can change theirs")
+    for module in nested:
+        at_width(module.layout, bits)
+    for module in nested:
+        module.bits = bits

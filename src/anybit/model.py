@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import anybit.integrations.transformers  # noqa: F401 - registers the quantizer
 from anybit import evaluation, texts
 from anybit.artifact import inspect, is_artifact, open_artifact, refuse_unfinished
 from anybit.calibrate import load_whole
-from anybit.checkpoint import open_checkpoint
+from anybit.checkpoint import Checkpoint, open_checkpoint
 from anybit.errors import InputError
 from anybit.progress import SILENT, Silent
 from anybit.streaming import StreamedModel
+from anybit.tensors import QUANT_METHOD, at_width, stored_tensors, stored_widths
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -32,11 +33,20 @@ def check_device(device: str) -> None:
         raise InputError("device 'cuda': PyTorch finds no CUDA here; use cpu")
 
 
-def load(model: str | Path, *, dtype: str = "float32", device: str = "cpu", report: Silent = SILENT) -> Any:
+def load(
+    model: str | Path,
+    *,
+    bits: int | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    report: Silent = SILENT,
+) -> Any:
     """A Transformers model, ready to run, from an artifact, an HF directory, a hub id or a `.gguf` file.
 
     Args:
         model: what to load; an artifact's headers, shapes and indices are checked first.
+        bits: one width of an any-precision artifact: only its planes and tables are read from disk. Without it
+            all widths are loaded, and `model.set_bits(b)` changes the one that runs.
         dtype: what it computes in ("float32", "bfloat16", "float16"); stored codes and scales keep theirs.
         device: "cpu" or "cuda".
         report: where progress goes.
@@ -50,16 +60,46 @@ def load(model: str | Path, *, dtype: str = "float32", device: str = "cpu", repo
     path = Path(model)
     refuse_unfinished(path)
     if is_artifact(path):
-        open_artifact(path)
-        return _from_pretrained(path, dtype).eval().to(device)
+        quantization, checkpoint = open_artifact(path)
+        if bits is None:
+            return _from_pretrained(path, dtype, path).eval().to(device)
+        return _at_width(path, quantization, checkpoint, bits, dtype).eval().to(device)
+    if bits is not None:
+        raise InputError(f"{model} is not an any-precision artifact: leave bits (--bits) out")
     checkpoint = open_checkpoint(model)
     if checkpoint.gguf is None:
-        return _from_pretrained(checkpoint.path, dtype).eval().to(device)
+        return _from_pretrained(checkpoint.path, dtype, checkpoint.path).eval().to(device)
     loaded = load_whole(StreamedModel(checkpoint, DTYPES[dtype]), report)
     return loaded.eval().to(device)
 
 
-def _from_pretrained(path: Path, dtype: str) -> Any:
+def _at_width(path: Path, quantization: dict[str, Any], checkpoint: Checkpoint, bits: int, dtype: str) -> Any:
+    """A nested artifact at one width; of its other planes and tables nothing is read."""
+    stored = quantization["layers"]
+    if not any(len(stored_widths(layout)) > 1 for layout in stored.values()):
+        raise InputError(f"{path} has one width: leave bits (--bits) out")
+    layers = {name: at_width(layout, bits) for name, layout in stored.items()}
+    wanted = {f"{n}.{f}": shape for n, x in layers.items() for f, (_, shape) in stored_tensors(x).items()}
+    others = {f"{n}.{f}" for n, x in stored.items() for f in stored_tensors(x)} - wanted.keys()
+    state = {
+        name: checkpoint.read_beginning(name, wanted.get(name, checkpoint.shape(name)))
+        for name in checkpoint.names()
+        if name not in others
+    }
+    config = checkpoint.config
+    config.quantization_config = {
+        **quantization,
+        "quant_method": QUANT_METHOD,
+        "layers": layers,
+        "bits": bits,
+    }
+    model = _from_pretrained(None, dtype, path, config=config, state_dict=state)
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+def _from_pretrained(name: Path | None, dtype: str, path: Path, **given: Any) -> Any:
     """The model as Transformers loads it, refused where Transformers would make weights up.
 
     Raises:
@@ -67,14 +107,18 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
             describes no model.
     """
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path,
+        source: Any = AutoModelForCausalLM
+        if name is None:  # tensors are given: the Auto class would look for files
+            source = AutoModelForCausalLM._model_mapping[type(given["config"])]
+        model, found = source.from_pretrained(
+            name,
             dtype=DTYPES[dtype],
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # reported below, in a sentence
             output_loading_info=True,
+            **given,
         )
     except InputError:
         raise
@@ -125,11 +169,14 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     tasks: tuple[str, ...] = (),
     tasks_dir: Path | None = None,
     limit: int | None = None,
+    bits: int | None = None,
     dtype: str = "float32",
     device: str = "cpu",
     report: Silent = SILENT,
 ) -> dict[str, Any]:
     """Perplexity of a model on a text, its divergence from `base`, and zero-shot tasks.
+
+    `bits` picks a width of an any-precision artifact.
 
     Returns:
         JSON-able: `perplexity`, `tokens` (scored), `seq_len`, `bits_per_weight` (None for a model that is no
@@ -150,7 +197,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     tokenizer = load_tokenizer(model)
     content = texts.read_text(text)
     tokens = texts.token_ids(tokenizer, content)
-    loaded = load(model, dtype=dtype, device=device, report=report)
+    loaded = load(model, bits=bits, dtype=dtype, device=device, report=report)
     reference = load(base, dtype=dtype, device=device, report=report) if base is not None else None
     advance: Any = None
 
@@ -172,8 +219,9 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
         report.say(note)
     figures = {"model": str(model), "text": text, **result.as_dict(), "dtype": dtype, "bits_per_weight": None}
     if is_artifact(Path(model)):
-        made = inspect(Path(model))
-        figures |= {key: made[key] for key in ("method", "bits", "bits_per_weight", "size_bytes")}
+        made = inspect(Path(model), bits)
+        keys = ("method", "bits", "bits_per_weight", "file_bits_per_weight", "size_bytes")
+        figures |= {key: made[key] for key in keys}
     if prepared is not None:
         figures["tasks"] = lm_eval.run_prepared(loaded, tokenizer, prepared, batch_size=8)
     return figures

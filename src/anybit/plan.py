@@ -15,11 +15,12 @@ import torch
 from anybit.description import dense_layout
 from anybit.errors import InputError
 from anybit.footprint import overhead_bytes
-from anybit.methods.tiling import column_sets
+from anybit.methods.registry import METHODS
 from anybit.spec import EMBED_GROUP_SIZE, METHOD_WIDTHS, LayerSpec, QuantizeConfig, SpecMap
 from anybit.streaming import StreamedModel, selected
-from anybit.tensors import code_bits, stored_bytes
+from anybit.tensors import code_bits, stored_bytes, widest
 
+BUDGET_STEPS = 100  # a budget finds the average width to a hundredth of a bit
 IMPORT_BYTES = 450_000_000  # PyTorch, Transformers and a tokenizer before any tensor is read
 
 
@@ -40,8 +41,16 @@ class Plan:
 
     @property
     def bits_per_weight(self) -> float:
-        """8 x stored bytes / weights of all linear layers inside the blocks, quantized or not."""
-        packed = sum(stored_bytes(layout) for layout in self.layouts.values())
+        """8 x bytes read / weights of all linear layers in the blocks, quantized or not; nested ones at the widest."""
+        return self._bits_per_weight({name: widest(layout) for name, layout in self.layouts.items()})
+
+    @property
+    def file_bits_per_weight(self) -> float:
+        """The same of everything stored: of nested layers, all widths."""
+        return self._bits_per_weight(self.layouts)
+
+    def _bits_per_weight(self, layouts: Mapping[str, Mapping[str, Any]]) -> float:
+        packed = sum(stored_bytes(layout) for layout in layouts.values())
         kept = sum(self._kept_bytes(f"{name}.weight") for name in self.dense)
         return 8 * (packed + kept) / self.linear_weights
 
@@ -64,9 +73,13 @@ class Plan:
         """Bytes of all files but the tokenizer: never less than they turn out to be, and a few kB more at most."""
         return self.tensor_bytes + self.overhead_bytes
 
+    @property
+    def quantized_weights(self) -> int:
+        return sum(prod(layout["shape"]) for layout in self.layouts.values())
+
     def coverage(self) -> str:
         """One sentence: what share of the weights is quantized."""
-        quantized = sum(prod(layout["shape"]) for layout in self.layouts.values())
+        quantized = self.quantized_weights
         head = sum(prod(layout["shape"]) for layout in self.embeddings.values())
         text = (
             f"quantizes {len(self.layouts)} linear layers: {quantized / 1e6:.1f} M of "
@@ -117,50 +130,56 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
 def fit_budget(
     streamed: StreamedModel, config: QuantizeConfig, bpw: float | None, size: int | None
 ) -> QuantizeConfig:
-    """The config with the largest whole width within a budget of bits per weight or bytes.
+    """The config with the largest width within a budget of bits per weight or bytes.
 
     Raises:
-        InputError: the smallest width is too large.
+        InputError: the smallest width is too large, or a method whose size is not a matter of width.
     """
-    for bits in reversed(METHOD_WIDTHS[config.method]):
-        candidate = replace(config, bits=bits)
-        made = make_plan(streamed, candidate)
-        if (bpw is None or made.bits_per_weight <= bpw) and (size is None or made.size_bytes <= size):
-            return candidate
-    asked = f"{bpw:g} bits per weight" if bpw is not None else f"{(size or 0) / 1e6:g} MB"
-    raise InputError(
-        f"{asked} is not to be had: {config.method} at its smallest width takes {made.bits_per_weight:.3f} bits per "
-        f"weight, {made.size_bytes / 1e6:.1f} MB (the embedding at {config.embed_bits} bits included; see --embed-bits)"
-    )
+    widths = METHOD_WIDTHS[config.method]
+    if config.nested:
+        raise InputError(
+            "any-precision's size follows from its widths: choose them (--widths 3,4,6); --dry-run tells the size"
+        )
+    plans: dict[float, Plan] = {}
+
+    def fits(bits: float) -> bool:
+        plans[bits] = make_plan(streamed, replace(config, bits=bits))
+        made = plans[bits]
+        return (bpw is None or made.bits_per_weight <= bpw) and (size is None or made.size_bytes <= size)
+
+    whole = next((bits for bits in reversed(widths.whole()) if fits(bits)), None)
+    if whole is None:
+        asked = f"{bpw:g} bits per weight" if bpw is not None else f"{(size or 0) / 1e6:g} MB"
+        least = plans[widths.low]
+        raise InputError(
+            f"{asked} is not to be had: {config.method} at its smallest width takes {least.bits_per_weight:.3f} bits "
+            f"per weight, {least.size_bytes / 1e6:.1f} MB (the embedding at {config.embed_bits} bits included; see "
+            "--embed-bits)"
+        )
+    best = float(whole)
+    if widths.fractional and whole < widths.high:
+        low, high = 0, BUDGET_STEPS  # of the way to the next whole width
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(whole + middle / BUDGET_STEPS) else (low, middle)
+        best = whole + low / BUDGET_STEPS
+    return replace(config, bits=best)
 
 
 def spec_layout(name: str, spec: LayerSpec, shape: tuple[int, int], method: str) -> dict[str, Any]:
     """The stored layout that a spec leads to, the spec checked against the matrix [out, in]."""
-    for tile in spec.tiles:
-        if tile.bits not in METHOD_WIDTHS[method]:
-            widths = METHOD_WIDTHS[method]
-            raise InputError(
-                f"spec of {name}: {method} has no {tile.bits}-bit width: choose {widths[0]} to {widths[-1]}"
-            )
+    widths = METHOD_WIDTHS[method]
+    for bits in (*(tile.bits for tile in spec.tiles), *spec.widths):
+        if bits not in widths:
+            raise InputError(f"spec of {name}: {method} has no {bits}-bit width: choose {widths} bits")
     if spec.desc_act and method != "gptq":
         raise InputError(f"spec of {name}: desc_act is GPTQ's processing order; {method} has none")
+    if spec.widths and method != "any-precision":
+        raise InputError(f"spec of {name}: widths are any-precision's nested ones; {method} has one width")
     try:
-        sets = column_sets(spec, shape)
+        return METHODS[method].layout(spec, shape)
     except InputError as error:
         raise InputError(f"spec of {name}: {error}") from error
-    tiles = []
-    for s in sets:
-        for tile in s.tiles:
-            entry: dict[str, Any] = {
-                "format": "group_int",
-                "bits": tile.bits,
-                "group_size": s.group_size,
-                "symmetric": tile.symmetric,
-            }
-            entry |= {"rows": len(tile.rows)} if tile.rows is not None else {}
-            entry |= {"cols": len(s.cols)} if s.stored or spec.desc_act else {}
-            tiles.append(entry)
-    return {"shape": list(shape), "tiles": tiles}
 
 
 def stored_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.dtype:
@@ -195,6 +214,7 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
     return {
         "bits": plan.code_bits,
         "bits_per_weight": plan.bits_per_weight,
+        "file_bits_per_weight": plan.file_bits_per_weight,
         "size_bytes": plan.size_bytes,
         "seconds": seconds,
         "peak_memory_bytes": int(IMPORT_BYTES + max(2 * embedding, working) + activations),
@@ -202,17 +222,18 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
     }
 
 
-def check_disk(plan: Plan, out: Path, done_bytes: int = 0) -> None:
-    """Refuse to begin what cannot be stored.
+def check_disk(plan: Plan, out: Path, done_bytes: int = 0, scratch_bytes: int = 0) -> None:
+    """Refuse to begin what cannot be stored: the artifact, and what the run keeps on disk until its end.
 
     Raises:
         InputError: needed and free bytes.
     """
     place = next(p for p in [out, *out.absolute().parents] if p.exists())
     free, needed = shutil.disk_usage(place).free, plan.size_bytes - done_bytes
+    needed += scratch_bytes
     if needed > free:
         raise InputError(
-            f"{place} has {free / 1e6:.0f} MB free, the artifact needs {needed / 1e6:.0f} MB: make room"
+            f"{place} has {free / 1e6:.0f} MB free, the run needs {needed / 1e6:.0f} MB: make room"
         )
 
 

@@ -9,6 +9,10 @@ from typing import Any
 Advance = Callable[[int], None]
 
 
+def ignore(steps: int) -> None:
+    """An `Advance` that tells nobody."""
+
+
 class Silent:
     """Says nothing; what library calls use unless told otherwise."""
 
@@ -17,7 +21,7 @@ class Silent:
 
     def task(self, description: str, total: int) -> Advance:
         """Begin a bar of `total` steps; the returned function advances it."""
-        return lambda steps: None
+        return ignore
 
     def close(self) -> None:
         """End all bars."""

@@ -10,8 +10,47 @@ from typing import Any
 
 from anybit.errors import InputError
 
-METHOD_WIDTHS = {"rtn": range(2, 9), "gptq": range(2, 9)}  # what `bits` may be, by method
+
+@dataclass(frozen=True)
+class Widths:
+    """What `bits` may be: whole widths from `low` to `high`, or any average between them."""
+
+    low: int
+    high: int
+    fractional: bool = False
+
+    def __contains__(self, bits: float) -> bool:
+        return self.low <= bits <= self.high and (self.fractional or float(bits).is_integer())
+
+    def __str__(self) -> str:
+        return f"{'any average from' if self.fractional else 'whole widths'} {self.low} to {self.high}"
+
+    def whole(self) -> range:
+        return range(self.low, self.high + 1)
+
+
+METHOD_WIDTHS = {
+    "rtn": Widths(2, 8),
+    "gptq": Widths(2, 8),
+    "squeezellm": Widths(2, 8),
+    "any-precision": Widths(2, 8),
+    "cmpq": Widths(2, 8, fractional=True),
+}
 METHODS = tuple(METHOD_WIDTHS)
+CODEBOOK_METHODS = ("squeezellm", "any-precision", "cmpq")
+FISHER_METHODS = ("squeezellm", "any-precision")  # calibrated on gradients
+CODEBOOK_BITS = (16, 8, 4)
+UNIFORM_METHODS = ("rtn", "gptq")
+# Methods that look at an option; the options that are not here concern all of them.
+USED_BY = {
+    **dict.fromkeys(("group_size", "symmetric", "clip", "attention_weights", "one_shot"), UNIFORM_METHODS),
+    **dict.fromkeys(("desc_act", "damp", "group_reorder"), ("gptq",)),
+    "widths": ("any-precision",),
+    "codebook_bits": CODEBOOK_METHODS,
+    **dict.fromkeys(("sensitive_outliers", "magnitude_outliers"), ("squeezellm",)),
+    **dict.fromkeys(("channel_outliers", "error_outliers"), ("cmpq",)),
+}
+NESTED_WIDTHS = (3, 4, 5, 6, 7, 8)
 EMBED_BITS = (4, 8, 16)
 EMBED_GROUP_SIZE = 128
 MAX_SEED = 2**63 - 1
@@ -22,6 +61,7 @@ _ACCEPTED: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "bool | None": (bool, type(None)),
     "float": (int, float),
+    "float | None": (int, float, type(None)),
 }
 
 
@@ -29,11 +69,15 @@ _ACCEPTED: dict[str, tuple[type, ...]] = {
 class TileSpec:
     """One tile of a matrix: which rows and columns, on which grid."""
 
-    bits: int = 4  # 1..8
+    bits: float = 4  # 1..8; a fraction is an average, where the method mixes widths itself
     group_size: int = 128  # input channels per scale; -1: the whole row
     symmetric: bool = False
     rows: tuple[int, ...] | None = None  # ascending output rows; None: all
     cols: tuple[int, ...] | None = None  # original input channels in stored order; None: all, natural order
+
+    def __post_init__(self) -> None:
+        if float(self.bits).is_integer():
+            object.__setattr__(self, "bits", int(self.bits))
 
 
 @dataclass(frozen=True)
@@ -45,6 +89,15 @@ class LayerSpec:
     desc_act: bool = False  # store columns in order of falling activation energy (costs a permutation)
     group_reorder: bool = True  # process whole groups in order of importance (storage stays natural)
     damp: float = 0.01  # share of the mean Hessian diagonal added to it
+    widths: tuple[int, ...] = ()  # any-precision: the widths of nested codes; empty: the tile's
+    codebook_bits: int = 16  # of a codebook's entries: 16, 8 or 4
+    sensitive_outliers: float = 0.0  # squeezellm: share of weights kept sparsely for their Fisher information
+    magnitude_outliers: float = 0.0  # squeezellm: and for their size
+    channel_outliers: float = 0.0045  # cmpq: share of input channels that stay float16
+    error_outliers: float = (
+        0.0005  # cmpq: share of weights kept sparsely, those a first clustering misses most
+    )
+    extremes: bool = True  # cmpq, at 3 bits: the top 1 % of channels get 4 bits, the bottom 1 % get 2
 
     @staticmethod
     def uniform(bits: int, group_size: int = 128, symmetric: bool = False, **options: Any) -> LayerSpec:
@@ -56,7 +109,7 @@ class QuantizeConfig:
     """Everything that decides the bytes of an artifact, besides the model and the calibration text."""
 
     method: str = "gptq"
-    bits: int = 4
+    bits: float | None = None  # average width; None: 4, and the widest of `widths` for any-precision
     group_size: int = 128  # -1: one group per row
     symmetric: bool = False
     embed_bits: int = 16
@@ -71,15 +124,29 @@ class QuantizeConfig:
     seed: int = 0
     include: tuple[str, ...] = ()  # glob patterns of layer names to quantize; empty: all
     exclude: tuple[str, ...] = ()  # glob patterns of layer names to keep
+    widths: tuple[int, ...] = NESTED_WIDTHS  # any-precision: the widths that the artifact can run at
+    codebook_bits: int = 16  # codebook methods: bits of a table's entry
+    sensitive_outliers: float = 0.0  # squeezellm, any-precision: see LayerSpec
+    magnitude_outliers: float = 0.0
+    channel_outliers: float = 0.0045  # cmpq: see LayerSpec
+    error_outliers: float = 0.0005
 
     def __post_init__(self) -> None:
         check_method(self.method)
         _check_types(self)
-        widths = METHOD_WIDTHS[self.method]
-        if self.bits not in widths:
+        self._check_codebooks()
+        widest = max(self.widths) if self.nested else 4
+        bits = widest if self.bits is None else self.bits
+        if bits not in METHOD_WIDTHS[self.method]:
             raise InputError(
-                f"{self.method} has no {self.bits}-bit width: choose {widths[0]} to {widths[-1]} bits"
+                f"{self.method} has no {bits:g}-bit width: choose {METHOD_WIDTHS[self.method]} bits"
             )
+        if self.nested and bits != widest:
+            raise InputError(
+                f"any-precision stores all of its widths, here {self.widths}: choose them with widths "
+                f"(--widths), not bits ({bits:g})"
+            )
+        object.__setattr__(self, "bits", int(bits) if float(bits).is_integer() else bits)
         if self.embed_bits not in EMBED_BITS:
             raise InputError(
                 f"--embed-bits {self.embed_bits} is not one of {', '.join(map(str, EMBED_BITS))}"
@@ -99,6 +166,29 @@ class QuantizeConfig:
                 f"desc_act (--desc-act) is GPTQ's processing order, {self.method} has none: leave it out"
             )
 
+    def _check_codebooks(self) -> None:
+        widths = METHOD_WIDTHS["any-precision"]
+        if not self.widths or list(self.widths) != sorted(set(self.widths)):
+            raise InputError(
+                f"widths {self.widths}: expected different ones in ascending order, such as 3,4,6,8"
+            )
+        if not all(b in widths for b in self.widths):
+            raise InputError(f"widths {self.widths}: any-precision has {widths} bits")
+        if self.codebook_bits not in CODEBOOK_BITS:
+            raise InputError(
+                f"--codebook-bits {self.codebook_bits} is not one of {', '.join(map(str, CODEBOOK_BITS))}"
+            )
+        for name in ("sensitive_outliers", "magnitude_outliers", "channel_outliers", "error_outliers"):
+            if not 0 <= getattr(self, name) <= 0.1:
+                raise InputError(
+                    f"{name} {getattr(self, name)}: expected a share from 0 to 0.1 (0.005 is 0.5 %)"
+                )
+
+    @property
+    def nested(self) -> bool:
+        """Whether one artifact holds several widths."""
+        return self.method == "any-precision"
+
     @property
     def clips(self) -> bool:
         """Whether clipping ratios are searched."""
@@ -109,13 +199,29 @@ class QuantizeConfig:
         """Whether the method looks at activations at all."""
         return self.method != "rtn" or self.clips
 
+    @property
+    def gradients(self) -> bool:
+        """Whether calibration is global, on gradients, instead of block by block."""
+        return self.method in FISHER_METHODS
+
+    @property
+    def unquantized_inputs(self) -> bool:
+        """Whether blocks are calibrated on what the unquantized model hands them."""
+        return self.one_shot or self.method == "cmpq"
+
     def layer_spec(self) -> LayerSpec:
         return LayerSpec(
-            tiles=(TileSpec(self.bits, self.group_size, self.symmetric),),
+            tiles=(TileSpec(self.bits or 4, self.group_size, self.symmetric),),
             clip=self.clips,
             desc_act=self.desc_act,
             group_reorder=self.group_reorder,
             damp=self.damp,
+            widths=self.widths if self.nested else (),
+            codebook_bits=self.codebook_bits,
+            sensitive_outliers=self.sensitive_outliers,
+            magnitude_outliers=self.magnitude_outliers,
+            channel_outliers=self.channel_outliers,
+            error_outliers=self.error_outliers,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -136,6 +242,10 @@ def _check_types(config: QuantizeConfig) -> None:
     """Refuse an option of another type than its field's: "4", 4.0 and True are no widths."""
     for field in fields(config):
         value = getattr(config, field.name)
+        if field.name == "widths":
+            if not isinstance(value, tuple) or not all(type(bits) is int for bits in value):
+                raise InputError(f"widths must be a tuple of whole numbers such as (3, 4, 8), got {value!r}")
+            continue
         if field.name in ("include", "exclude"):
             if not isinstance(value, tuple) or not all(isinstance(pattern, str) for pattern in value):
                 raise InputError(
@@ -210,7 +320,7 @@ def _parse_tile(name: str, value: Any, default: TileSpec) -> TileSpec:
 def _typed(name: str, owner: type, key: str, value: Any) -> Any:
     """The value of one field, refused where its JSON type is not the field's."""
     kind = next(f.type for f in fields(owner) if f.name == key)
-    if key in ("rows", "cols"):
+    if key in ("rows", "cols", "widths"):
         if value is None:
             return None
         if isinstance(value, list) and value and all(type(i) is int and i >= 0 for i in value):

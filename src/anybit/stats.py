@@ -60,4 +60,18 @@ class GradientStats:
     products: (
         Tensor | None
     )  # float32 [samples, out], g_d^T delta of every output channel and sample (MixLLM eq. 5)
-    output_moment: Tensor  # float32 [out], sum over tokens of the squared gradient at the layer's output
+    output_moment: (
+        Tensor | None
+    )  # float32 [out], sum over tokens of the squared gradient at the layer's output
+
+    def check(self, name: str) -> None:
+        """Refuse statistics that no method can use.
+
+        Raises:
+            InputError: gradients that overflowed or are NaN.
+        """
+        given = [t for t in (self.fisher, self.output_moment) if t is not None]
+        if not all(torch.isfinite(t.sum()) for t in given):
+            raise InputError(
+                f"{name}: its gradients hold NaN or Inf on the calibration text; is the checkpoint intact?"
+            )

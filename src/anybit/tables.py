@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from typing import Any
 
 import typer
@@ -23,7 +25,9 @@ def print_evaluation(f: dict[str, Any]) -> None:
     typer.echo(f"perplexity        {shown} over {f['tokens']} tokens in windows of {f['seq_len']}")
     typer.echo(f"tail left out     {f['tail_tokens']} tokens")
     if f["bits_per_weight"] is not None:
-        typer.echo(f"bits per weight   {f['bits_per_weight']:.3f}, {f['size_bytes'] / 1e6:.1f} MB")
+        more = f["file_bits_per_weight"] - f["bits_per_weight"]
+        stored = f" (all widths {f['file_bits_per_weight']:.3f})" if more else ""
+        typer.echo(f"bits per weight   {f['bits_per_weight']:.3f}{stored}, {f['size_bytes'] / 1e6:.1f} MB")
     if f.get("kld_mean") is not None:
         typer.echo(f"base perplexity   {f['base_perplexity']:.4f} (base in {f['base_dtype']})")
         typer.echo(
@@ -42,6 +46,10 @@ def print_inspection(f: dict[str, Any]) -> None:
     typer.echo(f"method            {f['method']}")
     typer.echo(f"bits              {f['bits']:.3f} (average code width)")
     typer.echo(f"bits per weight   {f['bits_per_weight']:.3f} over {f['weights'] / 1e6:.1f} M weights")
+    for row in f["widths"]:
+        typer.echo(f"  read at {row['bits']} bits  {row['bits_per_weight']:.3f}")
+    if f["widths"]:
+        typer.echo(f"  all widths      {f['file_bits_per_weight']:.3f} in the file")
     typer.echo(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
     calibration = f["calibration"] or {}
     if calibration:
@@ -51,9 +59,10 @@ def print_inspection(f: dict[str, Any]) -> None:
     width = max((len(layer["name"]) for layer in f["layers"] + f["embeddings"]), default=0)
     for layer in f["embeddings"] + f["layers"]:
         shape = "x".join(map(str, layer["shape"]))
-        typer.echo(
-            f"{layer['name']:{width}}  {shape:>12}  {layer['bits']:.2f} bits  {layer['bits_per_weight']:.3f} bpw"
-        )
+        channels = Counter(layer.get("channel_bits", []))
+        mixed = ", ".join(f"{n} channels at {bits}" for bits, n in sorted(channels.items()))
+        line = f"{layer['name']:{width}}  {shape:>12}  {layer['bits']:.2f} bits  {layer['bits_per_weight']:.3f} bpw"
+        typer.echo(f"{line}  {mixed}".rstrip())
 
 
 def print_plan(f: dict[str, Any]) -> None:
@@ -65,3 +74,19 @@ def print_plan(f: dict[str, Any]) -> None:
         typer.echo(
             f"{row['bits']:4d}  {row['embed_bits']:10d}  {row['bits_per_weight']:15.3f}  {size:>8}{mark}"
         )
+
+
+def print_bench_quantize(f: dict[str, Any]) -> None:
+    """Clustering rates, then the figures as one line of JSON."""
+    typer.echo("million weights per second of one core; loss over the peer's")
+    typer.echo(f"rows x columns  bits    anybit  {f['peer'] or 'no peer':>15}   ratio    loss")
+    for row in f["rows"]:
+        ours, peer = row["anybit_weights_per_second"], row.get("peer_weights_per_second")
+        beside = ""
+        if peer:
+            beside = f"{peer / 1e6:15.2f}  {ours / peer:5.1f}x  {row['anybit_loss'] / row['peer_loss']:6.4f}"
+        typer.echo(
+            f"{row['rows']:4d} x {row['columns']:5d}  {row['bits']:6d}  {ours / 1e6:8.2f}  {beside}".rstrip()
+        )
+    typer.echo(f"nested 3 to 8 bits      {f['nested']['weights_per_second'] / 1e6:8.2f}")
+    typer.echo(json.dumps(f))

@@ -1,9 +1,9 @@
 """Quantized matrices: readable tiles, their canonical bytes, and the exact way between the two.
 
 A quantized weight [out, in] is a tiling: disjoint (rows x columns) tiles that cover the matrix, each in one
-stored format. `QuantizedWeight` is what methods produce and tests read; `PackedWeight` is what files hold
-(docs/formats.md); `pack` and `unpack` are inverse to the bit. Bytes read from a file go through `validate`
-before anything else looks at them.
+stored format (`formats`), and perhaps a sparse part that is added. `QuantizedWeight` is what methods produce and
+tests read; `PackedWeight` is what files hold (docs/formats.md); `pack` and `unpack` are inverse to the bit. Bytes
+read from a file go through `validate` before anything else looks at them.
 """
 
 from __future__ import annotations
@@ -17,38 +17,11 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InputError
+from anybit.formats import FORMATS, Codebook, Fields, Float16, Sparse, Tile, is_int
 
-PACKED_WIDTHS = (2, 4, 8)  # packed along `in`; every other width is stored as bitplanes
-ROW_ALIGN = 16  # bytes: rows of packed codes start where a vector load likes them
-PLANE_ALIGN = 4  # bytes: a bitplane row is a whole number of 32-bit words
-FORMATS = ("group_int",)
 MAX_TILES = 256  # of one layer, far beyond what any method makes: a reader compares them pair by pair
 QUANT_METHOD = "anybit"  # what config.json calls us
 FORMAT_VERSION = 1  # of the stored bytes and their description
-
-
-@dataclass(frozen=True)
-class GroupInt:
-    """One tile in format "group int": `w[i, j] = scales[i, g] * (codes[i, j] - zero[i, g])`, g = j // group_size.
-
-    `zero` is `zeros` where present (asymmetric) and `2**(bits - 1)` otherwise (symmetric).
-    The last group is shorter where `c` is not a multiple of `group_size`.
-    """
-
-    bits: int  # 1..8
-    group_size: int  # input channels per group, in stored order
-    codes: Tensor  # uint8 [r, c], values below 2**bits
-    scales: Tensor  # float16 [r, groups]
-    zeros: Tensor | None = None  # uint8 [r, groups]; None: symmetric
-    rows: Tensor | None = None  # int32 [r], ascending output rows; None: all
-    cols: Tensor | None = None  # int32 [c], original input channels in stored order; None: all, natural order
-
-    def dequantize(self) -> Tensor:
-        """The tile's weights, float32 [r, c], columns in stored order."""
-        c = self.codes.shape[1]
-        group = torch.arange(c, device=self.codes.device) // self.group_size
-        zero = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.float()[:, group]
-        return (self.codes.float() - zero) * self.scales.float()[:, group]
 
 
 @dataclass(frozen=True)
@@ -56,13 +29,16 @@ class QuantizedWeight:
     """A quantized weight matrix in readable form."""
 
     shape: tuple[int, int]  # (out, in)
-    tiles: tuple[GroupInt, ...]  # disjoint, covering
+    tiles: tuple[Tile, ...]  # disjoint, covering
+    sparse: Sparse | None = None  # added to what the tiles hold
 
     def dequantize(self) -> Tensor:
-        """The matrix that the codes stand for, float32 [out, in]."""
-        dense = torch.zeros(self.shape, device=self.tiles[0].codes.device)
+        """The matrix that the codes stand for, float32 [out, in]; of a nested one, at its widest."""
+        dense = torch.zeros(self.shape, device=_device(self.tiles[0]))
         for tile in self.tiles:
             place(dense, tile.dequantize(), tile.rows, tile.cols)
+        if self.sparse is not None:
+            self.sparse.add_to(dense)
         return dense
 
 
@@ -77,6 +53,12 @@ class PackedWeight:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
+    def at_width(self, bits: int) -> PackedWeight:
+        """The same weight at one of its widths: views of the planes and the table that it needs, nothing copied."""
+        layout = at_width(self.layout, bits)
+        wanted = stored_tensors(layout)
+        return PackedWeight(layout, {field: self.tensors[field][: wanted[field][1][0]] for field in wanted})
+
 
 def place(dense: Tensor, tile: Tensor, rows: Tensor | None, cols: Tensor | None) -> None:
     """Write a tile [r, c] to its rows and columns of `dense` [out, in]."""
@@ -90,77 +72,22 @@ def place(dense: Tensor, tile: Tensor, rows: Tensor | None, cols: Tensor | None)
         dense[rows.long()[:, None], cols.long()] = tile
 
 
-def groups_of(columns: int, group_size: int) -> int:
-    """Number of groups along `columns` input channels; a ragged last group is a group."""
-    return -(-columns // group_size)
-
-
-def row_bytes(columns: int, bits: int, align: int) -> int:
-    """Bytes of one row of codes (one plane's, for a width stored as planes), padded to `align` bytes."""
-    stored = bits if bits in PACKED_WIDTHS else 1
-    return -(-columns * stored // (8 * align)) * align
-
-
-def code_align(bits: int) -> int:
-    return ROW_ALIGN if bits in PACKED_WIDTHS else PLANE_ALIGN
-
-
-def pack_codes(codes: Tensor, bits: int, align: int) -> Tensor:
-    """Pack codes [r, c] below 2**bits: uint8 [r, bytes] at 2, 4 and 8 bits, else planes uint8 [bits, r, bytes].
-
-    Low bits come first: weight j of a packed row is at bit `j * bits`, of a plane row at bit j. Planes are
-    stored most significant first.
-    """
-    if bits not in PACKED_WIDTHS:
-        planes = [pack_bits(codes >> p & 1, 1, align) for p in range(bits - 1, -1, -1)]
-        return torch.stack(planes)
-    return pack_bits(codes, bits, align)
-
-
-def pack_bits(codes: Tensor, width: int, align: int) -> Tensor:
-    """Pack codes [r, c] of a width that divides 8 into uint8 [r, bytes]."""
-    per_byte = 8 // width
-    r, c = codes.shape
-    padded = torch.zeros(r, row_bytes(c, width, align) * per_byte, dtype=torch.uint8, device=codes.device)
-    padded[:, :c] = codes
-    fields = padded.view(r, -1, per_byte)
-    packed = fields[..., 0].clone()
-    for k in range(1, per_byte):
-        packed |= fields[..., k] << (k * width)
-    return packed
-
-
-def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """Inverse of `pack_codes`: uint8 [r, columns]."""
-    if bits in PACKED_WIDTHS:
-        return unpack_bits(packed, bits, columns)
-    codes = torch.zeros(packed.shape[1], columns, dtype=torch.uint8, device=packed.device)
-    for plane in packed:
-        codes = codes << 1 | unpack_bits(plane, 1, columns)
-    return codes
-
-
-def unpack_bits(packed: Tensor, width: int, columns: int) -> Tensor:
-    """Inverse of `pack_bits`: uint8 [r, columns]."""
-    per_byte = 8 // width
-    fields = torch.stack([packed >> (k * width) & (2**width - 1) for k in range(per_byte)], dim=-1)
-    return fields.flatten(1)[:, :columns].contiguous()
+def _device(tile: Tile) -> torch.device:
+    return (tile.values if isinstance(tile, Float16) else tile.codes).device
 
 
 def pack(weight: QuantizedWeight) -> PackedWeight:
     """Canonical bytes of a quantized weight."""
     tensors: dict[str, Tensor] = {}
     for i, tile in enumerate(weight.tiles):
-        prefix = f"{i}." if len(weight.tiles) > 1 else ""
-        align = code_align(tile.bits)
-        tensors[prefix + "codes"] = pack_codes(tile.codes, tile.bits, align)
-        tensors[prefix + "scales"] = tile.scales.contiguous()
-        if tile.zeros is not None:
-            tensors[prefix + "zeros"] = pack_codes(tile.zeros, tile.bits, 1)
-        if tile.rows is not None:
-            tensors[prefix + "rows"] = tile.rows.contiguous()
-        if tile.cols is not None:
-            tensors[prefix + "cols"] = tile.cols.contiguous()
+        fields = tile.tensors()
+        fields |= {} if tile.rows is None else {"rows": tile.rows}
+        fields |= {} if tile.cols is None else {"cols": tile.cols}
+        prefix = tile_prefix(i, len(weight.tiles))
+        tensors |= {prefix + field: tensor.contiguous() for field, tensor in fields.items()}
+    if weight.sparse is not None:
+        fields = weight.sparse.tensors(weight.shape[1])
+        tensors |= {f"sparse.{field}": tensor.contiguous() for field, tensor in fields.items()}
     return PackedWeight(layout_of(weight), tensors)
 
 
@@ -168,16 +95,12 @@ def layout_of(weight: QuantizedWeight) -> dict[str, Any]:
     """The JSON description that, with the tensors, makes a packed weight readable."""
     tiles = []
     for t in weight.tiles:
-        tile: dict[str, Any] = {
-            "format": "group_int",
-            "bits": t.bits,
-            "group_size": t.group_size,
-            "symmetric": t.zeros is None,
-        }
+        tile = t.describe()
         tile |= {"rows": t.rows.numel()} if t.rows is not None else {}
         tile |= {"cols": t.cols.numel()} if t.cols is not None else {}
         tiles.append(tile)
-    return {"shape": list(weight.shape), "tiles": tiles}
+    layout: dict[str, Any] = {"shape": list(weight.shape), "tiles": tiles}
+    return layout if weight.sparse is None else layout | {"sparse": len(weight.sparse.values)}
 
 
 def unpack(packed: PackedWeight) -> QuantizedWeight:
@@ -186,53 +109,50 @@ def unpack(packed: PackedWeight) -> QuantizedWeight:
     out_features, in_features = layout["shape"]
     tiles = []
     for i, tile in enumerate(layout["tiles"]):
-        prefix = f"{i}." if len(layout["tiles"]) > 1 else ""
-        bits, group_size = tile["bits"], tile["group_size"]
-        c = tile.get("cols", in_features)
-        zeros = packed.tensors.get(prefix + "zeros")
-        if zeros is not None:
-            zeros = unpack_codes(zeros, bits, groups_of(c, group_size))
-        tiles.append(
-            GroupInt(
-                bits=bits,
-                group_size=group_size,
-                codes=unpack_codes(packed.tensors[prefix + "codes"], bits, c),
-                scales=packed.tensors[prefix + "scales"],
-                zeros=zeros,
-                rows=packed.tensors.get(prefix + "rows"),
-                cols=packed.tensors.get(prefix + "cols"),
-            )
-        )
-    return QuantizedWeight((out_features, in_features), tuple(tiles))
+        r, c = tile.get("rows", out_features), tile.get("cols", in_features)
+        tiles.append(FORMATS[tile["format"]].read(tile, tile_tensors(packed, i), r, c))
+    sparse = Sparse.read(sparse_tensors(packed)) if "sparse" in layout else None
+    return QuantizedWeight((out_features, in_features), tuple(tiles), sparse)
 
 
-def stored_tensors(layout: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def tile_prefix(i: int, tiles: int) -> str:
+    """What the fields of tile i of so many begin with."""
+    return f"{i}." if tiles > 1 else ""
+
+
+def tile_tensors(packed: PackedWeight, i: int) -> dict[str, Tensor]:
+    """The tensors of one tile by field."""
+    return _with_prefix(packed, tile_prefix(i, len(packed.layout["tiles"])))
+
+
+def sparse_tensors(packed: PackedWeight) -> dict[str, Tensor]:
+    """The tensors of the sparse part by field; empty where there is none."""
+    return _with_prefix(packed, "sparse.")
+
+
+def _with_prefix(packed: PackedWeight, prefix: str) -> dict[str, Tensor]:
+    return {f.removeprefix(prefix): t for f, t in packed.tensors.items() if f.startswith(prefix)}
+
+
+def stored_tensors(layout: Mapping[str, Any]) -> Fields:
     """Field -> (dtype, shape) of every tensor that a layer of this layout stores.
 
     The one place that knows the shapes: it sizes buffers at load, predicts bytes before any work and checks
     what a file holds.
     """
     out_features, in_features = layout["shape"]
-    fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    stored: Fields = {}
     for i, tile in enumerate(layout["tiles"]):
-        prefix = f"{i}." if len(layout["tiles"]) > 1 else ""
-        bits = tile["bits"]
         r, c = tile.get("rows", out_features), tile.get("cols", in_features)
-        groups = groups_of(c, tile["group_size"])
-        fields[prefix + "codes"] = (torch.uint8, packed_shape(r, c, bits, code_align(bits)))
-        fields[prefix + "scales"] = (torch.float16, (r, groups))
-        if not tile["symmetric"]:
-            fields[prefix + "zeros"] = (torch.uint8, packed_shape(r, groups, bits, 1))
-        if "rows" in tile:
-            fields[prefix + "rows"] = (torch.int32, (r,))
-        if "cols" in tile:
-            fields[prefix + "cols"] = (torch.int32, (c,))
-    return fields
-
-
-def packed_shape(r: int, c: int, bits: int, align: int) -> tuple[int, ...]:
-    width = row_bytes(c, bits, align)
-    return (r, width) if bits in PACKED_WIDTHS else (bits, r, width)
+        fields = FORMATS[tile["format"]].fields(tile, r, c)
+        fields |= {"rows": (torch.int32, (r,))} if "rows" in tile else {}
+        fields |= {"cols": (torch.int32, (c,))} if "cols" in tile else {}
+        prefix = tile_prefix(i, len(layout["tiles"]))
+        stored |= {prefix + field: entry for field, entry in fields.items()}
+    if "sparse" in layout:
+        fields = Sparse.fields(layout["sparse"], (out_features, in_features))
+        stored |= {f"sparse.{field}": entry for field, entry in fields.items()}
+    return stored
 
 
 def stored_bytes(layout: Mapping[str, Any]) -> int:
@@ -247,14 +167,45 @@ def bits_per_weight(layouts: Mapping[str, Mapping[str, Any]]) -> float:
 
 
 def code_bits(layouts: Mapping[str, Mapping[str, Any]]) -> float:
-    """Average width of the codes alone, weighted by the number of weights."""
+    """Average width of the codes alone, weighted by the number of weights that have codes.
+
+    Columns of a quantized matrix that stay float16 are outliers, not codes.
+    """
     weights, bits = 0, 0
     for layout in layouts.values():
         out_features, in_features = layout["shape"]
         for tile in layout["tiles"]:
-            area = tile.get("rows", out_features) * tile.get("cols", in_features)
-            weights, bits = weights + area, bits + area * tile["bits"]
-    return bits / weights if weights else 0.0
+            if tile["format"] != Float16.NAME:
+                area = tile.get("rows", out_features) * tile.get("cols", in_features)
+                weights, bits = weights + area, bits + area * tile["bits"]
+    return bits / weights if weights else 16.0 * bool(layouts)
+
+
+def stored_widths(layout: Mapping[str, Any]) -> tuple[int, ...]:
+    """The widths that a layer can run at: several for a nested one, else its own."""
+    nested = [
+        tuple(t["widths"]) for t in layout["tiles"] if t["format"] == Codebook.NAME and not t["by_channel"]
+    ]
+    return nested[0] if len(nested) == 1 == len(layout["tiles"]) else ()
+
+
+def at_width(layout: Mapping[str, Any], bits: int) -> dict[str, Any]:
+    """The layout of a nested layer read at one of its widths; a layer that is not nested stays as it is.
+
+    Raises:
+        InputError: a width that it does not have.
+    """
+    widths = stored_widths(layout)
+    if len(widths) < 2:
+        return dict(layout)
+    if bits not in widths:
+        raise InputError(f"the artifact has the widths {', '.join(map(str, widths))}, not {bits}")
+    return {**layout, "tiles": [{**layout["tiles"][0], "bits": bits, "widths": [bits]}]}
+
+
+def widest(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """The layout of a layer read at its widest."""
+    return at_width(layout, max(stored_widths(layout), default=0))
 
 
 def check_version(version: Any) -> None:
@@ -281,31 +232,27 @@ def validate_layout(name: str, layout: Any) -> None:
         InputError: with the layer, what came and what is expected.
     """
 
-    def integer(value: Any, low: int, high: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
     def refuse(what: str) -> None:
         raise InputError(f"{name}: {what}; the artifact's config.json is damaged or from another version")
 
     if not isinstance(layout, Mapping) or not isinstance(layout.get("shape"), list | tuple):
         refuse("the layer description has no shape")
     shape, tiles = layout["shape"], layout.get("tiles")
-    if len(shape) != 2 or not all(integer(n, 1, 2**31 - 1) for n in shape):
+    if len(shape) != 2 or not all(is_int(n, 1, 2**31 - 1) for n in shape):
         refuse(f"shape {shape} is not [out, in] with positive sizes")
     if not isinstance(tiles, list | tuple) or not 1 <= len(tiles) <= MAX_TILES:
         refuse(f"the layer has no list of 1 to {MAX_TILES} tiles")
     for tile in tiles:
-        if not isinstance(tile, Mapping) or tile.get("format") not in FORMATS:
+        if not isinstance(tile, Mapping) or tile.get("format") not in list(FORMATS):
             refuse(f"tile {tile!r} is in none of the formats {', '.join(FORMATS)}")
-        if not integer(tile.get("bits"), 1, 8):
-            refuse(f"width {tile.get('bits')!r} is not one of 1..8 bits")
-        if not integer(tile.get("group_size"), 1, 2**31 - 1) or not isinstance(tile.get("symmetric"), bool):
-            refuse(f"tile {dict(tile)!r} needs a positive group_size and symmetric true or false")
-        if not integer(tile.get("rows", 1), 1, shape[0]) or not integer(tile.get("cols", 1), 1, shape[1]):
+        FORMATS[tile["format"]].check_description(tile, refuse)
+        if not is_int(tile.get("rows", 1), 1, shape[0]) or not is_int(tile.get("cols", 1), 1, shape[1]):
             refuse(f"tile {dict(tile)!r} has more rows or columns than the matrix {shape}")
     area = sum(tile.get("rows", shape[0]) * tile.get("cols", shape[1]) for tile in tiles)
     if area != shape[0] * shape[1]:
         refuse(f"tiles cover {area} of {shape[0] * shape[1]} weights")
+    if not is_int(layout.get("sparse", 0), 0, prod(shape)):
+        refuse(f"{layout['sparse']!r} sparse weights are not a number up to {prod(shape)}")
 
 
 def validate(name: str, packed: PackedWeight) -> None:
@@ -327,18 +274,30 @@ def validate(name: str, packed: PackedWeight) -> None:
                 f"{name}.{field} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}: "
                 "the artifact is damaged"
             )
-        if field.endswith("scales") and not torch.isfinite(tensor).all():
-            raise InputError(f"{name}.{field} holds NaN or Inf: the artifact is damaged")
     _validate_tiling(name, packed)
+    layout = packed.layout
+    for i, tile in enumerate(layout["tiles"]):
+        refuse = _refusal(f"{name}.{tile_prefix(i, len(layout['tiles']))}")
+        FORMATS[tile["format"]].check_tensors(tile, tile_tensors(packed, i), refuse)
+    if "sparse" in layout:
+        refuse = _refusal(f"{name}.sparse.")
+        Sparse.check_tensors(sparse_tensors(packed), tuple(layout["shape"]), refuse)
+
+
+def _refusal(place: str) -> Any:
+    def refuse(what: str) -> None:
+        raise InputError(f"{place}{what}: the artifact is damaged")
+
+    return refuse
 
 
 def _validate_tiling(name: str, packed: PackedWeight) -> None:
     """Index tensors are in range and the tiles are disjoint; as their areas add up, they cover the matrix."""
     out_features, in_features = packed.layout["shape"]
-    several = len(packed.layout["tiles"]) > 1
+    tiles = len(packed.layout["tiles"])
     sets: list[tuple[Tensor, Tensor]] = []
-    for i in range(len(packed.layout["tiles"])):
-        prefix = f"{i}." if several else ""
+    for i in range(tiles):
+        prefix = tile_prefix(i, tiles)
         rows = _index_set(f"{name}.{prefix}rows", packed.tensors.get(prefix + "rows"), out_features, True)
         cols = _index_set(f"{name}.{prefix}cols", packed.tensors.get(prefix + "cols"), in_features, False)
         if any((rows & r).any() and (cols & c).any() for r, c in sets):

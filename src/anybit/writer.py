@@ -29,6 +29,8 @@ from anybit.errors import InputError
 from anybit.tensors import FORMAT_VERSION
 
 JOURNAL = "journal.jsonl"
+STATISTICS = "statistics"  # folder beside the artifact under way
+COMPLETE = "complete"  # file in it that says that it is whole
 
 
 class ArtifactWriter:
@@ -85,6 +87,7 @@ class ArtifactWriter:
                     "repeat that command to resume it, or add --overwrite to drop it"
                 )
             lines = []
+            self._drop_statistics()
             self._journal.truncate(0)
             self._note(head)
         for entry in lines[1:]:
@@ -134,6 +137,25 @@ class ArtifactWriter:
     def read_shard(self, shard: int) -> dict[str, Tensor]:
         return load_file(self.work / self.file(shard))
 
+    def statistics(self) -> Path:
+        """Where statistics of the whole model lie while the run lasts."""
+        return self.folder / STATISTICS
+
+    def has_statistics(self) -> bool:
+        return (self.statistics() / COMPLETE).is_file()
+
+    def keep_statistics(self) -> None:
+        """Say that the statistics are whole: a resumed run uses them."""
+        folder = self.statistics()
+        for path in folder.iterdir():
+            _sync(path)
+        (folder / COMPLETE).touch()
+        _sync(folder)
+
+    def _drop_statistics(self) -> None:
+        if self.statistics().exists():
+            _remove(self.statistics())
+
     def finish(self, config: Mapping[str, Any], texts: Mapping[str, str]) -> None:
         """Write index, hashes, config and other text files, then give the directory its name."""
         shards = [(self.file(i), self.finished[i]) for i in range(self.shards)]
@@ -158,6 +180,7 @@ class ArtifactWriter:
         self.work.rename(self.out)
         _sync(self.out.parent)
         _remove(replaced)
+        self._drop_statistics()
         self._journal.close()  # some network file systems keep the name of an open file
         _remove(self.folder / JOURNAL)
         with contextlib.suppress(OSError):  # OUT is complete, whatever else lies in the folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from anybit.description import check_layers
 from anybit.errors import InputError
-from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead
+from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead, set_bits
 from anybit.tensors import QUANT_METHOD, check_version, validate
 
 
@@ -60,6 +61,7 @@ class AnybitQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, PackedModule) and module.packed.tensors:
                 validate(name, module.packed)
+        model.set_bits = functools.partial(set_bits, model)
         return model
 
     def is_serializable(self) -> bool:

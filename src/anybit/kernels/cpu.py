@@ -72,6 +72,74 @@ class GroupInt:
         return out.to(dtype)
 
 
+class Codebook:
+    """One tile in format "codebook", bound once to the tensors that hold it (`codebook` makes it)."""
+
+    __slots__ = ("_native", "by_channel", "columns", "rows")
+
+    def __init__(self, native: Any, rows: int, columns: int, by_channel: bool) -> None:
+        self._native = native
+        self.rows = rows  # n
+        self.columns = columns  # m
+        self.by_channel = by_channel
+
+    def matmul(self, x: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None) -> None:
+        """`y[:, rows] += x @ W.T` as in `GroupInt.matmul`; W [out, in] is the transposed table by channel.
+
+        Raises:
+            ValueError: wrong dtype, shape, layout or device; rows beyond `out`.
+        """
+        self._native.matmul(x.detach().numpy(), y.numpy(), threads or torch.get_num_threads(), isa)
+
+    def dequantize(
+        self, dtype: torch.dtype = torch.float32, threads: int | None = None, isa: str | None = None
+    ) -> Tensor:
+        """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
+        out = torch.empty(self.rows, self.columns)
+        self._native.dequantize(out, threads or torch.get_num_threads(), isa)
+        return (out.T if self.by_channel else out).to(dtype)
+
+
+def codebook(
+    planes: Tensor,  # uint32 [bits, n, words]
+    table: Tensor,  # float16 or float32 [n, entries]
+    rows: Tensor | None,  # int32 [n] ascending output rows; None: all
+    *,
+    columns: int,  # m
+    by_channel: bool,
+) -> Codebook:
+    """Bind a tile to its kernels; every code must be below `entries`, which `tensors.validate` sees to.
+
+    Raises:
+        ValueError: wrong dtype, shape, layout or device, rows that do not ascend from 0.
+    """
+    native = _native.Codebook(planes, table, rows, columns, by_channel)
+    return Codebook(native, planes.shape[1], columns, by_channel)
+
+
+class Float16:
+    """One tile in format "float16": PyTorch multiplies it."""
+
+    __slots__ = ("rows", "values")
+
+    def __init__(self, values: Tensor, rows: Tensor | None) -> None:
+        self.values, self.rows = values, None if rows is None else rows.long()
+
+    def matmul(self, x: Tensor, y: Tensor) -> None:
+        """`y[:, rows] += x @ W.T`."""
+        product = x @ self.values.float().T
+        if self.rows is None:
+            y += product
+        else:
+            y[:, self.rows] += product
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.values.to(dtype)
+
+
+Tile = GroupInt | Codebook | Float16
+
+
 def group_int(
     codes: Tensor,  # uint8 [r, bytes] at 2, 4 and 8 bits, else planes [bits, r, bytes]; any padding of a row
     scales: Tensor,  # float16 [r, groups]
@@ -133,3 +201,25 @@ def moments(x: Tensor, hessian: Tensor, threads: int | None = None) -> None:
         ValueError: wrong dtype, shape, layout or device; a machine without AVX512-BF16.
     """
     _native.moments(x, hessian, threads or torch.get_num_threads())
+
+
+def kmeans(
+    weight: Tensor,  # float32 [rows, n], contiguous rows
+    importance: Tensor | None,  # float32 [rows, n] or [n], not below 0; None: all alike
+    seed_bits: int,
+    bits: int,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Nested weighted k-means of every row: see `methods.kmeans.cluster`.
+
+    The same bits for every instruction set and number of threads.
+
+    Raises:
+        ValueError: wrong dtype, shape, layout or device; NaN or Inf; a negative importance.
+    """
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    centroids = torch.empty(weight.shape[0], 2 ** (bits + 1) - 2**seed_bits)
+    threads = threads or torch.get_num_threads()
+    _native.kmeans(weight, importance, seed_bits, bits, codes, centroids, threads, isa)
+    return codes, centroids

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anybit.codes import unpack_codes
+from anybit.formats import Codebook, Float16, Sparse
 from anybit.kernels import cpu, reference
-from anybit.tensors import PackedWeight, place, stored_tensors, unpack_codes
+from anybit.tensors import PackedWeight, place, sparse_tensors, tile_tensors
 
 DECODE_TOKENS = 8  # up to here the native kernels beat dequantizing the matrix for a GEMM, at every width
 
@@ -26,36 +29,36 @@ def info() -> dict[str, Any]:
 
 
 class Prepared:
-    """A packed weight made ready to multiply with: native objects per tile, bound once to the stored bytes.
+    """A packed weight made ready to multiply with: a native object per tile, bound once to the stored bytes.
 
-    Nothing is copied but the zero points (unpacked to a byte each), so `weight` stays what is saved.
+    Nothing is copied but the zero points (unpacked to a byte each) and small tables, so `weight` stays what is
+    saved. A nested weight is run at the widest of its layout's widths.
     """
 
     def __init__(self, weight: PackedWeight) -> None:
         self.weight = weight
         self.out_features, self.in_features = weight.layout["shape"]
-        fields = stored_tensors(weight.layout)
-        on_cpu = all(weight.tensors[field].device.type == "cpu" for field in fields)
+        tiles = weight.layout["tiles"]
+        self.fields = [tile_tensors(weight, i) for i in range(len(tiles))]
+        on_cpu = all(tensor.device.type == "cpu" for tensor in weight.tensors.values())
         self.native = on_cpu and cpu.available()
-        self.tiles = [self._bind(i) for i in range(len(weight.layout["tiles"]))] if self.native else []
-        self.cols = [self._field(i, "cols") for i in range(len(weight.layout["tiles"]))]
+        self.tiles = [self._bind(*pair) for pair in zip(tiles, self.fields)] if self.native else []
+        self.sparse = Sparse.read(sparse_tensors(weight)) if "sparse" in weight.layout else None
 
-    def _field(self, i: int, name: str) -> Tensor | None:
-        prefix = f"{i}." if len(self.weight.layout["tiles"]) > 1 else ""
-        return self.weight.tensors.get(prefix + name)
-
-    def _bind(self, i: int) -> cpu.GroupInt:
-        tile = self.weight.layout["tiles"][i]
-        columns = tile.get("cols", self.in_features)
-        codes, scales, zeros = self._field(i, "codes"), self._field(i, "scales"), self._field(i, "zeros")
-        assert codes is not None and scales is not None
-        if zeros is not None:
-            zeros = unpack_codes(zeros, tile["bits"], scales.shape[1])
+    def _bind(self, tile: Mapping[str, Any], fields: Mapping[str, Tensor]) -> cpu.Tile:
+        columns, rows = tile.get("cols", self.in_features), fields.get("rows")
+        if tile["format"] == Float16.NAME:
+            return cpu.Float16(fields["values"], rows)
+        if tile["format"] == Codebook.NAME:
+            m = tile.get("rows", self.out_features) if tile["by_channel"] else columns
+            table = Codebook.read_table(tile, fields, m)
+            return cpu.codebook(fields["planes"], table, rows, columns=m, by_channel=tile["by_channel"])
+        zeros = fields.get("zeros")
         return cpu.group_int(
-            codes,
-            scales,
-            zeros,
-            self._field(i, "rows"),
+            fields["codes"],
+            fields["scales"],
+            None if zeros is None else unpack_codes(zeros, tile["bits"], fields["scales"].shape[1]),
+            rows,
             bits=tile["bits"],
             group_size=tile["group_size"],
             columns=columns,
@@ -68,20 +71,27 @@ class Prepared:
             return torch.nn.functional.linear(x, self.dequantize(x.dtype).to(x.device))
         flat = x.reshape(tokens, self.in_features).float().contiguous()
         y = torch.zeros(tokens, self.out_features)
-        for tile, cols in zip(self.tiles, self.cols):
+        for tile, fields in zip(self.tiles, self.fields):
+            cols = fields.get("cols")
             tile.matmul(flat if cols is None else flat[:, cols.long()].contiguous(), y)
+        if self.sparse is not None:
+            self.sparse.add_product(flat, y)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense matrix [out, in]."""
         if not self.native:
             return reference.dequantize(self.weight).to(dtype)
-        if len(self.tiles) == 1 and self.cols[0] is None and self._field(0, "rows") is None:
+        whole = len(self.tiles) == 1 and not {"rows", "cols"} & self.fields[0].keys()
+        if whole and self.sparse is None:
             return self.tiles[0].dequantize(dtype)
-        dense = torch.empty(self.out_features, self.in_features, dtype=dtype)
-        for i, tile in enumerate(self.tiles):
-            place(dense, tile.dequantize(dtype), self._field(i, "rows"), self.cols[i])
-        return dense
+        exact = dtype if self.sparse is None else torch.float32
+        dense = torch.empty(self.out_features, self.in_features, dtype=exact)
+        for tile, fields in zip(self.tiles, self.fields):
+            place(dense, tile.dequantize(exact), fields.get("rows"), fields.get("cols"))
+        if self.sparse is not None:
+            self.sparse.add_to(dense)
+        return dense.to(dtype)
 
 
 def gptq_block(

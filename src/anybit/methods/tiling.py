@@ -8,13 +8,16 @@ regrouped: tiles with the same columns form one `ColumnSet` whose rows may diffe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from anybit.codes import groups_of
 from anybit.errors import InputError
+from anybit.formats import GroupInt
 from anybit.spec import LayerSpec, TileSpec
-from anybit.tensors import MAX_TILES, GroupInt, QuantizedWeight, groups_of
+from anybit.tensors import MAX_TILES, QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,23 @@ def column_sets(spec: LayerSpec, shape: tuple[int, int]) -> list[ColumnSet]:
     return sets
 
 
+def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
+    """What uniform methods store of a matrix of this shape."""
+    tiles = []
+    for s in column_sets(spec, shape):
+        for tile in s.tiles:
+            entry: dict[str, Any] = {
+                "format": GroupInt.NAME,
+                "bits": tile.bits,
+                "group_size": s.group_size,
+                "symmetric": tile.symmetric,
+            }
+            entry |= {"rows": len(tile.rows)} if tile.rows is not None else {}
+            entry |= {"cols": len(s.cols)} if s.stored or spec.desc_act else {}
+            tiles.append(entry)
+    return {"shape": list(shape), "tiles": tiles}
+
+
 def _check_covered(cols: Tensor, in_features: int) -> None:
     """Refuse column sets `cols` that do not hold each input channel exactly once."""
     times = torch.bincount(cols, minlength=in_features)
@@ -85,7 +105,7 @@ def _column_set(cols: tuple[int, ...] | None, tiles: list[TileSpec], shape: tupl
         rows = slice(None) if tile.rows is None else _rows(tile.rows, out_features)
         if (bits[rows] != 0).any():
             raise InputError("two tiles of the spec hold the same weights")
-        bits[rows], symmetric[rows] = tile.bits, tile.symmetric
+        bits[rows], symmetric[rows] = int(tile.bits), tile.symmetric
     if (bits == 0).any():
         raise InputError(f"the spec's tiles leave out {int((bits == 0).sum())} output rows")
     return ColumnSet(index, cols is not None, sizes.pop(), bits, symmetric, tuple(tiles))
@@ -115,7 +135,7 @@ def assemble(
             pick = slice(None) if rows is None else rows
             tiles.append(
                 GroupInt(
-                    bits=tile.bits,
+                    bits=int(tile.bits),
                     group_size=s.group_size,
                     codes=q[pick].to(torch.uint8).cpu(),
                     scales=scale[pick].half().cpu(),

@@ -1,0 +1,98 @@
+"""`anybit bench`: speed against a peer or a limit, both measured in one run. The last line is one JSON object."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anybit.errors import InputError
+from anybit.kernels import cpu
+
+Clusterer = Callable[[Tensor, Tensor, int], Tensor]  # weights and importances [n, m], bits -> rounded weights
+SHAPES = ((512, 576), (256, 1536), (128, 4096), (64, 11008))  # rows and weights per row of what is clustered
+
+
+def quantize(rounds: int = 3) -> dict[str, Any]:
+    """Clustering rows by weighted k-means on one thread, beside `flash1dkmeans` where it is installed.
+
+    Rows are drawn as an LLM's are shaped: normal with a heavy tail, importances log-normal over some orders of
+    magnitude. Rounds of both alternate; a rate is the median's.
+
+    Raises:
+        InputError: no native extension.
+    """
+    if not cpu.available():
+        raise InputError(f"the native extension is not there: {cpu.why_not()}")
+    peer = _peer()
+    contenders: dict[str, Clusterer] = {"anybit": _ours} | ({} if peer is None else {"peer": peer})
+    rows = [_measure(contenders, n, m, bits, rounds) for n, m in SHAPES for bits in (3, 4)]
+    name = None if peer is None else "flash1dkmeans"
+    return {"bench": "quantize", "peer": name, "rows": rows, "nested": _nested()}
+
+
+def _measure(contenders: dict[str, Clusterer], n: int, m: int, bits: int, rounds: int) -> dict[str, Any]:
+    weight, importance = _rows(n, m)
+    row: dict[str, Any] = {"rows": n, "columns": m, "bits": bits}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            begun = time.perf_counter()
+            result = run(weight, importance, bits)
+            seconds[name].append(time.perf_counter() - begun)
+            row[f"{name}_loss"] = float((importance * (result - weight).square()).double().sum())
+    for name, times in seconds.items():
+        row[f"{name}_weights_per_second"] = n * m / statistics.median(times)
+    return row
+
+
+def _ours(weight: Tensor, importance: Tensor, bits: int) -> Tensor:
+    codes, centroids = cpu.kmeans(weight, importance, bits, bits, threads=1)
+    return centroids.gather(1, codes.long())
+
+
+def _nested() -> dict[str, float]:
+    """Nested codes of 3 to 8 bits, one thread."""
+    weight, importance = _rows(512, 4096)
+    begun = time.perf_counter()
+    cpu.kmeans(weight, importance, 3, 8, threads=1)
+    return {"weights_per_second": weight.numel() / (time.perf_counter() - begun)}
+
+
+def _rows(n: int, m: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(n, m, generator=generator)
+    weight = normal * (1 + 2 * (torch.rand(n, m, generator=generator) < 0.01)) * 0.02
+    return weight, torch.randn(n, m, generator=generator).mul(1.5).exp()
+
+
+def _peer() -> Clusterer | None:
+    """flash1dkmeans over all rows in one compiled loop, sorting and prefix sums included, as ours are."""
+    try:
+        from flash1dkmeans import numba_kmeans_1d_k_cluster as cluster
+        from numba import njit
+    except ImportError:
+        return None
+
+    @njit
+    def rows_of(weight: Any, importance: Any, k: int) -> Any:
+        out = np.empty(weight.shape, dtype=np.float32)
+        for i in range(weight.shape[0]):
+            order = np.argsort(weight[i])
+            x, w = weight[i][order].astype(np.float64), importance[i][order].astype(np.float64)
+            mass, moment, square = np.cumsum(w), np.cumsum(w * x), np.cumsum(w * x * x)
+            centroids, borders = cluster(x, k, 50, mass, moment, square, 0, len(x))
+            for c in range(k):
+                out[i][order[borders[c] : borders[c + 1]]] = centroids[c]
+        return out
+
+    def run(weight: Tensor, importance: Tensor, bits: int) -> Tensor:
+        return torch.from_numpy(rows_of(weight.numpy(), importance.numpy(), 2**bits))
+
+    run(*_rows(2, 64), 3)  # compile
+    return run

@@ -1,0 +1,132 @@
+"""CMPQ: channel-wise mixed-precision quantization to any average width.
+
+Input channels get widths by their activation norm (algorithm 1, extended from 2..4 bits to 2..8), each channel a
+codebook over its output weights (section 3.2.1). Two kinds of outliers stay float16 (section 3.2.2): whole channels
+with the largest activations, and the weights that a first clustering represents worst.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.errors import InputError
+from anybit.formats import Codebook, Float16, Sparse
+from anybit.methods import kmeans
+from anybit.spec import LayerSpec
+from anybit.stats import LinearStats
+from anybit.tensors import QuantizedWeight
+
+EXTREMES = 0.01  # share of channels that 3 bits on average give to 4 and to 2 bits
+
+
+def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
+    """What `quantize` will store of a matrix of this shape: the counts follow from it, only the choice needs data."""
+    counts, kept = allocation(spec, shape[1])
+    tiles: list[dict[str, Any]] = [
+        {
+            "format": Codebook.NAME,
+            "bits": bits,
+            "widths": [bits],
+            "by_channel": True,
+            "table_bits": spec.codebook_bits,
+            "cols": count,
+        }
+        for bits, count in counts.items()
+    ]
+    if kept:
+        tiles.append({"format": Float16.NAME, "bits": 16, "cols": kept})
+    if len(tiles) == 1:
+        del tiles[0]["cols"]  # all channels, in natural order
+    worst = _worst(spec, shape)
+    made: dict[str, Any] = {"shape": list(shape), "tiles": tiles}
+    return made | {"sparse": worst} if worst else made
+
+
+def allocation(spec: LayerSpec, in_features: int) -> tuple[dict[int, int], int]:
+    """How many input channels get each width, and how many stay float16 (those of the largest norms).
+
+    Quantiles are taken over all channels, before the float16 ones leave.
+    """
+    if len(spec.tiles) != 1 or spec.tiles[0].rows is not None or spec.tiles[0].cols is not None:
+        raise InputError("cmpq chooses channels itself: give one tile without rows and cols")
+    bits = spec.tiles[0].bits
+    low = int(bits)
+    high = round((bits - low) * in_features)
+    counts = {low: in_features - high, low + 1: high}
+    if bits == 3 and spec.extremes:
+        extreme = round(EXTREMES * in_features)
+        counts = {2: extreme, 3: in_features - 2 * extreme, 4: extreme}
+    kept = (
+        min(in_features - 1, max(1, round(spec.channel_outliers * in_features)))
+        if spec.channel_outliers
+        else 0
+    )
+    left = kept
+    for width in sorted(counts, reverse=True):
+        taken = min(left, counts[width])
+        counts[width] -= taken
+        left -= taken
+    return {width: count for width, count in counts.items() if count}, kept
+
+
+def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> QuantizedWeight:
+    """Cluster the input channels of `weight` [out, in].
+
+    Args:
+        weight: float32 [out, in].
+        stats: with the squared activation norms [in].
+        spec: `tiles[0].bits`, the average width; outlier shares; `codebook_bits`.
+
+    Raises:
+        InputError: no statistics; see `kmeans.cluster`.
+    """
+    if stats is None:
+        raise InputError("CMPQ needs the norms of the layer's inputs: calibrate first")
+    shape = (weight.shape[0], weight.shape[1])
+    counts, kept = allocation(spec, shape[1])
+    order = torch.argsort(stats.squares.cpu(), stable=True)  # ascending norms: narrow widths first
+    channels = dict(zip(counts, order[: shape[1] - kept].split(list(counts.values()))))
+    channels = {width: chosen.sort().values for width, chosen in channels.items()}
+    tiles = [_cluster(weight, None, chosen, width, spec) for width, chosen in channels.items()]
+    mask, worst = None, _worst(spec, shape)
+    if worst:
+        error = (weight - QuantizedWeight(shape, tuple(tiles)).dequantize()).abs()
+        error[:, order[shape[1] - kept :]] = -1  # these stay as they are
+        mask = torch.zeros(weight.numel(), dtype=torch.bool)
+        mask[error.flatten().topk(worst).indices] = True
+        mask = mask.view(shape)
+        tiles = [_cluster(weight, mask, chosen, width, spec) for width, chosen in channels.items()]
+    if kept:
+        cols = order[shape[1] - kept :].sort().values
+        tiles.append(Float16(_half(weight[:, cols]), cols=cols.to(torch.int32)))  # type: ignore[arg-type]
+    sparse = None
+    if mask is not None:
+        sparse = Sparse.of(weight - QuantizedWeight(shape, tuple(tiles)).dequantize(), mask)
+    return QuantizedWeight(shape, tuple(tiles), sparse)
+
+
+def _cluster(weight: Tensor, mask: Tensor | None, channels: Tensor, width: int, spec: LayerSpec) -> Codebook:
+    """The tile of some channels; masked weights do not count."""
+    columns = weight[:, channels].T.contiguous()
+    importance = None if mask is None else (~mask[:, channels].T).float().contiguous()
+    codes, centroids = kmeans.cluster(columns, importance, width, width)
+    cols = channels.to(torch.int32) if len(channels) < weight.shape[1] else None
+    return kmeans.codebook(
+        codes, centroids, (width,), table_bits=spec.codebook_bits, by_channel=True, cols=cols
+    )
+
+
+def _worst(spec: LayerSpec, shape: tuple[int, int]) -> int:
+    """Weights that a first clustering represents worst; no more than there are beside the float16 channels."""
+    _, kept = allocation(spec, shape[1])
+    return min(round(spec.error_outliers * shape[0] * shape[1]), shape[0] * (shape[1] - kept))
+
+
+def _half(values: Tensor) -> Tensor:
+    half = values.half()
+    if not torch.isfinite(half).all():
+        raise InputError(f"weights up to {float(values.abs().max()):.3g} are beyond float16's 65504")
+    return half

@@ -1,0 +1,85 @@
+"""SqueezeLLM (arXiv:2306.07629) and Any-Precision LLM (arXiv:2402.10517): a codebook per output row.
+
+A row's weights are clustered with the diagonal Fisher information as importance. SqueezeLLM stores one width;
+Any-Precision cuts clusters in two, width after width, so that one matrix of nested codes holds every width from the
+seed's up. Outliers (SqueezeLLM, section 4.2) leave before the clustering and are stored sparsely.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.errors import InputError
+from anybit.formats import Codebook, Sparse
+from anybit.methods import kmeans
+from anybit.spec import LayerSpec
+from anybit.stats import GradientStats
+from anybit.tensors import QuantizedWeight
+
+
+def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
+    """What `quantize` will store of a matrix of this shape."""
+    widths = _widths(spec)
+    tile = {
+        "format": Codebook.NAME,
+        "bits": widths[-1],
+        "widths": list(widths),
+        "by_channel": False,
+        "table_bits": spec.codebook_bits,
+    }
+    outliers = sum(_counts(spec, shape[0] * shape[1]))
+    if outliers and len(widths) > 1:
+        raise InputError(
+            "nested codes have no sparse outliers: their values would be those of one width only"
+        )
+    made: dict[str, Any] = {"shape": list(shape), "tiles": [tile]}
+    return made | {"sparse": outliers} if outliers else made
+
+
+def quantize(weight: Tensor, stats: GradientStats | None, spec: LayerSpec) -> QuantizedWeight:
+    """Cluster the rows of `weight` [out, in].
+
+    Args:
+        weight: float32 [out, in].
+        stats: with the diagonal Fisher information [out, in]; None weighs all weights alike.
+        spec: `tiles[0].bits`, or `widths` for nested codes; outlier shares; `codebook_bits`.
+
+    Raises:
+        InputError: see `kmeans.cluster`.
+    """
+    fisher = None if stats is None else stats.fisher
+    mask = outliers(weight, fisher, spec)
+    if mask is not None:
+        fisher = torch.where(mask, 0.0, torch.ones_like(weight) if fisher is None else fisher)
+    widths = _widths(spec)
+    codes, centroids = kmeans.cluster(weight, fisher, widths[0], widths[-1])
+    tile = kmeans.codebook(codes, centroids, widths, table_bits=spec.codebook_bits)
+    sparse = None if mask is None else Sparse.of(weight - tile.dequantize(), mask)
+    return QuantizedWeight((weight.shape[0], weight.shape[1]), (tile,), sparse)
+
+
+def outliers(weight: Tensor, fisher: Tensor | None, spec: LayerSpec) -> Tensor | None:
+    """Mask [out, in] of the most sensitive weights (by Fisher information) and the largest of the others."""
+    sensitive, large = _counts(spec, weight.numel())
+    if sensitive + large == 0:
+        return None
+    mask = torch.zeros(weight.numel(), dtype=torch.bool)
+    if sensitive:
+        score = weight.square() if fisher is None else fisher
+        mask[score.flatten().topk(sensitive).indices] = True
+    if large:
+        mask[torch.where(mask, -1.0, weight.abs().flatten()).topk(large).indices] = True
+    return mask.view_as(weight)
+
+
+def _widths(spec: LayerSpec) -> tuple[int, ...]:
+    if len(spec.tiles) != 1 or spec.tiles[0].rows is not None or spec.tiles[0].cols is not None:
+        raise InputError("a codebook holds whole rows: give one tile without rows and cols")
+    return spec.widths or (int(spec.tiles[0].bits),)
+
+
+def _counts(spec: LayerSpec, weights: int) -> tuple[int, int]:
+    return round(spec.sensitive_outliers * weights), round(spec.magnitude_outliers * weights)
