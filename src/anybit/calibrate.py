@@ -208,13 +208,13 @@ def gradient_statistics(
     def reduce(name: str, x: Tensor, gradient: Tensor) -> None:
         s = stats[name]
         assert s.output_moment is not None
-        x, gradient = x.reshape(-1, x.shape[-1]).float(), gradient.reshape(-1, gradient.shape[-1]).float()
+        x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         s.tokens += len(x)
-        s.output_moment += gradient.square().sum(0)
+        s.output_moment += gradient.float().square().sum(0)
         if s.fisher is not None or deltas is not None:
-            of_weight = gradient.T @ x  # [out, in], freed on return
+            of_weight = (gradient.T @ x).float()  # [out, in], freed on return
             if s.fisher is not None:
-                s.fisher += of_weight.square()
+                s.fisher.addcmul_(of_weight, of_weight)
             if s.products is not None and deltas is not None:
                 s.products[s.samples] = (of_weight * deltas[name]).sum(1)
         s.samples += 1

@@ -613,7 +613,7 @@ def _predict(model: str, config: QuantizeConfig, spec_map: Any, out: Path) -> di
     check_output(out, overwrite=True)
     streamed = _streamed(model)
     made = make_plan(streamed, config, spec_map)
-    return {"coverage": made.coverage(), **estimate(streamed, made, config, out)}
+    return {"coverage": made.coverage(), "warning": made.warning(), **estimate(streamed, made, config, out)}
 
 
 def _emit(figures: dict[str, Any], file: Path | None, show: Any) -> None:

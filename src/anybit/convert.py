@@ -92,6 +92,8 @@ def quantize(
     for note in checkpoint.notes():
         report.say(note)
     report.say(plan.coverage())
+    if plan.warning():
+        report.say(f"warning: {plan.warning()}")
     text = _calibration(checkpoint, config, calibration, report)
     streamed.check_weights(report.task("checking the weights", len(streamed.names)))
     base_hash = _hash(checkpoint, report)

@@ -16,10 +16,18 @@ from anybit.description import dense_layout
 from anybit.errors import InputError
 from anybit.footprint import overhead_bytes
 from anybit.methods.registry import METHODS
-from anybit.spec import EMBED_GROUP_SIZE, METHOD_WIDTHS, LayerSpec, QuantizeConfig, SpecMap
+from anybit.spec import (
+    EMBED_GROUP_SIZE,
+    METHOD_WIDTHS,
+    UNIFORM_METHODS,
+    LayerSpec,
+    QuantizeConfig,
+    SpecMap,
+)
 from anybit.streaming import StreamedModel, selected
 from anybit.tensors import code_bits, stored_bytes, widest
 
+CLUSTERING = 6e-8  # seconds per weight and thread, at 3 bits
 BUDGET_STEPS = 100  # a budget finds the average width to a hundredth of a bit
 IMPORT_BYTES = 450_000_000  # PyTorch, Transformers and a tokenizer before any tensor is read
 
@@ -76,6 +84,16 @@ class Plan:
     @property
     def quantized_weights(self) -> int:
         return sum(prod(layout["shape"]) for layout in self.layouts.values())
+
+    def warning(self) -> str | None:
+        """A sentence where the artifact stores more than bfloat16 would: tables outweigh narrow matrices."""
+        if self.file_bits_per_weight <= 16:
+            return None
+        return (
+            f"this artifact stores {self.file_bits_per_weight:.1f} bits per weight, more than bfloat16's 16: tables "
+            "of so many centroids outweigh matrices so narrow; store fewer widths (--widths), fewer bits, or smaller "
+            "tables (--codebook-bits 8)"
+        )
 
     def coverage(self) -> str:
         """One sentence: what share of the weights is quantized."""
@@ -200,16 +218,22 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
     hidden = streamed.model.config.get_text_config().hidden_size
     activations = min(tokens * hidden * streamed.dtype.itemsize, 2 << 30)
     embedding = max(prod(streamed.checkpoint.shape(n)) for n in streamed.names.values()) * 4
-    working = block_weights * streamed.dtype.itemsize + largest * 4 * 5 + widest**2 * 4 * 5
-    passes = (1 if config.one_shot else 2) * 2 * block_weights * tokens
-    moments = 2 * tokens * sum(n**2 for n in {shape[1] for shape in shapes.values()}) * 1.5
-    sweep = (
-        0
-        if config.method == "rtn"
-        else 2.0 * sum(s[0] * s[1] ** 2 + s[1] ** 3 for s in shapes.values()) / blocks
-    )
-    speed = _matmul_speed()
-    seconds = blocks * (passes + moments + sweep + 200 * block_weights) / speed + plan.model_weights / 2e8
+    working = block_weights * streamed.dtype.itemsize + largest * 4 * 5
+    forwards: float = 1 if config.unquantized_inputs else 2
+    moments = sweep = clustering = 0.0
+    if config.method in UNIFORM_METHODS:
+        working += widest**2 * 4 * 5
+        moments = 2 * tokens * sum(n**2 for n in {shape[1] for shape in shapes.values()}) * 1.5
+        if config.method == "gptq":
+            sweep = 2.0 * sum(s[0] * s[1] ** 2 + s[1] ** 3 for s in shapes.values()) / blocks
+    else:
+        seed = min(config.widths) if config.nested else config.bits or 4
+        clustering = CLUSTERING * 2 ** max(0.0, seed - 3) * plan.quantized_weights / torch.get_num_threads()
+    if config.gradients:
+        forwards = 4  # forward twice, as blocks are recomputed, and backward for inputs and weights
+        working += plan.model_weights * streamed.dtype.itemsize
+    flops = forwards * 2 * block_weights * tokens + moments + sweep + 200 * block_weights
+    seconds = blocks * flops / _matmul_speed() + clustering + plan.model_weights / 2e8
     free = shutil.disk_usage(next(p for p in [out, *out.absolute().parents] if p.exists())).free
     return {
         "bits": plan.code_bits,

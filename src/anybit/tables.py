@@ -12,7 +12,11 @@ import typer
 def print_prediction(f: dict[str, Any]) -> None:
     """What `quantize --dry-run` foresees."""
     typer.echo(f["coverage"])
+    if f["warning"]:
+        typer.echo(f"warning: {f['warning']}")
     typer.echo(f"bits per weight   {f['bits_per_weight']:.3f} (codes alone {f['bits']:.3f})")
+    if f["file_bits_per_weight"] != f["bits_per_weight"]:
+        typer.echo(f"  all widths      {f['file_bits_per_weight']:.3f} in the file")
     typer.echo(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
     typer.echo(f"free disk         {f['free_disk_bytes'] / 1e6:.0f} MB")
     typer.echo(f"peak memory       about {f['peak_memory_bytes'] / 1e6:.0f} MB")

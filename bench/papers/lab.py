@@ -1,0 +1,180 @@
+"""What the papers' experiments share: a model whose weights are replaced, statistics, perplexities, a results file.
+
+Weights are quantized by the package's own methods and evaluated as their dense matrices; bits per weight come from the
+layouts that would be stored. Results are kept line by line, so an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from anybit import evaluation, texts
+from anybit.calibrate import Collector, gradient_statistics, spilled_statistics
+from anybit.checkpoint import open_checkpoint
+from anybit.convert import compute_dtype
+from anybit.model import load
+from anybit.progress import Terminal
+from anybit.stats import GradientStats, LinearStats
+from anybit.streaming import StreamedModel
+from anybit.tensors import QuantizedWeight, layout_of, stored_bytes
+
+Weights = Mapping[str, QuantizedWeight | Tensor]
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The options of every experiment."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("model", help="HF directory or .gguf file")
+    parser.add_argument("--calibration", default="builtin", help="text to calibrate on")
+    parser.add_argument(
+        "--text", action="append", default=[], help="NAME=FILE to evaluate on; repeat for more"
+    )
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--max-tokens", type=int, default=16384)
+    parser.add_argument("--work", type=Path, default=Path("build/papers"), help="statistics and results")
+    parser.add_argument("--only", nargs="+", default=[], help="names of experiments; all by default")
+    return parser
+
+
+class Lab:
+    """A model, its original weights, texts and a file of results."""
+
+    def __init__(self, args: argparse.Namespace, name: str) -> None:
+        self.args = args
+        args.work.mkdir(parents=True, exist_ok=True)
+        self.file = args.work / f"{name}.jsonl"
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
+        self.report = Terminal()
+        self.checkpoint = open_checkpoint(args.model)
+        self.source = StreamedModel(self.checkpoint, torch.float32)
+        self.shapes = self.source.all_linears()
+        self.tokenizer = self.checkpoint.tokenizer()
+        named = dict(entry.split("=", 1) for entry in args.text) or {"builtin": "builtin-eval"}
+        self.texts = {n: texts.token_ids(self.tokenizer, texts.read_text(file)) for n, file in named.items()}
+        self._model: Any = None
+
+    @property
+    def model(self) -> Any:
+        if self._model is None:
+            self._model = load(self.args.model)
+        return self._model
+
+    def weight(self, name: str) -> Tensor:
+        return self.source.weight(name)
+
+    def tokens(self, calibration: str | None = None, samples: int | None = None) -> Tensor:
+        """Calibration windows [samples, seq_len]."""
+        text = calibration or self.args.calibration
+        made = texts.calibration_set(self.tokenizer, text, samples or self.args.samples, self.args.seq_len, 0)
+        return made.tokens
+
+    def inputs(self, tokens: Tensor, hessian: bool = False) -> dict[str, LinearStats]:
+        """Input moments of every linear in the unquantized model."""
+        self.restore()
+        linears = {name: self.model.get_submodule(name) for name in self.shapes}
+        with Collector(linears, hessian=hessian) as collector, torch.no_grad():
+            for row in tokens:
+                self.model(input_ids=row[None], use_cache=False, logits_to_keep=1)
+                collector.finish_forward()
+        return collector.stats
+
+    def fisher(self, tokens: Tensor) -> dict[str, GradientStats]:
+        """Diagonal Fisher information, kept in the work folder."""
+        folder = self.args.work / f"fisher-{len(tokens)}x{tokens.shape[1]}"
+        if (folder / "complete").exists():
+            return spilled_statistics(self.shapes, folder)
+        folder.mkdir(exist_ok=True)
+        streamed = StreamedModel(self.checkpoint, compute_dtype())
+        advance = self.report.task("gradients", len(tokens))
+        begun = time.perf_counter()
+        stats = gradient_statistics(streamed, tokens, self.shapes, fisher=True, spill=folder, advance=advance)
+        (folder / "complete").write_text(f"{time.perf_counter() - begun:.1f} s")
+        return stats
+
+    def restore(self) -> None:
+        """The original weights."""
+        self.put({name: self.weight(name) for name in self.shapes})
+
+    def put(self, weights: Weights) -> float:
+        """Replace weights of the model; returns their bits per weight (16 for plain matrices)."""
+        stored = 0.0
+        with torch.no_grad():
+            for name, weight in weights.items():
+                dense = weight if isinstance(weight, Tensor) else weight.dequantize()
+                bits = (
+                    16 * dense.numel() if isinstance(weight, Tensor) else 8 * stored_bytes(layout_of(weight))
+                )
+                stored += bits
+                module = self.model.get_submodule(name)
+                module.weight.copy_(dense.T if isinstance(module, Conv1D) else dense)
+        return stored / sum(self.shapes[n][0] * self.shapes[n][1] for n in weights)
+
+    def perplexities(self) -> dict[str, Any]:
+        """Of the model as it is, on every text."""
+        found = {}
+        for name, tokens in self.texts.items():
+            figures = evaluation.perplexity(
+                self.model,
+                tokens,
+                seq_len=self.args.seq_len,
+                max_tokens=self.args.max_tokens,
+                bos=texts.default_bos(self.tokenizer),
+            ).as_dict()
+            found[name] = {key: figures[key] for key in ("perplexity", "tokens", "window_nll")}
+        return found
+
+    def measure(self, key: str, make: Callable[[], Weights | None], **more: Any) -> dict[str, Any]:
+        """The row `key`: as it was measured before, or made now (None: the original weights)."""
+        if key not in self.rows:
+            begun = time.perf_counter()
+            weights = make()
+            seconds = time.perf_counter() - begun
+            if weights is None:
+                self.restore()
+                bpw = 16.0
+            else:
+                bpw = self.put(weights)
+            bpw = more.pop("bits_per_weight", bpw)
+            self.keep({"key": key, "bits_per_weight": bpw, "seconds": seconds, **self.perplexities(), **more})
+        row = self.rows[key]
+        shown = ", ".join(f"{n} {row[n]['perplexity']:.3f}" for n in self.texts if n in row)
+        print(f"{key:40} {row['bits_per_weight']:7.3f} bpw  {shown}", flush=True)
+        return row
+
+    def keep(self, row: dict[str, Any]) -> None:
+        """Add a row to the results file."""
+        self.rows[row["key"]] = row
+        with self.file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def table(self, keys: Mapping[str, str]) -> None:
+        """Rows {label: key} as a Markdown table; keys that were not measured are left out."""
+        names = list(self.texts)
+        print("\n| | bpw | " + " | ".join(names) + " |\n|" + "---|" * (2 + len(names)))
+        for label, key in keys.items():
+            if key in self.rows:
+                row = self.rows[key]
+                cells = [f"{row[n]['perplexity']:.2f}" for n in names if n in row]
+                print(f"| {label} | {row['bits_per_weight']:.3f} | " + " | ".join(cells) + " |")
+        print(flush=True)
+
+    def interval(self, key: str, other: str) -> str:
+        """95 % interval of how much higher a row's perplexity is than another's, per text, by paired bootstrap."""
+        found = []
+        for name in self.texts:
+            a, b = self.rows[key][name], self.rows[other][name]
+            per_window = a["tokens"] / len(a["window_nll"])
+            low, high = evaluation.paired_bootstrap(a["window_nll"], b["window_nll"], int(per_window))
+            found.append(f"{name} {100 * low:+.2f} to {100 * high:+.2f} %")
+        return ", ".join(found)
