@@ -190,30 +190,24 @@ int64_t best_start(const Knots& k, int64_t i, int64_t low, int64_t high, double&
     return chosen.at;
 }
 
-// The best edges among the knots. Starts ascend with ends (the cost is concave), so that each half of the ends is
-// searched in a part of the starts: O(knots log knots) for each cluster.
+// The best edges among the knots. Starts ascend with ends (the cost is concave): every second end is searched between
+// the starts of the ends around it, which were found before. O(knots log knots) for each cluster.
 void best_edges(Knots& k, int64_t size, int64_t* edges) {
-    struct Part {
-        int64_t first, last, low, high;
-    };
     for (int64_t i = 1; i <= k.count; ++i) k.now[i] = k.moment[i] * k.moment[i] / k.mass[i];
     for (int64_t c = 2; c <= size; ++c) {
         double* const swap = k.before;
         k.before = k.now;
         k.now = swap;
         uint16_t* const from = k.from + (c - 1) * (MAX_KNOTS + 1);
-        Part stack[64];
-        int depth = 0;
-        const int64_t last = k.count - (size - c); // each of the later clusters needs a knot
-        stack[depth++] = {c == size ? last : c, last, c - 1, last - 1};
-        while (depth > 0) {
-            const Part part = stack[--depth];
-            const int64_t middle = (part.first + part.last) / 2;
-            const int64_t start = best_start(k, middle, part.low, least(part.high, middle - 1), k.now[middle]);
-            from[middle] = uint16_t(start);
-            if (middle > part.first) stack[depth++] = {part.first, middle - 1, part.low, start};
-            if (middle < part.last) stack[depth++] = {middle + 1, part.last, start, part.high};
-        }
+        const int64_t last = k.count - (size - c), first = c == size ? last : c; // a knot for each later cluster
+        int64_t step = 1;
+        while (2 * step <= last - first + 1) step *= 2;
+        for (; step > 0; step /= 2)
+            for (int64_t i = first + step - 1; i <= last; i += 2 * step) {
+                const int64_t low = i - step >= first ? from[i - step] : c - 1;
+                const int64_t high = i + step <= last ? from[i + step] : last - 1;
+                from[i] = uint16_t(best_start(k, i, low, least(high, i - 1), k.now[i]));
+            }
     }
     int64_t knot = k.count;
     for (int64_t c = size; c > 0; --c) {
