@@ -23,6 +23,7 @@ check: $(VENV)/.installed-dev
 bench: $(VENV)/.installed
 	$(BIN)/python bench/gemv.py
 	$(BIN)/python bench/memory.py
+	$(BIN)/anybit bench quantize
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

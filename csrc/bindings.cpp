@@ -266,6 +266,7 @@ public:
         c_.rows = size_of("planes", planes, 1, 3);
         c_.columns = columns;
         c_.words = (columns + 31) / 32;
+        if (c_.rows < 1) refuse("planes have no rows");
         check("planes", planes, {Type::u32, Type::i32}, {bits, c_.rows, c_.words}, Layout::dense);
         c_.entries = size_of("table", table, 1, 2);
         if (c_.entries < 1 || c_.entries > int64_t(1) << bits)

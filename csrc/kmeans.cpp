@@ -20,6 +20,7 @@ constexpr int64_t MAX_CLUSTERS = 256;
 constexpr int64_t KNOTS_PER_CLUSTER = 12, MORE_KNOTS = 64, MAX_KNOTS = KNOTS_PER_CLUSTER * MAX_CLUSTERS + MORE_KNOTS;
 constexpr int MAX_PASSES = 100;
 constexpr double UNREACHABLE = 1e300;
+constexpr double LEAST_SHARE = 0x1p-24; // of importance, where a row's mean is 1
 
 // The distinct values of one row in ascending order, with prefix sums of importance and importance times value.
 // Point p lies between boundaries p and p + 1; boundaries are 0..count.
@@ -27,6 +28,7 @@ struct Points {
     uint64_t *sorted, *buffer; // [columns] value as an ordered integer in the high half, column in the low half
     float* value;              // [columns]
     double *mass, *moment;     // [columns + 1 + WIDE], beyond `count` padded with the last entry
+    double origin;             // what moments are taken from
     int64_t count;
 };
 
@@ -70,27 +72,33 @@ void sort(uint64_t*& data, uint64_t*& buffer, int64_t n) {
     }
 }
 
-// A point without importance gets the smallest share that keeps it in order; without any, all count alike.
+// A point of next to no importance keeps the least share that prefix sums can tell from none; without any, all count
+// alike. Values are taken from the row's mean, so that moments lose no digits to it.
 void read_row(const Clustering& c, int64_t row, Points& p) {
     const float* w = c.weight + row * c.weight_stride;
     const float* importance = c.importance ? c.importance + row * c.importance_stride : nullptr;
     for (int64_t j = 0; j < c.columns; ++j) p.sorted[j] = uint64_t(ordered(w[j])) << 32 | uint64_t(j);
     sort(p.sorted, p.buffer, c.columns);
-    double total = 0;
-    for (int64_t j = 0; importance && j < c.columns; ++j) total += importance[j];
-    const double scale = total > 0 ? double(c.columns) / total : 0, least_share = total > 0 ? 0x1p-40 : 1;
+    double total = 0, sum = 0;
+    for (int64_t j = 0; j < c.columns; ++j) {
+        sum += w[j];
+        if (importance) total += importance[j];
+    }
+    const double scale = total > 0 ? double(c.columns) / total : 0;
+    p.origin = sum / double(c.columns);
     double mass = 0, moment = 0;
     int64_t n = 0;
     for (int64_t i = 0; i < c.columns; ++i) {
         const float x = unordered(uint32_t(p.sorted[i] >> 32));
-        const double share = (importance ? importance[uint32_t(p.sorted[i])] * scale : 0) + least_share;
+        double share = scale > 0 ? importance[uint32_t(p.sorted[i])] * scale : 1;
+        share = share > LEAST_SHARE ? share : LEAST_SHARE;
         if (n == 0 || x != p.value[n - 1]) {
             p.mass[n] = mass;
             p.moment[n] = moment;
             p.value[n++] = x;
         }
         mass += share;
-        moment += share * double(x);
+        moment += share * (x - p.origin);
     }
     p.count = n;
     for (int64_t i = n; i <= n + WIDE; ++i) {
@@ -101,8 +109,6 @@ void read_row(const Clustering& c, int64_t row, Points& p) {
 
 // ---- cuts -----------------------------------------------------------------------------------------------
 
-// With the interval's mean as origin, the left part's moment m and the masses l and r of both parts: cutting gains
-// m^2 (1/l + 1/r), that is m^2 / (l r) times the interval's mass.
 // The largest of the values and its place, the first of equal ones.
 Cut largest(Doubles value, Longs place) {
     const Longs far = {4, 5, 6, 7, 0, 1, 2, 3}, near = {2, 3, 0, 1, 6, 7, 4, 5}, next = {1, 0, 3, 2, 5, 4, 7, 6};
@@ -120,6 +126,8 @@ Cut largest(Doubles value, Longs place) {
     return {place[0], most[0]};
 }
 
+// With the interval's mean as origin, the left part's moment m and the masses l and r of both parts: cutting gains
+// m^2 (1/l + 1/r), that is m^2 / (l r) times the interval's mass.
 Cut best_cut(const Points& p, int64_t a, int64_t b) {
     if (b - a < 2) return {-1, 0};
     const double mass = p.mass[b] - p.mass[a], mean = (p.moment[b] - p.moment[a]) / mass;
@@ -130,7 +138,7 @@ Cut best_cut(const Points& p, int64_t a, int64_t b) {
         const Doubles left = load_as<Doubles>(p.mass + t) - from_mass;
         const Doubles m = load_as<Doubles>(p.moment + t) - from_moment - mean * left;
         const Doubles score = m * m / (left * (mass - left));
-        const Longs better = (score > best) & (at < b);
+        const Longs better = (score > best) & (at < b) & (left > 0) & (mass - left > 0);
         best = better ? score : best;
         where = better ? at : where;
         at += WIDE;
@@ -176,11 +184,11 @@ void place_knots(const Points& p, int64_t wanted, Knots& k) {
 int64_t best_start(const Knots& k, int64_t i, int64_t low, int64_t high, double& total) {
     const Doubles mass = k.mass[i] - Doubles{}, moment = k.moment[i] - Doubles{};
     Doubles best = -UNREACHABLE - Doubles{};
-    Longs where{}, at = low - Longs{0, -1, -2, -3, -4, -5, -6, -7};
+    Longs where = low - Longs{}, at = low - Longs{0, -1, -2, -3, -4, -5, -6, -7};
     for (int64_t j = low; j <= high; j += WIDE) {
-        const Doubles m = moment - load_as<Doubles>(k.moment + j);
-        const Doubles score = m * m / (mass - load_as<Doubles>(k.mass + j)) + load_as<Doubles>(k.before + j);
-        const Longs better = (score > best) & (at <= high);
+        const Doubles m = moment - load_as<Doubles>(k.moment + j), share = mass - load_as<Doubles>(k.mass + j);
+        const Doubles score = m * m / share + load_as<Doubles>(k.before + j);
+        const Longs better = (score > best) & (at <= high) & (share > 0);
         best = better ? score : best;
         where = better ? at : where;
         at += WIDE;
@@ -294,7 +302,11 @@ void write_centroids(const Points& p, const int64_t* edges, int64_t size, float*
     float last = p.value[0];
     for (int64_t c = 0; c < size; ++c) {
         const int64_t a = edges[c], b = edges[c + 1];
-        if (a < b) last = float((p.moment[b] - p.moment[a]) / (p.mass[b] - p.mass[a]));
+        if (a < b) {
+            last = float(p.origin + (p.moment[b] - p.moment[a]) / (p.mass[b] - p.mass[a]));
+            last = last > p.value[a] ? last : p.value[a]; // whatever rounding does, means lie within and ascend
+            last = last < p.value[b - 1] ? last : p.value[b - 1];
+        }
         centroids[c] = last; // an empty cluster repeats the value before it
     }
 }

@@ -381,3 +381,66 @@ def test_flipped_bytes_are_found(parent: Path, tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(InputError, match=file.name):
         verify(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("entry", "word"),
+    [
+        ({"bits": 4, "widths": [3, 4]}, "different widths"),
+        ({"bits": 4}, "bits would be ignored"),
+        ({"widths": [4, 3]}, "ascending"),
+        ({"widths": None}, "list of widths"),
+        ({"codebook_bits": 7}, "16, 8, 4"),
+        ({"group_size": 32, "damp": 0.5}, "damp is for gptq"),
+        ({"error_outliers": 0.01}, "error_outliers is for cmpq"),
+        ({"sensitive_outliers": -1}, "sensitive_outliers -1"),
+    ],
+)
+def test_specs_that_cannot_be(entry: dict[str, Any], word: str, model_dir: MakeModel, tmp_path: Path) -> None:
+    from test_calibrate import opened
+
+    from anybit.plan import make_plan
+    from anybit.spec import read_spec_map
+
+    config = QuantizeConfig(method="any-precision", **SMALL)
+    (tmp_path / "map.json").write_text(json.dumps({"model.layers.0.self_attn.q_proj": entry}))
+    with pytest.raises(InputError, match=f"spec.*{word}"):
+        spec_map = read_spec_map(tmp_path / "map.json", config.layer_spec())
+        make_plan(opened(model_dir("llama")), config, spec_map)
+
+
+def test_damaged_statistics_are_not_used(tmp_path: Path) -> None:
+    shapes = {"a": (4, 8), "b": (2, 3)}
+    for i, size in enumerate((4 * 32, 4 * 6)):
+        (tmp_path / f"fisher-{i}.bin").write_bytes(bytes(size))
+    assert spilled_statistics(shapes, tmp_path) is not None
+    (tmp_path / "fisher-1.bin").write_bytes(bytes(23))
+    assert spilled_statistics(shapes, tmp_path) is None
+    assert spilled_statistics({**shapes, "c": (1, 1)}, tmp_path) is None
+
+
+def test_outliers_beyond_float16_are_refused() -> None:
+    weight = matrix(8, 60)
+    weight[1, 1] = 1e5
+    with pytest.raises(InputError, match="beyond float16"):
+        squeezellm.quantize(weight, None, spec(3, magnitude_outliers=0.01))
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+def test_hostile_codes_of_small_tables_are_refused(bits: int) -> None:
+    weight = matrix(5, 12)
+    options = {"channel_outliers": 0.0, "error_outliers": 0.0, "codebook_bits": 8}
+    packed = pack(cmpq.quantize(weight, norms_of(weight), spec(bits, **options)))
+    planes = packed.tensors["planes"]
+    planes.view(torch.uint8).fill_(255)
+    with pytest.raises(InputError, match="planes hold the code"):
+        validate("layer", packed)
+
+
+def test_one_width_may_be_named(model_dir: MakeModel, tmp_path: Path) -> None:
+    anybit.quantize(
+        model_dir("llama"), tmp_path / "out", QuantizeConfig(method="squeezellm", bits=3, **SMALL)
+    )
+    assert torch.equal(logits(load(tmp_path / "out", bits=3)), logits(load(tmp_path / "out")))
+    with pytest.raises(InputError, match="one width"):
+        load(tmp_path / "out", bits=4)

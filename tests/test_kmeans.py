@@ -181,3 +181,34 @@ def test_no_worse_than_another_implementation() -> None:
         clusters, centroids = other.cluster(row.tolist(), 8)
         theirs.append(float((torch.tensor(centroids)[clusters] - row).square().sum()))
     assert ours.sum() <= 1.001 * sum(theirs)
+
+
+@pytest.mark.parametrize("n", [576, 1536, 11008, 28672])
+@pytest.mark.parametrize("kind", ["half of none", "nearly all of none", "heavy", "few values"])
+def test_unequal_importance_gives_tables_within_the_row(n: int, kind: str) -> None:
+    generator = torch.Generator().manual_seed(n)
+    weight = torch.randn(3, n, generator=generator) * 0.02 + 5
+    importance = torch.rand(3, n, generator=generator)
+    if kind == "half of none":
+        importance[:, ::2] = 0
+    elif kind == "nearly all of none":
+        importance[:, 5:] = 0
+    elif kind == "heavy":
+        importance = torch.randn(3, n, generator=generator).mul(9).exp()
+    else:
+        weight = (weight * 20).round()
+        importance = torch.where(weight > 101, 0.0, importance)
+    for seed in (3, 6):
+        codes, centroids = cluster(weight, importance, seed, 8)
+        for bits, table in centroids.items():
+            assert torch.isfinite(table).all()
+            assert (table.diff(dim=1) >= 0).all()
+            assert (table >= weight.amin(1, keepdim=True)).all()
+            assert (table <= weight.amax(1, keepdim=True)).all()
+            assert int((codes >> (8 - bits)).max()) < 2**bits
+
+
+def test_a_matrix_without_rows() -> None:
+    codes, centroids = cluster(torch.empty(0, 8), None, 2, 3)
+    assert codes.shape == (0, 8)
+    assert centroids[3].shape == (0, 8)

@@ -364,3 +364,23 @@ def test_blocks_that_are_skipped_or_change_width_are_refused(model_dir: MakeMode
     with_decoder(streamed, widening)
     with pytest.raises(InputError, match="one after another"):
         streamed.first_inputs(token_rows(1, 5), lambda i, hidden: None)
+
+
+def test_tensors_outside_the_blocks_that_nobody_fills_are_refused(
+    model_dir: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed = opened(model_dir("llama"))
+    streamed.check_structure()
+    streamed.model.model.register_buffer("position_ids", torch.empty(4, device="meta"), persistent=False)
+    with pytest.raises(InputError, match=r"keep model\.position_ids outside"):
+        streamed.check_structure()
+
+
+def test_tensors_that_the_model_has_no_place_for(model_copy: MakeModel) -> None:
+    folder = model_copy("llama")
+    assert opened(folder).left_out() == []
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    left = opened(folder).left_out()
+    assert left
+    assert all(name.startswith("model.layers.1.") for name in left)

@@ -400,3 +400,15 @@ def test_config_of_an_artifact_is_plain(
     config = AutoConfig.from_pretrained(path)
     assert config.quantization_config["quant_method"] == "anybit"
     assert config.architectures == ["LlamaForCausalLM"]
+
+
+def test_a_config_that_lost_a_layer_is_refused(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    anybit.quantize(model_dir("llama"), tmp_path / "out", anybit.QuantizeConfig(method="rtn"))
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    name = next(iter(config["quantization_config"]["layers"]))
+    for change in (lambda layers: layers.pop(name), lambda layers: layers.clear()):
+        change(config["quantization_config"]["layers"])
+        file.write_text(json.dumps(config))
+        with pytest.raises(InputError, match="says nothing of"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "out")

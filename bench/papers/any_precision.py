@@ -37,7 +37,7 @@ def of_width(parent: QuantizedWeight, bits: int) -> QuantizedWeight:
 
 
 def table_1(lab: Lab) -> None:
-    """Bytes of one nested file against a file per width, from tensors that were really made and packed."""
+    """Bytes of one nested file's tensors against those of a file per width; the parents are really made and packed."""
     generator = torch.Generator().manual_seed(0)
 
     def random(shape: tuple[int, int]) -> Tensor:
@@ -97,10 +97,12 @@ def table_2(lab: Lab) -> None:
     for bits in NESTED_WIDTHS:
         lab.measure(f"table 2: GPTQ {bits}", make(bits, False), bits_per_weight=float(bits))
     codes.clear()
-    if any(f"table 2: GPTQ+IU {bits}" not in lab.rows for bits in NESTED_WIDTHS[1:]):
+    upscaled = [f"table 2: GPTQ+IU {bits}" for bits in NESTED_WIDTHS[1:]]
+    if any(key not in lab.rows for key in upscaled):  # each width inherits from the one before: all or none
         make(3, False)()
-    for bits in NESTED_WIDTHS[1:]:
-        lab.measure(f"table 2: GPTQ+IU {bits}", make(bits, True), bits_per_weight=float(bits))
+        lab.rows = {key: row for key, row in lab.rows.items() if key not in upscaled}
+    for bits, key in zip(NESTED_WIDTHS[1:], upscaled):
+        lab.measure(key, make(bits, True), bits_per_weight=float(bits))
     lab.table(
         {
             f"{name} {bits}-bit": f"table 2: {name} {bits}"

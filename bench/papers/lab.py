@@ -7,6 +7,7 @@ layouts that would be stored. Results are kept line by line, so an interrupted r
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -51,10 +52,17 @@ class Lab:
 
     def __init__(self, args: argparse.Namespace, name: str) -> None:
         self.args = args
-        args.work.mkdir(parents=True, exist_ok=True)
-        self.file = args.work / f"{name}.jsonl"
-        lines = self.file.read_text().splitlines() if self.file.exists() else []
-        self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
+        what = [args.model, args.calibration, sorted(args.text), args.samples, args.seq_len, args.max_tokens]
+        self.folder = (
+            args.work / hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
+        )  # of these settings alone
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file = self.folder / f"{name}.jsonl"
+        lines = self.file.read_text().splitlines(keepends=True) if self.file.exists() else []
+        whole = [
+            json.loads(line) for line in lines if line.endswith("\n")
+        ]  # a kill may have cut the last one
+        self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in whole}
         self.report = Terminal()
         self.checkpoint = open_checkpoint(args.model)
         self.source = StreamedModel(self.checkpoint, torch.float32)
@@ -91,9 +99,10 @@ class Lab:
 
     def fisher(self, tokens: Tensor) -> dict[str, GradientStats]:
         """Diagonal Fisher information, kept in the work folder."""
-        folder = self.args.work / f"fisher-{len(tokens)}x{tokens.shape[1]}"
-        if (folder / "complete").exists():
-            return spilled_statistics(self.shapes, folder)
+        folder = self.folder / f"fisher-{len(tokens)}x{tokens.shape[1]}"
+        found = spilled_statistics(self.shapes, folder) if (folder / "complete").exists() else None
+        if found is not None:
+            return found
         folder.mkdir(exist_ok=True)
         streamed = StreamedModel(self.checkpoint, compute_dtype())
         advance = self.report.task("gradients", len(tokens))

@@ -158,8 +158,9 @@ def inspect(path: Path, bits: int | None = None) -> dict[str, Any]:
     widths = sorted({b for layout in layouts.values() for b in stored_widths(layout)})
     nested = len(widths) > 1
     if bits is not None and bits not in widths:
-        has = f"the widths {', '.join(map(str, widths))}" if nested else "one width"
-        raise InputError(f"{path} has {has}: {bits} bits is not one to choose")
+        if nested:
+            raise InputError(f"{path} has the widths {', '.join(map(str, widths))}, not {bits}")
+        raise InputError(f"{path} has one width: leave bits (--bits) out")
     weights = sum(prod(layout["shape"]) for layout in layouts.values())
 
     def read_at(width: int | None) -> dict[str, dict[str, Any]]:

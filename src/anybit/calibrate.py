@@ -7,6 +7,8 @@ exists, so at most one is alive.
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -202,7 +204,7 @@ def gradient_statistics(
         products = torch.zeros(len(tokens), shape[0]) if deltas is not None else None
         information = None
         if fisher:
-            information = torch.zeros(shape) if spill is None else _mapped(spill, i, shape).zero_()
+            information = torch.zeros(shape) if spill is None else _allocated(_spill_file(spill, i), shape)
         stats[name] = GradientStats(0, 0, information, products, torch.zeros(shape[0]))
 
     def reduce(name: str, x: Tensor, gradient: Tensor) -> None:
@@ -228,24 +230,54 @@ def gradient_statistics(
     return stats
 
 
-def spilled_statistics(layers: Mapping[str, tuple[int, int]], spill: Path) -> dict[str, GradientStats]:
-    """The Fisher information that `gradient_statistics` spilled for the same layers {name: (out, in)}."""
+def spilled_statistics(layers: Mapping[str, tuple[int, int]], spill: Path) -> dict[str, GradientStats] | None:
+    """The Fisher information that `gradient_statistics` spilled for the same layers {name: (out, in)}.
+
+    None where a file is missing or has another size.
+    """
+    for i, (out, in_) in enumerate(layers.values()):
+        file = _spill_file(spill, i)
+        if not file.is_file() or file.stat().st_size != 4 * out * in_:
+            return None
     return {
-        name: GradientStats(0, 0, _mapped(spill, i, shape), None, None)
+        name: GradientStats(0, 0, _mapped(_spill_file(spill, i), shape), None, None)
         for i, (name, shape) in enumerate(layers.items())
     }
 
 
-def _mapped(folder: Path, i: int, shape: tuple[int, int]) -> Tensor:
-    """float32 [shape] in a file, which is made if it is not there."""
+def _spill_file(folder: Path, i: int) -> Path:
+    return folder / f"fisher-{i}.bin"
+
+
+def _allocated(file: Path, shape: tuple[int, int]) -> Tensor:
+    """float32 zeros [shape] in a new file whose space is reserved: a mapped write cannot report a full disk.
+
+    Raises:
+        InputError: no room.
+    """
+    with file.open("wb") as stream:
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(stream.fileno(), 0, 4 * shape[0] * shape[1])
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise InputError(
+                    f"the disk is full at {file.parent}: make room and run the same command again"
+                ) from error
+    return _mapped(file, shape).zero_()
+
+
+def _mapped(file: Path, shape: tuple[int, int]) -> Tensor:
     size = shape[0] * shape[1]
-    return torch.from_file(str(folder / f"fisher-{i}.bin"), shared=True, size=size).view(shape)
+    return torch.from_file(str(file), shared=True, size=size).view(shape)
 
 
 def load_whole(streamed: StreamedModel, report: Silent = SILENT) -> Any:
     """The full-precision model with all weights in memory, frozen."""
     advance = report.task(f"loading {streamed.checkpoint.source}", len(streamed.blocks))
     model = streamed.model
+    streamed.check_outside()
     for name, module in streamed.outside_modules().items():
         streamed.materialise(module, name)
     model.tie_weights()

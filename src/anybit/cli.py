@@ -187,10 +187,10 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         ),
     ] = None,
     include: Annotated[
-        list[str], typer.Option(help="Only layers that match this pattern, e.g. '*.mlp.*'. Repeatable.")
+        list[str], typer.Option(help="Only layers that match this pattern, e.g. `'*.mlp.*'`. Repeatable.")
     ] = [],  # noqa: B006
     exclude: Annotated[
-        list[str], typer.Option(help="Not layers that match this pattern, e.g. '*.down_proj'. Repeatable.")
+        list[str], typer.Option(help="Not layers that match this pattern, e.g. `'*.down_proj'`. Repeatable.")
     ] = [],  # noqa: B006
     spec: Annotated[
         Path | None, typer.Option(help="Widths per layer: the map that `anybit plan -o` writes.")
@@ -217,6 +217,8 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     """
     _set_threads(threads)
     _check_writable(json_file)
+    if bpw is not None and not 0 < bpw < 100:  # nor is NaN
+        raise InputError(f"--bpw {bpw:g}: expected bits per weight, such as 4.5")
     if sum(value is not None for value in (bits, bpw, size)) > 1:
         raise InputError("--bits, --bpw and --size set the same thing: give exactly one of them")
     check_method(method)
@@ -296,7 +298,9 @@ def evaluate(  # noqa: PLR0913
     dataset: Annotated[
         str | None, typer.Option(help="A hub dataset, e.g. wikitext2, instead of --text.")
     ] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens per window.", min=1)] = 2048,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens per window. [default: 2048, or what the model reaches]", min=1)
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Use only this many tokens of the text.", min=1)
     ] = None,
@@ -413,7 +417,7 @@ def inspect(
 
 @app.command()
 def verify(out: Artifact) -> None:
-    """Check every byte of the artifact OUT: hashes, headers, shapes, indices, scales."""
+    """Check weights and config of the artifact OUT byte by byte: hashes, headers, shapes, indices, scales."""
     from anybit.artifact import verify as verify_artifact
 
     report = _report()
@@ -449,6 +453,8 @@ def plan(
     """
     from anybit.plan import widths_for_memory
 
+    if out is not None and out.exists():
+        raise InputError(f"{out} exists, perhaps with your edits: choose another -o, or remove it")
     _check_writable(out)
     budget = None if memory is None else _bytes(memory)
     streamed = _streamed(model)
@@ -613,7 +619,13 @@ def _predict(model: str, config: QuantizeConfig, spec_map: Any, out: Path) -> di
     check_output(out, overwrite=True)
     streamed = _streamed(model)
     made = make_plan(streamed, config, spec_map)
-    return {"coverage": made.coverage(), "warning": made.warning(), **estimate(streamed, made, config, out)}
+    if config.calibrated:
+        streamed.check_structure()
+    return {
+        "coverage": made.coverage(),
+        "warning": made.warning(config.method),
+        **estimate(streamed, made, config, out),
+    }
 
 
 def _emit(figures: dict[str, Any], file: Path | None, show: Any) -> None:

@@ -92,8 +92,15 @@ def quantize(
     for note in checkpoint.notes():
         report.say(note)
     report.say(plan.coverage())
-    if plan.warning():
-        report.say(f"warning: {plan.warning()}")
+    if warning := plan.warning(config.method):
+        report.say(f"warning: {warning}")
+    if left_out := streamed.left_out():
+        report.say(
+            f"{len(left_out)} tensors of the checkpoint have no place in this model and are left out, "
+            f"such as {left_out[0]}"
+        )
+    if config.calibrated:
+        streamed.check_structure()
     text = _calibration(checkpoint, config, calibration, report)
     streamed.check_weights(report.task("checking the weights", len(streamed.names)))
     base_hash = _hash(checkpoint, report)
@@ -167,9 +174,10 @@ class _Run:
         shapes = {
             name: (layout["shape"][0], layout["shape"][1]) for name, layout in self.plan.layouts.items()
         }
-        if self.writer.has_statistics():
+        found = spilled_statistics(shapes, folder) if self.writer.has_statistics() else None
+        if found is not None:
             self.report.say("resumes: the gradients are there")
-            stats = spilled_statistics(shapes, folder)
+            stats = found
         else:
             folder.mkdir(exist_ok=True)
             advance = self.report.task("gradients", len(text.tokens))
@@ -247,6 +255,12 @@ class _Run:
         for name in linears:
             if name in stats:
                 stats[name].check(name)
+            elif self.config.calibrated:
+                raise InputError(
+                    f"{name} is not called as a layer by its block, so it has no statistics: "
+                    f"{self.streamed.model.config.model_type} models cannot be calibrated yet; choose --method rtn, "
+                    "or leave the layer out with --exclude"
+                )
             packed = self._quantize_linear(name, stats.get(name))
             tensors |= {f"{name}.{field}": t for field, t in packed.tensors.items()}
             if advance is not None:

@@ -26,6 +26,7 @@ from anybit.codes import (
     unpack_codes,
     unpack_planes,
 )
+from anybit.errors import InputError
 
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # field -> dtype and shape
 Refuse = Callable[[str], None]  # raises InputError with a reason
@@ -36,6 +37,18 @@ MAX_UINT16 = 65536  # input channels that 16-bit column indices reach
 def is_int(value: Any, low: int, high: int) -> bool:
     """Whether a JSON value is a whole number in a range; True is none."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def to_half(values: Tensor) -> Tensor:
+    """Rounded to float16.
+
+    Raises:
+        InputError: values that float16 does not reach.
+    """
+    half = values.half()
+    if not torch.isfinite(half).all():
+        raise InputError(f"values up to {float(values.abs().max()):.3g} are beyond float16's 65504")
+    return half
 
 
 @dataclass(frozen=True)
@@ -107,7 +120,9 @@ class GroupInt:
             refuse(f"tile {dict(tile)!r} needs a positive group_size and symmetric true or false")
 
     @staticmethod
-    def check_tensors(tile: Mapping[str, Any], tensors: Mapping[str, Tensor], refuse: Refuse) -> None:
+    def check_tensors(
+        tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int, refuse: Refuse
+    ) -> None:
         _check_finite("scales", tensors, refuse)
 
 
@@ -227,24 +242,31 @@ class Codebook:
             refuse(f"widths {widths!r} must ascend to the tile's width, {tile.get('bits')!r}")
         if tile.get("table_bits") not in TABLE_BITS or not isinstance(tile.get("by_channel"), bool):
             refuse(f"tile {dict(tile)!r} needs table_bits of {TABLE_BITS} and by_channel true or false")
+        if tile["by_channel"] and "rows" in tile:
+            refuse("a codebook by channel holds all output rows, not some")
 
     @staticmethod
-    def check_tensors(tile: Mapping[str, Any], tensors: Mapping[str, Tensor], refuse: Refuse) -> None:
+    def check_tensors(
+        tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int, refuse: Refuse
+    ) -> None:
         for field in tensors:
             if field.startswith("codebook"):
                 _check_finite(field, tensors, refuse)
-        n, m = tensors["planes"].shape[1], 0
+        scale = tensors.get("codebook_scale")
+        if scale is not None and (scale < 0).any():
+            refuse("codebook_scale is negative")
+        m = r if tile["by_channel"] else c
         for width in tile["widths"]:
             table = tensors[f"codebook_{width}"]
-            if tile["table_bits"] == 16 and not (table[:, 1:] >= table[:, :-1]).all():
+            if tile["table_bits"] != 16:
+                table = unpack_bits(table, tile["table_bits"], Codebook.entries(tile, width, m))
+            if not (table[:, 1:] >= table[:, :-1]).all():
                 refuse(f"codebook_{width} does not ascend")
-            m = table.shape[1]
-        if (
-            tile["table_bits"] == 16 and m < 2 ** tile["bits"]
-        ):  # by channel, fewer entries than codes could name
+        entries = Codebook.entries(tile, tile["bits"], m)
+        if entries < 2 ** tile["bits"]:  # by channel, a table may have fewer entries than codes could name
             codes = unpack_planes(tensors["planes"].view(torch.uint8), 32 * tensors["planes"].shape[2])
-            if n and int(codes.max()) >= m:
-                refuse(f"planes hold the code {int(codes.max())} of a table with {m} entries")
+            if int(codes.max()) >= entries:
+                refuse(f"planes hold the code {int(codes.max())} of a table with {entries} entries")
 
 
 @dataclass(frozen=True)
@@ -282,7 +304,9 @@ class Float16:
             refuse(f"width {tile.get('bits')!r} of a float16 tile is not 16")
 
     @staticmethod
-    def check_tensors(tile: Mapping[str, Any], tensors: Mapping[str, Tensor], refuse: Refuse) -> None:
+    def check_tensors(
+        tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int, refuse: Refuse
+    ) -> None:
         _check_finite("values", tensors, refuse)
 
 
@@ -304,7 +328,7 @@ class Sparse:
     def of(dense: Tensor, mask: Tensor) -> Sparse:
         """The entries of dense [out, in] that a mask picks."""
         counts = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)])
-        return Sparse(dense[mask].half(), mask.nonzero()[:, 1], counts.to(torch.int32))
+        return Sparse(to_half(dense[mask]), mask.nonzero()[:, 1], counts.to(torch.int32))
 
     @cached_property
     def rows(self) -> Tensor:

@@ -18,6 +18,7 @@ from anybit.progress import SILENT, Silent
 from anybit.streaming import StreamedModel
 from anybit.tensors import QUANT_METHOD, at_width, stored_tensors, stored_widths
 
+SEQ_LEN = 2048
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -76,8 +77,13 @@ def load(
 def _at_width(path: Path, quantization: dict[str, Any], checkpoint: Checkpoint, bits: int, dtype: str) -> Any:
     """A nested artifact at one width; of its other planes and tables nothing is read."""
     stored = quantization["layers"]
-    if not any(len(stored_widths(layout)) > 1 for layout in stored.values()):
+    widths = {b for layout in stored.values() for b in stored_widths(layout)}
+    if len(widths) < 2:
+        if widths == {bits}:
+            return _from_pretrained(path, dtype, path)
         raise InputError(f"{path} has one width: leave bits (--bits) out")
+    if bits not in widths:
+        raise InputError(f"{path} has the widths {', '.join(map(str, sorted(widths)))}, not {bits}")
     layers = {name: at_width(layout, bits) for name, layout in stored.items()}
     wanted = {f"{n}.{f}": shape for n, x in layers.items() for f, (_, shape) in stored_tensors(x).items()}
     others = {f"{n}.{f}" for n, x in stored.items() for f in stored_tensors(x)} - wanted.keys()
@@ -163,7 +169,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     model: str | Path,
     *,
     text: str = "builtin-eval",
-    seq_len: int = 2048,
+    seq_len: int | None = None,
     max_tokens: int | None = None,
     base: str | Path | None = None,
     tasks: tuple[str, ...] = (),
@@ -176,7 +182,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
 ) -> dict[str, Any]:
     """Perplexity of a model on a text, its divergence from `base`, and zero-shot tasks.
 
-    `bits` picks a width of an any-precision artifact.
+    `bits` picks a width of an any-precision artifact; `seq_len` is 2048 by default, or what the model reaches.
 
     Returns:
         JSON-able: `perplexity`, `tokens` (scored), `seq_len`, `bits_per_weight` (None for a model that is no
@@ -199,6 +205,9 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     tokens = texts.token_ids(tokenizer, content)
     loaded = load(model, bits=bits, dtype=dtype, device=device, report=report)
     reference = load(base, dtype=dtype, device=device, report=report) if base is not None else None
+    if seq_len is None:
+        limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None) or SEQ_LEN
+        seq_len = min(SEQ_LEN, limit)
     advance: Any = None
 
     def progress(done: int, total: int) -> None:

@@ -20,6 +20,7 @@ from anybit.spec import (
     EMBED_GROUP_SIZE,
     METHOD_WIDTHS,
     UNIFORM_METHODS,
+    USED_BY,
     LayerSpec,
     QuantizeConfig,
     SpecMap,
@@ -85,14 +86,15 @@ class Plan:
     def quantized_weights(self) -> int:
         return sum(prod(layout["shape"]) for layout in self.layouts.values())
 
-    def warning(self) -> str | None:
+    def warning(self, method: str) -> str | None:
         """A sentence where the artifact stores more than bfloat16 would: tables outweigh narrow matrices."""
         if self.file_bits_per_weight <= 16:
             return None
         return (
             f"this artifact stores {self.file_bits_per_weight:.1f} bits per weight, more than bfloat16's 16: tables "
-            "of so many centroids outweigh matrices so narrow; store fewer widths (--widths), fewer bits, or smaller "
-            "tables (--codebook-bits 8)"
+            "of so many centroids outweigh matrices so narrow; store "
+            f"{'fewer widths (--widths)' if method == 'any-precision' else 'fewer bits (--bits)'} or smaller tables "
+            "(--codebook-bits 8)"
         )
 
     def coverage(self) -> str:
@@ -115,6 +117,11 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
             the method does not have; nothing left to quantize.
     """
     shapes = streamed.all_linears()
+    if not shapes:
+        raise InputError(
+            f"the decoder blocks of {streamed.model.config.model_type} models have no nn.Linear or Conv1D, which "
+            "are what anybit quantizes: this architecture is not supported yet"
+        )
     spec_map = spec_map or {}
     for name in spec_map.keys() - shapes.keys():
         raise InputError(
@@ -130,6 +137,12 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
             "no linear layer is left to quantize: check --include and --exclude against `anybit plan MODEL`"
         )
     layouts = {name: spec_layout(name, spec, shapes[name], config.method) for name, spec in specs.items()}
+    nested = {spec.widths for spec in specs.values() if spec.widths}
+    if len(nested) > 1:
+        raise InputError(
+            f"the spec gives layers different widths, {' and '.join(str(list(w)) for w in sorted(nested)[:2])}: an "
+            "any-precision model runs all of its layers at one width"
+        )
     embeddings = _embedding_layouts(streamed, config.embed_bits)
     quantized = {f"{name}.weight" for name in [*layouts, *embeddings]}
     kept = {
@@ -190,10 +203,16 @@ def spec_layout(name: str, spec: LayerSpec, shape: tuple[int, int], method: str)
     for bits in (*(tile.bits for tile in spec.tiles), *spec.widths):
         if bits not in widths:
             raise InputError(f"spec of {name}: {method} has no {bits}-bit width: choose {widths} bits")
-    if spec.desc_act and method != "gptq":
-        raise InputError(f"spec of {name}: desc_act is GPTQ's processing order; {method} has none")
-    if spec.widths and method != "any-precision":
-        raise InputError(f"spec of {name}: widths are any-precision's nested ones; {method} has one width")
+    for option, methods in USED_BY.items():
+        default = getattr(LayerSpec(), option, None)
+        if method not in methods and getattr(spec, option, default) != default:
+            raise InputError(
+                f"spec of {name}: {option} is for {', '.join(methods)}; {method} has no use for it"
+            )
+    if spec.widths and spec.tiles[0].bits != spec.widths[-1]:
+        raise InputError(
+            f"spec of {name}: bits would be ignored, widths {list(spec.widths)} say what is stored"
+        )
     try:
         return METHODS[method].layout(spec, shape)
     except InputError as error:
@@ -242,6 +261,7 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
         "size_bytes": plan.size_bytes,
         "seconds": seconds,
         "peak_memory_bytes": int(IMPORT_BYTES + max(2 * embedding, working) + activations),
+        "scratch_disk_bytes": 4 * plan.quantized_weights if config.gradients else 0,
         "free_disk_bytes": free,
     }
 

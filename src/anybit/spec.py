@@ -134,7 +134,9 @@ class QuantizeConfig:
     def __post_init__(self) -> None:
         check_method(self.method)
         _check_types(self)
-        self._check_codebooks()
+        check_codebooks(self)
+        if not self.widths:
+            raise InputError("widths is empty: name at least one")
         widest = max(self.widths) if self.nested else 4
         bits = widest if self.bits is None else self.bits
         if bits not in METHOD_WIDTHS[self.method]:
@@ -159,30 +161,16 @@ class QuantizeConfig:
             raise InputError(f"damp {self.damp} must lie between 0 and 1 (0.01 is usual)")
         if self.samples < 1 or self.seq_len < 1:
             raise InputError(f"samples ({self.samples}) and seq_len ({self.seq_len}) must be at least 1")
+        if self.gradients and self.seq_len < 2:
+            raise InputError(
+                f"{self.method} needs gradients, and windows of 1 token have none: raise seq_len (--seq-len)"
+            )
         if not 0 <= self.seed <= MAX_SEED:
             raise InputError(f"seed {self.seed}: expected a number from 0 to 2**63 - 1")
         if self.desc_act and self.method != "gptq":
             raise InputError(
                 f"desc_act (--desc-act) is GPTQ's processing order, {self.method} has none: leave it out"
             )
-
-    def _check_codebooks(self) -> None:
-        widths = METHOD_WIDTHS["any-precision"]
-        if not self.widths or list(self.widths) != sorted(set(self.widths)):
-            raise InputError(
-                f"widths {self.widths}: expected different ones in ascending order, such as 3,4,6,8"
-            )
-        if not all(b in widths for b in self.widths):
-            raise InputError(f"widths {self.widths}: any-precision has {widths} bits")
-        if self.codebook_bits not in CODEBOOK_BITS:
-            raise InputError(
-                f"--codebook-bits {self.codebook_bits} is not one of {', '.join(map(str, CODEBOOK_BITS))}"
-            )
-        for name in ("sensitive_outliers", "magnitude_outliers", "channel_outliers", "error_outliers"):
-            if not 0 <= getattr(self, name) <= 0.1:
-                raise InputError(
-                    f"{name} {getattr(self, name)}: expected a share from 0 to 0.1 (0.005 is 0.5 %)"
-                )
 
     @property
     def nested(self) -> bool:
@@ -226,6 +214,30 @@ class QuantizeConfig:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def check_codebooks(options: QuantizeConfig | LayerSpec) -> None:
+    """Refuse widths, table sizes and outlier shares that no codebook has.
+
+    Raises:
+        InputError: with the option and what is expected.
+    """
+    widths = METHOD_WIDTHS["any-precision"]
+    if list(options.widths) != sorted(set(options.widths)):
+        raise InputError(
+            f"widths {options.widths}: expected different ones in ascending order, such as 3,4,6,8"
+        )
+    if not all(b in widths for b in options.widths):
+        raise InputError(f"widths {options.widths}: any-precision has {widths} bits")
+    if options.codebook_bits not in CODEBOOK_BITS:
+        raise InputError(
+            f"--codebook-bits {options.codebook_bits} is not one of {', '.join(map(str, CODEBOOK_BITS))}"
+        )
+    for name in ("sensitive_outliers", "magnitude_outliers", "channel_outliers", "error_outliers"):
+        if not 0 <= getattr(options, name) <= 0.1:
+            raise InputError(
+                f"{name} {getattr(options, name)}: expected a share from 0 to 0.1 (0.005 is 0.5 %)"
+            )
 
 
 def check_method(method: str) -> None:
@@ -301,7 +313,12 @@ def parse_layer_spec(name: str, value: Any, default: LayerSpec) -> LayerSpec:
     if not isinstance(tiles, list) or not tiles:
         raise InputError(f"spec of {name}: tiles must be a list with at least one tile")
     parsed = tuple(_parse_tile(name, tile, default.tiles[0]) for tile in tiles)
-    return replace(default, tiles=parsed, **options)
+    made = replace(default, tiles=parsed, **options)
+    try:
+        check_codebooks(made)
+    except InputError as error:
+        raise InputError(f"spec of {name}: {error}") from error
+    return made
 
 
 def _parse_tile(name: str, value: Any, default: TileSpec) -> TileSpec:
@@ -321,11 +338,12 @@ def _typed(name: str, owner: type, key: str, value: Any) -> Any:
     """The value of one field, refused where its JSON type is not the field's."""
     kind = next(f.type for f in fields(owner) if f.name == key)
     if key in ("rows", "cols", "widths"):
-        if value is None:
+        if value is None and key != "widths":
             return None
         if isinstance(value, list) and value and all(type(i) is int and i >= 0 for i in value):
             return tuple(value)
-        raise InputError(f"spec of {name}: {key} must be a list of channel numbers, got {value!r}")
+        what = "widths" if key == "widths" else "channel numbers"
+        raise InputError(f"spec of {name}: {key} must be a list of {what}, got {value!r}")
     if type(value) not in _ACCEPTED[str(kind)]:
         raise InputError(f"spec of {name}: {key} must be of type {kind}, got {value!r}")
     return value

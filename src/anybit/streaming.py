@@ -129,6 +129,34 @@ class StreamedModel:
         inside = set(self.blocks.modules())
         return {n: m for n, m in self.model.named_modules() if m not in inside and not list(m.children())}
 
+    def check_outside(self) -> None:
+        """Refuse models that keep tensors where `materialise` would not fill them.
+
+        Raises:
+            InputError: a parameter or buffer of a module outside the blocks that has modules of its own.
+        """
+        inside = set(self.blocks.modules())
+        for name, module in self.model.named_modules():
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            if own and list(module.children()) and module not in inside:
+                raise InputError(
+                    f"{self.model.config.model_type} models keep {name}.{own[0][0]} outside their blocks, which "
+                    "anybit does not know how to fill: this architecture cannot be calibrated yet; choose --method rtn"
+                )
+
+    def check_structure(self) -> None:
+        """Refuse, before any long work, a model whose blocks cannot be calibrated one by one.
+
+        Raises:
+            InputError: see `first_inputs`.
+        """
+        self.first_inputs(torch.zeros(1, 2, dtype=torch.int64), lambda i, hidden: None)
+
+    def left_out(self) -> list[str]:
+        """Tensors of the checkpoint that this model has no place for."""
+        used = set(self.names.values())
+        return [name for name in self.checkpoint.names() if name not in used]
+
     def materialise(self, module: nn.Module, prefix: str) -> None:
         """Allocate a module and fill it from the checkpoint."""
         module.to_empty(device="cpu")
@@ -150,6 +178,7 @@ class StreamedModel:
             InputError: a model whose blocks get other inputs that depend on the tokens.
         """
         decoder = getattr(self.model, self.model.base_model_prefix)
+        self.check_outside()
         outside = {
             n: m for n, m in self.outside_modules().items() if m is not self.model.get_output_embeddings()
         }

@@ -18,6 +18,8 @@ def print_prediction(f: dict[str, Any]) -> None:
     if f["file_bits_per_weight"] != f["bits_per_weight"]:
         typer.echo(f"  all widths      {f['file_bits_per_weight']:.3f} in the file")
     typer.echo(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
+    if f["scratch_disk_bytes"]:
+        typer.echo(f"scratch disk      {f['scratch_disk_bytes'] / 1e6:.0f} MB until the run ends")
     typer.echo(f"free disk         {f['free_disk_bytes'] / 1e6:.0f} MB")
     typer.echo(f"peak memory       about {f['peak_memory_bytes'] / 1e6:.0f} MB")
     typer.echo(f"time              about {f['seconds']:.0f} s on this machine")

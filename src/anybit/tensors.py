@@ -278,7 +278,8 @@ def validate(name: str, packed: PackedWeight) -> None:
     layout = packed.layout
     for i, tile in enumerate(layout["tiles"]):
         refuse = _refusal(f"{name}.{tile_prefix(i, len(layout['tiles']))}")
-        FORMATS[tile["format"]].check_tensors(tile, tile_tensors(packed, i), refuse)
+        r, c = tile.get("rows", layout["shape"][0]), tile.get("cols", layout["shape"][1])
+        FORMATS[tile["format"]].check_tensors(tile, tile_tensors(packed, i), r, c, refuse)
     if "sparse" in layout:
         refuse = _refusal(f"{name}.sparse.")
         Sparse.check_tensors(sparse_tensors(packed), tuple(layout["shape"]), refuse)

@@ -65,8 +65,17 @@ class ArtifactWriter:
     def __enter__(self) -> ArtifactWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._journal.close()
+        if (
+            kind is not None
+            and issubclass(kind, InputError)
+            and not self.finished
+            and not self.has_statistics()
+        ):
+            shutil.rmtree(
+                self.folder, ignore_errors=True
+            )  # refused before anything was made: nothing to resume
 
     def _lock(self) -> None:
         try:
@@ -126,7 +135,10 @@ class ArtifactWriter:
                     f"the disk is full ({free / 1e6:.0f} MB free at {self.work}): make room and run the same "
                     f"command again; {len(self.finished)} of {self.shards} shards are kept"
                 ) from error
-            raise
+            raise InputError(
+                f"{path.name} cannot be written to {self.work} ({error}): mend that and run the same command again; "
+                f"{len(self.finished)} of {self.shards} shards are kept"
+            ) from error
         temporary.chmod(0o644)  # safetensors makes files that only their owner reads
         os.replace(temporary, path)
         _sync(self.work)
@@ -173,6 +185,7 @@ class ArtifactWriter:
 
     def _publish(self) -> None:
         """Rename the finished directory to OUT; a rerun completes what a kill in between leaves."""
+        self._drop_statistics()
         replaced = self.folder / "replaced"
         if self.out.exists() and any(self.out.iterdir()):
             _remove(replaced)
@@ -180,7 +193,6 @@ class ArtifactWriter:
         self.work.rename(self.out)
         _sync(self.out.parent)
         _remove(replaced)
-        self._drop_statistics()
         self._journal.close()  # some network file systems keep the name of an open file
         _remove(self.folder / JOURNAL)
         with contextlib.suppress(OSError):  # OUT is complete, whatever else lies in the folder
@@ -219,7 +231,9 @@ def check_output(out: Path, overwrite: bool) -> None:
 
 def finished_bytes(out: Path) -> int:
     """Bytes that an unfinished run has written already, which its repetition need not find room for."""
-    return sum(path.stat().st_size for path in partial_folder(out).glob("artifact/*"))
+    folder = partial_folder(out)
+    shards = sum(path.stat().st_size for path in folder.glob("artifact/*"))
+    return shards + sum(512 * path.stat().st_blocks for path in folder.glob(f"{STATISTICS}/*"))
 
 
 def shard_file(shard: int, shards: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class AnybitQuantizer(HfQuantizer):
             _swap_linear(model, name, layout, dtype)
         for name, layout in self.quantization_config.embeddings.items():
             _swap_embedding(model, name, layout, dtype)
+        _refuse_undescribed(model, self.quantization_config)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -77,6 +79,23 @@ def register() -> None:
     if QUANT_METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(QUANT_METHOD)(AnybitConfig)
         register_quantizer(QUANT_METHOD)(AnybitQuantizer)
+
+
+def _refuse_undescribed(model: Any, config: AnybitConfig) -> None:
+    """Refuse a config that lost layers: Transformers would give them random weights.
+
+    Raises:
+        InputError: a linear layer of a decoder block that is neither quantized nor stored as it is.
+    """
+    described = {**config.layers, **config.dense}
+    blocks = {match.group(1) for name in described if (match := re.match(r"(.+?)\.\d+\.", name))}
+    for name, module in model.named_modules():
+        inside = any(re.match(rf"{re.escape(prefix)}\.\d+\.", name) for prefix in blocks) or not described
+        if inside and isinstance(module, nn.Linear | Conv1D) and name not in described:
+            raise InputError(
+                f"config.json says nothing of {name}, a linear layer of this model: quantization_config is damaged; "
+                "copy the artifact again"
+            )
 
 
 def _swap_linear(model: Any, name: str, layout: dict[str, Any], dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.formats import Codebook, Float16, Sparse
+from anybit.formats import Codebook, Float16, Sparse, to_half
 from anybit.methods import kmeans
 from anybit.spec import LayerSpec
 from anybit.stats import LinearStats
@@ -101,7 +101,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
         tiles = [_cluster(weight, mask, chosen, width, spec) for width, chosen in channels.items()]
     if kept:
         cols = order[shape[1] - kept :].sort().values
-        tiles.append(Float16(_half(weight[:, cols]), cols=cols.to(torch.int32)))  # type: ignore[arg-type]
+        tiles.append(Float16(to_half(weight[:, cols]), cols=cols.to(torch.int32)))  # type: ignore[arg-type]
     sparse = None
     if mask is not None:
         sparse = Sparse.of(weight - QuantizedWeight(shape, tuple(tiles)).dequantize(), mask)
@@ -123,10 +123,3 @@ def _worst(spec: LayerSpec, shape: tuple[int, int]) -> int:
     """Weights that a first clustering represents worst; no more than there are beside the float16 channels."""
     _, kept = allocation(spec, shape[1])
     return min(round(spec.error_outliers * shape[0] * shape[1]), shape[0] * (shape[1] - kept))
-
-
-def _half(values: Tensor) -> Tensor:
-    half = values.half()
-    if not torch.isfinite(half).all():
-        raise InputError(f"weights up to {float(values.abs().max()):.3g} are beyond float16's 65504")
-    return half

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.formats import Codebook
+from anybit.formats import Codebook, to_half
 from anybit.kernels import cpu
 
 
@@ -70,21 +70,20 @@ def codebook(
     entries = {b: min(2**b, m) if by_channel else 2**b for b in widths}
     scale = minimum = None
     if table_bits == 16:
-        tables = tuple(centroids[b][:, : entries[b]].half() for b in widths)
-        finite = all(bool(torch.isfinite(table).all()) for table in tables)
+        tables = tuple(to_half(centroids[b][:, : entries[b]]) for b in widths)
     else:
-        minimum = widest.amin(1).half()
-        spread = widest.amax(1) - minimum.float()
-        scale = (spread / (2**table_bits - 1)).half()
+        top = 2**table_bits - 1
+        minimum = to_half(widest.amin(1))
+        spread = (widest.amax(1) - minimum.float()).clamp(min=0)
+        scale = to_half(spread / top)
+        short = scale.float() * top < spread  # rounded down: the last entry would not reach the last centroid
+        scale = torch.where(short, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
         safe = torch.where(scale == 0, 1.0, scale.float())[:, None]
         tables = tuple(
             ((centroids[b][:, : entries[b]] - minimum.float()[:, None]) / safe)
             .round()
-            .clamp(0, 2**table_bits - 1)
+            .clamp(0, top)
             .to(torch.uint8)
             for b in widths
         )
-        finite = bool(torch.isfinite(minimum).all() and torch.isfinite(scale).all())
-    if not finite:
-        raise InputError(f"weights up to {float(widest.abs().max()):.3g} are beyond float16's 65504")
     return Codebook(tuple(widths), codes, tables, by_channel, table_bits, scale, minimum, cols=cols)
