@@ -450,7 +450,7 @@ def test_other_write_errors_are_not_called_a_full_disk(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(writer, "save_file", save)
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(InputError, match=r"cannot be written.*Input/output error"):
         write_all(tmp_path / "out")
 
 

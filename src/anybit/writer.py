@@ -120,7 +120,7 @@ class ArtifactWriter:
         """Write one shard whole or not at all.
 
         Raises:
-            InputError: the disk is full; what was finished stays and a rerun resumes.
+            InputError: the disk is full or refuses the file; what was finished stays and a rerun resumes.
         """
         path = self.work / self.file(shard)
         temporary = path.with_suffix(".tmp")
