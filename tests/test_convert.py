@@ -426,6 +426,8 @@ METHODS = {
     "rtn": ["--method", "rtn", "--embed-bits", "8"],
     "gptq": ["--method", "gptq"],
     "gptq one-shot": ["--method", "gptq", "--one-shot", "--desc-act"],
+    "any-precision": ["--method", "any-precision", "--widths", "3,5"],
+    "cmpq": ["--method", "cmpq", "--bits", "2.5"],
 }
 Job = Callable[[str, str], list[str]]
 
@@ -434,7 +436,8 @@ Job = Callable[[str, str], list[str]]
 def arguments(model_dir: Callable[[str], Path], text_file: Path) -> Callable[[Path, str], list[str]]:
     def make(out: Path, method: str) -> list[str]:
         text = ["--samples", "6", "--seq-len", "64", "--calibration", str(text_file)]
-        options = ["--group-size", "32", "--threads", "1", *([] if method == "rtn" else text)]
+        group = ["--group-size", "32"] if method.startswith(("rtn", "gptq")) else []
+        options = ["--threads", "1", *group, *([] if method == "rtn" else text)]
         return [str(model_dir("llama")), "-o", str(out), *METHODS[method], *options]
 
     return make
