@@ -155,12 +155,8 @@ def inspect(path: Path, bits: int | None = None) -> dict[str, Any]:
         for name, shape in quantization["dense"].items()
     }
     layouts = {**quantization["layers"], **dense}
-    widths = sorted({b for layout in layouts.values() for b in stored_widths(layout)})
+    widths = check_width(path, layouts, bits)
     nested = len(widths) > 1
-    if bits is not None and bits not in widths:
-        if nested:
-            raise InputError(f"{path} has the widths {', '.join(map(str, widths))}, not {bits}")
-        raise InputError(f"{path} has one width: leave bits (--bits) out")
     weights = sum(prod(layout["shape"]) for layout in layouts.values())
 
     def read_at(width: int | None) -> dict[str, dict[str, Any]]:
@@ -190,6 +186,20 @@ def inspect(path: Path, bits: int | None = None) -> dict[str, Any]:
         "embeddings": [_describe(name, layout, checkpoint) for name, layout in embeddings.items()],
         "layers": [_describe(name, layout, checkpoint) for name, layout in chosen.items()],
     }
+
+
+def check_width(path: Path, layouts: Mapping[str, Mapping[str, Any]], bits: int | None) -> list[int]:
+    """The widths that an artifact's layers store, ascending; several for a nested one.
+
+    Raises:
+        InputError: `bits` is none of them.
+    """
+    widths = sorted({b for layout in layouts.values() for b in stored_widths(layout)})
+    if bits is not None and bits not in widths:
+        if len(widths) > 1:
+            raise InputError(f"{path} has the widths {', '.join(map(str, widths))}, not {bits}")
+        raise InputError(f"{path} has one width: leave bits (--bits) out")
+    return widths
 
 
 def _layer_bytes(name: str, layout: Mapping[str, Any], checkpoint: Checkpoint) -> int:

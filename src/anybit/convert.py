@@ -26,7 +26,7 @@ from anybit.errors import InputError
 from anybit.formats import GroupInt
 from anybit.methods import rtn
 from anybit.methods.registry import METHODS
-from anybit.plan import Plan, check_disk, make_plan
+from anybit.plan import Plan, check_disk, make_plan, scratch_bytes
 from anybit.progress import SILENT, Advance, Silent
 from anybit.spec import LayerSpec, QuantizeConfig, SpecMap, TileSpec
 from anybit.stats import GradientStats, LinearStats
@@ -88,7 +88,7 @@ def quantize(
     checkpoint = open_checkpoint(model)
     streamed = StreamedModel(checkpoint, compute_dtype())
     plan = make_plan(streamed, config, spec_map)
-    check_disk(plan, out, finished_bytes(out), 4 * plan.quantized_weights if config.gradients else 0)
+    check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, config))
     for note in checkpoint.notes():
         report.say(note)
     report.say(plan.coverage())
@@ -190,7 +190,7 @@ class _Run:
             f"{self.config.method} {len(self.streamed.blocks)} blocks", len(self.plan.layouts)
         )
         for i in range(len(self.streamed.blocks)):
-            linears = {n: m for n, m in self.streamed.linears(i).items() if n in self.plan.layouts}
+            linears = self._linears(i)
             if i + 1 in self.writer.finished:
                 advance(len(linears))
             else:
@@ -200,7 +200,7 @@ class _Run:
         """Quantize block i (or read it back if it is finished) and move the hidden states past it."""
         finished = i + 1 in self.writer.finished
         last = i + 1 == len(self.streamed.blocks)
-        linears = {n: m for n, m in self.streamed.linears(i).items() if n in self.plan.layouts}
+        linears = self._linears(i)
         if hidden is None or call is None:
             if not finished:
                 self._quantize_block(i, linears, {}, None)
@@ -221,6 +221,10 @@ class _Run:
                     _overwrite_weight(module, _stored_weight(name, self.plan.layouts[name], tensors))
                 del tensors
                 self._forward(block, hidden, call, True, advance)
+
+    def _linears(self, i: int) -> dict[str, nn.Module]:
+        """The layers of block i that are to be quantized."""
+        return {n: m for n, m in self.streamed.linears(i).items() if n in self.plan.layouts}
 
     def _collector(self, linears: Mapping[str, nn.Module]) -> Collector:
         hessian = self.config.method != "cmpq"  # which asks for channel norms only

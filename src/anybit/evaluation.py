@@ -160,7 +160,7 @@ def _window_length(models: Sequence[Any], seq_len: int, bos: int | None) -> tupl
     """Text tokens per window that leave room for BOS, and what to say about it."""
     if seq_len < 1:
         raise InputError(f"seq_len is {seq_len}; a window holds at least 1 token.")
-    known = [n for n in map(_max_positions, models) if n is not None]
+    known = [n for n in map(max_positions, models) if n is not None]
     limit = min(known, default=None)
     if limit is not None and seq_len > limit:
         raise InputError(
@@ -173,7 +173,8 @@ def _window_length(models: Sequence[Any], seq_len: int, bos: int | None) -> tupl
     return seq_len - 1, (f"windows carry {seq_len - 1} text tokens: BOS takes one of the {limit} positions",)
 
 
-def _max_positions(model: Any) -> int | None:
+def max_positions(model: Any) -> int | None:
+    """How many positions a model reaches; None where its config does not say."""
     return getattr(_text_config(model), "max_position_embeddings", None)
 
 

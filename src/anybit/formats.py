@@ -27,10 +27,10 @@ from anybit.codes import (
     unpack_planes,
 )
 from anybit.errors import InputError
+from anybit.spec import CODEBOOK_BITS
 
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # field -> dtype and shape
 Refuse = Callable[[str], None]  # raises InputError with a reason
-TABLE_BITS = (16, 8, 4)  # of a codebook's entries
 MAX_UINT16 = 65536  # input channels that 16-bit column indices reach
 
 
@@ -49,6 +49,13 @@ def to_half(values: Tensor) -> Tensor:
     if not torch.isfinite(half).all():
         raise InputError(f"values up to {float(values.abs().max()):.3g} are beyond float16's 65504")
     return half
+
+
+def decode_table(table: Tensor, scale: Tensor | None, minimum: Tensor | None) -> Tensor:
+    """Entries [n, entries] of a codebook's table: as they are without a scale [n], else `minimum + scale * code`."""
+    if scale is None or minimum is None:
+        return table
+    return minimum.float()[:, None] + scale.float()[:, None] * table.float()
 
 
 @dataclass(frozen=True)
@@ -153,19 +160,16 @@ class Codebook:
 
     def values(self, width: int) -> Tensor:
         """The table of a width, float32 [n, entries]."""
-        table = self.tables[self.widths.index(width)].float()
-        if self.table_scale is None or self.table_min is None:
-            return table
-        return self.table_min.float()[:, None] + self.table_scale.float()[:, None] * table
+        table = self.tables[self.widths.index(width)]
+        return decode_table(table, self.table_scale, self.table_min).float()
 
     @staticmethod
-    def read_table(tile: Mapping[str, Any], tensors: Mapping[str, Tensor], m: int) -> Tensor:
-        """The table of the tile's width from stored tensors, as it is (float16) or decoded (float32)."""
-        table = tensors[f"codebook_{tile['bits']}"]
+    def read_table(tile: Mapping[str, Any], tensors: Mapping[str, Tensor], width: int, m: int) -> Tensor:
+        """The table of a width from stored tensors [n, entries]: float16, or codes of `table_bits` bits."""
+        table = tensors[f"codebook_{width}"]
         if tile["table_bits"] == 16:
             return table
-        codes = unpack_bits(table, tile["table_bits"], Codebook.entries(tile, tile["bits"], m)).float()
-        return tensors["codebook_min"].float()[:, None] + tensors["codebook_scale"].float()[:, None] * codes
+        return unpack_bits(table, tile["table_bits"], Codebook.entries(tile, width, m))
 
     def dequantize(self, width: int | None = None) -> Tensor:
         """The tile's weights at a stored width (default: the widest), float32 [r, c]."""
@@ -215,16 +219,10 @@ class Codebook:
     @staticmethod
     def read(tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int) -> Codebook:
         m = r if tile["by_channel"] else c
-        tables = []
-        for width in tile["widths"]:
-            table = tensors[f"codebook_{width}"]
-            if tile["table_bits"] != 16:
-                table = unpack_bits(table, tile["table_bits"], Codebook.entries(tile, width, m))
-            tables.append(table)
         return Codebook(
             widths=tuple(tile["widths"]),
             codes=unpack_planes(tensors["planes"].view(torch.uint8), m),
-            tables=tuple(tables),
+            tables=tuple(Codebook.read_table(tile, tensors, width, m) for width in tile["widths"]),
             by_channel=tile["by_channel"],
             table_bits=tile["table_bits"],
             table_scale=tensors.get("codebook_scale"),
@@ -240,8 +238,8 @@ class Codebook:
             refuse(f"widths {widths!r} are not a list of widths from 1 to 8")
         if list(widths) != sorted(set(widths)) or tile.get("bits") != widths[-1]:
             refuse(f"widths {widths!r} must ascend to the tile's width, {tile.get('bits')!r}")
-        if tile.get("table_bits") not in TABLE_BITS or not isinstance(tile.get("by_channel"), bool):
-            refuse(f"tile {dict(tile)!r} needs table_bits of {TABLE_BITS} and by_channel true or false")
+        if tile.get("table_bits") not in CODEBOOK_BITS or not isinstance(tile.get("by_channel"), bool):
+            refuse(f"tile {dict(tile)!r} needs table_bits of {CODEBOOK_BITS} and by_channel true or false")
         if tile["by_channel"] and "rows" in tile:
             refuse("a codebook by channel holds all output rows, not some")
 
@@ -257,9 +255,7 @@ class Codebook:
             refuse("codebook_scale is negative")
         m = r if tile["by_channel"] else c
         for width in tile["widths"]:
-            table = tensors[f"codebook_{width}"]
-            if tile["table_bits"] != 16:
-                table = unpack_bits(table, tile["table_bits"], Codebook.entries(tile, width, m))
+            table = Codebook.read_table(tile, tensors, width, m)
             if not (table[:, 1:] >= table[:, :-1]).all():
                 refuse(f"codebook_{width} does not ascend")
         entries = Codebook.entries(tile, tile["bits"], m)

@@ -50,8 +50,7 @@ class PackedModule(nn.Module):
     def prepared(self) -> Prepared:
         """The weight bound to its kernel: at the first call, and anew after the buffers moved or the width changed."""
         if self._prepared is None:
-            packed = self.packed
-            self._prepared = Prepared(packed.at_width(self._bits) if len(self.widths) > 1 else packed)
+            self._prepared = Prepared(self.packed.at_width(self._bits))
         return self._prepared
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import anybit.integrations.transformers  # noqa: F401 - registers the quantizer
 from anybit import evaluation, texts
-from anybit.artifact import inspect, is_artifact, open_artifact, refuse_unfinished
+from anybit.artifact import check_width, inspect, is_artifact, open_artifact, refuse_unfinished
 from anybit.calibrate import load_whole
 from anybit.checkpoint import Checkpoint, open_checkpoint
 from anybit.errors import InputError
 from anybit.progress import SILENT, Silent
 from anybit.streaming import StreamedModel
-from anybit.tensors import QUANT_METHOD, at_width, stored_tensors, stored_widths
+from anybit.tensors import QUANT_METHOD, at_width, stored_tensors
 
 SEQ_LEN = 2048
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,13 +77,8 @@ def load(
 def _at_width(path: Path, quantization: dict[str, Any], checkpoint: Checkpoint, bits: int, dtype: str) -> Any:
     """A nested artifact at one width; of its other planes and tables nothing is read."""
     stored = quantization["layers"]
-    widths = {b for layout in stored.values() for b in stored_widths(layout)}
-    if len(widths) < 2:
-        if widths == {bits}:
-            return _from_pretrained(path, dtype, path)
-        raise InputError(f"{path} has one width: leave bits (--bits) out")
-    if bits not in widths:
-        raise InputError(f"{path} has the widths {', '.join(map(str, sorted(widths)))}, not {bits}")
+    if len(check_width(path, stored, bits)) < 2:
+        return _from_pretrained(path, dtype, path)
     layers = {name: at_width(layout, bits) for name, layout in stored.items()}
     wanted = {f"{n}.{f}": shape for n, x in layers.items() for f, (_, shape) in stored_tensors(x).items()}
     others = {f"{n}.{f}" for n, x in stored.items() for f in stored_tensors(x)} - wanted.keys()
@@ -206,8 +201,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     loaded = load(model, bits=bits, dtype=dtype, device=device, report=report)
     reference = load(base, dtype=dtype, device=device, report=report) if base is not None else None
     if seq_len is None:
-        limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None) or SEQ_LEN
-        seq_len = min(SEQ_LEN, limit)
+        seq_len = min(SEQ_LEN, evaluation.max_positions(loaded) or SEQ_LEN)
     advance: Any = None
 
     def progress(done: int, total: int) -> None:

@@ -261,9 +261,14 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
         "size_bytes": plan.size_bytes,
         "seconds": seconds,
         "peak_memory_bytes": int(IMPORT_BYTES + max(2 * embedding, working) + activations),
-        "scratch_disk_bytes": 4 * plan.quantized_weights if config.gradients else 0,
+        "scratch_disk_bytes": scratch_bytes(plan, config),
         "free_disk_bytes": free,
     }
+
+
+def scratch_bytes(plan: Plan, config: QuantizeConfig) -> int:
+    """What a run keeps on disk until its end: the float32 Fisher information, where a method needs it."""
+    return 4 * plan.quantized_weights if config.gradients else 0
 
 
 def check_disk(plan: Plan, out: Path, done_bytes: int = 0, scratch_bytes: int = 0) -> None:

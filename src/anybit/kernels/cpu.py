@@ -37,8 +37,8 @@ def cpu_features() -> dict[str, bool]:
     return _native.cpu_features()
 
 
-class GroupInt:
-    """One tile in format "group int", bound once to the tensors that hold it (`group_int` makes it)."""
+class _Tile:
+    """A tile's native object, which multiplies with it."""
 
     __slots__ = ("_native", "columns", "rows")
 
@@ -62,6 +62,12 @@ class GroupInt:
         # numpy views cost a third of what DLPack does at each call
         self._native.matmul(x.detach().numpy(), y.numpy(), threads or torch.get_num_threads(), isa)
 
+
+class GroupInt(_Tile):
+    """One tile in format "group int", bound once to the tensors that hold it (`group_int` makes it)."""
+
+    __slots__ = ()
+
     def dequantize(
         self, dtype: torch.dtype = torch.float32, threads: int | None = None, isa: str | None = None
     ) -> Tensor:
@@ -72,24 +78,14 @@ class GroupInt:
         return out.to(dtype)
 
 
-class Codebook:
+class Codebook(_Tile):
     """One tile in format "codebook", bound once to the tensors that hold it (`codebook` makes it)."""
 
-    __slots__ = ("_native", "by_channel", "columns", "rows")
+    __slots__ = ("by_channel",)
 
     def __init__(self, native: Any, rows: int, columns: int, by_channel: bool) -> None:
-        self._native = native
-        self.rows = rows  # n
-        self.columns = columns  # m
+        super().__init__(native, rows, columns)  # n and m: W [out, in] is the transposed table by channel
         self.by_channel = by_channel
-
-    def matmul(self, x: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None) -> None:
-        """`y[:, rows] += x @ W.T` as in `GroupInt.matmul`; W [out, in] is the transposed table by channel.
-
-        Raises:
-            ValueError: wrong dtype, shape, layout or device; rows beyond `out`.
-        """
-        self._native.matmul(x.detach().numpy(), y.numpy(), threads or torch.get_num_threads(), isa)
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, threads: int | None = None, isa: str | None = None

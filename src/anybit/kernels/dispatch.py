@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anybit.codes import unpack_codes
-from anybit.formats import Codebook, Float16, Sparse
+from anybit.formats import Codebook, Float16, Sparse, decode_table
 from anybit.kernels import cpu, reference
 from anybit.tensors import PackedWeight, place, sparse_tensors, tile_tensors
 
@@ -51,7 +51,8 @@ class Prepared:
             return cpu.Float16(fields["values"], rows)
         if tile["format"] == Codebook.NAME:
             m = tile.get("rows", self.out_features) if tile["by_channel"] else columns
-            table = Codebook.read_table(tile, fields, m)
+            table = Codebook.read_table(tile, fields, tile["bits"], m)
+            table = decode_table(table, fields.get("codebook_scale"), fields.get("codebook_min"))
             return cpu.codebook(fields["planes"], table, rows, columns=m, by_channel=tile["by_channel"])
         zeros = fields.get("zeros")
         return cpu.group_int(
