@@ -8,6 +8,7 @@ Table 1: bytes of width sets; 2: GPTQ with incremental upscaling; 3: upscaled ag
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -138,6 +139,7 @@ def uniform_gptq(weight: Tensor, hessian: Tensor, bits: int, parents: Tensor | N
     return codes, dense
 
 
+@functools.cache
 def parents_of(lab: Lab) -> dict[str, QuantizedWeight]:
     fisher = lab.fisher(lab.tokens())
     return {
@@ -148,13 +150,10 @@ def parents_of(lab: Lab) -> dict[str, QuantizedWeight]:
 def table_3(lab: Lab) -> None:
     """Incremental upscaling (one parent) against independent clustering at each width."""
     lab.measure("base", lambda: None)
-    parents: dict[str, QuantizedWeight] = {}
 
     def upscaled(bits: int) -> Callable[[], dict[str, QuantizedWeight]]:
         def run() -> dict[str, QuantizedWeight]:
-            if not parents:
-                parents.update(parents_of(lab))
-            return {name: of_width(parent, bits) for name, parent in parents.items()}
+            return {name: of_width(parent, bits) for name, parent in parents_of(lab).items()}
 
         return run
 
@@ -187,17 +186,14 @@ def table_4(lab: Lab) -> None:
         print("table 4 needs --tasks-dir")
         return
     names = tuple(lab.args.tasks)
-    parents: dict[str, QuantizedWeight] = {}
     print(f"\n| width | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}")
     for bits in (3, 4, 6, 8, 16):
         key = f"table 4: {bits} limit {lab.args.limit}"
         if key not in lab.rows:
-            if not parents and bits < 16:
-                parents.update(parents_of(lab))
             if bits == 16:
                 lab.restore()
             else:
-                lab.put({name: of_width(parent, bits) for name, parent in parents.items()})
+                lab.put({name: of_width(parent, bits) for name, parent in parents_of(lab).items()})
             prepared = lm_eval.prepare(names, tasks_dir=folder, limit=lab.args.limit)
             lab.keep(
                 {"key": key, "tasks": lm_eval.run_prepared(lab.model, lab.tokenizer, prepared, batch_size=8)}

@@ -40,7 +40,7 @@ def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
         tiles.append({"format": Float16.NAME, "bits": 16, "cols": kept})
     if len(tiles) == 1:
         del tiles[0]["cols"]  # all channels, in natural order
-    worst = _worst(spec, shape)
+    worst = _worst(spec, shape, kept)
     made: dict[str, Any] = {"shape": list(shape), "tiles": tiles}
     return made | {"sparse": worst} if worst else made
 
@@ -88,20 +88,20 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     shape = (weight.shape[0], weight.shape[1])
     counts, kept = allocation(spec, shape[1])
     order = torch.argsort(stats.squares.cpu(), stable=True)  # ascending norms: narrow widths first
-    channels = dict(zip(counts, order[: shape[1] - kept].split(list(counts.values()))))
+    coded, outliers = order[: shape[1] - kept], order[shape[1] - kept :].sort().values
+    channels = dict(zip(counts, coded.split(list(counts.values()))))
     channels = {width: chosen.sort().values for width, chosen in channels.items()}
     tiles = [_cluster(weight, None, chosen, width, spec) for width, chosen in channels.items()]
-    mask, worst = None, _worst(spec, shape)
+    mask, worst = None, _worst(spec, shape, kept)
     if worst:
         error = (weight - QuantizedWeight(shape, tuple(tiles)).dequantize()).abs()
-        error[:, order[shape[1] - kept :]] = -1  # these stay as they are
+        error[:, outliers] = -1  # these stay as they are
         mask = torch.zeros(weight.numel(), dtype=torch.bool)
         mask[error.flatten().topk(worst).indices] = True
         mask = mask.view(shape)
         tiles = [_cluster(weight, mask, chosen, width, spec) for width, chosen in channels.items()]
     if kept:
-        cols = order[shape[1] - kept :].sort().values
-        tiles.append(Float16(to_half(weight[:, cols]), cols=cols.to(torch.int32)))  # type: ignore[arg-type]
+        tiles.append(Float16(to_half(weight[:, outliers]), cols=outliers.to(torch.int32)))  # type: ignore[arg-type]
     sparse = None
     if mask is not None:
         sparse = Sparse.of(weight - QuantizedWeight(shape, tuple(tiles)).dequantize(), mask)
@@ -119,7 +119,6 @@ def _cluster(weight: Tensor, mask: Tensor | None, channels: Tensor, width: int, 
     )
 
 
-def _worst(spec: LayerSpec, shape: tuple[int, int]) -> int:
-    """Weights that a first clustering represents worst; no more than there are beside the float16 channels."""
-    _, kept = allocation(spec, shape[1])
+def _worst(spec: LayerSpec, shape: tuple[int, int], kept: int) -> int:
+    """Weights that a first clustering represents worst; no more than there are beside `kept` float16 channels."""
     return min(round(spec.error_outliers * shape[0] * shape[1]), shape[0] * (shape[1] - kept))
