@@ -36,7 +36,11 @@ def fisher_of(weight: torch.Tensor, seed: int = 1) -> GradientStats:
 
 
 def norms_of(weight: torch.Tensor, seed: int = 2) -> LinearStats:
-    return LinearStats(1, torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(seed)), None)
+    """Moments of inputs whose channels correlate and differ in size."""
+    n, generator = weight.shape[1], torch.Generator().manual_seed(seed)
+    x = torch.randn(8 * n, n, generator=generator) @ torch.randn(n, n, generator=generator) / n**0.5
+    x = x + torch.randn(8 * n, n, generator=generator) * (0.1 + torch.rand(n, generator=generator))
+    return LinearStats(len(x), x.square().sum(0), x.T @ x)
 
 
 def matrix(out: int, in_: int) -> torch.Tensor:
@@ -78,6 +82,8 @@ def test_rows_round_trip_and_multiply(shape: tuple[int, int], options: dict[str,
         {"bits": 4.0, "codebook_bits": 4},
         {"bits": 7.5, "channel_outliers": 0.0, "error_outliers": 0.0},
         {"bits": 5.0, "channel_outliers": 0.0, "error_outliers": 0.0},
+        {"bits": 2.3, "error_outliers": 0.02, "compensate": False},
+        {"bits": 3.0, "codebook_bits": 4, "compensate": False},
     ],
 )
 def test_channels_round_trip_and_multiply(shape: tuple[int, int], options: dict[str, Any]) -> None:
@@ -130,7 +136,7 @@ def test_channel_widths_follow_algorithm_1() -> None:
     weight = matrix(40, 400)
     stats = norms_of(weight)
     rank = stats.squares.argsort().argsort()
-    none = {"channel_outliers": 0.0, "error_outliers": 0.0}
+    none = {"channel_outliers": 0.0, "error_outliers": 0.0, "compensate": False}
     for bits, narrow in ((2.25, 300), (2.5, 200), (3.75, 100), (6.1, 360)):
         made = cmpq.quantize(weight, stats, spec(bits, **none))
         low, high = made.tiles
@@ -139,15 +145,39 @@ def test_channel_widths_follow_algorithm_1() -> None:
         assert set(rank[high.cols.long()].tolist()) == set(range(narrow, 400))  # type: ignore[union-attr]
     at_3 = cmpq.quantize(weight, stats, spec(3, **none)).tiles
     assert [(t.bits, len(t.cols)) for t in at_3] == [(2, 4), (3, 392), (4, 4)]  # type: ignore[arg-type]
-    kept = cmpq.quantize(weight, stats, spec(3)).tiles[-1]
+    kept = cmpq.quantize(weight, stats, spec(3, compensate=False)).tiles[-1]
     assert isinstance(kept, Float16)
     assert set(rank[kept.cols.long()].tolist()) == {398, 399}  # type: ignore[union-attr]
     assert torch.equal(kept.values, weight[:, kept.cols.long()].half())  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("options", [{"bits": 2.4}, {"bits": 3, "error_outliers": 0.01}])
+def test_compensation_lowers_the_output_error(options: dict[str, Any]) -> None:
+    weight = matrix(60, 120)
+    stats = norms_of(weight)
+    assert stats.hessian is not None
+
+    def error(compensate: bool) -> float:
+        made = cmpq.quantize(weight, stats, spec(**options, compensate=compensate))
+        delta = made.dequantize() - weight
+        return float((delta @ stats.hessian * delta).sum())  # type: ignore[operator]
+
+    assert error(True) < 0.8 * error(False)
+
+
+def test_compensation_needs_a_hessian() -> None:
+    weight = matrix(4, 40)
+    norms = LinearStats(1, norms_of(weight).squares, None)
+    cmpq.quantize(weight, norms, spec(3, compensate=False))
+    with pytest.raises(InputError, match="Hessian"):
+        cmpq.quantize(weight, norms, spec(3))
+
+
 def test_channels_with_fewer_weights_than_centroids_store_fewer() -> None:
     weight = matrix(5, 12)
-    made = cmpq.quantize(weight, norms_of(weight), spec(4, channel_outliers=0.0, error_outliers=0.0))
+    made = cmpq.quantize(
+        weight, norms_of(weight), spec(4, channel_outliers=0.0, error_outliers=0.0, compensate=False)
+    )
     (tile,) = made.tiles
     assert isinstance(tile, Codebook)
     assert tile.tables[0].shape == (12, 5)

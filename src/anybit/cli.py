@@ -131,6 +131,13 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
             f"[default: {DEFAULTS.error_outliers}]"
         ),
     ] = None,
+    compensate: Annotated[
+        bool | None,
+        typer.Option(
+            "--compensate/--no-compensate",
+            help="cmpq: make up for a channel's error in later ones. [default: compensate]",
+        ),
+    ] = None,
     embed_bits: Annotated[
         int, typer.Option(help="Embedding and head: 16, 8 or 4 bits.")
     ] = DEFAULTS.embed_bits,
@@ -154,7 +161,7 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     damp: Annotated[
         float | None,
         typer.Option(
-            help=f"GPTQ: share of the mean Hessian diagonal added to it. [default: {DEFAULTS.damp}]"
+            help=f"gptq, cmpq: share of the mean Hessian diagonal added to it. [default: {DEFAULTS.damp}]"
         ),
     ] = None,
     attention_weights: Annotated[
@@ -237,6 +244,7 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         magnitude_outliers=magnitude_outliers,
         channel_outliers=channel_outliers,
         error_outliers=error_outliers,
+        compensate=compensate,
     )
     unused = {
         name: value

@@ -227,7 +227,7 @@ class _Run:
         return {n: m for n, m in self.streamed.linears(i).items() if n in self.plan.layouts}
 
     def _collector(self, linears: Mapping[str, nn.Module]) -> Collector:
-        hessian = self.config.method != "cmpq"  # which asks for channel norms only
+        hessian = self.config.hessians
         return Collector(linears, hessian=hessian, attention=hessian and self.config.attention_weights)
 
     def _forward(

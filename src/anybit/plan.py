@@ -17,9 +17,9 @@ from anybit.errors import InputError
 from anybit.footprint import overhead_bytes
 from anybit.methods.registry import METHODS
 from anybit.spec import (
+    CODEBOOK_METHODS,
     EMBED_GROUP_SIZE,
     METHOD_WIDTHS,
-    UNIFORM_METHODS,
     USED_BY,
     LayerSpec,
     QuantizeConfig,
@@ -240,12 +240,12 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
     working = block_weights * streamed.dtype.itemsize + largest * 4 * 5
     forwards: float = 1 if config.unquantized_inputs else 2
     moments = sweep = clustering = 0.0
-    if config.method in UNIFORM_METHODS:
+    if config.hessians and not config.gradients:
         working += widest**2 * 4 * 5
         moments = 2 * tokens * sum(n**2 for n in {shape[1] for shape in shapes.values()}) * 1.5
-        if config.method == "gptq":
+        if config.method != "rtn":
             sweep = 2.0 * sum(s[0] * s[1] ** 2 + s[1] ** 3 for s in shapes.values()) / blocks
-    else:
+    if config.method in CODEBOOK_METHODS:
         seed = min(config.widths) if config.nested else config.bits or 4
         clustering = CLUSTERING * 2 ** max(0.0, seed - 3) * plan.quantized_weights / torch.get_num_threads()
     if config.gradients:

@@ -43,12 +43,14 @@ CODEBOOK_BITS = (16, 8, 4)
 UNIFORM_METHODS = ("rtn", "gptq")
 # Methods that look at an option; the options that are not here concern all of them.
 USED_BY = {
-    **dict.fromkeys(("group_size", "symmetric", "clip", "attention_weights", "one_shot"), UNIFORM_METHODS),
-    **dict.fromkeys(("desc_act", "damp", "group_reorder"), ("gptq",)),
+    **dict.fromkeys(("group_size", "symmetric", "clip"), UNIFORM_METHODS),
+    **dict.fromkeys(("attention_weights", "one_shot"), (*UNIFORM_METHODS, "cmpq")),
+    **dict.fromkeys(("desc_act", "group_reorder"), ("gptq",)),
+    "damp": ("gptq", "cmpq"),
     "widths": ("any-precision",),
     "codebook_bits": CODEBOOK_METHODS,
     **dict.fromkeys(("sensitive_outliers", "magnitude_outliers"), ("squeezellm",)),
-    **dict.fromkeys(("channel_outliers", "error_outliers"), ("cmpq",)),
+    **dict.fromkeys(("channel_outliers", "error_outliers", "compensate"), ("cmpq",)),
 }
 NESTED_WIDTHS = (3, 4, 5, 6, 7, 8)
 EMBED_BITS = (4, 8, 16)
@@ -97,6 +99,7 @@ class LayerSpec:
     error_outliers: float = (
         0.0005  # cmpq: share of weights kept sparsely, those a first clustering misses most
     )
+    compensate: bool = True  # cmpq: what a channel loses is compensated in those clustered later
     extremes: bool = True  # cmpq, at 3 bits: the top 1 % of channels get 4 bits, the bottom 1 % get 2
 
     @staticmethod
@@ -130,6 +133,7 @@ class QuantizeConfig:
     magnitude_outliers: float = 0.0
     channel_outliers: float = 0.0045  # cmpq: see LayerSpec
     error_outliers: float = 0.0005
+    compensate: bool = True
 
     def __post_init__(self) -> None:
         check_method(self.method)
@@ -195,7 +199,12 @@ class QuantizeConfig:
     @property
     def unquantized_inputs(self) -> bool:
         """Whether blocks are calibrated on what the unquantized model hands them."""
-        return self.one_shot or self.method == "cmpq"
+        return self.one_shot or (self.method == "cmpq" and not self.compensate)
+
+    @property
+    def hessians(self) -> bool:
+        """Whether calibration collects whole second moments, not only the channels' norms."""
+        return self.method != "cmpq" or self.compensate
 
     def layer_spec(self) -> LayerSpec:
         return LayerSpec(
@@ -210,6 +219,7 @@ class QuantizeConfig:
             magnitude_outliers=self.magnitude_outliers,
             channel_outliers=self.channel_outliers,
             error_outliers=self.error_outliers,
+            compensate=self.compensate,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -3,10 +3,15 @@
 Input channels get widths by their activation norm (algorithm 1, extended from 2..4 bits to 2..8), each channel a
 codebook over its output weights (section 3.2.1). Two kinds of outliers stay float16 (section 3.2.2): whole channels
 with the largest activations, and the weights that a first clustering represents worst.
+
+Beyond the paper (`compensate`): channels are clustered one after another, and what each loses is compensated in those
+not yet clustered, as GPTQ does (arXiv:2210.17323, algorithm 1). Every channel has its own codebook, so any order is
+free: the largest norms first, and the float16 channels, which lose nothing, last.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +20,7 @@ from torch import Tensor
 from anybit.errors import InputError
 from anybit.formats import Codebook, Float16, Sparse, to_half
 from anybit.methods import kmeans
+from anybit.methods.gptq import BLOCK, inverse_factor
 from anybit.spec import LayerSpec
 from anybit.stats import LinearStats
 from anybit.tensors import QuantizedWeight
@@ -77,28 +83,34 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
 
     Args:
         weight: float32 [out, in].
-        stats: with the squared activation norms [in].
-        spec: `tiles[0].bits`, the average width; outlier shares; `codebook_bits`.
+        stats: with the squared activation norms [in], and to compensate with the Hessian [in, in].
+        spec: `tiles[0].bits`, the average width; outlier shares; `codebook_bits`; `compensate`, `damp`.
 
     Raises:
-        InputError: no statistics; see `kmeans.cluster`.
+        InputError: no statistics; see `kmeans.cluster` and `gptq.inverse_factor`.
     """
     if stats is None:
         raise InputError("CMPQ needs the norms of the layer's inputs: calibrate first")
+    if spec.compensate and stats.hessian is None:
+        raise InputError("compensating errors needs the Hessian of the layer's inputs: calibrate with it")
     shape = (weight.shape[0], weight.shape[1])
     counts, kept = allocation(spec, shape[1])
     order = torch.argsort(stats.squares.cpu(), stable=True)  # ascending norms: narrow widths first
     coded, outliers = order[: shape[1] - kept], order[shape[1] - kept :].sort().values
     channels = dict(zip(counts, coded.split(list(counts.values()))))
     channels = {width: chosen.sort().values for width, chosen in channels.items()}
-    tiles = [_cluster(weight, None, chosen, width, spec) for width, chosen in channels.items()]
     mask, worst = None, _worst(spec, shape, kept)
+    if worst or not spec.compensate:
+        tiles = [_cluster(weight, None, chosen, width, spec) for width, chosen in channels.items()]
     if worst:
         error = (weight - QuantizedWeight(shape, tuple(tiles)).dequantize()).abs()
         error[:, outliers] = -1  # these stay as they are
         mask = torch.zeros(weight.numel(), dtype=torch.bool)
         mask[error.flatten().topk(worst).indices] = True
         mask = mask.view(shape)
+    if spec.compensate and stats.hessian is not None:
+        tiles, weight = _compensated(weight, mask, stats.hessian, order, channels, spec)
+    elif mask is not None:
         tiles = [_cluster(weight, mask, chosen, width, spec) for width, chosen in channels.items()]
     if kept:
         tiles.append(Float16(to_half(weight[:, outliers]), cols=outliers.to(torch.int32)))  # type: ignore[arg-type]
@@ -116,6 +128,68 @@ def _cluster(weight: Tensor, mask: Tensor | None, channels: Tensor, width: int, 
     cols = channels.to(torch.int32) if len(channels) < weight.shape[1] else None
     return kmeans.codebook(
         codes, centroids, (width,), table_bits=spec.codebook_bits, by_channel=True, cols=cols
+    )
+
+
+def _compensated(
+    weight: Tensor,
+    mask: Tensor | None,
+    hessian: Tensor,
+    order: Tensor,  # int64 [in], channels by ascending norm: the coded ones, then the float16 ones
+    channels: dict[int, Tensor],
+    spec: LayerSpec,
+) -> tuple[list[Codebook], Tensor]:
+    """Cluster channel after channel, each error compensated in those to come: the tiles, and what they stand for.
+
+    The second result [out, in] is `weight` with all compensation in it: what float16 channels and masked weights
+    are to be stored as.
+    """
+    width_of = {int(channel): width for width, chosen in channels.items() for channel in chosen}
+    coded = len(width_of)
+    order = torch.cat([order[:coded].flip(0), order[coded:]])
+    factor = inverse_factor(hessian, order, spec.damp)
+    work = weight.T[order]  # [in, out]: a channel is a contiguous row
+    done: dict[int, Codebook] = {}
+    for a in range(0, coded, BLOCK):
+        b = min(a + BLOCK, coded)
+        errors = torch.empty(b - a, weight.shape[0])
+        for j in range(a, b):
+            channel = int(order[j])
+            tile = _cluster(
+                work[j : j + 1].T,
+                None if mask is None else mask[:, channel : channel + 1],
+                torch.zeros(1, dtype=torch.int64),
+                width_of[channel],
+                spec,
+            )
+            error = (work[j] - tile.dequantize()[:, 0]) / factor[j, j]
+            if mask is not None:
+                error[mask[:, channel]] = 0
+            work[j + 1 : b].addr_(factor[j, j + 1 : b], error, alpha=-1)
+            errors[j - a] = error
+            done[channel] = tile
+        work[b:].addmm_(factor[a:b, b:].T, errors, alpha=-1)
+    target = torch.empty_like(weight)
+    target[:, order] = work.T
+    return [
+        _joined([done[int(c)] for c in chosen], chosen, weight.shape[1]) for chosen in channels.values()
+    ], target
+
+
+def _joined(tiles: list[Codebook], channels: Tensor, in_features: int) -> Codebook:
+    """One tile of single channels of the same width."""
+    first = tiles[0]
+
+    def along(name: str) -> Tensor | None:
+        return None if getattr(first, name) is None else torch.cat([getattr(t, name) for t in tiles])
+
+    return replace(
+        first,
+        codes=torch.cat([t.codes for t in tiles]),
+        tables=(torch.cat([t.tables[0] for t in tiles]),),
+        table_scale=along("table_scale"),
+        table_min=along("table_min"),
+        cols=channels.to(torch.int32) if len(channels) < in_features else None,
     )
 
 
