@@ -1,5 +1,6 @@
 // The Python module anybit._native: checks every array before a kernel sees its pointer, words the errors,
 // releases the GIL and splits the rows over threads.
+#include "int_dot.h"
 #include "kernels.h"
 #include "moments.h"
 #include "thread_pool.h"
@@ -39,9 +40,9 @@ constexpr int64_t MAX_SIZE = int64_t(1) << 31; // rows, columns: keeps every pro
 
 // ---- checks ---------------------------------------------------------------------------------------------
 
-enum class Type { u8, u16, u32, i32, f16, bf16, f32, other };
+enum class Type { u8, i8, u16, u32, i32, f16, bf16, f32, other };
 
-const char* const TYPE_NAMES[] = {"uint8", "uint16", "uint32", "int32", "float16", "bfloat16", "float32", "another dtype"};
+const char* const TYPE_NAMES[] = {"uint8", "int8", "uint16", "uint32", "int32", "float16", "bfloat16", "float32", "another dtype"};
 
 Type type_of(nb::dlpack::dtype dtype) {
     using Code = nb::dlpack::dtype_code;
@@ -49,6 +50,7 @@ Type type_of(nb::dlpack::dtype dtype) {
         return dtype.code == static_cast<uint8_t>(code) && dtype.bits == bits && dtype.lanes == 1;
     };
     if (is(Code::UInt, 8)) return Type::u8;
+    if (is(Code::Int, 8)) return Type::i8;
     if (is(Code::UInt, 16)) return Type::u16;
     if (is(Code::UInt, 32)) return Type::u32;
     if (is(Code::Int, 32)) return Type::i32;
@@ -122,6 +124,12 @@ int check_threads(int64_t threads) {
 
 const Kernels& check_isa(const std::optional<std::string>& isa) {
     const Kernels* kernels = kernels_for(isa ? isa->c_str() : nullptr);
+    if (kernels == nullptr) refuse("isa '" + *isa + "' is unknown or not what this machine has");
+    return *kernels;
+}
+
+const IntKernels& check_int_isa(const std::optional<std::string>& isa) {
+    const IntKernels* kernels = int_kernels_for(isa ? isa->c_str() : nullptr);
     if (kernels == nullptr) refuse("isa '" + *isa + "' is unknown or not what this machine has");
     return *kernels;
 }
@@ -216,6 +224,46 @@ public:
                 kernels.matmul(t_, scratch.get(), tokens, to + first * out, out, begin, end);
             });
         }
+    }
+
+    // Whether `int_matmul` takes the tile: codes that a byte holds whole, groups that begin at a byte.
+    bool takes_ints() const {
+        return (t_.bits == 8 || (t_.bits == 4 && (t_.groups == 1 || t_.group_size % 2 == 0))) &&
+               (t_.group_size < t_.columns ? t_.group_size : t_.columns) <= MAX_INT_GROUP;
+    }
+
+    void int_matmul(const Input& x, const Input& scales, const Output& y, int64_t threads,
+                    const std::optional<std::string>& isa) const {
+        const IntKernels& kernels = check_int_isa(isa);
+        const int used = check_threads(threads);
+        if (!takes_ints()) refuse("this tile has no integer kernel: 4 or 8 bits and groups of even size have one");
+        const int64_t m = size_of("x", x, 0, 2);
+        check("x", x, {Type::i8}, {m, t_.columns}, Layout::dense);
+        check("scales", scales, {Type::f32}, {m, t_.groups}, Layout::dense);
+        check("y", y, {Type::f32}, {m, out_rows_.given() ? -1 : t_.rows}, Layout::dense);
+        const int64_t out = static_cast<int64_t>(y.shape(1));
+        out_rows_.check_below(out);
+        const int8_t* from = static_cast<const int8_t*>(x.data());
+        float* to = static_cast<float*>(y.data());
+        const float* x_scales = static_cast<const float*>(scales.data());
+        nb::gil_scoped_release release;
+        const int64_t width = kernels.columns(t_);
+        const Scratch scratch = make_scratch((m * width + 3) / 4 + m * t_.groups);
+        auto* sums = reinterpret_cast<int32_t*>(scratch.get());
+        auto* prepared = reinterpret_cast<int8_t*>(scratch.get() + m * t_.groups);
+        for (int64_t k = 0; k < m; ++k)
+            for (int64_t j = 0, g = 0; g < t_.groups; ++g) {
+                const int64_t end = g + 1 == t_.groups ? t_.columns : j + t_.group_size;
+                int32_t sum = 0;
+                for (; j < end; ++j) sum += from[k * t_.columns + j];
+                sums[k * t_.groups + g] = sum;
+            }
+        kernels.prepare(t_, from, m, prepared);
+        const IntInputs inputs{x_scales, sums, m};
+        const int64_t piece = piece_of(t_.rows, ROW_BLOCK, t_.rows * t_.columns, used);
+        parallel_for(t_.rows, piece, used, [&](int64_t begin, int64_t end) {
+            kernels.matmul(t_, inputs, prepared, to, out, begin, end);
+        });
     }
 
     void dequantize(const Output& out, int64_t threads, const std::optional<std::string>& isa) const {
@@ -437,6 +485,32 @@ void kmeans(const Input& weight, const std::optional<Input>& importance, int64_t
     });
 }
 
+void quantize_activations(const Input& x, const std::optional<Input>& clip, const std::optional<Input>& fixed,
+                          int64_t bits, int64_t group_size, const Output& codes, const Output& scales,
+                          const std::optional<std::string>& isa) {
+    const IntKernels& kernels = check_int_isa(isa);
+    if (bits < 2 || bits > 8) refuse("bits is " + std::to_string(bits) + ", expected 2 to 8");
+    if (group_size < 1) refuse("group_size is " + std::to_string(group_size) + ", expected at least 1");
+    if (bool(clip) == bool(fixed)) refuse("give either clip or fixed");
+    check("x", x, {Type::f32}, {-1, -1}, Layout::dense_rows);
+    const int64_t m = static_cast<int64_t>(x.shape(0)), columns = static_cast<int64_t>(x.shape(1));
+    const int64_t groups = columns == 0 ? 0 : (columns - 1) / group_size + 1;
+    check("codes", codes, {Type::i8}, {m, columns}, Layout::dense);
+    check("scales", scales, {Type::f32}, {m, groups}, Layout::dense);
+    const Input& given = clip ? *clip : *fixed;
+    check(clip ? "clip" : "fixed", given, {Type::f16, Type::u16}, {groups}, Layout::dense);
+    const auto* table = static_cast<const uint16_t*>(given.data());
+    const ActivationGrid grid{static_cast<int>(bits), columns, group_size, clip ? table : nullptr,
+                              clip ? nullptr : table};
+    const int64_t stride = row_stride(m, x.stride(0), columns);
+    const float* from = static_cast<const float*>(x.data());
+    auto* q = static_cast<int8_t*>(codes.data());
+    float* s = static_cast<float*>(scales.data());
+    nb::gil_scoped_release release;
+    for (int64_t k = 0; k < m; ++k)
+        kernels.quantize_row(from + k * stride, grid, q + k * columns, s + k * groups);
+}
+
 bool has_moments() {
 #ifdef ANYBIT_X86
     const Features f = cpu_features();
@@ -484,6 +558,7 @@ nb::dict features() {
     d["avx512_vnni"] = f.avx512_vnni;
     d["avx512_bf16"] = f.avx512_bf16;
     d["avx512_vbmi"] = f.avx512_vbmi;
+    d["avx_vnni"] = f.avx_vnni;
     return d;
 }
 
@@ -493,6 +568,12 @@ NB_MODULE(_native, m) {
     m.doc() = "Kernels of anybit for the CPU. Arguments of the wrong dtype, shape or layout raise ValueError.";
     m.def("cpu_features", &features, "What this processor has of what kernels could use: {name: bool}.");
     m.def("isa", [] { return kernels_for(nullptr)->isa; }, "The instruction set chosen for this machine.");
+    m.def("int_isa", [] { return int_kernels_for(nullptr)->isa; },
+          "How integer dot products are computed on this machine.");
+    m.def("quantize_activations", &quantize_activations, nb::arg("x").noconvert(), nb::arg("clip").noconvert().none(),
+          nb::arg("fixed").noconvert().none(), nb::arg("bits"), nb::arg("group_size"), nb::arg("codes").noconvert(),
+          nb::arg("scales").noconvert(), nb::arg("isa") = nb::none(),
+          "Round x float32 [m, n] to codes int8 [m, n] and scales float32 [m, groups]; clip or fixed float16 [groups].");
     m.def("has_moments", &has_moments, "Whether this machine has what `moments` needs (AVX512-BF16).");
     m.def("moments", &moments, nb::arg("x").noconvert(), nb::arg("h").noconvert(), nb::arg("threads"),
           "h += x.T @ x, summed in float32; x bfloat16 (or its bits as uint16) [tokens, n], h float32 [n, n].");
@@ -517,6 +598,10 @@ NB_MODULE(_native, m) {
         .def("matmul", &BoundGroupInt::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(),
              nb::arg("threads"), nb::arg("isa") = nb::none(),
              "y[:, rows] += x @ W.T; x float32 [m, columns], y float32 [m, out].")
+        .def("takes_ints", &BoundGroupInt::takes_ints, "Whether `int_matmul` takes this tile.")
+        .def("int_matmul", &BoundGroupInt::int_matmul, nb::arg("x").noconvert(), nb::arg("scales").noconvert(),
+             nb::arg("y").noconvert(), nb::arg("threads"), nb::arg("isa") = nb::none(),
+             "y[:, rows] += (x * scales by group) @ W.T; x int8 [m, columns], scales float32 [m, groups].")
         .def("dequantize", &BoundGroupInt::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
              nb::arg("isa") = nb::none(), "out[r, columns] = W; float32, bfloat16 or its bits as uint16.");
     nb::class_<BoundCodebook>(m, "Codebook", "A tile in format \"codebook\", bound to the arrays that hold it.")

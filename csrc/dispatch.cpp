@@ -1,7 +1,11 @@
 // Which kernels run here: asked of the processor at run time, so that one build serves every machine.
+#include "int_dot.h"
 #include "kernels.h"
 
 #include <cstring>
+#ifdef ANYBIT_X86
+#include <cpuid.h>
+#endif
 
 namespace anybit {
 
@@ -9,6 +13,18 @@ namespace anybit {
     {#ISA,                 ISA::scratch_floats,    ISA::prepare,           ISA::matmul,                           \
      ISA::dequantize_f32,  ISA::dequantize_bf16,   ISA::gptq,              ISA::codebook_rows,                    \
      ISA::codebook_channels, ISA::codebook_decode, ISA::kmeans_scratch,    ISA::kmeans}
+
+#ifdef ANYBIT_X86
+namespace {
+
+// AVX-VNNI: bit 4 of EAX in leaf 7, subleaf 1. Compilers learned its name late; its registers are AVX2's.
+bool has_avx_vnni() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;
+}
+
+} // namespace
+#endif
 
 Features cpu_features() {
     Features f{};
@@ -24,6 +40,7 @@ Features cpu_features() {
     f.avx512_vnni = __builtin_cpu_supports("avx512vnni");
     f.avx512_bf16 = __builtin_cpu_supports("avx512bf16");
     f.avx512_vbmi = __builtin_cpu_supports("avx512vbmi");
+    f.avx_vnni = has_avx_vnni();
 #endif
     return f;
 }
@@ -38,6 +55,25 @@ const Kernels* kernels_for(const char* isa) {
     const bool has_avx2 = f.avx2 && f.fma && f.f16c;
     const bool has_avx512 = has_avx2 && f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq;
     if (has_avx512 && wanted("avx512")) return &avx512;
+    if (has_avx2 && wanted("avx2")) return &avx2;
+#endif
+    return wanted("portable") ? &portable : nullptr;
+}
+
+#define ANYBIT_INT_TABLE(ISA) {#ISA, ISA::int_columns, ISA::int_prepare, ISA::int_matmul, ISA::quantize_row}
+
+const IntKernels* int_kernels_for(const char* isa) {
+    static const IntKernels portable = ANYBIT_INT_TABLE(portable);
+    const auto wanted = [isa](const char* name) { return isa == nullptr || std::strcmp(isa, name) == 0; };
+#ifdef ANYBIT_X86
+    static const IntKernels avx2 = ANYBIT_INT_TABLE(avx2);
+    static const IntKernels avx_vnni = ANYBIT_INT_TABLE(avx_vnni);
+    static const IntKernels avx512_vnni = ANYBIT_INT_TABLE(avx512_vnni);
+    static const Features f = cpu_features();
+    const bool has_avx2 = f.avx2 && f.fma && f.f16c;
+    const bool has_avx512 = has_avx2 && f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq;
+    if (has_avx512 && f.avx512_vnni && wanted("avx512_vnni")) return &avx512_vnni;
+    if (has_avx2 && f.avx_vnni && wanted("avx_vnni")) return &avx_vnni;
     if (has_avx2 && wanted("avx2")) return &avx2;
 #endif
     return wanted("portable") ? &portable : nullptr;

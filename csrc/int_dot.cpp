@@ -1,0 +1,203 @@
+// Format "group int" with quantized activations: integer dot products group by group, scales after (the two-step
+// dequantization of MixLLM, arXiv:2412.14590, section 3.3).
+//
+// Compiled once per way of multiplying bytes: AVX-512 VNNI, AVX-VNNI, AVX2, and plain C++. Codes are unsigned and
+// activations signed, which is what these instructions want; the zero point enters the integer sum through the sum of
+// the group's activations, so the sum of a group is exact before it meets a float.
+#include "int_dot.h"
+#include "simd.h"
+
+namespace anybit::ANYBIT_ISA {
+namespace {
+
+constexpr float ROUND = 0x1.8p23f; // adding and subtracting it rounds to nearest even, below 2^22
+
+#if defined(ANYBIT_VNNI512)
+constexpr int64_t BYTES = 64;
+#elif defined(__AVX2__)
+constexpr int64_t BYTES = 32;
+#else
+constexpr int64_t BYTES = 16;
+#endif
+constexpr int64_t WORDS = BYTES / 4;
+
+typedef int32_t Sums __attribute__((vector_size(BYTES)));
+typedef float Totals __attribute__((vector_size(BYTES)));
+typedef uint8_t Codes __attribute__((vector_size(BYTES)));
+
+// sums[i] += the dot product of four codes with four activations.
+inline Sums dot(Sums sums, Codes codes, const int8_t* x) {
+#if defined(ANYBIT_VNNI512)
+    return reinterpret_cast<Sums>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(codes),
+                                                      load_as<__m512i>(x)));
+#elif defined(ANYBIT_VNNI256)
+    return reinterpret_cast<Sums>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sums),
+                                                          reinterpret_cast<__m256i>(codes), load_as<__m256i>(x)));
+#elif defined(__AVX2__)
+    // Pairs of products are summed in 16 bits, which 8-bit codes overflow: their halves do not.
+    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15), from = load_as<__m256i>(x);
+    const __m256i all = reinterpret_cast<__m256i>(codes);
+    const __m256i first = _mm256_maddubs_epi16(_mm256_and_si256(all, low), from);
+    const __m256i second = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(all, 4), low), from);
+    const __m256i high = _mm256_slli_epi32(_mm256_madd_epi16(second, ones), 4);
+    return sums + reinterpret_cast<Sums>(_mm256_add_epi32(_mm256_madd_epi16(first, ones), high));
+#else
+    for (int64_t i = 0; i < WORDS; ++i)
+        for (int64_t k = 0; k < 4; ++k) sums[i] += codes[4 * i + k] * x[4 * i + k];
+    return sums;
+#endif
+}
+
+// The same for codes below 16.
+inline Sums dot_nibbles(Sums sums, Codes codes, const int8_t* x) {
+#if defined(__AVX2__) && !defined(ANYBIT_VNNI256) && !defined(ANYBIT_VNNI512)
+    const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(codes), load_as<__m256i>(x));
+    return sums + reinterpret_cast<Sums>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#else
+    return dot(sums, codes, x);
+#endif
+}
+
+inline float sum_of(Totals v) {
+    float lane[WORDS], sum = 0;
+    __builtin_memcpy(lane, &v, sizeof v);
+    for (int64_t half = WORDS / 2; half > 1; half /= 2)
+        for (int64_t l = 0; l < half; ++l) lane[l] += lane[l + half];
+    sum = lane[0] + lane[1];
+    return sum;
+}
+
+// Columns of one vector of code bytes.
+int64_t block_columns(int bits) { return BYTES * 8 / bits; }
+
+// Blocks of a group, the last one perhaps not full; a tile's groups begin at whole blocks of their own.
+int64_t blocks_of(const GroupInt& t) { return ceil_div(least(t.group_size, t.columns), block_columns(t.bits)); }
+
+int zero_of(const GroupInt& t, int64_t row, int64_t g) {
+    return t.zeros == nullptr ? 1 << (t.bits - 1) : t.zeros[row * t.groups + g];
+}
+
+// Codes of block b of group g; bytes beyond the row or the group meet activations of 0, but must not be read.
+inline Codes load_codes(const GroupInt& t, int64_t row, int64_t g, int64_t b) {
+    const int64_t at = g * t.group_size * t.bits / 8 + b * BYTES, left = t.row_bytes - at;
+    const uint8_t* from = t.codes + row * t.row_bytes + at;
+    if (left >= BYTES) return load_as<Codes>(from);
+    Codes codes{};
+    __builtin_memcpy(&codes, from, static_cast<size_t>(left));
+    return codes;
+}
+
+template <int BITS, int R, int M>
+void dot_rows(const GroupInt& t, const IntInputs& in, const int8_t* x, int64_t x_stride, int64_t first, float* y,
+              int64_t y_stride, int64_t row) {
+    const int64_t blocks = blocks_of(t), per_block = block_columns(BITS);
+    Totals total[R][M] = {};
+    for (int64_t g = 0; g < t.groups; ++g) {
+        Sums sums[R][M] = {};
+        for (int i = 0; i < R; ++i)
+            for (int k = 0; k < M; ++k) sums[i][k][0] = -zero_of(t, row + i, g) * in.sums[(first + k) * t.groups + g];
+        const int64_t used = g + 1 == t.groups ? ceil_div(t.columns - g * t.group_size, per_block) : blocks;
+        for (int64_t b = 0; b < used; ++b) {
+            const int8_t* from = x + (g * blocks + b) * per_block;
+            for (int i = 0; i < R; ++i) {
+                const Codes bytes = load_codes(t, row + i, g, b);
+                for (int k = 0; k < M; ++k) {
+                    const int8_t* at = from + k * x_stride;
+                    if (BITS == 8) sums[i][k] = dot(sums[i][k], bytes, at);
+                    else {
+                        sums[i][k] = dot_nibbles(sums[i][k], bytes & 15, at);
+                        sums[i][k] = dot_nibbles(sums[i][k], bytes >> 4, at + BYTES);
+                    }
+                }
+            }
+        }
+        for (int i = 0; i < R; ++i) {
+            const float scale = half_to_float(t.scales[(row + i) * t.groups + g]);
+            for (int k = 0; k < M; ++k)
+                total[i][k] += __builtin_convertvector(sums[i][k], Totals) * (scale * in.scales[(first + k) * t.groups + g]);
+        }
+    }
+    for (int i = 0; i < R; ++i) {
+        const int64_t out = t.out_rows == nullptr ? row + i : t.out_rows[row + i];
+        for (int k = 0; k < M; ++k) y[(first + k) * y_stride + out] += sum_of(total[i][k]);
+    }
+}
+
+template <int BITS, int R, int M>
+void dot_range(const GroupInt& t, const IntInputs& in, const int8_t* x, int64_t x_stride, int64_t first, float* y,
+               int64_t y_stride, int64_t begin, int64_t end) {
+    int64_t row = begin;
+    for (; row + R <= end; row += R) dot_rows<BITS, R, M>(t, in, x, x_stride, first, y, y_stride, row);
+    for (; row < end; ++row) dot_rows<BITS, 1, M>(t, in, x, x_stride, first, y, y_stride, row);
+}
+
+template <int BITS>
+void matmul(const GroupInt& t, const IntInputs& in, const int8_t* x, float* y, int64_t y_stride, int64_t begin,
+            int64_t end) {
+    const int64_t stride = t.groups * blocks_of(t) * block_columns(t.bits);
+    for (int64_t row = begin; row < end; row += ROW_BLOCK) {
+        const int64_t last = least(end, row + ROW_BLOCK);
+        for (int64_t k = 0; k < in.tokens;) {
+            const int64_t step = in.tokens - k >= 4 ? 4 : in.tokens - k >= 2 ? 2 : 1;
+            const int8_t* from = x + k * stride;
+            if (step == 4) dot_range<BITS, 2, 4>(t, in, from, stride, k, y, y_stride, row, last);
+            if (step == 2) dot_range<BITS, 4, 2>(t, in, from, stride, k, y, y_stride, row, last);
+            if (step == 1) dot_range<BITS, 4, 1>(t, in, from, stride, k, y, y_stride, row, last);
+            k += step;
+        }
+    }
+}
+
+} // namespace
+
+int64_t int_columns(const GroupInt& t) { return t.groups * blocks_of(t) * block_columns(t.bits); }
+
+// Within a block of 4-bit codes, weights in the low halves of the bytes come first, then those in the high halves.
+void int_prepare(const GroupInt& t, const int8_t* x, int64_t tokens, int8_t* out) {
+    const int64_t per_block = block_columns(t.bits), width = blocks_of(t) * per_block, phases = 8 / t.bits;
+    for (int64_t k = 0; k < tokens; ++k)
+        for (int64_t g = 0; g < t.groups; ++g, out += width) {
+            const int64_t begin = g * t.group_size, count = least(t.columns - begin, t.group_size);
+            for (int64_t j = 0; j < width; ++j) {
+                const int64_t within = j % per_block;
+                const int64_t from = j - within + within % BYTES * phases + within / BYTES;
+                out[j] = from < count ? x[k * t.columns + begin + from] : int8_t(0);
+            }
+        }
+}
+
+void int_matmul(const GroupInt& t, const IntInputs& in, const int8_t* prepared, float* y, int64_t y_stride,
+                int64_t begin, int64_t end) {
+    if (t.bits == 4) matmul<4>(t, in, prepared, y, y_stride, begin, end);
+    else matmul<8>(t, in, prepared, y, y_stride, begin, end);
+}
+
+void quantize_row(const float* x, const ActivationGrid& grid, int8_t* codes, float* scales) {
+    const float top = static_cast<float>((1 << (grid.bits - 1)) - 1), low = -top - 1;
+    const int64_t groups = ceil_div(grid.columns, grid.group_size);
+    for (int64_t g = 0; g < groups; ++g) {
+        const int64_t begin = g * grid.group_size, end = least(grid.columns, begin + grid.group_size);
+        float scale;
+        if (grid.fixed != nullptr) scale = half_to_float(grid.fixed[g]);
+        else {
+            float most = 0, nan = 0;
+            for (int64_t j = begin; j < end; ++j) {
+                const float size = __builtin_fabsf(x[j]);
+                most = size > most ? size : most;
+                nan += x[j] == x[j] ? 0.0f : 1.0f;
+            }
+            if (nan != 0) most = __builtin_nanf("");
+            scale = most * half_to_float(grid.clip[g]) / top;
+        }
+        scales[g] = scale;
+        const float divisor = scale == 0 ? 1 : scale;
+        for (int64_t j = begin; j < end; ++j) {
+            float q = x[j] / divisor;
+            q = q > low ? q : low; // and NaN becomes `low`: its scale tells
+            q = q < top ? q : top;
+            codes[j] = static_cast<int8_t>(static_cast<int32_t>((q + ROUND) - ROUND));
+        }
+    }
+}
+
+} // namespace anybit::ANYBIT_ISA
