@@ -307,6 +307,7 @@ def oracle(folder: Path, tokens: Tensor, deltas: dict[str, Tensor]) -> dict[str,
         found[name] = {
             "fisher": torch.zeros(d),
             "products": torch.zeros(len(tokens), d[0]),
+            "diagonal": torch.zeros(d[0]),
             "moment": torch.zeros(d[0]),
         }
 
@@ -322,6 +323,7 @@ def oracle(folder: Path, tokens: Tensor, deltas: dict[str, Tensor]) -> dict[str,
             gradient = module.weight.grad.T if isinstance(module, Conv1D) else module.weight.grad
             found[name]["fisher"] += gradient.square()
             found[name]["products"][sample] = (gradient * delta).sum(1)
+            found[name]["diagonal"] += (gradient * delta).square().sum(1)
     return found
 
 
@@ -329,7 +331,9 @@ def check_gradients(folder: Path, tokens: Tensor) -> None:
     streamed = opened(folder)
     deltas = {name: random(*shape, seed=7) for name, shape in streamed.all_linears().items()}
     expected = oracle(folder, tokens, deltas)
-    stats = gradient_statistics(streamed, tokens, deltas, fisher=True, deltas=deltas)
+    stats = gradient_statistics(
+        streamed, tokens, deltas, fisher=True, deltas=lambda name, a, b: deltas[name][a:b]
+    )
     assert list(stats) == list(deltas)
     for name, s in stats.items():
         assert (s.samples, s.tokens) == (len(tokens), tokens.numel())
@@ -343,6 +347,10 @@ def check_gradients(folder: Path, tokens: Tensor) -> None:
         torch.testing.assert_close(
             s.products, expected[name]["products"], rtol=1e-3, atol=float(size) * 1e-4 + 1e-6
         )
+        size = expected[name]["diagonal"].max()
+        torch.testing.assert_close(
+            s.diagonal, expected[name]["diagonal"], rtol=1e-3, atol=float(size) * 1e-4 + 1e-9
+        )
         size = expected[name]["moment"].max()
         torch.testing.assert_close(
             s.output_moment, expected[name]["moment"], rtol=1e-3, atol=float(size) * 1e-5 + 1e-9
@@ -352,6 +360,7 @@ def check_gradients(folder: Path, tokens: Tensor) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_autograds(model_dir: MakeModel, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "LOGIT_CHUNK", 5)
+    monkeypatch.setattr(calibrate, "GRADIENT_CHUNK", 700)
     check_gradients(model_dir(family), token_rows(3, 13))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from anybit.streaming import StreamedModel, linear_shape
 
 ACTIVATION_BUDGET = 2 << 30  # bytes of hidden states held in memory; more go to disk
 ATTENTION_QUERIES = 256  # queries per sample that value tokens are weighted by
+GRADIENT_CHUNK = 2**22  # weights whose gradient is alive at a time
 LOGIT_CHUNK = 256  # positions whose logits are alive at a time
 
 
@@ -82,10 +83,14 @@ class Collector(TorchFunctionMode):
         linears: layer name -> module, of one block.
         hessian: collect X^T X; else only the channel norms.
         attention: weight the inputs of layers called `v_proj` by received attention.
+        inputs: collect `InputStats` too.
     """
 
-    def __init__(self, linears: Mapping[str, nn.Module], hessian: bool, attention: bool = False) -> None:
+    def __init__(
+        self, linears: Mapping[str, nn.Module], hessian: bool, attention: bool = False, inputs: bool = False
+    ) -> None:
         super().__init__()
+        self._details = inputs
         self.stats: dict[str, LinearStats] = {}
         self._linears, self._hessian, self._attention = linears, hessian, attention
         self._inputs: list[tuple[Tensor, str]] = []  # what the current forward's layers read, by first reader
@@ -126,7 +131,7 @@ class Collector(TorchFunctionMode):
 
     def _add(self, name: str, x: Tensor, importance: Tensor | None = None) -> None:
         if name not in self.stats:
-            self.stats[name] = LinearStats.empty(x.shape[-1], self._hessian, x.device)
+            self.stats[name] = LinearStats.empty(x.shape[-1], self._hessian, x.device, self._details)
         self.stats[name].add(x, importance)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -170,7 +175,7 @@ def gradient_statistics(
     layers: Iterable[str],
     *,
     fisher: bool = False,
-    deltas: Mapping[str, Tensor] | None = None,
+    deltas: Callable[[str, int, int], Tensor] | None = None,
     spill: Path | None = None,
     advance: Advance = ignore,
 ) -> dict[str, GradientStats]:
@@ -184,8 +189,9 @@ def gradient_statistics(
         tokens: one backward pass per row.
         layers: names of the linear layers.
         fisher: accumulate the diagonal Fisher information, float32 [out, in] per layer.
-        deltas: weight perturbation [out, in] per layer; gives `products`, one number per sample and output
-            channel (MixLLM, arXiv:2412.14590, eq. 5).
+        deltas: the perturbation of some rows of a layer's weight, `deltas(name, first, last)` float32 [rows, in];
+            gives `products`, one number per sample and output channel (MixLLM, arXiv:2412.14590, eq. 4), and
+            `diagonal`.
         spill: directory for the Fisher information, which is then mapped from files instead of held in memory;
             `spilled_statistics` finds it again.
         advance: called with 1 after each sample.
@@ -205,7 +211,8 @@ def gradient_statistics(
         information = None
         if fisher:
             information = torch.zeros(shape) if spill is None else _allocated(_spill_file(spill, i), shape)
-        stats[name] = GradientStats(0, 0, information, products, torch.zeros(shape[0]))
+        diagonal = torch.zeros(shape[0]) if deltas is not None else None
+        stats[name] = GradientStats(0, 0, information, products, torch.zeros(shape[0]), diagonal)
 
     def reduce(name: str, x: Tensor, gradient: Tensor) -> None:
         s = stats[name]
@@ -214,11 +221,16 @@ def gradient_statistics(
         s.tokens += len(x)
         s.output_moment += gradient.float().square().sum(0)
         if s.fisher is not None or deltas is not None:
-            of_weight = (gradient.T @ x).float()  # [out, in], freed on return
-            if s.fisher is not None:
-                s.fisher.addcmul_(of_weight, of_weight)
-            if s.products is not None and deltas is not None:
-                s.products[s.samples] = (of_weight * deltas[name]).sum(1)
+            rows = max(1, GRADIENT_CHUNK // x.shape[1])
+            for a in range(0, gradient.shape[1], rows):
+                b = min(a + rows, gradient.shape[1])
+                of_weight = (gradient[:, a:b].T @ x).float()  # [rows, in], freed at once
+                if s.fisher is not None:
+                    s.fisher[a:b].addcmul_(of_weight, of_weight)
+                if s.products is not None and s.diagonal is not None and deltas is not None:
+                    of_weight *= deltas(name, a, b)
+                    s.products[s.samples, a:b] = of_weight.sum(1)
+                    s.diagonal[a:b] += of_weight.square_().sum(1)
         s.samples += 1
 
     with _reduced(model, stats, reduce), _recomputed(streamed.blocks):
@@ -275,8 +287,10 @@ def _mapped(file: Path, shape: tuple[int, int]) -> Tensor:
 
 def load_whole(streamed: StreamedModel, report: Silent = SILENT) -> Any:
     """The full-precision model with all weights in memory, frozen."""
-    advance = report.task(f"loading {streamed.checkpoint.source}", len(streamed.blocks))
     model = streamed.model
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return model
+    advance = report.task(f"loading {streamed.checkpoint.source}", len(streamed.blocks))
     streamed.check_outside()
     for name, module in streamed.outside_modules().items():
         streamed.materialise(module, name)

@@ -80,13 +80,16 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     method: Annotated[
         str,
         typer.Option(
-            help="rtn (round to nearest, no calibration), gptq, squeezellm (codebooks), any-precision (every width in "
-            "one artifact) or cmpq (any average width)."
+            help="rtn (round to nearest, no calibration), gptq, awq, smoothquant (int8 activations), mixllm (8-bit rows "
+            "where they count, int8 activations), atom (4-bit weights and activations), squeezellm (codebooks), "
+            "any-precision (every width in one artifact) or cmpq (any average width)."
         ),
     ] = DEFAULTS.method,
     bits: Annotated[
         float | None,
-        typer.Option(help=f"Average code width: 2 to 8, for cmpq also fractions. [default: {DEFAULTS.bits}]"),
+        typer.Option(
+            help=f"Average code width: 2 to 8, for cmpq and mixllm also fractions. [default: {DEFAULTS.bits}]"
+        ),
     ] = None,
     bpw: Annotated[
         float | None, typer.Option(help="Most stored bits per weight of the linear layers.")
@@ -97,12 +100,55 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     group_size: Annotated[
         int | None,
         typer.Option(
-            help=f"Input channels that share a scale; -1: the whole row. [default: {DEFAULTS.group_size}]"
+            help=f"Input channels that share a scale; -1: the whole row. [default: {DEFAULTS.group_size}; smoothquant: "
+            "-1]"
         ),
     ] = None,
     symmetric: Annotated[
         bool | None,
         typer.Option("--symmetric/--asymmetric", help="Without or with zero points. [default: asymmetric]"),
+    ] = None,
+    act_bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Round a layer's inputs to so many bits, token by token: 2 to 8, or 16 for not at all. "
+            "[default: 8 for mixllm and smoothquant, --bits for atom, else 16]"
+        ),
+    ] = None,
+    act_clip: Annotated[
+        float | None,
+        typer.Option(help="Share of the largest input that the grid reaches. [default: 1; atom: searched]"),
+    ] = None,
+    act_search: Annotated[
+        bool | None,
+        typer.Option(
+            "--act-search/--no-act-search",
+            help="Search that share per group. [default: for atom below 8 bits]",
+        ),
+    ] = None,
+    act_static: Annotated[
+        bool | None,
+        typer.Option("--act-static", help="Scales of inputs from calibration instead of each token."),
+    ] = None,
+    kv_bits: Annotated[
+        int, typer.Option(help="KV-cache when the artifact runs: 16, 8, 4, 3 or 2 bits.")
+    ] = DEFAULTS.kv_bits,
+    scaling: Annotated[
+        str | None, typer.Option(help="Scale input channels first: awq or smoothquant. [default: none]")
+    ] = None,
+    wide_rows: Annotated[
+        float | None,
+        typer.Option(help="mixllm: share of output rows at 8 bits, instead of --bits. [default: 0.1]"),
+    ] = None,
+    salience: Annotated[
+        str | None, typer.Option(help="mixllm: full, diagonal or second-order. [default: full]")
+    ] = None,
+    search: Annotated[
+        str | None, typer.Option(help="mixllm: one-pass or progressive. [default: one-pass]")
+    ] = None,
+    outlier_channels: Annotated[
+        int | None,
+        typer.Option(help="atom: input channels at 8 bits. [default: 16 at 576 channels to 128 from 4096]"),
     ] = None,
     widths: Annotated[
         str | None,
@@ -143,7 +189,13 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     ] = DEFAULTS.embed_bits,
     clip: Annotated[
         bool | None,
-        typer.Option("--clip/--no-clip", help="Search clipping ratios per group. [default: for gptq]"),
+        typer.Option(
+            "--clip/--no-clip",
+            help="Search clipping ratios per group. [default: for gptq, awq, mixllm, atom]",
+        ),
+    ] = None,
+    clip_ratio: Annotated[
+        float | None, typer.Option(help="Clipping ratio where none is searched. [default: 1; atom: 0.85]")
     ] = None,
     desc_act: Annotated[
         bool | None,
@@ -155,7 +207,7 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         bool | None,
         typer.Option(
             "--group-reorder/--no-group-reorder",
-            help="GPTQ: important groups first. [default: group-reorder]",
+            help="gptq, mixllm, atom: important groups first. [default: group-reorder]",
         ),
     ] = None,
     damp: Annotated[
@@ -228,6 +280,8 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         raise InputError(f"--bpw {bpw:g}: expected bits per weight, such as 4.5")
     if sum(value is not None for value in (bits, bpw, size)) > 1:
         raise InputError("--bits, --bpw and --size set the same thing: give exactly one of them")
+    if wide_rows is not None and (bpw is not None or size is not None):
+        raise InputError("--wide-rows sets the same thing as --bpw and --size: give one of them")
     check_method(method)
     of_method = _given(
         group_size=group_size,
@@ -245,6 +299,16 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         channel_outliers=channel_outliers,
         error_outliers=error_outliers,
         compensate=compensate,
+        clip_ratio=clip_ratio,
+        act_bits=act_bits,
+        act_clip=act_clip,
+        act_search=act_search,
+        act_static=act_static,
+        scaling=scaling,
+        wide_rows=wide_rows,
+        salience=salience,
+        search=search,
+        outlier_channels=outlier_channels,
     )
     unused = {
         name: value
@@ -257,6 +321,7 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         method=method,
         bits=bits,
         embed_bits=embed_bits,
+        kv_bits=kv_bits,
         include=tuple(include),
         exclude=tuple(exclude),
         **of_method,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import anybit
-from anybit import kernels
+from anybit import kernels, salience
 from anybit.artifact import inspect
 from anybit.calibrate import Activations, Collector, gradient_statistics, spilled_statistics
 from anybit.card import model_card
@@ -24,8 +24,8 @@ from anybit.checkpoint import Checkpoint, open_checkpoint
 from anybit.description import artifact_config, provenance
 from anybit.errors import InputError
 from anybit.formats import GroupInt
-from anybit.methods import rtn
-from anybit.methods.registry import METHODS
+from anybit.kernels.reference import round_inputs, rounds_inputs
+from anybit.methods import mixllm, registry, rtn
 from anybit.plan import Plan, check_disk, make_plan, scratch_bytes
 from anybit.progress import SILENT, Advance, Silent
 from anybit.spec import LayerSpec, QuantizeConfig, SpecMap, TileSpec
@@ -109,6 +109,9 @@ def quantize(
         resumed = len(writer.finished)
         if resumed:
             report.say(f"resumes: {resumed} of {writer.shards} shards are finished")
+        if config.method == "mixllm" and text is not None:
+            plan = _search(streamed, plan, config, spec_map or {}, text, writer, report)
+            check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, config))
         run = _Run(streamed, plan, config, writer, report)
         run.outside()
         run.all_blocks(text)
@@ -121,6 +124,29 @@ def quantize(
     return QuantizeResult(
         out, figures["bits"], figures["bits_per_weight"], figures["size_bytes"], seconds, resumed
     )
+
+
+def _search(
+    streamed: StreamedModel,
+    plan: Plan,
+    config: QuantizeConfig,
+    spec_map: SpecMap,
+    text: CalibrationSet,
+    writer: ArtifactWriter,
+    report: Silent,
+) -> Plan:
+    """The plan with MixLLM's wide rows: found once, then kept with the unfinished artifact. A spec map goes first."""
+    shapes = {n: tuple(x["shape"]) for n, x in plan.layouts.items() if n not in spec_map}
+    file = writer.statistics() / "rows.json"
+    rows = salience.read_rows(file, shapes)
+    if rows is None:
+        rows = salience.search(streamed, text.tokens, shapes, config, writer.statistics(), report)
+        streamed.model.to("meta")
+        salience.write_rows(file, rows)
+    else:
+        report.say("resumes: the wide rows are known")
+    found = {n: mixllm.with_rows(plan.specs[n], rows[n], shapes[n][0]) for n in rows}
+    return make_plan(streamed, config, {**found, **spec_map})
 
 
 @dataclass(frozen=True)
@@ -217,10 +243,16 @@ class _Run:
                 if self.config.unquantized_inputs:
                     self._forward(block, hidden, call, True, advance)
             if not self.config.unquantized_inputs and not last:
+                hooks = []
                 for name, module in linears.items():
-                    _overwrite_weight(module, _stored_weight(name, self.plan.layouts[name], tensors))
-                del tensors
+                    packed = _stored(name, self.plan.layouts[name], tensors)
+                    _overwrite_weight(module, unpack(packed).dequantize())
+                    if rounds_inputs(packed.layout):
+                        hooks.append(module.register_forward_pre_hook(_rounding_hook(packed)))
+                del tensors, packed
                 self._forward(block, hidden, call, True, advance)
+                for hook in hooks:
+                    hook.remove()
 
     def _linears(self, i: int) -> dict[str, nn.Module]:
         """The layers of block i that are to be quantized."""
@@ -228,7 +260,8 @@ class _Run:
 
     def _collector(self, linears: Mapping[str, nn.Module]) -> Collector:
         hessian = self.config.hessians
-        return Collector(linears, hessian=hessian, attention=hessian and self.config.attention_weights)
+        attention = hessian and self.config.attention_weights
+        return Collector(linears, hessian, attention, inputs=self.config.input_stats)
 
     def _forward(
         self,
@@ -279,7 +312,7 @@ class _Run:
     def _quantize_linear(self, name: str, stats: LinearStats | GradientStats | None) -> PackedWeight:
         weight = self.streamed.weight(name)
         try:
-            packed = pack(METHODS[self.config.method].quantize(weight, stats, self.plan.specs[name]))
+            packed = pack(registry.quantize(self.config.method, weight, stats, self.plan.specs[name]))
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
         assert packed.layout == self.plan.layouts[name], f"{name}: made another layout than planned"
@@ -321,11 +354,20 @@ def _overwrite_weight(module: nn.Module, weight: Tensor) -> None:
     target.copy_(weight.T if isinstance(module, Conv1D) else weight)
 
 
-def _stored_weight(name: str, layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
-    """The dense matrix of a layer's stored tensors: what the artifact will compute with."""
-    return unpack(
-        PackedWeight(layout, {f: tensors[f"{name}.{f}"] for f in stored_tensors(layout)})
-    ).dequantize()
+def _stored(name: str, layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PackedWeight:
+    """A layer's stored tensors among a shard's: what the artifact will compute with."""
+    return PackedWeight(layout, {f: tensors[f"{name}.{f}"] for f in stored_tensors(layout)})
+
+
+def _rounding_hook(packed: PackedWeight) -> Any:
+    """A forward pre-hook that rounds a layer's inputs as the artifact will; keeps none of its codes."""
+    small = {
+        f: t
+        for f, t in packed.tensors.items()
+        if f.endswith(("act_clip", "act_scales", "cols", "input_scale"))
+    }
+    grids = PackedWeight(packed.layout, small)
+    return lambda module, args: (round_inputs(args[0], grids), *args[1:])
 
 
 def _calibration(

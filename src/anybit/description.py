@@ -88,8 +88,8 @@ def check_layers(place: str, quantization: dict[str, Any]) -> None:
 def _check_embedding(name: str, layout: Mapping[str, Any]) -> None:
     """Rows of an embedding are looked up one by one: each must hold all of its own data."""
     (tile, *others), widths = layout["tiles"], [bits for bits in EMBED_BITS if bits < 16]
-    other = others or tile["format"] != GroupInt.NAME or "sparse" in layout
-    if other or tile["bits"] not in widths or "rows" in tile or "cols" in tile:
+    other = others or tile["format"] != GroupInt.NAME or {"sparse", "input_scale"} & layout.keys()
+    if other or "act_bits" in tile or tile["bits"] not in widths or "rows" in tile or "cols" in tile:
         raise InputError(
             f"{name}: an embedding is stored as one tile of {' or '.join(map(str, widths))} bits without rows or "
             f"cols, not as {len(layout['tiles'])} like {tile!r}: the artifact is damaged"

@@ -51,6 +51,13 @@ def to_half(values: Tensor) -> Tensor:
     return half
 
 
+def activations_of(bits: int, static: bool) -> dict[str, Any]:
+    """What a tile's description says of its activations; nothing where they stay as they come."""
+    if bits == 16:
+        return {}
+    return {"act_bits": bits, "act_static": True} if static else {"act_bits": bits}
+
+
 def decode_table(table: Tensor, scale: Tensor | None, minimum: Tensor | None) -> Tensor:
     """Entries [n, entries] of a codebook's table: as they are without a scale [n], else `minimum + scale * code`."""
     if scale is None or minimum is None:
@@ -64,6 +71,10 @@ class GroupInt:
 
     `zero` is `zeros` where present (asymmetric) and `2**(bits - 1)` otherwise (symmetric).
     The last group is shorter where `c` is not a multiple of `group_size`.
+
+    With `act_bits` below 16 the tile multiplies integers: its inputs are rounded, per token, to a symmetric grid of
+    that width in the same groups as the weights. The grid reaches `act_clip` times a group's largest magnitude
+    (dynamic), or has the scale `act_scales` (static).
     """
 
     NAME: ClassVar = "group_int"
@@ -75,6 +86,9 @@ class GroupInt:
     zeros: Tensor | None = None  # uint8 [r, groups]; None: symmetric
     rows: Tensor | None = None  # int32 [r], ascending output rows; None: all
     cols: Tensor | None = None  # int32 [c], original input channels in stored order; None: all, natural order
+    act_bits: int = 16  # 2..8; 16: inputs as they come
+    act_clip: Tensor | None = None  # float16 [groups], in (0, 1]; where act_bits < 16, this or
+    act_scales: Tensor | None = None  # float16 [groups]
 
     def dequantize(self) -> Tensor:
         """The tile's weights, float32 [r, c], columns in stored order."""
@@ -84,16 +98,19 @@ class GroupInt:
         return (self.codes.float() - zero) * self.scales.float()[:, group]
 
     def describe(self) -> dict[str, Any]:
-        return {
+        tile: dict[str, Any] = {
             "format": self.NAME,
             "bits": self.bits,
             "group_size": self.group_size,
             "symmetric": self.zeros is None,
         }
+        return tile | activations_of(self.act_bits, self.act_scales is not None)
 
     def tensors(self) -> dict[str, Tensor]:
         fields = {"codes": pack_codes(self.codes, self.bits, code_align(self.bits)), "scales": self.scales}
-        return fields if self.zeros is None else fields | {"zeros": pack_codes(self.zeros, self.bits, 1)}
+        fields |= {} if self.zeros is None else {"zeros": pack_codes(self.zeros, self.bits, 1)}
+        fields |= {} if self.act_clip is None else {"act_clip": self.act_clip}
+        return fields if self.act_scales is None else fields | {"act_scales": self.act_scales}
 
     @staticmethod
     def fields(tile: Mapping[str, Any], r: int, c: int) -> Fields:
@@ -104,6 +121,8 @@ class GroupInt:
         }
         if not tile["symmetric"]:
             fields["zeros"] = (torch.uint8, packed_shape(r, groups, bits, 1))
+        if "act_bits" in tile:
+            fields["act_scales" if tile.get("act_static") else "act_clip"] = (torch.float16, (groups,))
         return fields
 
     @staticmethod
@@ -117,12 +136,19 @@ class GroupInt:
             zeros=None if zeros is None else unpack_codes(zeros, bits, groups_of(c, group_size)),
             rows=tensors.get("rows"),
             cols=tensors.get("cols"),
+            act_bits=tile.get("act_bits", 16),
+            act_clip=tensors.get("act_clip"),
+            act_scales=tensors.get("act_scales"),
         )
 
     @staticmethod
     def check_description(tile: Mapping[str, Any], refuse: Refuse) -> None:
         if not is_int(tile.get("bits"), 1, 8):
             refuse(f"width {tile.get('bits')!r} is not one of 1..8 bits")
+        if "act_bits" in tile and not is_int(tile["act_bits"], 2, 8):
+            refuse(f"activations of {tile['act_bits']!r} bits are not of 2..8")
+        if not isinstance(tile.get("act_static", False), bool):
+            refuse(f"act_static {tile['act_static']!r} is not true or false")
         if not is_int(tile.get("group_size"), 1, 2**31 - 1) or not isinstance(tile.get("symmetric"), bool):
             refuse(f"tile {dict(tile)!r} needs a positive group_size and symmetric true or false")
 
@@ -131,6 +157,11 @@ class GroupInt:
         tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int, refuse: Refuse
     ) -> None:
         _check_finite("scales", tensors, refuse)
+        for field, most in (("act_clip", 1.0), ("act_scales", torch.inf)):
+            if field in tensors:
+                _check_finite(field, tensors, refuse)
+                if not ((tensors[field] > 0) & (tensors[field] <= most)).all():
+                    refuse(f"{field} is not above 0" + (" and up to 1" if most == 1 else ""))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from anybit.spec import (
     SpecMap,
 )
 from anybit.streaming import StreamedModel, selected
-from anybit.tensors import code_bits, stored_bytes, widest
+from anybit.tensors import code_bits, stored_bytes, validate_layout, widest
 
 CLUSTERING = 6e-8  # seconds per weight and thread, at 3 bits
 BUDGET_STEPS = 100  # a budget finds the average width to a hundredth of a bit
@@ -171,6 +171,7 @@ def fit_budget(
         raise InputError(
             "any-precision's size follows from its widths: choose them (--widths 3,4,6); --dry-run tells the size"
         )
+    config = replace(config, wide_rows=None, bits=widths.high)  # a share of rows would say the same otherwise
     plans: dict[float, Plan] = {}
 
     def fits(bits: float) -> bool:
@@ -214,7 +215,9 @@ def spec_layout(name: str, spec: LayerSpec, shape: tuple[int, int], method: str)
             f"spec of {name}: bits would be ignored, widths {list(spec.widths)} say what is stored"
         )
     try:
-        return METHODS[method].layout(spec, shape)
+        made = METHODS[method].layout(spec, shape)
+        validate_layout(name, made)
+        return made
     except InputError as error:
         raise InputError(f"spec of {name}: {error}") from error
 

@@ -32,6 +32,10 @@ class Widths:
 METHOD_WIDTHS = {
     "rtn": Widths(2, 8),
     "gptq": Widths(2, 8),
+    "awq": Widths(2, 8),
+    "smoothquant": Widths(2, 8),
+    "mixllm": Widths(4, 8, fractional=True),
+    "atom": Widths(2, 8),
     "squeezellm": Widths(2, 8),
     "any-precision": Widths(2, 8),
     "cmpq": Widths(2, 8, fractional=True),
@@ -40,18 +44,31 @@ METHODS = tuple(METHOD_WIDTHS)
 CODEBOOK_METHODS = ("squeezellm", "any-precision", "cmpq")
 FISHER_METHODS = ("squeezellm", "any-precision")  # calibrated on gradients
 CODEBOOK_BITS = (16, 8, 4)
-UNIFORM_METHODS = ("rtn", "gptq")
+UNIFORM_METHODS = ("rtn", "gptq", "awq", "smoothquant", "mixllm", "atom")
+COMPENSATED = ("gptq", "mixllm", "atom")  # uniform grids with GPTQ's error compensation
 # Methods that look at an option; the options that are not here concern all of them.
 USED_BY = {
-    **dict.fromkeys(("group_size", "symmetric", "clip"), UNIFORM_METHODS),
+    **dict.fromkeys(("group_size", "clip", "clip_ratio"), UNIFORM_METHODS),
+    **dict.fromkeys(("act_bits", "act_clip", "act_search", "act_static"), UNIFORM_METHODS),
     **dict.fromkeys(("attention_weights", "one_shot"), (*UNIFORM_METHODS, "cmpq")),
-    **dict.fromkeys(("desc_act", "group_reorder"), ("gptq",)),
-    "damp": ("gptq", "cmpq"),
+    "symmetric": ("rtn", "gptq", "awq", "smoothquant", "atom"),
+    "scaling": UNIFORM_METHODS,
+    "group_reorder": COMPENSATED,
+    "desc_act": ("gptq",),
+    "damp": (*COMPENSATED, "cmpq"),
+    **dict.fromkeys(("wide_rows", "salience", "search"), ("mixllm",)),
+    "outlier_channels": ("atom",),
     "widths": ("any-precision",),
     "codebook_bits": CODEBOOK_METHODS,
     **dict.fromkeys(("sensitive_outliers", "magnitude_outliers"), ("squeezellm",)),
     **dict.fromkeys(("channel_outliers", "error_outliers", "compensate"), ("cmpq",)),
 }
+WIDE_ROWS = 0.1  # mixllm's share of 8-bit rows by default, the paper's "p10"
+SCALINGS = ("none", "awq", "smoothquant")
+SALIENCES = ("full", "diagonal", "second-order")
+SEARCHES = ("one-pass", "progressive")
+ACT_BITS = (2, 3, 4, 5, 6, 7, 8, 16)
+KV_BITS = (2, 3, 4, 8, 16)
 NESTED_WIDTHS = (3, 4, 5, 6, 7, 8)
 EMBED_BITS = (4, 8, 16)
 EMBED_GROUP_SIZE = 128
@@ -64,6 +81,8 @@ _ACCEPTED: dict[str, tuple[type, ...]] = {
     "bool | None": (bool, type(None)),
     "float": (int, float),
     "float | None": (int, float, type(None)),
+    "int | None": (int, type(None)),
+    "str | None": (str, type(None)),
 }
 
 
@@ -76,6 +95,7 @@ class TileSpec:
     symmetric: bool = False
     rows: tuple[int, ...] | None = None  # ascending output rows; None: all
     cols: tuple[int, ...] | None = None  # original input channels in stored order; None: all, natural order
+    act_bits: int | None = None  # width of the inputs; None: the layer's
 
     def __post_init__(self) -> None:
         if float(self.bits).is_integer():
@@ -88,6 +108,13 @@ class LayerSpec:
 
     tiles: tuple[TileSpec, ...] = (TileSpec(),)
     clip: bool = False  # search a clipping ratio per row and group
+    clip_ratio: float = 1.0  # of all groups below 8 bits, where none is searched
+    act_bits: int = 16  # width that inputs are rounded to, in the groups of the weights; 16: not at all
+    act_clip: float = 1.0  # share of a group's largest input that the grid of act_bits reaches
+    act_search: bool = False  # search that share group by group instead
+    act_static: bool = False  # scales of inputs from calibration instead of each token
+    scaling: str = "none"  # divide input channels by a factor searched before: "awq" or "smoothquant"
+    outlier_channels: int | None = None  # atom: input channels at 8 bits; None: by the layer's width
     desc_act: bool = False  # store columns in order of falling activation energy (costs a permutation)
     group_reorder: bool = True  # process whole groups in order of importance (storage stays natural)
     damp: float = 0.01  # share of the mean Hessian diagonal added to it
@@ -113,10 +140,21 @@ class QuantizeConfig:
 
     method: str = "gptq"
     bits: float | None = None  # average width; None: 4, and the widest of `widths` for any-precision
-    group_size: int = 128  # -1: one group per row
-    symmetric: bool = False
+    group_size: int | None = None  # -1: one group per row; None: 128, for smoothquant -1
+    symmetric: bool | None = None  # None: for atom and smoothquant
     embed_bits: int = 16
-    clip: bool | None = None  # None: for gptq
+    clip: bool | None = None  # None: for awq and whatever compensates errors
+    clip_ratio: float | None = None  # None: 0.85 for atom, else 1
+    act_bits: int | None = None  # None: 8 for mixllm and smoothquant, the weights' for atom, else 16
+    act_clip: float | None = None  # None: 0.9 for atom below 8 bits, else 1
+    act_search: bool | None = None  # None: for atom
+    act_static: bool = False
+    kv_bits: int = 16  # width of the KV-cache that the artifact asks for
+    scaling: str | None = None  # None: the method's
+    outlier_channels: int | None = None  # atom: see LayerSpec
+    wide_rows: float | None = None  # mixllm: share of output rows at 8 bits; None: 0.1, or what `bits` says
+    salience: str = "full"  # mixllm: "full" (eq. 4), "diagonal" or "second-order"
+    search: str = "one-pass"  # mixllm: or "progressive", 2 % of the rows at a time
     desc_act: bool = False
     group_reorder: bool = True
     damp: float = 0.01
@@ -141,8 +179,12 @@ class QuantizeConfig:
         check_codebooks(self)
         if not self.widths:
             raise InputError("widths is empty: name at least one")
+        if self.wide_rows is not None and not 0 <= self.wide_rows <= 1:
+            raise InputError(f"wide_rows {self.wide_rows}: expected a share from 0 to 1 (0.1 is 10 %)")
+        if self.method == "mixllm" and self.wide_rows is None and self.bits is None:
+            object.__setattr__(self, "wide_rows", WIDE_ROWS)
+        bits = self._default_bits() if self.bits is None else self.bits
         widest = max(self.widths) if self.nested else 4
-        bits = widest if self.bits is None else self.bits
         if bits not in METHOD_WIDTHS[self.method]:
             raise InputError(
                 f"{self.method} has no {bits:g}-bit width: choose {METHOD_WIDTHS[self.method]} bits"
@@ -153,10 +195,13 @@ class QuantizeConfig:
                 f"(--widths), not bits ({bits:g})"
             )
         object.__setattr__(self, "bits", int(bits) if float(bits).is_integer() else bits)
+        self._resolve()
+        check_activations(self)
         if self.embed_bits not in EMBED_BITS:
             raise InputError(
                 f"--embed-bits {self.embed_bits} is not one of {', '.join(map(str, EMBED_BITS))}"
             )
+        assert self.group_size is not None
         if self.group_size < 1 and self.group_size != -1:
             raise InputError(
                 f"group size {self.group_size}: expected a positive number, or -1 for whole rows"
@@ -165,7 +210,7 @@ class QuantizeConfig:
             raise InputError(f"damp {self.damp} must lie between 0 and 1 (0.01 is usual)")
         if self.samples < 1 or self.seq_len < 1:
             raise InputError(f"samples ({self.samples}) and seq_len ({self.seq_len}) must be at least 1")
-        if self.gradients and self.seq_len < 2:
+        if (self.gradients or self.method == "mixllm") and self.seq_len < 2:
             raise InputError(
                 f"{self.method} needs gradients, and windows of 1 token have none: raise seq_len (--seq-len)"
             )
@@ -176,6 +221,37 @@ class QuantizeConfig:
                 f"desc_act (--desc-act) is GPTQ's processing order, {self.method} has none: leave it out"
             )
 
+    def _default_bits(self) -> float:
+        if self.nested:
+            return max(self.widths)
+        if self.method == "mixllm" and self.wide_rows is not None:
+            return 4 + 4 * self.wide_rows
+        return 8 if self.method == "smoothquant" else 4
+
+    def _resolve(self) -> None:
+        """Fill in what the method decides."""
+        atom, smooth = self.method == "atom", self.method == "smoothquant"
+        if self.wide_rows is not None and abs(4 + 4 * self.wide_rows - (self.bits or 0)) > 1e-9:
+            raise InputError("wide_rows (--wide-rows) and bits (--bits) set the same thing: give one of them")
+        own = self.method if self.method in SCALINGS else "none"
+        if self.scaling not in (None, own) and own != "none":
+            raise InputError(f"{self.method} is itself a scaling: leave scaling (--scaling) out")
+        act_bits = {"mixllm": 8, "smoothquant": 8, "atom": int(self.bits or 4)}.get(self.method, 16)
+        act_bits = act_bits if self.act_bits is None else self.act_bits
+        defaults = {
+            "group_size": -1 if smooth else 128,
+            "symmetric": atom or smooth,
+            "clip_ratio": 0.85 if atom else 1.0,
+            "act_bits": act_bits,
+            "scaling": own,
+            "act_search": atom and act_bits < 8 and self.act_clip is None,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.act_clip is None:
+            object.__setattr__(self, "act_clip", 0.9 if atom and (self.act_bits or 16) < 8 else 1.0)
+
     @property
     def nested(self) -> bool:
         """Whether one artifact holds several widths."""
@@ -184,12 +260,17 @@ class QuantizeConfig:
     @property
     def clips(self) -> bool:
         """Whether clipping ratios are searched."""
-        return self.method == "gptq" if self.clip is None else self.clip
+        return self.method in (*COMPENSATED, "awq") if self.clip is None else self.clip
 
     @property
     def calibrated(self) -> bool:
         """Whether the method looks at activations at all."""
-        return self.method != "rtn" or self.clips
+        return self.method != "rtn" or self.clips or self.input_stats
+
+    @property
+    def input_stats(self) -> bool:
+        """Whether a layer's inputs themselves are looked at, not only their second moments."""
+        return self.scaling != "none" or bool(self.act_search) or self.act_static or self.method == "atom"
 
     @property
     def gradients(self) -> bool:
@@ -208,8 +289,15 @@ class QuantizeConfig:
 
     def layer_spec(self) -> LayerSpec:
         return LayerSpec(
-            tiles=(TileSpec(self.bits or 4, self.group_size, self.symmetric),),
+            tiles=(TileSpec(self.bits or 4, self.group_size or 128, bool(self.symmetric)),),
             clip=self.clips,
+            clip_ratio=self.clip_ratio or 1.0,
+            act_bits=self.act_bits or 16,
+            act_clip=self.act_clip or 1.0,
+            act_search=bool(self.act_search),
+            act_static=self.act_static,
+            scaling=self.scaling or "none",
+            outlier_channels=self.outlier_channels,
             desc_act=self.desc_act,
             group_reorder=self.group_reorder,
             damp=self.damp,
@@ -248,6 +336,30 @@ def check_codebooks(options: QuantizeConfig | LayerSpec) -> None:
             raise InputError(
                 f"{name} {getattr(options, name)}: expected a share from 0 to 0.1 (0.005 is 0.5 %)"
             )
+
+
+def check_activations(options: QuantizeConfig | LayerSpec) -> None:
+    """Refuse activation widths, clipping ratios and scalings that do not exist.
+
+    Raises:
+        InputError: with the option and what is expected.
+    """
+    choices: dict[str, tuple[Any, ...]] = {"act_bits": ACT_BITS, "scaling": SCALINGS}
+    if isinstance(options, QuantizeConfig):
+        choices |= {"kv_bits": KV_BITS, "salience": SALIENCES, "search": SEARCHES}
+    for name, accepted in choices.items():
+        if getattr(options, name) not in accepted:
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"{flag} {getattr(options, name)} is not one of {', '.join(map(str, accepted))}")
+    for name in ("clip_ratio", "act_clip"):
+        if not 0.1 <= getattr(options, name) <= 1:
+            raise InputError(f"{name} {getattr(options, name)}: expected a ratio from 0.1 to 1")
+    if options.outlier_channels is not None and options.outlier_channels < 1:
+        raise InputError(f"outlier_channels {options.outlier_channels}: expected at least 1")
+    if options.act_static and options.act_bits == 16:
+        raise InputError(
+            "act_static asks for scales of activations, which stay at 16 bits: give act_bits (--act-bits 8)"
+        )
 
 
 def check_method(method: str) -> None:
@@ -326,6 +438,7 @@ def parse_layer_spec(name: str, value: Any, default: LayerSpec) -> LayerSpec:
     made = replace(default, tiles=parsed, **options)
     try:
         check_codebooks(made)
+        check_activations(made)
     except InputError as error:
         raise InputError(f"spec of {name}: {error}") from error
     return made
@@ -337,6 +450,10 @@ def _parse_tile(name: str, value: Any, default: TileSpec) -> TileSpec:
             f"spec of {name}: a tile has bits, group_size, symmetric, rows and cols; got {value!r}"
         )
     tile = replace(default, **{key: _typed(name, TileSpec, key, item) for key, item in value.items()})
+    if tile.act_bits is not None and tile.act_bits not in ACT_BITS:
+        raise InputError(
+            f"spec of {name}: act_bits {tile.act_bits} is not one of {', '.join(map(str, ACT_BITS))}"
+        )
     if not 1 <= tile.bits <= 8:
         raise InputError(f"spec of {name}: {tile.bits} bits is outside 1..8")
     if tile.group_size < 1 and tile.group_size != -1:

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from anybit.errors import InputError
 from anybit.kernels import dispatch
+
+SAMPLED = 16  # inputs of each forward that are kept as they are
+
+
+@dataclass
+class InputStats:
+    """What scaling and activation grids need to know of a layer's inputs."""
+
+    magnitudes: Tensor  # float32 [in], sum over tokens of |x_i|
+    peaks: Tensor  # float32 [in], largest |x_i|
+    energy: Tensor  # float32 [in], sum over tokens of x_i^2, all tokens alike
+    rows: list[Tensor] = field(default_factory=list)  # [n, in] each: some inputs, evenly spaced
+
+    @staticmethod
+    def empty(in_features: int, device: torch.device | str = "cpu") -> InputStats:
+        zeros = torch.zeros(3, in_features, device=device)
+        return InputStats(zeros[0], zeros[1], zeros[2])
+
+    def add(self, x: Tensor) -> None:
+        """Accumulate inputs x [tokens, in]."""
+        step = max(1, len(x) // SAMPLED)
+        self.rows.append(x[step // 2 :: step][:SAMPLED].clone())
+        sizes = x.float().abs()
+        self.magnitudes += sizes.sum(0)
+        self.peaks = torch.maximum(self.peaks, sizes.amax(0))
+        self.energy += sizes.square_().sum(0)
+
+    @property
+    def sample(self) -> Tensor:
+        """The kept inputs, float32 [n, in]."""
+        return torch.cat(self.rows).float()
+
+    def scaled(self, factor: Tensor) -> InputStats:
+        rows = [row.float() * factor for row in self.rows]
+        return InputStats(self.magnitudes * factor, self.peaks * factor, self.energy * factor.square(), rows)
 
 
 @dataclass
@@ -18,16 +53,28 @@ class LinearStats:
     tokens: int
     squares: Tensor  # float32 [in], the Hessian's diagonal: sum over tokens of x_i^2, times importance if any
     hessian: Tensor | None  # float32 [in, in], X^T X summed over tokens; None where only norms were asked for
+    inputs: InputStats | None = None  # where they were asked for
 
     @staticmethod
-    def empty(in_features: int, hessian: bool, device: torch.device | str = "cpu") -> LinearStats:
+    def empty(
+        in_features: int, hessian: bool, device: torch.device | str = "cpu", inputs: bool = False
+    ) -> LinearStats:
         square = torch.zeros(in_features, in_features, device=device) if hessian else None
-        return LinearStats(0, torch.zeros(in_features, device=device), square)
+        more = InputStats.empty(in_features, device) if inputs else None
+        return LinearStats(0, torch.zeros(in_features, device=device), square, more)
+
+    def scaled(self, factor: Tensor) -> LinearStats:
+        """The statistics of inputs times `factor` [in]."""
+        hessian = None if self.hessian is None else self.hessian * factor[:, None] * factor
+        more = None if self.inputs is None else self.inputs.scaled(factor)
+        return replace(self, squares=self.squares * factor.square(), hessian=hessian, inputs=more)
 
     def add(self, x: Tensor, importance: Tensor | None = None) -> None:
         """Accumulate inputs x [..., in], each token's moments times its importance [tokens] where given."""
         x = x.detach().reshape(-1, x.shape[-1])
         self.tokens += x.shape[0]
+        if self.inputs is not None:
+            self.inputs.add(x)
         if importance is not None:
             x = x.float() * importance.sqrt()[:, None]
         if self.hessian is None:
@@ -63,6 +110,9 @@ class GradientStats:
     output_moment: (
         Tensor | None
     )  # float32 [out], sum over tokens of the squared gradient at the layer's output
+    diagonal: Tensor | None = (
+        None  # float32 [out], sum over samples and weights of (gradient * delta)^2, beside `products`
+    )
 
     def check(self, name: str) -> None:
         """Refuse statistics that no method can use.

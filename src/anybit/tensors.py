@@ -8,7 +8,7 @@ read from a file go through `validate` before anything else looks at them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.formats import FORMATS, Codebook, Fields, Float16, Sparse, Tile, is_int
+from anybit.formats import FORMATS, Codebook, Fields, Float16, Refuse, Sparse, Tile, is_int
 
 MAX_TILES = 256  # of one layer, far beyond what any method makes: a reader compares them pair by pair
 QUANT_METHOD = "anybit"  # what config.json calls us
@@ -31,6 +31,7 @@ class QuantizedWeight:
     shape: tuple[int, int]  # (out, in)
     tiles: tuple[Tile, ...]  # disjoint, covering
     sparse: Sparse | None = None  # added to what the tiles hold
+    input_scale: Tensor | None = None  # float16 [in], above 0: what inputs are multiplied by, before all else
 
     def dequantize(self) -> Tensor:
         """The matrix that the codes stand for, float32 [out, in]; of a nested one, at its widest."""
@@ -39,7 +40,7 @@ class QuantizedWeight:
             place(dense, tile.dequantize(), tile.rows, tile.cols)
         if self.sparse is not None:
             self.sparse.add_to(dense)
-        return dense
+        return dense if self.input_scale is None else dense * self.input_scale.float()
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
     if weight.sparse is not None:
         fields = weight.sparse.tensors(weight.shape[1])
         tensors |= {f"sparse.{field}": tensor.contiguous() for field, tensor in fields.items()}
+    tensors |= {} if weight.input_scale is None else {"input_scale": weight.input_scale}
     return PackedWeight(layout_of(weight), tensors)
 
 
@@ -100,7 +102,8 @@ def layout_of(weight: QuantizedWeight) -> dict[str, Any]:
         tile |= {"cols": t.cols.numel()} if t.cols is not None else {}
         tiles.append(tile)
     layout: dict[str, Any] = {"shape": list(weight.shape), "tiles": tiles}
-    return layout if weight.sparse is None else layout | {"sparse": len(weight.sparse.values)}
+    layout |= {} if weight.sparse is None else {"sparse": len(weight.sparse.values)}
+    return layout if weight.input_scale is None else layout | {"input_scale": True}
 
 
 def unpack(packed: PackedWeight) -> QuantizedWeight:
@@ -112,7 +115,9 @@ def unpack(packed: PackedWeight) -> QuantizedWeight:
         r, c = tile.get("rows", out_features), tile.get("cols", in_features)
         tiles.append(FORMATS[tile["format"]].read(tile, tile_tensors(packed, i), r, c))
     sparse = Sparse.read(sparse_tensors(packed)) if "sparse" in layout else None
-    return QuantizedWeight((out_features, in_features), tuple(tiles), sparse)
+    return QuantizedWeight(
+        (out_features, in_features), tuple(tiles), sparse, packed.tensors.get("input_scale")
+    )
 
 
 def tile_prefix(i: int, tiles: int) -> str:
@@ -152,6 +157,8 @@ def stored_tensors(layout: Mapping[str, Any]) -> Fields:
     if "sparse" in layout:
         fields = Sparse.fields(layout["sparse"], (out_features, in_features))
         stored |= {f"sparse.{field}": entry for field, entry in fields.items()}
+    if "input_scale" in layout:
+        stored["input_scale"] = (torch.float16, (in_features,))
     return stored
 
 
@@ -251,8 +258,21 @@ def validate_layout(name: str, layout: Any) -> None:
     area = sum(tile.get("rows", shape[0]) * tile.get("cols", shape[1]) for tile in tiles)
     if area != shape[0] * shape[1]:
         refuse(f"tiles cover {area} of {shape[0] * shape[1]} weights")
+    if layout.get("input_scale", True) is not True:
+        refuse(f"input_scale {layout['input_scale']!r} is not true; leave it out where there is none")
+    _validate_activations(tiles, refuse)
     if not is_int(layout.get("sparse", 0), 0, prod(shape)):
         refuse(f"{layout['sparse']!r} sparse weights are not a number up to {prod(shape)}")
+
+
+def _validate_activations(tiles: Sequence[Mapping[str, Any]], refuse: Refuse) -> None:
+    """What inputs are rounded to is a matter of their channel: tiles by rows share it, tiles by columns need not."""
+    if not any("act_bits" in tile for tile in tiles):
+        return
+    if any("rows" in tile for tile in tiles):
+        kinds = {(t.get("act_bits"), t.get("act_static"), t.get("group_size"), "cols" in t) for t in tiles}
+        if len(kinds) > 1 or "cols" in tiles[0]:
+            refuse("tiles by rows must round all input channels alike, in natural order")
 
 
 def validate(name: str, packed: PackedWeight) -> None:
@@ -280,6 +300,14 @@ def validate(name: str, packed: PackedWeight) -> None:
         refuse = _refusal(f"{name}.{tile_prefix(i, len(layout['tiles']))}")
         r, c = tile.get("rows", layout["shape"][0]), tile.get("cols", layout["shape"][1])
         FORMATS[tile["format"]].check_tensors(tile, tile_tensors(packed, i), r, c, refuse)
+    refuse = _refusal(f"{name}.")
+    scale = packed.tensors.get("input_scale")
+    if scale is not None and not ((scale > 0) & scale.isfinite()).all():
+        refuse("input_scale is not above 0 and finite")
+    for field in ("act_clip", "act_scales"):  # tiles by rows read the same inputs
+        held = [t for f, t in packed.tensors.items() if f.endswith(field)]
+        if "rows" in layout["tiles"][0] and any(not torch.equal(t, held[0]) for t in held):
+            refuse(f"{field} differs between tiles of the same inputs")
     if "sparse" in layout:
         refuse = _refusal(f"{name}.sparse.")
         Sparse.check_tensors(sparse_tensors(packed), tuple(layout["shape"]), refuse)

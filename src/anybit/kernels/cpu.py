@@ -32,6 +32,11 @@ def isa() -> str:
     return _native.isa()
 
 
+def int_isa() -> str:
+    """How integer dot products run: "portable", "avx2", "avx_vnni" or "avx512_vnni"."""
+    return _native.int_isa()
+
+
 def cpu_features() -> dict[str, bool]:
     """What the processor has of what kernels could use."""
     return _native.cpu_features()
@@ -76,6 +81,29 @@ class GroupInt(_Tile):
         out = torch.empty(self.rows, self.columns, dtype=direct)
         self._native.dequantize(out, threads or torch.get_num_threads(), isa)
         return out.to(dtype)
+
+    @property
+    def takes_ints(self) -> bool:
+        """Whether `int_matmul` can run: 4 or 8 bits, groups that begin at whole bytes."""
+        return self._native.takes_ints()
+
+    def int_matmul(
+        self, x: Tensor, scales: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None
+    ) -> None:
+        """`y[:, rows] += x @ W.T` of quantized activations: exact integer sums per group, scales after.
+
+        Args:
+            x: int8 [m, c], contiguous.
+            scales: float32 [m, groups], contiguous.
+            y: float32 [m, out], contiguous.
+            threads: default `torch.get_num_threads()`; the result is the same for every number.
+            isa: "avx512_vnni", "avx_vnni", "avx2" or "portable" instead of the best, for tests.
+
+        Raises:
+            ValueError: wrong dtype, shape, layout or device; a tile that has no integer kernel.
+        """
+        threads = threads or torch.get_num_threads()
+        self._native.int_matmul(x.numpy(), scales.numpy(), y.numpy(), threads, isa)
 
 
 class Codebook(_Tile):
@@ -153,6 +181,26 @@ def group_int(
     """
     native = _native.GroupInt(codes, scales, zeros, rows, bits, group_size, columns)
     return GroupInt(native, scales.shape[0], columns)
+
+
+def quantize_activations(
+    x: Tensor,  # float32 [m, c], contiguous rows
+    bits: int,
+    group_size: int,
+    clip: Tensor | None,  # float16 [groups]
+    fixed: Tensor | None,  # float16 [groups]
+    isa: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.quantize_activations`: the same bits, in every instruction set.
+
+    Raises:
+        ValueError: wrong dtype, shape, layout or device.
+    """
+    m, columns = x.shape
+    codes = torch.empty(m, columns, dtype=torch.int8)
+    scales = torch.empty(m, -(-columns // group_size))
+    _native.quantize_activations(x, clip, fixed, bits, group_size, codes, scales, isa)
+    return codes, scales
 
 
 def gptq_block(

@@ -17,12 +17,13 @@ DECODE_TOKENS = 8  # up to here the native kernels beat dequantizing the matrix 
 
 
 def info() -> dict[str, Any]:
-    """Which kernels this machine runs, and why: `{"cpu": {"available", "isa", "reason"}}`."""
+    """Which kernels this machine runs, and why: `{"cpu": {"available", "isa", "int_isa", "reason"}}`."""
     native = cpu.available()
     return {
         "cpu": {
             "available": native,
             "isa": cpu.isa() if native else "torch",
+            "int_isa": cpu.int_isa() if native else "torch",
             "reason": "native extension loaded" if native else cpu.why_not(),
         }
     }
@@ -44,6 +45,8 @@ class Prepared:
         self.native = on_cpu and cpu.available()
         self.tiles = [self._bind(*pair) for pair in zip(tiles, self.fields)] if self.native else []
         self.sparse = Sparse.read(sparse_tensors(weight)) if "sparse" in weight.layout else None
+        scale = weight.tensors.get("input_scale")
+        self.input_scale = None if scale is None else scale.float()
 
     def _bind(self, tile: Mapping[str, Any], fields: Mapping[str, Tensor]) -> cpu.Tile:
         columns, rows = tile.get("cols", self.in_features), fields.get("rows")
@@ -69,12 +72,30 @@ class Prepared:
         """`x [..., in] @ W^T -> [..., out]` in the dtype of x."""
         tokens = x.numel() // self.in_features
         if not self.native or tokens > DECODE_TOKENS or x.device.type != "cpu":
-            return torch.nn.functional.linear(x, self.dequantize(x.dtype).to(x.device))
+            dense = self.dequantize(x.dtype).to(x.device)
+            return torch.nn.functional.linear(reference.round_inputs(x, self.weight), dense)
         flat = x.reshape(tokens, self.in_features).float().contiguous()
+        if self.input_scale is not None:
+            flat = flat * self.input_scale
         y = torch.zeros(tokens, self.out_features)
-        for tile, fields in zip(self.tiles, self.fields):
+        rounded: tuple[Tensor, Tensor] | None = None  # tiles by rows read the same inputs
+        for tile, described, fields in zip(self.tiles, self.weight.layout["tiles"], self.fields):
             cols = fields.get("cols")
-            tile.matmul(flat if cols is None else flat[:, cols.long()].contiguous(), y)
+            part = flat if cols is None else flat[:, cols.long()].contiguous()
+            if "act_bits" not in described:
+                tile.matmul(part, y)
+            elif isinstance(tile, cpu.GroupInt) and tile.takes_ints:
+                if rounded is None or cols is not None:
+                    rounded = cpu.quantize_activations(
+                        part,
+                        described["act_bits"],
+                        described["group_size"],
+                        fields.get("act_clip"),
+                        fields.get("act_scales"),
+                    )
+                tile.int_matmul(*rounded, y)
+            else:
+                tile.matmul(reference.round_activations(part, described, fields), y)
         if self.sparse is not None:
             self.sparse.add_product(flat, y)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
@@ -84,14 +105,17 @@ class Prepared:
         if not self.native:
             return reference.dequantize(self.weight).to(dtype)
         whole = len(self.tiles) == 1 and not {"rows", "cols"} & self.fields[0].keys()
-        if whole and self.sparse is None:
+        plain = self.sparse is None and self.input_scale is None
+        if whole and plain:
             return self.tiles[0].dequantize(dtype)
-        exact = dtype if self.sparse is None else torch.float32
+        exact = dtype if plain else torch.float32
         dense = torch.empty(self.out_features, self.in_features, dtype=exact)
         for tile, fields in zip(self.tiles, self.fields):
             place(dense, tile.dequantize(exact), fields.get("rows"), fields.get("cols"))
         if self.sparse is not None:
             self.sparse.add_to(dense)
+        if self.input_scale is not None:
+            dense *= self.input_scale
         return dense.to(dtype)
 
 

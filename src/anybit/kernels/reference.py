@@ -2,16 +2,112 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from anybit.methods.grid import safe
-from anybit.tensors import PackedWeight, unpack
+from anybit.formats import GroupInt
+from anybit.methods.grid import safe, split_groups
+from anybit.tensors import PackedWeight, QuantizedWeight, tile_tensors, unpack
 
 
 def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
-    """`x [..., in] @ W^T -> [..., out]` in the dtype of x, the weight dequantized in float32."""
-    return torch.nn.functional.linear(x, dequantize(weight).to(device=x.device, dtype=x.dtype))
+    """`x [..., in] @ W^T -> [..., out]` in the dtype of x, inputs and weight dequantized in float32."""
+    dense = dequantize(weight).to(device=x.device, dtype=x.dtype)
+    return torch.nn.functional.linear(round_inputs(x, weight), dense)
+
+
+def quantize_activations(
+    x: Tensor,  # float32 [m, c]
+    bits: int,  # 2..8
+    group_size: int,
+    clip: Tensor | None,  # float16 [groups]; None: the scales are
+    fixed: Tensor | None,  # float16 [groups]
+) -> tuple[Tensor, Tensor]:
+    """Symmetric activations: codes int8 [m, c] and scales float32 [m, groups], `x ~ scale * code`.
+
+    A scale is the group's largest magnitude times `clip`, over `2**(bits - 1) - 1`; codes round half to even and reach
+    down to `-2**(bits - 1)`.
+    """
+    groups, top = split_groups(x, group_size), 2 ** (bits - 1) - 1
+    if fixed is None:
+        assert clip is not None
+        scale = groups.abs().amax(-1) * clip.float() / top
+    else:
+        scale = fixed.float().expand(groups.shape[:2])
+    codes = (groups / safe(scale)[..., None]).clamp(-top - 1, top).nan_to_num(-top - 1).round()
+    return codes.flatten(1)[:, : x.shape[1]].to(torch.int8), scale.contiguous()
+
+
+def round_activations(x: Tensor, tile: Mapping[str, Any], fields: Mapping[str, Tensor]) -> Tensor:
+    """Inputs [m, c] of a tile as it sees them: rounded and scaled back, float32."""
+    size = tile["group_size"]
+    codes, scales = quantize_activations(
+        x.float(), tile["act_bits"], size, fields.get("act_clip"), fields.get("act_scales")
+    )
+    group = torch.arange(x.shape[1], device=x.device) // size
+    return codes.float() * scales[:, group]
+
+
+def rounds_inputs(layout: Mapping[str, Any]) -> bool:
+    """Whether a layer computes with anything else than the inputs it gets."""
+    return any("act_bits" in tile for tile in layout["tiles"])
+
+
+def round_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
+    """What takes the place of inputs x [..., in] when a layer multiplies with its dense matrix, in the dtype of x."""
+    if not rounds_inputs(weight.layout):
+        return x
+    flat = x.reshape(-1, x.shape[-1]).float()
+    scale = weight.tensors.get("input_scale")
+    flat = flat if scale is None else flat * scale.float()
+    made = flat.clone()
+    for i, tile in enumerate(weight.layout["tiles"]):
+        fields = tile_tensors(weight, i)
+        cols = fields.get("cols")
+        if "act_bits" not in tile:
+            continue
+        if cols is None:
+            made = round_activations(flat, tile, fields)
+            break  # tiles by rows read the same
+        made[:, cols.long()] = round_activations(flat[:, cols.long()], tile, fields)
+    made = made if scale is None else made / scale.float()
+    return made.to(x.dtype).view(x.shape)
+
+
+def int_matmul(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """`x [m, in] @ W^T -> [m, out]` in float32, integers where activations are quantized: the two-step dequantization.
+
+    Step 1, in integers and exact: `sum_j (code - zero) * x_code` over each group. Step 2: the scales of weight and
+    activations, and the sum over groups (MixLLM, arXiv:2412.14590, section 3.3).
+    """
+    x = x.float() if weight.input_scale is None else x.float() * weight.input_scale.float()
+    y = torch.zeros(len(x), weight.shape[0], device=x.device)
+    for tile in weight.tiles:
+        part = x if tile.cols is None else x[:, tile.cols.long()]
+        if not isinstance(tile, GroupInt) or tile.act_bits == 16:
+            product = part @ tile.dequantize().T
+        else:
+            codes, scales = quantize_activations(
+                part, tile.act_bits, tile.group_size, tile.act_clip, tile.act_scales
+            )
+            sums = group_sums(codes, tile)
+            product = (sums.float() * scales[:, None] * tile.scales.float()).sum(-1)
+        rows = slice(None) if tile.rows is None else tile.rows.long()
+        y[:, rows] += product
+    if weight.sparse is not None:
+        weight.sparse.add_product(x, y)
+    return y
+
+
+def group_sums(x: Tensor, tile: GroupInt) -> Tensor:
+    """Step 1: `sum_j (code - zero) x_j` over every group, int32 [m, r, groups], of x int8 [m, c]."""
+    zero = 2 ** (tile.bits - 1) if tile.zeros is None else tile.zeros.int()[..., None]
+    inputs = split_groups(x.int(), tile.group_size)  # padding inputs are 0
+    weights = split_groups(tile.codes.int(), tile.group_size) - zero
+    return torch.bmm(inputs.transpose(0, 1), weights.permute(1, 2, 0)).permute(1, 2, 0)
 
 
 def dequantize(weight: PackedWeight) -> Tensor:

@@ -53,10 +53,13 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     column_cost = torch.empty_like(diagonal)
     column_cost[perm] = factor.diagonal().square().reciprocal()
     ratios = [
-        clip.search_compensated(weight[:, s.cols], s, column_cost[s.cols]) if spec.clip else None
+        clip.search_compensated(weight[:, s.cols], s, column_cost[s.cols])
+        if spec.clip
+        else s.fixed_ratio(spec).to(weight.device)[:, None].expand(-1, s.groups)
         for s in sets
     ]
-    return _sweep(work, factor, sets, order, ratios)
+    codes, scales, zeros = _sweep(work, factor, sets, order, ratios)
+    return assemble(shape, spec, stats, sets, codes, scales, zeros)
 
 
 def _by_energy(columns: ColumnSet, diagonal: Tensor) -> ColumnSet:
@@ -111,9 +114,9 @@ def _sweep(
     factor: Tensor,  # float32 [in, in], in processing order
     sets: list[ColumnSet],
     order: list[tuple[int, int]],
-    ratios: list[Tensor | None],
-) -> QuantizedWeight:
-    """The column loop of algorithm 1 over groups in processing order."""
+    ratios: list[Tensor],  # per set: [out, groups]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The column loop of algorithm 1 over groups in processing order: codes, scales and zeros of every set."""
     out_features, device = work.shape[0], work.device
     codes = [torch.empty(out_features, len(s.cols), dtype=torch.uint8, device=device) for s in sets]
     scales = [torch.empty(out_features, s.groups, device=device) for s in sets]
@@ -122,8 +125,8 @@ def _sweep(
     for s, g in order:
         columns, size = sets[s], len(sets[s].group(g))
         bits = columns.bits.to(device)
-        ratio = ratios[s][:, g] if ratios[s] is not None else 1.0  # type: ignore[index]
-        scale, zero = grid.fit(work[:, start : start + size], bits, columns.symmetric.to(device), ratio)
+        symmetric = columns.symmetric.to(device)
+        scale, zero = grid.fit(work[:, start : start + size], bits, symmetric, ratios[s][:, g])
         scales[s][:, g], zeros[s][:, g] = scale, zero
         top = 2.0**bits - 1
         for offset in range(0, size, BLOCK):
@@ -134,4 +137,4 @@ def _sweep(
             codes[s][:, at : at + b - a] = q
             work[:, b:].addmm_(error, factor[a:b, b:], alpha=-1)
         start += size
-    return assemble((out_features, work.shape[1]), sets, codes, scales, zeros)
+    return codes, scales, zeros

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from anybit.methods import cmpq, gptq, rtn, squeezellm, tiling
+from torch import Tensor
+
+from anybit.errors import InputError
+from anybit.methods import activations, atom, cmpq, gptq, mixllm, rtn, scaling, squeezellm, tiling
 from anybit.spec import LayerSpec
+from anybit.stats import GradientStats, LinearStats
 from anybit.tensors import QuantizedWeight
 
 
@@ -22,7 +26,34 @@ class Method:
 METHODS = {
     "rtn": Method(rtn.quantize, tiling.layout),
     "gptq": Method(gptq.quantize, tiling.layout),
+    "awq": Method(rtn.quantize, tiling.layout),  # what they are is in their spec's `scaling`
+    "smoothquant": Method(rtn.quantize, tiling.layout),
+    "mixllm": Method(gptq.quantize, mixllm.layout),
+    "atom": Method(atom.quantize, atom.layout),
     "squeezellm": Method(squeezellm.quantize, squeezellm.layout),
     "any-precision": Method(squeezellm.quantize, squeezellm.layout),
     "cmpq": Method(cmpq.quantize, cmpq.layout),
 }
+
+
+def quantize(
+    method: str, weight: Tensor, stats: LinearStats | GradientStats | None, spec: LayerSpec
+) -> QuantizedWeight:
+    """Quantize `weight` float32 [out, in] by a method, with what composes with every one: scaling before, and the
+    search of activation clipping after.
+
+    Raises:
+        InputError: missing statistics, or weights and options that the method cannot take.
+    """
+    if spec.scaling == "none" and not spec.act_search:
+        return METHODS[method].quantize(weight, stats, spec)
+    if not isinstance(stats, LinearStats) or stats.inputs is None:
+        raise InputError("scaling and clipping searches need the layer's inputs: calibrate first")
+    factor = None
+    if spec.scaling != "none":
+        factor = scaling.search(weight, stats, spec)
+        weight, stats = weight / factor.float(), stats.scaled(factor.float())
+    made = METHODS[method].quantize(weight, stats, spec)
+    if spec.act_search and stats.inputs is not None:
+        made = activations.search_clip(made, stats.inputs.sample)
+    return replace(made, input_scale=factor)

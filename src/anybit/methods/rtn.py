@@ -23,7 +23,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     codes, scales, zeros = [], [], []
     for s in sets:
         matrix = weight[:, s.cols]
-        ratio = clip.search(matrix, s, stats) if spec.clip else 1.0
+        ratio = clip.search(matrix, s, stats) if spec.clip else s.fixed_ratio(spec)[:, None].to(weight.device)
         bits, symmetric = s.bits.to(weight.device)[:, None], s.symmetric.to(weight.device)[:, None]
         groups = grid.split_groups(matrix, s.group_size)
         scale, zero = grid.fit(groups, bits, symmetric, ratio)
@@ -31,4 +31,4 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
         codes.append(q.flatten(1)[:, : len(s.cols)])
         scales.append(scale)
         zeros.append(zero)
-    return assemble((weight.shape[0], weight.shape[1]), sets, codes, scales, zeros)
+    return assemble((weight.shape[0], weight.shape[1]), spec, stats, sets, codes, scales, zeros)

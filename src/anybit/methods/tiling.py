@@ -15,8 +15,10 @@ from torch import Tensor
 
 from anybit.codes import groups_of
 from anybit.errors import InputError
-from anybit.formats import GroupInt
+from anybit.formats import GroupInt, activations_of, to_half
+from anybit.methods.grid import split_groups
 from anybit.spec import LayerSpec, TileSpec
+from anybit.stats import LinearStats
 from anybit.tensors import MAX_TILES, QuantizedWeight
 
 
@@ -34,6 +36,10 @@ class ColumnSet:
     @property
     def groups(self) -> int:
         return groups_of(len(self.cols), self.group_size)
+
+    def fixed_ratio(self, spec: LayerSpec) -> Tensor:
+        """The clipping ratio of each row where none is searched, float32 [out]: 8 bits need none."""
+        return torch.where(self.bits < 8, spec.clip_ratio, 1.0)
 
     def group(self, g: int) -> Tensor:
         """Original input channels of group g."""
@@ -69,10 +75,12 @@ def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
                 "group_size": s.group_size,
                 "symmetric": tile.symmetric,
             }
+            entry |= activations_of(tile.act_bits or spec.act_bits, spec.act_static)
             entry |= {"rows": len(tile.rows)} if tile.rows is not None else {}
             entry |= {"cols": len(s.cols)} if s.stored or spec.desc_act else {}
             tiles.append(entry)
-    return {"shape": list(shape), "tiles": tiles}
+    scaled = {"input_scale": True} if spec.scaling != "none" else {}
+    return {"shape": list(shape), "tiles": tiles, **scaled}
 
 
 def _check_covered(cols: Tensor, in_features: int) -> None:
@@ -122,12 +130,18 @@ def _rows(rows: tuple[int, ...], out_features: int) -> Tensor:
 
 def assemble(
     shape: tuple[int, int],
+    spec: LayerSpec,
+    stats: LinearStats | None,  # with inputs, for static activations
     sets: list[ColumnSet],
     codes: list[Tensor],  # per column set: [out, c], in stored order
     scales: list[Tensor],  # per column set: [out, groups]
     zeros: list[Tensor],  # per column set: [out, groups]
 ) -> QuantizedWeight:
-    """Cut whole-row results into the spec's tiles."""
+    """Cut whole-row results into the spec's tiles.
+
+    Raises:
+        InputError: static activations without statistics of the inputs.
+    """
     tiles = []
     for s, q, scale, zero in zip(sets, codes, scales, zeros):
         for tile in s.tiles:
@@ -142,6 +156,25 @@ def assemble(
                     zeros=None if tile.symmetric else zero[pick].to(torch.uint8).cpu(),
                     rows=None if rows is None else rows.to(torch.int32),
                     cols=s.cols.to(torch.int32) if s.stored else None,
+                    **_activation_grid(s, tile, spec, stats),
                 )
             )
     return QuantizedWeight(shape, tuple(tiles))
+
+
+def _activation_grid(
+    columns: ColumnSet, tile: TileSpec, spec: LayerSpec, stats: LinearStats | None
+) -> dict[str, Any]:
+    """How a tile rounds its inputs: a fixed clipping ratio, or scales from calibration."""
+    bits = tile.act_bits or spec.act_bits
+    if bits == 16:
+        return {}
+    if not spec.act_static:
+        ratio = spec.act_clip if bits == spec.act_bits else 1.0  # outlier channels are not clipped
+        return {"act_bits": bits, "act_clip": torch.full((columns.groups,), ratio).half()}
+    if stats is None or stats.inputs is None:
+        raise InputError("static activations need the range of the layer's inputs: calibrate first")
+    peaks = split_groups(stats.inputs.peaks.cpu()[None, columns.cols], columns.group_size)[0].amax(-1)
+    scales = to_half(peaks * spec.act_clip / (2 ** (bits - 1) - 1))
+    smallest = torch.finfo(torch.float16).tiny
+    return {"act_bits": bits, "act_scales": scales.clamp(min=smallest)}

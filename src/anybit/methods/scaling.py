@@ -1,0 +1,72 @@
+"""Scaling of input channels before quantization: AWQ (arXiv:2306.00978) and SmoothQuant (arXiv:2211.10438).
+
+`y = (x / s) (W s)^T` for any s > 0. AWQ protects channels of large activations from the rounding of weights,
+`s = E|x|^alpha` (section 3.2, eq. 4 and 5); SmoothQuant moves the range of activations into the weights,
+`s = max|x|^alpha / max|W|^(1 - alpha)` (section 4, eq. 4). Both choose alpha on a grid for the least error of the
+layer's output. The factor 1 / s stays with the layer as its `input_scale`, whatever precedes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from anybit.errors import InputError
+from anybit.kernels import reference
+from anybit.methods import rtn
+from anybit.spec import LayerSpec
+from anybit.stats import InputStats, LinearStats
+from anybit.tensors import pack
+
+ALPHAS = tuple(k / 20 for k in range(21))
+SMALLEST, LARGEST = 2.0**-14, 2.0**15  # of an input scale: normal float16 numbers
+
+
+def search(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> Tensor:
+    """The factor that inputs are multiplied by, float16 [in].
+
+    Candidates are judged with plain rounding. Where activations are quantized too, by the error on a sample of inputs;
+    else by the exact mean over the calibration tokens, `D H D^T`.
+
+    Args:
+        weight: float32 [out, in].
+        stats: Hessian and `InputStats` of the layer's inputs.
+        spec: `scaling`, and everything about the grids.
+
+    Raises:
+        InputError: no statistics of the inputs.
+    """
+    if stats.inputs is None:
+        raise InputError(f"{spec.scaling} needs the layer's inputs: calibrate first")
+    plain = _plain(spec)
+    factors = [_factor(weight, stats.inputs, stats.tokens, spec.scaling, alpha) for alpha in ALPHAS]
+    errors = [_error(weight, stats, factor, plain) for factor in factors]
+    return factors[min(range(len(factors)), key=errors.__getitem__)]
+
+
+def _plain(spec: LayerSpec) -> LayerSpec:
+    """The grids of a layer for plain rounding, without what is searched later."""
+    tile = replace(spec.tiles[0], rows=None, cols=None, bits=int(spec.tiles[0].bits))
+    return replace(spec, tiles=(tile,), clip=False, act_search=False, act_static=False)
+
+
+def _factor(weight: Tensor, inputs: InputStats, tokens: int, scaling: str, alpha: float) -> Tensor:
+    if scaling == "awq":
+        s = (inputs.magnitudes / max(tokens, 1)).clamp(min=1e-6) ** alpha
+    else:
+        s = inputs.peaks.clamp(min=1e-6) ** alpha / weight.abs().amax(0).clamp(min=1e-6) ** (1 - alpha)
+    s = s / (s.max() * s.min()).sqrt()  # around 1: any common factor is as good
+    return s.reciprocal().clamp(SMALLEST, LARGEST).half().cpu()
+
+
+def _error(weight: Tensor, stats: LinearStats, factor: Tensor, spec: LayerSpec) -> float:
+    """Squared error of the layer's output with inputs multiplied by `factor`."""
+    made = replace(rtn.quantize(weight / factor.float(), None, spec), input_scale=factor)
+    delta = made.dequantize() - weight
+    if spec.act_bits == 16 and stats.hessian is not None:
+        return float(((delta @ stats.hessian) * delta).sum())
+    assert stats.inputs is not None
+    x = stats.inputs.sample
+    rounded = reference.round_inputs(x, pack(made))
+    return float((rounded @ (weight + delta).T - x @ weight.T).square().sum())

@@ -1,0 +1,596 @@
+"""Quantized activations: the shared reference and native paths, MixLLM, Atom, AWQ and SmoothQuant, whole artifacts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_calibrate import opened, token_rows
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import anybit
+from anybit import salience
+from anybit.artifact import inspect, verify
+from anybit.errors import InputError
+from anybit.formats import GroupInt
+from anybit.kernels import cpu, reference
+from anybit.kernels.dispatch import Prepared
+from anybit.layers import QuantLinear
+from anybit.methods import activations, atom, gptq, mixllm, registry, rtn
+from anybit.methods.grid import split_groups
+from anybit.model import load
+from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
+from anybit.stats import InputStats, LinearStats
+from anybit.tensors import PackedWeight, QuantizedWeight, pack, unpack, validate
+
+MakeModel = Callable[[str], Path]
+SMALL: dict[str, Any] = {"samples": 3, "seq_len": 24}
+INT_ISAS = ("portable", "avx2", "avx_vnni", "avx512_vnni")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stats_of(x: Tensor) -> LinearStats:
+    made = LinearStats.empty(x.shape[1], hessian=True, inputs=True)
+    for row in x.split(64):
+        made.add(row)
+    return made
+
+
+def outlier_inputs(tokens: int, channels: int, seed: int = 3) -> Tensor:
+    """A few channels much larger than the others, as in language models."""
+    x = random(tokens, channels, seed=seed)
+    x[:, :: max(2, channels // 5)] *= 20
+    return x
+
+
+# ---- rounding of activations
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("m", "columns", "group"), [(1, 1, 1), (3, 100, 32), (2, 48, 48), (5, 37, 7), (4, 130, 128)]
+)
+def test_activation_codes_follow_the_grid(bits: int, m: int, columns: int, group: int) -> None:
+    x = random(m, columns, seed=bits) * torch.logspace(-4, 4, m)[:, None]
+    x[0] = 0
+    groups = -(-columns // group)
+    clip = torch.linspace(0.5, 1, groups).half()
+    codes, scales = reference.quantize_activations(x, bits, group, clip, None)
+    top = 2 ** (bits - 1) - 1
+    for k in range(m):
+        for g in range(groups):
+            part = x[k, g * group : (g + 1) * group]
+            expected = part.abs().max() * clip[g].float() / top
+            torch.testing.assert_close(scales[k, g], expected, rtol=1e-6, atol=0)
+            for j, value in enumerate(part.tolist()):
+                q = round(value / float(scales[k, g])) if scales[k, g] else 0
+                assert abs(int(codes[k, g * group + j]) - max(-top - 1, min(top, q))) <= (
+                    abs(value / float(scales[k, g] or 1)) % 1 > 0.499
+                )
+    for isa in isas():
+        again = cpu.quantize_activations(x, bits, group, clip, None, isa)
+        assert torch.equal(again[0], codes) and torch.equal(again[1], scales), isa
+    fixed = torch.rand(groups, generator=torch.Generator().manual_seed(1)).half() + 0.01
+    expected_codes, _ = reference.quantize_activations(x, bits, group, None, fixed)
+    for isa in isas():
+        assert torch.equal(cpu.quantize_activations(x, bits, group, None, fixed, isa)[0], expected_codes), isa
+
+
+def isas() -> list[str]:
+    """What this machine can run; a build without the native extension can run nothing."""
+    if not cpu.available():
+        pytest.skip("the native extension is not built")
+    found = []
+    for isa in INT_ISAS:
+        try:
+            cpu.quantize_activations(torch.zeros(1, 1), 8, 1, torch.ones(1).half(), None, isa)
+            found.append(isa)
+        except ValueError:
+            continue
+    assert "portable" in found
+    return found
+
+
+def test_damaged_inputs_stay_damaged() -> None:
+    for value in (torch.nan, torch.inf):
+        x = random(1, 64)
+        x[0, 5] = value
+        for scale in (
+            reference.quantize_activations(x, 8, 64, torch.ones(1).half(), None)[1],
+            *(cpu.quantize_activations(x, 8, 64, torch.ones(1).half(), None, isa)[1] for isa in isas()),
+        ):
+            assert not torch.isfinite(scale).any()
+
+
+# ---- integer products
+
+SHAPES = [
+    (5, 576, 128),
+    (7, 576, 64),
+    (3, 100, 32),
+    (9, 1000, 1000),
+    (4, 37, 2),
+    (1, 1, 4),
+    (16, 130, 16),
+    (3, 40, 96),
+]
+
+
+def group_tile(rows: int, columns: int, group: int, bits: int, symmetric: bool, seed: int) -> GroupInt:
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-columns // group)
+    codes = torch.randint(0, 2**bits, (rows, columns), generator=generator, dtype=torch.uint8)
+    zeros = torch.randint(0, 2**bits, (rows, groups), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(rows, groups, generator=generator).half() + 0.1
+    clip = torch.ones(groups).half()
+    return GroupInt(bits, group, codes, scales, None if symmetric else zeros, act_bits=8, act_clip=clip)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_group_sums_are_exact(shape: tuple[int, int, int], bits: int) -> None:
+    rows, columns, group = shape
+    tile = group_tile(rows, columns, group, bits, symmetric=False, seed=bits)
+    x = torch.randint(-128, 128, (3, columns), generator=torch.Generator().manual_seed(9)).to(torch.int8)
+    assert tile.zeros is not None
+    of_column = torch.arange(columns) // group
+    products = x.long()[:, None] * (tile.codes.long() - tile.zeros.long()[:, of_column])
+    oracle = torch.zeros(3, rows, tile.scales.shape[1], dtype=torch.int64).index_add_(2, of_column, products)
+    assert torch.equal(reference.group_sums(x, tile).long(), oracle)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_native_products_match_the_reference(shape: tuple[int, int, int], bits: int, symmetric: bool) -> None:
+    rows, columns, group = shape
+    tile = group_tile(rows, columns, group, bits, symmetric, seed=7)
+    packed = pack(QuantizedWeight((rows, columns), (tile,)))
+    native = Prepared(packed).tiles[0]
+    assert isinstance(native, cpu.GroupInt) and native.takes_ints
+    for m in (1, 2, 3, 8):
+        x = random(m, columns, seed=m)
+        expected = reference.int_matmul(x, unpack(packed))
+        codes, scales = reference.quantize_activations(x, 8, group, tile.act_clip, None)
+        for isa in isas():
+            y = torch.zeros(m, rows)
+            native.int_matmul(codes, scales, y, isa=isa)
+            torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+            threaded = torch.zeros(m, rows)
+            native.int_matmul(codes, scales, threaded, threads=3, isa=isa)
+            assert torch.equal(y, threaded)
+
+
+def test_extreme_codes_do_not_overflow() -> None:
+    """All products at their largest: pairs of 8-bit codes overflow 16 bits, a long group 24."""
+    columns = 32768
+    codes = torch.full((2, columns), 255, dtype=torch.uint8)
+    tile = GroupInt(
+        8, columns, codes, torch.ones(2, 1).half(), torch.zeros(2, 1, dtype=torch.uint8), act_bits=8
+    )
+    native = Prepared(
+        pack(QuantizedWeight((2, columns), (replace(tile, act_clip=torch.ones(1).half()),)))
+    ).tiles[0]
+    assert isinstance(native, cpu.GroupInt)
+    x = torch.full((1, columns), -128, dtype=torch.int8)
+    for isa in isas():
+        y = torch.zeros(1, 2)
+        native.int_matmul(x, torch.ones(1, 1), y, isa=isa)
+        assert y.tolist() == [[-128.0 * 255 * columns] * 2], isa
+
+
+def test_native_products_refuse_what_they_cannot_take() -> None:
+    isas()
+    wrong = Prepared(pack(QuantizedWeight((2, 6), (group_tile(2, 6, 3, 4, True, 0),)))).tiles[0]
+    assert isinstance(wrong, cpu.GroupInt) and not wrong.takes_ints  # groups of 3 nibbles begin inside a byte
+    with pytest.raises(ValueError, match="no integer kernel"):
+        wrong.int_matmul(torch.zeros(1, 6, dtype=torch.int8), torch.zeros(1, 2), torch.zeros(1, 2))
+    good = Prepared(pack(QuantizedWeight((2, 8), (group_tile(2, 8, 4, 4, True, 0),)))).tiles[0]
+    assert isinstance(good, cpu.GroupInt)
+    for x, scales, y in (
+        (torch.zeros(1, 8, dtype=torch.uint8), torch.zeros(1, 2), torch.zeros(1, 2)),
+        (torch.zeros(1, 7, dtype=torch.int8), torch.zeros(1, 2), torch.zeros(1, 2)),
+        (torch.zeros(1, 8, dtype=torch.int8), torch.zeros(1, 3), torch.zeros(1, 2)),
+        (torch.zeros(1, 8, dtype=torch.int8), torch.zeros(1, 2), torch.zeros(1, 3)),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            good.int_matmul(x, scales, y)
+
+
+def layer(
+    kind: str, shape: tuple[int, int] = (40, 72)
+) -> tuple[Tensor, LinearStats, QuantizedWeight, LayerSpec]:
+    """A layer of each kind with quantized activations, the method's own function having made it."""
+    weight, stats = random(*shape, seed=1), stats_of(outlier_inputs(256, shape[1]))
+    size = 32
+    if kind == "mixllm":
+        plain = LayerSpec(tiles=(TileSpec(4, size),), clip=True, act_bits=8)
+        spec = mixllm.with_rows(plain, range(3, shape[0], 7), shape[0])
+    elif kind == "atom":
+        spec = LayerSpec(
+            tiles=(TileSpec(4, size, True),), act_bits=4, act_clip=0.9, outlier_channels=8, clip_ratio=0.85
+        )
+    elif kind == "atom searched":
+        spec = LayerSpec(
+            tiles=(TileSpec(3, size, True),), act_bits=3, act_search=True, outlier_channels=8, clip=True
+        )
+    elif kind == "smoothquant":
+        spec = LayerSpec(tiles=(TileSpec(8, -1, True),), act_bits=8, scaling="smoothquant")
+    elif kind == "static":
+        spec = LayerSpec(tiles=(TileSpec(8, -1, True),), act_bits=8, act_static=True)
+    else:
+        spec = LayerSpec(tiles=(TileSpec(4, size),), clip=True, scaling="awq")
+    method = kind.split(maxsplit=1)[0].replace("static", "rtn")
+    return weight, stats, registry.quantize(method, weight, stats, spec), spec
+
+
+KINDS = ("mixllm", "atom", "atom searched", "smoothquant", "static", "awq")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_round_trip_and_multiply(kind: str) -> None:
+    _, _, made, spec = layer(kind)
+    packed = pack(made)
+    validate("layer", packed)
+    planned = registry.METHODS[kind.split(maxsplit=1)[0].replace("static", "rtn")].layout(spec, made.shape)
+    assert packed.layout == planned
+    again = pack(unpack(packed))
+    for field, tensor in packed.tensors.items():
+        assert torch.equal(again.tensors[field].view(torch.uint8), tensor.view(torch.uint8)), field
+    prepared = Prepared(packed)
+    for tokens in (1, 3, 40):
+        x = outlier_inputs(tokens, made.shape[1], seed=tokens)
+        expected = reference.int_matmul(x, made)
+        size = float(expected.abs().max())
+        torch.testing.assert_close(prepared.matmul(x), expected, rtol=1e-4, atol=1e-5 * size)
+        torch.testing.assert_close(reference.matmul(x, packed), expected, rtol=1e-4, atol=1e-5 * size)
+
+
+def test_layers_without_the_native_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, made, _ = layer("mixllm")
+    x = random(2, made.shape[1])
+    expected = Prepared(pack(made)).matmul(x)
+    monkeypatch.setattr(cpu, "_native", None)
+    torch.testing.assert_close(Prepared(pack(made)).matmul(x), expected, rtol=1e-4, atol=1e-3)
+
+
+# ---- methods on one matrix
+
+
+def output_error(weight: Tensor, made: QuantizedWeight, x: Tensor) -> float:
+    return float((reference.int_matmul(x, made) - x @ weight.T).square().sum())
+
+
+def test_atom_keeps_outliers() -> None:
+    weight, stats, made, spec = layer("atom")
+    assert stats.inputs is not None
+    body, outliers = made.tiles
+    assert isinstance(body, GroupInt) and isinstance(outliers, GroupInt)
+    assert (body.bits, body.act_bits, outliers.bits, outliers.act_bits) == (4, 4, 8, 8)
+    energy = stats.inputs.energy
+    assert body.cols is not None and outliers.cols is not None
+    stored = torch.cat([body.cols, outliers.cols]).long()
+    assert (energy[stored].diff() >= 0).all() and len(outliers.cols) == 8
+    assert body.act_clip is not None and (body.act_clip == torch.tensor(0.9).half()).all()
+    assert outliers.act_clip is not None and (outliers.act_clip == 1).all()
+    x = outlier_inputs(128, weight.shape[1], seed=8)
+    plain = replace(spec, tiles=(TileSpec(4, 32, True),))
+    without = registry.quantize("rtn", weight, stats, replace(plain, outlier_channels=None))
+    assert output_error(weight, made, x) < 0.2 * output_error(weight, without, x)
+
+
+def test_atom_default_outliers() -> None:
+    assert [atom.outlier_channels(n) for n in (32, 576, 1536, 4096, 11008)] == [16, 16, 48, 128, 128]
+    with pytest.raises(InputError, match="leave none"):
+        atom.split(LayerSpec(), torch.arange(16))
+
+
+def test_searched_clips_are_the_best_of_the_grid() -> None:
+    _weight, stats, made, _ = layer("atom searched")
+    assert stats.inputs is not None
+    x = stats.inputs.sample
+    (tile, _), dense = made.tiles, made.dequantize()
+    assert isinstance(tile, GroupInt) and tile.cols is not None and tile.act_clip is not None
+    cols = tile.cols.long()
+    for g in range(len(tile.act_clip)):
+        at = slice(g * tile.group_size, (g + 1) * tile.group_size)
+        part, columns = x[:, cols][:, at], dense[:, cols][:, at]
+
+        def cost(ratio: float, part: Tensor = part, columns: Tensor = columns) -> float:
+            clip = torch.tensor([ratio]).half()
+            codes, scale = reference.quantize_activations(part, tile.act_bits, part.shape[1], clip, None)
+            return float(((codes * scale - part) @ columns.T).square().sum())
+
+        costs = [cost(ratio) for ratio in activations.RATIOS]
+        assert cost(float(tile.act_clip[g])) <= 1.001 * min(costs)
+    assert (tile.act_clip < 1).any()
+
+
+def test_static_scales_come_from_the_calibration() -> None:
+    weight, stats, made, _ = layer("static")
+    (tile,) = made.tiles
+    assert isinstance(tile, GroupInt) and tile.act_scales is not None and stats.inputs is not None
+    torch.testing.assert_close(
+        tile.act_scales.float(), stats.inputs.peaks.max()[None] / 127, rtol=1e-3, atol=0
+    )
+    with pytest.raises(InputError, match="calibrate"):
+        rtn.quantize(weight, None, LayerSpec(tiles=(TileSpec(8, -1),), act_bits=8, act_static=True))
+
+
+@pytest.mark.parametrize("kind", ["awq", "smoothquant"])
+def test_scaling_is_worth_it(kind: str) -> None:
+    """Scaled, the output error falls; and what is stored is the factor times the scaled matrix."""
+    weight, stats, made, spec = layer(kind)
+    plain = registry.quantize("rtn", weight, stats, replace(spec, scaling="none"))
+    x = outlier_inputs(128, weight.shape[1], seed=8)
+    assert made.input_scale is not None and made.input_scale.float().std() > 0
+    assert output_error(weight, made, x) < 0.9 * output_error(weight, plain, x)
+
+
+def test_awq_scale_is_a_power_of_the_magnitudes() -> None:
+    weight, stats, made, _ = layer("awq")
+    assert made.input_scale is not None and stats.inputs is not None
+    slope = torch.linalg.lstsq(
+        torch.stack([stats.inputs.magnitudes.log(), torch.ones(weight.shape[1])], 1),
+        made.input_scale.float().log()[:, None],
+    )
+    alpha = -float(slope.solution[0])
+    assert 0 < alpha <= 1 and alpha * 20 == pytest.approx(round(alpha * 20), abs=0.02)
+    assert float(slope.residuals.sum()) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["awq", "smoothquant"])
+def test_scaling_composes_with_gptq(kind: str) -> None:
+    """The factor, then GPTQ of the scaled matrix on the scaled inputs: nothing else."""
+    weight, stats, _, _ = layer("awq")
+    spec = LayerSpec(tiles=(TileSpec(3, 32),), clip=True, scaling=kind)
+    made = registry.quantize("gptq", weight, stats, spec)
+    assert made.input_scale is not None
+    factor = made.input_scale.float()
+    inputs = InputStats.empty(72)
+    by_hand = LinearStats.empty(72, hessian=True)
+    by_hand.hessian = stats.hessian * factor * factor[:, None]  # type: ignore[operator]
+    by_hand.inputs = inputs
+    expected = gptq.quantize(weight / factor, by_hand, replace(spec, scaling="none"))
+    assert torch.equal(replace(made, input_scale=None).dequantize(), expected.dequantize())
+
+
+# ---- the search
+
+
+def loss_changes(folder: Path, tokens: Tensor, name: str) -> Tensor:
+    """What rounding each row alone really does to the mean loss, from the model's own forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weight = model.get_submodule(name).weight
+    original = weight.detach().clone()
+    rounded = rtn.quantize(original, None, LayerSpec(tiles=(TileSpec(4),))).dequantize()
+
+    @torch.no_grad()
+    def losses() -> Tensor:
+        return torch.stack([model(input_ids=row[None], labels=row[None]).loss.double() for row in tokens])
+
+    base, found = losses(), []
+    for row in range(len(original)):
+        with torch.no_grad():
+            weight[row] = rounded[row]
+            found.append((losses() - base).abs().mean())
+            weight[row] = original[row]
+    return torch.stack(found)
+
+
+def test_salience_predicts_the_loss(model_dir: MakeModel) -> None:
+    streamed, tokens = opened(model_dir("llama")), token_rows(4, 24)
+    shapes = streamed.all_linears()
+    scores = salience._scores(streamed, tokens, shapes, QuantizeConfig("mixllm"), None, lambda n: None)
+    name = "model.layers.1.self_attn.v_proj"
+    real = loss_changes(model_dir("llama"), tokens, name)
+    order = torch.stack([scores[name].argsort().argsort(), real.argsort().argsort()]).float()
+    assert torch.corrcoef(order)[0, 1] > 0.8
+
+
+def test_rows_are_chosen_globally() -> None:
+    shapes = {"a": (4, 10), "b": (3, 100)}
+    scores = {"a": torch.tensor([5.0, 1.0, 4.0, 1.0]), "b": torch.tensor([4.0, 9.0, 0.0])}
+    assert salience.choose(scores, shapes, 3 / 7, by_rows=True) == {"a": (0, 2), "b": (1,)}
+    assert salience.choose(scores, shapes, 0.0, by_rows=True) == {"a": (), "b": ()}
+    assert salience.choose(scores, shapes, 1.0, by_rows=False) == {"a": (0, 1, 2, 3), "b": (0, 1, 2)}
+    assert salience.choose(scores, shapes, 120 / 340, by_rows=False) == {"a": (0, 2), "b": (1,)}
+    tied = {"a": torch.zeros(4), "b": torch.zeros(3)}
+    assert salience.choose(tied, shapes, 2 / 7, by_rows=True) == {"a": (0, 1), "b": ()}
+
+
+def test_an_interrupted_search_goes_on(
+    model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = token_rows(9, 12)
+    config = QuantizeConfig("mixllm", wide_rows=0.2, search="progressive")
+    streamed = opened(model_dir("llama"))
+    shapes = streamed.all_linears()
+    whole = salience.search(streamed, tokens, shapes, config)
+    calls: list[int] = []
+    real = salience.gradient_statistics
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(args[1]))
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(salience, "gradient_statistics", counted)
+    with pytest.raises(KeyboardInterrupt):
+        salience.search(opened(model_dir("llama")), tokens, shapes, config, tmp_path)
+    done = len(calls) - 1
+    assert salience.search(opened(model_dir("llama")), tokens, shapes, config, tmp_path) == whole
+    assert len(calls) - done - 1 == 10 * 3 - done  # 10 passes of 4 + 4 + 1 samples
+    rows = sum(len(r) for r in whole.values())
+    assert rows == int(0.2 * sum(out for out, _ in shapes.values()) + 1e-6)
+
+
+# ---- artifacts
+
+
+@torch.no_grad()
+def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(input_ids=tokens).logits
+
+
+METHODS = [
+    ("mixllm", {"wide_rows": 0.1}),
+    ("mixllm", {"bits": 5.3, "salience": "diagonal"}),
+    ("mixllm", {"bits": 4}),
+    ("atom", {"outlier_channels": 8}),
+    ("atom", {"outlier_channels": 8, "bits": 3, "clip": False, "act_search": False}),
+    ("atom", {"outlier_channels": 8, "act_bits": 8}),
+    ("awq", {}),
+    ("smoothquant", {}),
+    ("smoothquant", {"act_static": True}),
+    ("gptq", {"scaling": "awq", "act_bits": 8}),
+    ("rtn", {"bits": 8, "act_bits": 8, "group_size": -1}),
+]
+
+
+@pytest.mark.parametrize(("method", "options"), METHODS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_artifacts_compute_what_they_say(
+    family: str, method: str, options: dict[str, Any], model_dir: MakeModel, tmp_path: Path
+) -> None:
+    config = QuantizeConfig(method, **{"group_size": 16, **options}, **SMALL)
+    anybit.quantize(model_dir(family), tmp_path / "out", config)
+    verify(tmp_path / "out")
+    model = load(tmp_path / "out")
+    tokens = token_rows(2, 7)
+    by_tile = logits(model, tokens[:1, :5])  # 5 tokens: the decode path
+    by_matrix = logits(model, tokens)  # 14 tokens: the dense path
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.forward = oracle_forward(unpack(module.packed), module.bias)
+    expected = logits(model, tokens)
+    # A sum in another order moves an activation to the next code now and then.
+    size = float(expected.abs().max())
+    assert float((by_tile - expected[:1, :5]).abs().max()) < 0.02 * size
+    assert float((by_matrix - expected).abs().max()) < 0.02 * size
+    figures = inspect(tmp_path / "out")
+    assert figures["method"] == method
+    if "bits" in options and method == "mixllm":
+        assert figures["bits"] == pytest.approx(options["bits"], abs=0.1)
+
+
+def oracle_forward(weight: QuantizedWeight, bias: Tensor | None) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        y = reference.int_matmul(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+
+    return forward
+
+
+def test_wide_rows_are_the_salient_ones(model_dir: MakeModel, tmp_path: Path) -> None:
+    config = QuantizeConfig("mixllm", wide_rows=0.25, group_size=16, **SMALL)
+    anybit.quantize(model_dir("llama"), tmp_path / "out", config)
+    tiles = [t for line in inspect(tmp_path / "out")["layers"] for t in line["tiles"]]
+    shapes = opened(model_dir("llama")).all_linears()
+    wide = sum(
+        t.get("rows", shapes[line["name"]][0])
+        for line in inspect(tmp_path / "out")["layers"]
+        for t in line["tiles"]
+        if t["bits"] == 8
+    )
+    assert wide == int(0.25 * sum(out for out, _ in shapes.values()))
+    assert all(t["act_bits"] == 8 and t["symmetric"] == (t["bits"] == 8) for t in tiles)
+
+
+def test_atom_follows_its_activations(model_dir: MakeModel, tmp_path: Path) -> None:
+    """Later blocks are calibrated on what quantized activations and weights of earlier ones hand them."""
+    made = {}
+    for act_bits in (16, 2):
+        config = QuantizeConfig(
+            "atom", outlier_channels=8, act_bits=act_bits, act_search=False, group_size=16, **SMALL
+        )
+        anybit.quantize(model_dir("llama"), tmp_path / str(act_bits), config)
+        made[act_bits] = load(tmp_path / str(act_bits)).state_dict()
+    first, second = (f"model.layers.{i}.self_attn.q_proj.0.codes" for i in (0, 1))
+    assert torch.equal(made[16][first], made[2][first])
+    assert not torch.equal(made[16][second], made[2][second])
+
+
+def damage(packed: PackedWeight, field: str, value: Any) -> PackedWeight:
+    return PackedWeight(packed.layout, {**packed.tensors, field: value(packed.tensors[field].clone())})
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "word"),
+    [
+        ("atom", "0.act_clip", lambda t: t.fill_(1.5), "act_clip"),
+        ("atom", "1.act_clip", lambda t: t.fill_(torch.nan), "act_clip"),
+        ("mixllm", "0.act_clip", lambda t: t.fill_(0.5), "act_clip differs"),
+        ("static", "act_scales", lambda t: t.fill_(0), "act_scales"),
+        ("awq", "input_scale", lambda t: t.fill_(0), "input_scale"),
+        ("awq", "input_scale", lambda t: t[:-1], "input_scale"),
+        ("awq", "input_scale", lambda t: t.fill_(torch.inf), "input_scale"),
+    ],
+)
+def test_damaged_grids_are_refused(kind: str, field: str, value: Any, word: str) -> None:
+    packed = pack(layer(kind)[2])
+    validate("layer", packed)
+    with pytest.raises(InputError, match=f"layer.*{word}"):
+        validate("layer", damage(packed, field, value))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("mixllm", lambda layout: layout["tiles"][0].update(act_bits=4)),
+        ("mixllm", lambda layout: layout["tiles"][0].pop("act_bits")),
+        ("atom", lambda layout: layout["tiles"][0].update(act_bits=9)),
+        ("atom", lambda layout: layout["tiles"][0].update(act_static=1)),
+        ("awq", lambda layout: layout.update(input_scale=1)),
+    ],
+)
+def test_damaged_descriptions_are_refused(kind: str, change: Any) -> None:
+    packed = pack(layer(kind)[2])
+    layout = json.loads(json.dumps(packed.layout))
+    change(layout)
+    with pytest.raises(InputError, match="layer"):
+        validate("layer", PackedWeight(layout, packed.tensors))
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"method": "mixllm", "wide_rows": 1.5}, "from 0 to 1"),
+        ({"method": "mixllm", "wide_rows": 0.5, "bits": 5}, "give one"),
+        ({"method": "mixllm", "bits": 3}, "any average from 4 to 8"),
+        ({"method": "mixllm", "salience": "best"}, "second-order"),
+        ({"method": "mixllm", "search": "twice"}, "progressive"),
+        ({"method": "atom", "act_bits": 9}, "--act-bits 9"),
+        ({"method": "atom", "outlier_channels": 0}, "at least 1"),
+        ({"method": "atom", "act_clip": 1.2}, "act_clip"),
+        ({"method": "awq", "scaling": "smoothquant"}, "itself a scaling"),
+        ({"method": "gptq", "act_static": True}, "act_bits"),
+        ({"method": "gptq", "kv_bits": 5}, "--kv-bits 5"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        QuantizeConfig(**options)
+
+
+def test_inputs_are_collected_once_for_equal_inputs() -> None:
+    x = outlier_inputs(100, 12)
+    stats = InputStats.empty(12)
+    stats.add(x)
+    torch.testing.assert_close(stats.magnitudes, x.abs().sum(0))
+    torch.testing.assert_close(stats.peaks, x.abs().amax(0))
+    torch.testing.assert_close(stats.energy, x.square().sum(0))
+    assert all(any(torch.equal(row, other) for other in x) for row in stats.sample)
+    half = stats.scaled(torch.full((12,), 0.5))
+    torch.testing.assert_close(half.energy, x.square().sum(0) / 4)
+    assert split_groups(half.sample, 4).shape == (16, 3, 4)
