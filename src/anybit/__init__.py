@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anybit.convert import quantize
+    from anybit.kv_cache import QuantizedCache
     from anybit.model import evaluate, load
     from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
 
 __version__ = "0.1.0"
-__all__ = ["LayerSpec", "QuantizeConfig", "TileSpec", "evaluate", "load", "quantize"]
+__all__ = ["LayerSpec", "QuantizeConfig", "QuantizedCache", "TileSpec", "evaluate", "load", "quantize"]
 
 _API = {
     "quantize": "anybit.convert",
@@ -27,6 +28,7 @@ _API = {
     "load": "anybit.model",
     "LayerSpec": "anybit.spec",
     "QuantizeConfig": "anybit.spec",
+    "QuantizedCache": "anybit.kv_cache",
     "TileSpec": "anybit.spec",
 }
 

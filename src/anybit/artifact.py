@@ -143,8 +143,8 @@ def inspect(path: Path, bits: int | None = None) -> dict[str, Any]:
     Returns:
         `method`, `bits` (average width), `bits_per_weight` (8 x bytes read of all linear layers in the blocks /
         their weights, whether they are quantized or not), `file_bits_per_weight` (the same of all bytes stored: more
-        for a nested artifact, whose `widths` are listed with the bits per weight read at each), `size_bytes` (all
-        files but the tokenizer), `calibration`, `layers` and what else the artifact says of its making. JSON-able.
+        for a nested artifact, whose `widths` are listed with the bits per weight read at each), `kv_bits`, `size_bytes`
+        (all files but the tokenizer), `calibration`, `layers` and what else the artifact says of its making. JSON-able.
 
     Raises:
         InputError: see `open_artifact`.
@@ -177,6 +177,7 @@ def inspect(path: Path, bits: int | None = None) -> dict[str, Any]:
         "bits": code_bits(chosen),
         "bits_per_weight": bpw(chosen),
         "file_bits_per_weight": bpw(layouts),
+        "kv_bits": quantization.get("kv_bits", 16),
         "widths": [{"bits": b, "bits_per_weight": bpw(read_at(b))} for b in widths] if nested else [],
         "size_bytes": sum(f.stat().st_size for f in files),
         "weights": weights,

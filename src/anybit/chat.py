@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from anybit.errors import InputError
+from anybit.kv_cache import QuantizedCache, check_kv_bits
 from anybit.model import load, load_tokenizer
 from anybit.progress import SILENT, Silent
 
@@ -36,13 +37,17 @@ class Generator:
         dtype: str = "float32",
         device: str = "cpu",
         report: Silent = SILENT,
+        *,
+        kv_bits: int | None = None,  # None: what the artifact asks for
     ) -> None:
         self.name = model
+        check_kv_bits(kv_bits)
         self.tokenizer = load_tokenizer(model)
         try:
             self.model = load(model, bits=bits, dtype=dtype, device=device, report=report)
         finally:
             report.close()
+        self.kv_bits = getattr(self.model, "kv_bits", 16) if kv_bits is None else kv_bits
 
     def encode(self, prompt: str) -> Tensor:
         """Token ids [1, T] of a prompt.
@@ -114,6 +119,8 @@ class Generator:
             else self.tokenizer.eos_token_id
         )
         ids = ids.to(self.model.device)
+        if self.kv_bits != 16:
+            sampling["past_key_values"] = QuantizedCache(self.model.config, self.kv_bits)
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(seed)
             output = self.model.generate(

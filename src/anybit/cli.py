@@ -55,6 +55,10 @@ Dtype = Annotated[str, typer.Option(help="What the model computes in: float32, b
 Width = Annotated[
     int | None, typer.Option("--bits", help="A width of an any-precision artifact; only it is read.")
 ]
+KVBits = Annotated[
+    int | None,
+    typer.Option(help="KV-cache: 16, 8, 4, 3 or 2 bits. [default: what the artifact asks for, else 16]"),
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
 
@@ -388,6 +392,7 @@ def evaluate(  # noqa: PLR0913
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Questions per task.", min=1)] = None,
     bits: Width = None,
+    kv_bits: KVBits = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
@@ -416,6 +421,7 @@ def evaluate(  # noqa: PLR0913
             tasks_dir=tasks_dir,
             limit=limit,
             bits=bits,
+            kv_bits=kv_bits,
             dtype=dtype,
             device=device,
             report=report,
@@ -433,6 +439,7 @@ def generate(  # noqa: PLR0913
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
     seed: Seed = 0,
     bits: Width = None,
+    kv_bits: KVBits = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
@@ -444,7 +451,7 @@ def generate(  # noqa: PLR0913
     from anybit.chat import Generator
 
     _set_threads(threads)
-    generator = Generator(model, bits, dtype, device, _report())
+    generator = Generator(model, bits, dtype, device, _report(), kv_bits=kv_bits)
     typer.echo(prompt, nl=False)
     generator.stream(generator.encode(prompt), max_new_tokens, temperature, seed)
 
@@ -456,6 +463,7 @@ def chat(  # noqa: PLR0913
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
     seed: Seed = 0,
     bits: Width = None,
+    kv_bits: KVBits = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
@@ -467,7 +475,9 @@ def chat(  # noqa: PLR0913
     from anybit.chat import Generator, converse
 
     _set_threads(threads)
-    converse(Generator(model, bits, dtype, device, _report()), max_new_tokens, temperature, seed)
+    converse(
+        Generator(model, bits, dtype, device, _report(), kv_bits=kv_bits), max_new_tokens, temperature, seed
+    )
 
 
 @app.command()

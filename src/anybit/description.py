@@ -14,7 +14,7 @@ import torch
 import anybit
 from anybit.errors import InputError
 from anybit.formats import GroupInt
-from anybit.spec import EMBED_BITS, QuantizeConfig
+from anybit.spec import EMBED_BITS, KV_BITS, USED_BY, QuantizeConfig
 from anybit.tensors import FORMAT_VERSION, QUANT_METHOD, validate_layout
 
 if TYPE_CHECKING:
@@ -36,7 +36,11 @@ def provenance(
             "quantized_before": checkpoint.quantized_before(),
         },
         "calibration": calibration,
-        "options": {**config.as_dict(), "clip": config.clips},
+        "options": {
+            name: value
+            for name, value in {**config.as_dict(), "clip": config.clips}.items()
+            if config.method in USED_BY.get(name, (config.method,))
+        },
         "anybit_version": anybit.__version__,
     }
 
@@ -53,6 +57,7 @@ def artifact_config(streamed: StreamedModel, plan: Plan, made: Mapping[str, Any]
         "quant_method": QUANT_METHOD,
         "format_version": FORMAT_VERSION,
         "bits": plan.code_bits,
+        "kv_bits": made["options"]["kv_bits"],
         **made,
         "embeddings": plan.embeddings,
         "layers": plan.layouts,
@@ -76,6 +81,10 @@ def check_layers(place: str, quantization: dict[str, Any]) -> None:
     for group in ("layers", "embeddings", "dense"):
         if not isinstance(quantization.setdefault(group, {}), dict):
             raise InputError(f"{place}: {group} must be an object of layer names to descriptions")
+    if quantization.get("kv_bits", 16) not in KV_BITS:
+        raise InputError(
+            f"{place}: kv_bits {quantization['kv_bits']!r} is not one of {', '.join(map(str, KV_BITS))}"
+        )
     for name, layout in {**quantization["layers"], **quantization["embeddings"]}.items():
         validate_layout(name, layout)
     for name, layout in quantization["embeddings"].items():

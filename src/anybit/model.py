@@ -14,6 +14,7 @@ from anybit.artifact import check_width, inspect, is_artifact, open_artifact, re
 from anybit.calibrate import load_whole
 from anybit.checkpoint import Checkpoint, open_checkpoint
 from anybit.errors import InputError
+from anybit.kv_cache import check_kv_bits, quantized_attention
 from anybit.progress import SILENT, Silent
 from anybit.streaming import StreamedModel
 from anybit.tensors import QUANT_METHOD, at_width, stored_tensors
@@ -171,13 +172,15 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     tasks_dir: Path | None = None,
     limit: int | None = None,
     bits: int | None = None,
+    kv_bits: int | None = None,
     dtype: str = "float32",
     device: str = "cpu",
     report: Silent = SILENT,
 ) -> dict[str, Any]:
     """Perplexity of a model on a text, its divergence from `base`, and zero-shot tasks.
 
-    `bits` picks a width of an any-precision artifact; `seq_len` is 2048 by default, or what the model reaches.
+    `bits` picks a width of an any-precision artifact; `seq_len` is 2048 by default, or what the model reaches. With
+    `kv_bits` below 16 (default: what the artifact asks for) attention reads nothing but quantized keys and values.
 
     Returns:
         JSON-able: `perplexity`, `tokens` (scored), `seq_len`, `bits_per_weight` (None for a model that is no
@@ -187,6 +190,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
         InputError: see `load`, `texts.read_text`, `evaluation.perplexity` and `lm_eval.prepare`.
     """
     check_device(device)
+    check_kv_bits(kv_bits)
     prepared: Any = None
     if tasks:  # before the models load: a mistake here must not cost the figures that come first
         from anybit.integrations import lm_eval
@@ -209,22 +213,26 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
         advance = advance or report.task(f"perplexity on {text}", total)
         advance(1)
 
-    result = evaluation.perplexity(
-        loaded,
-        tokens,
-        seq_len=seq_len,
-        max_tokens=max_tokens,
-        bos=texts.default_bos(tokenizer),
-        base=reference,
-        progress=progress,
-    )
+    kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
+    with quantized_attention(loaded, kv_bits):
+        result = evaluation.perplexity(
+            loaded,
+            tokens,
+            seq_len=seq_len,
+            max_tokens=max_tokens,
+            bos=texts.default_bos(tokenizer),
+            base=reference,
+            progress=progress,
+        )
     for note in result.notes:
         report.say(note)
     figures = {"model": str(model), "text": text, **result.as_dict(), "dtype": dtype, "bits_per_weight": None}
+    figures["kv_bits"] = kv_bits
     if is_artifact(Path(model)):
         made = inspect(Path(model), bits)
         keys = ("method", "bits", "bits_per_weight", "file_bits_per_weight", "size_bytes")
         figures |= {key: made[key] for key in keys}
     if prepared is not None:
-        figures["tasks"] = lm_eval.run_prepared(loaded, tokenizer, prepared, batch_size=8)
+        with quantized_attention(loaded, kv_bits):
+            figures["tasks"] = lm_eval.run_prepared(loaded, tokenizer, prepared, batch_size=8)
     return figures

@@ -34,6 +34,8 @@ def print_evaluation(f: dict[str, Any]) -> None:
         more = f["file_bits_per_weight"] - f["bits_per_weight"]
         stored = f" (all widths {f['file_bits_per_weight']:.3f})" if more else ""
         typer.echo(f"bits per weight   {f['bits_per_weight']:.3f}{stored}, {f['size_bytes'] / 1e6:.1f} MB")
+    if f["kv_bits"] != 16:
+        typer.echo(f"KV-cache          {f['kv_bits']} bits")
     if f.get("kld_mean") is not None:
         typer.echo(f"base perplexity   {f['base_perplexity']:.4f} (base in {f['base_dtype']})")
         typer.echo(
@@ -56,6 +58,8 @@ def print_inspection(f: dict[str, Any]) -> None:
         typer.echo(f"  read at {row['bits']} bits  {row['bits_per_weight']:.3f}")
     if f["widths"]:
         typer.echo(f"  all widths      {f['file_bits_per_weight']:.3f} in the file")
+    if f["kv_bits"] != 16:
+        typer.echo(f"KV-cache          {f['kv_bits']} bits")
     typer.echo(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
     calibration = f["calibration"] or {}
     if calibration:
@@ -68,6 +72,8 @@ def print_inspection(f: dict[str, Any]) -> None:
         channels = Counter(layer.get("channel_bits", []))
         mixed = ", ".join(f"{n} channels at {bits}" for bits, n in sorted(channels.items()))
         line = f"{layer['name']:{width}}  {shape:>12}  {layer['bits']:.2f} bits  {layer['bits_per_weight']:.3f} bpw"
+        inputs = sorted({tile.get("act_bits", 16) for tile in layer["tiles"]})
+        line += f"  inputs {'+'.join(map(str, inputs))} bits" if inputs != [16] else ""
         typer.echo(f"{line}  {mixed}".rstrip())
 
 

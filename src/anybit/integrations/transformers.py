@@ -64,6 +64,7 @@ class AnybitQuantizer(HfQuantizer):
             if isinstance(module, PackedModule) and module.packed.tensors:
                 validate(name, module.packed)
         model.set_bits = functools.partial(set_bits, model)
+        model.kv_bits = getattr(self.quantization_config, "kv_bits", 16)
         return model
 
     def is_serializable(self) -> bool:

@@ -1,0 +1,242 @@
+"""A quantized KV-cache for Transformers: asymmetric, a scale per head and token (Atom, arXiv:2310.19102, section 4.4).
+
+Keys are quantized after their rotary embedding, as attention reads them. What attention gets is always dequantized,
+the newest token included: a model computes the same whether its cache was filled at once or token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from anybit.codes import PACKED_WIDTHS, pack_codes, unpack_codes
+from anybit.errors import InputError
+from anybit.spec import KV_BITS
+
+
+def check_kv_bits(bits: int | None) -> None:
+    """Refuse a width that a KV-cache does not come in; None stands for a default.
+
+    Raises:
+        InputError: with the widths there are.
+    """
+    if bits is not None and bits not in KV_BITS:
+        raise InputError(f"--kv-bits {bits} is not one of {', '.join(map(str, KV_BITS))}")
+
+
+@dataclass(frozen=True)
+class QuantizedStates:
+    """Keys or values [batch, heads, tokens, d] as codes of `bits` bits: `minimum + scale * code`."""
+
+    bits: int
+    d: int
+    dtype: torch.dtype  # of what was quantized
+    codes: Tensor  # uint8 [batch, heads, tokens, bytes]
+    scale: Tensor  # float16 [batch, heads, tokens]
+    minimum: Tensor  # float16 [batch, heads, tokens]
+
+    @staticmethod
+    def of(states: Tensor, bits: int) -> QuantizedStates:
+        """Round states [batch, heads, tokens, d] to nearest, each head of each token by its own range.
+
+        Scale and minimum are rounded to float16 first, the scale never down: the range stays covered.
+        """
+        values = states.float()
+        minimum = values.amin(-1).half()
+        spread = (values.amax(-1) - minimum.float()).clamp(min=0)
+        scale = (spread / (2**bits - 1)).half()
+        short = scale.float() * (2**bits - 1) < spread
+        scale = torch.where(short, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
+        safe = torch.where(scale == 0, 1.0, scale.float())
+        codes = ((values - minimum.float()[..., None]) / safe[..., None]).round().clamp(0, 2**bits - 1)
+        packed = _pack(codes.to(torch.uint8), bits)
+        return QuantizedStates(bits, states.shape[-1], states.dtype, packed, scale, minimum)
+
+    def dequantize(self) -> Tensor:
+        """[batch, heads, tokens, d] in the dtype of what was quantized."""
+        codes = _unpack(self.codes, self.bits, self.d)
+        return (self.minimum.float()[..., None] + self.scale.float()[..., None] * codes).to(self.dtype)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStates:
+        """The same change of batch or tokens to all three tensors."""
+        parts = [change(part) for part in (self.codes, self.scale, self.minimum)]
+        return QuantizedStates(self.bits, self.d, self.dtype, *parts)
+
+    def then(self, later: QuantizedStates) -> QuantizedStates:
+        """These tokens and later ones."""
+        pairs = zip((self.codes, self.scale, self.minimum), (later.codes, later.scale, later.minimum))
+        return QuantizedStates(self.bits, self.d, self.dtype, *(torch.cat(pair, dim=2) for pair in pairs))
+
+    @property
+    def tokens(self) -> int:
+        return self.scale.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.codes, self.scale, self.minimum))
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """[..., d] -> uint8 [..., bytes]; 3-bit codes as planes, side by side."""
+    flat = codes.reshape(-1, codes.shape[-1])
+    packed = pack_codes(flat, bits, 1)
+    if bits not in PACKED_WIDTHS:
+        packed = packed.transpose(0, 1).flatten(1)
+    return packed.reshape(*codes.shape[:-1], packed.shape[-1])
+
+
+def _unpack(packed: Tensor, bits: int, d: int) -> Tensor:
+    flat = packed.reshape(-1, packed.shape[-1])
+    if bits not in PACKED_WIDTHS:
+        flat = flat.view(len(flat), bits, -1).transpose(0, 1)
+    return unpack_codes(flat, bits, d).view(*packed.shape[:-1], d)
+
+
+class QuantizedLayer(CacheLayerMixin):
+    """Keys and values of one layer of attention, quantized; `window` limits how many tokens are kept."""
+
+    is_croppable = True
+
+    def __init__(self, bits: int, window: int | None = None) -> None:
+        super().__init__()
+        self.bits, self.window = bits, window
+        self.is_sliding = window is not None
+        self.cumulative_length = 0  # tokens seen
+        self._keys: QuantizedStates | None = None
+        self._values: QuantizedStates | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add states [batch, heads, tokens, d]; returns all kept ones, dequantized."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = QuantizedStates.of(key_states, self.bits), QuantizedStates.of(value_states, self.bits)
+        if self._keys is not None and self._values is not None:
+            keys, values = self._keys.then(keys), self._values.then(values)
+        self.cumulative_length += key_states.shape[2]
+        self._keys, self._values = keys, values
+        if self.window is not None:
+            self._each(lambda t: t[:, :, -(self.window or 0) + 1 :])
+        return keys.dequantize(), values.dequantize()
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys.map(change), self._values.map(change)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.window is None:
+            return self.cumulative_length + query_length, 0
+        kept = min(self.cumulative_length, self.window - 1)
+        return kept + query_length, self.cumulative_length - kept
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        return -1 if self.window is None else self.window
+
+    def offload(self) -> None:
+        self._each(lambda t: t.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._each(lambda t: t.to(self.device, non_blocking=True))
+
+    def reset(self) -> None:
+        self._keys = self._values = None
+        self.is_initialized, self.cumulative_length = False, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: a positive number, or tokens that a window has already dropped.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the tokens to remove as a negative number")
+        if tokens_to_remove == 0 or self._keys is None:
+            return
+        if self.window is not None and self.cumulative_length >= self.window:
+            raise ValueError(
+                "a sliding window cannot be cropped once it is full: its earlier tokens are gone"
+            )
+        self._each(lambda t: t[:, :, :tokens_to_remove])
+        self.cumulative_length += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._each(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._each(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._each(lambda t: t[indices])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(states.nbytes for states in (self._keys, self._values) if states is not None)
+
+
+class QuantizedCache(Cache):
+    """A KV-cache of 8, 4, 3 or 2 bits: `model.generate(..., past_key_values=QuantizedCache(model.config, bits=4))`.
+
+    Each head of each token takes `d * bits / 8` bytes and 4 for its scale and minimum, `d` its dimension.
+
+    Args:
+        config: of the model; which layers attend to a window only is read from it.
+        bits: width of the codes.
+
+    Raises:
+        InputError: a width that there is not.
+    """
+
+    def __init__(self, config: PreTrainedConfig, bits: int) -> None:
+        if bits not in KV_BITS[:-1]:
+            raise InputError(
+                f"a KV-cache of {bits} bits: expected one of {', '.join(map(str, KV_BITS[:-1]))}"
+            )
+        layers = []
+        for layer in DynamicCache(config=config).layers:
+            if type(layer) is DynamicLayer:
+                layers.append(QuantizedLayer(bits))
+            elif type(layer) is DynamicSlidingWindowLayer:
+                layers.append(QuantizedLayer(bits, layer.sliding_window))
+            else:  # states of another kind of layer, which are few
+                layers.append(layer)
+        super().__init__(layers=layers)
+        self.bits = bits
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all codes, scales and minima."""
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, QuantizedLayer))
+
+
+@contextmanager
+def quantized_attention(model: Any, bits: int) -> Iterator[None]:
+    """Let every forward pass of a model without a cache of its own read keys and values of `bits` bits; 16: as ever."""
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if kwargs.get("past_key_values") is None:
+            kwargs = {**kwargs, "past_key_values": QuantizedCache(module.config, bits), "use_cache": True}
+        return args, kwargs
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True) if bits != 16 else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
