@@ -21,7 +21,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
-	$(BIN)/python bench/gemv.py
+	$(BIN)/anybit bench kernels
 	$(BIN)/python bench/memory.py
 	$(BIN)/anybit bench quantize
 

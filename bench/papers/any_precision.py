@@ -12,7 +12,6 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,28 +178,11 @@ def table_3(lab: Lab) -> None:
 
 def table_4(lab: Lab) -> None:
     """Zero-shot accuracy of the parent's widths."""
-    from anybit.integrations import lm_eval
 
-    folder: Path | None = lab.args.tasks_dir
-    if folder is None:
-        print("table 4 needs --tasks-dir")
-        return
-    names = tuple(lab.args.tasks)
-    print(f"\n| width | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}")
-    for bits in (3, 4, 6, 8, 16):
-        key = f"table 4: {bits} limit {lab.args.limit}"
-        if key not in lab.rows:
-            if bits == 16:
-                lab.restore()
-            else:
-                lab.put({name: of_width(parent, bits) for name, parent in parents_of(lab).items()})
-            prepared = lm_eval.prepare(names, tasks_dir=folder, limit=lab.args.limit)
-            lab.keep(
-                {"key": key, "tasks": lm_eval.run_prepared(lab.model, lab.tokenizer, prepared, batch_size=8)}
-            )
-        scores = lab.rows[key]["tasks"]
-        cells = [f"{100 * scores[n].get('acc_norm', scores[n]['acc']):.1f}" for n in names]
-        print(f"| {bits} | " + " | ".join(cells) + " |", flush=True)
+    def at(bits: int) -> Callable[[], dict[str, QuantizedWeight]]:
+        return lambda: {name: of_width(parent, bits) for name, parent in parents_of(lab).items()}
+
+    lab.zero_shot({f"{bits} bits": at(bits) for bits in (3, 4, 6, 8)} | {"unquantized": lambda: None})
 
 
 def table_5(lab: Lab) -> None:
@@ -227,9 +209,6 @@ EXPERIMENTS = {f.__name__: f for f in (table_1, table_2, table_3, table_4, table
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--tasks-dir", type=Path)
-    parser.add_argument("--tasks", nargs="+", default=["piqa", "arc_easy"])
-    parser.add_argument("--limit", type=int, default=100)
     args = parser.parse_args()
     lab = Lab(args, "any_precision")
     for name in args.only or EXPERIMENTS:

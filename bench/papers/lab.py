@@ -7,6 +7,7 @@ layouts that would be stored. Results are kept line by line, so an interrupted r
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import time
@@ -22,13 +23,28 @@ from anybit import evaluation, texts
 from anybit.calibrate import Collector, gradient_statistics, spilled_statistics
 from anybit.checkpoint import open_checkpoint
 from anybit.convert import compute_dtype
+from anybit.kernels.reference import round_inputs, rounds_inputs
+from anybit.kv_cache import quantized_attention
 from anybit.model import load
 from anybit.progress import Terminal
 from anybit.stats import GradientStats, LinearStats
 from anybit.streaming import StreamedModel
-from anybit.tensors import QuantizedWeight, layout_of, stored_bytes
+from anybit.tensors import PackedWeight, QuantizedWeight, layout_of, pack, stored_bytes
 
 Weights = Mapping[str, QuantizedWeight | Tensor]
+Rounding = Callable[[str, Tensor], Tensor]  # layer name, inputs -> rounded inputs
+
+
+def own_rounding(weight: QuantizedWeight) -> Callable[[Tensor], Tensor] | None:
+    """How a layer rounds its inputs, if it does; holds none of its codes."""
+    packed = pack(weight)
+    kept = ("act_clip", "act_scales", "cols", "input_scale")
+    grids = PackedWeight(packed.layout, {f: t for f, t in packed.tensors.items() if f.endswith(kept)})
+    return functools.partial(round_inputs, weight=grids) if rounds_inputs(packed.layout) else None
+
+
+def _rounded(round_: Callable[[Tensor], Tensor], module: Any, args: tuple[Tensor, ...]) -> Any:
+    return (round_(args[0]), *args[1:])
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -43,6 +59,9 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--max-tokens", type=int, default=16384)
     parser.add_argument("--work", type=Path, default=Path("build/papers"), help="statistics and results")
+    parser.add_argument("--tasks-dir", type=Path, help="folder of zero-shot tasks' JSON files")
+    parser.add_argument("--tasks", nargs="+", default=["piqa", "arc_easy"])
+    parser.add_argument("--limit", type=int, default=100, help="questions per task")
     parser.add_argument("--only", nargs="+", default=[], help="names of experiments; all by default")
     return parser
 
@@ -71,6 +90,7 @@ class Lab:
         named = dict(entry.split("=", 1) for entry in args.text) or {"builtin": "builtin-eval"}
         self.texts = {n: texts.token_ids(self.tokenizer, texts.read_text(file)) for n, file in named.items()}
         self._model: Any = None
+        self._hooks: list[Any] = []
 
     @property
     def model(self) -> Any:
@@ -87,11 +107,13 @@ class Lab:
         made = texts.calibration_set(self.tokenizer, text, samples or self.args.samples, self.args.seq_len, 0)
         return made.tokens
 
-    def inputs(self, tokens: Tensor, hessian: bool = False) -> dict[str, LinearStats]:
-        """Input moments of every linear in the unquantized model."""
+    def inputs(
+        self, tokens: Tensor, hessian: bool = False, attention: bool = False, details: bool = False
+    ) -> dict[str, LinearStats]:
+        """Input moments of every linear in the unquantized model; `details` as `Collector`'s `inputs`."""
         self.restore()
         linears = {name: self.model.get_submodule(name) for name in self.shapes}
-        with Collector(linears, hessian=hessian) as collector, torch.no_grad():
+        with Collector(linears, hessian, attention, details) as collector, torch.no_grad():
             for row in tokens:
                 self.model(input_ids=row[None], use_cache=False, logits_to_keep=1)
                 collector.finish_forward()
@@ -115,8 +137,14 @@ class Lab:
         """The original weights."""
         self.put({name: self.weight(name) for name in self.shapes})
 
-    def put(self, weights: Weights) -> float:
-        """Replace weights of the model; returns their bits per weight (16 for plain matrices)."""
+    def put(self, weights: Weights, inputs: Rounding | None = None) -> float:
+        """Replace weights of the model; returns their bits per weight (16 for plain matrices).
+
+        Inputs are rounded as the weights say, or by `inputs(name, x)` where that is given.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         stored = 0.0
         with torch.no_grad():
             for name, weight in weights.items():
@@ -127,11 +155,17 @@ class Lab:
                 stored += bits
                 module = self.model.get_submodule(name)
                 module.weight.copy_(dense.T if isinstance(module, Conv1D) else dense)
+                round_ = None if inputs is None else functools.partial(inputs, name)
+                if round_ is None and isinstance(weight, QuantizedWeight):
+                    round_ = own_rounding(weight)
+                if round_ is not None:
+                    hook = functools.partial(_rounded, round_)
+                    self._hooks.append(module.register_forward_pre_hook(hook))
         return stored / sum(self.shapes[n][0] * self.shapes[n][1] for n in weights)
 
     def perplexities(self) -> dict[str, Any]:
         """Of the model as it is, on every text."""
-        found = {}
+        found: dict[str, Any] = {}
         for name, tokens in self.texts.items():
             figures = evaluation.perplexity(
                 self.model,
@@ -143,8 +177,15 @@ class Lab:
             found[name] = {key: figures[key] for key in ("perplexity", "tokens", "window_nll")}
         return found
 
-    def measure(self, key: str, make: Callable[[], Weights | None], **more: Any) -> dict[str, Any]:
-        """The row `key`: as it was measured before, or made now (None: the original weights)."""
+    def measure(
+        self,
+        key: str,
+        make: Callable[[], Weights | None],
+        inputs: Rounding | None = None,
+        kv_bits: int = 16,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """The row `key`: as it was measured before, or made now (None: the original weights); see `put`."""
         if key not in self.rows:
             begun = time.perf_counter()
             weights = make()
@@ -153,9 +194,11 @@ class Lab:
                 self.restore()
                 bpw = 16.0
             else:
-                bpw = self.put(weights)
+                bpw = self.put(weights, inputs)
             bpw = more.pop("bits_per_weight", bpw)
-            self.keep({"key": key, "bits_per_weight": bpw, "seconds": seconds, **self.perplexities(), **more})
+            with quantized_attention(self.model, kv_bits):
+                figures = self.perplexities()
+            self.keep({"key": key, "bits_per_weight": bpw, "seconds": seconds, **figures, **more})
         row = self.rows[key]
         shown = ", ".join(f"{n} {row[n]['perplexity']:.3f}" for n in self.texts if n in row)
         print(f"{key:40} {row['bits_per_weight']:7.3f} bpw  {shown}", flush=True)
@@ -166,6 +209,27 @@ class Lab:
         self.rows[row["key"]] = row
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    def zero_shot(self, rows: Mapping[str, Callable[[], Weights | None]]) -> None:
+        """Accuracies of `--tasks` for every row {label: its weights}, as a Markdown table."""
+        from anybit.integrations import lm_eval
+
+        folder, names, limit = self.args.tasks_dir, tuple(self.args.tasks), self.args.limit
+        if folder is None:
+            print("zero-shot tasks need --tasks-dir")
+            return
+        print(f"\n| | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}")
+        for label, make in rows.items():
+            key = f"zero-shot: {label}, {limit} of {names}"
+            if key not in self.rows:
+                weights = make()
+                self.restore() if weights is None else self.put(weights)
+                prepared = lm_eval.prepare(names, tasks_dir=folder, limit=limit)
+                scores = lm_eval.run_prepared(self.model, self.tokenizer, prepared, batch_size=8)
+                self.keep({"key": key, "tasks": scores})
+            scores = self.rows[key]["tasks"]
+            cells = [f"{100 * scores[n].get('acc_norm', scores[n]['acc']):.1f}" for n in names]
+            print(f"| {label} | " + " | ".join(cells) + " |", flush=True)
 
     def table(self, keys: Mapping[str, str]) -> None:
         """Rows {label: key} as a Markdown table; keys that were not measured are left out."""

@@ -592,10 +592,40 @@ def bench_quantize(
     json_file: JsonFile = None,
 ) -> None:
     """Clustering weights: weights per second of one core, beside flash1dkmeans where that is installed."""
-    from anybit import benchmarks
+    from anybit.bench import clustering
 
     _check_writable(json_file)
-    _emit(benchmarks.quantize(rounds), json_file, tables.print_bench_quantize)
+    _emit(clustering.quantize(rounds), json_file, tables.print_bench_quantize)
+
+
+@bench.command(name="kernels")
+def bench_kernels(
+    shapes: Annotated[
+        str | None, typer.Option(help="OUTxIN, comma-separated. [default: LLM shapes and SmolLM2-135M's]")
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens multiplied at once, comma-separated.")] = "1",
+    threads: Annotated[
+        str | None, typer.Option(help="Numbers of threads, comma-separated. [default: 1 and all]")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds whose median counts.", min=1)] = 20,
+    json_file: JsonFile = None,
+) -> None:
+    """Matrix products of every stored format, beside PyTorch in float32 and bfloat16 and the memory's bandwidth."""
+    from anybit.bench import kernels
+
+    _check_writable(json_file)
+    given = {} if shapes is None else {"shapes": shapes.split(",")}
+    counts = _whole_numbers("threads", threads) if threads else tuple(sorted({1, os.cpu_count() or 1}))
+    for count in counts:
+        _set_threads(count)
+    report = _report()
+    try:
+        figures = kernels.kernels(
+            tokens=_whole_numbers("tokens", tokens), threads=counts, rounds=rounds, report=report, **given
+        )
+    finally:
+        report.close()
+    _emit(figures, json_file, tables.print_bench_kernels)
 
 
 def main() -> None:

@@ -102,3 +102,21 @@ def print_bench_quantize(f: dict[str, Any]) -> None:
         )
     typer.echo(f"nested 3 to 8 bits      {f['nested']['weights_per_second'] / 1e6:8.2f}")
     typer.echo(json.dumps(f))
+
+
+def print_bench_kernels(f: dict[str, Any]) -> None:
+    """Times and ratios, then the figures as one line of JSON."""
+    for threads, rate in f["read_gb_per_s"].items():
+        typer.echo(f"memory read on {threads} thread(s): {rate:.1f} GB/s")
+    for row in f["rows"]:
+        typer.echo(
+            f"\n{row['out']} x {row['in']}, {row['tokens']} token(s), {row['threads']} thread(s)\n"
+            "                       us      GB/s  of limit  x float32  x bfloat16"
+        )
+        base = [row["variants"][f"torch {name}"]["us"] for name in ("float32", "bfloat16")]
+        for name, v in row["variants"].items():
+            typer.echo(
+                f"{name:15} {v['us']:9.1f} {v['gb_per_s']:9.1f} {100 * v['of_bandwidth']:8.0f}% "
+                f"{base[0] / v['us']:9.2f} {base[1] / v['us']:11.2f}"
+            )
+    typer.echo(json.dumps(f))

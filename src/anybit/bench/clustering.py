@@ -1,4 +1,4 @@
-"""`anybit bench`: speed against a peer or a limit, both measured in one run. The last line is one JSON object."""
+"""`anybit bench quantize`: clustering rows by weighted k-means, beside the package flash1dkmeans."""
 
 from __future__ import annotations
 

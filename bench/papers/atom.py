@@ -1,0 +1,176 @@
+"""Atom (arXiv:2310.19102): this project's versions of its tables 1 to 4, and what a quantized KV-cache costs.
+
+    python bench/papers/atom.py MODEL --calibration wiki.valid.tokens --text wiki=wiki.test.raw --text c4=c4.jsonl \\
+        [--tasks-dir zeroshot]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from lab import Lab, Weights, arguments
+from torch import Tensor
+
+from anybit.formats import Float16, to_half
+from anybit.kv_cache import QuantizedCache, QuantizedStates
+from anybit.methods import atom, registry, rtn
+from anybit.spec import LayerSpec, TileSpec
+from anybit.stats import LinearStats
+from anybit.tensors import QuantizedWeight
+
+KV_WIDTHS = (8, 4, 3, 2)
+
+
+def spec(bits: int, group_size: int = 128, **options: object) -> LayerSpec:
+    return LayerSpec(tiles=(TileSpec(bits, group_size, True),), **{"act_bits": bits, **options})  # type: ignore[arg-type]
+
+
+FIXED = {"clip_ratio": 0.85, "act_clip": 0.9}
+SEARCHED = {"clip": True, "act_search": True}
+
+
+class Experiments:
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self._stats: dict[str, LinearStats] = {}
+
+    def stats(self) -> dict[str, LinearStats]:
+        if not self._stats:
+            self._stats = self.lab.inputs(self.lab.tokens(), hessian=True, attention=True, details=True)
+        return self._stats
+
+    def made(self, method: str, layer: LayerSpec) -> Callable[[], Weights]:
+        def run() -> Weights:
+            return {
+                n: registry.quantize(method, self.lab.weight(n), self.stats()[n], layer)
+                for n in self.lab.shapes
+            }
+
+        return run
+
+    def rounded(self, layer: LayerSpec, full_precision: bool = False) -> Callable[[], Weights]:
+        """Plain rounding of Atom's two tiles; outlier channels optionally in 16 bits."""
+
+        def run() -> Weights:
+            weights: dict[str, QuantizedWeight] = {}
+            for name in self.lab.shapes:
+                weight, stats = self.lab.weight(name), self.stats()[name]
+                assert stats.inputs is not None
+                tiles = atom.split(layer, torch.argsort(stats.inputs.energy, stable=True))
+                quantized = rtn.quantize(weight, None, tiles)
+                if full_precision:
+                    body, outliers = quantized.tiles
+                    assert outliers.cols is not None
+                    kept = Float16(to_half(weight[:, outliers.cols.long()]), cols=outliers.cols)
+                    quantized = replace(quantized, tiles=(body, kept))
+                weights[name] = quantized
+            return weights
+
+        return run
+
+    def table_4(self) -> None:
+        """What each part of W4A4 adds."""
+        row, group = spec(4, -1), spec(4)
+        steps: dict[str, Callable[[], Weights]] = {
+            "W4A4 RTN per channel and token": self.made("rtn", row),
+            "+ outliers in 16 bits": self.rounded(row, full_precision=True),
+            "+ outliers in 8 bits": self.rounded(row),
+            "+ groups of 128": self.rounded(group),
+            "+ clipping": self.rounded(replace(group, **FIXED)),
+            "+ GPTQ": self.made("atom", replace(group, **FIXED)),
+            "+ searched clipping (ours)": self.made("atom", replace(group, **SEARCHED)),
+        }
+        self.lab.measure("unquantized", lambda: None)
+        keys = {"unquantized": "unquantized"} | {label: f"table 4: {label}" for label in steps}
+        for label, make in steps.items():
+            self.lab.measure(keys[label], make)
+        keys["+ KV-cache of 4 bits"] = "table 4: kv 4"
+        self.lab.measure("table 4: kv 4", steps["+ searched clipping (ours)"], kv_bits=4)
+        self.lab.table(keys)
+        for before, after in pairwise(keys.values()):
+            print(f"{after.partition(': ')[2]}: {self.lab.interval(after, before)}")
+
+    def table_1(self) -> None:
+        """W4A4 and W3A3 beside SmoothQuant (per channel and token); Atom's default outliers and 128."""
+        cases: dict[str, Callable[[], Weights]] = {}
+        for bits in (4, 3):
+            smooth = spec(bits, -1, scaling="smoothquant")
+            cases |= {
+                f"SmoothQuant W{bits}A{bits}": self.made("smoothquant", smooth),
+                f"Atom W{bits}A{bits}": self.made("atom", spec(bits, **SEARCHED)),
+                f"Atom W{bits}A{bits}, 128 outliers": self.made(
+                    "atom", spec(bits, outlier_channels=128, **SEARCHED)
+                ),
+            }
+        cases["Atom W4A8"] = self.made("atom", spec(4, act_bits=8, clip=True))
+        cases["Atom W4A16"] = self.made("atom", spec(4, act_bits=16, clip=True))
+        for label, make in cases.items():
+            self.lab.measure(f"table 1: {label}", make)
+        self.lab.table({"unquantized": "unquantized"} | {label: f"table 1: {label}" for label in cases})
+
+    def table_2(self) -> None:
+        """Zero-shot accuracy."""
+        self.lab.zero_shot(
+            {
+                "unquantized": lambda: None,
+                "SmoothQuant W4A4": self.made("smoothquant", spec(4, -1, scaling="smoothquant")),
+                "Atom W4A4": self.made("atom", spec(4, **SEARCHED)),
+                "Atom W3A3": self.made("atom", spec(3, **SEARCHED)),
+            }
+        )
+
+    def kv_cache(self) -> None:
+        """A quantized KV-cache alone, under the unquantized model; then where its error is."""
+        self.lab.measure("unquantized", lambda: None)
+        keys = {"16 bits": "unquantized"}
+        for bits in KV_WIDTHS:
+            keys[f"{bits} bits"] = f"kv {bits}"
+            self.lab.measure(f"kv {bits}", lambda: None, kv_bits=bits)
+        self.lab.table(keys)
+        self.lab.restore()
+        print("relative error of states at 4 bits, |rounded - x| / |x|, over heads: mean (largest)")
+        with torch.no_grad():
+            kept: list[tuple[Tensor, Tensor]] = []
+            handle = QuantizedCacheSpy(self.lab.model.config, kept)
+            self.lab.model(input_ids=self.lab.tokens()[:1], past_key_values=handle, use_cache=True)
+        for name, states in (("K", [k for k, _ in kept]), ("V", [v for _, v in kept])):
+            errors = torch.stack([head_errors(s) for s in states])
+            print(f"  {name}: {float(errors.mean()):.4f} ({float(errors.max()):.4f})")
+
+
+class QuantizedCacheSpy(QuantizedCache):
+    """A KV-cache that also remembers what it was given."""
+
+    def __init__(self, config: object, kept: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(config, 8)  # type: ignore[arg-type]
+        self.kept = kept
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.kept.append((key_states, value_states))
+        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def head_errors(states: Tensor) -> Tensor:
+    """Relative error of every head at 4 bits, float32 [heads]."""
+    rounded = QuantizedStates.of(states, 4).dequantize()
+    return (rounded - states).norm(dim=(0, 2, 3)) / states.norm(dim=(0, 2, 3))
+
+
+NAMES = ("table_4", "table_1", "kv_cache", "table_2")
+
+
+def main() -> None:
+    args = arguments(__doc__.splitlines()[0]).parse_args()
+    experiments = Experiments(Lab(args, "atom"))
+    for name in args.only or NAMES:
+        print(f"\n# {name}", flush=True)
+        getattr(experiments, name)()
+
+
+if __name__ == "__main__":
+    main()
