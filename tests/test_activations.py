@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import anybit
 from anybit import salience
 from anybit.artifact import inspect, verify
+from anybit.bench import kernels
 from anybit.errors import InputError
 from anybit.formats import GroupInt
 from anybit.kernels import cpu, reference
@@ -261,6 +262,38 @@ def test_layers_without_the_native_extension(monkeypatch: pytest.MonkeyPatch) ->
     expected = Prepared(pack(made)).matmul(x)
     monkeypatch.setattr(cpu, "_native", None)
     torch.testing.assert_close(Prepared(pack(made)).matmul(x), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_the_stored_bytes_of_the_documentation() -> None:
+    tile = GroupInt(
+        bits=4,
+        group_size=4,
+        codes=torch.tensor([[1, 2, 3, 4, 5], [15, 0, 8, 7, 9]], dtype=torch.uint8),
+        scales=torch.tensor([[1.0, 2.0], [3.0, 4.0]]).half(),
+        zeros=torch.tensor([[8, 3], [0, 15]], dtype=torch.uint8),
+        act_bits=8,
+        act_clip=torch.tensor([0.75, 1.0]).half(),
+    )
+    scale = torch.tensor([1.0, 0.5, 2.0, 1.0, 4.0]).half()
+    packed = pack(QuantizedWeight((2, 5), (tile,), input_scale=scale))
+    assert packed.layout == {
+        "shape": [2, 5],
+        "tiles": [{"format": "group_int", "bits": 4, "group_size": 4, "symmetric": False, "act_bits": 8}],
+        "input_scale": True,
+    }
+    stored = {
+        field: bytes(t.view(torch.uint8).flatten().tolist()).hex() for field, t in packed.tensors.items()
+    }
+    assert stored["act_clip"] == "003a003c"
+    assert stored["input_scale"] == "003c00380040003c0044"
+    validate("layer", packed)
+    # x times the input scale: 2 -1 0 1 | 0.5; the first group's grid reaches 1.5, so 2 is cut off
+    x = torch.tensor([[2.0, -2.0, 0.0, 1.0, 0.125]])
+    step, last = 1.5 / 127, 0.5 / 127
+    codes = [127, round(-1 / step), 0, round(1 / step)]
+    first = step * sum(q * (c - 8) for q, c in zip(codes, (1, 2, 3, 4)))
+    expected = first * 1 + 127 * last * 2 * (5 - 3)
+    torch.testing.assert_close(Prepared(packed).matmul(x)[0, 0], torch.tensor(expected), rtol=1e-5, atol=0)
 
 
 # ---- methods on one matrix
@@ -594,3 +627,30 @@ def test_inputs_are_collected_once_for_equal_inputs() -> None:
     half = stats.scaled(torch.full((12,), 0.5))
     torch.testing.assert_close(half.energy, x.square().sum(0) / 4)
     assert split_groups(half.sample, 4).shape == (16, 3, 4)
+
+
+# ---- the benchmark
+
+
+def test_the_benchmark_times_what_there_is() -> None:
+    isas()
+    figures = kernels.kernels(shapes=("33x70",), tokens=(1, 3), threads=(1, 2), rounds=1)
+    assert [(r["out"], r["in"], r["tokens"], r["threads"]) for r in figures["rows"]] == [
+        (33, 70, m, n) for m in (1, 3) for n in (1, 2)
+    ]
+    assert {"torch bfloat16", "W4", "W4A8", "W8A8", "W4A4", "MixLLM p10", "Atom W4A4"} <= figures["rows"][0][
+        "variants"
+    ].keys()
+    assert all(v["us"] > 0 for row in figures["rows"] for v in row["variants"].values())
+    assert torch.get_num_threads() == 1
+    with pytest.raises(InputError, match="OUTxIN"):
+        kernels.kernels(shapes=("33",))
+
+
+@pytest.mark.parametrize("name", list(kernels.layouts(40, 64)))
+def test_the_benchmark_multiplies_valid_weights(name: str) -> None:
+    packed = kernels.random_weight(kernels.layouts(40, 64)[name])
+    validate("layer", packed)
+    x = random(2, 64)
+    expected = reference.int_matmul(x, unpack(packed))
+    torch.testing.assert_close(Prepared(packed).matmul(x), expected, rtol=1e-4, atol=1e-3)

@@ -322,7 +322,7 @@ def test_the_size_named_as_smallest_can_be_had(run: Run, llama: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "option", ["--kv-bits=4", "--act-bits=8", "--prepass=awq", "--device=cpu", "--nonsense"]
+    "option", ["--kv-cache=4", "--activations=8", "--prepass=awq", "--device=cpu", "--nonsense"]
 )
 def test_options_that_do_not_exist_are_errors(run: Run, llama: Path, tmp_path: Path, option: str) -> None:
     ran = run("quantize", llama, "-o", tmp_path / "out", option)

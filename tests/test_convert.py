@@ -428,6 +428,8 @@ METHODS = {
     "gptq one-shot": ["--method", "gptq", "--one-shot", "--desc-act"],
     "any-precision": ["--method", "any-precision", "--widths", "3,5"],
     "cmpq": ["--method", "cmpq", "--bits", "2.5"],
+    "mixllm": ["--method", "mixllm", "--wide-rows", "0.2"],
+    "atom": ["--method", "atom", "--scaling", "smoothquant", "--outlier-channels", "8", "--act-search"],
 }
 Job = Callable[[str, str], list[str]]
 
@@ -436,7 +438,7 @@ Job = Callable[[str, str], list[str]]
 def arguments(model_dir: Callable[[str], Path], text_file: Path) -> Callable[[Path, str], list[str]]:
     def make(out: Path, method: str) -> list[str]:
         text = ["--samples", "6", "--seq-len", "64", "--calibration", str(text_file)]
-        group = ["--group-size", "32"] if method.startswith(("rtn", "gptq")) else []
+        group = ["--group-size", "32"] if method.startswith(("rtn", "gptq", "mixllm", "atom")) else []
         options = ["--threads", "1", *group, *([] if method == "rtn" else text)]
         return [str(model_dir("llama")), "-o", str(out), *METHODS[method], *options]
 

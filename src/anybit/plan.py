@@ -251,8 +251,9 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
     if config.method in CODEBOOK_METHODS:
         seed = min(config.widths) if config.nested else config.bits or 4
         clustering = CLUSTERING * 2 ** max(0.0, seed - 3) * plan.quantized_weights / torch.get_num_threads()
-    if config.gradients:
-        forwards = 4  # forward twice, as blocks are recomputed, and backward for inputs and weights
+    if config.gradients or config.method == "mixllm":
+        passes = 4  # forward twice, as blocks are recomputed, and backward for inputs and weights
+        forwards = passes if config.gradients else forwards + passes
         working += plan.model_weights * streamed.dtype.itemsize
     flops = forwards * 2 * block_weights * tokens + moments + sweep + 200 * block_weights
     seconds = blocks * flops / _matmul_speed() + clustering + plan.model_weights / 2e8
