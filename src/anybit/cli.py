@@ -121,13 +121,15 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     ] = None,
     act_clip: Annotated[
         float | None,
-        typer.Option(help="Share of the largest input that the grid reaches. [default: 1; atom: searched]"),
+        typer.Option(
+            help="Share of the largest input that the grid reaches. [default: 1; atom below 8 bits: 0.9]"
+        ),
     ] = None,
     act_search: Annotated[
         bool | None,
         typer.Option(
             "--act-search/--no-act-search",
-            help="Search that share per group. [default: for atom below 8 bits]",
+            help="Search that share per group. [default: no-act-search]",
         ),
     ] = None,
     act_static: Annotated[
@@ -211,7 +213,7 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         bool | None,
         typer.Option(
             "--group-reorder/--no-group-reorder",
-            help="gptq, mixllm, atom: important groups first. [default: group-reorder]",
+            help="gptq, mixllm, atom: important groups first. [default: for gptq and mixllm]",
         ),
     ] = None,
     damp: Annotated[

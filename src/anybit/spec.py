@@ -147,7 +147,7 @@ class QuantizeConfig:
     clip_ratio: float | None = None  # None: 0.85 for atom, else 1
     act_bits: int | None = None  # None: 8 for mixllm and smoothquant, the weights' for atom, else 16
     act_clip: float | None = None  # None: 0.9 for atom below 8 bits, else 1
-    act_search: bool | None = None  # None: for atom
+    act_search: bool = False
     act_static: bool = False
     kv_bits: int = 16  # width of the KV-cache that the artifact asks for
     scaling: str | None = None  # None: the method's
@@ -156,7 +156,7 @@ class QuantizeConfig:
     salience: str = "full"  # mixllm: "full" (eq. 4), "diagonal" or "second-order"
     search: str = "one-pass"  # mixllm: or "progressive", 2 % of the rows at a time
     desc_act: bool = False
-    group_reorder: bool = True
+    group_reorder: bool | None = None  # None: but for atom, whose channels are in order of energy already
     damp: float = 0.01
     attention_weights: bool = True  # value projections: tokens count by the attention they receive
     one_shot: bool = False  # statistics from the unquantized model instead of the quantized blocks before
@@ -244,7 +244,7 @@ class QuantizeConfig:
             "clip_ratio": 0.85 if atom else 1.0,
             "act_bits": act_bits,
             "scaling": own,
-            "act_search": atom and act_bits < 8 and self.act_clip is None,
+            "group_reorder": not atom,
         }
         for name, value in defaults.items():
             if getattr(self, name) is None:
@@ -270,7 +270,7 @@ class QuantizeConfig:
     @property
     def input_stats(self) -> bool:
         """Whether a layer's inputs themselves are looked at, not only their second moments."""
-        return self.scaling != "none" or bool(self.act_search) or self.act_static or self.method == "atom"
+        return self.scaling != "none" or self.act_search or self.act_static or self.method == "atom"
 
     @property
     def gradients(self) -> bool:
@@ -294,12 +294,12 @@ class QuantizeConfig:
             clip_ratio=self.clip_ratio or 1.0,
             act_bits=self.act_bits or 16,
             act_clip=self.act_clip or 1.0,
-            act_search=bool(self.act_search),
+            act_search=self.act_search,
             act_static=self.act_static,
             scaling=self.scaling or "none",
             outlier_channels=self.outlier_channels,
             desc_act=self.desc_act,
-            group_reorder=self.group_reorder,
+            group_reorder=bool(self.group_reorder),
             damp=self.damp,
             widths=self.widths if self.nested else (),
             codebook_bits=self.codebook_bits,
