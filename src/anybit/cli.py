@@ -213,7 +213,7 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         bool | None,
         typer.Option(
             "--group-reorder/--no-group-reorder",
-            help="gptq, mixllm, atom: important groups first. [default: for gptq and mixllm]",
+            help="gptq, mixllm, atom: important groups first. [default: group-reorder]",
         ),
     ] = None,
     damp: Annotated[

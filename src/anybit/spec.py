@@ -156,7 +156,7 @@ class QuantizeConfig:
     salience: str = "full"  # mixllm: "full" (eq. 4), "diagonal" or "second-order"
     search: str = "one-pass"  # mixllm: or "progressive", 2 % of the rows at a time
     desc_act: bool = False
-    group_reorder: bool | None = None  # None: but for atom, whose channels are in order of energy already
+    group_reorder: bool = True
     damp: float = 0.01
     attention_weights: bool = True  # value projections: tokens count by the attention they receive
     one_shot: bool = False  # statistics from the unquantized model instead of the quantized blocks before
@@ -244,7 +244,6 @@ class QuantizeConfig:
             "clip_ratio": 0.85 if atom else 1.0,
             "act_bits": act_bits,
             "scaling": own,
-            "group_reorder": not atom,
         }
         for name, value in defaults.items():
             if getattr(self, name) is None:
@@ -299,7 +298,7 @@ class QuantizeConfig:
             scaling=self.scaling or "none",
             outlier_channels=self.outlier_channels,
             desc_act=self.desc_act,
-            group_reorder=bool(self.group_reorder),
+            group_reorder=self.group_reorder,
             damp=self.damp,
             widths=self.widths if self.nested else (),
             codebook_bits=self.codebook_bits,
