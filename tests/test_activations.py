@@ -647,6 +647,20 @@ def test_the_benchmark_times_what_there_is() -> None:
         kernels.kernels(shapes=("33",))
 
 
+def test_the_benchmark_takes_other_weights_each_time() -> None:
+    used: list[int] = []
+
+    def make() -> Callable[[], object]:
+        number = made.pop()
+        return lambda: used.append(number)
+
+    made = list(range(5))
+    run = kernels._rotating(kernels.COLD // 5, make)
+    for _ in range(10):
+        run()
+    assert used == [4, 3, 2, 1, 0] * 2
+
+
 @pytest.mark.parametrize("name", list(kernels.layouts(40, 64)))
 def test_the_benchmark_multiplies_valid_weights(name: str) -> None:
     packed = kernels.random_weight(kernels.layouts(40, 64)[name])

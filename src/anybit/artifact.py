@@ -17,6 +17,8 @@ import torch
 from anybit.checkpoint import Checkpoint, open_checkpoint, read_json
 from anybit.description import check_layers, dense_layout
 from anybit.errors import InputError
+from anybit.formats import TwoFour
+from anybit.spec import bits_eq10
 from anybit.tensors import (
     QUANT_METHOD,
     PackedWeight,
@@ -141,7 +143,7 @@ def inspect(path: Path, bits: int | None = None) -> dict[str, Any]:
         bits: the width at which a nested artifact is read; its widest by default.
 
     Returns:
-        `method`, `bits` (average width), `bits_per_weight` (8 x bytes read of all linear layers in the blocks /
+        `method`, `bits` (average width), `bits_eq10` (2/4/16: the same with its scales), `bits_per_weight` (8 x bytes read of all linear layers in the blocks /
         their weights, whether they are quantized or not), `file_bits_per_weight` (the same of all bytes stored: more
         for a nested artifact, whose `widths` are listed with the bits per weight read at each), `kv_bits`, `size_bytes`
         (all files but the tokenizer), `calibration`, `layers` and what else the artifact says of its making. JSON-able.
@@ -175,6 +177,7 @@ def inspect(path: Path, bits: int | None = None) -> dict[str, Any]:
     return {
         "method": quantization.get("method"),
         "bits": code_bits(chosen),
+        "bits_eq10": _bits_eq10(quantization["layers"]),
         "bits_per_weight": bpw(chosen),
         "file_bits_per_weight": bpw(layouts),
         "kv_bits": quantization.get("kv_bits", 16),
@@ -187,6 +190,17 @@ def inspect(path: Path, bits: int | None = None) -> dict[str, Any]:
         "embeddings": [_describe(name, layout, checkpoint) for name, layout in embeddings.items()],
         "layers": [_describe(name, layout, checkpoint) for name, layout in chosen.items()],
     }
+
+
+def _bits_eq10(layouts: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Average width as 2/4/16 counts it, over the layers stored so; None where there are none."""
+    weights, bits = 0, 0.0
+    for layout in layouts.values():
+        (out, in_), tile = layout["shape"], layout["tiles"][0]
+        if tile["format"] == TwoFour.NAME:
+            weights += out * in_
+            bits += out * in_ * bits_eq10(1 - tile["narrow"] / in_, tile["group_size"])
+    return bits / weights if weights else None
 
 
 def check_width(path: Path, layouts: Mapping[str, Mapping[str, Any]], bits: int | None) -> list[int]:

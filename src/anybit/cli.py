@@ -85,14 +85,15 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         str,
         typer.Option(
             help="rtn (round to nearest, no calibration), gptq, awq, smoothquant (int8 activations), mixllm (8-bit rows "
-            "where they count, int8 activations), atom (4-bit weights and activations), squeezellm (codebooks), "
+            "where they count, int8 activations), atom (4-bit weights and activations), two-four-sixteen (2- and 4-bit "
+            "groups and sparse outliers), squeezellm (codebooks), "
             "any-precision (every width in one artifact) or cmpq (any average width)."
         ),
     ] = DEFAULTS.method,
     bits: Annotated[
         float | None,
         typer.Option(
-            help=f"Average code width: 2 to 8, for cmpq and mixllm also fractions. [default: {DEFAULTS.bits}]"
+            help=f"Average code width: 2 to 8, for cmpq, mixllm and two-four-sixteen also fractions. [default: {DEFAULTS.bits}]"
         ),
     ] = None,
     bpw: Annotated[
@@ -145,6 +146,17 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     wide_rows: Annotated[
         float | None,
         typer.Option(help="mixllm: share of output rows at 8 bits, instead of --bits. [default: 0.1]"),
+    ] = None,
+    wide_groups: Annotated[
+        float | None,
+        typer.Option(help="two-four-sixteen: share of groups at 4 bits, instead of --bits. [default: 0.25]"),
+    ] = None,
+    exclusive_outliers: Annotated[
+        float | None,
+        typer.Option(
+            help="two-four-sixteen: share of weights kept in 16 bits, the largest at 2 bits. "
+            f"[default: {DEFAULTS.exclusive_outliers}]"
+        ),
     ] = None,
     salience: Annotated[
         str | None, typer.Option(help="mixllm: full, diagonal or second-order. [default: full]")
@@ -286,8 +298,10 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         raise InputError(f"--bpw {bpw:g}: expected bits per weight, such as 4.5")
     if sum(value is not None for value in (bits, bpw, size)) > 1:
         raise InputError("--bits, --bpw and --size set the same thing: give exactly one of them")
-    if wide_rows is not None and (bpw is not None or size is not None):
-        raise InputError("--wide-rows sets the same thing as --bpw and --size: give one of them")
+    if (wide_rows, wide_groups) != (None, None) and (bpw is not None or size is not None):
+        raise InputError(
+            "--wide-rows and --wide-groups set the same thing as --bpw and --size: give one of them"
+        )
     check_method(method)
     of_method = _given(
         group_size=group_size,
@@ -312,6 +326,8 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         act_static=act_static,
         scaling=scaling,
         wide_rows=wide_rows,
+        wide_groups=wide_groups,
+        exclusive_outliers=exclusive_outliers,
         salience=salience,
         search=search,
         outlier_channels=outlier_channels,

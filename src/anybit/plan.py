@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, floor, prod
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +171,9 @@ def fit_budget(
         raise InputError(
             "any-precision's size follows from its widths: choose them (--widths 3,4,6); --dry-run tells the size"
         )
-    config = replace(config, wide_rows=None, bits=widths.high)  # a share of rows would say the same otherwise
+    config = replace(
+        config, wide_rows=None, wide_groups=None, bits=widths.high
+    )  # shares would say the same otherwise
     plans: dict[float, Plan] = {}
 
     def fits(bits: float) -> bool:
@@ -180,21 +182,21 @@ def fit_budget(
         return (bpw is None or made.bits_per_weight <= bpw) and (size is None or made.size_bytes <= size)
 
     whole = next((bits for bits in reversed(widths.whole()) if fits(bits)), None)
-    if whole is None:
+    if whole is None and not (widths.fractional and fits(widths.low)):
         asked = f"{bpw:g} bits per weight" if bpw is not None else f"{(size or 0) / 1e6:g} MB"
-        least = plans[widths.low]
+        least = plans[min(plans)]
         raise InputError(
             f"{asked} is not to be had: {config.method} at its smallest width takes {least.bits_per_weight:.3f} bits "
             f"per weight, {least.size_bytes / 1e6:.1f} MB (the embedding at {config.embed_bits} bits included; see "
             "--embed-bits)"
         )
-    best = float(whole)
-    if widths.fractional and whole < widths.high:
-        low, high = 0, BUDGET_STEPS  # of the way to the next whole width
+    best = float(widths.low if whole is None else whole)
+    if widths.fractional and best < widths.high:
+        low, high = 0, ceil((floor(best) + 1 - best) * BUDGET_STEPS)  # of the way to the next whole width
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(whole + middle / BUDGET_STEPS) else (low, middle)
-        best = whole + low / BUDGET_STEPS
+            low, high = (middle, high) if fits(best + middle / BUDGET_STEPS) else (low, middle)
+        best += low / BUDGET_STEPS
     return replace(config, bits=best)
 
 

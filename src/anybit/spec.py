@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from anybit.errors import InputError
 class Widths:
     """What `bits` may be: whole widths from `low` to `high`, or any average between them."""
 
-    low: int
+    low: float
     high: int
     fractional: bool = False
 
@@ -26,7 +27,15 @@ class Widths:
         return f"{'any average from' if self.fractional else 'whole widths'} {self.low} to {self.high}"
 
     def whole(self) -> range:
-        return range(self.low, self.high + 1)
+        return range(ceil(self.low), self.high + 1)
+
+
+def bits_eq10(wide: float, group_size: int) -> float:
+    """The average width of 2/4/16 by its eq. 10: scales and zero points of 2-bit groups count, `wide` of all at 4 bits.
+
+    2-bit groups have a 2-bit zero point and a 4-bit scale, over 16 rows a 4-bit zero point and a float16 scale.
+    """
+    return (1 - wide) * (2 + (2 + 4) / group_size + (4 + 16) / (16 * group_size)) + 4 * wide
 
 
 METHOD_WIDTHS = {
@@ -36,6 +45,7 @@ METHOD_WIDTHS = {
     "smoothquant": Widths(2, 8),
     "mixllm": Widths(4, 8, fractional=True),
     "atom": Widths(2, 8),
+    "two-four-sixteen": Widths(bits_eq10(0, 16), 4, fractional=True),
     "squeezellm": Widths(2, 8),
     "any-precision": Widths(2, 8),
     "cmpq": Widths(2, 8, fractional=True),
@@ -48,14 +58,16 @@ UNIFORM_METHODS = ("rtn", "gptq", "awq", "smoothquant", "mixllm", "atom")
 COMPENSATED = ("gptq", "mixllm", "atom")  # uniform grids with GPTQ's error compensation
 # Methods that look at an option; the options that are not here concern all of them.
 USED_BY = {
-    **dict.fromkeys(("group_size", "clip", "clip_ratio"), UNIFORM_METHODS),
+    **dict.fromkeys(("group_size", "clip"), (*UNIFORM_METHODS, "two-four-sixteen")),
+    "clip_ratio": UNIFORM_METHODS,
     **dict.fromkeys(("act_bits", "act_clip", "act_search", "act_static"), UNIFORM_METHODS),
-    **dict.fromkeys(("attention_weights", "one_shot"), (*UNIFORM_METHODS, "cmpq")),
+    **dict.fromkeys(("attention_weights", "one_shot"), (*UNIFORM_METHODS, "two-four-sixteen", "cmpq")),
     "symmetric": ("rtn", "gptq", "awq", "smoothquant", "atom"),
     "scaling": UNIFORM_METHODS,
     "group_reorder": COMPENSATED,
     "desc_act": ("gptq",),
-    "damp": (*COMPENSATED, "cmpq"),
+    "damp": (*COMPENSATED, "two-four-sixteen", "cmpq"),
+    **dict.fromkeys(("wide_groups", "exclusive_outliers"), ("two-four-sixteen",)),
     **dict.fromkeys(("wide_rows", "salience", "search"), ("mixllm",)),
     "outlier_channels": ("atom",),
     "widths": ("any-precision",),
@@ -63,7 +75,6 @@ USED_BY = {
     **dict.fromkeys(("sensitive_outliers", "magnitude_outliers"), ("squeezellm",)),
     **dict.fromkeys(("channel_outliers", "error_outliers", "compensate"), ("cmpq",)),
 }
-WIDE_ROWS = 0.1  # mixllm's share of 8-bit rows by default, the paper's "p10"
 SCALINGS = ("none", "awq", "smoothquant")
 SALIENCES = ("full", "diagonal", "second-order")
 SEARCHES = ("one-pass", "progressive")
@@ -115,6 +126,9 @@ class LayerSpec:
     act_static: bool = False  # scales of inputs from calibration instead of each token
     scaling: str = "none"  # divide input channels by a factor searched before: "awq" or "smoothquant"
     outlier_channels: int | None = None  # atom: input channels at 8 bits; None: by the layer's width
+    exclusive_outliers: float = (
+        0.002  # two-four-sixteen: share of weights kept sparsely, the largest at 2 bits
+    )
     desc_act: bool = False  # store columns in order of falling activation energy (costs a permutation)
     group_reorder: bool = True  # process whole groups in order of importance (storage stays natural)
     damp: float = 0.01  # share of the mean Hessian diagonal added to it
@@ -152,6 +166,10 @@ class QuantizeConfig:
     kv_bits: int = 16  # width of the KV-cache that the artifact asks for
     scaling: str | None = None  # None: the method's
     outlier_channels: int | None = None  # atom: see LayerSpec
+    wide_groups: float | None = (
+        None  # two-four-sixteen: share of groups at 4 bits; None: 0.25, or what `bits` says
+    )
+    exclusive_outliers: float = 0.002  # two-four-sixteen: see LayerSpec
     wide_rows: float | None = None  # mixllm: share of output rows at 8 bits; None: 0.1, or what `bits` says
     salience: str = "full"  # mixllm: "full" (eq. 4), "diagonal" or "second-order"
     search: str = "one-pass"  # mixllm: or "progressive", 2 % of the rows at a time
@@ -173,16 +191,21 @@ class QuantizeConfig:
     error_outliers: float = 0.0005
     compensate: bool = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: PLR0912 - one check after another
         check_method(self.method)
         _check_types(self)
         check_codebooks(self)
         if not self.widths:
             raise InputError("widths is empty: name at least one")
-        if self.wide_rows is not None and not 0 <= self.wide_rows <= 1:
-            raise InputError(f"wide_rows {self.wide_rows}: expected a share from 0 to 1 (0.1 is 10 %)")
-        if self.method == "mixllm" and self.wide_rows is None and self.bits is None:
-            object.__setattr__(self, "wide_rows", WIDE_ROWS)
+        for name, method, default in (
+            ("wide_rows", "mixllm", 0.1),
+            ("wide_groups", "two-four-sixteen", 0.25),
+        ):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise InputError(f"{name} {share}: expected a share from 0 to 1 (0.1 is 10 %)")
+            if self.method == method and share is None and self.bits is None:
+                object.__setattr__(self, name, default)
         bits = self._default_bits() if self.bits is None else self.bits
         widest = max(self.widths) if self.nested else 4
         if bits not in METHOD_WIDTHS[self.method]:
@@ -226,20 +249,24 @@ class QuantizeConfig:
             return max(self.widths)
         if self.method == "mixllm" and self.wide_rows is not None:
             return 4 + 4 * self.wide_rows
+        if self.method == "two-four-sixteen" and self.wide_groups is not None:
+            return bits_eq10(self.wide_groups, self.group_size or 16)
         return 8 if self.method == "smoothquant" else 4
 
     def _resolve(self) -> None:
         """Fill in what the method decides."""
         atom, smooth = self.method == "atom", self.method == "smoothquant"
-        if self.wide_rows is not None and abs(4 + 4 * self.wide_rows - (self.bits or 0)) > 1e-9:
-            raise InputError("wide_rows (--wide-rows) and bits (--bits) set the same thing: give one of them")
+        for name in ("wide_rows", "wide_groups"):
+            if getattr(self, name) is not None and abs(self._default_bits() - (self.bits or 0)) > 1e-9:
+                flag = "--" + name.replace("_", "-")
+                raise InputError(f"{name} ({flag}) and bits (--bits) set the same thing: give one of them")
         own = self.method if self.method in SCALINGS else "none"
         if self.scaling not in (None, own) and own != "none":
             raise InputError(f"{self.method} is itself a scaling: leave scaling (--scaling) out")
         act_bits = {"mixllm": 8, "smoothquant": 8, "atom": int(self.bits or 4)}.get(self.method, 16)
         act_bits = act_bits if self.act_bits is None else self.act_bits
         defaults = {
-            "group_size": -1 if smooth else 128,
+            "group_size": {"smoothquant": -1, "two-four-sixteen": 16}.get(self.method, 128),
             "symmetric": atom or smooth,
             "clip_ratio": 0.85 if atom else 1.0,
             "act_bits": act_bits,
@@ -259,7 +286,7 @@ class QuantizeConfig:
     @property
     def clips(self) -> bool:
         """Whether clipping ratios are searched."""
-        return self.method in (*COMPENSATED, "awq") if self.clip is None else self.clip
+        return self.method in (*COMPENSATED, "two-four-sixteen", "awq") if self.clip is None else self.clip
 
     @property
     def calibrated(self) -> bool:
@@ -297,6 +324,7 @@ class QuantizeConfig:
             act_static=self.act_static,
             scaling=self.scaling or "none",
             outlier_channels=self.outlier_channels,
+            exclusive_outliers=self.exclusive_outliers,
             desc_act=self.desc_act,
             group_reorder=self.group_reorder,
             damp=self.damp,
@@ -330,7 +358,13 @@ def check_codebooks(options: QuantizeConfig | LayerSpec) -> None:
         raise InputError(
             f"--codebook-bits {options.codebook_bits} is not one of {', '.join(map(str, CODEBOOK_BITS))}"
         )
-    for name in ("sensitive_outliers", "magnitude_outliers", "channel_outliers", "error_outliers"):
+    for name in (
+        "sensitive_outliers",
+        "magnitude_outliers",
+        "channel_outliers",
+        "error_outliers",
+        "exclusive_outliers",
+    ):
         if not 0 <= getattr(options, name) <= 0.1:
             raise InputError(
                 f"{name} {getattr(options, name)}: expected a share from 0 to 0.1 (0.005 is 0.5 %)"

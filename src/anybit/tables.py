@@ -53,6 +53,8 @@ def print_inspection(f: dict[str, Any]) -> None:
     """An artifact as a whole, then layer by layer."""
     typer.echo(f"method            {f['method']}")
     typer.echo(f"bits              {f['bits']:.3f} (average code width)")
+    if f["bits_eq10"] is not None:
+        typer.echo(f"bits by eq. 10    {f['bits_eq10']:.3f} (2/4/16: scales and zero points counted)")
     typer.echo(f"bits per weight   {f['bits_per_weight']:.3f} over {f['weights'] / 1e6:.1f} M weights")
     for row in f["widths"]:
         typer.echo(f"  read at {row['bits']} bits  {row['bits_per_weight']:.3f}")

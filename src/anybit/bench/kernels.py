@@ -170,7 +170,12 @@ def _quantized(layout: dict[str, Any], x: Tensor) -> tuple[int, Run]:
 def _rotating(nbytes: int, make: Callable[[], Run]) -> Run:
     """A function that runs one of several equal ones in turn, each with weights of `nbytes` of its own."""
     turns = cycle([make() for _ in range(max(2, -(-COLD // nbytes)))])
-    return next(turns)
+
+    def run() -> object:
+        turn = next(turns)
+        return turn()
+
+    return run
 
 
 def _measure(

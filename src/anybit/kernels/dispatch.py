@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anybit.codes import unpack_codes
-from anybit.formats import Codebook, Float16, Sparse, decode_table
+from anybit.formats import Codebook, Float16, Sparse, TwoFour, decode_table
 from anybit.kernels import cpu, reference
 from anybit.tensors import PackedWeight, place, sparse_tensors, tile_tensors
 
@@ -42,7 +42,8 @@ class Prepared:
         tiles = weight.layout["tiles"]
         self.fields = [tile_tensors(weight, i) for i in range(len(tiles))]
         on_cpu = all(tensor.device.type == "cpu" for tensor in weight.tensors.values())
-        self.native = on_cpu and cpu.available()
+        has_kernels = all(tile["format"] != TwoFour.NAME for tile in tiles)
+        self.native = on_cpu and cpu.available() and has_kernels
         self.tiles = [self._bind(*pair) for pair in zip(tiles, self.fields)] if self.native else []
         self.sparse = Sparse.read(sparse_tensors(weight)) if "sparse" in weight.layout else None
         scale = weight.tensors.get("input_scale")

@@ -9,7 +9,18 @@ from typing import Any
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.methods import activations, atom, cmpq, gptq, mixllm, rtn, scaling, squeezellm, tiling
+from anybit.methods import (
+    activations,
+    atom,
+    cmpq,
+    gptq,
+    mixllm,
+    rtn,
+    scaling,
+    squeezellm,
+    tiling,
+    two_four_sixteen,
+)
 from anybit.spec import LayerSpec
 from anybit.stats import GradientStats, LinearStats
 from anybit.tensors import QuantizedWeight
@@ -30,6 +41,7 @@ METHODS = {
     "smoothquant": Method(rtn.quantize, tiling.layout),
     "mixllm": Method(gptq.quantize, mixllm.layout),
     "atom": Method(atom.quantize, atom.layout),
+    "two-four-sixteen": Method(two_four_sixteen.quantize, two_four_sixteen.layout),
     "squeezellm": Method(squeezellm.quantize, squeezellm.layout),
     "any-precision": Method(squeezellm.quantize, squeezellm.layout),
     "cmpq": Method(cmpq.quantize, cmpq.layout),
