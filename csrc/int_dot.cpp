@@ -10,6 +10,7 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
+constexpr int64_t EXACT_GROUP = 512; // columns of a group none of whose partial sums leaves float's 24 bits
 constexpr float ROUND = 0x1.8p23f; // adding and subtracting it rounds to nearest even, below 2^22
 
 #if defined(ANYBIT_VNNI512)
@@ -58,6 +59,12 @@ inline Sums dot_nibbles(Sums sums, Codes codes, const int8_t* x) {
 #endif
 }
 
+inline int32_t sum_of(Sums v) {
+    int32_t sum = 0;
+    for (int64_t l = 0; l < WORDS; ++l) sum += v[l];
+    return sum;
+}
+
 inline float sum_of(Totals v) {
     float lane[WORDS], sum = 0;
     __builtin_memcpy(lane, &v, sizeof v);
@@ -91,6 +98,7 @@ template <int BITS, int R, int M>
 void dot_rows(const GroupInt& t, const IntInputs& in, const int8_t* x, int64_t x_stride, int64_t first, float* y,
               int64_t y_stride, int64_t row) {
     const int64_t blocks = blocks_of(t), per_block = block_columns(BITS);
+    const bool by_lane = least(t.group_size, t.columns) <= EXACT_GROUP;
     Totals total[R][M] = {};
     for (int64_t g = 0; g < t.groups; ++g) {
         Sums sums[R][M] = {};
@@ -113,8 +121,11 @@ void dot_rows(const GroupInt& t, const IntInputs& in, const int8_t* x, int64_t x
         }
         for (int i = 0; i < R; ++i) {
             const float scale = half_to_float(t.scales[(row + i) * t.groups + g]);
-            for (int k = 0; k < M; ++k)
-                total[i][k] += __builtin_convertvector(sums[i][k], Totals) * (scale * in.scales[(first + k) * t.groups + g]);
+            for (int k = 0; k < M; ++k) {
+                const float both = scale * in.scales[(first + k) * t.groups + g];
+                if (by_lane) total[i][k] += __builtin_convertvector(sums[i][k], Totals) * both;
+                else total[i][k][0] += static_cast<float>(sum_of(sums[i][k])) * both;
+            }
         }
     }
     for (int i = 0; i < R; ++i) {
@@ -177,23 +188,19 @@ void quantize_row(const float* x, const ActivationGrid& grid, int8_t* codes, flo
     const int64_t groups = ceil_div(grid.columns, grid.group_size);
     for (int64_t g = 0; g < groups; ++g) {
         const int64_t begin = g * grid.group_size, end = least(grid.columns, begin + grid.group_size);
-        float scale;
-        if (grid.fixed != nullptr) scale = half_to_float(grid.fixed[g]);
-        else {
-            float most = 0, nan = 0;
-            for (int64_t j = begin; j < end; ++j) {
-                const float size = __builtin_fabsf(x[j]);
-                most = size > most ? size : most;
-                nan += x[j] == x[j] ? 0.0f : 1.0f;
-            }
-            if (nan != 0) most = __builtin_nanf("");
-            scale = most * half_to_float(grid.clip[g]) / top;
+        float most = 0, damaged = 0;
+        for (int64_t j = begin; j < end; ++j) {
+            const float size = __builtin_fabsf(x[j]);
+            most = size > most ? size : most;
+            damaged += size < __builtin_inff() ? 0.0f : 1.0f;
         }
+        float scale = grid.fixed != nullptr ? half_to_float(grid.fixed[g]) : most * half_to_float(grid.clip[g]) / top;
+        if (damaged != 0) scale = __builtin_nanf(""); // NaN and Inf have no code: their group becomes NaN
         scales[g] = scale;
         const float divisor = scale == 0 ? 1 : scale;
         for (int64_t j = begin; j < end; ++j) {
             float q = x[j] / divisor;
-            q = q > low ? q : low; // and NaN becomes `low`: its scale tells
+            q = q > low ? q : low; // NaN too
             q = q < top ? q : top;
             codes[j] = static_cast<int8_t>(static_cast<int32_t>((q + ROUND) - ROUND));
         }

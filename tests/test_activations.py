@@ -655,7 +655,7 @@ def test_the_benchmark_takes_other_weights_each_time() -> None:
         return lambda: used.append(number)
 
     made = list(range(5))
-    run = kernels._rotating(kernels.COLD // 5, make)
+    run = kernels._rotating(-(-kernels.COLD // 5), make)
     for _ in range(10):
         run()
     assert used == [4, 3, 2, 1, 0] * 2

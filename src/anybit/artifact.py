@@ -143,10 +143,11 @@ def inspect(path: Path, bits: int | None = None) -> dict[str, Any]:
         bits: the width at which a nested artifact is read; its widest by default.
 
     Returns:
-        `method`, `bits` (average width), `bits_eq10` (2/4/16: the same with its scales), `bits_per_weight` (8 x bytes read of all linear layers in the blocks /
-        their weights, whether they are quantized or not), `file_bits_per_weight` (the same of all bytes stored: more
-        for a nested artifact, whose `widths` are listed with the bits per weight read at each), `kv_bits`, `size_bytes`
-        (all files but the tokenizer), `calibration`, `layers` and what else the artifact says of its making. JSON-able.
+        `method`, `bits` (average width), `bits_eq10` (2/4/16: the same with its scales), `bits_per_weight` (8 x bytes
+        read of all linear layers in the blocks / their weights, whether they are quantized or not),
+        `file_bits_per_weight` (the same of all bytes stored: more for a nested artifact, whose `widths` are listed with
+        the bits per weight read at each), `kv_bits`, `size_bytes` (all files but the tokenizer), `calibration`,
+        `layers` and what else the artifact says of its making. JSON-able.
 
     Raises:
         InputError: see `open_artifact`.

@@ -99,9 +99,10 @@ def quantize(
             f"{len(left_out)} tensors of the checkpoint have no place in this model and are left out, "
             f"such as {left_out[0]}"
         )
-    if config.calibrated:
+    calibrated = config.calibrated or plan.input_stats
+    if calibrated:
         streamed.check_structure()
-    text = _calibration(checkpoint, config, calibration, report)
+    text = _calibration(checkpoint, config, calibration, report) if calibrated else None
     streamed.check_weights(report.task("checking the weights", len(streamed.names)))
     base_hash = _hash(checkpoint, report)
     fingerprint = _fingerprint(base_hash, config, plan, text, streamed.dtype)
@@ -137,10 +138,12 @@ def _search(
 ) -> Plan:
     """The plan with MixLLM's wide rows: found once, then kept with the unfinished artifact. A spec map goes first."""
     shapes = {n: tuple(x["shape"]) for n, x in plan.layouts.items() if n not in spec_map}
-    file = writer.statistics() / "rows.json"
+    if not shapes:
+        return plan
+    file = writer.search() / "rows.json"
     rows = salience.read_rows(file, shapes)
     if rows is None:
-        rows = salience.search(streamed, text.tokens, shapes, config, writer.statistics(), report)
+        rows = salience.search(streamed, text.tokens, shapes, config, writer.search(), report)
         streamed.model.to("meta")
         salience.write_rows(file, rows)
     else:
@@ -259,9 +262,9 @@ class _Run:
         return {n: m for n, m in self.streamed.linears(i).items() if n in self.plan.layouts}
 
     def _collector(self, linears: Mapping[str, nn.Module]) -> Collector:
-        hessian = self.config.hessians
+        hessian = self.config.hessians or any(spec.compensate for spec in self.plan.specs.values())
         attention = hessian and self.config.attention_weights
-        return Collector(linears, hessian, attention, inputs=self.config.input_stats)
+        return Collector(linears, hessian, attention, inputs=self.config.input_stats or self.plan.input_stats)
 
     def _forward(
         self,
@@ -372,9 +375,7 @@ def _rounding_hook(packed: PackedWeight) -> Any:
 
 def _calibration(
     checkpoint: Checkpoint, config: QuantizeConfig, source: str, report: Silent
-) -> CalibrationSet | None:
-    if not config.calibrated:
-        return None
+) -> CalibrationSet:
     report.say(f"tokenizing {source}")
     text = calibration_set(checkpoint.tokenizer(), source, config.samples, config.seq_len, config.seed)
     samples = len(text.tokens)

@@ -128,7 +128,9 @@ class QuantizedLayer(CacheLayerMixin):
         self.cumulative_length += key_states.shape[2]
         self._keys, self._values = keys, values
         if self.window is not None:
-            self._each(lambda t: t[:, :, -(self.window or 0) + 1 :])
+            self._each(
+                lambda t: t[:, :, -(self.window or 0) + 1 :].clone()
+            )  # a view would keep the rest alive
         return keys.dequantize(), values.dequantize()
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -172,7 +174,7 @@ class QuantizedLayer(CacheLayerMixin):
             raise ValueError(
                 "a sliding window cannot be cropped once it is full: its earlier tokens are gone"
             )
-        self._each(lambda t: t[:, :, :tokens_to_remove])
+        self._each(lambda t: t[:, :, :tokens_to_remove].clone())
         self.cumulative_length += tokens_to_remove
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -227,7 +229,10 @@ class QuantizedCache(Cache):
 
 @contextmanager
 def quantized_attention(model: Any, bits: int) -> Iterator[None]:
-    """Let every forward pass of a model without a cache of its own read keys and values of `bits` bits; 16: as ever."""
+    """Let every forward pass that brings no cache read keys and values of `bits` bits; 16: as ever.
+
+    `generate` brings its own: hand it a `QuantizedCache`.
+    """
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("past_key_values") is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from anybit import salience
 from anybit.description import dense_layout
 from anybit.errors import InputError
 from anybit.footprint import overhead_bytes
@@ -26,7 +27,7 @@ from anybit.spec import (
     SpecMap,
 )
 from anybit.streaming import StreamedModel, selected
-from anybit.tensors import code_bits, stored_bytes, validate_layout, widest
+from anybit.tensors import code_bits, stored_bytes, widest
 
 CLUSTERING = 6e-8  # seconds per weight and thread, at 3 bits
 BUDGET_STEPS = 100  # a budget finds the average width to a hundredth of a bit
@@ -62,6 +63,11 @@ class Plan:
         packed = sum(stored_bytes(layout) for layout in layouts.values())
         kept = sum(self._kept_bytes(f"{name}.weight") for name in self.dense)
         return 8 * (packed + kept) / self.linear_weights
+
+    @property
+    def input_stats(self) -> bool:
+        """Whether any layer's spec asks for its inputs themselves."""
+        return any(s.scaling != "none" or s.act_search or s.act_static for s in self.specs.values())
 
     @property
     def code_bits(self) -> float:
@@ -136,6 +142,12 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
         raise InputError(
             "no linear layer is left to quantize: check --include and --exclude against `anybit plan MODEL`"
         )
+    for name in spec_map.keys() & specs.keys() if config.method == "mixllm" else ():
+        if any(tile.bits not in (4, 8) for tile in specs[name].tiles):
+            raise InputError(
+                f"spec of {name}: mixllm's search leaves out the layers that the spec names: give them bits 4 or 8, or "
+                "tiles"
+            )
     layouts = {name: spec_layout(name, spec, shapes[name], config.method) for name, spec in specs.items()}
     nested = {spec.widths for spec in specs.values() if spec.widths}
     if len(nested) > 1:
@@ -171,13 +183,10 @@ def fit_budget(
         raise InputError(
             "any-precision's size follows from its widths: choose them (--widths 3,4,6); --dry-run tells the size"
         )
-    config = replace(
-        config, wide_rows=None, wide_groups=None, bits=widths.high
-    )  # shares would say the same otherwise
     plans: dict[float, Plan] = {}
 
     def fits(bits: float) -> bool:
-        plans[bits] = make_plan(streamed, replace(config, bits=bits))
+        plans[bits] = make_plan(streamed, config.with_bits(bits))
         made = plans[bits]
         return (bpw is None or made.bits_per_weight <= bpw) and (size is None or made.size_bytes <= size)
 
@@ -197,7 +206,7 @@ def fit_budget(
             middle = (low + high) // 2
             low, high = (middle, high) if fits(best + middle / BUDGET_STEPS) else (low, middle)
         best += low / BUDGET_STEPS
-    return replace(config, bits=best)
+    return config.with_bits(best)
 
 
 def spec_layout(name: str, spec: LayerSpec, shape: tuple[int, int], method: str) -> dict[str, Any]:
@@ -217,9 +226,7 @@ def spec_layout(name: str, spec: LayerSpec, shape: tuple[int, int], method: str)
             f"spec of {name}: bits would be ignored, widths {list(spec.widths)} say what is stored"
         )
     try:
-        made = METHODS[method].layout(spec, shape)
-        validate_layout(name, made)
-        return made
+        return METHODS[method].layout(spec, shape)
     except InputError as error:
         raise InputError(f"spec of {name}: {error}") from error
 
@@ -253,8 +260,14 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
     if config.method in CODEBOOK_METHODS:
         seed = min(config.widths) if config.nested else config.bits or 4
         clustering = CLUSTERING * 2 ** max(0.0, seed - 3) * plan.quantized_weights / torch.get_num_threads()
+        if (
+            config.method == "cmpq" and config.compensate
+        ):  # channel after channel on one thread, and all before that
+            clustering *= 1 + torch.get_num_threads()
     if config.gradients or config.method == "mixllm":
-        passes = 4  # forward twice, as blocks are recomputed, and backward for inputs and weights
+        passes = 4 * salience.passes(
+            config
+        )  # forward twice, as blocks are recomputed, and backward for inputs and weights
         forwards = passes if config.gradients else forwards + passes
         working += plan.model_weights * streamed.dtype.itemsize
     flops = forwards * 2 * block_weights * tokens + moments + sweep + 200 * block_weights

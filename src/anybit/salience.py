@@ -7,15 +7,19 @@ from one backward pass per sample; rows of all layers are sorted in one list.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
+from math import ceil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from anybit.calibrate import gradient_statistics, load_whole
+from anybit.formats import is_int
 from anybit.methods import mixllm, rtn
 from anybit.progress import SILENT, Advance, Silent
 from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
@@ -49,19 +53,15 @@ def search(
     Raises:
         InputError: see `calibrate.gradient_statistics`.
     """
-    share = config.wide_rows
-    if share is None:
-        share = ((config.bits or mixllm.NARROW) - mixllm.NARROW) / (mixllm.WIDE - mixllm.NARROW)
+    share = wide_share(config)
     if share in (0, 1):
         return {name: tuple(range(out)) if share else () for name, (out, _) in shapes.items()}
-    passes = [share]
-    if config.search == "progressive":
-        passes = [STEP * (k + 1) for k in range(int(share / STEP - 1e-9))] + [share]
+    steps = [STEP * (k + 1) for k in range(passes(config) - 1)] + [share]
     advance = report.task(
-        f"salience of {sum(out for out, _ in shapes.values())} rows", len(tokens) * len(passes)
+        f"salience of {sum(out for out, _ in shapes.values())} rows", len(tokens) * len(steps)
     )
     wide: dict[str, tuple[int, ...]] = {name: () for name in shapes}
-    for i, upto in enumerate(passes):
+    for i, upto in enumerate(steps):
         if i:
             _widen(streamed, wide, config)
         scores = _scores(
@@ -71,6 +71,21 @@ def search(
             scores[name][list(rows)] = torch.inf  # chosen once, chosen for good
         wide = choose(scores, shapes, upto, by_rows=config.wide_rows is not None)
     return wide
+
+
+def wide_share(config: QuantizeConfig) -> float:
+    """The share of rows, or where `bits` sets it of weights, that get 8 bits."""
+    if config.wide_rows is not None:
+        return config.wide_rows
+    return ((config.bits or mixllm.NARROW) - mixllm.NARROW) / (mixllm.WIDE - mixllm.NARROW)
+
+
+def passes(config: QuantizeConfig) -> int:
+    """How often the search goes through the calibration tokens."""
+    share = wide_share(config)
+    if config.method != "mixllm" or share in (0, 1):
+        return int(config.method != "mixllm")
+    return ceil(share / STEP - 1e-9) if config.search == "progressive" else 1
 
 
 def choose(
@@ -119,8 +134,8 @@ def _scores(
     for a in range(0, len(tokens), SAMPLES_KEPT):
         part = tokens[a : a + SAMPLES_KEPT]
         file = None if folder is None else folder / f"samples-{a}.safetensors"
-        if file is not None and file.exists():
-            found = load_file(file)
+        found = None if file is None else _read_part(file, total)
+        if found is not None:
             advance(len(part))
         else:
             stats = gradient_statistics(
@@ -131,10 +146,21 @@ def _scores(
                 file.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = file.with_suffix(".new")
                 save_file(found, unfinished)
+                with unfinished.open("rb") as stream:
+                    os.fsync(stream.fileno())
                 unfinished.rename(file)
         for name in total:
             total[name] += found[name]
     return {name: t / len(tokens) for name, t in total.items()}
+
+
+def _read_part(file: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """A part that was finished before; None where it is missing or damaged."""
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError):
+        return None
+    return found if {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in like.items()} else None
 
 
 def _rounding(streamed: StreamedModel, config: QuantizeConfig) -> Callable[[str, int, int], Tensor]:
@@ -172,6 +198,10 @@ def read_rows(file: Path, shapes: Shapes) -> dict[str, tuple[int, ...]] | None:
         return None
     if not isinstance(found, dict) or found.keys() != shapes.keys():
         return None
+    for name, rows in found.items():
+        whole = isinstance(rows, list) and all(is_int(row, 0, shapes[name][0] - 1) for row in rows)
+        if not whole or rows != sorted(set(rows)):
+            return None
     return {name: tuple(rows) for name, rows in found.items()}
 
 

@@ -191,10 +191,11 @@ class QuantizeConfig:
     error_outliers: float = 0.0005
     compensate: bool = True
 
-    def __post_init__(self) -> None:  # noqa: PLR0912 - one check after another
+    def __post_init__(self) -> None:
         check_method(self.method)
         _check_types(self)
         check_codebooks(self)
+        object.__setattr__(self, "_given", {field.name: getattr(self, field.name) for field in fields(self)})
         if not self.widths:
             raise InputError("widths is empty: name at least one")
         for name, method, default in (
@@ -239,10 +240,6 @@ class QuantizeConfig:
             )
         if not 0 <= self.seed <= MAX_SEED:
             raise InputError(f"seed {self.seed}: expected a number from 0 to 2**63 - 1")
-        if self.desc_act and self.method != "gptq":
-            raise InputError(
-                f"desc_act (--desc-act) is GPTQ's processing order, {self.method} has none: leave it out"
-            )
 
     def _default_bits(self) -> float:
         if self.nested:
@@ -265,18 +262,31 @@ class QuantizeConfig:
             raise InputError(f"{self.method} is itself a scaling: leave scaling (--scaling) out")
         act_bits = {"mixllm": 8, "smoothquant": 8, "atom": int(self.bits or 4)}.get(self.method, 16)
         act_bits = act_bits if self.act_bits is None else self.act_bits
+        clipped = atom and act_bits < 8 and not self.act_search
         defaults = {
+            "act_clip": 0.9 if clipped else 1.0,
             "group_size": {"smoothquant": -1, "two-four-sixteen": 16}.get(self.method, 128),
             "symmetric": atom or smooth,
-            "clip_ratio": 0.85 if atom else 1.0,
+            "clip_ratio": 0.85 if atom and not self.clips else 1.0,
             "act_bits": act_bits,
             "scaling": own,
         }
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        if self.act_clip is None:
-            object.__setattr__(self, "act_clip", 0.9 if atom and (self.act_bits or 16) < 8 else 1.0)
+        for field in fields(self):
+            value, methods = getattr(self, field.name), USED_BY.get(field.name)
+            unused = methods is not None and self.method not in methods
+            if unused and value not in (field.default, defaults.get(field.name, field.default)):
+                flag = "--" + field.name.replace("_", "-")
+                raise InputError(
+                    f"{field.name} ({flag}) is for {', '.join(methods or ())}; {self.method} has no use for it"
+                )
+
+    def with_bits(self, bits: float) -> QuantizeConfig:
+        """The same options at another average width; what the width decides is decided anew."""
+        given: dict[str, Any] = self.__dict__["_given"]
+        return QuantizeConfig(**{**given, "bits": bits, "wide_rows": None, "wide_groups": None})
 
     @property
     def nested(self) -> bool:
@@ -311,7 +321,10 @@ class QuantizeConfig:
     @property
     def hessians(self) -> bool:
         """Whether calibration collects whole second moments, not only the channels' norms."""
-        return self.method != "cmpq" or self.compensate
+        if self.method == "cmpq":
+            return self.compensate
+        second_order = (*COMPENSATED, "two-four-sixteen")
+        return self.method in second_order or self.clips or (self.scaling != "none" and self.act_bits == 16)
 
     def layer_spec(self) -> LayerSpec:
         return LayerSpec(
@@ -389,10 +402,23 @@ def check_activations(options: QuantizeConfig | LayerSpec) -> None:
             raise InputError(f"{name} {getattr(options, name)}: expected a ratio from 0.1 to 1")
     if options.outlier_channels is not None and options.outlier_channels < 1:
         raise InputError(f"outlier_channels {options.outlier_channels}: expected at least 1")
-    if options.act_static and options.act_bits == 16:
+    grids = {
+        "act_static": options.act_static,
+        "act_search": options.act_search,
+        "act_clip": options.act_clip != 1,
+    }
+    for name, wanted in grids.items():
+        if wanted and options.act_bits == 16:
+            raise InputError(
+                f"{name} is about rounded inputs, which stay at 16 bits: give act_bits (--act-bits 8)"
+            )
+    if options.act_search and (options.act_static or options.act_clip != 1):
         raise InputError(
-            "act_static asks for scales of activations, which stay at 16 bits: give act_bits (--act-bits 8)"
+            "act_search finds how far the grid of inputs reaches: leave act_static and act_clip out"
         )
+    clips = options.clips if isinstance(options, QuantizeConfig) else options.clip
+    if clips and options.clip_ratio != 1:
+        raise InputError("clip searches the clipping ratios: leave clip_ratio out, or give --no-clip")
 
 
 def check_method(method: str) -> None:

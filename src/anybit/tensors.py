@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.formats import FORMATS, Codebook, Fields, Float16, Refuse, Sparse, Tile, is_int
+from anybit.formats import FORMATS, Codebook, Fields, Float16, GroupInt, Refuse, Sparse, Tile, is_int
 
 MAX_TILES = 256  # of one layer, far beyond what any method makes: a reader compares them pair by pair
 QUANT_METHOD = "anybit"  # what config.json calls us
@@ -260,14 +260,17 @@ def validate_layout(name: str, layout: Any) -> None:
         refuse(f"tiles cover {area} of {shape[0] * shape[1]} weights")
     if layout.get("input_scale", True) is not True:
         refuse(f"input_scale {layout['input_scale']!r} is not true; leave it out where there is none")
-    _validate_activations(tiles, refuse)
+    check_activations(tiles, refuse)
     if not is_int(layout.get("sparse", 0), 0, prod(shape)):
         refuse(f"{layout['sparse']!r} sparse weights are not a number up to {prod(shape)}")
 
 
-def _validate_activations(tiles: Sequence[Mapping[str, Any]], refuse: Refuse) -> None:
+def check_activations(tiles: Sequence[Mapping[str, Any]], refuse: Refuse) -> None:
     """What inputs are rounded to is a matter of their channel: tiles by rows share it, tiles by columns need not."""
-    if not any("act_bits" in tile for tile in tiles):
+    rounding = [tile for tile in tiles if {"act_bits", "act_static"} & tile.keys()]
+    if any(tile["format"] != GroupInt.NAME or "act_bits" not in tile for tile in rounding):
+        refuse("act_bits, and act_static beside it, belong to group_int tiles only")
+    if not rounding:
         return
     if any("rows" in tile for tile in tiles):
         kinds = {(t.get("act_bits"), t.get("act_static"), t.get("group_size"), "cols" in t) for t in tiles}

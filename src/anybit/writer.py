@@ -30,6 +30,7 @@ from anybit.tensors import FORMAT_VERSION
 
 JOURNAL = "journal.jsonl"
 STATISTICS = "statistics"  # folder beside the artifact under way
+SEARCH = "search"
 COMPLETE = "complete"  # file in it that says that it is whole
 
 
@@ -72,6 +73,7 @@ class ArtifactWriter:
             and issubclass(kind, InputError)
             and not self.finished
             and not self.has_statistics()
+            and not self.search().exists()
         ):
             shutil.rmtree(
                 self.folder, ignore_errors=True
@@ -90,7 +92,8 @@ class ArtifactWriter:
         lines = _complete_lines(self._journal)
         head = {"fingerprint": fingerprint, "shards": self.shards, "format_version": FORMAT_VERSION}
         if lines[:1] != [head]:
-            if len(lines) > 1 and any(self.work.iterdir()) and not overwrite:
+            begun = (len(lines) > 1 and any(self.work.iterdir())) or (lines and self.search().exists())
+            if begun and not overwrite:
                 raise InputError(
                     f"{self.folder} holds an unfinished run with another model, text, machine or options: "
                     "repeat that command to resume it, or add --overwrite to drop it"
@@ -153,6 +156,10 @@ class ArtifactWriter:
         """Where statistics of the whole model lie while the run lasts."""
         return self.folder / STATISTICS
 
+    def search(self) -> Path:
+        """Where a search over the whole model keeps what it has found while the run lasts."""
+        return self.folder / SEARCH
+
     def has_statistics(self) -> bool:
         return (self.statistics() / COMPLETE).is_file()
 
@@ -165,8 +172,9 @@ class ArtifactWriter:
         _sync(folder)
 
     def _drop_statistics(self) -> None:
-        if self.statistics().exists():
-            _remove(self.statistics())
+        for folder in (self.statistics(), self.search()):
+            if folder.exists():
+                _remove(folder)
 
     def finish(self, config: Mapping[str, Any], texts: Mapping[str, str]) -> None:
         """Write index, hashes, config and other text files, then give the directory its name."""

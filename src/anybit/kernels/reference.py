@@ -37,6 +37,7 @@ def quantize_activations(
         scale = groups.abs().amax(-1) * clip.float() / top
     else:
         scale = fixed.float().expand(groups.shape[:2])
+    scale = torch.where(groups.isfinite().all(-1), scale, torch.nan)  # NaN and Inf have no code
     codes = (groups / safe(scale)[..., None]).clamp(-top - 1, top).nan_to_num(-top - 1).round()
     return codes.flatten(1)[:, : x.shape[1]].to(torch.int8), scale.contiguous()
 
@@ -103,10 +104,11 @@ def int_matmul(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def group_sums(x: Tensor, tile: GroupInt) -> Tensor:
-    """Step 1: `sum_j (code - zero) x_j` over every group, int32 [m, r, groups], of x int8 [m, c]."""
-    zero = 2 ** (tile.bits - 1) if tile.zeros is None else tile.zeros.int()[..., None]
-    inputs = split_groups(x.int(), tile.group_size)  # padding inputs are 0
-    weights = split_groups(tile.codes.int(), tile.group_size) - zero
+    """Step 1: `sum_j (code - zero) x_j` over every group, integers [m, r, groups], of x int8 [m, c]."""
+    dtype = torch.int32 if tile.group_size <= 2**16 else torch.int64  # what no sum can leave
+    zero = 2 ** (tile.bits - 1) if tile.zeros is None else tile.zeros.to(dtype)[..., None]
+    inputs = split_groups(x.to(dtype), tile.group_size)  # padding inputs are 0
+    weights = split_groups(tile.codes.to(dtype), tile.group_size) - zero
     return torch.bmm(inputs.transpose(0, 1), weights.permute(1, 2, 0)).permute(1, 2, 0)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 from anybit.methods import tiling
@@ -20,7 +21,9 @@ def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
     """What will be stored of a matrix of this shape; before the search, as if layers got equal shares of wide rows."""
     tile = spec.tiles[0]
     if len(spec.tiles) == 1 and tile.rows is None and tile.bits not in (NARROW, WIDE):
-        wide = round((tile.bits - NARROW) / (WIDE - NARROW) * shape[0])
+        wide = ceil(
+            (tile.bits - NARROW) / (WIDE - NARROW) * shape[0] - 1e-9
+        )  # rather a row more than found later
         spec = with_rows(spec, range(wide), shape[0])
     return tiling.layout(spec, shape)
 

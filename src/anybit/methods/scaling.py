@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from anybit.errors import InputError
@@ -41,14 +42,29 @@ def search(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> Tensor:
         raise InputError(f"{spec.scaling} needs the layer's inputs: calibrate first")
     plain = _plain(spec)
     factors = [_factor(weight, stats.inputs, stats.tokens, spec.scaling, alpha) for alpha in ALPHAS]
-    errors = [_error(weight, stats, factor, plain) for factor in factors]
+    sample = stats.inputs.sample if spec.act_bits < 16 or stats.hessian is None else None
+    target = weight.new_empty(0) if sample is None else sample @ weight.T
+    errors = []
+    for factor in factors:
+        try:
+            made = replace(rtn.quantize(weight / factor.float(), None, plain), input_scale=factor)
+        except InputError:  # scaled beyond float16
+            errors.append(torch.inf)
+            continue
+        dense = made.dequantize()
+        if sample is not None:
+            error = reference.round_inputs(sample, pack(made)) @ dense.T - target
+            errors.append(float(error.square().sum()))
+        else:
+            assert stats.hessian is not None
+            delta = dense - weight
+            errors.append(float(((delta @ stats.hessian) * delta).sum()))
     return factors[min(range(len(factors)), key=errors.__getitem__)]
 
 
 def _plain(spec: LayerSpec) -> LayerSpec:
     """The grids of a layer for plain rounding, without what is searched later."""
-    tile = replace(spec.tiles[0], rows=None, cols=None, bits=int(spec.tiles[0].bits))
-    return replace(spec, tiles=(tile,), clip=False, act_search=False, act_static=False)
+    return replace(spec, clip=False, act_search=False, act_static=False)
 
 
 def _factor(weight: Tensor, inputs: InputStats, tokens: int, scaling: str, alpha: float) -> Tensor:
@@ -58,15 +74,3 @@ def _factor(weight: Tensor, inputs: InputStats, tokens: int, scaling: str, alpha
         s = inputs.peaks.clamp(min=1e-6) ** alpha / weight.abs().amax(0).clamp(min=1e-6) ** (1 - alpha)
     s = s / (s.max() * s.min()).sqrt()  # around 1: any common factor is as good
     return s.reciprocal().clamp(SMALLEST, LARGEST).half().cpu()
-
-
-def _error(weight: Tensor, stats: LinearStats, factor: Tensor, spec: LayerSpec) -> float:
-    """Squared error of the layer's output with inputs multiplied by `factor`."""
-    made = replace(rtn.quantize(weight / factor.float(), None, spec), input_scale=factor)
-    delta = made.dequantize() - weight
-    if spec.act_bits == 16 and stats.hessian is not None:
-        return float(((delta @ stats.hessian) * delta).sum())
-    assert stats.inputs is not None
-    x = stats.inputs.sample
-    rounded = reference.round_inputs(x, pack(made))
-    return float((rounded @ (weight + delta).T - x @ weight.T).square().sum())

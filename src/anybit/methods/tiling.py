@@ -19,7 +19,7 @@ from anybit.formats import GroupInt, activations_of, to_half
 from anybit.methods.grid import split_groups
 from anybit.spec import LayerSpec, TileSpec
 from anybit.stats import LinearStats
-from anybit.tensors import MAX_TILES, QuantizedWeight
+from anybit.tensors import MAX_TILES, QuantizedWeight, check_activations
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,13 @@ def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
             entry |= {"rows": len(tile.rows)} if tile.rows is not None else {}
             entry |= {"cols": len(s.cols)} if s.stored or spec.desc_act else {}
             tiles.append(entry)
+    check_activations(tiles, _refuse)
     scaled = {"input_scale": True} if spec.scaling != "none" else {}
     return {"shape": list(shape), "tiles": tiles, **scaled}
+
+
+def _refuse(what: str) -> None:
+    raise InputError(f"the spec is wrong: {what}")
 
 
 def _check_covered(cols: Tensor, in_features: int) -> None:
@@ -110,6 +115,8 @@ def _column_set(cols: tuple[int, ...] | None, tiles: list[TileSpec], shape: tupl
         torch.zeros(out_features, dtype=torch.bool),
     )
     for tile in tiles:
+        if not float(tile.bits).is_integer():
+            raise InputError(f"a tile of {tile.bits:g} bits: expected a whole width")
         rows = slice(None) if tile.rows is None else _rows(tile.rows, out_features)
         if (bits[rows] != 0).any():
             raise InputError("two tiles of the spec hold the same weights")
@@ -169,12 +176,11 @@ def _activation_grid(
     bits = tile.act_bits or spec.act_bits
     if bits == 16:
         return {}
+    ratio = spec.act_clip if tile.act_bits is None else 1.0  # outlier channels are not clipped
     if not spec.act_static:
-        ratio = spec.act_clip if bits == spec.act_bits else 1.0  # outlier channels are not clipped
         return {"act_bits": bits, "act_clip": torch.full((columns.groups,), ratio).half()}
     if stats is None or stats.inputs is None:
         raise InputError("static activations need the range of the layer's inputs: calibrate first")
     peaks = split_groups(stats.inputs.peaks.cpu()[None, columns.cols], columns.group_size)[0].amax(-1)
-    scales = to_half(peaks * spec.act_clip / (2 ** (bits - 1) - 1))
-    smallest = torch.finfo(torch.float16).tiny
-    return {"act_bits": bits, "act_scales": scales.clamp(min=smallest)}
+    scales = to_half(peaks * ratio / (2 ** (bits - 1) - 1))
+    return {"act_bits": bits, "act_scales": scales.clamp(min=2.0**-24)}  # float16's smallest number
