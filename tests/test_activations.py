@@ -19,13 +19,14 @@ from anybit import salience
 from anybit.artifact import inspect, verify
 from anybit.bench import kernels
 from anybit.errors import InputError
-from anybit.formats import GroupInt
+from anybit.formats import Float16, GroupInt
 from anybit.kernels import cpu, reference
 from anybit.kernels.dispatch import Prepared
 from anybit.layers import QuantLinear
-from anybit.methods import activations, atom, gptq, mixllm, registry, rtn
+from anybit.methods import activations, atom, gptq, mixllm, registry, rtn, scaling, squeezellm
 from anybit.methods.grid import split_groups
 from anybit.model import load
+from anybit.plan import make_plan
 from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
 from anybit.stats import InputStats, LinearStats
 from anybit.tensors import PackedWeight, QuantizedWeight, pack, unpack, validate
@@ -105,11 +106,13 @@ def test_damaged_inputs_stay_damaged() -> None:
     for value in (torch.nan, torch.inf):
         x = random(1, 64)
         x[0, 5] = value
-        for scale in (
-            reference.quantize_activations(x, 8, 64, torch.ones(1).half(), None)[1],
-            *(cpu.quantize_activations(x, 8, 64, torch.ones(1).half(), None, isa)[1] for isa in isas()),
-        ):
-            assert not torch.isfinite(scale).any()
+        one = torch.ones(1).half()
+        for clip, fixed in ((one, None), (None, one)):
+            for scale in (
+                reference.quantize_activations(x, 8, 64, clip, fixed)[1],
+                *(cpu.quantize_activations(x, 8, 64, clip, fixed, isa)[1] for isa in isas()),
+            ):
+                assert torch.isnan(scale).all()
 
 
 # ---- integer products
@@ -187,6 +190,22 @@ def test_extreme_codes_do_not_overflow() -> None:
         y = torch.zeros(1, 2)
         native.int_matmul(x, torch.ones(1, 1), y, isa=isa)
         assert y.tolist() == [[-128.0 * 255 * columns] * 2], isa
+
+
+@pytest.mark.parametrize("columns", [500, 4096, 20000])
+def test_sums_of_one_sign_are_exact(columns: int) -> None:
+    """The zero point cancels most of such a sum: nothing may be rounded before it does."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(100, 156, (6, columns), generator=generator, dtype=torch.uint8)
+    x = torch.randint(60, 128, (3, columns), generator=generator).to(torch.int8)
+    tile = GroupInt(8, columns, codes, torch.ones(6, 1).half(), act_bits=8, act_clip=torch.ones(1).half())
+    native = Prepared(pack(QuantizedWeight((6, columns), (tile,)))).tiles[0]
+    assert isinstance(native, cpu.GroupInt)
+    oracle = (x.long() @ (codes.long() - 128).T).float()
+    for isa in isas():
+        y = torch.zeros(3, 6)
+        native.int_matmul(x, torch.ones(3, 1), y, isa=isa)
+        assert torch.equal(y, oracle), isa
 
 
 def test_native_products_refuse_what_they_cannot_take() -> None:
@@ -367,6 +386,34 @@ def test_scaling_is_worth_it(kind: str) -> None:
     x = outlier_inputs(128, weight.shape[1], seed=8)
     assert made.input_scale is not None and made.input_scale.float().std() > 0
     assert output_error(weight, made, x) < 0.9 * output_error(weight, plain, x)
+
+
+def test_scaling_is_judged_on_the_rows_widths() -> None:
+    """Rows of 4 bits decide alpha, though the first tile is one of 8."""
+    weight, stats, _, spec = layer("mixllm")
+    assert stats.hessian is not None
+    mixed = scaling.search(weight, stats, replace(spec, scaling="awq", act_bits=16))
+    narrow = replace(spec, tiles=(TileSpec(4, 32),), scaling="awq", act_bits=16)
+    wide = replace(spec, tiles=(TileSpec(8, 32, True),), scaling="awq", act_bits=16)
+    assert torch.equal(mixed, scaling.search(weight, stats, narrow))
+    assert not torch.equal(mixed, scaling.search(weight, stats, wide))
+
+
+def test_outlier_channels_are_never_clipped() -> None:
+    weight, stats, _, spec = layer("atom")
+    for bits in (4, 8):
+        for static in (False, True):
+            made = registry.quantize("atom", weight, stats, replace(spec, act_bits=bits, act_static=static))
+            body, outliers = made.tiles
+            assert isinstance(body, GroupInt) and isinstance(outliers, GroupInt) and stats.inputs is not None
+            if static:
+                assert outliers.cols is not None and outliers.act_scales is not None
+                reached = outliers.act_scales.float() * 127
+                peaks = stats.inputs.peaks[outliers.cols.long()].amax()
+                torch.testing.assert_close(reached, peaks[None], rtol=1e-3, atol=0)
+            else:
+                assert outliers.act_clip is not None and (outliers.act_clip == 1).all()
+                assert body.act_clip is not None and (body.act_clip < 1).all()
 
 
 def test_awq_scale_is_a_power_of_the_magnitudes() -> None:
@@ -585,10 +632,18 @@ def test_damaged_grids_are_refused(kind: str, field: str, value: Any, word: str)
         ("atom", lambda layout: layout["tiles"][0].update(act_bits=9)),
         ("atom", lambda layout: layout["tiles"][0].update(act_static=1)),
         ("awq", lambda layout: layout.update(input_scale=1)),
+        ("awq", lambda layout: layout["tiles"][0].update(act_static=True)),
+        ("float16", lambda layout: layout["tiles"][0].update(act_bits=8)),
+        ("codebook", lambda layout: layout["tiles"][0].update(act_bits=8)),
     ],
 )
 def test_damaged_descriptions_are_refused(kind: str, change: Any) -> None:
-    packed = pack(layer(kind)[2])
+    if kind == "float16":
+        packed = pack(QuantizedWeight((2, 3), (Float16(torch.ones(2, 3).half()),)))
+    elif kind == "codebook":
+        packed = pack(squeezellm.quantize(random(4, 40), None, LayerSpec(tiles=(TileSpec(3),))))
+    else:
+        packed = pack(layer(kind)[2])
     layout = json.loads(json.dumps(packed.layout))
     change(layout)
     with pytest.raises(InputError, match="layer"):
@@ -609,6 +664,12 @@ def test_damaged_descriptions_are_refused(kind: str, change: Any) -> None:
         ({"method": "awq", "scaling": "smoothquant"}, "itself a scaling"),
         ({"method": "gptq", "act_static": True}, "act_bits"),
         ({"method": "gptq", "kv_bits": 5}, "--kv-bits 5"),
+        ({"method": "gptq", "act_search": True}, "stay at 16 bits"),
+        ({"method": "gptq", "act_clip": 0.9}, "stay at 16 bits"),
+        ({"method": "atom", "act_search": True, "act_clip": 0.8}, "leave act_static and act_clip out"),
+        ({"method": "gptq", "clip_ratio": 0.9}, "--no-clip"),
+        ({"method": "gptq", "wide_rows": 0.2}, "wide_rows .--wide-rows. is for mixllm"),
+        ({"method": "mixllm", "symmetric": True}, "symmetric"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], word: str) -> None:
@@ -616,7 +677,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], word: str) -> N
         QuantizeConfig(**options)
 
 
-def test_inputs_are_collected_once_for_equal_inputs() -> None:
+def test_input_statistics_are_sums_and_a_sample() -> None:
     x = outlier_inputs(100, 12)
     stats = InputStats.empty(12)
     stats.add(x)
@@ -627,6 +688,88 @@ def test_inputs_are_collected_once_for_equal_inputs() -> None:
     half = stats.scaled(torch.full((12,), 0.5))
     torch.testing.assert_close(half.energy, x.square().sum(0) / 4)
     assert split_groups(half.sample, 4).shape == (16, 3, 4)
+
+
+def test_options_survive_their_artifact() -> None:
+    """What config.json says of a run makes the same run again."""
+    for method in ("mixllm", "atom", "awq", "smoothquant", "gptq"):
+        config = QuantizeConfig(method)
+        assert QuantizeConfig(**config.as_dict()) == config
+
+
+def test_another_width_decides_anew() -> None:
+    config = QuantizeConfig("atom")
+    assert (config.act_bits, config.with_bits(3).act_bits, config.with_bits(8).act_bits) == (4, 3, 8)
+    assert (config.act_clip, config.with_bits(8).act_clip) == (0.9, 1.0)
+    assert QuantizeConfig("atom", act_bits=6).with_bits(3).act_bits == 6
+    assert QuantizeConfig("mixllm").with_bits(5.5).wide_rows is None
+
+
+@pytest.mark.parametrize("bits", [4.04, 4.5, 6.0])
+def test_a_plan_before_the_search_is_no_smaller_than_the_artifact(bits: float, model_dir: MakeModel) -> None:
+    streamed = opened(model_dir("llama"))
+    config = QuantizeConfig("mixllm", bits=bits, group_size=16, **SMALL)
+    planned, shapes = make_plan(streamed, config), streamed.all_linears()
+    for seed in range(4):
+        scores = {name: random(out, seed=seed + i).abs() for i, (name, (out, _)) in enumerate(shapes.items())}
+        rows = salience.choose(scores, shapes, salience.wide_share(config), by_rows=False)
+        specs = {n: mixllm.with_rows(planned.specs[n], rows[n], shapes[n][0]) for n in rows}
+        assert make_plan(streamed, config, specs).tensor_bytes <= 1.01 * planned.tensor_bytes
+
+
+def test_a_spec_takes_layers_out_of_the_search(model_dir: MakeModel, tmp_path: Path) -> None:
+    folder, config = model_dir("llama"), QuantizeConfig("mixllm", wide_rows=0.3, group_size=16, **SMALL)
+    names = list(opened(folder).all_linears())
+    one = {names[0]: LayerSpec(tiles=(TileSpec(4, 16),), act_bits=8)}
+    anybit.quantize(folder, tmp_path / "one", config, spec_map=one)
+    lines = {line["name"]: line["tiles"] for line in inspect(tmp_path / "one")["layers"]}
+    assert [tile["bits"] for tile in lines[names[0]]] == [4]
+    assert any(len(tiles) == 2 for tiles in lines.values())
+    everything = dict.fromkeys(names, LayerSpec(tiles=(TileSpec(8, 16, True),), act_bits=8))
+    anybit.quantize(folder, tmp_path / "all", config, spec_map=everything)
+    assert inspect(tmp_path / "all")["bits"] == 8
+    with pytest.raises(InputError, match="bits 4 or 8"):
+        anybit.quantize(
+            folder, tmp_path / "no", config, spec_map={names[0]: LayerSpec(tiles=(TileSpec(6, 16),))}
+        )
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+@pytest.mark.parametrize("option", [{"scaling": "awq"}, {"act_bits": 8, "act_static": True}])
+def test_a_spec_may_ask_for_inputs(
+    method: str, option: dict[str, Any], model_dir: MakeModel, tmp_path: Path
+) -> None:
+    folder = model_dir("llama")
+    name = list(opened(folder).all_linears())[-1]
+    config = QuantizeConfig(method, group_size=16, **SMALL)
+    anybit.quantize(folder, tmp_path / "out", config, spec_map={name: replace(config.layer_spec(), **option)})
+    (line,) = [line for line in inspect(tmp_path / "out")["layers"] if line["name"] == name]
+    fields = load(tmp_path / "out").get_submodule(name).packed.tensors
+    assert "input_scale" in fields or "act_scales" in fields, line
+
+
+def test_a_refused_run_keeps_its_search(
+    model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stops a run after hours of search, the same command goes on from there."""
+    config = QuantizeConfig("mixllm", wide_rows=0.2, group_size=16, samples=9, seq_len=16)
+    real, calls = salience.gradient_statistics, []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise InputError("the disk is full")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(salience, "gradient_statistics", failing)
+    with pytest.raises(InputError, match="the disk is full"):
+        anybit.quantize(model_dir("llama"), tmp_path / "out", config)
+    with pytest.raises(InputError, match="--overwrite"):
+        anybit.quantize(model_dir("llama"), tmp_path / "out", replace(config, salience="diagonal"))
+    anybit.quantize(model_dir("llama"), tmp_path / "out", config)
+    assert len(calls) == 4  # three parts of at most 4 samples; two were there
+    anybit.quantize(model_dir("llama"), tmp_path / "again", config)
+    assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "out" / "config.json").read_text()
 
 
 # ---- the benchmark
