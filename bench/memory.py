@@ -3,7 +3,7 @@
 Each run is a process of its own; its high-water mark is read when the last shard appears and at the end, so that what
 the save step adds is seen. The last line is one JSON object.
 
-    python bench/memory.py [--layers 24] [--keep DIR]
+    python bench/memory.py [--layers 24] [--only rtn mixllm] [--keep DIR]
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def measure(model: Path, out: Path, options: list[str], shards: int) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--only", nargs="+", help='some of "import only", rtn, gptq, mixllm')
     parser.add_argument("--keep", type=Path, help="generate the model here and leave it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -112,7 +113,9 @@ def main() -> None:
             "import only": None,
             "rtn": ["--method", "rtn"],
             "gptq": ["--method", "gptq", "--samples", "8", "--seq-len", "512"],
+            "mixllm": ["--method", "mixllm", "--samples", "1", "--seq-len", "2048"],
         }
+        runs = {name: options for name, options in runs.items() if name in (args.only or runs)}
         results = {}
         for name, options in runs.items():
             if options is None:

@@ -140,7 +140,11 @@ class Experiments:
             self.lab.model(input_ids=self.lab.tokens()[:1], past_key_values=handle, use_cache=True)
         for name, states in (("K", [k for k, _ in kept]), ("V", [v for _, v in kept])):
             errors = torch.stack([head_errors(s) for s in states])
-            print(f"  {name}: {float(errors.mean()):.4f} ({float(errors.max()):.4f})")
+            print(
+                f"  {name}: {float(errors.mean()):.4f} ({float(errors.max()):.4f}); by block, head after head:"
+            )
+            for i, heads in enumerate(errors.tolist()):
+                print(f"    {i:3d}  " + " ".join(f"{error:.3f}" for error in heads))
 
 
 class QuantizedCacheSpy(QuantizedCache):
