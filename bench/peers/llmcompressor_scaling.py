@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def recipe(method: str) -> list[Any]:
-    """W4A16 in asymmetric groups of 64 (576 is no multiple of 128) for AWQ; W8A8 per channel and token, symmetric, for SmoothQuant."""
+    """AWQ: W4A16 in asymmetric groups of 64 (576 is no multiple of 128). SmoothQuant: W8A8 per channel and token."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
