@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from lab import Lab, Weights, arguments
 from torch import Tensor
+from transformers import DynamicCache
 
 from anybit.formats import Float16, to_half
 from anybit.kv_cache import QuantizedCache, QuantizedStates
@@ -133,6 +134,17 @@ class Experiments:
             self.lab.measure(f"kv {bits}", lambda: None, kv_bits=bits)
         self.lab.table(keys)
         self.lab.restore()
+        for bits in (16, *KV_WIDTHS):
+            cache = (
+                DynamicCache(config=self.lab.model.config)
+                if bits == 16
+                else QuantizedCache(self.lab.model.config, bits)
+            )
+            with torch.no_grad():
+                self.lab.model(input_ids=self.lab.tokens()[:1], past_key_values=cache, use_cache=True)
+            print(
+                f"{bits:2d} bits: {cache_bytes(cache) / 1e6:.2f} MB for {self.lab.tokens().shape[1]} tokens"
+            )
         print("relative error of states at 4 bits, |rounded - x| / |x|, over heads: mean (largest)")
         with torch.no_grad():
             kept: list[tuple[Tensor, Tensor]] = []
@@ -159,6 +171,13 @@ class QuantizedCacheSpy(QuantizedCache):
     ) -> tuple[Tensor, Tensor]:
         self.kept.append((key_states, value_states))
         return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def cache_bytes(cache: DynamicCache | QuantizedCache) -> float:
+    """Bytes that a cache holds, as if what is not quantized were float16."""
+    if isinstance(cache, QuantizedCache):
+        return cache.nbytes
+    return sum(2 * t.numel() for layer in cache.layers for t in (layer.keys, layer.values))
 
 
 def head_errors(states: Tensor) -> Tensor:

@@ -1,0 +1,120 @@
+"""2/4/16 (10.1145/3676536.3676796): this project's versions of its table 1 (without finetuning) and table 4.
+
+    python bench/papers/two_four_sixteen.py MODEL --calibration wiki.valid.tokens --text wiki=wiki.test.raw
+
+Averages ("bits") are eq. 10's, which counts scales and zero points; bpw is what is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lab import Lab, Weights, arguments
+
+from anybit.methods import gptq, rtn, two_four_sixteen
+from anybit.spec import LayerSpec, TileSpec, bits_eq10
+from anybit.stats import LinearStats
+from anybit.tensors import QuantizedWeight
+
+SHARES = (0.25, 0.1)  # 2.84 and 2.61 bits
+OUTLIERS = (0.0, 0.002, 0.005)
+
+
+def spec(wide: float, outliers: float = 0.0, clip: bool = True, group_size: int = 16) -> LayerSpec:
+    tile = TileSpec(bits_eq10(wide, group_size), group_size)
+    return LayerSpec(tiles=(tile,), exclusive_outliers=outliers, clip=clip)
+
+
+class Experiments:
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self._stats: dict[str, LinearStats] = {}
+
+    def stats(self) -> dict[str, LinearStats]:
+        if not self._stats:
+            self._stats = self.lab.inputs(self.lab.tokens(), hessian=True)
+        return self._stats
+
+    def whole(self, layer: LayerSpec) -> Callable[[], Weights]:
+        return lambda: {n: self.quantize(n, layer) for n in self.lab.shapes}
+
+    def quantize(self, name: str, layer: LayerSpec) -> QuantizedWeight:
+        return two_four_sixteen.quantize(self.lab.weight(name), self.stats()[name], layer)
+
+    def table_1(self) -> None:
+        """Beside 3-bit RTN and GPTQ in groups of 128."""
+
+        def uniform(method: str) -> Callable[[], Weights]:
+            layer = LayerSpec(tiles=(TileSpec(3),), clip=method == "gptq")
+            make = rtn.quantize if method == "rtn" else gptq.quantize
+            return lambda: {n: make(self.lab.weight(n), self.stats()[n], layer) for n in self.lab.shapes}
+
+        self.lab.measure("unquantized", lambda: None)
+        keys = {"unquantized": "unquantized"}
+        for method in ("rtn", "gptq"):
+            keys[f"{method.upper()} W3 g128"] = f"table 1: {method}"
+            self.lab.measure(f"table 1: {method}", uniform(method))
+        for share in SHARES:
+            for outliers in OUTLIERS:
+                label = f"{bits_eq10(share, 16):.2f} bits, {100 * outliers:g} % outliers"
+                keys[label] = f"table 1: {label}"
+                self.lab.measure(keys[label], self.whole(spec(share, outliers)))
+        label = f"{bits_eq10(0.25, 16):.2f} bits, no clip search"
+        keys[label] = f"table 1: {label}"
+        self.lab.measure(keys[label], self.whole(spec(0.25, clip=False)))
+        self.lab.table(keys)
+        first, second = (f"table 1: {bits_eq10(0.25, 16):.2f} bits, {p} % outliers" for p in ("0", "0.2"))
+        print(f"0.2 % outliers against none: {self.lab.interval(second, first)}")
+
+    def table_4(self) -> None:
+        """Blocks of channels in every matrix at 4 bits, against whole decoder blocks at 4 bits."""
+        keys: dict[str, str] = {}
+        for share in SHARES:
+            bits = f"{bits_eq10(share, 16):.2f}"
+            keys[f"{bits} within matrices"] = f"table 1: {bits} bits, 0 % outliers"
+            self.lab.measure(f"table 1: {bits} bits, 0 % outliers", self.whole(spec(share)))
+            for choice in ("first", "best"):
+                keys[f"{bits} by decoder block, {choice}"] = f"table 4: {bits} {choice}"
+                self.lab.measure(f"table 4: {bits} {choice}", self.by_block(share, choice))
+        self.lab.table(keys)
+
+    def by_block(self, share: float, choice: str) -> Callable[[], Weights]:
+        """Whole decoder blocks at 4 bits: the first ones, or those that gain most of it."""
+
+        def run() -> Weights:
+            low = {n: self.quantize(n, spec(0.0)) for n in self.lab.shapes}
+            high = {n: self.quantize(n, spec(1.0)) for n in self.lab.shapes}
+            blocks = len(self.lab.source.blocks)
+            count, chosen = round(share * blocks), range(blocks)
+            if choice == "best":
+                gains = [
+                    sum(self.loss(n, low[n]) - self.loss(n, high[n]) for n in self.lab.source.linears(i))
+                    for i in range(blocks)
+                ]
+                chosen = sorted(range(blocks), key=lambda i: -gains[i])  # type: ignore[assignment]
+            wide = {n for i in list(chosen)[:count] for n in self.lab.source.linears(i)}
+            return {n: high[n] if n in wide else low[n] for n in self.lab.shapes}
+
+        return run
+
+    def loss(self, name: str, made: QuantizedWeight) -> float:
+        """Squared error of a layer's output over that of its output, `D H D^T / W H W^T`."""
+        weight, hessian = self.lab.weight(name), self.stats()[name].hessian
+        assert hessian is not None
+        delta = made.dequantize() - weight
+        return float(((delta @ hessian) * delta).sum() / ((weight @ hessian) * weight).sum())
+
+
+NAMES = ("table_1", "table_4")
+
+
+def main() -> None:
+    args = arguments(__doc__.splitlines()[0]).parse_args()
+    experiments = Experiments(Lab(args, "two_four_sixteen"))
+    for name in args.only or NAMES:
+        print(f"\n# {name}", flush=True)
+        getattr(experiments, name)()
+
+
+if __name__ == "__main__":
+    main()
