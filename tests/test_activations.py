@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -811,3 +812,50 @@ def test_the_benchmark_multiplies_valid_weights(name: str) -> None:
     x = random(2, 64)
     expected = reference.int_matmul(x, unpack(packed))
     torch.testing.assert_close(Prepared(packed).matmul(x), expected, rtol=1e-4, atol=1e-3)
+
+
+# ---- LLM-MQ
+
+
+def test_widths_by_layer_are_optimal() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(5):
+        names = [f"l{i}" for i in range(5)]
+        scores = {n: torch.rand(3, generator=generator).sort(descending=True).values for n in names}
+        weights = {n: int(torch.randint(1, 9, (1,), generator=generator)) for n in names}
+        average = 2.3 + 0.3 * seed
+        found = salience.assign(scores, weights, (2, 3, 4), average)
+        total = sum(weights.values())
+
+        def cost(widths: tuple[int, ...], scores: dict[str, Tensor] = scores) -> float:
+            return sum(float(s[b - 2]) for s, b in zip(scores.values(), widths))
+
+        allowed = [
+            widths
+            for widths in product((2, 3, 4), repeat=5)
+            if sum(b * w for b, w in zip(widths, weights.values())) <= average * total + 1e-9
+        ]
+        assert tuple(found.values()) in allowed
+        assert cost(tuple(found.values())) == pytest.approx(min(map(cost, allowed)))
+    with pytest.raises(InputError, match="no average of 1"):
+        salience.assign(scores, weights, (2, 3, 4), 1.9)
+
+
+def test_scores_of_widths_are_first_order_changes(model_dir: MakeModel) -> None:
+    folder, tokens = model_dir("llama"), token_rows(3, 16)
+    streamed = opened(folder)
+    shapes = streamed.all_linears()
+    chosen = salience.layer_widths(streamed, tokens, shapes, QuantizeConfig("llm-mq", bits=2.7))
+    weights = {n: out * in_ for n, (out, in_) in shapes.items()}
+    average = sum(weights[n] * b for n, b in chosen.items()) / sum(weights.values())
+    assert 2.5 < average <= 2.7 and set(chosen.values()) <= {2, 3, 4}
+
+
+def test_llm_mq_artifacts(model_dir: MakeModel, tmp_path: Path) -> None:
+    config = QuantizeConfig("llm-mq", bits=2.7, group_size=16, **SMALL)
+    anybit.quantize(model_dir("llama"), tmp_path / "out", config)
+    figures = inspect(tmp_path / "out")
+    assert 2.4 < figures["bits"] <= 2.7
+    assert {tile["bits"] for line in figures["layers"] for tile in line["tiles"]} <= {2, 3, 4}
+    assert all(len(line["tiles"]) == 1 for line in figures["layers"])
+    assert torch.isfinite(logits(load(tmp_path / "out"), token_rows(1, 9))).all()

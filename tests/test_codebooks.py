@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {"samples": 2, "seq_len": 16}
 
 def fisher_of(weight: torch.Tensor, seed: int = 1) -> GradientStats:
     values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)).exp()
-    return GradientStats(1, 1, values, None, None)
+    return GradientStats(1, 1, values)
 
 
 def norms_of(weight: torch.Tensor, seed: int = 2) -> LinearStats:

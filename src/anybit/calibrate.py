@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ def gradient_statistics(
     layers: Iterable[str],
     *,
     fisher: bool = False,
-    deltas: Callable[[str, int, int], Tensor] | None = None,
+    deltas: Sequence[Callable[[str, int, int], Tensor]] = (),
     spill: Path | None = None,
     advance: Advance = ignore,
 ) -> dict[str, GradientStats]:
@@ -189,9 +189,9 @@ def gradient_statistics(
         tokens: one backward pass per row.
         layers: names of the linear layers.
         fisher: accumulate the diagonal Fisher information, float32 [out, in] per layer.
-        deltas: the perturbation of some rows of a layer's weight, `deltas(name, first, last)` float32 [rows, in];
-            gives `products`, one number per sample and output channel (MixLLM, arXiv:2412.14590, eq. 4), and
-            `diagonal`.
+        deltas: perturbations, each a function `delta(name, first, last)` of some rows of a layer's weight, float32
+            [rows, in]; they give `products`, one number per perturbation, sample and output channel (MixLLM,
+            arXiv:2412.14590, eq. 4), and `diagonal`.
         spill: directory for the Fisher information, which is then mapped from files instead of held in memory;
             `spilled_statistics` finds it again.
         advance: called with 1 after each sample.
@@ -209,11 +209,11 @@ def gradient_statistics(
     stats = {}
     for i, name in enumerate(layers):
         shape = linear_shape(model.get_submodule(name))
-        products = torch.zeros(len(tokens), shape[0]) if deltas is not None else None
+        products = torch.zeros(len(deltas), len(tokens), shape[0])
         information = None
         if fisher:
             information = torch.zeros(shape) if spill is None else _allocated(_spill_file(spill, i), shape)
-        diagonal = torch.zeros(shape[0]) if deltas is not None else None
+        diagonal = torch.zeros(len(deltas), shape[0])
         stats[name] = GradientStats(0, 0, information, products, torch.zeros(shape[0]), diagonal)
 
     def reduce(name: str, x: Tensor, gradient: Tensor) -> None:
@@ -222,17 +222,17 @@ def gradient_statistics(
         x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         s.tokens += len(x)
         s.output_moment += gradient.float().square().sum(0)
-        if s.fisher is not None or deltas is not None:
+        if s.fisher is not None or deltas:
             rows = max(1, GRADIENT_CHUNK // x.shape[1])
             for a in range(0, gradient.shape[1], rows):
                 b = min(a + rows, gradient.shape[1])
                 of_weight = (gradient[:, a:b].T @ x).float()  # [rows, in], freed at once
                 if s.fisher is not None:
                     s.fisher[a:b].addcmul_(of_weight, of_weight)
-                if s.products is not None and s.diagonal is not None and deltas is not None:
-                    of_weight *= deltas(name, a, b)
-                    s.products[s.samples, a:b] = of_weight.sum(1)
-                    s.diagonal[a:b] += of_weight.square_().sum(1)
+                for k, delta in enumerate(deltas):
+                    change = delta(name, a, b).mul_(of_weight)
+                    s.products[k, s.samples, a:b] = change.sum(1)
+                    s.diagonal[k, a:b] += change.square_().sum(1)
         s.samples += 1
 
     with _reduced(model, stats, reduce), _recomputed(streamed.blocks):
@@ -254,7 +254,7 @@ def spilled_statistics(layers: Mapping[str, tuple[int, int]], spill: Path) -> di
         if not file.is_file() or file.stat().st_size != 4 * out * in_:
             return None
     return {
-        name: GradientStats(0, 0, _mapped(_spill_file(spill, i), shape), None, None)
+        name: GradientStats(0, 0, _mapped(_spill_file(spill, i), shape))
         for i, (name, shape) in enumerate(layers.items())
     }
 

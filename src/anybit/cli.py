@@ -86,14 +86,14 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         typer.Option(
             help="rtn (round to nearest, no calibration), gptq, awq, smoothquant (int8 activations), mixllm (8-bit rows "
             "where they count, int8 activations), atom (4-bit weights and activations), two-four-sixteen (2- and 4-bit "
-            "groups and sparse outliers), squeezellm (codebooks), "
+            "groups and sparse outliers), llm-mq (a width per layer, by an integer program), squeezellm (codebooks), "
             "any-precision (every width in one artifact) or cmpq (any average width)."
         ),
     ] = DEFAULTS.method,
     bits: Annotated[
         float | None,
         typer.Option(
-            help=f"Average code width: 2 to 8, for cmpq, mixllm and two-four-sixteen also fractions. [default: {DEFAULTS.bits}]"
+            help=f"Average code width: 2 to 8, for cmpq, mixllm, llm-mq and two-four-sixteen also fractions. [default: {DEFAULTS.bits}]"
         ),
     ] = None,
     bpw: Annotated[

@@ -25,7 +25,7 @@ from anybit.description import artifact_config, provenance
 from anybit.errors import InputError
 from anybit.formats import GroupInt
 from anybit.kernels.reference import round_inputs, rounds_inputs
-from anybit.methods import mixllm, registry, rtn
+from anybit.methods import llm_mq, mixllm, registry, rtn
 from anybit.plan import Plan, check_disk, make_plan, scratch_bytes
 from anybit.progress import SILENT, Advance, Silent
 from anybit.spec import LayerSpec, QuantizeConfig, SpecMap, TileSpec
@@ -110,7 +110,7 @@ def quantize(
         resumed = len(writer.finished)
         if resumed:
             report.say(f"resumes: {resumed} of {writer.shards} shards are finished")
-        if config.method == "mixllm" and text is not None:
+        if config.searches and text is not None:
             plan = _search(streamed, plan, config, spec_map or {}, text, writer, report)
             check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, config))
         run = _Run(streamed, plan, config, writer, report)
@@ -136,10 +136,15 @@ def _search(
     writer: ArtifactWriter,
     report: Silent,
 ) -> Plan:
-    """The plan with MixLLM's wide rows: found once, then kept with the unfinished artifact. A spec map goes first."""
+    """The plan with the widths that a search chooses: once, then kept with the unfinished artifact. Specs go first."""
     shapes = {n: tuple(x["shape"]) for n, x in plan.layouts.items() if n not in spec_map}
     if not shapes:
         return plan
+    if config.method == "llm-mq":  # its parts are what takes time
+        widths = salience.layer_widths(streamed, text.tokens, shapes, config, writer.search(), report)
+        streamed.model.to("meta")
+        found = {n: llm_mq.with_width(plan.specs[n], bits) for n, bits in widths.items()}
+        return make_plan(streamed, config, {**found, **spec_map})
     file = writer.search() / "rows.json"
     rows = salience.read_rows(file, shapes)
     if rows is None:

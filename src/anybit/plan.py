@@ -264,7 +264,7 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
             config.method == "cmpq" and config.compensate
         ):  # channel after channel on one thread, and all before that
             clustering *= 1 + torch.get_num_threads()
-    if config.gradients or config.method == "mixllm":
+    if config.gradients or salience.passes(config):
         passes = 4 * salience.passes(
             config
         )  # forward twice, as blocks are recomputed, and backward for inputs and weights

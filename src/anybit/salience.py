@@ -1,28 +1,33 @@
-"""Global precision search: which output rows of the whole model deserve more bits (MixLLM, arXiv:2412.14590, 3.2).
+"""Global precision search from gradients: which output rows or layers of the whole model deserve more bits.
 
-A row's salience is the change of the model's loss when that row alone is rounded, estimated to first and second order
-from one backward pass per sample; rows of all layers are sorted in one list.
+MixLLM (arXiv:2412.14590, section 3.2): a row's salience is the change of the model's loss when that row alone is
+rounded, estimated to first and second order from one backward pass per sample; rows of all layers are sorted in one
+list. LLM-MQ (Li et al. 2023, section 3.2): a layer's is the first-order change at each width, and an integer program
+chooses the widths.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from anybit.calibrate import gradient_statistics, load_whole
+from anybit.errors import InputError
 from anybit.formats import is_int
 from anybit.methods import mixllm, rtn
 from anybit.progress import SILENT, Advance, Silent
-from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
+from anybit.spec import METHOD_WIDTHS, LayerSpec, QuantizeConfig, TileSpec
 from anybit.stats import GradientStats
 from anybit.streaming import StreamedModel
 
@@ -30,6 +35,7 @@ STEP = 0.02  # share of the rows that a progressive search widens at a time
 SAMPLES_KEPT = 4  # samples between two savings
 
 Shapes = Mapping[str, tuple[int, int]]
+Delta = Callable[[str, int, int], Tensor]  # layer, first and last row -> the error of rounding them
 
 
 def search(
@@ -84,8 +90,57 @@ def passes(config: QuantizeConfig) -> int:
     """How often the search goes through the calibration tokens."""
     share = wide_share(config)
     if config.method != "mixllm" or share in (0, 1):
-        return int(config.method != "mixllm")
+        return int(config.method == "llm-mq")
     return ceil(share / STEP - 1e-9) if config.search == "progressive" else 1
+
+
+def layer_widths(
+    streamed: StreamedModel,
+    tokens: Tensor,  # int64 [samples, seq_len]
+    shapes: Shapes,
+    config: QuantizeConfig,
+    folder: Path | None = None,
+    report: Silent = SILENT,
+) -> dict[str, int]:
+    """LLM-MQ's width of every layer: the least summed score whose average width is at most `config.bits`.
+
+    A layer's score at a width is `mean_d |g_d . (Q(W) - W)|`, the first-order change of the loss. Arguments and what
+    is raised: see `search`.
+    """
+    widths = tuple(METHOD_WIDTHS["llm-mq"].whole())
+    advance = report.task(f"scores of {len(shapes)} layers at {len(widths)} widths", len(tokens))
+    deltas = [_rounding(streamed, bits, config) for bits in widths]
+    like = {name: torch.zeros(len(widths)) for name in shapes}
+
+    def reduce(stats: GradientStats) -> Tensor:
+        return stats.products.sum(-1).abs().sum(-1)
+
+    scores = _mean(streamed, tokens, deltas, reduce, like, folder, advance)
+    sizes = {name: out * in_ for name, (out, in_) in shapes.items()}
+    return assign(scores, sizes, widths, config.bits or widths[-1])
+
+
+def assign(
+    scores: Mapping[str, Tensor], weights: Mapping[str, int], widths: Sequence[int], average: float
+) -> dict[str, int]:
+    """One width for each layer: the least sum of scores [widths] at an average width, by weights, of at most `average`.
+
+    An integer program, solved exactly (HiGHS). Scores are made to fall with the width first: one that rises is noise.
+
+    Raises:
+        InputError: an average below the smallest width.
+    """
+    n, k = len(scores), len(widths)
+    cost = np.concatenate([torch.cummin(s.double(), 0).values.numpy() for s in scores.values()])
+    share = np.array([weights[name] for name in scores], dtype=float) / sum(weights[name] for name in scores)
+    one_each = LinearConstraint(np.kron(np.eye(n), np.ones((1, k))), 1, 1)
+    within = LinearConstraint(np.kron(share, np.array(widths, dtype=float))[None], -np.inf, average + 1e-9)
+    unit = cost / max(cost.max(), 1e-300)
+    result = milp(unit, integrality=np.ones(n * k), bounds=Bounds(0, 1), constraints=[one_each, within])
+    if result.x is None:
+        raise InputError(f"widths of {widths[0]} to {widths[-1]} bits have no average of {average:g}")
+    chosen = result.x.reshape(n, k).argmax(1)
+    return {name: widths[int(i)] for name, i in zip(scores, chosen)}
 
 
 def choose(
@@ -114,11 +169,11 @@ def score(stats: GradientStats, kind: str) -> Tensor:
     "full" is eq. 4, `|p + p^2 / 2|` with p the gradient times the rounding error of the whole row; "second-order"
     leaves the first term out; "diagonal" also takes the row's weights one by one, as a diagonal Fisher matrix would.
     """
-    assert stats.products is not None and stats.diagonal is not None
     if kind == "diagonal":
-        return stats.diagonal / 2
-    second = stats.products.square() / 2
-    return ((stats.products + second).abs() if kind == "full" else second).sum(0)
+        return stats.diagonal[0] / 2
+    (products,) = stats.products
+    second = products.square() / 2
+    return ((products + second).abs() if kind == "full" else second).sum(0)
 
 
 def _scores(
@@ -129,8 +184,27 @@ def _scores(
     folder: Path | None,
     advance: Advance,
 ) -> dict[str, Tensor]:
-    """Salience of every row: the mean of `score` over samples, gathered part by part."""
-    total = {name: torch.zeros(out) for name, (out, _) in shapes.items()}
+    """Salience of every row: the mean of `score` over samples."""
+    like = {name: torch.zeros(out) for name, (out, _) in shapes.items()}
+
+    def reduce(stats: GradientStats) -> Tensor:
+        return score(stats, config.salience)
+
+    rounding = [_rounding(streamed, mixllm.NARROW, config)]
+    return _mean(streamed, tokens, rounding, reduce, like, folder, advance)
+
+
+def _mean(
+    streamed: StreamedModel,
+    tokens: Tensor,
+    deltas: Sequence[Delta],
+    reduce: Callable[[GradientStats], Tensor],  # of the samples of a part, to a sum over them
+    like: Mapping[str, Tensor],  # its shape for every layer
+    folder: Path | None,
+    advance: Advance,
+) -> dict[str, Tensor]:
+    """The mean over samples of what `reduce` sums, gathered part by part; finished parts are kept in `folder`."""
+    total = {name: torch.zeros_like(t) for name, t in like.items()}
     for a in range(0, len(tokens), SAMPLES_KEPT):
         part = tokens[a : a + SAMPLES_KEPT]
         file = None if folder is None else folder / f"samples-{a}.safetensors"
@@ -138,10 +212,8 @@ def _scores(
         if found is not None:
             advance(len(part))
         else:
-            stats = gradient_statistics(
-                streamed, part, shapes, deltas=_rounding(streamed, config), advance=advance
-            )
-            found = {name: score(s, config.salience) for name, s in stats.items()}
+            stats = gradient_statistics(streamed, part, like, deltas=deltas, advance=advance)
+            found = {name: reduce(s) for name, s in stats.items()}
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = file.with_suffix(".new")
@@ -163,9 +235,9 @@ def _read_part(file: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor] | No
     return found if {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in like.items()} else None
 
 
-def _rounding(streamed: StreamedModel, config: QuantizeConfig) -> Callable[[str, int, int], Tensor]:
-    """The error of rounding rows of a layer to 4 bits, asymmetric, without clipping; made anew at each call."""
-    spec = LayerSpec(tiles=(TileSpec(mixllm.NARROW, config.group_size or 128),))
+def _rounding(streamed: StreamedModel, bits: int, config: QuantizeConfig) -> Delta:
+    """The error of rounding rows of a layer, asymmetric, without clipping; made anew at each call."""
+    spec = LayerSpec(tiles=(TileSpec(bits, config.group_size or 128),))
 
     def delta(name: str, first: int, last: int) -> Tensor:
         rows = _rows(streamed, name)[first:last].float()

@@ -45,6 +45,7 @@ METHOD_WIDTHS = {
     "smoothquant": Widths(2, 8),
     "mixllm": Widths(4, 8, fractional=True),
     "atom": Widths(2, 8),
+    "llm-mq": Widths(2, 4, fractional=True),
     "two-four-sixteen": Widths(bits_eq10(0, 16), 4, fractional=True),
     "squeezellm": Widths(2, 8),
     "any-precision": Widths(2, 8),
@@ -54,15 +55,15 @@ METHODS = tuple(METHOD_WIDTHS)
 CODEBOOK_METHODS = ("squeezellm", "any-precision", "cmpq")
 FISHER_METHODS = ("squeezellm", "any-precision")  # calibrated on gradients
 CODEBOOK_BITS = (16, 8, 4)
-UNIFORM_METHODS = ("rtn", "gptq", "awq", "smoothquant", "mixllm", "atom")
-COMPENSATED = ("gptq", "mixllm", "atom")  # uniform grids with GPTQ's error compensation
+UNIFORM_METHODS = ("rtn", "gptq", "awq", "smoothquant", "mixllm", "atom", "llm-mq")
+COMPENSATED = ("gptq", "mixllm", "atom", "llm-mq")  # uniform grids with GPTQ's error compensation
 # Methods that look at an option; the options that are not here concern all of them.
 USED_BY = {
     **dict.fromkeys(("group_size", "clip"), (*UNIFORM_METHODS, "two-four-sixteen")),
     "clip_ratio": UNIFORM_METHODS,
     **dict.fromkeys(("act_bits", "act_clip", "act_search", "act_static"), UNIFORM_METHODS),
     **dict.fromkeys(("attention_weights", "one_shot"), (*UNIFORM_METHODS, "two-four-sixteen", "cmpq")),
-    "symmetric": ("rtn", "gptq", "awq", "smoothquant", "atom"),
+    "symmetric": ("rtn", "gptq", "awq", "smoothquant", "atom", "llm-mq"),
     "scaling": UNIFORM_METHODS,
     "group_reorder": COMPENSATED,
     "desc_act": ("gptq",),
@@ -234,7 +235,7 @@ class QuantizeConfig:
             raise InputError(f"damp {self.damp} must lie between 0 and 1 (0.01 is usual)")
         if self.samples < 1 or self.seq_len < 1:
             raise InputError(f"samples ({self.samples}) and seq_len ({self.seq_len}) must be at least 1")
-        if (self.gradients or self.method == "mixllm") and self.seq_len < 2:
+        if (self.gradients or self.searches) and self.seq_len < 2:
             raise InputError(
                 f"{self.method} needs gradients, and windows of 1 token have none: raise seq_len (--seq-len)"
             )
@@ -292,6 +293,11 @@ class QuantizeConfig:
     def nested(self) -> bool:
         """Whether one artifact holds several widths."""
         return self.method == "any-precision"
+
+    @property
+    def searches(self) -> bool:
+        """Whether widths are chosen over the whole model, from gradients, before any block is quantized."""
+        return self.method in ("mixllm", "llm-mq")
 
     @property
     def clips(self) -> bool:

@@ -104,15 +104,13 @@ class GradientStats:
     fisher: (
         Tensor | None
     )  # float32 [out, in], sum over samples of the squared weight gradient (diagonal Fisher)
-    products: (
-        Tensor | None
-    )  # float32 [samples, out], g_d^T delta of every output channel and sample (MixLLM eq. 5)
-    output_moment: (
-        Tensor | None
-    )  # float32 [out], sum over tokens of the squared gradient at the layer's output
-    diagonal: Tensor | None = (
-        None  # float32 [out], sum over samples and weights of (gradient * delta)^2, beside `products`
+    products: Tensor = field(default_factory=lambda: torch.empty(0))
+    # float32 [deltas, samples, out]: gradient times perturbation of every output row (MixLLM eq. 4)
+    output_moment: Tensor | None = (
+        None  # float32 [out], sum over tokens of the squared gradient at the layer's output
     )
+    diagonal: Tensor = field(default_factory=lambda: torch.empty(0))
+    # float32 [deltas, out]: sum over samples and weights of (gradient * perturbation)^2
 
     def check(self, name: str) -> None:
         """Refuse statistics that no method can use.

@@ -14,6 +14,7 @@ from anybit.methods import (
     atom,
     cmpq,
     gptq,
+    llm_mq,
     mixllm,
     rtn,
     scaling,
@@ -40,6 +41,7 @@ METHODS = {
     "awq": Method(rtn.quantize, tiling.layout),  # what they are is in their spec's `scaling`
     "smoothquant": Method(rtn.quantize, tiling.layout),
     "mixllm": Method(gptq.quantize, mixllm.layout),
+    "llm-mq": Method(gptq.quantize, llm_mq.layout),
     "atom": Method(atom.quantize, atom.layout),
     "two-four-sixteen": Method(two_four_sixteen.quantize, two_four_sixteen.layout),
     "squeezellm": Method(squeezellm.quantize, squeezellm.layout),
