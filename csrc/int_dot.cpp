@@ -42,6 +42,13 @@ inline Sums dot(Sums sums, Codes codes, const int8_t* x) {
     const __m256i second = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(all, 4), low), from);
     const __m256i high = _mm256_slli_epi32(_mm256_madd_epi16(second, ones), 4);
     return sums + reinterpret_cast<Sums>(_mm256_add_epi32(_mm256_madd_epi16(first, ones), high));
+#elif defined(__SSE2__)
+    const __m128i zero = _mm_setzero_si128(), from = load_as<__m128i>(x), all = reinterpret_cast<__m128i>(codes);
+    const __m128i low = _mm_srai_epi16(_mm_unpacklo_epi8(from, from), 8);
+    const __m128i high = _mm_srai_epi16(_mm_unpackhi_epi8(from, from), 8);
+    const __m128i first = _mm_madd_epi16(_mm_unpacklo_epi8(all, zero), low);
+    const __m128i second = _mm_madd_epi16(_mm_unpackhi_epi8(all, zero), high);
+    return sums + reinterpret_cast<Sums>(_mm_add_epi32(first, second));
 #else
     for (int64_t i = 0; i < WORDS; ++i)
         for (int64_t k = 0; k < 4; ++k) sums[i] += codes[4 * i + k] * x[4 * i + k];
