@@ -72,7 +72,9 @@ def print_inspection(f: dict[str, Any]) -> None:
     for layer in f["embeddings"] + f["layers"]:
         shape = "x".join(map(str, layer["shape"]))
         channels = Counter(layer.get("channel_bits", []))
-        mixed = ", ".join(f"{n} channels at {bits}" for bits, n in sorted(channels.items()))
+        parts = [f"{n} channels at {bits}" for bits, n in sorted(channels.items())]
+        parts += [f"{tile['rows']} rows at {tile['bits']}" for tile in layer["tiles"] if "rows" in tile]
+        mixed = ", ".join(parts)
         line = f"{layer['name']:{width}}  {shape:>12}  {layer['bits']:.2f} bits  {layer['bits_per_weight']:.3f} bpw"
         inputs = sorted({tile.get("act_bits", 16) for tile in layer["tiles"]})
         line += f"  inputs {'+'.join(map(str, inputs))} bits" if inputs != [16] else ""
