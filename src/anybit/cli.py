@@ -85,15 +85,16 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         str,
         typer.Option(
             help="rtn (round to nearest, no calibration), gptq, awq, smoothquant (int8 activations), mixllm (8-bit rows "
-            "where they count, int8 activations), atom (4-bit weights and activations), two-four-sixteen (2- and 4-bit "
-            "groups and sparse outliers), llm-mq (a width per layer, by an integer program), squeezellm (codebooks), "
+            "where they count, int8 activations), atom (4-bit weights and activations; its paper adds --kv-bits 4), "
+            "two-four-sixteen (2- and 4-bit groups and sparse outliers), llm-mq (a width per layer, by an integer program), squeezellm (codebooks), "
             "any-precision (every width in one artifact) or cmpq (any average width)."
         ),
     ] = DEFAULTS.method,
     bits: Annotated[
         float | None,
         typer.Option(
-            help=f"Average code width: 2 to 8, for cmpq, mixllm, llm-mq and two-four-sixteen also fractions. [default: {DEFAULTS.bits}]"
+            help="Average code width: 2 to 8, for cmpq, mixllm, llm-mq and two-four-sixteen also fractions. "
+            f"[default: {DEFAULTS.bits}; smoothquant: 8; mixllm: see --wide-rows; two-four-sixteen: see --wide-groups]"
         ),
     ] = None,
     bpw: Annotated[
@@ -111,7 +112,10 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     ] = None,
     symmetric: Annotated[
         bool | None,
-        typer.Option("--symmetric/--asymmetric", help="Without or with zero points. [default: asymmetric]"),
+        typer.Option(
+            "--symmetric/--asymmetric",
+            help="Without or with zero points. [default: asymmetric but for atom, smoothquant]",
+        ),
     ] = None,
     act_bits: Annotated[
         int | None,
@@ -231,7 +235,8 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     damp: Annotated[
         float | None,
         typer.Option(
-            help=f"gptq, cmpq: share of the mean Hessian diagonal added to it. [default: {DEFAULTS.damp}]"
+            help="Methods that compensate errors: share of the mean Hessian diagonal added to it. "
+            f" [default: {DEFAULTS.damp}]"
         ),
     ] = None,
     attention_weights: Annotated[
