@@ -183,7 +183,8 @@ def cache_bytes(cache: DynamicCache | QuantizedCache) -> float:
 def head_errors(states: Tensor) -> Tensor:
     """Relative error of every head at 4 bits, float32 [heads]."""
     rounded = QuantizedStates.of(states, 4).dequantize()
-    return (rounded - states).norm(dim=(0, 2, 3)) / states.norm(dim=(0, 2, 3))
+    error, size = ((t.square().sum((0, 2, 3))) for t in (rounded - states, states))
+    return (error / size).sqrt()
 
 
 NAMES = ("table_4", "table_1", "kv_cache", "table_2")
