@@ -180,7 +180,7 @@ class Experiments:
         for name in self.lab.shapes:
             weight = self.lab.weight(name)
             begun = time.perf_counter()
-            cmpq.quantize(weight, stats[name], spec(3))
+            cmpq.quantize(weight, stats[name], spec(3, compensate=False))
             clustered += time.perf_counter() - begun
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         self.lab.keep({"key": "table 8", "activations": collected, "kmeans": clustered, "peak_mb": peak})
