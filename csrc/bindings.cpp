@@ -122,17 +122,14 @@ int check_threads(int64_t threads) {
     return static_cast<int>(threads);
 }
 
-const Kernels& check_isa(const std::optional<std::string>& isa) {
-    const Kernels* kernels = kernels_for(isa ? isa->c_str() : nullptr);
+template <typename K> const K& find_kernels(const K* (*find)(const char*), const std::optional<std::string>& isa) {
+    const K* kernels = find(isa ? isa->c_str() : nullptr);
     if (kernels == nullptr) refuse("isa '" + *isa + "' is unknown or not what this machine has");
     return *kernels;
 }
 
-const IntKernels& check_int_isa(const std::optional<std::string>& isa) {
-    const IntKernels* kernels = int_kernels_for(isa ? isa->c_str() : nullptr);
-    if (kernels == nullptr) refuse("isa '" + *isa + "' is unknown or not what this machine has");
-    return *kernels;
-}
+const Kernels& check_isa(const std::optional<std::string>& isa) { return find_kernels(kernels_for, isa); }
+const IntKernels& check_int_isa(const std::optional<std::string>& isa) { return find_kernels(int_kernels_for, isa); }
 
 int64_t row_stride(int64_t rows, int64_t stride, int64_t columns) { return rows > 1 ? stride : columns; }
 

@@ -23,6 +23,12 @@ bool has_avx_vnni() {
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;
 }
 
+// What the flags of the kernels' build ask of the machine (CMakeLists.txt).
+bool runs_avx2(const Features& f) { return f.avx2 && f.fma && f.f16c; }
+bool runs_avx512(const Features& f) {
+    return runs_avx2(f) && f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq;
+}
+
 } // namespace
 #endif
 
@@ -52,10 +58,8 @@ const Kernels* kernels_for(const char* isa) {
     static const Kernels avx2 = ANYBIT_TABLE(avx2);
     static const Kernels avx512 = ANYBIT_TABLE(avx512);
     static const Features f = cpu_features();
-    const bool has_avx2 = f.avx2 && f.fma && f.f16c;
-    const bool has_avx512 = has_avx2 && f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq;
-    if (has_avx512 && wanted("avx512")) return &avx512;
-    if (has_avx2 && wanted("avx2")) return &avx2;
+    if (runs_avx512(f) && wanted("avx512")) return &avx512;
+    if (runs_avx2(f) && wanted("avx2")) return &avx2;
 #endif
     return wanted("portable") ? &portable : nullptr;
 }
@@ -70,11 +74,9 @@ const IntKernels* int_kernels_for(const char* isa) {
     static const IntKernels avx_vnni = ANYBIT_INT_TABLE(avx_vnni);
     static const IntKernels avx512_vnni = ANYBIT_INT_TABLE(avx512_vnni);
     static const Features f = cpu_features();
-    const bool has_avx2 = f.avx2 && f.fma && f.f16c;
-    const bool has_avx512 = has_avx2 && f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq;
-    if (has_avx512 && f.avx512_vnni && wanted("avx512_vnni")) return &avx512_vnni;
-    if (has_avx2 && f.avx_vnni && wanted("avx_vnni")) return &avx_vnni;
-    if (has_avx2 && wanted("avx2")) return &avx2;
+    if (runs_avx512(f) && f.avx512_vnni && wanted("avx512_vnni")) return &avx512_vnni;
+    if (runs_avx2(f) && f.avx_vnni && wanted("avx_vnni")) return &avx_vnni;
+    if (runs_avx2(f) && wanted("avx2")) return &avx2;
 #endif
     return wanted("portable") ? &portable : nullptr;
 }

@@ -1,6 +1,5 @@
 // Format "group int": matrix times a few vectors straight from the packed codes, and dequantization.
-#include "kernels.h"
-#include "simd.h"
+#include "group_int.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
@@ -23,14 +22,6 @@ int64_t padded_columns(const GroupInt& t) {
     const int64_t unit = is_blocked(t) ? block_columns(t.bits) : LANES;
     return ceil_div(t.columns, unit) * unit;
 }
-
-float scale_of(const GroupInt& t, int64_t row, int64_t g) { return half_to_float(t.scales[row * t.groups + g]); }
-
-int zero_of(const GroupInt& t, int64_t row, int64_t g) {
-    return t.zeros == nullptr ? 1 << (t.bits - 1) : t.zeros[row * t.groups + g];
-}
-
-int64_t out_row(const GroupInt& t, int64_t row) { return t.out_rows == nullptr ? row : t.out_rows[row]; }
 
 // ---- straight from packed codes -------------------------------------------------------------------------
 

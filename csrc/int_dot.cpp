@@ -4,8 +4,8 @@
 // Compiled once per way of multiplying bytes: AVX-512 VNNI, AVX-VNNI, AVX2, and plain C++. Codes are unsigned and
 // activations signed, which is what these instructions want; the zero point enters the integer sum through the sum of
 // the group's activations, so the sum of a group is exact before it meets a float.
+#include "group_int.h"
 #include "int_dot.h"
-#include "simd.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
@@ -13,26 +13,17 @@ namespace {
 constexpr int64_t EXACT_GROUP = 512; // columns of a group none of whose partial sums leaves float's 24 bits
 constexpr float ROUND = 0x1.8p23f; // adding and subtracting it rounds to nearest even, below 2^22
 
-#if defined(ANYBIT_VNNI512)
-constexpr int64_t BYTES = 64;
-#elif defined(__AVX2__)
-constexpr int64_t BYTES = 32;
-#else
-constexpr int64_t BYTES = 16;
-#endif
-constexpr int64_t WORDS = BYTES / 4;
+constexpr int64_t BYTES = 4 * LANES;
 
-typedef int32_t Sums __attribute__((vector_size(BYTES)));
-typedef float Totals __attribute__((vector_size(BYTES)));
 typedef uint8_t Codes __attribute__((vector_size(BYTES)));
 
 // sums[i] += the dot product of four codes with four activations.
-inline Sums dot(Sums sums, Codes codes, const int8_t* x) {
-#if defined(ANYBIT_VNNI512)
-    return reinterpret_cast<Sums>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(codes),
+inline Ints dot(Ints sums, Codes codes, const int8_t* x) {
+#if defined(__AVX512VNNI__)
+    return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(codes),
                                                       load_as<__m512i>(x)));
-#elif defined(ANYBIT_VNNI256)
-    return reinterpret_cast<Sums>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sums),
+#elif defined(__AVXVNNI__)
+    return reinterpret_cast<Ints>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sums),
                                                           reinterpret_cast<__m256i>(codes), load_as<__m256i>(x)));
 #elif defined(__AVX2__)
     // Pairs of products are summed in 16 bits, which 8-bit codes overflow: their halves do not.
@@ -41,43 +32,34 @@ inline Sums dot(Sums sums, Codes codes, const int8_t* x) {
     const __m256i first = _mm256_maddubs_epi16(_mm256_and_si256(all, low), from);
     const __m256i second = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(all, 4), low), from);
     const __m256i high = _mm256_slli_epi32(_mm256_madd_epi16(second, ones), 4);
-    return sums + reinterpret_cast<Sums>(_mm256_add_epi32(_mm256_madd_epi16(first, ones), high));
+    return sums + reinterpret_cast<Ints>(_mm256_add_epi32(_mm256_madd_epi16(first, ones), high));
 #elif defined(__SSE2__)
     const __m128i zero = _mm_setzero_si128(), from = load_as<__m128i>(x), all = reinterpret_cast<__m128i>(codes);
     const __m128i low = _mm_srai_epi16(_mm_unpacklo_epi8(from, from), 8);
     const __m128i high = _mm_srai_epi16(_mm_unpackhi_epi8(from, from), 8);
     const __m128i first = _mm_madd_epi16(_mm_unpacklo_epi8(all, zero), low);
     const __m128i second = _mm_madd_epi16(_mm_unpackhi_epi8(all, zero), high);
-    return sums + reinterpret_cast<Sums>(_mm_add_epi32(first, second));
+    return sums + reinterpret_cast<Ints>(_mm_add_epi32(first, second));
 #else
-    for (int64_t i = 0; i < WORDS; ++i)
+    for (int64_t i = 0; i < LANES; ++i)
         for (int64_t k = 0; k < 4; ++k) sums[i] += codes[4 * i + k] * x[4 * i + k];
     return sums;
 #endif
 }
 
 // The same for codes below 16.
-inline Sums dot_nibbles(Sums sums, Codes codes, const int8_t* x) {
-#if defined(__AVX2__) && !defined(ANYBIT_VNNI256) && !defined(ANYBIT_VNNI512)
+inline Ints dot_nibbles(Ints sums, Codes codes, const int8_t* x) {
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
     const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(codes), load_as<__m256i>(x));
-    return sums + reinterpret_cast<Sums>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    return sums + reinterpret_cast<Ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 #else
     return dot(sums, codes, x);
 #endif
 }
 
-inline int32_t sum_of(Sums v) {
+inline int32_t sum_of(Ints v) {
     int32_t sum = 0;
-    for (int64_t l = 0; l < WORDS; ++l) sum += v[l];
-    return sum;
-}
-
-inline float sum_of(Totals v) {
-    float lane[WORDS], sum = 0;
-    __builtin_memcpy(lane, &v, sizeof v);
-    for (int64_t half = WORDS / 2; half > 1; half /= 2)
-        for (int64_t l = 0; l < half; ++l) lane[l] += lane[l + half];
-    sum = lane[0] + lane[1];
+    for (int l = 0; l < LANES; ++l) sum += v[l];
     return sum;
 }
 
@@ -86,10 +68,6 @@ int64_t block_columns(int bits) { return BYTES * 8 / bits; }
 
 // Blocks of a group, the last one perhaps not full; a tile's groups begin at whole blocks of their own.
 int64_t blocks_of(const GroupInt& t) { return ceil_div(least(t.group_size, t.columns), block_columns(t.bits)); }
-
-int zero_of(const GroupInt& t, int64_t row, int64_t g) {
-    return t.zeros == nullptr ? 1 << (t.bits - 1) : t.zeros[row * t.groups + g];
-}
 
 // Codes of block b of group g; bytes beyond the row or the group meet activations of 0, but must not be read.
 inline Codes load_codes(const GroupInt& t, int64_t row, int64_t g, int64_t b) {
@@ -106,9 +84,9 @@ void dot_rows(const GroupInt& t, const IntInputs& in, const int8_t* x, int64_t x
               int64_t y_stride, int64_t row) {
     const int64_t blocks = blocks_of(t), per_block = block_columns(BITS);
     const bool by_lane = least(t.group_size, t.columns) <= EXACT_GROUP;
-    Totals total[R][M] = {};
+    Floats total[R][M] = {};
     for (int64_t g = 0; g < t.groups; ++g) {
-        Sums sums[R][M] = {};
+        Ints sums[R][M] = {};
         for (int i = 0; i < R; ++i)
             for (int k = 0; k < M; ++k) sums[i][k][0] = -zero_of(t, row + i, g) * in.sums[(first + k) * t.groups + g];
         const int64_t used = g + 1 == t.groups ? ceil_div(t.columns - g * t.group_size, per_block) : blocks;
@@ -127,17 +105,16 @@ void dot_rows(const GroupInt& t, const IntInputs& in, const int8_t* x, int64_t x
             }
         }
         for (int i = 0; i < R; ++i) {
-            const float scale = half_to_float(t.scales[(row + i) * t.groups + g]);
+            const float scale = scale_of(t, row + i, g);
             for (int k = 0; k < M; ++k) {
                 const float both = scale * in.scales[(first + k) * t.groups + g];
-                if (by_lane) total[i][k] += __builtin_convertvector(sums[i][k], Totals) * both;
+                if (by_lane) total[i][k] += to_float(sums[i][k]) * both;
                 else total[i][k][0] += static_cast<float>(sum_of(sums[i][k])) * both;
             }
         }
     }
     for (int i = 0; i < R; ++i) {
-        const int64_t out = t.out_rows == nullptr ? row + i : t.out_rows[row + i];
-        for (int k = 0; k < M; ++k) y[(first + k) * y_stride + out] += sum_of(total[i][k]);
+        for (int k = 0; k < M; ++k) y[(first + k) * y_stride + out_row(t, row + i)] += reduce(total[i][k]);
     }
 }
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
-from lab import Lab, Weights, arguments
+from lab import Lab, Weights, arguments, run
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -192,10 +192,7 @@ NAMES = ("table_4", "table_1", "kv_cache", "table_2")
 
 def main() -> None:
     args = arguments(__doc__.splitlines()[0]).parse_args()
-    experiments = Experiments(Lab(args, "atom"))
-    for name in args.only or NAMES:
-        print(f"\n# {name}", flush=True)
-        getattr(experiments, name)()
+    run(args, Experiments(Lab(args, "atom")), NAMES)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from lab import Lab, Weights, arguments
+from lab import Lab, Weights, arguments, run
 from torch import Tensor
 
 from anybit.formats import Float16, Tile
@@ -275,10 +275,7 @@ def main() -> None:
     parser.add_argument("--other-calibration")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    experiments = Experiments(Lab(args, "cmpq"))
-    for name in args.only or NAMES:
-        print(f"\n# {name}", flush=True)
-        getattr(experiments, name)()
+    run(args, Experiments(Lab(args, "cmpq")), NAMES)
 
 
 if __name__ == "__main__":

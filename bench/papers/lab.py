@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,13 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, default=100, help="questions per task")
     parser.add_argument("--only", nargs="+", default=[], help="names of experiments; all by default")
     return parser
+
+
+def run(args: argparse.Namespace, experiments: Any, names: Sequence[str]) -> None:
+    """The experiments that `--only` names, methods of `experiments`; all of them by default."""
+    for name in args.only or names:
+        print(f"\n# {name}", flush=True)
+        getattr(experiments, name)()
 
 
 class Lab:

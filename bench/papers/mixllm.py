@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from lab import Lab, Rounding, Weights, arguments
+from lab import Lab, Rounding, Weights, arguments, run
 from torch import Tensor
 
 from anybit import salience
@@ -201,10 +201,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    experiments = Experiments(Lab(args, "mixllm"))
-    for name in args.only or NAMES:
-        print(f"\n# {name}", flush=True)
-        getattr(experiments, name)()
+    run(args, Experiments(Lab(args, "mixllm")), NAMES)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lab import Lab, Weights, arguments
+from lab import Lab, Weights, arguments, run
 
 from anybit.methods import gptq, rtn, two_four_sixteen
 from anybit.spec import LayerSpec, TileSpec, bits_eq10
@@ -110,10 +110,7 @@ NAMES = ("table_1", "table_4")
 
 def main() -> None:
     args = arguments(__doc__.splitlines()[0]).parse_args()
-    experiments = Experiments(Lab(args, "two_four_sixteen"))
-    for name in args.only or NAMES:
-        print(f"\n# {name}", flush=True)
-        getattr(experiments, name)()
+    run(args, Experiments(Lab(args, "two_four_sixteen")), NAMES)
 
 
 if __name__ == "__main__":

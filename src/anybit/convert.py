@@ -140,20 +140,13 @@ def _search(
     shapes = {n: tuple(x["shape"]) for n, x in plan.layouts.items() if n not in spec_map}
     if not shapes:
         return plan
-    if config.method == "llm-mq":  # its parts are what takes time
+    if config.method == "llm-mq":
         widths = salience.layer_widths(streamed, text.tokens, shapes, config, writer.search(), report)
-        streamed.model.to("meta")
         found = {n: llm_mq.with_width(plan.specs[n], bits) for n, bits in widths.items()}
-        return make_plan(streamed, config, {**found, **spec_map})
-    file = writer.search() / "rows.json"
-    rows = salience.read_rows(file, shapes)
-    if rows is None:
-        rows = salience.search(streamed, text.tokens, shapes, config, writer.search(), report)
-        streamed.model.to("meta")
-        salience.write_rows(file, rows)
     else:
-        report.say("resumes: the wide rows are known")
-    found = {n: mixllm.with_rows(plan.specs[n], rows[n], shapes[n][0]) for n in rows}
+        rows = salience.search(streamed, text.tokens, shapes, config, writer.search(), report)
+        found = {n: mixllm.with_rows(plan.specs[n], rows[n], shapes[n][0]) for n in rows}
+    streamed.model.to("meta")
     return make_plan(streamed, config, {**found, **spec_map})
 
 

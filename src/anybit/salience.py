@@ -8,7 +8,6 @@ chooses the widths.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
@@ -18,13 +17,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from anybit.calibrate import gradient_statistics, load_whole
 from anybit.errors import InputError
-from anybit.formats import is_int
 from anybit.methods import mixllm, rtn
 from anybit.progress import SILENT, Advance, Silent
 from anybit.spec import METHOD_WIDTHS, LayerSpec, QuantizeConfig, TileSpec
@@ -130,6 +127,8 @@ def assign(
     Raises:
         InputError: an average below the smallest width.
     """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # what only this method needs
+
     n, k = len(scores), len(widths)
     cost = np.concatenate([torch.cummin(s.double(), 0).values.numpy() for s in scores.values()])
     share = np.array([weights[name] for name in scores], dtype=float) / sum(weights[name] for name in scores)
@@ -260,25 +259,3 @@ def _widen(streamed: StreamedModel, wide: Mapping[str, tuple[int, ...]], config:
         if rows:
             weight, index = _rows(streamed, name), torch.tensor(rows)
             weight[index] = rtn.quantize(weight[index].float(), None, spec).dequantize().to(weight.dtype)
-
-
-def read_rows(file: Path, shapes: Shapes) -> dict[str, tuple[int, ...]] | None:
-    """What `write_rows` wrote; None where there is nothing of these layers, or it is damaged."""
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(found, dict) or found.keys() != shapes.keys():
-        return None
-    for name, rows in found.items():
-        whole = isinstance(rows, list) and all(is_int(row, 0, shapes[name][0] - 1) for row in rows)
-        if not whole or rows != sorted(set(rows)):
-            return None
-    return {name: tuple(rows) for name, rows in found.items()}
-
-
-def write_rows(file: Path, rows: Mapping[str, tuple[int, ...]]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".new")
-    unfinished.write_text(json.dumps(rows))
-    unfinished.rename(file)

@@ -71,7 +71,12 @@ class _Tile:
 class GroupInt(_Tile):
     """One tile in format "group int", bound once to the tensors that hold it (`group_int` makes it)."""
 
-    __slots__ = ()
+    __slots__ = ("takes_ints",)
+
+    def __init__(self, native: Any, rows: int, columns: int) -> None:
+        super().__init__(native, rows, columns)
+        # Whether `int_matmul` can run: 4 or 8 bits, groups that begin at whole bytes.
+        self.takes_ints: bool = native.takes_ints()
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, threads: int | None = None, isa: str | None = None
@@ -81,11 +86,6 @@ class GroupInt(_Tile):
         out = torch.empty(self.rows, self.columns, dtype=direct)
         self._native.dequantize(out, threads or torch.get_num_threads(), isa)
         return out.to(dtype)
-
-    @property
-    def takes_ints(self) -> bool:
-        """Whether `int_matmul` can run: 4 or 8 bits, groups that begin at whole bytes."""
-        return self._native.takes_ints()
 
     def int_matmul(
         self, x: Tensor, scales: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None
