@@ -440,7 +440,7 @@ def evaluate(  # noqa: PLR0913
             seq_len=seq_len,
             max_tokens=max_tokens,
             base=base,
-            tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else (),
+            tasks=_names(tasks),
             tasks_dir=tasks_dir,
             limit=limit,
             bits=bits,
@@ -603,6 +603,79 @@ def demo(
         report.close()
 
 
+@app.command()
+def compare(  # noqa: PLR0913
+    model: Source,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for cells, pictures and report.html.")],
+    method: Annotated[
+        list[str],
+        typer.Option(
+            "-m",
+            "--method",
+            help="A method, with options after a colon: `'gptq: clip=false, group_size=64'`. Repeatable. "
+            "[default: rtn, gptq, two-four-sixteen, mixllm, any-precision, cmpq]",
+        ),
+    ] = [],  # noqa: B006
+    bits: Annotated[
+        str, typer.Option(help="Widths; a method is left out at those it does not have.")
+    ] = "2,3,4",
+    calibration: Annotated[
+        str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub dataset.")
+    ] = "builtin",
+    samples: Annotated[int, typer.Option(help="Calibration windows.", min=1)] = DEFAULTS.samples,
+    seq_len: Annotated[
+        int, typer.Option(help="Tokens per window, of calibration and evaluation.", min=2)
+    ] = DEFAULTS.seq_len,
+    seed: Annotated[
+        int, typer.Option(help="Picks the calibration windows.", min=0, max=MAX_SEED)
+    ] = DEFAULTS.seed,
+    text: Annotated[str, typer.Option(help="Text to measure on.")] = "builtin-eval",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Use only this many tokens of the text.", min=1)
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Zero-shot tasks, e.g. piqa,arc_easy (needs anybit[eval]).")
+    ] = None,
+    tasks_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the tasks' JSON files: no network needed.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions per task.", min=1)] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the artifacts, in OUT/work.")] = False,
+    threads: Threads = None,
+) -> None:
+    """Compress MODEL by several methods at several widths, measure each, and write OUT/report.html.
+
+    What is done lies in OUT/cells: the same command goes on where it was killed, and one with more methods or widths
+    makes only the new ones.
+
+    Example: `anybit compare MODEL -o compared -m rtn -m gptq -m cmpq --bits 2,3,4 --max-tokens 16384`
+    """
+    from anybit import compare as comparing
+
+    _set_threads(threads)
+    names = method or ["rtn", "gptq", "two-four-sixteen", "mixllm", "any-precision", "cmpq"]
+    settings = comparing.Settings(
+        calibration, samples, seq_len, seed, text, max_tokens, _names(tasks), tasks_dir, limit
+    )
+    report = _report()
+    try:
+        results = comparing.compare(
+            model,
+            out,
+            [comparing.parse_entry(name) for name in names],
+            _numbers("bits", bits),
+            settings,
+            keep=keep,
+            report=report,
+        )
+    finally:
+        report.close()
+    _emit(results, None, tables.print_comparison)
+    typer.echo(f"report: {out / 'report.html'}")
+    if any(row["failed"] for row in results["left_out"]):
+        raise typer.Exit(1)
+
+
 bench = typer.Typer(
     no_args_is_help=True, help="Measure this machine: speed beside a peer or a limit, in one run."
 )
@@ -663,7 +736,7 @@ def main() -> None:
         error.show()
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        resumes = "; the same command resumes" if sys.argv[1:2] == ["quantize"] else ""
+        resumes = "; the same command resumes" if sys.argv[1:2] in (["quantize"], ["compare"]) else ""
         code = _complain(f"interrupted{resumes}", 130)
     except OSError as error:
         if error.errno is None:
@@ -715,6 +788,19 @@ def _report() -> Any:
     from anybit.progress import Terminal
 
     return Terminal()
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    """ "piqa,arc_easy" -> ("piqa", "arc_easy")."""
+    return tuple(name.strip() for name in text.split(",")) if text else ()
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    """ "2,2.5" -> (2.0, 2.5)."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise InputError(f"--{option} {text!r}: expected numbers, such as 2,2.5,3") from error
 
 
 def _whole_numbers(option: str, text: str) -> tuple[int, ...]:

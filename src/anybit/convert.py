@@ -39,7 +39,7 @@ from anybit.tensors import (
     unpack,
 )
 from anybit.texts import CalibrationSet, calibration_set
-from anybit.writer import ArtifactWriter, check_output, finished_bytes
+from anybit.writer import ArtifactWriter, Cost, check_output, finished_bytes
 
 EMBED_ROWS = 4096  # rows of an embedding that are quantized at a time
 
@@ -54,9 +54,10 @@ class QuantizeResult:
     size_bytes: int  # all files but the tokenizer
     seconds: float  # wall time of this call
     resumed_shards: int  # shards found finished
+    statistics: Cost | None = None  # what gathering cost the earlier run whose statistics this one took over
 
 
-def quantize(
+def quantize(  # noqa: PLR0913 - mirrors the command's options
     model: str | Path,
     out: str | Path,
     config: QuantizeConfig | None = None,
@@ -64,6 +65,7 @@ def quantize(
     calibration: str = "builtin",
     spec_map: SpecMap | None = None,
     overwrite: bool = False,
+    statistics: Path | None = None,
     report: Silent = SILENT,
 ) -> QuantizeResult:
     """Compress a model into an artifact directory.
@@ -77,6 +79,8 @@ def quantize(
         calibration: "builtin", a `.txt` or `.jsonl` file, or a hub dataset.
         spec_map: `{layer name: LayerSpec}` that overrides `config` layer by layer.
         overwrite: replace an artifact at `out`.
+        statistics: folder where gradients of the unquantized model stay for other runs on the same model and text, one
+            run at a time. Without it every run gathers its own.
         report: where progress goes.
 
     Raises:
@@ -106,8 +110,12 @@ def quantize(
     streamed.check_weights(report.task("checking the weights", len(streamed.names)))
     base_hash = _hash(checkpoint, report)
     fingerprint = _fingerprint(base_hash, config, plan, text, streamed.dtype)
-    with ArtifactWriter(out, fingerprint, len(streamed.blocks) + 1, overwrite) as writer:
-        resumed = len(writer.finished)
+    shared = None
+    if statistics is not None and (config.gradients or salience.passes(config)):
+        assert text is not None
+        shared = statistics / _statistics_key(base_hash, config, plan, text, streamed.dtype)
+    with ArtifactWriter(out, fingerprint, len(streamed.blocks) + 1, overwrite, shared) as writer:
+        resumed, taken_over = len(writer.finished), writer.cost()
         if resumed:
             report.say(f"resumes: {resumed} of {writer.shards} shards are finished")
         if config.searches and text is not None:
@@ -122,8 +130,9 @@ def quantize(
         writer.finish(artifact_config(streamed, plan, made), texts)
     figures = inspect(out)
     seconds = time.perf_counter() - start
+    size = figures["size_bytes"]
     return QuantizeResult(
-        out, figures["bits"], figures["bits_per_weight"], figures["size_bytes"], seconds, resumed
+        out, figures["bits"], figures["bits_per_weight"], size, seconds, resumed, taken_over
     )
 
 
@@ -140,6 +149,7 @@ def _search(
     shapes = {n: tuple(x["shape"]) for n, x in plan.layouts.items() if n not in spec_map}
     if not shapes:
         return plan
+    begun = time.perf_counter()
     if config.method == "llm-mq":
         widths = salience.layer_widths(streamed, text.tokens, shapes, config, writer.search(), report)
         found = {n: llm_mq.with_width(plan.specs[n], bits) for n, bits in widths.items()}
@@ -147,6 +157,7 @@ def _search(
         rows = salience.search(streamed, text.tokens, shapes, config, writer.search(), report)
         found = {n: mixllm.with_rows(plan.specs[n], rows[n], shapes[n][0]) for n in rows}
     streamed.model.to("meta")
+    writer.keep_cost(begun)
     return make_plan(streamed, config, {**found, **spec_map})
 
 
@@ -206,13 +217,15 @@ class _Run:
             self.report.say("resumes: the gradients are there")
             stats = found
         else:
-            folder.mkdir(exist_ok=True)
+            begun = time.perf_counter()
+            folder.mkdir(parents=True, exist_ok=True)
             advance = self.report.task("gradients", len(text.tokens))
             stats = gradient_statistics(
                 self.streamed, text.tokens, shapes, fisher=True, spill=folder, advance=advance
             )
             self.streamed.model.to("meta")
             self.writer.keep_statistics()
+            self.writer.keep_cost(begun)
         advance = self.report.task(
             f"{self.config.method} {len(self.streamed.blocks)} blocks", len(self.plan.layouts)
         )
@@ -397,6 +410,21 @@ def _calibration(
 def _hash(checkpoint: Checkpoint, report: Silent) -> str:
     config = 0 if checkpoint.gguf else (checkpoint.path / "config.json").stat().st_size
     return checkpoint.sha256(report.task("hashing the checkpoint", checkpoint.weight_bytes() + config))
+
+
+def _statistics_key(
+    base_hash: str, config: QuantizeConfig, plan: Plan, text: CalibrationSet, dtype: torch.dtype
+) -> str:
+    """A name for everything that gradient statistics depend on, but for the width that they are to choose."""
+    search = ("salience", "search", "group_size") if config.searches else ()
+    parts = {
+        "base": base_hash,
+        "tokens": hashlib.sha256(text.tokens.numpy().tobytes()).hexdigest(),
+        "shapes": {name: layout["shape"] for name, layout in plan.layouts.items()},
+        "search": [config.method, *(getattr(config, name) for name in search)] if search else [],
+        "made by": [anybit.__version__, torch.__version__, str(dtype), torch.get_num_threads()],
+    }
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _fingerprint(

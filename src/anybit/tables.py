@@ -81,6 +81,24 @@ def print_inspection(f: dict[str, Any]) -> None:
         typer.echo(f"{line}  {mixed}".rstrip())
 
 
+def print_comparison(f: dict[str, Any]) -> None:
+    """The cells of `compare`; the report has more."""
+    width = max(len(cell["name"]) for cell in f["cells"])
+    typer.echo(f"{'method':{width}}   bits     bpw  perplexity  KLD mean  quantized in")
+    for cell in f["cells"]:
+        quality = f"{cell['perplexity']:10.2f}" if cell["perplexity"] is not None else "      none"
+        line = f"{cell['name']:{width}}  {cell['bits']:5g}"
+        if "bits_per_weight" in cell:
+            line += f"  {cell['bits_per_weight']:6.3f}  {quality}  {cell['kld_mean']:8.4f}  {cell['seconds']:10.0f} s"
+        else:
+            line += f"  {'':6}  {quality}"
+        typer.echo(line)
+    for row in f["left_out"]:
+        typer.echo(
+            f"{'failed' if row['failed'] else 'left out'}: {row['name']} at {row['bits']:g} bits: {row['reason']}"
+        )
+
+
 def print_plan(f: dict[str, Any]) -> None:
     """Every width, with what fits the budget."""
     typer.echo("bits  embed bits  bits per weight      size")

@@ -13,8 +13,11 @@ import fcntl
 import hashlib
 import json
 import os
+import resource
 import shutil
+import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +35,15 @@ JOURNAL = "journal.jsonl"
 STATISTICS = "statistics"  # folder beside the artifact under way
 SEARCH = "search"
 COMPLETE = "complete"  # file in it that says that it is whole
+COST = "cost.json"  # file beside shared statistics
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What gathering statistics took."""
+
+    seconds: float
+    peak_memory_bytes: int  # of the process that did it
 
 
 class ArtifactWriter:
@@ -42,15 +54,19 @@ class ArtifactWriter:
         fingerprint: of model, configuration and calibration; a journal with another one is not resumed.
         shards: how many shards the artifact will have.
         overwrite: replace what an earlier `quantize` left at OUT or OUT.partial.
+        statistics: folder for statistics of the whole model that outlives the run; OUT.partial by default.
 
     Raises:
         InputError: OUT or OUT.partial is taken, or another process writes to it.
     """
 
-    def __init__(self, out: Path, fingerprint: str, shards: int, overwrite: bool) -> None:
+    def __init__(
+        self, out: Path, fingerprint: str, shards: int, overwrite: bool, statistics: Path | None = None
+    ) -> None:
         check_output(out, overwrite)
         self.out, self.shards = out.resolve(), shards
         self.folder = partial_folder(out)
+        self._shared = statistics
         self.work = self.folder / "artifact"  # what becomes OUT
         self.finished: dict[int, dict[str, Any]] = {}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -68,13 +84,7 @@ class ArtifactWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._journal.close()
-        if (
-            kind is not None
-            and issubclass(kind, InputError)
-            and not self.finished
-            and not self.has_statistics()
-            and not self.search().exists()
-        ):
+        if kind is not None and issubclass(kind, InputError) and not self.finished and not self._kept_here():
             shutil.rmtree(
                 self.folder, ignore_errors=True
             )  # refused before anything was made: nothing to resume
@@ -92,7 +102,7 @@ class ArtifactWriter:
         lines = _complete_lines(self._journal)
         head = {"fingerprint": fingerprint, "shards": self.shards, "format_version": FORMAT_VERSION}
         if lines[:1] != [head]:
-            begun = (len(lines) > 1 and any(self.work.iterdir())) or (lines and self.search().exists())
+            begun = (len(lines) > 1 and any(self.work.iterdir())) or (lines and self._kept_here())
             if begun and not overwrite:
                 raise InputError(
                     f"{self.folder} holds an unfinished run with another model, text, machine or options: "
@@ -153,12 +163,12 @@ class ArtifactWriter:
         return load_file(self.work / self.file(shard))
 
     def statistics(self) -> Path:
-        """Where statistics of the whole model lie while the run lasts."""
-        return self.folder / STATISTICS
+        """Where statistics of the whole model lie, at least while the run lasts."""
+        return (self._shared or self.folder) / STATISTICS
 
     def search(self) -> Path:
-        """Where a search over the whole model keeps what it has found while the run lasts."""
-        return self.folder / SEARCH
+        """Where a search over the whole model keeps what it has found, at least while the run lasts."""
+        return (self._shared or self.folder) / SEARCH
 
     def has_statistics(self) -> bool:
         return (self.statistics() / COMPLETE).is_file()
@@ -171,7 +181,25 @@ class ArtifactWriter:
         (folder / COMPLETE).touch()
         _sync(folder)
 
+    def cost(self) -> Cost | None:
+        """What shared statistics took that are there already."""
+        if self._shared is None or not (self._shared / COST).is_file():
+            return None
+        return Cost(**json.loads((self._shared / COST).read_text()))
+
+    def keep_cost(self, begun: float) -> None:
+        """Note beside shared statistics, once, what gathering them took since `begun` (`time.perf_counter`)."""
+        if self._shared is not None and self.cost() is None:
+            cost = Cost(time.perf_counter() - begun, peak_memory_bytes())
+            (self._shared / COST).write_text(json.dumps(asdict(cost)))
+
+    def _kept_here(self) -> bool:
+        """Whether OUT.partial holds statistics that took work."""
+        return self._shared is None and (self.has_statistics() or self.search().exists())
+
     def _drop_statistics(self) -> None:
+        if self._shared is not None:  # others may want them
+            return
         for folder in (self.statistics(), self.search()):
             if folder.exists():
                 _remove(folder)
@@ -242,6 +270,15 @@ def finished_bytes(out: Path) -> int:
     folder = partial_folder(out)
     shards = sum(path.stat().st_size for path in folder.glob("artifact/*"))
     return shards + sum(512 * path.stat().st_blocks for path in folder.glob(f"{STATISTICS}/*"))
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process ever held."""
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux; there `getrusage` would count the process that started this one, too
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return 1024 * int(line.split()[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def shard_file(shard: int, shards: int) -> str:

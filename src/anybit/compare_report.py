@@ -1,0 +1,240 @@
+"""The page that `anybit compare` writes: a table, curves over bits per weight, widths per layer, time and memory."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anybit.evaluation import paired_bootstrap
+from anybit.report import picture, table_row, write_page
+
+Row = Mapping[str, Any]
+WORST = 10  # curves show perplexities up to this many times the unquantized model's
+MARKERS = "osD^vP*Xph<>"
+
+
+def write_report(out: Path, results: Mapping[str, Any]) -> Path:
+    """Write `report.html`, `perplexity.png` and, where it was measured, `kld.png` from `compare`'s results."""
+    base, *cells = results["cells"]
+    curves = {"perplexity": _curve(cells, "perplexity", "perplexity", base["perplexity"])}
+    if any(cell.get("kld_mean") is not None for cell in cells):
+        curves["kld"] = _curve(cells, "kld_mean", "KL divergence from the unquantized model, nats per token")
+    for name, figure in curves.items():
+        figure.savefig(out / f"{name}.png", dpi=120)
+    parts = [
+        f"<h1>{html.escape(results['model'])}: {len(cells)} compressed models compared</h1>",
+        _introduction(results, base),
+        "<h2>All figures</h2>",
+        _table(base, cells),
+        "<h2>Quality against size</h2>",
+        *(picture(figure, f"{name} against bits per weight") for name, figure in curves.items()),
+        "<p class='note'>Models worse than ten times the unquantized perplexity are outside the first picture. The "
+        "grey line is the Pareto front: no other model here is both smaller and better than one on it.</p>",
+        _heatmaps(cells),
+        "<h2>What quantizing took</h2>",
+        picture(_bars(cells), "time and memory of quantizing"),
+        "<p class='note'>Time includes statistics that several models share (light), as if each had gathered its own. "
+        "A nested artifact is made once for all of its widths. Memory is the peak of the process that quantizes.</p>",
+        _left_out(results["left_out"]),
+    ]
+    return write_page(out / "report.html", f"anybit compare: {results['model']}", "\n".join(parts))
+
+
+def pareto(cells: Sequence[Row], figure: str) -> set[int]:
+    """Indices of the cells that no other cell beats in both bits per weight and `figure` (lower is better)."""
+    points = [(i, c["bits_per_weight"], c.get(figure)) for i, c in enumerate(cells)]
+    ordered = sorted((b, f, i) for i, b, f in points if f is not None)
+    front, best = set(), float("inf")
+    for _, value, i in ordered:
+        if value < best:
+            front.add(i)
+            best = value
+    return front
+
+
+def _introduction(results: Mapping[str, Any], base: Row) -> str:
+    s, m = results["settings"], results["machine"]
+    calibrated = f"{s['samples']} windows of {s['seq_len']} tokens of {s['calibration']} (seed {s['seed']})"
+    asked = (
+        f" {', '.join(s['tasks'])}: zero-shot, {s['limit'] or 'all'} questions each." if s["tasks"] else ""
+    )
+    return f"""<p>Every model was made from the same checkpoint by <code>anybit compare</code> and measured in the same
+way. Methods that calibrate saw {html.escape(calibrated)}; perplexity and divergence are over {base["tokens"]} tokens of
+{html.escape(s["text"])} in windows of {s["seq_len"]}.{html.escape(asked)}</p>
+<ul>
+<li><b>bpw</b>: stored bits per weight of the linear layers, everything counted (codes, scales, zero points, tables,
+indices, padding); <b>bits</b> is what the method was asked for.</li>
+<li><b>perplexity</b>: lower is better; the unquantized model has {base["perplexity"]:.2f}. <b>KLD</b>: how far the next
+token's probabilities are from the unquantized model's, in nats; 0 is the same model. <b>top-1</b>: how often both would
+pick the same token.</li>
+<li>Shaded rows are on the Pareto front of perplexity: nothing else here is both smaller and better.</li>
+</ul>
+<p class="note">{html.escape(m["processor"])}, {m["threads"]} threads; anybit {m["anybit"]}, torch {m["torch"]},
+transformers {m["transformers"]}.</p>"""
+
+
+def _table(base: Row, cells: Sequence[Row]) -> str:
+    tasks = list(base["tasks"])
+    heads = ["method", "bits", "bpw", "size, MB", "perplexity", "over the base, 95 %"]
+    heads += ["KLD mean", "KLD p99", "top-1, %"]
+    heads += [f"{task}, %" for task in tasks] + ["quantized in, s", "peak, MB"]
+    front = pareto(cells, "perplexity")
+    blank = [""]
+    first = [base["name"], "16", "16", "", f"{base['perplexity']:.2f}", *4 * blank]
+    lines = [table_row([*first, *_scores(base, tasks), *2 * blank])]
+    for i, cell in enumerate(cells):
+        kinds = ["best"] * (i in front) + ["first"] * (i == 0 or cells[i - 1]["name"] != cell["name"])
+        lines.append(table_row(_line(cell, base, tasks), " ".join(kinds)))
+    head = "".join(f"<th>{html.escape(h)}</th>" for h in heads)
+    stderr = (
+        "Accuracies are normalised by length where the task has that, ± one standard error. " if tasks else ""
+    )
+    note = f"<p class='note'>{stderr}Intervals: paired bootstrap over the windows of text.</p>"
+    return f"<div class='wide'><table><tr>{head}</tr>\n" + "\n".join(lines) + f"\n</table></div>{note}"
+
+
+def _line(cell: Row, base: Row, tasks: Sequence[str]) -> list[str]:
+    top1 = cell.get("top1_agreement")
+    return [
+        cell["name"],
+        f"{cell['bits']:g}",
+        f"{cell['bits_per_weight']:.3f}",
+        f"{cell['size_bytes'] / 1e6:.1f}",
+        _short(cell["perplexity"]),
+        _over(cell, base),
+        _short(cell.get("kld_mean"), 4),
+        _short(cell.get("kld_p99"), 2),
+        "" if top1 is None else f"{100 * top1:.1f}",
+        *_scores(cell, tasks),
+        f"{cell['seconds']:.0f}" + (" (resumed)" if cell["resumed"] else ""),
+        f"{cell['peak_memory_bytes'] / 1e6:.0f}",
+    ]
+
+
+def _short(value: float | None, digits: int = 2) -> str:
+    if value is None:
+        return "none"
+    return f"{value:.3g}" if value >= 10_000 else f"{value:.{digits}f}"
+
+
+def _over(cell: Row, base: Row) -> str:
+    """By how much a perplexity is above the base's, as an interval."""
+    if cell["perplexity"] is None:
+        return ""
+    per_window = cell["tokens"] // len(cell["window_nll"])
+    bounds = paired_bootstrap(cell["window_nll"], base["window_nll"], per_window)
+    if bounds[1] > np.log(100):
+        return "> x 10"
+    low, high = (100 * (float(np.exp(bound)) - 1) for bound in bounds)
+    return f"{low:+.1f} to {high:+.1f} %"
+
+
+def _scores(cell: Row, tasks: Sequence[str]) -> list[str]:
+    found = []
+    for task in tasks:
+        scores = cell["tasks"][task]
+        key = "acc_norm" if "acc_norm" in scores else "acc"
+        error = scores.get(f"{key}_stderr")
+        found.append(f"{100 * scores[key]:.1f}" + ("" if error is None else f" ± {100 * error:.1f}"))
+    return found
+
+
+def _curve(cells: Sequence[Row], key: str, label: str, base: float | None = None) -> Any:
+    """A figure against stored bits per weight, a line per method, with the Pareto front in grey."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 5), layout="constrained")
+    axes = figure.subplots()
+    shown = [c for c in cells if c.get(key) is not None]
+    front = sorted((shown[i] for i in pareto(shown, key)), key=lambda c: c["bits_per_weight"])
+    axes.plot([c["bits_per_weight"] for c in front], [c[key] for c in front], color="#bbb", linewidth=7, alpha=0.6,
+              solid_capstyle="round", label="Pareto front", zorder=0)  # fmt: skip
+    for i, name in enumerate(dict.fromkeys(c["name"] for c in shown)):
+        points = sorted((c["bits_per_weight"], c[key]) for c in shown if c["name"] == name)
+        axes.plot(*zip(*points), marker=MARKERS[i % len(MARKERS)], color=f"C{i % 10}", label=name, linewidth=1.2,
+                  linestyle="-" if i < 10 else ":")  # fmt: skip
+    axes.set(xlabel="stored bits per weight (linear layers)", ylabel=label, yscale="log")
+    if base is not None:
+        axes.axhline(base, linestyle="--", color="#888", label="unquantized")
+        axes.set_ylim(0.93 * base, WORST * base)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize="small", ncols=2)
+    return figure
+
+
+def _heatmaps(cells: Sequence[Row]) -> str:
+    """Average widths by block and kind of layer, of every model whose layers differ."""
+    mixed = [cell for cell in cells if np.ptp([layer["bits"] for layer in cell["layers"]] or [0]) > 0.05]
+    if not mixed:
+        return ""
+    pictures = [
+        picture(_heatmap(cell), f"widths of {cell['name']} at {cell['bits']:g} bits") for cell in mixed
+    ]
+    note = "<p>Average code width of each layer, block by block; models whose layers are all alike are not shown.</p>"
+    return "\n".join(["<h2>Where the bits are</h2>", note, *pictures])
+
+
+def _heatmap(cell: Row) -> Any:
+    from matplotlib.figure import Figure
+
+    kinds, grid = width_grid(cell["layers"])
+    figure = Figure(figsize=(8.5, 0.9 + 0.28 * len(kinds)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(grid, aspect="auto", cmap="viridis", interpolation="nearest")
+    axes.set_yticks(range(len(kinds)), kinds, fontsize="small")
+    axes.set(xlabel="block", title=f"{cell['name']}, {cell['bits']:g} bits")
+    figure.colorbar(image, ax=axes, label="bits")
+    return figure
+
+
+def width_grid(layers: Sequence[Row]) -> tuple[list[str], np.ndarray]:
+    """Kinds of layers, and their widths [kinds, blocks]; NaN where a block has no such layer.
+
+    A layer's block is the first number in its name, its kind what follows it.
+    """
+    places = {}
+    for layer in layers:
+        found = re.search(r"(?:^|\.)(\d+)\.(.+)$", layer["name"])
+        block, kind = (int(found[1]), found[2]) if found else (0, layer["name"])
+        places[block, kind] = layer["bits"]
+    kinds = list(dict.fromkeys(kind for _, kind in places))
+    grid = np.full((len(kinds), 1 + max(block for block, _ in places)), np.nan)
+    for (block, kind), bits in places.items():
+        grid[kinds.index(kind), block] = bits
+    return kinds, grid
+
+
+def _bars(cells: Sequence[Row]) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 1.2 + 0.24 * len(cells)), layout="constrained")
+    time, memory = figure.subplots(1, 2, sharey=True)
+    at = np.arange(len(cells))
+    own = np.array([c["seconds"] - c["shared_seconds"] for c in cells])
+    time.barh(at, own, color="C0")
+    time.barh(at, [c["shared_seconds"] for c in cells], left=own, color="C0", alpha=0.4)
+    memory.barh(at, [c["peak_memory_bytes"] / 1e6 for c in cells], color="C1")
+    time.set_yticks(at, [f"{c['name']}, {c['bits']:g}" for c in cells], fontsize="small")
+    time.invert_yaxis()
+    time.set(xlabel="seconds")
+    memory.set(xlabel="peak memory, MB")
+    for axes in (time, memory):
+        axes.grid(alpha=0.3, axis="x")
+    return figure
+
+
+def _left_out(left_out: Sequence[Row]) -> str:
+    if not left_out:
+        return ""
+    lines = "".join(
+        f"<li>{html.escape(r['name'])} at {r['bits']:g} bits: {html.escape(r['reason'])}</li>"
+        for r in left_out
+    )
+    return f"<h2>Not there</h2><ul>{lines}</ul>"
