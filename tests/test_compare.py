@@ -18,7 +18,7 @@ import pytest
 import anybit
 from anybit import compare as comparing
 from anybit.compare import Settings, compare, parse_entry
-from anybit.compare_report import pareto, width_grid
+from anybit.compare_report import pareto, width, width_grid
 from anybit.errors import InputError
 from anybit.spec import QuantizeConfig
 
@@ -234,7 +234,7 @@ def test_the_report_shows_every_cell(
     assert "Mix &lt;LLM&gt;" in page and "Mix <LLM>" not in page
     for cell in results["cells"][1:]:
         assert (
-            f"<td>{html.escape(cell['name'])}</td><td>{cell['bits']:g}</td><td>{cell['bits_per_weight']:.3f}</td>"
+            f"<td>{html.escape(cell['name'])}</td><td>{width(cell)}</td><td>{cell['bits_per_weight']:.3f}</td>"
             in page
         )
         assert f"<td>{cell['kld_mean']:.4f}</td>" in page

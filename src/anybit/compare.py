@@ -257,7 +257,12 @@ class _Runner:
         layers = [
             {key: layer[key] for key in ("name", "bits", "bits_per_weight")} for layer in stored["layers"]
         ]
-        head = {"name": cell.entry.name, "bits": float(cell.bits), "options": dict(cell.entry.options)}
+        head = {
+            "name": cell.entry.name,
+            "bits": float(cell.bits),
+            "act_bits": cell.config.act_bits,
+            "options": dict(cell.entry.options),
+        }
         sizes = {key: stored[key] for key in keys}
         return self._keep(
             file, {**head, **sizes, **made, **figures, "code_bits": stored["bits"], "layers": layers}

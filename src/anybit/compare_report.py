@@ -68,7 +68,8 @@ way. Methods that calibrate saw {html.escape(calibrated)}; perplexity and diverg
 {html.escape(s["text"])} in windows of {s["seq_len"]}.{html.escape(asked)}</p>
 <ul>
 <li><b>bpw</b>: stored bits per weight of the linear layers, everything counted (codes, scales, zero points, tables,
-indices, padding); <b>bits</b> is what the method was asked for.</li>
+indices, padding). <b>width</b> is what the method was asked for: W4A8 has 4-bit weights and rounds the layers' inputs
+to 8 bits, KV4 has a KV-cache of 4 bits.</li>
 <li><b>perplexity</b>: lower is better; the unquantized model has {base["perplexity"]:.2f}. <b>KLD</b>: how far the next
 token's probabilities are from the unquantized model's, in nats; 0 is the same model. <b>top-1</b>: how often both would
 pick the same token.</li>
@@ -80,12 +81,12 @@ transformers {m["transformers"]}.</p>"""
 
 def _table(base: Row, cells: Sequence[Row]) -> str:
     tasks = list(base["tasks"])
-    heads = ["method", "bits", "bpw", "size, MB", "perplexity", "over the base, 95 %"]
+    heads = ["method", "width", "bpw", "size, MB", "perplexity", "over the base, 95 %"]
     heads += ["KLD mean", "KLD p99", "top-1, %"]
     heads += [f"{task}, %" for task in tasks] + ["quantized in, s", "peak, MB"]
     front = pareto(cells, "perplexity")
     blank = [""]
-    first = [base["name"], "16", "16", "", f"{base['perplexity']:.2f}", *4 * blank]
+    first = [base["name"], "W16A16", "16", "", f"{base['perplexity']:.2f}", *4 * blank]
     lines = [table_row([*first, *_scores(base, tasks), *2 * blank])]
     for i, cell in enumerate(cells):
         kinds = ["best"] * (i in front) + ["first"] * (i == 0 or cells[i - 1]["name"] != cell["name"])
@@ -102,7 +103,7 @@ def _line(cell: Row, base: Row, tasks: Sequence[str]) -> list[str]:
     top1 = cell.get("top1_agreement")
     return [
         cell["name"],
-        f"{cell['bits']:g}",
+        width(cell),
         f"{cell['bits_per_weight']:.3f}",
         f"{cell['size_bytes'] / 1e6:.1f}",
         _short(cell["perplexity"]),
@@ -114,6 +115,12 @@ def _line(cell: Row, base: Row, tasks: Sequence[str]) -> list[str]:
         f"{cell['seconds']:.0f}" + (" (resumed)" if cell["resumed"] else ""),
         f"{cell['peak_memory_bytes'] / 1e6:.0f}",
     ]
+
+
+def width(cell: Row) -> str:
+    """ "W2.5A16", and "W4A4KV4" where the KV-cache is quantized."""
+    cache = f"KV{cell['kv_bits']}" if cell["kv_bits"] != 16 else ""
+    return f"W{cell['bits']:g}A{cell['act_bits']}{cache}"
 
 
 def _short(value: float | None, digits: int = 2) -> str:
@@ -174,9 +181,7 @@ def _heatmaps(cells: Sequence[Row]) -> str:
     mixed = [cell for cell in cells if np.ptp([layer["bits"] for layer in cell["layers"]] or [0]) > 0.05]
     if not mixed:
         return ""
-    pictures = [
-        picture(_heatmap(cell), f"widths of {cell['name']} at {cell['bits']:g} bits") for cell in mixed
-    ]
+    pictures = [picture(_heatmap(cell), f"widths of {cell['name']}, {width(cell)}") for cell in mixed]
     note = "<p>Average code width of each layer, block by block; models whose layers are all alike are not shown.</p>"
     return "\n".join(["<h2>Where the bits are</h2>", note, *pictures])
 
@@ -189,7 +194,7 @@ def _heatmap(cell: Row) -> Any:
     axes = figure.subplots()
     image = axes.imshow(grid, aspect="auto", cmap="viridis", interpolation="nearest")
     axes.set_yticks(range(len(kinds)), kinds, fontsize="small")
-    axes.set(xlabel="block", title=f"{cell['name']}, {cell['bits']:g} bits")
+    axes.set(xlabel="block", title=f"{cell['name']}, {width(cell)}")
     figure.colorbar(image, ax=axes, label="bits")
     return figure
 
@@ -221,7 +226,7 @@ def _bars(cells: Sequence[Row]) -> Any:
     time.barh(at, own, color="C0")
     time.barh(at, [c["shared_seconds"] for c in cells], left=own, color="C0", alpha=0.4)
     memory.barh(at, [c["peak_memory_bytes"] / 1e6 for c in cells], color="C1")
-    time.set_yticks(at, [f"{c['name']}, {c['bits']:g}" for c in cells], fontsize="small")
+    time.set_yticks(at, [f"{c['name']}, {width(c)}" for c in cells], fontsize="small")
     time.invert_yaxis()
     time.set(xlabel="seconds")
     memory.set(xlabel="peak memory, MB")

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c1c1c }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1c1c1c }
 table { border-collapse: collapse; width: 100% } td, th { padding: .4rem .8rem; text-align: right }
 th { border-bottom: 2px solid #444; vertical-align: bottom } td { border-bottom: 1px solid #ddd }
 td:first-child, th:first-child { text-align: left }
 blockquote { border-left: 4px solid #0a6; margin: .5rem 0 1.5rem; padding: .2rem 1rem; background: #f5f8f7 }
 img { max-width: 100% } .note { color: #555; font-size: .9rem }
-.wide { overflow-x: auto } .wide td, .wide th { padding: .2rem .5rem; white-space: nowrap; font-size: .85rem }
+.wide { overflow-x: auto } .wide td { white-space: nowrap }
+.wide td, .wide th { padding: .2rem .45rem; font-size: .82rem }
 tr.best td { background: #eaf5ef } tr.first td { border-top: 2px solid #bbb }
 """
 
