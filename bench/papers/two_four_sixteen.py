@@ -8,9 +8,11 @@ Averages ("bits") are eq. 10's, which counts scales and zero points; bpw is what
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 from lab import Lab, Weights, arguments, run
 
+from anybit.formats import TwoFour
 from anybit.methods import gptq, rtn, two_four_sixteen
 from anybit.spec import LayerSpec, TileSpec, bits_eq10
 from anybit.stats import LinearStats
@@ -62,6 +64,10 @@ class Experiments:
         label = f"{bits_eq10(0.25, 16):.2f} bits, no clip search"
         keys[label] = f"table 1: {label}"
         self.lab.measure(keys[label], self.whole(spec(0.25, clip=False)))
+        label = f"{bits_eq10(0.25, 16):.2f} bits, scales not clipped to 3 bits"
+        keys[label] = f"table 1: {label}"
+        with patch.object(TwoFour, "is_aligned", staticmethod(lambda *of: False)):
+            self.lab.measure(keys[label], self.whole(spec(0.25)))
         self.lab.table(keys)
         first, second = (f"table 1: {bits_eq10(0.25, 16):.2f} bits, {p} % outliers" for p in ("0", "0.2"))
         print(f"0.2 % outliers against none: {self.lab.interval(second, first)}")

@@ -150,20 +150,20 @@ def compare(
         folder.mkdir(parents=True, exist_ok=True)
     common = _common(checkpoint, settings, report)
     runner = _Runner(str(model), out, settings, common, report)
-    advance = report.task(f"{len(cells) + 1} cells", len(cells) + 1)
-    rows = [runner.base()]
-    advance(1)
+    rows, pace = [runner.base()], _Pace(sum(not runner.file(cell).exists() for cell in cells))
     for i, cell in enumerate(cells):
+        if not runner.file(cell).exists():
+            report.say(f"{pace.next()}: {cell.entry.name}, {cell.bits:g} bits")
         try:
             rows.append(runner.cell(cell))
         except InputError as error:
             report.say(f"{cell.entry.name} at {cell.bits:g} bits failed: {error}")
             left_out.append(_missing(cell.entry, cell.bits, str(error), failed=True))
+        report.close()  # the next cell's process has the terminal for itself
         last = i + 1 == len(cells) or runner.artifact(cells[i + 1]) != runner.artifact(cell)
         if last and not keep:
             runner.remove(cell)
-        advance(1)
-    if not keep:
+    if not keep and not any(row["failed"] for row in left_out):
         shutil.rmtree(out / WORK)
     results = {
         "model": Path(model).name,
@@ -172,7 +172,8 @@ def compare(
         "cells": rows,
         "left_out": left_out,
     }
-    (out / "results.json").write_text(dump_json(results), encoding="utf-8")
+    short = [{key: v for key, v in row.items() if key not in ("layers", "window_nll")} for row in rows]
+    (out / "results.json").write_text(dump_json({**results, "cells": short}), encoding="utf-8")
     write_report(out, results)
     return results
 
@@ -228,6 +229,20 @@ def _config(entry: Entry, bits: float, settings: Settings) -> QuantizeConfig | N
     return QuantizeConfig(**options, bits=bits) if bits in METHOD_WIDTHS[method] else None
 
 
+class _Pace:
+    """Counts the cells that are made, and foresees how long the rest takes."""
+
+    def __init__(self, cells: int) -> None:
+        self.cells, self.begun, self.started = cells, 0, time.monotonic()
+
+    def next(self) -> str:
+        """ "cell 3 of 18, ETA 42 min"."""
+        elapsed, done = time.monotonic() - self.started, self.begun
+        self.begun += 1
+        left = f", ETA {elapsed / done * (self.cells - done) / 60:.0f} min" if done else ""
+        return f"cell {self.begun} of {self.cells}{left}"
+
+
 @dataclass(frozen=True)
 class _Runner:
     """Makes cells, or finds them made."""
@@ -245,7 +260,7 @@ class _Runner:
 
     def cell(self, cell: Cell) -> dict[str, Any]:
         """A cell, from its file or made now."""
-        file = self._file(cell.entry.name, cell.bits, cell.config.as_dict())
+        file = self.file(cell)
         if found := _read(file):
             return found
         artifact = self.artifact(cell)
@@ -268,6 +283,9 @@ class _Runner:
             file, {**head, **sizes, **made, **figures, "code_bits": stored["bits"], "layers": layers}
         )
 
+    def file(self, cell: Cell) -> Path:
+        return self._file(cell.entry.name, cell.bits, cell.config.as_dict())
+
     def artifact(self, cell: Cell) -> Path:
         """Where a cell's artifact lies while it is measured; widths of a nested one share it."""
         name = _slug(cell.entry.name) + ("" if cell.nested else f"-{cell.bits:g}")
@@ -285,7 +303,6 @@ class _Runner:
         found = _read(beside) if artifact.exists() else None
         if found:
             return found
-        self.report.say(f"{cell.entry.name}, {cell.bits:g} bits")
         resumed = partial_folder(artifact).exists()
         job = _Job(
             self.model, artifact, cell.config, self.settings.calibration, self.out / WORK / "statistics",
@@ -324,7 +341,7 @@ class _Runner:
         """Write a cell's file whole or not at all."""
         cell = {**cell, "machine": machine()}
         unfinished = file.with_suffix(".new")
-        unfinished.write_text(dump_json(cell), encoding="utf-8")
+        unfinished.write_text(json.dumps(cell) + "\n", encoding="utf-8")
         unfinished.rename(file)
         return json.loads(file.read_text(encoding="utf-8"))
 

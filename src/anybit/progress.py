@@ -77,6 +77,10 @@ class Terminal(Silent):
     def close(self) -> None:
         if self._started:
             self.bars.stop()
+            for (
+                task
+            ) in self.bars.task_ids:  # they stay on the screen, and must not come again with later ones
+                self.bars.remove_task(task)
             self._started = False
 
 
