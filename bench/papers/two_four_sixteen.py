@@ -7,11 +7,12 @@ Averages ("bits") are eq. 10's, which counts scales and zero points; bpw is what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
 from lab import Lab, Weights, arguments, run
 
+from anybit.evaluation import perplexity
 from anybit.formats import TwoFour
 from anybit.methods import gptq, rtn, two_four_sixteen
 from anybit.spec import LayerSpec, TileSpec, bits_eq10
@@ -20,6 +21,7 @@ from anybit.tensors import QuantizedWeight
 
 SHARES = (0.25, 0.1)  # 2.84 and 2.61 bits
 OUTLIERS = (0.0, 0.002, 0.005)
+WINDOWS = 4  # of calibration text, by which decoder blocks are chosen
 
 
 def spec(wide: float, outliers: float = 0.0, clip: bool = True, group_size: int = 16) -> LayerSpec:
@@ -85,30 +87,31 @@ class Experiments:
         self.lab.table(keys)
 
     def by_block(self, share: float, choice: str) -> Callable[[], Weights]:
-        """Whole decoder blocks at 4 bits: the first ones, or those that gain most of it."""
+        """Whole decoder blocks at 4 bits: the first ones, or those that alone gain most on calibration text."""
 
         def run() -> Weights:
             low = {n: self.quantize(n, spec(0.0)) for n in self.lab.shapes}
             high = {n: self.quantize(n, spec(1.0)) for n in self.lab.shapes}
-            blocks = len(self.lab.source.blocks)
-            count, chosen = round(share * blocks), range(blocks)
+            blocks = [self.lab.source.linears(i) for i in range(len(self.lab.source.blocks))]
+            order = range(len(blocks))
             if choice == "best":
-                gains = [
-                    sum(self.loss(n, low[n]) - self.loss(n, high[n]) for n in self.lab.source.linears(i))
-                    for i in range(blocks)
-                ]
-                chosen = sorted(range(blocks), key=lambda i: -gains[i])  # type: ignore[assignment]
-            wide = {n for i in list(chosen)[:count] for n in self.lab.source.linears(i)}
+                losses = self.losses(low, [{n: high[n] for n in names} for names in blocks])
+                order = sorted(order, key=losses.__getitem__)  # type: ignore[assignment]
+            wide = {n for i in list(order)[: round(share * len(blocks))] for n in blocks[i]}
             return {n: high[n] if n in wide else low[n] for n in self.lab.shapes}
 
         return run
 
-    def loss(self, name: str, made: QuantizedWeight) -> float:
-        """Squared error of a layer's output over that of its output, `D H D^T / W H W^T`."""
-        weight, hessian = self.lab.weight(name), self.stats()[name].hessian
-        assert hessian is not None
-        delta = made.dequantize() - weight
-        return float(((delta @ hessian) * delta).sum() / ((weight @ hessian) * weight).sum())
+    def losses(self, low: Weights, changes: Sequence[Weights]) -> list[float]:
+        """Loss on calibration windows with all weights `low` but for one of the changes."""
+        found = []
+        tokens = self.lab.tokens()[:WINDOWS].flatten()
+        self.lab.put(low)
+        for change in changes:
+            self.lab.put(change)
+            found.append(sum(perplexity(self.lab.model, tokens, seq_len=self.lab.args.seq_len).window_nll))
+            self.lab.put({n: low[n] for n in change})
+        return found
 
 
 NAMES = ("table_1", "table_4")
