@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from anybit import evaluate, quantize, texts
-from anybit.embeddings import COLUMNS, embed, pooling_of, sentences_of
+from anybit.embeddings import COLUMNS, embed, pooling_of, split_sentences
 from anybit.model import load, load_tokenizer
 from anybit.progress import Terminal
 from anybit.spec import QuantizeConfig
 
+PAIRS = 250  # sentences that are paired, twice each
 ROWS: dict[str, dict[str, Any]] = {
     "RTN 4": {"method": "rtn", "bits": 4},
     "GPTQ 4": {"method": "gptq", "bits": 4},
@@ -30,12 +31,15 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def write_pairs(model: str, text: str, file: Path) -> None:
-    """Every sentence with the next one and with a random one, scored by the model."""
-    sentences = sentences_of(texts.read_text(text))
+    """`PAIRS` sentences of a text, each with the one behind it and with one of another place, scored by the model."""
+    found = [s for s in split_sentences(texts.read_text(text)) if not s.startswith("<")]  # no markup
+    picked = sorted(random.Random(0).sample(range(len(found) - 1), PAIRS))
+    chosen = [pair for i, j in zip(picked, picked[1:] + picked[:1]) for pair in ((i, i + 1), (i, j + 1))]
+    wanted = sorted({i for pair in chosen for i in pair})
+    sentences = [found[i] for i in wanted]
     made = embed(load(model), load_tokenizer(model), sentences, pooling=pooling_of(Path(model)))
-    others = random.Random(0).choices(range(len(sentences)), k=len(sentences))
-    chosen = [pair for i, j in enumerate(others) for pair in ((i - 1, i), (i, j))]
-    rows = [(sentences[i], sentences[j], float(made[i] @ made[j])) for i, j in chosen if i != j]
+    of = dict(zip(wanted, made))
+    rows = [(found[i], found[j], float(of[i] @ of[j])) for i, j in chosen]
     file.write_text("".join(json.dumps(dict(zip(COLUMNS, row))) + "\n" for row in rows))
 
 

@@ -117,10 +117,15 @@ def _pair(where: str, row: Any) -> tuple[str, str, float]:
     return first, second, value
 
 
-def sentences_of(text: str) -> list[str]:
-    """At most `SENTENCES` sentences, evenly spaced over a text; a line end or a full stop ends one."""
+def split_sentences(text: str) -> list[str]:
+    """The different sentences of a text, in its order; a line end or a full stop ends one."""
     found = [s for line in text.splitlines() for s in re.split(r"(?<=[.!?])\s+", line.strip())]
-    found = list(dict.fromkeys(s for s in found if len(s.split()) >= SENTENCE_WORDS))
+    return list(dict.fromkeys(s for s in found if len(s.split()) >= SENTENCE_WORDS))
+
+
+def sentences_of(text: str) -> list[str]:
+    """At most `SENTENCES` sentences, evenly spaced over a text."""
+    found = split_sentences(text)
     step = max(1.0, len(found) / SENTENCES)
     return [found[int(i * step)] for i in range(min(len(found), SENTENCES))]
 
