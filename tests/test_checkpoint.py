@@ -532,17 +532,21 @@ class Hub(http.server.BaseHTTPRequestHandler):
         elif path.startswith(f"/api/models/tiny/llama/tree/{REVISION}"):
             self._answer(json.dumps(self._tree()).encode())
         elif path.startswith(f"/tiny/llama/resolve/{REVISION}/"):
-            self._send_file(path.rsplit("/", 1)[-1])
+            self._send_file(path.removeprefix(f"/tiny/llama/resolve/{REVISION}/"))
         else:
             self._answer(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
 
     def _siblings(self) -> list[dict[str, str]]:
-        return [{"rfilename": file.name} for file in self.folder.iterdir()]
+        return [{"rfilename": name} for name in self._names()]
+
+    def _names(self) -> list[str]:
+        return [str(f.relative_to(self.folder)) for f in self.folder.rglob("*") if f.is_file()]
 
     def _tree(self) -> list[dict[str, object]]:
         return [
-            {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": self._etag(file)}
-            for file in self.folder.iterdir()
+            {"type": "file", "path": name, "size": file.stat().st_size, "oid": self._etag(file)}
+            for name in self._names()
+            for file in [self.folder / name]
         ]
 
     @staticmethod
@@ -575,6 +579,9 @@ def hub(copy: Callable[[str], Path]) -> Iterator[tuple[str, type[Hub]]]:
     (folder / "modeling_custom.py").write_bytes(b"raise SystemExit")
     (folder / "consolidated.safetensors").write_bytes(b"the same again")
     (folder / "LICENSE").write_bytes(b"free")
+    for name in ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"{}")
     handler = type("TinyHub", (Hub,), {"folder": folder, "fetched": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -629,9 +636,11 @@ def test_hub_id(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
         INDEX,
         "tokenizer.json",
         "LICENSE",
+        "1_Pooling/config.json",
         *(file.name for file in local.files),
     } <= fetched
     assert not fetched & {"pytorch_model.bin", "modeling_custom.py", "consolidated.safetensors"}
+    assert not any(name.startswith("2_Dense") for name in fetched)
     # A second time, without a network: from the cache.
     assert open_elsewhere(["tiny/llama"], address, tmp_path / "cache", HF_HUB_OFFLINE="1") == [expected]
 

@@ -447,6 +447,7 @@ def test_tasks_are_checked_before_a_model_loads(tmp_path, monkeypatch):
 
     monkeypatch.setattr("anybit.model.load", load)
     monkeypatch.setattr("anybit.model.load_tokenizer", load)
+    monkeypatch.setattr("anybit.model.config_of", lambda model: LlamaConfig())
     with pytest.raises(InputError, match="unknown task b"):
         evaluate("any", tasks=("a", "b"), tasks_dir=tmp_path)
     for option in ({"tasks_dir": tmp_path}, {"limit": 3}):

@@ -293,12 +293,11 @@ def load_whole(streamed: StreamedModel, report: Silent = SILENT) -> Any:
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model
     advance = report.task(f"loading {streamed.checkpoint.source}", len(streamed.blocks))
-    streamed.check_outside()
     for name, module in streamed.outside_modules().items():
         streamed.materialise(module, name)
     model.tie_weights()
-    for i, block in enumerate(streamed.blocks):
-        streamed.materialise(block, streamed.block_name(i))
+    for i in range(len(streamed.blocks)):
+        streamed.materialise_block(i)
         advance(1)
     return model.requires_grad_(False)
 
@@ -319,7 +318,7 @@ def sample_loss(model: Any, tokens: Tensor) -> Tensor:
 
 def _final_hidden(model: Any, tokens: Tensor) -> Tensor:
     """What the head reads, [n, seq_len, hidden]."""
-    return getattr(model, model.base_model_prefix)(input_ids=tokens, use_cache=False).last_hidden_state
+    return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
 
 
 def _logits(model: Any, hidden: Tensor) -> Tensor:

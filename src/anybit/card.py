@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from anybit.architectures import is_encoder
 from anybit.spec import QuantizeConfig
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 def model_card(checkpoint: Checkpoint, plan: Plan, provenance: Mapping[str, Any]) -> str:
     """Markdown: what this is, how it was made, its figures, how to use it."""
     base, calibration = provenance["base"], provenance["calibration"]
+    auto = "AutoModel" if is_encoder(checkpoint.config) else "AutoModelForCausalLM"
     name = base["name"]
     text = "none (the method looks at weights alone)"
     if calibration:
@@ -59,9 +61,9 @@ Made with anybit {provenance["anybit_version"]}:
 
 ```python
 import anybit  # teaches Transformers the format; without it the weights would be ignored
-from transformers import AutoModelForCausalLM
+from transformers import {auto}
 
-model = AutoModelForCausalLM.from_pretrained("PATH")
+model = {auto}.from_pretrained("PATH")
 ```
 
 The licence of the base model applies.

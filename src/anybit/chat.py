@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import TextStreamer
 
+from anybit.architectures import is_encoder
 from anybit.errors import InputError
 from anybit.kv_cache import QuantizedCache, check_kv_bits
-from anybit.model import load, load_tokenizer
+from anybit.model import config_of, load, load_tokenizer
 from anybit.progress import SILENT, Silent
 
 
@@ -42,6 +43,10 @@ class Generator:
     ) -> None:
         self.name = model
         check_kv_bits(kv_bits)
+        if is_encoder(config_of(model)):
+            raise InputError(
+                f"{model} is an encoder and cannot generate text; `anybit eval` measures its embeddings"
+            )
         self.tokenizer = load_tokenizer(model)
         try:
             self.model = load(model, bits=bits, dtype=dtype, device=device, report=report)

@@ -53,8 +53,10 @@ _ASSETS = (
     *("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken"),
     *("tokenizer.model", "spiece.model", "sentencepiece*.model"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
     *_LICENCES,
 )
+POOLING = "1_Pooling/config.json"  # sentence-transformers': how token states become one embedding
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
 
@@ -167,7 +169,8 @@ class Checkpoint:
     def asset_files(self) -> list[Path]:
         """The files that `copy_assets` copies as they are."""
         if self.gguf is None:
-            return _matching(self.path, _ASSETS)
+            pooling = self.path / POOLING
+            return _matching(self.path, _ASSETS) + ([pooling] if pooling.is_file() else [])
         if Path(self.source).is_dir():  # a folder made for this model; beside a bare file lies anything
             return _matching(self.path.parent, _LICENCES)
         return []
@@ -179,9 +182,12 @@ class Checkpoint:
         """
         out.mkdir(parents=True, exist_ok=True)
         names = _rebuild_assets(self, out) if self.gguf else []
+        folder = self.path.parent if self.gguf else self.path
         for file in self.asset_files():
-            shutil.copyfile(file, out / file.name)
-            names.append(file.name)
+            name = str(file.relative_to(folder))
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, out / name)
+            names.append(name)
         for name in names:
             (out / name).chmod(0o644)
         return sorted(names)
@@ -246,9 +252,10 @@ def _download(model: str) -> Path:
         raise InputError(
             f"{model} does not exist; give a model directory, a .gguf file or a hub id (owner/name)."
         )
-    wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", *_ASSETS]
+    wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", POOLING, *_ASSETS]
+    unwanted = ["[!1]*/*", "1_[!P]*/*", "consolidated*"]  # folders, but for the one with POOLING
     try:
-        folder = snapshot_download(model, allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"])
+        folder = snapshot_download(model, allow_patterns=wanted, ignore_patterns=unwanted)
     except GatedRepoError as error:
         raise InputError(
             f"{model} is gated: accept its terms on the hub, log in with `hf auth login`."

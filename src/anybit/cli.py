@@ -398,14 +398,24 @@ def evaluate(  # noqa: PLR0913
     dataset: Annotated[
         str | None, typer.Option(help="A hub dataset, e.g. wikitext2, instead of --text.")
     ] = None,
+    pairs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Encoders: .jsonl, .tsv or .csv with sentence1, sentence2 and score, for Spearman."
+        ),
+    ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(help="Tokens per window. [default: 2048, or what the model reaches]", min=1)
+        int | None,
+        typer.Option(
+            help="Tokens per window; of an encoder, per sentence. [default: 2048, or what the model reaches]",
+            min=1,
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Use only this many tokens of the text.", min=1)
     ] = None,
     base: Annotated[
-        str | None, typer.Option(help="Full-precision model to measure the KL divergence from.")
+        str | None, typer.Option(help="Full-precision model to measure the divergence from.")
     ] = None,
     tasks: Annotated[
         str | None, typer.Option(help="Zero-shot tasks, e.g. piqa,arc_easy (needs anybit[eval]).")
@@ -421,10 +431,13 @@ def evaluate(  # noqa: PLR0913
     threads: Threads = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure MODEL: perplexity, divergence from a base model, zero-shot tasks.
+    """Measure MODEL: perplexity, divergence from a base model, zero-shot tasks; of an encoder its embeddings.
 
     Perplexity is taken over non-overlapping windows of the text as it is; a BOS token is put before each window if and
     only if the tokenizer does so.
+
+    Of an encoder: the cosine between its embeddings and those of --base over the sentences of --pairs or of the
+    built-in text, and Spearman's correlation of the pairs' cosines with their scores.
 
     Example: `anybit eval out --text my.txt --base MODEL --json figures.json`
     """
@@ -436,7 +449,8 @@ def evaluate(  # noqa: PLR0913
     try:
         figures = anybit.evaluate(
             model,
-            text=text or dataset or "builtin-eval",
+            text=text or dataset,
+            pairs=pairs,
             seq_len=seq_len,
             max_tokens=max_tokens,
             base=base,
@@ -451,7 +465,7 @@ def evaluate(  # noqa: PLR0913
         )
     finally:
         report.close()
-    _emit(figures, json_file, tables.print_evaluation)
+    _emit(figures, json_file, tables.print_evaluation if "perplexity" in figures else tables.print_embeddings)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The driver: checkpoint in, artifact out, one decoder block at a time."""
+"""The driver: checkpoint in, artifact out, one block at a time."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 import anybit
 from anybit import kernels, salience
+from anybit.architectures import max_positions
 from anybit.artifact import inspect
 from anybit.calibrate import Activations, Collector, gradient_statistics, spilled_statistics
 from anybit.card import model_card
@@ -106,7 +107,7 @@ def quantize(  # noqa: PLR0913 - mirrors the command's options
     calibrated = config.calibrated or plan.input_stats
     if calibrated:
         streamed.check_structure()
-    text = _calibration(checkpoint, config, calibration, report) if calibrated else None
+    text = _calibration(streamed, config, calibration, report) if calibrated else None
     streamed.check_weights(report.task("checking the weights", len(streamed.names)))
     base_hash = _hash(checkpoint, report)
     fingerprint = _fingerprint(base_hash, config, plan, text, streamed.dtype)
@@ -172,7 +173,7 @@ class _Run:
     report: Silent
 
     def outside(self) -> None:
-        """Shard 0: everything outside the decoder blocks."""
+        """Shard 0: everything outside the blocks."""
         if 0 in self.writer.finished:
             return
         tensors: dict[str, Tensor] = {}
@@ -385,19 +386,20 @@ def _rounding_hook(packed: PackedWeight) -> Any:
 
 
 def _calibration(
-    checkpoint: Checkpoint, config: QuantizeConfig, source: str, report: Silent
+    streamed: StreamedModel, config: QuantizeConfig, source: str, report: Silent
 ) -> CalibrationSet:
+    checkpoint = streamed.checkpoint
+    limit = max_positions(streamed.model)
+    if limit is not None and config.seq_len > limit:
+        raise InputError(
+            f"--seq-len {config.seq_len} is beyond the model's {limit} positions: choose at most {limit}"
+        )
     report.say(f"tokenizing {source}")
     text = calibration_set(checkpoint.tokenizer(), source, config.samples, config.seq_len, config.seed)
     samples = len(text.tokens)
     if samples < config.samples:
         report.say(
             f"calibration text {source} has {samples} windows of {config.seq_len} tokens, not {config.samples}"
-        )
-    limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and config.seq_len > limit:
-        raise InputError(
-            f"--seq-len {config.seq_len} is beyond the model's {limit} positions: choose at most {limit}"
         )
     if int(text.tokens.max()) >= checkpoint.config.get_text_config().vocab_size:
         raise InputError(

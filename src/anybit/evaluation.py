@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from anybit.architectures import max_positions
 from anybit.errors import InputError
 from anybit.texts import default_bos
 
@@ -171,11 +172,6 @@ def _window_length(models: Sequence[Any], seq_len: int, bos: int | None) -> tupl
     if seq_len == 1:
         raise InputError("the model has 1 position, which BOS takes; nothing can be scored with it.")
     return seq_len - 1, (f"windows carry {seq_len - 1} text tokens: BOS takes one of the {limit} positions",)
-
-
-def max_positions(model: Any) -> int | None:
-    """How many positions a model reaches; None where its config does not say."""
-    return getattr(_text_config(model), "max_position_embeddings", None)
 
 
 def _text_config(model: Any) -> Any:

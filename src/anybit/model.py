@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 import anybit.integrations.transformers  # noqa: F401 - registers the quantizer
-from anybit import evaluation, texts
+from anybit import embeddings, evaluation, texts
+from anybit.architectures import auto_class, is_encoder, max_positions
 from anybit.artifact import check_width, inspect, is_artifact, open_artifact, refuse_unfinished
 from anybit.calibrate import load_whole
 from anybit.checkpoint import Checkpoint, open_checkpoint
@@ -64,13 +66,13 @@ def load(
     if is_artifact(path):
         quantization, checkpoint = open_artifact(path)
         if bits is None:
-            return _from_pretrained(path, dtype, path).eval().to(device)
+            return _from_pretrained(path, dtype, checkpoint).eval().to(device)
         return _at_width(path, quantization, checkpoint, bits, dtype).eval().to(device)
     if bits is not None:
         raise InputError(f"{model} is not an any-precision artifact: leave bits (--bits) out")
     checkpoint = open_checkpoint(model)
     if checkpoint.gguf is None:
-        return _from_pretrained(checkpoint.path, dtype, checkpoint.path).eval().to(device)
+        return _from_pretrained(checkpoint.path, dtype, checkpoint).eval().to(device)
     loaded = load_whole(StreamedModel(checkpoint, DTYPES[dtype]), report)
     return loaded.eval().to(device)
 
@@ -79,7 +81,7 @@ def _at_width(path: Path, quantization: dict[str, Any], checkpoint: Checkpoint, 
     """A nested artifact at one width; of its other planes and tables nothing is read."""
     stored = quantization["layers"]
     if len(check_width(path, stored, bits)) < 2:
-        return _from_pretrained(path, dtype, path)
+        return _from_pretrained(path, dtype, checkpoint)
     layers = {name: at_width(layout, bits) for name, layout in stored.items()}
     wanted = {f"{n}.{f}": shape for n, x in layers.items() for f, (_, shape) in stored_tensors(x).items()}
     others = {f"{n}.{f}" for n, x in stored.items() for f in stored_tensors(x)} - wanted.keys()
@@ -95,23 +97,24 @@ def _at_width(path: Path, quantization: dict[str, Any], checkpoint: Checkpoint, 
         "layers": layers,
         "bits": bits,
     }
-    model = _from_pretrained(None, dtype, path, config=config, state_dict=state)
+    model = _from_pretrained(None, dtype, checkpoint, config=config, state_dict=state)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
 
 
-def _from_pretrained(name: Path | None, dtype: str, path: Path, **given: Any) -> Any:
+def _from_pretrained(name: Path | None, dtype: str, checkpoint: Checkpoint, **given: Any) -> Any:
     """The model as Transformers loads it, refused where Transformers would make weights up.
 
     Raises:
         InputError: tensors that are missing or have another shape than config.json says; a config that
             describes no model.
     """
+    path = checkpoint.path
     try:
-        source: Any = AutoModelForCausalLM
+        source = auto_class(checkpoint.config)
         if name is None:  # tensors are given: the Auto class would look for files
-            source = AutoModelForCausalLM._model_mapping[type(given["config"])]
+            source = source._model_mapping[type(given["config"])]
         model, found = source.from_pretrained(
             name,
             dtype=DTYPES[dtype],
@@ -148,6 +151,16 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:200]
 
 
+def config_of(model: str | Path) -> PreTrainedConfig:
+    """The configuration of a model of any kind; see `load` for what is refused."""
+    return _opened(model).config
+
+
+def _opened(model: str | Path) -> Checkpoint:
+    refuse_unfinished(Path(model))
+    return open_artifact(Path(model))[1] if is_artifact(Path(model)) else open_checkpoint(model)
+
+
 def load_tokenizer(model: str | Path) -> Any:
     """The tokenizer that belongs to a model of any kind."""
     refuse_unfinished(Path(model))
@@ -164,7 +177,8 @@ def load_tokenizer(model: str | Path) -> Any:
 def evaluate(  # noqa: PLR0913 - mirrors the command's options
     model: str | Path,
     *,
-    text: str = "builtin-eval",
+    text: str | None = None,
+    pairs: Path | None = None,
     seq_len: int | None = None,
     max_tokens: int | None = None,
     base: str | Path | None = None,
@@ -177,20 +191,44 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     device: str = "cpu",
     report: Silent = SILENT,
 ) -> dict[str, Any]:
-    """Perplexity of a model on a text, its divergence from `base`, and zero-shot tasks.
+    """Perplexity of a model on a text, its divergence from `base`, and zero-shot tasks; of an encoder its embeddings.
 
-    `bits` picks a width of an any-precision artifact; `seq_len` is 2048 by default, or what the model reaches. With
-    `kv_bits` below 16 (default: what the artifact asks for) attention reads nothing but quantized keys and values.
+    `text` is the built-in evaluation text by default; `bits` picks a width of an any-precision artifact; `seq_len` is
+    2048 by default, or what the model reaches. With `kv_bits` below 16 (default: what the artifact asks for) attention
+    reads nothing but quantized keys and values.
+
+    An encoder's embeddings are compared with those of `base`, and with `pairs`, a file of sentence pairs with scores
+    (see `embeddings.read_pairs`), by rank; `seq_len` then cuts sentences.
 
     Returns:
         JSON-able: `perplexity`, `tokens` (scored), `seq_len`, `bits_per_weight` (None for a model that is no
         artifact), with `base` `kld_mean`, `kld_p99`, `top1_agreement`, and with `tasks` a table of accuracies.
+        Of an encoder: `sentences`, `pooling`, `bits_per_weight`, with `base` `cosine_mean` and `cosine_min`, with
+        `pairs` `spearman`, and with both `base_spearman`.
 
     Raises:
-        InputError: see `load`, `texts.read_text`, `evaluation.perplexity` and `lm_eval.prepare`.
+        InputError: see `load`, `texts.read_text`, `evaluation.perplexity`, `lm_eval.prepare` and `embeddings`; options
+            that this kind of model has no use for.
     """
     check_device(device)
     check_kv_bits(kv_bits)
+    if is_encoder(config_of(model)):
+        unused = {
+            "text": text,
+            "max_tokens": max_tokens,
+            "tasks": tasks,
+            "tasks_dir": tasks_dir,
+            "limit": limit,
+            "bits": bits,
+            "kv_bits": kv_bits,
+        }
+        _refuse_for_encoder(model, unused)
+        return _evaluate_encoder(model, base, pairs, seq_len, dtype, device, report)
+    if pairs is not None:
+        raise InputError(
+            f"{model} is a language model, not an encoder: pairs (--pairs) would be ignored; leave it out"
+        )
+    text = text or "builtin-eval"
     prepared: Any = None
     if tasks:  # before the models load: a mistake here must not cost the figures that come first
         from anybit.integrations import lm_eval
@@ -205,7 +243,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     loaded = load(model, bits=bits, dtype=dtype, device=device, report=report)
     reference = load(base, dtype=dtype, device=device, report=report) if base is not None else None
     if seq_len is None:
-        seq_len = min(SEQ_LEN, evaluation.max_positions(loaded) or SEQ_LEN)
+        seq_len = min(SEQ_LEN, max_positions(loaded) or SEQ_LEN)
     advance: Any = None
 
     def progress(done: int, total: int) -> None:
@@ -226,13 +264,72 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
         )
     for note in result.notes:
         report.say(note)
-    figures = {"model": str(model), "text": text, **result.as_dict(), "dtype": dtype, "bits_per_weight": None}
-    figures["kv_bits"] = kv_bits
-    if is_artifact(Path(model)):
-        made = inspect(Path(model), bits)
-        keys = ("method", "bits", "bits_per_weight", "file_bits_per_weight", "size_bytes")
-        figures |= {key: made[key] for key in keys}
+    figures = {"model": str(model), "text": text, **result.as_dict(), "dtype": dtype, "kv_bits": kv_bits}
+    figures |= _stored(model, bits)
     if prepared is not None:
         with quantized_attention(loaded, kv_bits):
             figures["tasks"] = lm_eval.run_prepared(loaded, tokenizer, prepared, batch_size=8)
     return figures
+
+
+def _stored(model: str | Path, bits: int | None = None) -> dict[str, Any]:
+    """What `evaluate` says of an artifact's size."""
+    if not is_artifact(Path(model)):
+        return {"bits_per_weight": None}
+    made = inspect(Path(model), bits)
+    keys = ("method", "bits", "bits_per_weight", "file_bits_per_weight", "size_bytes")
+    return {key: made[key] for key in keys}
+
+
+def _refuse_for_encoder(model: str | Path, options: dict[str, Any]) -> None:
+    """Refuse options that only a language model has a use for."""
+    for name, value in options.items():
+        if value is not None and value != ():
+            raise InputError(
+                f"{model} is an encoder, and {name} (--{name.replace('_', '-')}) is for language models; its "
+                "embeddings are compared with those of base (--base) and with the scores of pairs (--pairs)"
+            )
+
+
+def _evaluate_encoder(
+    model: str | Path,
+    base: str | Path | None,
+    pairs: Path | None,
+    seq_len: int | None,
+    dtype: str,
+    device: str,
+    report: Silent,
+) -> dict[str, Any]:
+    """Embeddings against those of the base, and against the scores of pairs."""
+    if base is None and pairs is None:
+        raise InputError(
+            f"{model} is an encoder: name the model to compare it with (--base), or sentence pairs (--pairs), or both"
+        )
+    if base is not None and not is_encoder(config_of(base)):
+        raise InputError(f"{base} is no encoder: its embeddings cannot be compared with those of {model}")
+    scored = None if pairs is None else embeddings.read_pairs(pairs)
+    if scored is None:
+        sentences = embeddings.sentences_of(texts.read_text("builtin-eval"))
+    else:
+        sentences = list(dict.fromkeys([*scored.first, *scored.second]))
+    pooling = embeddings.pooling_of(_opened(model).path)
+    tokenizer = load_tokenizer(model)
+
+    def embedded(source: str | Path) -> dict[str, Tensor]:
+        loaded = load(source, dtype=dtype, device=device, report=report)
+        advance = report.task(f"embeddings of {source}", len(sentences))
+        made = embeddings.embed(
+            loaded, tokenizer, sentences, pooling=pooling, seq_len=seq_len, advance=advance
+        )
+        return dict(zip(sentences, made))
+
+    figures = {"model": str(model), "sentences": len(sentences), "pooling": pooling, "dtype": dtype}
+    own = embedded(model)
+    reference = None if base is None else embedded(base)
+    if reference is not None:
+        figures |= embeddings.compare(own, reference)
+    if scored is not None:
+        figures |= {"pairs": len(scored.scores), "spearman": embeddings.rank_correlation(own, scored)}
+        if reference is not None:
+            figures["base_spearman"] = embeddings.rank_correlation(reference, scored)
+    return figures | _stored(model)

@@ -20,6 +20,7 @@ from anybit.methods.registry import METHODS
 from anybit.spec import (
     CODEBOOK_METHODS,
     EMBED_GROUP_SIZE,
+    ENCODER_METHODS,
     METHOD_WIDTHS,
     USED_BY,
     LayerSpec,
@@ -109,7 +110,7 @@ class Plan:
         head = sum(prod(layout["shape"]) for layout in self.embeddings.values())
         text = (
             f"quantizes {len(self.layouts)} linear layers: {quantized / 1e6:.1f} M of "
-            f"{self.linear_weights / 1e6:.1f} M weights in the decoder blocks, "
+            f"{self.linear_weights / 1e6:.1f} M weights in the blocks, "
             f"{100 * (quantized + head) / self.model_weights:.1f} % of all {self.model_weights / 1e6:.1f} M"
         )
         return text + (f" (embedding and head: {head / 1e6:.1f} M)" if head else "")
@@ -120,12 +121,14 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
 
     Raises:
         InputError: a spec that names no layer of the model, does not fit its matrix, or asks for a width that
-            the method does not have; nothing left to quantize.
+            the method does not have; nothing left to quantize; options that an encoder has no use for.
     """
+    if streamed.encoder:
+        _check_for_encoder(streamed.model.config.model_type, config)
     shapes = streamed.all_linears()
     if not shapes:
         raise InputError(
-            f"the decoder blocks of {streamed.model.config.model_type} models have no nn.Linear or Conv1D, which "
+            f"the blocks of {streamed.model.config.model_type} models have no nn.Linear or Conv1D, which "
             "are what anybit quantizes: this architecture is not supported yet"
         )
     spec_map = spec_map or {}
@@ -168,6 +171,23 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
     linear = sum(prod(shape) for shape in shapes.values())
     plan = Plan(specs, layouts, embeddings, kept, linear, total, dense)
     return replace(plan, overhead_bytes=overhead_bytes(streamed, plan, config))
+
+
+def _check_for_encoder(kind: str, config: QuantizeConfig) -> None:
+    """Refuse what needs next tokens.
+
+    Raises:
+        InputError: a method on gradients of a language model's loss, or a KV-cache.
+    """
+    if config.method not in ENCODER_METHODS:
+        raise InputError(
+            f"{config.method} needs the loss of a language model, and {kind} is an encoder: choose "
+            f"{', '.join(ENCODER_METHODS[:-1])} or {ENCODER_METHODS[-1]}"
+        )
+    if config.kv_bits != 16:
+        raise InputError(
+            f"--kv-bits {config.kv_bits}: {kind} is an encoder and has no KV-cache; leave it out"
+        )
 
 
 def fit_budget(

@@ -54,6 +54,8 @@ METHOD_WIDTHS = {
 METHODS = tuple(METHOD_WIDTHS)
 CODEBOOK_METHODS = ("squeezellm", "any-precision", "cmpq")
 FISHER_METHODS = ("squeezellm", "any-precision")  # calibrated on gradients
+SEARCH_METHODS = ("mixllm", "llm-mq")  # widths chosen by gradients
+ENCODER_METHODS = tuple(m for m in METHODS if m not in (*FISHER_METHODS, *SEARCH_METHODS))
 CODEBOOK_BITS = (16, 8, 4)
 UNIFORM_METHODS = ("rtn", "gptq", "awq", "smoothquant", "mixllm", "atom", "llm-mq")
 COMPENSATED = ("gptq", "mixllm", "atom", "llm-mq")  # uniform grids with GPTQ's error compensation
@@ -297,7 +299,7 @@ class QuantizeConfig:
     @property
     def searches(self) -> bool:
         """Whether widths are chosen over the whole model, from gradients, before any block is quantized."""
-        return self.method in ("mixllm", "llm-mq")
+        return self.method in SEARCH_METHODS
 
     @property
     def clips(self) -> bool:

@@ -1,4 +1,4 @@
-"""A Transformers causal LM of which only one decoder block is in memory at a time.
+"""A Transformers causal LM or encoder of which only one block is in memory at a time.
 
 The model is built on the meta device; the parts outside the blocks are materialised for the one pass that
 turns tokens into the first block's input, and each block for as long as it is worked on.
@@ -11,21 +11,23 @@ import ctypes
 import fnmatch
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
+from anybit.architectures import auto_class, is_encoder
 from anybit.checkpoint import Checkpoint
 from anybit.errors import InputError
 from anybit.methods.grid import FP16_MAX
 from anybit.progress import Advance
+
+UNFILLED = 0xFF  # in every byte of a buffer that is to be computed: no number that one would hold
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class StreamedModel:
     """Blocks, linears and tensors of a checkpoint, loaded on demand.
 
     Raises:
-        InputError: an architecture whose decoder blocks or linear layers cannot be found, or with experts fused
+        InputError: an architecture whose blocks or linear layers cannot be found, or with experts fused
             into one parameter.
     """
 
@@ -48,7 +50,8 @@ class StreamedModel:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.model = _meta_model(checkpoint, dtype)
-        self.block_prefix, self.blocks = _decoder_blocks(self.model)
+        self.encoder = is_encoder(checkpoint.config)
+        self.block_prefix, self.blocks = _blocks(self.model)
         _refuse_fused_experts(self.model, self.blocks)
         self.names = _checkpoint_names(self.model, checkpoint)
 
@@ -117,7 +120,7 @@ class StreamedModel:
     @contextmanager
     def block(self, i: int) -> Iterator[nn.Module]:
         """Block i with its weights, for the length of a `with`."""
-        self.materialise(self.blocks[i], self.block_name(i))
+        self.materialise_block(i)
         try:
             yield self.blocks[i]
         finally:
@@ -125,24 +128,9 @@ class StreamedModel:
             _return_memory()
 
     def outside_modules(self) -> dict[str, nn.Module]:
-        """Leaf modules outside the decoder blocks: embeddings, final norm, rotary tables, head."""
+        """Modules outside the blocks that hold tensors: embeddings, final norm, rotary tables, pooler, head."""
         inside = set(self.blocks.modules())
-        return {n: m for n, m in self.model.named_modules() if m not in inside and not list(m.children())}
-
-    def check_outside(self) -> None:
-        """Refuse models that keep tensors where `materialise` would not fill them.
-
-        Raises:
-            InputError: a parameter or buffer of a module outside the blocks that has modules of its own.
-        """
-        inside = set(self.blocks.modules())
-        for name, module in self.model.named_modules():
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            if own and list(module.children()) and module not in inside:
-                raise InputError(
-                    f"{self.model.config.model_type} models keep {name}.{own[0][0]} outside their blocks, which "
-                    "anybit does not know how to fill: this architecture cannot be calibrated yet; choose --method rtn"
-                )
+        return {n: m for n, m in self.model.named_modules() if m not in inside and _own_tensors(m)}
 
     def check_structure(self) -> None:
         """Refuse, before any long work, a model whose blocks cannot be calibrated one by one.
@@ -158,15 +146,23 @@ class StreamedModel:
         return [name for name in self.checkpoint.names() if name not in used]
 
     def materialise(self, module: nn.Module, prefix: str) -> None:
-        """Allocate a module and fill it from the checkpoint."""
-        module.to_empty(device="cpu")
-        _compute_buffers(self.model, module)
-        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        """Allocate the tensors of a module, not those of modules in it, and fill them from the checkpoint.
+
+        Raises:
+            InputError: a buffer that no checkpoint stores and Transformers does not compute.
+        """
+        module.to_empty(device="cpu", recurse=False)
+        _compute_buffers(self.model, module, prefix)
         with torch.no_grad():
-            for name, target in own.items():
-                full = f"{prefix}.{name}" if name else prefix
+            for name, target in _own_tensors(module).items():
+                full = f"{prefix}.{name}".removeprefix(".")
                 if full in self.names:
                     target.copy_(self.read(full))
+
+    def materialise_block(self, i: int) -> None:
+        """Allocate block i and fill it."""
+        for name, module in self.blocks[i].named_modules(prefix=self.block_name(i)):
+            self.materialise(module, name)
 
     def first_inputs(self, tokens: Tensor, keep: Callable[[int, Tensor], None]) -> list[BlockCall]:
         """Hand the hidden states that enter block 0 to `keep`, row by row of tokens [n, seq_len].
@@ -175,34 +171,58 @@ class StreamedModel:
             How each block is called.
 
         Raises:
-            InputError: a model whose blocks get other inputs that depend on the tokens.
+            InputError: a model whose blocks do not follow one another directly, or get other inputs that depend on
+                the tokens; see also `materialise`.
         """
-        decoder = getattr(self.model, self.model.base_model_prefix)
-        self.check_outside()
         outside = {
             n: m for n, m in self.outside_modules().items() if m is not self.model.get_output_embeddings()
         }
         for name, module in outside.items():
             self.materialise(module, name)
         calls: list[BlockCall] = []
-        with _recorded(self.blocks) as records, torch.no_grad():
+        tuples = self._takes_tuples(tokens[0])
+        with _recorded(self.blocks, tuples) as records, torch.no_grad():
             for i, row in enumerate(tokens):
                 records.clear()
-                decoder(input_ids=row[None], use_cache=False)
-                self._check_records(records, calls)
+                self._run_stubs(row)
+                self._check_records(records, calls, len(row))
                 keep(i, records[0][0].to(self.dtype))
                 calls = calls or [call for _, call in records]
         for module in outside.values():
             module.to("meta")
         return calls
 
-    def _check_records(self, records: list[tuple[Tensor, BlockCall]], calls: list[BlockCall]) -> None:
-        """The blocks ran one after another on hidden states, called as for the rows of tokens before."""
-        kind = self.model.config.model_type
-        if len(records) != len(self.blocks) or any(h.shape != records[0][0].shape for h, _ in records):
+    def _run_stubs(self, row: Tensor) -> None:
+        """One forward of the model around its replaced blocks."""
+        try:
+            self.model.base_model(input_ids=row[None], use_cache=False)
+        except (ValueError, IndexError, TypeError, AttributeError) as error:  # at what a stub returned
             raise InputError(
-                f"{kind} models do not run their {len(self.blocks)} decoder blocks one after another on the hidden "
-                "states, which anybit needs: this architecture is not supported yet"
+                f"{self.model.config.model_type} models take more from their blocks than hidden states ({error}): this "
+                "architecture cannot be calibrated yet; choose --method rtn"
+            ) from error
+
+    def _takes_tuples(self, row: Tensor) -> bool:
+        """Whether the model takes the first of a block's outputs: of a tensor in their place, that has no batch."""
+        # What fails here fails again when it matters.
+        with _recorded(self.blocks, tuples=False) as records, torch.no_grad(), suppress(Exception):
+            self.model.base_model(input_ids=row[None], use_cache=False)
+        return len(records) > 1 and records[1][0].shape == records[0][0].shape[1:]
+
+    def _check_records(
+        self, records: list[tuple[Tensor, BlockCall]], calls: list[BlockCall], length: int
+    ) -> None:
+        """The blocks ran one after another on `length` hidden states, called as for the rows of tokens before."""
+        kind = self.model.config.model_type
+        if len(records) != len(self.blocks) or any(not _equal(h, records[0][0]) for h, _ in records):
+            raise InputError(
+                f"{kind} models do not run their {len(self.blocks)} blocks one after another on the hidden states, "
+                "which anybit needs: this architecture is not supported yet"
+            )
+        if records[0][0].shape[1] != length:
+            raise InputError(
+                f"the blocks of {kind} get {records[0][0].shape[1]} states for {length} tokens: padded windows cannot "
+                "be calibrated yet; choose --method rtn"
             )
         compared: set[tuple[int, int]] = set()  # blocks mostly get the very same tensors
         if any(not _same(call, known, compared) for (_, call), known in zip(records, calls)):
@@ -251,13 +271,15 @@ def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         )
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+            return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    except InputError:
+        raise
     except Exception as error:  # what impossible sizes make of each model class has no common base class
         cause = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         if "Unrecognized configuration class" in cause:
             raise InputError(
-                f"{checkpoint.source}: {config.model_type!r} is not a causal language model that Transformers knows; "
-                f"anybit compresses those ({cause})"
+                f"{checkpoint.source}: {config.model_type!r} is neither a causal language model nor an encoder that "
+                f"Transformers knows; anybit compresses those ({cause})"
             ) from error
         raise InputError(
             f"{checkpoint.source}: its configuration does not describe a {config.model_type} that can be built "
@@ -265,14 +287,14 @@ def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def _decoder_blocks(model: Any) -> tuple[str, nn.ModuleList]:
-    """The list of decoder blocks: the one ModuleList with as many entries as the config has layers."""
+def _blocks(model: Any) -> tuple[str, nn.ModuleList]:
+    """The list of transformer blocks: the one ModuleList with as many entries as the config has layers."""
     layers = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
             return name, module
     raise InputError(
-        f"{model.config.model_type}: found no list of {layers} decoder blocks: unsupported architecture"
+        f"{model.config.model_type}: found no list of {layers} transformer blocks: unsupported architecture"
     )
 
 
@@ -330,25 +352,43 @@ def _renamed(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
     return {rename_source_key(n, renamings, [])[0]: n for n in names} | {n: n for n in names}
 
 
-def _compute_buffers(model: Any, module: nn.Module) -> None:
-    """Fill buffers that no checkpoint stores (rotary tables, embedding scales) the way Transformers does."""
-    for part in module.modules():
-        if part._non_persistent_buffers_set:
-            for (
-                parameter
-            ) in part.parameters():  # the checkpoint fills them: no random numbers are to be drawn
-                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-            model._init_weights(part)
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module itself, by name."""
+    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+
+
+def _compute_buffers(model: Any, module: nn.Module, name: str) -> None:
+    """Fill a module's buffers that no checkpoint stores (rotary tables, position ids) the way Transformers does."""
+    computed = {
+        n: b for n, b in module.named_buffers(recurse=False) if n in module._non_persistent_buffers_set
+    }
+    if not computed:
+        return
+    for parameter in module.parameters():  # the checkpoint fills them: no random numbers are to be drawn
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    for buffer in computed.values():
+        _bytes(buffer).fill_(UNFILLED)
+    model._init_weights(module)
+    for own, buffer in computed.items():
+        if buffer.numel() and (_bytes(buffer) == UNFILLED).all():
+            raise InputError(
+                f"{model.config.model_type} models keep {name}.{own} outside the checkpoint, and anybit does not know "
+                "how to fill it: this architecture cannot be calibrated yet; choose --method rtn"
+            )
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    return buffer.reshape(-1).view(torch.uint8)
 
 
 @contextmanager
-def _recorded(blocks: nn.ModuleList) -> Iterator[list[tuple[Tensor, BlockCall]]]:
-    """Replace every block's forward by one that notes its call and hands its input on."""
+def _recorded(blocks: nn.ModuleList, tuples: bool) -> Iterator[list[tuple[Tensor, BlockCall]]]:
+    """Replace every block's forward by one that notes its call and hands its input on, alone or in a tuple."""
     records: list[tuple[Tensor, BlockCall]] = []
 
-    def stub(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def stub(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         records.append((hidden_states, BlockCall(args, kwargs)))
-        return hidden_states
+        return (hidden_states,) if tuples else hidden_states
 
     for block in blocks:
         block.forward = stub
@@ -357,6 +397,10 @@ def _recorded(blocks: nn.ModuleList) -> Iterator[list[tuple[Tensor, BlockCall]]]
     finally:
         for block in blocks:
             del block.forward
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a is b or torch.equal(a, b)
 
 
 def _same(a: Any, b: Any, compared: set[tuple[int, int]]) -> bool:

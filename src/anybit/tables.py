@@ -30,10 +30,7 @@ def print_evaluation(f: dict[str, Any]) -> None:
     shown = "none (nothing to score)" if f["perplexity"] is None else f"{f['perplexity']:.4f}"
     typer.echo(f"perplexity        {shown} over {f['tokens']} tokens in windows of {f['seq_len']}")
     typer.echo(f"tail left out     {f['tail_tokens']} tokens")
-    if f["bits_per_weight"] is not None:
-        more = f["file_bits_per_weight"] - f["bits_per_weight"]
-        stored = f" (all widths {f['file_bits_per_weight']:.3f})" if more else ""
-        typer.echo(f"bits per weight   {f['bits_per_weight']:.3f}{stored}, {f['size_bytes'] / 1e6:.1f} MB")
+    _print_stored(f)
     if f["kv_bits"] != 16:
         typer.echo(f"KV-cache          {f['kv_bits']} bits")
     if f.get("kld_mean") is not None:
@@ -47,6 +44,26 @@ def print_evaluation(f: dict[str, Any]) -> None:
             f"{name:17} "
             + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in scores.items())
         )
+
+
+def print_embeddings(f: dict[str, Any]) -> None:
+    """An encoder beside its base and the scores of sentence pairs."""
+    typer.echo(f"embeddings        of {f['sentences']} sentences, pooling {f['pooling']}")
+    _print_stored(f)
+    if "cosine_mean" in f:
+        typer.echo(f"cosine with base  mean {f['cosine_mean']:.5f}, least {f['cosine_min']:.5f}")
+    for key, label in (("spearman", "Spearman"), ("base_spearman", "base Spearman")):
+        if key in f:
+            shown = "none (all pairs are equally similar)" if f[key] is None else f"{f[key]:.4f}"
+            typer.echo(f"{label:17} {shown} over {f['pairs']} pairs")
+
+
+def _print_stored(f: dict[str, Any]) -> None:
+    """What an artifact stores; nothing for another model."""
+    if f["bits_per_weight"] is not None:
+        more = f["file_bits_per_weight"] - f["bits_per_weight"]
+        stored = f" (all widths {f['file_bits_per_weight']:.3f})" if more else ""
+        typer.echo(f"bits per weight   {f['bits_per_weight']:.3f}{stored}, {f['size_bytes'] / 1e6:.1f} MB")
 
 
 def print_inspection(f: dict[str, Any]) -> None:

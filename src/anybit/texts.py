@@ -59,7 +59,7 @@ def read_text(source: str, split: str = "test") -> str:
         return data.decode("utf-8")
     path = Path(os.path.expanduser(source))  # os.path answers for every string, Path raises for some
     if os.path.isfile(path):
-        return _read_jsonl(path) if path.suffix == ".jsonl" else _read_utf8(path)
+        return _read_jsonl(path) if path.suffix == ".jsonl" else read_utf8(path)
     if os.path.isdir(path) and source:
         raise InputError(f"text source {source} is a directory; give a .txt or .jsonl file in it.")
     if path.suffix in FILE_SUFFIXES or source.startswith(("/", "./", "../", "~")) or not source:
@@ -130,7 +130,8 @@ def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
-def _read_utf8(path: Path) -> str:
+def read_utf8(path: Path) -> str:
+    """A text file as it is. Raises InputError for what is not UTF-8 or cannot be read."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -143,7 +144,7 @@ def _read_utf8(path: Path) -> str:
 
 def _read_jsonl(path: Path) -> str:
     # split at line feeds only: str.splitlines would also cut at U+2028 and the like inside a document
-    lines = _read_utf8(path).split("\n")
+    lines = read_utf8(path).split("\n")
     documents = [_document(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not documents:
         raise InputError(f'{path} has no lines; every line should be an object with a field "text".')
@@ -158,22 +159,23 @@ def _document(path: Path, number: int, line: str) -> str:
         raise InputError(f"{where} is not valid JSON; each line should be one object.") from None
     if not isinstance(row, dict):
         raise InputError(f'{where} is a {type(row).__name__}; expected an object with a field "text".')
-    return _text_field(where, row)
+    return text_field(where, row)
 
 
-def _text_field(where: str, row: Mapping[str, Any]) -> str:
-    if "text" not in row:
+def text_field(where: str, row: Mapping[str, Any], name: str = "text") -> str:
+    """A string of a row; InputError says `where` it is missing or no Unicode text."""
+    if name not in row:
         raise InputError(
-            f'{where} has no field "text" (it has {sorted(row)}); rename the field that holds it.'
+            f'{where} has no field "{name}" (it has {sorted(row)}); rename the field that holds it.'
         )
-    text = row["text"]
+    text = row[name]
     if not isinstance(text, str):
-        raise InputError(f'{where}: field "text" is a {type(text).__name__}; expected a string.')
+        raise InputError(f'{where}: field "{name}" is a {type(text).__name__}; expected a string.')
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise InputError(
-            f'{where}: field "text" holds half a surrogate pair; write it as valid Unicode.'
+            f'{where}: field "{name}" holds half a surrogate pair; write it as valid Unicode.'
         ) from None
     return text
 
@@ -198,7 +200,7 @@ def _read_hub(source: str, split: str) -> str:
             f"({type(error).__name__}: {_first_line(error)}); check NAME:CONFIG:SPLIT and the network."
         ) from error
     where = f"data set {source}"
-    texts = [_text_field(f"{where}, row {number}", row) for number, row in enumerate(rows)]
+    texts = [text_field(f"{where}, row {number}", row) for number, row in enumerate(rows)]
     if dataset.rpartition("/")[2] == "wikitext":
         # its rows are the file's lines, where blank ones (" \n") became "": this is the file as it was
         return "".join(text or " \n" for text in texts)

@@ -215,7 +215,7 @@ class ArtifactWriter:
         )
         for name, text in {**described, HASHES: hashes, **texts}.items():
             (self.work / name).write_text(text, encoding="utf-8")
-        for path in [*self.work.iterdir(), self.work]:
+        for path in [*self.work.rglob("*"), self.work]:
             _sync(path)
         self._publish()
 

@@ -1,4 +1,4 @@
-"""anybit as a quantizer of Transformers: `AutoModelForCausalLM.from_pretrained(OUT)` after `import anybit`."""
+"""anybit as a quantizer of Transformers: `AutoModel...from_pretrained(OUT)` after `import anybit`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _refuse_undescribed(model: Any, config: AnybitConfig) -> None:
     """Refuse a config that lost layers: Transformers would give them random weights.
 
     Raises:
-        InputError: a linear layer of a decoder block that is neither quantized nor stored as it is.
+        InputError: a linear layer of a block that is neither quantized nor stored as it is.
     """
     described = {**config.layers, **config.dense}
     blocks = {match.group(1) for name in described if (match := re.match(r"(.+?)\.\d+\.", name))}

@@ -1,0 +1,47 @@
+"""Which kind of model a checkpoint is: a causal language model, or an encoder such as BERT."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from anybit.errors import InputError
+
+PRETRAINING_HEADS = ("ForMaskedLM", "ForPreTraining")  # an encoder is used without them
+
+
+def is_encoder(config: PreTrainedConfig) -> bool:
+    """Whether a configuration describes a bidirectional encoder, which has embeddings and no next token."""
+    bidirectional = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return bidirectional and not (getattr(config, "is_decoder", False) or config.is_encoder_decoder)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The Transformers Auto class that a checkpoint is built and loaded with.
+
+    Raises:
+        InputError: an encoder with a head for a task, which `AutoModel` would drop.
+    """
+    if not is_encoder(config):
+        return AutoModelForCausalLM
+    for name in config.architectures or ():
+        headed = re.fullmatch(r"(\w+?)For[A-Z]\w+", name)
+        if headed and not name.endswith(PRETRAINING_HEADS):
+            raise InputError(
+                f"{name} is an encoder with a head for one task, which anybit does not keep: it compresses encoders "
+                f"for their embeddings; save the encoder alone ({headed[1]}Model) and compress that"
+            )
+    return AutoModel
+
+
+def max_positions(model: Any) -> int | None:
+    """How many tokens a model reaches; None where its config does not say."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        return None
+    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+    reserved = getattr(tables[0], "padding_idx", None) if tables else None
+    return limit if reserved is None else limit - reserved - 1  # RoBERTa's begin behind the padding's

@@ -1,0 +1,256 @@
+"""Sentence embeddings of an encoder, and how far quantization moved them.
+
+An embedding is the mean of the last hidden states over the attention mask, or the state of the first token where
+sentence-transformers' pooling file says so, divided by its length. Two models are compared by the cosine between their
+embeddings of the same sentences; a model and human judgement by Spearman's rank correlation between the cosines of
+sentence pairs and their scores, as on the STS benchmarks.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.architectures import max_positions
+from anybit.checkpoint import POOLING, read_json
+from anybit.errors import InputError
+from anybit.progress import Advance, ignore
+from anybit.texts import read_utf8, text_field
+
+BATCH = 32  # sentences embedded at a time
+SENTENCES = 500  # of a text, evenly spaced
+SENTENCE_WORDS = 5  # fewer make no sentence
+COLUMNS = ("sentence1", "sentence2", "score")
+MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, what is computed here
+
+
+class Tsv(csv.excel_tab):
+    """Quotes mean nothing, as in the STS benchmark's files."""
+
+    quoting = csv.QUOTE_NONE
+
+
+DIALECTS: dict[str, type[csv.Dialect]] = {".tsv": Tsv, ".csv": csv.excel}
+Embeddings = Mapping[str, Tensor]  # sentence -> [hidden], of unit length
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Sentence pairs and how similar people, or another model, find them."""
+
+    first: list[str]
+    second: list[str]
+    scores: list[float]
+
+
+def read_pairs(path: Path) -> Pairs:
+    """Pairs from a `.jsonl`, `.tsv` or `.csv` file with the columns sentence1, sentence2 and score.
+
+    Raises:
+        InputError: a file that cannot be read, with the line that is wrong; scores without any order.
+    """
+    if path.suffix not in (".jsonl", *DIALECTS):
+        raise InputError(f"pairs file {path}: expected a .jsonl, .tsv or .csv file")
+    if not path.is_file():
+        raise InputError(f"pairs file {path} does not exist: check the path")
+    rows = _json_rows(path) if path.suffix == ".jsonl" else _table_rows(path)
+    found = [_pair(f"{path}, line {number}", row) for number, row in rows]
+    scores = [score for _, _, score in found]
+    if len(set(scores)) < 2:
+        raise InputError(
+            f"{path} has {len(found)} pairs with {len(set(scores))} different scores: a rank correlation needs at "
+            "least two"
+        )
+    return Pairs([first for first, _, _ in found], [second for _, second, _ in found], scores)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(read_utf8(path).split("\n"), 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError):
+                raise InputError(
+                    f"{path}, line {number} is not valid JSON; each line should be one object"
+                ) from None
+
+
+def _table_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Rows below a header, numbered by the line they end on."""
+    text = io.StringIO(read_utf8(path).removeprefix("\ufeff"), newline="")
+    reader = csv.DictReader(text, dialect=DIALECTS[path.suffix], strict=True)
+    try:
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise InputError(
+                f"{path}, line 1 names no column {missing[0]!r}: expected a header with {', '.join(COLUMNS)}"
+            )
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise InputError(f"{path}, line {reader.reader.line_num} is no row of a table ({error})") from None
+
+
+def _pair(where: str, row: Any) -> tuple[str, str, float]:
+    if not isinstance(row, Mapping):
+        raise InputError(f"{where} is a {type(row).__name__}; expected an object with {', '.join(COLUMNS)}")
+    first, second = (text_field(where, row, name) for name in COLUMNS[:2])
+    if not (first.strip() and second.strip()):
+        raise InputError(f"{where} has an empty sentence; expected two sentences and a score")
+    score = row.get("score")
+    try:
+        value = float(str(score))  # a table's cell, or a number of JSON; "True" is none
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError(f"{where}: score is {score!r}; expected a number")
+    return first, second, value
+
+
+def split_sentences(text: str) -> list[str]:
+    """The different sentences of a text, in its order; a line end or a full stop ends one."""
+    found = [s for line in text.splitlines() for s in re.split(r"(?<=[.!?])\s+", line.strip())]
+    return list(dict.fromkeys(s for s in found if len(s.split()) >= SENTENCE_WORDS))
+
+
+def sentences_of(text: str) -> list[str]:
+    """At most `SENTENCES` sentences, evenly spaced over a text."""
+    found = split_sentences(text)
+    step = max(1.0, len(found) / SENTENCES)
+    return [found[int(i * step)] for i in range(min(len(found), SENTENCES))]
+
+
+def pooling_of(folder: Path) -> str:
+    """How a directory's model pools: "mean" or "cls"; the mean where nothing is said.
+
+    Raises:
+        InputError: another pooling, or modules behind it that are not computed here.
+    """
+    if (folder / "modules.json").is_file():
+        _check_modules(folder / "modules.json")
+    if not (folder / POOLING).is_file():
+        return "mean"
+    config = read_json(folder / POOLING)
+    modes = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+    chosen = sorted(key for key, value in config.items() if key.startswith("pooling_mode_") and value is True)
+    if len(chosen) != 1 or chosen[0] not in modes:
+        raise InputError(
+            f"{folder / POOLING} sets {' and '.join(chosen) or 'no pooling_mode'}: only one of {' and '.join(modes)} "
+            "is computed here"
+        )
+    return modes[chosen[0]]
+
+
+def _check_modules(path: Path) -> None:
+    """Refuse sentence-transformers' modules that change the embedding behind the pooling."""
+    try:
+        kinds = [str(module["type"]).rpartition(".")[2] for module in json.loads(path.read_text("utf-8"))]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{path} is not sentence-transformers' list of modules: copy it again") from error
+    for kind in kinds:
+        if kind not in MODULES:
+            raise InputError(
+                f"{path} puts a {kind} into the embedding, which is not computed here: only {', '.join(MODULES)} are"
+            )
+
+
+@torch.no_grad()
+def embed(
+    model: Any,
+    tokenizer: Any,
+    sentences: Sequence[str],
+    *,
+    pooling: str = "mean",
+    seq_len: int | None = None,
+    advance: Advance = ignore,
+) -> Tensor:
+    """Embeddings of unit length, float64 [n, hidden].
+
+    Args:
+        model: an encoder of Transformers.
+        tokenizer: its tokenizer; it pads a batch and cuts sentences.
+        sentences: n strings.
+        pooling: "mean" or "cls".
+        seq_len: most tokens of a sentence; by default what model and tokenizer reach.
+        advance: called with the number of sentences of each batch.
+
+    Raises:
+        InputError: a length beyond the model's positions, a tokenizer that cannot pad or belongs to another model,
+            embeddings that are NaN or infinite.
+    """
+    length = _length(model, tokenizer, seq_len)
+    order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))  # batches of alike lengths
+    made: dict[int, Tensor] = {}
+    for a in range(0, len(order), BATCH):
+        batch = order[a : a + BATCH]
+        texts = [sentences[i] for i in batch]
+        encoded = tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        ids, mask = encoded["input_ids"], encoded["attention_mask"]
+        if int(ids.max()) >= model.get_input_embeddings().num_embeddings:
+            raise InputError(
+                "the tokenizer has more tokens than the model's vocabulary: they do not belong together"
+            )
+        states = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device)).last_hidden_state
+        made |= zip(batch, _pooled(states.double().cpu(), mask, pooling))
+        advance(len(batch))
+    embeddings = torch.stack([made[i] for i in range(len(sentences))])
+    if not embeddings.isfinite().all():
+        raise InputError("the embeddings are NaN or infinite: load the model in float32 or check its weights")
+    return embeddings
+
+
+def _length(model: Any, tokenizer: Any, seq_len: int | None) -> int:
+    """Most tokens that a sentence is cut to."""
+    if tokenizer.pad_token_id is None:
+        raise InputError(
+            "the tokenizer has no padding token, which batches of sentences need: name one in its files"
+        )
+    limit = max_positions(model)
+    if seq_len is not None and limit is not None and seq_len > limit:
+        raise InputError(
+            f"seq_len {seq_len} is longer than the {limit} positions of the model; use --seq-len {limit}"
+        )
+    known = (limit, tokenizer.model_max_length) if seq_len is None else (seq_len,)
+    return min(n for n in known if n is not None)
+
+
+def _pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
+    """[n, hidden] of unit length from states [n, tokens, hidden] and their mask [n, tokens]."""
+    if pooling == "cls":
+        first = mask.argmax(1)  # padding may stand in front
+        return torch.nn.functional.normalize(states[torch.arange(len(states)), first], dim=-1)
+    weights = mask[..., None].to(states.dtype)
+    return torch.nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=-1)
+
+
+def compare(own: Embeddings, base: Embeddings) -> dict[str, float]:
+    """Mean and least cosine between two models' embeddings of the same sentences.
+
+    Raises:
+        InputError: embeddings of different widths.
+    """
+    widths = [len(next(iter(made.values()))) for made in (own, base)]
+    if widths[0] != widths[1]:
+        raise InputError(
+            f"the embeddings have {widths[0]} and {widths[1]} dimensions: compare with the model that was quantized"
+        )
+    found = torch.stack([own[sentence] @ base[sentence] for sentence in own])
+    return {"cosine_mean": float(found.mean()), "cosine_min": float(found.min())}
+
+
+def rank_correlation(made: Embeddings, pairs: Pairs) -> float | None:
+    """Spearman's correlation of the pairs' cosines with their scores; None where all cosines are the same."""
+    from scipy.stats import spearmanr  # what only this needs
+
+    found = torch.stack([made[a] @ made[b] for a, b in zip(pairs.first, pairs.second)])
+    return None if (found == found[0]).all() else float(spearmanr(found.numpy(), pairs.scores).statistic)
