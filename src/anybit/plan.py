@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from anybit import salience
+from anybit import finetune, salience
 from anybit.description import dense_layout
 from anybit.errors import InputError
 from anybit.footprint import overhead_bytes
@@ -270,6 +270,13 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
         )  # forward twice, as blocks are recomputed, and backward for inputs and weights
         forwards = passes if config.gradients else forwards + passes
         working += plan.model_weights * streamed.dtype.itemsize
+    if config.finetune:
+        # A backward pass is two forwards; each of the optimiser's steps passes the weights some hundred times.
+        forwards += 1 + 3 * config.finetune_epochs
+        steps = config.finetune_epochs * tokens / finetune.BATCH_TOKENS
+        clustering += steps * plan.quantized_weights * finetune.STEP_SECONDS
+        working += block_weights * finetune.BYTES_PER_WEIGHT
+        activations *= 2
     flops = forwards * 2 * block_weights * tokens + moments + sweep + 200 * block_weights
     seconds = blocks * flops / _matmul_speed() + clustering + plan.model_weights / 2e8
     free = shutil.disk_usage(next(p for p in [out, *out.absolute().parents] if p.exists())).free
