@@ -132,7 +132,7 @@ def tiny_task(windows: int = 16) -> tuple[Task, dict[str, Trainable]]:
     mixing = torch.eye(32) + random(32, 32, seed=99) / 4
     with torch.no_grad(), Collector(linears, hessian=True) as collector:
         for i in range(windows):
-            inputs.put(i, random(1, 64, 32, seed=100 + i) @ mixing)
+            inputs.put(i, random(1, 512, 32, seed=100 + i) @ mixing)
             targets.put(i, block(inputs.get(i))[0])
             collector.finish_forward()
     weights = {

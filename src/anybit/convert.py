@@ -188,7 +188,8 @@ class _Run:
             return
         samples = 0 if text is None else len(text.tokens)
         passes = samples * (blocks if self.config.unquantized_inputs else 2 * blocks - 1)
-        passes += blocks * self._finetuning(samples)
+        if self.config.finetune:
+            passes += blocks * (samples + finetune.passes(samples, self.config.finetune_epochs))
         advance = self.report.task(f"{self.config.method} {blocks} blocks", passes + len(self.plan.layouts))
         hidden, targets, calls = None, None, []
         if text is not None:
@@ -200,12 +201,6 @@ class _Run:
                 targets.put(sample, hidden.get(sample))
         for i in range(blocks):
             self._block(i, hidden, targets, calls[i] if calls else None, advance)
-
-    def _finetuning(self, samples: int) -> int:
-        """Forward passes of one window that finetuning a block adds, a backward pass counted as two."""
-        if not self.config.finetune:
-            return 0
-        return samples + finetune.passes(samples, self.config.finetune_epochs)
 
     def _all_from_gradients(self, text: CalibrationSet) -> None:
         """Statistics of the whole model first, then block after block."""
@@ -253,13 +248,12 @@ class _Run:
             advance(len(linears))
             return
         with self.streamed.block(i) as block, torch.no_grad():
+            if targets is not None:
+                self._forward(block, targets, call, True, advance)
             if not finished:
                 with self._collector(linears) as collector:
                     self._forward(block, hidden, call, self.config.unquantized_inputs, advance, collector)
-                task = None
-                if targets is not None:
-                    self._forward(block, targets, call, True, advance)
-                    task = finetune.Task(block, call, hidden, targets)
+                task = None if targets is None else finetune.Task(block, call, hidden, targets)
                 tensors = self._quantize_block(i, linears, collector.stats, advance, task)
             else:
                 tensors = self.writer.read_shard(i + 1)
@@ -267,10 +261,9 @@ class _Run:
                 if self.config.unquantized_inputs:
                     self._forward(block, hidden, call, True, advance)
                 if targets is not None:
-                    self._forward(block, targets, call, True, advance)
-                    advance(self._finetuning(len(hidden)) - len(hidden))
+                    advance(finetune.passes(len(hidden), self.config.finetune_epochs))
             if not self.config.unquantized_inputs and not last:
-                hooks = []
+                hooks, packed = [], None
                 for name, module in linears.items():
                     packed = _stored(name, self.plan.layouts[name], tensors)
                     _overwrite_weight(module, unpack(packed).dequantize())
@@ -369,10 +362,11 @@ class _Run:
         made, errors = finetune.finetune(
             task, trainable, self.config.finetune_epochs, self.config.seed, advance or ignore
         )
-        self.report.say(
-            f"block {i}: finetuning takes the error on held-out windows from {errors[0]:.4g} to {min(errors):.4g} "
-            f"({len(errors) - 1} epochs)"
-        )
+        if errors:
+            self.report.say(
+                f"block {i}: finetuning takes the error on held-out windows from {errors[0]:.4g} to {min(errors):.4g} "
+                f"({len(errors) - 1} epochs)"
+            )
         return ((prefix + name, weight) for name, weight in made.items())
 
     def _kept(self, name: str) -> Tensor:

@@ -11,9 +11,9 @@ calibration windows alone, with a share of them held out to stop early.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -29,14 +29,15 @@ from anybit.streaming import BlockCall
 from anybit.tensors import QuantizedWeight
 
 HELD_OUT = 8  # every so many calibration windows, one is held out
-PATIENCE = 3  # epochs without a new best before a block is left
+PATIENCE = 3  # epochs in a row without a new best before a block is left
 BATCH_TOKENS = 2048  # at most, per step,
 STEPS = 8  # of which an epoch has at least so many, where there are the windows
-CODE_RATE = 0.004  # learning rates: of codes, in codes,
+BETAS = (0.9, 0.95)  # of Adam
+CODE_RATE = 0.01  # learning rates: of codes, in codes,
 SCALE_RATE = 0.002  # and of everything else, relative to its size
-STEP_SECONDS = 4e-8  # of a step, per weight: rounding, its gradient and Adam
+STEP_SECONDS = 2.5e-8  # of a step, per weight and thread: rounding, its gradient and Adam
 BYTES_PER_WEIGHT = (
-    32  # codes, gradient, two moments, dense weights and their gradient, and what rounding needs
+    36  # float32 codes, the best ones, dense weights, both's gradients, two moments; rounding's own
 )
 SLACK = 0.49  # how far from its code a weight may be
 REACH = 2.0  # factor that a scale or outlier may move by
@@ -157,47 +158,69 @@ class Task:
 def finetune(
     task: Task, weights: Mapping[str, Trainable], epochs: int, seed: int, advance: Advance = ignore
 ) -> tuple[dict[str, QuantizedWeight], list[float]]:
-    """Train the linears of a block together; `weights` by their names in the block.
+    """Train the linears of a block together.
+
+    Args:
+        task: the block; its parameters no longer ask for gradients afterwards, and stay as they are.
+        weights: by the linears' names in the block.
+        epochs: passes over the windows that are not held out, at most.
+        seed: of the windows' order.
+        advance: told of passes, `passes(windows, epochs)` in all.
 
     Returns:
-        The best weights on the held-out windows, the start among them, and the held-out error after every epoch.
+        The weights that are best on the held-out windows, the start among them, and the error there (the mean of
+        `_error`) before training and after each epoch; nothing where there are no weights.
     """
+    windows = len(task.inputs)
+    if not weights:
+        advance(passes(windows, epochs))
+        return {}, []
     task.block.requires_grad_(False)
-    training, held_out = split(len(task.inputs))
-    batch = max(1, min(BATCH_TOKENS // task.inputs.get(0).shape[1], len(training) // STEPS))
-    codes = [w.codes for w in weights.values()]
+    training, held_out = split(windows)
+    batch = batch_size(windows, task.inputs.get(0).shape[1])
     others = [p for w in weights.values() for p in w.others()]
-    optimizer = torch.optim.Adam(
-        [{"params": codes, "lr": CODE_RATE}, {"params": others, "lr": SCALE_RATE}], betas=(0.9, 0.95)
-    )
-    steps = epochs * math.ceil(len(training) / batch)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    codes = [w.codes for w in weights.values()]
+    parameters = [*codes, *others]
+    groups = [{"params": codes, "full_rate": CODE_RATE}, {"params": others, "full_rate": SCALE_RATE}]
+    optimizer = torch.optim.Adam(groups, betas=BETAS, fused=True)
+    steps, step, failures = epochs * ceil(len(training) / batch), 0, 0
     generator = torch.Generator().manual_seed(seed)
-    best, errors = {}, [error_of(task, weights, held_out)]
-    best = {n: w.start for n, w in weights.items()}
-    since = 0
-    for _ in range(epochs):
+    best = [p.detach().clone() for p in parameters]
+    errors, best_epoch = [error_of(task, weights, held_out)], 0
+    for epoch in range(1, epochs + 1):
         order = [training[i] for i in torch.randperm(len(training), generator=generator).tolist()]
         for a in range(0, len(order), batch):
-            _step(task, weights, order[a : a + batch], optimizer)
-            schedule.step()
-        advance(passes(len(task.inputs), 1))
-        error = error_of(task, weights, held_out)
-        if error < min(errors):
-            best, since = {n: w.stored() for n, w in weights.items()}, 0
-        else:
-            since += 1
-        errors.append(error)
-        if since == PATIENCE:
+            _step(task, weights, order[a : a + batch], optimizer, (1 - step / steps) / 2**failures)
+            step += 1
+        errors.append(error_of(task, weights, held_out))
+        advance(passes(windows, 1))
+        if errors[epoch] < errors[best_epoch]:
+            _copy(parameters, best)
+            best_epoch = epoch
+        else:  # begin again from the best, at half the rate
+            _copy(best, parameters)
+            failures += 1
+        if epoch - best_epoch == PATIENCE:
+            advance(passes(windows, epochs - epoch))
             break
-    advance(passes(len(task.inputs), epochs + 1 - len(errors)))
-    return best, errors
+    return {name: w.stored() for name, w in weights.items()}, errors
+
+
+@torch.no_grad()
+def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    for a, b in zip(source, target):
+        b.copy_(a)
 
 
 def passes(windows: int, epochs: int) -> int:
     """Forward passes of one window that so many epochs take, a backward pass counted as two."""
     training, held_out = split(windows)
     return epochs * (3 * len(training) + len(held_out))
+
+
+def batch_size(windows: int, seq_len: int) -> int:
+    """Windows per step."""
+    return max(1, min(BATCH_TOKENS // seq_len, len(split(windows)[0]) // STEPS))
 
 
 def split(windows: int) -> tuple[list[int], list[int]]:
@@ -207,9 +230,13 @@ def split(windows: int) -> tuple[list[int], list[int]]:
 
 
 def _step(
-    task: Task, weights: Mapping[str, Trainable], batch: Sequence[int], optimizer: torch.optim.Optimizer
+    task: Task,
+    weights: Mapping[str, Trainable],
+    batch: Sequence[int],
+    optimizer: torch.optim.Optimizer,
+    rate: float,
 ) -> None:
-    """One step along the gradient of the error over a batch of windows."""
+    """One step along the gradient of the error over a batch of windows, at a share of the full learning rates."""
     with torch.no_grad():
         dense = {name: w.rounded().dequantize() for name, w in weights.items()}
     for leaf in dense.values():
@@ -221,6 +248,8 @@ def _step(
         gradient = dense.pop(name).grad
         assert gradient is not None
         weight.backward(gradient)
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["full_rate"]
     optimizer.step()
     for weight in weights.values():
         weight.confine()
@@ -228,6 +257,7 @@ def _step(
 
 @torch.no_grad()
 def error_of(task: Task, weights: Mapping[str, Trainable], windows: Sequence[int]) -> float:
+    """The mean of `_error` over some windows."""
     dense = {name: w.rounded().dequantize() for name, w in weights.items()}
     return sum(float(_error(task, dense, i)) for i in windows) / len(windows)
 
