@@ -154,6 +154,16 @@ def test_include_and_exclude(model_dir: Callable[[str], Path], tmp_path: Path) -
     assert stored(tmp_path / "out")["model.layers.1.mlp.up_proj.weight"].dtype == torch.float16
 
 
+def test_blocks_without_layers_to_quantize(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
+) -> None:
+    config = QuantizeConfig(**{**GPTQ.as_dict(), "include": ("*layers.1.mlp*",)})
+    convert.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    assert {layer["name"] for layer in inspect(tmp_path / "out")["layers"] if layer["bits"] == 3} == {
+        f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")
+    }
+
+
 def test_spec_map_overrides_the_config(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     name = "model.layers.1.mlp.down_proj"
     spec_map = {name: LayerSpec((TileSpec(8, 20),))}

@@ -162,6 +162,18 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
             f"[default: {DEFAULTS.exclusive_outliers}]"
         ),
     ] = None,
+    finetune: Annotated[
+        bool | None,
+        typer.Option(
+            "--finetune", help="two-four-sixteen: train each block after quantizing it. Several times slower."
+        ),
+    ] = None,
+    finetune_epochs: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Most passes over the calibration windows per block. [default: {DEFAULTS.finetune_epochs}]"
+        ),
+    ] = None,
     salience: Annotated[
         str | None, typer.Option(help="mixllm: full, diagonal or second-order. [default: full]")
     ] = None,
@@ -333,6 +345,8 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         wide_rows=wide_rows,
         wide_groups=wide_groups,
         exclusive_outliers=exclusive_outliers,
+        finetune=finetune,
+        finetune_epochs=finetune_epochs,
         salience=salience,
         search=search,
         outlier_channels=outlier_channels,

@@ -331,7 +331,10 @@ class _Runner:
         return kept | {"tasks": figures.get("tasks", {}), "evaluation_seconds": time.perf_counter() - begun}
 
     def _key(self, config: Mapping[str, Any]) -> str:
-        parts = {"common": self.common, "config": config}
+        """`config`'s fields at their defaults do not count, so that a new field makes no cell anew."""
+        default = {f.name: f.default for f in fields(QuantizeConfig)}
+        given = {name: value for name, value in config.items() if value != default[name]}
+        parts = {"common": self.common, "config": given}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
 
     def _file(self, name: str, bits: float, config: Mapping[str, Any]) -> Path:

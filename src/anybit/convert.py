@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import anybit
-from anybit import kernels, salience
+from anybit import finetune, kernels, salience
 from anybit.architectures import max_positions
 from anybit.artifact import inspect
 from anybit.calibrate import Activations, Collector, gradient_statistics, spilled_statistics
@@ -26,9 +27,9 @@ from anybit.description import artifact_config, provenance
 from anybit.errors import InputError
 from anybit.formats import GroupInt
 from anybit.kernels.reference import round_inputs, rounds_inputs
-from anybit.methods import llm_mq, mixllm, registry, rtn
+from anybit.methods import llm_mq, mixllm, registry, rtn, two_four_sixteen
 from anybit.plan import Plan, check_disk, make_plan, scratch_bytes
-from anybit.progress import SILENT, Advance, Silent
+from anybit.progress import SILENT, Advance, Silent, ignore
 from anybit.spec import LayerSpec, QuantizeConfig, SpecMap, TileSpec
 from anybit.stats import GradientStats, LinearStats
 from anybit.streaming import BlockCall, StreamedModel, run_block
@@ -199,13 +200,19 @@ class _Run:
             return
         samples = 0 if text is None else len(text.tokens)
         passes = samples * (blocks if self.config.unquantized_inputs else 2 * blocks - 1)
+        if self.config.finetune:
+            passes += blocks * (samples + finetune.passes(samples, self.config.finetune_epochs))
         advance = self.report.task(f"{self.config.method} {blocks} blocks", passes + len(self.plan.layouts))
-        hidden, calls = None, []
+        hidden, targets, calls = None, None, []
         if text is not None:
             hidden = Activations(samples, self.writer.folder)
             calls = self.streamed.first_inputs(text.tokens, hidden.put)
+        if hidden is not None and self.config.finetune:
+            targets = Activations(samples, self.writer.folder)
+            for sample in range(samples):
+                targets.put(sample, hidden.get(sample))
         for i in range(blocks):
-            self._block(i, hidden, calls[i] if calls else None, advance)
+            self._block(i, hidden, targets, calls[i] if calls else None, advance)
 
     def _all_from_gradients(self, text: CalibrationSet) -> None:
         """Statistics of the whole model first, then block after block."""
@@ -237,7 +244,14 @@ class _Run:
             else:
                 self._quantize_block(i, linears, stats, advance)
 
-    def _block(self, i: int, hidden: Activations | None, call: BlockCall | None, advance: Advance) -> None:
+    def _block(
+        self,
+        i: int,
+        hidden: Activations | None,  # of the model as quantized so far
+        targets: Activations | None,  # of the unquantized model, where finetuning needs them
+        call: BlockCall | None,
+        advance: Advance,
+    ) -> None:
         """Quantize block i (or read it back if it is finished) and move the hidden states past it."""
         finished = i + 1 in self.writer.finished
         last = i + 1 == len(self.streamed.blocks)
@@ -248,17 +262,22 @@ class _Run:
             advance(len(linears))
             return
         with self.streamed.block(i) as block, torch.no_grad():
+            if targets is not None:
+                self._forward(block, targets, call, True, advance)
             if not finished:
                 with self._collector(linears) as collector:
                     self._forward(block, hidden, call, self.config.unquantized_inputs, advance, collector)
-                tensors = self._quantize_block(i, linears, collector.stats, advance)
+                task = None if targets is None else finetune.Task(block, call, hidden, targets)
+                tensors = self._quantize_block(i, linears, collector.stats, advance, task)
             else:
                 tensors = self.writer.read_shard(i + 1)
                 advance(len(linears) + (0 if self.config.unquantized_inputs else len(hidden)))
                 if self.config.unquantized_inputs:
                     self._forward(block, hidden, call, True, advance)
+                if targets is not None:
+                    advance(finetune.passes(len(hidden), self.config.finetune_epochs))
             if not self.config.unquantized_inputs and not last:
-                hooks = []
+                hooks, packed = [], None
                 for name, module in linears.items():
                     packed = _stored(name, self.plan.layouts[name], tensors)
                     _overwrite_weight(module, unpack(packed).dequantize())
@@ -301,9 +320,9 @@ class _Run:
         linears: Mapping[str, nn.Module],
         stats: Mapping[str, LinearStats] | Mapping[str, GradientStats],
         advance: Advance | None,
+        task: finetune.Task | None = None,
     ) -> dict[str, Tensor]:
-        """Quantize block i's linears, write its shard and return the shard's tensors."""
-        tensors: dict[str, Tensor] = {}
+        """Quantize block i's linears, finetune them if there is a task, write the shard and return its tensors."""
         for name in linears:
             if name in stats:
                 stats[name].check(name)
@@ -313,7 +332,15 @@ class _Run:
                     f"{self.streamed.model.config.model_type} models cannot be calibrated yet; choose --method rtn, "
                     "or leave the layer out with --exclude"
                 )
-            packed = self._quantize_linear(name, stats.get(name))
+        made: Iterable[tuple[str, QuantizedWeight]] = (
+            (name, self._quantized(name, stats.get(name))) for name in linears
+        )  # one at a time
+        if task is not None:
+            made = self._finetuned(i, linears, stats, task, advance)
+        tensors: dict[str, Tensor] = {}
+        for name, weight in made:
+            packed = pack(weight)
+            assert packed.layout == self.plan.layouts[name], f"{name}: made another layout than planned"
             tensors |= {f"{name}.{field}": t for field, t in packed.tensors.items()}
             if advance is not None:
                 advance(1)
@@ -324,14 +351,37 @@ class _Run:
         self.writer.write_shard(i + 1, tensors)
         return tensors
 
-    def _quantize_linear(self, name: str, stats: LinearStats | GradientStats | None) -> PackedWeight:
-        weight = self.streamed.weight(name)
-        try:
-            packed = pack(registry.quantize(self.config.method, weight, stats, self.plan.specs[name]))
-        except InputError as error:
-            raise InputError(f"{name}: {error}") from error
-        assert packed.layout == self.plan.layouts[name], f"{name}: made another layout than planned"
-        return packed
+    def _quantized(self, name: str, stats: LinearStats | GradientStats | None) -> QuantizedWeight:
+        with _named(name):
+            return registry.quantize(
+                self.config.method, self.streamed.weight(name), stats, self.plan.specs[name]
+            )
+
+    def _finetuned(
+        self,
+        i: int,
+        linears: Iterable[str],
+        stats: Mapping[str, Any],
+        task: finetune.Task,
+        advance: Advance | None,
+    ) -> Iterator[tuple[str, QuantizedWeight]]:
+        """Block i's linears by name, quantized and then trained together."""
+        prefix, trainable = self.streamed.block_name(i) + ".", {}
+        for name in linears:
+            with _named(name):
+                start = two_four_sixteen.compensate(
+                    self.streamed.weight(name), stats[name], self.plan.specs[name]
+                )
+            trainable[name.removeprefix(prefix)] = finetune.Trainable(*start)
+        made, errors = finetune.finetune(
+            task, trainable, self.config.finetune_epochs, self.config.seed, advance or ignore
+        )
+        if errors:
+            self.report.say(
+                f"block {i}: finetuning takes the error on held-out windows from {errors[0]:.4g} to {min(errors):.4g} "
+                f"({len(errors) - 1} epochs)"
+            )
+        return ((prefix + name, weight) for name, weight in made.items())
 
     def _kept(self, name: str) -> Tensor:
         """A tensor that is stored without quantization."""
@@ -361,6 +411,15 @@ def compute_dtype() -> torch.dtype:
     if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return torch.bfloat16
     return torch.float32
+
+
+@contextmanager
+def _named(layer: str) -> Iterator[None]:
+    """Say of which layer an error speaks."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{layer}: {error}") from error
 
 
 def _overwrite_weight(module: nn.Module, weight: Tensor) -> None:
@@ -404,6 +463,11 @@ def _calibration(
     if int(text.tokens.max()) >= checkpoint.config.get_text_config().vocab_size:
         raise InputError(
             "the tokenizer has more tokens than the model's vocabulary: they do not belong together"
+        )
+    if config.finetune and samples < 2:
+        raise InputError(
+            f"calibration text {source} has one window of {config.seq_len} tokens, and finetuning needs another to "
+            "stop by: give more text, or shorter windows (--seq-len)"
         )
     report.say(f"calibrates on {samples} x {config.seq_len} tokens of {source}")
     return text

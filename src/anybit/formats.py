@@ -403,21 +403,17 @@ class TwoFour:
 
     def scales(self) -> Tensor:
         """Scales of the 2-bit groups, float32 [r, g]."""
-        part = torch.arange(len(self.codes)) // SECOND_GROUP
-        codes = self.scale_codes.float() + self.scale_zeros.float()[part]
-        return self.scale_scales.float()[part] * codes
+        zeros = _by_part(self.scale_zeros.float(), len(self.codes))
+        return _by_part(self.scale_scales.float(), len(self.codes)) * (self.scale_codes.float() + zeros)
 
     def dequantize(self) -> Tensor:
-        """The tile's weights, float32 [r, c]."""
-        narrow, wide = self.channels(self.wide, self.codes.shape[1])
-        group = self.group_of(len(narrow), self.group_size)
-        dense = torch.empty(self.codes.shape)
-        codes = self.codes.float()
-        dense[:, narrow] = (codes[:, narrow] - self.zeros.float()[:, group]) * self.scales()[:, group]
-        dense[:, wide] = (codes[:, wide] - self.wide_zeros.float()[:, None]) * self.wide_scales.float()[
-            :, None
-        ]
-        return dense
+        """The tile's weights, float32 [r, c]. Differentiable where the fields are float tensors (`finetune`)."""
+        narrow, _ = self.channels(self.wide, self.codes.shape[1])
+        scales = torch.cat([self.scales(), self.wide_scales.float()[:, None]], 1)
+        zeros = torch.cat([self.zeros.float(), self.wide_zeros.float()[:, None]], 1)
+        of_channel = torch.full((self.codes.shape[1],), scales.shape[1] - 1)
+        of_channel[narrow] = self.group_of(len(narrow), self.group_size)
+        return (self.codes.float() - zeros.index_select(1, of_channel)) * scales.index_select(1, of_channel)
 
     def describe(self) -> dict[str, Any]:
         c = self.codes.shape[1]
@@ -553,6 +549,11 @@ class TwoFour:
         narrow = len(TwoFour.channels(mask, c)[0])
         if narrow != tile["narrow"]:
             refuse(f"blocks give {narrow} channels 2 bits, the description {tile['narrow']}")
+
+
+def _by_part(of_parts: Tensor, rows: int) -> Tensor:
+    """What is stored once for 16 rows, for each of them: [ceil(rows / 16), g] -> [rows, g]."""
+    return of_parts.repeat_interleave(SECOND_GROUP, 0)[:rows]
 
 
 def _average_width(narrow: int, c: int) -> float:

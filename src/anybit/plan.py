@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from anybit import salience
+from anybit import finetune, salience
 from anybit.description import dense_layout
 from anybit.errors import InputError
 from anybit.footprint import overhead_bytes
@@ -271,7 +271,7 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
     embedding = max(prod(streamed.checkpoint.shape(n)) for n in streamed.names.values()) * 4
     working = block_weights * streamed.dtype.itemsize + largest * 4 * 5
     forwards: float = 1 if config.unquantized_inputs else 2
-    moments = sweep = clustering = 0.0
+    moments = sweep = clustering = training = 0.0
     if config.hessians and not config.gradients:
         working += widest**2 * 4 * 5
         moments = 2 * tokens * sum(n**2 for n in {shape[1] for shape in shapes.values()}) * 1.5
@@ -290,8 +290,14 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
         )  # forward twice, as blocks are recomputed, and backward for inputs and weights
         forwards = passes if config.gradients else forwards + passes
         working += plan.model_weights * streamed.dtype.itemsize
+    if config.finetune:
+        forwards += 1 + 3 * config.finetune_epochs
+        steps = config.finetune_epochs * config.samples / finetune.batch_size(config.samples, config.seq_len)
+        training = finetune.STEP_SECONDS * steps * plan.quantized_weights / torch.get_num_threads()
+        working += block_weights * finetune.BYTES_PER_WEIGHT
+        activations *= 2
     flops = forwards * 2 * block_weights * tokens + moments + sweep + 200 * block_weights
-    seconds = blocks * flops / _matmul_speed() + clustering + plan.model_weights / 2e8
+    seconds = blocks * flops / _matmul_speed() + clustering + training + plan.model_weights / 2e8
     free = shutil.disk_usage(next(p for p in [out, *out.absolute().parents] if p.exists())).free
     return {
         "bits": plan.code_bits,

@@ -70,7 +70,9 @@ USED_BY = {
     "group_reorder": COMPENSATED,
     "desc_act": ("gptq",),
     "damp": (*COMPENSATED, "two-four-sixteen", "cmpq"),
-    **dict.fromkeys(("wide_groups", "exclusive_outliers"), ("two-four-sixteen",)),
+    **dict.fromkeys(
+        ("wide_groups", "exclusive_outliers", "finetune", "finetune_epochs"), ("two-four-sixteen",)
+    ),
     **dict.fromkeys(("wide_rows", "salience", "search"), ("mixllm",)),
     "outlier_channels": ("atom",),
     "widths": ("any-precision",),
@@ -173,6 +175,8 @@ class QuantizeConfig:
         None  # two-four-sixteen: share of groups at 4 bits; None: 0.25, or what `bits` says
     )
     exclusive_outliers: float = 0.002  # two-four-sixteen: see LayerSpec
+    finetune: bool = False  # two-four-sixteen: train each block's weights after quantizing them
+    finetune_epochs: int = 6  # at most so many passes over the calibration windows
     wide_rows: float | None = None  # mixllm: share of output rows at 8 bits; None: 0.1, or what `bits` says
     salience: str = "full"  # mixllm: "full" (eq. 4), "diagonal" or "second-order"
     search: str = "one-pass"  # mixllm: or "progressive", 2 % of the rows at a time
@@ -241,8 +245,29 @@ class QuantizeConfig:
             raise InputError(
                 f"{self.method} needs gradients, and windows of 1 token have none: raise seq_len (--seq-len)"
             )
+        self._check_finetuning()
         if not 0 <= self.seed <= MAX_SEED:
             raise InputError(f"seed {self.seed}: expected a number from 0 to 2**63 - 1")
+
+    def _check_finetuning(self) -> None:
+        default = QuantizeConfig.finetune_epochs
+        if not self.finetune and self.finetune_epochs != default:
+            raise InputError(
+                "finetune_epochs (--finetune-epochs) says how long to finetune: add finetune (--finetune)"
+            )
+        if not 1 <= self.finetune_epochs <= 1000:
+            raise InputError(
+                f"finetune_epochs {self.finetune_epochs}: expected 1 to 1000 ({default} is usual)"
+            )
+        if self.finetune and self.one_shot:
+            raise InputError(
+                "finetuning makes each block undo what the blocks before it lost, which one_shot (--one-shot) hides "
+                "from it: give one of them"
+            )
+        if self.finetune and self.samples < 2:
+            raise InputError(
+                "finetuning trains on some windows and stops by others: raise samples (--samples) to 2 or more"
+            )
 
     def _default_bits(self) -> float:
         if self.nested:

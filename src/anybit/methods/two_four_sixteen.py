@@ -70,6 +70,11 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     Raises:
         InputError: no Hessian, or one that stays singular; a share or group size that there is not.
     """
+    return compensate(weight, stats, spec)[0]
+
+
+def compensate(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> tuple[QuantizedWeight, Tensor]:
+    """What `quantize` gives, and the weights that it rounded: float32 [out, in], errors before theirs compensated."""
     if stats is None or stats.hessian is None:
         raise InputError("2/4/16 needs the Hessian of the layer's inputs: calibrate first")
     shape = (weight.shape[0], weight.shape[1])
@@ -79,7 +84,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     mask = _outlier_mask(weight, wide, _outliers(spec, shape, narrow))
     tile, values = _sweep(weight.clone(), factor, wide, mask, spec)
     sparse = None if mask is None else Sparse.of(values, mask)
-    return QuantizedWeight(shape, (tile,), sparse)
+    return QuantizedWeight(shape, (tile,), sparse), values
 
 
 def sensitivity(weight: Tensor, factor: Tensor) -> Tensor:
