@@ -1,7 +1,8 @@
 """Peak memory of `anybit quantize` on a generated model of at least 2 GB, against the size of one decoder block.
 
 Each run is a process of its own; its high-water mark is read when the last shard appears and at the end, so that what
-the save step adds is seen. The last line is one JSON object.
+the save step adds is seen. "mixllm search" is the search of rows alone, beside what one block's training activations
+take. The last line is one JSON object.
 
     python bench/memory.py [--layers 24] [--only rtn mixllm] [--keep DIR]
 """
@@ -98,12 +99,49 @@ def measure(model: Path, out: Path, options: list[str], shards: int) -> dict[str
     return {"peak_mb": before, "peak_with_save_mb": whole, "seconds": time.perf_counter() - start}
 
 
+def search(model: Path) -> dict[str, float]:
+    """In this process: peak memory of MixLLM's search over 1 x 2048 tokens, and what a block keeps for its gradient."""
+    from anybit import salience
+    from anybit.checkpoint import open_checkpoint
+    from anybit.convert import compute_dtype
+    from anybit.spec import QuantizeConfig
+    from anybit.streaming import StreamedModel
+
+    streamed = StreamedModel(open_checkpoint(model), compute_dtype())
+    tokens = torch.randint(0, 256, (1, 2048), generator=torch.Generator().manual_seed(0))
+    salience.search(streamed, tokens, streamed.all_linears(), QuantizeConfig("mixllm", wide_rows=0.1))
+    peak = peak_mb(os.getpid())
+    calls: list[tuple[tuple[torch.Tensor, ...], dict[str, object]]] = []
+    block = streamed.blocks[0]
+    handle = block.register_forward_pre_hook(lambda m, *call: calls.append(call), with_kwargs=True)
+    with torch.no_grad():
+        streamed.model.base_model(input_ids=tokens, use_cache=False)
+    handle.remove()
+    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    (hidden, *rest), options = calls[0]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(hidden.requires_grad_(), *rest, **options)
+    return {"peak_mb": peak, "block_activations_mb": sum(kept.values()) / 2**20}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--only", nargs="+", help='some of "import only", rtn, gptq, mixllm')
+    parser.add_argument("--only", nargs="+", help='some of "import only", rtn, gptq, mixllm, "mixllm search"')
     parser.add_argument("--keep", type=Path, help="generate the model here and leave it")
+    parser.add_argument("--search", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.search:
+        print(json.dumps(search(args.search)))
+        return
     with tempfile.TemporaryDirectory() as temporary:
         model = (args.keep or Path(temporary)) / "model"
         model.mkdir(parents=True, exist_ok=True)
@@ -114,6 +152,7 @@ def main() -> None:
             "rtn": ["--method", "rtn"],
             "gptq": ["--method", "gptq", "--samples", "8", "--seq-len", "512"],
             "mixllm": ["--method", "mixllm", "--samples", "1", "--seq-len", "2048"],
+            "mixllm search": [],
         }
         runs = {name: options for name, options in runs.items() if name in (args.only or runs)}
         results = {}
@@ -121,6 +160,9 @@ def main() -> None:
             if options is None:
                 code = "import resource, anybit.convert; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
                 results[name] = {"peak_mb": int(subprocess.check_output([sys.executable, "-c", code])) / 1024}
+            elif not options:
+                command = [sys.executable, __file__, "--search", str(model)]
+                results[name] = json.loads(subprocess.check_output(command))
             else:
                 results[name] = measure(model, Path(temporary) / name, options, args.layers + 1)
             print(name, {k: round(v, 1) for k, v in results[name].items()}, flush=True)
