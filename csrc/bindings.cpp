@@ -3,6 +3,8 @@
 #include "int_dot.h"
 #include "kernels.h"
 #include "moments.h"
+#define ANYBIT_ISA baseline
+#include "simd.h"
 #include "thread_pool.h"
 
 #include <nanobind/nanobind.h>
@@ -10,10 +12,12 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <string>
@@ -21,6 +25,7 @@
 
 namespace nb = nanobind;
 using namespace anybit;
+using baseline::half_to_float;
 
 namespace {
 
@@ -358,6 +363,42 @@ public:
         });
     }
 
+    bool takes_ints() const { return !by_channel_ && c_.columns <= MAX_INT_GROUP; }
+
+    void int_matmul(const Input& x, const Input& scales, const Output& y, int64_t threads,
+                    const std::optional<std::string>& isa) {
+        const IntKernels& kernels = check_int_isa(isa);
+        const int used = check_threads(threads);
+        if (!takes_ints()) refuse("this tile has no integer kernel: codebooks by row have one");
+        const int64_t m = size_of("x", x, 0, 2);
+        check("x", x, {Type::i8}, {m, c_.columns}, Layout::dense);
+        check("scales", scales, {Type::f32}, {m, 1}, Layout::dense);
+        check("y", y, {Type::f32}, {m, out_rows_.given() ? -1 : c_.rows}, Layout::dense);
+        const int64_t out = static_cast<int64_t>(y.shape(1));
+        out_rows_.check_below(out);
+        const int8_t* from = static_cast<const int8_t*>(x.data());
+        const float* x_scales = static_cast<const float*>(scales.data());
+        float* to = static_cast<float*>(y.data());
+        nb::gil_scoped_release release;
+        std::call_once(bytes_made_, [this] { make_bytes(); });
+        const ByteCodebook b{c_.planes, bytes_.data(), byte_scales_.data(), c_.out_rows, c_.bits, c_.rows, c_.columns,
+                             c_.words};
+        const int64_t width = kernels.lookup_columns(b);
+        const Scratch scratch = make_scratch((m * width + 3) / 4 + m);
+        auto* prepared = reinterpret_cast<int8_t*>(scratch.get());
+        auto* sums = reinterpret_cast<int32_t*>(prepared + (m * width + 3) / 4 * 4);
+        for (int64_t k = 0; k < m; ++k) {
+            sums[k] = 0;
+            for (int64_t j = 0; j < c_.columns; ++j) sums[k] += from[k * c_.columns + j];
+        }
+        kernels.lookup_prepare(b, from, m, prepared);
+        const LookupInputs inputs{prepared, x_scales, sums, m};
+        const int64_t piece = piece_of(c_.rows, ROW_BLOCK, c_.rows * c_.columns, used);
+        parallel_for(c_.rows, piece, used, [&](int64_t begin, int64_t end) {
+            kernels.lookup_matmul(b, inputs, to, out, begin, end);
+        });
+    }
+
     void dequantize(const Output& out, int64_t threads, const std::optional<std::string>& isa) const {
         const Kernels& kernels = check_isa(isa);
         const int used = check_threads(threads);
@@ -372,10 +413,35 @@ public:
     }
 
 private:
+    float entry(int64_t row, int64_t e) const {
+        const int64_t at = row * c_.entries + e;
+        return c_.table32 != nullptr ? c_.table32[at] : half_to_float(c_.table16[at]);
+    }
+
+    // Centroids as bytes: each row's largest one becomes 127 steps.
+    void make_bytes() {
+        const int64_t entries = int64_t(1) << c_.bits;
+        bytes_.assign(static_cast<size_t>(c_.rows * entries), uint8_t(BYTE_ZERO));
+        byte_scales_.assign(static_cast<size_t>(c_.rows), 0.0f);
+        for (int64_t row = 0; row < c_.rows; ++row) {
+            float most = 0;
+            for (int64_t e = 0; e < c_.entries; ++e) most = std::max(most, std::abs(entry(row, e)));
+            const float scale = most / 127;
+            byte_scales_[static_cast<size_t>(row)] = scale;
+            if (scale == 0) continue;
+            for (int64_t e = 0; e < c_.entries; ++e)
+                bytes_[static_cast<size_t>(row * entries + e)] =
+                    static_cast<uint8_t>(BYTE_ZERO + std::lrint(entry(row, e) / scale));
+        }
+    }
+
     Input planes_, table_;
     bool by_channel_;
     OutRows out_rows_;
     Codebook c_{};
+    std::once_flag bytes_made_;
+    std::vector<uint8_t> bytes_;
+    std::vector<float> byte_scales_;
 };
 
 // Scales or zeros of GPTQ: one number per weight, or one per row.
@@ -610,6 +676,11 @@ NB_MODULE(_native, m) {
         .def("matmul", &BoundCodebook::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(),
              nb::arg("threads"), nb::arg("isa") = nb::none(),
              "y[:, rows] += x @ W.T, x float32 [m, columns]; by channel y += x @ W, x float32 [m, n].")
+        .def("takes_ints", &BoundCodebook::takes_ints, "Whether `int_matmul` takes this tile.")
+        .def("int_matmul", &BoundCodebook::int_matmul, nb::arg("x").noconvert(), nb::arg("scales").noconvert(),
+             nb::arg("y").noconvert(), nb::arg("threads"), nb::arg("isa") = nb::none(),
+             "y[:, rows] += (x * scales) @ W.T with centroids rounded to bytes; x int8 [m, columns], scales float32\n"
+             "[m, 1].")
         .def("dequantize", &BoundCodebook::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
              nb::arg("isa") = nb::none(), "out float32 [n, columns] = W.");
 }

@@ -64,7 +64,9 @@ const Kernels* kernels_for(const char* isa) {
     return wanted("portable") ? &portable : nullptr;
 }
 
-#define ANYBIT_INT_TABLE(ISA) {#ISA, ISA::int_columns, ISA::int_prepare, ISA::int_matmul, ISA::quantize_row}
+#define ANYBIT_INT_TABLE(ISA)                                                                                 \
+    {#ISA,                ISA::int_columns,    ISA::int_prepare,   ISA::int_matmul,                               \
+     ISA::lookup_columns, ISA::lookup_prepare, ISA::lookup_matmul, ISA::quantize_row}
 
 const IntKernels* int_kernels_for(const char* isa) {
     static const IntKernels portable = ANYBIT_INT_TABLE(portable);
@@ -73,8 +75,11 @@ const IntKernels* int_kernels_for(const char* isa) {
     static const IntKernels avx2 = ANYBIT_INT_TABLE(avx2);
     static const IntKernels avx_vnni = ANYBIT_INT_TABLE(avx_vnni);
     static const IntKernels avx512_vnni = ANYBIT_INT_TABLE(avx512_vnni);
+    static const IntKernels avx512_vbmi = ANYBIT_INT_TABLE(avx512_vbmi);
     static const Features f = cpu_features();
-    if (runs_avx512(f) && f.avx512_vnni && wanted("avx512_vnni")) return &avx512_vnni;
+    const bool vnni = runs_avx512(f) && f.avx512_vnni;
+    if (vnni && f.avx512_vbmi && wanted("avx512_vbmi")) return &avx512_vbmi;
+    if (vnni && wanted("avx512_vnni")) return &avx512_vnni;
     if (runs_avx2(f) && f.avx_vnni && wanted("avx_vnni")) return &avx_vnni;
     if (runs_avx2(f) && wanted("avx2")) return &avx2;
 #endif

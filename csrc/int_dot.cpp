@@ -4,6 +4,7 @@
 // Compiled once per way of multiplying bytes: AVX-512 VNNI, AVX-VNNI, AVX2, and plain C++. Codes are unsigned and
 // activations signed, which is what these instructions want; the zero point enters the integer sum through the sum of
 // the group's activations, so the sum of a group is exact before it meets a float.
+#include "byte_dot.h"
 #include "group_int.h"
 #include "int_dot.h"
 
@@ -12,56 +13,6 @@ namespace {
 
 constexpr int64_t EXACT_GROUP = 512; // columns of a group none of whose partial sums leaves float's 24 bits
 constexpr float ROUND = 0x1.8p23f; // adding and subtracting it rounds to nearest even, below 2^22
-
-constexpr int64_t BYTES = 4 * LANES;
-
-typedef uint8_t Codes __attribute__((vector_size(BYTES)));
-
-// sums[i] += the dot product of four codes with four activations.
-inline Ints dot(Ints sums, Codes codes, const int8_t* x) {
-#if defined(__AVX512VNNI__)
-    return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(codes),
-                                                      load_as<__m512i>(x)));
-#elif defined(__AVXVNNI__)
-    return reinterpret_cast<Ints>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sums),
-                                                          reinterpret_cast<__m256i>(codes), load_as<__m256i>(x)));
-#elif defined(__AVX2__)
-    // Pairs of products are summed in 16 bits, which 8-bit codes overflow: their halves do not.
-    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15), from = load_as<__m256i>(x);
-    const __m256i all = reinterpret_cast<__m256i>(codes);
-    const __m256i first = _mm256_maddubs_epi16(_mm256_and_si256(all, low), from);
-    const __m256i second = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(all, 4), low), from);
-    const __m256i high = _mm256_slli_epi32(_mm256_madd_epi16(second, ones), 4);
-    return sums + reinterpret_cast<Ints>(_mm256_add_epi32(_mm256_madd_epi16(first, ones), high));
-#elif defined(__SSE2__)
-    const __m128i zero = _mm_setzero_si128(), from = load_as<__m128i>(x), all = reinterpret_cast<__m128i>(codes);
-    const __m128i low = _mm_srai_epi16(_mm_unpacklo_epi8(from, from), 8);
-    const __m128i high = _mm_srai_epi16(_mm_unpackhi_epi8(from, from), 8);
-    const __m128i first = _mm_madd_epi16(_mm_unpacklo_epi8(all, zero), low);
-    const __m128i second = _mm_madd_epi16(_mm_unpackhi_epi8(all, zero), high);
-    return sums + reinterpret_cast<Ints>(_mm_add_epi32(first, second));
-#else
-    for (int64_t i = 0; i < LANES; ++i)
-        for (int64_t k = 0; k < 4; ++k) sums[i] += codes[4 * i + k] * x[4 * i + k];
-    return sums;
-#endif
-}
-
-// The same for codes below 16.
-inline Ints dot_nibbles(Ints sums, Codes codes, const int8_t* x) {
-#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
-    const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(codes), load_as<__m256i>(x));
-    return sums + reinterpret_cast<Ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-#else
-    return dot(sums, codes, x);
-#endif
-}
-
-inline int32_t sum_of(Ints v) {
-    int32_t sum = 0;
-    for (int l = 0; l < LANES; ++l) sum += v[l];
-    return sum;
-}
 
 // Columns of one vector of code bytes.
 int64_t block_columns(int bits) { return BYTES * 8 / bits; }

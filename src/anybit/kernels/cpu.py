@@ -45,12 +45,14 @@ def cpu_features() -> dict[str, bool]:
 class _Tile:
     """A tile's native object, which multiplies with it."""
 
-    __slots__ = ("_native", "columns", "rows")
+    __slots__ = ("_native", "columns", "rows", "takes_ints")
 
     def __init__(self, native: Any, rows: int, columns: int) -> None:
         self._native = native
         self.rows = rows  # r
         self.columns = columns  # c
+        # Whether `int_matmul` can run: group int of 4 or 8 bits whose groups begin at whole bytes, codebooks by row.
+        self.takes_ints: bool = native.takes_ints()
 
     def matmul(self, x: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None) -> None:
         """`y[:, rows] += x @ W.T`, accumulated in float32, the same bits for every number of threads.
@@ -67,16 +69,31 @@ class _Tile:
         # numpy views cost a third of what DLPack does at each call
         self._native.matmul(x.detach().numpy(), y.numpy(), threads or torch.get_num_threads(), isa)
 
+    def int_matmul(
+        self, x: Tensor, scales: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None
+    ) -> None:
+        """`y[:, rows] += x @ W.T` of quantized activations: exact integer sums per group, scales after.
+
+        A codebook's centroids are rounded to bytes for it, 127 steps to each row's largest; it has one group.
+
+        Args:
+            x: int8 [m, c], contiguous.
+            scales: float32 [m, groups], contiguous.
+            y: float32 [m, out], contiguous.
+            threads: default `torch.get_num_threads()`; the result is the same for every number.
+            isa: "avx512_vbmi", "avx512_vnni", "avx_vnni", "avx2" or "portable" instead of the best, for tests.
+
+        Raises:
+            ValueError: wrong dtype, shape, layout or device; a tile that has no integer kernel.
+        """
+        threads = threads or torch.get_num_threads()
+        self._native.int_matmul(x.numpy(), scales.numpy(), y.numpy(), threads, isa)
+
 
 class GroupInt(_Tile):
     """One tile in format "group int", bound once to the tensors that hold it (`group_int` makes it)."""
 
-    __slots__ = ("takes_ints",)
-
-    def __init__(self, native: Any, rows: int, columns: int) -> None:
-        super().__init__(native, rows, columns)
-        # Whether `int_matmul` can run: 4 or 8 bits, groups that begin at whole bytes.
-        self.takes_ints: bool = native.takes_ints()
+    __slots__ = ()
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, threads: int | None = None, isa: str | None = None
@@ -86,24 +103,6 @@ class GroupInt(_Tile):
         out = torch.empty(self.rows, self.columns, dtype=direct)
         self._native.dequantize(out, threads or torch.get_num_threads(), isa)
         return out.to(dtype)
-
-    def int_matmul(
-        self, x: Tensor, scales: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None
-    ) -> None:
-        """`y[:, rows] += x @ W.T` of quantized activations: exact integer sums per group, scales after.
-
-        Args:
-            x: int8 [m, c], contiguous.
-            scales: float32 [m, groups], contiguous.
-            y: float32 [m, out], contiguous.
-            threads: default `torch.get_num_threads()`; the result is the same for every number.
-            isa: "avx512_vnni", "avx_vnni", "avx2" or "portable" instead of the best, for tests.
-
-        Raises:
-            ValueError: wrong dtype, shape, layout or device; a tile that has no integer kernel.
-        """
-        threads = threads or torch.get_num_threads()
-        self._native.int_matmul(x.numpy(), scales.numpy(), y.numpy(), threads, isa)
 
 
 class Codebook(_Tile):

@@ -1,0 +1,241 @@
+// Format "codebook" by rows with quantized activations: codes are turned from bitplanes into bytes, looked up in the
+// row's table of byte centroids, and multiplied as bytes.
+//
+// A vector of each plane holds the bits of 8 * BYTES weights: byte m, bit s belongs to weight 8 m + s. Shifting and
+// merging turns the planes into eight vectors whose byte m has the code of weight 8 m + s in its low bits, and junk
+// above them that the lookup does not see. So the stored planes are read as they lie; it is the activations that are
+// put in the order of the vectors, once per call.
+#include "byte_dot.h"
+#include "int_dot.h"
+
+namespace anybit::ANYBIT_ISA {
+namespace {
+
+typedef uint16_t Pairs __attribute__((vector_size(BYTES)));
+
+constexpr int CHAINS = 4; // sums under way at once: a dot product takes as many cycles or more
+constexpr int64_t PHASES = 8; // vectors of codes that a vector of each plane becomes
+
+inline Codes fill(int byte) { return static_cast<uint8_t>(byte) - Codes{}; }
+
+// Shifts within pairs of bytes: the bits that cross into the neighbour are junk or masked by whoever shifts.
+template <int N> inline Codes left(Codes v) { return reinterpret_cast<Codes>(reinterpret_cast<Pairs>(v) << N); }
+template <int N> inline Codes right(Codes v) { return reinterpret_cast<Codes>(reinterpret_cast<Pairs>(v) >> N); }
+
+inline Codes merge(int mask, Codes where_set, Codes elsewhere) {
+    return (where_set & fill(mask)) | (elsewhere & fill(~mask));
+}
+
+// The codes of a block in their low B bits, from its planes (the least significant first).
+template <int B> inline void codes_of(const Codes (&plane)[B], Codes (&code)[PHASES]) {
+    constexpr int P = (B + 1) / 2, Q = (B + 3) / 4;
+    Codes even[P], odd[P]; // fields of 2 bits
+    for (int i = 0; i < P; ++i) {
+        const Codes low = plane[2 * i];
+        if (2 * i + 1 < B) {
+            const Codes high = plane[2 * i + 1];
+            even[i] = merge(0x55, low, left<1>(high));
+            odd[i] = merge(0x55, right<1>(low), high);
+        } else even[i] = low, odd[i] = right<1>(low);
+    }
+    if constexpr (B <= 2) {
+        code[0] = even[0], code[2] = right<2>(even[0]), code[4] = right<4>(even[0]), code[6] = right<6>(even[0]);
+        code[1] = odd[0], code[3] = right<2>(odd[0]), code[5] = right<4>(odd[0]), code[7] = right<6>(odd[0]);
+    } else {
+        Codes field[4][Q]; // of 4 bits: phase s in the low half of the byte, phase s + 4 in the high one
+        for (int i = 0; i < Q; ++i)
+            for (int o = 0; o < 2; ++o) {
+                const Codes low = (o == 0 ? even : odd)[2 * i];
+                if (2 * i + 1 < P) {
+                    const Codes high = (o == 0 ? even : odd)[2 * i + 1];
+                    field[o][i] = merge(0x33, low, left<2>(high));
+                    field[o + 2][i] = merge(0x33, right<2>(low), high);
+                } else field[o][i] = low, field[o + 2][i] = right<2>(low);
+            }
+        for (int s = 0; s < 4; ++s) {
+            const Codes low = field[s][0], high = field[s][Q - 1];
+            code[s] = Q == 1 ? low : merge(0x0f, low, left<4>(high));
+            code[s + 4] = Q == 1 ? right<4>(low) : merge(0x0f, right<4>(low), high);
+        }
+    }
+}
+
+// A row's centroids, ready to look up by the low B bits of a byte.
+#if defined(__AVX512VBMI__)
+template <int B> struct Table {
+    __m512i part[B <= 6 ? 1 : 1 << (B - 6)];
+
+    explicit Table(const uint8_t* entry) {
+        if constexpr (B == 1) part[0] = _mm512_set1_epi16(load_as<int16_t>(entry));
+        else if constexpr (B == 2) part[0] = _mm512_set1_epi32(load_as<int32_t>(entry));
+        else if constexpr (B == 3) part[0] = _mm512_set1_epi64(load_as<int64_t>(entry));
+        else if constexpr (B == 4) part[0] = _mm512_broadcast_i32x4(load_as<__m128i>(entry));
+        else if constexpr (B == 5) part[0] = _mm512_broadcast_i64x4(load_as<__m256i>(entry));
+        else
+            for (int i = 0; i < 1 << (B - 6); ++i) part[i] = load_as<__m512i>(entry + 64 * i);
+    }
+
+    Codes operator()(Codes code) const {
+        const auto index = reinterpret_cast<__m512i>(code);
+        if constexpr (B <= 6) return reinterpret_cast<Codes>(_mm512_permutexvar_epi8(index, part[0]));
+        else {
+            const __m512i low = _mm512_permutex2var_epi8(part[0], index, part[1]);
+            if constexpr (B == 7) return reinterpret_cast<Codes>(low);
+            else {
+                const __m512i high = _mm512_permutex2var_epi8(part[2], index, part[3]);
+                return reinterpret_cast<Codes>(_mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, high));
+            }
+        }
+    }
+};
+#elif defined(__AVX2__)
+// Sixteen entries at a time, one lookup for each part of the table; then the bits above choose among them.
+inline Codes shuffle(Codes table, Codes index) {
+#if defined(__AVX512BW__)
+    return reinterpret_cast<Codes>(_mm512_shuffle_epi8(reinterpret_cast<__m512i>(table), reinterpret_cast<__m512i>(index)));
+#else
+    return reinterpret_cast<Codes>(_mm256_shuffle_epi8(reinterpret_cast<__m256i>(table), reinterpret_cast<__m256i>(index)));
+#endif
+}
+
+// By the highest bit of every byte.
+inline Codes blend(Codes where_clear, Codes where_set, Codes by) {
+#if defined(__AVX512BW__)
+    return reinterpret_cast<Codes>(_mm512_mask_blend_epi8(_mm512_movepi8_mask(reinterpret_cast<__m512i>(by)),
+                                                          reinterpret_cast<__m512i>(where_clear),
+                                                          reinterpret_cast<__m512i>(where_set)));
+#else
+    return reinterpret_cast<Codes>(_mm256_blendv_epi8(reinterpret_cast<__m256i>(where_clear),
+                                                      reinterpret_cast<__m256i>(where_set),
+                                                      reinterpret_cast<__m256i>(by)));
+#endif
+}
+
+template <int B> struct Table {
+    static constexpr int PARTS = B <= 4 ? 1 : 1 << (B - 4);
+    Codes part[PARTS];
+
+    explicit Table(const uint8_t* entry) {
+        for (int i = 0; i < PARTS; ++i)
+            for (int64_t l = 0; l < BYTES; l += 16)
+                for (int e = 0; e < 16; e += B < 4 ? 1 << B : 16)
+                    __builtin_memcpy(reinterpret_cast<uint8_t*>(&part[i]) + l + e, entry + 16 * i, B < 4 ? 1 << B : 16);
+    }
+
+    Codes operator()(Codes code) const {
+        const Codes low = code & fill(15);
+        Codes found[PARTS];
+        for (int i = 0; i < PARTS; ++i) found[i] = shuffle(part[i], low);
+        if constexpr (B > 4) choose<3>(found, code);
+        return found[0];
+    }
+
+private:
+    // Halve the candidates by bit 7 - SHIFT of the codes, then by the bits above it.
+    template <int SHIFT> static void choose(Codes (&found)[PARTS], Codes code) {
+        constexpr int LEFT = PARTS >> (4 - SHIFT);
+        const Codes bit = left<SHIFT>(code);
+        for (int i = 0; i < LEFT; ++i) found[i] = blend(found[2 * i], found[2 * i + 1], bit);
+        if constexpr (LEFT > 1) choose<SHIFT - 1>(found, code);
+    }
+};
+#else
+template <int B> struct Table {
+    const uint8_t* entry;
+
+    explicit Table(const uint8_t* from) : entry(from) {}
+
+    Codes operator()(Codes code) const {
+        Codes found;
+        for (int64_t l = 0; l < BYTES; ++l) found[l] = entry[code[l] & ((1 << B) - 1)];
+        return found;
+    }
+};
+#endif
+
+// Bytes of a plane from `from` on, of which `left` lie in the row; those behind are 0 and meet activations of 0.
+inline Codes load_plane(const uint8_t* from, int64_t left) {
+    if (left >= BYTES) return load_as<Codes>(from);
+    Codes bytes{};
+    __builtin_memcpy(&bytes, from, static_cast<size_t>(left));
+    return bytes;
+}
+
+template <int B, int M>
+void look_up_row(const ByteCodebook& c, const LookupInputs& in, int64_t first, float* y, int64_t y_stride,
+                  int64_t row) {
+    const int64_t bytes = 4 * c.words, blocks = ceil_div(bytes, BYTES), plane_bytes = c.rows * bytes;
+    const auto* planes = reinterpret_cast<const uint8_t*>(c.planes) + row * bytes;
+    const int8_t* x = in.codes + first * blocks * PHASES * BYTES;
+    const Table<B> table(c.table + (row << B));
+    Ints sums[CHAINS][M] = {};
+    for (int64_t b = 0; b < blocks; ++b) {
+        Codes plane[B], code[PHASES];
+        for (int p = 0; p < B; ++p)
+            plane[p] = load_plane(planes + (B - 1 - p) * plane_bytes + b * BYTES, bytes - b * BYTES);
+        codes_of<B>(plane, code);
+        for (int64_t s = 0; s < PHASES; ++s) {
+            const Codes weights = table(code[s]);
+            for (int64_t k = 0; k < M; ++k)
+                sums[s % CHAINS][k] = dot(sums[s % CHAINS][k], weights, x + ((k * blocks + b) * PHASES + s) * BYTES);
+        }
+    }
+    const int64_t out = c.out_rows == nullptr ? row : c.out_rows[row];
+    for (int k = 0; k < M; ++k) {
+        Ints sum = sums[0][k];
+        for (int i = 1; i < CHAINS; ++i) sum += sums[i][k];
+        const int32_t centred = sum_of(sum) - BYTE_ZERO * in.sums[first + k];
+        y[(first + k) * y_stride + out] += c.scales[row] * in.scales[first + k] * static_cast<float>(centred);
+    }
+}
+
+template <int B, int M>
+void look_up_range(const ByteCodebook& c, const LookupInputs& in, int64_t first, float* y, int64_t y_stride,
+                   int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) look_up_row<B, M>(c, in, first, y, y_stride, row);
+}
+
+template <int B>
+void look_up(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row += ROW_BLOCK) {
+        const int64_t last = least(end, row + ROW_BLOCK);
+        for (int64_t k = 0; k < in.tokens;) {
+            const int64_t step = in.tokens - k >= 4 ? 4 : in.tokens - k >= 2 ? 2 : 1;
+            if (step == 4) look_up_range<B, 4>(c, in, k, y, y_stride, row, last);
+            if (step == 2) look_up_range<B, 2>(c, in, k, y, y_stride, row, last);
+            if (step == 1) look_up_range<B, 1>(c, in, k, y, y_stride, row, last);
+            k += step;
+        }
+    }
+}
+
+} // namespace
+
+int64_t lookup_columns(const ByteCodebook& c) { return ceil_div(4 * c.words, BYTES) * PHASES * BYTES; }
+
+void lookup_prepare(const ByteCodebook& c, const int8_t* x, int64_t tokens, int8_t* out) {
+    const int64_t blocks = ceil_div(4 * c.words, BYTES);
+    for (int64_t k = 0; k < tokens; ++k)
+        for (int64_t b = 0; b < blocks; ++b)
+            for (int64_t s = 0; s < PHASES; ++s)
+                for (int64_t m = 0; m < BYTES; ++m) {
+                    const int64_t j = PHASES * (b * BYTES + m) + s;
+                    *out++ = j < c.columns ? x[k * c.columns + j] : int8_t(0);
+                }
+}
+
+void lookup_matmul(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin,
+                   int64_t end) {
+    switch (c.bits) {
+    case 1: return look_up<1>(c, in, y, y_stride, begin, end);
+    case 2: return look_up<2>(c, in, y, y_stride, begin, end);
+    case 3: return look_up<3>(c, in, y, y_stride, begin, end);
+    case 4: return look_up<4>(c, in, y, y_stride, begin, end);
+    case 5: return look_up<5>(c, in, y, y_stride, begin, end);
+    case 6: return look_up<6>(c, in, y, y_stride, begin, end);
+    case 7: return look_up<7>(c, in, y, y_stride, begin, end);
+    default: return look_up<8>(c, in, y, y_stride, begin, end);
+    }
+}
+
+} // namespace anybit::ANYBIT_ISA
