@@ -111,15 +111,25 @@ inline Codes blend(Codes where_clear, Codes where_set, Codes by) {
 #endif
 }
 
+// Sixteen bytes in every lane of 16.
+inline Codes repeat(__m128i bytes) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<Codes>(_mm512_broadcast_i32x4(bytes));
+#else
+    return reinterpret_cast<Codes>(_mm256_broadcastsi128_si256(bytes));
+#endif
+}
+
 template <int B> struct Table {
     static constexpr int PARTS = B <= 4 ? 1 : 1 << (B - 4);
     Codes part[PARTS];
 
     explicit Table(const uint8_t* entry) {
-        for (int i = 0; i < PARTS; ++i)
-            for (int64_t l = 0; l < BYTES; l += 16)
-                for (int e = 0; e < 16; e += B < 4 ? 1 << B : 16)
-                    __builtin_memcpy(reinterpret_cast<uint8_t*>(&part[i]) + l + e, entry + 16 * i, B < 4 ? 1 << B : 16);
+        if constexpr (B == 1) part[0] = repeat(_mm_set1_epi16(load_as<int16_t>(entry)));
+        else if constexpr (B == 2) part[0] = repeat(_mm_set1_epi32(load_as<int32_t>(entry)));
+        else if constexpr (B == 3) part[0] = repeat(_mm_set1_epi64x(load_as<int64_t>(entry)));
+        else
+            for (int i = 0; i < PARTS; ++i) part[i] = repeat(load_as<__m128i>(entry + 16 * i));
     }
 
     Codes operator()(Codes code) const {
@@ -153,6 +163,21 @@ template <int B> struct Table {
 };
 #endif
 
+// sums[i] += the dot product of four centroids with four activations, the centroids less CENTRE.
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+constexpr int32_t CENTRE = BYTE_ZERO; // centred, they fit pairs of 16 bits that are signed
+
+inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
+    const __m256i from = load_as<__m256i>(x), centred = reinterpret_cast<__m256i>(centroids ^ fill(BYTE_ZERO));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(from), _mm256_sign_epi8(centred, from));
+    return sums + reinterpret_cast<Ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#else
+constexpr int32_t CENTRE = 0;
+
+inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) { return dot(sums, centroids, x); }
+#endif
+
 // Bytes of a plane from `from` on, of which `left` lie in the row; those behind are 0 and meet activations of 0.
 inline Codes load_plane(const uint8_t* from, int64_t left) {
     if (left >= BYTES) return load_as<Codes>(from);
@@ -177,14 +202,15 @@ void look_up_row(const ByteCodebook& c, const LookupInputs& in, int64_t first, f
         for (int64_t s = 0; s < PHASES; ++s) {
             const Codes weights = table(code[s]);
             for (int64_t k = 0; k < M; ++k)
-                sums[s % CHAINS][k] = dot(sums[s % CHAINS][k], weights, x + ((k * blocks + b) * PHASES + s) * BYTES);
+                sums[s % CHAINS][k] =
+                    dot_centroids(sums[s % CHAINS][k], weights, x + ((k * blocks + b) * PHASES + s) * BYTES);
         }
     }
     const int64_t out = c.out_rows == nullptr ? row : c.out_rows[row];
     for (int k = 0; k < M; ++k) {
         Ints sum = sums[0][k];
         for (int i = 1; i < CHAINS; ++i) sum += sums[i][k];
-        const int32_t centred = sum_of(sum) - BYTE_ZERO * in.sums[first + k];
+        const int32_t centred = sum_of(sum) - (BYTE_ZERO - CENTRE) * in.sums[first + k];
         y[(first + k) * y_stride + out] += c.scales[row] * in.scales[first + k] * static_cast<float>(centred);
     }
 }

@@ -34,7 +34,7 @@ from anybit.tensors import PackedWeight, QuantizedWeight, pack, unpack, validate
 
 MakeModel = Callable[[str], Path]
 SMALL: dict[str, Any] = {"samples": 3, "seq_len": 24}
-INT_ISAS = ("portable", "avx2", "avx_vnni", "avx512_vnni")
+INT_ISAS = ("portable", "avx2", "avx_vnni", "avx512_vnni", "avx512_vbmi")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -1,0 +1,125 @@
+"""Codebooks by row with byte centroids and quantized activations: native against exact integer arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_activations import isas
+from torch import Tensor
+
+from anybit.codes import pack_planes
+from anybit.kernels import cpu
+
+if not cpu.available():
+    pytest.skip(str(cpu.why_not()), allow_module_level=True)
+
+
+def stored(codes: Tensor, bits: int) -> Tensor:
+    """Bitplanes as the format has them: whole words, most significant plane first."""
+    return pack_planes(codes, bits, 4).view(torch.int32)
+
+
+def make(rows: int, columns: int, bits: int, seed: int, entries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [rows, columns], their planes, and an ascending table float16 [rows, entries]."""
+    generator = torch.Generator().manual_seed(seed)
+    entries = entries or 2**bits
+    codes = torch.randint(0, entries, (rows, columns), generator=generator, dtype=torch.uint8)
+    table = torch.randn(rows, entries, generator=generator).sort(1).values.half()
+    return codes, stored(codes, bits), table
+
+
+def inputs(tokens: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-128, 128, (tokens, columns), generator=generator, dtype=torch.int16).to(torch.int8)
+    return x, torch.rand(tokens, 1, generator=generator)
+
+
+def oracle(codes: Tensor, table: Tensor, x: Tensor, scales: Tensor) -> Tensor:
+    """Integer sums, exactly; then the two scales."""
+    scale = table.float().abs().amax(1, keepdim=True) / 127
+    steps = torch.round(table.float() / scale.where(scale > 0, torch.ones(()))).long()
+    sums = x.long() @ steps.gather(1, codes.long()).T
+    return (sums.double() * (scale * 1.0).double().T * scales.double()).float()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.integers(1, 8),
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 1300),
+    tokens=st.integers(1, 9),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_products_are_exact_at_every_width_shape_and_instruction_set(
+    bits: int, rows: int, columns: int, tokens: int, threads: int, seed: int
+) -> None:
+    codes, planes, table = make(rows, columns, bits, seed)
+    tile = cpu.codebook(planes, table, None, columns=columns, by_channel=False)
+    x, scales = inputs(tokens, columns, seed)
+    expected = oracle(codes, table, x, scales)
+    found = []
+    for isa in isas():
+        y = torch.zeros(tokens, rows)
+        tile.int_matmul(x, scales, y, threads=threads, isa=isa)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+        found.append(y)
+    assert all(torch.equal(y, found[0]) for y in found)  # integer sums have no order
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_sums_at_the_ends_of_the_bytes(bits: int) -> None:
+    """The largest centroid times the smallest activation, everywhere: nothing saturates on the way."""
+    columns = 65536
+    planes = stored(torch.full((2, columns), 2**bits - 1, dtype=torch.uint8), bits)
+    table = torch.zeros(2, 2**bits)
+    table[:, -1] = torch.tensor([2.0, -2.0])
+    tile = cpu.codebook(planes, table, None, columns=columns, by_channel=False)
+    x = torch.full((1, columns), -128, dtype=torch.int8)
+    for isa in isas():
+        y = torch.zeros(1, 2)
+        tile.int_matmul(x, torch.ones(1, 1), y, isa=isa)
+        assert y.tolist() == [[-256.0 * columns, 256.0 * columns]]
+
+
+def test_output_rows_and_tables_with_fewer_entries() -> None:
+    codes, planes, table = make(3, 100, 3, 5, entries=6)
+    rows = torch.tensor([0, 2, 5], dtype=torch.int32)
+    tile = cpu.codebook(planes, table, rows, columns=100, by_channel=False)
+    x, scales = inputs(2, 100, 5)
+    y = torch.ones(2, 6)
+    tile.int_matmul(x, scales, y)
+    torch.testing.assert_close(y[:, rows.long()], 1 + oracle(codes, table, x, scales))
+    assert (y[:, [1, 3, 4]] == 1).all()
+
+
+def test_a_row_of_zeros_and_damaged_inputs() -> None:
+    _, planes, table = make(2, 40, 2, 1)
+    table[0] = 0
+    tile = cpu.codebook(planes, table, None, columns=40, by_channel=False)
+    x, _ = inputs(1, 40, 1)
+    y = torch.zeros(1, 2)
+    tile.int_matmul(x, torch.ones(1, 1), y)
+    assert y[0, 0] == 0 and y[0, 1] != 0
+    tile.int_matmul(x, torch.full((1, 1), torch.nan), y)
+    assert y.isnan().all()
+
+
+def test_what_has_no_integer_kernel_is_refused() -> None:
+    _, planes, table = make(40, 64, 3, 2)
+    by_channel = cpu.codebook(planes, table, None, columns=64, by_channel=True)
+    assert not by_channel.takes_ints
+    x, scales = inputs(1, 64, 2)
+    with pytest.raises(ValueError, match="codebooks by row"):
+        by_channel.int_matmul(x, scales, torch.zeros(1, 64))
+    tile = cpu.codebook(planes, table, None, columns=64, by_channel=False)
+    for bad, match in (
+        ((x[:, :63], scales, torch.zeros(1, 40)), "x is int8"),
+        ((x, torch.ones(1, 2), torch.zeros(1, 40)), "scales is float32"),
+        ((x, scales, torch.zeros(1, 39)), "y is float32"),
+        ((x.float(), scales, torch.zeros(1, 40)), "x is float32"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            tile.int_matmul(*bad)
