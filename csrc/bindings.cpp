@@ -365,6 +365,11 @@ public:
 
     bool takes_ints() const { return !by_channel_ && c_.columns <= MAX_INT_GROUP; }
 
+    // Round the centroids to bytes; `int_matmul` does it at its first call otherwise.
+    void prepare_ints() {
+        std::call_once(bytes_made_, [this] { make_bytes(); });
+    }
+
     void int_matmul(const Input& x, const Input& scales, const Output& y, int64_t threads,
                     const std::optional<std::string>& isa) {
         const IntKernels& kernels = check_int_isa(isa);
@@ -380,7 +385,7 @@ public:
         const float* x_scales = static_cast<const float*>(scales.data());
         float* to = static_cast<float*>(y.data());
         nb::gil_scoped_release release;
-        std::call_once(bytes_made_, [this] { make_bytes(); });
+        prepare_ints();
         const ByteCodebook b{c_.planes, bytes_.data(), byte_scales_.data(), c_.out_rows, c_.bits, c_.rows, c_.columns,
                              c_.words};
         const int64_t width = kernels.lookup_columns(b);
@@ -677,6 +682,7 @@ NB_MODULE(_native, m) {
              nb::arg("threads"), nb::arg("isa") = nb::none(),
              "y[:, rows] += x @ W.T, x float32 [m, columns]; by channel y += x @ W, x float32 [m, n].")
         .def("takes_ints", &BoundCodebook::takes_ints, "Whether `int_matmul` takes this tile.")
+        .def("prepare_ints", &BoundCodebook::prepare_ints, "Make the table of bytes now.")
         .def("int_matmul", &BoundCodebook::int_matmul, nb::arg("x").noconvert(), nb::arg("scales").noconvert(),
              nb::arg("y").noconvert(), nb::arg("threads"), nb::arg("isa") = nb::none(),
              "y[:, rows] += (x * scales) @ W.T with centroids rounded to bytes; x int8 [m, columns], scales float32\n"

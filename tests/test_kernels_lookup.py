@@ -10,7 +10,10 @@ from test_activations import isas
 from torch import Tensor
 
 from anybit.codes import pack_planes
+from anybit.formats import Codebook
 from anybit.kernels import cpu
+from anybit.kernels.dispatch import Prepared
+from anybit.tensors import QuantizedWeight, pack
 
 if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)
@@ -21,7 +24,9 @@ def stored(codes: Tensor, bits: int) -> Tensor:
     return pack_planes(codes, bits, 4).view(torch.int32)
 
 
-def make(rows: int, columns: int, bits: int, seed: int, entries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def make(
+    rows: int, columns: int, bits: int, seed: int, entries: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [rows, columns], their planes, and an ascending table float16 [rows, entries]."""
     generator = torch.Generator().manual_seed(seed)
     entries = entries or 2**bits
@@ -123,3 +128,17 @@ def test_what_has_no_integer_kernel_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             tile.int_matmul(*bad)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_a_layer_that_need_not_be_exact(tokens: int) -> None:
+    """Inputs and centroids of 8 bits: close to the exact product, but not it; beyond decoding the exact one."""
+    codes, _, table = make(48, 200, 4, 7)
+    tile = Codebook(widths=(4,), codes=codes, tables=(table,))
+    packed = pack(QuantizedWeight((48, 200), (tile,)))
+    x = torch.randn(tokens, 200, generator=torch.Generator().manual_seed(1))
+    exact, fast = Prepared(packed).matmul(x), Prepared(packed, exact=False).matmul(x)
+    error = float((fast - exact).norm() / exact.norm())
+    assert 0 < error < 0.02
+    many = x.repeat(9, 1)
+    assert torch.equal(Prepared(packed).matmul(many), Prepared(packed, exact=False).matmul(many))

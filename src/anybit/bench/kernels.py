@@ -38,6 +38,8 @@ SHAPES = (
     "49152x576",
 )
 ATOM_OUTLIERS = 128
+CODEBOOK_WIDTHS = (2, 3, 4, 5, 6, 8)
+FAST = " A8"  # codebooks with byte centroids and inputs of 8 bits
 
 
 def kernels(
@@ -105,6 +107,9 @@ def layouts(out: int, columns: int) -> dict[str, dict[str, Any]]:
         made = {"format": "group_int", "bits": bits, "group_size": GROUP, "symmetric": symmetric, **more}
         return made if act_bits == 16 else made | {"act_bits": act_bits}
 
+    def codebook(bits: int) -> dict[str, Any]:
+        return {"format": "codebook", "bits": bits, "widths": [bits], "table_bits": 16, "by_channel": False}
+
     wide, outliers = max(1, out // 10), min(ATOM_OUTLIERS, columns // 4)
     tiles = {
         "W8": [tile(8, True)],
@@ -114,7 +119,9 @@ def layouts(out: int, columns: int) -> dict[str, dict[str, Any]]:
         "W4A4": [tile(4, True, 4)],
         "MixLLM p10": [tile(8, True, 8, rows=wide), tile(4, False, 8, rows=out - wide)],
         "Atom W4A4": [tile(4, True, 4, cols=columns - outliers), tile(8, True, 8, cols=outliers)],
+        "codebook 4": [codebook(4)],
     }
+    tiles |= {f"codebook {bits}{FAST}": [codebook(bits)] for bits in CODEBOOK_WIDTHS}
     return {
         name: {"shape": [out, columns], "tiles": entry} for name, entry in tiles.items() if out > 1 < columns
     }
@@ -144,7 +151,11 @@ def _variants(out: int, columns: int, tokens: int) -> dict[str, tuple[int, Run]]
         "torch float32": _dense(out, columns, x, torch.float32),
         "torch bfloat16": _dense(out, columns, x, torch.bfloat16),
     }
-    return made | {name: _quantized(layout, x) for name, layout in layouts(out, columns).items()}
+    made |= {
+        name: _quantized(layout, x, exact=not name.endswith(FAST))
+        for name, layout in layouts(out, columns).items()
+    }
+    return made
 
 
 def _dense(out: int, columns: int, x: Tensor, dtype: torch.dtype) -> tuple[int, Run]:
@@ -157,11 +168,11 @@ def _dense(out: int, columns: int, x: Tensor, dtype: torch.dtype) -> tuple[int, 
     return nbytes, _rotating(nbytes, make)
 
 
-def _quantized(layout: dict[str, Any], x: Tensor) -> tuple[int, Run]:
+def _quantized(layout: dict[str, Any], x: Tensor, exact: bool) -> tuple[int, Run]:
     nbytes = stored_bytes(layout)
 
     def make() -> Run:
-        prepared = Prepared(random_weight(layout))
+        prepared = Prepared(random_weight(layout), exact)
         return lambda: prepared.matmul(x)
 
     return nbytes, _rotating(nbytes, make)

@@ -114,6 +114,10 @@ class Codebook(_Tile):
         super().__init__(native, rows, columns)  # n and m: W [out, in] is the transposed table by channel
         self.by_channel = by_channel
 
+    def prepare_ints(self) -> None:
+        """Round the centroids to bytes now instead of in the first `int_matmul`."""
+        self._native.prepare_ints()
+
     def dequantize(
         self, dtype: torch.dtype = torch.float32, threads: int | None = None, isa: str | None = None
     ) -> Tensor:
