@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import html
 import json
 import os
@@ -14,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import anybit
-from anybit import compare as comparing
+from anybit import compare_job
 from anybit.compare import Settings, compare, parse_entry
-from anybit.compare_report import pareto, width, width_grid
+from anybit.compare_job import Job
+from anybit.compare_report import pareto, width, width_grid, write_report
 from anybit.errors import InputError
 from anybit.spec import QuantizeConfig
 
@@ -33,7 +37,7 @@ def settings(text_file: Path) -> Settings:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantize here: a process of its own takes seconds to begin."""
-    monkeypatch.setattr(comparing, "_in_own_process", comparing._quantize)
+    monkeypatch.setattr(compare_job, "run_apart", lambda job, file: compare_job.run(job))
 
 
 def run(
@@ -48,7 +52,7 @@ def test_every_cell_is_what_quantize_and_eval_give(
     model = model_dir("llama")
     entries = [parse_entry(e) for e in ENTRIES[:3]]
     own = compare(model, tmp_path / "out", entries[:1], (3,), settings)  # in a process of its own
-    monkeypatch.setattr(comparing, "_in_own_process", comparing._quantize)
+    monkeypatch.setattr(compare_job, "run_apart", lambda job, file: compare_job.run(job))
     results = compare(model, tmp_path / "out", entries, (3, 4), settings)
     assert results["cells"][:2] == own["cells"]
     base, *cells = results["cells"]
@@ -80,12 +84,13 @@ def test_finished_cells_are_not_made_again(
     model = model_dir("llama")
     first = run(model, tmp_path, settings, ENTRIES[:1])
     jobs = []
-    monkeypatch.setattr(
-        comparing, "_in_own_process", lambda job: jobs.append(job) or comparing._quantize(job)
-    )
+    monkeypatch.setattr(compare_job, "run_apart", lambda job, file: jobs.append(job) or compare_job.run(job))
     assert run(model, tmp_path, settings, ENTRIES[:1]) == first and not jobs
     more = run(model, tmp_path, settings, ("rtn: group_size=16", "rtn"))
-    assert more["cells"][:3] == first["cells"] and [job.config.group_size for job in jobs] == [128, 128]
+    assert more["cells"][:3] == first["cells"] and ["group_size" in job.config for job in jobs] == [
+        False,
+        False,
+    ]
     other = Settings(**{**vars(settings), "max_tokens": 128})
     run(model, tmp_path, other, ENTRIES[:1])
     assert len(jobs) == 4  # another evaluation: other cells
@@ -98,13 +103,14 @@ def test_gradients_are_gathered_once_and_counted_for_each(
     results = run(
         model_dir("llama"), tmp_path, settings, ("squeezellm", "any-precision", "mixllm"), keep=True
     )
-    costs = sorted(
-        json.loads(file.read_text())["seconds"] for file in tmp_path.glob("work/statistics/*/cost.json")
-    )
-    assert len(costs) == 1  # MixLLM at 4 bits looks for no row
+    assert len(list(tmp_path.glob("work/statistics/*"))) == 1  # MixLLM at 4 bits looks for no row
+    (file,) = tmp_path.glob("work/statistics/*/statistics/complete")
+    cost = json.loads(file.read_text())["seconds"]
+    assert cost > 0
     shared = {(c["name"], c["bits"]): c["shared_seconds"] for c in results["cells"][1:]}
-    assert shared["squeezellm", 3] == 0  # it gathered them
-    assert shared["squeezellm", 4] == shared["any-precision", 3] == shared["any-precision", 4] == costs[0]
+    codebooks = ("squeezellm", "any-precision")
+    assert shared.pop(("mixllm", 4)) == 0
+    assert shared == {(name, bits): cost for name in codebooks for bits in (3, 4)}  # whoever gathered them
     assert all(c["seconds"] > c["shared_seconds"] for c in results["cells"][1:])
     kept = sorted(p.name for p in tmp_path.glob("work/*") if p.is_dir() and p.name != "statistics")
     assert len(kept) == 4 and sum(name.startswith("any-precision") for name in kept) == 1
@@ -129,7 +135,9 @@ def test_shared_statistics_give_the_same_bytes(
             )
             for i, folder in enumerate([None, tmp_path / "shared", tmp_path / "shared"])
         ]
-        assert [bool(m.statistics) for m in made] == [False, False, True]
+        assert made[0].statistics is None and made[1].taken_over_seconds == 0
+        assert made[2].statistics == made[1].statistics
+        assert 0 < made[2].taken_over_seconds == made[2].statistics.seconds < made[1].seconds
         files = [{f.name: f.read_bytes() for f in m.path.glob("*.safetensors")} for m in made]
         assert files[0] == files[1] == files[2]
 
@@ -161,7 +169,7 @@ def test_a_killed_run_goes_on(model_dir: Callable[[str], Path], settings: Settin
 def test_an_orphan_ends(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     child = (
-        "import os, threading, time; from anybit.compare import _end_with;"
+        "import os, threading, time; from anybit.compare_job import _end_with;"
         f"open({str(pid_file)!r}, 'w').write(str(os.getpid()));"
         "threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start(); time.sleep(100)"
     )
@@ -193,12 +201,12 @@ def _alive(pid: int) -> bool:
 def test_a_cell_that_fails_is_reported_and_the_others_are_made(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails_at_3(job: comparing._Job) -> dict[str, Any]:
-        if job.config.bits == 3:
+    def fails_at_3(job: Job, file: Path) -> dict[str, Any]:
+        if job.config["bits"] == 3:
             raise InputError("no <memory>")
-        return comparing._quantize(job)
+        return compare_job.run(job)
 
-    monkeypatch.setattr(comparing, "_in_own_process", fails_at_3)
+    monkeypatch.setattr(compare_job, "run_apart", fails_at_3)
     results = run(model_dir("llama"), tmp_path, settings, ("rtn", "mixllm"))
     assert [(c["name"], c["bits"]) for c in results["cells"][1:]] == [("rtn", 4), ("mixllm", 4)]
     assert [(r["name"], r["bits"], r["failed"]) for r in results["left_out"]] == [
@@ -208,21 +216,42 @@ def test_a_cell_that_fails_is_reported_and_the_others_are_made(
     assert "no &lt;memory&gt;" in (tmp_path / "report.html").read_text()
 
 
-def test_a_process_that_is_killed_is_a_failed_cell(
-    model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
+def test_what_can_happen_to_a_process_is_said(
+    model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = comparing._Job("no model", tmp_path, QuantizeConfig("rtn"), "builtin", tmp_path, 1, False)
-    with pytest.raises(InputError, match="no model"):
-        comparing._in_own_process(job)
-    with pytest.raises(InputError, match="killed"):
-        comparing._in_own_process(_Deadly())
+    def job(**options: Any) -> Job:
+        artifact = str(tmp_path / "artifact")
+        return Job(str(model_dir("llama")), artifact, options, "builtin", str(tmp_path / "shared"), 1, False)
+
+    def ends(code: str) -> Callable[[], dict[str, Any]]:
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+        (tmp_path / "python").write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / "python").chmod(0o755)
+        return lambda: compare_job.run_apart(job(method="rtn"), tmp_path / "job")
+
+    made = compare_job.run_apart(job(method="rtn", bits=3), tmp_path / "job")
+    assert made["seconds"] > 0 and made["peak_memory_bytes"] > 50e6 and made["shared_seconds"] == 0
+    with pytest.raises(InputError, match="no 9-bit width"):
+        compare_job.run_apart(job(method="rtn", bits=9), tmp_path / "job")
+    with pytest.raises(InputError, match="killed by SIGKILL, perhaps for want of memory"):
+        ends("kill -9 $$")()
+    with pytest.raises(InputError, match="ended with code 3"):
+        ends("exit 3")()
+    assert not (tmp_path / "job").exists()
 
 
-class _Deadly:
-    """Kills the process that unpacks it."""
+def test_an_unforeseen_error_is_the_cells_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(job: Job) -> dict[str, Any]:
+        raise MemoryError("no room\nat all")
 
-    def __reduce__(self) -> Any:
-        return os.abort, ()
+    monkeypatch.setattr(compare_job, "run", fails)
+    monkeypatch.setattr(
+        compare_job.threading, "Thread", lambda **_: type("T", (), {"start": lambda self: None})()
+    )
+    file = tmp_path / "job"
+    file.write_text(json.dumps(vars(Job("", "", {}, "", "", 1, False))))
+    compare_job.main(file)
+    assert json.loads(file.read_text()) == {"error": "MemoryError: no room"}
 
 
 @pytest.mark.usefixtures("in_process")
@@ -274,13 +303,20 @@ def test_pareto() -> None:
 
 def test_entries() -> None:
     entry = parse_entry("any-precision: widths=[3, 4], codebook_bits=8")
-    assert entry.options == {"method": "any-precision", "widths": (3, 4), "codebook_bits": 8}
+    assert entry.method == "any-precision" and entry.options == {"widths": (3, 4), "codebook_bits": 8}
+    assert parse_entry("mixllm: bits=[4.4, 5]").bits == (4.4, 5.0) and parse_entry("cmpq: bits=3").bits == (
+        3.0,
+    )
     assert entry.name == "any-precision (widths=[3, 4], codebook_bits=8)"
     assert parse_entry("gptq: name='plain: GPTQ', clip=false").name == "plain: GPTQ"
     for text, match in (
         ("gptqq", "unknown method"),
         ("gptq: clip", "expected METHOD"),
         ("gptq: clip=false, clip=true", "expected METHOD"),
+        ("gptq: clap=true", "'clap' is no option"),
+        ("gptq: method='rtn'", "'method' is no option"),
+        ("gptq: bits='3'", "bits must be"),
+        ("gptq: name='unquantized'", "name of the model itself"),
     ):
         with pytest.raises(InputError, match=match):
             parse_entry(text)
@@ -292,8 +328,6 @@ def test_mistakes_show_before_any_work(
 ) -> None:
     model, out = model_dir("llama"), tmp_path / "out"
     for entries, match in (
-        (("gptq: clap=true",), "'clap' is no option"),
-        (("gptq: bits=3",), "'bits' is no option"),
         (("rtn: damp=0.1",), "no use for it"),
         (("gptq: group_size=0",), "group size"),
         (("gptq", "gptq"), "same name"),
@@ -301,8 +335,107 @@ def test_mistakes_show_before_any_work(
     ):
         with pytest.raises(InputError, match=match):
             run(model, out, settings, entries)
-    with pytest.raises(InputError, match="no method has any"):
+    with pytest.raises(InputError, match="rtn: rtn has whole widths"):
         compare(model, out, [parse_entry("rtn")], (2.5,), settings)
     with pytest.raises(InputError, match="none"):
         run(model, out, Settings(**{**vars(settings), "text": str(tmp_path / "none.txt")}))
-    assert not list(out.glob("cells/*"))
+    assert not out.exists()
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "work").mkdir()
+    for taken in (tmp_path / "thesis", model_dir("llama") / "config.json"):
+        with pytest.raises(InputError, match="holds something else"):
+            run(model, taken, settings, ("rtn",))
+    assert (tmp_path / "thesis" / "work").exists()
+
+
+@pytest.mark.usefixtures("in_process")
+def test_widths_that_an_entry_does_not_have_are_left_out(
+    model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
+) -> None:
+    entries = ("rtn", "any-precision", "two-four-sixteen: group_size=8", "cmpq: bits=2.5")
+    results = compare(model_dir("llama"), tmp_path, [parse_entry(e) for e in entries], (2.6, 4, 4), settings)
+    made = [(c["name"], c["bits"]) for c in results["cells"][1:]]
+    assert made == [
+        ("rtn", 4),
+        ("any-precision", 4),
+        (entries[2].replace(": ", " (") + ")", 4),
+        ("cmpq", 2.5),
+    ]
+    reasons = [r["reason"] for r in results["left_out"]]
+    assert [r["bits"] for r in results["left_out"]] == [2.6, 2.6, 2.6]
+    assert "whole widths" in reasons[0] and "3, 4, 5, 6, 7, 8" in reasons[1] and "at least 2.9" in reasons[2]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_kept_artifacts_outlive_later_runs_and_one_run_at_a_time(
+    model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
+) -> None:
+    model = model_dir("llama")
+    run(model, tmp_path, settings, ("rtn",), keep=True)
+    kept = sorted(path.name for path in (tmp_path / "work").iterdir() if path.is_dir())
+    run(model, tmp_path, settings, ("rtn", "gptq: group_size=16"))
+    assert kept == sorted(path.name for path in (tmp_path / "work").iterdir() if path.is_dir())
+    with (tmp_path / "compare.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="another `anybit compare`"):
+            run(model, tmp_path, settings, ("rtn",))
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("change", ["tokenizer", "weights", "calibration", "seed"])
+def test_a_cell_belongs_to_all_that_its_figures_depend_on(
+    model_copy: Callable[[str], Path], settings: Settings, tmp_path: Path, change: str
+) -> None:
+    model, out = model_copy("llama"), tmp_path / "out"
+    run(model, out, settings, ("rtn",))
+    if change == "tokenizer":
+        swapped = (model / "tokenizer.json").read_text().replace('"a":', '"@":').replace('"b":', '"a":')
+        (model / "tokenizer.json").write_text(swapped.replace('"@":', '"b":'))
+    elif change == "weights":
+        weights = load_file(model / "model.safetensors")
+        save_file({k: v * 1.01 for k, v in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    elif change == "calibration":
+        (tmp_path / "other.txt").write_text("other words " * 400)
+        settings = Settings(**{**vars(settings), "calibration": str(tmp_path / "other.txt")})
+    else:
+        settings = Settings(**{**vars(settings), "seed": 1})
+    run(model, out, settings, ("rtn",))
+    assert len(list(out.glob("cells/*.json"))) == 6
+
+
+def test_a_report_stands_whatever_is_missing(tmp_path: Path) -> None:
+    machine = {"processor": "one", "threads": 1, "anybit": "0", "torch": "2", "transformers": "5"}
+    base = {
+        "name": "unquantized",
+        "bits": 16.0,
+        "perplexity": None,
+        "tokens": 0,
+        "tasks": {"gsm8k": {"exact_match": 0.5}},
+    }
+    base |= {"machine": machine}
+    cell = {
+        "name": "$x$ _",
+        "bits": 3.0,
+        "act_bits": 16,
+        "kv_bits": 16,
+        "bits_per_weight": 3.1,
+        "size_bytes": 1,
+    }
+    cell |= {"perplexity": None, "kld_mean": None, "tasks": {"gsm8k": {"exact_match": None}}, "layers": []}
+    cell |= {"seconds": 1.0, "shared_seconds": 0.0, "peak_memory_bytes": 1, "resumed": False, "tokens": 2}
+    cell |= {"window_nll": [1.0], "machine": {**machine, "processor": "another"}}
+    results = {"model": "m", "settings": vars(Settings()), "machine": machine, "left_out": []}
+    for cells in ([base], [base, cell]):
+        page = write_report(tmp_path, {**results, "cells": cells}).read_text(encoding="utf-8")
+        assert "none" in page
+    assert "one, 1 threads" in page and "; and on: another" in page and "$x$ _" in page
+
+
+def test_encoders_are_refused(tmp_path: Path, settings: Settings, tokenizer: PreTrainedTokenizerFast) -> None:
+    config = BertConfig(
+        vocab_size=264, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    BertModel(config).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    with pytest.raises(InputError, match="is an encoder"):
+        run(tmp_path / "bert", tmp_path / "out", settings)

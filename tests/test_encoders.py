@@ -30,6 +30,7 @@ from transformers import (
     MPNetConfig,
     PreTrainedConfig,
     RobertaConfig,
+    RobertaForMaskedLM,
     XLMConfig,
 )
 from typer.testing import CliRunner
@@ -192,6 +193,23 @@ def test_a_checkpoint_with_a_pretraining_head_and_prefixed_names(
     assert StreamedModel(open_checkpoint(copy), torch.float32).left_out() == ["cls.predictions.bias"]
     anybit.quantize(copy, tmp_path / "out", QuantizeConfig(method="rtn", bits=8))
     assert anybit.evaluate(tmp_path / "out", base=bert, pairs=pairs_file(tmp_path))["cosine_min"] > 0.99
+
+
+def test_a_masked_language_model_has_no_pooler(tmp_path: Path) -> None:
+    """As roberta-base is: its encoder is used without the pooler, which embeddings do not need."""
+    config = RobertaConfig(**{**COMMON, "max_position_embeddings": 66}, pad_token_id=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        RobertaForMaskedLM(config).save_pretrained(tmp_path / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = "</s>"
+    tokenizer.save_pretrained(tmp_path / "model")
+    anybit.quantize(tmp_path / "model", tmp_path / "out", QuantizeConfig(method="rtn", bits=8))
+    figures = anybit.evaluate(tmp_path / "out", base=tmp_path / "model", pairs=pairs_file(tmp_path))
+    assert figures["cosine_min"] > 0.99
+    states = AutoModel.from_pretrained(tmp_path / "out")(torch.tensor([[5, 9, 7]])).last_hidden_state
+    ours = load(tmp_path / "out")(torch.tensor([[5, 9, 7]])).last_hidden_state
+    torch.testing.assert_close(states, ours)
 
 
 def test_a_window_beyond_the_positions_is_refused(bert: Path, tmp_path: Path) -> None:
@@ -366,6 +384,12 @@ def test_sentences_are_cut_to_the_positions_or_to_seq_len(bert: Path) -> None:
     assert torch.allclose(made[0], made[1]) and not torch.allclose(made[0], made[2])
     made = embeddings.embed(model, tokenizer, [long, long[:6]], seq_len=8)
     assert torch.allclose(made[0], made[1])
+
+
+def test_a_cut_without_room_for_words_is_refused(bert: Path) -> None:
+    for seq_len in (1, 2):
+        with pytest.raises(InputError, match="leaves no room for words beside 2 special tokens"):
+            anybit.evaluate(bert, base=bert, seq_len=seq_len)
 
 
 def test_sentences_of_a_text() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
@@ -35,6 +37,14 @@ def auto_class(config: PreTrainedConfig) -> Any:
                 f"for their embeddings; save the encoder alone ({headed[1]}Model) and compress that"
             )
     return AutoModel
+
+
+def build_options(config: PreTrainedConfig, tensors: Iterable[str]) -> dict[str, Any]:
+    """How a checkpoint's model is built besides its config: an encoder without the pooler that it does not hold."""
+    if not is_encoder(config) or any("pooler." in name for name in tensors):
+        return {}
+    known = inspect.signature(AutoModel._model_mapping[type(config)].__init__).parameters
+    return {"add_pooling_layer": False} if "add_pooling_layer" in known else {}
 
 
 def max_positions(model: Any) -> int | None:

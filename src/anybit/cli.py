@@ -18,6 +18,15 @@ from anybit.errors import InputError
 from anybit.spec import MAX_SEED, USED_BY, QuantizeConfig, check_method, read_spec_map
 
 DEFAULTS = QuantizeConfig()
+COMPARED = [
+    "rtn",
+    "gptq",
+    "two-four-sixteen",
+    "atom: bits=4",
+    "mixllm: bits=[4.4, 5]",
+    "any-precision",
+    "cmpq",
+]
 THREADS_PER_PROCESSOR = 4  # more than this only costs memory, and far more ends the process
 
 app = typer.Typer(
@@ -641,12 +650,12 @@ def compare(  # noqa: PLR0913
             "-m",
             "--method",
             help="A method, with options after a colon: `'gptq: clip=false, group_size=64'`. Repeatable. "
-            "[default: rtn, gptq, two-four-sixteen, mixllm, any-precision, cmpq]",
+            "`bits=[4.4, 5]` gives it widths of its own. [default: the five systems, rtn and gptq]",
         ),
     ] = [],  # noqa: B006
     bits: Annotated[
         str, typer.Option(help="Widths; a method is left out at those it does not have.")
-    ] = "2,3,4",
+    ] = "3,4",
     calibration: Annotated[
         str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub dataset.")
     ] = "builtin",
@@ -676,12 +685,12 @@ def compare(  # noqa: PLR0913
     What is done lies in OUT/cells: the same command goes on where it was killed, and one with more methods or widths
     makes only the new ones.
 
-    Example: `anybit compare MODEL -o compared -m rtn -m gptq -m cmpq --bits 2,3,4 --max-tokens 16384`
+    Example: `anybit compare MODEL -o compared -m rtn -m 'gptq: group_size=64' --bits 2,3,4 --max-tokens 16384`
     """
     from anybit import compare as comparing
 
     _set_threads(threads)
-    names = method or ["rtn", "gptq", "two-four-sixteen", "mixllm", "any-precision", "cmpq"]
+    names = method or COMPARED
     settings = comparing.Settings(
         calibration, samples, seq_len, seed, text, max_tokens, _names(tasks), tasks_dir, limit
     )

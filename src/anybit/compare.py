@@ -6,19 +6,18 @@ that is done lies in `OUT/cells` and is never made again; a run that was killed 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
 import re
 import shutil
-import threading
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,22 +26,21 @@ import torch
 import transformers
 
 import anybit
-from anybit import texts
-from anybit.artifact import dump_json, inspect, is_artifact, partial_folder
-from anybit.checkpoint import open_checkpoint
+from anybit import compare_job, texts
+from anybit.artifact import dump_json, inspect, partial_folder
+from anybit.checkpoint import Checkpoint, open_checkpoint
 from anybit.compare_report import write_report
-from anybit.convert import compute_dtype, quantize
+from anybit.convert import compute_dtype
 from anybit.errors import InputError
 from anybit.model import evaluate
 from anybit.plan import make_plan
 from anybit.progress import SILENT, Silent, Terminal
 from anybit.spec import METHOD_WIDTHS, QuantizeConfig, check_method
 from anybit.streaming import StreamedModel
-from anybit.writer import peak_memory_bytes
 
-CELLS, WORK = "cells", "work"
+CELLS, WORK, LOCK = "cells", "work", "compare.lock"
 BASE = "unquantized"
-OPTIONS = {f.name for f in fields(QuantizeConfig)} - {"bits", "samples", "seq_len", "seed"}
+OPTIONS = {f.name for f in fields(QuantizeConfig)} - {"method", "samples", "seq_len", "seed"}
 FIGURES = (
     "perplexity",
     "tokens",
@@ -60,7 +58,9 @@ class Entry:
     """A method with its options: a line of the table."""
 
     name: str
-    options: Mapping[str, Any]  # of QuantizeConfig, `method` among them
+    method: str
+    options: Mapping[str, Any]  # of QuantizeConfig
+    bits: tuple[float, ...] = ()  # widths of its own
 
 
 @dataclass(frozen=True)
@@ -85,19 +85,17 @@ class Cell:
     entry: Entry
     bits: float
     config: QuantizeConfig
-
-    @property
-    def nested(self) -> bool:
-        return self.config.nested
+    arguments: Mapping[str, Any]  # that `config` was made of
 
 
 def parse_entry(text: str) -> Entry:
     """ "gptq", or "gptq: clip=false, group_size=64, name='GPTQ, plain'": a method and options of `QuantizeConfig`.
 
-    The options are TOML, as in an inline table; `name` is what the report calls the entry.
+    The options are TOML, as in an inline table. `name` is what the report calls the entry, `bits` (a number or a list)
+    are its own widths.
 
     Raises:
-        InputError: no such method, or what TOML cannot read.
+        InputError: no such method or option, or what TOML cannot read.
     """
     method, _, given = (part.strip() for part in text.partition(":"))
     check_method(method)
@@ -108,9 +106,21 @@ def parse_entry(text: str) -> Entry:
             f"method {text!r}: expected METHOD or METHOD: OPTION=VALUE, ..., such as "
             f"gptq: clip=false, group_size=64, scaling='awq' ({error})"
         ) from error
-    name = str(options.pop("name", f"{method} ({given})" if given else method))
+    name = options.pop("name", None)
+    if name == BASE:
+        raise InputError(f"method {text!r}: {BASE!r} is the name of the model itself; choose another")
+    unknown = sorted(options.keys() - OPTIONS)
+    if unknown:
+        expected = ", ".join(sorted(OPTIONS))
+        raise InputError(f"method {text!r}: {unknown[0]!r} is no option of a method; there are {expected}")
+    bits = options.pop("bits", [])
+    bits = bits if isinstance(bits, list) else [bits]
+    if not all(type(b) in (int, float) for b in bits):
+        raise InputError(f"method {text!r}: bits must be a number or a list of numbers, got {bits}")
+    shown = ", ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
     lists = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    return Entry(name, {"method": method, **lists})
+    name = str(name or (f"{method} ({shown})" if shown else method))
+    return Entry(name, method, lists, tuple(float(b) for b in bits))
 
 
 def compare(
@@ -126,12 +136,12 @@ def compare(
     """Quantize and measure a model by several methods at several widths, and write `OUT/report.html`.
 
     Args:
-        model: HF directory, hub id or `.gguf` file.
+        model: HF directory, hub id or `.gguf` file of a causal language model.
         out: folder of `cells/*.json` (one file per cell), `results.json`, `report.html` and its plots.
         entries: methods with their options; `parse_entry` makes them.
-        bits: widths; a method is left out at those that it does not have.
+        bits: widths of entries that have none of their own; a method is left out at those that it does not have.
         settings: calibration and evaluation.
-        keep: keep the artifacts, in `OUT/work`.
+        keep: keep the artifacts of the cells that are made, in `OUT/work`.
         report: where progress goes.
 
     Returns:
@@ -139,78 +149,91 @@ def compare(
         (what has no figures, and why).
 
     Raises:
-        InputError: options, texts or tasks that cannot work, before any work.
+        InputError: options, texts or tasks that cannot work; a folder that is not `compare`'s.
     """
     settings = settings or Settings()
     checkpoint = open_checkpoint(model)
-    cells, left_out = plan_cells(checkpoint, entries, bits, settings)
-    if is_artifact(out):
-        raise InputError(f"{out} is an artifact: name another folder with -o")
-    for folder in (out / CELLS, out / WORK):
-        folder.mkdir(parents=True, exist_ok=True)
+    cells, left_out = plan_cells(checkpoint, entries, bits)
+    cells = [_calibrated(cell, settings) for cell in cells]
     common = _common(checkpoint, settings, report)
-    runner = _Runner(str(model), out, settings, common, report)
-    rows, pace = [runner.base()], _Pace(sum(not runner.file(cell).exists() for cell in cells))
-    for i, cell in enumerate(cells):
-        if not runner.file(cell).exists():
-            report.say(f"{pace.next()}: {cell.entry.name}, {cell.bits:g} bits")
-        try:
-            rows.append(runner.cell(cell))
-        except InputError as error:
-            report.say(f"{cell.entry.name} at {cell.bits:g} bits failed: {error}")
-            left_out.append(_missing(cell.entry, cell.bits, str(error), failed=True))
-        report.close()  # the next cell's process has the terminal for itself
-        last = i + 1 == len(cells) or runner.artifact(cells[i + 1]) != runner.artifact(cell)
-        if last and not keep:
-            runner.remove(cell)
-    if not keep and not any(row["failed"] for row in left_out):
-        shutil.rmtree(out / WORK)
-    results = {
-        "model": Path(model).name,
-        "settings": _shown(settings),
-        "machine": machine(),
-        "cells": rows,
-        "left_out": left_out,
-    }
-    short = [{key: v for key, v in row.items() if key not in ("layers", "window_nll")} for row in rows]
-    (out / "results.json").write_text(dump_json({**results, "cells": short}), encoding="utf-8")
-    write_report(out, results)
+    with _locked(out):
+        runner = _Runner(str(model), out, settings, common, report)
+        rows, failed = _run(runner, cells, keep)
+        results = {
+            "model": Path(model).name,
+            "settings": _shown(settings),
+            "machine": machine(),
+            "cells": rows,
+            "left_out": left_out + failed,
+        }
+        short = [{k: v for k, v in row.items() if k not in ("layers", "window_nll")} for row in rows]
+        (out / "results.json").write_text(dump_json({**results, "cells": short}), encoding="utf-8")
+        write_report(out, results)
     return results
 
 
+def _run(
+    runner: _Runner, cells: Sequence[Cell], keep: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows of all cells, the unquantized model's first, and what failed."""
+    missing = [cell for cell in cells if not runner.file(cell).exists()]
+    rows, pace = [runner.base()], _Pace(len(missing))
+    failed: dict[Path, str] = {}  # artifact -> reason
+    for i, cell in enumerate(cells):
+        artifact = runner.artifact(cell)
+        if cell in missing:
+            runner.report.say(f"{pace.next()}: {cell.entry.name}, {cell.bits:g} bits")
+        try:
+            if artifact in failed:
+                raise InputError(failed[artifact])
+            rows.append(runner.cell(cell))
+        except InputError as error:
+            failed[artifact] = str(error)
+            runner.report.say(f"{cell.entry.name} at {cell.bits:g} bits failed: {error}")
+        runner.report.close()  # the next cell's process has the terminal for itself
+        last = i + 1 == len(cells) or runner.artifact(cells[i + 1]) != artifact
+        if last and cell in missing and not keep and artifact not in failed:
+            runner.remove(artifact)
+    if not keep and not failed:
+        runner.remove_statistics()
+    wrong = [cell for cell in cells if runner.artifact(cell) in failed and not runner.file(cell).exists()]
+    return rows, [_missing(c.entry, c.bits, failed[runner.artifact(c)], failed=True) for c in wrong]
+
+
 def plan_cells(
-    checkpoint: Any, entries: Sequence[Entry], bits: Sequence[float], settings: Settings
+    checkpoint: Checkpoint, entries: Sequence[Entry], bits: Sequence[float]
 ) -> tuple[list[Cell], list[dict[str, Any]]]:
     """The cells there will be, each checked against the model, and those that a method does not have.
 
     Raises:
-        InputError: options that do not exist or that this model cannot take; entries of the same name.
+        InputError: an encoder; options that do not exist or that this model cannot take; entries of the same name.
     """
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
         raise InputError(f"methods {names}: two have the same name; give one another with name='...'")
-    if not entries or not bits:
+    if not entries or not (bits or all(entry.bits for entry in entries)):
         raise InputError("nothing to compare: name methods (-m) and widths (--bits)")
     streamed = StreamedModel(checkpoint, compute_dtype())
+    if streamed.encoder:
+        raise InputError(
+            f"{checkpoint.source} is an encoder, and compare measures language models: use `anybit quantize` and "
+            "`anybit eval --base --pairs` for each width"
+        )
     cells: list[Cell] = []
     left_out: list[dict[str, Any]] = []
     for entry in entries:
-        unknown = entry.options.keys() - OPTIONS
-        if unknown:
-            expected = ", ".join(sorted(OPTIONS - {"method"}))
-            raise InputError(
-                f"{entry.name}: {sorted(unknown)[0]!r} is no option of a method; there are {expected}"
-            )
-        for width in bits:
-            config = _config(entry, width, settings)
-            if config is None:
-                reason = f"{entry.options['method']} has {METHOD_WIDTHS[entry.options['method']]} bits"
-                left_out.append(_missing(entry, width, reason, failed=False))
-            else:
-                make_plan(streamed, config)
-                cells.append(Cell(entry, width, config))
-    if not cells:
-        raise InputError(f"no method has any of the widths {', '.join(f'{b:g}' for b in bits)}")
+        made, errors = [], []
+        for width in dict.fromkeys(entry.bits or bits):
+            try:
+                made.append(_cell(entry, float(width)))
+                make_plan(streamed, made[-1].config)
+            except InputError as error:
+                errors.append(error)
+                left_out.append(_missing(entry, float(width), str(error), failed=False))
+                made = [cell for cell in made if cell.bits != width]
+        if not made:
+            raise InputError(f"{entry.name}: {errors[0]}") from errors[0]
+        cells += made
     return cells, left_out
 
 
@@ -218,15 +241,51 @@ def _missing(entry: Entry, bits: float, reason: str, failed: bool) -> dict[str, 
     return {"name": entry.name, "bits": bits, "reason": reason, "failed": failed}
 
 
-def _config(entry: Entry, bits: float, settings: Settings) -> QuantizeConfig | None:
-    """The configuration of a cell; None where the method does not have this width."""
-    method = entry.options["method"]
+def _cell(entry: Entry, bits: float) -> Cell:
+    """An entry at a width.
+
+    Raises:
+        InputError: options that do not exist, or a width that the method does not have.
+    """
+    arguments = {**entry.options, "method": entry.method}
+    config = QuantizeConfig(**arguments)
+    if config.nested and bits not in config.widths:
+        raise InputError(f"the artifact has the widths {', '.join(map(str, config.widths))} (option widths)")
+    if not config.nested:
+        if bits not in METHOD_WIDTHS[entry.method]:
+            raise InputError(f"{entry.method} has {METHOD_WIDTHS[entry.method]} bits")
+        arguments["bits"] = bits
+    return Cell(entry, bits, QuantizeConfig(**arguments), arguments)
+
+
+def _calibrated(cell: Cell, settings: Settings) -> Cell:
+    """The cell calibrated as the settings say."""
     shared = {"samples": settings.samples, "seq_len": settings.seq_len, "seed": settings.seed}
-    options = {**entry.options, **shared}
-    if method == "any-precision":
-        config = QuantizeConfig(**options)
-        return config if bits in config.widths else None
-    return QuantizeConfig(**options, bits=bits) if bits in METHOD_WIDTHS[method] else None
+    arguments = {**cell.arguments, **shared}
+    return replace(cell, config=QuantizeConfig(**arguments), arguments=arguments)
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """OUT as a folder of this command, which no other run writes to.
+
+    Raises:
+        InputError: a file, a folder with something else in it, or another run.
+    """
+    if out.exists() and not (out.is_dir() and ((out / LOCK).exists() or not any(out.iterdir()))):
+        raise InputError(
+            f"{out} holds something else: name a new or empty folder with -o, or one of `compare`"
+        )
+    for folder in (out / CELLS, out / WORK):
+        folder.mkdir(parents=True, exist_ok=True)
+    with (out / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InputError(
+                f"another `anybit compare` writes to {out}: wait for it, or choose another -o"
+            ) from error
+        yield
 
 
 class _Pace:
@@ -262,23 +321,23 @@ class _Runner:
         """A cell, from its file or made now."""
         file = self.file(cell)
         if found := _read(file):
-            return found
+            return {**found, "name": cell.entry.name}
         artifact = self.artifact(cell)
         made = self._made(cell, artifact)
-        width = int(cell.bits) if cell.nested else None
+        width = int(cell.bits) if cell.config.nested else None
         figures = self._measure(str(artifact), width)
         stored = inspect(artifact, width)
-        keys = ("bits_per_weight", "file_bits_per_weight", "size_bytes")
+        head = {
+            "name": cell.entry.name,
+            "bits": cell.bits,
+            "act_bits": cell.config.act_bits,
+            "method": cell.entry.method,
+            "options": dict(cell.entry.options),
+        }
+        sizes = {key: stored[key] for key in ("bits_per_weight", "file_bits_per_weight", "size_bytes")}
         layers = [
             {key: layer[key] for key in ("name", "bits", "bits_per_weight")} for layer in stored["layers"]
         ]
-        head = {
-            "name": cell.entry.name,
-            "bits": float(cell.bits),
-            "act_bits": cell.config.act_bits,
-            "options": dict(cell.entry.options),
-        }
-        sizes = {key: stored[key] for key in keys}
         return self._keep(
             file, {**head, **sizes, **made, **figures, "code_bits": stored["bits"], "layers": layers}
         )
@@ -288,14 +347,18 @@ class _Runner:
 
     def artifact(self, cell: Cell) -> Path:
         """Where a cell's artifact lies while it is measured; widths of a nested one share it."""
-        name = _slug(cell.entry.name) + ("" if cell.nested else f"-{cell.bits:g}")
+        name = _slug(cell.entry.name) + ("" if cell.config.nested else f"-{cell.bits:g}")
         return self.out / WORK / f"{name}-{self._key(cell.config.as_dict())}"
 
-    def remove(self, cell: Cell) -> None:
-        artifact = self.artifact(cell)
+    def remove(self, artifact: Path) -> None:
         for folder in (artifact, partial_folder(artifact)):
             shutil.rmtree(folder, ignore_errors=True)
         _beside(artifact).unlink(missing_ok=True)
+
+    def remove_statistics(self) -> None:
+        shutil.rmtree(self.out / WORK / "statistics", ignore_errors=True)
+        if not any((self.out / WORK).iterdir()):  # nothing that was kept
+            (self.out / WORK).rmdir()
 
     def _made(self, cell: Cell, artifact: Path) -> dict[str, Any]:
         """What quantizing took; the artifact is there afterwards."""
@@ -303,12 +366,18 @@ class _Runner:
         found = _read(beside) if artifact.exists() else None
         if found:
             return found
+        job = compare_job.Job(
+            model=self.model,
+            artifact=str(artifact),
+            config=dict(cell.arguments),
+            calibration=self.settings.calibration,
+            statistics=str(self.out / WORK / "statistics"),
+            threads=torch.get_num_threads(),
+            shows_progress=isinstance(self.report, Terminal),
+        )
         resumed = partial_folder(artifact).exists()
-        job = _Job(
-            self.model, artifact, cell.config, self.settings.calibration, self.out / WORK / "statistics",
-            torch.get_num_threads(), isinstance(self.report, Terminal),
-        )  # fmt: skip
-        made = _in_own_process(job) | {"resumed": resumed}
+        made = compare_job.run_apart(job, artifact.with_name(artifact.name + ".job"))
+        made["resumed"] = resumed
         beside.write_text(dump_json(made), encoding="utf-8")
         return made
 
@@ -349,98 +418,37 @@ class _Runner:
         return json.loads(file.read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What a process that quantizes needs to know."""
-
-    model: str
-    artifact: Path
-    config: QuantizeConfig
-    calibration: str
-    statistics: Path
-    threads: int
-    shows_progress: bool
-
-
-def _in_own_process(job: _Job) -> dict[str, Any]:
-    """Seconds and peak memory of quantizing, statistics that were taken over included.
-
-    Raises:
-        InputError: what `quantize` raises, or that the process was killed.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        try:
-            return pool.submit(_quantize_for, os.getpid(), job).result()
-        except BrokenProcessPool as error:
-            raise InputError(
-                "the process that quantizes it was killed, perhaps for want of memory: see `anybit quantize --dry-run`"
-            ) from error
-
-
-def _quantize_for(parent: int, job: _Job) -> dict[str, Any]:
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    torch.set_num_threads(job.threads)
-    return _quantize(job)
-
-
-def _quantize(job: _Job) -> dict[str, Any]:
-    report = Terminal() if job.shows_progress else SILENT
-    try:
-        made = quantize(
-            job.model,
-            job.artifact,
-            job.config,
-            calibration=job.calibration,
-            overwrite=True,
-            statistics=job.statistics,
-            report=report,
-        )
-    finally:
-        report.close()
-    shared = made.statistics
-    return {
-        "seconds": made.seconds + (shared.seconds if shared else 0),
-        "shared_seconds": shared.seconds
-        if shared
-        else 0.0,  # of them, for statistics that other cells use too
-        "peak_memory_bytes": max(peak_memory_bytes(), shared.peak_memory_bytes if shared else 0),
-    }
-
-
-def _end_with(parent: int) -> None:
-    """End this process when the one that started it is gone: what it makes nobody would measure."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-def _common(checkpoint: Any, settings: Settings, report: Silent) -> dict[str, Any]:
+def _common(checkpoint: Checkpoint, settings: Settings, report: Silent) -> dict[str, Any]:
     """What the figures of every cell depend on.
 
     Raises:
-        InputError: a text or a task that cannot be read.
+        InputError: a text or a task that cannot be read, or a task whose score is no accuracy.
     """
-    advance = report.task("hashing the checkpoint", checkpoint.weight_bytes())
     tokenizer = checkpoint.tokenizer()
-    made = texts.calibration_set(
+    calibration = texts.calibration_set(
         tokenizer, settings.calibration, settings.samples, settings.seq_len, settings.seed
     )
+    tokens = texts.token_ids(tokenizer, texts.read_text(settings.text))
     shown = _shown(settings)
-    if settings.tasks:
-        from anybit.integrations import lm_eval
-
-        lm_eval.prepare(settings.tasks, tasks_dir=settings.tasks_dir, limit=settings.limit)
-    files = [] if settings.tasks_dir is None else [settings.tasks_dir / f"{t}.jsonl" for t in settings.tasks]
     return {
         "anybit": anybit.__version__,
         "libraries": [torch.__version__, transformers.__version__],
-        "model": checkpoint.sha256(advance),
+        "model": checkpoint.sha256(report.task("hashing the checkpoint", checkpoint.weight_bytes())),
         "settings": {key: value for key, value in shown.items() if key not in ("calibration", "text")},
-        "calibration": made.sha256,
-        "text": hashlib.sha256(texts.read_text(settings.text).encode()).hexdigest(),
-        "questions": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
+        "calibration": hashlib.sha256(calibration.tokens.numpy().tobytes()).hexdigest(),
+        "text": [hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), texts.default_bos(tokenizer)],
+        "questions": _check_tasks(settings) if settings.tasks else [],
     }
+
+
+def _check_tasks(settings: Settings) -> list[str]:
+    """What the scores of tasks depend on; see `lm_eval.prepare` for what is refused."""
+    from anybit.integrations import lm_eval
+
+    lm_eval.prepare(settings.tasks, tasks_dir=settings.tasks_dir, limit=settings.limit)
+    files = [] if settings.tasks_dir is None else [settings.tasks_dir / f"{t}.jsonl" for t in settings.tasks]
+    hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    return [importlib.metadata.version("lm_eval"), *hashes]
 
 
 def _shown(settings: Settings) -> dict[str, Any]:
@@ -473,7 +481,8 @@ def _processor() -> str:
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+    """A name as part of a file's: the key beside it makes that unique."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")[:60]
 
 
 def _beside(artifact: Path) -> Path:

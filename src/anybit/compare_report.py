@@ -21,9 +21,17 @@ MARKERS = "osD^vP*Xph<>"
 def write_report(out: Path, results: Mapping[str, Any]) -> Path:
     """Write `report.html`, `perplexity.png` and, where it was measured, `kld.png` from `compare`'s results."""
     base, *cells = results["cells"]
-    curves = {"perplexity": _curve(cells, "perplexity", "perplexity", base["perplexity"])}
-    if any(cell.get("kld_mean") is not None for cell in cells):
-        curves["kld"] = _curve(cells, "kld_mean", "KL divergence from the unquantized model, nats per token")
+    labels = {
+        "perplexity": "perplexity",
+        "kld_mean": "KL divergence from the unquantized model, nats per token",
+    }
+    curves = {
+        key.removesuffix("_mean"): _curve(
+            cells, key, label, base["perplexity"] if key == "perplexity" else None
+        )
+        for key, label in labels.items()
+        if any(cell.get(key) is not None for cell in cells)
+    }
     for name, figure in curves.items():
         figure.savefig(out / f"{name}.png", dpi=120)
     parts = [
@@ -37,9 +45,10 @@ def write_report(out: Path, results: Mapping[str, Any]) -> Path:
         "grey line is the Pareto front: no other model here is both smaller and better than one on it.</p>",
         _heatmaps(cells),
         "<h2>What quantizing took</h2>",
-        picture(_bars(cells), "time and memory of quantizing"),
+        picture(_bars(cells), "time and memory of quantizing") if cells else "",
         "<p class='note'>Time includes statistics that several models share (light), as if each had gathered its own. "
-        "A nested artifact is made once for all of its widths. Memory is the peak of the process that quantizes.</p>",
+        "A nested artifact is made once for all of its widths. Memory is the peak of the process that quantizes, or of "
+        "the one that gathered the statistics.</p>",
         _left_out(results["left_out"]),
     ]
     return write_page(out / "report.html", f"anybit compare: {results['model']}", "\n".join(parts))
@@ -58,25 +67,33 @@ def pareto(cells: Sequence[Row], figure: str) -> set[int]:
 
 
 def _introduction(results: Mapping[str, Any], base: Row) -> str:
-    s, m = results["settings"], results["machine"]
+    s = results["settings"]
+    machines = list(dict.fromkeys(_machine(cell["machine"]) for cell in results["cells"]))
     calibrated = f"{s['samples']} windows of {s['seq_len']} tokens of {s['calibration']} (seed {s['seed']})"
     asked = (
         f" {', '.join(s['tasks'])}: zero-shot, {s['limit'] or 'all'} questions each." if s["tasks"] else ""
     )
     return f"""<p>Every model was made from the same checkpoint by <code>anybit compare</code> and measured in the same
 way. Methods that calibrate saw {html.escape(calibrated)}; perplexity and divergence are over {base["tokens"]} tokens of
-{html.escape(s["text"])} in windows of {s["seq_len"]}.{html.escape(asked)}</p>
+{html.escape(s["text"])} in windows of {s["seq_len"]}. {html.escape(asked)}</p>
 <ul>
 <li><b>bpw</b>: stored bits per weight of the linear layers, everything counted (codes, scales, zero points, tables,
-indices, padding). <b>width</b> is what the method was asked for: W4A8 has 4-bit weights and rounds the layers' inputs
-to 8 bits, KV4 has a KV-cache of 4 bits.</li>
-<li><b>perplexity</b>: lower is better; the unquantized model has {base["perplexity"]:.2f}. <b>KLD</b>: how far the next
-token's probabilities are from the unquantized model's, in nats; 0 is the same model. <b>top-1</b>: how often both would
-pick the same token.</li>
+indices, padding); of a nested artifact what is read at this width, while size is that of the file with all widths.
+<b>width</b> is what the method was asked for: W4A8 has 4-bit weights and rounds the layers' inputs to 8 bits, KV4 has a
+KV-cache of 4 bits. 2/4/16 counts its scales and zero points in the width (eq. 10 of its paper), the others do not.</li>
+<li><b>perplexity</b>: lower is better; the unquantized model has {_short(base["perplexity"])}. <b>KLD</b>: how far the
+next token's probabilities are from the unquantized model's, in nats; 0 is the same model. <b>top-1</b>: how often both
+would pick the same token.</li>
 <li>Shaded rows are on the Pareto front of perplexity: nothing else here is both smaller and better.</li>
 </ul>
-<p class="note">{html.escape(m["processor"])}, {m["threads"]} threads; anybit {m["anybit"]}, torch {m["torch"]},
-transformers {m["transformers"]}.</p>"""
+<p class="note">Made on: {html.escape("; and on: ".join(machines))}.</p>"""
+
+
+def _machine(m: Row) -> str:
+    return (
+        f"{m['processor']}, {m['threads']} threads, anybit {m['anybit']}, torch {m['torch']}, transformers "
+        f"{m['transformers']}"
+    )
 
 
 def _table(base: Row, cells: Sequence[Row]) -> str:
@@ -86,7 +103,7 @@ def _table(base: Row, cells: Sequence[Row]) -> str:
     heads += [f"{task}, %" for task in tasks] + ["quantized in, s", "peak, MB"]
     front = pareto(cells, "perplexity")
     blank = [""]
-    first = [base["name"], "W16A16", "16", "", f"{base['perplexity']:.2f}", *4 * blank]
+    first = [base["name"], "W16A16", "16", "", _short(base["perplexity"]), *4 * blank]
     lines = [table_row([*first, *_scores(base, tasks), *2 * blank])]
     for i, cell in enumerate(cells):
         kinds = ["best"] * (i in front) + ["first"] * (i == 0 or cells[i - 1]["name"] != cell["name"])
@@ -131,12 +148,12 @@ def _short(value: float | None, digits: int = 2) -> str:
 
 def _over(cell: Row, base: Row) -> str:
     """By how much a perplexity is above the base's, as an interval."""
-    if cell["perplexity"] is None:
+    if cell["perplexity"] is None or base["perplexity"] is None:
         return ""
     per_window = cell["tokens"] // len(cell["window_nll"])
     bounds = paired_bootstrap(cell["window_nll"], base["window_nll"], per_window)
-    if bounds[1] > np.log(100):
-        return "> x 10"
+    if bounds[0] > np.log(WORST):
+        return f"> x {WORST}"
     low, high = (100 * (float(np.exp(bound)) - 1) for bound in bounds)
     return f"{low:+.1f} to {high:+.1f} %"
 
@@ -144,10 +161,11 @@ def _over(cell: Row, base: Row) -> str:
 def _scores(cell: Row, tasks: Sequence[str]) -> list[str]:
     found = []
     for task in tasks:
-        scores = cell["tasks"][task]
-        key = "acc_norm" if "acc_norm" in scores else "acc"
+        scores = cell["tasks"].get(task, {})
+        key = next((key for key in ("acc_norm", "acc") if scores.get(key) is not None), None)
         error = scores.get(f"{key}_stderr")
-        found.append(f"{100 * scores[key]:.1f}" + ("" if error is None else f" ± {100 * error:.1f}"))
+        score = "" if key is None else f"{100 * scores[key]:.1f}"
+        found.append(score + ("" if error is None else f" ± {100 * error:.1f}"))
     return found
 
 
@@ -163,8 +181,8 @@ def _curve(cells: Sequence[Row], key: str, label: str, base: float | None = None
               solid_capstyle="round", label="Pareto front", zorder=0)  # fmt: skip
     for i, name in enumerate(dict.fromkeys(c["name"] for c in shown)):
         points = sorted((c["bits_per_weight"], c[key]) for c in shown if c["name"] == name)
-        axes.plot(*zip(*points), marker=MARKERS[i % len(MARKERS)], color=f"C{i % 10}", label=name, linewidth=1.2,
-                  linestyle="-" if i < 10 else ":")  # fmt: skip
+        axes.plot(*zip(*points), marker=MARKERS[i % len(MARKERS)], color=f"C{i % 10}", label=_plain(name),
+                  linewidth=1.2, linestyle="-" if i < 10 else ":")  # fmt: skip
     axes.set(xlabel="stored bits per weight (linear layers)", ylabel=label, yscale="log")
     if base is not None:
         axes.axhline(base, linestyle="--", color="#888", label="unquantized")
@@ -194,9 +212,14 @@ def _heatmap(cell: Row) -> Any:
     axes = figure.subplots()
     image = axes.imshow(grid, aspect="auto", cmap="viridis", interpolation="nearest")
     axes.set_yticks(range(len(kinds)), kinds, fontsize="small")
-    axes.set(xlabel="block", title=f"{cell['name']}, {width(cell)}")
+    axes.set(xlabel="block", title=f"{_plain(cell['name'])}, {width(cell)}")
     figure.colorbar(image, ax=axes, label="bits")
     return figure
+
+
+def _plain(name: str) -> str:
+    """A name that matplotlib takes as it is: no mathematics, no label that it hides."""
+    return name.replace("$", r"\$").lstrip("_") or " "
 
 
 def width_grid(layers: Sequence[Row]) -> tuple[list[str], np.ndarray]:
@@ -226,7 +249,7 @@ def _bars(cells: Sequence[Row]) -> Any:
     time.barh(at, own, color="C0")
     time.barh(at, [c["shared_seconds"] for c in cells], left=own, color="C0", alpha=0.4)
     memory.barh(at, [c["peak_memory_bytes"] / 1e6 for c in cells], color="C1")
-    time.set_yticks(at, [f"{c['name']}, {width(c)}" for c in cells], fontsize="small")
+    time.set_yticks(at, [f"{_plain(c['name'])}, {width(c)}" for c in cells], fontsize="small")
     time.invert_yaxis()
     time.set(xlabel="seconds")
     memory.set(xlabel="peak memory, MB")

@@ -56,7 +56,8 @@ class QuantizeResult:
     size_bytes: int  # all files but the tokenizer
     seconds: float  # wall time of this call
     resumed_shards: int  # shards found finished
-    statistics: Cost | None = None  # what gathering cost the earlier run whose statistics this one took over
+    statistics: Cost | None = None  # of gathering shared statistics, in whichever runs
+    taken_over_seconds: float = 0.0  # of that, in earlier runs
 
 
 def quantize(  # noqa: PLR0913 - mirrors the command's options
@@ -115,9 +116,11 @@ def quantize(  # noqa: PLR0913 - mirrors the command's options
     shared = None
     if statistics is not None and (config.gradients or salience.passes(config)):
         assert text is not None
-        shared = statistics / _statistics_key(base_hash, config, plan, text, streamed.dtype)
+        searched = plan.layouts.keys() - (spec_map or {}).keys() if config.searches else plan.layouts
+        layers = [name for name in plan.layouts if name in searched]
+        shared = statistics / _statistics_key(base_hash, config, plan, layers, text, streamed.dtype)
     with ArtifactWriter(out, fingerprint, len(streamed.blocks) + 1, overwrite, shared) as writer:
-        resumed, taken_over = len(writer.finished), writer.cost()
+        resumed, earlier = len(writer.finished), writer.cost()
         if resumed:
             report.say(f"resumes: {resumed} of {writer.shards} shards are finished")
         if config.searches and text is not None:
@@ -129,12 +132,19 @@ def quantize(  # noqa: PLR0913 - mirrors the command's options
         made = provenance(checkpoint, base_hash, config, text.describe() if text else None)
         texts = {"README.md": model_card(checkpoint, plan, made)}
         checkpoint.copy_assets(writer.work)
+        cost = writer.cost()
         writer.finish(artifact_config(streamed, plan, made), texts)
     figures = inspect(out)
     seconds = time.perf_counter() - start
-    size = figures["size_bytes"]
     return QuantizeResult(
-        out, figures["bits"], figures["bits_per_weight"], size, seconds, resumed, taken_over
+        path=out,
+        bits=figures["bits"],
+        bits_per_weight=figures["bits_per_weight"],
+        size_bytes=figures["size_bytes"],
+        seconds=seconds,
+        resumed_shards=resumed,
+        statistics=cost,
+        taken_over_seconds=earlier.seconds if earlier else 0.0,
     )
 
 
@@ -151,7 +161,6 @@ def _search(
     shapes = {n: tuple(x["shape"]) for n, x in plan.layouts.items() if n not in spec_map}
     if not shapes:
         return plan
-    begun = time.perf_counter()
     if config.method == "llm-mq":
         widths = salience.layer_widths(streamed, text.tokens, shapes, config, writer.search(), report)
         found = {n: llm_mq.with_width(plan.specs[n], bits) for n, bits in widths.items()}
@@ -159,7 +168,6 @@ def _search(
         rows = salience.search(streamed, text.tokens, shapes, config, writer.search(), report)
         found = {n: mixllm.with_rows(plan.specs[n], rows[n], shapes[n][0]) for n in rows}
     streamed.model.to("meta")
-    writer.keep_cost(begun)
     return make_plan(streamed, config, {**found, **spec_map})
 
 
@@ -232,8 +240,7 @@ class _Run:
                 self.streamed, text.tokens, shapes, fisher=True, spill=folder, advance=advance
             )
             self.streamed.model.to("meta")
-            self.writer.keep_statistics()
-            self.writer.keep_cost(begun)
+            self.writer.keep_statistics(Cost.since(begun))
         advance = self.report.task(
             f"{self.config.method} {len(self.streamed.blocks)} blocks", len(self.plan.layouts)
         )
@@ -479,15 +486,21 @@ def _hash(checkpoint: Checkpoint, report: Silent) -> str:
 
 
 def _statistics_key(
-    base_hash: str, config: QuantizeConfig, plan: Plan, text: CalibrationSet, dtype: torch.dtype
+    base_hash: str,
+    config: QuantizeConfig,
+    plan: Plan,
+    layers: Iterable[str],
+    text: CalibrationSet,
+    dtype: torch.dtype,
 ) -> str:
     """A name for everything that gradient statistics depend on, but for the width that they are to choose."""
     search = ("salience", "search", "group_size") if config.searches else ()
+    by_rows = config.searches and config.wide_rows is not None
     parts = {
         "base": base_hash,
         "tokens": hashlib.sha256(text.tokens.numpy().tobytes()).hexdigest(),
-        "shapes": {name: layout["shape"] for name, layout in plan.layouts.items()},
-        "search": [config.method, *(getattr(config, name) for name in search)] if search else [],
+        "shapes": {name: plan.layouts[name]["shape"] for name in layers},
+        "search": [config.method, by_rows, *(getattr(config, name) for name in search)] if search else [],
         "made by": [anybit.__version__, torch.__version__, str(dtype), torch.get_num_threads()],
     }
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -220,6 +220,11 @@ def _length(model: Any, tokenizer: Any, seq_len: int | None) -> int:
         raise InputError(
             f"seq_len {seq_len} is longer than the {limit} positions of the model; use --seq-len {limit}"
         )
+    special = tokenizer.num_special_tokens_to_add()
+    if seq_len is not None and seq_len <= special:
+        raise InputError(
+            f"seq_len {seq_len} leaves no room for words beside {special} special tokens; use --seq-len 128"
+        )
     known = (limit, tokenizer.model_max_length) if seq_len is None else (seq_len,)
     return min(n for n in known if n is not None)
 

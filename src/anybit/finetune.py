@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from anybit.calibrate import Activations
 from anybit.formats import TwoFour
-from anybit.methods import grid
+from anybit.methods.grid import FP16_MAX, safe
 from anybit.progress import Advance, ignore
 from anybit.streaming import BlockCall
 from anybit.tensors import QuantizedWeight
@@ -60,7 +60,7 @@ def _whole(latent: Tensor) -> Tensor:
 
 
 def _half(latent: Tensor) -> Tensor:
-    return _StraightThrough.apply(latent, lambda values: values.half().float())
+    return _StraightThrough.apply(latent, lambda values: values.clamp(-FP16_MAX, FP16_MAX).half().float())
 
 
 class Trainable:
@@ -81,7 +81,7 @@ class Trainable:
         self.scale_top = TwoFour.scale_tops(len(narrow), c, tile.group_size).float()
         codes = tile.codes.float()
         scale = replace(tile, codes=codes + 1).dequantize() - tile.dequantize()
-        missed = (wanted - tile.dequantize()) / grid.safe(scale)
+        missed = (wanted - tile.dequantize()) / safe(scale)
         self.codes = codes + missed.masked_fill(scale == 0, 0).clamp(-SLACK, SLACK)
         if self.sparse is not None:
             at = (self.sparse.rows, self.sparse.columns)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 import anybit.integrations.transformers  # noqa: F401 - registers the quantizer
 from anybit import embeddings, evaluation, texts
-from anybit.architectures import auto_class, is_encoder, max_positions
+from anybit.architectures import auto_class, build_options, is_encoder, max_positions
 from anybit.artifact import check_width, inspect, is_artifact, open_artifact, refuse_unfinished
 from anybit.calibrate import load_whole
 from anybit.checkpoint import Checkpoint, open_checkpoint
@@ -123,6 +123,7 @@ def _from_pretrained(name: Path | None, dtype: str, checkpoint: Checkpoint, **gi
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # reported below, in a sentence
             output_loading_info=True,
+            **build_options(checkpoint.config, checkpoint.names()),
             **given,
         )
     except InputError:

@@ -9,7 +9,9 @@ chooses the widths.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from anybit.progress import SILENT, Advance, Silent
 from anybit.spec import METHOD_WIDTHS, LayerSpec, QuantizeConfig, TileSpec
 from anybit.stats import GradientStats
 from anybit.streaming import StreamedModel
+from anybit.writer import Cost
 
 STEP = 0.02  # share of the rows that a progressive search widens at a time
 SAMPLES_KEPT = 4  # samples between two savings
@@ -211,12 +214,14 @@ def _mean(
         if found is not None:
             advance(len(part))
         else:
+            begun = time.perf_counter()
             stats = gradient_statistics(streamed, part, like, deltas=deltas, advance=advance)
             found = {name: reduce(s) for name, s in stats.items()}
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = file.with_suffix(".new")
-                save_file(found, unfinished)
+                cost = asdict(Cost.since(begun))
+                save_file(found, unfinished, metadata={key: str(value) for key, value in cost.items()})
                 with unfinished.open("rb") as stream:
                     os.fsync(stream.fileno())
                 unfinished.rename(file)

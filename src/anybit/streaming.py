@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
-from anybit.architectures import auto_class, is_encoder
+from anybit.architectures import auto_class, build_options, is_encoder
 from anybit.checkpoint import Checkpoint
 from anybit.errors import InputError
 from anybit.methods.grid import FP16_MAX
@@ -271,7 +271,9 @@ def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         )
     try:
         with torch.device("meta"):
-            return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False).eval()
+            options = build_options(config, checkpoint.names())
+            source = auto_class(config)
+            return source.from_config(config, dtype=dtype, trust_remote_code=False, **options).eval()
     except InputError:
         raise
     except Exception as error:  # what impossible sizes make of each model class has no common base class

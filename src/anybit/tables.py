@@ -104,9 +104,10 @@ def print_comparison(f: dict[str, Any]) -> None:
     typer.echo(f"{'method':{width}}   bits     bpw  perplexity  KLD mean  quantized in")
     for cell in f["cells"]:
         quality = f"{cell['perplexity']:10.2f}" if cell["perplexity"] is not None else "      none"
+        kld = "    none" if cell.get("kld_mean") is None else f"{cell['kld_mean']:8.4f}"
         line = f"{cell['name']:{width}}  {cell['bits']:5g}"
         if "bits_per_weight" in cell:
-            line += f"  {cell['bits_per_weight']:6.3f}  {quality}  {cell['kld_mean']:8.4f}  {cell['seconds']:10.0f} s"
+            line += f"  {cell['bits_per_weight']:6.3f}  {quality}  {kld}  {cell['seconds']:10.0f} s"
         else:
             line += f"  {'':6}  {quality}"
         typer.echo(line)

@@ -22,7 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,7 +35,6 @@ JOURNAL = "journal.jsonl"
 STATISTICS = "statistics"  # folder beside the artifact under way
 SEARCH = "search"
 COMPLETE = "complete"  # file in it that says that it is whole
-COST = "cost.json"  # file beside shared statistics
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,24 @@ class Cost:
 
     seconds: float
     peak_memory_bytes: int  # of the process that did it
+
+    @staticmethod
+    def since(begun: float) -> Cost:
+        """Of this process, since a `time.perf_counter`."""
+        return Cost(time.perf_counter() - begun, peak_memory_bytes())
+
+
+def read_cost(file: Path) -> Cost:
+    """The cost noted in a JSON file, or in the metadata of a safetensors file; none where it is damaged."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as part:
+                found = part.metadata() or {}
+        else:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        return Cost(float(found["seconds"]), int(found["peak_memory_bytes"]))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+        return Cost(0.0, 0)
 
 
 class ArtifactWriter:
@@ -173,25 +190,24 @@ class ArtifactWriter:
     def has_statistics(self) -> bool:
         return (self.statistics() / COMPLETE).is_file()
 
-    def keep_statistics(self) -> None:
-        """Say that the statistics are whole: a resumed run uses them."""
+    def keep_statistics(self, cost: Cost) -> None:
+        """Say that the statistics are whole, and what they took: a resumed run uses them."""
         folder = self.statistics()
+        unfinished = folder / f"{COMPLETE}.new"
+        unfinished.write_text(json.dumps(asdict(cost)), encoding="utf-8")
         for path in folder.iterdir():
             _sync(path)
-        (folder / COMPLETE).touch()
+        unfinished.rename(folder / COMPLETE)
         _sync(folder)
 
     def cost(self) -> Cost | None:
-        """What shared statistics took that are there already."""
-        if self._shared is None or not (self._shared / COST).is_file():
+        """What the shared statistics that are there took, in whichever runs; None without any."""
+        if self._shared is None:
             return None
-        return Cost(**json.loads((self._shared / COST).read_text()))
-
-    def keep_cost(self, begun: float) -> None:
-        """Note beside shared statistics, once, what gathering them took since `begun` (`time.perf_counter`)."""
-        if self._shared is not None and self.cost() is None:
-            cost = Cost(time.perf_counter() - begun, peak_memory_bytes())
-            (self._shared / COST).write_text(json.dumps(asdict(cost)))
+        costs = [read_cost(part) for part in self.search().rglob("*.safetensors")]
+        if self.has_statistics():
+            costs.append(read_cost(self.statistics() / COMPLETE))
+        return Cost(sum(c.seconds for c in costs), max(c.peak_memory_bytes for c in costs)) if costs else None
 
     def _kept_here(self) -> bool:
         """Whether OUT.partial holds statistics that took work."""

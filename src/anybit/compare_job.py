@@ -1,0 +1,113 @@
+"""One artifact of `anybit compare`, quantized in a process of its own: `python -m anybit.compare_job JOB.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybit.convert import quantize
+from anybit.errors import InputError
+from anybit.progress import SILENT, Terminal
+from anybit.spec import QuantizeConfig
+from anybit.writer import peak_memory_bytes
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process that quantizes needs to know; plain JSON types."""
+
+    model: str
+    artifact: str
+    config: dict[str, Any]  # arguments of QuantizeConfig
+    calibration: str
+    statistics: str  # folder of gradients that artifacts share
+    threads: int
+    shows_progress: bool
+
+
+def run_apart(job: Job, file: Path) -> dict[str, Any]:
+    """What `run` gives, from a process of its own; `file` carries the job there and the result back.
+
+    Raises:
+        InputError: what `run` says of its failure, or that the process was killed.
+    """
+    file.write_text(json.dumps(asdict(job)), encoding="utf-8")
+    try:
+        code = subprocess.run([sys.executable, "-m", "anybit.compare_job", str(file)], check=False).returncode
+        found = json.loads(file.read_text(encoding="utf-8"))
+    finally:
+        file.unlink(missing_ok=True)
+    if "error" in found:
+        raise InputError(found["error"])
+    if "seconds" not in found:
+        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        raise InputError(
+            f"the process that quantizes was {killed}, perhaps for want of memory: see `anybit quantize --dry-run`"
+        )
+    return found
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Quantize; returns seconds and peak memory, what shared statistics took included.
+
+    Raises:
+        InputError: see `convert.quantize`.
+    """
+    report = Terminal() if job.shows_progress else SILENT
+    lists: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in job.config.items()}
+    try:
+        made = quantize(
+            job.model,
+            job.artifact,
+            QuantizeConfig(**lists),
+            calibration=job.calibration,
+            overwrite=True,
+            statistics=Path(job.statistics),
+            report=report,
+        )
+    finally:
+        report.close()
+    shared = made.statistics
+    return {
+        "seconds": made.seconds + made.taken_over_seconds,
+        "shared_seconds": shared.seconds
+        if shared
+        else 0.0,  # of them, for statistics that other cells use too
+        "peak_memory_bytes": max(peak_memory_bytes(), shared.peak_memory_bytes if shared else 0),
+    }
+
+
+def main(file: Path) -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    job = Job(**json.loads(file.read_text(encoding="utf-8")))
+    torch.set_num_threads(job.threads)
+    try:
+        found = run(job)
+    except InputError as error:
+        found = {"error": str(error)}
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:  # one cell's failure, whatever it is, must not cost the others
+        found = {"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
+    file.write_text(json.dumps(found), encoding="utf-8")
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the one that started it is gone: what it makes nobody would measure."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
