@@ -20,7 +20,7 @@ from anybit import cli
 from anybit.chat import Echo, Generator
 from anybit.errors import InputError
 
-COMMANDS = ("quantize", "eval", "generate", "chat", "inspect", "verify", "plan", "demo", "bench")
+COMMANDS = ("quantize", "eval", "generate", "chat", "inspect", "verify", "plan", "compare", "demo", "bench")
 RTN = ("--method", "rtn", "--group-size", "32")
 
 

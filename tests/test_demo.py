@@ -169,7 +169,7 @@ def test_only_files_are_called_damaged(
     def from_pretrained(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("anybit.model.AutoModelForCausalLM.from_pretrained", from_pretrained)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
     with pytest.raises(InputError, match=words) as raised:
         load(model_dir("llama"))
     assert ("damaged" in str(raised.value)) == (words == "damaged")
