@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import anybit
-from anybit import compare_job
 from anybit.compare import Settings, compare, parse_entry
-from anybit.compare_job import Job
-from anybit.compare_report import pareto, width, width_grid, write_report
+from anybit.compare import job as compare_job
+from anybit.compare.job import Job
+from anybit.compare.report import pareto, width, width_grid, write_report
 from anybit.errors import InputError
 from anybit.spec import QuantizeConfig
 
@@ -103,7 +103,8 @@ def test_gradients_are_gathered_once_and_counted_for_each(
     results = run(
         model_dir("llama"), tmp_path, settings, ("squeezellm", "any-precision", "mixllm"), keep=True
     )
-    assert len(list(tmp_path.glob("work/statistics/*"))) == 1  # MixLLM at 4 bits looks for no row
+    folders = list(tmp_path.glob("work/statistics/*"))
+    assert sum(not f.name.startswith("base-") for f in folders) == 1  # MixLLM at 4 bits looks for no row
     (file,) = tmp_path.glob("work/statistics/*/statistics/complete")
     cost = json.loads(file.read_text())["seconds"]
     assert cost > 0
@@ -142,34 +143,56 @@ def test_shared_statistics_give_the_same_bytes(
         assert files[0] == files[1] == files[2]
 
 
-def test_a_killed_run_goes_on(model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path) -> None:
-    """Killed without warning once the first cell is there: nothing of it is lost, and the orphan ends by itself."""
-    s = settings
+@pytest.mark.parametrize(
+    ("entries", "moment"),
+    [
+        (("rtn", "gptq"), "cells/rtn-3-*.json"),
+        (("squeezellm", "any-precision"), "work/statistics/*"),
+        (("squeezellm", "any-precision"), "work/*.partial"),
+        (("any-precision",), "cells/any-precision-3-*.json"),
+    ],
+    ids=["after a cell", "gathering gradients", "quantizing", "between nested widths"],
+)
+def test_a_killed_run_goes_on(
+    entries: tuple[str, ...],
+    moment: str,
+    model_dir: Callable[[str], Path],
+    settings: Settings,
+    tmp_path: Path,
+) -> None:
+    """Killed without warning: what was done is not done again, and the end is the same."""
+    model, out, s = model_dir("llama"), tmp_path / "killed", settings
     command = [
-        *(sys.executable, "-m", "anybit", "compare", str(model_dir("llama")), "-o", str(tmp_path / "killed")),
-        *("-m", "rtn", "-m", "gptq", "--bits", "3", "--calibration", s.calibration, "--samples", "3"),
-        *("--seq-len", "32", "--text", s.text, "--max-tokens", "256", "--threads", "1"),
+        *(sys.executable, "-m", "anybit", "compare", str(model), "-o", str(out), "--bits", "3,4"),
+        *(option for entry in entries for option in ("-m", entry)),
+        *("--calibration", s.calibration, "--samples", "3", "--seq-len", "32"),
+        *("--text", s.text, "--max-tokens", "256", "--threads", "1"),
     ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    cells = tmp_path / "killed" / "cells"
     deadline = time.monotonic() + 120
-    while not list(cells.glob("rtn-3-*.json")):
+    while not list(out.glob(moment)):
         assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    before = {file.name: file.stat().st_mtime_ns for file in cells.glob("*.json")}
+    before = {file.name: file.stat().st_mtime_ns for file in out.glob("cells/*.json")}
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
-    after = {file.name: file.stat().st_mtime_ns for file in cells.glob("*.json")}
-    assert len(after) == 3 and all(after[name] == at for name, at in before.items())
-    assert "gptq" in again.stdout and (tmp_path / "killed" / "report.html").is_file()
+    after = {file.name: file.stat().st_mtime_ns for file in out.glob("cells/*.json")}
+    assert len(after) == 1 + 2 * len(entries) and all(after[name] == at for name, at in before.items())
+    assert entries[-1] in again.stdout and (out / "report.html").is_file()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_job, "run_apart", lambda job, file: compare_job.run(job))
+        whole = run(model, tmp_path / "whole", settings, entries)
+    found = json.loads((out / "results.json").read_text())["cells"]
+    for key in ("name", "bits", "perplexity", "kld_mean", "size_bytes"):
+        assert [c.get(key) for c in found] == [c.get(key) for c in whole["cells"]]
 
 
 def test_an_orphan_ends(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     child = (
-        "import os, threading, time; from anybit.compare_job import _end_with;"
+        "import os, threading, time; from anybit.compare.job import _end_with;"
         f"open({str(pid_file)!r}, 'w').write(str(os.getpid()));"
         "threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start(); time.sleep(100)"
     )
@@ -372,9 +395,9 @@ def test_kept_artifacts_outlive_later_runs_and_one_run_at_a_time(
 ) -> None:
     model = model_dir("llama")
     run(model, tmp_path, settings, ("rtn",), keep=True)
-    kept = sorted(path.name for path in (tmp_path / "work").iterdir() if path.is_dir())
+    kept = sorted(p.name for p in (tmp_path / "work").glob("rtn-*") if p.is_dir())
     run(model, tmp_path, settings, ("rtn", "gptq: group_size=16"))
-    assert kept == sorted(path.name for path in (tmp_path / "work").iterdir() if path.is_dir())
+    assert kept == sorted(p.name for p in (tmp_path / "work").glob("rtn-*") if p.is_dir())
     with (tmp_path / "compare.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(InputError, match="another `anybit compare`"):

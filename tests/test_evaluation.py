@@ -5,13 +5,25 @@ import copy
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from anybit import evaluation
 from anybit.errors import InputError
@@ -54,6 +66,40 @@ def tiny_gpt2() -> GPT2LMHeadModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return GPT2LMHeadModel(config).eval()
+
+
+def tiny_gemma2() -> Gemma2ForCausalLM:
+    """Its logits are capped after the head."""
+    config = Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=POSITIONS,
+        final_logit_softcapping=0.5,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Gemma2ForCausalLM(config).eval()
+
+
+def tiny_opt() -> OPTForCausalLM:
+    """Its head calls the decoder without its base model."""
+    config = OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        ffn_dim=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=POSITIONS,
+        word_embed_proj_dim=16,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return OPTForCausalLM(config).eval()
 
 
 def random_tokens(count: int) -> torch.Tensor:
@@ -470,3 +516,29 @@ def test_tasks_of_lm_eval_itself(monkeypatch):
         run_tasks(byte_model(), byte_tokenizer(), ["piqa", "nosuchtask"])
     with pytest.raises(InputError, match=r"data of piqa \(no network for \['piqa'\]\)"):
         run_tasks(byte_model(), byte_tokenizer(), ["piqa"])
+
+
+@pytest.mark.parametrize(
+    ("make", "recalls"),
+    [(lambda: tiny_llama(0), True), (tiny_gpt2, True), (tiny_gemma2, True), (tiny_opt, False)],
+    ids=["llama", "gpt2", "gemma2", "opt"],
+)
+def test_a_recalled_base_gives_the_same_figures(
+    make: Callable[[], PreTrainedModel], recalls: bool, tmp_path: Path
+) -> None:
+    base, model, tokens = make(), noisy(make()), random_tokens(100)
+    expected = perplexity(model, tokens, seq_len=16, base=base)
+    for _ in range(2):
+        with evaluation.recalled(base, tmp_path):
+            assert perplexity(model, tokens, seq_len=16, base=base) == expected
+    assert len(list(tmp_path.iterdir())) == (expected.windows if recalls else 0)
+    with evaluation.recalled(base, tmp_path):
+        other = perplexity(model, tokens + 1 - 2 * (tokens == VOCABULARY - 1), seq_len=16, base=base)
+    assert other.kld_mean != expected.kld_mean  # other tokens are not taken for the same
+    for parameter in base.model.layers.parameters() if recalls and hasattr(base, "model") else []:
+        parameter.data.fill_(math.nan)
+        with evaluation.recalled(base, tmp_path):  # not one of its layers runs again
+            assert perplexity(model, tokens, seq_len=16, base=base) == expected
+    if recalls and hasattr(base, "model"):
+        with pytest.raises(InputError, match="NaN"):  # and it is itself again
+            perplexity(model, tokens, seq_len=16, base=base)

@@ -63,9 +63,11 @@ class Experiments:
                 label = f"{bits_eq10(share, 16):.2f} bits, {100 * outliers:g} % outliers"
                 keys[label] = f"table 1: {label}"
                 self.lab.measure(keys[label], self.whole(spec(share, outliers)))
-        label = f"{bits_eq10(0.25, 16):.2f} bits, no clip search"
-        keys[label] = f"table 1: {label}"
-        self.lab.measure(keys[label], self.whole(spec(0.25, clip=False)))
+        for share, outliers in ((0.25, 0.0), (0.25, 0.002), (0.1, 0.0)):
+            kept = f", {100 * outliers:g} % outliers" if outliers else ""
+            label = f"{bits_eq10(share, 16):.2f} bits{kept}, no clip search"
+            keys[label] = f"table 1: {label}"
+            self.lab.measure(keys[label], self.whole(spec(share, outliers, clip=False)))
         label = f"{bits_eq10(0.25, 16):.2f} bits, scales not clipped to 3 bits"
         keys[label] = f"table 1: {label}"
         with patch.object(TwoFour, "is_aligned", staticmethod(lambda *of: False)):

@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if not torch.accelerator.is_available():  # AWQ pins the inputs it offloads, which a CPU alone cannot
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assignment]
     from datasets import Dataset
     from llmcompressor import oneshot
 

@@ -68,6 +68,16 @@ KVBits = Annotated[
     int | None,
     typer.Option(help="KV-cache: 16, 8, 4, 3 or 2 bits. [default: what the artifact asks for, else 16]"),
 ]
+EvalTokens = Annotated[
+    int | None, typer.Option("--max-tokens", help="Use only this many tokens of the text.", min=1)
+]
+Tasks = Annotated[
+    str | None, typer.Option("--tasks", help="Zero-shot tasks, e.g. piqa,arc_easy (needs anybit[eval]).")
+]
+TasksDir = Annotated[
+    Path | None, typer.Option("--tasks-dir", help="Folder of the tasks' JSON files: no network needed.")
+]
+Limit = Annotated[int | None, typer.Option("--limit", help="Questions per task.", min=1)]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
 
@@ -434,19 +444,13 @@ def evaluate(  # noqa: PLR0913
             min=1,
         ),
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Use only this many tokens of the text.", min=1)
-    ] = None,
+    max_tokens: EvalTokens = None,
     base: Annotated[
         str | None, typer.Option(help="Full-precision model to measure the divergence from.")
     ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Zero-shot tasks, e.g. piqa,arc_easy (needs anybit[eval]).")
-    ] = None,
-    tasks_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the tasks' JSON files: no network needed.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Questions per task.", min=1)] = None,
+    tasks: Tasks = None,
+    tasks_dir: TasksDir = None,
+    limit: Limit = None,
     bits: Width = None,
     kv_bits: KVBits = None,
     dtype: Dtype = "float32",
@@ -667,16 +671,10 @@ def compare(  # noqa: PLR0913
         int, typer.Option(help="Picks the calibration windows.", min=0, max=MAX_SEED)
     ] = DEFAULTS.seed,
     text: Annotated[str, typer.Option(help="Text to measure on.")] = "builtin-eval",
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Use only this many tokens of the text.", min=1)
-    ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Zero-shot tasks, e.g. piqa,arc_easy (needs anybit[eval]).")
-    ] = None,
-    tasks_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the tasks' JSON files: no network needed.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Questions per task.", min=1)] = None,
+    max_tokens: EvalTokens = None,
+    tasks: Tasks = None,
+    tasks_dir: TasksDir = None,
+    limit: Limit = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the artifacts, in OUT/work.")] = False,
     threads: Threads = None,
 ) -> None:

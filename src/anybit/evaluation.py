@@ -8,14 +8,18 @@ left out. Divergence is KL(base ‖ model) per scored token, in nats.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from anybit.architectures import max_positions
 from anybit.errors import InputError
@@ -290,6 +294,47 @@ def _perplexity(nll: Sequence[float], count: int) -> float | None:
         return None
     mean = math.fsum(nll) / count
     return math.exp(mean) if mean < MAX_EXPONENT else math.inf
+
+
+class _Recalled(BaseModelOutputWithPast):
+    """Hidden states alone, whatever else the output of some architecture has."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@contextmanager
+def recalled(model: Any, folder: Path | None) -> Iterator[None]:
+    """Keep a causal LM's last hidden states in `folder`, and take them from there when it sees the same tokens again.
+
+    The head and whatever scales or caps its logits run as always: the logits are the same to the bit, at a fraction of
+    the time. 4 bytes per token and channel of a float32 model. The folder must be of this model alone. A model that
+    does not pass through its `base_model` (OPT) is computed each time.
+    """
+    body = getattr(model, "base_model", model)
+    if folder is None or body is model:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    compute = body.forward
+
+    def forward(*args: Any, **options: Any) -> Any:
+        ids = args[0] if args else options["input_ids"]
+        seen = f"{list(ids.shape)} {model.dtype}".encode() + ids.cpu().numpy().tobytes()
+        file = folder / f"{hashlib.sha256(seen).hexdigest()[:32]}.safetensors"
+        if file.exists():
+            return _Recalled(last_hidden_state=load_file(file)["states"].to(ids.device))
+        output = compute(*args, **options)
+        unfinished = file.with_suffix(".new")
+        save_file({"states": output.last_hidden_state.contiguous()}, unfinished)
+        unfinished.rename(file)
+        return output
+
+    body.forward = forward
+    try:
+        yield
+    finally:
+        del body.forward  # the class's own shows again
 
 
 @contextmanager

@@ -183,6 +183,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     seq_len: int | None = None,
     max_tokens: int | None = None,
     base: str | Path | None = None,
+    base_cache: Path | None = None,
     tasks: tuple[str, ...] = (),
     tasks_dir: Path | None = None,
     limit: int | None = None,
@@ -195,8 +196,9 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     """Perplexity of a model on a text, its divergence from `base`, and zero-shot tasks; of an encoder its embeddings.
 
     `text` is the built-in evaluation text by default; `bits` picks a width of an any-precision artifact; `seq_len` is
-    2048 by default, or what the model reaches. With `kv_bits` below 16 (default: what the artifact asks for) attention
-    reads nothing but quantized keys and values.
+    2048 by default, or what the model reaches. `base_cache` is a folder where what `base` computes is kept for the next
+    model that is compared with it (see `evaluation.recalled`). With `kv_bits` below 16 (default: what the artifact asks
+    for) attention reads nothing but quantized keys and values.
 
     An encoder's embeddings are compared with those of `base`, and with `pairs`, a file of sentence pairs with scores
     (see `embeddings.read_pairs`), by rank; `seq_len` then cuts sentences.
@@ -253,7 +255,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
         advance(1)
 
     kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
-    with quantized_attention(loaded, kv_bits):
+    with quantized_attention(loaded, kv_bits), evaluation.recalled(reference, base_cache):
         result = evaluation.perplexity(
             loaded,
             tokens,

@@ -1,4 +1,4 @@
-"""One artifact of `anybit compare`, quantized in a process of its own: `python -m anybit.compare_job JOB.json`."""
+"""One artifact of `anybit compare`, quantized in a process of its own: `python -m anybit.compare.job JOB.json`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_apart(job: Job, file: Path) -> dict[str, Any]:
     """
     file.write_text(json.dumps(asdict(job)), encoding="utf-8")
     try:
-        code = subprocess.run([sys.executable, "-m", "anybit.compare_job", str(file)], check=False).returncode
+        code = subprocess.run([sys.executable, "-m", "anybit.compare.job", str(file)], check=False).returncode
         found = json.loads(file.read_text(encoding="utf-8"))
     finally:
         file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`anybit compare`: methods x widths on one model, under one harness, one bit accounting and one seed.
+"""Methods x widths on one model, under one harness, one bit accounting and one seed.
 
 Every cell is quantized in a process of its own, so that its peak memory is its own, and measured in this one. A cell
 that is done lies in `OUT/cells` and is never made again; a run that was killed goes on where it was.
@@ -15,7 +15,6 @@ import platform
 import re
 import shutil
 import time
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -26,21 +25,21 @@ import torch
 import transformers
 
 import anybit
-from anybit import compare_job, texts
+from anybit import texts
 from anybit.artifact import dump_json, inspect, partial_folder
 from anybit.checkpoint import Checkpoint, open_checkpoint
-from anybit.compare_report import write_report
-from anybit.convert import compute_dtype
+from anybit.compare import job
+from anybit.compare.cells import BASE, Cell, Entry, Settings, left_out_row, plan_cells
+from anybit.compare.report import write_report
 from anybit.errors import InputError
 from anybit.model import evaluate
-from anybit.plan import make_plan
 from anybit.progress import SILENT, Silent, Terminal
-from anybit.spec import METHOD_WIDTHS, QuantizeConfig, check_method
-from anybit.streaming import StreamedModel
+from anybit.spec import QuantizeConfig
 
 CELLS, WORK, LOCK = "cells", "work", "compare.lock"
-BASE = "unquantized"
-OPTIONS = {f.name for f in fields(QuantizeConfig)} - {"method", "samples", "seq_len", "seed"}
+STATISTICS = (
+    f"{WORK}/statistics"  # what cells share: gradients, and what the unquantized model computes of the text
+)
 FIGURES = (
     "perplexity",
     "tokens",
@@ -51,76 +50,6 @@ FIGURES = (
     "top1_agreement",
     "kv_bits",
 )
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A method with its options: a line of the table."""
-
-    name: str
-    method: str
-    options: Mapping[str, Any]  # of QuantizeConfig
-    bits: tuple[float, ...] = ()  # widths of its own
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all cells have in common: how they are calibrated and what they are measured on."""
-
-    calibration: str = "builtin"
-    samples: int = 128
-    seq_len: int = 2048  # of calibration and of evaluation
-    seed: int = 0
-    text: str = "builtin-eval"
-    max_tokens: int | None = None
-    tasks: tuple[str, ...] = ()
-    tasks_dir: Path | None = None
-    limit: int | None = None
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One entry at one width."""
-
-    entry: Entry
-    bits: float
-    config: QuantizeConfig
-    arguments: Mapping[str, Any]  # that `config` was made of
-
-
-def parse_entry(text: str) -> Entry:
-    """ "gptq", or "gptq: clip=false, group_size=64, name='GPTQ, plain'": a method and options of `QuantizeConfig`.
-
-    The options are TOML, as in an inline table. `name` is what the report calls the entry, `bits` (a number or a list)
-    are its own widths.
-
-    Raises:
-        InputError: no such method or option, or what TOML cannot read.
-    """
-    method, _, given = (part.strip() for part in text.partition(":"))
-    check_method(method)
-    try:
-        options = tomllib.loads(f"options = {{{given}}}")["options"]
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(
-            f"method {text!r}: expected METHOD or METHOD: OPTION=VALUE, ..., such as "
-            f"gptq: clip=false, group_size=64, scaling='awq' ({error})"
-        ) from error
-    name = options.pop("name", None)
-    if name == BASE:
-        raise InputError(f"method {text!r}: {BASE!r} is the name of the model itself; choose another")
-    unknown = sorted(options.keys() - OPTIONS)
-    if unknown:
-        expected = ", ".join(sorted(OPTIONS))
-        raise InputError(f"method {text!r}: {unknown[0]!r} is no option of a method; there are {expected}")
-    bits = options.pop("bits", [])
-    bits = bits if isinstance(bits, list) else [bits]
-    if not all(type(b) in (int, float) for b in bits):
-        raise InputError(f"method {text!r}: bits must be a number or a list of numbers, got {bits}")
-    shown = ", ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
-    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    name = str(name or (f"{method} ({shown})" if shown else method))
-    return Entry(name, method, lists, tuple(float(b) for b in bits))
 
 
 def compare(
@@ -153,8 +82,7 @@ def compare(
     """
     settings = settings or Settings()
     checkpoint = open_checkpoint(model)
-    cells, left_out = plan_cells(checkpoint, entries, bits)
-    cells = [_calibrated(cell, settings) for cell in cells]
+    cells, left_out = plan_cells(checkpoint, entries, bits, settings)
     common = _common(checkpoint, settings, report)
     with _locked(out):
         runner = _Runner(str(model), out, settings, common, report)
@@ -197,72 +125,7 @@ def _run(
     if not keep and not failed:
         runner.remove_statistics()
     wrong = [cell for cell in cells if runner.artifact(cell) in failed and not runner.file(cell).exists()]
-    return rows, [_missing(c.entry, c.bits, failed[runner.artifact(c)], failed=True) for c in wrong]
-
-
-def plan_cells(
-    checkpoint: Checkpoint, entries: Sequence[Entry], bits: Sequence[float]
-) -> tuple[list[Cell], list[dict[str, Any]]]:
-    """The cells there will be, each checked against the model, and those that a method does not have.
-
-    Raises:
-        InputError: an encoder; options that do not exist or that this model cannot take; entries of the same name.
-    """
-    names = [entry.name for entry in entries]
-    if len(set(names)) < len(names):
-        raise InputError(f"methods {names}: two have the same name; give one another with name='...'")
-    if not entries or not (bits or all(entry.bits for entry in entries)):
-        raise InputError("nothing to compare: name methods (-m) and widths (--bits)")
-    streamed = StreamedModel(checkpoint, compute_dtype())
-    if streamed.encoder:
-        raise InputError(
-            f"{checkpoint.source} is an encoder, and compare measures language models: use `anybit quantize` and "
-            "`anybit eval --base --pairs` for each width"
-        )
-    cells: list[Cell] = []
-    left_out: list[dict[str, Any]] = []
-    for entry in entries:
-        made, errors = [], []
-        for width in dict.fromkeys(entry.bits or bits):
-            try:
-                made.append(_cell(entry, float(width)))
-                make_plan(streamed, made[-1].config)
-            except InputError as error:
-                errors.append(error)
-                left_out.append(_missing(entry, float(width), str(error), failed=False))
-                made = [cell for cell in made if cell.bits != width]
-        if not made:
-            raise InputError(f"{entry.name}: {errors[0]}") from errors[0]
-        cells += made
-    return cells, left_out
-
-
-def _missing(entry: Entry, bits: float, reason: str, failed: bool) -> dict[str, Any]:
-    return {"name": entry.name, "bits": bits, "reason": reason, "failed": failed}
-
-
-def _cell(entry: Entry, bits: float) -> Cell:
-    """An entry at a width.
-
-    Raises:
-        InputError: options that do not exist, or a width that the method does not have.
-    """
-    arguments = {**entry.options, "method": entry.method}
-    config = QuantizeConfig(**arguments)
-    if config.nested and bits not in config.widths:
-        raise InputError(f"the artifact has the widths {', '.join(map(str, config.widths))} (option widths)")
-    if not config.nested:
-        if bits not in METHOD_WIDTHS[entry.method]:
-            raise InputError(f"{entry.method} has {METHOD_WIDTHS[entry.method]} bits")
-        arguments["bits"] = bits
-    return Cell(entry, bits, QuantizeConfig(**arguments), arguments)
-
-
-def _calibrated(cell: Cell, settings: Settings) -> Cell:
-    """The cell calibrated as the settings say."""
-    shared = {"samples": settings.samples, "seq_len": settings.seq_len, "seed": settings.seed}
-    arguments = {**cell.arguments, **shared}
-    return replace(cell, config=QuantizeConfig(**arguments), arguments=arguments)
+    return rows, [left_out_row(c.entry, c.bits, failed[runner.artifact(c)], failed=True) for c in wrong]
 
 
 @contextmanager
@@ -356,7 +219,7 @@ class _Runner:
         _beside(artifact).unlink(missing_ok=True)
 
     def remove_statistics(self) -> None:
-        shutil.rmtree(self.out / WORK / "statistics", ignore_errors=True)
+        shutil.rmtree(self.out / STATISTICS, ignore_errors=True)
         if not any((self.out / WORK).iterdir()):  # nothing that was kept
             (self.out / WORK).rmdir()
 
@@ -366,17 +229,17 @@ class _Runner:
         found = _read(beside) if artifact.exists() else None
         if found:
             return found
-        job = compare_job.Job(
+        asked = job.Job(
             model=self.model,
             artifact=str(artifact),
             config=dict(cell.arguments),
             calibration=self.settings.calibration,
-            statistics=str(self.out / WORK / "statistics"),
+            statistics=str(self.out / STATISTICS),
             threads=torch.get_num_threads(),
             shows_progress=isinstance(self.report, Terminal),
         )
         resumed = partial_folder(artifact).exists()
-        made = compare_job.run_apart(job, artifact.with_name(artifact.name + ".job"))
+        made = job.run_apart(asked, artifact.with_name(artifact.name + ".job"))
         made["resumed"] = resumed
         beside.write_text(dump_json(made), encoding="utf-8")
         return made
@@ -390,6 +253,7 @@ class _Runner:
             seq_len=s.seq_len,
             max_tokens=s.max_tokens,
             base=None if model == self.model else self.model,
+            base_cache=self.out / STATISTICS / f"base-{self._key({})}",
             tasks=s.tasks,
             tasks_dir=s.tasks_dir,
             limit=s.limit,

@@ -1,0 +1,151 @@
+"""What `anybit compare` is asked for: methods with their options, widths, and what all cells have in common."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from anybit.checkpoint import Checkpoint
+from anybit.convert import compute_dtype
+from anybit.errors import InputError
+from anybit.plan import make_plan
+from anybit.spec import METHOD_WIDTHS, QuantizeConfig, check_method
+from anybit.streaming import StreamedModel
+
+BASE = "unquantized"
+OPTIONS = {f.name for f in fields(QuantizeConfig)} - {"method", "samples", "seq_len", "seed"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method with its options: a line of the table."""
+
+    name: str
+    method: str
+    options: Mapping[str, Any]  # of QuantizeConfig
+    bits: tuple[float, ...] = ()  # widths of its own
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all cells have in common: how they are calibrated and what they are measured on."""
+
+    calibration: str = "builtin"
+    samples: int = 128
+    seq_len: int = 2048  # of calibration and of evaluation
+    seed: int = 0
+    text: str = "builtin-eval"
+    max_tokens: int | None = None
+    tasks: tuple[str, ...] = ()
+    tasks_dir: Path | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry at one width."""
+
+    entry: Entry
+    bits: float
+    config: QuantizeConfig
+    arguments: Mapping[str, Any]  # that `config` was made of
+
+
+def parse_entry(text: str) -> Entry:
+    """ "gptq", or "gptq: clip=false, group_size=64, name='GPTQ, plain'": a method and options of `QuantizeConfig`.
+
+    The options are TOML, as in an inline table. `name` is what the report calls the entry, `bits` (a number or a list)
+    are its own widths.
+
+    Raises:
+        InputError: no such method or option, or what TOML cannot read.
+    """
+    method, _, given = (part.strip() for part in text.partition(":"))
+    check_method(method)
+    try:
+        options = tomllib.loads(f"options = {{{given}}}")["options"]
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(
+            f"method {text!r}: expected METHOD or METHOD: OPTION=VALUE, ..., such as "
+            f"gptq: clip=false, group_size=64, scaling='awq' ({error})"
+        ) from error
+    name = options.pop("name", None)
+    if name == BASE:
+        raise InputError(f"method {text!r}: {BASE!r} is the name of the model itself; choose another")
+    unknown = sorted(options.keys() - OPTIONS)
+    if unknown:
+        expected = ", ".join(sorted(OPTIONS))
+        raise InputError(f"method {text!r}: {unknown[0]!r} is no option of a method; there are {expected}")
+    bits = options.pop("bits", [])
+    bits = bits if isinstance(bits, list) else [bits]
+    if not all(type(b) in (int, float) for b in bits):
+        raise InputError(f"method {text!r}: bits must be a number or a list of numbers, got {bits}")
+    shown = ", ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
+    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    name = str(name or (f"{method} ({shown})" if shown else method))
+    return Entry(name, method, lists, tuple(float(b) for b in bits))
+
+
+def plan_cells(
+    checkpoint: Checkpoint, entries: Sequence[Entry], bits: Sequence[float], settings: Settings
+) -> tuple[list[Cell], list[dict[str, Any]]]:
+    """The cells there will be, each checked against the model, and those that a method does not have.
+
+    Raises:
+        InputError: an encoder; options that do not exist or that this model cannot take; entries of the same name.
+    """
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names):
+        raise InputError(f"methods {names}: two have the same name; give one another with name='...'")
+    if not entries or not (bits or all(entry.bits for entry in entries)):
+        raise InputError("nothing to compare: name methods (-m) and widths (--bits)")
+    streamed = StreamedModel(checkpoint, compute_dtype())
+    if streamed.encoder:
+        raise InputError(
+            f"{checkpoint.source} is an encoder, and compare measures language models: use `anybit quantize` and "
+            "`anybit eval --base --pairs` for each width"
+        )
+    cells: list[Cell] = []
+    left_out: list[dict[str, Any]] = []
+    for entry in entries:
+        made, errors = [], []
+        for width in dict.fromkeys(entry.bits or bits):
+            try:
+                made.append(_cell(entry, float(width), settings))
+                make_plan(streamed, made[-1].config)
+            except InputError as error:
+                errors.append(error)
+                left_out.append(left_out_row(entry, float(width), str(error), failed=False))
+                made = [cell for cell in made if cell.bits != width]
+        if not made:
+            raise InputError(f"{entry.name}: {errors[0]}") from errors[0]
+        cells += made
+    return cells, left_out
+
+
+def left_out_row(entry: Entry, bits: float, reason: str, failed: bool) -> dict[str, Any]:
+    return {"name": entry.name, "bits": bits, "reason": reason, "failed": failed}
+
+
+def _cell(entry: Entry, bits: float, settings: Settings) -> Cell:
+    """An entry at a width, calibrated as the settings say.
+
+    Raises:
+        InputError: options that do not exist, or a width that the method does not have.
+    """
+    shared = {"samples": settings.samples, "seq_len": settings.seq_len, "seed": settings.seed}
+    arguments = {**entry.options, **shared, "method": entry.method}
+    config = QuantizeConfig(**arguments)
+    if config.nested:
+        if bits not in config.widths:
+            widths = ", ".join(map(str, config.widths))
+            raise InputError(f"the artifact has the widths {widths} (option widths)")
+        return Cell(entry, bits, config, arguments)
+    if bits not in METHOD_WIDTHS[entry.method]:
+        raise InputError(f"{entry.method} has {METHOD_WIDTHS[entry.method]} bits")
+    arguments["bits"] = bits
+    return Cell(entry, bits, QuantizeConfig(**arguments), arguments)
