@@ -1,8 +1,8 @@
 // The Python module anybit._native: checks every array before a kernel sees its pointer, words the errors,
 // releases the GIL and splits the rows over threads.
-#include "int_dot.h"
 #include "kernels.h"
 #include "moments.h"
+#include "products.h"
 #define ANYBIT_ISA baseline
 #include "simd.h"
 #include "thread_pool.h"
@@ -11,6 +11,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cmath>
@@ -134,7 +135,7 @@ template <typename K> const K& find_kernels(const K* (*find)(const char*), const
 }
 
 const Kernels& check_isa(const std::optional<std::string>& isa) { return find_kernels(kernels_for, isa); }
-const IntKernels& check_int_isa(const std::optional<std::string>& isa) { return find_kernels(int_kernels_for, isa); }
+const Products& check_products(const std::optional<std::string>& isa) { return find_kernels(products_for, isa); }
 
 int64_t row_stride(int64_t rows, int64_t stride, int64_t columns) { return rows > 1 ? stride : columns; }
 
@@ -181,124 +182,177 @@ private:
     std::vector<int32_t> rows_;
 };
 
-// A tile in format "group int" bound to the arrays that hold it.
-class BoundGroupInt {
+// A tile in format "group int" in the order of one instruction set's kernels, which it holds.
+class PackedGroupInt {
 public:
-    BoundGroupInt(Input codes, Input scales, std::optional<Input> zeros, std::optional<Input> rows, int64_t bits,
-                  int64_t group_size, int64_t columns)
-        : codes_(codes), scales_(scales), zeros_(zeros) {
+    PackedGroupInt(const Input& codes, const Input& scales, const std::optional<Input>& zeros,
+                   const std::optional<Input>& rows, int64_t bits, int64_t group_size, int64_t columns, int64_t threads,
+                   const std::optional<std::string>& isa)
+        : kernels_(check_products(isa)) {
+        const int used = check_threads(threads);
         if (bits < 1 || bits > 8) refuse("bits is " + std::to_string(bits) + ", expected 1 to 8");
         if (group_size < 1) refuse("group_size is " + std::to_string(group_size) + ", expected at least 1");
         if (columns < 1 || columns >= MAX_SIZE)
             refuse("columns is " + std::to_string(columns) + ", expected 1 to 2^31 - 1");
         t_.bits = static_cast<int>(bits);
         t_.columns = columns;
-        t_.group_size = group_size;
-        t_.groups = (columns - 1) / group_size + 1;
-        bind_codes();
+        t_.group_size = group_size < columns ? group_size : columns;
+        t_.groups = (columns - 1) / t_.group_size + 1;
+        t_.rows = size_of("codes", codes, is_packed() ? 0 : 1, is_packed() ? 2 : 3);
+        StoredGroupInt from{};
+        from.row_bytes = check_codes(codes);
         check("scales", scales, {Type::f16, Type::u16}, {t_.rows, t_.groups}, Layout::dense);
-        t_.scales = static_cast<const uint16_t*>(scales.data());
         if (zeros) check("zeros", *zeros, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
-        t_.zeros = zeros ? static_cast<const uint8_t*>(zeros->data()) : nullptr;
         if (rows) out_rows_.copy(*rows, t_.rows);
+        from.codes = static_cast<const uint8_t*>(codes.data());
+        from.scales = static_cast<const uint16_t*>(scales.data());
+        from.zeros = zeros ? static_cast<const uint8_t*>(zeros->data()) : nullptr;
+        nb::gil_scoped_release release;
+        const int64_t entries = blocks() * kernels_.lanes * t_.groups;
+        codes_ = make_scratch((kernels_.group_int_bytes(t_) + 3) / 4);
+        grid_ = make_scratch((entries * 3 + 3) / 4);
+        auto* to_codes = reinterpret_cast<uint8_t*>(codes_.get());
+        auto* to_scales = reinterpret_cast<uint16_t*>(grid_.get());
+        auto* to_zeros = zeros ? reinterpret_cast<uint8_t*>(to_scales + entries) : nullptr;
+        by_blocks(used, [&](uint8_t* scratch, int64_t begin, int64_t end) {
+            kernels_.group_int_interleave(t_, from, to_codes, to_scales, to_zeros, scratch, begin, end);
+        });
+        t_.codes = to_codes;
+        t_.scales = to_scales;
+        t_.zeros = to_zeros;
         t_.out_rows = out_rows_.data();
     }
-    BoundGroupInt(const BoundGroupInt&) = delete; // the view points into the object
+    PackedGroupInt(const PackedGroupInt&) = delete; // the view points into the object
 
-    void matmul(const Input& x, const Output& y, int64_t threads, const std::optional<std::string>& isa) const {
-        const Kernels& kernels = check_isa(isa);
+    void restore(const Output& codes, const Output& scales, const std::optional<Output>& zeros, int64_t threads) const {
+        const int used = check_threads(threads);
+        const int64_t row_bytes = check_codes(codes);
+        check("scales", scales, {Type::f16, Type::u16}, {t_.rows, t_.groups}, Layout::dense);
+        if (bool(zeros) != (t_.zeros != nullptr)) refuse("zeros do not agree with the tile: it is " +
+                                                         std::string(zeros ? "symmetric" : "asymmetric"));
+        if (zeros) check("zeros", *zeros, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
+        auto* to_codes = static_cast<uint8_t*>(codes.data());
+        auto* to_scales = static_cast<uint16_t*>(scales.data());
+        auto* to_zeros = zeros ? static_cast<uint8_t*>(zeros->data()) : nullptr;
+        const size_t bytes = codes.size();
+        nb::gil_scoped_release release;
+        std::fill_n(to_codes, bytes, uint8_t(0)); // padding
+        by_blocks(used, [&](uint8_t* scratch, int64_t begin, int64_t end) {
+            kernels_.group_int_restore(t_, to_codes, row_bytes, to_scales, to_zeros, scratch, begin, end);
+        });
+    }
+
+    void matmul(const Input& x, const Output& y, int64_t threads) const {
         const int used = check_threads(threads);
         const int64_t m = size_of("x", x, 0, 2);
         check("x", x, {Type::f32}, {m, t_.columns}, Layout::dense_rows);
-        check("y", y, {Type::f32}, {m, out_rows_.given() ? -1 : t_.rows}, Layout::dense);
-        const int64_t out = static_cast<int64_t>(y.shape(1));
-        out_rows_.check_below(out);
-        const int64_t x_stride = row_stride(m, x.stride(0), t_.columns);
+        const int64_t out = check_y(y, m), x_stride = row_stride(m, x.stride(0), t_.columns);
         const float* from = static_cast<const float*>(x.data());
         float* to = static_cast<float*>(y.data());
         nb::gil_scoped_release release;
-        const Scratch scratch = make_scratch(kernels.scratch_floats(t_, m < MAX_TOKENS ? m : MAX_TOKENS));
-        const int64_t piece = piece_of(t_.rows, ROW_BLOCK, t_.rows * t_.columns, used);
-        for (int64_t first = 0; first < m; first += MAX_TOKENS) {
-            const int64_t tokens = m - first < MAX_TOKENS ? m - first : MAX_TOKENS;
-            kernels.prepare(t_, from + first * x_stride, x_stride, tokens, scratch.get());
-            parallel_for(t_.rows, piece, used, [&](int64_t begin, int64_t end) {
-                kernels.matmul(t_, scratch.get(), tokens, to + first * out, out, begin, end);
-            });
-        }
+        const int64_t width = kernels_.group_int_columns(t_);
+        const Scratch scratch = make_scratch(m * (width + t_.groups));
+        float* sums = scratch.get() + m * width;
+        for (int64_t k = 0; k < m; ++k)
+            kernels_.group_int_prepare(t_, from + k * x_stride, scratch.get() + k * width, sums + k * t_.groups);
+        const FloatInputs inputs{scratch.get(), sums, m};
+        parallel_for(blocks(), piece(used), used, [&](int64_t begin, int64_t end) {
+            kernels_.group_int_matmul(t_, inputs, to, out, begin, end);
+        });
     }
 
-    // Whether `int_matmul` takes the tile: codes that a byte holds whole, groups that begin at a byte.
-    bool takes_ints() const {
-        return (t_.bits == 8 || (t_.bits == 4 && (t_.groups == 1 || t_.group_size % 2 == 0))) &&
-               (t_.group_size < t_.columns ? t_.group_size : t_.columns) <= MAX_INT_GROUP;
-    }
+    bool takes_ints() const { return t_.group_size <= MAX_INT_GROUP; }
 
-    void int_matmul(const Input& x, const Input& scales, const Output& y, int64_t threads,
-                    const std::optional<std::string>& isa) const {
-        const IntKernels& kernels = check_int_isa(isa);
+    void int_matmul(const Input& x, const Input& scales, const Output& y, int64_t threads) const {
         const int used = check_threads(threads);
-        if (!takes_ints()) refuse("this tile has no integer kernel: 4 or 8 bits and groups of even size have one");
+        if (!takes_ints()) refuse("groups of more than " + std::to_string(MAX_INT_GROUP) + " columns leave 32 bits");
         const int64_t m = size_of("x", x, 0, 2);
         check("x", x, {Type::i8}, {m, t_.columns}, Layout::dense);
         check("scales", scales, {Type::f32}, {m, t_.groups}, Layout::dense);
-        check("y", y, {Type::f32}, {m, out_rows_.given() ? -1 : t_.rows}, Layout::dense);
-        const int64_t out = static_cast<int64_t>(y.shape(1));
-        out_rows_.check_below(out);
+        const int64_t out = check_y(y, m);
         const int8_t* from = static_cast<const int8_t*>(x.data());
         float* to = static_cast<float*>(y.data());
         const float* x_scales = static_cast<const float*>(scales.data());
         nb::gil_scoped_release release;
-        const int64_t width = kernels.columns(t_);
-        const Scratch scratch = make_scratch((m * width + 3) / 4 + m * t_.groups);
-        auto* sums = reinterpret_cast<int32_t*>(scratch.get());
-        auto* prepared = reinterpret_cast<int8_t*>(scratch.get() + m * t_.groups);
+        const int64_t width = kernels_.group_int_columns(t_); // a multiple of 4
+        const Scratch scratch = make_scratch(m * (width / 4 + t_.groups));
+        auto* codes = reinterpret_cast<int8_t*>(scratch.get());
+        auto* sums = reinterpret_cast<int32_t*>(codes + m * width);
         for (int64_t k = 0; k < m; ++k)
-            for (int64_t j = 0, g = 0; g < t_.groups; ++g) {
-                const int64_t end = g + 1 == t_.groups ? t_.columns : j + t_.group_size;
-                int32_t sum = 0;
-                for (; j < end; ++j) sum += from[k * t_.columns + j];
-                sums[k * t_.groups + g] = sum;
-            }
-        kernels.prepare(t_, from, m, prepared);
-        const IntInputs inputs{x_scales, sums, m};
-        const int64_t piece = piece_of(t_.rows, ROW_BLOCK, t_.rows * t_.columns, used);
-        parallel_for(t_.rows, piece, used, [&](int64_t begin, int64_t end) {
-            kernels.matmul(t_, inputs, prepared, to, out, begin, end);
+            kernels_.group_int_prepare_ints(t_, from + k * t_.columns, codes + k * width, sums + k * t_.groups);
+        const IntInputs inputs{codes, x_scales, sums, m};
+        parallel_for(blocks(), piece(used), used, [&](int64_t begin, int64_t end) {
+            kernels_.group_int_int_matmul(t_, inputs, to, out, begin, end);
         });
     }
 
-    void dequantize(const Output& out, int64_t threads, const std::optional<std::string>& isa) const {
-        const Kernels& kernels = check_isa(isa);
+    void dequantize(const Output& out, int64_t threads) const {
         const int used = check_threads(threads);
         check("out", out, {Type::f32, Type::bf16, Type::u16}, {t_.rows, t_.columns}, Layout::dense);
         const bool full = type_of(out.dtype()) == Type::f32;
         void* to = out.data();
         nb::gil_scoped_release release;
-        const int64_t piece = piece_of(t_.rows, 1, t_.rows * t_.columns, used);
-        parallel_for(t_.rows, piece, used, [&](int64_t begin, int64_t end) {
-            if (full) kernels.dequantize_f32(t_, static_cast<float*>(to), begin, end);
-            else kernels.dequantize_bf16(t_, static_cast<uint16_t*>(to), begin, end);
+        parallel_for(blocks(), piece(used), used, [&](int64_t begin, int64_t end) {
+            if (full) kernels_.group_int_dequantize_f32(t_, static_cast<float*>(to), begin, end);
+            else kernels_.group_int_dequantize_bf16(t_, static_cast<uint16_t*>(to), begin, end);
         });
     }
 
-private:
-    void bind_codes() {
-        const bool packed = t_.bits == 2 || t_.bits == 4 || t_.bits == 8;
-        const size_t ndim = packed ? 2 : 3;
-        t_.rows = size_of("codes", codes_, ndim - 2, ndim);
-        t_.row_bytes = size_of("codes", codes_, ndim - 1, ndim);
-        if (packed) check("codes", codes_, {Type::u8}, {t_.rows, t_.row_bytes}, Layout::dense);
-        else check("codes", codes_, {Type::u8}, {t_.bits, t_.rows, t_.row_bytes}, Layout::dense);
-        const int64_t needed = (t_.columns * (packed ? t_.bits : 1) + 7) / 8;
-        if (t_.row_bytes < needed)
-            refuse("codes have " + std::to_string(t_.row_bytes) + " bytes a row, but " +
-                   std::to_string(t_.columns) + " columns need " + std::to_string(needed));
-        t_.codes = static_cast<const uint8_t*>(codes_.data());
+    void dequantize_rows(const Input& ids, const Output& out) const {
+        const int64_t n = size_of("ids", ids, 0, 1);
+        check("ids", ids, {Type::i32}, {n}, Layout::dense);
+        check("out", out, {Type::f32}, {n, t_.columns}, Layout::dense);
+        const int32_t* from = static_cast<const int32_t*>(ids.data());
+        const std::vector<int32_t> wanted(from, from + n);
+        for (int32_t row : wanted)
+            if (row < 0 || row >= t_.rows)
+                refuse("row " + std::to_string(row) + " of a tile of " + std::to_string(t_.rows) + " rows");
+        float* to = static_cast<float*>(out.data());
+        nb::gil_scoped_release release;
+        for (int64_t i = 0; i < n; ++i) kernels_.group_int_row(t_, wanted[static_cast<size_t>(i)], to + i * t_.columns);
     }
 
-    Input codes_, scales_;
-    std::optional<Input> zeros_;
+private:
+    bool is_packed() const { return t_.bits == 2 || t_.bits == 4 || t_.bits == 8; }
+    int64_t blocks() const { return (t_.rows + kernels_.lanes - 1) / kernels_.lanes; }
+
+    int64_t piece(int threads) const {
+        return std::max(int64_t(1), piece_of(blocks(), 1, t_.rows * t_.columns, threads));
+    }
+
+    // Checks stored codes and returns the bytes of a row of them.
+    template <typename A> int64_t check_codes(const A& codes) const {
+        const size_t ndim = is_packed() ? 2 : 3;
+        if (codes.ndim() != ndim)
+            refuse("codes have " + std::to_string(codes.ndim()) + " dimensions, expected " + std::to_string(ndim));
+        const int64_t row_bytes = static_cast<int64_t>(codes.shape(ndim - 1));
+        if (is_packed()) check("codes", codes, {Type::u8}, {t_.rows, row_bytes}, Layout::dense);
+        else check("codes", codes, {Type::u8}, {t_.bits, t_.rows, row_bytes}, Layout::dense);
+        const int64_t needed = (t_.columns * (is_packed() ? t_.bits : 1) + 7) / 8;
+        if (row_bytes < needed)
+            refuse("codes have " + std::to_string(row_bytes) + " bytes a row, but " + std::to_string(t_.columns) +
+                   " columns need " + std::to_string(needed));
+        return row_bytes;
+    }
+
+    // Checks outputs of m tokens and returns their number.
+    int64_t check_y(const Output& y, int64_t m) const {
+        check("y", y, {Type::f32}, {m, out_rows_.given() ? -1 : t_.rows}, Layout::dense);
+        const int64_t out = static_cast<int64_t>(y.shape(1));
+        out_rows_.check_below(out);
+        return out;
+    }
+
+    template <typename F> void by_blocks(int threads, F&& f) const {
+        const int64_t n = blocks(), step = piece(threads), bytes = kernels_.group_int_scratch(t_);
+        const Scratch scratch = make_scratch(((n + step - 1) / step * bytes + 3) / 4);
+        parallel_for(n, step, threads, [&](int64_t begin, int64_t end) {
+            f(reinterpret_cast<uint8_t*>(scratch.get()) + begin / step * bytes, begin, end);
+        });
+    }
+
+    const Products& kernels_;
+    Scratch codes_, grid_; // codes; scales, then zeros
     OutRows out_rows_;
     GroupInt t_{};
 };
@@ -353,7 +407,7 @@ public:
             });
             return;
         }
-        const int64_t piece = piece_of(c_.rows, ROW_BLOCK, work, used);
+        const int64_t piece = piece_of(c_.rows, 1, work, used);
         const Scratch scratch = make_scratch((m + (c_.rows - 1) / piece + 1) * width);
         float* padded = scratch.get();
         for (int64_t t = 0; t < m; ++t)
@@ -363,7 +417,7 @@ public:
         });
     }
 
-    bool takes_ints() const { return !by_channel_ && c_.columns <= MAX_INT_GROUP; }
+    bool takes_ints() const { return !by_channel_; }
 
     // Round the centroids to bytes; `int_matmul` does it at its first call otherwise.
     void prepare_ints() {
@@ -372,12 +426,12 @@ public:
 
     void int_matmul(const Input& x, const Input& scales, const Output& y, int64_t threads,
                     const std::optional<std::string>& isa) {
-        const IntKernels& kernels = check_int_isa(isa);
+        const Products& kernels = check_products(isa);
         const int used = check_threads(threads);
         if (!takes_ints()) refuse("this tile has no integer kernel: codebooks by row have one");
-        const int64_t m = size_of("x", x, 0, 2);
+        const int64_t m = size_of("x", x, 0, 2), groups = (c_.columns + LOOKUP_GROUP - 1) / LOOKUP_GROUP;
         check("x", x, {Type::i8}, {m, c_.columns}, Layout::dense);
-        check("scales", scales, {Type::f32}, {m, 1}, Layout::dense);
+        check("scales", scales, {Type::f32}, {m, groups}, Layout::dense);
         check("y", y, {Type::f32}, {m, out_rows_.given() ? -1 : c_.rows}, Layout::dense);
         const int64_t out = static_cast<int64_t>(y.shape(1));
         out_rows_.check_below(out);
@@ -388,17 +442,16 @@ public:
         prepare_ints();
         const ByteCodebook b{c_.planes, bytes_.data(), byte_scales_.data(), c_.out_rows, c_.bits, c_.rows, c_.columns,
                              c_.words};
-        const int64_t width = kernels.lookup_columns(b);
-        const Scratch scratch = make_scratch((m * width + 3) / 4 + m);
-        auto* prepared = reinterpret_cast<int8_t*>(scratch.get());
-        auto* sums = reinterpret_cast<int32_t*>(prepared + (m * width + 3) / 4 * 4);
-        for (int64_t k = 0; k < m; ++k) {
-            sums[k] = 0;
-            for (int64_t j = 0; j < c_.columns; ++j) sums[k] += from[k * c_.columns + j];
-        }
-        kernels.lookup_prepare(b, from, m, prepared);
-        const LookupInputs inputs{prepared, x_scales, sums, m};
-        const int64_t piece = piece_of(c_.rows, ROW_BLOCK, c_.rows * c_.columns, used);
+        const int64_t lanes = kernels.lookup_blocks(b) * kernels.lanes, width = lanes * LOOKUP_GROUP;
+        const Scratch scratch = make_scratch(m * (width / 4 + lanes + 1));
+        auto* codes = reinterpret_cast<int8_t*>(scratch.get());
+        float* lane_scales = scratch.get() + m * width / 4;
+        float* sums = lane_scales + m * lanes;
+        for (int64_t k = 0; k < m; ++k)
+            kernels.lookup_prepare(b, from + k * c_.columns, x_scales + k * groups, codes + k * width,
+                                   lane_scales + k * lanes, sums + k);
+        const LookupInputs inputs{codes, lane_scales, sums, m};
+        const int64_t piece = piece_of(c_.rows, LOOKUP_ROWS, c_.rows * c_.columns, used);
         parallel_for(c_.rows, piece, used, [&](int64_t begin, int64_t end) {
             kernels.lookup_matmul(b, inputs, to, out, begin, end);
         });
@@ -556,7 +609,7 @@ void kmeans(const Input& weight, const std::optional<Input>& importance, int64_t
 void quantize_activations(const Input& x, const std::optional<Input>& clip, const std::optional<Input>& fixed,
                           int64_t bits, int64_t group_size, const Output& codes, const Output& scales,
                           const std::optional<std::string>& isa) {
-    const IntKernels& kernels = check_int_isa(isa);
+    const Products& kernels = check_products(isa);
     if (bits < 2 || bits > 8) refuse("bits is " + std::to_string(bits) + ", expected 2 to 8");
     if (group_size < 1) refuse("group_size is " + std::to_string(group_size) + ", expected at least 1");
     if (bool(clip) == bool(fixed)) refuse("give either clip or fixed");
@@ -636,8 +689,13 @@ NB_MODULE(_native, m) {
     m.doc() = "Kernels of anybit for the CPU. Arguments of the wrong dtype, shape or layout raise ValueError.";
     m.def("cpu_features", &features, "What this processor has of what kernels could use: {name: bool}.");
     m.def("isa", [] { return kernels_for(nullptr)->isa; }, "The instruction set chosen for this machine.");
-    m.def("int_isa", [] { return int_kernels_for(nullptr)->isa; },
-          "How integer dot products are computed on this machine.");
+    m.def("matmul_isa", [] { return products_for(nullptr)->isa; }, "How products with stored tiles run on this machine.");
+    m.def("matmul_isas", [] {
+        std::vector<std::string> found;
+        for (const char* isa : PRODUCT_ISAS)
+            if (products_for(isa) != nullptr) found.emplace_back(isa);
+        return found;
+    }, "The ways to multiply that this machine has, the best last.");
     m.def("quantize_activations", &quantize_activations, nb::arg("x").noconvert(), nb::arg("clip").noconvert().none(),
           nb::arg("fixed").noconvert().none(), nb::arg("bits"), nb::arg("group_size"), nb::arg("codes").noconvert(),
           nb::arg("scales").noconvert(), nb::arg("isa") = nb::none(),
@@ -657,21 +715,26 @@ NB_MODULE(_native, m) {
           nb::arg("threads"), nb::arg("isa") = nb::none(),
           "Nested weighted k-means of the rows of weight float32 [rows, n]; importance float32 [rows, n], [n] or\n"
           "None; fills codes uint8 [rows, n] and centroids float32 [rows, sum of 2^b for b in seed_bits..bits].");
-    nb::class_<BoundGroupInt>(m, "GroupInt", "A tile in format \"group int\", bound to the arrays that hold it.")
-        .def(nb::init<Input, Input, std::optional<Input>, std::optional<Input>, int64_t, int64_t, int64_t>(),
+    nb::class_<PackedGroupInt>(m, "GroupInt", "A tile in format \"group int\" in the kernels' order; holds its bytes.")
+        .def(nb::init<const Input&, const Input&, const std::optional<Input>&, const std::optional<Input>&, int64_t, int64_t,
+                      int64_t, int64_t, const std::optional<std::string>&>(),
              nb::arg("codes").noconvert(), nb::arg("scales").noconvert(), nb::arg("zeros").noconvert().none(),
              nb::arg("rows").noconvert().none(), nb::arg("bits"), nb::arg("group_size"), nb::arg("columns"),
+             nb::arg("threads"), nb::arg("isa") = nb::none(),
              "codes uint8 [r, bytes] (bits 2, 4, 8) or [bits, r, bytes], scales float16 [r, groups], zeros\n"
              "uint8 [r, groups] or None (symmetric), rows int32 [r] or None (all).")
-        .def("matmul", &BoundGroupInt::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(),
-             nb::arg("threads"), nb::arg("isa") = nb::none(),
+        .def("restore", &PackedGroupInt::restore, nb::arg("codes").noconvert(), nb::arg("scales").noconvert(),
+             nb::arg("zeros").noconvert().none(), nb::arg("threads"), "Fill the arrays that the tile was made of.")
+        .def("matmul", &PackedGroupInt::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("threads"),
              "y[:, rows] += x @ W.T; x float32 [m, columns], y float32 [m, out].")
-        .def("takes_ints", &BoundGroupInt::takes_ints, "Whether `int_matmul` takes this tile.")
-        .def("int_matmul", &BoundGroupInt::int_matmul, nb::arg("x").noconvert(), nb::arg("scales").noconvert(),
-             nb::arg("y").noconvert(), nb::arg("threads"), nb::arg("isa") = nb::none(),
+        .def("takes_ints", &PackedGroupInt::takes_ints, "Whether `int_matmul` takes this tile.")
+        .def("int_matmul", &PackedGroupInt::int_matmul, nb::arg("x").noconvert(), nb::arg("scales").noconvert(),
+             nb::arg("y").noconvert(), nb::arg("threads"),
              "y[:, rows] += (x * scales by group) @ W.T; x int8 [m, columns], scales float32 [m, groups].")
-        .def("dequantize", &BoundGroupInt::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
-             nb::arg("isa") = nb::none(), "out[r, columns] = W; float32, bfloat16 or its bits as uint16.");
+        .def("dequantize", &PackedGroupInt::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
+             "out[r, columns] = W; float32, bfloat16 or its bits as uint16.")
+        .def("dequantize_rows", &PackedGroupInt::dequantize_rows, nb::arg("ids").noconvert(), nb::arg("out").noconvert(),
+             "out float32 [n, columns] = W[ids], ids int32 [n].");
     nb::class_<BoundCodebook>(m, "Codebook", "A tile in format \"codebook\", bound to the arrays that hold it.")
         .def(nb::init<Input, Input, std::optional<Input>, int64_t, bool>(), nb::arg("planes").noconvert(),
              nb::arg("table").noconvert(), nb::arg("rows").noconvert().none(), nb::arg("columns"),
@@ -685,8 +748,8 @@ NB_MODULE(_native, m) {
         .def("prepare_ints", &BoundCodebook::prepare_ints, "Make the table of bytes now.")
         .def("int_matmul", &BoundCodebook::int_matmul, nb::arg("x").noconvert(), nb::arg("scales").noconvert(),
              nb::arg("y").noconvert(), nb::arg("threads"), nb::arg("isa") = nb::none(),
-             "y[:, rows] += (x * scales) @ W.T with centroids rounded to bytes; x int8 [m, columns], scales float32\n"
-             "[m, 1].")
+             "y[:, rows] += (x * scales by 32) @ W.T with centroids rounded to bytes; x int8 [m, columns], scales\n"
+             "float32 [m, columns / 32, rounded up].")
         .def("dequantize", &BoundCodebook::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
              nb::arg("isa") = nb::none(), "out float32 [n, columns] = W.");
 }

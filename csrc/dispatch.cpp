@@ -1,6 +1,6 @@
 // Which kernels run here: asked of the processor at run time, so that one build serves every machine.
-#include "int_dot.h"
 #include "kernels.h"
+#include "products.h"
 
 #include <cstring>
 #ifdef ANYBIT_X86
@@ -10,9 +10,7 @@
 namespace anybit {
 
 #define ANYBIT_TABLE(ISA)                                                                                     \
-    {#ISA,                 ISA::scratch_floats,    ISA::prepare,           ISA::matmul,                           \
-     ISA::dequantize_f32,  ISA::dequantize_bf16,   ISA::gptq,              ISA::codebook_rows,                    \
-     ISA::codebook_channels, ISA::codebook_decode, ISA::kmeans_scratch,    ISA::kmeans}
+    {#ISA, ISA::gptq, ISA::codebook_rows, ISA::codebook_channels, ISA::codebook_decode, ISA::kmeans_scratch, ISA::kmeans}
 
 #ifdef ANYBIT_X86
 namespace {
@@ -64,26 +62,18 @@ const Kernels* kernels_for(const char* isa) {
     return wanted("portable") ? &portable : nullptr;
 }
 
-#define ANYBIT_INT_TABLE(ISA)                                                                                 \
-    {#ISA,                ISA::int_columns,    ISA::int_prepare,   ISA::int_matmul,                               \
-     ISA::lookup_columns, ISA::lookup_prepare, ISA::lookup_matmul, ISA::quantize_row}
-
-const IntKernels* int_kernels_for(const char* isa) {
-    static const IntKernels portable = ANYBIT_INT_TABLE(portable);
+const Products* products_for(const char* isa) {
     const auto wanted = [isa](const char* name) { return isa == nullptr || std::strcmp(isa, name) == 0; };
 #ifdef ANYBIT_X86
-    static const IntKernels avx2 = ANYBIT_INT_TABLE(avx2);
-    static const IntKernels avx_vnni = ANYBIT_INT_TABLE(avx_vnni);
-    static const IntKernels avx512_vnni = ANYBIT_INT_TABLE(avx512_vnni);
-    static const IntKernels avx512_vbmi = ANYBIT_INT_TABLE(avx512_vbmi);
     static const Features f = cpu_features();
     const bool vnni = runs_avx512(f) && f.avx512_vnni;
-    if (vnni && f.avx512_vbmi && wanted("avx512_vbmi")) return &avx512_vbmi;
-    if (vnni && wanted("avx512_vnni")) return &avx512_vnni;
-    if (runs_avx2(f) && f.avx_vnni && wanted("avx_vnni")) return &avx_vnni;
-    if (runs_avx2(f) && wanted("avx2")) return &avx2;
+    if (vnni && f.avx512_vbmi && wanted("avx512_vbmi")) return &avx512_vbmi::products;
+    if (vnni && wanted("avx512_vnni")) return &avx512_vnni::products;
+    if (runs_avx512(f) && wanted("avx512")) return &avx512::products;
+    if (runs_avx2(f) && f.avx_vnni && wanted("avx_vnni")) return &avx_vnni::products;
+    if (runs_avx2(f) && wanted("avx2")) return &avx2::products;
 #endif
-    return wanted("portable") ? &portable : nullptr;
+    return wanted("portable") ? &portable::products : nullptr;
 }
 
 } // namespace anybit

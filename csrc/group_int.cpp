@@ -1,161 +1,20 @@
-// Format "group int": matrix times a few vectors straight from the packed codes, and dequantization.
-#include "group_int.h"
+// Format "group int": into the kernels' layout and back, matrix times a few vectors of floats, dequantization.
+#include "interleaved.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-constexpr int64_t TILE = 1024;  // columns unpacked at a time: codes and floats stay in L1
-constexpr int64_t CHUNK = 2048; // columns multiplied at a time: the activations of four tokens stay in L1
+constexpr int CHAINS = 4; // sums under way at once: a multiply-add takes as many cycles or more
+constexpr int64_t CHUNK = 512; // columns of all lanes that are decoded to bytes at a time
+#if defined(__AVX512F__)
+constexpr int MOST_TOKENS = 4; // in registers at once
+#else
+constexpr int MOST_TOKENS = 2;
+#endif
 
-bool is_packed(const GroupInt& t) { return t.bits == 2 || t.bits == 4 || t.bits == 8; }
+// ---- stored rows: codes of 2, 4 and 8 bits side by side, others in bitplanes ------------------------------
 
-// Columns that one vector of packed code bytes holds.
-int64_t block_columns(int bits) { return LANES * 8 / bits; }
-
-// Whether `dot_rows` can take the tile: whole blocks in each group, and whole vectors in each row.
-bool is_blocked(const GroupInt& t) {
-    return is_packed(t) && t.row_bytes % LANES == 0 &&
-           (t.groups == 1 || t.group_size % block_columns(t.bits) == 0);
-}
-
-int64_t padded_columns(const GroupInt& t) {
-    const int64_t unit = is_blocked(t) ? block_columns(t.bits) : LANES;
-    return ceil_div(t.columns, unit) * unit;
-}
-
-// ---- straight from packed codes -------------------------------------------------------------------------
-
-// The activations of a blocked tile, in the order in which codes leave their bytes: within a block the weights
-// in the low bits of each byte first, then those in the next bits. `sums` are the group sums lane by lane.
-struct Activations {
-    const float* x;    // [tokens, stride]
-    const float* sums; // [tokens, groups, LANES]
-    int64_t stride, sums_stride;
-};
-
-Activations activations(const GroupInt& t, const float* scratch, int64_t tokens) {
-    const int64_t stride = padded_columns(t);
-    return {scratch, scratch + tokens * stride, stride, t.groups * LANES};
-}
-
-template <int BITS> void reorder(const float* x, int64_t columns, float* out) {
-    constexpr int64_t PHASES = 8 / BITS, BLOCK = LANES * PHASES;
-    const int64_t whole = columns / BLOCK;
-    for (int64_t b = 0; b < whole; ++b)
-        for (int64_t p = 0; p < PHASES; ++p)
-            for (int64_t l = 0; l < LANES; ++l) out[b * BLOCK + p * LANES + l] = x[b * BLOCK + l * PHASES + p];
-    if (whole * BLOCK == columns) return;
-    for (int64_t k = 0; k < BLOCK; ++k) { // ragged: padding codes meet zeros
-        const int64_t j = whole * BLOCK + k % LANES * PHASES + k / LANES;
-        out[whole * BLOCK + k] = j < columns ? x[j] : 0.0f;
-    }
-}
-
-void reorder(int bits, const float* x, int64_t columns, float* out) {
-    if (bits == 2) return reorder<2>(x, columns, out);
-    if (bits == 4) return reorder<4>(x, columns, out);
-    return reorder<8>(x, columns, out);
-}
-
-void sum_groups(const GroupInt& t, const float* x, int64_t padded, float* sums) {
-    for (int64_t g = 0; g < t.groups; ++g) {
-        const int64_t end = g + 1 == t.groups ? padded : (g + 1) * t.group_size;
-        Floats sum{};
-        for (int64_t j = g * t.group_size; j < end; j += LANES) sum += load(x + j);
-        store(sums + g * LANES, sum);
-    }
-}
-
-struct Groups {
-    int64_t begin, end;
-};
-
-// y[k, out_row] += sum_g scale * (sum_j code * x - zero * sum_j x), for R rows and M tokens at once. Each sum
-// runs in the same order whatever R and M are, so a batch equals its single tokens to the bit.
-template <int BITS, int R, int M>
-void dot_rows(const GroupInt& t, const Activations& a, Groups groups, float* y, int64_t y_stride, int64_t row) {
-    constexpr int PHASES = 8 / BITS, MASK = (1 << BITS) - 1;
-    constexpr int64_t BLOCK = LANES * PHASES;
-    const int64_t blocks = a.stride / BLOCK, per_group = t.groups == 1 ? blocks : t.group_size / BLOCK;
-    const uint8_t* codes = t.codes + row * t.row_bytes;
-    Floats total[R][M] = {};
-    for (int64_t g = groups.begin; g < groups.end; ++g) {
-        Floats acc[R][M];
-        for (int i = 0; i < R; ++i) {
-            const Floats zero = broadcast(static_cast<float>(zero_of(t, row + i, g)));
-            for (int k = 0; k < M; ++k) acc[i][k] = -zero * load(a.sums + k * a.sums_stride + g * LANES);
-        }
-        const int64_t end = least(blocks, (g + 1) * per_group);
-        for (int64_t b = g * per_group; b < end; ++b) {
-            for (int i = 0; i < R; ++i) {
-                const Ints bytes = load_bytes(codes + i * t.row_bytes + b * LANES);
-                for (int p = 0; p < PHASES; ++p) {
-                    const Ints q = p == PHASES - 1 ? bytes >> (p * BITS) : bytes >> (p * BITS) & MASK;
-                    const Floats w = to_float(q);
-                    for (int k = 0; k < M; ++k) acc[i][k] += w * load(a.x + k * a.stride + b * BLOCK + p * LANES);
-                }
-            }
-        }
-        for (int i = 0; i < R; ++i) {
-            const Floats scale = broadcast(scale_of(t, row + i, g));
-            for (int k = 0; k < M; ++k) total[i][k] += scale * acc[i][k];
-        }
-    }
-    for (int i = 0; i < R; ++i)
-        for (int k = 0; k < M; ++k) y[k * y_stride + out_row(t, row + i)] += reduce(total[i][k]);
-}
-
-template <int BITS, int R, int M>
-void dot_range(const GroupInt& t, const Activations& a, Groups groups, float* y, int64_t y_stride, int64_t begin,
-               int64_t end) {
-    int64_t row = begin;
-    for (; row + R <= end; row += R) dot_rows<BITS, R, M>(t, a, groups, y, y_stride, row);
-    for (; row < end; ++row) dot_rows<BITS, 1, M>(t, a, groups, y, y_stride, row);
-}
-
-// Eight sums in flight hide the latency of the multiply-add: many rows for one token, fewer for more.
-template <int BITS>
-void dot_tokens(const GroupInt& t, Activations a, Groups groups, int64_t tokens, float* y, int64_t y_stride,
-                int64_t begin, int64_t end) {
-    while (tokens > 0) {
-        const int64_t step = tokens >= 4 ? 4 : tokens >= 2 ? 2 : 1;
-        if (step == 4) dot_range<BITS, 2, 4>(t, a, groups, y, y_stride, begin, end);
-        if (step == 2) dot_range<BITS, 4, 2>(t, a, groups, y, y_stride, begin, end);
-        if (step == 1) dot_range<BITS, 8, 1>(t, a, groups, y, y_stride, begin, end);
-        a.x += step * a.stride;
-        a.sums += step * a.sums_stride;
-        y += step * y_stride;
-        tokens -= step;
-    }
-}
-
-// A block of rows is read once, in chunks of columns that all tokens pass over.
-template <int BITS>
-void matmul_blocked(const GroupInt& t, const Activations& a, int64_t tokens, float* y, int64_t y_stride,
-                    int64_t begin, int64_t end) {
-    const int64_t step = t.group_size < CHUNK ? CHUNK / t.group_size : 1;
-    for (int64_t row = begin; row < end; row += ROW_BLOCK)
-        for (int64_t g = 0; g < t.groups; g += step)
-            dot_tokens<BITS>(t, a, {g, least(t.groups, g + step)}, tokens, y, y_stride, row,
-                             least(end, row + ROW_BLOCK));
-}
-
-// ---- any width, any group: unpack first -----------------------------------------------------------------
-
-void unpack_4(const uint8_t* bytes, int64_t n, uint8_t* codes) {
-    for (int64_t i = 0; i < n; ++i) {
-        codes[2 * i] = bytes[i] & 15;
-        codes[2 * i + 1] = bytes[i] >> 4;
-    }
-}
-
-void unpack_2(const uint8_t* bytes, int64_t n, uint8_t* codes) {
-    for (int64_t i = 0; i < n; ++i) {
-        const uint32_t nibbles = (bytes[i] | uint32_t(bytes[i]) << 12) & 0x000f000fu;
-        const uint32_t four = (nibbles | nibbles << 6) & 0x03030303u; // a code to a byte
-        __builtin_memcpy(codes + 4 * i, &four, 4);
-    }
-}
+bool is_packed(int bits) { return bits == 2 || bits == 4 || bits == 8; }
 
 // Byte t of the result is bit t of `byte`.
 uint64_t spread_bits(uint8_t byte) {
@@ -163,62 +22,151 @@ uint64_t spread_bits(uint8_t byte) {
     return (picked + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
 }
 
-void unpack_planes(const uint8_t* planes, int bits, int64_t plane_stride, int64_t n, uint8_t* codes) {
-    for (int64_t i = 0; i < n; ++i) {
-        uint64_t eight = 0;
-        for (int p = 0; p < bits; ++p) eight = eight << 1 | spread_bits(planes[p * plane_stride + i]);
-        __builtin_memcpy(codes + i * 8, &eight, 8);
-    }
-}
-
-// The codes of columns begin <= j < begin + count of a row; `begin` is a multiple of 8 and `codes` has room for
-// `count` rounded up to a multiple of 8.
-void unpack(const GroupInt& t, int64_t row, int64_t begin, int64_t count, uint8_t* codes) {
-    const int stored = is_packed(t) ? t.bits : 1;
-    const uint8_t* bytes = t.codes + row * t.row_bytes + begin * stored / 8;
-    const int64_t n = ceil_div(count * stored, 8);
+// Codes of a whole row; room for `columns` rounded up to a multiple of 8.
+void unpack_row(const GroupInt& t, const StoredGroupInt& from, int64_t row, uint8_t* codes) {
+    const uint8_t* bytes = from.codes + row * from.row_bytes;
+    const int64_t n = ceil_div(t.columns * (is_packed(t.bits) ? t.bits : 1), 8);
     if (t.bits == 8) __builtin_memcpy(codes, bytes, static_cast<size_t>(n));
-    else if (t.bits == 4) unpack_4(bytes, n, codes);
-    else if (t.bits == 2) unpack_2(bytes, n, codes);
-    else unpack_planes(bytes, t.bits, t.rows * t.row_bytes, n, codes);
+    else if (is_packed(t.bits)) {
+        const int per_byte = 8 / t.bits, mask = (1 << t.bits) - 1;
+        for (int64_t i = 0; i < n; ++i)
+            for (int k = 0; k < per_byte; ++k) codes[i * per_byte + k] = bytes[i] >> (k * t.bits) & mask;
+    } else
+        for (int64_t i = 0; i < n; ++i) {
+            uint64_t eight = 0;
+            for (int p = 0; p < t.bits; ++p) eight = eight << 1 | spread_bits(bytes[p * t.rows * from.row_bytes + i]);
+            __builtin_memcpy(codes + i * 8, &eight, 8);
+        }
 }
 
-// Weights of columns begin <= j < begin + count <= begin + TILE of a row.
-void dequantize(const GroupInt& t, int64_t row, int64_t begin, int64_t count, float* out) {
-    uint8_t codes[TILE];
-    unpack(t, row, begin, count, codes);
-    for (int64_t j = 0; j < count;) {
-        const int64_t g = (begin + j) / t.group_size;
-        const int64_t end = g + 1 == t.groups ? count : least(count, (g + 1) * t.group_size - begin);
-        const int zero = zero_of(t, row, g);
-        const float scale = scale_of(t, row, g);
-        for (; j + LANES <= end; j += LANES) store(out + j, to_float(load_bytes(codes + j) - zero) * scale);
-        for (; j < end; ++j) out[j] = static_cast<float>(codes[j] - zero) * scale;
+// The inverse; codes beyond the columns are 0.
+void pack_row(const GroupInt& t, const uint8_t* codes, int64_t row, int64_t row_bytes, uint8_t* to) {
+    uint8_t* bytes = to + row * row_bytes;
+    const int64_t n = ceil_div(t.columns * (is_packed(t.bits) ? t.bits : 1), 8);
+    if (t.bits == 8) __builtin_memcpy(bytes, codes, static_cast<size_t>(n));
+    else if (is_packed(t.bits)) {
+        const int per_byte = 8 / t.bits;
+        for (int64_t i = 0; i < n; ++i) {
+            int byte = 0;
+            for (int k = 0; k < per_byte; ++k) byte |= codes[i * per_byte + k] << (k * t.bits);
+            bytes[i] = static_cast<uint8_t>(byte);
+        }
+    } else
+        for (int p = 0; p < t.bits; ++p)
+            for (int64_t i = 0; i < n; ++i) {
+                int byte = 0;
+                for (int k = 0; k < 8; ++k) byte |= (codes[i * 8 + k] >> (t.bits - 1 - p) & 1) << k;
+                bytes[p * t.rows * row_bytes + i] = static_cast<uint8_t>(byte);
+            }
+}
+
+// ---- four codes of a row, as the cell at `cell` holds them for lane 0 of `cell` ---------------------------
+
+constexpr uint32_t FOUR_BYTES = 0x01010101u;
+
+template <int BITS> void put_cell(const uint8_t* codes, uint8_t* cell) {
+    constexpr int COLUMNS = static_cast<int>(cell_columns(BITS)), VECTORS = static_cast<int>(cell_vectors(BITS));
+    constexpr int FOURS = BITS < 8 && (BITS & 4) ? COLUMNS / 8 : 0, TWOS = BITS & 2 ? COLUMNS / 16 : 0;
+    uint32_t word[VECTORS] = {};
+    for (int s = 0; s < COLUMNS / 4; ++s) {
+        const auto four = load_as<uint32_t>(codes + 4 * s);
+        if (BITS == 8) word[s] = four;
+        if (FOURS > 0) word[s / 2] |= (four & 15 * FOUR_BYTES) << 4 * (s % 2);
+        if (TWOS > 0) word[FOURS + s / 4] |= (four >> (BITS & 4) & 3 * FOUR_BYTES) << 2 * (s % 4);
+        if (BITS % 2 == 1) word[FOURS + TWOS] |= (four >> (BITS & 6) & FOUR_BYTES) << s;
     }
+    for (int v = 0; v < VECTORS; ++v) __builtin_memcpy(cell + v * BYTES, word + v, 4);
 }
 
-void matmul_unpacked(const GroupInt& t, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
-                     int64_t end) {
-    const int64_t padded = padded_columns(t);
-    for (int64_t row = begin; row < end; ++row) {
-        Floats total[MAX_TOKENS] = {};
-        for (int64_t first = 0; first < t.columns; first += TILE) {
-            const int64_t count = least(TILE, t.columns - first), whole = ceil_div(count, LANES) * LANES;
-            float w[TILE];
-            dequantize(t, row, first, count, w);
-            for (int64_t j = count; j < whole; ++j) w[j] = 0.0f;
-            for (int64_t k = 0; k < tokens; ++k) {
-                const float* from = x + k * padded + first;
-                Floats sum[4] = {};
-                int64_t j = 0;
-                for (; j + 4 * LANES <= whole; j += 4 * LANES)
-                    for (int v = 0; v < 4; ++v) sum[v] += load(w + j + v * LANES) * load(from + j + v * LANES);
-                for (; j < whole; j += LANES) sum[0] += load(w + j) * load(from + j);
-                total[k] += (sum[0] + sum[1]) + (sum[2] + sum[3]);
+template <int BITS> void interleave_block(const GroupInt& t, const uint8_t* rows, int64_t stride, int64_t block,
+                                          uint8_t* codes) {
+    constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
+    const int64_t cells = cells_of(t);
+    uint8_t* cell = codes + block * t.groups * cells * SIZE;
+    for (int64_t g = 0; g < t.groups; ++g)
+        for (int64_t c = 0; c < cells; ++c, cell += SIZE) {
+            const int64_t begin = g * t.group_size + c * COLUMNS;
+            const int64_t left = least(t.columns - begin, t.group_size - c * COLUMNS);
+            for (int64_t l = 0; l < LANES; ++l) {
+                uint8_t own[COLUMNS] = {};
+                if (left > 0) __builtin_memcpy(own, rows + l * stride + begin, static_cast<size_t>(least(left, COLUMNS)));
+                put_cell<BITS>(own, cell + 4 * l);
             }
         }
-        for (int64_t k = 0; k < tokens; ++k) y[k * y_stride + out_row(t, row)] += reduce(total[k]);
+}
+
+// Codes of the cells `first` to `first + n` of a group: lane l's at out[l * CHUNK].
+template <int BITS>
+void decode_cells(const GroupInt& t, int64_t block, int64_t g, int64_t first, int64_t n, uint8_t* out) {
+    constexpr int64_t COLUMNS = cell_columns(BITS);
+    const uint8_t* cell = t.codes + (block * t.groups + g) * group_bytes(t) + first * cell_vectors(BITS) * BYTES;
+    for (int64_t c = 0; c < n; ++c, cell += cell_vectors(BITS) * BYTES) {
+        Codes code[COLUMNS / 4];
+        cell_codes<BITS>(cell, code);
+        for (int64_t s = 0; s < COLUMNS / 4; ++s)
+            for (int64_t l = 0; l < LANES; ++l)
+                __builtin_memcpy(out + l * CHUNK + c * COLUMNS + 4 * s, reinterpret_cast<const uint8_t*>(code + s) + 4 * l, 4);
     }
+}
+
+// `use(lane codes, group, first column of the chunk, columns)` for all columns of a block of rows.
+template <int BITS, typename F> void for_codes(const GroupInt& t, int64_t block, F&& use) {
+    constexpr int64_t COLUMNS = cell_columns(BITS), STEP = CHUNK / COLUMNS;
+    uint8_t codes[LANES * CHUNK];
+    for (int64_t g = 0; g < t.groups; ++g) {
+        const int64_t begin = g * t.group_size, count = least(t.columns - begin, t.group_size);
+        for (int64_t c = 0; c * COLUMNS < count; c += STEP) {
+            decode_cells<BITS>(t, block, g, c, least(STEP, ceil_div(count, COLUMNS) - c), codes);
+            use(codes, g, begin + c * COLUMNS, least(count - c * COLUMNS, CHUNK));
+        }
+    }
+}
+
+// ---- products ---------------------------------------------------------------------------------------------
+
+// y[k, out row] += sum_g scale (sum_j code x - zero sum_j x), LANES rows and M tokens at once. Each sum runs in the
+// same order whatever M is, so a batch equals its single tokens to the bit.
+template <int BITS, int M>
+void multiply_block(const GroupInt& t, const FloatInputs& in, int64_t first, float* y, int64_t y_stride,
+                    int64_t block) {
+    constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
+    const int64_t cells = cells_of(t), stride = t.groups * cells * COLUMNS;
+    const uint8_t* cell = t.codes + block * t.groups * cells * SIZE;
+    const float* x = in.x + first * stride;
+    Floats total[M] = {};
+    for (int64_t g = 0; g < t.groups; ++g) {
+        Floats sum[CHAINS][M] = {};
+        for (int64_t c = 0; c < cells; ++c, cell += SIZE, x += COLUMNS) {
+            Codes code[COLUMNS / 4];
+            cell_codes<BITS>(cell, code);
+            for (int s = 0; s < COLUMNS / 4; ++s) {
+                const Ints four = reinterpret_cast<Ints>(code[s]);
+                for (int b = 0; b < 4; ++b) {
+                    const Floats w = to_float(b == 3 && BITS < 8 ? four >> 24 : four >> 8 * b & 255);
+                    for (int k = 0; k < M; ++k) sum[b][k] += w * broadcast(x[k * stride + 4 * s + b]);
+                }
+            }
+        }
+        const Floats scale = load_scales(t.scales + (block * t.groups + g) * LANES);
+        const Floats zero = to_float(load_zeros(t, block, g));
+        for (int k = 0; k < M; ++k) {
+            const Floats all = (sum[0][k] + sum[1][k]) + (sum[2][k] + sum[3][k]);
+            total[k] += scale * (all - zero * broadcast(in.sums[(first + k) * t.groups + g]));
+        }
+    }
+    for (int k = 0; k < M; ++k) add_lanes(t, block, total[k], y + (first + k) * y_stride);
+}
+
+template <int BITS>
+void multiply(const GroupInt& t, const FloatInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block)
+        for (int64_t k = 0; k < in.tokens;) {
+            const int64_t step = in.tokens - k >= MOST_TOKENS ? MOST_TOKENS : in.tokens - k >= 2 ? 2 : 1;
+            if (step == MOST_TOKENS) multiply_block<BITS, MOST_TOKENS>(t, in, k, y, y_stride, block);
+            else if (step == 2) multiply_block<BITS, 2>(t, in, k, y, y_stride, block);
+            else multiply_block<BITS, 1>(t, in, k, y, y_stride, block);
+            k += step;
+        }
 }
 
 uint16_t to_bf16(float value) {
@@ -227,44 +175,128 @@ uint16_t to_bf16(float value) {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-} // namespace
-
-int64_t scratch_floats(const GroupInt& t, int64_t tokens) {
-    return tokens * (padded_columns(t) + (is_blocked(t) ? t.groups * LANES : 0));
+// Weights of one lane's codes.
+void to_weights(const uint8_t* codes, int zero, float scale, int64_t count, float* out) {
+    int64_t j = 0;
+    for (; j + LANES <= count; j += LANES) store(out + j, to_float(load_bytes(codes + j) - zero) * scale);
+    for (; j < count; ++j) out[j] = static_cast<float>(codes[j] - zero) * scale;
 }
 
-void prepare(const GroupInt& t, const float* x, int64_t x_stride, int64_t tokens, float* scratch) {
-    const int64_t padded = padded_columns(t);
-    float* sums = scratch + tokens * padded;
-    for (int64_t k = 0; k < tokens; ++k, scratch += padded) {
-        reorder(is_blocked(t) ? t.bits : 8, x + k * x_stride, t.columns, scratch);
-        if (is_blocked(t)) sum_groups(t, scratch, padded, sums + k * t.groups * LANES);
+void store_weights(const uint8_t* codes, int zero, float scale, int64_t count, float* out) {
+    to_weights(codes, zero, scale, count, out);
+}
+
+void store_weights(const uint8_t* codes, int zero, float scale, int64_t count, uint16_t* out) {
+    float w[CHUNK];
+    to_weights(codes, zero, scale, count, w);
+    for (int64_t j = 0; j < count; ++j) out[j] = to_bf16(w[j]);
+}
+
+int zero_of(const GroupInt& t, int64_t block, int64_t g, int64_t lane) {
+    return t.zeros == nullptr ? 1 << (t.bits - 1) : t.zeros[(block * t.groups + g) * LANES + lane];
+}
+
+// Rows begin_row <= i < end_row of a block, at out + (i - first) * columns.
+template <int BITS, typename T>
+void dequantize_rows(const GroupInt& t, int64_t block, int64_t begin, int64_t end, T* out) {
+    for_codes<BITS>(t, block, [&](const uint8_t* codes, int64_t g, int64_t column, int64_t count) {
+        for (int64_t l = begin; l < end; ++l) {
+            const float scale = half_to_float(t.scales[(block * t.groups + g) * LANES + l]);
+            store_weights(codes + l * CHUNK, zero_of(t, block, g, l), scale, count, out + (l - begin) * t.columns + column);
+        }
+    });
+}
+
+template <typename T> void dequantize_lanes(const GroupInt& t, int64_t block, int64_t begin, int64_t end, T* out) {
+    ANYBIT_BY_WIDTH(dequantize_rows, t, block, begin, end, out)
+}
+
+template <int BITS> void restore_block(const GroupInt& t, int64_t block, uint8_t* rows, int64_t stride) {
+    for_codes<BITS>(t, block, [&](const uint8_t* codes, int64_t, int64_t column, int64_t count) {
+        for (int64_t l = 0; l < LANES; ++l)
+            __builtin_memcpy(rows + l * stride + column, codes + l * CHUNK, static_cast<size_t>(count));
+    });
+}
+
+template <typename T> void dequantize(const GroupInt& t, T* out, int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block)
+        dequantize_lanes(t, block, 0, least(LANES, t.rows - block * LANES), out + block * LANES * t.columns);
+}
+
+int64_t row_room(const GroupInt& t) { return ceil_div(t.columns, 8) * 8; }
+
+} // namespace
+
+int64_t group_int_bytes(const GroupInt& t) { return ceil_div(t.rows, LANES) * t.groups * group_bytes(t); }
+
+int64_t group_int_scratch(const GroupInt& t) { return LANES * row_room(t); }
+
+void group_int_interleave(const GroupInt& t, const StoredGroupInt& from, uint8_t* codes, uint16_t* scales,
+                          uint8_t* zeros, uint8_t* scratch, int64_t begin, int64_t end) {
+    const int64_t room = row_room(t);
+    for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * LANES, lanes = least(LANES, t.rows - first);
+        for (int64_t l = 0; l < LANES; ++l) {
+            if (l < lanes) unpack_row(t, from, first + l, scratch + l * room);
+            else __builtin_memset(scratch + l * room, 0, static_cast<size_t>(room));
+            for (int64_t g = 0; g < t.groups; ++g) {
+                const int64_t to = (block * t.groups + g) * LANES + l, at = (first + l) * t.groups + g;
+                scales[to] = l < lanes ? from.scales[at] : uint16_t(0);
+                if (zeros != nullptr) zeros[to] = l < lanes ? from.zeros[at] : uint8_t(0);
+            }
+        }
+        const auto run = [&] { ANYBIT_BY_WIDTH(interleave_block, t, scratch, room, block, codes) };
+        run();
     }
 }
 
-void matmul(const GroupInt& t, const float* scratch, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
-            int64_t end) {
-    if (!is_blocked(t)) return matmul_unpacked(t, scratch, tokens, y, y_stride, begin, end);
-    const Activations a = activations(t, scratch, tokens);
-    if (t.bits == 2) return matmul_blocked<2>(t, a, tokens, y, y_stride, begin, end);
-    if (t.bits == 4) return matmul_blocked<4>(t, a, tokens, y, y_stride, begin, end);
-    return matmul_blocked<8>(t, a, tokens, y, y_stride, begin, end);
-}
-
-void dequantize_f32(const GroupInt& t, float* out, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-        for (int64_t j = 0; j < t.columns; j += TILE)
-            dequantize(t, row, j, least(TILE, t.columns - j), out + row * t.columns + j);
-}
-
-void dequantize_bf16(const GroupInt& t, uint16_t* out, int64_t begin, int64_t end) {
-    float w[TILE];
-    for (int64_t row = begin; row < end; ++row)
-        for (int64_t first = 0; first < t.columns; first += TILE) {
-            const int64_t count = least(TILE, t.columns - first);
-            dequantize(t, row, first, count, w);
-            for (int64_t j = 0; j < count; ++j) out[row * t.columns + first + j] = to_bf16(w[j]);
+void group_int_restore(const GroupInt& t, uint8_t* codes, int64_t row_bytes, uint16_t* scales, uint8_t* zeros,
+                       uint8_t* scratch, int64_t begin, int64_t end) {
+    const int64_t room = row_room(t);
+    for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * LANES;
+        __builtin_memset(scratch, 0, static_cast<size_t>(LANES * room));
+        const auto run = [&] { ANYBIT_BY_WIDTH(restore_block, t, block, scratch, room) };
+        run();
+        for (int64_t l = 0; l < least(LANES, t.rows - first); ++l) {
+            pack_row(t, scratch + l * room, first + l, row_bytes, codes);
+            for (int64_t g = 0; g < t.groups; ++g) {
+                const int64_t from = (block * t.groups + g) * LANES + l, at = (first + l) * t.groups + g;
+                scales[at] = t.scales[from];
+                if (zeros != nullptr) zeros[at] = t.zeros[from];
+            }
         }
+    }
+}
+
+int64_t group_int_columns(const GroupInt& t) { return t.groups * cells_of(t) * cell_columns(t.bits); }
+
+void group_int_prepare(const GroupInt& t, const float* x, float* out, float* sums) {
+    const int64_t width = cells_of(t) * cell_columns(t.bits);
+    for (int64_t g = 0; g < t.groups; ++g, out += width) {
+        const int64_t begin = g * t.group_size, count = least(t.columns - begin, t.group_size);
+        for (int64_t j = 0; j < width; ++j) out[j] = j < count ? x[begin + j] : 0.0f;
+        Floats sum{};
+        for (int64_t j = 0; j < width; j += LANES) sum += load(out + j);
+        sums[g] = reduce(sum);
+    }
+}
+
+void group_int_matmul(const GroupInt& t, const FloatInputs& in, float* y, int64_t y_stride, int64_t begin,
+                      int64_t end) {
+    ANYBIT_BY_WIDTH(multiply, t, in, y, y_stride, begin, end)
+}
+
+void group_int_dequantize_f32(const GroupInt& t, float* out, int64_t begin, int64_t end) {
+    dequantize(t, out, begin, end);
+}
+
+void group_int_dequantize_bf16(const GroupInt& t, uint16_t* out, int64_t begin, int64_t end) {
+    dequantize(t, out, begin, end);
+}
+
+void group_int_row(const GroupInt& t, int64_t row, float* out) {
+    dequantize_lanes(t, row / LANES, row % LANES, row % LANES + 1, out);
 }
 
 } // namespace anybit::ANYBIT_ISA

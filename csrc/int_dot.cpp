@@ -1,121 +1,85 @@
 // Format "group int" with quantized activations: integer dot products group by group, scales after (the two-step
 // dequantization of MixLLM, arXiv:2412.14590, section 3.3).
 //
-// Compiled once per way of multiplying bytes: AVX-512 VNNI, AVX-VNNI, AVX2, and plain C++. Codes are unsigned and
-// activations signed, which is what these instructions want; the zero point enters the integer sum through the sum of
-// the group's activations, so the sum of a group is exact before it meets a float.
-#include "byte_dot.h"
-#include "group_int.h"
-#include "int_dot.h"
+// Codes are unsigned and activations signed, which is what the machine's instructions want; the zero point enters through
+// the sum of the group's activations, so the sum of a group is exact before it meets a float.
+#include "interleaved.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-constexpr int64_t EXACT_GROUP = 512; // columns of a group none of whose partial sums leaves float's 24 bits
+constexpr int CHAINS = 4; // sums under way at once, over the tokens
 constexpr float ROUND = 0x1.8p23f; // adding and subtracting it rounds to nearest even, below 2^22
+#if defined(__AVX512F__)
+constexpr int MOST_TOKENS = 8; // in registers at once
+#else
+constexpr int MOST_TOKENS = 4;
+#endif
 
-// Columns of one vector of code bytes.
-int64_t block_columns(int bits) { return BYTES * 8 / bits; }
+inline Bytes broadcast_four(const int8_t* x) { return reinterpret_cast<Bytes>(load_as<int32_t>(x) - Ints{}); }
 
-// Blocks of a group, the last one perhaps not full; a tile's groups begin at whole blocks of their own.
-int64_t blocks_of(const GroupInt& t) { return ceil_div(least(t.group_size, t.columns), block_columns(t.bits)); }
-
-// Codes of block b of group g; bytes beyond the row or the group meet activations of 0, but must not be read.
-inline Codes load_codes(const GroupInt& t, int64_t row, int64_t g, int64_t b) {
-    const int64_t at = g * t.group_size * t.bits / 8 + b * BYTES, left = t.row_bytes - at;
-    const uint8_t* from = t.codes + row * t.row_bytes + at;
-    if (left >= BYTES) return load_as<Codes>(from);
-    Codes codes{};
-    __builtin_memcpy(&codes, from, static_cast<size_t>(left));
-    return codes;
-}
-
-template <int BITS, int R, int M>
-void dot_rows(const GroupInt& t, const IntInputs& in, const int8_t* x, int64_t x_stride, int64_t first, float* y,
-              int64_t y_stride, int64_t row) {
-    const int64_t blocks = blocks_of(t), per_block = block_columns(BITS);
-    const bool by_lane = least(t.group_size, t.columns) <= EXACT_GROUP;
-    Floats total[R][M] = {};
+template <int BITS, int M>
+void multiply_block(const GroupInt& t, const IntInputs& in, int64_t first, float* y, int64_t y_stride, int64_t block) {
+    constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
+    constexpr int OWN = M >= CHAINS ? 1 : CHAINS / M;
+    const int64_t cells = cells_of(t), stride = t.groups * cells * COLUMNS;
+    const uint8_t* cell = t.codes + block * t.groups * cells * SIZE;
+    const int8_t* x = in.codes + first * stride;
+    Floats total[M] = {};
     for (int64_t g = 0; g < t.groups; ++g) {
-        Ints sums[R][M] = {};
-        for (int i = 0; i < R; ++i)
-            for (int k = 0; k < M; ++k) sums[i][k][0] = -zero_of(t, row + i, g) * in.sums[(first + k) * t.groups + g];
-        const int64_t used = g + 1 == t.groups ? ceil_div(t.columns - g * t.group_size, per_block) : blocks;
-        for (int64_t b = 0; b < used; ++b) {
-            const int8_t* from = x + (g * blocks + b) * per_block;
-            for (int i = 0; i < R; ++i) {
-                const Codes bytes = load_codes(t, row + i, g, b);
+        Ints sum[OWN][M] = {};
+        for (int64_t c = 0; c < cells; ++c, cell += SIZE, x += COLUMNS) {
+            Codes code[COLUMNS / 4];
+            cell_codes<BITS>(cell, code);
+            for (int s = 0; s < COLUMNS / 4; ++s)
                 for (int k = 0; k < M; ++k) {
-                    const int8_t* at = from + k * x_stride;
-                    if (BITS == 8) sums[i][k] = dot(sums[i][k], bytes, at);
-                    else {
-                        sums[i][k] = dot_nibbles(sums[i][k], bytes & 15, at);
-                        sums[i][k] = dot_nibbles(sums[i][k], bytes >> 4, at + BYTES);
-                    }
+                    const Bytes four = broadcast_four(x + k * stride + 4 * s);
+                    Ints& own = sum[s % OWN][k];
+                    own = BITS == 8 ? dot(own, code[s], four) : dot_small(own, code[s], four);
                 }
-            }
         }
-        for (int i = 0; i < R; ++i) {
-            const float scale = scale_of(t, row + i, g);
-            for (int k = 0; k < M; ++k) {
-                const float both = scale * in.scales[(first + k) * t.groups + g];
-                if (by_lane) total[i][k] += to_float(sums[i][k]) * both;
-                else total[i][k][0] += static_cast<float>(sum_of(sums[i][k])) * both;
-            }
+        const Floats scale = load_scales(t.scales + (block * t.groups + g) * LANES);
+        const Ints zero = load_zeros(t, block, g);
+        for (int k = 0; k < M; ++k) {
+            const int64_t at = (first + k) * t.groups + g;
+            Ints all = sum[0][k] - zero * in.sums[at];
+            for (int i = 1; i < OWN; ++i) all += sum[i][k];
+            total[k] += to_float(all) * (scale * broadcast(in.scales[at]));
         }
     }
-    for (int i = 0; i < R; ++i) {
-        for (int k = 0; k < M; ++k) y[(first + k) * y_stride + out_row(t, row + i)] += reduce(total[i][k]);
-    }
-}
-
-template <int BITS, int R, int M>
-void dot_range(const GroupInt& t, const IntInputs& in, const int8_t* x, int64_t x_stride, int64_t first, float* y,
-               int64_t y_stride, int64_t begin, int64_t end) {
-    int64_t row = begin;
-    for (; row + R <= end; row += R) dot_rows<BITS, R, M>(t, in, x, x_stride, first, y, y_stride, row);
-    for (; row < end; ++row) dot_rows<BITS, 1, M>(t, in, x, x_stride, first, y, y_stride, row);
+    for (int k = 0; k < M; ++k) add_lanes(t, block, total[k], y + (first + k) * y_stride);
 }
 
 template <int BITS>
-void matmul(const GroupInt& t, const IntInputs& in, const int8_t* x, float* y, int64_t y_stride, int64_t begin,
-            int64_t end) {
-    const int64_t stride = t.groups * blocks_of(t) * block_columns(t.bits);
-    for (int64_t row = begin; row < end; row += ROW_BLOCK) {
-        const int64_t last = least(end, row + ROW_BLOCK);
+void multiply(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block)
         for (int64_t k = 0; k < in.tokens;) {
-            const int64_t step = in.tokens - k >= 4 ? 4 : in.tokens - k >= 2 ? 2 : 1;
-            const int8_t* from = x + k * stride;
-            if (step == 4) dot_range<BITS, 2, 4>(t, in, from, stride, k, y, y_stride, row, last);
-            if (step == 2) dot_range<BITS, 4, 2>(t, in, from, stride, k, y, y_stride, row, last);
-            if (step == 1) dot_range<BITS, 4, 1>(t, in, from, stride, k, y, y_stride, row, last);
+            const int64_t left = in.tokens - k, step = left >= MOST_TOKENS ? MOST_TOKENS : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            if (step == MOST_TOKENS) multiply_block<BITS, MOST_TOKENS>(t, in, k, y, y_stride, block);
+            else if (step == 4) multiply_block<BITS, 4>(t, in, k, y, y_stride, block);
+            else if (step == 2) multiply_block<BITS, 2>(t, in, k, y, y_stride, block);
+            else multiply_block<BITS, 1>(t, in, k, y, y_stride, block);
             k += step;
         }
-    }
 }
 
 } // namespace
 
-int64_t int_columns(const GroupInt& t) { return t.groups * blocks_of(t) * block_columns(t.bits); }
-
-// Within a block of 4-bit codes, weights in the low halves of the bytes come first, then those in the high halves.
-void int_prepare(const GroupInt& t, const int8_t* x, int64_t tokens, int8_t* out) {
-    const int64_t per_block = block_columns(t.bits), width = blocks_of(t) * per_block, phases = 8 / t.bits;
-    for (int64_t k = 0; k < tokens; ++k)
-        for (int64_t g = 0; g < t.groups; ++g, out += width) {
-            const int64_t begin = g * t.group_size, count = least(t.columns - begin, t.group_size);
-            for (int64_t j = 0; j < width; ++j) {
-                const int64_t within = j % per_block;
-                const int64_t from = j - within + within % BYTES * phases + within / BYTES;
-                out[j] = from < count ? x[k * t.columns + begin + from] : int8_t(0);
-            }
-        }
+void group_int_prepare_ints(const GroupInt& t, const int8_t* x, int8_t* out, int32_t* sums) {
+    const int64_t width = cells_of(t) * cell_columns(t.bits);
+    for (int64_t g = 0; g < t.groups; ++g, out += width) {
+        const int64_t begin = g * t.group_size, count = least(t.columns - begin, t.group_size);
+        __builtin_memcpy(out, x + begin, static_cast<size_t>(count));
+        __builtin_memset(out + count, 0, static_cast<size_t>(width - count));
+        int32_t sum = 0;
+        for (int64_t j = 0; j < width; ++j) sum += out[j];
+        sums[g] = sum;
+    }
 }
 
-void int_matmul(const GroupInt& t, const IntInputs& in, const int8_t* prepared, float* y, int64_t y_stride,
-                int64_t begin, int64_t end) {
-    if (t.bits == 4) matmul<4>(t, in, prepared, y, y_stride, begin, end);
-    else matmul<8>(t, in, prepared, y, y_stride, begin, end);
+void group_int_int_matmul(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin,
+                          int64_t end) {
+    ANYBIT_BY_WIDTH(multiply, t, in, y, y_stride, begin, end)
 }
 
 void quantize_row(const float* x, const ActivationGrid& grid, int8_t* codes, float* scales) {

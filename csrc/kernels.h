@@ -1,24 +1,11 @@
-// What the kernels of every instruction set look like. Raw pointers only: whoever calls them has checked
-// dtypes, shapes and bounds (bindings.cpp). Functions work on a range of rows and never on shared state,
-// so the caller may split the rows over threads without changing a bit of the result.
+// What the kernels of every instruction set look like; those that multiply with most stored tiles are in products.h. Raw
+// pointers only: whoever calls them has checked dtypes, shapes and bounds (bindings.cpp). Functions work on a range of
+// rows and never on shared state, so the caller may split the rows over threads without changing a bit of the result.
 #pragma once
 
 #include <cstdint>
 
 namespace anybit {
-
-// One tile in format "group int": w[i, j] = scale[i, j / group_size] * (code[i, j] - zero[i, j / group_size]).
-// Codes of 2, 4 and 8 bits are packed along a row, low bits first; other widths are bitplanes, most
-// significant first, weight j at bit j % 8 of byte j / 8.
-struct GroupInt {
-    const uint8_t* codes;    // [rows, row_bytes], planes: [bits, rows, row_bytes]
-    const uint16_t* scales;  // fp16 bit patterns [rows, groups]
-    const uint8_t* zeros;    // [rows, groups], a byte each; null: 2^(bits-1)
-    const int32_t* out_rows; // [rows] ascending output rows; null: row i is output row i
-    int bits;                // 1..8
-    int64_t rows, columns, group_size, groups;
-    int64_t row_bytes;       // of one row of codes, or of one plane's row
-};
 
 // One tile in format "codebook": w[i, j] = table[i, code[i, j]], codes as bitplanes, most significant first, weight
 // j of a row at bit j % 32 of word j / 32. A row is an output row, or (by channel) an input channel.
@@ -58,21 +45,10 @@ struct Clustering {
     int seed_bits, bits; // 1..8
 };
 
-constexpr int64_t MAX_TOKENS = 16; // tokens that one call of `matmul` takes
-constexpr int64_t ROW_BLOCK = 8;   // rows that the kernels work on together: split rows at its multiples
-constexpr int64_t GPTQ_ROWS = 16;  // the same for `gptq`
+constexpr int64_t GPTQ_ROWS = 16; // rows that `gptq` works on together: split rows at its multiples
 
 struct Kernels {
     const char* isa;
-    // Floats of scratch that `prepare` fills from x [tokens, columns] (row stride x_stride, in floats).
-    int64_t (*scratch_floats)(const GroupInt&, int64_t tokens);
-    void (*prepare)(const GroupInt&, const float* x, int64_t x_stride, int64_t tokens, float* scratch);
-    // y[t, out_rows[i]] += sum_j w[i, j] x[t, j] for the rows begin <= i < end.
-    void (*matmul)(const GroupInt&, const float* scratch, int64_t tokens, float* y, int64_t y_stride,
-                   int64_t begin, int64_t end);
-    // out [rows, columns] = w, exactly rounded; the bf16 form rounds that to nearest even.
-    void (*dequantize_f32)(const GroupInt&, float* out, int64_t begin, int64_t end);
-    void (*dequantize_bf16)(const GroupInt&, uint16_t* out, int64_t begin, int64_t end);
     // scratch: GPTQ_ROWS * columns floats. Identical results in every instruction set.
     void (*gptq)(const GptqBlock&, float* scratch, int64_t begin, int64_t end);
     // y[t, out_rows[i]] += sum_j w[i, j] x[t, j] for the rows begin <= i < end; x [tokens, 32 * words], its padding
@@ -98,11 +74,6 @@ Features cpu_features();
 
 #define ANYBIT_DECLARE(ISA)                                                                                   \
     namespace ISA {                                                                                           \
-    int64_t scratch_floats(const GroupInt&, int64_t);                                                         \
-    void prepare(const GroupInt&, const float*, int64_t, int64_t, float*);                                    \
-    void matmul(const GroupInt&, const float*, int64_t, float*, int64_t, int64_t, int64_t);                   \
-    void dequantize_f32(const GroupInt&, float*, int64_t, int64_t);                                           \
-    void dequantize_bf16(const GroupInt&, uint16_t*, int64_t, int64_t);                                       \
     void gptq(const GptqBlock&, float*, int64_t, int64_t);                                                    \
     void codebook_rows(const Codebook&, const float*, int64_t, float*, int64_t, float*, int64_t, int64_t);    \
     void codebook_channels(const Codebook&, const float*, int64_t, float*, int64_t, float*, int64_t, int64_t); \

@@ -4,9 +4,10 @@
 // A vector of each plane holds the bits of 8 * BYTES weights: byte m, bit s belongs to weight 8 m + s. Shifting and
 // merging turns the planes into eight vectors whose byte m has the code of weight 8 m + s in its low bits, and junk
 // above them that the lookup does not see. So the stored planes are read as they lie; it is the activations that are
-// put in the order of the vectors, once per call.
+// put in the order of the vectors, once per call. Lane l of a vector meets the 32 weights from 32 l on: the activations of
+// each such group have a scale of their own.
 #include "byte_dot.h"
-#include "int_dot.h"
+#include "products.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
@@ -15,8 +16,6 @@ typedef uint16_t Pairs __attribute__((vector_size(BYTES)));
 
 constexpr int CHAINS = 4; // sums under way at once: a dot product takes as many cycles or more
 constexpr int64_t PHASES = 8; // vectors of codes that a vector of each plane becomes
-
-inline Codes fill(int byte) { return static_cast<uint8_t>(byte) - Codes{}; }
 
 // Shifts within pairs of bytes: the bits that cross into the neighbour are junk or masked by whoever shifts.
 template <int N> inline Codes left(Codes v) { return reinterpret_cast<Codes>(reinterpret_cast<Pairs>(v) << N); }
@@ -164,7 +163,7 @@ template <int B> struct Table {
 #endif
 
 // sums[i] += the dot product of four centroids with four activations, the centroids less CENTRE.
-#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512F__)
 constexpr int32_t CENTRE = BYTE_ZERO; // centred, they fit pairs of 16 bits that are signed
 
 inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
@@ -175,7 +174,9 @@ inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
 #else
 constexpr int32_t CENTRE = 0;
 
-inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) { return dot(sums, centroids, x); }
+inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
+    return dot(sums, centroids, load_as<Bytes>(x));
+}
 #endif
 
 // Bytes of a plane from `from` on, of which `left` lie in the row; those behind are 0 and meet activations of 0.
@@ -192,10 +193,12 @@ void look_up_row(const ByteCodebook& c, const LookupInputs& in, int64_t first, f
     const int64_t bytes = 4 * c.words, blocks = ceil_div(bytes, BYTES), plane_bytes = c.rows * bytes;
     const auto* planes = reinterpret_cast<const uint8_t*>(c.planes) + row * bytes;
     const int8_t* x = in.codes + first * blocks * PHASES * BYTES;
+    const float* scales = in.scales + first * blocks * LANES;
     const Table<B> table(c.table + (row << B));
-    Ints sums[CHAINS][M] = {};
+    Floats total[M] = {};
     for (int64_t b = 0; b < blocks; ++b) {
         Codes plane[B], code[PHASES];
+        Ints sums[CHAINS][M] = {};
         for (int p = 0; p < B; ++p)
             plane[p] = load_plane(planes + (B - 1 - p) * plane_bytes + b * BYTES, bytes - b * BYTES);
         codes_of<B>(plane, code);
@@ -205,13 +208,16 @@ void look_up_row(const ByteCodebook& c, const LookupInputs& in, int64_t first, f
                 sums[s % CHAINS][k] =
                     dot_centroids(sums[s % CHAINS][k], weights, x + ((k * blocks + b) * PHASES + s) * BYTES);
         }
+        for (int64_t k = 0; k < M; ++k) {
+            Ints sum = sums[0][k];
+            for (int i = 1; i < CHAINS; ++i) sum += sums[i][k];
+            total[k] += to_float(sum) * load(scales + (k * blocks + b) * LANES);
+        }
     }
     const int64_t out = c.out_rows == nullptr ? row : c.out_rows[row];
     for (int k = 0; k < M; ++k) {
-        Ints sum = sums[0][k];
-        for (int i = 1; i < CHAINS; ++i) sum += sums[i][k];
-        const int32_t centred = sum_of(sum) - (BYTE_ZERO - CENTRE) * in.sums[first + k];
-        y[(first + k) * y_stride + out] += c.scales[row] * in.scales[first + k] * static_cast<float>(centred);
+        const float centred = reduce(total[k]) - static_cast<float>(BYTE_ZERO - CENTRE) * in.sums[first + k];
+        y[(first + k) * y_stride + out] += c.scales[row] * centred;
     }
 }
 
@@ -223,8 +229,8 @@ void look_up_range(const ByteCodebook& c, const LookupInputs& in, int64_t first,
 
 template <int B>
 void look_up(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row += ROW_BLOCK) {
-        const int64_t last = least(end, row + ROW_BLOCK);
+    for (int64_t row = begin; row < end; row += LOOKUP_ROWS) {
+        const int64_t last = least(end, row + LOOKUP_ROWS);
         for (int64_t k = 0; k < in.tokens;) {
             const int64_t step = in.tokens - k >= 4 ? 4 : in.tokens - k >= 2 ? 2 : 1;
             if (step == 4) look_up_range<B, 4>(c, in, k, y, y_stride, row, last);
@@ -237,17 +243,26 @@ void look_up(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_
 
 } // namespace
 
-int64_t lookup_columns(const ByteCodebook& c) { return ceil_div(4 * c.words, BYTES) * PHASES * BYTES; }
+int64_t lookup_blocks(const ByteCodebook& c) { return ceil_div(4 * c.words, BYTES); }
 
-void lookup_prepare(const ByteCodebook& c, const int8_t* x, int64_t tokens, int8_t* out) {
-    const int64_t blocks = ceil_div(4 * c.words, BYTES);
-    for (int64_t k = 0; k < tokens; ++k)
-        for (int64_t b = 0; b < blocks; ++b)
-            for (int64_t s = 0; s < PHASES; ++s)
-                for (int64_t m = 0; m < BYTES; ++m) {
-                    const int64_t j = PHASES * (b * BYTES + m) + s;
-                    *out++ = j < c.columns ? x[k * c.columns + j] : int8_t(0);
-                }
+void lookup_prepare(const ByteCodebook& c, const int8_t* x, const float* scales, int8_t* codes, float* lane_scales,
+                    float* sum) {
+    const int64_t blocks = lookup_blocks(c);
+    for (int64_t b = 0; b < blocks; ++b)
+        for (int64_t s = 0; s < PHASES; ++s)
+            for (int64_t m = 0; m < BYTES; ++m) {
+                const int64_t j = PHASES * (b * BYTES + m) + s;
+                *codes++ = j < c.columns ? x[j] : int8_t(0);
+            }
+    float weighted = 0;
+    for (int64_t l = 0; l < blocks * LANES; ++l) {
+        const int64_t begin = l * LOOKUP_GROUP, end = least(c.columns, begin + LOOKUP_GROUP);
+        int32_t own = 0;
+        for (int64_t j = begin; j < end; ++j) own += x[j];
+        lane_scales[l] = begin < c.columns ? scales[l] : 0.0f;
+        weighted += lane_scales[l] * static_cast<float>(own);
+    }
+    *sum = weighted;
 }
 
 void lookup_matmul(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin,

@@ -34,7 +34,6 @@ from anybit.tensors import PackedWeight, QuantizedWeight, pack, unpack, validate
 
 MakeModel = Callable[[str], Path]
 SMALL: dict[str, Any] = {"samples": 3, "seq_len": 24}
-INT_ISAS = ("portable", "avx2", "avx_vnni", "avx512_vnni", "avx512_vbmi")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -88,19 +87,24 @@ def test_activation_codes_follow_the_grid(bits: int, m: int, columns: int, group
         assert torch.equal(cpu.quantize_activations(x, bits, group, None, fixed, isa)[0], expected_codes), isa
 
 
-def isas() -> list[str]:
+def isas() -> tuple[str, ...]:
     """What this machine can run; a build without the native extension can run nothing."""
     if not cpu.available():
         pytest.skip("the native extension is not built")
-    found = []
-    for isa in INT_ISAS:
-        try:
-            cpu.quantize_activations(torch.zeros(1, 1), 8, 1, torch.ones(1).half(), None, isa)
-            found.append(isa)
-        except ValueError:
-            continue
-    assert "portable" in found
-    return found
+    return cpu.matmul_isas()
+
+
+def native_tile(tile: GroupInt, isa: str) -> cpu.GroupInt:
+    return cpu.group_int(
+        tile.tensors()["codes"],
+        tile.scales,
+        tile.zeros,
+        tile.rows,
+        bits=tile.bits,
+        group_size=tile.group_size,
+        columns=tile.codes.shape[1],
+        isa=isa,
+    )
 
 
 def test_damaged_inputs_stay_damaged() -> None:
@@ -153,44 +157,38 @@ def test_group_sums_are_exact(shape: tuple[int, int, int], bits: int) -> None:
     assert torch.equal(reference.group_sums(x, tile).long(), oracle)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_native_products_match_the_reference(shape: tuple[int, int, int], bits: int, symmetric: bool) -> None:
+def test_native_products_match_the_reference(shape: tuple[int, int, int], bits: int) -> None:
     rows, columns, group = shape
-    tile = group_tile(rows, columns, group, bits, symmetric, seed=7)
-    packed = pack(QuantizedWeight((rows, columns), (tile,)))
-    native = Prepared(packed).tiles[0]
-    assert isinstance(native, cpu.GroupInt) and native.takes_ints
-    for m in (1, 2, 3, 8):
-        x = random(m, columns, seed=m)
-        expected = reference.int_matmul(x, unpack(packed))
-        codes, scales = reference.quantize_activations(x, 8, group, tile.act_clip, None)
-        for isa in isas():
-            y = torch.zeros(m, rows)
-            native.int_matmul(codes, scales, y, isa=isa)
+    tile = group_tile(rows, columns, group, bits, symmetric=bits % 3 == 0, seed=7)
+    made = QuantizedWeight((rows, columns), (tile,))
+    for isa in isas():
+        native = native_tile(tile, isa)
+        assert native.takes_ints
+        for m in (1, 3, 15):
+            x = random(m, columns, seed=m)
+            expected = reference.int_matmul(x, made)
+            codes, scales = reference.quantize_activations(x, 8, group, tile.act_clip, None)
+            y, threaded = torch.zeros(m, rows), torch.zeros(m, rows)
+            native.int_matmul(codes, scales, y)
             torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
-            threaded = torch.zeros(m, rows)
-            native.int_matmul(codes, scales, threaded, threads=3, isa=isa)
+            native.int_matmul(codes, scales, threaded, threads=3)
             assert torch.equal(y, threaded)
 
 
 def test_extreme_codes_do_not_overflow() -> None:
-    """All products at their largest: pairs of 8-bit codes overflow 16 bits, a long group 24."""
+    """All products at their largest: pairs of 7 and 8 bits come near or beyond 16, a long group beyond 24."""
     columns = 32768
-    codes = torch.full((2, columns), 255, dtype=torch.uint8)
-    tile = GroupInt(
-        8, columns, codes, torch.ones(2, 1).half(), torch.zeros(2, 1, dtype=torch.uint8), act_bits=8
-    )
-    native = Prepared(
-        pack(QuantizedWeight((2, columns), (replace(tile, act_clip=torch.ones(1).half()),)))
-    ).tiles[0]
-    assert isinstance(native, cpu.GroupInt)
     x = torch.full((1, columns), -128, dtype=torch.int8)
-    for isa in isas():
-        y = torch.zeros(1, 2)
-        native.int_matmul(x, torch.ones(1, 1), y, isa=isa)
-        assert y.tolist() == [[-128.0 * 255 * columns] * 2], isa
+    for bits in (4, 7, 8):
+        codes = torch.full((2, columns), 2**bits - 1, dtype=torch.uint8)
+        zeros = torch.zeros(2, 1, dtype=torch.uint8)
+        tile = GroupInt(bits, columns, codes, torch.ones(2, 1).half(), zeros)
+        for isa in isas():
+            y = torch.zeros(1, 2)
+            native_tile(tile, isa).int_matmul(x, torch.ones(1, 1), y)
+            assert y.tolist() == [[-128.0 * (2**bits - 1) * columns] * 2], (bits, isa)
 
 
 @pytest.mark.parametrize("columns", [500, 4096, 20000])
@@ -199,22 +197,22 @@ def test_sums_of_one_sign_are_exact(columns: int) -> None:
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(100, 156, (6, columns), generator=generator, dtype=torch.uint8)
     x = torch.randint(60, 128, (3, columns), generator=generator).to(torch.int8)
-    tile = GroupInt(8, columns, codes, torch.ones(6, 1).half(), act_bits=8, act_clip=torch.ones(1).half())
-    native = Prepared(pack(QuantizedWeight((6, columns), (tile,)))).tiles[0]
-    assert isinstance(native, cpu.GroupInt)
+    tile = GroupInt(8, columns, codes, torch.ones(6, 1).half())
     oracle = (x.long() @ (codes.long() - 128).T).float()
     for isa in isas():
         y = torch.zeros(3, 6)
-        native.int_matmul(x, torch.ones(3, 1), y, isa=isa)
+        native_tile(tile, isa).int_matmul(x, torch.ones(3, 1), y)
         assert torch.equal(y, oracle), isa
 
 
 def test_native_products_refuse_what_they_cannot_take() -> None:
     isas()
-    wrong = Prepared(pack(QuantizedWeight((2, 6), (group_tile(2, 6, 3, 4, True, 0),)))).tiles[0]
-    assert isinstance(wrong, cpu.GroupInt) and not wrong.takes_ints  # groups of 3 nibbles begin inside a byte
-    with pytest.raises(ValueError, match="no integer kernel"):
-        wrong.int_matmul(torch.zeros(1, 6, dtype=torch.int8), torch.zeros(1, 2), torch.zeros(1, 2))
+    long = 65537
+    wrong = GroupInt(8, long, torch.zeros(2, long, dtype=torch.uint8), torch.ones(2, 1).half())
+    tile = native_tile(wrong, "portable")
+    assert not tile.takes_ints  # its sums could leave 32 bits
+    with pytest.raises(ValueError, match="leave 32 bits"):
+        tile.int_matmul(torch.zeros(1, long, dtype=torch.int8), torch.zeros(1, 1), torch.zeros(1, 2))
     good = Prepared(pack(QuantizedWeight((2, 8), (group_tile(2, 8, 4, 4, True, 0),)))).tiles[0]
     assert isinstance(good, cpu.GroupInt)
     for x, scales, y in (

@@ -27,15 +27,18 @@ def isas() -> list[str]:
 
 
 ISAS = isas()
+PRODUCTS = cpu.matmul_isas()
 
 
-def pack(codes: np.ndarray, bits: int, padding: int, noise: np.random.Generator) -> np.ndarray:
-    """Codes [r, c] as stored, one bit at a time; what pads a row holds garbage."""
+def pack(codes: np.ndarray, bits: int, padding: int, noise: np.random.Generator | None) -> np.ndarray:
+    """Codes [r, c] as stored, one bit at a time; what pads a row holds garbage (or 0)."""
     r, c = codes.shape
     width = bits if bits in (2, 4, 8) else 1
     planes = [codes] if width == bits else [codes >> p & 1 for p in reversed(range(bits))]
     row_bytes = -(-c * width // (8 * padding)) * padding
-    packed = noise.integers(0, 2, (len(planes), r, row_bytes * 8), np.uint8)
+    packed = np.zeros((len(planes), r, row_bytes * 8), np.uint8)
+    if noise is not None:
+        packed = noise.integers(0, 2, packed.shape, np.uint8)
     for p, plane in enumerate(planes):
         for j in range(c):
             for t in range(width):
@@ -54,8 +57,15 @@ class Case:
     out: int
 
 
-def make(
-    bits: int, r: int, c: int, group: int, symmetric: bool = False, indexed: bool = False, padding: int = 16
+def make(  # noqa: PLR0913
+    bits: int,
+    r: int,
+    c: int,
+    group: int,
+    symmetric: bool = False,
+    indexed: bool = False,
+    padding: int = 16,
+    isa: str | None = None,
 ) -> Case:
     rng = np.random.default_rng([bits, r, c, group])
     groups = -(-c // group)
@@ -76,6 +86,7 @@ def make(
         bits=bits,
         group_size=group,
         columns=c,
+        isa=isa,
     )
     return Case(tile, weight.astype(np.float32), rows, out)
 
@@ -86,9 +97,9 @@ def activations(m: int, c: int) -> torch.Tensor:
     return x + 0.5
 
 
-def product(case: Case, x: torch.Tensor, threads: int = 1, isa: str | None = None) -> torch.Tensor:
+def product(case: Case, x: torch.Tensor, threads: int = 1) -> torch.Tensor:
     y = torch.zeros(x.shape[0], case.out)
-    case.tile.matmul(x, y, threads, isa)
+    case.tile.matmul(x, y, threads)
     return y
 
 
@@ -108,39 +119,55 @@ SHAPES = [
 SHAPES += [(11, 1539, 128), (9, 4200, 100_000), (5, 2085, 30)]
 
 
+@pytest.mark.parametrize("isa", PRODUCTS)
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_dequantize_is_exact(bits: int) -> None:
+def test_dequantize_is_exact(bits: int, isa: str) -> None:
     for i, (r, c, group) in enumerate(SHAPES):
-        case = make(bits, r, c, group, symmetric=i % 3 == 0, padding=(16, 1, 4)[i % 3])
-        for isa in ISAS:
-            got = case.tile.dequantize(torch.float32, 1, isa)
-            assert np.array_equal(got.numpy().view(np.uint32), case.weight.view(np.uint32)), (
-                r,
-                c,
-                group,
-                isa,
-            )
-            half = case.tile.dequantize(torch.bfloat16, 1, isa)
-            assert torch.equal(half, torch.from_numpy(case.weight).bfloat16()), (r, c, group, isa)
+        case = make(bits, r, c, group, symmetric=i % 3 == 0, padding=(16, 1, 4)[i % 3], isa=isa)
+        got = case.tile.dequantize(torch.float32, 1)
+        assert np.array_equal(got.numpy().view(np.uint32), case.weight.view(np.uint32)), (r, c, group)
+        half = case.tile.dequantize(torch.bfloat16, 1)
+        assert torch.equal(half, torch.from_numpy(case.weight).bfloat16()), (r, c, group)
+        ids = torch.randint(0, r, (5,))
+        assert torch.equal(case.tile.dequantize_rows(ids), got[ids])
 
 
+@pytest.mark.parametrize("isa", PRODUCTS)
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_matmul_agrees_with_numpy(bits: int) -> None:
+def test_what_is_stored_comes_back(bits: int, isa: str) -> None:
+    rng = np.random.default_rng(bits)
     for i, (r, c, group) in enumerate(SHAPES):
-        case = make(bits, r, c, group, symmetric=i % 3 == 0, indexed=i % 2 == 0, padding=(16, 1)[i % 2])
+        groups = -(-c // group)
+        codes = rng.integers(0, 2**bits, (r, c), dtype=np.uint8)
+        stored = torch.from_numpy(pack(codes, bits, 16, None))
+        scales = torch.from_numpy(rng.uniform(-1, 1, (r, groups)).astype(np.float16))
+        zeros = torch.from_numpy(rng.integers(0, 2**bits, (r, groups), dtype=np.uint8)) if i % 2 else None
+        tile = cpu.group_int(
+            stored, scales, zeros, None, bits=bits, group_size=group, columns=c, threads=1 + i % 3, isa=isa
+        )
+        for made, given in zip(tile.restore(), (stored, scales, zeros)):
+            assert (made is None) if given is None else torch.equal(made, given), (r, c, group)
+
+
+@pytest.mark.parametrize("isa", PRODUCTS)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_matmul_agrees_with_numpy(bits: int, isa: str) -> None:
+    for i, (r, c, group) in enumerate(SHAPES):
+        case = make(
+            bits, r, c, group, symmetric=i % 3 == 0, indexed=i % 2 == 0, padding=(16, 1)[i % 2], isa=isa
+        )
         x = activations(1 + i % 17, c)
-        for isa in ISAS:
-            check_product(case, x, product(case, x, isa=isa), bits)
+        check_product(case, x, product(case, x), bits)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", PRODUCTS)
 @pytest.mark.parametrize(("bits", "group"), [(2, 64), (4, 32), (4, 16), (8, 128), (3, 128)])
 def test_a_batch_equals_its_tokens(bits: int, group: int, isa: str) -> None:
-    case = make(bits, 19, 1539, group)
+    case = make(bits, 19, 1539, group, isa=isa)
     x = activations(17, 1539)
-    single = torch.cat([product(case, x[k : k + 1], isa=isa) for k in range(17)])
+    single = torch.cat([product(case, x[k : k + 1]) for k in range(17)])
     for m in range(1, 18):
-        assert torch.equal(product(case, x[:m], isa=isa), single[:m]), m
+        assert torch.equal(product(case, x[:m]), single[:m]), m
 
 
 def test_matmul_accumulates_in_the_rows_of_the_tile_only() -> None:
@@ -157,16 +184,14 @@ def test_rows_of_x_may_lie_apart() -> None:
     assert torch.equal(product(case, wide[:, :64]), product(case, wide[:, :64].contiguous()))
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", PRODUCTS)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_any_number_of_threads_gives_the_same_bits(bits: int, isa: str) -> None:
-    case = make(bits, 301, 1539, 128)
+    case = make(bits, 301, 1539, 128, isa=isa)
     x = activations(5, 1539)
     for threads in (2, 3, 7):
-        assert torch.equal(product(case, x, threads, isa), product(case, x, 1, isa))
-        assert torch.equal(
-            case.tile.dequantize(threads=threads, isa=isa), case.tile.dequantize(threads=1, isa=isa)
-        )
+        assert torch.equal(product(case, x, threads), product(case, x, 1))
+        assert torch.equal(case.tile.dequantize(threads=threads), case.tile.dequantize(threads=1))
 
 
 def test_several_python_threads_at_once() -> None:
@@ -272,6 +297,7 @@ def parts() -> dict[str, object]:
         "bits": 4,
         "group_size": 32,
         "columns": 64,
+        "threads": 1,
     }
 
 
@@ -300,6 +326,8 @@ FAULTS = [
     ("columns", 0),
     ("columns", 65),
     ("columns", 2**62),
+    ("threads", 0),
+    ("isa", "avx1024"),
 ]
 
 
@@ -309,35 +337,32 @@ def test_the_parts_that_the_faults_break_are_good() -> None:
 
 @pytest.mark.parametrize(("name", "value"), FAULTS)
 def test_a_bad_part_is_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=r"expected|need"):
+    with pytest.raises(ValueError, match=r"expected|need|unknown"):
         _native.GroupInt(**(parts() | {name: value}))
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "threads", "isa"),
+    ("x", "y", "threads"),
     [
-        (torch.zeros(1, 63), torch.zeros(1, 8), 1, None),
-        (torch.zeros(1, 64).double(), torch.zeros(1, 8), 1, None),
-        (torch.zeros(64), torch.zeros(1, 8), 1, None),
-        (torch.zeros(1, 128)[:, ::2], torch.zeros(1, 8), 1, None),
-        (torch.zeros(2, 64), torch.zeros(1, 8), 1, None),
-        (torch.zeros(1, 64), torch.zeros(1, 7), 1, None),  # row 7 would be written past the end
-        (torch.zeros(2, 64), torch.zeros(8, 2).T, 1, None),
-        (torch.zeros(1, 64), torch.zeros(1, 8).half(), 1, None),
-        (torch.zeros(1, 64), torch.zeros(1, 8), 0, None),
-        (torch.zeros(1, 64), torch.zeros(1, 8), 10**12, None),
-        (torch.zeros(1, 64), torch.zeros(1, 8), 1, "avx1024"),
+        (torch.zeros(1, 63), torch.zeros(1, 8), 1),
+        (torch.zeros(1, 64).double(), torch.zeros(1, 8), 1),
+        (torch.zeros(64), torch.zeros(1, 8), 1),
+        (torch.zeros(1, 128)[:, ::2], torch.zeros(1, 8), 1),
+        (torch.zeros(2, 64), torch.zeros(1, 8), 1),
+        (torch.zeros(1, 64), torch.zeros(1, 7), 1),  # row 7 would be written past the end
+        (torch.zeros(2, 64), torch.zeros(8, 2).T, 1),
+        (torch.zeros(1, 64), torch.zeros(1, 8).half(), 1),
+        (torch.zeros(1, 64), torch.zeros(1, 8), 0),
+        (torch.zeros(1, 64), torch.zeros(1, 8), 10**12),
     ],
 )
-def test_matmul_refuses_what_does_not_fit(
-    x: torch.Tensor, y: torch.Tensor, threads: int, isa: str | None
-) -> None:
+def test_matmul_refuses_what_does_not_fit(x: torch.Tensor, y: torch.Tensor, threads: int) -> None:
     for tile in (
         _native.GroupInt(**parts()),
         _native.GroupInt(**(parts() | {"rows": None})),
     ):  # all: out is 4
-        with pytest.raises(ValueError, match=r"expected|up to|unknown"):
-            tile.matmul(x, y, threads, isa)
+        with pytest.raises(ValueError, match=r"expected|up to"):
+            tile.matmul(x, y, threads)
 
 
 def test_rows_changed_after_binding_change_nothing() -> None:
@@ -389,9 +414,9 @@ def test_gptq_block_refuses_a_broken_factor_and_codes_beyond_a_byte() -> None:
 
 
 def test_an_unknown_isa_is_refused_and_the_best_is_named() -> None:
-    assert cpu.isa() == ISAS[-1]
+    assert cpu.isa() == ISAS[-1] and cpu.matmul_isa() == PRODUCTS[-1]
     with pytest.raises(ValueError, match="sse9"):
-        make(4, 1, 16, 16).tile.dequantize(isa="sse9")
+        make(4, 1, 16, 16, isa="sse9")
 
 
 def test_a_tile_without_rows_or_tokens_does_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Codebooks by row with byte centroids and quantized activations: native against exact integer arithmetic."""
+"""Codebooks by row with byte centroids and quantized activations: native against double precision."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def make(
 def inputs(tokens: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-128, 128, (tokens, columns), generator=generator, dtype=torch.int16).to(torch.int8)
-    return x, torch.rand(tokens, 1, generator=generator)
+    return x, torch.rand(tokens, -(-columns // cpu.LOOKUP_GROUP), generator=generator)
 
 
 def oracle(codes: Tensor, table: Tensor, x: Tensor, scales: Tensor) -> Tensor:
-    """Integer sums, exactly; then the two scales."""
+    """In double precision: inputs by their groups' scales, and whole steps of each row's scale."""
     scale = table.float().abs().amax(1, keepdim=True) / 127
     steps = torch.round(table.float() / scale.where(scale > 0, torch.ones(()))).long()
-    sums = x.long() @ steps.gather(1, codes.long()).T
-    return (sums.double() * (scale * 1.0).double().T * scales.double()).float()
+    scaled = x.double() * scales.double().repeat_interleave(cpu.LOOKUP_GROUP, 1)[:, : x.shape[1]]
+    return (scaled @ steps.gather(1, codes.long()).double().T * scale.double().T).float()
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,20 +58,22 @@ def oracle(codes: Tensor, table: Tensor, x: Tensor, scales: Tensor) -> Tensor:
     threads=st.integers(1, 3),
     seed=st.integers(0, 2**20),
 )
-def test_products_are_exact_at_every_width_shape_and_instruction_set(
+def test_products_at_every_width_shape_and_instruction_set(
     bits: int, rows: int, columns: int, tokens: int, threads: int, seed: int
 ) -> None:
     codes, planes, table = make(rows, columns, bits, seed)
     tile = cpu.codebook(planes, table, None, columns=columns, by_channel=False)
     x, scales = inputs(tokens, columns, seed)
     expected = oracle(codes, table, x, scales)
-    found = []
+    size = (
+        x.abs().double() @ torch.ones(columns, 1).double() * table.double().abs().amax(1)
+    )  # of what is summed
     for isa in isas():
-        y = torch.zeros(tokens, rows)
+        y, one = torch.zeros(tokens, rows), torch.zeros(tokens, rows)
         tile.int_matmul(x, scales, y, threads=threads, isa=isa)
-        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
-        found.append(y)
-    assert all(torch.equal(y, found[0]) for y in found)  # integer sums have no order
+        assert bool(((y - expected).abs() <= 2e-6 * size + 1e-30).all()), isa
+        tile.int_matmul(x, scales, one, threads=1, isa=isa)
+        assert torch.equal(y, one)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -85,7 +87,7 @@ def test_sums_at_the_ends_of_the_bytes(bits: int) -> None:
     x = torch.full((1, columns), -128, dtype=torch.int8)
     for isa in isas():
         y = torch.zeros(1, 2)
-        tile.int_matmul(x, torch.ones(1, 1), y, isa=isa)
+        tile.int_matmul(x, torch.ones(1, columns // cpu.LOOKUP_GROUP), y, isa=isa)
         assert y.tolist() == [[-256.0 * columns, 256.0 * columns]]
 
 
@@ -106,9 +108,9 @@ def test_a_row_of_zeros_and_damaged_inputs() -> None:
     tile = cpu.codebook(planes, table, None, columns=40, by_channel=False)
     x, _ = inputs(1, 40, 1)
     y = torch.zeros(1, 2)
-    tile.int_matmul(x, torch.ones(1, 1), y)
+    tile.int_matmul(x, torch.ones(1, 2), y)
     assert y[0, 0] == 0 and y[0, 1] != 0
-    tile.int_matmul(x, torch.full((1, 1), torch.nan), y)
+    tile.int_matmul(x, torch.tensor([[1.0, torch.nan]]), y)
     assert y.isnan().all()
 
 
@@ -122,7 +124,7 @@ def test_what_has_no_integer_kernel_is_refused() -> None:
     tile = cpu.codebook(planes, table, None, columns=64, by_channel=False)
     for bad, match in (
         ((x[:, :63], scales, torch.zeros(1, 40)), "x is int8"),
-        ((x, torch.ones(1, 2), torch.zeros(1, 40)), "scales is float32"),
+        ((x, torch.ones(1, 1), torch.zeros(1, 40)), "scales is float32"),
         ((x, scales, torch.zeros(1, 39)), "y is float32"),
         ((x.float(), scales, torch.zeros(1, 40)), "x is float32"),
     ):

@@ -213,9 +213,26 @@ def test_deepcopy_is_independent(artifact: Callable[..., Path], family: str) -> 
     assert torch.equal(logits(twin), before)
     for module in twin.modules():
         if isinstance(module, PackedModule):
-            module.get_buffer("scales").zero_()
+            stored = module.state_dict()
+            module.load_state_dict(stored | {"scales": torch.zeros_like(stored["scales"])})
     assert torch.count_nonzero(logits(twin)) == 0, "the copy's head must read the copy's embedding"
     assert torch.equal(logits(model), before)
+
+
+def test_stored_bytes_are_held_once_and_come_back(artifact: Callable[..., Path]) -> None:
+    """What the kernels have put into their own order is not kept a second time, and is there for whoever asks."""
+    model = AutoModelForCausalLM.from_pretrained(artifact("llama", embed_bits=8))
+    stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = logits(model)
+    packed = [m for m in model.modules() if isinstance(m, PackedModule)]
+    assert all(m.get_buffer("codes").numel() == m.get_buffer("scales").numel() == 0 for m in packed)
+    for module in packed:
+        assert all(torch.equal(t, module.packed.tensors[f]) for f, t in module.packed.tensors.items())
+    assert all(m.get_buffer("codes").numel() == 0 for m in packed)  # asking changes nothing
+    again = model.state_dict()
+    assert again.keys() == stored.keys() and all(torch.equal(again[n], t) for n, t in stored.items())
+    assert torch.equal(logits(model), before)
+    assert torch.equal(logits(model.to(torch.float32)), before)
 
 
 def test_gemma3_embedding_is_scaled_and_its_head_is_not(artifact: Callable[..., Path]) -> None:

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from anybit.errors import InputError
 from anybit.progress import SILENT, Advance, Silent, ignore
 from anybit.stats import GradientStats, LinearStats
-from anybit.streaming import StreamedModel, linear_shape
+from anybit.streaming import StreamedModel, linear_shape, map_large_arrays
 
 ACTIVATION_BUDGET = 2 << 30  # bytes of hidden states held in memory; more go to disk
 ATTENTION_QUERIES = 256  # queries per sample that value tokens are weighted by
@@ -203,6 +203,7 @@ def gradient_statistics(
     if tokens.shape[1] < 2:
         raise InputError("gradients need windows of at least 2 tokens: a window of 1 has nothing to predict")
     known = not any(parameter.is_meta for parameter in streamed.model.parameters())
+    map_large_arrays()
     model = load_whole(streamed)
     if not known:
         _check_logits(model, tokens[:1, :2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,11 +11,17 @@ from torch import Tensor, nn
 
 from anybit.errors import InputError
 from anybit.kernels.dispatch import Prepared
-from anybit.tensors import PackedWeight, at_width, stored_tensors, stored_widths, unpack
+from anybit.tensors import PackedWeight, at_width, stored_tensors, stored_widths
+
+_PREPARING = threading.Lock()  # of any module: the first call may come from several threads at once
 
 
 class PackedModule(nn.Module):
-    """Holds a layer's canonical tensors as buffers, so that `state_dict` is what the artifact stores."""
+    """Holds a layer's stored tensors as buffers, so that `state_dict` is what the artifact stores.
+
+    Once the layer has run, the bytes that its kernels read in an order of their own are held in that order only: their
+    buffers are empty, and filled again for whatever reads or moves the layer (`state_dict`, `.to`, a copy).
+    """
 
     def __init__(self, layout: Mapping[str, Any]) -> None:
         super().__init__()
@@ -22,19 +29,43 @@ class PackedModule(nn.Module):
         self.widths = stored_widths(layout)  # several: `bits` may be any of them
         self._bits = max(self.widths, default=0)
         for field, (dtype, shape) in stored_tensors(layout).items():
-            tile, _, name = field.rpartition(".")
-            if tile and tile not in self._modules:
-                self.add_module(tile, nn.Module())
-            holder = self._modules[tile] if tile else self
-            assert holder is not None
-            holder.register_buffer(name, torch.empty(shape, dtype=dtype))
+            if "." in field and field.partition(".")[0] not in self._modules:
+                self.add_module(field.partition(".")[0], nn.Module())
+            self._set(field, torch.empty(shape, dtype=dtype))
         self._prepared: Prepared | None = None
+
+    def _set(self, field: str, tensor: Tensor) -> None:
+        holder, _, name = field.rpartition(".")
+        self.get_submodule(holder).register_buffer(name, tensor)
 
     @property
     def packed(self) -> PackedWeight:
         """The stored bytes, as they are now on this module."""
         fields = stored_tensors(self.layout)
-        return PackedWeight(self.layout, {field: self.get_buffer(field) for field in fields})
+        with _PREPARING:
+            restored = {} if self._prepared is None else self._prepared.restore()
+            return PackedWeight(self.layout, {f: self.get_buffer(f) for f in fields} | restored)
+
+    def prepared(self) -> Prepared:
+        """The weight bound to its kernels: at the first call, and anew after the buffers moved or the width changed."""
+        found = self._prepared
+        if found is not None:
+            return found
+        packed = self.packed
+        with _PREPARING:
+            if self._prepared is None:
+                made = Prepared(packed.at_width(self._bits))
+                for field in made.taken:
+                    self._set(field, torch.empty(0, dtype=packed.tensors[field].dtype))
+                self._prepared = made
+            return self._prepared
+
+    def _give_back(self) -> None:
+        """Let the buffers hold everything again."""
+        with _PREPARING:
+            made, self._prepared = self._prepared, None
+            for field, tensor in {} if made is None else made.restore().items():
+                self._set(field, tensor)
 
     @property
     def bits(self) -> int:
@@ -45,17 +76,12 @@ class PackedModule(nn.Module):
     def bits(self, bits: int) -> None:
         at_width(self.layout, bits)
         if bits != self._bits:
-            self._bits, self._prepared = bits, None
-
-    def prepared(self) -> Prepared:
-        """The weight bound to its kernel: at the first call, and anew after the buffers moved or the width changed."""
-        if self._prepared is None:
-            self._prepared = Prepared(self.packed.at_width(self._bits))
-        return self._prepared
+            self._give_back()
+            self._bits = bits
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
         """Move devices, but keep every stored dtype: scales are float16 whatever the model computes in."""
-        self._prepared = None
+        self._give_back()
         stored = {id(buffer) for buffer in self.buffers()}
 
         def move(tensor: Tensor) -> Tensor:
@@ -65,12 +91,17 @@ class PackedModule(nn.Module):
 
         return super()._apply(move, recurse)
 
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._give_back()
+        super()._save_to_state_dict(*args, **kwargs)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._prepared = None
+        self._give_back()
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prepared": None}  # native objects are made anew in a copy
+        self._give_back()  # native objects are made anew in a copy
+        return self.__dict__
 
     def extra_repr(self) -> str:
         out_features, in_features = self.layout["shape"]
@@ -109,10 +140,7 @@ class QuantEmbedding(PackedModule):
         return super()._apply(fn, recurse)
 
     def forward(self, ids: Tensor) -> Tensor:
-        flat = ids.reshape(-1)
-        rows = {field: tensor[flat] for field, tensor in self.packed.tensors.items()}
-        layout = {**self.layout, "shape": [flat.numel(), self.embedding_dim]}
-        values = unpack(PackedWeight(layout, rows)).dequantize().to(self.dtype)
+        values = self.prepared().rows(ids.reshape(-1)).to(self.dtype)
         return (values * self.scale).view(*ids.shape, self.embedding_dim)
 
 

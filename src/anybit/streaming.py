@@ -27,6 +27,7 @@ from anybit.errors import InputError
 from anybit.methods.grid import FP16_MAX
 from anybit.progress import Advance
 
+M_MMAP_THRESHOLD = -3  # glibc's name of the option, in malloc.h
 UNFILLED = 0xFF  # in every byte of a buffer that is to be computed: no number that one would hold
 
 
@@ -230,6 +231,16 @@ class StreamedModel:
                 f"the blocks of {kind} get inputs besides the hidden states that depend on the tokens: this "
                 "architecture is not supported yet"
             )
+
+
+def map_large_arrays() -> None:
+    """Have the system's allocator map arrays of 8 MB or more one by one from now on, each given back once it is freed.
+
+    By itself glibc soon takes such arrays from its heap, whose holes double the memory of a backward pass.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, 8 << 20)
 
 
 def _return_memory() -> None:

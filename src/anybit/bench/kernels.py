@@ -24,6 +24,7 @@ from anybit.tensors import PackedWeight, stored_bytes, stored_tensors
 Run = Callable[[], object]
 
 COLD = 128 << 20  # bytes between two uses of the same weights: beyond any cache
+MOST_COPIES = 1024  # of a matrix, so that toy shapes do not take minutes to make
 SWEEP = 512 << 20  # bytes read to measure the bandwidth
 WARM_UP = 3
 GROUP = 128
@@ -180,7 +181,7 @@ def _quantized(layout: dict[str, Any], x: Tensor, exact: bool) -> tuple[int, Run
 
 def _rotating(nbytes: int, make: Callable[[], Run]) -> Run:
     """A function that runs one of several equal ones in turn, each with weights of `nbytes` of its own."""
-    turns = cycle([make() for _ in range(max(2, -(-COLD // nbytes)))])
+    turns = cycle([make() for _ in range(min(MOST_COPIES, max(2, -(-COLD // nbytes))))])
 
     def run() -> object:
         turn = next(turns)

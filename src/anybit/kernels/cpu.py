@@ -17,6 +17,9 @@ else:
     _REASON = None
 
 
+LOOKUP_GROUP = 32  # inputs that share a scale where codebooks meet inputs of 8 bits
+
+
 def available() -> bool:
     """Whether the native extension is built and loads."""
     return _native is not None
@@ -28,13 +31,18 @@ def why_not() -> str | None:
 
 
 def isa() -> str:
-    """The instruction set chosen for this machine: "portable", "avx2" or "avx512"."""
+    """The instruction set of kernels other than products: "portable", "avx2" or "avx512"."""
     return _native.isa()
 
 
-def int_isa() -> str:
-    """How integer dot products run: "portable", "avx2", "avx_vnni" or "avx512_vnni"."""
-    return _native.int_isa()
+def matmul_isa() -> str:
+    """How products with stored tiles run: the best of `matmul_isas()`."""
+    return _native.matmul_isa()
+
+
+def matmul_isas() -> tuple[str, ...]:
+    """Ways to multiply that this machine has, the best last: "portable", "avx2", "avx_vnni", "avx512", ..."""
+    return tuple(_native.matmul_isas())
 
 
 def cpu_features() -> dict[str, bool]:
@@ -42,77 +50,97 @@ def cpu_features() -> dict[str, bool]:
     return _native.cpu_features()
 
 
-class _Tile:
-    """A tile's native object, which multiplies with it."""
+class GroupInt:
+    """One tile in format "group int" in the order in which the kernels read it; `group_int` makes it."""
 
-    __slots__ = ("_native", "columns", "rows", "takes_ints")
+    __slots__ = ("_native", "_stored", "columns", "rows", "takes_ints")
 
-    def __init__(self, native: Any, rows: int, columns: int) -> None:
-        self._native = native
-        self.rows = rows  # r
+    def __init__(self, native: Any, stored: tuple[torch.Size, torch.Size, bool], columns: int) -> None:
+        self._native, self._stored = native, stored
+        self.rows = stored[1][0]  # r
         self.columns = columns  # c
-        # Whether `int_matmul` can run: group int of 4 or 8 bits whose groups begin at whole bytes, codebooks by row.
-        self.takes_ints: bool = native.takes_ints()
+        self.takes_ints: bool = (
+            native.takes_ints()
+        )  # whether `int_matmul` can run: groups of at most 65536 columns
 
-    def matmul(self, x: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None) -> None:
+    def matmul(self, x: Tensor, y: Tensor, threads: int | None = None) -> None:
         """`y[:, rows] += x @ W.T`, accumulated in float32, the same bits for every number of threads.
 
         Args:
             x: float32 [m, c], contiguous rows. One token (m = 1) and its row in a batch give the same bits.
             y: float32 [m, out], contiguous; out = r where the tile has no `rows`.
             threads: default `torch.get_num_threads()`.
-            isa: an instruction set other than the best, for tests.
 
         Raises:
             ValueError: wrong dtype, shape, layout or device; rows beyond `out`.
         """
         # numpy views cost a third of what DLPack does at each call
-        self._native.matmul(x.detach().numpy(), y.numpy(), threads or torch.get_num_threads(), isa)
+        self._native.matmul(x.detach().numpy(), y.numpy(), threads or torch.get_num_threads())
 
-    def int_matmul(
-        self, x: Tensor, scales: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None
-    ) -> None:
+    def int_matmul(self, x: Tensor, scales: Tensor, y: Tensor, threads: int | None = None) -> None:
         """`y[:, rows] += x @ W.T` of quantized activations: exact integer sums per group, scales after.
-
-        A codebook's centroids are rounded to bytes for it, 127 steps to each row's largest; it has one group.
 
         Args:
             x: int8 [m, c], contiguous.
             scales: float32 [m, groups], contiguous.
             y: float32 [m, out], contiguous.
             threads: default `torch.get_num_threads()`; the result is the same for every number.
-            isa: "avx512_vbmi", "avx512_vnni", "avx_vnni", "avx2" or "portable" instead of the best, for tests.
 
         Raises:
-            ValueError: wrong dtype, shape, layout or device; a tile that has no integer kernel.
+            ValueError: wrong dtype, shape, layout or device; groups of more than 65536 columns.
         """
-        threads = threads or torch.get_num_threads()
-        self._native.int_matmul(x.numpy(), scales.numpy(), y.numpy(), threads, isa)
+        self._native.int_matmul(x.numpy(), scales.numpy(), y.numpy(), threads or torch.get_num_threads())
 
-
-class GroupInt(_Tile):
-    """One tile in format "group int", bound once to the tensors that hold it (`group_int` makes it)."""
-
-    __slots__ = ()
-
-    def dequantize(
-        self, dtype: torch.dtype = torch.float32, threads: int | None = None, isa: str | None = None
-    ) -> Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
         direct = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
         out = torch.empty(self.rows, self.columns, dtype=direct)
-        self._native.dequantize(out, threads or torch.get_num_threads(), isa)
+        self._native.dequantize(out, threads or torch.get_num_threads())
         return out.to(dtype)
 
+    def dequantize_rows(self, ids: Tensor) -> Tensor:
+        """Weights float32 [n, c] of the rows `ids` [n].
 
-class Codebook(_Tile):
+        Raises:
+            ValueError: an id that is no row.
+        """
+        out = torch.empty(len(ids), self.columns)
+        self._native.dequantize_rows(ids.int(), out)
+        return out
+
+    def restore(self, threads: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The codes, scales and zeros that `group_int` was given."""
+        shape, grid, symmetric = self._stored
+        codes, scales = torch.empty(shape, dtype=torch.uint8), torch.empty(grid, dtype=torch.float16)
+        zeros = None if symmetric else torch.empty(grid, dtype=torch.uint8)
+        self._native.restore(codes, scales, zeros, threads or torch.get_num_threads())
+        return codes, scales, zeros
+
+
+class Codebook:
     """One tile in format "codebook", bound once to the tensors that hold it (`codebook` makes it)."""
 
-    __slots__ = ("by_channel",)
+    __slots__ = ("_native", "by_channel", "columns", "rows", "takes_ints")
 
     def __init__(self, native: Any, rows: int, columns: int, by_channel: bool) -> None:
-        super().__init__(native, rows, columns)  # n and m: W [out, in] is the transposed table by channel
+        self._native = native
+        self.rows, self.columns = rows, columns  # n and m: W [out, in] is the transposed table by channel
         self.by_channel = by_channel
+        self.takes_ints: bool = native.takes_ints()  # whether `int_matmul` can run: tables by row
+
+    def matmul(self, x: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None) -> None:
+        """See `GroupInt.matmul`; `isa`: an instruction set other than the best, for tests."""
+        self._native.matmul(x.detach().numpy(), y.numpy(), threads or torch.get_num_threads(), isa)
+
+    def int_matmul(
+        self, x: Tensor, scales: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None
+    ) -> None:
+        """See `GroupInt.int_matmul`; scales [m, c / LOOKUP_GROUP rounded up].
+
+        Centroids are rounded to bytes, 127 steps to each row's largest.
+        """
+        threads = threads or torch.get_num_threads()
+        self._native.int_matmul(x.numpy(), scales.numpy(), y.numpy(), threads, isa)
 
     def prepare_ints(self) -> None:
         """Round the centroids to bytes now instead of in the first `int_matmul`."""
@@ -167,7 +195,7 @@ class Float16:
 Tile = GroupInt | Codebook | Float16
 
 
-def group_int(
+def group_int(  # noqa: PLR0913 - what the format has
     codes: Tensor,  # uint8 [r, bytes] at 2, 4 and 8 bits, else planes [bits, r, bytes]; any padding of a row
     scales: Tensor,  # float16 [r, groups]
     zeros: Tensor | None,  # uint8 [r, groups], a byte each; None: 2^(bits-1)
@@ -176,14 +204,20 @@ def group_int(
     bits: int,  # 1..8
     group_size: int,  # columns per group; the last group may be shorter
     columns: int,  # c
+    threads: int | None = None,
+    isa: str | None = None,
 ) -> GroupInt:
-    """Bind a tile to its kernels. Keeps references, so the tensors must not change shape; copies `rows` only.
+    """Put a tile into the kernels' order. Nothing is referenced: the tensors may go, and `restore` gives them back.
+
+    Args:
+        isa: one of `matmul_isas()` instead of the best, for tests.
 
     Raises:
         ValueError: wrong dtype, shape, layout or device, rows that do not ascend from 0.
     """
-    native = _native.GroupInt(codes, scales, zeros, rows, bits, group_size, columns)
-    return GroupInt(native, scales.shape[0], columns)
+    threads = threads or torch.get_num_threads()
+    native = _native.GroupInt(codes, scales, zeros, rows, bits, group_size, columns, threads, isa)
+    return GroupInt(native, (codes.shape, scales.shape, zeros is None), columns)
 
 
 def quantize_activations(

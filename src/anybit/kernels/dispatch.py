@@ -8,32 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.codes import unpack_codes
+from anybit.codes import pack_codes, unpack_codes
 from anybit.formats import Codebook, Float16, Sparse, TwoFour, decode_table
 from anybit.kernels import cpu, reference
-from anybit.tensors import PackedWeight, place, sparse_tensors, tile_tensors
+from anybit.tensors import PackedWeight, place, sparse_tensors, tile_prefix, tile_tensors
 
+TAKEN = {"codes", "scales", "zeros"}  # fields of a tile "group int" whose bytes its native object holds
 DECODE_TOKENS = 8  # up to here the native kernels beat dequantizing the matrix for a GEMM, at every width
 
 
 def info() -> dict[str, Any]:
-    """Which kernels this machine runs, and why: `{"cpu": {"available", "isa", "int_isa", "reason"}}`."""
+    """Which kernels this machine runs, and why: `{"cpu": {"available", "isa", "matmul_isa", "reason"}}`."""
     native = cpu.available()
     return {
         "cpu": {
             "available": native,
             "isa": cpu.isa() if native else "torch",
-            "int_isa": cpu.int_isa() if native else "torch",
+            "matmul_isa": cpu.matmul_isa() if native else "torch",
             "reason": "native extension loaded" if native else cpu.why_not(),
         }
     }
 
 
 class Prepared:
-    """A packed weight made ready to multiply with: a native object per tile, bound once to the stored bytes.
+    """A packed weight made ready to multiply with: a native object per tile.
 
-    Nothing is copied but the zero points (unpacked to a byte each) and small tables, so `weight` stays what is
-    saved. A nested weight is run at the widest of its layout's widths.
+    Tiles of format "group int" are put into the kernels' order, which takes their bytes: whoever holds the stored
+    tensors of the fields `taken` may drop them, and `restore` makes them again. All others stay referenced. A nested
+    weight is run at the widest of its layout's widths.
 
     Args:
         weight: the stored bytes.
@@ -42,14 +44,23 @@ class Prepared:
     """
 
     def __init__(self, weight: PackedWeight, exact: bool = True) -> None:
-        self.weight, self.exact = weight, exact
+        self.exact = exact
         self.out_features, self.in_features = weight.layout["shape"]
-        tiles = weight.layout["tiles"]
-        self.fields = [tile_tensors(weight, i) for i in range(len(tiles))]
+        described = weight.layout["tiles"]
         on_cpu = all(tensor.device.type == "cpu" for tensor in weight.tensors.values())
-        has_kernels = all(tile["format"] != TwoFour.NAME for tile in tiles)
+        has_kernels = all(tile["format"] != TwoFour.NAME for tile in described)
         self.native = on_cpu and cpu.available() and has_kernels
-        self.tiles = [self._bind(*pair) for pair in zip(tiles, self.fields)] if self.native else []
+        fields = [tile_tensors(weight, i) for i in range(len(described))]
+        self.tiles = [self._bind(*pair) for pair in zip(described, fields)] if self.native else []
+        self.taken = tuple(
+            f"{tile_prefix(i, len(described))}{field}"
+            for i, tile in enumerate(self.tiles)
+            if isinstance(tile, cpu.GroupInt)
+            for field in TAKEN & fields[i].keys()
+        )
+        kept = {field: tensor for field, tensor in weight.tensors.items() if field not in self.taken}
+        self.weight = PackedWeight(weight.layout, kept)
+        self.fields = [tile_tensors(self.weight, i) for i in range(len(described))]
         for tile in self.tiles:
             if isinstance(tile, cpu.Codebook) and tile.takes_ints and not exact:
                 tile.prepare_ints()
@@ -77,6 +88,26 @@ class Prepared:
             columns=columns,
         )
 
+    def restore(self) -> dict[str, Tensor]:
+        """The stored tensors of the fields `taken`."""
+        made: dict[str, Tensor] = {}
+        for i, (tile, described) in enumerate(zip(self.tiles, self.weight.layout["tiles"])):
+            if isinstance(tile, cpu.GroupInt):
+                prefix = tile_prefix(i, len(self.tiles))
+                made[f"{prefix}codes"], made[f"{prefix}scales"], zeros = tile.restore()
+                if zeros is not None:
+                    made[f"{prefix}zeros"] = pack_codes(zeros, described["bits"], 1)
+        return made
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n] of the matrix, float32 [n, in]; of a weight of one tile "group int" that holds all rows."""
+        if self.native:
+            (tile,) = self.tiles
+            assert isinstance(tile, cpu.GroupInt)
+            return tile.dequantize_rows(ids)
+        layout = {**self.weight.layout, "shape": [len(ids), self.in_features]}
+        return reference.dequantize(PackedWeight(layout, {f: t[ids] for f, t in self.weight.tensors.items()}))
+
     def matmul(self, x: Tensor) -> Tensor:
         """`x [..., in] @ W^T -> [..., out]` in the dtype of x."""
         tokens = x.numel() // self.in_features
@@ -92,8 +123,10 @@ class Prepared:
             cols = fields.get("cols")
             part = flat if cols is None else flat[:, cols.long()].contiguous()
             if isinstance(tile, cpu.Codebook) and tile.takes_ints and not self.exact:
-                whole = torch.ones(1, dtype=torch.float16)  # one group, not clipped
-                tile.int_matmul(*cpu.quantize_activations(part, 8, part.shape[1], whole, None), y)
+                whole = torch.ones(
+                    -(-part.shape[1] // cpu.LOOKUP_GROUP), dtype=torch.float16
+                )  # nothing is clipped
+                tile.int_matmul(*cpu.quantize_activations(part, 8, cpu.LOOKUP_GROUP, whole, None), y)
             elif "act_bits" not in described:
                 tile.matmul(part, y)
             elif isinstance(tile, cpu.GroupInt) and tile.takes_ints:

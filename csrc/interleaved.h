@@ -1,0 +1,104 @@
+// Tiles of format "group int" as the kernels read them: the lanes of a vector are rows.
+//
+// LANES rows lie together. In each of their groups of columns, cells of `cell_columns` columns follow each other; a cell
+// is `bits * cell_columns / 32` vectors of 4 * LANES bytes, of which lane l belongs to row l:
+//   8 bits: byte k of vector s is the code of column 4 s + k;
+//   else a code is cut into fields of 4, 2 and 1 bits (the low bits first: 5 = 4 + 1, 6 = 4 + 2), each field in vectors
+//   of its own: bits 4 h.. of byte k of the nth vector of 4-bit fields are those of column 8 n + 4 h + k, and likewise
+//   with 16 columns to a vector of 2-bit fields and 32 to one of single bits.
+// So four columns of all rows come out of a few shifts and masks, one broadcast of four inputs meets them, and a row's
+// sum stays in its lane. Groups are padded to whole cells, rows to whole lanes; padding codes meet inputs of 0 or rows
+// that nobody writes.
+#pragma once
+
+#include "byte_dot.h"
+#include "products.h"
+
+namespace anybit::ANYBIT_ISA {
+namespace {
+
+constexpr int64_t cell_columns(int bits) { return bits < 8 && bits % 2 == 1 ? 32 : 16; }
+constexpr int64_t cell_vectors(int bits) { return bits * cell_columns(bits) / 32; }
+
+inline int64_t cells_of(const GroupInt& t) { return ceil_div(least(t.group_size, t.columns), cell_columns(t.bits)); }
+inline int64_t group_bytes(const GroupInt& t) { return cells_of(t) * cell_vectors(t.bits) * BYTES; }
+
+// Shift the halves of 4-byte lanes: bits that cross into the neighbouring byte are masked by whoever shifts.
+typedef uint16_t Pairs __attribute__((vector_size(BYTES)));
+
+template <int N> inline Codes shifted(Codes v) { // left by N, or right by -N
+    if constexpr (N > 0) return reinterpret_cast<Codes>(reinterpret_cast<Pairs>(v) << N);
+    else if constexpr (N < 0) return reinterpret_cast<Codes>(reinterpret_cast<Pairs>(v) >> -N);
+    else return v;
+}
+
+// The codes of a cell's columns 4 S to 4 S + 3.
+template <int BITS, int S> inline Codes codes_at(const Codes (&v)[cell_vectors(BITS)]) {
+    constexpr int FOURS = BITS & 4 ? static_cast<int>(cell_columns(BITS)) / 8 : 0;
+    constexpr int TWOS = BITS & 2 ? static_cast<int>(cell_columns(BITS)) / 16 : 0;
+    constexpr int TWO_AT = BITS & 4, ONE_AT = BITS & 6; // where the fields begin in a code
+    if constexpr (BITS == 8) return v[S];
+    Codes code{};
+    if constexpr (FOURS > 0) code = shifted<-4 * (S % 2)>(v[S / 2]) & fill(15);
+    if constexpr (TWOS > 0) code |= shifted<TWO_AT - 2 * (S % 4)>(v[FOURS + S / 4]) & fill(3 << TWO_AT);
+    if constexpr (BITS % 2 == 1) code |= shifted<ONE_AT - S>(v[FOURS + TWOS]) & fill(1 << ONE_AT);
+    return code;
+}
+
+template <int... I> struct Numbers {};
+template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};
+template <int... I> struct Count<0, I...> { using type = Numbers<I...>; };
+
+template <int BITS, int... S>
+inline void cell_codes(const Codes (&v)[cell_vectors(BITS)], Codes (&code)[sizeof...(S)], Numbers<S...>) {
+    ((code[S] = codes_at<BITS, S>(v)), ...);
+}
+
+// All codes of the cell at `from`, four columns to a vector.
+template <int BITS> inline void cell_codes(const uint8_t* from, Codes (&code)[cell_columns(BITS) / 4]) {
+    Codes v[cell_vectors(BITS)];
+    for (int64_t i = 0; i < cell_vectors(BITS); ++i) v[i] = load_as<Codes>(from + i * BYTES);
+    cell_codes<BITS>(v, code, typename Count<static_cast<int>(cell_columns(BITS) / 4)>::type{});
+}
+
+// LANES scales as floats.
+inline Floats load_scales(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(load_as<__m256i>(from));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(load_as<__m128i>(from));
+#else
+    Floats scales;
+    for (int l = 0; l < LANES; ++l) scales[l] = half_to_float(from[l]);
+    return scales;
+#endif
+}
+
+// The zero points of LANES rows in a group.
+inline Ints load_zeros(const GroupInt& t, int64_t block, int64_t g) {
+    if (t.zeros == nullptr) return (1 << (t.bits - 1)) - Ints{};
+    return load_bytes(t.zeros + (block * t.groups + g) * LANES);
+}
+
+// y[out row] += a lane each, for the rows of a block.
+inline void add_lanes(const GroupInt& t, int64_t block, Floats sums, float* y) {
+    const int64_t first = block * LANES, rows = least(LANES, t.rows - first);
+    if (t.out_rows == nullptr && rows == LANES) return store(y + first, load(y + first) + sums);
+    for (int64_t l = 0; l < rows; ++l) y[t.out_rows == nullptr ? first + l : t.out_rows[first + l]] += sums[l];
+}
+
+} // namespace
+} // namespace anybit::ANYBIT_ISA
+
+// F<bits>(...) for the width of the tile `t`.
+#define ANYBIT_BY_WIDTH(F, ...)                                                                               \
+    switch (t.bits) {                                                                                         \
+    case 1: return F<1>(__VA_ARGS__);                                                                         \
+    case 2: return F<2>(__VA_ARGS__);                                                                         \
+    case 3: return F<3>(__VA_ARGS__);                                                                         \
+    case 4: return F<4>(__VA_ARGS__);                                                                         \
+    case 5: return F<5>(__VA_ARGS__);                                                                         \
+    case 6: return F<6>(__VA_ARGS__);                                                                         \
+    case 7: return F<7>(__VA_ARGS__);                                                                         \
+    default: return F<8>(__VA_ARGS__);                                                                        \
+    }

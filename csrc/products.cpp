@@ -1,0 +1,19 @@
+// The table of one instruction set's products.
+#include "products.h"
+#include "simd.h"
+
+#define ANYBIT_NAME(ISA) ANYBIT_QUOTED(ISA)
+#define ANYBIT_QUOTED(ISA) #ISA
+
+namespace anybit::ANYBIT_ISA {
+
+extern const Products products = {
+    ANYBIT_NAME(ANYBIT_ISA), LANES,
+    group_int_bytes, group_int_scratch, group_int_interleave, group_int_restore,
+    group_int_columns, group_int_prepare, group_int_prepare_ints, group_int_matmul, group_int_int_matmul,
+    group_int_dequantize_f32, group_int_dequantize_bf16, group_int_row,
+    lookup_blocks, lookup_prepare, lookup_matmul,
+    quantize_row,
+};
+
+} // namespace anybit::ANYBIT_ISA

@@ -1,0 +1,152 @@
+// Products of stored tiles with a few vectors: compiled per way of multiplying bytes, chosen at run time. As in
+// kernels.h: raw pointers that the caller has checked, ranges of rows, no shared state.
+#pragma once
+
+#include "kernels.h"
+
+namespace anybit {
+
+// One tile in format "group int": w[i, j] = scale[i, j / group_size] * (code[i, j] - zero[i, j / group_size]), its arrays
+// in the order that `group_int_interleave` of one instruction set gives them (interleaved.h).
+struct GroupInt {
+    const uint8_t* codes;
+    const uint16_t* scales;  // fp16 bit patterns [blocks of rows, groups, lanes]
+    const uint8_t* zeros;    // [blocks of rows, groups, lanes]; null: 2^(bits-1)
+    const int32_t* out_rows; // [rows] ascending output rows; null: row i is output row i
+    int bits;                // 1..8
+    int64_t rows, columns, group_size, groups;
+};
+
+// The same tile as it is stored. Codes of 2, 4 and 8 bits are packed along a row, low bits first; other widths are
+// bitplanes, most significant first, weight j at bit j % 8 of byte j / 8.
+struct StoredGroupInt {
+    const uint8_t* codes;   // [rows, row_bytes], planes: [bits, rows, row_bytes]
+    const uint16_t* scales; // [rows, groups]
+    const uint8_t* zeros;   // [rows, groups], a byte each, or null
+    int64_t row_bytes;
+};
+
+// Activations of some tokens, in the kernels' order.
+struct FloatInputs {
+    const float* x;    // [tokens, group_int_columns], padding 0
+    const float* sums; // [tokens, groups]
+    int64_t tokens;
+};
+
+// Activations of some tokens as integers: x[t, j] = scales[t, j / group_size] * codes[t, j].
+struct IntInputs {
+    const int8_t* codes; // [tokens, group_int_columns], padding 0
+    const float* scales; // [tokens, groups]
+    const int32_t* sums; // [tokens, groups], of the codes
+    int64_t tokens;
+};
+
+// How a row of activations is rounded: symmetric, a scale per group of columns.
+struct ActivationGrid {
+    int bits; // 2..8
+    int64_t columns, group_size;
+    const uint16_t* clip;  // fp16 bit patterns [groups]: share of the largest magnitude that the grid reaches; or null for
+    const uint16_t* fixed; // [groups], scales known beforehand
+};
+
+// One tile in format "codebook" by rows whose centroids are bytes: w[i, j] = scales[i] (table[i, code[i, j]] - BYTE_ZERO).
+struct ByteCodebook {
+    const uint32_t* planes;   // [bits, rows, words], as in Codebook
+    const uint8_t* table;     // [rows, 2^bits]
+    const float* scales;      // [rows]
+    const int32_t* out_rows;  // [rows] ascending output rows; null: row i is output row i
+    int bits;                 // 1..8
+    int64_t rows, columns, words;
+};
+constexpr int32_t BYTE_ZERO = 128;
+
+// Activations of some tokens as integers, a scale for every LOOKUP_GROUP of them; as `lookup_prepare` makes them.
+struct LookupInputs {
+    const int8_t* codes;
+    const float* scales;
+    const float* sums; // [tokens], of scale times code
+    int64_t tokens;
+};
+constexpr int64_t LOOKUP_GROUP = 32;
+
+constexpr int64_t MAX_INT_GROUP = 65536; // columns of a group whose sum cannot leave int32
+constexpr int64_t LOOKUP_ROWS = 8;       // rows that `lookup_matmul` works on together: split rows at its multiples
+
+struct Products {
+    const char* isa;
+    int64_t lanes; // rows to a block of a tile in format "group int"
+
+    // Bytes of the codes in the kernels' order, and of the scratch of the next two.
+    int64_t (*group_int_bytes)(const GroupInt&);
+    int64_t (*group_int_scratch)(const GroupInt&);
+    // Into the kernels' order and back, for the blocks of rows begin <= b < end. Only the sizes of the tile are read by
+    // the first; the second fills codes [rows, row_bytes] or [bits, rows, row_bytes], scales and zeros [rows, groups].
+    void (*group_int_interleave)(const GroupInt&, const StoredGroupInt&, uint8_t* codes, uint16_t* scales,
+                                 uint8_t* zeros, uint8_t* scratch, int64_t begin, int64_t end);
+    void (*group_int_restore)(const GroupInt&, uint8_t* codes, int64_t row_bytes, uint16_t* scales, uint8_t* zeros,
+                              uint8_t* scratch, int64_t begin, int64_t end);
+    // A token's activations [columns] in the kernels' order [group_int_columns], and their sums by group.
+    int64_t (*group_int_columns)(const GroupInt&);
+    void (*group_int_prepare)(const GroupInt&, const float* x, float* out, float* sums);
+    void (*group_int_prepare_ints)(const GroupInt&, const int8_t* x, int8_t* out, int32_t* sums);
+    // y[t, out_rows[i]] += sum_j w[i, j] x[t, j] for the blocks of rows begin <= b < end.
+    void (*group_int_matmul)(const GroupInt&, const FloatInputs&, float* y, int64_t y_stride, int64_t begin, int64_t end);
+    // y[t, out_rows[i]] += sum_g scale[i, g] x_scale[t, g] (sum_j (code[i, j] - zero[i, g]) x[t, j]), the inner sum
+    // exact; groups of up to MAX_INT_GROUP columns.
+    void (*group_int_int_matmul)(const GroupInt&, const IntInputs&, float* y, int64_t y_stride, int64_t begin,
+                                 int64_t end);
+    // out [rows, columns] = w, exactly rounded, for blocks of rows; the bf16 form rounds that to nearest even.
+    void (*group_int_dequantize_f32)(const GroupInt&, float* out, int64_t begin, int64_t end);
+    void (*group_int_dequantize_bf16)(const GroupInt&, uint16_t* out, int64_t begin, int64_t end);
+    void (*group_int_row)(const GroupInt&, int64_t row, float* out); // one row of them
+
+    // Blocks that a token's activations fill: 32 * lanes codes and `lanes` scales each.
+    int64_t (*lookup_blocks)(const ByteCodebook&);
+    // A token's activations [columns] and their scales [columns / LOOKUP_GROUP, rounded up] in the kernels' order.
+    void (*lookup_prepare)(const ByteCodebook&, const int8_t* x, const float* scales, int8_t* codes, float* lane_scales,
+                           float* sum);
+    // y[t, out_rows[i]] += sum_j w[i, j] x[t, j] for the rows begin <= i < end; the sum of a group is exact.
+    void (*lookup_matmul)(const ByteCodebook&, const LookupInputs&, float* y, int64_t y_stride, int64_t begin,
+                          int64_t end);
+
+    // Identical results in every instruction set.
+    void (*quantize_row)(const float* x, const ActivationGrid&, int8_t* codes, float* scales);
+};
+
+constexpr const char* PRODUCT_ISAS[] = {"portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_vbmi"};
+
+// The products of a named instruction set, or the best of this machine for null. Null if it has no such.
+const Products* products_for(const char* isa);
+
+#define ANYBIT_DECLARE(ISA)                                                                                   \
+    namespace ISA {                                                                                           \
+    extern const Products products;                                                                           \
+    int64_t group_int_bytes(const GroupInt&);                                                                 \
+    int64_t group_int_scratch(const GroupInt&);                                                               \
+    void group_int_interleave(const GroupInt&, const StoredGroupInt&, uint8_t*, uint16_t*, uint8_t*, uint8_t*, \
+                              int64_t, int64_t);                                                              \
+    void group_int_restore(const GroupInt&, uint8_t*, int64_t, uint16_t*, uint8_t*, uint8_t*, int64_t, int64_t); \
+    int64_t group_int_columns(const GroupInt&);                                                               \
+    void group_int_prepare(const GroupInt&, const float*, float*, float*);                                    \
+    void group_int_prepare_ints(const GroupInt&, const int8_t*, int8_t*, int32_t*);                           \
+    void group_int_matmul(const GroupInt&, const FloatInputs&, float*, int64_t, int64_t, int64_t);            \
+    void group_int_int_matmul(const GroupInt&, const IntInputs&, float*, int64_t, int64_t, int64_t);          \
+    void group_int_dequantize_f32(const GroupInt&, float*, int64_t, int64_t);                                 \
+    void group_int_dequantize_bf16(const GroupInt&, uint16_t*, int64_t, int64_t);                             \
+    void group_int_row(const GroupInt&, int64_t, float*);                                                     \
+    int64_t lookup_blocks(const ByteCodebook&);                                                               \
+    void lookup_prepare(const ByteCodebook&, const int8_t*, const float*, int8_t*, float*, float*);           \
+    void lookup_matmul(const ByteCodebook&, const LookupInputs&, float*, int64_t, int64_t, int64_t);          \
+    void quantize_row(const float*, const ActivationGrid&, int8_t*, float*);                                  \
+    }
+ANYBIT_DECLARE(portable)
+#ifdef ANYBIT_X86
+ANYBIT_DECLARE(avx2)
+ANYBIT_DECLARE(avx_vnni)
+ANYBIT_DECLARE(avx512)
+ANYBIT_DECLARE(avx512_vnni)
+ANYBIT_DECLARE(avx512_vbmi)
+#endif
+#undef ANYBIT_DECLARE
+
+} // namespace anybit
