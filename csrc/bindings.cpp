@@ -419,11 +419,6 @@ public:
 
     bool takes_ints() const { return !by_channel_; }
 
-    // Round the centroids to bytes; `int_matmul` does it at its first call otherwise.
-    void prepare_ints() {
-        std::call_once(bytes_made_, [this] { make_bytes(); });
-    }
-
     void int_matmul(const Input& x, const Input& scales, const Output& y, int64_t threads,
                     const std::optional<std::string>& isa) {
         const Products& kernels = check_products(isa);
@@ -439,7 +434,7 @@ public:
         const float* x_scales = static_cast<const float*>(scales.data());
         float* to = static_cast<float*>(y.data());
         nb::gil_scoped_release release;
-        prepare_ints();
+        std::call_once(bytes_made_, [this] { make_bytes(); });
         const ByteCodebook b{c_.planes, bytes_.data(), byte_scales_.data(), c_.out_rows, c_.bits, c_.rows, c_.columns,
                              c_.words};
         const int64_t lanes = kernels.lookup_blocks(b) * kernels.lanes, width = lanes * LOOKUP_GROUP;
@@ -745,7 +740,6 @@ NB_MODULE(_native, m) {
              nb::arg("threads"), nb::arg("isa") = nb::none(),
              "y[:, rows] += x @ W.T, x float32 [m, columns]; by channel y += x @ W, x float32 [m, n].")
         .def("takes_ints", &BoundCodebook::takes_ints, "Whether `int_matmul` takes this tile.")
-        .def("prepare_ints", &BoundCodebook::prepare_ints, "Make the table of bytes now.")
         .def("int_matmul", &BoundCodebook::int_matmul, nb::arg("x").noconvert(), nb::arg("scales").noconvert(),
              nb::arg("y").noconvert(), nb::arg("threads"), nb::arg("isa") = nb::none(),
              "y[:, rows] += (x * scales by 32) @ W.T with centroids rounded to bytes; x int8 [m, columns], scales\n"

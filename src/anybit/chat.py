@@ -39,6 +39,7 @@ class Generator:
         device: str = "cpu",
         report: Silent = SILENT,
         *,
+        exact: bool = True,  # see `load`
         kv_bits: int | None = None,  # None: what the artifact asks for
     ) -> None:
         self.name = model
@@ -49,7 +50,7 @@ class Generator:
             )
         self.tokenizer = load_tokenizer(model)
         try:
-            self.model = load(model, bits=bits, dtype=dtype, device=device, report=report)
+            self.model = load(model, bits=bits, exact=exact, dtype=dtype, device=device, report=report)
         finally:
             report.close()
         self.kv_bits = getattr(self.model, "kv_bits", 16) if kv_bits is None else kv_bits

@@ -64,6 +64,12 @@ Dtype = Annotated[str, typer.Option(help="What the model computes in: float32, b
 Width = Annotated[
     int | None, typer.Option("--bits", help="A width of an any-precision artifact; only it is read.")
 ]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact/--fast", help="Codebooks by row: as stored, or with inputs and centroids rounded to 8 bits."
+    ),
+]
 KVBits = Annotated[
     int | None,
     typer.Option(help="KV-cache: 16, 8, 4, 3 or 2 bits. [default: what the artifact asks for, else 16]"),
@@ -452,6 +458,7 @@ def evaluate(  # noqa: PLR0913
     tasks_dir: TasksDir = None,
     limit: Limit = None,
     bits: Width = None,
+    exact: Exact = True,
     kv_bits: KVBits = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -485,6 +492,7 @@ def evaluate(  # noqa: PLR0913
             tasks_dir=tasks_dir,
             limit=limit,
             bits=bits,
+            exact=exact,
             kv_bits=kv_bits,
             dtype=dtype,
             device=device,
@@ -503,6 +511,7 @@ def generate(  # noqa: PLR0913
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
     seed: Seed = 0,
     bits: Width = None,
+    exact: Exact = True,
     kv_bits: KVBits = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -515,7 +524,7 @@ def generate(  # noqa: PLR0913
     from anybit.chat import Generator
 
     _set_threads(threads)
-    generator = Generator(model, bits, dtype, device, _report(), kv_bits=kv_bits)
+    generator = Generator(model, bits, dtype, device, _report(), exact=exact, kv_bits=kv_bits)
     typer.echo(prompt, nl=False)
     generator.stream(generator.encode(prompt), max_new_tokens, temperature, seed)
 
@@ -527,6 +536,7 @@ def chat(  # noqa: PLR0913
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
     seed: Seed = 0,
     bits: Width = None,
+    exact: Exact = True,
     kv_bits: KVBits = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -540,7 +550,10 @@ def chat(  # noqa: PLR0913
 
     _set_threads(threads)
     converse(
-        Generator(model, bits, dtype, device, _report(), kv_bits=kv_bits), max_new_tokens, temperature, seed
+        Generator(model, bits, dtype, device, _report(), exact=exact, kv_bits=kv_bits),
+        max_new_tokens,
+        temperature,
+        seed,
     )
 
 

@@ -28,6 +28,7 @@ class PackedModule(nn.Module):
         self.layout = layout
         self.widths = stored_widths(layout)  # several: `bits` may be any of them
         self._bits = max(self.widths, default=0)
+        self._exact = True
         for field, (dtype, shape) in stored_tensors(layout).items():
             if "." in field and field.partition(".")[0] not in self._modules:
                 self.add_module(field.partition(".")[0], nn.Module())
@@ -54,7 +55,7 @@ class PackedModule(nn.Module):
         packed = self.packed
         with _PREPARING:
             if self._prepared is None:
-                made = Prepared(packed.at_width(self._bits))
+                made = Prepared(packed.at_width(self._bits), self._exact)
                 for field in made.taken:
                     self._set(field, torch.empty(0, dtype=packed.tensors[field].dtype))
                 self._prepared = made
@@ -78,6 +79,17 @@ class PackedModule(nn.Module):
         if bits != self._bits:
             self._give_back()
             self._bits = bits
+
+    @property
+    def exact(self) -> bool:
+        """Whether the layer multiplies what is stored, or what `kernels.dispatch.Prepared` rounds it to."""
+        return self._exact
+
+    @exact.setter
+    def exact(self, exact: bool) -> None:
+        if exact != self._exact:
+            self._give_back()
+            self._exact = exact
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
         """Move devices, but keep every stored dtype: scales are float16 whatever the model computes in."""
@@ -170,3 +182,10 @@ def set_bits(model: nn.Module, bits: int) -> None:
         at_width(module.layout, bits)
     for module in nested:
         module.bits = bits
+
+
+def set_exact(model: nn.Module, exact: bool) -> None:
+    """From the next call on, run codebooks by row exactly, or with inputs and centroids of 8 bits (see `Prepared`)."""
+    for module in model.modules():
+        if isinstance(module, PackedModule):
+            module.exact = exact

@@ -17,6 +17,7 @@ from anybit.calibrate import load_whole
 from anybit.checkpoint import Checkpoint, open_checkpoint
 from anybit.errors import InputError
 from anybit.kv_cache import check_kv_bits, quantized_attention
+from anybit.layers import set_exact
 from anybit.progress import SILENT, Silent
 from anybit.streaming import StreamedModel
 from anybit.tensors import QUANT_METHOD, at_width, stored_tensors
@@ -41,6 +42,7 @@ def load(
     model: str | Path,
     *,
     bits: int | None = None,
+    exact: bool = True,
     dtype: str = "float32",
     device: str = "cpu",
     report: Silent = SILENT,
@@ -51,6 +53,8 @@ def load(
         model: what to load; an artifact's headers, shapes and indices are checked first.
         bits: one width of an any-precision artifact: only its planes and tables are read from disk. Without it
             all widths are loaded, and `model.set_bits(b)` changes the one that runs.
+        exact: False runs codebooks by row (SqueezeLLM, Any-Precision) on the CPU faster, with inputs and centroids
+            rounded to 8 bits; `model.set_exact(e)` changes it.
         dtype: what it computes in ("float32", "bfloat16", "float16"); stored codes and scales keep theirs.
         device: "cpu" or "cuda".
         report: where progress goes.
@@ -66,8 +70,11 @@ def load(
     if is_artifact(path):
         quantization, checkpoint = open_artifact(path)
         if bits is None:
-            return _from_pretrained(path, dtype, checkpoint).eval().to(device)
-        return _at_width(path, quantization, checkpoint, bits, dtype).eval().to(device)
+            made = _from_pretrained(path, dtype, checkpoint)
+        else:
+            made = _at_width(path, quantization, checkpoint, bits, dtype)
+        set_exact(made, exact)
+        return made.eval().to(device)
     if bits is not None:
         raise InputError(f"{model} is not an any-precision artifact: leave bits (--bits) out")
     checkpoint = open_checkpoint(model)
@@ -188,6 +195,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     tasks_dir: Path | None = None,
     limit: int | None = None,
     bits: int | None = None,
+    exact: bool = True,
     kv_bits: int | None = None,
     dtype: str = "float32",
     device: str = "cpu",
@@ -195,7 +203,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
 ) -> dict[str, Any]:
     """Perplexity of a model on a text, its divergence from `base`, and zero-shot tasks; of an encoder its embeddings.
 
-    `text` is the built-in evaluation text by default; `bits` picks a width of an any-precision artifact; `seq_len` is
+    `text` is the built-in evaluation text by default; `bits` and `exact`: see `load`; `seq_len` is
     2048 by default, or what the model reaches. `base_cache` is a folder where what `base` computes is kept for the next
     model that is compared with it (see `evaluation.recalled`). With `kv_bits` below 16 (default: what the artifact asks
     for) attention reads nothing but quantized keys and values.
@@ -243,7 +251,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     tokenizer = load_tokenizer(model)
     content = texts.read_text(text)
     tokens = texts.token_ids(tokenizer, content)
-    loaded = load(model, bits=bits, dtype=dtype, device=device, report=report)
+    loaded = load(model, bits=bits, exact=exact, dtype=dtype, device=device, report=report)
     reference = load(base, dtype=dtype, device=device, report=report) if base is not None else None
     if seq_len is None:
         seq_len = min(SEQ_LEN, max_positions(loaded) or SEQ_LEN)

@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from anybit.description import check_layers
 from anybit.errors import InputError
-from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead, set_bits
+from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead, set_bits, set_exact
 from anybit.tensors import QUANT_METHOD, check_version, validate
 
 
@@ -64,6 +64,7 @@ class AnybitQuantizer(HfQuantizer):
             if isinstance(module, PackedModule) and module.packed.tensors:
                 validate(name, module.packed)
         model.set_bits = functools.partial(set_bits, model)
+        model.set_exact = functools.partial(set_exact, model)
         model.kv_bits = getattr(self.quantization_config, "kv_bits", 16)
         return model
 

@@ -142,10 +142,6 @@ class Codebook:
         threads = threads or torch.get_num_threads()
         self._native.int_matmul(x.numpy(), scales.numpy(), y.numpy(), threads, isa)
 
-    def prepare_ints(self) -> None:
-        """Round the centroids to bytes now instead of in the first `int_matmul`."""
-        self._native.prepare_ints()
-
     def dequantize(
         self, dtype: torch.dtype = torch.float32, threads: int | None = None, isa: str | None = None
     ) -> Tensor:

@@ -39,18 +39,19 @@ class Prepared:
 
     Args:
         weight: the stored bytes.
-        exact: False lets codebooks by row multiply inputs of 8 bits (one scale per token) with centroids of 8 bits,
-            faster, at up to `DECODE_TOKENS` tokens.
+        exact: False has codebooks by row multiply inputs of 8 bits (a scale per token and 32 of them) with centroids of
+            8 bits (127 steps to the largest of a row), which is faster. Without native kernels everything is exact.
     """
 
     def __init__(self, weight: PackedWeight, exact: bool = True) -> None:
-        self.exact = exact
         self.out_features, self.in_features = weight.layout["shape"]
         described = weight.layout["tiles"]
         on_cpu = all(tensor.device.type == "cpu" for tensor in weight.tensors.values())
         has_kernels = all(tile["format"] != TwoFour.NAME for tile in described)
         self.native = on_cpu and cpu.available() and has_kernels
         fields = [tile_tensors(weight, i) for i in range(len(described))]
+        by_row = all(tile["format"] == Codebook.NAME and not tile["by_channel"] for tile in described)
+        self.exact = exact or not (self.native and by_row)
         self.tiles = [self._bind(*pair) for pair in zip(described, fields)] if self.native else []
         self.taken = tuple(
             f"{tile_prefix(i, len(described))}{field}"
@@ -61,9 +62,6 @@ class Prepared:
         kept = {field: tensor for field, tensor in weight.tensors.items() if field not in self.taken}
         self.weight = PackedWeight(weight.layout, kept)
         self.fields = [tile_tensors(self.weight, i) for i in range(len(described))]
-        for tile in self.tiles:
-            if isinstance(tile, cpu.Codebook) and tile.takes_ints and not exact:
-                tile.prepare_ints()
         self.sparse = Sparse.read(sparse_tensors(weight)) if "sparse" in weight.layout else None
         scale = weight.tensors.get("input_scale")
         self.input_scale = None if scale is None else scale.float()
@@ -76,6 +74,8 @@ class Prepared:
             m = tile.get("rows", self.out_features) if tile["by_channel"] else columns
             table = Codebook.read_table(tile, fields, tile["bits"], m)
             table = decode_table(table, fields.get("codebook_scale"), fields.get("codebook_min"))
+            if not self.exact:
+                table = reference.byte_table(table)
             return cpu.codebook(fields["planes"], table, rows, columns=m, by_channel=tile["by_channel"])
         zeros = fields.get("zeros")
         return cpu.group_int(
@@ -112,8 +112,7 @@ class Prepared:
         """`x [..., in] @ W^T -> [..., out]` in the dtype of x."""
         tokens = x.numel() // self.in_features
         if not self.native or tokens > DECODE_TOKENS or x.device.type != "cpu":
-            dense = self.dequantize(x.dtype).to(x.device)
-            return torch.nn.functional.linear(reference.round_inputs(x, self.weight), dense)
+            return self._matmul_dense(x)
         flat = x.reshape(tokens, self.in_features).float().contiguous()
         if self.input_scale is not None:
             flat = flat * self.input_scale
@@ -122,11 +121,8 @@ class Prepared:
         for tile, described, fields in zip(self.tiles, self.weight.layout["tiles"], self.fields):
             cols = fields.get("cols")
             part = flat if cols is None else flat[:, cols.long()].contiguous()
-            if isinstance(tile, cpu.Codebook) and tile.takes_ints and not self.exact:
-                whole = torch.ones(
-                    -(-part.shape[1] // cpu.LOOKUP_GROUP), dtype=torch.float16
-                )  # nothing is clipped
-                tile.int_matmul(*cpu.quantize_activations(part, 8, cpu.LOOKUP_GROUP, whole, None), y)
+            if isinstance(tile, cpu.Codebook) and not self.exact:
+                tile.int_matmul(*cpu.quantize_activations(part, *_lookup_grid(part)), y)
             elif "act_bits" not in described:
                 tile.matmul(part, y)
             elif isinstance(tile, cpu.GroupInt) and tile.takes_ints:
@@ -141,6 +137,24 @@ class Prepared:
                 tile.int_matmul(*rounded, y)
             else:
                 tile.matmul(reference.round_activations(part, described, fields), y)
+        if self.sparse is not None:
+            self.sparse.add_product(flat, y)
+        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def _matmul_dense(self, x: Tensor) -> Tensor:
+        """The same for many tokens: the dense matrix is made, and PyTorch multiplies."""
+        if self.exact:
+            dense = self.dequantize(x.dtype).to(x.device)
+            return torch.nn.functional.linear(reference.round_inputs(x, self.weight), dense)
+        flat = x.reshape(-1, self.in_features).float().contiguous()
+        y = torch.zeros(len(flat), self.out_features)
+        for tile, fields in zip(self.tiles, self.fields):
+            cols = fields.get("cols")
+            part = flat if cols is None else flat[:, cols.long()].contiguous()
+            codes, scales = cpu.quantize_activations(part, *_lookup_grid(part))
+            part = codes * scales.repeat_interleave(cpu.LOOKUP_GROUP, 1)[:, : part.shape[1]]
+            product = torch.nn.functional.linear(part.to(x.dtype), tile.dequantize(x.dtype)).float()
+            y[:, fields["rows"].long() if "rows" in fields else slice(None)] += product
         if self.sparse is not None:
             self.sparse.add_product(flat, y)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
@@ -162,6 +176,11 @@ class Prepared:
         if self.input_scale is not None:
             dense *= self.input_scale
         return dense.to(dtype)
+
+
+def _lookup_grid(x: Tensor) -> tuple[int, int, Tensor, None]:
+    """How inputs [m, c] are rounded for codebooks of bytes: 8 bits, groups of 32, nothing clipped."""
+    return 8, cpu.LOOKUP_GROUP, torch.ones(-(-x.shape[1] // cpu.LOOKUP_GROUP), dtype=torch.float16), None
 
 
 def gptq_block(
