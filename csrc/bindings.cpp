@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <initializer_list>
 #include <limits>
 #include <memory>
@@ -386,8 +387,9 @@ public:
     }
     BoundCodebook(const BoundCodebook&) = delete; // the view points into the object
 
-    void matmul(const Input& x, const Output& y, int64_t threads, const std::optional<std::string>& isa) const {
-        const Kernels& kernels = check_isa(isa);
+    void matmul(const Input& x, const Output& y, int64_t threads, const std::optional<std::string>& isa) {
+        const Products& products = check_products(isa);
+        const Kernels& kernels = *kernels_for(products.lanes == 16 ? "avx512" : products.lanes == 8 ? "avx2" : "portable");
         const int used = check_threads(threads);
         const int64_t m = size_of("x", x, 0, 2), in = by_channel_ ? c_.rows : c_.columns;
         check("x", x, {Type::f32}, {m, in}, Layout::dense);
@@ -407,6 +409,7 @@ public:
             });
             return;
         }
+        if (products.lookup_takes_floats(c_.bits)) return look_up_exactly(products, from, m, to, out, used);
         const int64_t piece = piece_of(c_.rows, 1, work, used);
         const Scratch scratch = make_scratch((m + (c_.rows - 1) / piece + 1) * width);
         float* padded = scratch.get();
@@ -418,6 +421,14 @@ public:
     }
 
     bool takes_ints() const { return !by_channel_; }
+
+    // Make the table that `matmul` or `int_matmul` looks up now; each makes its own at its first call otherwise.
+    void prepare(bool ints) {
+        nb::gil_scoped_release release;
+        if (ints && takes_ints()) std::call_once(bytes_made_, [this] { make_bytes(); });
+        if (!ints && !by_channel_ && products_for(nullptr)->lookup_takes_floats(c_.bits))
+            std::call_once(float_bytes_made_, [this] { make_float_bytes(); });
+    }
 
     void int_matmul(const Input& x, const Input& scales, const Output& y, int64_t threads,
                     const std::optional<std::string>& isa) {
@@ -471,6 +482,33 @@ private:
         return c_.table32 != nullptr ? c_.table32[at] : half_to_float(c_.table16[at]);
     }
 
+    void look_up_exactly(const Products& products, const float* x, int64_t m, float* y, int64_t out, int threads) {
+        std::call_once(float_bytes_made_, [this] { make_float_bytes(); });
+        const ByteCodebook b{c_.planes, float_bytes_.data(), nullptr, c_.out_rows, c_.bits, c_.rows, c_.columns, c_.words};
+        const int64_t width = products.lookup_blocks(b) * products.lanes * LOOKUP_GROUP;
+        const Scratch scratch = make_scratch(m * width);
+        for (int64_t k = 0; k < m; ++k)
+            products.lookup_prepare_floats(b, x + k * c_.columns, scratch.get() + k * width);
+        const int64_t piece = piece_of(c_.rows, LOOKUP_ROWS, c_.rows * c_.columns, threads);
+        parallel_for(c_.rows, piece, threads, [&](int64_t begin, int64_t end) {
+            products.lookup_float_matmul(b, scratch.get(), m, y, out, begin, end);
+        });
+    }
+
+    // Centroids as floats, byte by byte.
+    void make_float_bytes() {
+        const int64_t entries = int64_t(1) << c_.bits;
+        float_bytes_.assign(static_cast<size_t>(c_.rows * entries * 4), uint8_t(0));
+        for (int64_t row = 0; row < c_.rows; ++row)
+            for (int64_t e = 0; e < c_.entries; ++e) {
+                const float value = entry(row, e);
+                uint8_t bytes[4];
+                std::memcpy(bytes, &value, 4);
+                for (int64_t i = 0; i < 4; ++i)
+                    float_bytes_[static_cast<size_t>((row * 4 + i) * entries + e)] = bytes[i];
+            }
+    }
+
     // Centroids as bytes: each row's largest one becomes 127 steps.
     void make_bytes() {
         const int64_t entries = int64_t(1) << c_.bits;
@@ -492,8 +530,8 @@ private:
     bool by_channel_;
     OutRows out_rows_;
     Codebook c_{};
-    std::once_flag bytes_made_;
-    std::vector<uint8_t> bytes_;
+    std::once_flag bytes_made_, float_bytes_made_;
+    std::vector<uint8_t> bytes_, float_bytes_;
     std::vector<float> byte_scales_;
 };
 
@@ -739,6 +777,7 @@ NB_MODULE(_native, m) {
         .def("matmul", &BoundCodebook::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(),
              nb::arg("threads"), nb::arg("isa") = nb::none(),
              "y[:, rows] += x @ W.T, x float32 [m, columns]; by channel y += x @ W, x float32 [m, n].")
+        .def("prepare", &BoundCodebook::prepare, nb::arg("ints"), "Make the table that products look up now.")
         .def("takes_ints", &BoundCodebook::takes_ints, "Whether `int_matmul` takes this tile.")
         .def("int_matmul", &BoundCodebook::int_matmul, nb::arg("x").noconvert(), nb::arg("scales").noconvert(),
              nb::arg("y").noconvert(), nb::arg("threads"), nb::arg("isa") = nb::none(),

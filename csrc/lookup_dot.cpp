@@ -16,6 +16,11 @@ typedef uint16_t Pairs __attribute__((vector_size(BYTES)));
 
 constexpr int CHAINS = 4; // sums under way at once: a dot product takes as many cycles or more
 constexpr int64_t PHASES = 8; // vectors of codes that a vector of each plane becomes
+#if defined(__AVX512F__)
+constexpr int64_t MOST_FLOAT_TOKENS = 4; // in registers at once
+#else
+constexpr int64_t MOST_FLOAT_TOKENS = 2;
+#endif
 
 // Shifts within pairs of bytes: the bits that cross into the neighbour are junk or masked by whoever shifts.
 template <int N> inline Codes left(Codes v) { return reinterpret_cast<Codes>(reinterpret_cast<Pairs>(v) << N); }
@@ -241,6 +246,90 @@ void look_up(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_
     }
 }
 
+// ---- exactly: centroids of four bytes, looked up byte by byte ---------------------------------------------------
+
+// The widest codes for which that beats decoding word by word.
+#if defined(__AVX512VBMI__)
+constexpr int MOST_FLOAT_BITS = 8;
+#elif defined(__AVX2__)
+constexpr int MOST_FLOAT_BITS = 5;
+#else
+constexpr int MOST_FLOAT_BITS = 0;
+#endif
+
+// Interleave units of UNIT bytes of a and b, within every 16 bytes: the first halves into `low`, the others into `high`.
+template <int UNIT> inline void interleave(Codes a, Codes b, Codes& low, Codes& high) {
+#if defined(__AVX512BW__)
+    const auto x = reinterpret_cast<__m512i>(a), y = reinterpret_cast<__m512i>(b);
+    low = reinterpret_cast<Codes>(UNIT == 1 ? _mm512_unpacklo_epi8(x, y) : _mm512_unpacklo_epi16(x, y));
+    high = reinterpret_cast<Codes>(UNIT == 1 ? _mm512_unpackhi_epi8(x, y) : _mm512_unpackhi_epi16(x, y));
+#elif defined(__AVX2__)
+    const auto x = reinterpret_cast<__m256i>(a), y = reinterpret_cast<__m256i>(b);
+    low = reinterpret_cast<Codes>(UNIT == 1 ? _mm256_unpacklo_epi8(x, y) : _mm256_unpacklo_epi16(x, y));
+    high = reinterpret_cast<Codes>(UNIT == 1 ? _mm256_unpackhi_epi8(x, y) : _mm256_unpackhi_epi16(x, y));
+#else
+    for (int64_t i = 0; i < BYTES; ++i) {
+        const int64_t from = i / (2 * UNIT) * UNIT + i % UNIT;
+        const bool second = i / UNIT % 2 == 1;
+        low[i] = second ? b[from] : a[from];
+        high[i] = second ? b[from + BYTES / 2] : a[from + BYTES / 2];
+    }
+#endif
+}
+
+// A row's centroids at the codes: lane l of vector j belongs to byte 16 (l / 4) + 4 j + l % 4 of the codes.
+template <int B> inline void look_up_floats(const Table<B> (&byte)[4], Codes code, Floats (&values)[4]) {
+    Codes low[2], high[2], made[4];
+    interleave<1>(byte[0](code), byte[1](code), low[0], high[0]);
+    interleave<1>(byte[2](code), byte[3](code), low[1], high[1]);
+    interleave<2>(low[0], low[1], made[0], made[1]);
+    interleave<2>(high[0], high[1], made[2], made[3]);
+    for (int j = 0; j < 4; ++j) values[j] = reinterpret_cast<Floats>(made[j]);
+}
+
+template <int B, int M>
+void look_up_exact_row(const ByteCodebook& c, const float* x, float* y, int64_t y_stride, int64_t row) {
+    const int64_t bytes = 4 * c.words, blocks = ceil_div(bytes, BYTES), plane_bytes = c.rows * bytes;
+    const auto* planes = reinterpret_cast<const uint8_t*>(c.planes) + row * bytes;
+    const uint8_t* table = c.table + (row << (B + 2));
+    const Table<B> byte[4] = {Table<B>(table), Table<B>(table + (1 << B)), Table<B>(table + (2 << B)),
+                              Table<B>(table + (3 << B))};
+    Floats sums[4][M] = {};
+    for (int64_t b = 0; b < blocks; ++b) {
+        Codes plane[B], code[PHASES];
+        for (int p = 0; p < B; ++p)
+            plane[p] = load_plane(planes + (B - 1 - p) * plane_bytes + b * BYTES, bytes - b * BYTES);
+        codes_of<B>(plane, code);
+        for (int64_t s = 0; s < PHASES; ++s) {
+            Floats weights[4];
+            look_up_floats<B>(byte, code[s], weights);
+            for (int64_t k = 0; k < M; ++k)
+                for (int j = 0; j < 4; ++j)
+                    sums[j][k] += weights[j] * load(x + ((k * blocks + b) * PHASES + s) * BYTES + j * LANES);
+        }
+    }
+    const int64_t out = c.out_rows == nullptr ? row : c.out_rows[row];
+    for (int k = 0; k < M; ++k)
+        y[k * y_stride + out] += reduce((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]));
+}
+
+template <int B>
+void look_up_exactly(const ByteCodebook& c, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
+                     int64_t end) {
+    if constexpr (B <= MOST_FLOAT_BITS) {
+        const int64_t stride = ceil_div(4 * c.words, BYTES) * PHASES * BYTES;
+        for (int64_t first = begin; first < end; first += LOOKUP_ROWS)
+            for (int64_t k = 0; k < tokens;) {
+                const int64_t step = tokens - k >= MOST_FLOAT_TOKENS ? MOST_FLOAT_TOKENS : 1;
+                for (int64_t row = first; row < least(end, first + LOOKUP_ROWS); ++row) {
+                    if (step == 1) look_up_exact_row<B, 1>(c, x + k * stride, y + k * y_stride, y_stride, row);
+                    else look_up_exact_row<B, MOST_FLOAT_TOKENS>(c, x + k * stride, y + k * y_stride, y_stride, row);
+                }
+                k += step;
+            }
+    }
+}
+
 } // namespace
 
 int64_t lookup_blocks(const ByteCodebook& c) { return ceil_div(4 * c.words, BYTES); }
@@ -263,6 +352,32 @@ void lookup_prepare(const ByteCodebook& c, const int8_t* x, const float* scales,
         weighted += lane_scales[l] * static_cast<float>(own);
     }
     *sum = weighted;
+}
+
+bool lookup_takes_floats(int bits) { return bits <= MOST_FLOAT_BITS; }
+
+void lookup_prepare_floats(const ByteCodebook& c, const float* x, float* out) {
+    for (int64_t b = 0; b < lookup_blocks(c); ++b)
+        for (int64_t s = 0; s < PHASES; ++s)
+            for (int64_t v = 0; v < 4; ++v)
+                for (int64_t l = 0; l < LANES; ++l) {
+                    const int64_t j = PHASES * (b * BYTES + l / 4 * 16 + 4 * v + l % 4) + s;
+                    *out++ = j < c.columns ? x[j] : 0.0f;
+                }
+}
+
+void lookup_float_matmul(const ByteCodebook& c, const float* x, int64_t tokens, float* y, int64_t y_stride,
+                         int64_t begin, int64_t end) {
+    switch (c.bits) {
+    case 1: return look_up_exactly<1>(c, x, tokens, y, y_stride, begin, end);
+    case 2: return look_up_exactly<2>(c, x, tokens, y, y_stride, begin, end);
+    case 3: return look_up_exactly<3>(c, x, tokens, y, y_stride, begin, end);
+    case 4: return look_up_exactly<4>(c, x, tokens, y, y_stride, begin, end);
+    case 5: return look_up_exactly<5>(c, x, tokens, y, y_stride, begin, end);
+    case 6: return look_up_exactly<6>(c, x, tokens, y, y_stride, begin, end);
+    case 7: return look_up_exactly<7>(c, x, tokens, y, y_stride, begin, end);
+    default: return look_up_exactly<8>(c, x, tokens, y, y_stride, begin, end);
+    }
 }
 
 void lookup_matmul(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin,

@@ -13,6 +13,7 @@ extern const Products products = {
     group_int_columns, group_int_prepare, group_int_prepare_ints, group_int_matmul, group_int_int_matmul,
     group_int_dequantize_f32, group_int_dequantize_bf16, group_int_row,
     lookup_blocks, lookup_prepare, lookup_matmul,
+    lookup_takes_floats, lookup_prepare_floats, lookup_float_matmul,
     quantize_row,
 };
 

@@ -109,6 +109,13 @@ struct Products {
     void (*lookup_matmul)(const ByteCodebook&, const LookupInputs&, float* y, int64_t y_stride, int64_t begin,
                           int64_t end);
 
+    // The same exactly, where it takes the width; table [rows, 4, 2^bits] holds the bytes of float centroids, the lowest
+    // first. A token's activations fill lookup_blocks * 32 * lanes floats.
+    bool (*lookup_takes_floats)(int bits);
+    void (*lookup_prepare_floats)(const ByteCodebook&, const float* x, float* out);
+    void (*lookup_float_matmul)(const ByteCodebook&, const float* x, int64_t tokens, float* y, int64_t y_stride,
+                                int64_t begin, int64_t end);
+
     // Identical results in every instruction set.
     void (*quantize_row)(const float* x, const ActivationGrid&, int8_t* codes, float* scales);
 };
@@ -137,6 +144,9 @@ const Products* products_for(const char* isa);
     int64_t lookup_blocks(const ByteCodebook&);                                                               \
     void lookup_prepare(const ByteCodebook&, const int8_t*, const float*, int8_t*, float*, float*);           \
     void lookup_matmul(const ByteCodebook&, const LookupInputs&, float*, int64_t, int64_t, int64_t);          \
+    bool lookup_takes_floats(int);                                                                            \
+    void lookup_prepare_floats(const ByteCodebook&, const float*, float*);                                    \
+    void lookup_float_matmul(const ByteCodebook&, const float*, int64_t, float*, int64_t, int64_t, int64_t);  \
     void quantize_row(const float*, const ActivationGrid&, int8_t*, float*);                                  \
     }
 ANYBIT_DECLARE(portable)

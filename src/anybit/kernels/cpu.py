@@ -128,6 +128,10 @@ class Codebook:
         self.by_channel = by_channel
         self.takes_ints: bool = native.takes_ints()  # whether `int_matmul` can run: tables by row
 
+    def prepare(self, ints: bool) -> None:
+        """Make the table that `int_matmul` (or `matmul`) looks up now, not at its first call."""
+        self._native.prepare(ints)
+
     def matmul(self, x: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None) -> None:
         """See `GroupInt.matmul`; `isa`: an instruction set other than the best, for tests."""
         self._native.matmul(x.detach().numpy(), y.numpy(), threads or torch.get_num_threads(), isa)

@@ -76,7 +76,9 @@ class Prepared:
             table = decode_table(table, fields.get("codebook_scale"), fields.get("codebook_min"))
             if not self.exact:
                 table = reference.byte_table(table)
-            return cpu.codebook(fields["planes"], table, rows, columns=m, by_channel=tile["by_channel"])
+            made = cpu.codebook(fields["planes"], table, rows, columns=m, by_channel=tile["by_channel"])
+            made.prepare(ints=not self.exact)
+            return made
         zeros = fields.get("zeros")
         return cpu.group_int(
             fields["codes"],
