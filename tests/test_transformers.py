@@ -219,6 +219,23 @@ def test_deepcopy_is_independent(artifact: Callable[..., Path], family: str) -> 
     assert torch.equal(logits(model), before)
 
 
+@torch.no_grad()
+def test_a_model_is_traced_whole(artifact: Callable[..., Path]) -> None:
+    """Quantized layers are operators to torch.compile and torch.export, also those that have never run."""
+    model = AutoModelForCausalLM.from_pretrained(artifact("llama"))
+    layer = next(m for m in model.modules() if isinstance(m, PackedModule))
+    x = torch.randn(2, 3, layer.in_features)
+    torch.library.opcheck(torch.ops.anybit.matmul.default, (x, layer._number, layer.out_features))
+    layer._give_back()
+    exported = torch.export.export(layer, (x,), strict=True)
+    assert any("anybit.matmul" in str(node.target) for node in exported.graph.nodes)
+    assert torch.equal(exported.module()(x), layer(x))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits)
+    twin = copy.deepcopy(layer)
+    assert twin._number != layer._number and torch.equal(twin(x), layer(x))
+
+
 def test_stored_bytes_are_held_once_and_come_back(artifact: Callable[..., Path]) -> None:
     """What the kernels have put into their own order is not kept a second time, and is there for whoever asks."""
     model = AutoModelForCausalLM.from_pretrained(artifact("llama", embed_bits=8))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,13 @@ from torch import Tensor, nn
 from anybit.errors import InputError
 from anybit.kernels.dispatch import Prepared
 from anybit.tensors import PackedWeight, at_width, stored_tensors, stored_widths
+
+# A layer's product as an operator, for whoever traces a model: torch.compile, torch.export. It names the layer by a
+# number, so a traced program runs in the process that holds the model.
+_OPERATORS = torch.library.Library("anybit", "FRAGMENT")
+_OPERATORS.define("matmul(Tensor x, int layer, int out_features) -> Tensor")
+_LAYERS: weakref.WeakValueDictionary[int, PackedModule] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
 
 _PREPARING = threading.Lock()  # of any module: the first call may come from several threads at once
 
@@ -34,6 +43,17 @@ class PackedModule(nn.Module):
                 self.add_module(field.partition(".")[0], nn.Module())
             self._set(field, torch.empty(shape, dtype=dtype))
         self._prepared: Prepared | None = None
+        self._register()
+
+    def _register(self) -> None:
+        self._number = next(_NUMBERS)
+        _LAYERS[self._number] = self
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """`x [..., in] @ W^T -> [..., out]` in the dtype of x."""
+        if torch.compiler.is_compiling():
+            return torch.ops.anybit.matmul(x, self._number, self.layout["shape"][0])
+        return self.prepared().matmul(x)
 
     def _set(self, field: str, tensor: Tensor) -> None:
         holder, _, name = field.rpartition(".")
@@ -115,11 +135,25 @@ class PackedModule(nn.Module):
         self._give_back()  # native objects are made anew in a copy
         return self.__dict__
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._register()
+
     def extra_repr(self) -> str:
         out_features, in_features = self.layout["shape"]
         widths = "+".join(str(t["bits"]) for t in self.layout["tiles"])
         widths += f" of {self.widths}" if len(self.widths) > 1 else ""
         return f"in_features={in_features}, out_features={out_features}, bits={widths}"
+
+
+@torch.library.impl(_OPERATORS, "matmul", "CompositeExplicitAutograd")
+def _matmul(x: Tensor, layer: int, out_features: int) -> Tensor:
+    return _LAYERS[layer].prepared().matmul(x)
+
+
+@torch.library.register_fake("anybit::matmul")
+def _matmul_shape(x: Tensor, layer: int, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
 
 
 class QuantLinear(PackedModule):
@@ -133,7 +167,7 @@ class QuantLinear(PackedModule):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.prepared().matmul(x)
+        y = self.matmul(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -166,7 +200,7 @@ class TiedHead(nn.Module):
         )  # not a submodule: its buffers belong to the embedding
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.embedding.prepared().matmul(x)  # type: ignore[union-attr,operator]
+        return self.embedding.matmul(x)  # type: ignore[operator]
 
 
 def set_bits(model: nn.Module, bits: int) -> None:
