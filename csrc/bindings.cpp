@@ -358,6 +358,97 @@ private:
     GroupInt t_{};
 };
 
+// The 2-bit channels of a tile in format "two_four" in the order of one instruction set's kernels.
+class PackedSecondOrder {
+public:
+    PackedSecondOrder(const Input& codes, const Input& zeros, const Input& scale_codes, const Input& scales,
+                      const Input& scale_zeros, int64_t group_size, int64_t threads, const std::optional<std::string>& isa)
+        : kernels_(check_products(isa)) {
+        const int used = check_threads(threads);
+        if (group_size != 8 && group_size != 16)
+            refuse("group_size is " + std::to_string(group_size) + ", expected 8 or 16");
+        t_.group_size = group_size;
+        t_.rows = size_of("codes", codes, 0, 2);
+        t_.columns = size_of("codes", codes, 1, 2);
+        t_.groups = (t_.columns + group_size - 1) / group_size;
+        const int64_t parts = (t_.rows + SECOND_ROWS - 1) / SECOND_ROWS;
+        check("codes", codes, {Type::u8}, {t_.rows, t_.columns}, Layout::dense);
+        check("zeros", zeros, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
+        check("scale_codes", scale_codes, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
+        check("scales", scales, {Type::f32}, {parts, t_.groups}, Layout::dense);
+        check("scale_zeros", scale_zeros, {Type::u8}, {parts, t_.groups}, Layout::dense);
+        const auto bytes_of = [](const Input& a) { return static_cast<const uint8_t*>(a.data()); };
+        const StoredSecondOrder from{bytes_of(codes), bytes_of(zeros), bytes_of(scale_codes)};
+        const auto* given = static_cast<const float*>(scales.data());
+        scales_.assign(given, given + parts * t_.groups);
+        zeros_.assign(bytes_of(scale_zeros), bytes_of(scale_zeros) + parts * t_.groups);
+        nb::gil_scoped_release release;
+        bytes_ = make_scratch((kernels_.second_order_bytes(t_) + 3) / 4);
+        auto* to = reinterpret_cast<uint8_t*>(bytes_.get());
+        parallel_for(blocks(), piece(used), used, [&](int64_t begin, int64_t end) {
+            kernels_.second_order_interleave(t_, from, to, begin, end);
+        });
+        t_.bytes = to;
+        t_.scales = scales_.data();
+        t_.zeros = zeros_.data();
+    }
+    PackedSecondOrder(const PackedSecondOrder&) = delete; // the view points into the object
+
+    void restore(const Output& codes, const Output& zeros, const Output& scale_codes, int64_t threads) const {
+        const int used = check_threads(threads);
+        check("codes", codes, {Type::u8}, {t_.rows, t_.columns}, Layout::dense);
+        check("zeros", zeros, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
+        check("scale_codes", scale_codes, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
+        auto *to = static_cast<uint8_t*>(codes.data()), *to_zeros = static_cast<uint8_t*>(zeros.data()),
+             *to_scales = static_cast<uint8_t*>(scale_codes.data());
+        nb::gil_scoped_release release;
+        parallel_for(blocks(), piece(used), used, [&](int64_t begin, int64_t end) {
+            kernels_.second_order_restore(t_, to, to_zeros, to_scales, begin, end);
+        });
+    }
+
+    void matmul(const Input& x, const Output& y, int64_t threads) const {
+        const int used = check_threads(threads);
+        const int64_t m = size_of("x", x, 0, 2);
+        check("x", x, {Type::f32}, {m, t_.columns}, Layout::dense);
+        check("y", y, {Type::f32}, {m, t_.rows}, Layout::dense);
+        const float* from = static_cast<const float*>(x.data());
+        float* to = static_cast<float*>(y.data());
+        nb::gil_scoped_release release;
+        const int64_t width = kernels_.second_order_columns(t_);
+        const Scratch scratch = make_scratch(m * (width + t_.groups));
+        float* sums = scratch.get() + m * width;
+        for (int64_t k = 0; k < m; ++k)
+            kernels_.second_order_prepare(t_, from + k * t_.columns, scratch.get() + k * width, sums + k * t_.groups);
+        const FloatInputs inputs{scratch.get(), sums, m};
+        parallel_for(blocks(), piece(used), used, [&](int64_t begin, int64_t end) {
+            kernels_.second_order_matmul(t_, inputs, to, t_.rows, begin, end);
+        });
+    }
+
+    void dequantize(const Output& out, int64_t threads) const {
+        const int used = check_threads(threads);
+        check("out", out, {Type::f32}, {t_.rows, t_.columns}, Layout::dense);
+        float* to = static_cast<float*>(out.data());
+        nb::gil_scoped_release release;
+        parallel_for(blocks(), piece(used), used, [&](int64_t begin, int64_t end) {
+            kernels_.second_order_dequantize(t_, to, begin, end);
+        });
+    }
+
+private:
+    int64_t blocks() const { return (t_.rows + kernels_.lanes - 1) / kernels_.lanes; }
+    int64_t piece(int threads) const {
+        return std::max(int64_t(1), piece_of(blocks(), 1, t_.rows * t_.columns, threads));
+    }
+
+    const Products& kernels_;
+    Scratch bytes_;
+    std::vector<float> scales_;
+    std::vector<uint8_t> zeros_;
+    SecondOrder t_{};
+};
+
 // A tile in format "codebook" bound to the arrays that hold it.
 class BoundCodebook {
 public:
@@ -768,6 +859,19 @@ NB_MODULE(_native, m) {
              "out[r, columns] = W; float32, bfloat16 or its bits as uint16.")
         .def("dequantize_rows", &PackedGroupInt::dequantize_rows, nb::arg("ids").noconvert(), nb::arg("out").noconvert(),
              "out float32 [n, columns] = W[ids], ids int32 [n].");
+    nb::class_<PackedSecondOrder>(m, "SecondOrder", "The 2-bit channels of a tile in format \"two_four\"; holds its bytes.")
+        .def(nb::init<const Input&, const Input&, const Input&, const Input&, const Input&, int64_t, int64_t,
+                      const std::optional<std::string>&>(),
+             nb::arg("codes").noconvert(), nb::arg("zeros").noconvert(), nb::arg("scale_codes").noconvert(),
+             nb::arg("scales").noconvert(), nb::arg("scale_zeros").noconvert(), nb::arg("group_size"), nb::arg("threads"),
+             nb::arg("isa") = nb::none(),
+             "codes uint8 [r, c], zeros and scale_codes uint8 [r, g], scales float32 and scale_zeros uint8 [r / 16, g].")
+        .def("restore", &PackedSecondOrder::restore, nb::arg("codes").noconvert(), nb::arg("zeros").noconvert(),
+             nb::arg("scale_codes").noconvert(), nb::arg("threads"), "Fill the arrays that the tile was made of.")
+        .def("matmul", &PackedSecondOrder::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("threads"),
+             "y += x @ W.T; x float32 [m, c], y float32 [m, r].")
+        .def("dequantize", &PackedSecondOrder::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
+             "out float32 [r, c] = W.");
     nb::class_<BoundCodebook>(m, "Codebook", "A tile in format \"codebook\", bound to the arrays that hold it.")
         .def(nb::init<Input, Input, std::optional<Input>, int64_t, bool>(), nb::arg("planes").noconvert(),
              nb::arg("table").noconvert(), nb::arg("rows").noconvert().none(), nb::arg("columns"),

@@ -60,24 +60,6 @@ void pack_row(const GroupInt& t, const uint8_t* codes, int64_t row, int64_t row_
             }
 }
 
-// ---- four codes of a row, as the cell at `cell` holds them for lane 0 of `cell` ---------------------------
-
-constexpr uint32_t FOUR_BYTES = 0x01010101u;
-
-template <int BITS> void put_cell(const uint8_t* codes, uint8_t* cell) {
-    constexpr int COLUMNS = static_cast<int>(cell_columns(BITS)), VECTORS = static_cast<int>(cell_vectors(BITS));
-    constexpr int FOURS = BITS < 8 && (BITS & 4) ? COLUMNS / 8 : 0, TWOS = BITS & 2 ? COLUMNS / 16 : 0;
-    uint32_t word[VECTORS] = {};
-    for (int s = 0; s < COLUMNS / 4; ++s) {
-        const auto four = load_as<uint32_t>(codes + 4 * s);
-        if (BITS == 8) word[s] = four;
-        if (FOURS > 0) word[s / 2] |= (four & 15 * FOUR_BYTES) << 4 * (s % 2);
-        if (TWOS > 0) word[FOURS + s / 4] |= (four >> (BITS & 4) & 3 * FOUR_BYTES) << 2 * (s % 4);
-        if (BITS % 2 == 1) word[FOURS + TWOS] |= (four >> (BITS & 6) & FOUR_BYTES) << s;
-    }
-    for (int v = 0; v < VECTORS; ++v) __builtin_memcpy(cell + v * BYTES, word + v, 4);
-}
-
 template <int BITS> void interleave_block(const GroupInt& t, const uint8_t* rows, int64_t stride, int64_t block,
                                           uint8_t* codes) {
     constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;

@@ -61,6 +61,23 @@ template <int BITS> inline void cell_codes(const uint8_t* from, Codes (&code)[ce
     cell_codes<BITS>(v, code, typename Count<static_cast<int>(cell_columns(BITS) / 4)>::type{});
 }
 
+// The codes of a row into lane 0 of the cell at `cell`: another lane's cell begins 4 bytes on.
+constexpr uint32_t FOUR_BYTES = 0x01010101u;
+
+template <int BITS> inline void put_cell(const uint8_t* codes, uint8_t* cell) {
+    constexpr int COLUMNS = static_cast<int>(cell_columns(BITS)), VECTORS = static_cast<int>(cell_vectors(BITS));
+    constexpr int FOURS = BITS < 8 && (BITS & 4) ? COLUMNS / 8 : 0, TWOS = BITS & 2 ? COLUMNS / 16 : 0;
+    uint32_t word[VECTORS] = {};
+    for (int s = 0; s < COLUMNS / 4; ++s) {
+        const auto four = load_as<uint32_t>(codes + 4 * s);
+        if (BITS == 8) word[s] = four;
+        if (FOURS > 0) word[s / 2] |= (four & 15 * FOUR_BYTES) << 4 * (s % 2);
+        if (TWOS > 0) word[FOURS + s / 4] |= (four >> (BITS & 4) & 3 * FOUR_BYTES) << 2 * (s % 4);
+        if (BITS % 2 == 1) word[FOURS + TWOS] |= (four >> (BITS & 6) & FOUR_BYTES) << s;
+    }
+    for (int v = 0; v < VECTORS; ++v) __builtin_memcpy(cell + v * BYTES, word + v, 4);
+}
+
 // LANES scales as floats.
 inline Floats load_scales(const uint16_t* from) {
 #if defined(__AVX512F__)

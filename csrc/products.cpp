@@ -12,6 +12,8 @@ extern const Products products = {
     group_int_bytes, group_int_scratch, group_int_interleave, group_int_restore,
     group_int_columns, group_int_prepare, group_int_prepare_ints, group_int_matmul, group_int_int_matmul,
     group_int_dequantize_f32, group_int_dequantize_bf16, group_int_row,
+    second_order_bytes, second_order_interleave, second_order_restore, second_order_columns, second_order_prepare,
+    second_order_matmul, second_order_dequantize,
     lookup_blocks, lookup_prepare, lookup_matmul,
     lookup_takes_floats, lookup_prepare_floats, lookup_float_matmul,
     quantize_row,

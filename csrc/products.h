@@ -26,9 +26,23 @@ struct StoredGroupInt {
     int64_t row_bytes;
 };
 
+// The 2-bit channels of a tile in format "two_four", all rows: w[i, j] = scale[i, g] (code[i, j] - zero[i, g]) with
+// scale[i, g] = scales[i / SECOND_ROWS, g] (scale_code[i, g] + zeros[i / SECOND_ROWS, g]), g = j / group_size.
+struct SecondOrder {
+    const uint8_t* bytes; // codes, zero points and codes of scales in the kernels' order (second_order.cpp)
+    const float* scales;  // [rows / SECOND_ROWS, groups], rounded up
+    const uint8_t* zeros; // the same
+    int64_t rows, columns, group_size, groups; // group_size 16 or 8
+};
+constexpr int64_t SECOND_ROWS = 16;
+
+struct StoredSecondOrder {
+    const uint8_t *codes, *zeros, *scale_codes; // a byte each: [rows, columns], [rows, groups], [rows, groups]
+};
+
 // Activations of some tokens, in the kernels' order.
 struct FloatInputs {
-    const float* x;    // [tokens, group_int_columns], padding 0
+    const float* x;    // [tokens, group_int_columns] (or second_order_columns), padding 0
     const float* sums; // [tokens, groups]
     int64_t tokens;
 };
@@ -100,6 +114,17 @@ struct Products {
     void (*group_int_dequantize_bf16)(const GroupInt&, uint16_t* out, int64_t begin, int64_t end);
     void (*group_int_row)(const GroupInt&, int64_t row, float* out); // one row of them
 
+    // The same four for the 2-bit channels of 2/4/16.
+    int64_t (*second_order_bytes)(const SecondOrder&);
+    void (*second_order_interleave)(const SecondOrder&, const StoredSecondOrder&, uint8_t* bytes, int64_t begin, int64_t end);
+    void (*second_order_restore)(const SecondOrder&, uint8_t* codes, uint8_t* zeros, uint8_t* scale_codes, int64_t begin,
+                                 int64_t end);
+    int64_t (*second_order_columns)(const SecondOrder&);
+    void (*second_order_prepare)(const SecondOrder&, const float* x, float* out, float* sums);
+    void (*second_order_matmul)(const SecondOrder&, const FloatInputs&, float* y, int64_t y_stride, int64_t begin,
+                                int64_t end);
+    void (*second_order_dequantize)(const SecondOrder&, float* out, int64_t begin, int64_t end);
+
     // Blocks that a token's activations fill: 32 * lanes codes and `lanes` scales each.
     int64_t (*lookup_blocks)(const ByteCodebook&);
     // A token's activations [columns] and their scales [columns / LOOKUP_GROUP, rounded up] in the kernels' order.
@@ -141,6 +166,13 @@ const Products* products_for(const char* isa);
     void group_int_dequantize_f32(const GroupInt&, float*, int64_t, int64_t);                                 \
     void group_int_dequantize_bf16(const GroupInt&, uint16_t*, int64_t, int64_t);                             \
     void group_int_row(const GroupInt&, int64_t, float*);                                                     \
+    int64_t second_order_bytes(const SecondOrder&);                                                           \
+    void second_order_interleave(const SecondOrder&, const StoredSecondOrder&, uint8_t*, int64_t, int64_t);   \
+    void second_order_restore(const SecondOrder&, uint8_t*, uint8_t*, uint8_t*, int64_t, int64_t);            \
+    int64_t second_order_columns(const SecondOrder&);                                                         \
+    void second_order_prepare(const SecondOrder&, const float*, float*, float*);                              \
+    void second_order_matmul(const SecondOrder&, const FloatInputs&, float*, int64_t, int64_t, int64_t);      \
+    void second_order_dequantize(const SecondOrder&, float*, int64_t, int64_t);                               \
     int64_t lookup_blocks(const ByteCodebook&);                                                               \
     void lookup_prepare(const ByteCodebook&, const int8_t*, const float*, int8_t*, float*, float*);           \
     void lookup_matmul(const ByteCodebook&, const LookupInputs&, float*, int64_t, int64_t, int64_t);          \

@@ -16,6 +16,7 @@ import anybit
 from anybit.artifact import inspect, verify
 from anybit.errors import InputError
 from anybit.formats import BLOCK, TwoFour
+from anybit.kernels import cpu
 from anybit.kernels.dispatch import Prepared
 from anybit.methods import gptq, two_four_sixteen
 from anybit.methods.gptq import inverse_factor
@@ -54,7 +55,34 @@ def test_any_shape_round_trips(shape: tuple[int, int], wide: float, group_size: 
     dense = made.dequantize()
     assert torch.equal(unpack(packed).dequantize(), dense)
     x = random(3, shape[1], seed=9)
-    torch.testing.assert_close(Prepared(packed).matmul(x), x @ dense.T, rtol=1e-4, atol=1e-4)
+    prepared = Prepared(packed)
+    torch.testing.assert_close(prepared.matmul(x), x @ dense.T, rtol=1e-4, atol=1e-4)
+    assert torch.equal(prepared.dequantize(), dense)
+    restored = prepared.restore()
+    assert restored.keys() == set(prepared.taken) and (prepared.taken or not cpu.available())
+    for field, tensor in restored.items():
+        assert torch.equal(tensor.view(torch.uint8), packed.tensors[field].view(torch.uint8)), field
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the native extension is not built")
+@pytest.mark.parametrize("shape", [(33, 192), (1, 40), (5, 7), (40, 100), (300, 1000)])
+@pytest.mark.parametrize("wide", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("group_size", [16, 8])
+def test_native_products(shape: tuple[int, int], wide: float, group_size: int) -> None:
+    weight, stats = problem(*shape)
+    (tile,) = two_four_sixteen.quantize(weight, stats, spec(wide, group_size, clip=False)).tiles
+    assert isinstance(tile, TwoFour)
+    x, dense = random(9, shape[1], seed=9), tile.dequantize()
+    expected, size = x.double() @ dense.double().T, x.double().abs() @ dense.double().abs().T
+    for isa in cpu.matmul_isas():
+        native = cpu.TwoFour(tile, isa=isa)
+        assert torch.equal(native.dequantize(), dense)
+        for m in (1, 2, 9):
+            y, threaded = torch.zeros(m, shape[0]), torch.zeros(m, shape[0])
+            native.matmul(x[:m], y, threads=1)
+            assert bool(((y - expected[:m]).abs() <= 1e-6 * size[:m].amax() + 1e-30).all()), (isa, m)
+            native.matmul(x[:m], threaded, threads=3)
+            assert torch.equal(y, threaded)
 
 
 @pytest.mark.parametrize("in_", [576, 1536, 4096])

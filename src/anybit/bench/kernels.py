@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InputError
+from anybit.formats import BLOCK, TwoFour
 from anybit.kernels import cpu, info
 from anybit.kernels.dispatch import Prepared
 from anybit.progress import SILENT, Silent
@@ -120,8 +121,10 @@ def layouts(out: int, columns: int) -> dict[str, dict[str, Any]]:
         "W4A4": [tile(4, True, 4)],
         "MixLLM p10": [tile(8, True, 8, rows=wide), tile(4, False, 8, rows=out - wide)],
         "Atom W4A4": [tile(4, True, 4, cols=columns - outliers), tile(8, True, 8, cols=outliers)],
-        "codebook 4": [codebook(4)],
     }
+    if columns % (4 * BLOCK) == 0:
+        tiles["2/4/16"] = [TwoFour.description(columns * 3 // 4, columns, BLOCK)]
+    tiles |= {f"codebook {bits}": [codebook(bits)] for bits in CODEBOOK_WIDTHS}
     tiles |= {f"codebook {bits}{FAST}": [codebook(bits)] for bits in CODEBOOK_WIDTHS}
     return {
         name: {"shape": [out, columns], "tiles": entry} for name, entry in tiles.items() if out > 1 < columns
@@ -139,6 +142,9 @@ def random_weight(layout: dict[str, Any]) -> PackedWeight:
             tensors[field], rows = rows[: shape[0]].sort().values.int(), rows[shape[0] :]
         elif kind == "cols":
             tensors[field], cols = cols[: shape[0]].int(), cols[shape[0] :]
+        elif kind == "blocks":  # every fourth at 4 bits
+            tensors[field] = torch.full(shape, 0x88, dtype=dtype)
+            tensors[field][-1] &= (1 << (columns // BLOCK - 1) % 8 + 1) - 1
         elif dtype.is_floating_point:
             tensors[field] = torch.full(shape, 0.01 if kind == "scales" else 1.0, dtype=dtype)
         else:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from anybit import formats
+from anybit.codes import pack_bits, unpack_bits
 
 try:
     from anybit import _native as _extension
@@ -172,6 +176,69 @@ def codebook(
     return Codebook(native, planes.shape[1], columns, by_channel)
 
 
+class TwoFour:
+    """One tile in format "two_four": its 2-bit channels and its 4-bit ones, each in the order of their kernels."""
+
+    __slots__ = ("_given", "_narrow", "_wide", "channels", "columns", "rows")
+
+    def __init__(self, tile: formats.TwoFour, threads: int | None = None, isa: str | None = None) -> None:
+        self.rows, self.columns = tile.codes.shape
+        self.channels = formats.TwoFour.channels(tile.wide, self.columns)
+        threads = threads or torch.get_num_threads()
+        low, high = (tile.codes[:, part].contiguous() for part in self.channels)
+        self._narrow = self._wide = None
+        if low.shape[1]:
+            grid = (tile.zeros, tile.scale_codes, tile.scale_scales.float(), tile.scale_zeros)
+            self._narrow = _native.SecondOrder(low, *grid, tile.group_size, threads, isa)
+        if high.shape[1]:
+            self._wide = group_int(
+                pack_bits(high, 4, 1),
+                tile.wide_scales[:, None].contiguous(),
+                tile.wide_zeros[:, None].contiguous(),
+                None,
+                bits=4,
+                group_size=high.shape[1],
+                columns=high.shape[1],
+                threads=threads,
+                isa=isa,
+            )
+        nothing = torch.zeros(self.rows, 0, dtype=torch.uint8)
+        self._given = replace(tile, codes=nothing, zeros=nothing, scale_codes=nothing)  # what is small
+
+    def matmul(self, x: Tensor, y: Tensor, threads: int | None = None) -> None:
+        """`y += x @ W.T` of float32 x [m, c] and contiguous y [m, r]; see `GroupInt.matmul`."""
+        narrow, wide = self.channels
+        if self._narrow is not None:
+            part = x.detach()[:, narrow].contiguous()
+            self._narrow.matmul(part.numpy(), y.numpy(), threads or torch.get_num_threads())
+        if self._wide is not None:
+            self._wide.matmul(x[:, wide].contiguous(), y, threads)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
+        """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
+        out, (narrow, wide) = torch.empty(self.rows, self.columns), self.channels
+        if self._narrow is not None:
+            part = torch.empty(self.rows, len(narrow))
+            self._narrow.dequantize(part, threads or torch.get_num_threads())
+            out[:, narrow] = part
+        if self._wide is not None:
+            out[:, wide] = self._wide.dequantize(threads=threads)
+        return out.to(dtype)
+
+    def restore(self) -> formats.TwoFour:
+        """The tile that this was made of."""
+        codes, (narrow, wide) = torch.empty(self.rows, self.columns, dtype=torch.uint8), self.channels
+        groups = self._given.scale_scales.shape[1]
+        zeros, scale_codes = (torch.empty(self.rows, groups, dtype=torch.uint8) for _ in range(2))
+        if self._narrow is not None:
+            part = torch.empty(self.rows, len(narrow), dtype=torch.uint8)
+            self._narrow.restore(part, zeros, scale_codes, torch.get_num_threads())
+            codes[:, narrow] = part
+        if self._wide is not None:
+            codes[:, wide] = unpack_bits(self._wide.restore()[0], 4, len(wide))
+        return replace(self._given, codes=codes, zeros=zeros, scale_codes=scale_codes)
+
+
 class Float16:
     """One tile in format "float16": PyTorch multiplies it."""
 
@@ -192,7 +259,7 @@ class Float16:
         return self.values.to(dtype)
 
 
-Tile = GroupInt | Codebook | Float16
+Tile = GroupInt | Codebook | TwoFour | Float16
 
 
 def group_int(  # noqa: PLR0913 - what the format has

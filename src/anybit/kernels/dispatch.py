@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from anybit.codes import pack_codes, unpack_codes
-from anybit.formats import Codebook, Float16, Sparse, TwoFour, decode_table
+from anybit.formats import Codebook, Float16, GroupInt, Sparse, TwoFour, decode_table
 from anybit.kernels import cpu, reference
 from anybit.tensors import PackedWeight, place, sparse_tensors, tile_prefix, tile_tensors
 
-TAKEN = {"codes", "scales", "zeros"}  # fields of a tile "group int" whose bytes its native object holds
+TAKEN = {  # fields whose bytes the native object of a tile holds, in another order
+    GroupInt.NAME: {"codes", "scales", "zeros"},
+    TwoFour.NAME: {"codes", "rest", "grids", "narrow_codes", "zeros", "scale_codes", "wide_codes"},
+}
 DECODE_TOKENS = 8  # up to here the native kernels beat dequantizing the matrix for a GEMM, at every width
 
 
@@ -33,7 +36,7 @@ def info() -> dict[str, Any]:
 class Prepared:
     """A packed weight made ready to multiply with: a native object per tile.
 
-    Tiles of format "group int" are put into the kernels' order, which takes their bytes: whoever holds the stored
+    Some formats (`TAKEN`) are put into an order of the kernels, which then hold the bytes: whoever holds the stored
     tensors of the fields `taken` may drop them, and `restore` makes them again. All others stay referenced. A nested
     weight is run at the widest of its layout's widths.
 
@@ -47,17 +50,16 @@ class Prepared:
         self.out_features, self.in_features = weight.layout["shape"]
         described = weight.layout["tiles"]
         on_cpu = all(tensor.device.type == "cpu" for tensor in weight.tensors.values())
-        has_kernels = all(tile["format"] != TwoFour.NAME for tile in described)
-        self.native = on_cpu and cpu.available() and has_kernels
+        self.native = on_cpu and cpu.available()
         fields = [tile_tensors(weight, i) for i in range(len(described))]
         by_row = all(tile["format"] == Codebook.NAME and not tile["by_channel"] for tile in described)
         self.exact = exact or not (self.native and by_row)
         self.tiles = [self._bind(*pair) for pair in zip(described, fields)] if self.native else []
         self.taken = tuple(
             f"{tile_prefix(i, len(described))}{field}"
-            for i, tile in enumerate(self.tiles)
-            if isinstance(tile, cpu.GroupInt)
-            for field in TAKEN & fields[i].keys()
+            for i, tile in enumerate(described if self.native else [])
+            for field in fields[i]
+            if field in TAKEN.get(tile["format"], ())
         )
         kept = {field: tensor for field, tensor in weight.tensors.items() if field not in self.taken}
         self.weight = PackedWeight(weight.layout, kept)
@@ -70,6 +72,8 @@ class Prepared:
         columns, rows = tile.get("cols", self.in_features), fields.get("rows")
         if tile["format"] == Float16.NAME:
             return cpu.Float16(fields["values"], rows)
+        if tile["format"] == TwoFour.NAME:
+            return cpu.TwoFour(TwoFour.read(tile, fields, self.out_features, columns))
         if tile["format"] == Codebook.NAME:
             m = tile.get("rows", self.out_features) if tile["by_channel"] else columns
             table = Codebook.read_table(tile, fields, tile["bits"], m)
@@ -94,12 +98,14 @@ class Prepared:
         """The stored tensors of the fields `taken`."""
         made: dict[str, Tensor] = {}
         for i, (tile, described) in enumerate(zip(self.tiles, self.weight.layout["tiles"])):
+            prefix = tile_prefix(i, len(self.tiles))
             if isinstance(tile, cpu.GroupInt):
-                prefix = tile_prefix(i, len(self.tiles))
                 made[f"{prefix}codes"], made[f"{prefix}scales"], zeros = tile.restore()
                 if zeros is not None:
                     made[f"{prefix}zeros"] = pack_codes(zeros, described["bits"], 1)
-        return made
+            elif isinstance(tile, cpu.TwoFour):
+                made |= {f"{prefix}{field}": tensor for field, tensor in tile.restore().tensors().items()}
+        return {field: made[field] for field in self.taken}
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` [n] of the matrix, float32 [n, in]; of a weight of one tile "group int" that holds all rows."""
