@@ -7,7 +7,7 @@ VENV     ?= .venv
 BIN      := $(VENV)/bin
 SOURCES  := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check check-native bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/anybit demo -o demo
@@ -19,6 +19,15 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, with a build of their own.
+check-native: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/sanitized \
+	  -C build-dir=build/sanitized-cmake -C cmake.define.ANYBIT_SANITIZE=ON .
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ANYBIT_BUILD=build/sanitized \
+	  $(BIN)/python -m pytest tests/test_kernels_cpu.py tests/test_kernels_lookup.py tests/test_kmeans.py \
+	  tests/test_two_four_sixteen.py -k "not fork and not model and not command"
 
 bench: $(VENV)/.installed
 	$(BIN)/anybit bench kernels

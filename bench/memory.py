@@ -78,6 +78,11 @@ def peak_mb(pid: int) -> float:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0.0
+    return high_water_mb(status)
+
+
+def high_water_mb(status: str) -> float:
+    """The same from the text of a process's status."""
     line = next((x for x in status.splitlines() if x.startswith("VmHWM")), "VmHWM: 0 kB")
     return int(line.split()[1]) / 1024
 
@@ -158,8 +163,10 @@ def main() -> None:
         results = {}
         for name, options in runs.items():
             if options is None:
-                code = "import resource, anybit.convert; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-                results[name] = {"peak_mb": int(subprocess.check_output([sys.executable, "-c", code])) / 1024}
+                code = "import anybit.convert; print(open('/proc/self/status').read())"  # ru_maxrss survives exec
+                results[name] = {
+                    "peak_mb": high_water_mb(subprocess.check_output([sys.executable, "-c", code], text=True))
+                }
             elif not options:
                 command = [sys.executable, __file__, "--search", str(model)]
                 results[name] = json.loads(subprocess.check_output(command))

@@ -66,11 +66,5 @@ inline Ints dot_small(Ints sums, Codes codes, Bytes x) {
 #endif
 }
 
-inline int32_t sum_of(Ints v) {
-    int32_t sum = 0;
-    for (int l = 0; l < LANES; ++l) sum += v[l];
-    return sum;
-}
-
 } // namespace
 } // namespace anybit::ANYBIT_ISA

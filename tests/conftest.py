@@ -8,6 +8,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
+
+if "ANYBIT_BUILD" in os.environ:  # `make check-native`: that build instead of the editable install's
+    sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
+    sys.path.insert(0, os.environ["ANYBIT_BUILD"])
 
 SPECIAL = ("<s>", "</s>", "<unk>")
 VOCABULARY = 256 + len(SPECIAL) + 5  # every byte, the special tokens, and rows that no token uses

@@ -16,7 +16,7 @@ import anybit
 from anybit.artifact import inspect
 from anybit.chat import Generator
 from anybit.errors import InputError
-from anybit.kv_cache import QuantizedCache, QuantizedStates, quantized_attention
+from anybit.kv_cache import QuantizedCache, QuantizedLayer, QuantizedStates, quantized_attention
 from anybit.model import load
 from anybit.spec import QuantizeConfig
 
@@ -166,3 +166,21 @@ def test_evaluation_leaves_the_model_as_it_was(model_dir: MakeModel) -> None:
         changed = model(input_ids=TOKENS, use_cache=False).logits
     assert not torch.equal(changed, base)
     assert torch.equal(run(model, TOKENS), base)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_states_beyond_float16_are_cut_off_there(bits: int) -> None:
+    x = random(1, 2, 3, 16)
+    x[0, 0, 0, :2] = torch.tensor([-1e5, 3e5])
+    found = QuantizedStates.of(x, bits).dequantize()
+    assert found.isfinite().all()
+    assert found[0, 0, 0, 0] == -65504 and found[0, 0, 0, 1] == pytest.approx(65504, rel=2e-3)
+    assert torch.equal(found[0, 1], QuantizedStates.of(x[:, 1:], bits).dequantize()[0, 0])
+
+
+def test_a_window_of_one_keeps_nothing() -> None:
+    layer = QuantizedLayer(8, window=1)
+    for _ in range(3):
+        keys, _values = layer.update(random(1, 2, 1, 8), random(1, 2, 1, 8))
+        assert keys.shape[2] == 1  # the newest token alone
+    assert layer._keys is not None and layer._keys.tokens == 0

@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -247,9 +248,41 @@ def test_stored_bytes_are_held_once_and_come_back(artifact: Callable[..., Path])
         assert all(torch.equal(t, module.packed.tensors[f]) for f, t in module.packed.tensors.items())
     assert all(m.get_buffer("codes").numel() == 0 for m in packed)  # asking changes nothing
     again = model.state_dict()
+    assert all(m.get_buffer("codes").numel() == 0 for m in packed)
     assert again.keys() == stored.keys() and all(torch.equal(again[n], t) for n, t in stored.items())
     assert torch.equal(logits(model), before)
     assert torch.equal(logits(model.to(torch.float32)), before)
+
+
+def test_a_state_dict_is_whole_while_another_thread_runs_the_model(artifact: Callable[..., Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(artifact("llama"))
+    sizes, stop = {name: tensor.shape for name, tensor in model.state_dict().items()}, threading.Event()
+
+    def runs() -> None:
+        while not stop.is_set():
+            logits(model)
+            for module in model.modules():
+                if isinstance(module, PackedModule):
+                    module._give_back()  # what a copy does, so that the next run takes the bytes again
+
+    worker = threading.Thread(target=runs)
+    worker.start()
+    try:
+        for _ in range(100):
+            assert {name: tensor.shape for name, tensor in model.state_dict().items()} == sizes
+    finally:
+        stop.set()
+        worker.join()
+
+
+def test_gradients_pass_whatever_the_number_of_tokens(artifact: Callable[..., Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(artifact("llama"))
+    layer = next(m for m in model.modules() if isinstance(m, PackedModule))
+    for tokens in (1, 20):
+        x = torch.randn(tokens, layer.in_features, requires_grad=True)
+        layer(x).sum().backward()
+        dense = unpack(layer.packed).dequantize()
+        torch.testing.assert_close(x.grad, dense.sum(0).expand(tokens, -1), rtol=1e-4, atol=1e-4)
 
 
 def test_gemma3_embedding_is_scaled_and_its_head_is_not(artifact: Callable[..., Path]) -> None:

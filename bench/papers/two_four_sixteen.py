@@ -99,7 +99,9 @@ class Experiments:
             blocks = [self.lab.source.linears(i) for i in range(len(self.lab.source.blocks))]
             order = list(range(len(blocks)))
             if choice == "best":
-                self._losses = self._losses or self.losses(low, [{n: high[n] for n in names} for names in blocks])
+                self._losses = self._losses or self.losses(
+                    low, [{n: high[n] for n in names} for names in blocks]
+                )
                 order.sort(key=self._losses.__getitem__)
             wide = {n for i in order[: round(share * len(blocks))] for n in blocks[i]}
             return {n: high[n] if n in wide else low[n] for n in self.lab.shapes}

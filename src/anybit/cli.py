@@ -894,6 +894,7 @@ def _predict(model: str, config: QuantizeConfig, spec_map: Any, out: Path) -> di
     return {
         "coverage": made.coverage(),
         "warning": made.warning(config.method),
+        "estimated": config.wide_rows is not None and 0 < config.wide_rows < 1,
         **estimate(streamed, made, config, out),
     }
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from anybit.codes import PACKED_WIDTHS, pack_codes, unpack_codes
 from anybit.errors import InputError
+from anybit.methods.grid import FP16_MAX
 from anybit.spec import KV_BITS
 
 
@@ -46,12 +47,13 @@ class QuantizedStates:
     def of(states: Tensor, bits: int) -> QuantizedStates:
         """Round states [batch, heads, tokens, d] to nearest, each head of each token by its own range.
 
-        Scale and minimum are rounded to float16 first, the scale never down: the range stays covered.
+        Scale and minimum are rounded to float16 first, the scale never down: the range stays covered, up to what
+        float16 reaches; states beyond are cut off there.
         """
-        values = states.float()
+        values = states.float().clamp(-FP16_MAX, FP16_MAX)
         minimum = values.amin(-1).half()
         spread = (values.amax(-1) - minimum.float()).clamp(min=0)
-        scale = (spread / (2**bits - 1)).half()
+        scale = (spread / (2**bits - 1)).half()  # at most 2 * FP16_MAX / 3
         short = scale.float() * (2**bits - 1) < spread
         scale = torch.where(short, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
         safe = torch.where(scale == 0, 1.0, scale.float())
@@ -128,9 +130,8 @@ class QuantizedLayer(CacheLayerMixin):
         self.cumulative_length += key_states.shape[2]
         self._keys, self._values = keys, values
         if self.window is not None:
-            self._each(
-                lambda t: t[:, :, -(self.window or 0) + 1 :].clone()
-            )  # a view would keep the rest alive
+            first = max(0, keys.tokens - self.window + 1)
+            self._each(lambda t: t[:, :, first:].clone())  # a view would keep the rest alive
         return keys.dequantize(), values.dequantize()
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:

@@ -29,7 +29,8 @@ class PackedModule(nn.Module):
     """Holds a layer's stored tensors as buffers, so that `state_dict` is what the artifact stores.
 
     Once the layer has run, the bytes that its kernels read in an order of their own are held in that order only: their
-    buffers are empty, and filled again for whatever reads or moves the layer (`state_dict`, `.to`, a copy).
+    buffers are empty, and filled again for whatever moves the layer (`.to`, a copy); `state_dict` and `packed` have all
+    bytes, `buffers()` has not.
     """
 
     def __init__(self, layout: Mapping[str, Any]) -> None:
@@ -43,6 +44,7 @@ class PackedModule(nn.Module):
                 self.add_module(field.partition(".")[0], nn.Module())
             self._set(field, torch.empty(shape, dtype=dtype))
         self._prepared: Prepared | None = None
+        self.register_state_dict_post_hook(_stored_bytes)
         self._register()
 
     def _register(self) -> None:
@@ -123,10 +125,6 @@ class PackedModule(nn.Module):
 
         return super()._apply(move, recurse)
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._give_back()
-        super()._save_to_state_dict(*args, **kwargs)
-
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._give_back()
         super()._load_from_state_dict(*args, **kwargs)
@@ -144,6 +142,11 @@ class PackedModule(nn.Module):
         widths = "+".join(str(t["bits"]) for t in self.layout["tiles"])
         widths += f" of {self.widths}" if len(self.widths) > 1 else ""
         return f"in_features={in_features}, out_features={out_features}, bits={widths}"
+
+
+def _stored_bytes(module: PackedModule, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put into a state dict what the buffers would hold, whatever the kernels hold of it."""
+    state |= {prefix + field: tensor for field, tensor in module.packed.tensors.items()}
 
 
 @torch.library.impl(_OPERATORS, "matmul", "CompositeExplicitAutograd")

@@ -118,7 +118,7 @@ class GradientStats:
         Raises:
             InputError: gradients that overflowed or are NaN.
         """
-        given = [t for t in (self.fisher, self.output_moment) if t is not None]
+        given = [t for t in (self.fisher, self.output_moment, self.products, self.diagonal) if t is not None]
         if not all(torch.isfinite(t.sum()) for t in given):
             raise InputError(
                 f"{name}: its gradients hold NaN or Inf on the calibration text; is the checkpoint intact?"

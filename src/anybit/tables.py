@@ -14,10 +14,11 @@ def print_prediction(f: dict[str, Any]) -> None:
     typer.echo(f["coverage"])
     if f["warning"]:
         typer.echo(f"warning: {f['warning']}")
-    typer.echo(f"bits per weight   {f['bits_per_weight']:.3f} (codes alone {f['bits']:.3f})")
+    about = "about " if f["estimated"] else ""  # which rows of all layers are wide is not known yet
+    typer.echo(f"bits per weight   {about}{f['bits_per_weight']:.3f} (codes alone {f['bits']:.3f})")
     if f["file_bits_per_weight"] != f["bits_per_weight"]:
         typer.echo(f"  all widths      {f['file_bits_per_weight']:.3f} in the file")
-    typer.echo(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
+    typer.echo(f"size              {about}{f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
     if f["scratch_disk_bytes"]:
         typer.echo(f"scratch disk      {f['scratch_disk_bytes'] / 1e6:.0f} MB until the run ends")
     typer.echo(f"free disk         {f['free_disk_bytes'] / 1e6:.0f} MB")

@@ -209,10 +209,11 @@ class TwoFour:
         """`y += x @ W.T` of float32 x [m, c] and contiguous y [m, r]; see `GroupInt.matmul`."""
         narrow, wide = self.channels
         if self._narrow is not None:
-            part = x.detach()[:, narrow].contiguous()
-            self._narrow.matmul(part.numpy(), y.numpy(), threads or torch.get_num_threads())
+            self._narrow.matmul(
+                x.detach().index_select(1, narrow).numpy(), y.numpy(), threads or torch.get_num_threads()
+            )
         if self._wide is not None:
-            self._wide.matmul(x[:, wide].contiguous(), y, threads)
+            self._wide.matmul(x.index_select(1, wide), y, threads)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""

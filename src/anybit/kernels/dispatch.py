@@ -119,7 +119,8 @@ class Prepared:
     def matmul(self, x: Tensor) -> Tensor:
         """`x [..., in] @ W^T -> [..., out]` in the dtype of x."""
         tokens = x.numel() // self.in_features
-        if not self.native or tokens > DECODE_TOKENS or x.device.type != "cpu":
+        differentiable = x.requires_grad and torch.is_grad_enabled()
+        if not self.native or tokens > DECODE_TOKENS or x.device.type != "cpu" or differentiable:
             return self._matmul_dense(x)
         flat = x.reshape(tokens, self.in_features).float().contiguous()
         if self.input_scale is not None:
@@ -128,7 +129,7 @@ class Prepared:
         rounded: tuple[Tensor, Tensor] | None = None  # tiles by rows read the same inputs
         for tile, described, fields in zip(self.tiles, self.weight.layout["tiles"], self.fields):
             cols = fields.get("cols")
-            part = flat if cols is None else flat[:, cols.long()].contiguous()
+            part = flat if cols is None else flat.index_select(1, cols)
             if isinstance(tile, cpu.Codebook) and not self.exact:
                 tile.int_matmul(*cpu.quantize_activations(part, *_lookup_grid(part)), y)
             elif "act_bits" not in described:
@@ -158,7 +159,7 @@ class Prepared:
         y = torch.zeros(len(flat), self.out_features)
         for tile, fields in zip(self.tiles, self.fields):
             cols = fields.get("cols")
-            part = flat if cols is None else flat[:, cols.long()].contiguous()
+            part = flat if cols is None else flat.index_select(1, cols)
             codes, scales = cpu.quantize_activations(part, *_lookup_grid(part))
             part = codes * scales.repeat_interleave(cpu.LOOKUP_GROUP, 1)[:, : part.shape[1]]
             product = torch.nn.functional.linear(part.to(x.dtype), tile.dequantize(x.dtype)).float()

@@ -18,12 +18,14 @@ NARROW, WIDE = 4, 8
 
 
 def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
-    """What will be stored of a matrix of this shape; before the search, as if layers got equal shares of wide rows."""
+    """What will be stored of a matrix of this shape; before the search, as if layers got equal shares of wide rows.
+
+    With `bits` the search spends what this takes, and never a row more; with `wide_rows` it may end some percent above,
+    where long rows are the salient ones.
+    """
     tile = spec.tiles[0]
     if len(spec.tiles) == 1 and tile.rows is None and tile.bits not in (NARROW, WIDE):
-        wide = ceil(
-            (tile.bits - NARROW) / (WIDE - NARROW) * shape[0] - 1e-9
-        )  # rather a row more than found later
+        wide = ceil((tile.bits - NARROW) / (WIDE - NARROW) * shape[0] - 1e-9)
         spec = with_rows(spec, range(wide), shape[0])
     return tiling.layout(spec, shape)
 

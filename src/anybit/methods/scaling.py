@@ -59,7 +59,10 @@ def search(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> Tensor:
             assert stats.hessian is not None
             delta = dense - weight
             errors.append(float(((delta @ stats.hessian) * delta).sum()))
-    return factors[min(range(len(factors)), key=errors.__getitem__)]
+    best = min(
+        range(len(factors)), key=lambda i: errors[i] if errors[i] == errors[i] else torch.inf
+    )  # NaN: never
+    return factors[best]
 
 
 def _plain(spec: LayerSpec) -> LayerSpec:
