@@ -116,7 +116,7 @@ void check(const char* name, const A& a, std::initializer_list<Type> types, Shap
 }
 
 // One size of an array that the other arguments are held against.
-int64_t size_of(const char* name, const Input& a, size_t dim, size_t ndim) {
+template <typename A> int64_t size_of(const char* name, const A& a, size_t dim, size_t ndim) {
     if (a.ndim() != ndim)
         refuse(std::string(name) + " has " + std::to_string(a.ndim()) + " dimensions, expected " +
                std::to_string(ndim));
@@ -447,6 +447,96 @@ private:
     std::vector<float> scales_;
     std::vector<uint8_t> zeros_;
     SecondOrder t_{};
+};
+
+// A tile in format "codebook" by input channel, up to 4 bits, in the order of one instruction set's kernels.
+class PackedChannels {
+public:
+    PackedChannels(const Input& planes, const Input& table, int64_t rows, int64_t threads,
+                   const std::optional<std::string>& isa)
+        : kernels_(check_products(isa)) {
+        const int used = check_threads(threads);
+        if (rows < 1 || rows >= MAX_SIZE) refuse("rows is " + std::to_string(rows) + ", expected 1 to 2^31 - 1");
+        const int64_t bits = size_of("planes", planes, 0, 3);
+        if (bits < 1 || bits > 4) refuse(std::to_string(bits) + " planes, expected 1 to 4");
+        t_.bits = static_cast<int>(bits);
+        t_.rows = rows;
+        t_.channels = size_of("planes", planes, 1, 3);
+        check_planes(planes);
+        const int64_t entries = size_of("table", table, 1, 2);
+        if (entries < 1 || entries > int64_t(1) << bits)
+            refuse("table has " + std::to_string(entries) + " entries, expected up to 2^" + std::to_string(bits));
+        check("table", table, {Type::f32}, {t_.channels, entries}, Layout::dense);
+        const auto* from = static_cast<const uint32_t*>(planes.data());
+        const auto* given = static_cast<const float*>(table.data());
+        table_.assign(static_cast<size_t>(kernels_.channel_columns(t_) * CHANNEL_ENTRIES), 0.0f);
+        for (int64_t j = 0; j < t_.channels; ++j)
+            std::copy_n(given + j * entries, entries, table_.begin() + j * CHANNEL_ENTRIES);
+        nb::gil_scoped_release release;
+        bytes_ = make_scratch((kernels_.channel_bytes(t_) + 3) / 4);
+        auto* to = reinterpret_cast<uint8_t*>(bytes_.get());
+        parallel_for(blocks(), piece(used), used, [&](int64_t begin, int64_t end) {
+            kernels_.channel_interleave(t_, from, to, begin, end);
+        });
+        t_.bytes = to;
+        t_.table = table_.data();
+    }
+    PackedChannels(const PackedChannels&) = delete; // the view points into the object
+
+    void restore(const Output& planes, int64_t threads) const {
+        const int used = check_threads(threads);
+        if (size_of("planes", planes, 0, 3) != t_.bits) refuse("planes have another width than the tile");
+        check_planes(planes);
+        auto* to = static_cast<uint32_t*>(planes.data());
+        const size_t size = planes.size();
+        nb::gil_scoped_release release;
+        std::fill_n(to, size, 0u);
+        const int64_t whole = CHANNEL_ROWS / kernels_.lanes;
+        parallel_for(blocks(), (piece(used) + whole - 1) / whole * whole, used, [&](int64_t begin, int64_t end) {
+            kernels_.channel_restore(t_, to, begin, end);
+        });
+    }
+
+    void matmul(const Input& x, const Output& y, int64_t threads) const {
+        const int used = check_threads(threads);
+        const int64_t m = size_of("x", x, 0, 2);
+        check("x", x, {Type::f32}, {m, t_.channels}, Layout::dense);
+        check("y", y, {Type::f32}, {m, t_.rows}, Layout::dense);
+        const float* from = static_cast<const float*>(x.data());
+        float* to = static_cast<float*>(y.data());
+        nb::gil_scoped_release release;
+        const int64_t width = kernels_.channel_columns(t_);
+        const Scratch padded = make_scratch(m * width);
+        for (int64_t k = 0; k < m; ++k) {
+            std::copy_n(from + k * t_.channels, t_.channels, padded.get() + k * width);
+            std::fill_n(padded.get() + k * width + t_.channels, width - t_.channels, 0.0f);
+        }
+        parallel_for(blocks(), piece(used), used, [&](int64_t begin, int64_t end) {
+            kernels_.channel_matmul(t_, padded.get(), m, to, t_.rows, begin, end);
+        });
+    }
+
+    void dequantize(const Output& out, int64_t threads) const {
+        const int used = check_threads(threads);
+        check("out", out, {Type::f32}, {t_.rows, t_.channels}, Layout::dense);
+        float* to = static_cast<float*>(out.data());
+        nb::gil_scoped_release release;
+        parallel_for(blocks(), piece(used), used, [&](int64_t begin, int64_t end) {
+            kernels_.channel_dequantize(t_, to, begin, end);
+        });
+    }
+
+private:
+    template <typename A> void check_planes(const A& planes) const {
+        check("planes", planes, {Type::u32, Type::i32}, {t_.bits, t_.channels, (t_.rows + 31) / 32}, Layout::dense);
+    }
+    int64_t blocks() const { return (t_.rows + kernels_.lanes - 1) / kernels_.lanes; }
+    int64_t piece(int threads) const { return std::max(int64_t(1), piece_of(blocks(), 4, t_.rows * t_.channels, threads)); }
+
+    const Products& kernels_;
+    Scratch bytes_;
+    std::vector<float> table_;
+    ChannelCodebook t_{};
 };
 
 // A tile in format "codebook" bound to the arrays that hold it.
@@ -872,6 +962,18 @@ NB_MODULE(_native, m) {
              "y += x @ W.T; x float32 [m, c], y float32 [m, r].")
         .def("dequantize", &PackedSecondOrder::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
              "out float32 [r, c] = W.");
+    nb::class_<PackedChannels>(m, "Channels", "A tile in format \"codebook\" by input channel; holds its bytes.")
+        .def(nb::init<const Input&, const Input&, int64_t, int64_t, const std::optional<std::string>&>(),
+             nb::arg("planes").noconvert(), nb::arg("table").noconvert(), nb::arg("rows"), nb::arg("threads"),
+             nb::arg("isa") = nb::none(),
+             "planes uint32 [bits, channels, rows / 32], 1 to 4 bits; table float32 [channels, entries]; every code must be\n"
+             "below `entries`.")
+        .def("restore", &PackedChannels::restore, nb::arg("planes").noconvert(), nb::arg("threads"),
+             "Fill the planes that the tile was made of.")
+        .def("matmul", &PackedChannels::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("threads"),
+             "y += x @ W.T; x float32 [m, channels], y float32 [m, rows].")
+        .def("dequantize", &PackedChannels::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
+             "out float32 [rows, channels] = W.");
     nb::class_<BoundCodebook>(m, "Codebook", "A tile in format \"codebook\", bound to the arrays that hold it.")
         .def(nb::init<Input, Input, std::optional<Input>, int64_t, bool>(), nb::arg("planes").noconvert(),
              nb::arg("table").noconvert(), nb::arg("rows").noconvert().none(), nb::arg("columns"),

@@ -14,6 +14,7 @@ extern const Products products = {
     group_int_dequantize_f32, group_int_dequantize_bf16, group_int_row,
     second_order_bytes, second_order_interleave, second_order_restore, second_order_columns, second_order_prepare,
     second_order_matmul, second_order_dequantize,
+    channel_bytes, channel_columns, channel_interleave, channel_restore, channel_matmul, channel_dequantize,
     lookup_blocks, lookup_prepare, lookup_matmul,
     lookup_takes_floats, lookup_prepare_floats, lookup_float_matmul,
     quantize_row,

@@ -40,6 +40,16 @@ struct StoredSecondOrder {
     const uint8_t *codes, *zeros, *scale_codes; // a byte each: [rows, columns], [rows, groups], [rows, groups]
 };
 
+// One tile in format "codebook" by input channel: w[i, j] = table[j, code[j, i]], all output rows.
+struct ChannelCodebook {
+    const uint8_t* bytes; // codes in the kernels' order (channel_lookup.cpp)
+    const float* table;   // [channel_columns, CHANNEL_ENTRIES], what pads it finite
+    int bits;             // 1..4
+    int64_t rows, channels;
+};
+constexpr int64_t CHANNEL_ENTRIES = 16;
+constexpr int64_t CHANNEL_ROWS = 32; // blocks that restore and interleave split at: a word of a plane
+
 // Activations of some tokens, in the kernels' order.
 struct FloatInputs {
     const float* x;    // [tokens, group_int_columns] (or second_order_columns), padding 0
@@ -125,6 +135,16 @@ struct Products {
                                 int64_t end);
     void (*second_order_dequantize)(const SecondOrder&, float* out, int64_t begin, int64_t end);
 
+    // And for codebooks by channel; restore ORs into planes [bits, channels, rows / 32 rounded up] of zeros, and ranges of
+    // blocks begin at whole words of them. x [tokens, channel_columns], padding 0. out [rows, channels].
+    int64_t (*channel_bytes)(const ChannelCodebook&);
+    int64_t (*channel_columns)(const ChannelCodebook&);
+    void (*channel_interleave)(const ChannelCodebook&, const uint32_t* planes, uint8_t* bytes, int64_t begin, int64_t end);
+    void (*channel_restore)(const ChannelCodebook&, uint32_t* planes, int64_t begin, int64_t end);
+    void (*channel_matmul)(const ChannelCodebook&, const float* x, int64_t tokens, float* y, int64_t y_stride,
+                           int64_t begin, int64_t end);
+    void (*channel_dequantize)(const ChannelCodebook&, float* out, int64_t begin, int64_t end);
+
     // Blocks that a token's activations fill: 32 * lanes codes and `lanes` scales each.
     int64_t (*lookup_blocks)(const ByteCodebook&);
     // A token's activations [columns] and their scales [columns / LOOKUP_GROUP, rounded up] in the kernels' order.
@@ -173,6 +193,12 @@ const Products* products_for(const char* isa);
     void second_order_prepare(const SecondOrder&, const float*, float*, float*);                              \
     void second_order_matmul(const SecondOrder&, const FloatInputs&, float*, int64_t, int64_t, int64_t);      \
     void second_order_dequantize(const SecondOrder&, float*, int64_t, int64_t);                               \
+    int64_t channel_bytes(const ChannelCodebook&);                                                            \
+    int64_t channel_columns(const ChannelCodebook&);                                                          \
+    void channel_interleave(const ChannelCodebook&, const uint32_t*, uint8_t*, int64_t, int64_t);             \
+    void channel_restore(const ChannelCodebook&, uint32_t*, int64_t, int64_t);                                \
+    void channel_matmul(const ChannelCodebook&, const float*, int64_t, float*, int64_t, int64_t, int64_t);    \
+    void channel_dequantize(const ChannelCodebook&, float*, int64_t, int64_t);                                \
     int64_t lookup_blocks(const ByteCodebook&);                                                               \
     void lookup_prepare(const ByteCodebook&, const int8_t*, const float*, int8_t*, float*, float*);           \
     void lookup_matmul(const ByteCodebook&, const LookupInputs&, float*, int64_t, int64_t, int64_t);          \

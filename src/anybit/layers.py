@@ -66,8 +66,11 @@ class PackedModule(nn.Module):
         """The stored bytes, as they are now on this module."""
         fields = stored_tensors(self.layout)
         with _PREPARING:
-            restored = {} if self._prepared is None else self._prepared.restore()
-            return PackedWeight(self.layout, {f: self.get_buffer(f) for f in fields} | restored)
+            return PackedWeight(self.layout, {f: self.get_buffer(f) for f in fields} | self._restored())
+
+    def _restored(self) -> dict[str, Tensor]:
+        """The stored tensors whose buffers are empty: all that the kernels took, but of a nested layer nothing."""
+        return {} if self._prepared is None or len(self.widths) > 1 else self._prepared.restore()
 
     def prepared(self) -> Prepared:
         """The weight bound to its kernels: at the first call, and anew after the buffers moved or the width changed."""
@@ -78,7 +81,7 @@ class PackedModule(nn.Module):
         with _PREPARING:
             if self._prepared is None:
                 made = Prepared(packed.at_width(self._bits), self._exact)
-                for field in made.taken:
+                for field in made.taken if len(self.widths) < 2 else ():
                     self._set(field, torch.empty(0, dtype=packed.tensors[field].dtype))
                 self._prepared = made
             return self._prepared
@@ -86,9 +89,9 @@ class PackedModule(nn.Module):
     def _give_back(self) -> None:
         """Let the buffers hold everything again."""
         with _PREPARING:
-            made, self._prepared = self._prepared, None
-            for field, tensor in {} if made is None else made.restore().items():
+            for field, tensor in self._restored().items():
                 self._set(field, tensor)
+            self._prepared = None
 
     @property
     def bits(self) -> int:

@@ -109,8 +109,14 @@ def layouts(out: int, columns: int) -> dict[str, dict[str, Any]]:
         made = {"format": "group_int", "bits": bits, "group_size": GROUP, "symmetric": symmetric, **more}
         return made if act_bits == 16 else made | {"act_bits": act_bits}
 
-    def codebook(bits: int) -> dict[str, Any]:
-        return {"format": "codebook", "bits": bits, "widths": [bits], "table_bits": 16, "by_channel": False}
+    def codebook(bits: int, by_channel: bool = False) -> dict[str, Any]:
+        return {
+            "format": "codebook",
+            "bits": bits,
+            "widths": [bits],
+            "table_bits": 16,
+            "by_channel": by_channel,
+        }
 
     wide, outliers = max(1, out // 10), min(ATOM_OUTLIERS, columns // 4)
     tiles = {
@@ -125,6 +131,7 @@ def layouts(out: int, columns: int) -> dict[str, dict[str, Any]]:
     if columns % (4 * BLOCK) == 0:
         tiles["2/4/16"] = [TwoFour.description(columns * 3 // 4, columns, BLOCK)]
     tiles |= {f"codebook {bits}": [codebook(bits)] for bits in CODEBOOK_WIDTHS}
+    tiles |= {f"by channel {bits}": [codebook(bits, by_channel=True)] for bits in (2, 3, 4)}
     tiles |= {f"codebook {bits}{FAST}": [codebook(bits)] for bits in CODEBOOK_WIDTHS}
     return {
         name: {"shape": [out, columns], "tiles": entry} for name, entry in tiles.items() if out > 1 < columns

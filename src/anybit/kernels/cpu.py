@@ -159,6 +159,42 @@ class Codebook:
         return (out.T if self.by_channel else out).to(dtype)
 
 
+class Channels:
+    """One tile in format "codebook" by input channel, of up to 4 bits, in the kernels' order; it holds its bytes."""
+
+    __slots__ = ("_native", "_planes", "columns", "rows")
+
+    MOST_BITS = 4  # wider ones are bound as they are stored (`codebook`)
+
+    def __init__(
+        self,
+        planes: Tensor,  # uint32 [bits, c, words]
+        table: Tensor,  # [c, entries]; every code is below `entries`
+        rows: int,  # r
+        threads: int | None = None,
+        isa: str | None = None,
+    ) -> None:
+        threads = threads or torch.get_num_threads()
+        self._native = _native.Channels(planes, table.float().contiguous(), rows, threads, isa)
+        self._planes, self.rows, self.columns = planes.shape, rows, planes.shape[1]
+
+    def matmul(self, x: Tensor, y: Tensor, threads: int | None = None) -> None:
+        """`y += x @ W.T` of contiguous float32 x [m, c] and y [m, r]; see `GroupInt.matmul`."""
+        self._native.matmul(x.detach().numpy(), y.numpy(), threads or torch.get_num_threads())
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
+        """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
+        out = torch.empty(self.rows, self.columns)
+        self._native.dequantize(out, threads or torch.get_num_threads())
+        return out.to(dtype)
+
+    def restore(self, threads: int | None = None) -> Tensor:
+        """The planes that this was made of."""
+        planes = torch.empty(self._planes, dtype=torch.int32)
+        self._native.restore(planes, threads or torch.get_num_threads())
+        return planes.view(torch.uint32)
+
+
 def codebook(
     planes: Tensor,  # uint32 [bits, n, words]
     table: Tensor,  # float16 or float32 [n, entries]
@@ -260,7 +296,7 @@ class Float16:
         return self.values.to(dtype)
 
 
-Tile = GroupInt | Codebook | TwoFour | Float16
+Tile = GroupInt | Codebook | Channels | TwoFour | Float16
 
 
 def group_int(  # noqa: PLR0913 - what the format has

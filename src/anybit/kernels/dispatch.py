@@ -59,7 +59,7 @@ class Prepared:
             f"{tile_prefix(i, len(described))}{field}"
             for i, tile in enumerate(described if self.native else [])
             for field in fields[i]
-            if field in TAKEN.get(tile["format"], ())
+            if field in TAKEN.get(tile["format"], ()) or (field == "planes" and _by_lanes(tile))
         )
         kept = {field: tensor for field, tensor in weight.tensors.items() if field not in self.taken}
         self.weight = PackedWeight(weight.layout, kept)
@@ -78,6 +78,8 @@ class Prepared:
             m = tile.get("rows", self.out_features) if tile["by_channel"] else columns
             table = Codebook.read_table(tile, fields, tile["bits"], m)
             table = decode_table(table, fields.get("codebook_scale"), fields.get("codebook_min"))
+            if _by_lanes(tile):
+                return cpu.Channels(fields["planes"], table, m)
             if not self.exact:
                 table = reference.byte_table(table)
             made = cpu.codebook(fields["planes"], table, rows, columns=m, by_channel=tile["by_channel"])
@@ -103,6 +105,8 @@ class Prepared:
                 made[f"{prefix}codes"], made[f"{prefix}scales"], zeros = tile.restore()
                 if zeros is not None:
                     made[f"{prefix}zeros"] = pack_codes(zeros, described["bits"], 1)
+            elif isinstance(tile, cpu.Channels):
+                made[f"{prefix}planes"] = tile.restore()
             elif isinstance(tile, cpu.TwoFour):
                 made |= {f"{prefix}{field}": tensor for field, tensor in tile.restore().tensors().items()}
         return {field: made[field] for field in self.taken}
@@ -185,6 +189,11 @@ class Prepared:
         if self.input_scale is not None:
             dense *= self.input_scale
         return dense.to(dtype)
+
+
+def _by_lanes(tile: Mapping[str, Any]) -> bool:
+    """Whether a tile is a codebook by channel that has a kernel in which lanes are rows."""
+    return tile["format"] == Codebook.NAME and tile["by_channel"] and tile["bits"] <= cpu.Channels.MOST_BITS
 
 
 def _lookup_grid(x: Tensor) -> tuple[int, int, Tensor, None]:

@@ -1,0 +1,182 @@
+// Format "codebook" by input channel, up to 4 bits: lanes are output rows, laid out as codes of format "group int"
+// (interleaved.h) with the channels as columns. A channel's table fits a register, its weights for all lanes are one
+// permutation of it, and one multiply-add with the channel's input follows.
+#include "interleaved.h"
+
+namespace anybit::ANYBIT_ISA {
+namespace {
+
+constexpr int64_t ENTRIES = CHANNEL_ENTRIES;
+
+int64_t cells_of(const ChannelCodebook& t) { return ceil_div(t.channels, cell_columns(t.bits)); }
+int64_t block_bytes(const ChannelCodebook& t) { return cells_of(t) * cell_vectors(t.bits) * BYTES; }
+
+// A channel's table, ready to look up by the low bits of every lane.
+struct Table {
+#if defined(__AVX512F__)
+    __m512 all;
+    explicit Table(const float* from) : all(_mm512_loadu_ps(from)) {}
+    Floats operator()(Ints code) const { return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), all); }
+#elif defined(__AVX2__)
+    __m256 low, high;
+    explicit Table(const float* from) : low(_mm256_loadu_ps(from)), high(_mm256_loadu_ps(from + 8)) {}
+    Floats operator()(Ints code) const {
+        const auto index = reinterpret_cast<__m256i>(code);
+        const __m256 which = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)); // bit 3 as the sign
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index), which);
+    }
+#else
+    const float* from;
+    explicit Table(const float* table) : from(table) {}
+    Floats operator()(Ints code) const {
+        Floats values;
+        for (int l = 0; l < LANES; ++l) values[l] = from[code[l] & (ENTRIES - 1)];
+        return values;
+    }
+#endif
+};
+
+// R blocks of rows and M tokens at once. A sum runs over the channels in order, whatever R and M are.
+template <int BITS, int R, int M>
+void multiply_blocks(const ChannelCodebook& t, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t block) {
+    constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
+    const int64_t cells = cells_of(t);
+    const uint8_t* from = t.bytes + block * block_bytes(t);
+    Floats sum[R][M] = {};
+    for (int64_t c = 0; c < cells; ++c) {
+        Codes code[R][COLUMNS / 4];
+        for (int r = 0; r < R; ++r) cell_codes<BITS>(from + r * block_bytes(t) + c * SIZE, code[r]);
+        for (int s = 0; s < COLUMNS / 4; ++s)
+            for (int b = 0; b < 4; ++b) {
+                const int64_t channel = c * COLUMNS + 4 * s + b;
+                const Table table(t.table + channel * ENTRIES);
+                for (int r = 0; r < R; ++r) {
+                    const Floats w = table(reinterpret_cast<Ints>(code[r][s]) >> 8 * b);
+                    for (int k = 0; k < M; ++k) sum[r][k] += w * broadcast(x[k * x_stride + channel]);
+                }
+            }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int k = 0; k < M; ++k) {
+            const int64_t first = (block + r) * LANES, rows = least(LANES, t.rows - first);
+            float* to = y + k * y_stride + first;
+            if (rows == LANES) store(to, load(to) + sum[r][k]);
+            else
+                for (int64_t l = 0; l < rows; ++l) to[l] += sum[r][k][l];
+        }
+}
+
+template <int BITS>
+void multiply(const ChannelCodebook& t, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
+              int64_t end) {
+    const int64_t stride = cells_of(t) * cell_columns(BITS);
+    for (int64_t block = begin; block < end;) {
+        const int64_t r = end - block >= 4 ? 4 : 1;
+        for (int64_t k = 0; k < tokens;) {
+            const int64_t m = tokens - k >= 4 ? 4 : 1;
+            const float* from = x + k * stride;
+            float* to = y + k * y_stride;
+            if (r == 4 && m == 4) { // eight sums fit the registers of every instruction set
+                multiply_blocks<BITS, 2, 4>(t, from, stride, to, y_stride, block);
+                multiply_blocks<BITS, 2, 4>(t, from, stride, to, y_stride, block + 2);
+            } else if (r == 4) multiply_blocks<BITS, 4, 1>(t, from, stride, to, y_stride, block);
+            else if (m == 4) multiply_blocks<BITS, 1, 4>(t, from, stride, to, y_stride, block);
+            else multiply_blocks<BITS, 1, 1>(t, from, stride, to, y_stride, block);
+            k += m;
+        }
+        block += r;
+    }
+}
+
+template <int BITS>
+void interleave(const ChannelCodebook& t, const uint32_t* planes, uint8_t* bytes, int64_t begin, int64_t end) {
+    constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
+    const int64_t words = ceil_div(t.rows, 32);
+    for (int64_t block = begin; block < end; ++block)
+        for (int64_t c = 0; c < cells_of(t); ++c) {
+            uint8_t codes[LANES][COLUMNS] = {};
+            const int64_t first = block * LANES; // LANES divides 32: a block lies in one word
+            for (int64_t j = 0; j < least(COLUMNS, t.channels - c * COLUMNS); ++j)
+                for (int p = 0; p < BITS; ++p) {
+                    const uint32_t word = planes[(p * t.channels + c * COLUMNS + j) * words + first / 32] >> first % 32;
+                    for (int64_t l = 0; l < LANES; ++l)
+                        codes[l][j] = static_cast<uint8_t>(codes[l][j] << 1 | (word >> l & 1));
+                }
+            for (int64_t l = 0; l < LANES; ++l)
+                put_cell<BITS>(codes[l], bytes + block * block_bytes(t) + c * SIZE + 4 * l);
+        }
+}
+
+// Codes of a cell, lane by lane.
+template <int BITS> void decode(const ChannelCodebook& t, int64_t block, int64_t c, uint8_t (&out)[LANES][32]) {
+    constexpr int64_t COLUMNS = cell_columns(BITS);
+    Codes code[COLUMNS / 4];
+    cell_codes<BITS>(t.bytes + block * block_bytes(t) + c * cell_vectors(BITS) * BYTES, code);
+    for (int64_t s = 0; s < COLUMNS / 4; ++s)
+        for (int64_t l = 0; l < LANES; ++l)
+            __builtin_memcpy(out[l] + 4 * s, reinterpret_cast<const uint8_t*>(code + s) + 4 * l, 4);
+}
+
+template <int BITS> void restore(const ChannelCodebook& t, uint32_t* planes, int64_t begin, int64_t end) {
+    constexpr int64_t COLUMNS = cell_columns(BITS);
+    const int64_t words = ceil_div(t.rows, 32);
+    for (int64_t block = begin; block < end; ++block)
+        for (int64_t c = 0; c < cells_of(t); ++c) {
+            uint8_t codes[LANES][32];
+            decode<BITS>(t, block, c, codes);
+            const int64_t first = block * LANES;
+            for (int64_t j = 0; j < least(COLUMNS, t.channels - c * COLUMNS); ++j)
+                for (int p = 0; p < BITS; ++p) {
+                    uint32_t bits = 0;
+                    for (int64_t l = 0; l < least(LANES, t.rows - first); ++l)
+                        bits |= static_cast<uint32_t>(codes[l][j] >> (BITS - 1 - p) & 1) << (first % 32 + l);
+                    planes[(p * t.channels + c * COLUMNS + j) * words + first / 32] |= bits;
+                }
+        }
+}
+
+template <int BITS> void dequantize(const ChannelCodebook& t, float* out, int64_t begin, int64_t end) {
+    constexpr int64_t COLUMNS = cell_columns(BITS);
+    for (int64_t block = begin; block < end; ++block)
+        for (int64_t c = 0; c < cells_of(t); ++c) {
+            uint8_t codes[LANES][32];
+            decode<BITS>(t, block, c, codes);
+            for (int64_t l = 0; l < least(LANES, t.rows - block * LANES); ++l)
+                for (int64_t j = 0; j < least(COLUMNS, t.channels - c * COLUMNS); ++j)
+                    out[(block * LANES + l) * t.channels + c * COLUMNS + j] =
+                        t.table[(c * COLUMNS + j) * ENTRIES + codes[l][j]];
+        }
+}
+
+#define ANYBIT_BY_CHANNEL_WIDTH(F, ...)                                                                       \
+    switch (t.bits) {                                                                                         \
+    case 1: return F<1>(__VA_ARGS__);                                                                         \
+    case 2: return F<2>(__VA_ARGS__);                                                                         \
+    case 3: return F<3>(__VA_ARGS__);                                                                         \
+    default: return F<4>(__VA_ARGS__);                                                                        \
+    }
+
+} // namespace
+
+int64_t channel_bytes(const ChannelCodebook& t) { return ceil_div(t.rows, LANES) * block_bytes(t); }
+
+int64_t channel_columns(const ChannelCodebook& t) { return cells_of(t) * cell_columns(t.bits); }
+
+void channel_interleave(const ChannelCodebook& t, const uint32_t* planes, uint8_t* bytes, int64_t begin, int64_t end) {
+    ANYBIT_BY_CHANNEL_WIDTH(interleave, t, planes, bytes, begin, end)
+}
+
+void channel_restore(const ChannelCodebook& t, uint32_t* planes, int64_t begin, int64_t end) {
+    ANYBIT_BY_CHANNEL_WIDTH(restore, t, planes, begin, end)
+}
+
+void channel_matmul(const ChannelCodebook& t, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
+                    int64_t end) {
+    ANYBIT_BY_CHANNEL_WIDTH(multiply, t, x, tokens, y, y_stride, begin, end)
+}
+
+void channel_dequantize(const ChannelCodebook& t, float* out, int64_t begin, int64_t end) {
+    ANYBIT_BY_CHANNEL_WIDTH(dequantize, t, out, begin, end)
+}
+
+} // namespace anybit::ANYBIT_ISA
