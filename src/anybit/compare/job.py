@@ -1,4 +1,4 @@
-"""One artifact of `anybit compare`, quantized in a process of its own: `python -m anybit.compare.job JOB.json`."""
+"""One artifact of `anybit compare`, quantized in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from anybit.errors import InputError
 from anybit.progress import SILENT, Terminal
 from anybit.spec import QuantizeConfig
 from anybit.writer import peak_memory_bytes
+
+START = "import sys, pathlib, anybit.compare.job; anybit.compare.job.main(pathlib.Path(sys.argv[1]))"
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def run_apart(job: Job, file: Path) -> dict[str, Any]:
     """
     file.write_text(json.dumps(asdict(job)), encoding="utf-8")
     try:
-        code = subprocess.run([sys.executable, "-m", "anybit.compare.job", str(file)], check=False).returncode
+        code = subprocess.run([sys.executable, "-c", START, str(file)], check=False).returncode
         found = json.loads(file.read_text(encoding="utf-8"))
     finally:
         file.unlink(missing_ok=True)
@@ -107,7 +109,3 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
