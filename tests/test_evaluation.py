@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
     LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -35,6 +37,13 @@ VOCABULARY = 61
 POSITIONS = 32
 
 
+def seeded(of: type[Any], config: PreTrainedConfig, seed: int = 0) -> Any:
+    """A model with random weights; the test's own random numbers are not touched."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return of(config).eval()
+
+
 def tiny_llama(seed: int, vocabulary: int = VOCABULARY) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -46,9 +55,7 @@ def tiny_llama(seed: int, vocabulary: int = VOCABULARY) -> LlamaForCausalLM:
         max_position_embeddings=POSITIONS,
         initializer_range=0.5,  # far from uniform, so that the figures differ
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).eval()
+    return seeded(LlamaForCausalLM, config, seed)
 
 
 @torch.no_grad()
@@ -63,9 +70,7 @@ def noisy(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 def tiny_gpt2() -> GPT2LMHeadModel:
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=POSITIONS)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return GPT2LMHeadModel(config).eval()
+    return seeded(GPT2LMHeadModel, config)
 
 
 def tiny_gemma2() -> Gemma2ForCausalLM:
@@ -81,9 +86,7 @@ def tiny_gemma2() -> Gemma2ForCausalLM:
         max_position_embeddings=POSITIONS,
         final_logit_softcapping=0.5,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Gemma2ForCausalLM(config).eval()
+    return seeded(Gemma2ForCausalLM, config)
 
 
 def tiny_opt() -> OPTForCausalLM:
@@ -97,9 +100,7 @@ def tiny_opt() -> OPTForCausalLM:
         max_position_embeddings=POSITIONS,
         word_embed_proj_dim=16,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return OPTForCausalLM(config).eval()
+    return seeded(OPTForCausalLM, config)
 
 
 def random_tokens(count: int) -> torch.Tensor:

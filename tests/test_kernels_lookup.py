@@ -24,6 +24,15 @@ if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)
 
 
+BY_ROW = {
+    "bits": st.integers(1, 8),
+    "rows": st.integers(1, 40),
+    "columns": st.integers(1, 1300),
+    "tokens": st.integers(1, 9),
+    "threads": st.integers(1, 3),
+}
+
+
 def stored(codes: Tensor, bits: int) -> Tensor:
     """Bitplanes as the format has them: whole words, most significant plane first."""
     return pack_planes(codes, bits, 4).view(torch.int32)
@@ -56,11 +65,7 @@ def oracle(codes: Tensor, table: Tensor, x: Tensor, scales: Tensor) -> Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    bits=st.integers(1, 8),
-    rows=st.integers(1, 40),
-    columns=st.integers(1, 1300),
-    tokens=st.integers(1, 9),
-    threads=st.integers(1, 3),
+    **BY_ROW,
     seed=st.integers(0, 2**20),
 )
 def test_products_at_every_width_shape_and_instruction_set(
@@ -83,11 +88,7 @@ def test_products_at_every_width_shape_and_instruction_set(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    bits=st.integers(1, 8),
-    rows=st.integers(1, 40),
-    columns=st.integers(1, 1300),
-    tokens=st.integers(1, 9),
-    threads=st.integers(1, 3),
+    **BY_ROW,
     wide=st.booleans(),
     seed=st.integers(0, 2**20),
 )
