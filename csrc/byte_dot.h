@@ -68,3 +68,16 @@ inline Ints dot_small(Ints sums, Codes codes, Bytes x) {
 
 } // namespace
 } // namespace anybit::ANYBIT_ISA
+
+// F<BITS>(...) for a width of 1 to 8.
+#define ANYBIT_BY_WIDTH(F, BITS, ...)                                                                         \
+    switch (BITS) {                                                                                           \
+    case 1: return F<1>(__VA_ARGS__);                                                                         \
+    case 2: return F<2>(__VA_ARGS__);                                                                         \
+    case 3: return F<3>(__VA_ARGS__);                                                                         \
+    case 4: return F<4>(__VA_ARGS__);                                                                         \
+    case 5: return F<5>(__VA_ARGS__);                                                                         \
+    case 6: return F<6>(__VA_ARGS__);                                                                         \
+    case 7: return F<7>(__VA_ARGS__);                                                                         \
+    default: return F<8>(__VA_ARGS__);                                                                        \
+    }

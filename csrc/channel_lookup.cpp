@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t ENTRIES = CHANNEL_ENTRIES;
 
-int64_t cells_of(const ChannelCodebook& t) { return ceil_div(t.channels, cell_columns(t.bits)); }
+int64_t cells_of(const ChannelCodebook& t) { return ceil_div(t.columns, cell_columns(t.bits)); }
 int64_t block_bytes(const ChannelCodebook& t) { return cells_of(t) * cell_vectors(t.bits) * BYTES; }
 
 // A channel's table, ready to look up by the low bits of every lane.
@@ -96,9 +96,9 @@ void interleave(const ChannelCodebook& t, const uint32_t* planes, uint8_t* bytes
         for (int64_t c = 0; c < cells_of(t); ++c) {
             uint8_t codes[LANES][COLUMNS] = {};
             const int64_t first = block * LANES; // LANES divides 32: a block lies in one word
-            for (int64_t j = 0; j < least(COLUMNS, t.channels - c * COLUMNS); ++j)
+            for (int64_t j = 0; j < least(COLUMNS, t.columns - c * COLUMNS); ++j)
                 for (int p = 0; p < BITS; ++p) {
-                    const uint32_t word = planes[(p * t.channels + c * COLUMNS + j) * words + first / 32] >> first % 32;
+                    const uint32_t word = planes[(p * t.columns + c * COLUMNS + j) * words + first / 32] >> first % 32;
                     for (int64_t l = 0; l < LANES; ++l)
                         codes[l][j] = static_cast<uint8_t>(codes[l][j] << 1 | (word >> l & 1));
                 }
@@ -125,12 +125,12 @@ template <int BITS> void restore(const ChannelCodebook& t, uint32_t* planes, int
             uint8_t codes[LANES][32];
             decode<BITS>(t, block, c, codes);
             const int64_t first = block * LANES;
-            for (int64_t j = 0; j < least(COLUMNS, t.channels - c * COLUMNS); ++j)
+            for (int64_t j = 0; j < least(COLUMNS, t.columns - c * COLUMNS); ++j)
                 for (int p = 0; p < BITS; ++p) {
                     uint32_t bits = 0;
                     for (int64_t l = 0; l < least(LANES, t.rows - first); ++l)
                         bits |= static_cast<uint32_t>(codes[l][j] >> (BITS - 1 - p) & 1) << (first % 32 + l);
-                    planes[(p * t.channels + c * COLUMNS + j) * words + first / 32] |= bits;
+                    planes[(p * t.columns + c * COLUMNS + j) * words + first / 32] |= bits;
                 }
         }
 }
@@ -142,8 +142,8 @@ template <int BITS> void dequantize(const ChannelCodebook& t, float* out, int64_
             uint8_t codes[LANES][32];
             decode<BITS>(t, block, c, codes);
             for (int64_t l = 0; l < least(LANES, t.rows - block * LANES); ++l)
-                for (int64_t j = 0; j < least(COLUMNS, t.channels - c * COLUMNS); ++j)
-                    out[(block * LANES + l) * t.channels + c * COLUMNS + j] =
+                for (int64_t j = 0; j < least(COLUMNS, t.columns - c * COLUMNS); ++j)
+                    out[(block * LANES + l) * t.columns + c * COLUMNS + j] =
                         t.table[(c * COLUMNS + j) * ENTRIES + codes[l][j]];
         }
 }

@@ -67,7 +67,9 @@ const Products* products_for(const char* isa) {
 #ifdef ANYBIT_X86
     static const Features f = cpu_features();
     const bool vnni = runs_avx512(f) && f.avx512_vnni;
-    if (vnni && f.avx512_vbmi && wanted("avx512_vbmi")) return &avx512_vbmi::products;
+    const bool vbmi = vnni && f.avx512_vbmi;
+    if (vbmi && f.avx512_bf16 && wanted("avx512_bf16")) return &avx512_bf16::products;
+    if (vbmi && wanted("avx512_vbmi")) return &avx512_vbmi::products;
     if (vnni && wanted("avx512_vnni")) return &avx512_vnni::products;
     if (runs_avx512(f) && wanted("avx512")) return &avx512::products;
     if (runs_avx2(f) && f.avx_vnni && wanted("avx_vnni")) return &avx_vnni::products;

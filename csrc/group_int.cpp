@@ -151,12 +151,6 @@ void multiply(const GroupInt& t, const FloatInputs& in, float* y, int64_t y_stri
         }
 }
 
-uint16_t to_bf16(float value) {
-    const uint32_t bits = load_as<uint32_t>(&value);
-    if (value != value) return static_cast<uint16_t>(bits >> 16 | 0x40); // a NaN stays one
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 // Weights of one lane's codes.
 void to_weights(const uint8_t* codes, int zero, float scale, int64_t count, float* out) {
     int64_t j = 0;
@@ -190,7 +184,7 @@ void dequantize_rows(const GroupInt& t, int64_t block, int64_t begin, int64_t en
 }
 
 template <typename T> void dequantize_lanes(const GroupInt& t, int64_t block, int64_t begin, int64_t end, T* out) {
-    ANYBIT_BY_WIDTH(dequantize_rows, t, block, begin, end, out)
+    ANYBIT_BY_WIDTH(dequantize_rows, t.bits, t, block, begin, end, out)
 }
 
 template <int BITS> void restore_block(const GroupInt& t, int64_t block, uint8_t* rows, int64_t stride) {
@@ -227,7 +221,7 @@ void group_int_interleave(const GroupInt& t, const StoredGroupInt& from, uint8_t
                 if (zeros != nullptr) zeros[to] = l < lanes ? from.zeros[at] : uint8_t(0);
             }
         }
-        const auto run = [&] { ANYBIT_BY_WIDTH(interleave_block, t, scratch, room, block, codes) };
+        const auto run = [&] { ANYBIT_BY_WIDTH(interleave_block, t.bits, t, scratch, room, block, codes) };
         run();
     }
 }
@@ -238,7 +232,7 @@ void group_int_restore(const GroupInt& t, uint8_t* codes, int64_t row_bytes, uin
     for (int64_t block = begin; block < end; ++block) {
         const int64_t first = block * LANES;
         __builtin_memset(scratch, 0, static_cast<size_t>(LANES * room));
-        const auto run = [&] { ANYBIT_BY_WIDTH(restore_block, t, block, scratch, room) };
+        const auto run = [&] { ANYBIT_BY_WIDTH(restore_block, t.bits, t, block, scratch, room) };
         run();
         for (int64_t l = 0; l < least(LANES, t.rows - first); ++l) {
             pack_row(t, scratch + l * room, first + l, row_bytes, codes);
@@ -266,7 +260,7 @@ void group_int_prepare(const GroupInt& t, const float* x, float* out, float* sum
 
 void group_int_matmul(const GroupInt& t, const FloatInputs& in, float* y, int64_t y_stride, int64_t begin,
                       int64_t end) {
-    ANYBIT_BY_WIDTH(multiply, t, in, y, y_stride, begin, end)
+    ANYBIT_BY_WIDTH(multiply, t.bits, t, in, y, y_stride, begin, end)
 }
 
 void group_int_dequantize_f32(const GroupInt& t, float* out, int64_t begin, int64_t end) {

@@ -79,7 +79,7 @@ void group_int_prepare_ints(const GroupInt& t, const int8_t* x, int8_t* out, int
 
 void group_int_int_matmul(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin,
                           int64_t end) {
-    ANYBIT_BY_WIDTH(multiply, t, in, y, y_stride, begin, end)
+    ANYBIT_BY_WIDTH(multiply, t.bits, t, in, y, y_stride, begin, end)
 }
 
 void quantize_row(const float* x, const ActivationGrid& grid, int8_t* codes, float* scales) {

@@ -106,16 +106,3 @@ inline void add_lanes(const GroupInt& t, int64_t block, Floats sums, float* y) {
 
 } // namespace
 } // namespace anybit::ANYBIT_ISA
-
-// F<bits>(...) for the width of the tile `t`.
-#define ANYBIT_BY_WIDTH(F, ...)                                                                               \
-    switch (t.bits) {                                                                                         \
-    case 1: return F<1>(__VA_ARGS__);                                                                         \
-    case 2: return F<2>(__VA_ARGS__);                                                                         \
-    case 3: return F<3>(__VA_ARGS__);                                                                         \
-    case 4: return F<4>(__VA_ARGS__);                                                                         \
-    case 5: return F<5>(__VA_ARGS__);                                                                         \
-    case 6: return F<6>(__VA_ARGS__);                                                                         \
-    case 7: return F<7>(__VA_ARGS__);                                                                         \
-    default: return F<8>(__VA_ARGS__);                                                                        \
-    }

@@ -6,7 +6,7 @@
 // above them that the lookup does not see. So the stored planes are read as they lie; it is the activations that are
 // put in the order of the vectors, once per call. Lane l of a vector meets the 32 weights from 32 l on: the activations of
 // each such group have a scale of their own.
-#include "byte_dot.h"
+#include "bf16_dot.h"
 #include "products.h"
 
 namespace anybit::ANYBIT_ISA {
@@ -330,6 +330,52 @@ void look_up_exactly(const ByteCodebook& c, const float* x, int64_t tokens, floa
     }
 }
 
+#ifdef __AVX512BF16__
+// ---- in bfloat16: centroids of two bytes, multiplied in pairs ---------------------------------------------------
+
+template <int B, int M>
+void look_up_pairs_row(const ByteCodebook& c, const uint16_t* x, float* y, int64_t y_stride, int64_t row) {
+    const int64_t bytes = 4 * c.words, blocks = ceil_div(bytes, BYTES), plane_bytes = c.rows * bytes;
+    const auto* planes = reinterpret_cast<const uint8_t*>(c.planes) + row * bytes;
+    const Table<B> low(c.table + (row << (B + 1))), high(c.table + (row << (B + 1)) + (1 << B));
+    Floats sums[4][M] = {};
+    for (int64_t b = 0; b < blocks; ++b) {
+        Codes plane[B], code[PHASES];
+        for (int p = 0; p < B; ++p)
+            plane[p] = load_plane(planes + (B - 1 - p) * plane_bytes + b * BYTES, bytes - b * BYTES);
+        codes_of<B>(plane, code);
+        for (int64_t s = 0; s < PHASES; ++s) {
+            Codes weights[2];
+            interleave<1>(low(code[s]), high(code[s]), weights[0], weights[1]);
+            for (int64_t k = 0; k < M; ++k)
+                for (int64_t v = 0; v < 2; ++v) {
+                    const uint16_t* pairs = x + ((k * blocks + b) * PHASES + s) * BYTES + v * BYTES / 2;
+                    Floats& own = sums[s % 2 * 2 + v][k];
+                    own = dot_pairs(own, weights[v], load_as<Codes>(pairs));
+                }
+        }
+    }
+    const int64_t out = c.out_rows == nullptr ? row : c.out_rows[row];
+    for (int k = 0; k < M; ++k)
+        y[k * y_stride + out] += reduce((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]));
+}
+
+template <int B>
+void look_up_pairs(const ByteCodebook& c, const uint16_t* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
+                   int64_t end) {
+    const int64_t stride = ceil_div(4 * c.words, BYTES) * PHASES * BYTES;
+    for (int64_t first = begin; first < end; first += LOOKUP_ROWS)
+        for (int64_t k = 0; k < tokens;) {
+            const int64_t step = tokens - k >= MOST_FLOAT_TOKENS ? MOST_FLOAT_TOKENS : 1;
+            for (int64_t row = first; row < least(end, first + LOOKUP_ROWS); ++row) {
+                if (step == 1) look_up_pairs_row<B, 1>(c, x + k * stride, y + k * y_stride, y_stride, row);
+                else look_up_pairs_row<B, MOST_FLOAT_TOKENS>(c, x + k * stride, y + k * y_stride, y_stride, row);
+            }
+            k += step;
+        }
+}
+#endif
+
 } // namespace
 
 int64_t lookup_blocks(const ByteCodebook& c) { return ceil_div(4 * c.words, BYTES); }
@@ -368,30 +414,29 @@ void lookup_prepare_floats(const ByteCodebook& c, const float* x, float* out) {
 
 void lookup_float_matmul(const ByteCodebook& c, const float* x, int64_t tokens, float* y, int64_t y_stride,
                          int64_t begin, int64_t end) {
-    switch (c.bits) {
-    case 1: return look_up_exactly<1>(c, x, tokens, y, y_stride, begin, end);
-    case 2: return look_up_exactly<2>(c, x, tokens, y, y_stride, begin, end);
-    case 3: return look_up_exactly<3>(c, x, tokens, y, y_stride, begin, end);
-    case 4: return look_up_exactly<4>(c, x, tokens, y, y_stride, begin, end);
-    case 5: return look_up_exactly<5>(c, x, tokens, y, y_stride, begin, end);
-    case 6: return look_up_exactly<6>(c, x, tokens, y, y_stride, begin, end);
-    case 7: return look_up_exactly<7>(c, x, tokens, y, y_stride, begin, end);
-    default: return look_up_exactly<8>(c, x, tokens, y, y_stride, begin, end);
-    }
+    ANYBIT_BY_WIDTH(look_up_exactly, c.bits, c, x, tokens, y, y_stride, begin, end)
 }
 
 void lookup_matmul(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin,
                    int64_t end) {
-    switch (c.bits) {
-    case 1: return look_up<1>(c, in, y, y_stride, begin, end);
-    case 2: return look_up<2>(c, in, y, y_stride, begin, end);
-    case 3: return look_up<3>(c, in, y, y_stride, begin, end);
-    case 4: return look_up<4>(c, in, y, y_stride, begin, end);
-    case 5: return look_up<5>(c, in, y, y_stride, begin, end);
-    case 6: return look_up<6>(c, in, y, y_stride, begin, end);
-    case 7: return look_up<7>(c, in, y, y_stride, begin, end);
-    default: return look_up<8>(c, in, y, y_stride, begin, end);
-    }
+    ANYBIT_BY_WIDTH(look_up, c.bits, c, in, y, y_stride, begin, end)
 }
+
+#ifdef __AVX512BF16__
+void lookup_prepare_bf16(const ByteCodebook& c, const uint16_t* x, uint16_t* out) {
+    for (int64_t b = 0; b < lookup_blocks(c); ++b)
+        for (int64_t s = 0; s < PHASES; ++s)
+            for (int64_t v = 0; v < 2; ++v)
+                for (int64_t i = 0; i < BYTES / 2; ++i) {
+                    const int64_t j = PHASES * (b * BYTES + i / 8 * 16 + 8 * v + i % 8) + s;
+                    *out++ = j < c.columns ? x[j] : uint16_t(0);
+                }
+}
+
+void lookup_bf16_matmul(const ByteCodebook& c, const uint16_t* x, int64_t tokens, float* y, int64_t y_stride,
+                        int64_t begin, int64_t end) {
+    ANYBIT_BY_WIDTH(look_up_pairs, c.bits, c, x, tokens, y, y_stride, begin, end)
+}
+#endif
 
 } // namespace anybit::ANYBIT_ISA

@@ -45,7 +45,7 @@ struct ChannelCodebook {
     const uint8_t* bytes; // codes in the kernels' order (channel_lookup.cpp)
     const float* table;   // [channel_columns, CHANNEL_ENTRIES], what pads it finite
     int bits;             // 1..4
-    int64_t rows, channels;
+    int64_t rows, columns; // the channels
 };
 constexpr int64_t CHANNEL_ENTRIES = 16;
 constexpr int64_t CHANNEL_ROWS = 32; // blocks that restore and interleave split at: a word of a plane
@@ -54,6 +54,13 @@ constexpr int64_t CHANNEL_ROWS = 32; // blocks that restore and interleave split
 struct FloatInputs {
     const float* x;    // [tokens, group_int_columns] (or second_order_columns), padding 0
     const float* sums; // [tokens, groups]
+    int64_t tokens;
+};
+
+// The same in bfloat16.
+struct PairInputs {
+    const uint16_t* x; // in the order of pairs (bf16_dot.h)
+    const float* sums;
     int64_t tokens;
 };
 
@@ -119,6 +126,10 @@ struct Products {
     // exact; groups of up to MAX_INT_GROUP columns.
     void (*group_int_int_matmul)(const GroupInt&, const IntInputs&, float* y, int64_t y_stride, int64_t begin,
                                  int64_t end);
+    // The first two with activations in bfloat16; these and all `bf16` below are null without AVX512-BF16.
+    void (*group_int_prepare_bf16)(const GroupInt&, const uint16_t* x, uint16_t* out, float* sums);
+    void (*group_int_bf16_matmul)(const GroupInt&, const PairInputs&, float* y, int64_t y_stride, int64_t begin,
+                                  int64_t end);
     // out [rows, columns] = w, exactly rounded, for blocks of rows; the bf16 form rounds that to nearest even.
     void (*group_int_dequantize_f32)(const GroupInt&, float* out, int64_t begin, int64_t end);
     void (*group_int_dequantize_bf16)(const GroupInt&, uint16_t* out, int64_t begin, int64_t end);
@@ -133,6 +144,9 @@ struct Products {
     void (*second_order_prepare)(const SecondOrder&, const float* x, float* out, float* sums);
     void (*second_order_matmul)(const SecondOrder&, const FloatInputs&, float* y, int64_t y_stride, int64_t begin,
                                 int64_t end);
+    void (*second_order_prepare_bf16)(const SecondOrder&, const uint16_t* x, uint16_t* out, float* sums);
+    void (*second_order_bf16_matmul)(const SecondOrder&, const PairInputs&, float* y, int64_t y_stride, int64_t begin,
+                                     int64_t end);
     void (*second_order_dequantize)(const SecondOrder&, float* out, int64_t begin, int64_t end);
 
     // And for codebooks by channel; restore ORs into planes [bits, channels, rows / 32 rounded up] of zeros, and ranges of
@@ -161,11 +175,17 @@ struct Products {
     void (*lookup_float_matmul)(const ByteCodebook&, const float* x, int64_t tokens, float* y, int64_t y_stride,
                                 int64_t begin, int64_t end);
 
+    // The same with activations and centroids in bfloat16, at any width; table [rows, 2, 2^bits].
+    void (*lookup_prepare_bf16)(const ByteCodebook&, const uint16_t* x, uint16_t* out);
+    void (*lookup_bf16_matmul)(const ByteCodebook&, const uint16_t* x, int64_t tokens, float* y, int64_t y_stride,
+                               int64_t begin, int64_t end);
+
     // Identical results in every instruction set.
     void (*quantize_row)(const float* x, const ActivationGrid&, int8_t* codes, float* scales);
 };
 
-constexpr const char* PRODUCT_ISAS[] = {"portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_vbmi"};
+constexpr const char* PRODUCT_ISAS[] = {"portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_vbmi",
+                                        "avx512_bf16"};
 
 // The products of a named instruction set, or the best of this machine for null. Null if it has no such.
 const Products* products_for(const char* isa);
@@ -182,6 +202,8 @@ const Products* products_for(const char* isa);
     void group_int_prepare(const GroupInt&, const float*, float*, float*);                                    \
     void group_int_prepare_ints(const GroupInt&, const int8_t*, int8_t*, int32_t*);                           \
     void group_int_matmul(const GroupInt&, const FloatInputs&, float*, int64_t, int64_t, int64_t);            \
+    void group_int_prepare_bf16(const GroupInt&, const uint16_t*, uint16_t*, float*);                         \
+    void group_int_bf16_matmul(const GroupInt&, const PairInputs&, float*, int64_t, int64_t, int64_t);        \
     void group_int_int_matmul(const GroupInt&, const IntInputs&, float*, int64_t, int64_t, int64_t);          \
     void group_int_dequantize_f32(const GroupInt&, float*, int64_t, int64_t);                                 \
     void group_int_dequantize_bf16(const GroupInt&, uint16_t*, int64_t, int64_t);                             \
@@ -192,6 +214,8 @@ const Products* products_for(const char* isa);
     int64_t second_order_columns(const SecondOrder&);                                                         \
     void second_order_prepare(const SecondOrder&, const float*, float*, float*);                              \
     void second_order_matmul(const SecondOrder&, const FloatInputs&, float*, int64_t, int64_t, int64_t);      \
+    void second_order_prepare_bf16(const SecondOrder&, const uint16_t*, uint16_t*, float*);                   \
+    void second_order_bf16_matmul(const SecondOrder&, const PairInputs&, float*, int64_t, int64_t, int64_t);  \
     void second_order_dequantize(const SecondOrder&, float*, int64_t, int64_t);                               \
     int64_t channel_bytes(const ChannelCodebook&);                                                            \
     int64_t channel_columns(const ChannelCodebook&);                                                          \
@@ -205,6 +229,8 @@ const Products* products_for(const char* isa);
     bool lookup_takes_floats(int);                                                                            \
     void lookup_prepare_floats(const ByteCodebook&, const float*, float*);                                    \
     void lookup_float_matmul(const ByteCodebook&, const float*, int64_t, float*, int64_t, int64_t, int64_t);  \
+    void lookup_prepare_bf16(const ByteCodebook&, const uint16_t*, uint16_t*);                                \
+    void lookup_bf16_matmul(const ByteCodebook&, const uint16_t*, int64_t, float*, int64_t, int64_t, int64_t);\
     void quantize_row(const float*, const ActivationGrid&, int8_t*, float*);                                  \
     }
 ANYBIT_DECLARE(portable)
@@ -214,6 +240,7 @@ ANYBIT_DECLARE(avx_vnni)
 ANYBIT_DECLARE(avx512)
 ANYBIT_DECLARE(avx512_vnni)
 ANYBIT_DECLARE(avx512_vbmi)
+ANYBIT_DECLARE(avx512_bf16)
 #endif
 #undef ANYBIT_DECLARE
 

@@ -1,6 +1,7 @@
 // The 2-bit channels of format "two_four": groups of 16 or 8 channels whose scales are themselves rounded, over 16 rows
 // at a time. Laid out as 2-bit codes of format "group int" (interleaved.h), a cell of 16 channels at a time; beside each
 // group lies a byte for every row, its zero point in the low 2 bits and its scale's code above.
+#include "bf16_dot.h"
 #include "interleaved.h"
 
 namespace anybit::ANYBIT_ISA {
@@ -22,8 +23,40 @@ int64_t cell_bytes(const SecondOrder& t) { return CODE_BYTES + cell_groups(t) * 
 // Where part of the rows' grid for a group is.
 int64_t grid_at(const SecondOrder& t, int64_t block, int64_t g) { return block * LANES / SECOND_ROWS * t.groups + g; }
 
-template <int M>
-void multiply_block(const SecondOrder& t, const float* x, const float* sums, float* y, int64_t y_stride, int64_t block) {
+// What multiplies four codes of every row with activations of M tokens, and how the sums of a group begin and end.
+struct ByFloats {
+    using Input = float;
+    static constexpr float BIAS = 0; // that codes carry
+
+    template <int M> static void add(Floats (&sum)[CHAINS][M], Codes code, const float* x, int64_t stride, int64_t) {
+        const Ints four = reinterpret_cast<Ints>(code);
+        for (int b = 0; b < 4; ++b) {
+            const Floats w = to_float(b == 3 ? four >> 24 : four >> 8 * b & 255);
+            for (int k = 0; k < M; ++k) sum[b][k] += w * broadcast(x[k * stride + b]);
+        }
+    }
+};
+
+#ifdef __AVX512BF16__
+struct ByPairs {
+    using Input = uint16_t;
+    static constexpr float BIAS = CODE_BIAS;
+
+    template <int M> static void add(Floats (&sum)[CHAINS][M], Codes code, const uint16_t* x, int64_t stride, int64_t s) {
+        for (int odd = 0; odd < 2; ++odd) {
+            const Codes pair = biased<3>(odd ? shifted<-8>(code) : code);
+            for (int k = 0; k < M; ++k) {
+                Floats& own = sum[s % 2 * 2 + odd][k];
+                own = dot_pairs(own, pair, broadcast_pair(x + k * stride + 2 * odd));
+            }
+        }
+    }
+};
+#endif
+
+template <typename By, int M>
+void multiply_block(const SecondOrder& t, const typename By::Input* x, const float* sums, float* y, int64_t y_stride,
+                    int64_t block) {
     const int64_t cells = cells_of(t), per_cell = cell_groups(t), stride = cells * CELL;
     const uint8_t* cell = t.bytes + block * cells * cell_bytes(t);
     Floats total[M] = {};
@@ -32,17 +65,13 @@ void multiply_block(const SecondOrder& t, const float* x, const float* sums, flo
         cell_codes<2>(cell, code);
         Floats sum[CHAINS][M] = {};
         for (int64_t s = 0; s < CELL / 4; ++s) {
-            const Ints four = reinterpret_cast<Ints>(code[s]);
-            for (int b = 0; b < 4; ++b) {
-                const Floats w = to_float(b == 3 ? four >> 24 : four >> 8 * b & 255);
-                for (int k = 0; k < M; ++k) sum[b][k] += w * broadcast(x[k * stride + c * CELL + 4 * s + b]);
-            }
+            By::add(sum, code[s], x + c * CELL + 4 * s, stride, s);
             const int64_t g = c * per_cell + (s * 4 + 3) / t.group_size;
             if ((s + 1) * 4 % t.group_size != 0 || g >= t.groups) continue;
             const Ints grid = load_bytes(cell + CODE_BYTES + (g - c * per_cell) * LANES);
             const int64_t at = grid_at(t, block, g);
             const Floats scale = t.scales[at] * (to_float(grid >> 2) + static_cast<float>(t.zeros[at]));
-            const Floats zero = to_float(grid & 3);
+            const Floats zero = to_float(grid & 3) + By::BIAS;
             for (int k = 0; k < M; ++k) {
                 const Floats all = (sum[0][k] + sum[1][k]) + (sum[2][k] + sum[3][k]);
                 total[k] += scale * (all - zero * broadcast(sums[k * t.groups + g]));
@@ -53,6 +82,21 @@ void multiply_block(const SecondOrder& t, const float* x, const float* sums, flo
     const int64_t first = block * LANES, rows = least(LANES, t.rows - first);
     for (int k = 0; k < M; ++k)
         for (int64_t l = 0; l < rows; ++l) y[k * y_stride + first + l] += total[k][l];
+}
+
+template <typename By>
+void multiply(const SecondOrder& t, const typename By::Input* x, const float* sums, int64_t tokens, float* y,
+              int64_t y_stride, int64_t begin, int64_t end) {
+    const int64_t stride = cells_of(t) * CELL;
+    for (int64_t block = begin; block < end; ++block)
+        for (int64_t k = 0; k < tokens;) {
+            const bool many = tokens - k >= MOST_TOKENS;
+            const auto* from = x + k * stride;
+            const float* its = sums + k * t.groups;
+            if (many) multiply_block<By, MOST_TOKENS>(t, from, its, y + k * y_stride, y_stride, block);
+            else multiply_block<By, 1>(t, from, its, y + k * y_stride, y_stride, block);
+            k += many ? MOST_TOKENS : 1;
+        }
 }
 
 void decode_cell(const SecondOrder& t, int64_t block, int64_t c, uint8_t (&out)[LANES][CELL]) {
@@ -120,16 +164,24 @@ void second_order_prepare(const SecondOrder& t, const float* x, float* out, floa
 
 void second_order_matmul(const SecondOrder& t, const FloatInputs& in, float* y, int64_t y_stride, int64_t begin,
                          int64_t end) {
-    const int64_t stride = second_order_columns(t);
-    for (int64_t block = begin; block < end; ++block)
-        for (int64_t k = 0; k < in.tokens;) {
-            const bool many = in.tokens - k >= MOST_TOKENS;
-            const float *x = in.x + k * stride, *sums = in.sums + k * t.groups;
-            if (many) multiply_block<MOST_TOKENS>(t, x, sums, y + k * y_stride, y_stride, block);
-            else multiply_block<1>(t, x, sums, y + k * y_stride, y_stride, block);
-            k += many ? MOST_TOKENS : 1;
-        }
+    multiply<ByFloats>(t, in.x, in.sums, in.tokens, y, y_stride, begin, end);
 }
+
+#ifdef __AVX512BF16__
+void second_order_prepare_bf16(const SecondOrder& t, const uint16_t* x, uint16_t* out, float* sums) {
+    order_pairs(x, t.columns, second_order_columns(t), out);
+    for (int64_t g = 0; g < t.groups; ++g) {
+        sums[g] = 0;
+        for (int64_t j = g * t.group_size; j < least(t.columns, (g + 1) * t.group_size); ++j)
+            sums[g] += bf16_to_float(x[j]);
+    }
+}
+
+void second_order_bf16_matmul(const SecondOrder& t, const PairInputs& in, float* y, int64_t y_stride, int64_t begin,
+                              int64_t end) {
+    multiply<ByPairs>(t, in.x, in.sums, in.tokens, y, y_stride, begin, end);
+}
+#endif
 
 void second_order_dequantize(const SecondOrder& t, float* out, int64_t begin, int64_t end) {
     const int64_t cells = cells_of(t), per_cell = cell_groups(t);

@@ -77,6 +77,13 @@ inline float half_to_float(uint16_t h) {
 #endif
 }
 
+// Rounded to nearest even.
+inline uint16_t to_bf16(float value) {
+    const uint32_t bits = load_as<uint32_t>(&value);
+    if (value != value) return static_cast<uint16_t>(bits >> 16 | 0x40); // a NaN stays one
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 

@@ -28,6 +28,7 @@ def isas() -> list[str]:
 
 ISAS = isas()
 PRODUCTS = cpu.matmul_isas()
+BF16 = [isa for isa in PRODUCTS if isa == "avx512_bf16"]
 
 
 def pack(codes: np.ndarray, bits: int, padding: int, noise: np.random.Generator | None) -> np.ndarray:
@@ -168,6 +169,25 @@ def test_a_batch_equals_its_tokens(bits: int, group: int, isa: str) -> None:
     single = torch.cat([product(case, x[k : k + 1]) for k in range(17)])
     for m in range(1, 18):
         assert torch.equal(product(case, x[:m]), single[:m]), m
+
+
+@pytest.mark.parametrize("isa", BF16)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_products_in_bfloat16_are_exact(bits: int, isa: str) -> None:
+    for i, (r, c, group) in enumerate(SHAPES):
+        case = make(bits, r, c, group, symmetric=i % 3 == 0, indexed=i % 2 == 0, isa=isa)
+        x = activations(1 + i % 9, c).bfloat16()
+        y = product(case, x, threads=1 + i % 2)
+        check_product(case, x.float(), y, bits=12)  # codes of 8 bits carry 17 * 128 through the sum
+        for k in range(len(x)):
+            assert torch.equal(product(case, x[k : k + 1]), y[k : k + 1])
+
+
+def test_bfloat16_is_refused_where_the_kernels_have_none() -> None:
+    case = make(4, 3, 64, 32, isa="portable")
+    assert not case.tile.takes_bf16
+    with pytest.raises(ValueError, match="x is uint16"):
+        product(case, activations(1, 64).bfloat16())
 
 
 def test_matmul_accumulates_in_the_rows_of_the_tile_only() -> None:

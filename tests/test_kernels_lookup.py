@@ -72,17 +72,17 @@ def test_products_at_every_width_shape_and_instruction_set(
     bits: int, rows: int, columns: int, tokens: int, threads: int, seed: int
 ) -> None:
     codes, planes, table = make(rows, columns, bits, seed)
-    tile = cpu.codebook(planes, table, None, columns=columns, by_channel=False)
     x, scales = inputs(tokens, columns, seed)
     expected = oracle(codes, table, x, scales)
     size = (
         x.abs().double() @ torch.ones(columns, 1).double() * table.double().abs().amax(1)
     )  # of what is summed
     for isa in isas():
+        tile = cpu.codebook(planes, table, None, columns=columns, by_channel=False, isa=isa)
         y, one = torch.zeros(tokens, rows), torch.zeros(tokens, rows)
-        tile.int_matmul(x, scales, y, threads=threads, isa=isa)
+        tile.int_matmul(x, scales, y, threads=threads)
         assert bool(((y - expected).abs() <= 2e-6 * size + 1e-30).all()), isa
-        tile.int_matmul(x, scales, one, threads=1, isa=isa)
+        tile.int_matmul(x, scales, one, threads=1)
         assert torch.equal(y, one)
 
 
@@ -98,19 +98,20 @@ def test_exact_products_at_every_width_shape_and_instruction_set(
     codes, planes, table = make(rows, columns, bits, seed, entries=max(1, 2**bits - seed % 2))
     entries = table.float() * 1.0001 if wide else table
     out_rows = torch.arange(rows, dtype=torch.int32) * 2
-    tile = cpu.codebook(planes, entries, out_rows, columns=columns, by_channel=False)
-    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed))
-    weight = entries.double().gather(1, codes.long())
-    expected, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+    given = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed))
     for isa in isas():
-        y = torch.zeros(tokens, 2 * rows)
-        tile.matmul(x, y, threads=threads, isa=isa)
-        assert bool(((y[:, ::2] - expected).abs() <= 1e-6 * size + 1e-30).all()), isa
-        assert not y[:, 1::2].any()
-        for k in range(tokens):  # a batch is its tokens, whatever the threads
-            single = torch.zeros(1, 2 * rows)
-            tile.matmul(x[k : k + 1].contiguous(), single, threads=1, isa=isa)
-            assert torch.equal(single[0], y[k]), isa
+        tile = cpu.codebook(planes, entries, out_rows, columns=columns, by_channel=False, isa=isa)
+        for dtype in (torch.float32, torch.bfloat16)[: 1 + tile.takes_bf16]:
+            x, weight = given.to(dtype), entries.to(dtype).double().gather(1, codes.long())
+            expected, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+            y = torch.zeros(tokens, 2 * rows)
+            tile.matmul(x, y, threads=threads)
+            assert bool(((y[:, ::2] - expected).abs() <= 1e-6 * size + 1e-30).all()), (isa, dtype)
+            assert not y[:, 1::2].any()
+            for k in range(tokens):  # a batch is its tokens, whatever the threads
+                single = torch.zeros(1, 2 * rows)
+                tile.matmul(x[k : k + 1].contiguous(), single, threads=1)
+                assert torch.equal(single[0], y[k]), (isa, dtype)
 
 
 @settings(max_examples=60, deadline=None)
@@ -147,11 +148,11 @@ def test_sums_at_the_ends_of_the_bytes(bits: int) -> None:
     planes = stored(torch.full((2, columns), 2**bits - 1, dtype=torch.uint8), bits)
     table = torch.zeros(2, 2**bits)
     table[:, -1] = torch.tensor([2.0, -2.0])
-    tile = cpu.codebook(planes, table, None, columns=columns, by_channel=False)
     x = torch.full((1, columns), -128, dtype=torch.int8)
     for isa in isas():
+        tile = cpu.codebook(planes, table, None, columns=columns, by_channel=False, isa=isa)
         y = torch.zeros(1, 2)
-        tile.int_matmul(x, torch.ones(1, columns // cpu.LOOKUP_GROUP), y, isa=isa)
+        tile.int_matmul(x, torch.ones(1, columns // cpu.LOOKUP_GROUP), y)
         assert y.tolist() == [[-256.0 * columns, 256.0 * columns]]
 
 
@@ -183,7 +184,7 @@ def test_what_has_no_integer_kernel_is_refused() -> None:
     by_channel = cpu.codebook(planes, table, None, columns=64, by_channel=True)
     assert not by_channel.takes_ints
     x, scales = inputs(1, 64, 2)
-    with pytest.raises(ValueError, match="codebooks by row"):
+    with pytest.raises(ValueError, match="no integer kernel"):
         by_channel.int_matmul(x, scales, torch.zeros(1, 64))
     tile = cpu.codebook(planes, table, None, columns=64, by_channel=False)
     for bad, match in (

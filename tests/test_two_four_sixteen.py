@@ -72,17 +72,19 @@ def test_native_products(shape: tuple[int, int], wide: float, group_size: int) -
     weight, stats = problem(*shape)
     (tile,) = two_four_sixteen.quantize(weight, stats, spec(wide, group_size, clip=False)).tiles
     assert isinstance(tile, TwoFour)
-    x, dense = random(9, shape[1], seed=9), tile.dequantize()
-    expected, size = x.double() @ dense.double().T, x.double().abs() @ dense.double().abs().T
+    given, dense = random(9, shape[1], seed=9), tile.dequantize()
     for isa in cpu.matmul_isas():
         native = cpu.TwoFour(tile, isa=isa)
         assert torch.equal(native.dequantize(), dense)
-        for m in (1, 2, 9):
-            y, threaded = torch.zeros(m, shape[0]), torch.zeros(m, shape[0])
-            native.matmul(x[:m], y, threads=1)
-            assert bool(((y - expected[:m]).abs() <= 1e-6 * size[:m].amax() + 1e-30).all()), (isa, m)
-            native.matmul(x[:m], threaded, threads=3)
-            assert torch.equal(y, threaded)
+        for dtype in (torch.float32, torch.bfloat16)[: 1 + native.takes_bf16]:
+            x, bound = given.to(dtype), 1e-6 if dtype == torch.float32 else 1e-5
+            expected, size = x.double() @ dense.double().T, x.double().abs() @ dense.double().abs().T
+            for m in (1, 2, 9):
+                y, threaded = torch.zeros(m, shape[0]), torch.zeros(m, shape[0])
+                native.matmul(x[:m], y, threads=1)
+                assert bool(((y - expected[:m]).abs() <= bound * size[:m].amax() + 1e-30).all()), (isa, m)
+                native.matmul(x[:m], threaded, threads=3)
+                assert torch.equal(y, threaded)
 
 
 @pytest.mark.parametrize("in_", [576, 1536, 4096])

@@ -54,35 +54,36 @@ def cpu_features() -> dict[str, bool]:
     return _native.cpu_features()
 
 
-class GroupInt:
-    """One tile in format "group int" in the order in which the kernels read it; `group_int` makes it."""
+class _Tile:
+    """A tile bound to its kernels."""
 
-    __slots__ = ("_native", "_stored", "columns", "rows", "takes_ints")
+    __slots__ = ("_native", "columns", "rows", "takes_bf16", "takes_ints")
 
-    def __init__(self, native: Any, stored: tuple[torch.Size, torch.Size, bool], columns: int) -> None:
-        self._native, self._stored = native, stored
-        self.rows = stored[1][0]  # r
-        self.columns = columns  # c
-        self.takes_ints: bool = (
-            native.takes_ints()
-        )  # whether `int_matmul` can run: groups of at most 65536 columns
+    def __init__(self, native: Any, rows: int, columns: int) -> None:
+        self._native = native
+        self.rows, self.columns = rows, columns  # r, c
+        self.takes_bf16: bool = native.takes_bf16()  # whether `matmul` takes bfloat16
+        self.takes_ints: bool = native.takes_ints()  # whether there is `int_matmul`
 
     def matmul(self, x: Tensor, y: Tensor, threads: int | None = None) -> None:
         """`y[:, rows] += x @ W.T`, accumulated in float32, the same bits for every number of threads.
 
         Args:
-            x: float32 [m, c], contiguous rows. One token (m = 1) and its row in a batch give the same bits.
+            x: float32 [m, c], contiguous rows; bfloat16 where `takes_bf16`, which runs faster: products are exact, but
+                codebooks' centroids are rounded to bfloat16. One token (m = 1) and its row in a batch give the same bits.
             y: float32 [m, out], contiguous; out = r where the tile has no `rows`.
             threads: default `torch.get_num_threads()`.
 
         Raises:
             ValueError: wrong dtype, shape, layout or device; rows beyond `out`.
         """
-        # numpy views cost a third of what DLPack does at each call
-        self._native.matmul(x.detach().numpy(), y.numpy(), threads or torch.get_num_threads())
+        self._native.matmul(_array(x), y.numpy(), threads or torch.get_num_threads())
 
     def int_matmul(self, x: Tensor, scales: Tensor, y: Tensor, threads: int | None = None) -> None:
         """`y[:, rows] += x @ W.T` of quantized activations: exact integer sums per group, scales after.
+
+        Codebooks have groups of `LOOKUP_GROUP` inputs, and their centroids are rounded to bytes, 127 steps to each row's
+        largest.
 
         Args:
             x: int8 [m, c], contiguous.
@@ -94,6 +95,16 @@ class GroupInt:
             ValueError: wrong dtype, shape, layout or device; groups of more than 65536 columns.
         """
         self._native.int_matmul(x.numpy(), scales.numpy(), y.numpy(), threads or torch.get_num_threads())
+
+
+class GroupInt(_Tile):
+    """One tile in format "group int" in the order in which the kernels read it; `group_int` makes it."""
+
+    __slots__ = ("_stored",)
+
+    def __init__(self, native: Any, stored: tuple[torch.Size, torch.Size, bool], columns: int) -> None:
+        super().__init__(native, stored[1][0], columns)
+        self._stored = stored
 
     def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
@@ -121,48 +132,27 @@ class GroupInt:
         return codes, scales, zeros
 
 
-class Codebook:
+class Codebook(_Tile):
     """One tile in format "codebook", bound once to the tensors that hold it (`codebook` makes it)."""
 
-    __slots__ = ("_native", "by_channel", "columns", "rows", "takes_ints")
+    __slots__ = ("by_channel",)
 
-    def __init__(self, native: Any, rows: int, columns: int, by_channel: bool) -> None:
-        self._native = native
-        self.rows, self.columns = rows, columns  # n and m: W [out, in] is the transposed table by channel
+    def __init__(self, native: Any, n: int, m: int, by_channel: bool) -> None:
+        super().__init__(native, *((m, n) if by_channel else (n, m)))  # W is the transposed table by channel
         self.by_channel = by_channel
-        self.takes_ints: bool = native.takes_ints()  # whether `int_matmul` can run: tables by row
 
-    def prepare(self, ints: bool) -> None:
-        """Make the table that `int_matmul` (or `matmul`) looks up now, not at its first call."""
-        self._native.prepare(ints)
-
-    def matmul(self, x: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None) -> None:
-        """See `GroupInt.matmul`; `isa`: an instruction set other than the best, for tests."""
-        self._native.matmul(x.detach().numpy(), y.numpy(), threads or torch.get_num_threads(), isa)
-
-    def int_matmul(
-        self, x: Tensor, scales: Tensor, y: Tensor, threads: int | None = None, isa: str | None = None
-    ) -> None:
-        """See `GroupInt.int_matmul`; scales [m, c / LOOKUP_GROUP rounded up].
-
-        Centroids are rounded to bytes, 127 steps to each row's largest.
-        """
-        threads = threads or torch.get_num_threads()
-        self._native.int_matmul(x.numpy(), scales.numpy(), y.numpy(), threads, isa)
-
-    def dequantize(
-        self, dtype: torch.dtype = torch.float32, threads: int | None = None, isa: str | None = None
-    ) -> Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
-        out = torch.empty(self.rows, self.columns)
-        self._native.dequantize(out, threads or torch.get_num_threads(), isa)
+        shape = (self.columns, self.rows) if self.by_channel else (self.rows, self.columns)
+        out = torch.empty(shape)
+        self._native.dequantize(out, threads or torch.get_num_threads())
         return (out.T if self.by_channel else out).to(dtype)
 
 
-class Channels:
+class Channels(_Tile):
     """One tile in format "codebook" by input channel, of up to 4 bits, in the kernels' order; it holds its bytes."""
 
-    __slots__ = ("_native", "_planes", "columns", "rows")
+    __slots__ = ("_planes",)
 
     MOST_BITS = 4  # wider ones are bound as they are stored (`codebook`)
 
@@ -175,12 +165,9 @@ class Channels:
         isa: str | None = None,
     ) -> None:
         threads = threads or torch.get_num_threads()
-        self._native = _native.Channels(planes, table.float().contiguous(), rows, threads, isa)
-        self._planes, self.rows, self.columns = planes.shape, rows, planes.shape[1]
-
-    def matmul(self, x: Tensor, y: Tensor, threads: int | None = None) -> None:
-        """`y += x @ W.T` of contiguous float32 x [m, c] and y [m, r]; see `GroupInt.matmul`."""
-        self._native.matmul(x.detach().numpy(), y.numpy(), threads or torch.get_num_threads())
+        native = _native.Channels(planes, table.float().contiguous(), rows, threads, isa)
+        super().__init__(native, rows, planes.shape[1])
+        self._planes = planes.shape
 
     def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
@@ -195,37 +182,49 @@ class Channels:
         return planes.view(torch.uint32)
 
 
-def codebook(
+def _array(x: Tensor) -> Any:
+    """Activations as the native kernels take them: numpy views cost a third of what DLPack does at each call."""
+    x = x.detach()
+    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def codebook(  # noqa: PLR0913 - what the format has
     planes: Tensor,  # uint32 [bits, n, words]
     table: Tensor,  # float16 or float32 [n, entries]
     rows: Tensor | None,  # int32 [n] ascending output rows; None: all
     *,
     columns: int,  # m
     by_channel: bool,
+    isa: str | None = None,
 ) -> Codebook:
     """Bind a tile to its kernels; every code must be below `entries`, which `tensors.validate` sees to.
+
+    Args:
+        isa: one of `matmul_isas()` instead of the best, for tests.
 
     Raises:
         ValueError: wrong dtype, shape, layout or device, rows that do not ascend from 0.
     """
-    native = _native.Codebook(planes, table, rows, columns, by_channel)
+    native = _native.Codebook(planes, table, rows, columns, by_channel, isa)
     return Codebook(native, planes.shape[1], columns, by_channel)
 
 
 class TwoFour:
     """One tile in format "two_four": its 2-bit channels and its 4-bit ones, each in the order of their kernels."""
 
-    __slots__ = ("_given", "_narrow", "_wide", "channels", "columns", "rows")
+    __slots__ = ("_given", "_narrow", "_wide", "channels", "columns", "rows", "takes_bf16")
 
     def __init__(self, tile: formats.TwoFour, threads: int | None = None, isa: str | None = None) -> None:
         self.rows, self.columns = tile.codes.shape
         self.channels = formats.TwoFour.channels(tile.wide, self.columns)
         threads = threads or torch.get_num_threads()
         low, high = (tile.codes[:, part].contiguous() for part in self.channels)
-        self._narrow = self._wide = None
+        self._narrow: _Tile | None = None
+        self._wide: GroupInt | None = None
         if low.shape[1]:
             grid = (tile.zeros, tile.scale_codes, tile.scale_scales.float(), tile.scale_zeros)
-            self._narrow = _native.SecondOrder(low, *grid, tile.group_size, threads, isa)
+            native = _native.SecondOrder(low, *grid, tile.group_size, threads, isa)
+            self._narrow = _Tile(native, *low.shape)
         if high.shape[1]:
             self._wide = group_int(
                 pack_bits(high, 4, 1),
@@ -238,25 +237,22 @@ class TwoFour:
                 threads=threads,
                 isa=isa,
             )
+        self.takes_bf16 = all(part.takes_bf16 for part in (self._narrow, self._wide) if part is not None)
         nothing = torch.zeros(self.rows, 0, dtype=torch.uint8)
         self._given = replace(tile, codes=nothing, zeros=nothing, scale_codes=nothing)  # what is small
 
     def matmul(self, x: Tensor, y: Tensor, threads: int | None = None) -> None:
-        """`y += x @ W.T` of float32 x [m, c] and contiguous y [m, r]; see `GroupInt.matmul`."""
-        narrow, wide = self.channels
-        if self._narrow is not None:
-            self._narrow.matmul(
-                x.detach().index_select(1, narrow).numpy(), y.numpy(), threads or torch.get_num_threads()
-            )
-        if self._wide is not None:
-            self._wide.matmul(x.index_select(1, wide), y, threads)
+        """`y += x @ W.T` of x [m, c] and contiguous y [m, r]; see `GroupInt.matmul`."""
+        for part, columns in zip((self._narrow, self._wide), self.channels):
+            if part is not None:
+                part.matmul(x.index_select(1, columns), y, threads)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
         out, (narrow, wide) = torch.empty(self.rows, self.columns), self.channels
         if self._narrow is not None:
             part = torch.empty(self.rows, len(narrow))
-            self._narrow.dequantize(part, threads or torch.get_num_threads())
+            self._narrow._native.dequantize(part, threads or torch.get_num_threads())
             out[:, narrow] = part
         if self._wide is not None:
             out[:, wide] = self._wide.dequantize(threads=threads)
@@ -269,7 +265,7 @@ class TwoFour:
         zeros, scale_codes = (torch.empty(self.rows, groups, dtype=torch.uint8) for _ in range(2))
         if self._narrow is not None:
             part = torch.empty(self.rows, len(narrow), dtype=torch.uint8)
-            self._narrow.restore(part, zeros, scale_codes, torch.get_num_threads())
+            self._narrow._native.restore(part, zeros, scale_codes, torch.get_num_threads())
             codes[:, narrow] = part
         if self._wide is not None:
             codes[:, wide] = unpack_bits(self._wide.restore()[0], 4, len(wide))
@@ -280,6 +276,8 @@ class Float16:
     """One tile in format "float16": PyTorch multiplies it."""
 
     __slots__ = ("rows", "values")
+
+    takes_bf16 = False
 
     def __init__(self, values: Tensor, rows: Tensor | None) -> None:
         self.values, self.rows = values, None if rows is None else rows.long()

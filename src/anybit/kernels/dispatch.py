@@ -82,9 +82,7 @@ class Prepared:
                 return cpu.Channels(fields["planes"], table, m)
             if not self.exact:
                 table = reference.byte_table(table)
-            made = cpu.codebook(fields["planes"], table, rows, columns=m, by_channel=tile["by_channel"])
-            made.prepare(ints=not self.exact)
-            return made
+            return cpu.codebook(fields["planes"], table, rows, columns=m, by_channel=tile["by_channel"])
         zeros = fields.get("zeros")
         return cpu.group_int(
             fields["codes"],
@@ -129,6 +127,7 @@ class Prepared:
         flat = x.reshape(tokens, self.in_features).float().contiguous()
         if self.input_scale is not None:
             flat = flat * self.input_scale
+        half = flat.bfloat16() if x.dtype == torch.bfloat16 else None
         y = torch.zeros(tokens, self.out_features)
         rounded: tuple[Tensor, Tensor] | None = None  # tiles by rows read the same inputs
         for tile, described, fields in zip(self.tiles, self.weight.layout["tiles"], self.fields):
@@ -137,6 +136,8 @@ class Prepared:
             if isinstance(tile, cpu.Codebook) and not self.exact:
                 tile.int_matmul(*cpu.quantize_activations(part, *_lookup_grid(part)), y)
             elif "act_bits" not in described:
+                if half is not None and tile.takes_bf16:
+                    part = half if cols is None else half.index_select(1, cols)
                 tile.matmul(part, y)
             elif isinstance(tile, cpu.GroupInt) and tile.takes_ints:
                 if rounded is None or cols is not None:

@@ -1,0 +1,147 @@
+// Arrays from Python: checked for dtype, shape and layout before a kernel sees their pointers, with errors in words.
+#pragma once
+
+#include "kernels.h"
+#include "products.h"
+#include "thread_pool.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+
+namespace anybit {
+
+namespace nb = nanobind;
+
+using Input = nb::ndarray<nb::ro>;
+using Output = nb::ndarray<>;
+using Shape = std::initializer_list<int64_t>; // -1: any size
+
+// Below this many multiply-adds (or weights) a call is over before a second thread has woken up.
+constexpr int64_t SERIAL_WORK = 1 << 18;
+constexpr int64_t PIECES_PER_THREAD = 4; // so that a thread that started late or runs slowly holds nobody up
+constexpr int64_t MAX_THREADS = 1024;
+constexpr int64_t MAX_SIZE = int64_t(1) << 31; // rows, columns: keeps every product below 2^63
+
+[[noreturn]] inline void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+// ---- checks ---------------------------------------------------------------------------------------------
+
+enum class Type { u8, i8, u16, u32, i32, f16, bf16, f32, other };
+
+const char* const TYPE_NAMES[] = {"uint8", "int8", "uint16", "uint32", "int32", "float16", "bfloat16", "float32", "another dtype"};
+
+inline Type type_of(nb::dlpack::dtype dtype) {
+    using Code = nb::dlpack::dtype_code;
+    const auto is = [dtype](Code code, int bits) {
+        return dtype.code == static_cast<uint8_t>(code) && dtype.bits == bits && dtype.lanes == 1;
+    };
+    if (is(Code::UInt, 8)) return Type::u8;
+    if (is(Code::Int, 8)) return Type::i8;
+    if (is(Code::UInt, 16)) return Type::u16;
+    if (is(Code::UInt, 32)) return Type::u32;
+    if (is(Code::Int, 32)) return Type::i32;
+    if (is(Code::Float, 16)) return Type::f16;
+    if (is(Code::Bfloat, 16)) return Type::bf16;
+    if (is(Code::Float, 32)) return Type::f32;
+    return Type::other;
+}
+
+inline std::string words(const int64_t* sizes, size_t n) {
+    std::string text = "[";
+    for (size_t i = 0; i < n; ++i)
+        text += (i == 0 ? "" : ", ") + (sizes[i] == -1 ? std::string("any") : std::to_string(sizes[i]));
+    return text + "]";
+}
+
+template <typename A> bool has_shape(const A& a, Shape shape) {
+    if (a.ndim() != shape.size()) return false;
+    size_t i = 0;
+    for (int64_t wanted : shape) {
+        const int64_t size = static_cast<int64_t>(a.shape(i++));
+        if (size >= MAX_SIZE || (wanted != -1 && size != wanted)) return false;
+    }
+    return true;
+}
+
+// Whether the last `dims` dimensions lie in memory without gaps.
+template <typename A> bool is_dense(const A& a, size_t dims) {
+    int64_t stride = 1;
+    for (size_t i = a.ndim(); i-- > a.ndim() - dims;) {
+        if (a.shape(i) != 1 && a.stride(i) != stride) return false;
+        stride *= static_cast<int64_t>(a.shape(i));
+    }
+    return true;
+}
+
+enum class Layout { dense, dense_rows, any };
+
+// Throw ValueError unless `a` is a CPU array of this dtype, shape and layout.
+template <typename A>
+void check(const char* name, const A& a, std::initializer_list<Type> types, Shape shape, Layout layout) {
+    const Type type = type_of(a.dtype());
+    bool good = a.device_type() == nb::device::cpu::value && has_shape(a, shape);
+    bool known = false;
+    for (Type t : types) known = known || t == type;
+    const size_t dims = layout == Layout::dense ? a.ndim() : layout == Layout::dense_rows ? 1 : 0;
+    good = good && known && (a.size() == 0 || is_dense(a, dims));
+    if (good) return;
+    std::string expected;
+    for (Type t : types) expected += (expected.empty() ? "" : " or ") + std::string(TYPE_NAMES[int(t)]);
+    expected += " " + words(shape.begin(), shape.size()) + " on the CPU";
+    if (layout == Layout::dense) expected += ", contiguous";
+    if (layout == Layout::dense_rows) expected += ", with contiguous rows";
+    refuse(std::string(name) + " is " + TYPE_NAMES[int(type)] + " " + words(a.shape_ptr(), a.ndim()) +
+           " with strides " + words(a.stride_ptr(), a.ndim()) + ", expected " + expected);
+}
+
+// One size of an array that the other arguments are held against.
+template <typename A> int64_t size_of(const char* name, const A& a, size_t dim, size_t ndim) {
+    if (a.ndim() != ndim)
+        refuse(std::string(name) + " has " + std::to_string(a.ndim()) + " dimensions, expected " +
+               std::to_string(ndim));
+    return static_cast<int64_t>(a.shape(dim));
+}
+
+inline int check_threads(int64_t threads) {
+    if (threads < 1 || threads > MAX_THREADS)
+        refuse("threads is " + std::to_string(threads) + ", expected 1 to " + std::to_string(MAX_THREADS));
+    return static_cast<int>(threads);
+}
+
+template <typename K> const K& find_kernels(const K* (*find)(const char*), const std::optional<std::string>& isa) {
+    const K* kernels = find(isa ? isa->c_str() : nullptr);
+    if (kernels == nullptr) refuse("isa '" + *isa + "' is unknown or not what this machine has");
+    return *kernels;
+}
+
+inline const Kernels& check_isa(const std::optional<std::string>& isa) { return find_kernels(kernels_for, isa); }
+inline const Products& check_products(const std::optional<std::string>& isa) { return find_kernels(products_for, isa); }
+
+inline int64_t row_stride(int64_t rows, int64_t stride, int64_t columns) { return rows > 1 ? stride : columns; }
+
+// ---- running --------------------------------------------------------------------------------------------
+
+struct Free {
+    void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
+};
+using Scratch = std::unique_ptr<float[], Free>;
+
+inline Scratch make_scratch(int64_t floats) {
+    return Scratch(static_cast<float*>(::operator new[](static_cast<size_t>(floats) * 4, std::align_val_t(64))));
+}
+
+// Rows that a thread takes at a time, a multiple of `block`: all where the work is worth one thread only.
+inline int64_t piece_of(int64_t rows, int64_t block, int64_t work, int threads) {
+    if (threads == 1 || work < SERIAL_WORK) return rows;
+    const int64_t pieces = threads * PIECES_PER_THREAD, share = (rows + pieces - 1) / pieces;
+    return (share + block - 1) / block * block;
+}
+
+} // namespace anybit
