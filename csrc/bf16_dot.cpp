@@ -37,7 +37,7 @@ void multiply_block(const GroupInt& t, const PairInputs& in, int64_t first, floa
                     }
                 }
         }
-        const Floats scale = load_scales(t.scales + (block * t.groups + g) * LANES);
+        const Floats scale = load_halves(t.scales + (block * t.groups + g) * LANES);
         const Floats zero = to_float(load_zeros(t, block, g)) + BIAS;
         for (int k = 0; k < M; ++k) {
             const Floats low = sum[0][k] + sum[1][k], high = sum[2][k] + sum[3][k];

@@ -1,7 +1,8 @@
 // The Python module anybit._native: functions on arrays, which it checks; it releases the GIL and splits the rows over
-// threads. Tiles bound to kernels are in tiles.h.
+// threads. Tiles bound to kernels are in tiles.h, layers of
+// them in layer.h.
+#include "layer.h"
 #include "moments.h"
-#include "tiles.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -286,4 +287,19 @@ NB_MODULE(_native, m) {
              "every code must be below `entries`. W is the table's rows, or by channel its transpose.")
         .def("dequantize", &BoundCodebook::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
              "out float32 [n, columns] = the table's rows.");
+    nb::class_<BoundHalves, Tile>(m, "Halves", "A tile in format \"float16\", bound to the array that holds it.")
+        .def(nb::init<Input, const std::optional<Input>&, const std::optional<std::string>&>(),
+             nb::arg("values").noconvert(), nb::arg("rows").noconvert().none(), nb::arg("isa") = nb::none(),
+             "values float16 [r, columns], rows int32 [r] or None (all).");
+    nb::class_<Layer>(m, "Layer", "A linear layer: tiles, what they read of the inputs, and a sparse part.")
+        .def(nb::init<int64_t, int64_t>(), nb::arg("out"), nb::arg("in_"))
+        .def("add_tile", &Layer::add_tile, nb::arg("tile"), nb::arg("cols").noconvert().none(), nb::arg("act_bits"),
+             nb::arg("group_size"), nb::arg("clip").noconvert().none(), nb::arg("fixed").noconvert().none(),
+             "cols int32 [columns] or None (all inputs); act_bits 0 or what inputs are rounded to, in groups of group_size\n"
+             "by clip or fixed float16 [groups].")
+        .def("set_sparse", &Layer::set_sparse, nb::arg("values").noconvert(), nb::arg("columns").noconvert(),
+             nb::arg("row_ptr").noconvert(), "values float16 [n], columns uint16 or uint32 [n], row_ptr int32 [out + 1].")
+        .def("set_input_scale", &Layer::set_input_scale, nb::arg("scale").noconvert(), "float32 [in].")
+        .def("matmul", &Layer::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("threads"),
+             "y [m, out] = x [m, in] @ W.T, both float32 or both bfloat16 (or its bits as uint16).");
 }

@@ -129,7 +129,7 @@ void multiply_block(const GroupInt& t, const FloatInputs& in, int64_t first, flo
                 }
             }
         }
-        const Floats scale = load_scales(t.scales + (block * t.groups + g) * LANES);
+        const Floats scale = load_halves(t.scales + (block * t.groups + g) * LANES);
         const Floats zero = to_float(load_zeros(t, block, g));
         for (int k = 0; k < M; ++k) {
             const Floats all = (sum[0][k] + sum[1][k]) + (sum[2][k] + sum[3][k]);

@@ -38,7 +38,7 @@ void multiply_block(const GroupInt& t, const IntInputs& in, int64_t first, float
                     own = BITS == 8 ? dot(own, code[s], four) : dot_small(own, code[s], four);
                 }
         }
-        const Floats scale = load_scales(t.scales + (block * t.groups + g) * LANES);
+        const Floats scale = load_halves(t.scales + (block * t.groups + g) * LANES);
         const Ints zero = load_zeros(t, block, g);
         for (int k = 0; k < M; ++k) {
             const int64_t at = (first + k) * t.groups + g;

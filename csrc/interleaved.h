@@ -57,7 +57,10 @@ inline void cell_codes(const Codes (&v)[cell_vectors(BITS)], Codes (&code)[sizeo
 // All codes of the cell at `from`, four columns to a vector.
 template <int BITS> inline void cell_codes(const uint8_t* from, Codes (&code)[cell_columns(BITS) / 4]) {
     Codes v[cell_vectors(BITS)];
-    for (int64_t i = 0; i < cell_vectors(BITS); ++i) v[i] = load_as<Codes>(from + i * BYTES);
+    for (int64_t i = 0; i < cell_vectors(BITS); ++i) {
+        prefetch(from + i * BYTES);
+        v[i] = load_as<Codes>(from + i * BYTES);
+    }
     cell_codes<BITS>(v, code, typename Count<static_cast<int>(cell_columns(BITS) / 4)>::type{});
 }
 
@@ -76,19 +79,6 @@ template <int BITS> inline void put_cell(const uint8_t* codes, uint8_t* cell) {
         if (BITS % 2 == 1) word[FOURS + TWOS] |= (four >> (BITS & 6) & FOUR_BYTES) << s;
     }
     for (int v = 0; v < VECTORS; ++v) __builtin_memcpy(cell + v * BYTES, word + v, 4);
-}
-
-// LANES scales as floats.
-inline Floats load_scales(const uint16_t* from) {
-#if defined(__AVX512F__)
-    return _mm512_cvtph_ps(load_as<__m256i>(from));
-#elif defined(__F16C__)
-    return _mm256_cvtph_ps(load_as<__m128i>(from));
-#else
-    Floats scales;
-    for (int l = 0; l < LANES; ++l) scales[l] = half_to_float(from[l]);
-    return scales;
-#endif
 }
 
 // The zero points of LANES rows in a group.

@@ -1,11 +1,11 @@
-// Format "codebook" by rows with quantized activations: codes are turned from bitplanes into bytes, looked up in the
-// row's table of byte centroids, and multiplied as bytes.
+// Format "codebook" by rows: codes are turned from bitplanes into bytes and looked up in the row's table, of bytes that meet
+// activations of 8 bits, of bfloat16 or of floats.
 //
 // A vector of each plane holds the bits of 8 * BYTES weights: byte m, bit s belongs to weight 8 m + s. Shifting and
 // merging turns the planes into eight vectors whose byte m has the code of weight 8 m + s in its low bits, and junk
 // above them that the lookup does not see. So the stored planes are read as they lie; it is the activations that are
-// put in the order of the vectors, once per call. Lane l of a vector meets the 32 weights from 32 l on: the activations of
-// each such group have a scale of their own.
+// put in the order of the vectors, once per call. With bytes, lane l of a vector meets the 32 weights from 32 l on: the
+// activations of each such group have a scale of their own.
 #include "bf16_dot.h"
 #include "products.h"
 
@@ -17,9 +17,9 @@ typedef uint16_t Pairs __attribute__((vector_size(BYTES)));
 constexpr int CHAINS = 4; // sums under way at once: a dot product takes as many cycles or more
 constexpr int64_t PHASES = 8; // vectors of codes that a vector of each plane becomes
 #if defined(__AVX512F__)
-constexpr int64_t MOST_FLOAT_TOKENS = 4; // in registers at once
+constexpr int64_t MOST_TOKENS = 4; // in registers at once
 #else
-constexpr int64_t MOST_FLOAT_TOKENS = 2;
+constexpr int64_t MOST_TOKENS = 2;
 #endif
 
 // Shifts within pairs of bytes: the bits that cross into the neighbour are junk or masked by whoever shifts.
@@ -184,78 +184,22 @@ inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
 }
 #endif
 
-// Bytes of a plane from `from` on, of which `left` lie in the row; those behind are 0 and meet activations of 0.
-inline Codes load_plane(const uint8_t* from, int64_t left) {
-    if (left >= BYTES) return load_as<Codes>(from);
-    Codes bytes{};
-    __builtin_memcpy(&bytes, from, static_cast<size_t>(left));
-    return bytes;
-}
+// ---- wider centroids ------------------------------------------------------------------------------------------
+//
+// A vector of codes becomes four of floats or two of bfloat16: by permuting whole entries where a table fits one or two
+// registers, byte by byte where it does not.
 
-template <int B, int M>
-void look_up_row(const ByteCodebook& c, const LookupInputs& in, int64_t first, float* y, int64_t y_stride,
-                  int64_t row) {
-    const int64_t bytes = 4 * c.words, blocks = ceil_div(bytes, BYTES), plane_bytes = c.rows * bytes;
-    const auto* planes = reinterpret_cast<const uint8_t*>(c.planes) + row * bytes;
-    const int8_t* x = in.codes + first * blocks * PHASES * BYTES;
-    const float* scales = in.scales + first * blocks * LANES;
-    const Table<B> table(c.table + (row << B));
-    Floats total[M] = {};
-    for (int64_t b = 0; b < blocks; ++b) {
-        Codes plane[B], code[PHASES];
-        Ints sums[CHAINS][M] = {};
-        for (int p = 0; p < B; ++p)
-            plane[p] = load_plane(planes + (B - 1 - p) * plane_bytes + b * BYTES, bytes - b * BYTES);
-        codes_of<B>(plane, code);
-        for (int64_t s = 0; s < PHASES; ++s) {
-            const Codes weights = table(code[s]);
-            for (int64_t k = 0; k < M; ++k)
-                sums[s % CHAINS][k] =
-                    dot_centroids(sums[s % CHAINS][k], weights, x + ((k * blocks + b) * PHASES + s) * BYTES);
-        }
-        for (int64_t k = 0; k < M; ++k) {
-            Ints sum = sums[0][k];
-            for (int i = 1; i < CHAINS; ++i) sum += sums[i][k];
-            total[k] += to_float(sum) * load(scales + (k * blocks + b) * LANES);
-        }
-    }
-    const int64_t out = c.out_rows == nullptr ? row : c.out_rows[row];
-    for (int k = 0; k < M; ++k) {
-        const float centred = reduce(total[k]) - static_cast<float>(BYTE_ZERO - CENTRE) * in.sums[first + k];
-        y[(first + k) * y_stride + out] += c.scales[row] * centred;
-    }
-}
-
-template <int B, int M>
-void look_up_range(const ByteCodebook& c, const LookupInputs& in, int64_t first, float* y, int64_t y_stride,
-                   int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) look_up_row<B, M>(c, in, first, y, y_stride, row);
-}
-
-template <int B>
-void look_up(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row += LOOKUP_ROWS) {
-        const int64_t last = least(end, row + LOOKUP_ROWS);
-        for (int64_t k = 0; k < in.tokens;) {
-            const int64_t step = in.tokens - k >= 4 ? 4 : in.tokens - k >= 2 ? 2 : 1;
-            if (step == 4) look_up_range<B, 4>(c, in, k, y, y_stride, row, last);
-            if (step == 2) look_up_range<B, 2>(c, in, k, y, y_stride, row, last);
-            if (step == 1) look_up_range<B, 1>(c, in, k, y, y_stride, row, last);
-            k += step;
-        }
-    }
-}
-
-// ---- exactly: centroids of four bytes, looked up byte by byte ---------------------------------------------------
-
-// The widest codes for which that beats decoding word by word.
+// The widest codes for which entries are permuted whole, and for which looking up bytes beats decoding word by word.
 #if defined(__AVX512VBMI__)
-constexpr int MOST_FLOAT_BITS = 8;
+constexpr int MOST_WHOLE_FLOATS = 5, MOST_FLOATS = 8;
+#elif defined(__AVX512F__)
+constexpr int MOST_WHOLE_FLOATS = 5, MOST_FLOATS = 5;
 #elif defined(__AVX2__)
-constexpr int MOST_FLOAT_BITS = 5;
+constexpr int MOST_WHOLE_FLOATS = 3, MOST_FLOATS = 5;
 #else
-constexpr int MOST_FLOAT_BITS = 0;
+constexpr int MOST_WHOLE_FLOATS = 0, MOST_FLOATS = 0;
 #endif
+constexpr int MOST_WHOLE_HALVES = 6;
 
 // Interleave units of UNIT bytes of a and b, within every 16 bytes: the first halves into `low`, the others into `high`.
 template <int UNIT> inline void interleave(Codes a, Codes b, Codes& low, Codes& high) {
@@ -277,104 +221,330 @@ template <int UNIT> inline void interleave(Codes a, Codes b, Codes& low, Codes& 
 #endif
 }
 
-// A row's centroids at the codes: lane l of vector j belongs to byte 16 (l / 4) + 4 j + l % 4 of the codes.
-template <int B> inline void look_up_floats(const Table<B> (&byte)[4], Codes code, Floats (&values)[4]) {
-    Codes low[2], high[2], made[4];
-    interleave<1>(byte[0](code), byte[1](code), low[0], high[0]);
-    interleave<1>(byte[2](code), byte[3](code), low[1], high[1]);
-    interleave<2>(low[0], low[1], made[0], made[1]);
-    interleave<2>(high[0], high[1], made[2], made[3]);
-    for (int j = 0; j < 4; ++j) values[j] = reinterpret_cast<Floats>(made[j]);
-}
+template <int B> struct ByteFloats {
+    Table<B> byte[4];
 
-template <int B, int M>
-void look_up_exact_row(const ByteCodebook& c, const float* x, float* y, int64_t y_stride, int64_t row) {
-    const int64_t bytes = 4 * c.words, blocks = ceil_div(bytes, BYTES), plane_bytes = c.rows * bytes;
-    const auto* planes = reinterpret_cast<const uint8_t*>(c.planes) + row * bytes;
-    const uint8_t* table = c.table + (row << (B + 2));
-    const Table<B> byte[4] = {Table<B>(table), Table<B>(table + (1 << B)), Table<B>(table + (2 << B)),
-                              Table<B>(table + (3 << B))};
-    Floats sums[4][M] = {};
-    for (int64_t b = 0; b < blocks; ++b) {
-        Codes plane[B], code[PHASES];
-        for (int p = 0; p < B; ++p)
-            plane[p] = load_plane(planes + (B - 1 - p) * plane_bytes + b * BYTES, bytes - b * BYTES);
-        codes_of<B>(plane, code);
-        for (int64_t s = 0; s < PHASES; ++s) {
-            Floats weights[4];
-            look_up_floats<B>(byte, code[s], weights);
-            for (int64_t k = 0; k < M; ++k)
-                for (int j = 0; j < 4; ++j)
-                    sums[j][k] += weights[j] * load(x + ((k * blocks + b) * PHASES + s) * BYTES + j * LANES);
-        }
+    ByteFloats(const uint8_t* table, int64_t row)
+        : byte{Table<B>(at(table, row, 0)), Table<B>(at(table, row, 1)), Table<B>(at(table, row, 2)),
+               Table<B>(at(table, row, 3))} {}
+    static const uint8_t* at(const uint8_t* table, int64_t row, int64_t i) { return table + ((row * 4 + i) << B); }
+
+    // Which byte of the codes lane l of vector v belongs to.
+    static int64_t place(int64_t v, int64_t l) { return l / 4 * 16 + 4 * v + l % 4; }
+
+    void operator()(Codes code, Floats (&values)[4]) const {
+        Codes low[2], high[2], made[4];
+        interleave<1>(byte[0](code), byte[1](code), low[0], high[0]);
+        interleave<1>(byte[2](code), byte[3](code), low[1], high[1]);
+        interleave<2>(low[0], low[1], made[0], made[1]);
+        interleave<2>(high[0], high[1], made[2], made[3]);
+        for (int j = 0; j < 4; ++j) values[j] = reinterpret_cast<Floats>(made[j]);
     }
-    const int64_t out = c.out_rows == nullptr ? row : c.out_rows[row];
-    for (int k = 0; k < M; ++k)
-        y[k * y_stride + out] += reduce((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]));
-}
+};
 
-template <int B>
-void look_up_exactly(const ByteCodebook& c, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
-                     int64_t end) {
-    if constexpr (B <= MOST_FLOAT_BITS) {
-        const int64_t stride = ceil_div(4 * c.words, BYTES) * PHASES * BYTES;
-        for (int64_t first = begin; first < end; first += LOOKUP_ROWS)
-            for (int64_t k = 0; k < tokens;) {
-                const int64_t step = tokens - k >= MOST_FLOAT_TOKENS ? MOST_FLOAT_TOKENS : 1;
-                for (int64_t row = first; row < least(end, first + LOOKUP_ROWS); ++row) {
-                    if (step == 1) look_up_exact_row<B, 1>(c, x + k * stride, y + k * y_stride, y_stride, row);
-                    else look_up_exact_row<B, MOST_FLOAT_TOKENS>(c, x + k * stride, y + k * y_stride, y_stride, row);
-                }
-                k += step;
-            }
+#ifdef __AVX2__
+// The codes of bytes 4 l + v in the low bits of lanes l.
+template <int V> inline Codes fourth(Codes code) {
+    if constexpr (V == 0) return code;
+    else {
+        typedef uint32_t Words __attribute__((vector_size(BYTES)));
+        return reinterpret_cast<Codes>(reinterpret_cast<Words>(code) >> 8 * V);
     }
 }
+
+template <int B> struct WholeFloats {
+#ifdef __AVX512F__
+    __m512 part[B == 5 ? 2 : 1];
+
+    WholeFloats(const uint8_t* table, int64_t row) {
+        const auto* entry = reinterpret_cast<const float*>(table) + (row << B);
+        if constexpr (B == 1) part[0] = _mm512_castpd_ps(_mm512_set1_pd(load_as<double>(entry)));
+        else if constexpr (B == 2) part[0] = _mm512_broadcast_f32x4(load_as<__m128>(entry));
+        else if constexpr (B == 3) part[0] = _mm512_broadcast_f32x8(load_as<__m256>(entry));
+        else
+            for (int i = 0; i < 1 << (B - 4); ++i) part[i] = load_as<__m512>(entry + 16 * i);
+    }
+
+    Floats at(Codes lanes) const {
+        const auto index = reinterpret_cast<__m512i>(lanes);
+        if constexpr (B <= 4) return reinterpret_cast<Floats>(_mm512_permutexvar_ps(index, part[0]));
+        else return reinterpret_cast<Floats>(_mm512_permutex2var_ps(part[0], index, part[1]));
+    }
+#else
+    __m256 part;
+
+    WholeFloats(const uint8_t* table, int64_t row) {
+        const auto* entry = reinterpret_cast<const float*>(table) + (row << B);
+        if constexpr (B == 1) part = _mm256_castpd_ps(_mm256_set1_pd(load_as<double>(entry)));
+        else if constexpr (B == 2) part = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(entry));
+        else part = load_as<__m256>(entry);
+    }
+
+    Floats at(Codes lanes) const {
+        return reinterpret_cast<Floats>(_mm256_permutevar8x32_ps(part, reinterpret_cast<__m256i>(lanes)));
+    }
+#endif
+
+    static int64_t place(int64_t v, int64_t l) { return 4 * l + v; }
+
+    void operator()(Codes code, Floats (&values)[4]) const {
+        values[0] = at(code);
+        values[1] = at(fourth<1>(code));
+        values[2] = at(fourth<2>(code));
+        values[3] = at(fourth<3>(code));
+    }
+};
+#else
+template <int B> using WholeFloats = ByteFloats<B>; // never used
+#endif
 
 #ifdef __AVX512BF16__
-// ---- in bfloat16: centroids of two bytes, multiplied in pairs ---------------------------------------------------
+template <int B> struct ByteHalves {
+    Table<B> low, high;
 
-template <int B, int M>
-void look_up_pairs_row(const ByteCodebook& c, const uint16_t* x, float* y, int64_t y_stride, int64_t row) {
-    const int64_t bytes = 4 * c.words, blocks = ceil_div(bytes, BYTES), plane_bytes = c.rows * bytes;
-    const auto* planes = reinterpret_cast<const uint8_t*>(c.planes) + row * bytes;
-    const Table<B> low(c.table + (row << (B + 1))), high(c.table + (row << (B + 1)) + (1 << B));
-    Floats sums[4][M] = {};
-    for (int64_t b = 0; b < blocks; ++b) {
-        Codes plane[B], code[PHASES];
-        for (int p = 0; p < B; ++p)
-            plane[p] = load_plane(planes + (B - 1 - p) * plane_bytes + b * BYTES, bytes - b * BYTES);
-        codes_of<B>(plane, code);
+    ByteHalves(const uint8_t* table, int64_t row)
+        : low(table + (row << (B + 1))), high(table + (row << (B + 1)) + (1 << B)) {}
+    static int64_t place(int64_t v, int64_t i) { return i / 8 * 16 + 8 * v + i % 8; }
+
+    void operator()(Codes code, Codes (&halves)[2]) const {
+        interleave<1>(low(code), high(code), halves[0], halves[1]);
+    }
+};
+
+template <int B> struct WholeHalves {
+    __m512i part[B == 6 ? 2 : 1];
+
+    WholeHalves(const uint8_t* table, int64_t row) {
+        const uint8_t* entry = table + (row << (B + 1));
+        if constexpr (B == 1) part[0] = _mm512_set1_epi32(load_as<int32_t>(entry));
+        else if constexpr (B == 2) part[0] = _mm512_set1_epi64(load_as<int64_t>(entry));
+        else if constexpr (B == 3) part[0] = _mm512_broadcast_i32x4(load_as<__m128i>(entry));
+        else if constexpr (B == 4) part[0] = _mm512_broadcast_i64x4(load_as<__m256i>(entry));
+        else
+            for (int i = 0; i < 1 << (B - 5); ++i) part[i] = load_as<__m512i>(entry + 64 * i);
+    }
+
+    Codes at(Codes halves) const {
+        const auto index = reinterpret_cast<__m512i>(halves);
+        if constexpr (B <= 5) return reinterpret_cast<Codes>(_mm512_permutexvar_epi16(index, part[0]));
+        else return reinterpret_cast<Codes>(_mm512_permutex2var_epi16(part[0], index, part[1]));
+    }
+    static int64_t place(int64_t v, int64_t i) { return 2 * i + v; }
+
+    void operator()(Codes code, Codes (&halves)[2]) const {
+        halves[0] = at(code);
+        halves[1] = at(right<8>(code));
+    }
+};
+#endif
+
+template <bool FIRST, typename A, typename B> struct Choice { using type = A; };
+template <typename A, typename B> struct Choice<false, A, B> { using type = B; };
+template <int B> using FloatTable = typename Choice<B <= MOST_WHOLE_FLOATS, WholeFloats<B>, ByteFloats<B>>::type;
+#ifdef __AVX512BF16__
+template <int B> using HalfTable = typename Choice<B <= MOST_WHOLE_HALVES, WholeHalves<B>, ByteHalves<B>>::type;
+#endif
+
+// ---- what centroids are multiplied as: M tokens with the codes of a row, block by block -------------------------------
+
+// Bytes, with activations of 8 bits.
+template <int B, int M> class ByteSums {
+public:
+    using Inputs = LookupInputs;
+    static constexpr int64_t MOST_BLOCKS = 32; // whose activations stay close while rows take turns
+
+    ByteSums(const ByteCodebook& c, const Inputs& in, int64_t row)
+        : table_(c.table + (row << B)), x_(in.codes), scales_(in.scales), blocks_(lookup_blocks(c)) {}
+
+    void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
+        Ints sums[CHAINS][M] = {};
+        for (int64_t s = 0; s < PHASES; ++s) {
+            const Codes weights = table_(code[s]);
+            for (int64_t k = 0; k < M; ++k) {
+                const int8_t* x = x_ + ((k * blocks_ + b) * PHASES + s) * BYTES;
+                sums[s % CHAINS][k] = dot_centroids(sums[s % CHAINS][k], weights, x);
+            }
+        }
+        for (int64_t k = 0; k < M; ++k) {
+            Ints sum = sums[0][k];
+            for (int i = 1; i < CHAINS; ++i) sum += sums[i][k];
+            total[k] += to_float(sum) * load(scales_ + (k * blocks_ + b) * LANES);
+        }
+    }
+
+    static float finish(const ByteCodebook& c, const Inputs& in, int64_t row, int64_t k, float sum) {
+        return c.scales[row] * (sum - static_cast<float>(BYTE_ZERO - CENTRE) * in.sums[k]);
+    }
+
+    static Inputs skip(const ByteCodebook& c, const Inputs& in, int64_t tokens) {
+        const int64_t blocks = tokens * lookup_blocks(c);
+        return {in.codes + blocks * PHASES * BYTES, in.scales + blocks * LANES, in.sums + tokens, in.tokens - tokens};
+    }
+
+private:
+    Table<B> table_;
+    const int8_t* x_;
+    const float* scales_;
+    int64_t blocks_;
+};
+
+// Activations of T in the kernels' order, and nothing to do at the end.
+template <typename T> struct Plain {
+    using Inputs = LookupPlain<T>;
+    static constexpr int64_t MOST_BLOCKS = 32 / sizeof(T);
+
+    static float finish(const ByteCodebook&, const Inputs&, int64_t, int64_t, float sum) { return sum; }
+
+    static Inputs skip(const ByteCodebook& c, const Inputs& in, int64_t tokens) {
+        return {in.x + tokens * lookup_blocks(c) * PHASES * BYTES, in.tokens - tokens};
+    }
+};
+
+// Floats, exactly.
+template <int B, int M> class FloatSums : public Plain<float> {
+public:
+    FloatSums(const ByteCodebook& c, const Inputs& in, int64_t row)
+        : table_(c.table, row), x_(in.x), blocks_(lookup_blocks(c)) {}
+
+    void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
+        Floats sums[4][M] = {};
+        for (int64_t s = 0; s < PHASES; ++s) {
+            Floats weights[4];
+            table_(code[s], weights);
+            for (int64_t k = 0; k < M; ++k)
+                for (int j = 0; j < 4; ++j)
+                    sums[j][k] += weights[j] * load(x_ + ((k * blocks_ + b) * PHASES + s) * BYTES + j * LANES);
+        }
+        for (int64_t k = 0; k < M; ++k) total[k] += (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
+    }
+
+private:
+    FloatTable<B> table_;
+    const float* x_;
+    int64_t blocks_;
+};
+
+#ifdef __AVX512BF16__
+// Pairs of bfloat16.
+template <int B, int M> class PairSums : public Plain<uint16_t> {
+public:
+    PairSums(const ByteCodebook& c, const Inputs& in, int64_t row)
+        : table_(c.table, row), x_(in.x), blocks_(lookup_blocks(c)) {}
+
+    void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
+        Floats sums[4][M] = {};
         for (int64_t s = 0; s < PHASES; ++s) {
             Codes weights[2];
-            interleave<1>(low(code[s]), high(code[s]), weights[0], weights[1]);
+            table_(code[s], weights);
             for (int64_t k = 0; k < M; ++k)
                 for (int64_t v = 0; v < 2; ++v) {
-                    const uint16_t* pairs = x + ((k * blocks + b) * PHASES + s) * BYTES + v * BYTES / 2;
+                    const uint16_t* pairs = x_ + ((k * blocks_ + b) * PHASES + s) * BYTES + v * BYTES / 2;
                     Floats& own = sums[s % 2 * 2 + v][k];
                     own = dot_pairs(own, weights[v], load_as<Codes>(pairs));
                 }
         }
+        for (int64_t k = 0; k < M; ++k) total[k] += (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
     }
-    const int64_t out = c.out_rows == nullptr ? row : c.out_rows[row];
-    for (int k = 0; k < M; ++k)
-        y[k * y_stride + out] += reduce((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]));
+
+private:
+    HalfTable<B> table_;
+    const uint16_t* x_;
+    int64_t blocks_;
+};
+#endif
+
+// ---- rows ---------------------------------------------------------------------------------------------------------
+
+// Bytes of a plane from `from` on, of which `left` lie in the row; those behind are 0 and meet activations of 0.
+inline Codes load_plane(const uint8_t* from, int64_t left) {
+    if (left >= BYTES) return load_as<Codes>(from);
+    Codes bytes{};
+    __builtin_memcpy(&bytes, from, static_cast<size_t>(left));
+    return bytes;
+}
+
+// Up to LOOKUP_ROWS rows, tile by tile of columns: the activations of a tile stay close, and what the same row needs next
+// is fetched meanwhile.
+template <template <int, int> typename Sums, int B, int M>
+void look_up_rows(const ByteCodebook& c, const typename Sums<B, M>::Inputs& in, float* y, int64_t y_stride, int64_t first,
+                  int64_t last) {
+    const int64_t bytes = 4 * c.words, blocks = lookup_blocks(c), plane_bytes = c.rows * bytes;
+    const int64_t tile = ceil_div(blocks, ceil_div(blocks, Sums<B, M>::MOST_BLOCKS)); // as equal as can be
+    Floats total[LOOKUP_ROWS][M] = {};
+    for (int64_t begin = 0; begin < blocks; begin += tile) {
+        const int64_t end = least(blocks, begin + tile);
+        const int64_t next = end < blocks ? tile * BYTES : LOOKUP_ROWS * bytes - begin * BYTES;
+        for (int64_t row = first; row < last; ++row) {
+            const auto* planes = reinterpret_cast<const uint8_t*>(c.planes) + row * bytes;
+            const Sums<B, M> sums(c, in, row);
+            Floats own[M];
+            for (int k = 0; k < M; ++k) own[k] = total[row - first][k];
+            for (int64_t b = begin; b < end; ++b) {
+                Codes plane[B], code[PHASES];
+                for (int p = 0; p < B; ++p) {
+                    const uint8_t* from = planes + (B - 1 - p) * plane_bytes + b * BYTES;
+                    __builtin_prefetch(from + next);
+                    plane[p] = load_plane(from, bytes - b * BYTES);
+                }
+                codes_of<B>(plane, code);
+                sums.add(code, b, own);
+            }
+            for (int k = 0; k < M; ++k) total[row - first][k] = own[k];
+        }
+    }
+    for (int64_t row = first; row < last; ++row)
+        for (int64_t k = 0; k < M; ++k)
+            y[k * y_stride + (c.out_rows == nullptr ? row : c.out_rows[row])] +=
+                Sums<B, M>::finish(c, in, row, k, reduce(total[row - first][k]));
+}
+
+template <template <int, int> typename Sums, int B>
+void look_up(const ByteCodebook& c, const typename Sums<B, 1>::Inputs& in, float* y, int64_t y_stride, int64_t begin,
+             int64_t end) {
+    for (int64_t first = begin; first < end; first += LOOKUP_ROWS) {
+        const int64_t last = least(end, first + LOOKUP_ROWS);
+        for (int64_t k = 0; k < in.tokens;) {
+            const int64_t step = in.tokens - k >= MOST_TOKENS ? MOST_TOKENS : in.tokens - k >= 2 ? 2 : 1;
+            const auto rest = Sums<B, 1>::skip(c, in, k);
+            if (step == MOST_TOKENS) look_up_rows<Sums, B, MOST_TOKENS>(c, rest, y + k * y_stride, y_stride, first, last);
+            else if (step == 2) look_up_rows<Sums, B, 2>(c, rest, y + k * y_stride, y_stride, first, last);
+            else look_up_rows<Sums, B, 1>(c, rest, y + k * y_stride, y_stride, first, last);
+            k += step;
+        }
+    }
 }
 
 template <int B>
-void look_up_pairs(const ByteCodebook& c, const uint16_t* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
+void look_up_bytes(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    look_up<ByteSums, B>(c, in, y, y_stride, begin, end);
+}
+
+template <int B>
+void look_up_exactly(const ByteCodebook& c, const LookupPlain<float>& in, float* y, int64_t y_stride, int64_t begin,
+                     int64_t end) {
+    if constexpr (B <= MOST_FLOATS) look_up<FloatSums, B>(c, in, y, y_stride, begin, end);
+}
+
+#ifdef __AVX512BF16__
+template <int B>
+void look_up_pairs(const ByteCodebook& c, const LookupPlain<uint16_t>& in, float* y, int64_t y_stride, int64_t begin,
                    int64_t end) {
-    const int64_t stride = ceil_div(4 * c.words, BYTES) * PHASES * BYTES;
-    for (int64_t first = begin; first < end; first += LOOKUP_ROWS)
-        for (int64_t k = 0; k < tokens;) {
-            const int64_t step = tokens - k >= MOST_FLOAT_TOKENS ? MOST_FLOAT_TOKENS : 1;
-            for (int64_t row = first; row < least(end, first + LOOKUP_ROWS); ++row) {
-                if (step == 1) look_up_pairs_row<B, 1>(c, x + k * stride, y + k * y_stride, y_stride, row);
-                else look_up_pairs_row<B, MOST_FLOAT_TOKENS>(c, x + k * stride, y + k * y_stride, y_stride, row);
-            }
-            k += step;
-        }
+    look_up<PairSums, B>(c, in, y, y_stride, begin, end);
 }
 #endif
+
+// A token's activations as the vectors of T meet them: `place` says which byte of the codes a lane of a vector has.
+template <typename T>
+void arrange(const ByteCodebook& c, const T* x, int64_t (*place)(int64_t, int64_t), int64_t lanes, T* out) {
+    int64_t at[BYTES];
+    for (int64_t i = 0; i < BYTES; ++i) at[i] = PHASES * place(i / lanes, i % lanes);
+    for (int64_t b = 0; b < lookup_blocks(c); ++b)
+        for (int64_t s = 0; s < PHASES; ++s)
+            for (int64_t i = 0; i < BYTES; ++i) {
+                const int64_t j = b * PHASES * BYTES + at[i] + s;
+                *out++ = j < c.columns ? x[j] : T(0);
+            }
+}
 
 } // namespace
 
@@ -400,42 +570,36 @@ void lookup_prepare(const ByteCodebook& c, const int8_t* x, const float* scales,
     *sum = weighted;
 }
 
-bool lookup_takes_floats(int bits) { return bits <= MOST_FLOAT_BITS; }
-
-void lookup_prepare_floats(const ByteCodebook& c, const float* x, float* out) {
-    for (int64_t b = 0; b < lookup_blocks(c); ++b)
-        for (int64_t s = 0; s < PHASES; ++s)
-            for (int64_t v = 0; v < 4; ++v)
-                for (int64_t l = 0; l < LANES; ++l) {
-                    const int64_t j = PHASES * (b * BYTES + l / 4 * 16 + 4 * v + l % 4) + s;
-                    *out++ = j < c.columns ? x[j] : 0.0f;
-                }
+TableForm lookup_float_form(int bits) {
+    return bits <= MOST_WHOLE_FLOATS ? TableForm::whole : bits <= MOST_FLOATS ? TableForm::bytes : TableForm::none;
 }
 
-void lookup_float_matmul(const ByteCodebook& c, const float* x, int64_t tokens, float* y, int64_t y_stride,
-                         int64_t begin, int64_t end) {
-    ANYBIT_BY_WIDTH(look_up_exactly, c.bits, c, x, tokens, y, y_stride, begin, end)
+void lookup_prepare_floats(const ByteCodebook& c, const float* x, float* out) {
+    const auto place = c.bits <= MOST_WHOLE_FLOATS ? WholeFloats<1>::place : ByteFloats<1>::place;
+    arrange(c, x, place, LANES, out);
+}
+
+void lookup_float_matmul(const ByteCodebook& c, const LookupPlain<float>& in, float* y, int64_t y_stride, int64_t begin,
+                         int64_t end) {
+    ANYBIT_BY_WIDTH(look_up_exactly, c.bits, c, in, y, y_stride, begin, end)
 }
 
 void lookup_matmul(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin,
                    int64_t end) {
-    ANYBIT_BY_WIDTH(look_up, c.bits, c, in, y, y_stride, begin, end)
+    ANYBIT_BY_WIDTH(look_up_bytes, c.bits, c, in, y, y_stride, begin, end)
 }
 
 #ifdef __AVX512BF16__
+TableForm lookup_bf16_form(int bits) { return bits <= MOST_WHOLE_HALVES ? TableForm::whole : TableForm::bytes; }
+
 void lookup_prepare_bf16(const ByteCodebook& c, const uint16_t* x, uint16_t* out) {
-    for (int64_t b = 0; b < lookup_blocks(c); ++b)
-        for (int64_t s = 0; s < PHASES; ++s)
-            for (int64_t v = 0; v < 2; ++v)
-                for (int64_t i = 0; i < BYTES / 2; ++i) {
-                    const int64_t j = PHASES * (b * BYTES + i / 8 * 16 + 8 * v + i % 8) + s;
-                    *out++ = j < c.columns ? x[j] : uint16_t(0);
-                }
+    const auto place = c.bits <= MOST_WHOLE_HALVES ? WholeHalves<1>::place : ByteHalves<1>::place;
+    arrange(c, x, place, 2 * LANES, out);
 }
 
-void lookup_bf16_matmul(const ByteCodebook& c, const uint16_t* x, int64_t tokens, float* y, int64_t y_stride,
-                        int64_t begin, int64_t end) {
-    ANYBIT_BY_WIDTH(look_up_pairs, c.bits, c, x, tokens, y, y_stride, begin, end)
+void lookup_bf16_matmul(const ByteCodebook& c, const LookupPlain<uint16_t>& in, float* y, int64_t y_stride, int64_t begin,
+                        int64_t end) {
+    ANYBIT_BY_WIDTH(look_up_pairs, c.bits, c, in, y, y_stride, begin, end)
 }
 #endif
 

@@ -23,8 +23,9 @@ extern const Products products = {
     second_order_matmul, ANYBIT_BF16(second_order_prepare_bf16), ANYBIT_BF16(second_order_bf16_matmul), second_order_dequantize,
     channel_bytes, channel_columns, channel_interleave, channel_restore, channel_matmul, channel_dequantize,
     lookup_blocks, lookup_prepare, lookup_matmul,
-    lookup_takes_floats, lookup_prepare_floats, lookup_float_matmul,
-    ANYBIT_BF16(lookup_prepare_bf16), ANYBIT_BF16(lookup_bf16_matmul),
+    lookup_float_form, lookup_prepare_floats, lookup_float_matmul,
+    ANYBIT_BF16(lookup_bf16_form), ANYBIT_BF16(lookup_prepare_bf16), ANYBIT_BF16(lookup_bf16_matmul),
+    half_matmul, sparse_matmul,
     quantize_row,
 };
 

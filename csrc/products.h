@@ -100,6 +100,33 @@ struct LookupInputs {
 };
 constexpr int64_t LOOKUP_GROUP = 32;
 
+// How centroids wider than bytes lie for the kernels: [rows, 2^bits] as they are, or [rows, sizeof, 2^bits] byte by byte,
+// the lowest first.
+enum class TableForm { none, whole, bytes };
+
+// Activations of some tokens as floats, or as bit patterns of bfloat16; as `lookup_prepare_...` makes them.
+template <typename T> struct LookupPlain {
+    const T* x;
+    int64_t tokens;
+};
+
+// One tile in format "float16": w[i, j] = values[i, j].
+struct HalfRows {
+    const uint16_t* values;  // fp16 bit patterns [rows, columns]
+    const int32_t* out_rows; // as above
+    int64_t rows, columns;
+};
+
+// Weights beside the tiles, compressed by rows: those of row i are row_ptr[i] <= n < row_ptr[i + 1], each in the column
+// that columns16, or columns32 where that is null, says.
+struct SparseRows {
+    const uint16_t* values; // fp16 bit patterns
+    const uint16_t* columns16;
+    const uint32_t* columns32;
+    const int32_t* row_ptr; // [rows + 1]
+    int64_t rows;
+};
+
 constexpr int64_t MAX_INT_GROUP = 65536; // columns of a group whose sum cannot leave int32
 constexpr int64_t LOOKUP_ROWS = 8;       // rows that `lookup_matmul` works on together: split rows at its multiples
 
@@ -168,17 +195,24 @@ struct Products {
     void (*lookup_matmul)(const ByteCodebook&, const LookupInputs&, float* y, int64_t y_stride, int64_t begin,
                           int64_t end);
 
-    // The same exactly, where it takes the width; table [rows, 4, 2^bits] holds the bytes of float centroids, the lowest
-    // first. A token's activations fill lookup_blocks * 32 * lanes floats.
-    bool (*lookup_takes_floats)(int bits);
+    // The same exactly, where it takes the width: the table as `lookup_float_form` says. A token's activations fill
+    // lookup_blocks * 32 * lanes floats.
+    TableForm (*lookup_float_form)(int bits);
     void (*lookup_prepare_floats)(const ByteCodebook&, const float* x, float* out);
-    void (*lookup_float_matmul)(const ByteCodebook&, const float* x, int64_t tokens, float* y, int64_t y_stride,
-                                int64_t begin, int64_t end);
+    void (*lookup_float_matmul)(const ByteCodebook&, const LookupPlain<float>&, float* y, int64_t y_stride, int64_t begin,
+                                int64_t end);
 
-    // The same with activations and centroids in bfloat16, at any width; table [rows, 2, 2^bits].
+    // The same with activations and centroids in bfloat16, at any width.
+    TableForm (*lookup_bf16_form)(int bits);
     void (*lookup_prepare_bf16)(const ByteCodebook&, const uint16_t* x, uint16_t* out);
-    void (*lookup_bf16_matmul)(const ByteCodebook&, const uint16_t* x, int64_t tokens, float* y, int64_t y_stride,
+    void (*lookup_bf16_matmul)(const ByteCodebook&, const LookupPlain<uint16_t>&, float* y, int64_t y_stride,
                                int64_t begin, int64_t end);
+
+    // y[t, out_rows[i]] += sum_j w[i, j] x[t, j] for the rows begin <= i < end.
+    void (*half_matmul)(const HalfRows&, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
+                        int64_t begin, int64_t end);
+    void (*sparse_matmul)(const SparseRows&, const float* x, int64_t x_stride, int64_t tokens, float* y,
+                          int64_t y_stride, int64_t begin, int64_t end);
 
     // Identical results in every instruction set.
     void (*quantize_row)(const float* x, const ActivationGrid&, int8_t* codes, float* scales);
@@ -226,11 +260,14 @@ const Products* products_for(const char* isa);
     int64_t lookup_blocks(const ByteCodebook&);                                                               \
     void lookup_prepare(const ByteCodebook&, const int8_t*, const float*, int8_t*, float*, float*);           \
     void lookup_matmul(const ByteCodebook&, const LookupInputs&, float*, int64_t, int64_t, int64_t);          \
-    bool lookup_takes_floats(int);                                                                            \
+    TableForm lookup_float_form(int);                                                                         \
+    TableForm lookup_bf16_form(int);                                                                          \
     void lookup_prepare_floats(const ByteCodebook&, const float*, float*);                                    \
-    void lookup_float_matmul(const ByteCodebook&, const float*, int64_t, float*, int64_t, int64_t, int64_t);  \
+    void lookup_float_matmul(const ByteCodebook&, const LookupPlain<float>&, float*, int64_t, int64_t, int64_t);  \
     void lookup_prepare_bf16(const ByteCodebook&, const uint16_t*, uint16_t*);                                \
-    void lookup_bf16_matmul(const ByteCodebook&, const uint16_t*, int64_t, float*, int64_t, int64_t, int64_t);\
+    void lookup_bf16_matmul(const ByteCodebook&, const LookupPlain<uint16_t>&, float*, int64_t, int64_t, int64_t); \
+    void half_matmul(const HalfRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);     \
+    void sparse_matmul(const SparseRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t); \
     void quantize_row(const float*, const ActivationGrid&, int8_t*, float*);                                  \
     }
 ANYBIT_DECLARE(portable)

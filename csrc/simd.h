@@ -33,6 +33,10 @@ template <typename T, typename S> inline T load_as(const S* source) {
     return value;
 }
 
+// Weights come from memory in one long line; hardware follows it only to the end of a page.
+constexpr int64_t AHEAD = 2048; // bytes
+inline void prefetch(const uint8_t* p) { __builtin_prefetch(p + AHEAD); }
+
 inline Floats load(const float* p) { return load_as<Floats>(p); }
 inline void store(float* p, Floats v) { __builtin_memcpy(p, &v, sizeof v); }
 inline Floats broadcast(float s) { return s - Floats{}; }
@@ -74,6 +78,19 @@ inline float half_to_float(uint16_t h) {
     if ((h & 0x7c00u) == 0x7c00u) bits = 0x7f800000u | (magnitude & 0x007fffffu); // Inf and NaN
     bits |= sign;
     return load_as<float>(&bits);
+#endif
+}
+
+// LANES numbers of 16 bits as floats.
+inline Floats load_halves(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(load_as<__m256i>(from));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(load_as<__m128i>(from));
+#else
+    Floats values;
+    for (int l = 0; l < LANES; ++l) values[l] = half_to_float(from[l]);
+    return values;
 #endif
 }
 

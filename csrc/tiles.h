@@ -75,7 +75,8 @@ public:
     // y[:, rows] += (x * scales by group) @ W.T
     void int_matmul(const Input& x, const Input& scales, const Output& y, int64_t threads) const {
         const int used = check_threads(threads);
-        if (!takes_ints()) refuse("this tile has no integer kernel");
+        if (!takes_ints()) refuse("this tile has no integer kernel: codebooks by row have one, and groups of up to " +
+                                  std::to_string(MAX_INT_GROUP) + " columns, whose sums cannot leave 32 bits");
         const int64_t m = size_of("x", x, 0, 2);
         check("x", x, {Type::i8}, {m, columns_}, Layout::dense);
         check("scales", scales, {Type::f32}, {m, input_groups()}, Layout::dense);
@@ -89,12 +90,19 @@ public:
     virtual bool takes_bf16() const { return false; } // whether `matmul` takes bfloat16
     virtual bool takes_ints() const { return false; } // whether there is `int_matmul`
 
-protected:
-    explicit Tile(const std::optional<std::string>& isa) : kernels_(check_products(isa)) {}
-
+    // The same without checks and without the GIL.
     virtual void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const = 0;
     virtual void add_int_product(const IntTokens&, float*, int64_t, int) const {}
     virtual int64_t input_groups() const { return 0; } // of `int_matmul`
+    int64_t columns() const { return columns_; }
+
+    void check_out(int64_t out) const {
+        if (out_rows_.given()) out_rows_.check_below(out);
+        else if (out != rows_) refuse("y has " + std::to_string(out) + " columns, expected " + std::to_string(rows_));
+    }
+
+protected:
+    explicit Tile(const std::optional<std::string>& isa) : kernels_(check_products(isa)) {}
 
     // f(begin, end) for all blocks of `lanes` rows, ranges beginning at multiples of `whole`.
     template <typename F> void by_blocks(int threads, F&& f, int64_t whole = 1) const {
@@ -114,7 +122,7 @@ private:
     int64_t check_y(const Output& y, int64_t m) const {
         check("y", y, {Type::f32}, {m, out_rows_.given() ? -1 : rows_}, Layout::dense);
         const int64_t out = static_cast<int64_t>(y.shape(1));
-        out_rows_.check_below(out);
+        check_out(out);
         return out;
     }
 };
@@ -469,7 +477,7 @@ private:
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         if (by_channel_) add_by_channel(x, y, y_stride, threads);
         else if (x.bf16) look_up_bf16(x, y, y_stride, threads);
-        else if (kernels_.lookup_takes_floats(c_.bits)) look_up_floats(x, y, y_stride, threads);
+        else if (kernels_.lookup_float_form(c_.bits) != TableForm::none) look_up_floats(x, y, y_stride, threads);
         else add_by_row(x, y, y_stride, threads);
     }
 
@@ -498,25 +506,25 @@ private:
     }
 
     void look_up_floats(const Tokens& x, float* y, int64_t y_stride, int threads) const {
-        std::call_once(floats_made_, [this] { float_bytes_ = bytes_of<uint32_t>(); });
+        std::call_once(floats_made_, [this] { float_bytes_ = table_of<uint32_t>(kernels_.lookup_float_form(c_.bits)); });
         const ByteCodebook b = byte_codebook(float_bytes_, nullptr);
         const int64_t m = x.count, width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
         const Scratch scratch = make_scratch(m * width);
         for (int64_t k = 0; k < m; ++k) kernels_.lookup_prepare_floats(b, x.floats(k), scratch.get() + k * width);
         by_rows(threads, [&](int64_t begin, int64_t end) {
-            kernels_.lookup_float_matmul(b, scratch.get(), m, y, y_stride, begin, end);
+            kernels_.lookup_float_matmul(b, {scratch.get(), m}, y, y_stride, begin, end);
         });
     }
 
     void look_up_bf16(const Tokens& x, float* y, int64_t y_stride, int threads) const {
-        std::call_once(halves_made_, [this] { half_bytes_ = bytes_of<uint16_t>(); });
+        std::call_once(halves_made_, [this] { half_bytes_ = table_of<uint16_t>(kernels_.lookup_bf16_form(c_.bits)); });
         const ByteCodebook b = byte_codebook(half_bytes_, nullptr);
         const int64_t m = x.count, width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
         const Scratch scratch = make_scratch(m * width / 2);
         auto* halves = reinterpret_cast<uint16_t*>(scratch.get());
         for (int64_t k = 0; k < m; ++k) kernels_.lookup_prepare_bf16(b, x.halves(k), halves + k * width);
         by_rows(threads, [&](int64_t begin, int64_t end) {
-            kernels_.lookup_bf16_matmul(b, halves, m, y, y_stride, begin, end);
+            kernels_.lookup_bf16_matmul(b, {halves, m}, y, y_stride, begin, end);
         });
     }
 
@@ -552,8 +560,8 @@ private:
         return c_.table32 != nullptr ? c_.table32[at] : baseline::half_to_float(c_.table16[at]);
     }
 
-    // The bytes of all centroids as floats, or rounded to bfloat16: [rows, bytes of T, 2^bits], the lowest byte first.
-    template <typename T> std::vector<uint8_t> bytes_of() const {
+    // All centroids as floats, or rounded to bfloat16.
+    template <typename T> std::vector<uint8_t> table_of(TableForm form) const {
         const int64_t entries = int64_t(1) << c_.bits, size = sizeof(T);
         std::vector<uint8_t> made(static_cast<size_t>(c_.rows * entries * size));
         for (int64_t row = 0; row < c_.rows; ++row)
@@ -562,8 +570,11 @@ private:
                 uint32_t word;
                 std::memcpy(&word, &value, 4);
                 if (size == 2) word = baseline::to_bf16(value);
-                for (int64_t i = 0; i < size; ++i)
-                    made[static_cast<size_t>((row * size + i) * entries + e)] = static_cast<uint8_t>(word >> 8 * i);
+                for (int64_t i = 0; i < size; ++i) {
+                    const int64_t at = form == TableForm::whole ? (row * entries + e) * size + i
+                                                                : (row * size + i) * entries + e;
+                    made[static_cast<size_t>(at)] = static_cast<uint8_t>(word >> 8 * i);
+                }
             }
         return made;
     }
@@ -592,6 +603,30 @@ private:
     mutable std::once_flag bytes_made_, floats_made_, halves_made_;
     mutable std::vector<uint8_t> bytes_, float_bytes_, half_bytes_;
     mutable std::vector<float> byte_scales_;
+};
+
+// A tile in format "float16", bound to the array that holds it.
+class BoundHalves : public Tile {
+public:
+    BoundHalves(Input values, const std::optional<Input>& rows, const std::optional<std::string>& isa)
+        : Tile(isa), values_(values) {
+        t_.rows = rows_ = size_of("values", values, 0, 2);
+        t_.columns = columns_ = size_of("values", values, 1, 2);
+        check("values", values, {Type::f16, Type::u16}, {rows_, columns_}, Layout::dense);
+        if (rows) out_rows_.copy(*rows, rows_);
+        t_.values = static_cast<const uint16_t*>(values.data());
+        t_.out_rows = out_rows_.data();
+    }
+
+private:
+    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
+        parallel_for(rows_, piece_of(rows_, 1, rows_ * columns_, threads), threads, [&](int64_t begin, int64_t end) {
+            kernels_.half_matmul(t_, x.floats(0), x.stride, x.count, y, y_stride, begin, end);
+        });
+    }
+
+    Input values_;
+    HalfRows t_{};
 };
 
 } // namespace anybit

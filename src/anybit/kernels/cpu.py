@@ -70,7 +70,8 @@ class _Tile:
 
         Args:
             x: float32 [m, c], contiguous rows; bfloat16 where `takes_bf16`, which runs faster: products are exact, but
-                codebooks' centroids are rounded to bfloat16. One token (m = 1) and its row in a batch give the same bits.
+                codebooks' centroids are rounded to bfloat16. One token (m = 1) and its row in a batch give the same
+                bits.
             y: float32 [m, out], contiguous; out = r where the tile has no `rows`.
             threads: default `torch.get_num_threads()`.
 
@@ -82,8 +83,8 @@ class _Tile:
     def int_matmul(self, x: Tensor, scales: Tensor, y: Tensor, threads: int | None = None) -> None:
         """`y[:, rows] += x @ W.T` of quantized activations: exact integer sums per group, scales after.
 
-        Codebooks have groups of `LOOKUP_GROUP` inputs, and their centroids are rounded to bytes, 127 steps to each row's
-        largest.
+        Codebooks have groups of `LOOKUP_GROUP` inputs, and their centroids are rounded to bytes, 127 steps to each
+        row's largest.
 
         Args:
             x: int8 [m, c], contiguous.
@@ -188,7 +189,7 @@ def _array(x: Tensor) -> Any:
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
-def codebook(  # noqa: PLR0913 - what the format has
+def codebook(
     planes: Tensor,  # uint32 [bits, n, words]
     table: Tensor,  # float16 or float32 [n, entries]
     rows: Tensor | None,  # int32 [n] ascending output rows; None: all
@@ -237,15 +238,19 @@ class TwoFour:
                 threads=threads,
                 isa=isa,
             )
-        self.takes_bf16 = all(part.takes_bf16 for part in (self._narrow, self._wide) if part is not None)
+        self.takes_bf16 = all(part.takes_bf16 for part, _ in self.parts())
         nothing = torch.zeros(self.rows, 0, dtype=torch.uint8)
         self._given = replace(tile, codes=nothing, zeros=nothing, scale_codes=nothing)  # what is small
 
     def matmul(self, x: Tensor, y: Tensor, threads: int | None = None) -> None:
         """`y += x @ W.T` of x [m, c] and contiguous y [m, r]; see `GroupInt.matmul`."""
-        for part, columns in zip((self._narrow, self._wide), self.channels):
-            if part is not None:
-                part.matmul(x.index_select(1, columns), y, threads)
+        for part, columns in self.parts():
+            part.matmul(x.index_select(1, columns), y, threads)
+
+    def parts(self) -> list[tuple[_Tile, Tensor]]:
+        """The tiles that it consists of, and the channels int32 of each."""
+        pairs = zip((self._narrow, self._wide), self.channels)
+        return [(part, columns.int()) for part, columns in pairs if part is not None]
 
     def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
@@ -272,29 +277,72 @@ class TwoFour:
         return replace(self._given, codes=codes, zeros=zeros, scale_codes=scale_codes)
 
 
-class Float16:
-    """One tile in format "float16": PyTorch multiplies it."""
+class Float16(_Tile):
+    """One tile in format "float16", bound to the tensor that holds it."""
 
-    __slots__ = ("rows", "values")
+    __slots__ = ("_values",)
 
-    takes_bf16 = False
-
-    def __init__(self, values: Tensor, rows: Tensor | None) -> None:
-        self.values, self.rows = values, None if rows is None else rows.long()
-
-    def matmul(self, x: Tensor, y: Tensor) -> None:
-        """`y[:, rows] += x @ W.T`."""
-        product = x @ self.values.float().T
-        if self.rows is None:
-            y += product
-        else:
-            y[:, self.rows] += product
+    def __init__(
+        self,
+        values: Tensor,  # float16 [r, c]
+        rows: Tensor | None,  # int32 [r] ascending output rows; None: all
+        isa: str | None = None,
+    ) -> None:
+        super().__init__(_native.Halves(values, rows, isa), *values.shape)
+        self._values = values
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.values.to(dtype)
+        return self._values.to(dtype)
 
 
 Tile = GroupInt | Codebook | Channels | TwoFour | Float16
+
+
+class Layer:
+    """A whole linear layer, multiplied in one call: tiles, what each reads of the inputs, and a sparse part."""
+
+    __slots__ = ("_native", "out_features")
+
+    def __init__(self, out_features: int, in_features: int) -> None:
+        self._native = _native.Layer(out_features, in_features)
+        self.out_features = out_features
+
+    def add(
+        self,
+        tile: _Tile | TwoFour,
+        cols: Tensor | None = None,  # int32 [c] inputs that the tile reads; None: all
+        act_bits: int = 0,  # its inputs are rounded to; 0: they are not
+        group_size: int = 1,  # inputs that share a scale
+        clip: Tensor | None = None,  # float16 [groups]: share of the largest that the scale reaches; or
+        fixed: Tensor | None = None,  # float16 [groups]: scales known beforehand
+    ) -> None:
+        """Add a tile's product to the layer's.
+
+        Raises:
+            ValueError: an index out of range, a tile that does not fit the layer.
+        """
+        if isinstance(tile, TwoFour):
+            for part, columns in tile.parts():
+                self.add(part, columns if cols is None else cols[columns.long()])
+            return
+        self._native.add_tile(tile._native, cols, act_bits, group_size, clip, fixed)
+
+    def add_sparse(self, values: Tensor, columns: Tensor, row_ptr: Tensor) -> None:
+        """Weights beside the tiles (CSR): float16 [n], uint16 or uint32 [n], int32 [out + 1]."""
+        self._native.set_sparse(values, columns, row_ptr)
+
+    def scale_inputs(self, scale: Tensor) -> None:
+        """Multiply the inputs with float32 [in] first."""
+        self._native.set_input_scale(scale)
+
+    def matmul(self, x: Tensor, threads: int | None = None) -> Tensor:
+        """`x [m, in] @ W.T -> [m, out]` of contiguous float32 or bfloat16, in its dtype, summed in float32.
+
+        Tiles that take bfloat16 multiply it as it is. One token (m = 1) and its row in a batch give the same bits.
+        """
+        y = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
+        self._native.matmul(_array(x), _array(y), threads or torch.get_num_threads())
+        return y
 
 
 def group_int(  # noqa: PLR0913 - what the format has

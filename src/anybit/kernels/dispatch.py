@@ -34,7 +34,7 @@ def info() -> dict[str, Any]:
 
 
 class Prepared:
-    """A packed weight made ready to multiply with: a native object per tile.
+    """A packed weight made ready to multiply with: a native object per tile, and one for the layer.
 
     Some formats (`TAKEN`) are put into an order of the kernels, which then hold the bytes: whoever holds the stored
     tensors of the fields `taken` may drop them, and `restore` makes them again. All others stay referenced. A nested
@@ -64,9 +64,26 @@ class Prepared:
         kept = {field: tensor for field, tensor in weight.tensors.items() if field not in self.taken}
         self.weight = PackedWeight(weight.layout, kept)
         self.fields = [tile_tensors(self.weight, i) for i in range(len(described))]
-        self.sparse = Sparse.read(sparse_tensors(weight)) if "sparse" in weight.layout else None
         scale = weight.tensors.get("input_scale")
         self.input_scale = None if scale is None else scale.float()
+        self.layer = self._layer() if self.native else None
+
+    def _layer(self) -> cpu.Layer:
+        layer = cpu.Layer(self.out_features, self.in_features)
+        for tile, described, fields in zip(self.tiles, self.weight.layout["tiles"], self.fields):
+            cols = fields.get("cols")
+            if isinstance(tile, cpu.Codebook) and not self.exact:
+                layer.add(tile, cols, *_lookup_grid(tile.columns))
+            elif "act_bits" in described:
+                grid = described["act_bits"], described["group_size"]
+                layer.add(tile, cols, *grid, fields.get("act_clip"), fields.get("act_scales"))
+            else:
+                layer.add(tile, cols)
+        if "sparse" in self.weight.layout:
+            layer.add_sparse(**sparse_tensors(self.weight))
+        if self.input_scale is not None:
+            layer.scale_inputs(self.input_scale)
+        return layer
 
     def _bind(self, tile: Mapping[str, Any], fields: Mapping[str, Tensor]) -> cpu.Tile:
         columns, rows = tile.get("cols", self.in_features), fields.get("rows")
@@ -93,6 +110,11 @@ class Prepared:
             group_size=tile["group_size"],
             columns=columns,
         )
+
+    @property
+    def sparse(self) -> Sparse | None:
+        """What lies beside the tiles: made when asked for, since its indices are four times the stored ones."""
+        return Sparse.read(sparse_tensors(self.weight)) if "sparse" in self.weight.layout else None
 
     def restore(self) -> dict[str, Tensor]:
         """The stored tensors of the fields `taken`."""
@@ -122,38 +144,11 @@ class Prepared:
         """`x [..., in] @ W^T -> [..., out]` in the dtype of x."""
         tokens = x.numel() // self.in_features
         differentiable = x.requires_grad and torch.is_grad_enabled()
-        if not self.native or tokens > DECODE_TOKENS or x.device.type != "cpu" or differentiable:
+        if self.layer is None or tokens > DECODE_TOKENS or x.device.type != "cpu" or differentiable:
             return self._matmul_dense(x)
-        flat = x.reshape(tokens, self.in_features).float().contiguous()
-        if self.input_scale is not None:
-            flat = flat * self.input_scale
-        half = flat.bfloat16() if x.dtype == torch.bfloat16 else None
-        y = torch.zeros(tokens, self.out_features)
-        rounded: tuple[Tensor, Tensor] | None = None  # tiles by rows read the same inputs
-        for tile, described, fields in zip(self.tiles, self.weight.layout["tiles"], self.fields):
-            cols = fields.get("cols")
-            part = flat if cols is None else flat.index_select(1, cols)
-            if isinstance(tile, cpu.Codebook) and not self.exact:
-                tile.int_matmul(*cpu.quantize_activations(part, *_lookup_grid(part)), y)
-            elif "act_bits" not in described:
-                if half is not None and tile.takes_bf16:
-                    part = half if cols is None else half.index_select(1, cols)
-                tile.matmul(part, y)
-            elif isinstance(tile, cpu.GroupInt) and tile.takes_ints:
-                if rounded is None or cols is not None:
-                    rounded = cpu.quantize_activations(
-                        part,
-                        described["act_bits"],
-                        described["group_size"],
-                        fields.get("act_clip"),
-                        fields.get("act_scales"),
-                    )
-                tile.int_matmul(*rounded, y)
-            else:
-                tile.matmul(reference.round_activations(part, described, fields), y)
-        if self.sparse is not None:
-            self.sparse.add_product(flat, y)
-        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        flat = x.reshape(tokens, self.in_features)
+        flat = (flat if flat.dtype == torch.bfloat16 else flat.float()).contiguous()
+        return self.layer.matmul(flat).to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _matmul_dense(self, x: Tensor) -> Tensor:
         """The same for many tokens: the dense matrix is made, and PyTorch multiplies."""
@@ -165,12 +160,12 @@ class Prepared:
         for tile, fields in zip(self.tiles, self.fields):
             cols = fields.get("cols")
             part = flat if cols is None else flat.index_select(1, cols)
-            codes, scales = cpu.quantize_activations(part, *_lookup_grid(part))
+            codes, scales = cpu.quantize_activations(part, *_lookup_grid(part.shape[1]), None)
             part = codes * scales.repeat_interleave(cpu.LOOKUP_GROUP, 1)[:, : part.shape[1]]
             product = torch.nn.functional.linear(part.to(x.dtype), tile.dequantize(x.dtype)).float()
             y[:, fields["rows"].long() if "rows" in fields else slice(None)] += product
-        if self.sparse is not None:
-            self.sparse.add_product(flat, y)
+        if (sparse := self.sparse) is not None:
+            sparse.add_product(flat, y)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -178,15 +173,16 @@ class Prepared:
         if not self.native:
             return reference.dequantize(self.weight).to(dtype)
         whole = len(self.tiles) == 1 and not {"rows", "cols"} & self.fields[0].keys()
-        plain = self.sparse is None and self.input_scale is None
+        sparse = self.sparse
+        plain = sparse is None and self.input_scale is None
         if whole and plain:
             return self.tiles[0].dequantize(dtype)
         exact = dtype if plain else torch.float32
         dense = torch.empty(self.out_features, self.in_features, dtype=exact)
         for tile, fields in zip(self.tiles, self.fields):
             place(dense, tile.dequantize(exact), fields.get("rows"), fields.get("cols"))
-        if self.sparse is not None:
-            self.sparse.add_to(dense)
+        if sparse is not None:
+            sparse.add_to(dense)
         if self.input_scale is not None:
             dense *= self.input_scale
         return dense.to(dtype)
@@ -197,9 +193,9 @@ def _by_lanes(tile: Mapping[str, Any]) -> bool:
     return tile["format"] == Codebook.NAME and tile["by_channel"] and tile["bits"] <= cpu.Channels.MOST_BITS
 
 
-def _lookup_grid(x: Tensor) -> tuple[int, int, Tensor, None]:
-    """How inputs [m, c] are rounded for codebooks of bytes: 8 bits, groups of 32, nothing clipped."""
-    return 8, cpu.LOOKUP_GROUP, torch.ones(-(-x.shape[1] // cpu.LOOKUP_GROUP), dtype=torch.float16), None
+def _lookup_grid(columns: int) -> tuple[int, int, Tensor]:
+    """How inputs [m, columns] are rounded for codebooks of bytes: 8 bits, groups of 32, nothing clipped."""
+    return 8, cpu.LOOKUP_GROUP, torch.ones(-(-columns // cpu.LOOKUP_GROUP), dtype=torch.float16)
 
 
 def gptq_block(

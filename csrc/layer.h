@@ -1,0 +1,213 @@
+// A whole linear layer in one call: its tiles, what each reads of the inputs and how it rounds them, and its sparse part.
+#pragma once
+
+#include "tiles.h"
+
+namespace anybit {
+
+class Layer {
+public:
+    Layer(int64_t out, int64_t in) : kernels_(check_products(std::nullopt)), out_(out), in_(in) {
+        if (in < 1 || out < 1 || in >= MAX_SIZE || out >= MAX_SIZE)
+            refuse("a layer of " + std::to_string(out) + " x " + std::to_string(in) + ": expected 1 to 2^31 - 1");
+    }
+    Layer(const Layer&) = delete;
+
+    // Multiply `tile` with the inputs `cols` (or all); act_bits: rounded by group to `clip` shares of their largest, or to
+    // `fixed` scales, 0 where they are not.
+    void add_tile(nb::object tile, const std::optional<Input>& cols, int64_t act_bits, int64_t group_size,
+                  const std::optional<Input>& clip, const std::optional<Input>& fixed) {
+        Part part{tile, nb::cast<const Tile*>(tile), {}, 0, 0, {}, {}, false};
+        part.tile->check_out(out_);
+        const int64_t columns = part.tile->columns();
+        if (!cols && columns != in_) refuse("a tile of " + std::to_string(columns) + " columns needs `cols`");
+        if (cols) {
+            check("cols", *cols, {Type::i32}, {columns}, Layout::dense);
+            const auto* from = static_cast<const int32_t*>(cols->data());
+            part.cols.assign(from, from + columns);
+            for (int32_t j : part.cols)
+                if (j < 0 || j >= in_) refuse("cols hold " + std::to_string(j) + ", expected 0 to " + std::to_string(in_ - 1));
+        }
+        if (act_bits != 0) {
+            if (act_bits < 2 || act_bits > 8) refuse("act_bits is " + std::to_string(act_bits) + ", expected 2 to 8");
+            if (group_size < 1) refuse("group_size is " + std::to_string(group_size) + ", expected at least 1");
+            if (bool(clip) == bool(fixed)) refuse("give either clip or fixed");
+            part.act_bits = static_cast<int>(act_bits);
+            part.group_size = std::min(group_size, columns);
+            const int64_t groups = (columns - 1) / part.group_size + 1;
+            if (part.tile->takes_ints() && groups != part.tile->input_groups())
+                refuse("inputs in " + std::to_string(groups) + " groups, but the tile has " +
+                       std::to_string(part.tile->input_groups()));
+            const Input& given = clip ? *clip : *fixed;
+            check(clip ? "clip" : "fixed", given, {Type::f16, Type::u16}, {groups}, Layout::dense);
+            const auto* from = static_cast<const uint16_t*>(given.data());
+            (clip ? part.clip : part.fixed).assign(from, from + groups);
+            const Part* last = parts_.empty() ? nullptr : &parts_.back();
+            part.rounds_alike = last != nullptr && last->cols == part.cols && last->act_bits == part.act_bits &&
+                                last->group_size == part.group_size && last->clip == part.clip &&
+                                last->fixed == part.fixed && last->tile->takes_ints() == part.tile->takes_ints();
+        }
+        parts_.push_back(std::move(part));
+    }
+
+    // Weights beside the tiles; the arrays are referenced.
+    void set_sparse(Input values, Input columns, Input row_ptr) {
+        const int64_t n = size_of("values", values, 0, 1);
+        check("values", values, {Type::f16, Type::u16}, {n}, Layout::dense);
+        check("columns", columns, {Type::u16, Type::u32}, {n}, Layout::dense);
+        check("row_ptr", row_ptr, {Type::i32}, {out_ + 1}, Layout::dense);
+        const auto* from = static_cast<const int32_t*>(row_ptr.data());
+        row_ptr_.assign(from, from + out_ + 1);
+        if (row_ptr_.front() != 0 || row_ptr_.back() != n || !std::is_sorted(row_ptr_.begin(), row_ptr_.end()))
+            refuse("row_ptr does not ascend from 0 to the number of values");
+        const bool narrow = type_of(columns.dtype()) == Type::u16;
+        columns16_.clear();
+        columns32_.clear();
+        if (narrow) copy_columns(columns16_, static_cast<const uint16_t*>(columns.data()), n);
+        else copy_columns(columns32_, static_cast<const uint32_t*>(columns.data()), n);
+        values_ = values;
+        sparse_ = {static_cast<const uint16_t*>(values.data()), narrow ? columns16_.data() : nullptr,
+                   narrow ? nullptr : columns32_.data(), row_ptr_.data(), n == 0 ? 0 : out_};
+    }
+
+    // What the inputs are multiplied with first, float32 [in].
+    void set_input_scale(const Input& scale) {
+        check("scale", scale, {Type::f32}, {in_}, Layout::dense);
+        const auto* from = static_cast<const float*>(scale.data());
+        scale_.assign(from, from + in_);
+    }
+
+    // y [m, out] = x [m, in] @ W.T, both float32, or both bfloat16 (or its bits as uint16).
+    void matmul(const Input& x, const Output& y, int64_t threads) const {
+        const int used = check_threads(threads);
+        const int64_t m = size_of("x", x, 0, 2);
+        check("x", x, {Type::f32, Type::bf16, Type::u16}, {m, in_}, Layout::dense);
+        const bool bf16 = type_of(x.dtype()) != Type::f32;
+        if (bf16) check("y", y, {Type::bf16, Type::u16}, {m, out_}, Layout::dense);
+        else check("y", y, {Type::f32}, {m, out_}, Layout::dense);
+        const void* from = x.data();
+        void* to = y.data();
+        nb::gil_scoped_release release;
+        if (bf16) multiply_bf16(static_cast<const uint16_t*>(from), m, static_cast<uint16_t*>(to), used);
+        else multiply_floats(static_cast<const float*>(from), m, static_cast<float*>(to), used);
+    }
+
+private:
+    struct Part {
+        nb::object keeper; // of the tile
+        const Tile* tile;
+        std::vector<int32_t> cols; // empty: all
+        int act_bits;              // 0: not rounded
+        int64_t group_size;
+        std::vector<uint16_t> clip, fixed;
+        bool rounds_alike; // as the part before
+    };
+
+    void multiply_floats(const float* x, int64_t m, float* y, int threads) const {
+        const int64_t size = m * in_;
+        Scratch scaled;
+        if (!scale_.empty()) {
+            scaled = make_scratch(size);
+            for (int64_t i = 0; i < size; ++i) scaled[static_cast<size_t>(i)] = x[i] * scale_[static_cast<size_t>(i % in_)];
+            x = scaled.get();
+        }
+        std::fill_n(y, m * out_, 0.0f);
+        add(x, nullptr, m, y, threads);
+    }
+
+    void multiply_bf16(const uint16_t* x, int64_t m, uint16_t* y, int threads) const {
+        const int64_t size = m * in_;
+        const Scratch scratch = make_scratch(size + m * out_ + (scale_.empty() ? 0 : (size + 1) / 2));
+        float *floats = scratch.get(), *sums = floats + size;
+        for (int64_t i = 0; i < size; ++i) {
+            const uint32_t bits = static_cast<uint32_t>(x[i]) << 16;
+            std::memcpy(floats + i, &bits, 4);
+        }
+        if (!scale_.empty()) { // rounded again, as the weights would be that absorb the scales
+            auto* halves = reinterpret_cast<uint16_t*>(sums + m * out_);
+            for (int64_t i = 0; i < size; ++i) {
+                floats[i] *= scale_[static_cast<size_t>(i % in_)];
+                halves[i] = baseline::to_bf16(floats[i]);
+            }
+            x = halves;
+        }
+        std::fill_n(sums, m * out_, 0.0f);
+        add(floats, x, m, sums, threads);
+        for (int64_t i = 0; i < m * out_; ++i) y[i] = baseline::to_bf16(sums[i]);
+    }
+
+    // y += the product of what is given in both precisions; halves may be null.
+    void add(const float* floats, const uint16_t* halves, int64_t m, float* y, int threads) const {
+        std::vector<int8_t> codes;
+        std::vector<float> scales, gathered;
+        std::vector<uint16_t> gathered_halves;
+        for (const Part& part : parts_) {
+            const int64_t columns = part.tile->columns();
+            if (part.act_bits != 0) {
+                if (!part.rounds_alike) round(part, gather(part, floats, m, gathered), m, codes, scales);
+                if (part.tile->takes_ints()) part.tile->add_int_product({codes.data(), scales.data(), m}, y, out_, threads);
+                else {
+                    restore(part, m, codes, scales, gathered);
+                    part.tile->add_product({gathered.data(), false, m, columns}, y, out_, threads);
+                }
+            } else if (halves != nullptr && part.tile->takes_bf16())
+                part.tile->add_product({gather(part, halves, m, gathered_halves), true, m, columns}, y, out_, threads);
+            else part.tile->add_product({gather(part, floats, m, gathered), false, m, columns}, y, out_, threads);
+        }
+        if (sparse_.rows == 0) return;
+        const int64_t work = m * static_cast<int64_t>(row_ptr_.back()) * SPARSE_WORK;
+        parallel_for(out_, piece_of(out_, 1, work, threads), threads, [&](int64_t begin, int64_t end) {
+            kernels_.sparse_matmul(sparse_, floats, in_, m, y, out_, begin, end);
+        });
+    }
+
+    template <typename T> const T* gather(const Part& part, const T* x, int64_t m, std::vector<T>& into) const {
+        if (part.cols.empty()) return x;
+        into.resize(static_cast<size_t>(m) * part.cols.size());
+        T* to = into.data();
+        for (int64_t k = 0; k < m; ++k)
+            for (int32_t j : part.cols) *to++ = x[k * in_ + j];
+        return into.data();
+    }
+
+    void round(const Part& part, const float* x, int64_t m, std::vector<int8_t>& codes, std::vector<float>& scales) const {
+        const int64_t columns = part.tile->columns(), groups = (columns - 1) / part.group_size + 1;
+        const ActivationGrid grid{part.act_bits, columns, part.group_size, part.clip.empty() ? nullptr : part.clip.data(),
+                                  part.fixed.empty() ? nullptr : part.fixed.data()};
+        codes.resize(static_cast<size_t>(m * columns));
+        scales.resize(static_cast<size_t>(m * groups));
+        for (int64_t k = 0; k < m; ++k)
+            kernels_.quantize_row(x + k * columns, grid, codes.data() + k * columns, scales.data() + k * groups);
+    }
+
+    void restore(const Part& part, int64_t m, const std::vector<int8_t>& codes, const std::vector<float>& scales,
+                 std::vector<float>& x) const {
+        const int64_t columns = part.tile->columns(), groups = (columns - 1) / part.group_size + 1;
+        x.resize(static_cast<size_t>(m * columns));
+        for (int64_t k = 0; k < m; ++k)
+            for (int64_t j = 0; j < columns; ++j)
+                x[static_cast<size_t>(k * columns + j)] = static_cast<float>(codes[static_cast<size_t>(k * columns + j)]) *
+                                                          scales[static_cast<size_t>(k * groups + j / part.group_size)];
+    }
+
+    template <typename T> void copy_columns(std::vector<T>& to, const T* from, int64_t n) const {
+        to.assign(from, from + n);
+        for (T column : to)
+            if (static_cast<int64_t>(column) >= in_)
+                refuse("columns hold " + std::to_string(column) + ", expected 0 to " + std::to_string(in_ - 1));
+    }
+
+    static constexpr int64_t SPARSE_WORK = 8; // multiply-adds of a dense matrix that one here costs, about
+
+    const Products& kernels_;
+    int64_t out_, in_;
+    std::vector<Part> parts_;
+    std::vector<float> scale_;
+    std::optional<Input> values_;
+    std::vector<uint16_t> columns16_; // copied: what was checked stays what the kernel indexes with
+    std::vector<uint32_t> columns32_;
+    std::vector<int32_t> row_ptr_;
+    SparseRows sparse_{};
+};
+
+} // namespace anybit

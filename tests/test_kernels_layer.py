@@ -1,0 +1,160 @@
+"""Whole layers in one call - mixed tiles, rounded inputs, sparse weights - against double precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from anybit.bench.kernels import layouts, random_weight
+from anybit.formats import Sparse
+from anybit.kernels import cpu, reference
+from anybit.kernels.dispatch import Prepared
+from anybit.tensors import PackedWeight
+
+if not cpu.available():
+    pytest.skip(str(cpu.why_not()), allow_module_level=True)
+
+# Every way to store a matrix that the benchmark knows, and columns of float16 beside codes.
+NAMES = [*(name for name in layouts(64, 128) if not name.endswith(" A8")), "float16 columns", "float16 rows"]
+LOWEST = torch.finfo(torch.bfloat16).eps / 2  # relative error of one rounding
+
+
+def layout_of(name: str, out: int, columns: int) -> dict[str, Any]:
+    if not name.startswith("float16"):
+        return layouts(out, columns)[name]
+    field, size = ("cols", columns) if name.endswith("columns") else ("rows", out)
+    few = max(1, size // 8)
+    codes = {"format": "group_int", "bits": 3, "group_size": 32, "symmetric": False, field: size - few}
+    return {"shape": [out, columns], "tiles": [codes, {"format": "float16", field: few}]}
+
+
+def sparse_weight(out: int, columns: int, generator: torch.Generator) -> Sparse:
+    mask = torch.rand(out, columns, generator=generator) < 0.05
+    return Sparse.of(torch.randn(out, columns, generator=generator), mask)
+
+
+def packed(name: str, shape: tuple[int, int], sparse: bool, scaled: bool, seed: int) -> PackedWeight:
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    made = random_weight(layout_of(name, *shape))
+    layout, tensors = dict(made.layout), dict(made.tensors)
+    for field, tensor in tensors.items():
+        if tensor.dtype == torch.float16:
+            tensors[field] = torch.randn(tensor.shape, generator=generator).half().clamp(-2, 2)
+        if field.endswith("act_clip"):
+            tensors[field] = torch.full_like(tensor, 0.9)
+    if sparse:
+        part = sparse_weight(*shape, generator)
+        layout["sparse"] = len(part.values)
+        tensors |= {f"sparse.{field}": tensor for field, tensor in part.tensors(shape[1]).items()}
+    if scaled:
+        layout["input_scale"] = True
+        tensors["input_scale"] = torch.rand(shape[1], generator=generator).half() + 0.5
+    return PackedWeight(layout, tensors)
+
+
+def oracle(weight: PackedWeight, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The product with the dense matrix, and the size of what is summed, in double precision."""
+    inputs, dense = reference.round_inputs(x.float(), weight).double(), reference.dequantize(weight).double()
+    return inputs @ dense.T, inputs.abs() @ dense.abs().T
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    name=st.sampled_from(NAMES),
+    shape=st.tuples(st.integers(16, 70), st.sampled_from([256, 320, 576])),  # no table is cut short
+    tokens=st.integers(1, 8),
+    sparse=st.booleans(),
+    scaled=st.booleans(),
+    half=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_a_layer_is_the_product_with_its_dense_matrix(  # noqa: PLR0913
+    name: str,
+    shape: tuple[int, int],
+    tokens: int,
+    sparse: bool,
+    scaled: bool,
+    half: bool,
+    threads: int,
+    seed: int,
+) -> None:
+    rounded = reference.rounds_inputs(layout_of(name, *shape))
+    weight = packed(name, shape, sparse and not rounded, scaled, seed)  # no method has both
+    x = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(seed))
+    x = x.bfloat16() if half else x
+    prepared = Prepared(weight)
+    assert prepared.layer is not None
+    y = prepared.layer.matmul(x, threads=threads)
+    assert y.dtype == x.dtype
+    expected, size = oracle(weight, x)
+    # What is rounded to bfloat16: the result; centroids; inputs once more where they are scaled. Scaling also moves a
+    # few inputs over the edge of a rounding step.
+    bound = 2e-5 * size.amax() + (2 * LOWEST * expected.abs() + 3 * LOWEST * size if half else 0)
+    if scaled and rounded:
+        bound = bound + 0.02 * size
+    assert bool(((y.double() - expected).abs() <= bound).all())
+    assert torch.equal(prepared.layer.matmul(x, threads=1), y)
+    for k in range(tokens):
+        assert torch.equal(prepared.layer.matmul(x[k : k + 1].contiguous(), threads=threads)[0], y[k])
+    assert torch.equal(prepared.matmul(x), y)
+
+
+def test_sparse_columns_beyond_16_bits() -> None:
+    torch.manual_seed(0)
+    part = sparse_weight(3, 70_000, torch.Generator().manual_seed(1))
+    tensors = part.tensors(70_000)
+    assert tensors["columns"].dtype == torch.uint32
+    layer, x = cpu.Layer(3, 70_000), torch.randn(2, 70_000)
+    layer.add_sparse(**tensors)
+    dense = torch.zeros(3, 70_000)
+    part.add_to(dense)
+    torch.testing.assert_close(layer.matmul(x), x @ dense.T, rtol=1e-4, atol=1e-3)
+
+
+def layer_of(columns: int = 64) -> tuple[cpu.Layer, cpu.Float16]:
+    return cpu.Layer(4, 64), cpu.Float16(torch.ones(4, columns).half(), None)
+
+
+def test_a_layer_refuses_what_does_not_fit() -> None:
+    layer, tile = layer_of()
+    narrow = cpu.Float16(torch.ones(4, 8).half(), None)
+    ones = torch.ones(1).half()
+    cases = [
+        (lambda: layer.add(narrow), "needs `cols`"),
+        (lambda: layer.add(narrow, torch.arange(57, 65, dtype=torch.int32)), "cols hold 64"),
+        (lambda: layer.add(narrow, torch.arange(7, dtype=torch.int32)), "cols is int32"),
+        (lambda: layer.add(cpu.Float16(torch.ones(5, 64).half(), None)), "expected 5"),
+        (lambda: layer.add(tile, None, 9, 64, ones), "act_bits is 9"),
+        (lambda: layer.add(tile, None, 8, 32, ones), "clip is float16"),
+        (lambda: layer.add(tile, None, 8, 64, ones, ones), "either clip or fixed"),
+        (lambda: layer.scale_inputs(torch.ones(63)), "scale is float32"),
+        (lambda: layer.matmul(torch.ones(1, 63)), "x is float32"),
+        (lambda: layer.matmul(torch.ones(1, 64).half()), "x is float16"),
+        (lambda: layer.matmul(torch.ones(1, 64), threads=-1), "threads is -1"),
+    ]
+    for run, match in cases:
+        with pytest.raises(ValueError, match=match):
+            run()
+
+
+@pytest.mark.parametrize(
+    ("columns", "row_ptr", "match"),
+    [
+        ([0, 64], [0, 1, 1, 1, 2], "columns hold 64"),
+        ([0, 1], [0, 2, 1, 2, 2], "does not ascend"),
+        ([0, 1], [0, 1, 1, 1, 3], "does not ascend"),
+        ([0, 1], [0, 1, 2], "row_ptr is int32"),
+    ],
+)
+def test_damaged_sparse_weights_are_refused(columns: list[int], row_ptr: list[int], match: str) -> None:
+    layer, _ = layer_of()
+    index = torch.tensor(columns, dtype=torch.int16).view(torch.uint16)
+    with pytest.raises(ValueError, match=match):
+        layer.add_sparse(torch.ones(2).half(), index, torch.tensor(row_ptr, dtype=torch.int32))
