@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -184,6 +185,20 @@ void moments(const Input& x, const Output& h, int64_t threads) {
 #endif
 }
 
+int64_t sum_bytes(const Input& bytes, int64_t threads) {
+    const int used = check_threads(threads);
+    const int64_t n = size_of("bytes", bytes, 0, 1);
+    check("bytes", bytes, {Type::u8}, {n}, Layout::dense);
+    const Products& kernels = check_products(std::nullopt);
+    const auto* from = static_cast<const uint8_t*>(bytes.data());
+    nb::gil_scoped_release release;
+    std::atomic<int64_t> sum{0};
+    parallel_for(n, piece_of(n, 4096, n, used), used, [&](int64_t begin, int64_t end) {
+        sum += kernels.sum_bytes(from + begin, end - begin);
+    });
+    return sum;
+}
+
 nb::dict features() {
     const Features f = cpu_features();
     nb::dict d;
@@ -233,6 +248,8 @@ NB_MODULE(_native, m) {
           nb::arg("threads"), nb::arg("isa") = nb::none(),
           "Nested weighted k-means of the rows of weight float32 [rows, n]; importance float32 [rows, n], [n] or\n"
           "None; fills codes uint8 [rows, n] and centroids float32 [rows, sum of 2^b for b in seed_bits..bits].");
+    m.def("sum_bytes", &sum_bytes, nb::arg("bytes").noconvert(), nb::arg("threads"),
+          "Some sum over uint8 [n], as fast as memory gives them.");
     nb::class_<Tile>(m, "Tile", "A tile of stored weights bound to the kernels of one instruction set.")
         .def("matmul", &Tile::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("threads"),
              "y[:, rows] += x @ W.T; x float32, or bfloat16 or its bits as uint16 where `takes_bf16`, [m, columns] with\n"
@@ -290,7 +307,7 @@ NB_MODULE(_native, m) {
     nb::class_<BoundHalves, Tile>(m, "Halves", "A tile in format \"float16\", bound to the array that holds it.")
         .def(nb::init<Input, const std::optional<Input>&, const std::optional<std::string>&>(),
              nb::arg("values").noconvert(), nb::arg("rows").noconvert().none(), nb::arg("isa") = nb::none(),
-             "values float16 [r, columns], rows int32 [r] or None (all).");
+             "values float16 or bfloat16 [r, columns], rows int32 [r] or None (all).");
     nb::class_<Layer>(m, "Layer", "A linear layer: tiles, what they read of the inputs, and a sparse part.")
         .def(nb::init<int64_t, int64_t>(), nb::arg("out"), nb::arg("in_"))
         .def("add_tile", &Layer::add_tile, nb::arg("tile"), nb::arg("cols").noconvert().none(), nb::arg("act_bits"),

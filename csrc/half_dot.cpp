@@ -1,4 +1,4 @@
-// Weights kept as float16: whole rows (format "float16"), and single ones beside the tiles (CSR).
+// Weights of 16 bits: whole rows (format "float16", and bfloat16 to compare with), and single ones beside tiles (CSR).
 #include "products.h"
 #include "simd.h"
 
@@ -12,18 +12,50 @@ inline Floats load_halves(const uint16_t* from, int64_t count) {
     return load_halves(own);
 }
 
-inline float dot_row(const uint16_t* w, const float* x, int64_t columns) {
-    Floats sum[2] = {};
+struct Fp16 {
+    static Floats load(const uint16_t* from) { return load_halves(from); }
+};
+
+struct Bf16 {
+    static Floats load(const uint16_t* from) {
+#if defined(__AVX512F__)
+        return reinterpret_cast<Floats>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_as<__m256i>(from)), 16));
+#elif defined(__AVX2__)
+        return reinterpret_cast<Floats>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_as<__m128i>(from)), 16));
+#else
+        Ints bits;
+        for (int l = 0; l < LANES; ++l) bits[l] = static_cast<int32_t>(static_cast<uint32_t>(from[l]) << 16);
+        return reinterpret_cast<Floats>(bits);
+#endif
+    }
+};
+
+template <typename Half> inline float dot_row(const uint16_t* w, const float* x, int64_t columns) {
+    Floats sum[4] = {};
     int64_t j = 0;
-    for (; j + 2 * LANES <= columns; j += 2 * LANES)
-        for (int i = 0; i < 2; ++i) sum[i] += load_halves(w + j + i * LANES) * load(x + j + i * LANES);
+    for (; j + 4 * LANES <= columns; j += 4 * LANES) {
+        prefetch(reinterpret_cast<const uint8_t*>(w + j));
+        prefetch(reinterpret_cast<const uint8_t*>(w + j + 2 * LANES));
+        for (int i = 0; i < 4; ++i) sum[i] += Half::load(w + j + i * LANES) * load(x + j + i * LANES);
+    }
     for (; j < columns; j += LANES) {
         const int64_t left = least(LANES, columns - j);
-        Floats own{};
-        __builtin_memcpy(&own, x + j, static_cast<size_t>(left) * 4);
-        sum[0] += load_halves(w + j, left) * own;
+        uint16_t halves[LANES] = {};
+        Floats floats{};
+        __builtin_memcpy(halves, w + j, static_cast<size_t>(left) * 2);
+        __builtin_memcpy(&floats, x + j, static_cast<size_t>(left) * 4);
+        sum[0] += Half::load(halves) * floats;
     }
-    return reduce(sum[0] + sum[1]);
+    return reduce((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+template <typename Half>
+void multiply(const HalfRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
+              int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+        for (int64_t k = 0; k < tokens; ++k)
+            y[k * y_stride + (t.out_rows == nullptr ? row : t.out_rows[row])] +=
+                dot_row<Half>(t.values + row * t.columns, x + k * x_stride, t.columns);
 }
 
 template <typename I>
@@ -46,16 +78,29 @@ void multiply_sparse(const SparseRows& t, const I* columns, const float* x, int6
 
 void half_matmul(const HalfRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
                  int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-        for (int64_t k = 0; k < tokens; ++k)
-            y[k * y_stride + (t.out_rows == nullptr ? row : t.out_rows[row])] +=
-                dot_row(t.values + row * t.columns, x + k * x_stride, t.columns);
+    if (t.bf16) multiply<Bf16>(t, x, x_stride, tokens, y, y_stride, begin, end);
+    else multiply<Fp16>(t, x, x_stride, tokens, y, y_stride, begin, end);
 }
 
 void sparse_matmul(const SparseRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
                    int64_t begin, int64_t end) {
     if (t.columns16 != nullptr) multiply_sparse(t, t.columns16, x, x_stride, tokens, y, y_stride, begin, end);
     else multiply_sparse(t, t.columns32, x, x_stride, tokens, y, y_stride, begin, end);
+}
+
+int64_t sum_bytes(const uint8_t* bytes, int64_t n) {
+    Ints sum[4] = {};
+    int64_t i = 0;
+    for (; i + 16 * LANES <= n; i += 16 * LANES)
+        for (int v = 0; v < 4; ++v) {
+            prefetch(bytes + i + v * 4 * LANES);
+            sum[v] ^= load_as<Ints>(bytes + i + v * 4 * LANES);
+        }
+    int64_t all = 0;
+    for (; i < n; ++i) all += bytes[i];
+    const Ints lanes = sum[0] ^ sum[1] ^ sum[2] ^ sum[3];
+    for (int l = 0; l < LANES; ++l) all += lanes[l];
+    return all;
 }
 
 } // namespace anybit::ANYBIT_ISA

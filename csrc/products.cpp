@@ -25,7 +25,7 @@ extern const Products products = {
     lookup_blocks, lookup_prepare, lookup_matmul,
     lookup_float_form, lookup_prepare_floats, lookup_float_matmul,
     ANYBIT_BF16(lookup_bf16_form), ANYBIT_BF16(lookup_prepare_bf16), ANYBIT_BF16(lookup_bf16_matmul),
-    half_matmul, sparse_matmul,
+    half_matmul, sparse_matmul, sum_bytes,
     quantize_row,
 };
 

@@ -112,9 +112,10 @@ template <typename T> struct LookupPlain {
 
 // One tile in format "float16": w[i, j] = values[i, j].
 struct HalfRows {
-    const uint16_t* values;  // fp16 bit patterns [rows, columns]
+    const uint16_t* values;  // bit patterns [rows, columns]
     const int32_t* out_rows; // as above
     int64_t rows, columns;
+    bool bf16; // or fp16
 };
 
 // Weights beside the tiles, compressed by rows: those of row i are row_ptr[i] <= n < row_ptr[i + 1], each in the column
@@ -214,6 +215,9 @@ struct Products {
     void (*sparse_matmul)(const SparseRows&, const float* x, int64_t x_stride, int64_t tokens, float* y,
                           int64_t y_stride, int64_t begin, int64_t end);
 
+    // Some sum over bytes, as fast as memory gives them: the limit that products are held against.
+    int64_t (*sum_bytes)(const uint8_t*, int64_t n);
+
     // Identical results in every instruction set.
     void (*quantize_row)(const float* x, const ActivationGrid&, int8_t* codes, float* scales);
 };
@@ -268,6 +272,7 @@ const Products* products_for(const char* isa);
     void lookup_bf16_matmul(const ByteCodebook&, const LookupPlain<uint16_t>&, float*, int64_t, int64_t, int64_t); \
     void half_matmul(const HalfRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);     \
     void sparse_matmul(const SparseRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t); \
+    int64_t sum_bytes(const uint8_t*, int64_t);                                                               \
     void quantize_row(const float*, const ActivationGrid&, int8_t*, float*);                                  \
     }
 ANYBIT_DECLARE(portable)

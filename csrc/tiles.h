@@ -605,14 +605,15 @@ private:
     mutable std::vector<float> byte_scales_;
 };
 
-// A tile in format "float16", bound to the array that holds it.
+// A tile in format "float16" (or one of bfloat16, which no artifact has), bound to the array that holds it.
 class BoundHalves : public Tile {
 public:
     BoundHalves(Input values, const std::optional<Input>& rows, const std::optional<std::string>& isa)
         : Tile(isa), values_(values) {
         t_.rows = rows_ = size_of("values", values, 0, 2);
         t_.columns = columns_ = size_of("values", values, 1, 2);
-        check("values", values, {Type::f16, Type::u16}, {rows_, columns_}, Layout::dense);
+        check("values", values, {Type::f16, Type::bf16}, {rows_, columns_}, Layout::dense);
+        t_.bf16 = type_of(values.dtype()) == Type::bf16;
         if (rows) out_rows_.copy(*rows, rows_);
         t_.values = static_cast<const uint16_t*>(values.data());
         t_.out_rows = out_rows_.data();

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import anybit
 from anybit import salience
 from anybit.artifact import inspect, verify
-from anybit.bench import kernels
+from anybit.bench import ggml, kernels
 from anybit.errors import InputError
 from anybit.formats import Float16, GroupInt
 from anybit.kernels import cpu, reference
@@ -797,10 +797,38 @@ def test_the_benchmark_takes_other_weights_each_time() -> None:
         return lambda: used.append(number)
 
     made = list(range(5))
-    run = kernels._rotating(-(-kernels.COLD // 5), make)
+    run = kernels.rotating(kernels.Variant(1, make), 5)
     for _ in range(10):
         run()
     assert used == [4, 3, 2, 1, 0] * 2
+
+
+def test_the_benchmark_compares_instruction_sets_and_draws(tmp_path: Path) -> None:
+    best = isas()[-1]
+    figures = kernels.kernels(
+        shapes=("32x256",), rounds=1, dtype="float32", isas=("portable", best), only=("W4A8", "codebook 4")
+    )
+    (row,) = figures["rows"]
+    assert {f"W4A8 @{best}", "W4A8 @portable", "codebook 4 + sparse @portable"} <= row["variants"].keys()
+    assert not any(name.startswith("W8") for name in row["variants"]) and row["read_gb_per_s"] > 0
+    kernels.plot(figures, tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").stat().st_size > 10_000
+    for wrong, match in (({"isas": ("avx9",)}, "avx9"), ({"only": ("W4", "V4")}, "begins with 'V4'")):
+        with pytest.raises(InputError, match=match):
+            kernels.kernels(shapes=("32x256",), **wrong)
+
+
+@pytest.mark.skipif(ggml.library() is None, reason="llama-cpp-python is not installed")
+@pytest.mark.parametrize("kind", ggml.TYPES)
+def test_the_peer_multiplies_the_same(kind: str) -> None:
+    x = random(3, 512)
+    product = ggml.Product(kind, 128, x, threads=2)
+    product.wake()
+    product()
+    weight = torch.randn(ggml.ROWS, 512, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
+    expected, y = x @ weight.T, product.output()
+    product.close()
+    assert float((y - expected).norm() / expected.norm()) < 2.0 / 2 ** int(kind[1])
 
 
 @pytest.mark.parametrize("name", list(kernels.layouts(40, 64)))

@@ -743,32 +743,56 @@ def bench_quantize(
 
 
 @bench.command(name="kernels")
-def bench_kernels(
+def bench_kernels(  # noqa: PLR0913 - one parameter per option
     shapes: Annotated[
-        str | None, typer.Option(help="OUTxIN, comma-separated. [default: LLM shapes and SmolLM2-135M's]")
+        str | None,
+        typer.Option(help="OUTxIN, comma-separated. [default: LLM shapes, SmolLM2-135M's, Gemma 3 270M's]"),
     ] = None,
     tokens: Annotated[str, typer.Option(help="Numbers of tokens multiplied at once, comma-separated.")] = "1",
     threads: Annotated[
         str | None, typer.Option(help="Numbers of threads, comma-separated. [default: 1 and all]")
     ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds whose median counts.", min=1)] = 20,
+    dtype: Dtype = "bfloat16",
+    isa: Annotated[
+        str | None, typer.Option(help="Instruction sets to compare, comma-separated. [default: the best]")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Variants whose names begin so, comma-separated, e.g. W4,codebook.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw time against bits, with the memory's limit, to this PNG.")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Matrix products of every stored format, beside PyTorch in float32 and bfloat16 and the memory's bandwidth."""
+    """Matrix products of every stored format, beside PyTorch, ggml (where llama-cpp-python is installed), a product that
+    only reads bfloat16, and the memory's bandwidth."""
     from anybit.bench import kernels
 
-    _check_writable(json_file)
+    for file in (json_file, plot):
+        _check_writable(file)
+    if dtype == "float16":
+        raise InputError("--dtype float16: the CPU's kernels take float32 and bfloat16")
     given = {} if shapes is None else {"shapes": shapes.split(",")}
+    given |= {} if isa is None else {"isas": isa.split(",")}
+    given |= {} if only is None else {"only": only.split(",")}
     counts = _whole_numbers("threads", threads) if threads else tuple(sorted({1, os.cpu_count() or 1}))
     for count in counts:
         _set_threads(count)
     report = _report()
     try:
         figures = kernels.kernels(
-            tokens=_whole_numbers("tokens", tokens), threads=counts, rounds=rounds, report=report, **given
+            tokens=_whole_numbers("tokens", tokens),
+            threads=counts,
+            rounds=rounds,
+            dtype=dtype,
+            report=report,
+            **given,
         )
     finally:
         report.close()
+    if plot is not None:
+        kernels.plot(figures, plot)
     _emit(figures, json_file, tables.print_bench_kernels)
 
 

@@ -147,17 +147,20 @@ def print_bench_quantize(f: dict[str, Any]) -> None:
 
 def print_bench_kernels(f: dict[str, Any]) -> None:
     """Times and ratios, then the figures as one line of JSON."""
-    for threads, rate in f["read_gb_per_s"].items():
-        typer.echo(f"memory read on {threads} thread(s): {rate:.1f} GB/s")
+    typer.echo(
+        f"inputs {f['dtype']}; {f['matmul_isa']}; ggml {'beside' if f['peer'] else 'is not installed'}"
+    )
     for row in f["rows"]:
         typer.echo(
-            f"\n{row['out']} x {row['in']}, {row['tokens']} token(s), {row['threads']} thread(s)\n"
-            "                       us      GB/s  of limit  x float32  x bfloat16"
+            f"\n{row['out']} x {row['in']}, {row['tokens']} token(s), {row['threads']} thread(s); "
+            f"memory read at {row['read_gb_per_s']:.1f} GB/s\n"
+            f"{'':24}       us      GB/s  of limit  x float32  x bfloat16      x own"
         )
-        base = [row["variants"][f"torch {name}"]["us"] for name in ("float32", "bfloat16")]
+        names = [
+            name for name in ("torch float32", "torch bfloat16", "own bfloat16") if name in row["variants"]
+        ]
+        base = [row["variants"][name]["us"] for name in names]
         for name, v in row["variants"].items():
-            typer.echo(
-                f"{name:15} {v['us']:9.1f} {v['gb_per_s']:9.1f} {100 * v['of_bandwidth']:8.0f}% "
-                f"{base[0] / v['us']:9.2f} {base[1] / v['us']:11.2f}"
-            )
+            ratios = "  ".join(f"{us / v['us']:9.2f}" for us in base)
+            typer.echo(f"{name:24}{v['us']:9.1f} {v['gb_per_s']:9.1f} {100 * v['of_limit']:8.0f}% {ratios}")
     typer.echo(json.dumps(f))

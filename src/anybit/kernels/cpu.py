@@ -284,7 +284,7 @@ class Float16(_Tile):
 
     def __init__(
         self,
-        values: Tensor,  # float16 [r, c]
+        values: Tensor,  # float16 [r, c]; bfloat16, which no artifact has, to compare with
         rows: Tensor | None,  # int32 [r] ascending output rows; None: all
         isa: str | None = None,
     ) -> None:
@@ -388,6 +388,11 @@ def quantize_activations(
     scales = torch.empty(m, -(-columns // group_size))
     _native.quantize_activations(x, clip, fixed, bits, group_size, codes, scales, isa)
     return codes, scales
+
+
+def read(data: Tensor, threads: int | None = None) -> None:
+    """Read uint8 [n] as fast as memory gives it: the limit that products are held against."""
+    _native.sum_bytes(data.numpy(), threads or torch.get_num_threads())
 
 
 def gptq_block(

@@ -44,9 +44,10 @@ class Prepared:
         weight: the stored bytes.
         exact: False has codebooks by row multiply inputs of 8 bits (a scale per token and 32 of them) with centroids of
             8 bits (127 steps to the largest of a row), which is faster. Without native kernels everything is exact.
+        isa: one of `cpu.matmul_isas()` instead of the best, for tests and comparisons.
     """
 
-    def __init__(self, weight: PackedWeight, exact: bool = True) -> None:
+    def __init__(self, weight: PackedWeight, exact: bool = True, isa: str | None = None) -> None:
         self.out_features, self.in_features = weight.layout["shape"]
         described = weight.layout["tiles"]
         on_cpu = all(tensor.device.type == "cpu" for tensor in weight.tensors.values())
@@ -54,7 +55,7 @@ class Prepared:
         fields = [tile_tensors(weight, i) for i in range(len(described))]
         by_row = all(tile["format"] == Codebook.NAME and not tile["by_channel"] for tile in described)
         self.exact = exact or not (self.native and by_row)
-        self.tiles = [self._bind(*pair) for pair in zip(described, fields)] if self.native else []
+        self.tiles = [self._bind(*pair, isa) for pair in zip(described, fields)] if self.native else []
         self.taken = tuple(
             f"{tile_prefix(i, len(described))}{field}"
             for i, tile in enumerate(described if self.native else [])
@@ -85,21 +86,22 @@ class Prepared:
             layer.scale_inputs(self.input_scale)
         return layer
 
-    def _bind(self, tile: Mapping[str, Any], fields: Mapping[str, Tensor]) -> cpu.Tile:
+    def _bind(self, tile: Mapping[str, Any], fields: Mapping[str, Tensor], isa: str | None) -> cpu.Tile:
         columns, rows = tile.get("cols", self.in_features), fields.get("rows")
         if tile["format"] == Float16.NAME:
-            return cpu.Float16(fields["values"], rows)
+            return cpu.Float16(fields["values"], rows, isa)
         if tile["format"] == TwoFour.NAME:
-            return cpu.TwoFour(TwoFour.read(tile, fields, self.out_features, columns))
+            return cpu.TwoFour(TwoFour.read(tile, fields, self.out_features, columns), isa=isa)
         if tile["format"] == Codebook.NAME:
             m = tile.get("rows", self.out_features) if tile["by_channel"] else columns
             table = Codebook.read_table(tile, fields, tile["bits"], m)
             table = decode_table(table, fields.get("codebook_scale"), fields.get("codebook_min"))
             if _by_lanes(tile):
-                return cpu.Channels(fields["planes"], table, m)
+                return cpu.Channels(fields["planes"], table, m, isa=isa)
             if not self.exact:
                 table = reference.byte_table(table)
-            return cpu.codebook(fields["planes"], table, rows, columns=m, by_channel=tile["by_channel"])
+            by_channel = tile["by_channel"]
+            return cpu.codebook(fields["planes"], table, rows, columns=m, by_channel=by_channel, isa=isa)
         zeros = fields.get("zeros")
         return cpu.group_int(
             fields["codes"],
@@ -109,6 +111,7 @@ class Prepared:
             bits=tile["bits"],
             group_size=tile["group_size"],
             columns=columns,
+            isa=isa,
         )
 
     @property
