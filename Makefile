@@ -19,6 +19,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, with a build of their own.
 check-native: $(VENV)/.installed-dev
@@ -26,8 +27,8 @@ check-native: $(VENV)/.installed-dev
 	  -C build-dir=build/sanitized-cmake -C cmake.define.ANYBIT_SANITIZE=ON .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ANYBIT_BUILD=build/sanitized \
-	  $(BIN)/python -m pytest tests/test_kernels_cpu.py tests/test_kernels_lookup.py tests/test_kmeans.py \
-	  tests/test_two_four_sixteen.py -k "not fork and not model and not command"
+	  $(BIN)/python -m pytest tests/test_kernels_cpu.py tests/test_kernels_lookup.py tests/test_kernels_layer.py \
+	  tests/test_kmeans.py tests/test_two_four_sixteen.py -k "not fork and not model and not command"
 
 bench: $(VENV)/.installed
 	$(BIN)/anybit bench kernels

@@ -35,7 +35,8 @@ constexpr int64_t MAX_SIZE = int64_t(1) << 31; // rows, columns: keeps every pro
 
 enum class Type { u8, i8, u16, u32, i32, f16, bf16, f32, other };
 
-const char* const TYPE_NAMES[] = {"uint8", "int8", "uint16", "uint32", "int32", "float16", "bfloat16", "float32", "another dtype"};
+const char* const TYPE_NAMES[] = {"uint8",   "int8",     "uint16",  "uint32",       "int32",
+                                  "float16", "bfloat16", "float32", "another dtype"};
 
 inline Type type_of(nb::dlpack::dtype dtype) {
     using Code = nb::dlpack::dtype_code;

@@ -6,7 +6,7 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-constexpr int CHAINS = 4; // sums under way at once, in the same order whatever the number of tokens
+constexpr int CHAINS = 4;      // sums under way at once, in the same order whatever the number of tokens
 constexpr int MOST_TOKENS = 4; // in registers at once
 
 template <int BITS, int M>
@@ -72,7 +72,7 @@ void group_int_prepare_bf16(const GroupInt& t, const uint16_t* x, uint16_t* out,
 
 void group_int_bf16_matmul(const GroupInt& t, const PairInputs& in, float* y, int64_t y_stride, int64_t begin,
                            int64_t end) {
-    ANYBIT_BY_WIDTH(multiply, t.bits, t, in, y, y_stride, begin, end)
+    ANYBIT_BY_WIDTH(multiply, t.bits, t, in, y, y_stride, begin, end);
 }
 
 } // namespace anybit::ANYBIT_ISA

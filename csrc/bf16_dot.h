@@ -20,8 +20,8 @@ template <int MASK> inline Codes biased(Codes codes) {
 
 // sums[i] += the dot product of two pairs.
 inline Floats dot_pairs(Floats sums, Codes a, Codes b) {
-    return reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(a),
-                                                     reinterpret_cast<__m512bh>(b)));
+    return reinterpret_cast<Floats>(
+        _mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
 }
 
 inline Codes broadcast_pair(const uint16_t* x) { return reinterpret_cast<Codes>(load_as<int32_t>(x) - Ints{}); }

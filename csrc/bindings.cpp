@@ -43,9 +43,8 @@ void check_codes_fit(const GptqBlock& b) {
             refuse("maxq[" + std::to_string(i) + "] is " + std::to_string(b.maxq[i]) + ", expected 0 to 255");
 }
 
-void gptq_block(const Output& weight, const Input& hinv, const Input& scales, const Input& zeros,
-                const Input& maxq, const Output& codes, const Output& error, int64_t threads,
-                const std::optional<std::string>& isa) {
+void gptq_block(const Output& weight, const Input& hinv, const Input& scales, const Input& zeros, const Input& maxq,
+                const Output& codes, const Output& error, int64_t threads, const std::optional<std::string>& isa) {
     const Kernels& kernels = check_isa(isa);
     const int used = check_threads(threads);
     check("weight", weight, {Type::f32}, {-1, -1}, Layout::dense_rows);
@@ -147,8 +146,7 @@ void quantize_activations(const Input& x, const std::optional<Input>& clip, cons
     auto* q = static_cast<int8_t*>(codes.data());
     float* s = static_cast<float*>(scales.data());
     nb::gil_scoped_release release;
-    for (int64_t k = 0; k < m; ++k)
-        kernels.quantize_row(from + k * stride, grid, q + k * columns, s + k * groups);
+    for (int64_t k = 0; k < m; ++k) kernels.quantize_row(from + k * stride, grid, q + k * columns, s + k * groups);
 }
 
 bool has_moments() {
@@ -193,9 +191,8 @@ int64_t sum_bytes(const Input& bytes, int64_t threads) {
     const auto* from = static_cast<const uint8_t*>(bytes.data());
     nb::gil_scoped_release release;
     std::atomic<int64_t> sum{0};
-    parallel_for(n, piece_of(n, 4096, n, used), used, [&](int64_t begin, int64_t end) {
-        sum += kernels.sum_bytes(from + begin, end - begin);
-    });
+    parallel_for(n, piece_of(n, 4096, n, used), used,
+                 [&](int64_t begin, int64_t end) { sum += kernels.sum_bytes(from + begin, end - begin); });
     return sum;
 }
 
@@ -222,24 +219,28 @@ NB_MODULE(_native, m) {
     m.doc() = "Kernels of anybit for the CPU. Arguments of the wrong dtype, shape or layout raise ValueError.";
     m.def("cpu_features", &features, "What this processor has of what kernels could use: {name: bool}.");
     m.def("isa", [] { return kernels_for(nullptr)->isa; }, "The instruction set chosen for this machine.");
-    m.def("matmul_isa", [] { return products_for(nullptr)->isa; }, "How products with stored tiles run on this machine.");
-    m.def("matmul_isas", [] {
-        std::vector<std::string> found;
-        for (const char* isa : PRODUCT_ISAS)
-            if (products_for(isa) != nullptr) found.emplace_back(isa);
-        return found;
-    }, "The ways to multiply that this machine has, the best last.");
-    m.def("quantize_activations", &quantize_activations, nb::arg("x").noconvert(), nb::arg("clip").noconvert().none(),
-          nb::arg("fixed").noconvert().none(), nb::arg("bits"), nb::arg("group_size"), nb::arg("codes").noconvert(),
-          nb::arg("scales").noconvert(), nb::arg("isa") = nb::none(),
-          "Round x float32 [m, n] to codes int8 [m, n] and scales float32 [m, groups]; clip or fixed float16 [groups].");
+    m.def(
+        "matmul_isa", [] { return products_for(nullptr)->isa; }, "How products with stored tiles run on this machine.");
+    m.def(
+        "matmul_isas",
+        [] {
+            std::vector<std::string> found;
+            for (const char* isa : PRODUCT_ISAS)
+                if (products_for(isa) != nullptr) found.emplace_back(isa);
+            return found;
+        },
+        "The ways to multiply that this machine has, the best last.");
+    m.def(
+        "quantize_activations", &quantize_activations, nb::arg("x").noconvert(), nb::arg("clip").noconvert().none(),
+        nb::arg("fixed").noconvert().none(), nb::arg("bits"), nb::arg("group_size"), nb::arg("codes").noconvert(),
+        nb::arg("scales").noconvert(), nb::arg("isa") = nb::none(),
+        "Round x float32 [m, n] to codes int8 [m, n] and scales float32 [m, groups]; clip or fixed float16 [groups].");
     m.def("has_moments", &has_moments, "Whether this machine has what `moments` needs (AVX512-BF16).");
     m.def("moments", &moments, nb::arg("x").noconvert(), nb::arg("h").noconvert(), nb::arg("threads"),
           "h += x.T @ x, summed in float32; x bfloat16 (or its bits as uint16) [tokens, n], h float32 [n, n].");
     m.def("gptq_block", &gptq_block, nb::arg("weight").noconvert(), nb::arg("hinv").noconvert(),
           nb::arg("scales").noconvert(), nb::arg("zeros").noconvert(), nb::arg("maxq").noconvert(),
-          nb::arg("codes").noconvert(), nb::arg("error").noconvert(), nb::arg("threads"),
-          nb::arg("isa") = nb::none(),
+          nb::arg("codes").noconvert(), nb::arg("error").noconvert(), nb::arg("threads"), nb::arg("isa") = nb::none(),
           "Quantize one block of columns by GPTQ: weight float32 [rows, n] is compensated in place, codes\n"
           "uint8 and error float32 [rows, n] are filled; hinv float32 [n, n] upper triangular, scales and\n"
           "zeros float32 [rows, n] or [rows], maxq float32 [rows].");
@@ -252,17 +253,18 @@ NB_MODULE(_native, m) {
           "Some sum over uint8 [n], as fast as memory gives them.");
     nb::class_<Tile>(m, "Tile", "A tile of stored weights bound to the kernels of one instruction set.")
         .def("matmul", &Tile::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("threads"),
-             "y[:, rows] += x @ W.T; x float32, or bfloat16 or its bits as uint16 where `takes_bf16`, [m, columns] with\n"
-             "contiguous rows; y float32 [m, out].")
+             "y[:, rows] += x @ W.T; x float32, or bfloat16 or its bits as uint16 where `takes_bf16`, [m, columns]\n"
+             "with contiguous rows; y float32 [m, out].")
         .def("int_matmul", &Tile::int_matmul, nb::arg("x").noconvert(), nb::arg("scales").noconvert(),
              nb::arg("y").noconvert(), nb::arg("threads"),
-             "y[:, rows] += (x * scales by group) @ W.T; x int8 [m, columns], scales float32 [m, groups]. Codebooks round\n"
-             "their centroids to bytes and take groups of 32 inputs.")
+             "y[:, rows] += (x * scales by group) @ W.T; x int8 [m, columns], scales float32 [m, groups]. Codebooks\n"
+             "round their centroids to bytes and take groups of 32 inputs.")
         .def("takes_bf16", &Tile::takes_bf16, "Whether `matmul` takes bfloat16.")
         .def("takes_ints", &Tile::takes_ints, "Whether the tile has `int_matmul`.");
-    nb::class_<PackedGroupInt, Tile>(m, "GroupInt", "A tile in format \"group int\" in the kernels' order; holds its bytes.")
-        .def(nb::init<const Input&, const Input&, const std::optional<Input>&, const std::optional<Input>&, int64_t, int64_t,
-                      int64_t, int64_t, const std::optional<std::string>&>(),
+    nb::class_<PackedGroupInt, Tile>(m, "GroupInt",
+                                     "A tile in format \"group int\" in the kernels' order; holds its bytes.")
+        .def(nb::init<const Input&, const Input&, const std::optional<Input>&, const std::optional<Input>&, int64_t,
+                      int64_t, int64_t, int64_t, const std::optional<std::string>&>(),
              nb::arg("codes").noconvert(), nb::arg("scales").noconvert(), nb::arg("zeros").noconvert().none(),
              nb::arg("rows").noconvert().none(), nb::arg("bits"), nb::arg("group_size"), nb::arg("columns"),
              nb::arg("threads"), nb::arg("isa") = nb::none(),
@@ -272,26 +274,28 @@ NB_MODULE(_native, m) {
              nb::arg("zeros").noconvert().none(), nb::arg("threads"), "Fill the arrays that the tile was made of.")
         .def("dequantize", &PackedGroupInt::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
              "out[r, columns] = W; float32, bfloat16 or its bits as uint16.")
-        .def("dequantize_rows", &PackedGroupInt::dequantize_rows, nb::arg("ids").noconvert(), nb::arg("out").noconvert(),
-             "out float32 [n, columns] = W[ids], ids int32 [n].");
+        .def("dequantize_rows", &PackedGroupInt::dequantize_rows, nb::arg("ids").noconvert(),
+             nb::arg("out").noconvert(), "out float32 [n, columns] = W[ids], ids int32 [n].");
     nb::class_<PackedSecondOrder, Tile>(m, "SecondOrder",
                                         "The 2-bit channels of a tile in format \"two_four\"; holds its bytes.")
-        .def(nb::init<const Input&, const Input&, const Input&, const Input&, const Input&, int64_t, int64_t,
-                      const std::optional<std::string>&>(),
-             nb::arg("codes").noconvert(), nb::arg("zeros").noconvert(), nb::arg("scale_codes").noconvert(),
-             nb::arg("scales").noconvert(), nb::arg("scale_zeros").noconvert(), nb::arg("group_size"), nb::arg("threads"),
-             nb::arg("isa") = nb::none(),
-             "codes uint8 [r, c], zeros and scale_codes uint8 [r, g], scales float32 and scale_zeros uint8 [r / 16, g].")
+        .def(
+            nb::init<const Input&, const Input&, const Input&, const Input&, const Input&, int64_t, int64_t,
+                     const std::optional<std::string>&>(),
+            nb::arg("codes").noconvert(), nb::arg("zeros").noconvert(), nb::arg("scale_codes").noconvert(),
+            nb::arg("scales").noconvert(), nb::arg("scale_zeros").noconvert(), nb::arg("group_size"),
+            nb::arg("threads"), nb::arg("isa") = nb::none(),
+            "codes uint8 [r, c], zeros and scale_codes uint8 [r, g], scales float32 and scale_zeros uint8 [r / 16, g].")
         .def("restore", &PackedSecondOrder::restore, nb::arg("codes").noconvert(), nb::arg("zeros").noconvert(),
              nb::arg("scale_codes").noconvert(), nb::arg("threads"), "Fill the arrays that the tile was made of.")
         .def("dequantize", &PackedSecondOrder::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
              "out float32 [r, c] = W.");
     nb::class_<PackedChannels, Tile>(m, "Channels", "A tile in format \"codebook\" by input channel; holds its bytes.")
-        .def(nb::init<const Input&, const Input&, int64_t, int64_t, const std::optional<std::string>&>(),
-             nb::arg("planes").noconvert(), nb::arg("table").noconvert(), nb::arg("rows"), nb::arg("threads"),
-             nb::arg("isa") = nb::none(),
-             "planes uint32 [bits, channels, rows / 32], 1 to 4 bits; table float32 [channels, entries]; every code must be\n"
-             "below `entries`.")
+        .def(
+            nb::init<const Input&, const Input&, int64_t, int64_t, const std::optional<std::string>&>(),
+            nb::arg("planes").noconvert(), nb::arg("table").noconvert(), nb::arg("rows"), nb::arg("threads"),
+            nb::arg("isa") = nb::none(),
+            "planes uint32 [bits, channels, rows / 32], 1 to 4 bits; table float32 [channels, entries]; every code must\n"
+            "be below `entries`.")
         .def("restore", &PackedChannels::restore, nb::arg("planes").noconvert(), nb::arg("threads"),
              "Fill the planes that the tile was made of.")
         .def("dequantize", &PackedChannels::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
@@ -312,10 +316,11 @@ NB_MODULE(_native, m) {
         .def(nb::init<int64_t, int64_t>(), nb::arg("out"), nb::arg("in_"))
         .def("add_tile", &Layer::add_tile, nb::arg("tile"), nb::arg("cols").noconvert().none(), nb::arg("act_bits"),
              nb::arg("group_size"), nb::arg("clip").noconvert().none(), nb::arg("fixed").noconvert().none(),
-             "cols int32 [columns] or None (all inputs); act_bits 0 or what inputs are rounded to, in groups of group_size\n"
-             "by clip or fixed float16 [groups].")
+             "cols int32 [columns] or None (all inputs); act_bits 0 or what inputs are rounded to, in groups of\n"
+             "group_size by clip or fixed float16 [groups].")
         .def("set_sparse", &Layer::set_sparse, nb::arg("values").noconvert(), nb::arg("columns").noconvert(),
-             nb::arg("row_ptr").noconvert(), "values float16 [n], columns uint16 or uint32 [n], row_ptr int32 [out + 1].")
+             nb::arg("row_ptr").noconvert(),
+             "values float16 [n], columns uint16 or uint32 [n], row_ptr int32 [out + 1].")
         .def("set_input_scale", &Layer::set_input_scale, nb::arg("scale").noconvert(), "float32 [in].")
         .def("matmul", &Layer::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("threads"),
              "y [m, out] = x [m, in] @ W.T, both float32 or both bfloat16 (or its bits as uint16).");

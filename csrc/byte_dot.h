@@ -19,9 +19,8 @@ inline Ints dot(Ints sums, Codes codes, Bytes x) {
     return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(codes),
                                                       reinterpret_cast<__m512i>(x)));
 #elif defined(__AVXVNNI__)
-    return reinterpret_cast<Ints>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sums),
-                                                          reinterpret_cast<__m256i>(codes),
-                                                          reinterpret_cast<__m256i>(x)));
+    return reinterpret_cast<Ints>(_mm256_dpbusd_avx_epi32(
+        reinterpret_cast<__m256i>(sums), reinterpret_cast<__m256i>(codes), reinterpret_cast<__m256i>(x)));
 #elif defined(__AVX512BW__)
     // Pairs of products are summed in 16 bits, which 8-bit codes overflow: their halves do not.
     const __m512i ones = _mm512_set1_epi16(1), low = _mm512_set1_epi8(15), from = reinterpret_cast<__m512i>(x);
@@ -38,7 +37,8 @@ inline Ints dot(Ints sums, Codes codes, Bytes x) {
     const __m256i high = _mm256_slli_epi32(_mm256_madd_epi16(second, ones), 4);
     return sums + reinterpret_cast<Ints>(_mm256_add_epi32(_mm256_madd_epi16(first, ones), high));
 #elif defined(__SSE2__)
-    const __m128i zero = _mm_setzero_si128(), from = reinterpret_cast<__m128i>(x), all = reinterpret_cast<__m128i>(codes);
+    const __m128i zero = _mm_setzero_si128(), from = reinterpret_cast<__m128i>(x),
+                  all = reinterpret_cast<__m128i>(codes);
     const __m128i low = _mm_srai_epi16(_mm_unpacklo_epi8(from, from), 8);
     const __m128i high = _mm_srai_epi16(_mm_unpackhi_epi8(from, from), 8);
     const __m128 first = _mm_castsi128_ps(_mm_madd_epi16(_mm_unpacklo_epi8(all, zero), low)); // sums of two
@@ -70,14 +70,14 @@ inline Ints dot_small(Ints sums, Codes codes, Bytes x) {
 } // namespace anybit::ANYBIT_ISA
 
 // F<BITS>(...) for a width of 1 to 8.
-#define ANYBIT_BY_WIDTH(F, BITS, ...)                                                                         \
-    switch (BITS) {                                                                                           \
-    case 1: return F<1>(__VA_ARGS__);                                                                         \
-    case 2: return F<2>(__VA_ARGS__);                                                                         \
-    case 3: return F<3>(__VA_ARGS__);                                                                         \
-    case 4: return F<4>(__VA_ARGS__);                                                                         \
-    case 5: return F<5>(__VA_ARGS__);                                                                         \
-    case 6: return F<6>(__VA_ARGS__);                                                                         \
-    case 7: return F<7>(__VA_ARGS__);                                                                         \
-    default: return F<8>(__VA_ARGS__);                                                                        \
+#define ANYBIT_BY_WIDTH(F, BITS, ...)  \
+    switch (BITS) {                    \
+    case 1: return F<1>(__VA_ARGS__);  \
+    case 2: return F<2>(__VA_ARGS__);  \
+    case 3: return F<3>(__VA_ARGS__);  \
+    case 4: return F<4>(__VA_ARGS__);  \
+    case 5: return F<5>(__VA_ARGS__);  \
+    case 6: return F<6>(__VA_ARGS__);  \
+    case 7: return F<7>(__VA_ARGS__);  \
+    default: return F<8>(__VA_ARGS__); \
     }

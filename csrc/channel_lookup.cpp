@@ -38,7 +38,8 @@ struct Table {
 
 // R blocks of rows and M tokens at once. A sum runs over the channels in order, whatever R and M are.
 template <int BITS, int R, int M>
-void multiply_blocks(const ChannelCodebook& t, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t block) {
+void multiply_blocks(const ChannelCodebook& t, const float* x, int64_t x_stride, float* y, int64_t y_stride,
+                     int64_t block) {
     constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
     const int64_t cells = cells_of(t);
     const uint8_t* from = t.bytes + block * block_bytes(t);
@@ -148,12 +149,12 @@ template <int BITS> void dequantize(const ChannelCodebook& t, float* out, int64_
         }
 }
 
-#define ANYBIT_BY_CHANNEL_WIDTH(F, ...)                                                                       \
-    switch (t.bits) {                                                                                         \
-    case 1: return F<1>(__VA_ARGS__);                                                                         \
-    case 2: return F<2>(__VA_ARGS__);                                                                         \
-    case 3: return F<3>(__VA_ARGS__);                                                                         \
-    default: return F<4>(__VA_ARGS__);                                                                        \
+#define ANYBIT_BY_CHANNEL_WIDTH(F, ...) \
+    switch (t.bits) {                   \
+    case 1: return F<1>(__VA_ARGS__);   \
+    case 2: return F<2>(__VA_ARGS__);   \
+    case 3: return F<3>(__VA_ARGS__);   \
+    default: return F<4>(__VA_ARGS__);  \
     }
 
 } // namespace

@@ -25,8 +25,7 @@ inline Floats look_up(const Table& table, int bits, Ints code) {
 #if defined(__AVX512F__)
     const auto index = reinterpret_cast<__m512i>(code);
     if (bits <= 4) return _mm512_permutexvar_ps(index, _mm512_load_ps(table.entry));
-    if (bits == 5)
-        return _mm512_permutex2var_ps(_mm512_load_ps(table.entry), index, _mm512_load_ps(table.entry + 16));
+    if (bits == 5) return _mm512_permutex2var_ps(_mm512_load_ps(table.entry), index, _mm512_load_ps(table.entry + 16));
     return _mm512_i32gather_ps(index, table.entry, 4);
 #elif defined(__AVX2__)
     const auto index = reinterpret_cast<__m256i>(code);
@@ -77,8 +76,8 @@ void codebook_rows(const Codebook& c, const float* x, int64_t tokens, float* y, 
     }
 }
 
-void codebook_channels(const Codebook& c, const float* x, int64_t tokens, float* y, int64_t y_stride,
-                       float* scratch, int64_t begin, int64_t end) {
+void codebook_channels(const Codebook& c, const float* x, int64_t tokens, float* y, int64_t y_stride, float* scratch,
+                       int64_t begin, int64_t end) {
     Table table{};
     const int64_t first = begin * WORD, last = least(end * WORD, c.columns);
     for (int64_t row = 0; row < c.rows; ++row) {

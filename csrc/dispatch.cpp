@@ -9,8 +9,9 @@
 
 namespace anybit {
 
-#define ANYBIT_TABLE(ISA)                                                                                     \
-    {#ISA, ISA::gptq, ISA::codebook_rows, ISA::codebook_channels, ISA::codebook_decode, ISA::kmeans_scratch, ISA::kmeans}
+#define ANYBIT_TABLE(ISA)                                                                                          \
+    {#ISA,       ISA::gptq, ISA::codebook_rows, ISA::codebook_channels, ISA::codebook_decode, ISA::kmeans_scratch, \
+     ISA::kmeans}
 
 #ifdef ANYBIT_X86
 namespace {
@@ -23,9 +24,7 @@ bool has_avx_vnni() {
 
 // What the flags of the kernels' build ask of the machine (CMakeLists.txt).
 bool runs_avx2(const Features& f) { return f.avx2 && f.fma && f.f16c; }
-bool runs_avx512(const Features& f) {
-    return runs_avx2(f) && f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq;
-}
+bool runs_avx512(const Features& f) { return runs_avx2(f) && f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq; }
 
 } // namespace
 #endif

@@ -4,7 +4,7 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-constexpr int CHAINS = 4; // sums under way at once: a multiply-add takes as many cycles or more
+constexpr int CHAINS = 4;      // sums under way at once: a multiply-add takes as many cycles or more
 constexpr int64_t CHUNK = 512; // columns of all lanes that are decoded to bytes at a time
 #if defined(__AVX512F__)
 constexpr int MOST_TOKENS = 4; // in registers at once
@@ -71,7 +71,8 @@ template <int BITS> void interleave_block(const GroupInt& t, const uint8_t* rows
             const int64_t left = least(t.columns - begin, t.group_size - c * COLUMNS);
             for (int64_t l = 0; l < LANES; ++l) {
                 uint8_t own[COLUMNS] = {};
-                if (left > 0) __builtin_memcpy(own, rows + l * stride + begin, static_cast<size_t>(least(left, COLUMNS)));
+                if (left > 0)
+                    __builtin_memcpy(own, rows + l * stride + begin, static_cast<size_t>(least(left, COLUMNS)));
                 put_cell<BITS>(own, cell + 4 * l);
             }
         }
@@ -87,7 +88,8 @@ void decode_cells(const GroupInt& t, int64_t block, int64_t g, int64_t first, in
         cell_codes<BITS>(cell, code);
         for (int64_t s = 0; s < COLUMNS / 4; ++s)
             for (int64_t l = 0; l < LANES; ++l)
-                __builtin_memcpy(out + l * CHUNK + c * COLUMNS + 4 * s, reinterpret_cast<const uint8_t*>(code + s) + 4 * l, 4);
+                __builtin_memcpy(out + l * CHUNK + c * COLUMNS + 4 * s,
+                                 reinterpret_cast<const uint8_t*>(code + s) + 4 * l, 4);
     }
 }
 
@@ -178,13 +180,14 @@ void dequantize_rows(const GroupInt& t, int64_t block, int64_t begin, int64_t en
     for_codes<BITS>(t, block, [&](const uint8_t* codes, int64_t g, int64_t column, int64_t count) {
         for (int64_t l = begin; l < end; ++l) {
             const float scale = half_to_float(t.scales[(block * t.groups + g) * LANES + l]);
-            store_weights(codes + l * CHUNK, zero_of(t, block, g, l), scale, count, out + (l - begin) * t.columns + column);
+            store_weights(codes + l * CHUNK, zero_of(t, block, g, l), scale, count,
+                          out + (l - begin) * t.columns + column);
         }
     });
 }
 
 template <typename T> void dequantize_lanes(const GroupInt& t, int64_t block, int64_t begin, int64_t end, T* out) {
-    ANYBIT_BY_WIDTH(dequantize_rows, t.bits, t, block, begin, end, out)
+    ANYBIT_BY_WIDTH(dequantize_rows, t.bits, t, block, begin, end, out);
 }
 
 template <int BITS> void restore_block(const GroupInt& t, int64_t block, uint8_t* rows, int64_t stride) {
@@ -221,7 +224,7 @@ void group_int_interleave(const GroupInt& t, const StoredGroupInt& from, uint8_t
                 if (zeros != nullptr) zeros[to] = l < lanes ? from.zeros[at] : uint8_t(0);
             }
         }
-        const auto run = [&] { ANYBIT_BY_WIDTH(interleave_block, t.bits, t, scratch, room, block, codes) };
+        const auto run = [&] { ANYBIT_BY_WIDTH(interleave_block, t.bits, t, scratch, room, block, codes); };
         run();
     }
 }
@@ -232,7 +235,7 @@ void group_int_restore(const GroupInt& t, uint8_t* codes, int64_t row_bytes, uin
     for (int64_t block = begin; block < end; ++block) {
         const int64_t first = block * LANES;
         __builtin_memset(scratch, 0, static_cast<size_t>(LANES * room));
-        const auto run = [&] { ANYBIT_BY_WIDTH(restore_block, t.bits, t, block, scratch, room) };
+        const auto run = [&] { ANYBIT_BY_WIDTH(restore_block, t.bits, t, block, scratch, room); };
         run();
         for (int64_t l = 0; l < least(LANES, t.rows - first); ++l) {
             pack_row(t, scratch + l * room, first + l, row_bytes, codes);
@@ -260,7 +263,7 @@ void group_int_prepare(const GroupInt& t, const float* x, float* out, float* sum
 
 void group_int_matmul(const GroupInt& t, const FloatInputs& in, float* y, int64_t y_stride, int64_t begin,
                       int64_t end) {
-    ANYBIT_BY_WIDTH(multiply, t.bits, t, in, y, y_stride, begin, end)
+    ANYBIT_BY_WIDTH(multiply, t.bits, t, in, y, y_stride, begin, end);
 }
 
 void group_int_dequantize_f32(const GroupInt& t, float* out, int64_t begin, int64_t end) {

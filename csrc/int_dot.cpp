@@ -1,14 +1,14 @@
 // Format "group int" with quantized activations: integer dot products group by group, scales after (the two-step
 // dequantization of MixLLM, arXiv:2412.14590, section 3.3).
 //
-// Codes are unsigned and activations signed, which is what the machine's instructions want; the zero point enters through
-// the sum of the group's activations, so the sum of a group is exact before it meets a float.
+// Codes are unsigned and activations signed, which is what the machine's instructions want; the zero point enters
+// through the sum of the group's activations, so the sum of a group is exact before it meets a float.
 #include "interleaved.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-constexpr int CHAINS = 4; // sums under way at once, over the tokens
+constexpr int CHAINS = 4;          // sums under way at once, over the tokens
 constexpr float ROUND = 0x1.8p23f; // adding and subtracting it rounds to nearest even, below 2^22
 #if defined(__AVX512F__)
 constexpr int MOST_TOKENS = 8; // in registers at once
@@ -54,7 +54,10 @@ template <int BITS>
 void multiply(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block)
         for (int64_t k = 0; k < in.tokens;) {
-            const int64_t left = in.tokens - k, step = left >= MOST_TOKENS ? MOST_TOKENS : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            const int64_t left = in.tokens - k, step = left >= MOST_TOKENS ? MOST_TOKENS
+                                                       : left >= 4         ? 4
+                                                       : left >= 2         ? 2
+                                                                           : 1;
             if (step == MOST_TOKENS) multiply_block<BITS, MOST_TOKENS>(t, in, k, y, y_stride, block);
             else if (step == 4) multiply_block<BITS, 4>(t, in, k, y, y_stride, block);
             else if (step == 2) multiply_block<BITS, 2>(t, in, k, y, y_stride, block);
@@ -79,7 +82,7 @@ void group_int_prepare_ints(const GroupInt& t, const int8_t* x, int8_t* out, int
 
 void group_int_int_matmul(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin,
                           int64_t end) {
-    ANYBIT_BY_WIDTH(multiply, t.bits, t, in, y, y_stride, begin, end)
+    ANYBIT_BY_WIDTH(multiply, t.bits, t, in, y, y_stride, begin, end);
 }
 
 void quantize_row(const float* x, const ActivationGrid& grid, int8_t* codes, float* scales) {

@@ -1,7 +1,7 @@
 // Tiles of format "group int" as the kernels read them: the lanes of a vector are rows.
 //
-// LANES rows lie together. In each of their groups of columns, cells of `cell_columns` columns follow each other; a cell
-// is `bits * cell_columns / 32` vectors of 4 * LANES bytes, of which lane l belongs to row l:
+// LANES rows lie together. In each of their groups of columns, cells of `cell_columns` columns follow each other; a
+// cell is `bits * cell_columns / 32` vectors of 4 * LANES bytes, of which lane l belongs to row l:
 //   8 bits: byte k of vector s is the code of column 4 s + k;
 //   else a code is cut into fields of 4, 2 and 1 bits (the low bits first: 5 = 4 + 1, 6 = 4 + 2), each field in vectors
 //   of its own: bits 4 h.. of byte k of the nth vector of 4-bit fields are those of column 8 n + 4 h + k, and likewise
@@ -47,7 +47,9 @@ template <int BITS, int S> inline Codes codes_at(const Codes (&v)[cell_vectors(B
 
 template <int... I> struct Numbers {};
 template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};
-template <int... I> struct Count<0, I...> { using type = Numbers<I...>; };
+template <int... I> struct Count<0, I...> {
+    using type = Numbers<I...>;
+};
 
 template <int BITS, int... S>
 inline void cell_codes(const Codes (&v)[cell_vectors(BITS)], Codes (&code)[sizeof...(S)], Numbers<S...>) {

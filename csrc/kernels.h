@@ -1,6 +1,7 @@
-// What the kernels of every instruction set look like; those that multiply with most stored tiles are in products.h. Raw
-// pointers only: whoever calls them has checked dtypes, shapes and bounds (bindings.cpp). Functions work on a range of
-// rows and never on shared state, so the caller may split the rows over threads without changing a bit of the result.
+// What the kernels of every instruction set look like; those that multiply with most stored tiles are in products.h.
+// Raw pointers only: whoever calls them has checked dtypes, shapes and bounds (bindings.cpp). Functions work on a range
+// of rows and never on shared state, so the caller may split the rows over threads without changing a bit of the
+// result.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +11,12 @@ namespace anybit {
 // One tile in format "codebook": w[i, j] = table[i, code[i, j]], codes as bitplanes, most significant first, weight
 // j of a row at bit j % 32 of word j / 32. A row is an output row, or (by channel) an input channel.
 struct Codebook {
-    const uint32_t* planes;                        // [bits, rows, words]
-    const uint16_t* table16;                       // fp16 bit patterns [rows, entries], or null for
-    const float* table32;                          // [rows, entries]
-    const int32_t* out_rows;                       // [rows] ascending output rows; null: row i is output row i
-    int bits;                                      // 1..8
-    int64_t rows, columns, words, entries;         // entries <= 2^bits; no code is as large
+    const uint32_t* planes;                // [bits, rows, words]
+    const uint16_t* table16;               // fp16 bit patterns [rows, entries], or null for
+    const float* table32;                  // [rows, entries]
+    const int32_t* out_rows;               // [rows] ascending output rows; null: row i is output row i
+    int bits;                              // 1..8
+    int64_t rows, columns, words, entries; // entries <= 2^bits; no code is as large
 };
 
 // A float matrix anywhere in memory; strides in floats.
@@ -53,8 +54,8 @@ struct Kernels {
     void (*gptq)(const GptqBlock&, float* scratch, int64_t begin, int64_t end);
     // y[t, out_rows[i]] += sum_j w[i, j] x[t, j] for the rows begin <= i < end; x [tokens, 32 * words], its padding
     // zeros. Scratch of this and the next: 32 * words floats.
-    void (*codebook_rows)(const Codebook&, const float* x, int64_t tokens, float* y, int64_t y_stride,
-                          float* scratch, int64_t begin, int64_t end);
+    void (*codebook_rows)(const Codebook&, const float* x, int64_t tokens, float* y, int64_t y_stride, float* scratch,
+                          int64_t begin, int64_t end);
     // y[t, j] += sum_i w[i, j] x[t, i], x [tokens, rows], for the columns j in the words begin <= j / 32 < end.
     void (*codebook_channels)(const Codebook&, const float* x, int64_t tokens, float* y, int64_t y_stride,
                               float* scratch, int64_t begin, int64_t end);
@@ -72,14 +73,14 @@ struct Features {
 };
 Features cpu_features();
 
-#define ANYBIT_DECLARE(ISA)                                                                                   \
-    namespace ISA {                                                                                           \
-    void gptq(const GptqBlock&, float*, int64_t, int64_t);                                                    \
-    void codebook_rows(const Codebook&, const float*, int64_t, float*, int64_t, float*, int64_t, int64_t);    \
+#define ANYBIT_DECLARE(ISA)                                                                                    \
+    namespace ISA {                                                                                            \
+    void gptq(const GptqBlock&, float*, int64_t, int64_t);                                                     \
+    void codebook_rows(const Codebook&, const float*, int64_t, float*, int64_t, float*, int64_t, int64_t);     \
     void codebook_channels(const Codebook&, const float*, int64_t, float*, int64_t, float*, int64_t, int64_t); \
-    void codebook_decode(const Codebook&, float*, float*, int64_t, int64_t);                                  \
-    int64_t kmeans_scratch(int64_t, int);                                                                     \
-    void kmeans(const Clustering&, char*, int64_t, int64_t);                                                  \
+    void codebook_decode(const Codebook&, float*, float*, int64_t, int64_t);                                   \
+    int64_t kmeans_scratch(int64_t, int);                                                                      \
+    void kmeans(const Clustering&, char*, int64_t, int64_t);                                                   \
     }
 ANYBIT_DECLARE(portable)
 #ifdef ANYBIT_X86

@@ -1,4 +1,5 @@
-// A whole linear layer in one call: its tiles, what each reads of the inputs and how it rounds them, and its sparse part.
+// A whole linear layer in one call: its tiles, what each reads of the inputs and how it rounds them, and its sparse
+// part.
 #pragma once
 
 #include "tiles.h"
@@ -13,8 +14,8 @@ public:
     }
     Layer(const Layer&) = delete;
 
-    // Multiply `tile` with the inputs `cols` (or all); act_bits: rounded by group to `clip` shares of their largest, or to
-    // `fixed` scales, 0 where they are not.
+    // Multiply `tile` with the inputs `cols` (or all); act_bits: rounded by group to `clip` shares of their largest, or
+    // to `fixed` scales, 0 where they are not.
     void add_tile(nb::object tile, const std::optional<Input>& cols, int64_t act_bits, int64_t group_size,
                   const std::optional<Input>& clip, const std::optional<Input>& fixed) {
         Part part{tile, nb::cast<const Tile*>(tile), {}, 0, 0, {}, {}, false};
@@ -26,7 +27,8 @@ public:
             const auto* from = static_cast<const int32_t*>(cols->data());
             part.cols.assign(from, from + columns);
             for (int32_t j : part.cols)
-                if (j < 0 || j >= in_) refuse("cols hold " + std::to_string(j) + ", expected 0 to " + std::to_string(in_ - 1));
+                if (j < 0 || j >= in_)
+                    refuse("cols hold " + std::to_string(j) + ", expected 0 to " + std::to_string(in_ - 1));
         }
         if (act_bits != 0) {
             if (act_bits < 2 || act_bits > 8) refuse("act_bits is " + std::to_string(act_bits) + ", expected 2 to 8");
@@ -108,7 +110,8 @@ private:
         Scratch scaled;
         if (!scale_.empty()) {
             scaled = make_scratch(size);
-            for (int64_t i = 0; i < size; ++i) scaled[static_cast<size_t>(i)] = x[i] * scale_[static_cast<size_t>(i % in_)];
+            for (int64_t i = 0; i < size; ++i)
+                scaled[static_cast<size_t>(i)] = x[i] * scale_[static_cast<size_t>(i % in_)];
             x = scaled.get();
         }
         std::fill_n(y, m * out_, 0.0f);
@@ -145,7 +148,8 @@ private:
             const int64_t columns = part.tile->columns();
             if (part.act_bits != 0) {
                 if (!part.rounds_alike) round(part, gather(part, floats, m, gathered), m, codes, scales);
-                if (part.tile->takes_ints()) part.tile->add_int_product({codes.data(), scales.data(), m}, y, out_, threads);
+                if (part.tile->takes_ints())
+                    part.tile->add_int_product({codes.data(), scales.data(), m}, y, out_, threads);
                 else {
                     restore(part, m, codes, scales, gathered);
                     part.tile->add_product({gathered.data(), false, m, columns}, y, out_, threads);
@@ -170,9 +174,11 @@ private:
         return into.data();
     }
 
-    void round(const Part& part, const float* x, int64_t m, std::vector<int8_t>& codes, std::vector<float>& scales) const {
+    void round(const Part& part, const float* x, int64_t m, std::vector<int8_t>& codes,
+               std::vector<float>& scales) const {
         const int64_t columns = part.tile->columns(), groups = (columns - 1) / part.group_size + 1;
-        const ActivationGrid grid{part.act_bits, columns, part.group_size, part.clip.empty() ? nullptr : part.clip.data(),
+        const ActivationGrid grid{part.act_bits, columns, part.group_size,
+                                  part.clip.empty() ? nullptr : part.clip.data(),
                                   part.fixed.empty() ? nullptr : part.fixed.data()};
         codes.resize(static_cast<size_t>(m * columns));
         scales.resize(static_cast<size_t>(m * groups));
@@ -186,8 +192,9 @@ private:
         x.resize(static_cast<size_t>(m * columns));
         for (int64_t k = 0; k < m; ++k)
             for (int64_t j = 0; j < columns; ++j)
-                x[static_cast<size_t>(k * columns + j)] = static_cast<float>(codes[static_cast<size_t>(k * columns + j)]) *
-                                                          scales[static_cast<size_t>(k * groups + j / part.group_size)];
+                x[static_cast<size_t>(k * columns + j)] =
+                    static_cast<float>(codes[static_cast<size_t>(k * columns + j)]) *
+                    scales[static_cast<size_t>(k * groups + j / part.group_size)];
     }
 
     template <typename T> void copy_columns(std::vector<T>& to, const T* from, int64_t n) const {

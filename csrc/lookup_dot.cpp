@@ -1,5 +1,5 @@
-// Format "codebook" by rows: codes are turned from bitplanes into bytes and looked up in the row's table, of bytes that meet
-// activations of 8 bits, of bfloat16 or of floats.
+// Format "codebook" by rows: codes are turned from bitplanes into bytes and looked up in the row's table, of bytes that
+// meet activations of 8 bits, of bfloat16 or of floats.
 //
 // A vector of each plane holds the bits of 8 * BYTES weights: byte m, bit s belongs to weight 8 m + s. Shifting and
 // merging turns the planes into eight vectors whose byte m has the code of weight 8 m + s in its low bits, and junk
@@ -14,7 +14,7 @@ namespace {
 
 typedef uint16_t Pairs __attribute__((vector_size(BYTES)));
 
-constexpr int CHAINS = 4; // sums under way at once: a dot product takes as many cycles or more
+constexpr int CHAINS = 4;     // sums under way at once: a dot product takes as many cycles or more
 constexpr int64_t PHASES = 8; // vectors of codes that a vector of each plane becomes
 #if defined(__AVX512F__)
 constexpr int64_t MOST_TOKENS = 4; // in registers at once
@@ -96,9 +96,11 @@ template <int B> struct Table {
 // Sixteen entries at a time, one lookup for each part of the table; then the bits above choose among them.
 inline Codes shuffle(Codes table, Codes index) {
 #if defined(__AVX512BW__)
-    return reinterpret_cast<Codes>(_mm512_shuffle_epi8(reinterpret_cast<__m512i>(table), reinterpret_cast<__m512i>(index)));
+    return reinterpret_cast<Codes>(
+        _mm512_shuffle_epi8(reinterpret_cast<__m512i>(table), reinterpret_cast<__m512i>(index)));
 #else
-    return reinterpret_cast<Codes>(_mm256_shuffle_epi8(reinterpret_cast<__m256i>(table), reinterpret_cast<__m256i>(index)));
+    return reinterpret_cast<Codes>(
+        _mm256_shuffle_epi8(reinterpret_cast<__m256i>(table), reinterpret_cast<__m256i>(index)));
 #endif
 }
 
@@ -109,9 +111,8 @@ inline Codes blend(Codes where_clear, Codes where_set, Codes by) {
                                                           reinterpret_cast<__m512i>(where_clear),
                                                           reinterpret_cast<__m512i>(where_set)));
 #else
-    return reinterpret_cast<Codes>(_mm256_blendv_epi8(reinterpret_cast<__m256i>(where_clear),
-                                                      reinterpret_cast<__m256i>(where_set),
-                                                      reinterpret_cast<__m256i>(by)));
+    return reinterpret_cast<Codes>(_mm256_blendv_epi8(
+        reinterpret_cast<__m256i>(where_clear), reinterpret_cast<__m256i>(where_set), reinterpret_cast<__m256i>(by)));
 #endif
 }
 
@@ -201,7 +202,8 @@ constexpr int MOST_WHOLE_FLOATS = 0, MOST_FLOATS = 0;
 #endif
 constexpr int MOST_WHOLE_HALVES = 6;
 
-// Interleave units of UNIT bytes of a and b, within every 16 bytes: the first halves into `low`, the others into `high`.
+// Interleave units of UNIT bytes of a and b, within every 16 bytes: the first halves into `low`, the others into
+// `high`.
 template <int UNIT> inline void interleave(Codes a, Codes b, Codes& low, Codes& high) {
 #if defined(__AVX512BW__)
     const auto x = reinterpret_cast<__m512i>(a), y = reinterpret_cast<__m512i>(b);
@@ -338,14 +340,18 @@ template <int B> struct WholeHalves {
 };
 #endif
 
-template <bool FIRST, typename A, typename B> struct Choice { using type = A; };
-template <typename A, typename B> struct Choice<false, A, B> { using type = B; };
+template <bool FIRST, typename A, typename B> struct Choice {
+    using type = A;
+};
+template <typename A, typename B> struct Choice<false, A, B> {
+    using type = B;
+};
 template <int B> using FloatTable = typename Choice<B <= MOST_WHOLE_FLOATS, WholeFloats<B>, ByteFloats<B>>::type;
 #ifdef __AVX512BF16__
 template <int B> using HalfTable = typename Choice<B <= MOST_WHOLE_HALVES, WholeHalves<B>, ByteHalves<B>>::type;
 #endif
 
-// ---- what centroids are multiplied as: M tokens with the codes of a row, block by block -------------------------------
+// ---- what centroids are multiplied as: M tokens with the codes of a row, block by block ---------------------------
 
 // Bytes, with activations of 8 bits.
 template <int B, int M> class ByteSums {
@@ -463,11 +469,11 @@ inline Codes load_plane(const uint8_t* from, int64_t left) {
     return bytes;
 }
 
-// Up to LOOKUP_ROWS rows, tile by tile of columns: the activations of a tile stay close, and what the same row needs next
-// is fetched meanwhile.
+// Up to LOOKUP_ROWS rows, tile by tile of columns: the activations of a tile stay close, and what the same row needs
+// next is fetched meanwhile.
 template <template <int, int> typename Sums, int B, int M>
-void look_up_rows(const ByteCodebook& c, const typename Sums<B, M>::Inputs& in, float* y, int64_t y_stride, int64_t first,
-                  int64_t last) {
+void look_up_rows(const ByteCodebook& c, const typename Sums<B, M>::Inputs& in, float* y, int64_t y_stride,
+                  int64_t first, int64_t last) {
     const int64_t bytes = 4 * c.words, blocks = lookup_blocks(c), plane_bytes = c.rows * bytes;
     const int64_t tile = ceil_div(blocks, ceil_div(blocks, Sums<B, M>::MOST_BLOCKS)); // as equal as can be
     Floats total[LOOKUP_ROWS][M] = {};
@@ -506,7 +512,8 @@ void look_up(const ByteCodebook& c, const typename Sums<B, 1>::Inputs& in, float
         for (int64_t k = 0; k < in.tokens;) {
             const int64_t step = in.tokens - k >= MOST_TOKENS ? MOST_TOKENS : in.tokens - k >= 2 ? 2 : 1;
             const auto rest = Sums<B, 1>::skip(c, in, k);
-            if (step == MOST_TOKENS) look_up_rows<Sums, B, MOST_TOKENS>(c, rest, y + k * y_stride, y_stride, first, last);
+            if (step == MOST_TOKENS)
+                look_up_rows<Sums, B, MOST_TOKENS>(c, rest, y + k * y_stride, y_stride, first, last);
             else if (step == 2) look_up_rows<Sums, B, 2>(c, rest, y + k * y_stride, y_stride, first, last);
             else look_up_rows<Sums, B, 1>(c, rest, y + k * y_stride, y_stride, first, last);
             k += step;
@@ -515,7 +522,8 @@ void look_up(const ByteCodebook& c, const typename Sums<B, 1>::Inputs& in, float
 }
 
 template <int B>
-void look_up_bytes(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+void look_up_bytes(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin,
+                   int64_t end) {
     look_up<ByteSums, B>(c, in, y, y_stride, begin, end);
 }
 
@@ -581,12 +589,12 @@ void lookup_prepare_floats(const ByteCodebook& c, const float* x, float* out) {
 
 void lookup_float_matmul(const ByteCodebook& c, const LookupPlain<float>& in, float* y, int64_t y_stride, int64_t begin,
                          int64_t end) {
-    ANYBIT_BY_WIDTH(look_up_exactly, c.bits, c, in, y, y_stride, begin, end)
+    ANYBIT_BY_WIDTH(look_up_exactly, c.bits, c, in, y, y_stride, begin, end);
 }
 
 void lookup_matmul(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin,
                    int64_t end) {
-    ANYBIT_BY_WIDTH(look_up_bytes, c.bits, c, in, y, y_stride, begin, end)
+    ANYBIT_BY_WIDTH(look_up_bytes, c.bits, c, in, y, y_stride, begin, end);
 }
 
 #ifdef __AVX512BF16__
@@ -597,9 +605,9 @@ void lookup_prepare_bf16(const ByteCodebook& c, const uint16_t* x, uint16_t* out
     arrange(c, x, place, 2 * LANES, out);
 }
 
-void lookup_bf16_matmul(const ByteCodebook& c, const LookupPlain<uint16_t>& in, float* y, int64_t y_stride, int64_t begin,
-                        int64_t end) {
-    ANYBIT_BY_WIDTH(look_up_pairs, c.bits, c, in, y, y_stride, begin, end)
+void lookup_bf16_matmul(const ByteCodebook& c, const LookupPlain<uint16_t>& in, float* y, int64_t y_stride,
+                        int64_t begin, int64_t end) {
+    ANYBIT_BY_WIDTH(look_up_pairs, c.bits, c, in, y, y_stride, begin, end);
 }
 #endif
 

@@ -9,9 +9,9 @@
 namespace anybit {
 namespace {
 
-constexpr int64_t P = MOMENT_PANEL;  // columns of a panel
-constexpr int64_t STRIP = 8;         // rows of H that registers hold: 8 x 48 sums in 24 of 32 vectors
-constexpr int64_t CHUNK = 128;       // token pairs whose panel slice (24 KB) stays in the first-level cache
+constexpr int64_t P = MOMENT_PANEL; // columns of a panel
+constexpr int64_t STRIP = 8;        // rows of H that registers hold: 8 x 48 sums in 24 of 32 vectors
+constexpr int64_t CHUNK = 128;      // token pairs whose panel slice (24 KB) stays in the first-level cache
 
 // sums[STRIP, P] += over `pairs` token pairs of panels a (columns at `row`...) and b.
 inline void strip(const uint32_t* a, const uint32_t* b, int64_t row, int64_t pairs, float* sums) {
@@ -20,8 +20,7 @@ inline void strip(const uint32_t* a, const uint32_t* b, int64_t row, int64_t pai
         for (int64_t v = 0; v < 3; ++v) s[i][v] = _mm512_loadu_ps(sums + i * P + v * 16);
     for (int64_t t = 0; t < pairs; ++t) {
         __m512bh right[3];
-        for (int64_t v = 0; v < 3; ++v)
-            right[v] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + t * P + v * 16));
+        for (int64_t v = 0; v < 3; ++v) right[v] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + t * P + v * 16));
         for (int64_t i = 0; i < STRIP; ++i) {
             const auto left = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a[t * P + row + i])));
             for (int64_t v = 0; v < 3; ++v) s[i][v] = _mm512_dpbf16_ps(s[i][v], left, right[v]);

@@ -6,8 +6,8 @@
 
 namespace anybit {
 
-// One tile in format "group int": w[i, j] = scale[i, j / group_size] * (code[i, j] - zero[i, j / group_size]), its arrays
-// in the order that `group_int_interleave` of one instruction set gives them (interleaved.h).
+// One tile in format "group int": w[i, j] = scale[i, j / group_size] * (code[i, j] - zero[i, j / group_size]), its
+// arrays in the order that `group_int_interleave` of one instruction set gives them (interleaved.h).
 struct GroupInt {
     const uint8_t* codes;
     const uint16_t* scales;  // fp16 bit patterns [blocks of rows, groups, lanes]
@@ -42,9 +42,9 @@ struct StoredSecondOrder {
 
 // One tile in format "codebook" by input channel: w[i, j] = table[j, code[j, i]], all output rows.
 struct ChannelCodebook {
-    const uint8_t* bytes; // codes in the kernels' order (channel_lookup.cpp)
-    const float* table;   // [channel_columns, CHANNEL_ENTRIES], what pads it finite
-    int bits;             // 1..4
+    const uint8_t* bytes;  // codes in the kernels' order (channel_lookup.cpp)
+    const float* table;    // [channel_columns, CHANNEL_ENTRIES], what pads it finite
+    int bits;              // 1..4
     int64_t rows, columns; // the channels
 };
 constexpr int64_t CHANNEL_ENTRIES = 16;
@@ -76,17 +76,19 @@ struct IntInputs {
 struct ActivationGrid {
     int bits; // 2..8
     int64_t columns, group_size;
-    const uint16_t* clip;  // fp16 bit patterns [groups]: share of the largest magnitude that the grid reaches; or null for
+    const uint16_t*
+        clip; // fp16 bit patterns [groups]: share of the largest magnitude that the grid reaches; or null for
     const uint16_t* fixed; // [groups], scales known beforehand
 };
 
-// One tile in format "codebook" by rows whose centroids are bytes: w[i, j] = scales[i] (table[i, code[i, j]] - BYTE_ZERO).
+// One tile in format "codebook" by rows whose centroids are bytes: w[i, j] = scales[i] (table[i, code[i, j]] -
+// BYTE_ZERO).
 struct ByteCodebook {
-    const uint32_t* planes;   // [bits, rows, words], as in Codebook
-    const uint8_t* table;     // [rows, 2^bits]
-    const float* scales;      // [rows]
-    const int32_t* out_rows;  // [rows] ascending output rows; null: row i is output row i
-    int bits;                 // 1..8
+    const uint32_t* planes;  // [bits, rows, words], as in Codebook
+    const uint8_t* table;    // [rows, 2^bits]
+    const float* scales;     // [rows]
+    const int32_t* out_rows; // [rows] ascending output rows; null: row i is output row i
+    int bits;                // 1..8
     int64_t rows, columns, words;
 };
 constexpr int32_t BYTE_ZERO = 128;
@@ -100,8 +102,8 @@ struct LookupInputs {
 };
 constexpr int64_t LOOKUP_GROUP = 32;
 
-// How centroids wider than bytes lie for the kernels: [rows, 2^bits] as they are, or [rows, sizeof, 2^bits] byte by byte,
-// the lowest first.
+// How centroids wider than bytes lie for the kernels: [rows, 2^bits] as they are, or [rows, sizeof, 2^bits] byte by
+// byte, the lowest first.
 enum class TableForm { none, whole, bytes };
 
 // Activations of some tokens as floats, or as bit patterns of bfloat16; as `lookup_prepare_...` makes them.
@@ -149,7 +151,8 @@ struct Products {
     void (*group_int_prepare)(const GroupInt&, const float* x, float* out, float* sums);
     void (*group_int_prepare_ints)(const GroupInt&, const int8_t* x, int8_t* out, int32_t* sums);
     // y[t, out_rows[i]] += sum_j w[i, j] x[t, j] for the blocks of rows begin <= b < end.
-    void (*group_int_matmul)(const GroupInt&, const FloatInputs&, float* y, int64_t y_stride, int64_t begin, int64_t end);
+    void (*group_int_matmul)(const GroupInt&, const FloatInputs&, float* y, int64_t y_stride, int64_t begin,
+                             int64_t end);
     // y[t, out_rows[i]] += sum_g scale[i, g] x_scale[t, g] (sum_j (code[i, j] - zero[i, g]) x[t, j]), the inner sum
     // exact; groups of up to MAX_INT_GROUP columns.
     void (*group_int_int_matmul)(const GroupInt&, const IntInputs&, float* y, int64_t y_stride, int64_t begin,
@@ -165,9 +168,10 @@ struct Products {
 
     // The same four for the 2-bit channels of 2/4/16.
     int64_t (*second_order_bytes)(const SecondOrder&);
-    void (*second_order_interleave)(const SecondOrder&, const StoredSecondOrder&, uint8_t* bytes, int64_t begin, int64_t end);
-    void (*second_order_restore)(const SecondOrder&, uint8_t* codes, uint8_t* zeros, uint8_t* scale_codes, int64_t begin,
-                                 int64_t end);
+    void (*second_order_interleave)(const SecondOrder&, const StoredSecondOrder&, uint8_t* bytes, int64_t begin,
+                                    int64_t end);
+    void (*second_order_restore)(const SecondOrder&, uint8_t* codes, uint8_t* zeros, uint8_t* scale_codes,
+                                 int64_t begin, int64_t end);
     int64_t (*second_order_columns)(const SecondOrder&);
     void (*second_order_prepare)(const SecondOrder&, const float* x, float* out, float* sums);
     void (*second_order_matmul)(const SecondOrder&, const FloatInputs&, float* y, int64_t y_stride, int64_t begin,
@@ -177,11 +181,12 @@ struct Products {
                                      int64_t end);
     void (*second_order_dequantize)(const SecondOrder&, float* out, int64_t begin, int64_t end);
 
-    // And for codebooks by channel; restore ORs into planes [bits, channels, rows / 32 rounded up] of zeros, and ranges of
-    // blocks begin at whole words of them. x [tokens, channel_columns], padding 0. out [rows, channels].
+    // And for codebooks by channel; restore ORs into planes [bits, channels, rows / 32 rounded up] of zeros, and ranges
+    // of blocks begin at whole words of them. x [tokens, channel_columns], padding 0. out [rows, channels].
     int64_t (*channel_bytes)(const ChannelCodebook&);
     int64_t (*channel_columns)(const ChannelCodebook&);
-    void (*channel_interleave)(const ChannelCodebook&, const uint32_t* planes, uint8_t* bytes, int64_t begin, int64_t end);
+    void (*channel_interleave)(const ChannelCodebook&, const uint32_t* planes, uint8_t* bytes, int64_t begin,
+                               int64_t end);
     void (*channel_restore)(const ChannelCodebook&, uint32_t* planes, int64_t begin, int64_t end);
     void (*channel_matmul)(const ChannelCodebook&, const float* x, int64_t tokens, float* y, int64_t y_stride,
                            int64_t begin, int64_t end);
@@ -200,8 +205,8 @@ struct Products {
     // lookup_blocks * 32 * lanes floats.
     TableForm (*lookup_float_form)(int bits);
     void (*lookup_prepare_floats)(const ByteCodebook&, const float* x, float* out);
-    void (*lookup_float_matmul)(const ByteCodebook&, const LookupPlain<float>&, float* y, int64_t y_stride, int64_t begin,
-                                int64_t end);
+    void (*lookup_float_matmul)(const ByteCodebook&, const LookupPlain<float>&, float* y, int64_t y_stride,
+                                int64_t begin, int64_t end);
 
     // The same with activations and centroids in bfloat16, at any width.
     TableForm (*lookup_bf16_form)(int bits);
@@ -222,58 +227,58 @@ struct Products {
     void (*quantize_row)(const float* x, const ActivationGrid&, int8_t* codes, float* scales);
 };
 
-constexpr const char* PRODUCT_ISAS[] = {"portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_vbmi",
-                                        "avx512_bf16"};
+constexpr const char* PRODUCT_ISAS[] = {"portable",    "avx2",        "avx_vnni",   "avx512",
+                                        "avx512_vnni", "avx512_vbmi", "avx512_bf16"};
 
 // The products of a named instruction set, or the best of this machine for null. Null if it has no such.
 const Products* products_for(const char* isa);
 
-#define ANYBIT_DECLARE(ISA)                                                                                   \
-    namespace ISA {                                                                                           \
-    extern const Products products;                                                                           \
-    int64_t group_int_bytes(const GroupInt&);                                                                 \
-    int64_t group_int_scratch(const GroupInt&);                                                               \
-    void group_int_interleave(const GroupInt&, const StoredGroupInt&, uint8_t*, uint16_t*, uint8_t*, uint8_t*, \
-                              int64_t, int64_t);                                                              \
-    void group_int_restore(const GroupInt&, uint8_t*, int64_t, uint16_t*, uint8_t*, uint8_t*, int64_t, int64_t); \
-    int64_t group_int_columns(const GroupInt&);                                                               \
-    void group_int_prepare(const GroupInt&, const float*, float*, float*);                                    \
-    void group_int_prepare_ints(const GroupInt&, const int8_t*, int8_t*, int32_t*);                           \
-    void group_int_matmul(const GroupInt&, const FloatInputs&, float*, int64_t, int64_t, int64_t);            \
-    void group_int_prepare_bf16(const GroupInt&, const uint16_t*, uint16_t*, float*);                         \
-    void group_int_bf16_matmul(const GroupInt&, const PairInputs&, float*, int64_t, int64_t, int64_t);        \
-    void group_int_int_matmul(const GroupInt&, const IntInputs&, float*, int64_t, int64_t, int64_t);          \
-    void group_int_dequantize_f32(const GroupInt&, float*, int64_t, int64_t);                                 \
-    void group_int_dequantize_bf16(const GroupInt&, uint16_t*, int64_t, int64_t);                             \
-    void group_int_row(const GroupInt&, int64_t, float*);                                                     \
-    int64_t second_order_bytes(const SecondOrder&);                                                           \
-    void second_order_interleave(const SecondOrder&, const StoredSecondOrder&, uint8_t*, int64_t, int64_t);   \
-    void second_order_restore(const SecondOrder&, uint8_t*, uint8_t*, uint8_t*, int64_t, int64_t);            \
-    int64_t second_order_columns(const SecondOrder&);                                                         \
-    void second_order_prepare(const SecondOrder&, const float*, float*, float*);                              \
-    void second_order_matmul(const SecondOrder&, const FloatInputs&, float*, int64_t, int64_t, int64_t);      \
-    void second_order_prepare_bf16(const SecondOrder&, const uint16_t*, uint16_t*, float*);                   \
-    void second_order_bf16_matmul(const SecondOrder&, const PairInputs&, float*, int64_t, int64_t, int64_t);  \
-    void second_order_dequantize(const SecondOrder&, float*, int64_t, int64_t);                               \
-    int64_t channel_bytes(const ChannelCodebook&);                                                            \
-    int64_t channel_columns(const ChannelCodebook&);                                                          \
-    void channel_interleave(const ChannelCodebook&, const uint32_t*, uint8_t*, int64_t, int64_t);             \
-    void channel_restore(const ChannelCodebook&, uint32_t*, int64_t, int64_t);                                \
-    void channel_matmul(const ChannelCodebook&, const float*, int64_t, float*, int64_t, int64_t, int64_t);    \
-    void channel_dequantize(const ChannelCodebook&, float*, int64_t, int64_t);                                \
-    int64_t lookup_blocks(const ByteCodebook&);                                                               \
-    void lookup_prepare(const ByteCodebook&, const int8_t*, const float*, int8_t*, float*, float*);           \
-    void lookup_matmul(const ByteCodebook&, const LookupInputs&, float*, int64_t, int64_t, int64_t);          \
-    TableForm lookup_float_form(int);                                                                         \
-    TableForm lookup_bf16_form(int);                                                                          \
-    void lookup_prepare_floats(const ByteCodebook&, const float*, float*);                                    \
-    void lookup_float_matmul(const ByteCodebook&, const LookupPlain<float>&, float*, int64_t, int64_t, int64_t);  \
-    void lookup_prepare_bf16(const ByteCodebook&, const uint16_t*, uint16_t*);                                \
+#define ANYBIT_DECLARE(ISA)                                                                                        \
+    namespace ISA {                                                                                                \
+    extern const Products products;                                                                                \
+    int64_t group_int_bytes(const GroupInt&);                                                                      \
+    int64_t group_int_scratch(const GroupInt&);                                                                    \
+    void group_int_interleave(const GroupInt&, const StoredGroupInt&, uint8_t*, uint16_t*, uint8_t*, uint8_t*,     \
+                              int64_t, int64_t);                                                                   \
+    void group_int_restore(const GroupInt&, uint8_t*, int64_t, uint16_t*, uint8_t*, uint8_t*, int64_t, int64_t);   \
+    int64_t group_int_columns(const GroupInt&);                                                                    \
+    void group_int_prepare(const GroupInt&, const float*, float*, float*);                                         \
+    void group_int_prepare_ints(const GroupInt&, const int8_t*, int8_t*, int32_t*);                                \
+    void group_int_matmul(const GroupInt&, const FloatInputs&, float*, int64_t, int64_t, int64_t);                 \
+    void group_int_prepare_bf16(const GroupInt&, const uint16_t*, uint16_t*, float*);                              \
+    void group_int_bf16_matmul(const GroupInt&, const PairInputs&, float*, int64_t, int64_t, int64_t);             \
+    void group_int_int_matmul(const GroupInt&, const IntInputs&, float*, int64_t, int64_t, int64_t);               \
+    void group_int_dequantize_f32(const GroupInt&, float*, int64_t, int64_t);                                      \
+    void group_int_dequantize_bf16(const GroupInt&, uint16_t*, int64_t, int64_t);                                  \
+    void group_int_row(const GroupInt&, int64_t, float*);                                                          \
+    int64_t second_order_bytes(const SecondOrder&);                                                                \
+    void second_order_interleave(const SecondOrder&, const StoredSecondOrder&, uint8_t*, int64_t, int64_t);        \
+    void second_order_restore(const SecondOrder&, uint8_t*, uint8_t*, uint8_t*, int64_t, int64_t);                 \
+    int64_t second_order_columns(const SecondOrder&);                                                              \
+    void second_order_prepare(const SecondOrder&, const float*, float*, float*);                                   \
+    void second_order_matmul(const SecondOrder&, const FloatInputs&, float*, int64_t, int64_t, int64_t);           \
+    void second_order_prepare_bf16(const SecondOrder&, const uint16_t*, uint16_t*, float*);                        \
+    void second_order_bf16_matmul(const SecondOrder&, const PairInputs&, float*, int64_t, int64_t, int64_t);       \
+    void second_order_dequantize(const SecondOrder&, float*, int64_t, int64_t);                                    \
+    int64_t channel_bytes(const ChannelCodebook&);                                                                 \
+    int64_t channel_columns(const ChannelCodebook&);                                                               \
+    void channel_interleave(const ChannelCodebook&, const uint32_t*, uint8_t*, int64_t, int64_t);                  \
+    void channel_restore(const ChannelCodebook&, uint32_t*, int64_t, int64_t);                                     \
+    void channel_matmul(const ChannelCodebook&, const float*, int64_t, float*, int64_t, int64_t, int64_t);         \
+    void channel_dequantize(const ChannelCodebook&, float*, int64_t, int64_t);                                     \
+    int64_t lookup_blocks(const ByteCodebook&);                                                                    \
+    void lookup_prepare(const ByteCodebook&, const int8_t*, const float*, int8_t*, float*, float*);                \
+    void lookup_matmul(const ByteCodebook&, const LookupInputs&, float*, int64_t, int64_t, int64_t);               \
+    TableForm lookup_float_form(int);                                                                              \
+    TableForm lookup_bf16_form(int);                                                                               \
+    void lookup_prepare_floats(const ByteCodebook&, const float*, float*);                                         \
+    void lookup_float_matmul(const ByteCodebook&, const LookupPlain<float>&, float*, int64_t, int64_t, int64_t);   \
+    void lookup_prepare_bf16(const ByteCodebook&, const uint16_t*, uint16_t*);                                     \
     void lookup_bf16_matmul(const ByteCodebook&, const LookupPlain<uint16_t>&, float*, int64_t, int64_t, int64_t); \
-    void half_matmul(const HalfRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);     \
-    void sparse_matmul(const SparseRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t); \
-    int64_t sum_bytes(const uint8_t*, int64_t);                                                               \
-    void quantize_row(const float*, const ActivationGrid&, int8_t*, float*);                                  \
+    void half_matmul(const HalfRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);          \
+    void sparse_matmul(const SparseRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);      \
+    int64_t sum_bytes(const uint8_t*, int64_t);                                                                    \
+    void quantize_row(const float*, const ActivationGrid&, int8_t*, float*);                                       \
     }
 ANYBIT_DECLARE(portable)
 #ifdef ANYBIT_X86

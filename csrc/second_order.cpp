@@ -1,6 +1,6 @@
 // The 2-bit channels of format "two_four": groups of 16 or 8 channels whose scales are themselves rounded, over 16 rows
-// at a time. Laid out as 2-bit codes of format "group int" (interleaved.h), a cell of 16 channels at a time; beside each
-// group lies a byte for every row, its zero point in the low 2 bits and its scale's code above.
+// at a time. Laid out as 2-bit codes of format "group int" (interleaved.h), a cell of 16 channels at a time; beside
+// each group lies a byte for every row, its zero point in the low 2 bits and its scale's code above.
 #include "bf16_dot.h"
 #include "interleaved.h"
 
@@ -42,7 +42,8 @@ struct ByPairs {
     using Input = uint16_t;
     static constexpr float BIAS = CODE_BIAS;
 
-    template <int M> static void add(Floats (&sum)[CHAINS][M], Codes code, const uint16_t* x, int64_t stride, int64_t s) {
+    template <int M> static void add(Floats (&sum)[CHAINS][M], Codes code, const uint16_t* x, int64_t stride,
+                                     int64_t s) {
         for (int odd = 0; odd < 2; ++odd) {
             const Codes pair = biased<3>(odd ? shifted<-8>(code) : code);
             for (int k = 0; k < M; ++k) {
@@ -123,7 +124,8 @@ void second_order_interleave(const SecondOrder& t, const StoredSecondOrder& from
             for (int64_t l = 0; l < LANES; ++l) {
                 const int64_t row = block * LANES + l;
                 uint8_t own[CELL] = {};
-                if (row < t.rows) __builtin_memcpy(own, from.codes + row * t.columns + c * CELL, static_cast<size_t>(count));
+                if (row < t.rows)
+                    __builtin_memcpy(own, from.codes + row * t.columns + c * CELL, static_cast<size_t>(count));
                 put_cell<2>(own, cell + 4 * l);
                 for (int64_t i = 0; i < per_cell; ++i) {
                     const int64_t g = c * per_cell + i, at = row * t.groups + g;
@@ -195,7 +197,8 @@ void second_order_dequantize(const SecondOrder& t, float* out, int64_t begin, in
                     const int64_t i = j / t.group_size, at = grid_at(t, block, c * per_cell + i);
                     const int grid = grids[i * LANES + l];
                     const float scale = t.scales[at] * static_cast<float>((grid >> 2) + t.zeros[at]);
-                    out[(block * LANES + l) * t.columns + c * CELL + j] = static_cast<float>(own[l][j] - (grid & 3)) * scale;
+                    out[(block * LANES + l) * t.columns + c * CELL + j] =
+                        static_cast<float>(own[l][j] - (grid & 3)) * scale;
                 }
         }
 }

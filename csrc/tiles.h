@@ -75,8 +75,9 @@ public:
     // y[:, rows] += (x * scales by group) @ W.T
     void int_matmul(const Input& x, const Input& scales, const Output& y, int64_t threads) const {
         const int used = check_threads(threads);
-        if (!takes_ints()) refuse("this tile has no integer kernel: codebooks by row have one, and groups of up to " +
-                                  std::to_string(MAX_INT_GROUP) + " columns, whose sums cannot leave 32 bits");
+        if (!takes_ints())
+            refuse("this tile has no integer kernel: codebooks by row have one, and groups of up to " +
+                   std::to_string(MAX_INT_GROUP) + " columns, whose sums cannot leave 32 bits");
         const int64_t m = size_of("x", x, 0, 2);
         check("x", x, {Type::i8}, {m, columns_}, Layout::dense);
         check("scales", scales, {Type::f32}, {m, input_groups()}, Layout::dense);
@@ -277,7 +278,8 @@ private:
 class PackedSecondOrder : public Tile {
 public:
     PackedSecondOrder(const Input& codes, const Input& zeros, const Input& scale_codes, const Input& scales,
-                      const Input& scale_zeros, int64_t group_size, int64_t threads, const std::optional<std::string>& isa)
+                      const Input& scale_zeros, int64_t group_size, int64_t threads,
+                      const std::optional<std::string>& isa)
         : Tile(isa) {
         const int used = check_threads(threads);
         if (group_size != 8 && group_size != 16)
@@ -298,7 +300,8 @@ public:
         nb::gil_scoped_release release;
         bytes_ = make_scratch((kernels_.second_order_bytes(t_) + 3) / 4);
         auto* to = reinterpret_cast<uint8_t*>(bytes_.get());
-        by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.second_order_interleave(t_, from, to, begin, end); });
+        by_blocks(used,
+                  [&](int64_t begin, int64_t end) { kernels_.second_order_interleave(t_, from, to, begin, end); });
         t_.bytes = to;
         t_.scales = scales_.data();
         t_.zeros = zeros_.data();
@@ -391,8 +394,9 @@ public:
         const size_t size = planes.size();
         nb::gil_scoped_release release;
         std::fill_n(to, size, 0u);
-        by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.channel_restore(t_, to, begin, end); },
-                  CHANNEL_ROWS / kernels_.lanes);
+        by_blocks(
+            used, [&](int64_t begin, int64_t end) { kernels_.channel_restore(t_, to, begin, end); },
+            CHANNEL_ROWS / kernels_.lanes);
     }
 
     void dequantize(const Output& out, int64_t threads) const {
@@ -415,9 +419,10 @@ private:
             std::copy_n(x.floats(k), t_.columns, padded.get() + k * width);
             std::fill_n(padded.get() + k * width + t_.columns, width - t_.columns, 0.0f);
         }
-        by_blocks(threads, [&](int64_t begin, int64_t end) {
-            kernels_.channel_matmul(t_, padded.get(), m, y, y_stride, begin, end);
-        }, 4); // which the kernel works on together
+        by_blocks(
+            threads,
+            [&](int64_t begin, int64_t end) { kernels_.channel_matmul(t_, padded.get(), m, y, y_stride, begin, end); },
+            4); // which the kernel works on together
     }
 
     Scratch bytes_;
@@ -431,7 +436,9 @@ public:
     BoundCodebook(Input planes, Input table, std::optional<Input> rows, int64_t columns, bool by_channel,
                   const std::optional<std::string>& isa)
         : Tile(isa), planes_(planes), table_(table), by_channel_(by_channel),
-          by_words_(*kernels_for(kernels_.lanes == 16 ? "avx512" : kernels_.lanes == 8 ? "avx2" : "portable")) {
+          by_words_(*kernels_for(kernels_.lanes == 16  ? "avx512"
+                                 : kernels_.lanes == 8 ? "avx2"
+                                                       : "portable")) {
         if (columns < 1 || columns >= MAX_SIZE)
             refuse("columns is " + std::to_string(columns) + ", expected 1 to 2^31 - 1");
         const int64_t bits = size_of("planes", planes, 0, 3);
@@ -506,7 +513,8 @@ private:
     }
 
     void look_up_floats(const Tokens& x, float* y, int64_t y_stride, int threads) const {
-        std::call_once(floats_made_, [this] { float_bytes_ = table_of<uint32_t>(kernels_.lookup_float_form(c_.bits)); });
+        std::call_once(floats_made_,
+                       [this] { float_bytes_ = table_of<uint32_t>(kernels_.lookup_float_form(c_.bits)); });
         const ByteCodebook b = byte_codebook(float_bytes_, nullptr);
         const int64_t m = x.count, width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
         const Scratch scratch = make_scratch(m * width);
@@ -540,9 +548,8 @@ private:
             kernels_.lookup_prepare(b, x.codes + k * c_.columns, x.scales + k * input_groups(), codes + k * width,
                                     lane_scales + k * lanes, sums + k);
         const LookupInputs inputs{codes, lane_scales, sums, m};
-        by_rows(threads, [&](int64_t begin, int64_t end) {
-            kernels_.lookup_matmul(b, inputs, y, y_stride, begin, end);
-        });
+        by_rows(threads,
+                [&](int64_t begin, int64_t end) { kernels_.lookup_matmul(b, inputs, y, y_stride, begin, end); });
     }
 
     int64_t input_groups() const override { return (c_.columns + LOOKUP_GROUP - 1) / LOOKUP_GROUP; }
@@ -571,8 +578,8 @@ private:
                 std::memcpy(&word, &value, 4);
                 if (size == 2) word = baseline::to_bf16(value);
                 for (int64_t i = 0; i < size; ++i) {
-                    const int64_t at = form == TableForm::whole ? (row * entries + e) * size + i
-                                                                : (row * size + i) * entries + e;
+                    const int64_t at =
+                        form == TableForm::whole ? (row * entries + e) * size + i : (row * size + i) * entries + e;
                     made[static_cast<size_t>(at)] = static_cast<uint8_t>(word >> 8 * i);
                 }
             }
