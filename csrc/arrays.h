@@ -138,6 +138,10 @@ inline Scratch make_scratch(int64_t floats) {
     return Scratch(static_cast<float*>(::operator new[](static_cast<size_t>(floats) * 4, std::align_val_t(64))));
 }
 
+// Elements from one row of `columns` to the next: an odd number of cache lines, so that no two rows among many compete
+// for the same place in a cache.
+inline int64_t odd_lines(int64_t columns, int64_t size) { return ((columns * size + 63) / 64 | 1) * 64 / size; }
+
 // Rows that a thread takes at a time, a multiple of `block`: all where the work is worth one thread only.
 inline int64_t piece_of(int64_t rows, int64_t block, int64_t work, int threads) {
     if (threads == 1 || work < SERIAL_WORK) return rows;

@@ -259,7 +259,7 @@ NB_MODULE(_native, m) {
              nb::arg("y").noconvert(), nb::arg("threads"),
              "y[:, rows] += (x * scales by group) @ W.T; x int8 [m, columns], scales float32 [m, groups]. Codebooks\n"
              "round their centroids to bytes and take groups of 32 inputs.")
-        .def("takes_bf16", &Tile::takes_bf16, "Whether `matmul` takes bfloat16.")
+        .def("takes_bf16", &Tile::takes_bf16, nb::arg("tokens"), "Whether `matmul` takes bfloat16 of so many tokens.")
         .def("takes_ints", &Tile::takes_ints, "Whether the tile has `int_matmul`.");
     nb::class_<PackedGroupInt, Tile>(m, "GroupInt",
                                      "A tile in format \"group int\" in the kernels' order; holds its bytes.")

@@ -1,6 +1,7 @@
 // Format "codebook" by input channel, up to 4 bits: lanes are output rows, laid out as codes of format "group int"
 // (interleaved.h) with the channels as columns. A channel's table fits a register, its weights for all lanes are one
 // permutation of it, and one multiply-add with the channel's input follows.
+#include "gemm.h"
 #include "interleaved.h"
 
 namespace anybit::ANYBIT_ISA {
@@ -157,6 +158,25 @@ template <int BITS> void dequantize(const ChannelCodebook& t, float* out, int64_
     default: return F<4>(__VA_ARGS__);  \
     }
 
+template <int BITS> int64_t decode_cells(const ChannelCodebook& t, int64_t block, int64_t column, Floats* panel) {
+    constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
+    const int64_t begin = column / COLUMNS, end = least(cells_of(t), begin + PANEL / COLUMNS);
+    for (int64_t c = begin; c < end; ++c, panel += COLUMNS) {
+        Codes code[COLUMNS / 4];
+        cell_codes<BITS>(t.bytes + block * block_bytes(t) + c * SIZE, code);
+        for (int s = 0; s < COLUMNS / 4; ++s)
+            for (int b = 0; b < 4; ++b) {
+                const Table table(t.table + (c * COLUMNS + 4 * s + b) * ENTRIES);
+                panel[4 * s + b] = table(reinterpret_cast<Ints>(code[s]) >> 8 * b);
+            }
+    }
+    return (end - begin) * COLUMNS;
+}
+
+int64_t decode_panel(const ChannelCodebook& t, int64_t block, int64_t column, Floats* panel) {
+    ANYBIT_BY_CHANNEL_WIDTH(decode_cells, t, block, column, panel);
+}
+
 } // namespace
 
 int64_t channel_bytes(const ChannelCodebook& t) { return ceil_div(t.rows, LANES) * block_bytes(t); }
@@ -179,5 +199,17 @@ void channel_matmul(const ChannelCodebook& t, const float* x, int64_t tokens, fl
 void channel_dequantize(const ChannelCodebook& t, float* out, int64_t begin, int64_t end) {
     ANYBIT_BY_CHANNEL_WIDTH(dequantize, t, out, begin, end)
 }
+
+void channel_gemm(const ChannelCodebook& t, const float* x, int64_t x_stride, int64_t tokens, float* y,
+                  int64_t y_stride, int64_t begin, int64_t end) {
+    multiply_many(t, decode_panel, nullptr, x, x_stride, channel_columns(t), tokens, y, y_stride, begin, end);
+}
+
+#ifdef __AVX512BF16__
+void channel_gemm_bf16(const ChannelCodebook& t, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
+                       int64_t y_stride, int64_t begin, int64_t end) {
+    multiply_many(t, decode_panel, nullptr, x, x_stride, channel_columns(t), tokens, y, y_stride, begin, end);
+}
+#endif
 
 } // namespace anybit::ANYBIT_ISA

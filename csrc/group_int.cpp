@@ -1,4 +1,5 @@
 // Format "group int": into the kernels' layout and back, matrix times a few vectors of floats, dequantization.
+#include "gemm.h"
 #include "interleaved.h"
 
 namespace anybit::ANYBIT_ISA {
@@ -202,6 +203,28 @@ template <typename T> void dequantize(const GroupInt& t, T* out, int64_t begin, 
         dequantize_lanes(t, block, 0, least(LANES, t.rows - block * LANES), out + block * LANES * t.columns);
 }
 
+// Weights of the cells from `column` on.
+template <int BITS> int64_t decode_cells(const GroupInt& t, int64_t block, int64_t column, Floats* panel) {
+    constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
+    const int64_t cells = cells_of(t), begin = column / COLUMNS;
+    const int64_t end = least(t.groups * cells, begin + PANEL / COLUMNS);
+    for (int64_t c = begin; c < end; ++c, panel += COLUMNS) {
+        const int64_t g = block * t.groups + c / cells;
+        const Floats scale = load_halves(t.scales + g * LANES);
+        const Ints zero = load_zeros(t, block, c / cells);
+        Codes code[COLUMNS / 4];
+        cell_codes<BITS>(t.codes + (block * t.groups * cells + c) * SIZE, code);
+        for (int s = 0; s < COLUMNS / 4; ++s)
+            for (int b = 0; b < 4; ++b)
+                panel[4 * s + b] = to_float((reinterpret_cast<Ints>(code[s]) >> 8 * b & 255) - zero) * scale;
+    }
+    return (end - begin) * COLUMNS;
+}
+
+int64_t decode_panel(const GroupInt& t, int64_t block, int64_t column, Floats* panel) {
+    ANYBIT_BY_WIDTH(decode_cells, t.bits, t, block, column, panel);
+}
+
 int64_t row_room(const GroupInt& t) { return ceil_div(t.columns, 8) * 8; }
 
 } // namespace
@@ -265,6 +288,18 @@ void group_int_matmul(const GroupInt& t, const FloatInputs& in, float* y, int64_
                       int64_t end) {
     ANYBIT_BY_WIDTH(multiply, t.bits, t, in, y, y_stride, begin, end);
 }
+
+void group_int_gemm(const GroupInt& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
+                    int64_t begin, int64_t end) {
+    multiply_many(t, decode_panel, t.out_rows, x, x_stride, group_int_columns(t), tokens, y, y_stride, begin, end);
+}
+
+#ifdef __AVX512BF16__
+void group_int_gemm_bf16(const GroupInt& t, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
+                         int64_t y_stride, int64_t begin, int64_t end) {
+    multiply_many(t, decode_panel, t.out_rows, x, x_stride, group_int_columns(t), tokens, y, y_stride, begin, end);
+}
+#endif
 
 void group_int_dequantize_f32(const GroupInt& t, float* out, int64_t begin, int64_t end) {
     dequantize(t, out, begin, end);

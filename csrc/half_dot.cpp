@@ -74,6 +74,25 @@ void multiply_sparse(const SparseRows& t, const I* columns, const float* x, int6
         }
 }
 
+// x [columns, tokens], so that the tokens are lanes.
+template <typename I>
+void multiply_sparse_many(const SparseRows& t, const I* columns, const float* x, int64_t tokens, float* y,
+                          int64_t y_stride, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+        for (int64_t k = 0; k < tokens; k += LANES) {
+            const int64_t count = least(LANES, tokens - k);
+            Floats sum{};
+            for (int64_t i = t.row_ptr[row]; i < t.row_ptr[row + 1]; ++i) {
+                Floats own{};
+                const float* from = x + static_cast<int64_t>(columns[i]) * tokens + k;
+                if (count == LANES) own = load(from);
+                else __builtin_memcpy(&own, from, static_cast<size_t>(count) * 4);
+                sum += half_to_float(t.values[i]) * own;
+            }
+            for (int64_t l = 0; l < count; ++l) y[(k + l) * y_stride + row] += sum[l];
+        }
+}
+
 } // namespace
 
 void half_matmul(const HalfRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
@@ -86,6 +105,12 @@ void sparse_matmul(const SparseRows& t, const float* x, int64_t x_stride, int64_
                    int64_t begin, int64_t end) {
     if (t.columns16 != nullptr) multiply_sparse(t, t.columns16, x, x_stride, tokens, y, y_stride, begin, end);
     else multiply_sparse(t, t.columns32, x, x_stride, tokens, y, y_stride, begin, end);
+}
+
+void sparse_gemm(const SparseRows& t, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
+                 int64_t end) {
+    if (t.columns16 != nullptr) multiply_sparse_many(t, t.columns16, x, tokens, y, y_stride, begin, end);
+    else multiply_sparse_many(t, t.columns32, x, tokens, y, y_stride, begin, end);
 }
 
 int64_t sum_bytes(const uint8_t* bytes, int64_t n) {

@@ -3,6 +3,7 @@
 //
 // Codes are unsigned and activations signed, which is what the machine's instructions want; the zero point enters
 // through the sum of the group's activations, so the sum of a group is exact before it meets a float.
+#include "gemm.h"
 #include "interleaved.h"
 
 namespace anybit::ANYBIT_ISA {
@@ -22,7 +23,7 @@ template <int BITS, int M>
 void multiply_block(const GroupInt& t, const IntInputs& in, int64_t first, float* y, int64_t y_stride, int64_t block) {
     constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
     constexpr int OWN = M >= CHAINS ? 1 : CHAINS / M;
-    const int64_t cells = cells_of(t), stride = t.groups * cells * COLUMNS;
+    const int64_t cells = cells_of(t), stride = in.stride;
     const uint8_t* cell = t.codes + block * t.groups * cells * SIZE;
     const int8_t* x = in.codes + first * stride;
     Floats total[M] = {};
@@ -50,8 +51,89 @@ void multiply_block(const GroupInt& t, const IntInputs& in, int64_t first, float
     for (int k = 0; k < M; ++k) add_lanes(t, block, total[k], y + (first + k) * y_stride);
 }
 
+constexpr int64_t PANEL_CODES = 64;    // vectors, four columns each, that are decoded at a time
+constexpr int64_t TURN = 4 * TOGETHER; // tokens whose sums of a group stay in the first cache
+
+// R blocks of rows, whose panels lie PANEL_CODES apart, times M tokens, with n vectors of codes of one group.
+template <int BITS, int R, int M>
+void multiply_codes(const Codes* panel, int64_t n, const int8_t* x, int64_t stride, Ints* sums) {
+    Ints own[R][M];
+    for (int r = 0; r < R; ++r)
+        for (int k = 0; k < M; ++k) own[r][k] = sums[r * TURN + k];
+    for (int64_t s = 0; s < n; ++s)
+        for (int k = 0; k < M; ++k) {
+            const Bytes four = broadcast_four(x + k * stride + 4 * s);
+            for (int r = 0; r < R; ++r) {
+                const Codes code = panel[r * PANEL_CODES + s];
+                own[r][k] = BITS == 8 ? dot(own[r][k], code, four) : dot_small(own[r][k], code, four);
+            }
+        }
+    for (int r = 0; r < R; ++r)
+        for (int k = 0; k < M; ++k) sums[r * TURN + k] = own[r][k];
+}
+
+template <int BITS, int R>
+void multiply_tokens(const Codes* panel, int64_t n, const int8_t* x, int64_t stride, int64_t tokens, Ints* sums) {
+    int64_t k = 0;
+    for (; k + TOGETHER <= tokens; k += TOGETHER)
+        multiply_codes<BITS, R, TOGETHER>(panel, n, x + k * stride, stride, sums + k);
+    for (; k + 4 <= tokens; k += 4) multiply_codes<BITS, R, 4>(panel, n, x + k * stride, stride, sums + k);
+    for (; k < tokens; ++k) multiply_codes<BITS, R, 1>(panel, n, x + k * stride, stride, sums + k);
+}
+
+// The codes of n cells.
+template <int BITS> void decode_codes(const uint8_t* cell, int64_t n, Codes* panel) {
+    constexpr int64_t VECTORS = cell_columns(BITS) / 4;
+    for (int64_t i = 0; i < n; ++i) {
+        Codes code[VECTORS];
+        cell_codes<BITS>(cell + i * cell_vectors(BITS) * BYTES, code);
+        for (int64_t s = 0; s < VECTORS; ++s) panel[i * VECTORS + s] = code[s];
+    }
+}
+
+// Many tokens: the same sums, and the same bits, as one by one.
+template <int BITS>
+void multiply_many(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES, STEP = PANEL_CODES * 4 / COLUMNS;
+    const int64_t cells = cells_of(t);
+    Codes panel[BLOCKS * PANEL_CODES];
+    Ints sums[BLOCKS * TURN];
+    Floats total[BLOCKS * TURN];
+    for (int64_t block = begin; block < end; block += BLOCKS)
+        for (int64_t first = 0; first < in.tokens; first += TURN) {
+            const int64_t m = least(TURN, in.tokens - first), blocks = least(BLOCKS, end - block);
+            for (Floats& sum : total) sum = Floats{};
+            for (int64_t g = 0; g < t.groups; ++g) {
+                for (int64_t r = 0; r < blocks; ++r)
+                    for (int64_t k = 0; k < m; ++k) sums[r * TURN + k] = Ints{};
+                for (int64_t c = 0; c < cells; c += STEP) {
+                    const int64_t here = least(STEP, cells - c), n = here * COLUMNS / 4;
+                    for (int64_t r = 0; r < blocks; ++r)
+                        decode_codes<BITS>(t.codes + (((block + r) * t.groups + g) * cells + c) * SIZE, here,
+                                           panel + r * PANEL_CODES);
+                    const int8_t* x = in.codes + first * in.stride + (g * cells + c) * COLUMNS;
+                    if (blocks == BLOCKS) multiply_tokens<BITS, BLOCKS>(panel, n, x, in.stride, m, sums);
+                    else multiply_tokens<BITS, 1>(panel, n, x, in.stride, m, sums);
+                }
+                for (int64_t r = 0; r < blocks; ++r) {
+                    const Floats scale = load_halves(t.scales + ((block + r) * t.groups + g) * LANES);
+                    const Ints zero = load_zeros(t, block + r, g);
+                    for (int64_t k = 0; k < m; ++k) {
+                        const int64_t at = (first + k) * t.groups + g;
+                        const Ints all = sums[r * TURN + k] - zero * in.sums[at];
+                        total[r * TURN + k] += to_float(all) * (scale * broadcast(in.scales[at]));
+                    }
+                }
+            }
+            for (int64_t r = 0; r < blocks; ++r)
+                for (int64_t k = 0; k < m; ++k)
+                    add_lanes(t, block + r, total[r * TURN + k], y + (first + k) * y_stride);
+        }
+}
+
 template <int BITS>
 void multiply(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    if (in.tokens > MOST_TOKENS) return multiply_many<BITS>(t, in, y, y_stride, begin, end);
     for (int64_t block = begin; block < end; ++block)
         for (int64_t k = 0; k < in.tokens;) {
             const int64_t left = in.tokens - k, step = left >= MOST_TOKENS ? MOST_TOKENS

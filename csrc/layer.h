@@ -122,10 +122,7 @@ private:
         const int64_t size = m * in_;
         const Scratch scratch = make_scratch(size + m * out_ + (scale_.empty() ? 0 : (size + 1) / 2));
         float *floats = scratch.get(), *sums = floats + size;
-        for (int64_t i = 0; i < size; ++i) {
-            const uint32_t bits = static_cast<uint32_t>(x[i]) << 16;
-            std::memcpy(floats + i, &bits, 4);
-        }
+        by_tokens(m, in_, threads, [&](int64_t k) { baseline::widen(x + k * in_, in_, floats + k * in_); });
         if (!scale_.empty()) { // rounded again, as the weights would be that absorb the scales
             auto* halves = reinterpret_cast<uint16_t*>(sums + m * out_);
             for (int64_t i = 0; i < size; ++i) {
@@ -136,7 +133,16 @@ private:
         }
         std::fill_n(sums, m * out_, 0.0f);
         add(floats, x, m, sums, threads);
-        for (int64_t i = 0; i < m * out_; ++i) y[i] = baseline::to_bf16(sums[i]);
+        by_tokens(m, out_, threads, [&](int64_t k) {
+            for (int64_t i = k * out_; i < (k + 1) * out_; ++i) y[i] = baseline::to_bf16(sums[i]);
+        });
+    }
+
+    // f(k) for all tokens (or k of whatever) of `columns` numbers each.
+    template <typename F> static void by_tokens(int64_t m, int64_t columns, int threads, F&& f) {
+        parallel_for(m, piece_of(m, 1, m * columns, threads), threads, [&](int64_t begin, int64_t end) {
+            for (int64_t k = begin; k < end; ++k) f(k);
+        });
     }
 
     // y += the product of what is given in both precisions; halves may be null.
@@ -147,21 +153,33 @@ private:
         for (const Part& part : parts_) {
             const int64_t columns = part.tile->columns();
             if (part.act_bits != 0) {
-                if (!part.rounds_alike) round(part, gather(part, floats, m, gathered), m, codes, scales);
-                if (part.tile->takes_ints())
+                if (!part.rounds_alike) round(part, gather(part, floats, m, gathered), m, codes, scales, threads);
+                if (part.tile->prefers_ints(m)) {
                     part.tile->add_int_product({codes.data(), scales.data(), m}, y, out_, threads);
-                else {
-                    restore(part, m, codes, scales, gathered);
-                    part.tile->add_product({gathered.data(), false, m, columns}, y, out_, threads);
+                    continue;
                 }
-            } else if (halves != nullptr && part.tile->takes_bf16())
+                restore(part, m, codes, scales, gathered, threads);
+                if (halves != nullptr && part.tile->takes_bf16(m)) {
+                    gathered_halves.resize(gathered.size());
+                    for (size_t i = 0; i < gathered.size(); ++i) gathered_halves[i] = baseline::to_bf16(gathered[i]);
+                    part.tile->add_product({gathered_halves.data(), true, m, columns}, y, out_, threads);
+                } else part.tile->add_product({gathered.data(), false, m, columns}, y, out_, threads);
+            } else if (halves != nullptr && part.tile->takes_bf16(m))
                 part.tile->add_product({gather(part, halves, m, gathered_halves), true, m, columns}, y, out_, threads);
             else part.tile->add_product({gather(part, floats, m, gathered), false, m, columns}, y, out_, threads);
         }
         if (sparse_.rows == 0) return;
-        const int64_t work = m * static_cast<int64_t>(row_ptr_.back()) * SPARSE_WORK;
-        parallel_for(out_, piece_of(out_, 1, work, threads), threads, [&](int64_t begin, int64_t end) {
-            kernels_.sparse_matmul(sparse_, floats, in_, m, y, out_, begin, end);
+        const int64_t piece = piece_of(out_, 1, m * static_cast<int64_t>(row_ptr_.back()) * SPARSE_WORK, threads);
+        if (m <= FEW_TOKENS)
+            return parallel_for(out_, piece, threads, [&](int64_t begin, int64_t end) {
+                kernels_.sparse_matmul(sparse_, floats, in_, m, y, out_, begin, end);
+            });
+        const Scratch turned = make_scratch(in_ * m);
+        by_tokens(in_, m, threads, [&](int64_t j) {
+            for (int64_t k = 0; k < m; ++k) turned[static_cast<size_t>(j * m + k)] = floats[k * in_ + j];
+        });
+        parallel_for(out_, piece, threads, [&](int64_t begin, int64_t end) {
+            kernels_.sparse_gemm(sparse_, turned.get(), m, y, out_, begin, end);
         });
     }
 
@@ -174,27 +192,29 @@ private:
         return into.data();
     }
 
-    void round(const Part& part, const float* x, int64_t m, std::vector<int8_t>& codes,
-               std::vector<float>& scales) const {
+    void round(const Part& part, const float* x, int64_t m, std::vector<int8_t>& codes, std::vector<float>& scales,
+               int threads) const {
         const int64_t columns = part.tile->columns(), groups = (columns - 1) / part.group_size + 1;
         const ActivationGrid grid{part.act_bits, columns, part.group_size,
                                   part.clip.empty() ? nullptr : part.clip.data(),
                                   part.fixed.empty() ? nullptr : part.fixed.data()};
         codes.resize(static_cast<size_t>(m * columns));
         scales.resize(static_cast<size_t>(m * groups));
-        for (int64_t k = 0; k < m; ++k)
+        by_tokens(m, columns, threads, [&](int64_t k) {
             kernels_.quantize_row(x + k * columns, grid, codes.data() + k * columns, scales.data() + k * groups);
+        });
     }
 
     void restore(const Part& part, int64_t m, const std::vector<int8_t>& codes, const std::vector<float>& scales,
-                 std::vector<float>& x) const {
+                 std::vector<float>& x, int threads) const {
         const int64_t columns = part.tile->columns(), groups = (columns - 1) / part.group_size + 1;
         x.resize(static_cast<size_t>(m * columns));
-        for (int64_t k = 0; k < m; ++k)
+        by_tokens(m, columns, threads, [&](int64_t k) {
             for (int64_t j = 0; j < columns; ++j)
                 x[static_cast<size_t>(k * columns + j)] =
                     static_cast<float>(codes[static_cast<size_t>(k * columns + j)]) *
                     scales[static_cast<size_t>(k * groups + j / part.group_size)];
+        });
     }
 
     template <typename T> void copy_columns(std::vector<T>& to, const T* from, int64_t n) const {

@@ -6,7 +6,7 @@
 // above them that the lookup does not see. So the stored planes are read as they lie; it is the activations that are
 // put in the order of the vectors, once per call. With bytes, lane l of a vector meets the 32 weights from 32 l on: the
 // activations of each such group have a scale of their own.
-#include "bf16_dot.h"
+#include "gemm.h"
 #include "products.h"
 
 namespace anybit::ANYBIT_ISA {
@@ -438,18 +438,17 @@ public:
         : table_(c.table, row), x_(in.x), blocks_(lookup_blocks(c)) {}
 
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
-        Floats sums[4][M] = {};
+        Floats sums[2][M] = {};
         for (int64_t s = 0; s < PHASES; ++s) {
             Codes weights[2];
             table_(code[s], weights);
             for (int64_t k = 0; k < M; ++k)
                 for (int64_t v = 0; v < 2; ++v) {
                     const uint16_t* pairs = x_ + ((k * blocks_ + b) * PHASES + s) * BYTES + v * BYTES / 2;
-                    Floats& own = sums[s % 2 * 2 + v][k];
-                    own = dot_pairs(own, weights[v], load_as<Codes>(pairs));
+                    sums[v][k] = dot_pairs(sums[v][k], weights[v], load_as<Codes>(pairs));
                 }
         }
-        for (int64_t k = 0; k < M; ++k) total[k] += (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
+        for (int64_t k = 0; k < M; ++k) total[k] += sums[0][k] + sums[1][k];
     }
 
 private:
@@ -475,7 +474,7 @@ template <template <int, int> typename Sums, int B, int M>
 void look_up_rows(const ByteCodebook& c, const typename Sums<B, M>::Inputs& in, float* y, int64_t y_stride,
                   int64_t first, int64_t last) {
     const int64_t bytes = 4 * c.words, blocks = lookup_blocks(c), plane_bytes = c.rows * bytes;
-    const int64_t tile = ceil_div(blocks, ceil_div(blocks, Sums<B, M>::MOST_BLOCKS)); // as equal as can be
+    const int64_t tile = ceil_div(blocks, ceil_div(blocks * M, Sums<B, M>::MOST_BLOCKS)); // as equal as can be
     Floats total[LOOKUP_ROWS][M] = {};
     for (int64_t begin = 0; begin < blocks; begin += tile) {
         const int64_t end = least(blocks, begin + tile);
@@ -540,6 +539,41 @@ void look_up_pairs(const ByteCodebook& c, const LookupPlain<uint16_t>& in, float
     look_up<PairSums, B>(c, in, y, y_stride, begin, end);
 }
 #endif
+
+// Weights of a block of columns of LANES rows; the table in the form of `lookup_float_form`, or whole where it has
+// none.
+template <int B> int64_t decode_block(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+    const int64_t bytes = 4 * c.words, at = column / PHASES, plane_bytes = c.rows * bytes;
+    Floats values[LANES][PHASES][4];
+    for (int64_t lane = 0; lane < LANES; ++lane) {
+        const int64_t row = least(block * LANES + lane, c.rows - 1); // nobody reads lanes behind the last row
+        const auto* planes = reinterpret_cast<const uint8_t*>(c.planes) + row * bytes + at;
+        Codes plane[B], code[PHASES];
+        for (int p = 0; p < B; ++p) plane[p] = load_plane(planes + (B - 1 - p) * plane_bytes, bytes - at);
+        codes_of<B>(plane, code);
+        if constexpr (B <= MOST_FLOATS) {
+            const FloatTable<B> table(c.table, row);
+            for (int64_t s = 0; s < PHASES; ++s) table(code[s], values[lane][s]);
+        } else {
+            const auto* table = reinterpret_cast<const float*>(c.table) + (row << B);
+            for (int64_t s = 0; s < PHASES; ++s)
+                for (int64_t m = 0; m < BYTES; ++m) panel[PHASES * m + s][lane] = table[code[s][m] & ((1 << B) - 1)];
+        }
+    }
+    if constexpr (B <= MOST_FLOATS)
+        for (int64_t s = 0; s < PHASES; ++s)
+            for (int64_t v = 0; v < 4; ++v) {
+                Floats rows[LANES];
+                for (int64_t lane = 0; lane < LANES; ++lane) rows[lane] = values[lane][s][v];
+                transpose(rows);
+                for (int64_t l = 0; l < LANES; ++l) panel[PHASES * FloatTable<B>::place(v, l) + s] = rows[l];
+            }
+    return PHASES * BYTES;
+}
+
+int64_t decode_panel(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+    ANYBIT_BY_WIDTH(decode_block, c.bits, c, block, column, panel);
+}
 
 // A token's activations as the vectors of T meet them: `place` says which byte of the codes a lane of a vector has.
 template <typename T>
@@ -608,6 +642,20 @@ void lookup_prepare_bf16(const ByteCodebook& c, const uint16_t* x, uint16_t* out
 void lookup_bf16_matmul(const ByteCodebook& c, const LookupPlain<uint16_t>& in, float* y, int64_t y_stride,
                         int64_t begin, int64_t end) {
     ANYBIT_BY_WIDTH(look_up_pairs, c.bits, c, in, y, y_stride, begin, end);
+}
+#endif
+
+void lookup_gemm(const ByteCodebook& c, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
+                 int64_t begin, int64_t end) {
+    multiply_many(c, decode_panel, c.out_rows, x, x_stride, lookup_blocks(c) * PHASES * BYTES, tokens, y, y_stride,
+                  begin, end);
+}
+
+#ifdef __AVX512BF16__
+void lookup_gemm_bf16(const ByteCodebook& c, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
+                      int64_t y_stride, int64_t begin, int64_t end) {
+    multiply_many(c, decode_panel, c.out_rows, x, x_stride, lookup_blocks(c) * PHASES * BYTES, tokens, y, y_stride,
+                  begin, end);
 }
 #endif
 

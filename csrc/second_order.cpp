@@ -1,7 +1,7 @@
 // The 2-bit channels of format "two_four": groups of 16 or 8 channels whose scales are themselves rounded, over 16 rows
 // at a time. Laid out as 2-bit codes of format "group int" (interleaved.h), a cell of 16 channels at a time; beside
 // each group lies a byte for every row, its zero point in the low 2 bits and its scale's code above.
-#include "bf16_dot.h"
+#include "gemm.h"
 #include "interleaved.h"
 
 namespace anybit::ANYBIT_ISA {
@@ -108,6 +108,24 @@ void decode_cell(const SecondOrder& t, int64_t block, int64_t c, uint8_t (&out)[
             __builtin_memcpy(out[l] + 4 * s, reinterpret_cast<const uint8_t*>(code + s) + 4 * l, 4);
 }
 
+int64_t decode_panel(const SecondOrder& t, int64_t block, int64_t column, Floats* panel) {
+    const int64_t cells = cells_of(t), per_cell = cell_groups(t), begin = column / CELL;
+    const int64_t end = least(cells, begin + PANEL / CELL);
+    for (int64_t c = begin; c < end; ++c, panel += CELL) {
+        const uint8_t* cell = t.bytes + (block * cells + c) * cell_bytes(t);
+        Codes code[CELL / 4];
+        cell_codes<2>(cell, code);
+        for (int64_t i = 0; i < per_cell; ++i) {
+            const int64_t at = grid_at(t, block, least(c * per_cell + i, t.groups - 1)); // padding meets inputs of 0
+            const Ints grid = load_bytes(cell + CODE_BYTES + i * LANES), zero = grid & 3;
+            const Floats scale = t.scales[at] * (to_float(grid >> 2) + static_cast<float>(t.zeros[at]));
+            for (int64_t j = i * t.group_size; j < (i + 1) * t.group_size; ++j)
+                panel[j] = to_float((reinterpret_cast<Ints>(code[j / 4]) >> 8 * (j % 4) & 255) - zero) * scale;
+        }
+    }
+    return (end - begin) * CELL;
+}
+
 } // namespace
 
 int64_t second_order_bytes(const SecondOrder& t) { return ceil_div(t.rows, LANES) * cells_of(t) * cell_bytes(t); }
@@ -182,6 +200,18 @@ void second_order_prepare_bf16(const SecondOrder& t, const uint16_t* x, uint16_t
 void second_order_bf16_matmul(const SecondOrder& t, const PairInputs& in, float* y, int64_t y_stride, int64_t begin,
                               int64_t end) {
     multiply<ByPairs>(t, in.x, in.sums, in.tokens, y, y_stride, begin, end);
+}
+#endif
+
+void second_order_gemm(const SecondOrder& t, const float* x, int64_t x_stride, int64_t tokens, float* y,
+                       int64_t y_stride, int64_t begin, int64_t end) {
+    multiply_many(t, decode_panel, nullptr, x, x_stride, second_order_columns(t), tokens, y, y_stride, begin, end);
+}
+
+#ifdef __AVX512BF16__
+void second_order_gemm_bf16(const SecondOrder& t, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
+                            int64_t y_stride, int64_t begin, int64_t end) {
+    multiply_many(t, decode_panel, nullptr, x, x_stride, second_order_columns(t), tokens, y, y_stride, begin, end);
 }
 #endif
 

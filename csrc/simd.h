@@ -101,6 +101,16 @@ inline uint16_t to_bf16(float value) {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// bfloat16 as floats, and the other way for a float that is one.
+inline void widen(const uint16_t* from, int64_t n, float* to) {
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
+        __builtin_memcpy(to + i, &bits, 4);
+    }
+}
+
+inline uint16_t upper_half(float value) { return static_cast<uint16_t>(load_as<uint32_t>(&value) >> 16); }
+
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 

@@ -54,6 +54,9 @@ struct IntTokens {
     int64_t count;
 };
 
+// Of more tokens than this, weights are decoded once for all.
+constexpr int64_t FEW_TOKENS = 8;
+
 class Tile {
 public:
     Tile(const Tile&) = delete; // the kernels' view points into the object
@@ -63,7 +66,7 @@ public:
     void matmul(const Input& x, const Output& y, int64_t threads) const {
         const int used = check_threads(threads);
         const int64_t m = size_of("x", x, 0, 2);
-        if (takes_bf16()) check("x", x, {Type::f32, Type::bf16, Type::u16}, {m, columns_}, Layout::dense_rows);
+        if (takes_bf16(m)) check("x", x, {Type::f32, Type::bf16, Type::u16}, {m, columns_}, Layout::dense_rows);
         else check("x", x, {Type::f32}, {m, columns_}, Layout::dense_rows);
         const int64_t out = check_y(y, m);
         const Tokens tokens{x.data(), type_of(x.dtype()) != Type::f32, m, row_stride(m, x.stride(0), columns_)};
@@ -88,8 +91,9 @@ public:
         add_int_product(tokens, to, out, used);
     }
 
-    virtual bool takes_bf16() const { return false; } // whether `matmul` takes bfloat16
-    virtual bool takes_ints() const { return false; } // whether there is `int_matmul`
+    virtual bool takes_bf16(int64_t) const { return false; } // whether `matmul` takes bfloat16 of so many tokens
+    virtual bool takes_ints() const { return false; }        // whether there is `int_matmul`
+    virtual bool prefers_ints(int64_t) const { return takes_ints(); } // whether that is fastest for so many tokens
 
     // The same without checks and without the GIL.
     virtual void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const = 0;
@@ -104,6 +108,46 @@ public:
 
 protected:
     explicit Tile(const std::optional<std::string>& isa) : kernels_(check_products(isa)) {}
+
+    // Products of many tokens: inputs are brought into plain order with padding by `pad(from, to)`, `width` of them to
+    // a token, and multiplied by `floats` or `halves`, the kernels' functions.
+    template <typename T, typename P>
+    void add_many(const T& tile, const Tokens& x, int64_t width, P&& pad,
+                  void (*floats)(const T&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
+                  void (*halves)(const T&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
+                  float* y, int64_t y_stride, int threads) const {
+        const int64_t m = x.count, row = width + columns_; // a row of scratch: padded, and before
+        const int64_t stride = odd_lines(width, x.bf16 ? 2 : 4);
+        const Scratch padded = make_scratch(x.bf16 ? m * stride / 2 : m * stride);
+        auto* narrow = reinterpret_cast<uint16_t*>(padded.get());
+        const int64_t piece = piece_of(m, 1, m * width, threads);
+        const Scratch scratch = make_scratch(x.bf16 ? ((m - 1) / piece + 1) * row : 0);
+        parallel_for(m, piece, threads, [&](int64_t begin, int64_t end) {
+            float *to = scratch.get() + begin / piece * row, *before = to + width;
+            for (int64_t k = begin; k < end; ++k) {
+                if (!x.bf16) {
+                    pad(x.floats(k), padded.get() + k * stride);
+                    continue;
+                }
+                baseline::widen(x.halves(k), columns_, before);
+                pad(before, to);
+                for (int64_t j = 0; j < width; ++j) narrow[k * stride + j] = baseline::upper_half(to[j]);
+            }
+        });
+        parallel_for(blocks(), piece_of(blocks(), 1, m * rows_ * columns_, threads), threads,
+                     [&](int64_t begin, int64_t end) {
+                         if (x.bf16) halves(tile, narrow, stride, m, y, y_stride, begin, end);
+                         else floats(tile, padded.get(), stride, m, y, y_stride, begin, end);
+                     });
+    }
+
+    // Inputs as they are, then zeros.
+    auto plain(int64_t width) const {
+        return [this, width](const float* from, float* to) {
+            std::copy_n(from, columns_, to);
+            std::fill_n(to + columns_, width - columns_, 0.0f);
+        };
+    }
 
     // f(begin, end) for all blocks of `lanes` rows, ranges beginning at multiples of `whole`.
     template <typename F> void by_blocks(int threads, F&& f, int64_t whole = 1) const {
@@ -213,12 +257,20 @@ public:
         for (int64_t i = 0; i < n; ++i) kernels_.group_int_row(t_, wanted[static_cast<size_t>(i)], to + i * t_.columns);
     }
 
-    bool takes_bf16() const override { return kernels_.group_int_bf16_matmul != nullptr; }
+    bool takes_bf16(int64_t) const override { return kernels_.group_int_bf16_matmul != nullptr; }
     bool takes_ints() const override { return t_.group_size <= MAX_INT_GROUP; }
 
 private:
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         const int64_t m = x.count, width = kernels_.group_int_columns(t_);
+        if (m > FEW_TOKENS) {
+            const auto pad = [&](const float* from, float* to) {
+                std::vector<float> sums(static_cast<size_t>(t_.groups));
+                kernels_.group_int_prepare(t_, from, to, sums.data());
+            };
+            return add_many(t_, x, width, pad, kernels_.group_int_gemm, kernels_.group_int_gemm_bf16, y, y_stride,
+                            threads);
+        }
         const Scratch scratch = make_scratch(m * (width + t_.groups));
         float *floats = scratch.get(), *sums = floats + m * width;
         auto* halves = reinterpret_cast<uint16_t*>(floats);
@@ -232,13 +284,13 @@ private:
     }
 
     void add_int_product(const IntTokens& x, float* y, int64_t y_stride, int threads) const override {
-        const int64_t m = x.count, width = kernels_.group_int_columns(t_); // a multiple of 4
-        const Scratch scratch = make_scratch(m * (width / 4 + t_.groups));
+        const int64_t m = x.count, stride = odd_lines(kernels_.group_int_columns(t_), 1);
+        const Scratch scratch = make_scratch(m * (stride / 4 + t_.groups));
         auto* codes = reinterpret_cast<int8_t*>(scratch.get());
-        auto* sums = reinterpret_cast<int32_t*>(codes + m * width);
+        auto* sums = reinterpret_cast<int32_t*>(codes + m * stride);
         for (int64_t k = 0; k < m; ++k)
-            kernels_.group_int_prepare_ints(t_, x.codes + k * t_.columns, codes + k * width, sums + k * t_.groups);
-        const IntInputs inputs{codes, x.scales, sums, m};
+            kernels_.group_int_prepare_ints(t_, x.codes + k * t_.columns, codes + k * stride, sums + k * t_.groups);
+        const IntInputs inputs{codes, x.scales, sums, m, stride};
         by_blocks(threads, [&](int64_t begin, int64_t end) {
             kernels_.group_int_int_matmul(t_, inputs, y, y_stride, begin, end);
         });
@@ -326,7 +378,7 @@ public:
         by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.second_order_dequantize(t_, to, begin, end); });
     }
 
-    bool takes_bf16() const override { return kernels_.second_order_bf16_matmul != nullptr; }
+    bool takes_bf16(int64_t) const override { return kernels_.second_order_bf16_matmul != nullptr; }
 
 private:
     template <typename A> void check_bytes(const A& codes, const A& zeros, const A& scale_codes) const {
@@ -337,6 +389,9 @@ private:
 
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         const int64_t m = x.count, width = kernels_.second_order_columns(t_);
+        if (m > FEW_TOKENS)
+            return add_many(t_, x, width, plain(width), kernels_.second_order_gemm, kernels_.second_order_gemm_bf16, y,
+                            y_stride, threads);
         const Scratch scratch = make_scratch(m * (width + t_.groups));
         float *floats = scratch.get(), *sums = floats + m * width;
         auto* halves = reinterpret_cast<uint16_t*>(floats);
@@ -407,6 +462,10 @@ public:
         by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.channel_dequantize(t_, to, begin, end); });
     }
 
+    bool takes_bf16(int64_t tokens) const override {
+        return tokens > FEW_TOKENS && kernels_.channel_gemm_bf16 != nullptr;
+    }
+
 private:
     template <typename A> void check_planes(const A& planes) const {
         check("planes", planes, {Type::u32, Type::i32}, {t_.bits, t_.columns, (t_.rows + 31) / 32}, Layout::dense);
@@ -414,6 +473,9 @@ private:
 
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         const int64_t m = x.count, width = kernels_.channel_columns(t_);
+        if (m > FEW_TOKENS)
+            return add_many(t_, x, width, plain(width), kernels_.channel_gemm, kernels_.channel_gemm_bf16, y, y_stride,
+                            threads);
         const Scratch padded = make_scratch(m * width);
         for (int64_t k = 0; k < m; ++k) {
             std::copy_n(x.floats(k), t_.columns, padded.get() + k * width);
@@ -477,12 +539,14 @@ public:
         });
     }
 
-    bool takes_bf16() const override { return !by_channel_ && kernels_.lookup_bf16_matmul != nullptr; }
+    bool takes_bf16(int64_t) const override { return !by_channel_ && kernels_.lookup_bf16_matmul != nullptr; }
     bool takes_ints() const override { return !by_channel_; }
+    bool prefers_ints(int64_t tokens) const override { return !by_channel_ && tokens <= FEW_TOKENS; }
 
 private:
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         if (by_channel_) add_by_channel(x, y, y_stride, threads);
+        else if (x.count > FEW_TOKENS) look_up_many(x, y, y_stride, threads);
         else if (x.bf16) look_up_bf16(x, y, y_stride, threads);
         else if (kernels_.lookup_float_form(c_.bits) != TableForm::none) look_up_floats(x, y, y_stride, threads);
         else add_by_row(x, y, y_stride, threads);
@@ -510,6 +574,18 @@ private:
         parallel_for(c_.rows, piece, threads, [&](int64_t begin, int64_t end) {
             by_words_.codebook_rows(c_, padded, m, y, y_stride, padded + (m + begin / piece) * width, begin, end);
         });
+    }
+
+    void look_up_many(const Tokens& x, float* y, int64_t y_stride, int threads) const {
+        const ByteCodebook b = float_codebook();
+        const int64_t width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
+        add_many(b, x, width, plain(width), kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, y, y_stride, threads);
+    }
+
+    ByteCodebook float_codebook() const {
+        std::call_once(floats_made_,
+                       [this] { float_bytes_ = table_of<uint32_t>(kernels_.lookup_float_form(c_.bits)); });
+        return byte_codebook(float_bytes_, nullptr);
     }
 
     void look_up_floats(const Tokens& x, float* y, int64_t y_stride, int threads) const {
@@ -579,7 +655,7 @@ private:
                 if (size == 2) word = baseline::to_bf16(value);
                 for (int64_t i = 0; i < size; ++i) {
                     const int64_t at =
-                        form == TableForm::whole ? (row * entries + e) * size + i : (row * size + i) * entries + e;
+                        form == TableForm::bytes ? (row * size + i) * entries + e : (row * entries + e) * size + i;
                     made[static_cast<size_t>(at)] = static_cast<uint8_t>(word >> 8 * i);
                 }
             }

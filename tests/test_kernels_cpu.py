@@ -166,9 +166,9 @@ def test_matmul_agrees_with_numpy(bits: int, isa: str) -> None:
 def test_a_batch_equals_its_tokens(bits: int, group: int, isa: str) -> None:
     case = make(bits, 19, 1539, group, isa=isa)
     x = activations(17, 1539)
-    single = torch.cat([product(case, x[k : k + 1]) for k in range(17)])
-    for m in range(1, 18):
-        assert torch.equal(product(case, x[:m]), single[:m]), m
+    single, many = torch.cat([product(case, x[k : k + 1]) for k in range(17)]), product(case, x)
+    for m in range(1, 18):  # more than 8 are summed in an order of their own
+        assert torch.equal(product(case, x[:m]), (single if m <= 8 else many)[:m]), m
 
 
 @pytest.mark.parametrize("isa", BF16)
@@ -176,11 +176,22 @@ def test_a_batch_equals_its_tokens(bits: int, group: int, isa: str) -> None:
 def test_products_in_bfloat16_are_exact(bits: int, isa: str) -> None:
     for i, (r, c, group) in enumerate(SHAPES):
         case = make(bits, r, c, group, symmetric=i % 3 == 0, indexed=i % 2 == 0, isa=isa)
-        x = activations(1 + i % 9, c).bfloat16()
+        x = activations(1 + i % 8, c).bfloat16()
         y = product(case, x, threads=1 + i % 2)
         check_product(case, x.float(), y, bits=12)  # codes of 8 bits carry 17 * 128 through the sum
         for k in range(len(x)):
             assert torch.equal(product(case, x[k : k + 1]), y[k : k + 1])
+
+
+@pytest.mark.parametrize("isa", BF16)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_many_tokens_in_bfloat16_meet_rounded_weights(bits: int, isa: str) -> None:
+    for r, c, group in SHAPES[::3]:
+        case = make(bits, r, c, group, indexed=True, isa=isa)
+        x = activations(29, c).bfloat16()
+        y = product(case, x, threads=2)[:, case.rows]
+        weight = torch.from_numpy(case.weight)
+        torch.testing.assert_close(y, x.float() @ weight.bfloat16().float().T, rtol=1e-4, atol=2e-3)
 
 
 def test_bfloat16_is_refused_where_the_kernels_have_none() -> None:

@@ -21,6 +21,7 @@ if not cpu.available():
 
 # Every way to store a matrix that the benchmark knows, and columns of float16 beside codes.
 NAMES = [*(name for name in layouts(64, 128) if not name.endswith(" A8")), "float16 columns", "float16 rows"]
+FEW = 8  # tokens that give the same bits as one by one
 LOWEST = torch.finfo(torch.bfloat16).eps / 2  # relative error of one rounding
 
 
@@ -68,7 +69,7 @@ def oracle(weight: PackedWeight, x: Tensor) -> tuple[Tensor, Tensor]:
 @given(
     name=st.sampled_from(NAMES),
     shape=st.tuples(st.integers(16, 70), st.sampled_from([256, 320, 576])),  # no table is cut short
-    tokens=st.integers(1, 8),
+    tokens=st.sampled_from([1, 2, 3, 5, 8, 9, 13, 40]),
     sparse=st.booleans(),
     scaled=st.booleans(),
     half=st.booleans(),
@@ -101,7 +102,7 @@ def test_a_layer_is_the_product_with_its_dense_matrix(  # noqa: PLR0913
         bound = bound + 0.02 * size
     assert bool(((y.double() - expected).abs() <= bound).all())
     assert torch.equal(prepared.layer.matmul(x, threads=1), y)
-    for k in range(tokens):
+    for k in range(tokens if tokens <= FEW else 0):  # more are summed in another order
         assert torch.equal(prepared.layer.matmul(x[k : k + 1].contiguous(), threads=threads)[0], y[k])
     assert torch.equal(prepared.matmul(x), y)
 

@@ -62,7 +62,7 @@ class _Tile:
     def __init__(self, native: Any, rows: int, columns: int) -> None:
         self._native = native
         self.rows, self.columns = rows, columns  # r, c
-        self.takes_bf16: bool = native.takes_bf16()  # whether `matmul` takes bfloat16
+        self.takes_bf16: bool = native.takes_bf16(1)  # whether `matmul` takes bfloat16 of few tokens
         self.takes_ints: bool = native.takes_ints()  # whether there is `int_matmul`
 
     def matmul(self, x: Tensor, y: Tensor, threads: int | None = None) -> None:
@@ -70,8 +70,8 @@ class _Tile:
 
         Args:
             x: float32 [m, c], contiguous rows; bfloat16 where `takes_bf16`, which runs faster: products are exact, but
-                codebooks' centroids are rounded to bfloat16. One token (m = 1) and its row in a batch give the same
-                bits.
+                codebooks' centroids are rounded to bfloat16. One token (m = 1) and its row in a batch of up to 8
+                give the same bits.
             y: float32 [m, out], contiguous; out = r where the tile has no `rows`.
             threads: default `torch.get_num_threads()`.
 
@@ -338,7 +338,8 @@ class Layer:
     def matmul(self, x: Tensor, threads: int | None = None) -> Tensor:
         """`x [m, in] @ W.T -> [m, out]` of contiguous float32 or bfloat16, in its dtype, summed in float32.
 
-        Tiles that take bfloat16 multiply it as it is. One token (m = 1) and its row in a batch give the same bits.
+        Tiles that take bfloat16 multiply it as it is. One token (m = 1) and its row in a batch of up to 8 give
+        the same bits; of more, weights are decoded once for all.
         """
         y = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
         self._native.matmul(_array(x), _array(y), threads or torch.get_num_threads())

@@ -17,7 +17,6 @@ TAKEN = {  # fields whose bytes the native object of a tile holds, in another or
     GroupInt.NAME: {"codes", "scales", "zeros"},
     TwoFour.NAME: {"codes", "rest", "grids", "narrow_codes", "zeros", "scale_codes", "wide_codes"},
 }
-DECODE_TOKENS = 8  # up to here the native kernels beat dequantizing the matrix for a GEMM, at every width
 
 
 def info() -> dict[str, Any]:
@@ -147,7 +146,7 @@ class Prepared:
         """`x [..., in] @ W^T -> [..., out]` in the dtype of x."""
         tokens = x.numel() // self.in_features
         differentiable = x.requires_grad and torch.is_grad_enabled()
-        if self.layer is None or tokens > DECODE_TOKENS or x.device.type != "cpu" or differentiable:
+        if self.layer is None or x.device.type != "cpu" or differentiable:
             return self._matmul_dense(x)
         flat = x.reshape(tokens, self.in_features)
         flat = (flat if flat.dtype == torch.bfloat16 else flat.float()).contiguous()

@@ -1,0 +1,144 @@
+// Many tokens at once: the weights of LANES rows are decoded a panel of columns at a time, once for all tokens.
+#pragma once
+
+#include "bf16_dot.h"
+
+namespace anybit::ANYBIT_ISA {
+namespace {
+
+constexpr int64_t PANEL = 32 * LANES; // columns; a multiple of whatever a format decodes at a time
+constexpr int64_t BATCH = 512;        // tokens whose sums stay close
+constexpr int64_t BLOCKS = 2;         // of rows, at once
+#if defined(__AVX512F__)
+constexpr int TOGETHER = 12; // tokens in registers at once
+#elif defined(__AVX2__)
+constexpr int TOGETHER = 6;
+#else
+constexpr int TOGETHER = 4;
+#endif
+
+// R blocks of rows, whose panels lie PANEL vectors apart and whose sums BATCH, times M tokens: a vector of weights
+// meets M inputs, an input R vectors.
+template <int R, int M>
+void multiply_panel(const Floats* panel, int64_t columns, const float* x, int64_t stride, Floats* total) {
+    Floats sum[R][M];
+    for (int r = 0; r < R; ++r)
+        for (int k = 0; k < M; ++k) sum[r][k] = total[r * BATCH + k];
+    for (int64_t j = 0; j < columns; ++j)
+        for (int k = 0; k < M; ++k) {
+            const Floats one = broadcast(x[k * stride + j]);
+            for (int r = 0; r < R; ++r) sum[r][k] += panel[r * PANEL + j] * one;
+        }
+    for (int r = 0; r < R; ++r)
+        for (int k = 0; k < M; ++k) total[r * BATCH + k] = sum[r][k];
+}
+
+#ifdef __AVX512BF16__
+template <int R, int M>
+void multiply_panel(const Floats* panel, int64_t columns, const uint16_t* x, int64_t stride, Floats* total) {
+    Floats sum[R][M];
+    for (int r = 0; r < R; ++r)
+        for (int k = 0; k < M; ++k) sum[r][k] = total[r * BATCH + k];
+    for (int64_t p = 0; p < columns / 2; ++p)
+        for (int k = 0; k < M; ++k) {
+            const Codes two = broadcast_pair(x + k * stride + 2 * p);
+            for (int r = 0; r < R; ++r) sum[r][k] = dot_pairs(sum[r][k], load_as<Codes>(panel + r * PANEL + p), two);
+        }
+    for (int r = 0; r < R; ++r)
+        for (int k = 0; k < M; ++k) total[r * BATCH + k] = sum[r][k];
+}
+
+// Two columns to a vector of pairs, rounded to bfloat16; in place, since a vector is written after it was read.
+inline void prepare_panel(Floats* panel, int64_t columns, const uint16_t*) {
+    uint16_t order[2 * LANES];
+    for (int i = 0; i < 2 * LANES; ++i) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * LANES);
+    const auto index = load_as<__m512i>(order);
+    for (int64_t p = 0; p < columns / 2; ++p) {
+        const auto low = reinterpret_cast<__m512>(panel[2 * p]), high = reinterpret_cast<__m512>(panel[2 * p + 1]);
+        const auto both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+        panel[p] = reinterpret_cast<Floats>(_mm512_permutexvar_epi16(index, both));
+    }
+}
+#endif
+
+inline void prepare_panel(Floats*, int64_t, const float*) {}
+
+template <int R, typename X>
+void multiply_tokens(const Floats* panel, int64_t columns, const X* x, int64_t stride, int64_t tokens, Floats* total) {
+    int64_t k = 0;
+    for (; k + TOGETHER <= tokens; k += TOGETHER)
+        multiply_panel<R, TOGETHER>(panel, columns, x + k * stride, stride, total + k);
+    for (; k + 4 <= tokens; k += 4) multiply_panel<R, 4>(panel, columns, x + k * stride, stride, total + k);
+    for (; k < tokens; ++k) multiply_panel<R, 1>(panel, columns, x + k * stride, stride, total + k);
+}
+
+// y[k, out row] += w x for the blocks of LANES rows begin <= b < end of a tile, x [tokens, width] of a stride in the
+// order in which `decode(tile, block, column, panel)` gives the columns from `column` on, whose number it returns:
+// even, up to PANEL, the same for every block. Each token is summed in one order, whatever their number.
+template <typename T, typename X>
+void multiply_many(const T& t, int64_t (*decode)(const T&, int64_t, int64_t, Floats*), const int32_t* out_rows,
+                   const X* x, int64_t x_stride, int64_t width, int64_t tokens, float* y, int64_t y_stride,
+                   int64_t begin, int64_t end) {
+    Floats panel[BLOCKS * PANEL], total[BLOCKS * BATCH];
+    for (int64_t block = begin; block < end; block += BLOCKS)
+        for (int64_t first = 0; first < tokens; first += BATCH) {
+            const int64_t m = least(BATCH, tokens - first), blocks = least(BLOCKS, end - block);
+            for (Floats& sum : total) sum = Floats{};
+            for (int64_t column = 0, n = 0; column < width; column += n) {
+                for (int64_t r = 0; r < blocks; ++r) {
+                    n = decode(t, block + r, column, panel + r * PANEL);
+                    prepare_panel(panel + r * PANEL, n, x);
+                }
+                const X* from = x + first * x_stride + column;
+                if (blocks == BLOCKS) multiply_tokens<BLOCKS>(panel, n, from, x_stride, m, total);
+                else multiply_tokens<1>(panel, n, from, x_stride, m, total);
+            }
+            for (int64_t r = 0; r < blocks; ++r) {
+                const int64_t row = (block + r) * LANES, rows = least(LANES, t.rows - row);
+                for (int64_t k = 0; k < m; ++k) {
+                    const Floats sum = total[r * BATCH + k];
+                    float* to = y + (first + k) * y_stride;
+                    if (out_rows == nullptr && rows == LANES) store(to + row, load(to + row) + sum);
+                    else
+                        for (int64_t l = 0; l < rows; ++l)
+                            to[out_rows == nullptr ? row + l : out_rows[row + l]] += sum[l];
+                }
+            }
+        }
+}
+
+// Swap lanes of `a` with vectors: low takes what lies in the even runs of STEP lanes of both, high the odd ones.
+template <int STEP> inline void exchange(Floats& a, Floats& b) {
+    Ints low, high;
+    for (int l = 0; l < LANES; ++l) {
+        low[l] = l & STEP ? LANES + l - STEP : l;
+        high[l] = l & STEP ? LANES + l : l + STEP;
+    }
+    const Floats first = a, second = b;
+#if defined(__clang__)
+    for (int l = 0; l < LANES; ++l) {
+        a[l] = l & STEP ? second[l - STEP] : first[l];
+        b[l] = l & STEP ? second[l] : first[l + STEP];
+    }
+#else
+    a = __builtin_shuffle(first, second, low);
+    b = __builtin_shuffle(first, second, high);
+#endif
+}
+
+// LANES vectors, transposed in place.
+inline void transpose(Floats (&v)[LANES]) {
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & 1)) exchange<1>(v[i], v[i + 1]);
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & 2)) exchange<2>(v[i], v[i + 2]);
+    if constexpr (LANES > 4)
+        for (int i = 0; i < LANES; ++i)
+            if (!(i & 4)) exchange<4>(v[i], v[i + 4]);
+    if constexpr (LANES > 8)
+        for (int i = 0; i < LANES; ++i)
+            if (!(i & 8)) exchange<8>(v[i], v[i + 8]);
+}
+
+} // namespace
+} // namespace anybit::ANYBIT_ISA
