@@ -1,4 +1,4 @@
-"""Decoding speed inside Transformers: artifacts against their base model in float32 and bfloat16, in one run.
+"""Decoding speed inside Transformers: artifacts and their base model, each in float32 and bfloat16, in one run.
 
 Every contender generates the same number of tokens greedily from the same prompt; rounds are interleaved and medians
 reported. The last line is one JSON object.
@@ -49,8 +49,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    contenders = {"base float32": Generator(args.model), "base bfloat16": Generator(args.model, "bfloat16")}
-    contenders |= {path: Generator(path) for path in args.artifacts}
+    contenders = {
+        f"{label} {dtype}": Generator(path, dtype=dtype)
+        for label, path in (("base", args.model), *zip(args.artifacts, args.artifacts))
+        for dtype in ("float32", "bfloat16")
+    }
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     with torch.no_grad():
         for generator in contenders.values():

@@ -8,7 +8,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <atomic>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -183,19 +182,6 @@ void moments(const Input& x, const Output& h, int64_t threads) {
 #endif
 }
 
-int64_t sum_bytes(const Input& bytes, int64_t threads) {
-    const int used = check_threads(threads);
-    const int64_t n = size_of("bytes", bytes, 0, 1);
-    check("bytes", bytes, {Type::u8}, {n}, Layout::dense);
-    const Products& kernels = check_products(std::nullopt);
-    const auto* from = static_cast<const uint8_t*>(bytes.data());
-    nb::gil_scoped_release release;
-    std::atomic<int64_t> sum{0};
-    parallel_for(n, piece_of(n, 4096, n, used), used,
-                 [&](int64_t begin, int64_t end) { sum += kernels.sum_bytes(from + begin, end - begin); });
-    return sum;
-}
-
 nb::dict features() {
     const Features f = cpu_features();
     nb::dict d;
@@ -249,8 +235,6 @@ NB_MODULE(_native, m) {
           nb::arg("threads"), nb::arg("isa") = nb::none(),
           "Nested weighted k-means of the rows of weight float32 [rows, n]; importance float32 [rows, n], [n] or\n"
           "None; fills codes uint8 [rows, n] and centroids float32 [rows, sum of 2^b for b in seed_bits..bits].");
-    m.def("sum_bytes", &sum_bytes, nb::arg("bytes").noconvert(), nb::arg("threads"),
-          "Some sum over uint8 [n], as fast as memory gives them.");
     nb::class_<Tile>(m, "Tile", "A tile of stored weights bound to the kernels of one instruction set.")
         .def("matmul", &Tile::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("threads"),
              "y[:, rows] += x @ W.T; x float32, or bfloat16 or its bits as uint16 where `takes_bf16`, [m, columns]\n"

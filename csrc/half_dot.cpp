@@ -113,19 +113,4 @@ void sparse_gemm(const SparseRows& t, const float* x, int64_t tokens, float* y, 
     else multiply_sparse_many(t, t.columns32, x, tokens, y, y_stride, begin, end);
 }
 
-int64_t sum_bytes(const uint8_t* bytes, int64_t n) {
-    Ints sum[4] = {};
-    int64_t i = 0;
-    for (; i + 16 * LANES <= n; i += 16 * LANES)
-        for (int v = 0; v < 4; ++v) {
-            prefetch(bytes + i + v * 4 * LANES);
-            sum[v] ^= load_as<Ints>(bytes + i + v * 4 * LANES);
-        }
-    int64_t all = 0;
-    for (; i < n; ++i) all += bytes[i];
-    const Ints lanes = sum[0] ^ sum[1] ^ sum[2] ^ sum[3];
-    for (int l = 0; l < LANES; ++l) all += lanes[l];
-    return all;
-}
-
 } // namespace anybit::ANYBIT_ISA

@@ -190,16 +190,26 @@ inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
 // A vector of codes becomes four of floats or two of bfloat16: by permuting whole entries where a table fits one or two
 // registers, byte by byte where it does not.
 
-// The widest codes for which entries are permuted whole, and for which looking up bytes beats decoding word by word.
+// How floats are looked up at a width: whole entries by a permutation where the table fits the registers, byte by byte
+// where permutations of bytes reach that far, by gathering otherwise. Without vectors words are decoded instead.
+enum class Floating { whole, bytes, gathered, none };
+constexpr Floating floating(int bits) {
 #if defined(__AVX512VBMI__)
-constexpr int MOST_WHOLE_FLOATS = 5, MOST_FLOATS = 8;
+    if (bits <= 5) return Floating::whole;
 #elif defined(__AVX512F__)
-constexpr int MOST_WHOLE_FLOATS = 5, MOST_FLOATS = 5;
+    if (bits <= 7) return Floating::whole;
 #elif defined(__AVX2__)
-constexpr int MOST_WHOLE_FLOATS = 3, MOST_FLOATS = 5;
-#else
-constexpr int MOST_WHOLE_FLOATS = 0, MOST_FLOATS = 0;
+    if (bits <= 3) return Floating::whole;
+    if (bits <= 5) return Floating::bytes;
 #endif
+#if defined(__AVX512VBMI__)
+    return Floating::bytes;
+#elif defined(__AVX2__)
+    return Floating::gathered;
+#else
+    return bits > 0 ? Floating::none : Floating::whole;
+#endif
+}
 constexpr int MOST_WHOLE_HALVES = 6;
 
 // Interleave units of UNIT bytes of a and b, within every 16 bytes: the first halves into `low`, the others into
@@ -256,7 +266,7 @@ template <int V> inline Codes fourth(Codes code) {
 
 template <int B> struct WholeFloats {
 #ifdef __AVX512F__
-    __m512 part[B == 5 ? 2 : 1];
+    __m512 part[B <= 4 ? 1 : 1 << (B - 4)];
 
     WholeFloats(const uint8_t* table, int64_t row) {
         const auto* entry = reinterpret_cast<const float*>(table) + (row << B);
@@ -267,10 +277,25 @@ template <int B> struct WholeFloats {
             for (int i = 0; i < 1 << (B - 4); ++i) part[i] = load_as<__m512>(entry + 16 * i);
     }
 
+    Floats pair(__m512i index, int first) const {
+        return reinterpret_cast<Floats>(_mm512_permutex2var_ps(part[first], index, part[first + 1]));
+    }
+    static __mmask16 bit(__m512i index, int n) { return _mm512_test_epi32_mask(index, _mm512_set1_epi32(1 << n)); }
+    static Floats choose(__mmask16 by, Floats where_clear, Floats where_set) {
+        return reinterpret_cast<Floats>(
+            _mm512_mask_blend_ps(by, reinterpret_cast<__m512>(where_clear), reinterpret_cast<__m512>(where_set)));
+    }
+
     Floats at(Codes lanes) const {
         const auto index = reinterpret_cast<__m512i>(lanes);
         if constexpr (B <= 4) return reinterpret_cast<Floats>(_mm512_permutexvar_ps(index, part[0]));
-        else return reinterpret_cast<Floats>(_mm512_permutex2var_ps(part[0], index, part[1]));
+        else if constexpr (B == 5) return pair(index, 0);
+        else { // two registers at a time, then the bits above choose
+            const __mmask16 fifth = bit(index, 5);
+            const Floats low = choose(fifth, pair(index, 0), pair(index, 2));
+            if constexpr (B == 6) return low;
+            else return choose(bit(index, 6), low, choose(fifth, pair(index, 4), pair(index, 6)));
+        }
     }
 #else
     __m256 part;
@@ -296,8 +321,31 @@ template <int B> struct WholeFloats {
         values[3] = at(fourth<3>(code));
     }
 };
+template <int B> struct GatheredFloats {
+    const float* entry;
+
+    GatheredFloats(const uint8_t* table, int64_t row) : entry(reinterpret_cast<const float*>(table) + (row << B)) {}
+    static int64_t place(int64_t v, int64_t l) { return 4 * l + v; }
+
+    Floats at(Codes lanes) const {
+        const Ints index = reinterpret_cast<Ints>(lanes) & ((1 << B) - 1);
+#ifdef __AVX512F__
+        return reinterpret_cast<Floats>(_mm512_i32gather_ps(reinterpret_cast<__m512i>(index), entry, 4));
 #else
-template <int B> using WholeFloats = ByteFloats<B>; // never used
+        return reinterpret_cast<Floats>(_mm256_i32gather_ps(entry, reinterpret_cast<__m256i>(index), 4));
+#endif
+    }
+
+    void operator()(Codes code, Floats (&values)[4]) const {
+        values[0] = at(code);
+        values[1] = at(fourth<1>(code));
+        values[2] = at(fourth<2>(code));
+        values[3] = at(fourth<3>(code));
+    }
+};
+#else
+template <int B> using WholeFloats = ByteFloats<B>; // never used, as the next
+template <int B> using GatheredFloats = ByteFloats<B>;
 #endif
 
 #ifdef __AVX512BF16__
@@ -346,7 +394,10 @@ template <bool FIRST, typename A, typename B> struct Choice {
 template <typename A, typename B> struct Choice<false, A, B> {
     using type = B;
 };
-template <int B> using FloatTable = typename Choice<B <= MOST_WHOLE_FLOATS, WholeFloats<B>, ByteFloats<B>>::type;
+template <int B>
+using FloatTable =
+    typename Choice<floating(B) == Floating::whole, WholeFloats<B>,
+                    typename Choice<floating(B) == Floating::gathered, GatheredFloats<B>, ByteFloats<B>>::type>::type;
 #ifdef __AVX512BF16__
 template <int B> using HalfTable = typename Choice<B <= MOST_WHOLE_HALVES, WholeHalves<B>, ByteHalves<B>>::type;
 #endif
@@ -529,7 +580,7 @@ void look_up_bytes(const ByteCodebook& c, const LookupInputs& in, float* y, int6
 template <int B>
 void look_up_exactly(const ByteCodebook& c, const LookupPlain<float>& in, float* y, int64_t y_stride, int64_t begin,
                      int64_t end) {
-    if constexpr (B <= MOST_FLOATS) look_up<FloatSums, B>(c, in, y, y_stride, begin, end);
+    if constexpr (floating(B) != Floating::none) look_up<FloatSums, B>(c, in, y, y_stride, begin, end);
 }
 
 #ifdef __AVX512BF16__
@@ -551,7 +602,7 @@ template <int B> int64_t decode_block(const ByteCodebook& c, int64_t block, int6
         Codes plane[B], code[PHASES];
         for (int p = 0; p < B; ++p) plane[p] = load_plane(planes + (B - 1 - p) * plane_bytes, bytes - at);
         codes_of<B>(plane, code);
-        if constexpr (B <= MOST_FLOATS) {
+        if constexpr (floating(B) != Floating::none) {
             const FloatTable<B> table(c.table, row);
             for (int64_t s = 0; s < PHASES; ++s) table(code[s], values[lane][s]);
         } else {
@@ -560,7 +611,7 @@ template <int B> int64_t decode_block(const ByteCodebook& c, int64_t block, int6
                 for (int64_t m = 0; m < BYTES; ++m) panel[PHASES * m + s][lane] = table[code[s][m] & ((1 << B) - 1)];
         }
     }
-    if constexpr (B <= MOST_FLOATS)
+    if constexpr (floating(B) != Floating::none)
         for (int64_t s = 0; s < PHASES; ++s)
             for (int64_t v = 0; v < 4; ++v) {
                 Floats rows[LANES];
@@ -613,12 +664,16 @@ void lookup_prepare(const ByteCodebook& c, const int8_t* x, const float* scales,
 }
 
 TableForm lookup_float_form(int bits) {
-    return bits <= MOST_WHOLE_FLOATS ? TableForm::whole : bits <= MOST_FLOATS ? TableForm::bytes : TableForm::none;
+    switch (floating(bits)) {
+    case Floating::none: return TableForm::none;
+    case Floating::bytes: return TableForm::bytes;
+    default: return TableForm::whole;
+    }
 }
 
 void lookup_prepare_floats(const ByteCodebook& c, const float* x, float* out) {
-    const auto place = c.bits <= MOST_WHOLE_FLOATS ? WholeFloats<1>::place : ByteFloats<1>::place;
-    arrange(c, x, place, LANES, out);
+    const bool bytes = floating(c.bits) == Floating::bytes; // gathered entries lie as whole ones
+    arrange(c, x, bytes ? ByteFloats<1>::place : WholeFloats<1>::place, LANES, out);
 }
 
 void lookup_float_matmul(const ByteCodebook& c, const LookupPlain<float>& in, float* y, int64_t y_stride, int64_t begin,

@@ -65,7 +65,6 @@ extern const Products products = {
     half_matmul,
     sparse_matmul,
     sparse_gemm,
-    sum_bytes,
     quantize_row,
 };
 

@@ -242,9 +242,6 @@ struct Products {
     void (*sparse_gemm)(const SparseRows&, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
                         int64_t end);
 
-    // Some sum over bytes, as fast as memory gives them: the limit that products are held against.
-    int64_t (*sum_bytes)(const uint8_t*, int64_t n);
-
     // Identical results in every instruction set.
     void (*quantize_row)(const float* x, const ActivationGrid&, int8_t* codes, float* scales);
 };
@@ -310,7 +307,6 @@ const Products* products_for(const char* isa);
     void half_matmul(const HalfRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);             \
     void sparse_matmul(const SparseRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);         \
     void sparse_gemm(const SparseRows&, const float*, int64_t, float*, int64_t, int64_t, int64_t);                    \
-    int64_t sum_bytes(const uint8_t*, int64_t);                                                                       \
     void quantize_row(const float*, const ActivationGrid&, int8_t*, float*);                                          \
     }
 ANYBIT_DECLARE(portable)

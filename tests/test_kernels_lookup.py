@@ -74,9 +74,7 @@ def test_products_at_every_width_shape_and_instruction_set(
     codes, planes, table = make(rows, columns, bits, seed)
     x, scales = inputs(tokens, columns, seed)
     expected = oracle(codes, table, x, scales)
-    size = (
-        x.abs().double() @ torch.ones(columns, 1).double() * table.double().abs().amax(1)
-    )  # of what is summed
+    size = x.double().abs().sum(1, keepdim=True) * table.double().abs().amax(1)  # of what is summed
     for isa in isas():
         tile = cpu.codebook(planes, table, None, columns=columns, by_channel=False, isa=isa)
         y, one = torch.zeros(tokens, rows), torch.zeros(tokens, rows)

@@ -391,11 +391,6 @@ def quantize_activations(
     return codes, scales
 
 
-def read(data: Tensor, threads: int | None = None) -> None:
-    """Read uint8 [n] as fast as memory gives it: the limit that products are held against."""
-    _native.sum_bytes(data.numpy(), threads or torch.get_num_threads())
-
-
 def gptq_block(
     weight: Tensor,  # float32 [rows, n], contiguous rows; compensated in place
     inverse: Tensor,  # float32 [n, n], upper triangular: the Cholesky factor of the inverse Hessian

@@ -113,11 +113,6 @@ class Prepared:
             isa=isa,
         )
 
-    @property
-    def sparse(self) -> Sparse | None:
-        """What lies beside the tiles: made when asked for, since its indices are four times the stored ones."""
-        return Sparse.read(sparse_tensors(self.weight)) if "sparse" in self.weight.layout else None
-
     def restore(self) -> dict[str, Tensor]:
         """The stored tensors of the fields `taken`."""
         made: dict[str, Tensor] = {}
@@ -153,29 +148,16 @@ class Prepared:
         return self.layer.matmul(flat).to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _matmul_dense(self, x: Tensor) -> Tensor:
-        """The same for many tokens: the dense matrix is made, and PyTorch multiplies."""
-        if self.exact:
-            dense = self.dequantize(x.dtype).to(x.device)
-            return torch.nn.functional.linear(reference.round_inputs(x, self.weight), dense)
-        flat = x.reshape(-1, self.in_features).float().contiguous()
-        y = torch.zeros(len(flat), self.out_features)
-        for tile, fields in zip(self.tiles, self.fields):
-            cols = fields.get("cols")
-            part = flat if cols is None else flat.index_select(1, cols)
-            codes, scales = cpu.quantize_activations(part, *_lookup_grid(part.shape[1]), None)
-            part = codes * scales.repeat_interleave(cpu.LOOKUP_GROUP, 1)[:, : part.shape[1]]
-            product = torch.nn.functional.linear(part.to(x.dtype), tile.dequantize(x.dtype)).float()
-            y[:, fields["rows"].long() if "rows" in fields else slice(None)] += product
-        if (sparse := self.sparse) is not None:
-            sparse.add_product(flat, y)
-        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        """The same through the dense matrix, exactly: on other devices, without native kernels, and for gradients."""
+        dense = self.dequantize(x.dtype).to(x.device)
+        return torch.nn.functional.linear(reference.round_inputs(x, self.weight), dense)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense matrix [out, in]."""
         if not self.native:
             return reference.dequantize(self.weight).to(dtype)
         whole = len(self.tiles) == 1 and not {"rows", "cols"} & self.fields[0].keys()
-        sparse = self.sparse
+        sparse = Sparse.read(sparse_tensors(self.weight)) if "sparse" in self.weight.layout else None
         plain = sparse is None and self.input_scale is None
         if whole and plain:
             return self.tiles[0].dequantize(dtype)
