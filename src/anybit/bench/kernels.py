@@ -7,6 +7,7 @@ ratios of one run only.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -308,7 +309,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = figures["rows"]
-    across = min(3, len(rows))
+    across = min(3, math.isqrt(len(rows) - 1) + 1)
     down = -(-len(rows) // across)
     figure = Figure(figsize=(5.2 * max(2, across), 1 + 3.5 * down), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False).ravel()
