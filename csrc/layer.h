@@ -120,11 +120,12 @@ private:
 
     void multiply_bf16(const uint16_t* x, int64_t m, uint16_t* y, int threads) const {
         const int64_t size = m * in_;
-        const Scratch scratch = make_scratch(size + m * out_ + (scale_.empty() ? 0 : (size + 1) / 2));
-        float *floats = scratch.get(), *sums = floats + size;
-        by_tokens(m, in_, threads, [&](int64_t k) { baseline::widen(x + k * in_, in_, floats + k * in_); });
+        const bool wide = needs_floats(m);
+        const Scratch scratch = make_scratch((wide ? size : 0) + m * out_ + (scale_.empty() ? 0 : (size + 1) / 2));
+        float *sums = scratch.get(), *floats = wide ? sums + m * out_ : nullptr;
+        if (wide) by_tokens(m, in_, threads, [&](int64_t k) { baseline::widen(x + k * in_, in_, floats + k * in_); });
         if (!scale_.empty()) { // rounded again, as the weights would be that absorb the scales
-            auto* halves = reinterpret_cast<uint16_t*>(sums + m * out_);
+            auto* halves = reinterpret_cast<uint16_t*>(floats + size);
             for (int64_t i = 0; i < size; ++i) {
                 floats[i] *= scale_[static_cast<size_t>(i % in_)];
                 halves[i] = baseline::to_bf16(floats[i]);
@@ -138,6 +139,13 @@ private:
         });
     }
 
+    // Whether anything reads bfloat16 inputs as floats.
+    bool needs_floats(int64_t m) const {
+        if (!scale_.empty() || sparse_.rows > 0) return true;
+        return std::any_of(parts_.begin(), parts_.end(),
+                           [m](const Part& part) { return part.act_bits != 0 || !part.tile->takes_bf16(m); });
+    }
+
     // f(k) for all tokens (or k of whatever) of `columns` numbers each.
     template <typename F> static void by_tokens(int64_t m, int64_t columns, int threads, F&& f) {
         parallel_for(m, piece_of(m, 1, m * columns, threads), threads, [&](int64_t begin, int64_t end) {
@@ -145,7 +153,7 @@ private:
         });
     }
 
-    // y += the product of what is given in both precisions; halves may be null.
+    // y += the product of inputs in both precisions; halves may be null, floats where nothing needs them.
     void add(const float* floats, const uint16_t* halves, int64_t m, float* y, int threads) const {
         std::vector<int8_t> codes;
         std::vector<float> scales, gathered;

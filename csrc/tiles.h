@@ -109,6 +109,8 @@ public:
 protected:
     explicit Tile(const std::optional<std::string>& isa) : kernels_(check_products(isa)) {}
 
+    static constexpr int64_t TOGETHER = 2; // blocks of rows that the kernels of many tokens work on at once
+
     // Products of many tokens: inputs are brought into plain order with padding by `pad(from, to)`, `width` of them to
     // a token, and multiplied by `floats` or `halves`, the kernels' functions.
     template <typename T, typename P>
@@ -121,24 +123,24 @@ protected:
         const Scratch padded = make_scratch(x.bf16 ? m * stride / 2 : m * stride);
         auto* narrow = reinterpret_cast<uint16_t*>(padded.get());
         const int64_t piece = piece_of(m, 1, m * width, threads);
-        const Scratch scratch = make_scratch(x.bf16 ? ((m - 1) / piece + 1) * row : 0);
+        const Scratch scratch = make_scratch(x.bf16 && width != columns_ ? ((m - 1) / piece + 1) * row : 0);
         parallel_for(m, piece, threads, [&](int64_t begin, int64_t end) {
             float *to = scratch.get() + begin / piece * row, *before = to + width;
             for (int64_t k = begin; k < end; ++k) {
-                if (!x.bf16) {
-                    pad(x.floats(k), padded.get() + k * stride);
-                    continue;
+                if (!x.bf16) pad(x.floats(k), padded.get() + k * stride);
+                else if (width == columns_) std::copy_n(x.halves(k), width, narrow + k * stride);
+                else {
+                    baseline::widen(x.halves(k), columns_, before);
+                    pad(before, to);
+                    for (int64_t j = 0; j < width; ++j) narrow[k * stride + j] = baseline::upper_half(to[j]);
                 }
-                baseline::widen(x.halves(k), columns_, before);
-                pad(before, to);
-                for (int64_t j = 0; j < width; ++j) narrow[k * stride + j] = baseline::upper_half(to[j]);
             }
         });
-        parallel_for(blocks(), piece_of(blocks(), 1, m * rows_ * columns_, threads), threads,
-                     [&](int64_t begin, int64_t end) {
-                         if (x.bf16) halves(tile, narrow, stride, m, y, y_stride, begin, end);
-                         else floats(tile, padded.get(), stride, m, y, y_stride, begin, end);
-                     });
+        const int64_t step = piece_of(blocks(), TOGETHER, m * rows_ * columns_, threads);
+        parallel_for(blocks(), step, threads, [&](int64_t begin, int64_t end) {
+            if (x.bf16) halves(tile, narrow, stride, m, y, y_stride, begin, end);
+            else floats(tile, padded.get(), stride, m, y, y_stride, begin, end);
+        });
     }
 
     // Inputs as they are, then zeros.
@@ -291,9 +293,10 @@ private:
         for (int64_t k = 0; k < m; ++k)
             kernels_.group_int_prepare_ints(t_, x.codes + k * t_.columns, codes + k * stride, sums + k * t_.groups);
         const IntInputs inputs{codes, x.scales, sums, m, stride};
-        by_blocks(threads, [&](int64_t begin, int64_t end) {
-            kernels_.group_int_int_matmul(t_, inputs, y, y_stride, begin, end);
-        });
+        by_blocks(
+            threads,
+            [&](int64_t begin, int64_t end) { kernels_.group_int_int_matmul(t_, inputs, y, y_stride, begin, end); },
+            TOGETHER);
     }
 
     int64_t input_groups() const override { return t_.groups; }
