@@ -52,7 +52,7 @@ public:
         parts_.push_back(std::move(part));
     }
 
-    // Weights beside the tiles; the arrays are referenced.
+    // Weights beside the tiles: the values are referenced, the indices copied.
     void set_sparse(Input values, Input columns, Input row_ptr) {
         const int64_t n = size_of("values", values, 0, 1);
         check("values", values, {Type::f16, Type::u16}, {n}, Layout::dense);
@@ -239,7 +239,7 @@ private:
     std::vector<Part> parts_;
     std::vector<float> scale_;
     std::optional<Input> values_;
-    std::vector<uint16_t> columns16_; // copied: what was checked stays what the kernel indexes with
+    std::vector<uint16_t> columns16_; // what was checked stays what the kernel indexes with
     std::vector<uint32_t> columns32_;
     std::vector<int32_t> row_ptr_;
     SparseRows sparse_{};

@@ -111,8 +111,8 @@ protected:
 
     static constexpr int64_t TOGETHER = 2; // blocks of rows that the kernels of many tokens work on at once
 
-    // Products of many tokens: inputs are brought into plain order with padding by `pad(from, to)`, `width` of them to
-    // a token, and multiplied by `floats` or `halves`, the kernels' functions.
+    // Products of many tokens: inputs are brought into plain order with padding by `pad(k, from, to)`, `width` of them
+    // to a token, and multiplied by `floats` or `halves`, the kernels' functions.
     template <typename T, typename P>
     void add_many(const T& tile, const Tokens& x, int64_t width, P&& pad,
                   void (*floats)(const T&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
@@ -127,11 +127,11 @@ protected:
         parallel_for(m, piece, threads, [&](int64_t begin, int64_t end) {
             float *to = scratch.get() + begin / piece * row, *before = to + width;
             for (int64_t k = begin; k < end; ++k) {
-                if (!x.bf16) pad(x.floats(k), padded.get() + k * stride);
+                if (!x.bf16) pad(k, x.floats(k), padded.get() + k * stride);
                 else if (width == columns_) std::copy_n(x.halves(k), width, narrow + k * stride);
                 else {
                     baseline::widen(x.halves(k), columns_, before);
-                    pad(before, to);
+                    pad(k, before, to);
                     for (int64_t j = 0; j < width; ++j) narrow[k * stride + j] = baseline::upper_half(to[j]);
                 }
             }
@@ -145,7 +145,7 @@ protected:
 
     // Inputs as they are, then zeros.
     auto plain(int64_t width) const {
-        return [this, width](const float* from, float* to) {
+        return [this, width](int64_t, const float* from, float* to) {
             std::copy_n(from, columns_, to);
             std::fill_n(to + columns_, width - columns_, 0.0f);
         };
@@ -266,9 +266,9 @@ private:
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         const int64_t m = x.count, width = kernels_.group_int_columns(t_);
         if (m > FEW_TOKENS) {
-            const auto pad = [&](const float* from, float* to) {
-                std::vector<float> sums(static_cast<size_t>(t_.groups));
-                kernels_.group_int_prepare(t_, from, to, sums.data());
+            const Scratch sums = make_scratch(m * t_.groups); // which nobody reads
+            const auto pad = [&](int64_t k, const float* from, float* to) {
+                kernels_.group_int_prepare(t_, from, to, sums.get() + k * t_.groups);
             };
             return add_many(t_, x, width, pad, kernels_.group_int_gemm, kernels_.group_int_gemm_bf16, y, y_stride,
                             threads);
