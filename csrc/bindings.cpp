@@ -1,8 +1,10 @@
 // The Python module anybit._native: functions on arrays, which it checks; it releases the GIL and splits the rows over
-// threads. Tiles bound to kernels are in tiles.h, layers of
+// threads. Tiles bound to kernels are in tile.h and the files named so, layers of
 // them in layer.h.
+#include "codebook_tiles.h"
 #include "layer.h"
 #include "moments.h"
+#include "uniform_tiles.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>

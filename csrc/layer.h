@@ -2,7 +2,7 @@
 // part.
 #pragma once
 
-#include "tiles.h"
+#include "tile.h"
 
 namespace anybit {
 

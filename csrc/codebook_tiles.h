@@ -1,0 +1,290 @@
+// Tiles in format "codebook": by input channel, and by rows.
+#pragma once
+
+#include "tile.h"
+
+#include <cmath>
+#include <cstring>
+#include <mutex>
+
+namespace anybit {
+
+// A tile in format "codebook" by input channel, up to 4 bits, in the kernels' order.
+class PackedChannels : public Tile {
+public:
+    PackedChannels(const Input& planes, const Input& table, int64_t rows, int64_t threads,
+                   const std::optional<std::string>& isa)
+        : Tile(isa) {
+        const int used = check_threads(threads);
+        if (rows < 1 || rows >= MAX_SIZE) refuse("rows is " + std::to_string(rows) + ", expected 1 to 2^31 - 1");
+        const int64_t bits = size_of("planes", planes, 0, 3);
+        if (bits < 1 || bits > 4) refuse(std::to_string(bits) + " planes, expected 1 to 4");
+        t_.bits = static_cast<int>(bits);
+        t_.rows = rows_ = rows;
+        t_.columns = columns_ = size_of("planes", planes, 1, 3);
+        check_planes(planes);
+        const int64_t entries = size_of("table", table, 1, 2);
+        if (entries < 1 || entries > int64_t(1) << bits)
+            refuse("table has " + std::to_string(entries) + " entries, expected up to 2^" + std::to_string(bits));
+        check("table", table, {Type::f32}, {t_.columns, entries}, Layout::dense);
+        const auto* from = static_cast<const uint32_t*>(planes.data());
+        const auto* given = static_cast<const float*>(table.data());
+        table_.assign(static_cast<size_t>(kernels_.channel_columns(t_) * CHANNEL_ENTRIES), 0.0f);
+        for (int64_t j = 0; j < t_.columns; ++j)
+            std::copy_n(given + j * entries, entries, table_.begin() + j * CHANNEL_ENTRIES);
+        nb::gil_scoped_release release;
+        bytes_ = make_scratch((kernels_.channel_bytes(t_) + 3) / 4);
+        auto* to = reinterpret_cast<uint8_t*>(bytes_.get());
+        by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.channel_interleave(t_, from, to, begin, end); });
+        t_.bytes = to;
+        t_.table = table_.data();
+    }
+
+    void restore(const Output& planes, int64_t threads) const {
+        const int used = check_threads(threads);
+        if (size_of("planes", planes, 0, 3) != t_.bits) refuse("planes have another width than the tile");
+        check_planes(planes);
+        auto* to = static_cast<uint32_t*>(planes.data());
+        const size_t size = planes.size();
+        nb::gil_scoped_release release;
+        std::fill_n(to, size, 0u);
+        by_blocks(
+            used, [&](int64_t begin, int64_t end) { kernels_.channel_restore(t_, to, begin, end); },
+            CHANNEL_ROWS / kernels_.lanes);
+    }
+
+    void dequantize(const Output& out, int64_t threads) const {
+        const int used = check_threads(threads);
+        check("out", out, {Type::f32}, {t_.rows, t_.columns}, Layout::dense);
+        float* to = static_cast<float*>(out.data());
+        nb::gil_scoped_release release;
+        by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.channel_dequantize(t_, to, begin, end); });
+    }
+
+    bool takes_bf16(int64_t tokens) const override {
+        return tokens > FEW_TOKENS && kernels_.channel_gemm_bf16 != nullptr;
+    }
+
+private:
+    template <typename A> void check_planes(const A& planes) const {
+        check("planes", planes, {Type::u32, Type::i32}, {t_.bits, t_.columns, (t_.rows + 31) / 32}, Layout::dense);
+    }
+
+    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
+        const int64_t m = x.count, width = kernels_.channel_columns(t_);
+        if (m > FEW_TOKENS)
+            return add_many(t_, x, width, plain(width), kernels_.channel_gemm, kernels_.channel_gemm_bf16, y, y_stride,
+                            threads);
+        const Scratch padded = make_scratch(m * width);
+        for (int64_t k = 0; k < m; ++k) {
+            std::copy_n(x.floats(k), t_.columns, padded.get() + k * width);
+            std::fill_n(padded.get() + k * width + t_.columns, width - t_.columns, 0.0f);
+        }
+        by_blocks(
+            threads,
+            [&](int64_t begin, int64_t end) { kernels_.channel_matmul(t_, padded.get(), m, y, y_stride, begin, end); },
+            4); // which the kernel works on together
+    }
+
+    Scratch bytes_;
+    std::vector<float> table_;
+    ChannelCodebook t_{};
+};
+
+// A tile in format "codebook" bound to the arrays that hold it; the tables that products look up are made at the first.
+class BoundCodebook : public Tile {
+public:
+    BoundCodebook(Input planes, Input table, std::optional<Input> rows, int64_t columns, bool by_channel,
+                  const std::optional<std::string>& isa)
+        : Tile(isa), planes_(planes), table_(table), by_channel_(by_channel),
+          by_words_(*kernels_for(kernels_.lanes == 16  ? "avx512"
+                                 : kernels_.lanes == 8 ? "avx2"
+                                                       : "portable")) {
+        if (columns < 1 || columns >= MAX_SIZE)
+            refuse("columns is " + std::to_string(columns) + ", expected 1 to 2^31 - 1");
+        const int64_t bits = size_of("planes", planes, 0, 3);
+        if (bits < 1 || bits > 8) refuse(std::to_string(bits) + " planes, expected 1 to 8");
+        c_.bits = static_cast<int>(bits);
+        c_.rows = size_of("planes", planes, 1, 3);
+        c_.columns = columns;
+        c_.words = (columns + 31) / 32;
+        if (c_.rows < 1) refuse("planes have no rows");
+        check("planes", planes, {Type::u32, Type::i32}, {bits, c_.rows, c_.words}, Layout::dense);
+        c_.entries = size_of("table", table, 1, 2);
+        if (c_.entries < 1 || c_.entries > int64_t(1) << bits)
+            refuse("table has " + std::to_string(c_.entries) + " entries, expected up to 2^" + std::to_string(bits));
+        check("table", table, {Type::f16, Type::u16, Type::f32}, {c_.rows, c_.entries}, Layout::dense);
+        c_.planes = static_cast<const uint32_t*>(planes.data());
+        const bool wide = type_of(table.dtype()) == Type::f32;
+        c_.table16 = wide ? nullptr : static_cast<const uint16_t*>(table.data());
+        c_.table32 = wide ? static_cast<const float*>(table.data()) : nullptr;
+        if (rows && by_channel) refuse("a codebook by channel holds all output rows: leave rows out");
+        if (rows) out_rows_.copy(*rows, c_.rows);
+        c_.out_rows = out_rows_.data();
+        rows_ = by_channel ? c_.columns : c_.rows;
+        columns_ = by_channel ? c_.rows : c_.columns;
+    }
+
+    // out = the table as it lies, which is W.T by channel.
+    void dequantize(const Output& out, int64_t threads) const {
+        const int used = check_threads(threads);
+        check("out", out, {Type::f32}, {c_.rows, c_.columns}, Layout::dense);
+        float* to = static_cast<float*>(out.data());
+        nb::gil_scoped_release release;
+        const int64_t piece = piece_of(c_.rows, 1, c_.rows * c_.columns, used), width = c_.words * 32;
+        const Scratch scratch = make_scratch(((c_.rows - 1) / piece + 1) * width);
+        parallel_for(c_.rows, piece, used, [&](int64_t begin, int64_t end) {
+            by_words_.codebook_decode(c_, to, scratch.get() + begin / piece * width, begin, end);
+        });
+    }
+
+    bool takes_bf16(int64_t) const override { return !by_channel_ && kernels_.lookup_bf16_matmul != nullptr; }
+    bool takes_ints() const override { return !by_channel_; }
+    bool prefers_ints(int64_t tokens) const override { return !by_channel_ && tokens <= FEW_TOKENS; }
+
+private:
+    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
+        if (by_channel_) add_by_channel(x, y, y_stride, threads);
+        else if (x.count > FEW_TOKENS) look_up_many(x, y, y_stride, threads);
+        else if (x.bf16) look_up_bf16(x, y, y_stride, threads);
+        else if (kernels_.lookup_float_form(c_.bits) != TableForm::none) look_up_floats(x, y, y_stride, threads);
+        else add_by_row(x, y, y_stride, threads);
+    }
+
+    void add_by_channel(const Tokens& x, float* y, int64_t y_stride, int threads) const {
+        const int64_t piece = piece_of(c_.words, 1, c_.rows * c_.columns * (1 + x.count), threads);
+        const Scratch dense = make_scratch(x.count * c_.rows);
+        for (int64_t k = 0; k < x.count; ++k) std::copy_n(x.floats(k), c_.rows, dense.get() + k * c_.rows);
+        const Scratch scratch = make_scratch(((c_.words - 1) / piece + 1) * piece * 32);
+        parallel_for(c_.words, piece, threads, [&](int64_t begin, int64_t end) {
+            by_words_.codebook_channels(c_, dense.get(), x.count, y, y_stride, scratch.get() + begin * 32, begin, end);
+        });
+    }
+
+    void add_by_row(const Tokens& x, float* y, int64_t y_stride, int threads) const {
+        const int64_t m = x.count, width = c_.words * 32;
+        const int64_t piece = piece_of(c_.rows, 1, c_.rows * c_.columns * (1 + m), threads);
+        const Scratch scratch = make_scratch((m + (c_.rows - 1) / piece + 1) * width);
+        float* padded = scratch.get();
+        for (int64_t k = 0; k < m; ++k) {
+            std::copy_n(x.floats(k), c_.columns, padded + k * width);
+            std::fill_n(padded + k * width + c_.columns, width - c_.columns, 0.0f);
+        }
+        parallel_for(c_.rows, piece, threads, [&](int64_t begin, int64_t end) {
+            by_words_.codebook_rows(c_, padded, m, y, y_stride, padded + (m + begin / piece) * width, begin, end);
+        });
+    }
+
+    void look_up_many(const Tokens& x, float* y, int64_t y_stride, int threads) const {
+        const ByteCodebook b = float_codebook();
+        const int64_t width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
+        add_many(b, x, width, plain(width), kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, y, y_stride, threads);
+    }
+
+    ByteCodebook float_codebook() const {
+        std::call_once(floats_made_,
+                       [this] { float_bytes_ = table_of<uint32_t>(kernels_.lookup_float_form(c_.bits)); });
+        return byte_codebook(float_bytes_, nullptr);
+    }
+
+    void look_up_floats(const Tokens& x, float* y, int64_t y_stride, int threads) const {
+        std::call_once(floats_made_,
+                       [this] { float_bytes_ = table_of<uint32_t>(kernels_.lookup_float_form(c_.bits)); });
+        const ByteCodebook b = byte_codebook(float_bytes_, nullptr);
+        const int64_t m = x.count, width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
+        const Scratch scratch = make_scratch(m * width);
+        for (int64_t k = 0; k < m; ++k) kernels_.lookup_prepare_floats(b, x.floats(k), scratch.get() + k * width);
+        by_rows(threads, [&](int64_t begin, int64_t end) {
+            kernels_.lookup_float_matmul(b, {scratch.get(), m}, y, y_stride, begin, end);
+        });
+    }
+
+    void look_up_bf16(const Tokens& x, float* y, int64_t y_stride, int threads) const {
+        std::call_once(halves_made_, [this] { half_bytes_ = table_of<uint16_t>(kernels_.lookup_bf16_form(c_.bits)); });
+        const ByteCodebook b = byte_codebook(half_bytes_, nullptr);
+        const int64_t m = x.count, width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
+        const Scratch scratch = make_scratch(m * width / 2);
+        auto* halves = reinterpret_cast<uint16_t*>(scratch.get());
+        for (int64_t k = 0; k < m; ++k) kernels_.lookup_prepare_bf16(b, x.halves(k), halves + k * width);
+        by_rows(threads, [&](int64_t begin, int64_t end) {
+            kernels_.lookup_bf16_matmul(b, {halves, m}, y, y_stride, begin, end);
+        });
+    }
+
+    void add_int_product(const IntTokens& x, float* y, int64_t y_stride, int threads) const override {
+        std::call_once(bytes_made_, [this] { make_bytes(); });
+        const ByteCodebook b = byte_codebook(bytes_, byte_scales_.data());
+        const int64_t m = x.count, lanes = kernels_.lookup_blocks(b) * kernels_.lanes, width = lanes * LOOKUP_GROUP;
+        const Scratch scratch = make_scratch(m * (width / 4 + lanes + 1));
+        auto* codes = reinterpret_cast<int8_t*>(scratch.get());
+        float* lane_scales = scratch.get() + m * width / 4;
+        float* sums = lane_scales + m * lanes;
+        for (int64_t k = 0; k < m; ++k)
+            kernels_.lookup_prepare(b, x.codes + k * c_.columns, x.scales + k * input_groups(), codes + k * width,
+                                    lane_scales + k * lanes, sums + k);
+        const LookupInputs inputs{codes, lane_scales, sums, m};
+        by_rows(threads,
+                [&](int64_t begin, int64_t end) { kernels_.lookup_matmul(b, inputs, y, y_stride, begin, end); });
+    }
+
+    int64_t input_groups() const override { return (c_.columns + LOOKUP_GROUP - 1) / LOOKUP_GROUP; }
+
+    template <typename F> void by_rows(int threads, F&& f) const {
+        parallel_for(c_.rows, piece_of(c_.rows, LOOKUP_ROWS, c_.rows * c_.columns, threads), threads, f);
+    }
+
+    ByteCodebook byte_codebook(const std::vector<uint8_t>& table, const float* scales) const {
+        return {c_.planes, table.data(), scales, c_.out_rows, c_.bits, c_.rows, c_.columns, c_.words};
+    }
+
+    float entry(int64_t row, int64_t e) const {
+        const int64_t at = row * c_.entries + e;
+        return c_.table32 != nullptr ? c_.table32[at] : baseline::half_to_float(c_.table16[at]);
+    }
+
+    // All centroids as floats, or rounded to bfloat16.
+    template <typename T> std::vector<uint8_t> table_of(TableForm form) const {
+        const int64_t entries = int64_t(1) << c_.bits, size = sizeof(T);
+        std::vector<uint8_t> made(static_cast<size_t>(c_.rows * entries * size));
+        for (int64_t row = 0; row < c_.rows; ++row)
+            for (int64_t e = 0; e < c_.entries; ++e) {
+                const float value = entry(row, e);
+                uint32_t word;
+                std::memcpy(&word, &value, 4);
+                if (size == 2) word = baseline::to_bf16(value);
+                for (int64_t i = 0; i < size; ++i) {
+                    const int64_t at =
+                        form == TableForm::bytes ? (row * size + i) * entries + e : (row * entries + e) * size + i;
+                    made[static_cast<size_t>(at)] = static_cast<uint8_t>(word >> 8 * i);
+                }
+            }
+        return made;
+    }
+
+    // Centroids as bytes: each row's largest one becomes 127 steps.
+    void make_bytes() const {
+        const int64_t entries = int64_t(1) << c_.bits;
+        bytes_.assign(static_cast<size_t>(c_.rows * entries), uint8_t(BYTE_ZERO));
+        byte_scales_.assign(static_cast<size_t>(c_.rows), 0.0f);
+        for (int64_t row = 0; row < c_.rows; ++row) {
+            float most = 0;
+            for (int64_t e = 0; e < c_.entries; ++e) most = std::max(most, std::abs(entry(row, e)));
+            const float scale = most / 127;
+            byte_scales_[static_cast<size_t>(row)] = scale;
+            if (scale == 0) continue;
+            for (int64_t e = 0; e < c_.entries; ++e)
+                bytes_[static_cast<size_t>(row * entries + e)] =
+                    static_cast<uint8_t>(BYTE_ZERO + std::lrint(entry(row, e) / scale));
+        }
+    }
+
+    Input planes_, table_;
+    bool by_channel_;
+    const Kernels& by_words_; // what decodes word by word
+    Codebook c_{};
+    mutable std::once_flag bytes_made_, floats_made_, halves_made_;
+    mutable std::vector<uint8_t> bytes_, float_bytes_, half_bytes_;
+    mutable std::vector<float> byte_scales_;
+};
+
+} // namespace anybit

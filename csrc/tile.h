@@ -1,0 +1,174 @@
+// What every tile of stored weights has that is bound to the kernels of one instruction set.
+#pragma once
+
+#include "arrays.h"
+#define ANYBIT_ISA baseline
+#include "simd.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace anybit {
+
+// Output rows of a tile. Copied, not referenced: what was checked here stays what the kernel indexes with.
+class OutRows {
+public:
+    void copy(const Input& rows, int64_t n) {
+        check("rows", rows, {Type::i32}, {n}, Layout::dense);
+        const int32_t* from = static_cast<const int32_t*>(rows.data());
+        rows_.assign(from, from + n);
+        for (int64_t i = 0; i < n; ++i)
+            if (rows_[i] < 0 || (i > 0 && rows_[i] <= rows_[i - 1]))
+                refuse("rows[" + std::to_string(i) + "] is " + std::to_string(rows_[i]) +
+                       ": expected rising output rows from 0");
+        given_ = true;
+    }
+    void check_below(int64_t out) const {
+        if (!rows_.empty() && rows_.back() >= out)
+            refuse("y has " + std::to_string(out) + " columns, but rows go up to " + std::to_string(rows_.back()));
+    }
+    bool given() const { return given_; }
+    const int32_t* data() const { return given_ ? rows_.data() : nullptr; }
+
+private:
+    bool given_ = false;
+    std::vector<int32_t> rows_;
+};
+
+// Activations [count, columns]: float32, or the bit patterns of bfloat16.
+struct Tokens {
+    const void* data;
+    bool bf16;
+    int64_t count, stride; // elements from one token to the next
+
+    const float* floats(int64_t k) const { return static_cast<const float*>(data) + k * stride; }
+    const uint16_t* halves(int64_t k) const { return static_cast<const uint16_t*>(data) + k * stride; }
+};
+
+struct IntTokens {
+    const int8_t* codes; // [count, columns]
+    const float* scales; // [count, input groups]
+    int64_t count;
+};
+
+// Of more tokens than this, weights are decoded once for all.
+constexpr int64_t FEW_TOKENS = 8;
+
+class Tile {
+public:
+    Tile(const Tile&) = delete; // the kernels' view points into the object
+    virtual ~Tile() = default;
+
+    // y[:, rows] += x @ W.T
+    void matmul(const Input& x, const Output& y, int64_t threads) const {
+        const int used = check_threads(threads);
+        const int64_t m = size_of("x", x, 0, 2);
+        if (takes_bf16(m)) check("x", x, {Type::f32, Type::bf16, Type::u16}, {m, columns_}, Layout::dense_rows);
+        else check("x", x, {Type::f32}, {m, columns_}, Layout::dense_rows);
+        const int64_t out = check_y(y, m);
+        const Tokens tokens{x.data(), type_of(x.dtype()) != Type::f32, m, row_stride(m, x.stride(0), columns_)};
+        float* to = static_cast<float*>(y.data());
+        nb::gil_scoped_release release;
+        add_product(tokens, to, out, used);
+    }
+
+    // y[:, rows] += (x * scales by group) @ W.T
+    void int_matmul(const Input& x, const Input& scales, const Output& y, int64_t threads) const {
+        const int used = check_threads(threads);
+        if (!takes_ints())
+            refuse("this tile has no integer kernel: codebooks by row have one, and groups of up to " +
+                   std::to_string(MAX_INT_GROUP) + " columns, whose sums cannot leave 32 bits");
+        const int64_t m = size_of("x", x, 0, 2);
+        check("x", x, {Type::i8}, {m, columns_}, Layout::dense);
+        check("scales", scales, {Type::f32}, {m, input_groups()}, Layout::dense);
+        const int64_t out = check_y(y, m);
+        const IntTokens tokens{static_cast<const int8_t*>(x.data()), static_cast<const float*>(scales.data()), m};
+        float* to = static_cast<float*>(y.data());
+        nb::gil_scoped_release release;
+        add_int_product(tokens, to, out, used);
+    }
+
+    virtual bool takes_bf16(int64_t) const { return false; } // whether `matmul` takes bfloat16 of so many tokens
+    virtual bool takes_ints() const { return false; }        // whether there is `int_matmul`
+    virtual bool prefers_ints(int64_t) const { return takes_ints(); } // whether that is fastest for so many tokens
+
+    // The same without checks and without the GIL.
+    virtual void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const = 0;
+    virtual void add_int_product(const IntTokens&, float*, int64_t, int) const {}
+    virtual int64_t input_groups() const { return 0; } // of `int_matmul`
+    int64_t columns() const { return columns_; }
+
+    void check_out(int64_t out) const {
+        if (out_rows_.given()) out_rows_.check_below(out);
+        else if (out != rows_) refuse("y has " + std::to_string(out) + " columns, expected " + std::to_string(rows_));
+    }
+
+protected:
+    explicit Tile(const std::optional<std::string>& isa) : kernels_(check_products(isa)) {}
+
+    static constexpr int64_t TOGETHER = 2; // blocks of rows that the kernels of many tokens work on at once
+
+    // Products of many tokens: inputs are brought into plain order with padding by `pad(k, from, to)`, `width` of them
+    // to a token, and multiplied by `floats` or `halves`, the kernels' functions.
+    template <typename T, typename P>
+    void add_many(const T& tile, const Tokens& x, int64_t width, P&& pad,
+                  void (*floats)(const T&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
+                  void (*halves)(const T&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
+                  float* y, int64_t y_stride, int threads) const {
+        const int64_t m = x.count, row = width + columns_; // a row of scratch: padded, and before
+        const int64_t stride = odd_lines(width, x.bf16 ? 2 : 4);
+        const Scratch padded = make_scratch(x.bf16 ? m * stride / 2 : m * stride);
+        auto* narrow = reinterpret_cast<uint16_t*>(padded.get());
+        const int64_t piece = piece_of(m, 1, m * width, threads);
+        const Scratch scratch = make_scratch(x.bf16 && width != columns_ ? ((m - 1) / piece + 1) * row : 0);
+        parallel_for(m, piece, threads, [&](int64_t begin, int64_t end) {
+            float *to = scratch.get() + begin / piece * row, *before = to + width;
+            for (int64_t k = begin; k < end; ++k) {
+                if (!x.bf16) pad(k, x.floats(k), padded.get() + k * stride);
+                else if (width == columns_) std::copy_n(x.halves(k), width, narrow + k * stride);
+                else {
+                    baseline::widen(x.halves(k), columns_, before);
+                    pad(k, before, to);
+                    for (int64_t j = 0; j < width; ++j) narrow[k * stride + j] = baseline::upper_half(to[j]);
+                }
+            }
+        });
+        const int64_t step = piece_of(blocks(), TOGETHER, m * rows_ * columns_, threads);
+        parallel_for(blocks(), step, threads, [&](int64_t begin, int64_t end) {
+            if (x.bf16) halves(tile, narrow, stride, m, y, y_stride, begin, end);
+            else floats(tile, padded.get(), stride, m, y, y_stride, begin, end);
+        });
+    }
+
+    // Inputs as they are, then zeros.
+    auto plain(int64_t width) const {
+        return [this, width](int64_t, const float* from, float* to) {
+            std::copy_n(from, columns_, to);
+            std::fill_n(to + columns_, width - columns_, 0.0f);
+        };
+    }
+
+    // f(begin, end) for all blocks of `lanes` rows, ranges beginning at multiples of `whole`.
+    template <typename F> void by_blocks(int threads, F&& f, int64_t whole = 1) const {
+        parallel_for(blocks(), piece(threads, whole), threads, f);
+    }
+    int64_t blocks() const { return (rows_ + kernels_.lanes - 1) / kernels_.lanes; }
+    int64_t piece(int threads, int64_t whole = 1) const {
+        return std::max(int64_t(1), piece_of(blocks(), whole, rows_ * columns_, threads));
+    }
+
+    const Products& kernels_;
+    int64_t rows_ = 0, columns_ = 0; // of the matrix
+    OutRows out_rows_;
+
+private:
+    // Checks outputs of m tokens and returns their number.
+    int64_t check_y(const Output& y, int64_t m) const {
+        check("y", y, {Type::f32}, {m, out_rows_.given() ? -1 : rows_}, Layout::dense);
+        const int64_t out = static_cast<int64_t>(y.shape(1));
+        check_out(out);
+        return out;
+    }
+};
+
+} // namespace anybit

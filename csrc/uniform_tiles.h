@@ -1,0 +1,272 @@
+// Tiles of codes on a uniform grid - "group int", and the 2-bit channels of "two_four" - and of 16-bit weights.
+#pragma once
+
+#include "tile.h"
+
+namespace anybit {
+
+// A tile in format "group int" in the kernels' order, which it holds.
+class PackedGroupInt : public Tile {
+public:
+    PackedGroupInt(const Input& codes, const Input& scales, const std::optional<Input>& zeros,
+                   const std::optional<Input>& rows, int64_t bits, int64_t group_size, int64_t columns, int64_t threads,
+                   const std::optional<std::string>& isa)
+        : Tile(isa) {
+        const int used = check_threads(threads);
+        if (bits < 1 || bits > 8) refuse("bits is " + std::to_string(bits) + ", expected 1 to 8");
+        if (group_size < 1) refuse("group_size is " + std::to_string(group_size) + ", expected at least 1");
+        if (columns < 1 || columns >= MAX_SIZE)
+            refuse("columns is " + std::to_string(columns) + ", expected 1 to 2^31 - 1");
+        t_.bits = static_cast<int>(bits);
+        t_.columns = columns_ = columns;
+        t_.group_size = group_size < columns ? group_size : columns;
+        t_.groups = (columns - 1) / t_.group_size + 1;
+        t_.rows = rows_ = size_of("codes", codes, is_packed() ? 0 : 1, is_packed() ? 2 : 3);
+        StoredGroupInt from{};
+        from.row_bytes = check_codes(codes);
+        check("scales", scales, {Type::f16, Type::u16}, {t_.rows, t_.groups}, Layout::dense);
+        if (zeros) check("zeros", *zeros, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
+        if (rows) out_rows_.copy(*rows, t_.rows);
+        from.codes = static_cast<const uint8_t*>(codes.data());
+        from.scales = static_cast<const uint16_t*>(scales.data());
+        from.zeros = zeros ? static_cast<const uint8_t*>(zeros->data()) : nullptr;
+        nb::gil_scoped_release release;
+        const int64_t entries = blocks() * kernels_.lanes * t_.groups;
+        codes_ = make_scratch((kernels_.group_int_bytes(t_) + 3) / 4);
+        grid_ = make_scratch((entries * 3 + 3) / 4);
+        auto* to_codes = reinterpret_cast<uint8_t*>(codes_.get());
+        auto* to_scales = reinterpret_cast<uint16_t*>(grid_.get());
+        auto* to_zeros = zeros ? reinterpret_cast<uint8_t*>(to_scales + entries) : nullptr;
+        with_scratch(used, [&](uint8_t* scratch, int64_t begin, int64_t end) {
+            kernels_.group_int_interleave(t_, from, to_codes, to_scales, to_zeros, scratch, begin, end);
+        });
+        t_.codes = to_codes;
+        t_.scales = to_scales;
+        t_.zeros = to_zeros;
+        t_.out_rows = out_rows_.data();
+    }
+
+    void restore(const Output& codes, const Output& scales, const std::optional<Output>& zeros, int64_t threads) const {
+        const int used = check_threads(threads);
+        const int64_t row_bytes = check_codes(codes);
+        check("scales", scales, {Type::f16, Type::u16}, {t_.rows, t_.groups}, Layout::dense);
+        if (bool(zeros) != (t_.zeros != nullptr))
+            refuse(std::string("zeros do not agree with the tile: it is ") + (zeros ? "symmetric" : "asymmetric"));
+        if (zeros) check("zeros", *zeros, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
+        auto* to_codes = static_cast<uint8_t*>(codes.data());
+        auto* to_scales = static_cast<uint16_t*>(scales.data());
+        auto* to_zeros = zeros ? static_cast<uint8_t*>(zeros->data()) : nullptr;
+        const size_t bytes = codes.size();
+        nb::gil_scoped_release release;
+        std::fill_n(to_codes, bytes, uint8_t(0)); // padding
+        with_scratch(used, [&](uint8_t* scratch, int64_t begin, int64_t end) {
+            kernels_.group_int_restore(t_, to_codes, row_bytes, to_scales, to_zeros, scratch, begin, end);
+        });
+    }
+
+    void dequantize(const Output& out, int64_t threads) const {
+        const int used = check_threads(threads);
+        check("out", out, {Type::f32, Type::bf16, Type::u16}, {t_.rows, t_.columns}, Layout::dense);
+        const bool full = type_of(out.dtype()) == Type::f32;
+        void* to = out.data();
+        nb::gil_scoped_release release;
+        by_blocks(used, [&](int64_t begin, int64_t end) {
+            if (full) kernels_.group_int_dequantize_f32(t_, static_cast<float*>(to), begin, end);
+            else kernels_.group_int_dequantize_bf16(t_, static_cast<uint16_t*>(to), begin, end);
+        });
+    }
+
+    void dequantize_rows(const Input& ids, const Output& out) const {
+        const int64_t n = size_of("ids", ids, 0, 1);
+        check("ids", ids, {Type::i32}, {n}, Layout::dense);
+        check("out", out, {Type::f32}, {n, t_.columns}, Layout::dense);
+        const int32_t* from = static_cast<const int32_t*>(ids.data());
+        const std::vector<int32_t> wanted(from, from + n);
+        for (int32_t row : wanted)
+            if (row < 0 || row >= t_.rows)
+                refuse("row " + std::to_string(row) + " of a tile of " + std::to_string(t_.rows) + " rows");
+        float* to = static_cast<float*>(out.data());
+        nb::gil_scoped_release release;
+        for (int64_t i = 0; i < n; ++i) kernels_.group_int_row(t_, wanted[static_cast<size_t>(i)], to + i * t_.columns);
+    }
+
+    bool takes_bf16(int64_t) const override { return kernels_.group_int_bf16_matmul != nullptr; }
+    bool takes_ints() const override { return t_.group_size <= MAX_INT_GROUP; }
+
+private:
+    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
+        const int64_t m = x.count, width = kernels_.group_int_columns(t_);
+        if (m > FEW_TOKENS) {
+            const Scratch sums = make_scratch(m * t_.groups); // which nobody reads
+            const auto pad = [&](int64_t k, const float* from, float* to) {
+                kernels_.group_int_prepare(t_, from, to, sums.get() + k * t_.groups);
+            };
+            return add_many(t_, x, width, pad, kernels_.group_int_gemm, kernels_.group_int_gemm_bf16, y, y_stride,
+                            threads);
+        }
+        const Scratch scratch = make_scratch(m * (width + t_.groups));
+        float *floats = scratch.get(), *sums = floats + m * width;
+        auto* halves = reinterpret_cast<uint16_t*>(floats);
+        for (int64_t k = 0; k < m; ++k)
+            if (x.bf16) kernels_.group_int_prepare_bf16(t_, x.halves(k), halves + k * width, sums + k * t_.groups);
+            else kernels_.group_int_prepare(t_, x.floats(k), floats + k * width, sums + k * t_.groups);
+        by_blocks(threads, [&](int64_t begin, int64_t end) {
+            if (x.bf16) kernels_.group_int_bf16_matmul(t_, {halves, sums, m}, y, y_stride, begin, end);
+            else kernels_.group_int_matmul(t_, {floats, sums, m}, y, y_stride, begin, end);
+        });
+    }
+
+    void add_int_product(const IntTokens& x, float* y, int64_t y_stride, int threads) const override {
+        const int64_t m = x.count, stride = odd_lines(kernels_.group_int_columns(t_), 1);
+        const Scratch scratch = make_scratch(m * (stride / 4 + t_.groups));
+        auto* codes = reinterpret_cast<int8_t*>(scratch.get());
+        auto* sums = reinterpret_cast<int32_t*>(codes + m * stride);
+        for (int64_t k = 0; k < m; ++k)
+            kernels_.group_int_prepare_ints(t_, x.codes + k * t_.columns, codes + k * stride, sums + k * t_.groups);
+        const IntInputs inputs{codes, x.scales, sums, m, stride};
+        by_blocks(
+            threads,
+            [&](int64_t begin, int64_t end) { kernels_.group_int_int_matmul(t_, inputs, y, y_stride, begin, end); },
+            TOGETHER);
+    }
+
+    int64_t input_groups() const override { return t_.groups; }
+    bool is_packed() const { return t_.bits == 2 || t_.bits == 4 || t_.bits == 8; }
+
+    // Checks stored codes and returns the bytes of a row of them.
+    template <typename A> int64_t check_codes(const A& codes) const {
+        const size_t ndim = is_packed() ? 2 : 3;
+        if (codes.ndim() != ndim)
+            refuse("codes have " + std::to_string(codes.ndim()) + " dimensions, expected " + std::to_string(ndim));
+        const int64_t row_bytes = static_cast<int64_t>(codes.shape(ndim - 1));
+        if (is_packed()) check("codes", codes, {Type::u8}, {t_.rows, row_bytes}, Layout::dense);
+        else check("codes", codes, {Type::u8}, {t_.bits, t_.rows, row_bytes}, Layout::dense);
+        const int64_t needed = (t_.columns * (is_packed() ? t_.bits : 1) + 7) / 8;
+        if (row_bytes < needed)
+            refuse("codes have " + std::to_string(row_bytes) + " bytes a row, but " + std::to_string(t_.columns) +
+                   " columns need " + std::to_string(needed));
+        return row_bytes;
+    }
+
+    template <typename F> void with_scratch(int threads, F&& f) const {
+        const int64_t n = blocks(), step = piece(threads), bytes = kernels_.group_int_scratch(t_);
+        const Scratch scratch = make_scratch(((n + step - 1) / step * bytes + 3) / 4);
+        by_blocks(threads, [&](int64_t begin, int64_t end) {
+            f(reinterpret_cast<uint8_t*>(scratch.get()) + begin / step * bytes, begin, end);
+        });
+    }
+
+    Scratch codes_, grid_; // codes; scales, then zeros
+    GroupInt t_{};
+};
+
+// The 2-bit channels of a tile in format "two_four" in the kernels' order.
+class PackedSecondOrder : public Tile {
+public:
+    PackedSecondOrder(const Input& codes, const Input& zeros, const Input& scale_codes, const Input& scales,
+                      const Input& scale_zeros, int64_t group_size, int64_t threads,
+                      const std::optional<std::string>& isa)
+        : Tile(isa) {
+        const int used = check_threads(threads);
+        if (group_size != 8 && group_size != 16)
+            refuse("group_size is " + std::to_string(group_size) + ", expected 8 or 16");
+        t_.group_size = group_size;
+        t_.rows = rows_ = size_of("codes", codes, 0, 2);
+        t_.columns = columns_ = size_of("codes", codes, 1, 2);
+        t_.groups = (t_.columns + group_size - 1) / group_size;
+        const int64_t parts = (t_.rows + SECOND_ROWS - 1) / SECOND_ROWS;
+        check_bytes(codes, zeros, scale_codes);
+        check("scales", scales, {Type::f32}, {parts, t_.groups}, Layout::dense);
+        check("scale_zeros", scale_zeros, {Type::u8}, {parts, t_.groups}, Layout::dense);
+        const auto bytes_of = [](const Input& a) { return static_cast<const uint8_t*>(a.data()); };
+        const StoredSecondOrder from{bytes_of(codes), bytes_of(zeros), bytes_of(scale_codes)};
+        const auto* given = static_cast<const float*>(scales.data());
+        scales_.assign(given, given + parts * t_.groups);
+        zeros_.assign(bytes_of(scale_zeros), bytes_of(scale_zeros) + parts * t_.groups);
+        nb::gil_scoped_release release;
+        bytes_ = make_scratch((kernels_.second_order_bytes(t_) + 3) / 4);
+        auto* to = reinterpret_cast<uint8_t*>(bytes_.get());
+        by_blocks(used,
+                  [&](int64_t begin, int64_t end) { kernels_.second_order_interleave(t_, from, to, begin, end); });
+        t_.bytes = to;
+        t_.scales = scales_.data();
+        t_.zeros = zeros_.data();
+    }
+
+    void restore(const Output& codes, const Output& zeros, const Output& scale_codes, int64_t threads) const {
+        const int used = check_threads(threads);
+        check_bytes(codes, zeros, scale_codes);
+        auto *to = static_cast<uint8_t*>(codes.data()), *to_zeros = static_cast<uint8_t*>(zeros.data()),
+             *to_scales = static_cast<uint8_t*>(scale_codes.data());
+        nb::gil_scoped_release release;
+        by_blocks(used, [&](int64_t begin, int64_t end) {
+            kernels_.second_order_restore(t_, to, to_zeros, to_scales, begin, end);
+        });
+    }
+
+    void dequantize(const Output& out, int64_t threads) const {
+        const int used = check_threads(threads);
+        check("out", out, {Type::f32}, {t_.rows, t_.columns}, Layout::dense);
+        float* to = static_cast<float*>(out.data());
+        nb::gil_scoped_release release;
+        by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.second_order_dequantize(t_, to, begin, end); });
+    }
+
+    bool takes_bf16(int64_t) const override { return kernels_.second_order_bf16_matmul != nullptr; }
+
+private:
+    template <typename A> void check_bytes(const A& codes, const A& zeros, const A& scale_codes) const {
+        check("codes", codes, {Type::u8}, {t_.rows, t_.columns}, Layout::dense);
+        check("zeros", zeros, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
+        check("scale_codes", scale_codes, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
+    }
+
+    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
+        const int64_t m = x.count, width = kernels_.second_order_columns(t_);
+        if (m > FEW_TOKENS)
+            return add_many(t_, x, width, plain(width), kernels_.second_order_gemm, kernels_.second_order_gemm_bf16, y,
+                            y_stride, threads);
+        const Scratch scratch = make_scratch(m * (width + t_.groups));
+        float *floats = scratch.get(), *sums = floats + m * width;
+        auto* halves = reinterpret_cast<uint16_t*>(floats);
+        for (int64_t k = 0; k < m; ++k)
+            if (x.bf16) kernels_.second_order_prepare_bf16(t_, x.halves(k), halves + k * width, sums + k * t_.groups);
+            else kernels_.second_order_prepare(t_, x.floats(k), floats + k * width, sums + k * t_.groups);
+        by_blocks(threads, [&](int64_t begin, int64_t end) {
+            if (x.bf16) kernels_.second_order_bf16_matmul(t_, {halves, sums, m}, y, y_stride, begin, end);
+            else kernels_.second_order_matmul(t_, {floats, sums, m}, y, y_stride, begin, end);
+        });
+    }
+
+    Scratch bytes_;
+    std::vector<float> scales_;
+    std::vector<uint8_t> zeros_;
+    SecondOrder t_{};
+};
+
+// A tile in format "float16" (or one of bfloat16, which no artifact has), bound to the array that holds it.
+class BoundHalves : public Tile {
+public:
+    BoundHalves(Input values, const std::optional<Input>& rows, const std::optional<std::string>& isa)
+        : Tile(isa), values_(values) {
+        t_.rows = rows_ = size_of("values", values, 0, 2);
+        t_.columns = columns_ = size_of("values", values, 1, 2);
+        check("values", values, {Type::f16, Type::bf16}, {rows_, columns_}, Layout::dense);
+        t_.bf16 = type_of(values.dtype()) == Type::bf16;
+        if (rows) out_rows_.copy(*rows, rows_);
+        t_.values = static_cast<const uint16_t*>(values.data());
+        t_.out_rows = out_rows_.data();
+    }
+
+private:
+    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
+        parallel_for(rows_, piece_of(rows_, 1, rows_ * columns_, threads), threads, [&](int64_t begin, int64_t end) {
+            kernels_.half_matmul(t_, x.floats(0), x.stride, x.count, y, y_stride, begin, end);
+        });
+    }
+
+    Input values_;
+    HalfRows t_{};
+};
+
+} // namespace anybit
