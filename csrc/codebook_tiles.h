@@ -188,9 +188,7 @@ private:
     }
 
     void look_up_floats(const Tokens& x, float* y, int64_t y_stride, int threads) const {
-        std::call_once(floats_made_,
-                       [this] { float_bytes_ = table_of<uint32_t>(kernels_.lookup_float_form(c_.bits)); });
-        const ByteCodebook b = byte_codebook(float_bytes_, nullptr);
+        const ByteCodebook b = float_codebook();
         const int64_t m = x.count, width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
         const Scratch scratch = make_scratch(m * width);
         for (int64_t k = 0; k < m; ++k) kernels_.lookup_prepare_floats(b, x.floats(k), scratch.get() + k * width);
@@ -227,6 +225,7 @@ private:
                 [&](int64_t begin, int64_t end) { kernels_.lookup_matmul(b, inputs, y, y_stride, begin, end); });
     }
 
+    int64_t input_group_size() const override { return LOOKUP_GROUP; }
     int64_t input_groups() const override { return (c_.columns + LOOKUP_GROUP - 1) / LOOKUP_GROUP; }
 
     template <typename F> void by_rows(int threads, F&& f) const {

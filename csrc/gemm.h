@@ -2,13 +2,13 @@
 #pragma once
 
 #include "bf16_dot.h"
+#include "products.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
 
 constexpr int64_t PANEL = 32 * LANES; // columns; a multiple of whatever a format decodes at a time
 constexpr int64_t BATCH = 512;        // tokens whose sums stay close
-constexpr int64_t BLOCKS = 2;         // of rows, at once
 #if defined(__AVX512F__)
 constexpr int TOGETHER = 12; // tokens in registers at once
 #elif defined(__AVX2__)
@@ -79,10 +79,10 @@ template <typename T, typename X>
 void multiply_many(const T& t, int64_t (*decode)(const T&, int64_t, int64_t, Floats*), const int32_t* out_rows,
                    const X* x, int64_t x_stride, int64_t width, int64_t tokens, float* y, int64_t y_stride,
                    int64_t begin, int64_t end) {
-    Floats panel[BLOCKS * PANEL], total[BLOCKS * BATCH];
-    for (int64_t block = begin; block < end; block += BLOCKS)
+    Floats panel[MANY_BLOCKS * PANEL], total[MANY_BLOCKS * BATCH];
+    for (int64_t block = begin; block < end; block += MANY_BLOCKS)
         for (int64_t first = 0; first < tokens; first += BATCH) {
-            const int64_t m = least(BATCH, tokens - first), blocks = least(BLOCKS, end - block);
+            const int64_t m = least(BATCH, tokens - first), blocks = least(MANY_BLOCKS, end - block);
             for (Floats& sum : total) sum = Floats{};
             for (int64_t column = 0, n = 0; column < width; column += n) {
                 for (int64_t r = 0; r < blocks; ++r) {
@@ -90,7 +90,7 @@ void multiply_many(const T& t, int64_t (*decode)(const T&, int64_t, int64_t, Flo
                     prepare_panel(panel + r * PANEL, n, x);
                 }
                 const X* from = x + first * x_stride + column;
-                if (blocks == BLOCKS) multiply_tokens<BLOCKS>(panel, n, from, x_stride, m, total);
+                if (blocks == MANY_BLOCKS) multiply_tokens<MANY_BLOCKS>(panel, n, from, x_stride, m, total);
                 else multiply_tokens<1>(panel, n, from, x_stride, m, total);
             }
             for (int64_t r = 0; r < blocks; ++r) {

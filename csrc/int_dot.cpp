@@ -96,12 +96,12 @@ template <int BITS>
 void multiply_many(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
     constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES, STEP = PANEL_CODES * 4 / COLUMNS;
     const int64_t cells = cells_of(t);
-    Codes panel[BLOCKS * PANEL_CODES];
-    Ints sums[BLOCKS * TURN];
-    Floats total[BLOCKS * TURN];
-    for (int64_t block = begin; block < end; block += BLOCKS)
+    Codes panel[MANY_BLOCKS * PANEL_CODES];
+    Ints sums[MANY_BLOCKS * TURN];
+    Floats total[MANY_BLOCKS * TURN];
+    for (int64_t block = begin; block < end; block += MANY_BLOCKS)
         for (int64_t first = 0; first < in.tokens; first += TURN) {
-            const int64_t m = least(TURN, in.tokens - first), blocks = least(BLOCKS, end - block);
+            const int64_t m = least(TURN, in.tokens - first), blocks = least(MANY_BLOCKS, end - block);
             for (Floats& sum : total) sum = Floats{};
             for (int64_t g = 0; g < t.groups; ++g) {
                 for (int64_t r = 0; r < blocks; ++r)
@@ -112,7 +112,7 @@ void multiply_many(const GroupInt& t, const IntInputs& in, float* y, int64_t y_s
                         decode_codes<BITS>(t.codes + (((block + r) * t.groups + g) * cells + c) * SIZE, here,
                                            panel + r * PANEL_CODES);
                     const int8_t* x = in.codes + first * in.stride + (g * cells + c) * COLUMNS;
-                    if (blocks == BLOCKS) multiply_tokens<BITS, BLOCKS>(panel, n, x, in.stride, m, sums);
+                    if (blocks == MANY_BLOCKS) multiply_tokens<BITS, MANY_BLOCKS>(panel, n, x, in.stride, m, sums);
                     else multiply_tokens<BITS, 1>(panel, n, x, in.stride, m, sums);
                 }
                 for (int64_t r = 0; r < blocks; ++r) {

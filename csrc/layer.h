@@ -6,6 +6,7 @@
 
 namespace anybit {
 
+// Build it first, then share it: `add_tile` and the `set_` functions must not run beside `matmul`.
 class Layer {
 public:
     Layer(int64_t out, int64_t in) : kernels_(check_products(std::nullopt)), out_(out), in_(in) {
@@ -21,6 +22,7 @@ public:
         Part part{tile, nb::cast<const Tile*>(tile), {}, 0, 0, {}, {}, false};
         part.tile->check_out(out_);
         const int64_t columns = part.tile->columns();
+        if (columns < 1) refuse("a tile without columns");
         if (!cols && columns != in_) refuse("a tile of " + std::to_string(columns) + " columns needs `cols`");
         if (cols) {
             check("cols", *cols, {Type::i32}, {columns}, Layout::dense);
@@ -37,6 +39,9 @@ public:
             part.act_bits = static_cast<int>(act_bits);
             part.group_size = std::min(group_size, columns);
             const int64_t groups = (columns - 1) / part.group_size + 1;
+            if (part.tile->takes_ints() && groups > 1 && group_size != part.tile->input_group_size())
+                refuse("inputs in groups of " + std::to_string(group_size) + ", but the tile's are of " +
+                       std::to_string(part.tile->input_group_size()));
             if (part.tile->takes_ints() && groups != part.tile->input_groups())
                 refuse("inputs in " + std::to_string(groups) + " groups, but the tile has " +
                        std::to_string(part.tile->input_groups()));
@@ -59,14 +64,15 @@ public:
         check("columns", columns, {Type::u16, Type::u32}, {n}, Layout::dense);
         check("row_ptr", row_ptr, {Type::i32}, {out_ + 1}, Layout::dense);
         const auto* from = static_cast<const int32_t*>(row_ptr.data());
-        row_ptr_.assign(from, from + out_ + 1);
-        if (row_ptr_.front() != 0 || row_ptr_.back() != n || !std::is_sorted(row_ptr_.begin(), row_ptr_.end()))
+        std::vector<int32_t> ends(from, from + out_ + 1);
+        if (ends.front() != 0 || ends.back() != n || !std::is_sorted(ends.begin(), ends.end()))
             refuse("row_ptr does not ascend from 0 to the number of values");
         const bool narrow = type_of(columns.dtype()) == Type::u16;
-        columns16_.clear();
-        columns32_.clear();
-        if (narrow) copy_columns(columns16_, static_cast<const uint16_t*>(columns.data()), n);
-        else copy_columns(columns32_, static_cast<const uint32_t*>(columns.data()), n);
+        auto narrow_columns = checked_columns<uint16_t>(columns, narrow ? n : 0);
+        auto wide_columns = checked_columns<uint32_t>(columns, narrow ? 0 : n);
+        row_ptr_ = std::move(ends); // nothing is refused from here on
+        columns16_ = std::move(narrow_columns);
+        columns32_ = std::move(wide_columns);
         values_ = values;
         sparse_ = {static_cast<const uint16_t*>(values.data()), narrow ? columns16_.data() : nullptr,
                    narrow ? nullptr : columns32_.data(), row_ptr_.data(), n == 0 ? 0 : out_};
@@ -110,8 +116,9 @@ private:
         Scratch scaled;
         if (!scale_.empty()) {
             scaled = make_scratch(size);
-            for (int64_t i = 0; i < size; ++i)
-                scaled[static_cast<size_t>(i)] = x[i] * scale_[static_cast<size_t>(i % in_)];
+            by_tokens(m, in_, threads, [&](int64_t k) {
+                for (int64_t j = 0; j < in_; ++j) scaled.get()[k * in_ + j] = x[k * in_ + j] * scale_.data()[j];
+            });
             x = scaled.get();
         }
         std::fill_n(y, m * out_, 0.0f);
@@ -126,10 +133,12 @@ private:
         if (wide) by_tokens(m, in_, threads, [&](int64_t k) { baseline::widen(x + k * in_, in_, floats + k * in_); });
         if (!scale_.empty()) { // rounded again, as the weights would be that absorb the scales
             auto* halves = reinterpret_cast<uint16_t*>(floats + size);
-            for (int64_t i = 0; i < size; ++i) {
-                floats[i] *= scale_[static_cast<size_t>(i % in_)];
-                halves[i] = baseline::to_bf16(floats[i]);
-            }
+            by_tokens(m, in_, threads, [&](int64_t k) {
+                for (int64_t j = 0; j < in_; ++j) {
+                    floats[k * in_ + j] *= scale_.data()[j];
+                    halves[k * in_ + j] = baseline::to_bf16(floats[k * in_ + j]);
+                }
+            });
             x = halves;
         }
         std::fill_n(sums, m * out_, 0.0f);
@@ -225,11 +234,13 @@ private:
         });
     }
 
-    template <typename T> void copy_columns(std::vector<T>& to, const T* from, int64_t n) const {
-        to.assign(from, from + n);
-        for (T column : to)
+    template <typename T> std::vector<T> checked_columns(const Input& columns, int64_t n) const {
+        const auto* from = static_cast<const T*>(columns.data());
+        std::vector<T> made(from, from + n);
+        for (T column : made)
             if (static_cast<int64_t>(column) >= in_)
                 refuse("columns hold " + std::to_string(column) + ", expected 0 to " + std::to_string(in_ - 1));
+        return made;
     }
 
     static constexpr int64_t SPARSE_WORK = 8; // multiply-adds of a dense matrix that one here costs, about

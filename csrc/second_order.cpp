@@ -28,7 +28,7 @@ struct ByFloats {
     using Input = float;
     static constexpr float BIAS = 0; // that codes carry
 
-    template <int M> static void add(Floats (&sum)[CHAINS][M], Codes code, const float* x, int64_t stride, int64_t) {
+    template <int M> static void add(Floats (&sum)[CHAINS][M], Codes code, const float* x, int64_t stride) {
         const Ints four = reinterpret_cast<Ints>(code);
         for (int b = 0; b < 4; ++b) {
             const Floats w = to_float(b == 3 ? four >> 24 : four >> 8 * b & 255);
@@ -42,13 +42,11 @@ struct ByPairs {
     using Input = uint16_t;
     static constexpr float BIAS = CODE_BIAS;
 
-    template <int M> static void add(Floats (&sum)[CHAINS][M], Codes code, const uint16_t* x, int64_t stride,
-                                     int64_t s) {
+    template <int M> static void add(Floats (&sum)[CHAINS][M], Codes code, const uint16_t* x, int64_t stride) {
         for (int odd = 0; odd < 2; ++odd) {
             const Codes pair = biased<3>(odd ? shifted<-8>(code) : code);
             for (int k = 0; k < M; ++k) {
-                Floats& own = sum[s % 2 * 2 + odd][k];
-                own = dot_pairs(own, pair, broadcast_pair(x + k * stride + 2 * odd));
+                sum[odd][k] = dot_pairs(sum[odd][k], pair, broadcast_pair(x + k * stride + 2 * odd));
             }
         }
     }
@@ -66,7 +64,7 @@ void multiply_block(const SecondOrder& t, const typename By::Input* x, const flo
         cell_codes<2>(cell, code);
         Floats sum[CHAINS][M] = {};
         for (int64_t s = 0; s < CELL / 4; ++s) {
-            By::add(sum, code[s], x + c * CELL + 4 * s, stride, s);
+            By::add(sum, code[s], x + c * CELL + 4 * s, stride);
             const int64_t g = c * per_cell + (s * 4 + 3) / t.group_size;
             if ((s + 1) * 4 % t.group_size != 0 || g >= t.groups) continue;
             const Ints grid = load_bytes(cell + CODE_BYTES + (g - c * per_cell) * LANES);

@@ -52,7 +52,7 @@ struct IntTokens {
 };
 
 // Of more tokens than this, weights are decoded once for all.
-constexpr int64_t FEW_TOKENS = 8;
+constexpr int64_t FEW_TOKENS = 16;
 
 class Tile {
 public:
@@ -96,6 +96,7 @@ public:
     virtual void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const = 0;
     virtual void add_int_product(const IntTokens&, float*, int64_t, int) const {}
     virtual int64_t input_groups() const { return 0; } // of `int_matmul`
+    virtual int64_t input_group_size() const { return 0; }
     int64_t columns() const { return columns_; }
 
     void check_out(int64_t out) const {
@@ -105,8 +106,6 @@ public:
 
 protected:
     explicit Tile(const std::optional<std::string>& isa) : kernels_(check_products(isa)) {}
-
-    static constexpr int64_t TOGETHER = 2; // blocks of rows that the kernels of many tokens work on at once
 
     // Products of many tokens: inputs are brought into plain order with padding by `pad(k, from, to)`, `width` of them
     // to a token, and multiplied by `floats` or `halves`, the kernels' functions.
@@ -133,7 +132,7 @@ protected:
                 }
             }
         });
-        const int64_t step = piece_of(blocks(), TOGETHER, m * rows_ * columns_, threads);
+        const int64_t step = piece_of(blocks(), MANY_BLOCKS, m * rows_ * columns_, threads);
         parallel_for(blocks(), step, threads, [&](int64_t begin, int64_t end) {
             if (x.bf16) halves(tile, narrow, stride, m, y, y_stride, begin, end);
             else floats(tile, padded.get(), stride, m, y, y_stride, begin, end);

@@ -127,10 +127,11 @@ private:
         by_blocks(
             threads,
             [&](int64_t begin, int64_t end) { kernels_.group_int_int_matmul(t_, inputs, y, y_stride, begin, end); },
-            TOGETHER);
+            MANY_BLOCKS);
     }
 
     int64_t input_groups() const override { return t_.groups; }
+    int64_t input_group_size() const override { return t_.group_size; }
     bool is_packed() const { return t_.bits == 2 || t_.bits == 4 || t_.bits == 8; }
 
     // Checks stored codes and returns the bytes of a row of them.

@@ -70,7 +70,7 @@ class _Tile:
 
         Args:
             x: float32 [m, c], contiguous rows; bfloat16 where `takes_bf16`, which runs faster: products are exact, but
-                codebooks' centroids are rounded to bfloat16. One token (m = 1) and its row in a batch of up to 8
+                codebooks' centroids are rounded to bfloat16. One token (m = 1) and its row in a batch of up to 16
                 give the same bits.
             y: float32 [m, out], contiguous; out = r where the tile has no `rows`.
             threads: default `torch.get_num_threads()`.
@@ -338,7 +338,7 @@ class Layer:
     def matmul(self, x: Tensor, threads: int | None = None) -> Tensor:
         """`x [m, in] @ W.T -> [m, out]` of contiguous float32 or bfloat16, in its dtype, summed in float32.
 
-        Tiles that take bfloat16 multiply it as it is. One token (m = 1) and its row in a batch of up to 8 give
+        Tiles that take bfloat16 multiply it as it is. One token (m = 1) and its row in a batch of up to 16 give
         the same bits; of more, weights are decoded once for all.
         """
         y = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
