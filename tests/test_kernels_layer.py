@@ -137,7 +137,10 @@ def test_a_layer_refuses_what_does_not_fit() -> None:
         (lambda: layer.add(tile, None, 9, 64, ones), "act_bits is 9"),
         (lambda: layer.add(tile, None, 8, 32, ones), "clip is float16"),
         (lambda: layer.add(codes, None, 8, 48, torch.ones(2).half()), "groups of 48"),
-        (lambda: layer.add(cpu.Float16(torch.ones(4, 0).half(), None), torch.ones(0).int(), 8, 1, ones), "without"),
+        (
+            lambda: layer.add(cpu.Float16(torch.ones(4, 0).half(), None), torch.ones(0).int(), 8, 1, ones),
+            "without",
+        ),
         (lambda: layer.add(tile, None, 8, 64, ones, ones), "either clip or fixed"),
         (lambda: layer.scale_inputs(torch.ones(63)), "scale is float32"),
         (lambda: layer.matmul(torch.ones(1, 63)), "x is float32"),

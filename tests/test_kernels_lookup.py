@@ -106,7 +106,9 @@ def test_exact_products_at_every_width_shape_and_instruction_set(
             tile.matmul(x, y, threads=threads)
             assert bool(((y[:, ::2] - expected).abs() <= 1e-6 * size + 1e-30).all()), (isa, dtype)
             assert not y[:, 1::2].any()
-            for k in range(tokens if tokens <= 16 else 0):  # a small batch is its tokens, whatever the threads
+            for k in range(
+                tokens if tokens <= 16 else 0
+            ):  # a small batch is its tokens, whatever the threads
                 single = torch.zeros(1, 2 * rows)
                 tile.matmul(x[k : k + 1].contiguous(), single, threads=1)
                 assert torch.equal(single[0], y[k]), (isa, dtype)
