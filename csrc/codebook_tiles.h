@@ -76,10 +76,8 @@ private:
             return add_many(t_, x, width, plain(width), kernels_.channel_gemm, kernels_.channel_gemm_bf16, y, y_stride,
                             threads);
         const Scratch padded = make_scratch(m * width);
-        for (int64_t k = 0; k < m; ++k) {
-            std::copy_n(x.floats(k), t_.columns, padded.get() + k * width);
-            std::fill_n(padded.get() + k * width + t_.columns, width - t_.columns, 0.0f);
-        }
+        const auto pad = plain(width);
+        for (int64_t k = 0; k < m; ++k) pad(k, x.floats(k), padded.get() + k * width);
         by_blocks(
             threads,
             [&](int64_t begin, int64_t end) { kernels_.channel_matmul(t_, padded.get(), m, y, y_stride, begin, end); },
@@ -166,10 +164,8 @@ private:
         const int64_t piece = piece_of(c_.rows, 1, c_.rows * c_.columns * (1 + m), threads);
         const Scratch scratch = make_scratch((m + (c_.rows - 1) / piece + 1) * width);
         float* padded = scratch.get();
-        for (int64_t k = 0; k < m; ++k) {
-            std::copy_n(x.floats(k), c_.columns, padded + k * width);
-            std::fill_n(padded + k * width + c_.columns, width - c_.columns, 0.0f);
-        }
+        const auto pad = plain(width);
+        for (int64_t k = 0; k < m; ++k) pad(k, x.floats(k), padded + k * width);
         parallel_for(c_.rows, piece, threads, [&](int64_t begin, int64_t end) {
             by_words_.codebook_rows(c_, padded, m, y, y_stride, padded + (m + begin / piece) * width, begin, end);
         });

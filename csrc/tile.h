@@ -107,6 +107,26 @@ public:
 protected:
     explicit Tile(const std::optional<std::string>& isa) : kernels_(check_products(isa)) {}
 
+    // Products of few tokens with inputs that the kernels want arranged, their sums by group beside them.
+    template <typename T>
+    void add_few(const T& tile, const Tokens& x, int64_t width, void (*prepare)(const T&, const float*, float*, float*),
+                 void (*prepare_bf16)(const T&, const uint16_t*, uint16_t*, float*),
+                 void (*matmul)(const T&, const FloatInputs&, float*, int64_t, int64_t, int64_t),
+                 void (*matmul_bf16)(const T&, const PairInputs&, float*, int64_t, int64_t, int64_t), float* y,
+                 int64_t y_stride, int threads) const {
+        const int64_t m = x.count;
+        const Scratch scratch = make_scratch(m * (width + tile.groups));
+        float *floats = scratch.get(), *sums = floats + m * width;
+        auto* halves = reinterpret_cast<uint16_t*>(floats);
+        for (int64_t k = 0; k < m; ++k)
+            if (x.bf16) prepare_bf16(tile, x.halves(k), halves + k * width, sums + k * tile.groups);
+            else prepare(tile, x.floats(k), floats + k * width, sums + k * tile.groups);
+        by_blocks(threads, [&](int64_t begin, int64_t end) {
+            if (x.bf16) matmul_bf16(tile, {halves, sums, m}, y, y_stride, begin, end);
+            else matmul(tile, {floats, sums, m}, y, y_stride, begin, end);
+        });
+    }
+
     // Products of many tokens: inputs are brought into plain order with padding by `pad(k, from, to)`, `width` of them
     // to a token, and multiplied by `floats` or `halves`, the kernels' functions.
     template <typename T, typename P>

@@ -104,16 +104,8 @@ private:
             return add_many(t_, x, width, pad, kernels_.group_int_gemm, kernels_.group_int_gemm_bf16, y, y_stride,
                             threads);
         }
-        const Scratch scratch = make_scratch(m * (width + t_.groups));
-        float *floats = scratch.get(), *sums = floats + m * width;
-        auto* halves = reinterpret_cast<uint16_t*>(floats);
-        for (int64_t k = 0; k < m; ++k)
-            if (x.bf16) kernels_.group_int_prepare_bf16(t_, x.halves(k), halves + k * width, sums + k * t_.groups);
-            else kernels_.group_int_prepare(t_, x.floats(k), floats + k * width, sums + k * t_.groups);
-        by_blocks(threads, [&](int64_t begin, int64_t end) {
-            if (x.bf16) kernels_.group_int_bf16_matmul(t_, {halves, sums, m}, y, y_stride, begin, end);
-            else kernels_.group_int_matmul(t_, {floats, sums, m}, y, y_stride, begin, end);
-        });
+        add_few(t_, x, width, kernels_.group_int_prepare, kernels_.group_int_prepare_bf16, kernels_.group_int_matmul,
+                kernels_.group_int_bf16_matmul, y, y_stride, threads);
     }
 
     void add_int_product(const IntTokens& x, float* y, int64_t y_stride, int threads) const override {
@@ -227,16 +219,8 @@ private:
         if (m > FEW_TOKENS)
             return add_many(t_, x, width, plain(width), kernels_.second_order_gemm, kernels_.second_order_gemm_bf16, y,
                             y_stride, threads);
-        const Scratch scratch = make_scratch(m * (width + t_.groups));
-        float *floats = scratch.get(), *sums = floats + m * width;
-        auto* halves = reinterpret_cast<uint16_t*>(floats);
-        for (int64_t k = 0; k < m; ++k)
-            if (x.bf16) kernels_.second_order_prepare_bf16(t_, x.halves(k), halves + k * width, sums + k * t_.groups);
-            else kernels_.second_order_prepare(t_, x.floats(k), floats + k * width, sums + k * t_.groups);
-        by_blocks(threads, [&](int64_t begin, int64_t end) {
-            if (x.bf16) kernels_.second_order_bf16_matmul(t_, {halves, sums, m}, y, y_stride, begin, end);
-            else kernels_.second_order_matmul(t_, {floats, sums, m}, y, y_stride, begin, end);
-        });
+        add_few(t_, x, width, kernels_.second_order_prepare, kernels_.second_order_prepare_bf16,
+                kernels_.second_order_matmul, kernels_.second_order_bf16_matmul, y, y_stride, threads);
     }
 
     Scratch bytes_;
