@@ -4,6 +4,7 @@
 #include "codebook_tiles.h"
 #include "layer.h"
 #include "moments.h"
+#include "nested_tiles.h"
 #include "uniform_tiles.h"
 
 #include <nanobind/stl/optional.h>
@@ -20,6 +21,7 @@ using namespace anybit;
 namespace {
 
 constexpr int64_t KMEANS_WORK = 100; // multiply-adds that clustering costs per weight, about
+constexpr int64_t NESTED_WORK = 100; // that nested codes cost per weight, or fitting their scales
 constexpr float MAX_FLOAT = std::numeric_limits<float>::max();
 
 // Scales or zeros of GPTQ: one number per weight, or one per row.
@@ -29,9 +31,9 @@ Matrix grid_matrix(const char* name, const Input& a, int64_t rows, int64_t colum
     return {static_cast<const float*>(a.data()), a.stride(0), a.ndim() == 1 ? 0 : a.stride(1)};
 }
 
-void check_pivots(const GptqBlock& b) {
-    for (int64_t j = 0; j < b.columns; ++j) {
-        const float pivot = b.hinv[j * (b.hinv_stride + 1)];
+void check_pivots(const float* hinv, int64_t stride, int64_t columns) {
+    for (int64_t j = 0; j < columns; ++j) {
+        const float pivot = hinv[j * (stride + 1)];
         if (!(pivot > 0.0f) || std::isinf(pivot))
             refuse("hinv[" + std::to_string(j) + ", " + std::to_string(j) + "] is " + std::to_string(pivot) +
                    ", expected a positive number: raise the damping");
@@ -66,7 +68,7 @@ void gptq_block(const Output& weight, const Input& hinv, const Input& scales, co
     b.maxq = static_cast<const float*>(maxq.data());
     b.codes = static_cast<uint8_t*>(codes.data());
     b.error = static_cast<float*>(error.data());
-    check_pivots(b);
+    check_pivots(b.hinv, b.hinv_stride, b.columns);
     check_codes_fit(b);
     nb::gil_scoped_release release;
     const int64_t piece = piece_of(b.rows, GPTQ_ROWS, b.rows * b.columns * b.columns / 2, used);
@@ -122,6 +124,84 @@ void kmeans(const Input& weight, const std::optional<Input>& importance, int64_t
     const Scratch scratch = make_scratch(((c.rows - 1) / piece + 1) * floats);
     parallel_for(c.rows, piece, used, [&](int64_t begin, int64_t end) {
         kernels.kmeans(c, reinterpret_cast<char*>(scratch.get() + begin / piece * floats), begin, end);
+    });
+}
+
+void nested_codes(const Input& targets, const Input& inverse, const Input& tables, const Input& shapes,
+                  const Input& scales, const Input& weights, int64_t low, const Output& codes, const Output& errors,
+                  int64_t threads, const std::optional<std::string>& isa) {
+    const Kernels& kernels = check_isa(isa);
+    const int used = check_threads(threads);
+    check("targets", targets, {Type::f32}, {-1, -1, -1}, Layout::any);
+    NestedBlock n{};
+    const auto widths = static_cast<int64_t>(targets.shape(0));
+    n.rows = static_cast<int64_t>(targets.shape(1));
+    n.columns = static_cast<int64_t>(targets.shape(2));
+    n.width_stride = targets.stride(0);
+    n.row_stride = targets.stride(1);
+    if (low < 1 || widths < 1 || low + widths > 9)
+        refuse(std::to_string(widths) + " widths from " + std::to_string(low) + " on, expected widths from 1 to 8");
+    n.low = static_cast<int>(low);
+    n.high = static_cast<int>(low + widths - 1);
+    if (n.columns > NESTED_COLUMNS || (n.columns > 1 && targets.stride(2) != 1))
+        refuse("targets must have up to " + std::to_string(NESTED_COLUMNS) + " contiguous columns");
+    check("inverse", inverse, {Type::f32}, {n.columns, n.columns}, Layout::dense_rows);
+    const int64_t kinds = size_of("tables", tables, 0, 2);
+    check("tables", tables, {Type::f32}, {kinds, (2 << n.high) - (1 << n.low)}, Layout::dense);
+    check("shapes", shapes, {Type::u8}, {n.rows}, Layout::dense);
+    check("scales", scales, {Type::f32}, {n.rows}, Layout::dense);
+    check("weights", weights, {Type::f32}, {widths}, Layout::dense);
+    check("codes", codes, {Type::u8}, {n.rows, n.columns}, Layout::dense);
+    check("errors", errors, {Type::f32}, {widths, n.rows, n.columns}, Layout::dense);
+    if (n.rows == 0 || n.columns == 0) return;
+    n.targets = static_cast<const float*>(targets.data());
+    n.inverse = static_cast<const float*>(inverse.data());
+    n.inverse_stride = row_stride(n.columns, inverse.stride(0), n.columns);
+    n.tables = static_cast<const float*>(tables.data());
+    n.shapes = static_cast<const uint8_t*>(shapes.data());
+    n.scales = static_cast<const float*>(scales.data());
+    n.weights = static_cast<const float*>(weights.data());
+    n.codes = static_cast<uint8_t*>(codes.data());
+    n.errors = static_cast<float*>(errors.data());
+    for (int64_t i = 0; i < n.rows; ++i)
+        if (n.shapes[i] >= kinds) refuse("shapes[" + std::to_string(i) + "] is not below " + std::to_string(kinds));
+    check_values("scales", n.scales, 1, n.rows, 0, 0);
+    check_values("weights", n.weights, 1, widths, 0, 0);
+    check_pivots(n.inverse, n.inverse_stride, n.columns);
+    nb::gil_scoped_release release;
+    const int64_t piece = piece_of(n.rows, 1, n.rows * n.columns * NESTED_WORK, used);
+    parallel_for(n.rows, piece, used, [&](int64_t begin, int64_t end) { kernels.nested_codes(n, begin, end); });
+}
+
+void nested_fit(const Input& weight, const Input& importance, const Input& tables, const Output& shapes,
+                const Output& scales, int64_t threads, const std::optional<std::string>& isa) {
+    const Kernels& kernels = check_isa(isa);
+    const int used = check_threads(threads);
+    check("weight", weight, {Type::f32}, {-1, -1}, Layout::dense_rows);
+    NestedFit f{};
+    f.rows = static_cast<int64_t>(weight.shape(0));
+    f.columns = static_cast<int64_t>(weight.shape(1));
+    check("importance", importance, {Type::f32}, {f.columns}, Layout::dense);
+    f.shapes = static_cast<int>(size_of("tables", tables, 0, 2));
+    f.entries = static_cast<int>(size_of("tables", tables, 1, 2));
+    if (f.shapes < 1 || f.shapes > 256 || f.entries < 1 || f.entries > 256) refuse("tables are not 1 to 256 by 256");
+    check("tables", tables, {Type::f32}, {f.shapes, f.entries}, Layout::dense);
+    check("shapes", shapes, {Type::u8}, {f.rows}, Layout::dense);
+    check("scales", scales, {Type::f32}, {f.rows}, Layout::dense);
+    if (f.rows == 0 || f.columns == 0) return;
+    f.weight = static_cast<const float*>(weight.data());
+    f.weight_stride = row_stride(f.rows, weight.stride(0), f.columns);
+    f.importance = static_cast<const float*>(importance.data());
+    check_values("importance", f.importance, 1, f.columns, 0, 0);
+    check_values("weight", f.weight, f.rows, f.columns, f.weight_stride, -MAX_FLOAT);
+    f.tables = static_cast<const float*>(tables.data());
+    f.chosen = static_cast<uint8_t*>(shapes.data());
+    f.scales = static_cast<float*>(scales.data());
+    nb::gil_scoped_release release;
+    const int64_t piece = piece_of(f.rows, 1, f.rows * f.columns * NESTED_WORK, used), floats = 2 * (f.columns + 16);
+    const Scratch scratch = make_scratch(((f.rows - 1) / piece + 1) * floats);
+    parallel_for(f.rows, piece, used, [&](int64_t begin, int64_t end) {
+        kernels.nested_fit(f, scratch.get() + begin / piece * floats, begin, end);
     });
 }
 
@@ -237,6 +317,18 @@ NB_MODULE(_native, m) {
           nb::arg("threads"), nb::arg("isa") = nb::none(),
           "Nested weighted k-means of the rows of weight float32 [rows, n]; importance float32 [rows, n], [n] or\n"
           "None; fills codes uint8 [rows, n] and centroids float32 [rows, sum of 2^b for b in seed_bits..bits].");
+    m.def("nested_codes", &nested_codes, nb::arg("targets").noconvert(), nb::arg("inverse").noconvert(),
+          nb::arg("tables").noconvert(), nb::arg("shapes").noconvert(), nb::arg("scales").noconvert(),
+          nb::arg("weights").noconvert(), nb::arg("low"), nb::arg("codes").noconvert(), nb::arg("errors").noconvert(),
+          nb::arg("threads"), nb::arg("isa") = nb::none(),
+          "One code per weight for all widths: targets float32 [widths, rows, n], inverse float32 [n, n] upper\n"
+          "triangular, tables float32 [shapes, sum of 2^b], shapes uint8 and scales float32 [rows], weights float32\n"
+          "[widths]; fills codes uint8 [rows, n] and errors float32 [widths, rows, n].");
+    m.def("nested_fit", &nested_fit, nb::arg("weight").noconvert(), nb::arg("importance").noconvert(),
+          nb::arg("tables").noconvert(), nb::arg("shapes").noconvert(), nb::arg("scales").noconvert(),
+          nb::arg("threads"), nb::arg("isa") = nb::none(),
+          "Shape uint8 and scale float32 [rows] of the rows of weight float32 [rows, n], importance float32 [n]:\n"
+          "scale * tables[shape], float32 [shapes, entries], come closest.");
     nb::class_<Tile>(m, "Tile", "A tile of stored weights bound to the kernels of one instruction set.")
         .def("matmul", &Tile::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("threads"),
              "y[:, rows] += x @ W.T; x float32, or bfloat16 or its bits as uint16 where `takes_bf16`, [m, columns]\n"
@@ -294,6 +386,18 @@ NB_MODULE(_native, m) {
              "every code must be below `entries`. W is the table's rows, or by channel its transpose.")
         .def("dequantize", &BoundCodebook::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
              "out float32 [n, columns] = the table's rows.");
+    nb::class_<ShapeTables>(m, "Shapes", "The tables of all shapes, for nested tiles.")
+        .def(nb::init<const Input&, const std::optional<std::string>&>(), nb::arg("tables").noconvert(),
+             nb::arg("isa") = nb::none(), "tables float32 [shapes, 2 + 4 + ... + 256].");
+    nb::class_<BoundNested, Tile>(m, "Nested", "A tile in format \"nested\", bound to the arrays that hold it.")
+        .def(nb::init<std::vector<Input>, const Input&, Input, Input, int64_t, nb::object,
+                      const std::optional<std::string>&>(),
+             nb::arg("planes"), nb::arg("order").noconvert(), nb::arg("kinds").noconvert(),
+             nb::arg("scales").noconvert(), nb::arg("columns"), nb::arg("shapes"), nb::arg("isa") = nb::none(),
+             "planes: up to 8 arrays uint32 [rows that have the bit, words]; order int32, kinds uint8, scales float32\n"
+             "[rows]; shapes: a Shapes of the same instruction set.")
+        .def("dequantize", &BoundNested::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
+             "out float32 [rows, columns], rows as they are stored.");
     nb::class_<BoundHalves, Tile>(m, "Halves", "A tile in format \"float16\", bound to the array that holds it.")
         .def(nb::init<Input, const std::optional<Input>&, const std::optional<std::string>&>(),
              nb::arg("values").noconvert(), nb::arg("rows").noconvert().none(), nb::arg("isa") = nb::none(),

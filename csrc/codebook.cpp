@@ -14,6 +14,11 @@ struct Table {
 };
 
 void load_table(const Codebook& c, int64_t row, Table& table) {
+    if (c.kinds != nullptr) {
+        for (int64_t e = 0; e < c.entries; ++e)
+            table.entry[e] = c.row_scales[row] * c.table32[c.kinds[row] * c.entries + e];
+        return;
+    }
     if (c.table32 != nullptr) {
         __builtin_memcpy(table.entry, c.table32 + row * c.entries, static_cast<size_t>(c.entries) * sizeof(float));
         return;
@@ -41,14 +46,13 @@ inline Floats look_up(const Table& table, int bits, Ints code) {
 
 // Weights of the words `begin` to `end` of a row.
 void decode(const Codebook& c, int64_t row, const Table& table, int64_t begin, int64_t end, float* out) {
-    const uint32_t* words = c.planes + row * c.words;
     Ints lane;
     for (int l = 0; l < LANES; ++l) lane[l] = l;
     for (int64_t w = begin; w < end; ++w)
         for (int part = 0; part < WORD; part += LANES, out += LANES) {
             Ints code{};
             for (int p = 0; p < c.bits; ++p) {
-                const auto word = static_cast<int32_t>(words[p * c.rows * c.words + w] >> part);
+                const auto word = static_cast<int32_t>(c.planes[p][row * c.words + w] >> part);
                 code = (code + code) | (((word - Ints{}) >> lane) & 1);
             }
             store(out, look_up(table, c.bits, code));

@@ -112,7 +112,8 @@ public:
         if (c_.entries < 1 || c_.entries > int64_t(1) << bits)
             refuse("table has " + std::to_string(c_.entries) + " entries, expected up to 2^" + std::to_string(bits));
         check("table", table, {Type::f16, Type::u16, Type::f32}, {c_.rows, c_.entries}, Layout::dense);
-        c_.planes = static_cast<const uint32_t*>(planes.data());
+        for (int64_t p = 0; p < bits; ++p)
+            c_.planes[p] = static_cast<const uint32_t*>(planes.data()) + p * c_.rows * c_.words;
         const bool wide = type_of(table.dtype()) == Type::f32;
         c_.table16 = wide ? nullptr : static_cast<const uint16_t*>(table.data());
         c_.table32 = wide ? static_cast<const float*>(table.data()) : nullptr;
@@ -229,7 +230,16 @@ private:
     }
 
     ByteCodebook byte_codebook(const std::vector<uint8_t>& table, const float* scales) const {
-        return {c_.planes, table.data(), scales, c_.out_rows, c_.bits, c_.rows, c_.columns, c_.words};
+        ByteCodebook b{};
+        std::copy_n(c_.planes, c_.bits, b.planes);
+        b.table = table.data();
+        b.scales = scales;
+        b.out_rows = c_.out_rows;
+        b.bits = c_.bits;
+        b.rows = c_.rows;
+        b.columns = c_.columns;
+        b.words = c_.words;
+        return b;
     }
 
     float entry(int64_t row, int64_t e) const {

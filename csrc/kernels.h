@@ -11,10 +11,12 @@ namespace anybit {
 // One tile in format "codebook": w[i, j] = table[i, code[i, j]], codes as bitplanes, most significant first, weight
 // j of a row at bit j % 32 of word j / 32. A row is an output row, or (by channel) an input channel.
 struct Codebook {
-    const uint32_t* planes;                // [bits, rows, words]
+    const uint32_t* planes[8];             // `bits` of them, [rows, words] each
     const uint16_t* table16;               // fp16 bit patterns [rows, entries], or null for
     const float* table32;                  // [rows, entries]
-    const int32_t* out_rows;               // [rows] ascending output rows; null: row i is output row i
+    const uint8_t* kinds;                  // [rows] which table a row has, which then is times
+    const float* row_scales;               // [rows]; both null: row i has table i as it is
+    const int32_t* out_rows;               // [rows] output rows, all different; null: row i is output row i
     int bits;                              // 1..8
     int64_t rows, columns, words, entries; // entries <= 2^bits; no code is as large
 };
@@ -46,6 +48,33 @@ struct Clustering {
     int seed_bits, bits; // 1..8
 };
 
+// One block of columns of nested codes: one code per weight, good at all widths from `low` to `high`, each of which has
+// its own targets. Matrices without strides are dense and row-major.
+struct NestedBlock {
+    const float* targets;  // [widths, rows, columns] of strides width_stride and row_stride
+    const float* inverse;  // [columns, columns] of stride inverse_stride, upper triangular
+    const float* tables;   // [shapes, sum of 2^b for b in low..high], ascending at every width
+    const uint8_t* shapes; // [rows]
+    const float* scales;   // [rows], not below 0
+    const float* weights;  // [widths], not below 0, one of them above
+    uint8_t* codes;        // [rows, columns], out: at `high`; those of a smaller width are their leading bits
+    float* errors;         // [widths, rows, columns], out
+    int64_t rows, columns, width_stride, row_stride, inverse_stride;
+    int low, high; // 1..8
+};
+constexpr int64_t NESTED_COLUMNS = 128; // of a block, at most
+
+// The shape and scale of every row: scale times the shape's entries come close to the row's weights.
+struct NestedFit {
+    const float* weight;     // [rows, columns] of stride weight_stride
+    const float* importance; // [columns], not below 0
+    const float* tables;     // [shapes, entries]
+    uint8_t* chosen;         // [rows], out
+    float* scales;           // [rows], out
+    int64_t rows, columns, weight_stride;
+    int shapes, entries;
+};
+
 constexpr int64_t GPTQ_ROWS = 16; // rows that `gptq` works on together: split rows at its multiples
 
 struct Kernels {
@@ -63,6 +92,9 @@ struct Kernels {
     // scratch: kmeans_scratch(columns, seed_bits) bytes, aligned to 64. Identical results in every instruction set.
     int64_t (*kmeans_scratch)(int64_t columns, int seed_bits);
     void (*kmeans)(const Clustering&, char* scratch, int64_t begin, int64_t end);
+    // Identical results in every instruction set. Scratch of `nested_fit`: 2 * (columns + 16) floats.
+    void (*nested_codes)(const NestedBlock&, int64_t begin, int64_t end);
+    void (*nested_fit)(const NestedFit&, float* scratch, int64_t begin, int64_t end);
 };
 
 // The kernels of a named instruction set, or the best of this machine for null. Null if it has no such.
@@ -81,6 +113,8 @@ Features cpu_features();
     void codebook_decode(const Codebook&, float*, float*, int64_t, int64_t);                                   \
     int64_t kmeans_scratch(int64_t, int);                                                                      \
     void kmeans(const Clustering&, char*, int64_t, int64_t);                                                   \
+    void nested_codes(const NestedBlock&, int64_t, int64_t);                                                   \
+    void nested_fit(const NestedFit&, float*, int64_t, int64_t);                                               \
     }
 ANYBIT_DECLARE(portable)
 #ifdef ANYBIT_X86

@@ -84,7 +84,9 @@ template <typename T> struct Plain {
     using Inputs = LookupPlain<T>;
     static constexpr int64_t MOST_BLOCKS = 32 / sizeof(T);
 
-    static float finish(const ByteCodebook&, const Inputs&, int64_t, int64_t, float sum) { return sum; }
+    static float finish(const ByteCodebook& c, const Inputs&, int64_t row, int64_t, float sum) {
+        return c.row_scale(row) * sum;
+    }
 
     static Inputs skip(const ByteCodebook& c, const Inputs& in, int64_t tokens) {
         return {in.x + tokens * lookup_blocks(c) * PHASES * BYTES, in.tokens - tokens};
@@ -95,7 +97,7 @@ template <typename T> struct Plain {
 template <int B, int M> class FloatSums : public Plain<float> {
 public:
     FloatSums(const ByteCodebook& c, const Inputs& in, int64_t row)
-        : table_(c.table, row), x_(in.x), blocks_(lookup_blocks(c)) {}
+        : table_(c.table, c.kind(row)), x_(in.x), blocks_(lookup_blocks(c)) {}
 
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
         Floats sums[4][M] = {};
@@ -120,7 +122,7 @@ private:
 template <int B, int M> class PairSums : public Plain<uint16_t> {
 public:
     PairSums(const ByteCodebook& c, const Inputs& in, int64_t row)
-        : table_(c.table, row), x_(in.x), blocks_(lookup_blocks(c)) {}
+        : table_(c.table, c.kind(row)), x_(in.x), blocks_(lookup_blocks(c)) {}
 
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
         Floats sums[2][M] = {};
@@ -153,26 +155,29 @@ inline Codes load_plane(const uint8_t* from, int64_t left) {
     return bytes;
 }
 
+inline const uint8_t* plane_bytes(const ByteCodebook& c, int p) {
+    return reinterpret_cast<const uint8_t*>(c.planes[p]);
+}
+
 // Up to LOOKUP_ROWS rows, tile by tile of columns: the activations of a tile stay close, and what the same row needs
 // next is fetched meanwhile.
 template <template <int, int> typename Sums, int B, int M>
 void look_up_rows(const ByteCodebook& c, const typename Sums<B, M>::Inputs& in, float* y, int64_t y_stride,
                   int64_t first, int64_t last) {
-    const int64_t bytes = 4 * c.words, blocks = lookup_blocks(c), plane_bytes = c.rows * bytes;
+    const int64_t bytes = 4 * c.words, blocks = lookup_blocks(c);
     const int64_t tile = ceil_div(blocks, ceil_div(blocks * M, Sums<B, M>::MOST_BLOCKS)); // as equal as can be
     Floats total[LOOKUP_ROWS][M] = {};
     for (int64_t begin = 0; begin < blocks; begin += tile) {
         const int64_t end = least(blocks, begin + tile);
         const int64_t next = end < blocks ? tile * BYTES : LOOKUP_ROWS * bytes - begin * BYTES;
         for (int64_t row = first; row < last; ++row) {
-            const auto* planes = reinterpret_cast<const uint8_t*>(c.planes) + row * bytes;
             const Sums<B, M> sums(c, in, row);
             Floats own[M];
             for (int k = 0; k < M; ++k) own[k] = total[row - first][k];
             for (int64_t b = begin; b < end; ++b) {
                 Codes plane[B], code[PHASES];
                 for (int p = 0; p < B; ++p) {
-                    const uint8_t* from = planes + (B - 1 - p) * plane_bytes + b * BYTES;
+                    const uint8_t* from = plane_bytes(c, B - 1 - p) + row * bytes + b * BYTES;
                     __builtin_prefetch(from + next);
                     plane[p] = load_plane(from, bytes - b * BYTES);
                 }
@@ -228,21 +233,26 @@ void look_up_pairs(const ByteCodebook& c, const LookupPlain<uint16_t>& in, float
 // Weights of a block of columns of LANES rows; the table in the form of `lookup_float_form`, or whole where it has
 // none.
 template <int B> int64_t decode_block(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
-    const int64_t bytes = 4 * c.words, at = column / PHASES, plane_bytes = c.rows * bytes;
+    const int64_t bytes = 4 * c.words, at = column / PHASES;
     Floats values[LANES][PHASES][4];
     for (int64_t lane = 0; lane < LANES; ++lane) {
         const int64_t row = least(block * LANES + lane, c.rows - 1); // nobody reads lanes behind the last row
-        const auto* planes = reinterpret_cast<const uint8_t*>(c.planes) + row * bytes + at;
         Codes plane[B], code[PHASES];
-        for (int p = 0; p < B; ++p) plane[p] = load_plane(planes + (B - 1 - p) * plane_bytes, bytes - at);
+        for (int p = 0; p < B; ++p) plane[p] = load_plane(plane_bytes(c, B - 1 - p) + row * bytes + at, bytes - at);
         codes_of<B>(plane, code);
         if constexpr (floating(B) != Floating::none) {
-            const FloatTable<B> table(c.table, row);
-            for (int64_t s = 0; s < PHASES; ++s) table(code[s], values[lane][s]);
+            const FloatTable<B> table(c.table, c.kind(row));
+            const float scale = c.row_scale(row);
+            for (int64_t s = 0; s < PHASES; ++s) {
+                table(code[s], values[lane][s]);
+                for (Floats& value : values[lane][s]) value *= scale;
+            }
         } else {
-            const auto* table = reinterpret_cast<const float*>(c.table) + (row << B);
+            const auto* table = reinterpret_cast<const float*>(c.table) + (c.kind(row) << B);
+            const float scale = c.row_scale(row);
             for (int64_t s = 0; s < PHASES; ++s)
-                for (int64_t m = 0; m < BYTES; ++m) panel[PHASES * m + s][lane] = table[code[s][m] & ((1 << B) - 1)];
+                for (int64_t m = 0; m < BYTES; ++m)
+                    panel[PHASES * m + s][lane] = scale * table[code[s][m] & ((1 << B) - 1)];
         }
     }
     if constexpr (floating(B) != Floating::none)

@@ -84,12 +84,17 @@ struct ActivationGrid {
 // One tile in format "codebook" by rows whose centroids are bytes: w[i, j] = scales[i] (table[i, code[i, j]] -
 // BYTE_ZERO).
 struct ByteCodebook {
-    const uint32_t* planes;  // [bits, rows, words], as in Codebook
-    const uint8_t* table;    // [rows, 2^bits]
-    const float* scales;     // [rows]
-    const int32_t* out_rows; // [rows] ascending output rows; null: row i is output row i
+    const uint32_t* planes[8]; // as in Codebook
+    const uint8_t* table;      // [rows, 2^bits]
+    const float* scales;       // [rows]
+    const uint8_t* kinds;      // tables of floats and bfloat16, as in Codebook
+    const float* row_scales;
+    const int32_t* out_rows; // as in Codebook
     int bits;                // 1..8
     int64_t rows, columns, words;
+
+    int64_t kind(int64_t row) const { return kinds == nullptr ? row : kinds[row]; }
+    float row_scale(int64_t row) const { return row_scales == nullptr ? 1.0f : row_scales[row]; }
 };
 constexpr int32_t BYTE_ZERO = 128;
 

@@ -10,28 +10,33 @@
 
 namespace anybit {
 
-// Output rows of a tile. Copied, not referenced: what was checked here stays what the kernel indexes with.
+// Output rows of a tile, in any order. Copied, not referenced: what was checked here stays what the kernel indexes
+// with.
 class OutRows {
 public:
     void copy(const Input& rows, int64_t n) {
         check("rows", rows, {Type::i32}, {n}, Layout::dense);
         const int32_t* from = static_cast<const int32_t*>(rows.data());
         rows_.assign(from, from + n);
+        std::vector<int32_t> sorted = rows_;
+        std::sort(sorted.begin(), sorted.end());
         for (int64_t i = 0; i < n; ++i)
-            if (rows_[i] < 0 || (i > 0 && rows_[i] <= rows_[i - 1]))
-                refuse("rows[" + std::to_string(i) + "] is " + std::to_string(rows_[i]) +
-                       ": expected rising output rows from 0");
+            if (sorted[i] < 0 || (i > 0 && sorted[i] == sorted[i - 1]))
+                refuse("rows hold " + std::to_string(sorted[i]) + (sorted[i] < 0 ? "" : " twice") +
+                       ": expected different output rows from 0");
+        last_ = n == 0 ? -1 : sorted.back();
         given_ = true;
     }
     void check_below(int64_t out) const {
-        if (!rows_.empty() && rows_.back() >= out)
-            refuse("y has " + std::to_string(out) + " columns, but rows go up to " + std::to_string(rows_.back()));
+        if (last_ >= out)
+            refuse("y has " + std::to_string(out) + " columns, but rows go up to " + std::to_string(last_));
     }
     bool given() const { return given_; }
     const int32_t* data() const { return given_ ? rows_.data() : nullptr; }
 
 private:
     bool given_ = false;
+    int32_t last_ = -1; // the largest
     std::vector<int32_t> rows_;
 };
 

@@ -317,7 +317,7 @@ def test_widths_that_are_not_there(parent: Path, model_dir: MakeModel, tmp_path:
     model = load(parent)
     with pytest.raises(InputError, match="not 9"):
         model.set_bits(9)
-    with pytest.raises(InputError, match="not an any-precision artifact"):
+    with pytest.raises(InputError, match="no artifact of several widths"):
         load(model_dir("llama"), bits=4)
     anybit.quantize(model_dir("llama"), tmp_path / "rtn", QuantizeConfig(method="rtn"))
     with pytest.raises(InputError, match="one width"):
@@ -421,7 +421,7 @@ def test_flipped_bytes_are_found(parent: Path, tmp_path: Path) -> None:
         ({"widths": [4, 3]}, "ascending"),
         ({"widths": None}, "list of widths"),
         ({"codebook_bits": 7}, "16, 8, 4"),
-        ({"group_size": 32, "damp": 0.5}, "damp is for gptq"),
+        ({"group_size": 32, "damp": 0.5}, "damp is for anybit"),
         ({"error_outliers": 0.01}, "error_outliers is for cmpq"),
         ({"sensitive_outliers": -1}, "sensitive_outliers -1"),
     ],

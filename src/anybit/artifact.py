@@ -5,19 +5,20 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anybit.checkpoint import Checkpoint, open_checkpoint, read_json
+from anybit.checkpoint import Checkpoint, file_sha256, open_checkpoint, read_json
 from anybit.description import check_layers, dense_layout
 from anybit.errors import InputError
 from anybit.formats import TwoFour
+from anybit.progressive import Counts, Progressive, read_progressive, with_counts
 from anybit.spec import bits_eq10
 from anybit.tensors import (
     QUANT_METHOD,
@@ -135,12 +136,102 @@ def open_artifact(path: Path) -> tuple[dict[str, Any], Checkpoint]:
     return quantization, checkpoint
 
 
-def inspect(path: Path, bits: int | None = None) -> dict[str, Any]:
+def choose_rung(
+    path: Path,
+    quantization: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    bits: float | None,
+    bpw: float | None,
+    size: int | None,
+) -> tuple[Progressive | None, int | None]:
+    """The refinements of a progressive artifact, None for another one, and the last of them that a budget allows.
+
+    Args:
+        path: the artifact, opened as `quantization` and `checkpoint`.
+        bits: average code width, or
+        bpw: most stored bits per weight, or
+        size: most bytes of all files but the tokenizer. None of them: no last one is chosen.
+
+    Raises:
+        InputError: a budget too small, more bits than are there, several of the three, or an artifact that has no
+            refinements.
+    """
+    found = read_progressive(path, quantization["layers"])
+    given = sum(value is not None for value in (bits, bpw, size))
+    if given > 1:
+        raise InputError("bits, bpw and size (--bits, --bpw, --size) set the same thing: give one of them")
+    if found is None:
+        if bpw is not None or size is not None:
+            raise InputError(
+                f"{path} has no refinements: bpw and size (--bpw, --size) are for artifacts of the method anybit"
+            )
+        return None, None
+    if bits is not None:
+        return found, found.upto_bits(bits)
+    if bpw is not None:
+        layouts = _with_dense(quantization, checkpoint)
+        weights = sum(prod(layout["shape"]) for layout in layouts.values())
+        least = sum(_layer_bytes(n, x, checkpoint) for n, x in layouts.items())
+        return found, found.upto_bytes(least, bpw * weights / 8, f"{bpw:g} bits per weight")
+    if size is not None:
+        return found, found.upto_bytes(_core_bytes(path, found), size, f"{size / 1e6:g} MB")
+    return found, None
+
+
+def _core_bytes(path: Path, found: Progressive) -> int:
+    """Bytes of all files but the tokenizer and the refinements."""
+    refinements = {rung.file for rung in found.rungs}
+    files = [f for f in path.rglob("*") if f.is_file() and not is_tokenizer_file(f.name)]
+    return sum(f.stat().st_size for f in files if f.name not in refinements)
+
+
+def _with_dense(quantization: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Layouts of all linear layers of the blocks, quantized or not."""
+    dense = {
+        name: dense_layout(tuple(shape), checkpoint.dtype(f"{name}.weight"))
+        for name, shape in quantization["dense"].items()
+    }
+    return {**quantization["layers"], **dense}
+
+
+def curve(path: Path) -> list[dict[str, Any]]:
+    """What a progressive artifact is at each of its sizes.
+
+    Returns:
+        of the core and every refinement: `bits` (average width), `bits_per_weight`, `size_bytes` (all files but the
+        tokenizer), `loss` (expected increase in nats per token) and `present`.
+
+    Raises:
+        InputError: see `open_artifact`; an artifact that has no refinements.
+    """
+    quantization, checkpoint = open_artifact(path)
+    found = read_progressive(path, quantization["layers"])
+    if found is None:
+        raise InputError(f"{path} has one size: only artifacts of the method anybit have a curve")
+    layouts = _with_dense(quantization, checkpoint)
+    weights = sum(prod(layout["shape"]) for layout in layouts.values())
+    core, size = sum(_layer_bytes(n, x, checkpoint) for n, x in layouts.items()), _core_bytes(path, found)
+    return [
+        {
+            "bits": rung.bits,
+            "bits_per_weight": 8 * (core + found.bytes_upto(i)) / weights,
+            "size_bytes": size + found.bytes_upto(i),
+            "loss": rung.loss,
+            "present": i < found.present,
+        }
+        for i, rung in enumerate(found.rungs)
+    ]
+
+
+def inspect(
+    path: Path, bits: float | None = None, bpw: float | None = None, size: int | None = None
+) -> dict[str, Any]:
     """What an artifact is made of, its sizes taken from its files.
 
     Args:
         path: the artifact.
-        bits: the width at which a nested artifact is read; its widest by default.
+        bits: the width at which a nested artifact is read; its widest by default. See `choose_rung` for it and
+        bpw, size: what an artifact of the method anybit may take, instead.
 
     Returns:
         `method`, `bits` (average width), `bits_eq10` (2/4/16: the same with its scales), `bits_per_weight` (8 x bytes
@@ -153,37 +244,47 @@ def inspect(path: Path, bits: int | None = None) -> dict[str, Any]:
         InputError: see `open_artifact`.
     """
     quantization, checkpoint = open_artifact(path)
-    dense = {
-        name: dense_layout(tuple(shape), checkpoint.dtype(f"{name}.weight"))
-        for name, shape in quantization["dense"].items()
-    }
-    layouts = {**quantization["layers"], **dense}
+    layouts = _with_dense(quantization, checkpoint)
+    found, rung = choose_rung(path, quantization, checkpoint, bits, bpw, size)
+    counts: Counts = {}
+    last = 0
+    if found is not None:
+        last, bits = found.present - 1 if rung is None else rung, None
+        counts = found.counts(last, check=False)[last]
     widths = check_width(path, layouts, bits)
     nested = len(widths) > 1
     weights = sum(prod(layout["shape"]) for layout in layouts.values())
 
-    def read_at(width: int | None) -> dict[str, dict[str, Any]]:
+    def read_at(width: float | None) -> dict[str, dict[str, Any]]:
         return {
             name: at_width(layout, width) if width else widest(layout) for name, layout in layouts.items()
         }
 
-    def bpw(chosen: Mapping[str, Mapping[str, Any]]) -> float:
-        return (
-            8 * sum(_layer_bytes(n, x, checkpoint) for n, x in chosen.items()) / weights if weights else 0.0
-        )
+    def stored_bpw(chosen: Mapping[str, Mapping[str, Any]], more: int = 0) -> float:
+        stored = more + sum(_layer_bytes(n, x, checkpoint) for n, x in chosen.items())
+        return 8 * stored / weights if weights else 0.0
 
     chosen = read_at(bits)
+    refined = present = 0
+    if found is not None:
+        chosen |= {name: with_counts(layouts[name], rows) for name, rows in counts.items()}
+        refined, present = found.bytes_upto(last), found.bytes_upto(found.present - 1)
     embeddings = quantization["embeddings"]
     files = [f for f in path.rglob("*") if f.is_file() and not is_tokenizer_file(f.name)]
     return {
         "method": quantization.get("method"),
         "bits": code_bits(chosen),
         "bits_eq10": _bits_eq10(quantization["layers"]),
-        "bits_per_weight": bpw(chosen),
-        "file_bits_per_weight": bpw(layouts),
+        "bits_per_weight": stored_bpw(layouts, refined) if found else stored_bpw(chosen),
+        "file_bits_per_weight": stored_bpw(layouts, present),
         "kv_bits": quantization.get("kv_bits", 16),
-        "widths": [{"bits": b, "bits_per_weight": bpw(read_at(b))} for b in widths] if nested else [],
-        "size_bytes": sum(f.stat().st_size for f in files),
+        "widths": [{"bits": b, "bits_per_weight": stored_bpw(read_at(b))} for b in widths] if nested else [],
+        "refinements": None
+        if found is None
+        else {"read": last, "present": found.present - 1, "all": len(found.rungs) - 1},
+        "size_bytes": sum(f.stat().st_size for f in files)
+        if found is None
+        else _core_bytes(path, found) + refined,
         "weights": weights,
         "calibration": quantization.get("calibration"),
         "base": quantization.get("base"),
@@ -204,7 +305,7 @@ def _bits_eq10(layouts: Mapping[str, Mapping[str, Any]]) -> float | None:
     return bits / weights if weights else None
 
 
-def check_width(path: Path, layouts: Mapping[str, Mapping[str, Any]], bits: int | None) -> list[int]:
+def check_width(path: Path, layouts: Mapping[str, Mapping[str, Any]], bits: float | None) -> list[int]:
     """The widths that an artifact's layers store, ascending; several for a nested one.
 
     Raises:
@@ -213,7 +314,7 @@ def check_width(path: Path, layouts: Mapping[str, Mapping[str, Any]], bits: int 
     widths = sorted({b for layout in layouts.values() for b in stored_widths(layout)})
     if bits is not None and bits not in widths:
         if len(widths) > 1:
-            raise InputError(f"{path} has the widths {', '.join(map(str, widths))}, not {bits}")
+            raise InputError(f"{path} has the widths {', '.join(map(str, widths))}, not {bits:g}")
         raise InputError(f"{path} has one width: leave bits (--bits) out")
     return widths
 
@@ -265,12 +366,18 @@ def verify(path: Path, progress: Any = None) -> dict[str, Any]:
     """
     hashes = _read_hashes(path)
     quantization, checkpoint = open_artifact(path)
+    found = read_progressive(path, quantization["layers"])
+    if found is not None and (note := found.note()):
+        raise InputError(f"{note}; copy {', '.join(found.missing[:3])} and what follows to have all of it")
     layouts = {**quantization["layers"], **quantization["embeddings"]}
     fields = {name: [f"{name}.{field}" for field in stored_tensors(layouts[name])] for name in layouts}
     kept = set(checkpoint.names()).difference(*fields.values())
-    checks = [lambda file=file: _check_hash(path / file, hashes[file]) for file in hashes]
-    checks += [lambda name=name: _check_layer(name, layouts[name], checkpoint) for name in layouts]
-    checks += [lambda name=name: _check_kept(name, checkpoint) for name in sorted(kept)]
+    checks: list[Callable[[], None]]
+    checks = [functools.partial(_check_hash, path / file, hashes[file]) for file in hashes]
+    checks += [functools.partial(_check_layer, name, layouts[name], checkpoint) for name in layouts]
+    checks += [functools.partial(_check_kept, name, checkpoint) for name in sorted(kept)]
+    if found is not None:
+        checks.append(functools.partial(_check_refinements, found))
     for i, check in enumerate(checks):
         check()
         if progress is not None:
@@ -286,6 +393,13 @@ def _check_hash(file: Path, expected: str) -> None:
             f"{file} does not have the bytes that were written (SHA-256 differs): it was damaged or edited; "
             "copy it again"
         )
+
+
+def _check_refinements(found: Progressive) -> None:
+    counts = found.counts(found.present - 1)
+    for rung in range(1, found.present):
+        for _ in found.planes(rung, counts[rung], counts[rung - 1]):
+            pass
 
 
 def _check_layer(name: str, layout: Mapping[str, Any], checkpoint: Checkpoint) -> None:
@@ -315,11 +429,6 @@ def _read_hashes(path: Path) -> dict[str, str]:
         if Path(name).name != name:
             raise InputError(f"{file} names {name!r}, which is not a file of this directory: refused")
     return hashes
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def dump_json(value: Any) -> str:

@@ -31,15 +31,17 @@ class Echo(TextStreamer):
 class Generator:
     """A loaded model and its tokenizer."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - mirrors the command's options
         self,
         model: str,
-        bits: int | None = None,
         dtype: str = "float32",
         device: str = "cpu",
         report: Silent = SILENT,
         *,
-        exact: bool = True,  # see `load`
+        bits: float | None = None,  # this and the next three: see `load`
+        bpw: float | None = None,
+        size: int | None = None,
+        exact: bool = True,
         kv_bits: int | None = None,  # None: what the artifact asks for
     ) -> None:
         self.name = model
@@ -50,7 +52,9 @@ class Generator:
             )
         self.tokenizer = load_tokenizer(model)
         try:
-            self.model = load(model, bits=bits, exact=exact, dtype=dtype, device=device, report=report)
+            self.model = load(
+                model, bits=bits, bpw=bpw, size=size, exact=exact, dtype=dtype, device=device, report=report
+            )
         finally:
             report.close()
         self.kv_bits = getattr(self.model, "kv_bits", 16) if kv_bits is None else kv_bits

@@ -329,6 +329,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return _parse_object(data, path, "the file", dict)
 
 
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object that must not name a key twice."""
     keys = dict(pairs)

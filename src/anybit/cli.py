@@ -62,7 +62,17 @@ Seed = Annotated[int, typer.Option(help="For temperatures above 0.", min=0, max=
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="What the model computes in: float32, bfloat16 or float16.")]
 Width = Annotated[
-    int | None, typer.Option("--bits", help="A width of an any-precision artifact; only it is read.")
+    float | None,
+    typer.Option(
+        "--bits",
+        help="Width at which an artifact of several is read: any average of the method anybit, or one of any-precision.",
+    ),
+]
+StoredBits = Annotated[
+    float | None, typer.Option("--bpw", help="The same by most stored bits per weight (method anybit).")
+]
+Size = Annotated[
+    str | None, typer.Option("--size", help="The same by most bytes, e.g. 120MB (method anybit).")
 ]
 Exact = Annotated[
     bool,
@@ -109,7 +119,7 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     method: Annotated[
         str,
         typer.Option(
-            help="rtn (round to nearest, no calibration), gptq, awq, smoothquant (int8 activations), mixllm (8-bit rows "
+            help="anybit (any average width at load and at run time, from one artifact), rtn (round to nearest, no calibration), gptq, awq, smoothquant (int8 activations), mixllm (8-bit rows "
             "where they count, int8 activations), atom (4-bit weights and activations; its paper adds --kv-bits 4), "
             "two-four-sixteen (2- and 4-bit groups and sparse outliers), llm-mq (a width per layer, by an integer program), squeezellm (codebooks), "
             "any-precision (every width in one artifact) or cmpq (any average width)."
@@ -118,8 +128,9 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     bits: Annotated[
         float | None,
         typer.Option(
-            help="Average code width: 2 to 8, for cmpq, mixllm, llm-mq and two-four-sixteen also fractions. "
-            f"[default: {DEFAULTS.bits}; smoothquant: 8; mixllm: see --wide-rows; two-four-sixteen: see --wide-groups]"
+            help="Average code width: 2 to 8, for anybit (the largest that the artifact has), cmpq, mixllm, llm-mq and "
+            "two-four-sixteen also fractions. [default: 4; anybit, smoothquant: 8; mixllm: see --wide-rows; "
+            "two-four-sixteen: see --wide-groups]"
         ),
     ] = None,
     bpw: Annotated[
@@ -208,6 +219,19 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     outlier_channels: Annotated[
         int | None,
         typer.Option(help="atom: input channels at 8 bits. [default: 16 at 576 channels to 128 from 4096]"),
+    ] = None,
+    tune_for: Annotated[
+        float | None,
+        typer.Option(
+            help="anybit: average width at which errors are compensated best, 2 to 8. "
+            f"[default: {DEFAULTS.tune_for:g}]"
+        ),
+    ] = None,
+    kept_channels: Annotated[
+        float | None,
+        typer.Option(
+            help=f"anybit: share of input channels kept in 16 bits. [default: {DEFAULTS.kept_channels:g}]"
+        ),
     ] = None,
     widths: Annotated[
         str | None,
@@ -375,6 +399,8 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         salience=salience,
         search=search,
         outlier_channels=outlier_channels,
+        tune_for=tune_for,
+        kept_channels=kept_channels,
     )
     unused = {
         name: value
@@ -458,6 +484,8 @@ def evaluate(  # noqa: PLR0913
     tasks_dir: TasksDir = None,
     limit: Limit = None,
     bits: Width = None,
+    bpw: StoredBits = None,
+    size: Size = None,
     exact: Exact = True,
     kv_bits: KVBits = None,
     dtype: Dtype = "float32",
@@ -492,6 +520,8 @@ def evaluate(  # noqa: PLR0913
             tasks_dir=tasks_dir,
             limit=limit,
             bits=bits,
+            bpw=bpw,
+            size=None if size is None else _bytes(size),
             exact=exact,
             kv_bits=kv_bits,
             dtype=dtype,
@@ -511,6 +541,8 @@ def generate(  # noqa: PLR0913
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
     seed: Seed = 0,
     bits: Width = None,
+    bpw: StoredBits = None,
+    size: Size = None,
     exact: Exact = True,
     kv_bits: KVBits = None,
     dtype: Dtype = "float32",
@@ -524,7 +556,17 @@ def generate(  # noqa: PLR0913
     from anybit.chat import Generator
 
     _set_threads(threads)
-    generator = Generator(model, bits, dtype, device, _report(), exact=exact, kv_bits=kv_bits)
+    generator = Generator(
+        model,
+        dtype,
+        device,
+        _report(),
+        exact=exact,
+        kv_bits=kv_bits,
+        bits=bits,
+        bpw=bpw,
+        size=None if size is None else _bytes(size),
+    )
     typer.echo(prompt, nl=False)
     generator.stream(generator.encode(prompt), max_new_tokens, temperature, seed)
 
@@ -536,6 +578,8 @@ def chat(  # noqa: PLR0913
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
     seed: Seed = 0,
     bits: Width = None,
+    bpw: StoredBits = None,
+    size: Size = None,
     exact: Exact = True,
     kv_bits: KVBits = None,
     dtype: Dtype = "float32",
@@ -550,7 +594,17 @@ def chat(  # noqa: PLR0913
 
     _set_threads(threads)
     converse(
-        Generator(model, bits, dtype, device, _report(), exact=exact, kv_bits=kv_bits),
+        Generator(
+            model,
+            dtype,
+            device,
+            _report(),
+            exact=exact,
+            kv_bits=kv_bits,
+            bits=bits,
+            bpw=bpw,
+            size=None if size is None else _bytes(size),
+        ),
         max_new_tokens,
         temperature,
         seed,
@@ -560,7 +614,9 @@ def chat(  # noqa: PLR0913
 @app.command()
 def inspect(
     out: Artifact,
-    bits: Annotated[int | None, typer.Option(help="Read at this width of an any-precision artifact.")] = None,
+    bits: Width = None,
+    bpw: StoredBits = None,
+    size: Size = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
 ) -> None:
     """Show what the artifact OUT is made of, measured from its files.
@@ -569,7 +625,7 @@ def inspect(
     """
     from anybit.artifact import inspect as inspect_artifact
 
-    figures = inspect_artifact(out, bits)
+    figures = inspect_artifact(out, bits, bpw, None if size is None else _bytes(size))
     _emit(
         figures, None, (lambda f: typer.echo(json.dumps(f, indent=2))) if as_json else tables.print_inspection
     )
@@ -598,7 +654,7 @@ def verify(out: Artifact) -> None:
 
 @app.command()
 def plan(
-    model: Source,
+    model: Model,
     memory: Annotated[str | None, typer.Option(help="What the weights may take, e.g. 6GB.")] = None,
     group_size: Annotated[int, typer.Option(help="Input channels that share a scale.")] = 128,
     symmetric: Annotated[bool, typer.Option("--symmetric/--asymmetric")] = False,
@@ -609,9 +665,30 @@ def plan(
 ) -> None:
     """Show how large MODEL becomes at each width, and which widths fit a memory budget.
 
-    Example: `anybit plan MODEL --memory 6GB -o map.json`
+    Of an artifact of the method anybit: its curve, the size and the expected increase of the loss at each width.
+
+    Examples:
+
+        anybit plan MODEL --memory 6GB -o map.json
+
+        anybit plan out --memory 120MB
     """
+    from anybit.artifact import curve, is_artifact
     from anybit.plan import widths_for_memory
+
+    if is_artifact(Path(model)):
+        if out is not None:
+            raise InputError(
+                f"{model} is made: -o (--out) writes a map for a model that is not quantized yet"
+            )
+        rungs = curve(Path(model))
+        most = None if memory is None else _bytes(memory)
+        fitting = [r for r in rungs if r["present"] and (most is None or r["size_bytes"] <= most)]
+        if not fitting:
+            raise InputError(f"nothing fits {memory}: the core takes {rungs[0]['size_bytes'] / 1e6:.1f} MB")
+        show = (lambda f: typer.echo(json.dumps(f, indent=2))) if as_json else tables.print_curve
+        _emit({"curve": rungs, "best": fitting[-1]}, None, show)
+        return
 
     if out is not None and out.exists():
         raise InputError(f"{out} exists, perhaps with your edits: choose another -o, or remove it")
@@ -918,7 +995,7 @@ def _predict(model: str, config: QuantizeConfig, spec_map: Any, out: Path) -> di
     return {
         "coverage": made.coverage(),
         "warning": made.warning(config.method),
-        "estimated": config.wide_rows is not None and 0 < config.wide_rows < 1,
+        "estimated": config.progressive or (config.wide_rows is not None and 0 < config.wide_rows < 1),
         **estimate(streamed, made, config, out),
     }
 

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import anybit
-from anybit import finetune, kernels, salience
+from anybit import finetune, kernels, progressive, salience
 from anybit.architectures import max_positions
 from anybit.artifact import inspect
 from anybit.calibrate import Activations, Collector, gradient_statistics, spilled_statistics
@@ -27,7 +27,7 @@ from anybit.description import artifact_config, provenance
 from anybit.errors import InputError
 from anybit.formats import GroupInt
 from anybit.kernels.reference import round_inputs, rounds_inputs
-from anybit.methods import llm_mq, mixllm, registry, rtn, two_four_sixteen
+from anybit.methods import llm_mq, mixllm, nested, registry, rtn, two_four_sixteen
 from anybit.plan import Plan, check_disk, make_plan, scratch_bytes
 from anybit.progress import SILENT, Advance, Silent, ignore
 from anybit.spec import LayerSpec, QuantizeConfig, SpecMap, TileSpec
@@ -60,7 +60,7 @@ class QuantizeResult:
     taken_over_seconds: float = 0.0  # of that, in earlier runs
 
 
-def quantize(  # noqa: PLR0913 - mirrors the command's options
+def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
     model: str | Path,
     out: str | Path,
     config: QuantizeConfig | None = None,
@@ -126,14 +126,25 @@ def quantize(  # noqa: PLR0913 - mirrors the command's options
         if config.searches and text is not None:
             plan = _search(streamed, plan, config, spec_map or {}, text, writer, report)
             check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, config))
-        run = _Run(streamed, plan, config, writer, report)
+        worth = _worth(streamed, plan, text, writer, report) if config.progressive and text else {}
+        run = _Run(streamed, plan, config, writer, report, worth)
         run.outside()
         run.all_blocks(text)
         made = provenance(checkpoint, base_hash, config, text.describe() if text else None)
+        refined: progressive.Cut | None = None
+        if config.progressive:
+            report.say("orders the planes and writes core and refinements")
+            refined = progressive.cut(writer, plan.layouts, float(config.bits or progressive.BITS))
+            plan = replace(plan, layouts=refined.layouts)
         texts = {"README.md": model_card(checkpoint, plan, made)}
         checkpoint.copy_assets(writer.work)
         cost = writer.cost()
-        writer.finish(artifact_config(streamed, plan, made), texts)
+        described = artifact_config(streamed, plan, made)
+        if refined is None:
+            writer.finish(described, texts)
+        else:
+            described["quantization_config"]["bits"] = refined.bits
+            writer.finish(described, texts, refined.files, refined.section)
     figures = inspect(out)
     seconds = time.perf_counter() - start
     return QuantizeResult(
@@ -171,6 +182,16 @@ def _search(
     return make_plan(streamed, config, {**found, **spec_map})
 
 
+def _worth(
+    streamed: StreamedModel, plan: Plan, text: CalibrationSet, writer: ArtifactWriter, report: Silent
+) -> dict[str, Tensor]:
+    """What errors at the outputs of every layer are worth: once, then kept with the unfinished artifact."""
+    shapes = {name: (x["shape"][0], x["shape"][1]) for name, x in plan.layouts.items()}
+    found = salience.output_moments(streamed, text.tokens, shapes, writer.search(), report)
+    streamed.model.to("meta")
+    return found
+
+
 @dataclass(frozen=True)
 class _Run:
     """The pieces that every step of one run needs."""
@@ -180,6 +201,9 @@ class _Run:
     config: QuantizeConfig
     writer: ArtifactWriter
     report: Silent
+    worth: Mapping[
+        str, Tensor
+    ]  # of errors at the outputs of every layer, float32 [out]; where the method asks for it
 
     def outside(self) -> None:
         """Shard 0: everything outside the blocks."""
@@ -339,15 +363,17 @@ class _Run:
                     f"{self.streamed.model.config.model_type} models cannot be calibrated yet; choose --method rtn, "
                     "or leave the layer out with --exclude"
                 )
+        tensors: dict[str, Tensor] = {}
         made: Iterable[tuple[str, QuantizedWeight]] = (
-            (name, self._quantized(name, stats.get(name))) for name in linears
+            (name, self._quantized(name, stats.get(name), tensors)) for name in linears
         )  # one at a time
         if task is not None:
             made = self._finetuned(i, linears, stats, task, advance)
-        tensors: dict[str, Tensor] = {}
         for name, weight in made:
             packed = pack(weight)
-            assert packed.layout == self.plan.layouts[name], f"{name}: made another layout than planned"
+            assert self.config.progressive or packed.layout == self.plan.layouts[name], (
+                f"{name}: made another layout than planned"
+            )
             tensors |= {f"{name}.{field}": t for field, t in packed.tensors.items()}
             if advance is not None:
                 advance(1)
@@ -358,8 +384,17 @@ class _Run:
         self.writer.write_shard(i + 1, tensors)
         return tensors
 
-    def _quantized(self, name: str, stats: LinearStats | GradientStats | None) -> QuantizedWeight:
+    def _quantized(
+        self, name: str, stats: LinearStats | GradientStats | None, beside: dict[str, Tensor]
+    ) -> QuantizedWeight:
+        """A layer's weight; what is to be stored beside it until the end is put into `beside`."""
         with _named(name):
+            if self.config.progressive:
+                weight, spec = self.streamed.weight(name), self.plan.specs[name]
+                assert isinstance(stats, LinearStats)
+                made = nested.compress(weight, stats, spec, self.worth[name])
+                beside[f"{name}.{progressive.LOSSES}"] = made.losses
+                return QuantizedWeight((weight.shape[0], weight.shape[1]), (made.tile,))
             return registry.quantize(
                 self.config.method, self.streamed.weight(name), stats, self.plan.specs[name]
             )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anybit.errors import InputError
 from anybit.kernels.dispatch import Prepared
-from anybit.tensors import PackedWeight, at_width, stored_tensors, stored_widths
+from anybit.tensors import PackedWeight, at_width, code_bits, stored_tensors, stored_widths, widest
 
 # A layer's product as an operator, for whoever traces a model: torch.compile, torch.export. It names the layer by a
 # number, so a traced program runs in the process that holds the model.
@@ -35,9 +35,9 @@ class PackedModule(nn.Module):
 
     def __init__(self, layout: Mapping[str, Any]) -> None:
         super().__init__()
-        self.layout = layout
+        self.layout: Mapping[str, Any] = layout
         self.widths = stored_widths(layout)  # several: `bits` may be any of them
-        self._bits = max(self.widths, default=0)
+        self._running: Mapping[str, Any] = widest(layout)  # what it runs as
         self._exact = True
         for field, (dtype, shape) in stored_tensors(layout).items():
             if "." in field and field.partition(".")[0] not in self._modules:
@@ -80,7 +80,7 @@ class PackedModule(nn.Module):
         packed = self.packed
         with _PREPARING:
             if self._prepared is None:
-                made = Prepared(packed.at_width(self._bits), self._exact)
+                made = Prepared(packed.beginning(self._running), self._exact)
                 for field in made.taken if len(self.widths) < 2 else ():
                     self._set(field, torch.empty(0, dtype=packed.tensors[field].dtype))
                 self._prepared = made
@@ -94,16 +94,31 @@ class PackedModule(nn.Module):
             self._prepared = None
 
     @property
-    def bits(self) -> int:
-        """The width that a nested layer runs at; 0 for one that is not nested."""
-        return self._bits
+    def bits(self) -> float:
+        """The average width of the codes that the layer runs with."""
+        return code_bits({"": self._running})
 
-    @bits.setter
-    def bits(self, bits: int) -> None:
-        at_width(self.layout, bits)
-        if bits != self._bits:
+    def run_as(self, layout: Mapping[str, Any]) -> None:
+        """Run with the beginnings of the stored tensors that a layout names, from the next call on; copies nothing."""
+        if layout != self._running:
             self._give_back()
-            self._bits = bits
+            self._running = layout
+
+    def grow(self, layout: Mapping[str, Any], fill: Any) -> None:
+        """Become `layout`, whose tensors begin with the stored ones; `fill(field, tensor)` gets all that got longer."""
+        self._give_back()
+        for field, (dtype, shape) in stored_tensors(layout).items():
+            try:
+                old: Tensor | None = self.get_buffer(field)
+            except AttributeError:
+                old = None
+            if old is None or tuple(old.shape) != shape:
+                new = torch.empty(shape, dtype=dtype)
+                if old is not None:
+                    new[: len(old)] = old
+                fill(field, new)
+                self._set(field, new)
+        self.layout = self._running = layout
 
     @property
     def exact(self) -> bool:
@@ -209,19 +224,30 @@ class TiedHead(nn.Module):
         return self.embedding.matmul(x)  # type: ignore[operator]
 
 
-def set_bits(model: nn.Module, bits: int) -> None:
+def set_bits(model: nn.Module, bits: float) -> float:
     """Run all nested layers of a model at one of their widths from the next call on; copies no weight.
+
+    Args:
+        model: made by `anybit` (any average width that is there) or `any-precision` (one of its widths).
+        bits: the width; of an average, the largest there is below it.
+
+    Returns:
+        the average width that the model now runs at.
 
     Raises:
         InputError: a model without nested layers, or a width that they do not have; then nothing changes.
     """
+    if (ladder := getattr(model, "ladder", None)) is not None:
+        return ladder.set_bits(model, bits)
     nested = [m for m in model.modules() if isinstance(m, PackedModule) and len(m.widths) > 1]
     if not nested:
-        raise InputError("this model has one width: only any-precision artifacts can change theirs")
-    for module in nested:
-        at_width(module.layout, bits)
-    for module in nested:
-        module.bits = bits
+        raise InputError(
+            "this model has one width: artifacts of the methods anybit and any-precision can change theirs"
+        )
+    layouts = [at_width(module.layout, int(bits) if bits == int(bits) else bits) for module in nested]
+    for module, layout in zip(nested, layouts):
+        module.run_as(layout)
+    return float(bits)
 
 
 def set_exact(model: nn.Module, exact: bool) -> None:

@@ -12,7 +12,14 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 import anybit.integrations.transformers  # noqa: F401 - registers the quantizer
 from anybit import embeddings, evaluation, texts
 from anybit.architectures import auto_class, build_options, is_encoder, max_positions
-from anybit.artifact import check_width, inspect, is_artifact, open_artifact, refuse_unfinished
+from anybit.artifact import (
+    check_width,
+    choose_rung,
+    inspect,
+    is_artifact,
+    open_artifact,
+    refuse_unfinished,
+)
 from anybit.calibrate import load_whole
 from anybit.checkpoint import Checkpoint, open_checkpoint
 from anybit.errors import InputError
@@ -38,10 +45,12 @@ def check_device(device: str) -> None:
         raise InputError("device 'cuda': PyTorch finds no CUDA here; use cpu")
 
 
-def load(
+def load(  # noqa: PLR0913 - mirrors the command's options
     model: str | Path,
     *,
-    bits: int | None = None,
+    bits: float | None = None,
+    bpw: float | None = None,
+    size: int | None = None,
     exact: bool = True,
     dtype: str = "float32",
     device: str = "cpu",
@@ -51,8 +60,11 @@ def load(
 
     Args:
         model: what to load; an artifact's headers, shapes and indices are checked first.
-        bits: one width of an any-precision artifact: only its planes and tables are read from disk. Without it
-            all widths are loaded, and `model.set_bits(b)` changes the one that runs.
+        bits: the width to run at: any average width of an artifact of the method `anybit`, one of those of
+            `any-precision`. Nothing beyond it is read from disk. Without it all widths are loaded, and
+            `model.set_bits(b)` changes the one that runs.
+        bpw: of an artifact of the method `anybit`: the most stored bits per weight of the linear layers, instead.
+        size: the same in bytes of all files but the tokenizer.
         exact: False runs codebooks by row (SqueezeLLM, Any-Precision) on the CPU faster, with inputs and centroids
             rounded to 8 bits; `model.set_exact(e)` changes it.
         dtype: what it computes in ("float32", "bfloat16", "float16"); stored codes and scales keep theirs.
@@ -69,14 +81,23 @@ def load(
     refuse_unfinished(path)
     if is_artifact(path):
         quantization, checkpoint = open_artifact(path)
-        if bits is None:
+        found, rung = choose_rung(path, quantization, checkpoint, bits, bpw, size)
+        if found is not None:
+            if rung is None and (note := found.note()):
+                report.say(note)
+            config = checkpoint.config
+            config.quantization_config = {**quantization, "rung": found.present - 1 if rung is None else rung}
+            made = _from_pretrained(path, dtype, checkpoint, config=config)
+        elif bits is None:
             made = _from_pretrained(path, dtype, checkpoint)
         else:
             made = _at_width(path, quantization, checkpoint, bits, dtype)
         set_exact(made, exact)
         return made.eval().to(device)
-    if bits is not None:
-        raise InputError(f"{model} is not an any-precision artifact: leave bits (--bits) out")
+    if (bits, bpw, size) != (None, None, None):
+        raise InputError(
+            f"{model} is no artifact of several widths: leave bits, bpw and size (--bits, ...) out"
+        )
     checkpoint = open_checkpoint(model)
     if checkpoint.gguf is None:
         return _from_pretrained(checkpoint.path, dtype, checkpoint).eval().to(device)
@@ -84,7 +105,9 @@ def load(
     return loaded.eval().to(device)
 
 
-def _at_width(path: Path, quantization: dict[str, Any], checkpoint: Checkpoint, bits: int, dtype: str) -> Any:
+def _at_width(
+    path: Path, quantization: dict[str, Any], checkpoint: Checkpoint, bits: float, dtype: str
+) -> Any:
     """A nested artifact at one width; of its other planes and tables nothing is read."""
     stored = quantization["layers"]
     if len(check_width(path, stored, bits)) < 2:
@@ -194,7 +217,9 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     tasks: tuple[str, ...] = (),
     tasks_dir: Path | None = None,
     limit: int | None = None,
-    bits: int | None = None,
+    bits: float | None = None,
+    bpw: float | None = None,
+    size: int | None = None,
     exact: bool = True,
     kv_bits: int | None = None,
     dtype: str = "float32",
@@ -203,7 +228,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
 ) -> dict[str, Any]:
     """Perplexity of a model on a text, its divergence from `base`, and zero-shot tasks; of an encoder its embeddings.
 
-    `text` is the built-in evaluation text by default; `bits` and `exact`: see `load`; `seq_len` is
+    `text` is the built-in evaluation text by default; `bits`, `bpw`, `size` and `exact`: see `load`; `seq_len` is
     2048 by default, or what the model reaches. `base_cache` is a folder where what `base` computes is kept for the next
     model that is compared with it (see `evaluation.recalled`). With `kv_bits` below 16 (default: what the artifact asks
     for) attention reads nothing but quantized keys and values.
@@ -231,6 +256,8 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
             "tasks_dir": tasks_dir,
             "limit": limit,
             "bits": bits,
+            "bpw": bpw,
+            "size": size,
             "kv_bits": kv_bits,
         }
         _refuse_for_encoder(model, unused)
@@ -251,7 +278,9 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     tokenizer = load_tokenizer(model)
     content = texts.read_text(text)
     tokens = texts.token_ids(tokenizer, content)
-    loaded = load(model, bits=bits, exact=exact, dtype=dtype, device=device, report=report)
+    loaded = load(
+        model, bits=bits, bpw=bpw, size=size, exact=exact, dtype=dtype, device=device, report=report
+    )
     reference = load(base, dtype=dtype, device=device, report=report) if base is not None else None
     if seq_len is None:
         seq_len = min(SEQ_LEN, max_positions(loaded) or SEQ_LEN)
@@ -276,18 +305,20 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     for note in result.notes:
         report.say(note)
     figures = {"model": str(model), "text": text, **result.as_dict(), "dtype": dtype, "kv_bits": kv_bits}
-    figures |= _stored(model, bits)
+    figures |= _stored(model, bits, bpw, size)
     if prepared is not None:
         with quantized_attention(loaded, kv_bits):
             figures["tasks"] = lm_eval.run_prepared(loaded, tokenizer, prepared, batch_size=8)
     return figures
 
 
-def _stored(model: str | Path, bits: int | None = None) -> dict[str, Any]:
+def _stored(
+    model: str | Path, bits: float | None = None, bpw: float | None = None, size: int | None = None
+) -> dict[str, Any]:
     """What `evaluate` says of an artifact's size."""
     if not is_artifact(Path(model)):
         return {"bits_per_weight": None}
-    made = inspect(Path(model), bits)
+    made = inspect(Path(model), bits, bpw, size)
     keys = ("method", "bits", "bits_per_weight", "file_bits_per_weight", "size_bytes")
     return {key: made[key] for key in keys}
 

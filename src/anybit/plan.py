@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from anybit import finetune, salience
+from anybit import finetune, progressive, salience
 from anybit.description import dense_layout
 from anybit.errors import InputError
 from anybit.footprint import overhead_bytes
@@ -31,6 +31,7 @@ from anybit.streaming import StreamedModel, selected
 from anybit.tensors import code_bits, stored_bytes, widest
 
 CLUSTERING = 6e-8  # seconds per weight and thread, at 3 bits
+NESTED_CODES = 5e-7  # the same of nested codes
 BUDGET_STEPS = 100  # a budget finds the average width to a hundredth of a bit
 IMPORT_BYTES = 450_000_000  # PyTorch, Transformers and a tokenizer before any tensor is read
 
@@ -49,6 +50,7 @@ class Plan:
         str, dict[str, Any]
     ]  # descriptions of the linear layers inside the blocks that are left as they are
     overhead_bytes: int = 0  # of everything beside the tensors, the tokenizer apart
+    refinement_bytes: int = 0  # about what the files of refinements have besides planes
 
     @property
     def bits_per_weight(self) -> float:
@@ -63,7 +65,7 @@ class Plan:
     def _bits_per_weight(self, layouts: Mapping[str, Mapping[str, Any]]) -> float:
         packed = sum(stored_bytes(layout) for layout in layouts.values())
         kept = sum(self._kept_bytes(f"{name}.weight") for name in self.dense)
-        return 8 * (packed + kept) / self.linear_weights
+        return 8 * (packed + kept + self.refinement_bytes) / self.linear_weights
 
     @property
     def input_stats(self) -> bool:
@@ -87,7 +89,7 @@ class Plan:
     @property
     def size_bytes(self) -> int:
         """Bytes of all files but the tokenizer: never less than they turn out to be, and a few kB more at most."""
-        return self.tensor_bytes + self.overhead_bytes
+        return self.tensor_bytes + self.overhead_bytes + self.refinement_bytes
 
     @property
     def quantized_weights(self) -> int:
@@ -170,6 +172,8 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
     dense = {n: dense_layout(s, kept[f"{n}.weight"][0]) for n, s in shapes.items() if n not in specs}
     linear = sum(prod(shape) for shape in shapes.values())
     plan = Plan(specs, layouts, embeddings, kept, linear, total, dense)
+    if config.progressive:
+        plan = replace(plan, refinement_bytes=progressive.overhead_bytes(config.bits or 8, len(layouts)))
     return replace(plan, overhead_bytes=overhead_bytes(streamed, plan, config))
 
 
@@ -277,6 +281,9 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
         moments = 2 * tokens * sum(n**2 for n in {shape[1] for shape in shapes.values()}) * 1.5
         if config.method != "rtn":
             sweep = 2.0 * sum(s[0] * s[1] ** 2 + s[1] ** 3 for s in shapes.values()) / blocks
+    if config.progressive:
+        clustering = NESTED_CODES * plan.quantized_weights / torch.get_num_threads()
+        sweep *= progressive.BITS
     if config.method in CODEBOOK_METHODS:
         seed = min(config.widths) if config.nested else config.bits or 4
         clustering = CLUSTERING * 2 ** max(0.0, seed - 3) * plan.quantized_weights / torch.get_num_threads()
@@ -312,7 +319,9 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
 
 
 def scratch_bytes(plan: Plan, config: QuantizeConfig) -> int:
-    """What a run keeps on disk until its end: the float32 Fisher information, where a method needs it."""
+    """What a run keeps on disk until its end: the float32 Fisher information, or all planes before they are cut."""
+    if config.progressive:
+        return 2 * plan.quantized_weights + plan.tensor_bytes
     return 4 * plan.quantized_weights if config.gradients else 0
 
 

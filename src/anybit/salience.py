@@ -86,8 +86,35 @@ def wide_share(config: QuantizeConfig) -> float:
     return ((config.bits or mixllm.NARROW) - mixllm.NARROW) / (mixllm.WIDE - mixllm.NARROW)
 
 
+def output_moments(
+    streamed: StreamedModel,
+    tokens: Tensor,  # int64 [samples, seq_len]
+    shapes: Shapes,
+    folder: Path | None = None,
+    report: Silent = SILENT,
+) -> dict[str, Tensor]:
+    """What a squared error at each output of every layer is worth: nats per token of the model's loss, float32 [out].
+
+    The loss of a token grows by `1/2 (g e)^2` for an error e at an output whose gradient is g, to second order and
+    with the Fisher information in place of the Hessian; an error of expectation `E[e^2]` at every token costs
+    `1/2 seq_len E[sum over tokens of g^2] E[e^2]`, g being the gradient of a sample's mean loss. Arguments and what
+    is raised: see `search`.
+    """
+    advance = report.task(f"gradients at the outputs of {len(shapes)} layers", len(tokens))
+    like = {name: torch.zeros(out) for name, (out, _) in shapes.items()}
+
+    def reduce(stats: GradientStats) -> Tensor:
+        assert stats.output_moment is not None
+        return stats.output_moment
+
+    found = _mean(streamed, tokens, [], reduce, like, folder, advance)
+    return {name: moment * (tokens.shape[1] / 2) for name, moment in found.items()}
+
+
 def passes(config: QuantizeConfig) -> int:
     """How often the search goes through the calibration tokens."""
+    if config.progressive:
+        return 1
     share = wide_share(config)
     if config.method != "mixllm" or share in (0, 1):
         return int(config.method == "llm-mq")

@@ -39,6 +39,7 @@ def bits_eq10(wide: float, group_size: int) -> float:
 
 
 METHOD_WIDTHS = {
+    "anybit": Widths(2, 8, fractional=True),
     "rtn": Widths(2, 8),
     "gptq": Widths(2, 8),
     "awq": Widths(2, 8),
@@ -55,7 +56,7 @@ METHODS = tuple(METHOD_WIDTHS)
 CODEBOOK_METHODS = ("squeezellm", "any-precision", "cmpq")
 FISHER_METHODS = ("squeezellm", "any-precision")  # calibrated on gradients
 SEARCH_METHODS = ("mixllm", "llm-mq")  # widths chosen by gradients
-ENCODER_METHODS = tuple(m for m in METHODS if m not in (*FISHER_METHODS, *SEARCH_METHODS))
+ENCODER_METHODS = tuple(m for m in METHODS if m not in ("anybit", *FISHER_METHODS, *SEARCH_METHODS))
 CODEBOOK_BITS = (16, 8, 4)
 UNIFORM_METHODS = ("rtn", "gptq", "awq", "smoothquant", "mixllm", "atom", "llm-mq")
 COMPENSATED = ("gptq", "mixllm", "atom", "llm-mq")  # uniform grids with GPTQ's error compensation
@@ -64,12 +65,14 @@ USED_BY = {
     **dict.fromkeys(("group_size", "clip"), (*UNIFORM_METHODS, "two-four-sixteen")),
     "clip_ratio": UNIFORM_METHODS,
     **dict.fromkeys(("act_bits", "act_clip", "act_search", "act_static"), UNIFORM_METHODS),
-    **dict.fromkeys(("attention_weights", "one_shot"), (*UNIFORM_METHODS, "two-four-sixteen", "cmpq")),
+    "attention_weights": ("anybit", *UNIFORM_METHODS, "two-four-sixteen", "cmpq"),
+    "one_shot": (*UNIFORM_METHODS, "two-four-sixteen", "cmpq"),
     "symmetric": ("rtn", "gptq", "awq", "smoothquant", "atom", "llm-mq"),
     "scaling": UNIFORM_METHODS,
     "group_reorder": COMPENSATED,
     "desc_act": ("gptq",),
-    "damp": (*COMPENSATED, "two-four-sixteen", "cmpq"),
+    "damp": ("anybit", *COMPENSATED, "two-four-sixteen", "cmpq"),
+    **dict.fromkeys(("kept_channels", "tune_for"), ("anybit",)),
     **dict.fromkeys(
         ("wide_groups", "exclusive_outliers", "finetune", "finetune_epochs"), ("two-four-sixteen",)
     ),
@@ -146,6 +149,8 @@ class LayerSpec:
         0.0005  # cmpq: share of weights kept sparsely, those a first clustering misses most
     )
     compensate: bool = True  # cmpq: what a channel loses is compensated in those clustered later
+    kept_channels: float = 1 / 128  # anybit: share of input channels that stay float16
+    tune_for: float = 3.0  # anybit: average width at which errors count most
     extremes: bool = True  # cmpq, at 3 bits: the top 1 % of channels get 4 bits, the bottom 1 % get 2
 
     @staticmethod
@@ -170,6 +175,8 @@ class QuantizeConfig:
     act_static: bool = False
     kv_bits: int = 16  # width of the KV-cache that the artifact asks for
     scaling: str | None = None  # None: the method's
+    kept_channels: float = 1 / 128  # anybit: see LayerSpec
+    tune_for: float = 3.0
     outlier_channels: int | None = None  # atom: see LayerSpec
     wide_groups: float | None = (
         None  # two-four-sixteen: share of groups at 4 bits; None: 0.25, or what `bits` says
@@ -198,7 +205,7 @@ class QuantizeConfig:
     error_outliers: float = 0.0005
     compensate: bool = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: PLR0912 - a check each
         check_method(self.method)
         _check_types(self)
         check_codebooks(self)
@@ -241,7 +248,9 @@ class QuantizeConfig:
             raise InputError(f"damp {self.damp} must lie between 0 and 1 (0.01 is usual)")
         if self.samples < 1 or self.seq_len < 1:
             raise InputError(f"samples ({self.samples}) and seq_len ({self.seq_len}) must be at least 1")
-        if (self.gradients or self.searches) and self.seq_len < 2:
+        if not 2 <= self.tune_for <= 8:
+            raise InputError(f"tune_for {self.tune_for:g}: expected an average width from 2 to 8")
+        if (self.gradients or self.searches or self.progressive) and self.seq_len < 2:
             raise InputError(
                 f"{self.method} needs gradients, and windows of 1 token have none: raise seq_len (--seq-len)"
             )
@@ -276,7 +285,7 @@ class QuantizeConfig:
             return 4 + 4 * self.wide_rows
         if self.method == "two-four-sixteen" and self.wide_groups is not None:
             return bits_eq10(self.wide_groups, self.group_size or 16)
-        return 8 if self.method == "smoothquant" else 4
+        return 8 if self.method in ("anybit", "smoothquant") else 4
 
     def _resolve(self) -> None:
         """Fill in what the method decides."""
@@ -322,6 +331,11 @@ class QuantizeConfig:
         return self.method == "any-precision"
 
     @property
+    def progressive(self) -> bool:
+        """Whether the artifact is a core and refinements, in one order over the whole model."""
+        return self.method == "anybit"
+
+    @property
     def searches(self) -> bool:
         """Whether widths are chosen over the whole model, from gradients, before any block is quantized."""
         return self.method in SEARCH_METHODS
@@ -349,18 +363,20 @@ class QuantizeConfig:
     @property
     def unquantized_inputs(self) -> bool:
         """Whether blocks are calibrated on what the unquantized model hands them."""
-        return self.one_shot or (self.method == "cmpq" and not self.compensate)
+        return self.one_shot or self.progressive or (self.method == "cmpq" and not self.compensate)
 
     @property
     def hessians(self) -> bool:
         """Whether calibration collects whole second moments, not only the channels' norms."""
         if self.method == "cmpq":
             return self.compensate
-        second_order = (*COMPENSATED, "two-four-sixteen")
+        second_order = ("anybit", *COMPENSATED, "two-four-sixteen")
         return self.method in second_order or self.clips or (self.scaling != "none" and self.act_bits == 16)
 
     def layer_spec(self) -> LayerSpec:
         return LayerSpec(
+            kept_channels=self.kept_channels,
+            tune_for=self.tune_for,
             tiles=(TileSpec(self.bits or 4, self.group_size or 128, bool(self.symmetric)),),
             clip=self.clips,
             clip_ratio=self.clip_ratio or 1.0,
@@ -410,6 +426,7 @@ def check_codebooks(options: QuantizeConfig | LayerSpec) -> None:
         "channel_outliers",
         "error_outliers",
         "exclusive_outliers",
+        "kept_channels",
     ):
         if not 0 <= getattr(options, name) <= 0.1:
             raise InputError(

@@ -129,6 +129,15 @@ def print_plan(f: dict[str, Any]) -> None:
         )
 
 
+def print_curve(f: dict[str, Any]) -> None:
+    """What an artifact of many sizes is at each of them."""
+    typer.echo("bits  bits per weight      size  expected increase of the loss (nats per token)")
+    for row in f["curve"]:
+        mark = "  not here" if not row["present"] else "  <- the best that fits" if row == f["best"] else ""
+        size = f"{row['size_bytes'] / 1e6:.1f} MB"
+        typer.echo(f"{row['bits']:4.2f}  {row['bits_per_weight']:15.3f}  {size:>8}  {row['loss']:.4f}{mark}")
+
+
 def print_bench_quantize(f: dict[str, Any]) -> None:
     """Clustering rates, then the figures as one line of JSON."""
     typer.echo("million weights per second of one core; loss over the peer's")

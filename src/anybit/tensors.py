@@ -56,7 +56,10 @@ class PackedWeight:
 
     def at_width(self, bits: int) -> PackedWeight:
         """The same weight at one of its widths: views of the planes and the table that it needs, nothing copied."""
-        layout = at_width(self.layout, bits)
+        return self.beginning(at_width(self.layout, bits))
+
+    def beginning(self, layout: Mapping[str, Any]) -> PackedWeight:
+        """The same weight as a layout whose tensors are beginnings of these: views, nothing copied."""
         wanted = stored_tensors(layout)
         return PackedWeight(layout, {field: self.tensors[field][: wanted[field][1][0]] for field in wanted})
 
@@ -183,7 +186,7 @@ def code_bits(layouts: Mapping[str, Mapping[str, Any]]) -> float:
         out_features, in_features = layout["shape"]
         for tile in layout["tiles"]:
             if tile["format"] != Float16.NAME:
-                area = tile.get("rows", out_features) * tile.get("cols", in_features)
+                area = tile.get("rows", out_features) * (tile.get("cols", in_features) - tile.get("kept", 0))
                 weights, bits = weights + area, bits + area * tile["bits"]
     return bits / weights if weights else 16.0 * bool(layouts)
 
@@ -196,7 +199,7 @@ def stored_widths(layout: Mapping[str, Any]) -> tuple[int, ...]:
     return nested[0] if len(nested) == 1 == len(layout["tiles"]) else ()
 
 
-def at_width(layout: Mapping[str, Any], bits: int) -> dict[str, Any]:
+def at_width(layout: Mapping[str, Any], bits: float) -> dict[str, Any]:
     """The layout of a nested layer read at one of its widths; a layer that is not nested stays as it is.
 
     Raises:
@@ -206,7 +209,8 @@ def at_width(layout: Mapping[str, Any], bits: int) -> dict[str, Any]:
     if len(widths) < 2:
         return dict(layout)
     if bits not in widths:
-        raise InputError(f"the artifact has the widths {', '.join(map(str, widths))}, not {bits}")
+        raise InputError(f"the artifact has the widths {', '.join(map(str, widths))}, not {bits:g}")
+    bits = int(bits)
     return {**layout, "tiles": [{**layout["tiles"][0], "bits": bits, "widths": [bits]}]}
 
 

@@ -153,9 +153,15 @@ class ArtifactWriter:
             InputError: the disk is full or refuses the file; what was finished stays and a rerun resumes.
         """
         path = self.work / self.file(shard)
+        self._save(path, tensors, {"format": "pt"})
+        entry = _entry(shard, path, file_sha256(path))
+        self._note(entry)
+        self.finished[shard] = entry
+
+    def _save(self, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         temporary = path.with_suffix(".tmp")
         try:
-            save_file({k: t.contiguous() for k, t in tensors.items()}, temporary, metadata={"format": "pt"})
+            save_file({k: t.contiguous() for k, t in tensors.items()}, temporary, metadata=metadata)
             _sync(temporary)
         except (SafetensorError, OSError) as error:
             temporary.unlink(missing_ok=True)
@@ -172,9 +178,6 @@ class ArtifactWriter:
         temporary.chmod(0o644)  # safetensors makes files that only their owner reads
         os.replace(temporary, path)
         _sync(self.work)
-        entry = _entry(shard, path, file_sha256(path))
-        self._note(entry)
-        self.finished[shard] = entry
 
     def read_shard(self, shard: int) -> dict[str, Tensor]:
         return load_file(self.work / self.file(shard))
@@ -220,15 +223,64 @@ class ArtifactWriter:
             if folder.exists():
                 _remove(folder)
 
-    def finish(self, config: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-        """Write index, hashes, config and other text files, then give the directory its name."""
-        shards = [(self.file(i), self.finished[i]) for i in range(self.shards)]
-        weight_map = {tensor: file for file, entry in shards for tensor in entry["tensors"]}
-        total = sum(_data_bytes(self.work / file) for file, _ in shards)
+    def begin_cut(self) -> None:
+        """From now on, write the shards anew, and files beside them: the artifact will be made of those alone."""
+        self.work = self.folder / "cut"
+        _remove(self.work)
+        self.work.mkdir()
+
+    def read_whole(self, shard: int) -> dict[str, Tensor]:
+        """A shard as the run wrote it, before and after `begin_cut`."""
+        return load_file(self._whole(shard))
+
+    def read_rows(self, shard: int, rows: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+        """Of tensors of such a shard some rows each, name -> (first, last); nothing else is read."""
+        with safe_open(self._whole(shard), framework="pt") as file:
+            return {name: file.get_slice(name)[first:last] for name, (first, last) in rows.items()}
+
+    def _whole(self, shard: int) -> Path:
+        return self.folder / "artifact" / self.file(shard)
+
+    def write_cut(
+        self, file: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Write a file of the cut artifact; returns its `bytes` and `sha256`."""
+        path = self.work / file
+        self._save(
+            path, tensors, dict(metadata or {"format": "pt"})
+        )  # one key: of several, the order is by chance
+        return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+    def finish(
+        self,
+        config: Mapping[str, Any],
+        texts: Mapping[str, str],
+        beside: Mapping[str, Mapping[str, Any]] | None = None,
+        sections: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write index, hashes, config and other text files, then give the directory its name.
+
+        Args:
+            config: config.json.
+            texts: other files by name.
+            beside: `bytes` and `sha256` of files that are no shards.
+            sections: what else the list of hashes says.
+        """
+        files = [self.file(i) for i in range(self.shards)]
+        entries = {file: _entry(i, self.work / file, "") for i, file in enumerate(files)}
+        hashed = {i: entry["sha256"] for i, entry in self.finished.items()}
+        cut = self.work != self.folder / "artifact"
+        weight_map = {tensor: file for file, entry in entries.items() for tensor in entry["tensors"]}
+        total = sum(_data_bytes(self.work / file) for file in files)
         described = described_files(weight_map, total, config)
-        hashes = hash_list(
-            {file: {"bytes": e["bytes"], "sha256": e["sha256"]} for file, e in shards}, described
-        )
+        listed = {
+            file: {
+                "bytes": entries[file]["bytes"],
+                "sha256": file_sha256(self.work / file) if cut else hashed[i],
+            }
+            for i, file in enumerate(files)
+        }
+        hashes = hash_list({**listed, **(beside or {})}, described, sections)
         for name, text in {**described, HASHES: hashes, **texts}.items():
             (self.work / name).write_text(text, encoding="utf-8")
         for path in [*self.work.rglob("*"), self.work]:
@@ -246,6 +298,8 @@ class ArtifactWriter:
         _sync(self.out.parent)
         _remove(replaced)
         self._journal.close()  # some network file systems keep the name of an open file
+        if self.work.name != "artifact":  # what it was cut from
+            _remove(self.folder / "artifact")
         _remove(self.folder / JOURNAL)
         with contextlib.suppress(OSError):  # OUT is complete, whatever else lies in the folder
             self.folder.rmdir()
@@ -308,13 +362,17 @@ def described_files(weight_map: Mapping[str, str], total: int, config: Mapping[s
     return {INDEX: dump_json(index), "config.json": dump_json(config)}
 
 
-def hash_list(shards: Mapping[str, Mapping[str, Any]], described: Mapping[str, str]) -> str:
+def hash_list(
+    shards: Mapping[str, Mapping[str, Any]],
+    described: Mapping[str, str],
+    sections: Mapping[str, Any] | None = None,
+) -> str:
     """anybit.index.json: size and SHA-256 of the shards (given) and of the texts beside them (by file name)."""
     files = dict(shards)
     for name, text in described.items():
         data = text.encode()
         files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    return dump_json({"format_version": FORMAT_VERSION, "files": files})
+    return dump_json({"format_version": FORMAT_VERSION, "files": files, **(sections or {})})
 
 
 def _entry(shard: int, path: Path, sha256: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from anybit.bench import ggml
 from anybit.errors import InputError
-from anybit.formats import BLOCK, Sparse, TwoFour
+from anybit.formats import BLOCK, Nested, Sparse, TwoFour
 from anybit.kernels import cpu, info
 from anybit.kernels.dispatch import Prepared
 from anybit.progress import SILENT, Silent
@@ -51,6 +51,7 @@ ATOM_OUTLIERS = 128
 SPARSE = 0.005  # of the weights
 INT_WIDTHS = (2, 3, 4, 5, 6, 8)
 CODEBOOK_WIDTHS = (2, 3, 4, 5, 6, 8)
+NESTED_WIDTHS = (2, 3, 4, 5)
 FAST = " A8"  # codebooks with byte centroids and inputs of 8 bits
 LIMIT = "memory read"
 OWN = "own bfloat16"  # a product that does nothing but read 16 bits a weight
@@ -166,6 +167,10 @@ def layouts(out: int, columns: int) -> dict[str, dict[str, Any]]:
     tiles |= {f"codebook {bits}": [codebook(bits)] for bits in CODEBOOK_WIDTHS}
     tiles |= {f"by channel {bits}": [codebook(bits, by_channel=True)] for bits in (2, 3, 4)}
     tiles |= {f"codebook {bits}{FAST}": [codebook(bits)] for bits in CODEBOOK_WIDTHS}
+    kept = columns // 128
+    tiles |= {f"nested {bits}": [Nested.description([out] * bits, kept)] for bits in NESTED_WIDTHS}
+    mixed = [out, out, out * 3 // 4, out // 2, out // 4]  # an average of 3.5 bits
+    tiles["nested 2 to 5"] = [Nested.description([n for n in mixed if n], kept)]
     made: dict[str, dict[str, Any]] = {
         name: {"shape": [out, columns], "tiles": entry} for name, entry in tiles.items() if out > 1 < columns
     }
@@ -187,6 +192,11 @@ def random_weight(layout: dict[str, Any]) -> PackedWeight:
             tensors[field], rows = rows[: shape[0]].sort().values.int(), rows[shape[0] :]
         elif kind == "cols":
             tensors[field], cols = cols[: shape[0]].int(), cols[shape[0] :]
+        elif kind == "order":
+            tensors[field] = rows.to(torch.int32 if dtype == torch.int32 else torch.int16).view(dtype)
+        elif kind == "kept":
+            index = cols[: shape[0]].sort().values
+            tensors[field] = index.to(torch.int32 if dtype == torch.int32 else torch.int16).view(dtype)
         elif kind == "blocks":  # every fourth at 4 bits
             tensors[field] = torch.full(shape, 0x88, dtype=dtype)
             tensors[field][-1] &= (1 << (columns // BLOCK - 1) % 8 + 1) - 1

@@ -13,6 +13,7 @@ from anybit.checkpoint import Checkpoint
 from anybit.convert import compute_dtype
 from anybit.errors import InputError
 from anybit.plan import make_plan
+from anybit.progressive import BITS, CORE_BITS
 from anybit.spec import METHOD_WIDTHS, QuantizeConfig, check_method
 from anybit.streaming import StreamedModel
 
@@ -144,6 +145,10 @@ def _cell(entry: Entry, bits: float, settings: Settings) -> Cell:
         if bits not in config.widths:
             widths = ", ".join(map(str, config.widths))
             raise InputError(f"the artifact has the widths {widths} (option widths)")
+        return Cell(entry, bits, config, arguments)
+    if config.progressive:
+        if not CORE_BITS <= bits <= (config.bits or BITS):
+            raise InputError(f"the artifact has average widths from {CORE_BITS:g} to {config.bits or BITS:g}")
         return Cell(entry, bits, config, arguments)
     if bits not in METHOD_WIDTHS[entry.method]:
         raise InputError(f"{entry.method} has {METHOD_WIDTHS[entry.method]} bits")

@@ -187,7 +187,7 @@ class _Runner:
             return {**found, "name": cell.entry.name}
         artifact = self.artifact(cell)
         made = self._made(cell, artifact)
-        width = int(cell.bits) if cell.config.nested else None
+        width = cell.bits if cell.config.nested or cell.config.progressive else None
         figures = self._measure(str(artifact), width)
         stored = inspect(artifact, width)
         head = {
@@ -210,7 +210,8 @@ class _Runner:
 
     def artifact(self, cell: Cell) -> Path:
         """Where a cell's artifact lies while it is measured; widths of a nested one share it."""
-        name = _slug(cell.entry.name) + ("" if cell.config.nested else f"-{cell.bits:g}")
+        shared = cell.config.nested or cell.config.progressive
+        name = _slug(cell.entry.name) + ("" if shared else f"-{cell.bits:g}")
         return self.out / WORK / f"{name}-{self._key(cell.config.as_dict())}"
 
     def remove(self, artifact: Path) -> None:
@@ -244,7 +245,7 @@ class _Runner:
         beside.write_text(dump_json(made), encoding="utf-8")
         return made
 
-    def _measure(self, model: str, bits: int | None = None) -> dict[str, Any]:
+    def _measure(self, model: str, bits: float | None = None) -> dict[str, Any]:
         begun = time.perf_counter()
         s = self.settings
         figures = evaluate(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +17,10 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from anybit import progressive
 from anybit.description import check_layers
 from anybit.errors import InputError
 from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead, set_bits, set_exact
@@ -63,6 +67,7 @@ class AnybitQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, PackedModule) and module.packed.tensors:
                 validate(name, module.packed)
+        _refine(model, self.quantization_config)
         model.set_bits = functools.partial(set_bits, model)
         model.set_exact = functools.partial(set_exact, model)
         model.kv_bits = getattr(self.quantization_config, "kv_bits", 16)
@@ -74,6 +79,32 @@ class AnybitQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _refine(model: Any, config: AnybitConfig) -> None:
+    """Add the refinements that lie beside the core, all that are there or as many as `config.rung` says."""
+    upto = config.__dict__.pop("rung", None)
+    folder = Path(model.name_or_path)
+    if upto == 0 or not any(progressive.is_nested(layout) for layout in config.layers.values()):
+        return
+    if not folder.is_dir():  # a hub id, of which Transformers has fetched the core
+        index = cached_file(
+            model.name_or_path, "anybit.index.json", _raise_exceptions_for_missing_entries=False
+        )
+        if index is None:
+            return
+        folder = Path(index).parent
+        listed = progressive.read_progressive(folder, config.layers)
+        for rung in () if listed is None else listed.rungs[1 : None if upto is None else upto + 1]:
+            cached_file(model.name_or_path, rung.file)
+    found = progressive.read_progressive(folder, config.layers)
+    if found is None:
+        return
+    if upto is None and (note := found.note()):
+        warnings.warn(note, stacklevel=2)
+    model.ladder = progressive.refine(model, found, found.present - 1 if upto is None else upto)
+    for name, counts in model.ladder.counts[-1].items():
+        config.layers[name] = progressive.with_counts(config.layers[name], counts)
 
 
 def register() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit import formats
+from anybit import formats, shapes
 from anybit.codes import pack_bits, unpack_bits
 
 try:
@@ -248,7 +250,7 @@ class TwoFour:
             part.matmul(x.index_select(1, columns), y, threads)
 
     def parts(self) -> list[tuple[_Tile, Tensor]]:
-        """The tiles that it consists of, and the channels int32 of each."""
+        """The tiles that it consists of, and the input channels int32 of each."""
         pairs = zip((self._narrow, self._wide), self.channels)
         return [(part, columns.int()) for part, columns in pairs if part is not None]
 
@@ -295,7 +297,66 @@ class Float16(_Tile):
         return self._values.to(dtype)
 
 
-Tile = GroupInt | Codebook | Channels | TwoFour | Float16
+class Nested:
+    """One tile in format "nested": its rows of all widths, and the input channels that are kept."""
+
+    __slots__ = ("_channels", "_coded", "_kept", "_order", "_planes", "columns", "rows", "takes_bf16")
+
+    def __init__(  # noqa: PLR0913 - what the format has
+        self,
+        planes: Sequence[Tensor],  # uint32 [rows that have the bit, words], the most significant first
+        order: Tensor,  # int64 [r]
+        kinds: Tensor,  # uint8 [r]
+        scales: Tensor,  # float16 [r]
+        kept: Tensor,  # int64 [k]
+        kept_values: Tensor | None,  # float16 [r, k]; None where k = 0
+        columns: int,  # c
+        isa: str | None = None,
+    ) -> None:
+        self.rows, self.columns = len(order), columns
+        self._channels = formats.Nested.coded(columns, kept).int(), kept.int()
+        self._order = order.int()
+        coded = _native.Nested(
+            list(planes), self._order, kinds, scales.float(), columns - len(kept), _shapes(isa), isa
+        )
+        self._coded = _Tile(coded, self.rows, columns - len(kept))
+        self._kept: Float16 | None = None
+        if kept_values is not None:
+            natural = torch.empty_like(kept_values)
+            natural[order] = kept_values
+            self._kept = Float16(natural, None, isa)
+        self.takes_bf16 = self._coded.takes_bf16
+
+    def matmul(self, x: Tensor, y: Tensor, threads: int | None = None) -> None:
+        """`y += x @ W.T` of x [m, c] and contiguous y [m, r]; see `GroupInt.matmul`."""
+        for part, columns in self.parts():
+            part.matmul(x if columns is None else x.index_select(1, columns), y, threads)
+
+    def parts(self) -> list[tuple[_Tile, Tensor | None]]:
+        """The tiles that it consists of, and the input channels int32 of each; None: all."""
+        coded, kept = self._channels
+        if self._kept is None:
+            return [(self._coded, None)]
+        return [(self._coded, coded), (self._kept, kept)]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
+        """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
+        stored = torch.empty(self.rows, self._coded.columns)
+        self._coded._native.dequantize(stored, threads or torch.get_num_threads())
+        out, (coded, kept) = torch.empty(self.rows, self.columns), self._channels
+        out[self._order.long()[:, None], coded.long()] = stored
+        if self._kept is not None:
+            out[:, kept.long()] = self._kept.dequantize()
+        return out.to(dtype)
+
+
+@cache
+def _shapes(isa: str | None) -> Any:
+    """The tables of `shapes` for the kernels of an instruction set."""
+    return _native.Shapes(shapes.tables(), isa)
+
+
+Tile = GroupInt | Codebook | Channels | TwoFour | Nested | Float16
 
 
 class Layer:
@@ -309,7 +370,7 @@ class Layer:
 
     def add(
         self,
-        tile: _Tile | TwoFour,
+        tile: _Tile | TwoFour | Nested,
         cols: Tensor | None = None,  # int32 [c] inputs that the tile reads; None: all
         act_bits: int = 0,  # its inputs are rounded to; 0: they are not
         group_size: int = 1,  # inputs that share a scale
@@ -321,9 +382,9 @@ class Layer:
         Raises:
             ValueError: an index out of range, a tile that does not fit the layer.
         """
-        if isinstance(tile, TwoFour):
+        if isinstance(tile, TwoFour | Nested):
             for part, columns in tile.parts():
-                self.add(part, columns if cols is None else cols[columns.long()])
+                self.add(part, columns)
             return
         self._native.add_tile(tile._native, cols, act_bits, group_size, clip, fixed)
 
@@ -369,6 +430,51 @@ def group_int(  # noqa: PLR0913 - what the format has
     threads = threads or torch.get_num_threads()
     native = _native.GroupInt(codes, scales, zeros, rows, bits, group_size, columns, threads, isa)
     return GroupInt(native, (codes.shape, scales.shape, zeros is None), columns)
+
+
+def nested_codes(  # noqa: PLR0913 - what the algorithm reads
+    targets: Tensor,  # float32 [widths, rows, n], n up to 128; the last width is `1 + widths - 1`
+    inverse: Tensor,  # float32 [n, n], upper triangular: the Cholesky factor of the inverse Hessian
+    tables: Tensor,  # float32 [shapes, 2 + 4 + ... + 2**widths], ascending at every width
+    kinds: Tensor,  # uint8 [rows]: shapes
+    scales: Tensor,  # float32 [rows]
+    weights: Tensor,  # float32 [widths], not below 0, of the squared error at every width
+    threads: int | None = None,
+    isa: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One code per weight for all widths from 1 bit up: see `methods.nested`.
+
+    The same bits for every instruction set and number of threads.
+
+    Returns:
+        codes uint8 [rows, n] at the widest, errors float32 [widths, rows, n] divided by the diagonal of `inverse`.
+
+    Raises:
+        ValueError: wrong dtype, shape, layout or device; a diagonal of `inverse` that is not positive.
+    """
+    codes, errors = torch.empty(targets.shape[1:], dtype=torch.uint8), torch.empty(targets.shape)
+    threads = threads or torch.get_num_threads()
+    _native.nested_codes(targets, inverse, tables, kinds, scales, weights, 1, codes, errors, threads, isa)
+    return codes, errors
+
+
+def nested_fit(
+    weight: Tensor,  # float32 [rows, n], contiguous rows
+    importance: Tensor,  # float32 [n], not below 0
+    tables: Tensor,  # float32 [shapes, entries]
+    threads: int | None = None,
+    isa: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The shape uint8 and the scale float32 [rows] of each row, by the weighted squared error of rounding it.
+
+    Searched coarsely over all shapes and finely around the best; the same bits for every instruction set.
+
+    Raises:
+        ValueError: wrong dtype, shape, layout or device; NaN or Inf.
+    """
+    kinds, scales = torch.empty(len(weight), dtype=torch.uint8), torch.empty(len(weight))
+    _native.nested_fit(weight, importance, tables, kinds, scales, threads or torch.get_num_threads(), isa)
+    return kinds, scales
 
 
 def quantize_activations(

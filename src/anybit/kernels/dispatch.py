@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anybit.codes import pack_codes, unpack_codes
-from anybit.formats import Codebook, Float16, GroupInt, Sparse, TwoFour, decode_table
+from anybit.formats import Codebook, Float16, GroupInt, Nested, Sparse, TwoFour, decode_table
 from anybit.kernels import cpu, reference
 from anybit.tensors import PackedWeight, place, sparse_tensors, tile_prefix, tile_tensors
 
@@ -101,6 +101,10 @@ class Prepared:
                 table = reference.byte_table(table)
             by_channel = tile["by_channel"]
             return cpu.codebook(fields["planes"], table, rows, columns=m, by_channel=by_channel, isa=isa)
+        if tile["format"] == Nested.NAME:
+            small = Nested.read_grid(tile, fields, self.out_features)
+            planes = [fields[f"plane_{p}"] for p in range(1, len(tile["counts"]) + 1)]
+            return cpu.Nested(planes, *small, fields.get("kept_values"), columns, isa)
         zeros = fields.get("zeros")
         return cpu.group_int(
             fields["codes"],

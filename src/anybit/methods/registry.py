@@ -16,6 +16,7 @@ from anybit.methods import (
     gptq,
     llm_mq,
     mixllm,
+    nested,
     rtn,
     scaling,
     squeezellm,
@@ -36,6 +37,7 @@ class Method:
 
 
 METHODS = {
+    "anybit": Method(nested.quantize, nested.layout),
     "rtn": Method(rtn.quantize, tiling.layout),
     "gptq": Method(gptq.quantize, tiling.layout),
     "awq": Method(rtn.quantize, tiling.layout),  # what they are is in their spec's `scaling`

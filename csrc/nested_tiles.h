@@ -1,0 +1,240 @@
+// Tiles in format "nested": rows of falling width whose tables are those of a few shapes.
+#pragma once
+
+#include "tile.h"
+
+#include <cstring>
+#include <memory>
+
+namespace anybit {
+
+// The tables of all shapes as the kernels of one instruction set look them up, made once for all layers.
+class ShapeTables {
+public:
+    // tables float32 [shapes, 2 + 4 + ... + 256]
+    ShapeTables(const Input& tables, const std::optional<std::string>& isa) : kernels_(check_products(isa)) {
+        count_ = size_of("tables", tables, 0, 2);
+        if (count_ < 1 || count_ > 256) refuse("tables are of 1 to 256 shapes");
+        check("tables", tables, {Type::f32}, {count_, ENTRIES}, Layout::dense);
+        const auto* from = static_cast<const float*>(tables.data());
+        for (int b = 1; b <= 8; ++b) {
+            plain_[b] = made<uint32_t>(from, b, TableForm::whole);
+            const TableForm form = kernels_.lookup_float_form(b);
+            floats_[b] = form == TableForm::bytes ? made<uint32_t>(from, b, form) : plain_[b];
+            if (kernels_.lookup_bf16_matmul != nullptr)
+                halves_[b] = made<uint16_t>(from, b, kernels_.lookup_bf16_form(b));
+        }
+    }
+
+    int64_t count() const { return count_; }
+    const Products& kernels() const { return kernels_; }
+    const float* plain(int bits) const { return reinterpret_cast<const float*>(plain_[bits].data()); }
+    const uint8_t* floats(int bits) const { return floats_[bits].data(); }
+    const uint8_t* halves(int bits) const { return halves_[bits].data(); }
+
+private:
+    static constexpr int64_t ENTRIES = 510;
+
+    template <typename T> std::vector<uint8_t> made(const float* from, int bits, TableForm form) const {
+        const int64_t entries = int64_t(1) << bits, size = sizeof(T);
+        std::vector<uint8_t> table(static_cast<size_t>(count_ * entries * size));
+        for (int64_t kind = 0; kind < count_; ++kind)
+            for (int64_t e = 0; e < entries; ++e) {
+                const float value = from[kind * ENTRIES + entries - 2 + e];
+                uint32_t word;
+                std::memcpy(&word, &value, 4);
+                if (size == 2) word = baseline::to_bf16(value);
+                for (int64_t i = 0; i < size; ++i) {
+                    const int64_t at =
+                        form == TableForm::bytes ? (kind * size + i) * entries + e : (kind * entries + e) * size + i;
+                    table[static_cast<size_t>(at)] = static_cast<uint8_t>(word >> 8 * i);
+                }
+            }
+        return table;
+    }
+
+    const Products& kernels_;
+    int64_t count_;
+    std::vector<uint8_t> plain_[9], floats_[9], halves_[9];
+};
+
+// Rows of one width of a nested tile.
+class NestedSpan : public Tile {
+public:
+    NestedSpan(const ByteCodebook& codebook, const ShapeTables& tables, const std::optional<std::string>& isa)
+        : Tile(isa), codebook_(codebook), tables_(tables) {
+        rows_ = codebook.rows;
+        columns_ = codebook.columns;
+    }
+
+    bool takes_bf16(int64_t) const override { return kernels_.lookup_bf16_matmul != nullptr; }
+    const ByteCodebook& codebook() const { return codebook_; }
+
+private:
+    // Of many tokens; few are multiplied for all spans together.
+    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
+        ByteCodebook b = codebook_;
+        b.table = tables_.floats(b.bits);
+        const int64_t width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
+        add_many(b, x, width, plain(width), kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, y, y_stride, threads);
+    }
+
+    ByteCodebook codebook_;
+    const ShapeTables& tables_;
+};
+
+// A tile in format "nested" without its kept channels, bound to the arrays that hold it.
+class BoundNested : public Tile {
+public:
+    // planes: of bit p, uint32 [rows that have it, words], the most significant first; order int32, kinds uint8 and
+    // scales float32 [rows].
+    BoundNested(std::vector<Input> planes, const Input& order, Input kinds, Input scales, int64_t columns,
+                nb::object shapes, const std::optional<std::string>& isa)
+        : Tile(isa), keeper_(shapes), tables_(*nb::cast<const ShapeTables*>(shapes)), planes_(std::move(planes)),
+          kinds_(kinds), scales_(scales), by_words_(*kernels_for(kernels_.lanes == 16  ? "avx512"
+                                                                 : kernels_.lanes == 8 ? "avx2"
+                                                                                       : "portable")) {
+        if (&tables_.kernels() != &kernels_) refuse("the shapes are those of another instruction set");
+        if (columns < 1 || columns >= MAX_SIZE)
+            refuse("columns is " + std::to_string(columns) + ", expected 1 to 2^31 - 1");
+        if (planes_.empty() || planes_.size() > 8) refuse("a nested tile has 1 to 8 planes");
+        columns_ = columns;
+        rows_ = size_of("planes", planes_[0], 0, 2);
+        if (rows_ < 1) refuse("the first plane has no rows");
+        const int64_t words = (columns + 31) / 32;
+        std::vector<int64_t> counts;
+        for (const Input& plane : planes_) {
+            counts.push_back(size_of("planes", plane, 0, 2));
+            if (counts.size() > 1 && counts.back() > counts[counts.size() - 2])
+                refuse("planes grow from one to the next");
+            check("planes", plane, {Type::u32, Type::i32}, {counts.back(), words}, Layout::dense);
+        }
+        counts.push_back(0);
+        check("kinds", kinds_, {Type::u8}, {rows_}, Layout::dense);
+        check("scales", scales_, {Type::f32}, {rows_}, Layout::dense);
+        const auto* of_rows = static_cast<const uint8_t*>(kinds_.data());
+        for (int64_t i = 0; i < rows_; ++i)
+            if (of_rows[i] >= tables_.count()) refuse("kinds hold a shape that there is not");
+        out_rows_.copy(order, rows_);
+        for (size_t bits = planes_.size(); bits > 0; --bits) {
+            const int64_t first = counts[bits], last = counts[bits - 1];
+            if (first == last) continue;
+            ByteCodebook b{};
+            for (size_t p = 0; p < bits; ++p)
+                b.planes[p] = static_cast<const uint32_t*>(planes_[p].data()) + first * words;
+            b.kinds = of_rows + first;
+            b.row_scales = static_cast<const float*>(scales_.data()) + first;
+            b.out_rows = out_rows_.data() + first;
+            b.bits = static_cast<int>(bits);
+            b.rows = last - first;
+            b.columns = columns;
+            b.words = words;
+            spans_.push_back(std::make_unique<NestedSpan>(b, tables_, isa));
+        }
+    }
+
+    // out float32 [rows, columns] in stored order
+    void dequantize(const Output& out, int64_t threads) const {
+        const int used = check_threads(threads);
+        check("out", out, {Type::f32}, {rows_, columns_}, Layout::dense);
+        float* to = static_cast<float*>(out.data());
+        nb::gil_scoped_release release;
+        for_spans([&](const ByteCodebook& b, int64_t first) {
+            const int64_t piece = piece_of(b.rows, 1, b.rows * columns_, used), width = b.words * 32;
+            const Scratch scratch = make_scratch(((b.rows - 1) / piece + 1) * width);
+            const Codebook c = by_words(b);
+            parallel_for(b.rows, piece, used, [&](int64_t begin, int64_t end) {
+                by_words_.codebook_decode(c, to + first * columns_, scratch.get() + begin / piece * width, begin, end);
+            });
+        });
+    }
+
+    bool takes_bf16(int64_t) const override { return kernels_.lookup_bf16_matmul != nullptr; }
+
+private:
+    // f(codebook, its first row) for all spans.
+    template <typename F> void for_spans(F&& f) const {
+        int64_t first = 0;
+        for (const auto& span : spans_) {
+            f(span->codebook(), first);
+            first += span->codebook().rows;
+        }
+    }
+
+    Codebook by_words(const ByteCodebook& b) const {
+        Codebook c{};
+        std::copy_n(b.planes, b.bits, c.planes);
+        c.table32 = tables_.plain(b.bits);
+        c.kinds = b.kinds;
+        c.row_scales = b.row_scales;
+        c.out_rows = b.out_rows;
+        c.bits = b.bits;
+        c.rows = b.rows;
+        c.columns = b.columns;
+        c.words = b.words;
+        c.entries = int64_t(1) << b.bits;
+        return c;
+    }
+
+    // Inputs of few tokens in the orders that widths want, and what meets them.
+    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
+        if (x.count > FEW_TOKENS) {
+            for (const auto& span : spans_) static_cast<const Tile&>(*span).add_product(x, y, y_stride, threads);
+            return;
+        }
+        const bool pairs = x.bf16;
+        const auto form = [&](int bits) {
+            return pairs ? kernels_.lookup_bf16_form(bits) : kernels_.lookup_float_form(bits);
+        };
+        ByteCodebook example = spans_[0]->codebook();
+        const int64_t m = x.count, width = kernels_.lookup_blocks(example) * kernels_.lanes * LOOKUP_GROUP;
+        const int64_t piece = piece_of(rows_, LOOKUP_ROWS, rows_ * columns_, threads), line = example.words * 32;
+        const Scratch scratch = make_scratch(2 * m * width + ((rows_ - 1) / piece + 1) * line);
+        float* at[3] = {nullptr, nullptr, nullptr}; // by form: whole, bytes, none
+        float* free = scratch.get();
+        for (const auto& span : spans_) {
+            const ByteCodebook& b = span->codebook();
+            float*& to = at[slot(form(b.bits))];
+            if (to != nullptr) continue;
+            to = free;
+            free += m * width;
+            for (int64_t k = 0; k < m; ++k)
+                if (pairs) kernels_.lookup_prepare_bf16(b, x.halves(k), reinterpret_cast<uint16_t*>(to) + k * width);
+                else if (form(b.bits) == TableForm::none) pad(x.floats(k), line, to + k * line);
+                else kernels_.lookup_prepare_floats(b, x.floats(k), to + k * width);
+        }
+        parallel_for(rows_, piece, threads, [&](int64_t begin, int64_t end) {
+            for_spans([&](ByteCodebook b, int64_t first) {
+                const int64_t from = std::max(begin - first, int64_t(0)), to = std::min(end - first, b.rows);
+                if (from >= to) return;
+                float* inputs = at[slot(form(b.bits))];
+                if (pairs) {
+                    b.table = tables_.halves(b.bits);
+                    kernels_.lookup_bf16_matmul(b, {reinterpret_cast<uint16_t*>(inputs), m}, y, y_stride, from, to);
+                } else if (form(b.bits) == TableForm::none) {
+                    float* own = scratch.get() + 2 * m * width + begin / piece * line;
+                    by_words_.codebook_rows(by_words(b), inputs, m, y, y_stride, own, from, to);
+                } else {
+                    b.table = tables_.floats(b.bits);
+                    kernels_.lookup_float_matmul(b, {inputs, m}, y, y_stride, from, to);
+                }
+            });
+        });
+    }
+
+    void pad(const float* from, int64_t line, float* to) const {
+        std::copy_n(from, columns_, to);
+        std::fill_n(to + columns_, line - columns_, 0.0f);
+    }
+
+    static int slot(TableForm form) { return form == TableForm::whole ? 0 : form == TableForm::bytes ? 1 : 2; }
+
+    nb::object keeper_; // of the shapes
+    const ShapeTables& tables_;
+    std::vector<Input> planes_;
+    Input kinds_, scales_;
+    const Kernels& by_words_; // what decodes word by word
+    std::vector<std::unique_ptr<NestedSpan>> spans_;
+};
+
+} // namespace anybit

@@ -1,0 +1,493 @@
+"""One file, any size: all refinements of a nested model in one order, and the artifact that is cut along it.
+
+A step gives some rows of a layer one plane more. Steps are ranked by how much loss a byte of them saves, over the whole
+model (the global view of MixLLM, arXiv:2412.14590, on the nested widths of Any-Precision, arXiv:2402.10517); the model
+at any average width is then a prefix of the list. The artifact is a core, an ordinary HF directory, and refinements of
+`STEP` bits each, beside it in files of their own: the core and any first ones of them are a valid model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from anybit.checkpoint import file_sha256, read_json, read_safetensors_header
+from anybit.errors import InputError
+from anybit.formats import Nested
+from anybit.tensors import stored_tensors
+
+if TYPE_CHECKING:
+    from anybit.writer import ArtifactWriter
+
+BITS = 8  # planes of a row, at most
+CORE_BITS = 2.0  # average width of the core
+STEP = 0.1  # bits from one refinement to the next
+ROWS = 8  # that get a plane together
+SECTION = "progressive"  # of anybit.index.json
+LOSSES = "losses"  # field beside a layer's tensors while the order is not known yet
+Counts = Mapping[str, Sequence[int]]  # layer -> rows of every plane
+
+
+@dataclass(frozen=True)
+class Steps:
+    """All steps after the first plane of every row, in order."""
+
+    layers: Mapping[str, int]  # name -> rows
+    layer: np.ndarray  # int64 [steps]: number of the layer whose plane a step extends
+    plane: np.ndarray  # int64 [steps], 2 to 8
+    rows: np.ndarray  # int64 [steps] that it adds
+    code_bits: np.ndarray  # int64 [steps] that it adds
+    gain: np.ndarray  # float64 [steps]: loss that it takes away
+    loss: float  # before the first
+    weights: int  # that have codes
+
+    def upto(self, bits: float) -> int:
+        """How many steps an average width has room for."""
+        return int(np.searchsorted(self.code_bits.cumsum(), (bits - 1) * self.weights * (1 + 1e-12), "right"))
+
+    def bits(self, steps: int) -> float:
+        """The average width after so many."""
+        return 1 + float(self.code_bits[:steps].sum()) / self.weights
+
+    def loss_after(self, steps: int) -> float:
+        return self.loss - float(self.gain[:steps].sum())
+
+    def counts(self, steps: int) -> dict[str, tuple[int, ...]]:
+        """Rows of every plane of every layer after so many, the planes of no rows left out."""
+        at = self.layer[:steps] * BITS + self.plane[:steps] - 1
+        rows = np.bincount(at, weights=self.rows[:steps], minlength=len(self.layers) * BITS).astype(np.int64)
+        rows = rows.reshape(-1, BITS)
+        rows[:, 0] = list(self.layers.values())
+        return {name: tuple(n for n in of.tolist() if n) for name, of in zip(self.layers, rows)}
+
+
+def order(losses: Mapping[str, Tensor], columns: Mapping[str, int]) -> Steps:
+    """All steps by falling gain per byte.
+
+    Gains are made to fall along a layer's rows and from plane to plane first (neighbours that do not are pooled, which
+    is the convex hull of the loss), so that every prefix gives each plane of a layer its first rows, and no plane more
+    of them than the one before. Ties keep the order of layers, planes and rows.
+
+    Args:
+        losses: of every layer, float [r, 8]: what every stored row costs at widths 1 to 8.
+        columns: how many input channels of every layer have codes.
+    """
+    parts: list[np.ndarray] = []
+    for number, (name, loss) in enumerate(losses.items()):
+        gains = -np.diff(loss.double().numpy(), axis=1)
+        starts = np.arange(0, len(gains), ROWS)
+        rows = np.diff(np.append(starts, len(gains)))
+        mean = falling(np.add.reduceat(gains, starts, axis=0) / rows[:, None])
+        mean = np.minimum.accumulate(falling(mean.T).T, axis=1).clip(min=0)  # [groups of rows, planes 2 to 8]
+        plane = np.broadcast_to(np.arange(2, BITS + 1), mean.shape)
+        size = np.broadcast_to(rows[:, None], mean.shape)
+        parts.append(np.stack([
+            np.full(mean.size, number), plane.T.ravel(), size.T.ravel(), (size * columns[name]).T.ravel(),
+            (mean * size).T.ravel(), mean.T.ravel() / (-(-columns[name] // 32)),
+        ]))  # fmt: skip
+    layer, plane, rows, bits, gain, density = np.concatenate(parts, axis=1)
+    first = np.argsort(-density, kind="stable")
+    return Steps(
+        layers={name: len(loss) for name, loss in losses.items()},
+        layer=layer[first].astype(np.int64),
+        plane=plane[first].astype(np.int64),
+        rows=rows[first].astype(np.int64),
+        code_bits=bits[first].astype(np.int64),
+        gain=gain[first],
+        loss=float(sum(loss[:, 0].double().sum() for loss in losses.values())),
+        weights=sum(len(loss) * columns[name] for name, loss in losses.items()),
+    )
+
+
+def falling(values: np.ndarray) -> np.ndarray:
+    """The rows of numbers [n, k] that do not rise and are closest: neighbours that rise share their mean."""
+    made = values.copy()
+    for i in np.flatnonzero((np.diff(values, axis=1) > 0).any(1)):
+        means: list[float] = []
+        sizes: list[int] = []
+        for value in values[i]:
+            means.append(float(value))
+            sizes.append(1)
+            while len(means) > 1 and means[-1] > means[-2]:
+                mean, size = means.pop(), sizes.pop()
+                means[-1] = (means[-1] * sizes[-1] + mean * size) / (sizes[-1] + size)
+                sizes[-1] += size
+        made[i] = np.repeat(means, sizes)
+    return made
+
+
+def ladder(bits: float) -> list[float]:
+    """Average widths of the core and the refinements of an artifact that goes up to `bits`."""
+    count = math.ceil(round((bits - CORE_BITS) / STEP, 6))
+    return [min(bits, CORE_BITS + STEP * i) for i in range(max(0, count) + 1)]
+
+
+def overhead_bytes(bits: float, layers: int) -> int:
+    """About what the files of refinements up to `bits` take besides planes: headers, steps, entries of the index."""
+    return (len(ladder(bits)) - 1) * (600 + 12 * 3 * layers)
+
+
+def refinement_file(number: int, count: int) -> str:
+    """Name of a refinement's file, counted from 1."""
+    return f"refine-{number:05d}-of-{count:05d}.safetensors"
+
+
+def with_counts(layout: Mapping[str, Any], counts: Sequence[int]) -> dict[str, Any]:
+    """The layout of a nested layer with so many rows of every plane."""
+    tile = Nested.description(counts, layout["tiles"][0]["kept"])
+    return {**layout, "tiles": [tile]}
+
+
+def is_nested(layout: Mapping[str, Any]) -> bool:
+    return layout["tiles"][0]["format"] == Nested.NAME
+
+
+def plane_rows(steps: Counts, before: Counts) -> Iterator[tuple[str, int, int, int]]:
+    """(layer, plane, first, last) of the rows that planes gain between two prefixes, layer by layer."""
+    for name, counts in steps.items():
+        had = [*before[name], *[0] * BITS]
+        for plane, last in enumerate(counts, 1):
+            if last > had[plane - 1]:
+                yield name, plane, had[plane - 1], last
+
+
+def link(chain: str, sha256: str) -> str:
+    """The running hash after a file: it vouches for all files before, in their order."""
+    return hashlib.sha256((chain + sha256).encode()).hexdigest()
+
+
+# ---- reading --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rung:
+    """The core, or a refinement: what the model is once it is there."""
+
+    file: str  # "" for the core
+    bytes: int
+    sha256: str
+    bits: float  # average width
+    loss: float  # expected increase of the loss in nats per token
+    chain: str
+
+
+@dataclass(frozen=True)
+class Progressive:
+    """The refinements of an artifact: those that its index lists, of which the first `present` are there."""
+
+    path: Path
+    layouts: Mapping[str, dict[str, Any]]  # of all layers as the core has them
+    rungs: tuple[Rung, ...]  # the core first
+    present: int  # how many rungs can be read: the core counts
+
+    @staticmethod
+    def open(path: Path, layouts: Mapping[str, dict[str, Any]], index: Mapping[str, Any]) -> Progressive:
+        """The refinements that anybit.index.json lists.
+
+        Raises:
+            InputError: entries of another kind, or whose running hashes do not follow from one another: the list was
+                edited or reordered.
+        """
+        try:
+            files = index["files"]
+            rungs = [
+                Rung(
+                    str(entry["file"]),
+                    int(files[entry["file"]]["bytes"]) if entry["file"] else 0,
+                    str(files[entry["file"]]["sha256"]) if entry["file"] else "",
+                    float(entry["bits"]),
+                    float(entry["loss"]),
+                    str(entry["chain"]),
+                )
+                for entry in index[SECTION]
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path}: the list of refinements in anybit.index.json is damaged") from error
+        for before, rung in pairwise(rungs):
+            if Path(rung.file).name != rung.file or rung.chain != link(before.chain, rung.sha256):
+                raise InputError(
+                    f"{path}: anybit.index.json lists {rung.file!r} where it does not belong (the running hash "
+                    "differs): refinements were reordered or the list was edited; copy the artifact again"
+                )
+        present = 1
+        while present < len(rungs) and (path / rungs[present].file).is_file():
+            present += 1
+        return Progressive(path, layouts, tuple(rungs), present)
+
+    @property
+    def missing(self) -> list[str]:
+        """Files that the index lists and that are not there."""
+        return [r.file for r in self.rungs[self.present :] if not (self.path / r.file).is_file()]
+
+    def note(self) -> str | None:
+        """A sentence where refinements are missing."""
+        if self.present == len(self.rungs):
+            return None
+        return (
+            f"{self.path} has {self.present - 1} of {len(self.rungs) - 1} refinements ({self.rungs[self.present].file} "
+            f"is missing): it runs at up to {self.rungs[self.present - 1].bits:.2f} bits"
+        )
+
+    def upto_bits(self, bits: float) -> int:
+        """The last rung of at most so many bits, from 0.
+
+        Raises:
+            InputError: fewer bits than the core has, or more than there are.
+        """
+        low, high = self.rungs[0].bits, self.rungs[self.present - 1].bits
+        if not round(low, 2) - 0.005 <= bits <= self.rungs[-1].bits + STEP / 2:
+            raise InputError(
+                f"{self.path} has average widths from {low:.2f} to {self.rungs[-1].bits:.2f} bits, not {bits:g}"
+            )
+        if bits > high + STEP / 2:
+            raise InputError(f"{self.note()}; {bits:g} bits need more")
+        return max(i for i, r in enumerate(self.rungs[: self.present]) if i == 0 or r.bits <= bits + 1e-6)
+
+    def upto_bytes(self, least: int, budget: float, asked: str) -> int:
+        """The last rung whose files fit a budget of bytes, `least` being what the core takes.
+
+        Raises:
+            InputError: a budget that the core does not fit.
+        """
+        if least > budget:
+            raise InputError(
+                f"{asked} is not to be had: the core of {self.path}, {self.rungs[0].bits:.2f} bits, takes more"
+            )
+        taken, found = least, 0
+        for i, rung in enumerate(self.rungs[1 : self.present], 1):
+            taken += rung.bytes
+            if taken > budget:
+                break
+            found = i
+        return found
+
+    def bytes_upto(self, rung: int) -> int:
+        """Bytes of the refinements up to a rung."""
+        return sum(r.bytes for r in self.rungs[1 : rung + 1])
+
+    def counts(self, upto: int, check: bool = True) -> list[dict[str, tuple[int, ...]]]:
+        """Rows of every plane of every layer at rungs 0 to `upto`; the files' bytes are held against their hashes.
+
+        Args:
+            upto: the last rung.
+            check: False leaves the hashes out, which would read all of the files.
+
+        Raises:
+            InputError: a file that is damaged or does not fit the layers.
+        """
+        names = nested_names(self.layouts)
+        now = np.zeros((len(names), BITS), np.int64)
+        for i, name in enumerate(names):
+            counts = self.layouts[name]["tiles"][0]["counts"]
+            now[i, : len(counts)] = counts
+        made = [_named_counts(names, now)]
+        for rung in range(1, upto + 1):
+            if check:
+                self.check_file(rung)
+            for layer, plane, rows in self._read(rung)["steps"].long().numpy():
+                if not (0 <= layer < len(names) and 1 <= plane <= BITS and rows > 0):
+                    raise self._damaged(rung, "names a layer or plane that there is not")
+                now[layer, plane - 1] += rows
+            if (np.diff(now, axis=1) > 0).any():
+                raise self._damaged(rung, "makes planes longer than those before them")
+            made.append(_named_counts(names, now))
+        return made
+
+    def planes(self, rung: int, counts: Counts, before: Counts) -> Iterator[tuple[str, int, int, Tensor]]:
+        """(layer, plane, first row, words uint32 [rows, words]) of a refinement.
+
+        Raises:
+            InputError: a damaged file.
+        """
+        words, at = self._read(rung)["words"], 0
+        for name, plane, first, last in plane_rows(counts, before):
+            width = stored_tensors(self.layouts[name])["plane_1"][1][1]
+            size = (last - first) * width
+            if at + size > len(words):
+                raise self._damaged(rung, "holds fewer words than its steps need")
+            yield name, plane, first, words[at : at + size].view(last - first, width)
+            at += size
+        if at != len(words):
+            raise self._damaged(rung, "holds more words than its steps need")
+
+    def check_file(self, rung: int) -> None:
+        """Hold a refinement's bytes against its hash.
+
+        Raises:
+            InputError: they differ.
+        """
+        if file_sha256(self.path / self.rungs[rung].file) != self.rungs[rung].sha256:
+            raise self._damaged(rung, "does not have the bytes that were written (SHA-256 differs)")
+
+    def _read(self, rung: int) -> dict[str, Tensor]:
+        """`steps` int32 [n, 3] (number of the layer, plane, rows) and `words`, mapped from the file."""
+        path = self.path / self.rungs[rung].file
+        header = read_safetensors_header(path)
+        kinds = {"steps": (torch.int32, 2), "words": (torch.uint32, 1)}
+        for name, (dtype, dims) in kinds.items():
+            found = header.get(name)
+            if found is None or found.dtype != dtype or len(found.shape) != dims:
+                raise self._damaged(rung, f"has no {name} of the type {dtype}")
+        if header["steps"].shape[1] != 3:
+            raise self._damaged(rung, "has steps of another kind")
+        return load_file(path)
+
+    def _damaged(self, rung: int, what: str) -> InputError:
+        return InputError(f"{self.path / self.rungs[rung].file} {what}: copy it again")
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The average widths that a loaded model can run at, and the planes of each."""
+
+    bits: tuple[float, ...]
+    counts: tuple[Counts, ...]
+
+    def set_bits(self, model: nn.Module, bits: float) -> float:
+        """Run at the largest width of at most so many bits; returns it.
+
+        Raises:
+            InputError: fewer bits than the least, or more than were loaded.
+        """
+        if not round(self.bits[0], 2) - 0.005 <= bits <= self.bits[-1] + STEP / 2:
+            raise InputError(
+                f"this model was loaded with average widths from {self.bits[0]:.2f} to {self.bits[-1]:.2f} bits, "
+                f"not {bits:g}"
+            )
+        at = max(i for i, b in enumerate(self.bits) if i == 0 or b <= bits + 1e-6)
+        for name, counts in self.counts[at].items():
+            module = model.get_submodule(name)
+            module.run_as(with_counts(module.layout, counts))  # type: ignore[operator, arg-type]
+        return self.bits[at]
+
+
+def refine(model: nn.Module, found: Progressive, upto: int) -> Ladder:
+    """Give the layers of a loaded core the planes of the refinements up to a rung.
+
+    Raises:
+        InputError: a file that is damaged or does not fit the layers.
+    """
+    counts = found.counts(upto)
+    grown: dict[tuple[str, int], Tensor] = {}
+    for name in counts[0]:
+
+        def keep(field: str, tensor: Tensor, name: str = name) -> None:
+            grown[name, int(field.removeprefix("plane_"))] = tensor
+
+        layout = with_counts(found.layouts[name], counts[upto][name])
+        model.get_submodule(name).grow(layout, keep)  # type: ignore[operator]
+    for rung in range(1, upto + 1):
+        for name, plane, first, words in found.planes(rung, counts[rung], counts[rung - 1]):
+            grown[name, plane][first : first + len(words)] = words
+    return Ladder(tuple(r.bits for r in found.rungs[: upto + 1]), tuple(counts))
+
+
+def read_progressive(path: Path, layouts: Mapping[str, dict[str, Any]]) -> Progressive | None:
+    """The refinements of an artifact; None for one that has none.
+
+    Raises:
+        InputError: see `Progressive.open`.
+    """
+    file = path / "anybit.index.json"
+    if not file.is_file() or not any(is_nested(layout) for layout in layouts.values()):
+        return None
+    index = read_json(file)
+    return Progressive.open(path, layouts, index) if isinstance(index, dict) and SECTION in index else None
+
+
+def nested_names(layouts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The layers that refinements number, by name."""
+    return sorted(name for name, layout in layouts.items() if is_nested(layout))
+
+
+def _named_counts(names: Sequence[str], counts: np.ndarray) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(n for n in of if n) for name, of in zip(names, counts.tolist())}
+
+
+# ---- writing --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An artifact that was cut into core and refinements."""
+
+    layouts: dict[str, dict[str, Any]]  # of all layers as the core has them
+    files: dict[str, dict[str, Any]]  # `bytes` and `sha256` of every refinement
+    section: dict[str, Any]  # of anybit.index.json
+    bits: float  # average width with all refinements
+
+
+def cut(writer: ArtifactWriter, layouts: Mapping[str, dict[str, Any]], bits: float) -> Cut:
+    """Write what a run has made, all planes of all rows, again as a core and refinements up to `bits` on average.
+
+    Args:
+        writer: all of whose shards are finished, with the losses of every nested layer.
+        layouts: of all layers; of nested ones only the kept channels matter.
+        bits: average width, at least `CORE_BITS`.
+    """
+    names = nested_names(layouts)
+    shard_of, losses = {}, {}
+    for shard in range(writer.shards):
+        for field, tensor in writer.read_whole(shard).items():
+            name, _, last = field.rpartition(".")
+            if last == LOSSES:
+                shard_of[name], losses[name] = shard, tensor
+    columns = {name: layouts[name]["shape"][1] - layouts[name]["tiles"][0]["kept"] for name in names}
+    steps = order({name: losses[name] for name in names}, columns)
+    ends = [steps.upto(rung) for rung in ladder(bits)]
+    counts = [steps.counts(end) for end in ends]
+    core = {n: with_counts(x, counts[0][n]) if n in counts[0] else x for n, x in layouts.items()}
+    writer.begin_cut()
+    chain = ""
+    for shard in range(writer.shards):
+        tensors = writer.read_whole(shard)
+        for name in (name for name in names if shard_of[name] == shard):
+            tensors = _core_tensors(name, core[name], tensors)
+        chain = link(chain, writer.write_cut(writer.file(shard), tensors)["sha256"])
+    section = [{"file": "", "bits": steps.bits(ends[0]), "loss": steps.loss_after(ends[0]), "chain": chain}]
+    files: dict[str, dict[str, Any]] = {}
+    for i in range(1, len(ends)):
+        file = refinement_file(i, len(ends) - 1)
+        tensors = _refinement(writer, names, shard_of, list(plane_rows(counts[i], counts[i - 1])))
+        files[file] = writer.write_cut(file, tensors, {"after": chain})
+        chain = link(chain, files[file]["sha256"])
+        rung = {"bits": steps.bits(ends[i]), "loss": steps.loss_after(ends[i])}
+        section.append({"file": file, **rung, "chain": chain})
+    return Cut(core, files, {SECTION: section}, steps.bits(ends[-1]))
+
+
+def _core_tensors(name: str, layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a shard with those of a layer cut to its layout in the core."""
+    own = {f"{name}.{LOSSES}", *(f"{name}.plane_{p}" for p in range(1, BITS + 1))}
+    made = {field: tensor for field, tensor in tensors.items() if field not in own}
+    for field, (_, shape) in stored_tensors(layout).items():
+        made[f"{name}.{field}"] = tensors[f"{name}.{field}"][: shape[0]]
+    return made
+
+
+def _refinement(
+    writer: ArtifactWriter,
+    names: Sequence[str],
+    shard_of: Mapping[str, int],
+    added: Sequence[tuple[str, int, int, int]],  # layer, plane, first and last row
+) -> dict[str, Tensor]:
+    """The tensors of a refinement's file: `steps` int32 [n, 3] (number of the layer, plane, rows), `words` uint32."""
+    words: dict[tuple[str, int], Tensor] = {}
+    for shard in sorted({shard_of[name] for name, *_ in added}):
+        here = {(n, p): (first, last) for n, p, first, last in added if shard_of[n] == shard}
+        found = writer.read_rows(shard, {f"{n}.plane_{p}": rows for (n, p), rows in here.items()})
+        words |= {(n, p): found[f"{n}.plane_{p}"].view(torch.int32).flatten() for n, p in here}
+    numbers = {name: i for i, name in enumerate(names)}
+    steps = [(numbers[name], plane, last - first) for name, plane, first, last in added]
+    joined = torch.cat([words[n, p] for n, p, *_ in added]) if added else torch.zeros(0, dtype=torch.int32)
+    return {"steps": torch.tensor(steps, dtype=torch.int32).view(-1, 3), "words": joined.view(torch.uint32)}

@@ -1,0 +1,384 @@
+"""The method anybit, matrix by matrix: shapes, nested codes, the stored format and its kernels."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from anybit import shapes
+from anybit.errors import InputError
+from anybit.formats import Nested
+from anybit.kernels import cpu
+from anybit.kernels.dispatch import Prepared
+from anybit.methods import nested
+from anybit.methods.gptq import inverse_factor
+from anybit.spec import LayerSpec
+from anybit.stats import LinearStats
+from anybit.tensors import PackedWeight, QuantizedWeight, pack, stored_tensors, unpack, validate
+
+needs_native = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
+BITS = range(1, 9)
+
+
+def random_tile(r: int, c: int, k: int, counts: tuple[int, ...], seed: int = 0) -> Nested:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.zeros(r, c - k, dtype=torch.uint8)
+    for bits, first, last in Nested.spans(counts):
+        size = (last - first, c - k)
+        codes[first:last] = torch.randint(0, 2**bits, size, generator=generator, dtype=torch.uint8)
+    return Nested(
+        counts,
+        torch.randperm(r, generator=generator),
+        torch.rand(r, generator=generator).half(),
+        torch.randint(0, 16, (r,), generator=generator, dtype=torch.uint8),
+        codes,
+        torch.randperm(c, generator=generator)[:k].sort().values,
+        torch.randn(r, k, generator=generator).half(),
+    )
+
+
+def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, LinearStats]:
+    """A weight matrix, and statistics of inputs that correlate."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(columns, columns, generator=generator) / columns**0.5 + torch.eye(columns)
+    x = torch.randn(4 * columns + 16, columns, generator=generator) @ mix
+    stats = LinearStats.empty(columns, hessian=True)
+    stats.add(x)
+    return torch.randn(rows, columns, generator=generator), stats
+
+
+# ---- shapes -------------------------------------------------------------------------------------------------------
+
+
+def test_the_shapes_are_those_of_the_format() -> None:
+    """They belong to the stored format: another table would make other models of the artifacts that there are."""
+    digest = hashlib.sha256(shapes.tables().half().numpy().tobytes()).hexdigest()
+    assert digest == "2b91d9ae9a932675479f179b74fa51d186e8708436caec3f16e70927d6361a3c"
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_tables_ascend_and_are_nested(bits: int) -> None:
+    table = shapes.table(bits)
+    assert table.shape == (len(shapes.EXPONENTS), 2**bits)
+    assert (table.diff(dim=1) > 0).all() and torch.equal(table, -table.flip(1))
+    if bits > 1:  # an entry is the mean of its cell, between those of its halves
+        parents, low, high = shapes.table(bits - 1), table[:, 0::2], table[:, 1::2]
+        assert ((low <= parents) & (parents <= high)).all()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_gaussian_shape_is_close_to_the_best_quantizer(bits: int) -> None:
+    """Max (1960) has the least squared errors of a Gaussian: 0.1175, 0.03454 and 0.009497 at 2, 3 and 4 bits."""
+    x = torch.distributions.Normal(0, 1).icdf((torch.arange(200_000) + 0.5) / 200_000)
+    table = shapes.table(bits)[shapes.EXPONENTS.index(2.0)]
+    nearest = (x[:, None] - table).square().amin(1).mean()
+    assert float(nearest) < {2: 0.1175, 3: 0.03454, 4: 0.009497}[bits] * 1.06
+
+
+# ---- the stored format --------------------------------------------------------------------------------------------
+
+
+def test_golden_bytes() -> None:
+    """The worked example of docs/formats.md."""
+    tile = Nested(
+        counts=(2, 2, 1),
+        order=torch.tensor([1, 0]),
+        scales=torch.tensor([2.0, 1.0]).half(),
+        shapes=torch.tensor([11, 5], dtype=torch.uint8),
+        codes=torch.tensor([[0, 7, 4], [3, 0, 1]], dtype=torch.uint8),
+        kept=torch.tensor([1]),
+        kept_values=torch.tensor([[0.5], [-1.0]]).half(),
+    )
+    packed = pack(QuantizedWeight((2, 4), (tile,)))
+    assert packed.layout == {
+        "shape": [2, 4],
+        "tiles": [{"format": "nested", "bits": 2.5, "counts": [2, 2, 1], "kept": 1}],
+    }
+    found = {field: tensor.view(torch.uint8).flatten().tolist() for field, tensor in packed.tensors.items()}
+    assert found == {
+        "order": [1, 0, 0, 0],
+        "scales": [0x00, 0x40, 0x00, 0x3C],
+        "shapes": [0x5B],
+        "kept": [1, 0],
+        "kept_values": [0x00, 0x38, 0x00, 0xBC],
+        "plane_1": [0b110, 0, 0, 0, 0b001, 0, 0, 0],
+        "plane_2": [0b010, 0, 0, 0, 0b101, 0, 0, 0],
+        "plane_3": [0b010, 0, 0, 0],
+    }
+    wide, narrow = shapes.table(3)[11], shapes.table(2)[5]
+    expected = torch.tensor(
+        [[narrow[3], -1.0, narrow[0], narrow[1]], [2 * wide[0], 0.5, 2 * wide[7], 2 * wide[4]]]
+    )
+    assert torch.equal(tile.dequantize(), expected)
+
+
+SHAPES: list[tuple[int, int, int, tuple[int, ...]]] = [
+    (33, 100, 3, (33, 33, 20, 9)),
+    (64, 576, 4, (64, 64, 64, 40, 16, 8, 8, 1)),
+    (5, 40, 0, (5, 5)),
+    (130, 333, 2, (130,)),
+    (1, 1, 0, (1, 1, 1, 1, 1, 1, 1, 1)),
+    (40, 257, 1, (40, 40, 40, 40, 40, 40, 40, 40)),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pack_and_unpack_are_inverse(shape: tuple[int, int, int, tuple[int, ...]]) -> None:
+    tile = random_tile(*shape)
+    packed = pack(QuantizedWeight(shape[:2], (tile,)))
+    validate("layer", packed)
+    again = unpack(packed)
+    assert torch.equal(again.dequantize(), tile.dequantize())
+    assert all(torch.equal(t, packed.tensors[f]) for f, t in pack(again).tensors.items())
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_fewer_planes_are_the_beginning_of_more(shape: tuple[int, int, int, tuple[int, ...]]) -> None:
+    """Codes of fewer bits are the leading bits, and the stored tensors those of more, cut short."""
+    tile = random_tile(*shape)
+    packed = pack(QuantizedWeight(shape[:2], (tile,)))
+    fewer = tuple(m for p, n in enumerate(shape[3]) if (m := n // 2 if p > 1 else n))
+    layout = {**packed.layout, "tiles": [Nested.description(fewer, shape[2])]}
+    narrow = packed.beginning(layout)
+    validate("layer", narrow)
+    widths = torch.zeros(shape[0], dtype=torch.uint8)
+    for bits, first, last in Nested.spans(shape[3]):
+        widths[first:last] = bits
+    left = torch.zeros(shape[0], dtype=torch.uint8)
+    for bits, first, last in Nested.spans(fewer):
+        left[first:last] = bits
+    cut = replace(tile, counts=fewer, codes=tile.codes >> (widths - left)[:, None])
+    assert torch.equal(unpack(narrow).dequantize(), cut.dequantize())
+
+
+def change(packed: PackedWeight, tile: dict[str, Any] | None = None, **tensors: Tensor) -> PackedWeight:
+    layout = {**packed.layout, "tiles": [{**packed.layout["tiles"][0], **(tile or {})}]}
+    return PackedWeight(layout, {**packed.tensors, **tensors})
+
+
+@pytest.mark.parametrize(
+    ("tile", "tensors", "word"),
+    [
+        ({"counts": [33, 20, 33, 9], "bits": 95 / 33}, {}, "not ascend"),
+        ({"counts": []}, {}, "1 to 8 planes"),
+        ({"counts": [33] * 9, "bits": 9}, {}, "1 to 8 planes"),
+        ({"counts": [33, 33, 20, 9.0]}, {}, "not ascend"),
+        ({"bits": 3}, {}, "average width"),
+        ({"kept": -1}, {}, "not a number"),
+        ({"rows": 33}, {}, "whole matrix"),
+        ({"counts": [30, 30], "bits": 2}, {}, "plane_3 is no tensor"),
+        ({}, {"order": torch.zeros(33, dtype=torch.int16).view(torch.uint16)}, "each of 33 output rows once"),
+        ({}, {"kept": torch.tensor([5, 5, 6], dtype=torch.int16).view(torch.uint16)}, "do not ascend"),
+        ({}, {"kept": torch.tensor([5, 6, 100], dtype=torch.int16).view(torch.uint16)}, "within 0..99"),
+        ({}, {"scales": torch.full((33,), -1.0).half()}, "negative"),
+        ({}, {"scales": torch.full((33,), torch.nan).half()}, "NaN"),
+        ({}, {"plane_1": torch.zeros(33, 3, dtype=torch.int32).view(torch.uint32)}, "expected"),
+    ],
+)
+def test_damaged_tiles_are_refused(tile: dict[str, Any], tensors: dict[str, Tensor], word: str) -> None:
+    packed = change(pack(QuantizedWeight((33, 100), (random_tile(*SHAPES[0]),))), tile, **tensors)
+    with pytest.raises(InputError, match=word):
+        validate("layer", packed)
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("isa", cpu.matmul_isas() if cpu.available() else ())
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_those_of_the_dense_matrix(
+    shape: tuple[int, int, int, tuple[int, ...]], isa: str
+) -> None:
+    packed = pack(QuantizedWeight(shape[:2], (random_tile(*shape),)))
+    prepared, dense = Prepared(packed, isa=isa), unpack(packed).dequantize()
+    assert torch.equal(prepared.dequantize(), dense)
+    generator = torch.Generator().manual_seed(2)
+    for tokens in (1, 2, 7, 16, 17, 40):
+        for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+            x = torch.randn(tokens, shape[1], generator=generator).to(dtype)
+            expected = x.double() @ dense.double().T
+            error = (prepared.matmul(x) - expected).abs().amax() / expected.abs().amax()
+            assert float(error) < most, (tokens, dtype)
+
+
+@needs_native
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    columns=st.integers(1, 300),
+    fractions=st.lists(st.floats(0, 1), min_size=0, max_size=7),
+    tokens=st.integers(1, 20),
+    threads=st.integers(1, 3),
+)
+def test_any_shape_and_any_widths(
+    rows: int, columns: int, fractions: list[float], tokens: int, threads: int
+) -> None:
+    counts = (rows, *sorted((n for f in fractions if (n := int(f * rows))), reverse=True))
+    kept = min(columns - 1, columns // 50)
+    packed = pack(QuantizedWeight((rows, columns), (random_tile(rows, columns, kept, counts),)))
+    prepared = Prepared(packed)
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(rows))
+    assert prepared.layer is not None
+    y = prepared.layer.matmul(x, threads)
+    expected = x.double() @ unpack(packed).dequantize().double().T
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(y, prepared.layer.matmul(x, 1))
+
+
+# ---- codes --------------------------------------------------------------------------------------------------------
+
+
+def codes_oracle(
+    targets: np.ndarray, inverse: np.ndarray, table: dict[int, np.ndarray], scale: float, weights: np.ndarray
+) -> tuple[list[int], np.ndarray]:
+    """One row, number by number in float32, candidates in the order of the widths."""
+    targets, made = targets.copy(), []
+    errors = np.zeros_like(targets)
+    half, one = np.float32(0.5), np.float32(1)
+    for j in range(targets.shape[1]):
+        z = targets[:, j] / (scale if scale > 0 else one)
+        best: tuple[np.float32, int] | None = None
+        for b in BITS:
+            if weights[b - 1] == 0:
+                continue
+            middles = half * (table[b][:-1] + table[b][1:])
+            code = int((z[b - 1] > middles).sum())
+            for wider in range(b + 1, 9):
+                low, high = table[wider][2 * code], table[wider][2 * code + 1]
+                code = 2 * code + int(z[wider - 1] > half * (low + high))
+            cost = np.float32(0)
+            for own in BITS:
+                miss = z[own - 1] - table[own][code >> (8 - own)]
+                cost += weights[own - 1] * (miss * miss)
+            if best is None or cost < best[0]:
+                best = (cost, code)
+        assert best is not None
+        made.append(best[1])
+        for b in BITS:
+            value = np.float32(scale) * table[b][best[1] >> (8 - b)]
+            errors[b - 1, j] = (targets[b - 1, j] - value) / inverse[j, j]
+            targets[b - 1, j + 1 :] -= errors[b - 1, j] * inverse[j, j + 1 :]
+    return made, errors
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ["portable", cpu.isa() if cpu.available() else "portable"])
+def test_nested_codes_are_the_oracle(isa: str) -> None:
+    rows, columns = 7, 33
+    weight, stats = problem(rows, columns)
+    assert stats.hessian is not None
+    factor = inverse_factor(stats.hessian, torch.arange(columns), 0.01).contiguous()
+    kinds = torch.tensor([0, 3, 5, 8, 11, 13, 15], dtype=torch.uint8)
+    scales = torch.tensor([0.5, 1, 1.2, 1, 0.9, 1, 0])
+    weights = nested.profile(3.0)
+    targets = weight.expand(8, rows, columns).clone()
+    codes, errors = cpu.nested_codes(
+        targets, factor, shapes.tables(), kinds, scales, weights, threads=2, isa=isa
+    )
+    for r in range(rows):
+        table = {b: shapes.table(b)[int(kinds[r])].numpy() for b in BITS}
+        made, expected = codes_oracle(
+            targets[:, r].numpy(), factor.numpy(), table, float(scales[r]), weights.numpy()
+        )
+        assert codes[r].tolist() == made
+        np.testing.assert_array_equal(errors[:, r].numpy(), expected)
+
+
+@needs_native
+def test_every_instruction_set_and_number_of_threads_gives_the_same_bytes() -> None:
+    weight, stats = problem(40, 150)
+    assert stats.hessian is not None
+    factor = inverse_factor(stats.hessian, torch.arange(150), 0.01)[:128, :128].contiguous()
+    targets = weight[:, :128].expand(8, 40, 128).clone()
+    kinds, scales = cpu.nested_fit(
+        weight[:, :128].contiguous(), torch.ones(128), shapes.table(3).contiguous()
+    )
+    found = [
+        cpu.nested_codes(targets, factor, shapes.tables(), kinds, scales, nested.profile(4.0), threads, isa)
+        for threads in (1, 3)
+        for isa in ("portable", cpu.isa())
+    ]
+    assert all(torch.equal(c, found[0][0]) and torch.equal(e, found[0][1]) for c, e in found)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("rows", "columns", "kept"), [(24, 40, 0.0), (9, 200, 0.05), (3, 1, 0.0), (16, 300, 0.02)]
+)
+def test_losses_are_those_of_the_stored_codes(rows: int, columns: int, kept: float) -> None:
+    """`sum_j e_j^2` of GPTQ's scaled errors is `D H D^T` with the damped Hessian, at every width."""
+    weight, stats = problem(rows, columns)
+    assert stats.hessian is not None
+    worth = torch.rand(rows, generator=torch.Generator().manual_seed(3)) + 0.1
+    made = nested.compress(weight, stats, LayerSpec(kept_channels=kept), worth)
+    damped = stats.hessian + 0.01 * stats.hessian.diagonal().mean() * torch.eye(columns)
+    for bits in BITS:
+        tile = replace(made.tile, counts=(rows,) * bits, codes=made.tile.codes >> (8 - bits))
+        error = tile.dequantize() - weight
+        error[:, tile.kept] = 0  # float16's rounding, which the losses leave out
+        expected = (worth / stats.tokens * ((error @ damped) * error).sum(1))[tile.order]
+        torch.testing.assert_close(made.losses[:, bits - 1], expected, rtol=1e-3, atol=1e-9)
+
+
+@needs_native
+def test_every_width_is_compensated() -> None:
+    """At each width the joint codes lose less than rounding to the same tables; tuned widths lose least."""
+    weight, stats = problem(64, 96)
+    assert stats.hessian is not None
+    alone = LinearStats(stats.tokens, stats.squares, torch.diag(stats.hessian.diagonal()))
+    rounded = nested.compress(weight, alone, LayerSpec(kept_channels=0.0)).tile
+    for tuned in (2.0, 3.0, 5.0):
+        made = nested.compress(weight, stats, LayerSpec(kept_channels=0.0, tune_for=tuned)).tile
+
+        def loss(tile: Nested, bits: int) -> float:
+            cut = replace(tile, counts=(64,) * bits, codes=tile.codes >> (8 - bits))
+            error = cut.dequantize() - weight
+            assert stats.hessian is not None
+            return float(((error @ stats.hessian) * error).sum())
+
+        for bits in range(max(2, round(tuned) - 2), round(tuned) + 3):
+            assert loss(made, bits) < loss(rounded, bits), (tuned, bits)
+        assert loss(made, round(tuned)) < 0.95 * loss(rounded, round(tuned))
+
+
+@needs_native
+def test_rows_fall_in_sensitivity() -> None:
+    weight, stats = problem(30, 48)
+    worth = torch.linspace(1, 100, 30)
+    made = nested.compress(weight, stats, LayerSpec(kept_channels=0.0), worth)
+    mean = made.losses[:, 1:5].log().mean(1)
+    assert (mean.diff() <= 0).all() and sorted(made.tile.order.tolist()) == list(range(30))
+
+
+@needs_native
+def test_dead_channels_and_rows_of_zeros() -> None:
+    weight, stats = problem(10, 40)
+    assert stats.hessian is not None
+    hessian = stats.hessian.clone()
+    hessian[5], hessian[:, 5] = 0, 0
+    weight[3] = 0
+    made = nested.compress(weight, LinearStats(stats.tokens, hessian.diagonal(), hessian), LayerSpec())
+    dense = made.tile.dequantize()
+    assert torch.isfinite(dense).all() and (dense[3] == 0).all() and torch.isfinite(made.losses).all()
+
+
+def test_what_it_needs_is_asked_for() -> None:
+    with pytest.raises(InputError, match="calibrate first"):
+        nested.compress(torch.ones(2, 2), None, LayerSpec())
+
+
+def test_the_planned_layout_has_the_average_width() -> None:
+    for bits, counts in ((2, [48, 48]), (3.5, [48, 48, 48, 24]), (8, [48] * 8)):
+        spec = replace(LayerSpec.uniform(2), tiles=(replace(LayerSpec().tiles[0], bits=bits),))
+        layout = nested.layout(spec, (48, 256))
+        assert layout["tiles"] == [Nested.description(counts, 2)]
+        assert stored_tensors(layout)["plane_1"][1] == (48, 8)

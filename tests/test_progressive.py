@@ -1,0 +1,405 @@
+"""One file, any size: the order of planes, the artifact that is cut along it, and its sizes at load and at run time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import anybit
+from anybit import progressive
+from anybit.artifact import curve, inspect, verify
+from anybit.checkpoint import file_sha256
+from anybit.errors import InputError
+from anybit.kernels import cpu
+from anybit.model import load
+from anybit.spec import QuantizeConfig
+from anybit.writer import ArtifactWriter
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
+CONFIG = QuantizeConfig(method="anybit", samples=4, seq_len=32, kept_channels=0.05)
+IDS = torch.arange(3, 40)[None]
+
+
+@pytest.fixture(scope="module")
+def artifact(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str], Path], text_file: Path
+) -> Path:
+    out = tmp_path_factory.mktemp("progressive") / "out"
+    anybit.quantize(model_dir("llama"), out, CONFIG, calibration=str(text_file))
+    return out
+
+
+@pytest.fixture
+def copy(artifact: Path, tmp_path: Path) -> Path:
+    """An artifact of one's own to break."""
+    return Path(shutil.copytree(artifact, tmp_path / "copy"))
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def index_of(path: Path) -> dict[str, Any]:
+    return json.loads((path / "anybit.index.json").read_text())
+
+
+# ---- the order ----------------------------------------------------------------------------------------------------
+
+
+def random_losses(rows: int, seed: int) -> Tensor:
+    """Losses that fall about fourfold with a bit, rows in about falling order."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.rand(rows, 1, generator=generator).sort(0, descending=True).values * 10
+    noise = 1 + 0.5 * torch.rand(rows, 8, generator=generator)
+    return first * 4.0 ** -torch.arange(8) * noise
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=4), st.integers(0, 10**6))
+def test_every_prefix_is_a_nested_model(rows: list[int], seed: int) -> None:
+    losses = {str(i): random_losses(n, seed + i) for i, n in enumerate(rows)}
+    columns = {name: 33 * (i + 1) for i, name in enumerate(losses)}
+    steps = progressive.order(losses, columns)
+    before: progressive.Counts = steps.counts(0)
+    assert all(counts == (len(losses[name]),) for name, counts in before.items())
+    for end in range(len(steps.layer) + 1):
+        counts = steps.counts(end)
+        for name, now in counts.items():
+            assert list(now) == sorted(now, reverse=True)
+            had = [*before[name], *[0] * 8]
+            assert all(n >= h for n, h in zip(now, had))
+        before = counts
+    assert all(counts == (len(losses[n]),) * 8 for n, counts in before.items())
+    weights = sum(len(x) * columns[n] for n, x in losses.items())
+    assert steps.bits(len(steps.layer)) == 8 and steps.weights == weights
+    last = sum(float(x[:, -1].double().sum()) for x in losses.values())
+    if all((x.diff(dim=1) <= 0).all() for x in losses.values()):
+        assert steps.loss_after(len(steps.layer)) == pytest.approx(last, rel=1e-6)
+
+
+def test_a_prefix_is_the_best_of_its_size() -> None:
+    """With losses that are convex and ranked alike, greedy steps solve the allocation: compared with all others."""
+    losses = {
+        "a": torch.tensor([[64.0 * s / 4**b for b in range(8)] for s in (5, 1)]).repeat_interleave(8, 0),
+        "b": torch.tensor([[64.0 * s / 4**b for b in range(8)] for s in (3,)]).repeat_interleave(8, 0),
+    }
+    steps = progressive.order(losses, {"a": 32, "b": 32})
+    for budget in range(len(steps.layer) + 1):
+        found = steps.loss_after(budget)
+        best = min(
+            8 * 64 * (5 / 4**i + 1 / 4**j + 3 / 4**k)
+            for i in range(8)
+            for j in range(8)
+            for k in range(8)
+            if i + j + k == budget
+        )
+        assert found == pytest.approx(best, rel=1e-6)
+
+
+def test_ties_keep_the_order_of_layers_planes_and_rows() -> None:
+    losses = {name: torch.ones(16, 8) * 4.0 ** -torch.arange(8) for name in ("x", "y")}
+    steps = progressive.order(losses, {"x": 32, "y": 32})
+    assert steps.layer[:4].tolist() == [0, 0, 1, 1] and steps.plane[:5].tolist() == [2, 2, 2, 2, 3]
+
+
+def test_pooling_is_the_isotonic_regression() -> None:
+    values = np.array([[3.0, 1.0, 2.0, 2.0, 5.0, 0.0], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]])
+    expected = [[3.0, 2.5, 2.5, 2.5, 2.5, 0.0], values[1].tolist()]
+    np.testing.assert_allclose(progressive.falling(values), expected)
+
+
+def test_the_ladder() -> None:
+    assert progressive.ladder(2.0) == [2.0]
+    assert progressive.ladder(2.25) == pytest.approx([2.0, 2.1, 2.2, 2.25])
+    assert len(progressive.ladder(8)) == 61 and progressive.ladder(8)[-1] == 8
+
+
+# ---- the artifact -------------------------------------------------------------------------------------------------
+
+
+def test_the_core_is_an_ordinary_index_and_refinements_lie_beside_it(artifact: Path) -> None:
+    weight_map = json.loads((artifact / "model.safetensors.index.json").read_text())["weight_map"]
+    assert not any("refine" in file for file in weight_map.values())
+    assert not any(name.endswith(progressive.LOSSES) for name in weight_map)
+    assert len(list(artifact.glob("refine-*.safetensors"))) == 60
+    config = json.loads((artifact / "config.json").read_text())["quantization_config"]
+    assert config["method"] == "anybit" and config["bits"] == 8
+    assert verify(artifact)["hashes_checked"]
+
+
+def test_the_curve_counts_every_byte(artifact: Path) -> None:
+    rungs = curve(artifact)
+    files = [
+        f for f in artifact.iterdir() if not f.name.startswith(("tokenizer", "special", "chat_template"))
+    ]
+    assert rungs[-1]["size_bytes"] == sum(f.stat().st_size for f in files)
+    assert [r["bits"] for r in rungs] == sorted(r["bits"] for r in rungs)
+    assert all(b["loss"] <= a["loss"] and b["size_bytes"] > a["size_bytes"] for a, b in pairwise(rungs))
+    assert rungs[0]["bits"] == pytest.approx(2.0, abs=0.1) and rungs[-1]["bits"] == 8
+    for at in (0, 13, 60):
+        made = inspect(artifact, rungs[at]["bits"])
+        assert made["bits"] == pytest.approx(rungs[at]["bits"])
+        assert made["bits_per_weight"] == pytest.approx(rungs[at]["bits_per_weight"])
+        assert made["size_bytes"] == rungs[at]["size_bytes"]
+
+
+def test_all_planes_are_the_codes_that_were_made(artifact: Path, model_dir: Callable[[str], Path]) -> None:
+    """At 8 bits every weight is close to the model's."""
+    model = load(artifact)
+    base = load(model_dir("llama"))
+    for name, module in base.named_modules():
+        if isinstance(module, torch.nn.Linear) and "layers" in name:
+            dense = model.get_submodule(name).prepared().dequantize()
+            assert float((dense - module.weight).norm().detach() / module.weight.norm().detach()) < 0.1
+
+
+@pytest.mark.parametrize("bits", [2.1, 3.3, 5.0, 8.0])
+def test_a_width_at_load_is_the_same_at_run_time(artifact: Path, bits: float) -> None:
+    at_load, whole = load(artifact, bits=bits), load(artifact)
+    everything = logits(whole)
+    assert whole.set_bits(bits) <= bits + 1e-6
+    assert torch.equal(logits(whole), logits(at_load))
+    assert bits == 8 or not torch.equal(logits(whole), everything)
+    whole.set_bits(8)
+    assert torch.equal(logits(whole), everything)
+
+
+def test_switching_copies_no_plane(artifact: Path) -> None:
+    model = load(artifact)
+    before = {n: b.data_ptr() for n, b in model.named_buffers() if "plane" in n}
+    for bits in (2.5, 6.0, 3.1):
+        model.set_bits(bits)
+        logits(model)
+    assert before == {n: b.data_ptr() for n, b in model.named_buffers() if "plane" in n}
+
+
+def test_only_what_a_width_needs_is_read(copy: Path) -> None:
+    for file in sorted(copy.glob("refine-*.safetensors"))[12:]:
+        file.write_bytes(b"damaged")
+    model = load(copy, bits=3.0)
+    planes = [b.numel() for n, b in model.named_buffers() if "plane" in n]
+    assert sum(planes) < sum(b.numel() for n, b in load(copy, bits=3.2).named_buffers() if "plane" in n)
+    with pytest.raises(InputError, match="again"):
+        load(copy, bits=3.5)
+
+
+def test_budgets_of_bytes(artifact: Path) -> None:
+    rungs = curve(artifact)
+    target = rungs[20]
+    for budget in ({"bpw": target["bits_per_weight"]}, {"size": target["size_bytes"]}):
+        model = load(artifact, **budget)
+        assert model.ladder.bits[-1] == pytest.approx(target["bits"])
+        less = {key: value - 1e-3 if key == "bpw" else value - 1 for key, value in budget.items()}
+        assert load(artifact, **less).ladder.bits[-1] == pytest.approx(rungs[19]["bits"])
+    for budget in ({"bpw": 0.5}, {"size": 1000}):
+        with pytest.raises(InputError, match="not to be had"):
+            load(artifact, **budget)
+    with pytest.raises(InputError, match="give one of them"):
+        load(artifact, bits=3, bpw=3.3)
+
+
+@pytest.mark.parametrize("bits", [1.0, 1.9, 8.2, 20])
+def test_widths_that_are_not_there_are_refused(artifact: Path, bits: float) -> None:
+    with pytest.raises(InputError, match=r"from \d\.\d\d to 8\.00 bits"):
+        load(artifact, bits=bits)
+    model = load(artifact)
+    with pytest.raises(InputError, match=r"from \d\.\d\d to 8\.00 bits"):
+        model.set_bits(bits)
+
+
+def test_transformers_loads_all_refinements(artifact: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(artifact).eval()
+    assert torch.equal(logits(model), logits(load(artifact)))
+    assert model.set_bits(3.0) == pytest.approx(3.0, abs=0.1)
+
+
+def test_what_runs_can_be_saved_as_one_model(artifact: Path, tmp_path: Path) -> None:
+    model = load(artifact, bits=4.0)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_state_dict_moves_and_copies_keep_the_bytes(artifact: Path) -> None:
+    model = load(artifact, bits=3.0)
+    before, state = logits(model), {n: t.clone() for n, t in model.state_dict().items()}
+    model.to(torch.float32)
+    assert torch.equal(logits(model), before)
+    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
+
+
+# ---- damage -------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_loads_and_generates_and_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = load(copy, bits=4.0)
+    for file in sorted(copy.glob("refine-*.safetensors"))[20:]:
+        file.unlink()
+    with pytest.raises(
+        InputError, match=r"20 of 60 refinements .*refine-00021-of-00060.*up to \d\.\d\d bits"
+    ):
+        verify(copy)
+    model = load(copy)
+    assert torch.equal(logits(model), logits(whole))
+    assert model.generate(IDS, max_new_tokens=3, do_sample=False).shape == (1, IDS.shape[1] + 3)
+    with pytest.raises(InputError, match="refine-00021-of-00060"):
+        load(copy, bits=5.0)
+    assert [r["present"] for r in curve(copy)] == [True] * 21 + [False] * 40
+
+
+def test_a_hole_ends_the_prefix(copy: Path) -> None:
+    (copy / progressive.refinement_file(7, 60)).unlink()
+    assert load(copy).ladder.bits[-1] == pytest.approx(curve(copy)[6]["bits"])
+
+
+def test_a_flipped_byte_is_found(copy: Path) -> None:
+    file = copy / progressive.refinement_file(5, 60)
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(bytes(data))
+    for use in (load, verify):
+        with pytest.raises(InputError, match=r"refine-00005-of-00060.*SHA-256"):
+            use(copy)
+    load(copy, bits=2.3)
+
+
+def test_reordered_refinements_are_found(copy: Path) -> None:
+    one, two = (copy / progressive.refinement_file(n, 60) for n in (3, 4))
+    data = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(data)
+    with pytest.raises(InputError, match="SHA-256"):
+        load(copy)
+
+
+def test_a_reordered_list_is_found(copy: Path) -> None:
+    index = index_of(copy)
+    rungs = index[progressive.SECTION]
+    rungs[3], rungs[4] = rungs[4], rungs[3]
+    (copy / "anybit.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match="reordered or the list was edited"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    "section", [[{"file": "x"}], [{"file": 3, "bits": "y", "loss": 0, "chain": ""}], "text"]
+)
+def test_a_damaged_list_is_refused(copy: Path, section: Any) -> None:
+    index = index_of(copy) | {progressive.SECTION: section}
+    (copy / "anybit.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"anybit\.index\.json"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    ("steps", "word"),
+    [
+        ([[999, 3, 8]], "layer or plane"),
+        ([[0, 9, 8]], "layer or plane"),
+        ([[0, 3, -8]], "layer or plane"),
+        ([[0, 8, 8]], "longer than those before"),
+        ([[0, 2, 10**9]], "longer than those before"),
+    ],
+)
+def test_steps_that_do_not_fit_are_refused(copy: Path, steps: list[list[int]], word: str) -> None:
+    """Whoever can write hashes can write these: sizes and bounds are checked before memory is touched."""
+    from safetensors.torch import save_file
+
+    file = copy / progressive.refinement_file(1, 60)
+    words = torch.zeros(4, dtype=torch.int32).view(torch.uint32)
+    save_file({"steps": torch.tensor(steps, dtype=torch.int32), "words": words}, file)
+    index = index_of(copy)
+    index["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+    chain = index[progressive.SECTION][0]["chain"]
+    for entry in index[progressive.SECTION][1:]:
+        chain = entry["chain"] = progressive.link(chain, index["files"][entry["file"]]["sha256"])
+    (copy / "anybit.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=word):
+        load(copy, bits=2.2)
+
+
+# ---- the run ------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it."""
+
+
+@pytest.mark.parametrize("at", ["write_shard", "write_cut", "finish"])
+def test_a_killed_run_resumes_and_ends_in_the_same_bytes(
+    artifact: Path,
+    model_dir: Callable[[str], Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+) -> None:
+    calls, original = [], getattr(ArtifactWriter, at)
+
+    def killed(self: ArtifactWriter, *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2 or at == "finish":
+            raise Killed
+        return original(self, *args, **kwargs)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(ArtifactWriter, at, killed)
+        with pytest.raises(Killed):
+            anybit.quantize(model_dir("llama"), out, CONFIG, calibration=str(text_file))
+    assert not out.exists()
+    result = anybit.quantize(model_dir("llama"), out, CONFIG, calibration=str(text_file))
+    assert result.resumed_shards == (1 if at == "write_shard" else 3)
+    files = {f.name: f.read_bytes() for f in artifact.iterdir()}
+    assert {f.name: f.read_bytes() for f in out.iterdir()} == files
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_fewer_bits_make_a_shorter_ladder(
+    artifact: Path, model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
+) -> None:
+    config = QuantizeConfig(method="anybit", bits=3.25, samples=4, seq_len=32, kept_channels=0.05)
+    result = anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    rungs = curve(tmp_path / "out")
+    assert len(rungs) == 14 and result.bits == pytest.approx(rungs[-1]["bits"])
+    assert rungs[-1]["bits"] == pytest.approx(3.25, abs=0.05)
+    for short, long in zip(rungs[:-1], curve(artifact)):
+        assert short["bits"] == long["bits"]
+    assert torch.equal(logits(load(tmp_path / "out", bits=3.0)), logits(load(artifact, bits=3.0)))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", "opt", "qwen3", "llama-tied"])
+def test_other_families(
+    family: str, model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
+) -> None:
+    anybit.quantize(model_dir(family), tmp_path / "out", CONFIG, calibration=str(text_file))
+    base, model = logits(load(model_dir(family))), load(tmp_path / "out")
+    errors = []
+    for bits in (8.0, 5.0, 2.5):
+        model.set_bits(bits)
+        errors.append(float((logits(model) - base).norm() / base.norm()))
+    assert errors == sorted(errors) and errors[0] < 0.25 * errors[2]
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(InputError, match="tune_for 9"):
+        QuantizeConfig(method="anybit", tune_for=9.0)
+    with pytest.raises(InputError, match="group_size"):
+        QuantizeConfig(method="anybit", group_size=64)
+    with pytest.raises(InputError, match=r"no 1\.5-bit width"):
+        QuantizeConfig(method="anybit", bits=1.5)
+    with pytest.raises(InputError, match="tune_for"):
+        QuantizeConfig(method="gptq", tune_for=4.0)
