@@ -4,7 +4,6 @@
 #include "tile.h"
 
 #include <cstring>
-#include <memory>
 
 namespace anybit {
 
@@ -58,31 +57,6 @@ private:
     std::vector<uint8_t> plain_[9], floats_[9], halves_[9];
 };
 
-// Rows of one width of a nested tile.
-class NestedSpan : public Tile {
-public:
-    NestedSpan(const ByteCodebook& codebook, const ShapeTables& tables, const std::optional<std::string>& isa)
-        : Tile(isa), codebook_(codebook), tables_(tables) {
-        rows_ = codebook.rows;
-        columns_ = codebook.columns;
-    }
-
-    bool takes_bf16(int64_t) const override { return kernels_.lookup_bf16_matmul != nullptr; }
-    const ByteCodebook& codebook() const { return codebook_; }
-
-private:
-    // Of many tokens; few are multiplied for all spans together.
-    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
-        ByteCodebook b = codebook_;
-        b.table = tables_.floats(b.bits);
-        const int64_t width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
-        add_many(b, x, width, plain(width), kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, y, y_stride, threads);
-    }
-
-    ByteCodebook codebook_;
-    const ShapeTables& tables_;
-};
-
 // A tile in format "nested" without its kept channels, bound to the arrays that hold it.
 class BoundNested : public Tile {
 public:
@@ -129,7 +103,7 @@ public:
             b.rows = last - first;
             b.columns = columns;
             b.words = words;
-            spans_.push_back(std::make_unique<NestedSpan>(b, tables_, isa));
+            spans_.push_back(b);
         }
     }
 
@@ -155,9 +129,9 @@ private:
     // f(codebook, its first row) for all spans.
     template <typename F> void for_spans(F&& f) const {
         int64_t first = 0;
-        for (const auto& span : spans_) {
-            f(span->codebook(), first);
-            first += span->codebook().rows;
+        for (const ByteCodebook& span : spans_) {
+            f(span, first);
+            first += span.rows;
         }
     }
 
@@ -176,24 +150,26 @@ private:
         return c;
     }
 
-    // Inputs of few tokens in the orders that widths want, and what meets them.
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
-        if (x.count > FEW_TOKENS) {
-            for (const auto& span : spans_) static_cast<const Tile&>(*span).add_product(x, y, y_stride, threads);
+        const int64_t m = x.count, width = kernels_.lookup_blocks(spans_[0]) * kernels_.lanes * LOOKUP_GROUP;
+        if (m > FEW_TOKENS) {
+            const Many padded = pad_many(x, width, plain(width), threads);
+            for (ByteCodebook b : spans_) {
+                b.table = tables_.floats(b.bits);
+                multiply_padded(b, b.rows, padded, kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, y, y_stride,
+                                threads);
+            }
             return;
         }
         const bool pairs = x.bf16;
         const auto form = [&](int bits) {
             return pairs ? kernels_.lookup_bf16_form(bits) : kernels_.lookup_float_form(bits);
         };
-        ByteCodebook example = spans_[0]->codebook();
-        const int64_t m = x.count, width = kernels_.lookup_blocks(example) * kernels_.lanes * LOOKUP_GROUP;
-        const int64_t piece = piece_of(rows_, LOOKUP_ROWS, rows_ * columns_, threads), line = example.words * 32;
+        const int64_t piece = piece_of(rows_, LOOKUP_ROWS, rows_ * columns_, threads), line = spans_[0].words * 32;
         const Scratch scratch = make_scratch(2 * m * width + ((rows_ - 1) / piece + 1) * line);
         float* at[3] = {nullptr, nullptr, nullptr}; // by form: whole, bytes, none
         float* free = scratch.get();
-        for (const auto& span : spans_) {
-            const ByteCodebook& b = span->codebook();
+        for (const ByteCodebook& b : spans_) {
             float*& to = at[slot(form(b.bits))];
             if (to != nullptr) continue;
             to = free;
@@ -233,8 +209,8 @@ private:
     const ShapeTables& tables_;
     std::vector<Input> planes_;
     Input kinds_, scales_;
-    const Kernels& by_words_; // what decodes word by word
-    std::vector<std::unique_ptr<NestedSpan>> spans_;
+    const Kernels& by_words_;         // what decodes word by word
+    std::vector<ByteCodebook> spans_; // the rows of every width, without tables
 };
 
 } // namespace anybit

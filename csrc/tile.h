@@ -132,23 +132,26 @@ protected:
         });
     }
 
-    // Products of many tokens: inputs are brought into plain order with padding by `pad(k, from, to)`, `width` of them
-    // to a token, and multiplied by `floats` or `halves`, the kernels' functions.
-    template <typename T, typename P>
-    void add_many(const T& tile, const Tokens& x, int64_t width, P&& pad,
-                  void (*floats)(const T&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
-                  void (*halves)(const T&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
-                  float* y, int64_t y_stride, int threads) const {
+    // Many tokens' inputs, padded, each row of `stride` elements.
+    struct Many {
+        Scratch data; // float32, or bfloat16
+        int64_t count, stride;
+        bool bf16;
+        const uint16_t* halves() const { return reinterpret_cast<const uint16_t*>(data.get()); }
+    };
+
+    // Inputs are brought into plain order with padding by `pad(k, from, to)`, `width` of them to a token.
+    template <typename P> Many pad_many(const Tokens& x, int64_t width, P&& pad, int threads) const {
         const int64_t m = x.count, row = width + columns_; // a row of scratch: padded, and before
         const int64_t stride = odd_lines(width, x.bf16 ? 2 : 4);
-        const Scratch padded = make_scratch(x.bf16 ? m * stride / 2 : m * stride);
-        auto* narrow = reinterpret_cast<uint16_t*>(padded.get());
+        Many padded{make_scratch(x.bf16 ? m * stride / 2 : m * stride), m, stride, x.bf16};
+        auto* narrow = reinterpret_cast<uint16_t*>(padded.data.get());
         const int64_t piece = piece_of(m, 1, m * width, threads);
         const Scratch scratch = make_scratch(x.bf16 && width != columns_ ? ((m - 1) / piece + 1) * row : 0);
         parallel_for(m, piece, threads, [&](int64_t begin, int64_t end) {
             float *to = scratch.get() + begin / piece * row, *before = to + width;
             for (int64_t k = begin; k < end; ++k) {
-                if (!x.bf16) pad(k, x.floats(k), padded.get() + k * stride);
+                if (!x.bf16) pad(k, x.floats(k), padded.data.get() + k * stride);
                 else if (width == columns_) std::copy_n(x.halves(k), width, narrow + k * stride);
                 else {
                     baseline::widen(x.halves(k), columns_, before);
@@ -157,11 +160,30 @@ protected:
                 }
             }
         });
-        const int64_t step = piece_of(blocks(), MANY_BLOCKS, m * rows_ * columns_, threads);
-        parallel_for(blocks(), step, threads, [&](int64_t begin, int64_t end) {
-            if (x.bf16) halves(tile, narrow, stride, m, y, y_stride, begin, end);
-            else floats(tile, padded.get(), stride, m, y, y_stride, begin, end);
+        return padded;
+    }
+
+    // Products of many tokens by `floats` or `halves`, the kernels' functions, of a tile of so many rows.
+    template <typename T>
+    void multiply_padded(const T& tile, int64_t rows, const Many& x,
+                         void (*floats)(const T&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
+                         void (*halves)(const T&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
+                         float* y, int64_t y_stride, int threads) const {
+        const int64_t count = (rows + kernels_.lanes - 1) / kernels_.lanes;
+        const int64_t step = piece_of(count, MANY_BLOCKS, x.count * rows * columns_, threads);
+        parallel_for(count, step, threads, [&](int64_t begin, int64_t end) {
+            if (x.bf16) halves(tile, x.halves(), x.stride, x.count, y, y_stride, begin, end);
+            else floats(tile, x.data.get(), x.stride, x.count, y, y_stride, begin, end);
         });
+    }
+
+    // Both.
+    template <typename T, typename P>
+    void add_many(const T& tile, const Tokens& x, int64_t width, P&& pad,
+                  void (*floats)(const T&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
+                  void (*halves)(const T&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
+                  float* y, int64_t y_stride, int threads) const {
+        multiply_padded(tile, rows_, pad_many(x, width, pad, threads), floats, halves, y, y_stride, threads);
     }
 
     // Inputs as they are, then zeros.

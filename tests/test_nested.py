@@ -174,7 +174,7 @@ def change(packed: PackedWeight, tile: dict[str, Any] | None = None, **tensors: 
         ({"bits": 3}, {}, "average width"),
         ({"kept": -1}, {}, "not a number"),
         ({"rows": 33}, {}, "whole matrix"),
-        ({"counts": [30, 30], "bits": 2}, {}, "plane_3 is no tensor"),
+        ({"counts": [30, 30], "bits": 2}, {}, "do not fit the matrix"),
         ({}, {"order": torch.zeros(33, dtype=torch.int16).view(torch.uint16)}, "each of 33 output rows once"),
         ({}, {"kept": torch.tensor([5, 5, 6], dtype=torch.int16).view(torch.uint16)}, "do not ascend"),
         ({}, {"kept": torch.tensor([5, 6, 100], dtype=torch.int16).view(torch.uint16)}, "within 0..99"),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import sys
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import progressive
+from anybit import cli, progressive
 from anybit.artifact import curve, inspect, verify
 from anybit.checkpoint import file_sha256
 from anybit.errors import InputError
@@ -233,12 +236,48 @@ def test_what_runs_can_be_saved_as_one_model(artifact: Path, tmp_path: Path) -> 
     assert torch.equal(logits(again), logits(model))
 
 
-def test_state_dict_moves_and_copies_keep_the_bytes(artifact: Path) -> None:
+def test_the_core_alone_is_a_width(artifact: Path) -> None:
+    model = load(artifact, bits=2.0)
+    assert model.set_bits(2.0) == pytest.approx(2.0, abs=0.05)
+    with pytest.raises(InputError, match=r"to \d\.\d\d bits"):
+        model.set_bits(4)
+
+
+def test_a_core_without_its_list_or_with_anothers_is_refused(copy: Path) -> None:
+    index = index_of(copy)
+    (copy / "anybit.index.json").unlink()
+    for use in (load, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(InputError, match="copy it, too"):
+            use(copy)
+    chain = "0" * 64
+    for entry in index[progressive.SECTION]:
+        if entry["file"]:
+            chain = progressive.link(chain, index["files"][entry["file"]]["sha256"])
+        entry["chain"] = chain
+    (copy / "anybit.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match="belong to different artifacts"):
+        load(copy)
+
+
+def test_copies_run_alike(artifact: Path) -> None:
     model = load(artifact, bits=3.0)
-    before, state = logits(model), {n: t.clone() for n, t in model.state_dict().items()}
-    model.to(torch.float32)
+    before = logits(model)
+    assert torch.equal(logits(deepcopy(model)), before)
     assert torch.equal(logits(model), before)
-    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
+
+
+def test_a_cut_that_another_run_drops_leaves_nothing(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> Any:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArtifactWriter, "finish", killed)
+        with pytest.raises(Killed):
+            anybit.quantize(model_dir("llama"), tmp_path / "out", CONFIG, calibration=str(text_file))
+    anybit.quantize(model_dir("llama"), tmp_path / "out", QuantizeConfig(method="rtn"), overwrite=True)
+    assert not (tmp_path / "out.partial").exists()
 
 
 # ---- damage -------------------------------------------------------------------------------------------------------
@@ -295,7 +334,15 @@ def test_a_reordered_list_is_found(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "section", [[{"file": "x"}], [{"file": 3, "bits": "y", "loss": 0, "chain": ""}], "text"]
+    "section",
+    [
+        [],
+        [{"file": "x"}],
+        [{"file": "", "bits": "y", "loss": 0, "chain": ""}],
+        [{"file": "", "bits": math.nan, "loss": 0, "chain": ""}],
+        [{"file": "", "bits": 2, "loss": 0, "chain": ""}, {"file": "", "bits": 3, "loss": 0, "chain": ""}],
+        "text",
+    ],
 )
 def test_a_damaged_list_is_refused(copy: Path, section: Any) -> None:
     index = index_of(copy) | {progressive.SECTION: section}
@@ -309,9 +356,11 @@ def test_a_damaged_list_is_refused(copy: Path, section: Any) -> None:
     [
         ([[999, 3, 8]], "layer or plane"),
         ([[0, 9, 8]], "layer or plane"),
+        ([[0, 1, 10**9]], "layer or plane"),
         ([[0, 3, -8]], "layer or plane"),
         ([[0, 8, 8]], "longer than those before"),
         ([[0, 2, 10**9]], "longer than those before"),
+        ([[0, 3, 1]], "holds 4 words, its steps need"),
     ],
 )
 def test_steps_that_do_not_fit_are_refused(copy: Path, steps: list[list[int]], word: str) -> None:
@@ -403,3 +452,102 @@ def test_options_are_checked() -> None:
         QuantizeConfig(method="anybit", bits=1.5)
     with pytest.raises(InputError, match="tune_for"):
         QuantizeConfig(method="gptq", tune_for=4.0)
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def command(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["anybit", *arguments])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    shown = capsys.readouterr()
+    return int(exit_.value.code or 0), shown.out + shown.err
+
+
+def test_the_curve_is_printed(
+    artifact: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rungs = curve(artifact)
+    budget = f"{rungs[10]['size_bytes']}B"
+    code, shown = command(["plan", str(artifact), "--memory", budget], capsys, monkeypatch)
+    lines = shown.splitlines()
+    assert code == 0 and len(lines) == 62
+    (best,) = [line for line in lines if "the best that fits" in line]
+    assert best.startswith(f"{rungs[10]['bits']:.2f} ")
+    code, shown = command(["plan", str(artifact), "--json"], capsys, monkeypatch)
+    assert json.loads(shown)["curve"] == rungs
+    code, shown = command(["plan", str(artifact), "--memory", "1kB"], capsys, monkeypatch)
+    assert code == 2 and "nothing fits 1kB: the core takes" in shown
+    code, shown = command(["plan", str(artifact), "-o", "map.json"], capsys, monkeypatch)
+    assert code == 2 and "is made" in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "bits"), [("--bits=3.05", 3.0), ("--bits=8", 8.0), ("--bpw=100", 8.0), ("--size=1GB", 8.0)]
+)
+def test_sizes_on_the_command_line(
+    artifact: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    bits: float,
+) -> None:
+    figures = tmp_path / "figures.json"
+    arguments = ["--text", str(text_file), "--seq-len", "32", "--max-tokens", "64", "--json", str(figures)]
+    code, _ = command(["eval", str(artifact), option, *arguments], capsys, monkeypatch)
+    found = json.loads(figures.read_text())
+    assert code == 0 and found["bits"] == pytest.approx(bits, abs=0.06)
+    code, shown = command(["inspect", str(artifact), option, "--json"], capsys, monkeypatch)
+    made = json.loads(shown)
+    assert code == 0 and made["bits_per_weight"] == found["bits_per_weight"]
+    assert made["refinements"]["all"] == 60
+    code, shown = command(
+        ["generate", str(artifact), option, "-p", "abc", "--max-new-tokens", "2"], capsys, monkeypatch
+    )
+    assert code == 0 and "abc" in shown
+
+
+def test_sizes_of_other_artifacts_are_refused(
+    model_dir: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    anybit.quantize(model_dir("llama"), tmp_path / "rtn", QuantizeConfig(method="rtn"))
+    for option in ("--bpw=3", "--size=1MB"):
+        for model in (tmp_path / "rtn", model_dir("llama")):
+            code, shown = command(["eval", str(model), option], capsys, monkeypatch)
+            assert code == 2 and ("artifacts of the method anybit" in shown or "no artifact of" in shown)
+    code, shown = command(["plan", str(tmp_path / "rtn")], capsys, monkeypatch)
+    assert code == 2 and "has one size" in shown
+
+
+def test_the_prediction_holds(
+    model_dir: Callable[[str], Path],
+    tmp_path: Path,
+    artifact: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = [
+        "quantize",
+        str(model_dir("llama")),
+        "-o",
+        str(tmp_path / "x"),
+        "--method",
+        "anybit",
+        "--dry-run",
+    ]
+    code, _ = command(
+        [*asked, "--kept-channels=0.05", "--json", str(tmp_path / "p.json")], capsys, monkeypatch
+    )
+    predicted = json.loads((tmp_path / "p.json").read_text())
+    made = inspect(artifact)
+    assert code == 0 and predicted["bits"] == made["bits"] == 8
+    assert made["size_bytes"] <= predicted["size_bytes"] * 1.001

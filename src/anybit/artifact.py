@@ -156,7 +156,7 @@ def choose_rung(
         InputError: a budget too small, more bits than are there, several of the three, or an artifact that has no
             refinements.
     """
-    found = read_progressive(path, quantization["layers"])
+    found = read_progressive(path, quantization)
     given = sum(value is not None for value in (bits, bpw, size))
     if given > 1:
         raise InputError("bits, bpw and size (--bits, --bpw, --size) set the same thing: give one of them")
@@ -172,9 +172,13 @@ def choose_rung(
         layouts = _with_dense(quantization, checkpoint)
         weights = sum(prod(layout["shape"]) for layout in layouts.values())
         least = sum(_layer_bytes(n, x, checkpoint) for n, x in layouts.items())
-        return found, found.upto_bytes(least, bpw * weights / 8, f"{bpw:g} bits per weight")
+        needs = f"{8 * least / weights:.3f} bits per weight"
+        return found, found.upto_bytes(least, bpw * weights / 8, f"{bpw:g} bits per weight", needs)
     if size is not None:
-        return found, found.upto_bytes(_core_bytes(path, found), size, f"{size / 1e6:g} MB")
+        if not isinstance(size, int | float):
+            raise InputError(f"size {size!r}: expected a number of bytes")
+        least = _core_bytes(path, found)
+        return found, found.upto_bytes(least, size, f"{size / 1e6:g} MB", f"{least / 1e6:.1f} MB")
     return found, None
 
 
@@ -205,9 +209,12 @@ def curve(path: Path) -> list[dict[str, Any]]:
         InputError: see `open_artifact`; an artifact that has no refinements.
     """
     quantization, checkpoint = open_artifact(path)
-    found = read_progressive(path, quantization["layers"])
+    found = read_progressive(path, quantization)
     if found is None:
-        raise InputError(f"{path} has one size: only artifacts of the method anybit have a curve")
+        raise InputError(
+            f"{path} has one size: only what `anybit quantize --method anybit` made has a curve, and what "
+            "`save_pretrained` makes of it has not"
+        )
     layouts = _with_dense(quantization, checkpoint)
     weights = sum(prod(layout["shape"]) for layout in layouts.values())
     core, size = sum(_layer_bytes(n, x, checkpoint) for n, x in layouts.items()), _core_bytes(path, found)
@@ -366,7 +373,7 @@ def verify(path: Path, progress: Any = None) -> dict[str, Any]:
     """
     hashes = _read_hashes(path)
     quantization, checkpoint = open_artifact(path)
-    found = read_progressive(path, quantization["layers"])
+    found = read_progressive(path, quantization)
     if found is not None and (note := found.note()):
         raise InputError(f"{note}; copy {', '.join(found.missing[:3])} and what follows to have all of it")
     layouts = {**quantization["layers"], **quantization["embeddings"]}

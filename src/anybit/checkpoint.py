@@ -252,7 +252,8 @@ def _download(model: str) -> Path:
         raise InputError(
             f"{model} does not exist; give a model directory, a .gguf file or a hub id (owner/name)."
         )
-    wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", POOLING, *_ASSETS]
+    wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", "anybit.index.json", POOLING]
+    wanted += _ASSETS
     unwanted = ["[!1]*/*", "1_[!P]*/*", "consolidated*"]  # folders, but for the one with POOLING
     try:
         folder = snapshot_download(model, allow_patterns=wanted, ignore_patterns=unwanted)

@@ -27,6 +27,7 @@ COMPARED = [
     "any-precision",
     "cmpq",
 ]
+GROUP_SIZE = 128  # that `plan` takes
 THREADS_PER_PROCESSOR = 4  # more than this only costs memory, and far more ends the process
 
 app = typer.Typer(
@@ -656,7 +657,7 @@ def verify(out: Artifact) -> None:
 def plan(
     model: Model,
     memory: Annotated[str | None, typer.Option(help="What the weights may take, e.g. 6GB.")] = None,
-    group_size: Annotated[int, typer.Option(help="Input channels that share a scale.")] = 128,
+    group_size: Annotated[int, typer.Option(help="Input channels that share a scale.")] = GROUP_SIZE,
     symmetric: Annotated[bool, typer.Option("--symmetric/--asymmetric")] = False,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Write the editable map that --spec reads.")
@@ -677,9 +678,9 @@ def plan(
     from anybit.plan import widths_for_memory
 
     if is_artifact(Path(model)):
-        if out is not None:
+        if out is not None or group_size != GROUP_SIZE or symmetric:
             raise InputError(
-                f"{model} is made: -o (--out) writes a map for a model that is not quantized yet"
+                f"{model} is made: --out, --group-size and --symmetric are for a model that is not quantized yet"
             )
         rungs = curve(Path(model))
         most = None if memory is None else _bytes(memory)

@@ -126,7 +126,9 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
         if config.searches and text is not None:
             plan = _search(streamed, plan, config, spec_map or {}, text, writer, report)
             check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, config))
-        worth = _worth(streamed, plan, text, writer, report) if config.progressive and text else {}
+        unfinished = len(writer.finished) < writer.shards
+        searches = config.progressive and unfinished and text is not None
+        worth = _worth(streamed, plan, text, writer, report) if searches and text is not None else {}
         run = _Run(streamed, plan, config, writer, report, worth)
         run.outside()
         run.all_blocks(text)
@@ -143,7 +145,7 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
         if refined is None:
             writer.finish(described, texts)
         else:
-            described["quantization_config"]["bits"] = refined.bits
+            described["quantization_config"] |= {"bits": refined.bits, **refined.core}
             writer.finish(described, texts, refined.files, refined.section)
     figures = inspect(out)
     seconds = time.perf_counter() - start

@@ -86,12 +86,13 @@ class PackedModule(nn.Module):
                 self._prepared = made
             return self._prepared
 
-    def _give_back(self) -> None:
-        """Let the buffers hold everything again."""
+    def _give_back(self, running: Mapping[str, Any] | None = None) -> None:
+        """Let the buffers hold everything again, and run as another layout from now on where one is given."""
         with _PREPARING:
             for field, tensor in self._restored().items():
                 self._set(field, tensor)
             self._prepared = None
+            self._running = running or self._running
 
     @property
     def bits(self) -> float:
@@ -101,8 +102,7 @@ class PackedModule(nn.Module):
     def run_as(self, layout: Mapping[str, Any]) -> None:
         """Run with the beginnings of the stored tensors that a layout names, from the next call on; copies nothing."""
         if layout != self._running:
-            self._give_back()
-            self._running = layout
+            self._give_back(layout)
 
     def grow(self, layout: Mapping[str, Any], fill: Any) -> None:
         """Become `layout`, whose tensors begin with the stored ones; `fill(field, tensor)` gets all that got longer."""
@@ -113,7 +113,7 @@ class PackedModule(nn.Module):
             except AttributeError:
                 old = None
             if old is None or tuple(old.shape) != shape:
-                new = torch.empty(shape, dtype=dtype)
+                new = torch.empty(shape, dtype=dtype, device=next(self.buffers()).device)
                 if old is not None:
                     new[: len(old)] = old
                 fill(field, new)

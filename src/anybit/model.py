@@ -94,11 +94,14 @@ def load(  # noqa: PLR0913 - mirrors the command's options
             made = _at_width(path, quantization, checkpoint, bits, dtype)
         set_exact(made, exact)
         return made.eval().to(device)
+    checkpoint = open_checkpoint(model)
+    if checkpoint.gguf is None and is_artifact(checkpoint.path):  # from the hub
+        at: dict[str, Any] = {"bits": bits, "bpw": bpw, "size": size}
+        return load(checkpoint.path, **at, exact=exact, dtype=dtype, device=device, report=report)
     if (bits, bpw, size) != (None, None, None):
         raise InputError(
             f"{model} is no artifact of several widths: leave bits, bpw and size (--bits, ...) out"
         )
-    checkpoint = open_checkpoint(model)
     if checkpoint.gguf is None:
         return _from_pretrained(checkpoint.path, dtype, checkpoint).eval().to(device)
     loaded = load_whole(StreamedModel(checkpoint, DTYPES[dtype]), report)

@@ -198,6 +198,7 @@ class Progressive:
             InputError: entries of another kind, or whose running hashes do not follow from one another: the list was
                 edited or reordered.
         """
+        stated = f"{path}: the list of refinements in anybit.index.json is damaged"
         try:
             files = index["files"]
             rungs = [
@@ -212,7 +213,10 @@ class Progressive:
                 for entry in index[SECTION]
             ]
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{path}: the list of refinements in anybit.index.json is damaged") from error
+            raise InputError(stated) from error
+        finite = all(math.isfinite(r.bits) and math.isfinite(r.loss) and r.bytes >= 0 for r in rungs)
+        if not rungs or not finite or rungs[0].file or not all(r.file for r in rungs[1:]):
+            raise InputError(stated)
         for before, rung in pairwise(rungs):
             if Path(rung.file).name != rung.file or rung.chain != link(before.chain, rung.sha256):
                 raise InputError(
@@ -253,15 +257,15 @@ class Progressive:
             raise InputError(f"{self.note()}; {bits:g} bits need more")
         return max(i for i, r in enumerate(self.rungs[: self.present]) if i == 0 or r.bits <= bits + 1e-6)
 
-    def upto_bytes(self, least: int, budget: float, asked: str) -> int:
-        """The last rung whose files fit a budget of bytes, `least` being what the core takes.
+    def upto_bytes(self, least: int, budget: float, asked: str, needs: str) -> int:
+        """The last rung whose files fit a budget of bytes, `least` being what the core takes (in words: `needs`).
 
         Raises:
             InputError: a budget that the core does not fit.
         """
-        if least > budget:
+        if not budget >= least:  # nor is NaN
             raise InputError(
-                f"{asked} is not to be had: the core of {self.path}, {self.rungs[0].bits:.2f} bits, takes more"
+                f"{asked} is not to be had: the core of {self.path}, {self.rungs[0].bits:.2f} bits, takes {needs}"
             )
         taken, found = least, 0
         for i, rung in enumerate(self.rungs[1 : self.present], 1):
@@ -286,6 +290,7 @@ class Progressive:
             InputError: a file that is damaged or does not fit the layers.
         """
         names = nested_names(self.layouts)
+        widths = [stored_tensors(self.layouts[name])["plane_1"][1][1] for name in names]
         now = np.zeros((len(names), BITS), np.int64)
         for i, name in enumerate(names):
             counts = self.layouts[name]["tiles"][0]["counts"]
@@ -294,31 +299,27 @@ class Progressive:
         for rung in range(1, upto + 1):
             if check:
                 self.check_file(rung)
-            for layer, plane, rows in self._read(rung)["steps"].long().numpy():
-                if not (0 <= layer < len(names) and 1 <= plane <= BITS and rows > 0):
+            found, words = self._read(rung), 0
+            for layer, plane, rows in found["steps"].long().numpy():
+                if not (0 <= layer < len(names) and 2 <= plane <= BITS and rows > 0):
                     raise self._damaged(rung, "names a layer or plane that there is not")
                 now[layer, plane - 1] += rows
+                words += int(rows) * widths[layer]
             if (np.diff(now, axis=1) > 0).any():
                 raise self._damaged(rung, "makes planes longer than those before them")
+            if words != len(found["words"]):
+                raise self._damaged(rung, f"holds {len(found['words'])} words, its steps need {words}")
             made.append(_named_counts(names, now))
         return made
 
     def planes(self, rung: int, counts: Counts, before: Counts) -> Iterator[tuple[str, int, int, Tensor]]:
-        """(layer, plane, first row, words uint32 [rows, words]) of a refinement.
-
-        Raises:
-            InputError: a damaged file.
-        """
+        """(layer, plane, first row, words uint32 [rows, words]) of a refinement that `counts` has read."""
         words, at = self._read(rung)["words"], 0
         for name, plane, first, last in plane_rows(counts, before):
             width = stored_tensors(self.layouts[name])["plane_1"][1][1]
             size = (last - first) * width
-            if at + size > len(words):
-                raise self._damaged(rung, "holds fewer words than its steps need")
             yield name, plane, first, words[at : at + size].view(last - first, width)
             at += size
-        if at != len(words):
-            raise self._damaged(rung, "holds more words than its steps need")
 
     def check_file(self, rung: int) -> None:
         """Hold a refinement's bytes against its hash.
@@ -388,21 +389,31 @@ def refine(model: nn.Module, found: Progressive, upto: int) -> Ladder:
         model.get_submodule(name).grow(layout, keep)  # type: ignore[operator]
     for rung in range(1, upto + 1):
         for name, plane, first, words in found.planes(rung, counts[rung], counts[rung - 1]):
-            grown[name, plane][first : first + len(words)] = words
+            grown[name, plane][first : first + len(words)] = words.to(grown[name, plane].device)
     return Ladder(tuple(r.bits for r in found.rungs[: upto + 1]), tuple(counts))
 
 
-def read_progressive(path: Path, layouts: Mapping[str, dict[str, Any]]) -> Progressive | None:
-    """The refinements of an artifact; None for one that has none.
+def read_progressive(path: Path, quantization: Mapping[str, Any]) -> Progressive | None:
+    """The refinements of an artifact, whose `quantization_config` it is; None for one that is not a core.
 
     Raises:
-        InputError: see `Progressive.open`.
+        InputError: see `Progressive.open`; a core without its list, or with that of another artifact.
     """
-    file = path / "anybit.index.json"
-    if not file.is_file() or not any(is_nested(layout) for layout in layouts.values()):
+    core = quantization.get(SECTION)
+    if core is None:
         return None
-    index = read_json(file)
-    return Progressive.open(path, layouts, index) if isinstance(index, dict) and SECTION in index else None
+    file = path / "anybit.index.json"
+    index = read_json(file) if file.is_file() else {}
+    if not isinstance(index.get(SECTION), list):
+        raise InputError(
+            f"{path} is a core, and anybit.index.json, which lists its refinements, is missing: copy it, too"
+        )
+    found = Progressive.open(path, quantization["layers"], index)
+    if core != {"refinements": len(found.rungs) - 1, "chain": found.rungs[0].chain}:
+        raise InputError(
+            f"{path}: config.json and anybit.index.json belong to different artifacts: copy all files of one again"
+        )
+    return found
 
 
 def nested_names(layouts: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -424,6 +435,7 @@ class Cut:
     layouts: dict[str, dict[str, Any]]  # of all layers as the core has them
     files: dict[str, dict[str, Any]]  # `bytes` and `sha256` of every refinement
     section: dict[str, Any]  # of anybit.index.json
+    core: dict[str, Any]  # what config.json says of it
     bits: float  # average width with all refinements
 
 
@@ -438,10 +450,8 @@ def cut(writer: ArtifactWriter, layouts: Mapping[str, dict[str, Any]], bits: flo
     names = nested_names(layouts)
     shard_of, losses = {}, {}
     for shard in range(writer.shards):
-        for field, tensor in writer.read_whole(shard).items():
-            name, _, last = field.rpartition(".")
-            if last == LOSSES:
-                shard_of[name], losses[name] = shard, tensor
+        for name, tensor in writer.read_field(shard, LOSSES).items():
+            shard_of[name], losses[name] = shard, tensor
     columns = {name: layouts[name]["shape"][1] - layouts[name]["tiles"][0]["kept"] for name in names}
     steps = order({name: losses[name] for name in names}, columns)
     ends = [steps.upto(rung) for rung in ladder(bits)]
@@ -463,7 +473,8 @@ def cut(writer: ArtifactWriter, layouts: Mapping[str, dict[str, Any]], bits: flo
         chain = link(chain, files[file]["sha256"])
         rung = {"bits": steps.bits(ends[i]), "loss": steps.loss_after(ends[i])}
         section.append({"file": file, **rung, "chain": chain})
-    return Cut(core, files, {SECTION: section}, steps.bits(ends[-1]))
+    stated = {SECTION: {"refinements": len(files), "chain": section[0]["chain"]}}
+    return Cut(core, files, {SECTION: section}, stated, steps.bits(ends[-1]))
 
 
 def _core_tensors(name: str, layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.formats import FORMATS, Codebook, Fields, Float16, GroupInt, Refuse, Sparse, Tile, is_int
+from anybit.formats import FORMATS, Codebook, Fields, Float16, GroupInt, Nested, Refuse, Sparse, Tile, is_int
 
 MAX_TILES = 256  # of one layer, far beyond what any method makes: a reader compares them pair by pair
 QUANT_METHOD = "anybit"  # what config.json calls us
@@ -259,6 +259,8 @@ def validate_layout(name: str, layout: Any) -> None:
         FORMATS[tile["format"]].check_description(tile, refuse)
         if not is_int(tile.get("rows", 1), 1, shape[0]) or not is_int(tile.get("cols", 1), 1, shape[1]):
             refuse(f"tile {dict(tile)!r} has more rows or columns than the matrix {shape}")
+        if tile["format"] == Nested.NAME and (tile["counts"][0] != shape[0] or tile["kept"] >= shape[1]):
+            refuse(f"counts and kept channels of {dict(tile)!r} do not fit the matrix {shape}")
     area = sum(tile.get("rows", shape[0]) * tile.get("cols", shape[1]) for tile in tiles)
     if area != shape[0] * shape[1]:
         refuse(f"tiles cover {area} of {shape[0] * shape[1]} weights")

@@ -137,6 +137,7 @@ class ArtifactWriter:
         for path in self.work.iterdir():
             if path.name not in {self.file(shard) for shard in self.finished}:
                 _remove(path)
+        _remove(self.folder / "cut")
 
     def _note(self, entry: dict[str, Any]) -> None:
         self._journal.write(json.dumps(entry).encode() + b"\n")
@@ -232,6 +233,12 @@ class ArtifactWriter:
     def read_whole(self, shard: int) -> dict[str, Tensor]:
         """A shard as the run wrote it, before and after `begin_cut`."""
         return load_file(self._whole(shard))
+
+    def read_field(self, shard: int, field: str) -> dict[str, Tensor]:
+        """The tensors of such a shard that are some layer's `field`, by layer."""
+        with safe_open(self._whole(shard), framework="pt") as file:
+            names = [name for name in file.keys() if name.endswith(f".{field}")]  # noqa: SIM118
+            return {name.removesuffix(f".{field}"): file.get_tensor(name) for name in names}
 
     def read_rows(self, shard: int, rows: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
         """Of tensors of such a shard some rows each, name -> (first, last); nothing else is read."""

@@ -21,8 +21,10 @@ from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from anybit import progressive
+from anybit.artifact import HASHES
 from anybit.description import check_layers
 from anybit.errors import InputError
+from anybit.formats import is_int
 from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead, set_bits, set_exact
 from anybit.tensors import QUANT_METHOD, check_version, validate
 
@@ -82,29 +84,43 @@ class AnybitQuantizer(HfQuantizer):
 
 
 def _refine(model: Any, config: AnybitConfig) -> None:
-    """Add the refinements that lie beside the core, all that are there or as many as `config.rung` says."""
-    upto = config.__dict__.pop("rung", None)
+    """Add the refinements that lie beside the core, all that are there or as many as `config.rung` says.
+
+    Raises:
+        InputError: see `progressive.read_progressive` and `progressive.refine`.
+    """
+    asked = config.__dict__.pop("rung", None)
+    if progressive.SECTION not in config.__dict__:
+        return
     folder = Path(model.name_or_path)
-    if upto == 0 or not any(progressive.is_nested(layout) for layout in config.layers.values()):
-        return
     if not folder.is_dir():  # a hub id, of which Transformers has fetched the core
-        index = cached_file(
-            model.name_or_path, "anybit.index.json", _raise_exceptions_for_missing_entries=False
-        )
-        if index is None:
-            return
-        folder = Path(index).parent
-        listed = progressive.read_progressive(folder, config.layers)
-        for rung in () if listed is None else listed.rungs[1 : None if upto is None else upto + 1]:
-            cached_file(model.name_or_path, rung.file)
-    found = progressive.read_progressive(folder, config.layers)
-    if found is None:
-        return
-    if upto is None and (note := found.note()):
+        folder = _fetch_refinements(model, config, asked)
+    found = progressive.read_progressive(folder, config.__dict__)
+    assert found is not None
+    if asked is None and (note := found.note()):
         warnings.warn(note, stacklevel=2)
-    model.ladder = progressive.refine(model, found, found.present - 1 if upto is None else upto)
+    upto = found.present - 1 if asked is None else asked
+    if not is_int(upto, 0, found.present - 1):
+        raise InputError(f"rung {upto!r} of {folder}: expected 0 to {found.present - 1}")
+    model.ladder = progressive.refine(model, found, upto)
     for name, counts in model.ladder.counts[-1].items():
         config.layers[name] = progressive.with_counts(config.layers[name], counts)
+    config.bits = model.ladder.bits[-1]
+    del config.__dict__[progressive.SECTION]  # with its refinements, it is no core any more
+
+
+def _fetch_refinements(model: Any, config: AnybitConfig, upto: int | None) -> Path:
+    """Download the list and the refinements that it names, as far as they are there; returns their folder."""
+    fetch = functools.partial(
+        cached_file, model.name_or_path, revision=getattr(model.config, "_commit_hash", None)
+    )
+    index = fetch(HASHES)
+    assert index is not None  # or an error says what is missing
+    listed = progressive.read_progressive(Path(index).parent, config.__dict__)
+    for rung in () if listed is None else listed.rungs[1 : None if upto is None else upto + 1]:
+        if fetch(rung.file, _raise_exceptions_for_missing_entries=False) is None:
+            break
+    return Path(index).parent
 
 
 def register() -> None:

@@ -383,8 +383,8 @@ class Layer:
             ValueError: an index out of range, a tile that does not fit the layer.
         """
         if isinstance(tile, TwoFour | Nested):
-            for part, columns in tile.parts():
-                self.add(part, columns)
+            for part, own in tile.parts():
+                self.add(part, own if cols is None else cols if own is None else cols[own.long()])
             return
         self._native.add_tile(tile._native, cols, act_bits, group_size, clip, fixed)
 
