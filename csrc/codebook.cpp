@@ -1,7 +1,7 @@
 // Products with tiles in format "codebook". Weights are looked up 32 at a time (a word of each bitplane) into a row
 // of floats, which then meets the activations.
+#include "gemm.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
@@ -66,6 +66,36 @@ float dot(const float* w, const float* x, int64_t n) {
     return reduce((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
+// A tile by channel as rows of outputs.
+struct Channels {
+    const Codebook& c;
+    int64_t rows; // outputs
+};
+
+// The channels from `column` on of a block of outputs, a lane for each.
+int64_t decode_panel(const Channels& t, int64_t block, int64_t column, Floats* panel) {
+    const Codebook& c = t.c;
+    const int64_t n = least(PANEL, c.rows - column), first = block * LANES; // LANES divides 32: it lies in one word
+    Ints lane;
+    for (int l = 0; l < LANES; ++l) lane[l] = l;
+    for (int64_t j = 0; j < n; ++j) {
+        const int64_t channel = column + j;
+        Ints code{};
+        for (int p = 0; p < c.bits; ++p) {
+            const auto word = static_cast<int32_t>(c.planes[p][channel * c.words + first / WORD] >> first % WORD);
+            code = (code + code) | (((word - Ints{}) >> lane) & 1);
+        }
+        if (c.table32 != nullptr)
+            for (int l = 0; l < LANES; ++l) panel[j][l] = c.table32[channel * c.entries + code[l]];
+        else {
+            uint16_t halves[LANES];
+            for (int l = 0; l < LANES; ++l) halves[l] = c.table16[channel * c.entries + code[l]];
+            panel[j] = load_halves(halves);
+        }
+    }
+    return n;
+}
+
 } // namespace
 
 void codebook_rows(const Codebook& c, const float* x, int64_t tokens, float* y, int64_t y_stride, float* scratch,
@@ -92,6 +122,11 @@ void codebook_channels(const Codebook& c, const float* x, int64_t tokens, float*
             for (int64_t j = first; j < last; ++j) y[t * y_stride + j] += scale * scratch[j - first];
         }
     }
+}
+
+void codebook_channels_many(const Codebook& c, const float* x, int64_t x_stride, int64_t tokens, float* y,
+                            int64_t y_stride, int64_t begin, int64_t end) {
+    multiply_many(Channels{c, c.columns}, decode_panel, nullptr, x, x_stride, c.rows, tokens, y, y_stride, begin, end);
 }
 
 void codebook_decode(const Codebook& c, float* out, float* scratch, int64_t begin, int64_t end) {

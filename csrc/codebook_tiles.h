@@ -151,6 +151,13 @@ private:
     }
 
     void add_by_channel(const Tokens& x, float* y, int64_t y_stride, int threads) const {
+        if (x.count > FEW_TOKENS) {
+            const int64_t step = piece_of(blocks(), MANY_BLOCKS, x.count * rows_ * columns_, threads);
+            parallel_for(blocks(), step, threads, [&](int64_t begin, int64_t end) {
+                by_words_.codebook_channels_many(c_, x.floats(0), x.stride, x.count, y, y_stride, begin, end);
+            });
+            return;
+        }
         const int64_t piece = piece_of(c_.words, 1, c_.rows * c_.columns * (1 + x.count), threads);
         const Scratch dense = make_scratch(x.count * c_.rows);
         for (int64_t k = 0; k < x.count; ++k) std::copy_n(x.floats(k), c_.rows, dense.get() + k * c_.rows);

@@ -9,15 +9,16 @@
 
 namespace anybit {
 
-#define ANYBIT_TABLE(ISA)    \
-    {#ISA,                   \
-     ISA::gptq,              \
-     ISA::codebook_rows,     \
-     ISA::codebook_channels, \
-     ISA::codebook_decode,   \
-     ISA::kmeans_scratch,    \
-     ISA::kmeans,            \
-     ISA::nested_codes,      \
+#define ANYBIT_TABLE(ISA)         \
+    {#ISA,                        \
+     ISA::gptq,                   \
+     ISA::codebook_rows,          \
+     ISA::codebook_channels,      \
+     ISA::codebook_channels_many, \
+     ISA::codebook_decode,        \
+     ISA::kmeans_scratch,         \
+     ISA::kmeans,                 \
+     ISA::nested_codes,           \
      ISA::nested_fit}
 
 #ifdef ANYBIT_X86

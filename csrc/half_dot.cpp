@@ -1,6 +1,5 @@
 // Weights of 16 bits: whole rows (format "float16", and bfloat16 to compare with), and single ones beside tiles (CSR).
-#include "products.h"
-#include "simd.h"
+#include "gemm.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
@@ -58,6 +57,23 @@ void multiply(const HalfRows& t, const float* x, int64_t x_stride, int64_t token
                 dot_row<Half>(t.values + row * t.columns, x + k * x_stride, t.columns);
 }
 
+// The columns from `column` on of a block of rows, a lane for each row.
+template <typename Half> int64_t decode_panel(const HalfRows& t, int64_t block, int64_t column, Floats* panel) {
+    const int64_t n = least(PANEL, t.columns - column), first = block * LANES, rows = least(LANES, t.rows - first);
+    for (int64_t j = 0; j < n; j += LANES) {
+        const int64_t left = least(LANES, n - j);
+        Floats part[LANES] = {};
+        for (int64_t l = 0; l < rows; ++l) {
+            uint16_t own[LANES] = {};
+            __builtin_memcpy(own, t.values + (first + l) * t.columns + column + j, static_cast<size_t>(left) * 2);
+            part[l] = Half::load(own);
+        }
+        transpose(part);
+        for (int64_t i = 0; i < left; ++i) panel[j + i] = part[i];
+    }
+    return n;
+}
+
 template <typename I>
 void multiply_sparse(const SparseRows& t, const I* columns, const float* x, int64_t x_stride, int64_t tokens, float* y,
                      int64_t y_stride, int64_t begin, int64_t end) {
@@ -99,6 +115,12 @@ void half_matmul(const HalfRows& t, const float* x, int64_t x_stride, int64_t to
                  int64_t begin, int64_t end) {
     if (t.bf16) multiply<Bf16>(t, x, x_stride, tokens, y, y_stride, begin, end);
     else multiply<Fp16>(t, x, x_stride, tokens, y, y_stride, begin, end);
+}
+
+void half_gemm(const HalfRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
+               int64_t begin, int64_t end) {
+    multiply_many(t, t.bf16 ? decode_panel<Bf16> : decode_panel<Fp16>, t.out_rows, x, x_stride, t.columns, tokens, y,
+                  y_stride, begin, end);
 }
 
 void sparse_matmul(const SparseRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,

@@ -88,6 +88,9 @@ struct Kernels {
     // y[t, j] += sum_i w[i, j] x[t, i], x [tokens, rows], for the columns j in the words begin <= j / 32 < end.
     void (*codebook_channels)(const Codebook&, const float* x, int64_t tokens, float* y, int64_t y_stride,
                               float* scratch, int64_t begin, int64_t end);
+    // The same of many tokens for the blocks of `lanes` columns begin <= b < end.
+    void (*codebook_channels_many)(const Codebook&, const float* x, int64_t x_stride, int64_t tokens, float* y,
+                                   int64_t y_stride, int64_t begin, int64_t end);
     void (*codebook_decode)(const Codebook&, float* out, float* scratch, int64_t begin, int64_t end);
     // scratch: kmeans_scratch(columns, seed_bits) bytes, aligned to 64. Identical results in every instruction set.
     int64_t (*kmeans_scratch)(int64_t columns, int seed_bits);
@@ -105,16 +108,17 @@ struct Features {
 };
 Features cpu_features();
 
-#define ANYBIT_DECLARE(ISA)                                                                                    \
-    namespace ISA {                                                                                            \
-    void gptq(const GptqBlock&, float*, int64_t, int64_t);                                                     \
-    void codebook_rows(const Codebook&, const float*, int64_t, float*, int64_t, float*, int64_t, int64_t);     \
-    void codebook_channels(const Codebook&, const float*, int64_t, float*, int64_t, float*, int64_t, int64_t); \
-    void codebook_decode(const Codebook&, float*, float*, int64_t, int64_t);                                   \
-    int64_t kmeans_scratch(int64_t, int);                                                                      \
-    void kmeans(const Clustering&, char*, int64_t, int64_t);                                                   \
-    void nested_codes(const NestedBlock&, int64_t, int64_t);                                                   \
-    void nested_fit(const NestedFit&, float*, int64_t, int64_t);                                               \
+#define ANYBIT_DECLARE(ISA)                                                                                          \
+    namespace ISA {                                                                                                  \
+    void gptq(const GptqBlock&, float*, int64_t, int64_t);                                                           \
+    void codebook_rows(const Codebook&, const float*, int64_t, float*, int64_t, float*, int64_t, int64_t);           \
+    void codebook_channels(const Codebook&, const float*, int64_t, float*, int64_t, float*, int64_t, int64_t);       \
+    void codebook_channels_many(const Codebook&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t); \
+    void codebook_decode(const Codebook&, float*, float*, int64_t, int64_t);                                         \
+    int64_t kmeans_scratch(int64_t, int);                                                                            \
+    void kmeans(const Clustering&, char*, int64_t, int64_t);                                                         \
+    void nested_codes(const NestedBlock&, int64_t, int64_t);                                                         \
+    void nested_fit(const NestedFit&, float*, int64_t, int64_t);                                                     \
     }
 ANYBIT_DECLARE(portable)
 #ifdef ANYBIT_X86

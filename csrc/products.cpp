@@ -63,6 +63,7 @@ extern const Products products = {
     lookup_gemm,
     ANYBIT_BF16(lookup_gemm_bf16),
     half_matmul,
+    half_gemm,
     sparse_matmul,
     sparse_gemm,
     quantize_row,

@@ -241,6 +241,9 @@ struct Products {
     // y[t, out_rows[i]] += sum_j w[i, j] x[t, j] for the rows begin <= i < end.
     void (*half_matmul)(const HalfRows&, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
                         int64_t begin, int64_t end);
+    // The same of many tokens for the blocks of `lanes` rows begin <= b < end.
+    void (*half_gemm)(const HalfRows&, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
+                      int64_t begin, int64_t end);
     void (*sparse_matmul)(const SparseRows&, const float* x, int64_t x_stride, int64_t tokens, float* y,
                           int64_t y_stride, int64_t begin, int64_t end);
 
@@ -311,6 +314,7 @@ const Products* products_for(const char* isa);
     void lookup_gemm(const ByteCodebook&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);         \
     void lookup_gemm_bf16(const ByteCodebook&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t); \
     void half_matmul(const HalfRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);             \
+    void half_gemm(const HalfRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);               \
     void sparse_matmul(const SparseRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);         \
     void sparse_gemm(const SparseRows&, const float*, int64_t, float*, int64_t, int64_t, int64_t);                    \
     void quantize_row(const float*, const ActivationGrid&, int8_t*, float*);                                          \

@@ -27,7 +27,7 @@ from anybit.layers import QuantLinear
 from anybit.methods import activations, atom, gptq, mixllm, registry, rtn, scaling, squeezellm
 from anybit.methods.grid import split_groups
 from anybit.model import load
-from anybit.plan import make_plan
+from anybit.plan import fit_budget, make_plan
 from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
 from anybit.stats import InputStats, LinearStats
 from anybit.tensors import PackedWeight, QuantizedWeight, pack, unpack, validate
@@ -867,11 +867,40 @@ def test_widths_by_layer_are_optimal() -> None:
         salience.assign(scores, weights, (2, 3, 4), 1.9)
 
 
+def test_widths_that_cost_nothing_are_taken() -> None:
+    scores = {
+        "a": torch.tensor([3, 1, 1.2]),
+        "b": torch.tensor([3.0, 2, 1]),
+    }  # noise: no width is worse for real
+    assert salience.assign(scores, {"a": 10, "b": 10}, (2, 3, 4), 4) == {"a": 4, "b": 4}
+    assert salience.assign(scores, {"a": 10, "b": 10}, (2, 3, 4), 3.5) == {"a": 3, "b": 4}
+
+
+def test_widths_fit_a_number_of_bytes() -> None:
+    scores = {"a": torch.tensor([3, 2, 0.5]), "b": torch.tensor([3.0, 2, 1])}
+    stored = {"a": [20, 30, 40], "b": [21, 39, 41]}
+    found = salience.assign(scores, {"a": 10, "b": 10}, (2, 3, 4), 4, stored, 62)
+    assert found == {"a": 4, "b": 2}
+    with pytest.raises(InputError, match="in 40 bytes"):
+        salience.assign(scores, {"a": 10, "b": 10}, (2, 3, 4), 4, stored, 40)
+
+
+@pytest.mark.parametrize("bpw", [4.6, 5.0, 5.5])
+def test_llm_mq_keeps_to_a_budget(model_dir: MakeModel, tmp_path: Path, bpw: float) -> None:
+    config = QuantizeConfig("llm-mq", group_size=16, **SMALL)
+    fitted = fit_budget(opened(model_dir("llama")), config, bpw, None)
+    made = anybit.quantize(model_dir("llama"), tmp_path / "out", fitted)
+    assert 0.8 * bpw < made.bits_per_weight <= bpw
+
+
 def test_scores_of_widths_are_first_order_changes(model_dir: MakeModel) -> None:
     folder, tokens = model_dir("llama"), token_rows(3, 16)
     streamed = opened(folder)
     shapes = streamed.all_linears()
-    chosen = salience.layer_widths(streamed, tokens, shapes, QuantizeConfig("llm-mq", bits=2.7))
+    room = {n: [1, 1, 1] for n in shapes}
+    chosen = salience.layer_widths(
+        streamed, tokens, shapes, QuantizeConfig("llm-mq", bits=2.7), room, len(room)
+    )
     weights = {n: out * in_ for n, (out, in_) in shapes.items()}
     average = sum(weights[n] * b for n, b in chosen.items()) / sum(weights.values())
     assert 2.5 < average <= 2.7 and set(chosen.values()) <= {2, 3, 4}

@@ -68,7 +68,10 @@ def llama(model_dir: Callable[[str], Path]) -> Path:
 @pytest.fixture
 def gptq(text_file: Path) -> tuple[str, ...]:
     """Options of a calibrated run that takes a moment."""
-    return ("--samples", "4", "--seq-len", "32", "--calibration", str(text_file), "--group-size", "32")
+    return (
+        *("--method", "gptq", "--samples", "4", "--seq-len", "32"),
+        *("--calibration", str(text_file), "--group-size", "32"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +213,7 @@ def test_dry_run_predicts_and_writes_nothing(
 
 
 def test_fewer_samples_than_asked_are_said(run: Run, llama: Path, text_file: Path, tmp_path: Path) -> None:
-    arguments = ("--calibration", text_file, "--samples", "500", "--seq-len", "128", "--group-size", "32")
+    arguments = ("--calibration", text_file, "--samples", "500", "--seq-len", "128")
     ran = run("quantize", llama, "-o", tmp_path / "out", *arguments)
     assert ran.code == 0, ran.err
     assert "has 31 windows of 128 tokens, not 500" in ran.err
@@ -219,8 +222,8 @@ def test_fewer_samples_than_asked_are_said(run: Run, llama: Path, text_file: Pat
 
 
 def test_windows_of_one_token_work(run: Run, llama: Path, text_file: Path, tmp_path: Path) -> None:
-    arguments = ("--calibration", text_file, "--samples", "3", "--seq-len", "1", "--group-size", "32")
-    assert run("quantize", llama, "-o", tmp_path / "out", *arguments).code == 0
+    arguments = ("--calibration", text_file, "--samples", "3", "--seq-len", "1")
+    assert run("quantize", llama, "-o", tmp_path / "out", "--method", "gptq", *arguments).code == 0
     assert run("verify", tmp_path / "out").code == 0
 
 
@@ -281,16 +284,18 @@ def test_budget_takes_the_largest_width_within(
         (("--method", "awesome", "--bits", "3.5"), ("unknown method 'awesome'",)),
         (("--bits", "9"), ("9-bit", "2 to 8")),
         (("--bits", "1"), ("1-bit", "2 to 8")),
-        (("--bits", "3.5"), ("3.5", "whole")),
-        (("--bits", "nan"), ("nan", "whole")),
-        (("--bits", "inf"), ("inf", "whole")),
+        (("--method", "gptq", "--bits", "3.5"), ("3.5", "whole")),
+        (("--method", "gptq", "--bits", "nan"), ("nan", "whole")),
+        (("--method", "gptq", "--bits", "inf"), ("inf", "whole")),
         (("--bits", "4", "--bpw", "4.5"), ("exactly one",)),
         (("--bpw", "4.5", "--size", "1MB"), ("exactly one",)),
         (("--size", "1kB"), ("MB", "smallest width", "--embed-bits")),
         (("--size", "12parsec"), ("12parsec", "120MB")),
         (("--bpw", "1"), ("bits per weight", "smallest width")),
         (("--embed-bits", "5"), ("--embed-bits 5", "4, 8, 16")),
-        (("--group-size", "0"), ("group size 0",)),
+        (("--method", "rtn", "--group-size", "0"), ("group size 0",)),
+        (("--group-size", "64"), ("--group-size would be ignored", "anybit")),
+        (("--bits", "nan"), ("anybit", "nan", "any average")),
         (("--damp", "2"), ("damp",)),
         (("--samples", "0"), ("at least 1",)),
         (("--threads", "100000"), ("--threads 100000", "at most")),

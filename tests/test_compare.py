@@ -21,7 +21,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 import anybit
 from anybit.compare import Settings, compare, parse_entry
 from anybit.compare import job as compare_job
-from anybit.compare.job import Job
+from anybit.compare.job import START, Job
 from anybit.compare.report import pareto, width, width_grid, write_report
 from anybit.errors import InputError
 from anybit.spec import QuantizeConfig
@@ -211,6 +211,16 @@ def test_an_orphan_ends(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
+def test_a_process_whose_parent_is_gone_before_it_begins_ends(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    file = tmp_path / "job"
+    file.write_text(json.dumps(vars(Job("nowhere", "", {}, "", "", 1, False, gone.pid))))
+    slow = "import time, anybit.compare.job as job; job.run = lambda _: time.sleep(100)\n"
+    ended = subprocess.run([sys.executable, "-c", slow + START, str(file)], check=False, timeout=60)
+    assert ended.returncode == 1
+
+
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -244,7 +254,16 @@ def test_what_can_happen_to_a_process_is_said(
 ) -> None:
     def job(**options: Any) -> Job:
         artifact = str(tmp_path / "artifact")
-        return Job(str(model_dir("llama")), artifact, options, "builtin", str(tmp_path / "shared"), 1, False)
+        return Job(
+            str(model_dir("llama")),
+            artifact,
+            options,
+            "builtin",
+            str(tmp_path / "shared"),
+            1,
+            False,
+            os.getpid(),
+        )
 
     def ends(code: str) -> Callable[[], dict[str, Any]]:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -272,7 +291,7 @@ def test_an_unforeseen_error_is_the_cells_own(tmp_path: Path, monkeypatch: pytes
         compare_job.threading, "Thread", lambda **_: type("T", (), {"start": lambda self: None})()
     )
     file = tmp_path / "job"
-    file.write_text(json.dumps(vars(Job("", "", {}, "", "", 1, False))))
+    file.write_text(json.dumps(vars(Job("", "", {}, "", "", 1, False, os.getpid()))))
     compare_job.main(file)
     assert json.loads(file.read_text()) == {"error": "MemoryError: no room"}
 
@@ -358,7 +377,7 @@ def test_mistakes_show_before_any_work(
     ):
         with pytest.raises(InputError, match=match):
             run(model, out, settings, entries)
-    with pytest.raises(InputError, match="rtn: rtn has whole widths"):
+    with pytest.raises(InputError, match="rtn: it has whole widths"):
         compare(model, out, [parse_entry("rtn")], (2.5,), settings)
     with pytest.raises(InputError, match="none"):
         run(model, out, Settings(**{**vars(settings), "text": str(tmp_path / "none.txt")}))
@@ -375,7 +394,13 @@ def test_mistakes_show_before_any_work(
 def test_widths_that_an_entry_does_not_have_are_left_out(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
 ) -> None:
-    entries = ("rtn", "any-precision", "two-four-sixteen: group_size=8", "cmpq: bits=2.5")
+    entries = (
+        "rtn",
+        "any-precision",
+        "two-four-sixteen: group_size=8",
+        "cmpq: bits=2.5",
+        "llm-mq: bits=[7, 8]",
+    )
     results = compare(model_dir("llama"), tmp_path, [parse_entry(e) for e in entries], (2.6, 4, 4), settings)
     made = [(c["name"], c["bits"]) for c in results["cells"][1:]]
     assert made == [
@@ -385,8 +410,12 @@ def test_widths_that_an_entry_does_not_have_are_left_out(
         ("cmpq", 2.5),
     ]
     reasons = [r["reason"] for r in results["left_out"]]
-    assert [r["bits"] for r in results["left_out"]] == [2.6, 2.6, 2.6]
+    assert [r["bits"] for r in results["left_out"]] == [2.6, 2.6, 2.6, 7, 8]
     assert "whole widths" in reasons[0] and "3, 4, 5, 6, 7, 8" in reasons[1] and "at least 2.9" in reasons[2]
+    with pytest.raises(InputError, match=r"no method has any of the widths asked for .*llm-mq: it has"):
+        compare(model_dir("llama"), tmp_path, [parse_entry("llm-mq")], (7,), settings)
+    with pytest.raises(InputError, match=r"rtn .*group size 0"):
+        compare(model_dir("llama"), tmp_path, [parse_entry("rtn: group_size=0")], (4,), settings)
 
 
 @pytest.mark.usefixtures("in_process")

@@ -28,7 +28,8 @@ def test_the_demo_measures_the_base_and_every_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     runs = {
-        "GPTQ <3>": QuantizeConfig(bits=3, group_size=16, samples=2, seq_len=32),
+        "anybit": QuantizeConfig(samples=2, seq_len=32),
+        "GPTQ <3>": QuantizeConfig("gptq", 3, group_size=16, samples=2, seq_len=32),
         "RTN 2-bit": QuantizeConfig("rtn", 2, 16),
     }
     shown: list[list[dict[str, Any]]] = []
@@ -46,8 +47,13 @@ def test_the_demo_measures_the_base_and_every_run(
     demo.run(tmp_path, SILENT)
     base, *made = shown[0]
     assert base["bits_per_weight"] is None and base["seconds"] is None
-    assert [row["name"] for row in made] == list(runs)
-    assert all(row["bits_per_weight"] < 6 and row["size_bytes"] < base["size_bytes"] for row in made)
+    assert [row["name"] for row in made] == [
+        *(f"anybit at {b} bits" for b in (2.5, 3, 4, 6)),
+        *list(runs)[1:],
+    ]
+    assert [row["seconds"] is None for row in made] == [False, True, True, True, False, False]
+    for row in (made[0], *made[4:]):  # so small a model is mostly headers where it has many refinements
+        assert row["bits_per_weight"] < 6 and row["size_bytes"] < base["size_bytes"]
     page, table = (tmp_path / "report.html").read_text(encoding="utf-8"), capsys.readouterr().out
     for row in shown[0]:
         cells = (html.escape(row["name"]), f"{row['perplexity']:.2f}", f"{row['size_bytes'] / 1e6:.1f} MB")

@@ -216,7 +216,7 @@ def test_a_window_beyond_the_positions_is_refused(bert: Path, tmp_path: Path) ->
     with pytest.raises(
         InputError, match="--seq-len 65 is beyond the model's 64 positions: choose at most 64"
     ):
-        anybit.quantize(bert, tmp_path / "out", QuantizeConfig(seq_len=65))
+        anybit.quantize(bert, tmp_path / "out", QuantizeConfig("gptq", seq_len=65))
 
 
 # ---- other families
@@ -243,8 +243,8 @@ def test_other_families_end_to_end(tmp_path: Path, text_file: Path, family: str)
     folder = save_encoder(configs()[family], tmp_path / family)
     length = 64 if family == "distilbert" else 62
     with pytest.raises(InputError, match=f"choose at most {length}"):
-        anybit.quantize(folder, tmp_path / "out", QuantizeConfig(seq_len=length + 1))
-    config = QuantizeConfig(samples=4, seq_len=length)
+        anybit.quantize(folder, tmp_path / "out", QuantizeConfig("gptq", seq_len=length + 1))
+    config = QuantizeConfig("gptq", samples=4, seq_len=length)
     anybit.quantize(folder, tmp_path / "out", config, calibration=str(text_file))
     figures = anybit.evaluate(tmp_path / "out", base=folder, pairs=pairs_file(tmp_path))
     assert 0.85 < figures["cosine_min"] < 0.9999999
@@ -264,7 +264,7 @@ def test_families_that_cannot_be_calibrated(tmp_path: Path, config: PreTrainedCo
     """Shared blocks, blocks that are only attention, blocks that return more, padded windows."""
     folder = save_encoder(config, tmp_path / "model")
     with pytest.raises(InputError, match=words):
-        anybit.quantize(folder, tmp_path / "out", QuantizeConfig(samples=2, seq_len=32))
+        anybit.quantize(folder, tmp_path / "out", QuantizeConfig("gptq", samples=2, seq_len=32))
 
 
 def test_an_encoder_with_a_head_for_a_task_is_refused(tmp_path: Path) -> None:

@@ -107,6 +107,21 @@ def test_a_layer_is_the_product_with_its_dense_matrix(  # noqa: PLR0913
     assert torch.equal(prepared.matmul(x), y)
 
 
+@pytest.mark.parametrize("isa", cpu.matmul_isas())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 4), (16, 17), (70, 33), (33, 1100)])
+def test_float16_tiles_of_any_shape(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(shape, generator=generator).to(dtype)
+    rows = torch.randperm(2 * shape[0], generator=generator)[: shape[0]].sort().values.int()
+    tile = cpu.Float16(values, rows, isa)
+    for tokens in (1, 16, 17, 25, 530):
+        x, y = torch.randn(tokens, shape[1], generator=generator), torch.ones(tokens, 2 * shape[0])
+        expected = y.double().index_add(1, rows.long(), x.double() @ values.double().T)
+        tile.matmul(x, y, threads=2)
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
+
+
 def test_sparse_columns_beyond_16_bits() -> None:
     torch.manual_seed(0)
     part = sparse_weight(3, 70_000, torch.Generator().manual_seed(1))

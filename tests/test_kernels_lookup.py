@@ -141,6 +141,31 @@ def test_tables_by_channel(bits: int, channels: int, rows: int, tokens: int, thr
             assert torch.equal(single[0], y[k]), isa
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.integers(1, 8),
+    channels=st.one_of(st.integers(1, 90), st.just(520)),
+    rows=st.integers(1, 200),
+    tokens=st.sampled_from([1, 3, 16, 17, 27, 520]),
+    wide=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_tables_by_channel_as_they_are_stored(
+    bits: int, channels: int, rows: int, tokens: int, wide: bool, threads: int, seed: int
+) -> None:
+    codes, planes, table = make(channels, rows, bits, seed, entries=max(1, 2**bits - seed % 2))
+    table = table.float() if wide else table
+    weight = table.float().gather(1, codes.long()).T  # [rows, channels]
+    x = torch.randn(tokens, channels, generator=torch.Generator().manual_seed(seed))
+    expected, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+    for isa in isas():
+        tile = cpu.codebook(planes, table, None, columns=rows, by_channel=True, isa=isa)
+        y = torch.zeros(tokens, rows)
+        tile.matmul(x, y, threads=threads)
+        assert bool(((y - expected).abs() <= 3e-6 * size + 1e-30).all()), isa
+
+
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_sums_at_the_ends_of_the_bytes(bits: int) -> None:
     """The largest centroid times the smallest activation, everywhere: nothing saturates on the way."""

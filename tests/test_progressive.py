@@ -17,17 +17,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import cli, progressive
+from anybit import cli, convert, progressive, salience, shapes
 from anybit.artifact import curve, inspect, verify
-from anybit.checkpoint import file_sha256
+from anybit.checkpoint import file_sha256, open_checkpoint
 from anybit.errors import InputError
+from anybit.formats import Nested
 from anybit.kernels import cpu
-from anybit.model import load
+from anybit.methods import nested
+from anybit.model import load, load_tokenizer
 from anybit.spec import QuantizeConfig
+from anybit.streaming import StreamedModel
+from anybit.texts import calibration_set
 from anybit.writer import ArtifactWriter
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
@@ -387,6 +392,10 @@ class Killed(BaseException):
     """Stands for a kill: nothing catches it."""
 
 
+def interrupt(*_: Any) -> None:
+    raise Killed
+
+
 @pytest.mark.parametrize("at", ["write_shard", "write_cut", "finish"])
 def test_a_killed_run_resumes_and_ends_in_the_same_bytes(
     artifact: Path,
@@ -415,6 +424,128 @@ def test_a_killed_run_resumes_and_ends_in_the_same_bytes(
     files = {f.name: f.read_bytes() for f in artifact.iterdir()}
     assert {f.name: f.read_bytes() for f in out.iterdir()} == files
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("one_shot", [False, True])
+def test_blocks_are_calibrated_behind_quantized_ones(
+    model_dir: Callable[[str], Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    one_shot: bool,
+) -> None:
+    """The second block's inputs are what the first one gives at the tuned width, or unquantized (one-shot); each token
+    counts by the unquantized model's gradients."""
+    seen: dict[str, Tensor] = {}
+    original = nested.compress
+
+    def watched(weight: Tensor, stats: Any, *rest: Any) -> nested.Compressed:
+        made = original(weight, stats, *rest)
+        seen[str(len(seen))] = stats.hessian.clone()
+        return made
+
+    monkeypatch.setattr(convert.nested, "compress", watched)
+    config = QuantizeConfig("anybit", samples=4, seq_len=32, tune_for=2.5, one_shot=one_shot)
+    with monkeypatch.context() as patch:  # keep all planes and losses
+        patch.setattr(ArtifactWriter, "begin_cut", interrupt)
+        with pytest.raises(Killed):
+            anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=convert.compute_dtype())
+    if not one_shot:
+        stored = load_file(next((tmp_path / "out.partial" / "artifact").glob("model-00002-of-*.safetensors")))
+        losses = {n.removesuffix(".losses"): t for n, t in stored.items() if n.endswith(".losses")}
+        columns = {n: model.get_submodule(n).in_features for n in losses}
+        kept = {n: round(c / 128) for n, c in columns.items()}
+        steps = progressive.order(losses, {n: c - kept[n] for n, c in columns.items()})
+        for name, counts in steps.counts(steps.upto(2.5)).items():
+            shape = (len(losses[name]), columns[name])
+            tensors = {f: stored[f"{name}.{f}"] for f in ("order", "scales", "shapes")}
+            if kept[name]:
+                tensors |= {f: stored[f"{name}.{f}"] for f in ("kept", "kept_values")}
+            planes = {f"plane_{p}": stored[f"{name}.plane_{p}"][:n] for p, n in enumerate(counts, 1)}
+            tile = Nested.description(counts, kept[name])
+            dense = Nested.read(tile, tensors | planes, *shape).dequantize()
+            model.get_submodule(name).weight.data.copy_(dense)
+    inputs: list[Tensor] = []
+    first = model.model.layers[1].self_attn.q_proj
+    first.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0].float()))
+    tokens = calibration_set(load_tokenizer(model_dir("llama")), str(text_file), 4, 32, 0).tokens
+    with torch.no_grad():
+        for row in tokens:
+            model(input_ids=row[None])
+    streamed = StreamedModel(open_checkpoint(model_dir("llama")), convert.compute_dtype())
+    weights = salience.output_moments(streamed, tokens, streamed.all_linears()).tokens
+    of_layer = weights["model.layers.1.self_attn.q_proj"]
+    expected = sum((x.T * w) @ x for x, w in zip(inputs, of_layer))
+    torch.testing.assert_close(seen["7"], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_moments_are_those_of_autograd(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """Also part by part, and read back from finished parts."""
+    streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
+    shapes = streamed.all_linears()
+    tokens = torch.randint(3, 100, (6, 24), generator=torch.Generator().manual_seed(0))
+    found = salience.output_moments(streamed, tokens, shapes, tmp_path)
+    again = salience.output_moments(streamed, tokens, shapes, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=torch.float32)
+    for name in ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"):
+        outputs: list[Tensor] = []
+        hook = model.get_submodule(name).register_forward_hook(lambda *a, o=outputs: o.append(a[2]))
+        gradients = []
+        for row in tokens:
+            loss = model(input_ids=row[None], labels=row[None]).loss
+            gradients.append(torch.autograd.grad(loss, outputs[-1])[0][0])
+        hook.remove()
+        squared = torch.stack(gradients).square()  # [samples, seq_len, out]
+        by_token = squared.sum(2)
+        torch.testing.assert_close(found.outputs[name], 12 * squared.sum(1).mean(0), rtol=1e-3, atol=1e-9)
+        torch.testing.assert_close(found.tokens[name], by_token / by_token.mean(), rtol=1e-3, atol=1e-4)
+        assert torch.equal(again.outputs[name], found.outputs[name])
+        assert torch.equal(again.tokens[name], found.tokens[name])
+
+
+@pytest.mark.parametrize("kind", ["full", "diagonal"])
+def test_other_scores_rank_the_rows(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, kind: str
+) -> None:
+    config = QuantizeConfig("anybit", samples=4, seq_len=32, salience=kind)
+    anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    rungs = curve(tmp_path / "out")
+    assert [r["loss"] for r in rungs] == sorted((r["loss"] for r in rungs), reverse=True)
+    with pytest.raises(InputError, match="output, full, diagonal"):
+        QuantizeConfig("anybit", salience="second-order")
+
+
+def test_scores_are_the_loss_of_rounding(model_dir: Callable[[str], Path]) -> None:
+    """By autograd: `|p + p^2 / 2|` and `sum (g d)^2 / 2` of every row and width, mean over samples."""
+    streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
+    shapes = streamed.all_linears()
+    tokens = torch.randint(3, 100, (3, 24), generator=torch.Generator().manual_seed(0))
+    found = {kind: salience.width_scores(streamed, tokens, shapes, kind) for kind in ("full", "diagonal")}
+    model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=torch.float32)
+    name = "model.layers.1.mlp.down_proj"
+    weight = model.get_submodule(name).weight
+    kinds, scales = nested.fit(weight.detach())
+    expected = {kind: torch.zeros(len(weight), 8) for kind in found}
+    for row in tokens:
+        (gradient,) = torch.autograd.grad(model(input_ids=row[None], labels=row[None]).loss, weight)
+        for bits in range(1, 9):
+            change = gradient * (nested.rounding(weight.detach(), kinds, scales, bits) - weight.detach())
+            whole = change.sum(1)
+            expected["full"][:, bits - 1] += (whole + whole**2 / 2).abs() / len(tokens)
+            expected["diagonal"][:, bits - 1] += change.square().sum(1) / 2 / len(tokens)
+    for kind, scores in found.items():
+        torch.testing.assert_close(scores[name], expected[kind], rtol=1e-3, atol=1e-9)
+
+
+def test_rows_are_rounded_to_the_nearest_entries() -> None:
+    weight = torch.randn(9, 50, generator=torch.Generator().manual_seed(1))
+    kinds, scales = nested.fit(weight)
+    for bits in (1, 3, 8):
+        entries = shapes.table(bits)[kinds.long()] * scales[:, None]
+        nearest = (weight[:, :, None] - entries[:, None]).abs().amin(2)
+        error = (nested.rounding(weight, kinds, scales, bits) - weight).abs()
+        torch.testing.assert_close(error, nearest)
 
 
 def test_fewer_bits_make_a_shorter_ladder(

@@ -31,13 +31,21 @@ DEFAULT = LayerSpec.uniform(3, 64, clip=True)
 
 
 def test_the_defaults_are_the_documented_ones() -> None:
-    config = QuantizeConfig()
-    assert (config.method, config.bits, config.group_size, config.symmetric) == ("gptq", 4, 128, False)
+    made = QuantizeConfig()
+    assert (made.method, made.bits, made.embed_bits, made.tune_for, made.kept_channels) == (
+        "anybit",
+        8,
+        8,
+        3,
+        1 / 128,
+    )
+    config = QuantizeConfig("gptq")
+    assert (config.bits, config.group_size, config.symmetric) == (4, 128, False)
     assert (config.damp, config.group_reorder, config.desc_act, config.one_shot) == (0.01, True, False, False)
     assert (config.samples, config.seq_len, config.seed, config.embed_bits) == (128, 2048, 0, 16)
     expected = LayerSpec((TileSpec(4, 128, False),), clip=True, group_reorder=True, damp=0.01)
     assert config.layer_spec() == expected
-    assert not QuantizeConfig("rtn").clips and not QuantizeConfig(clip=False).clips
+    assert not QuantizeConfig("rtn").clips and not QuantizeConfig("gptq", clip=False).clips
     assert json.loads(json.dumps(config.as_dict()))["method"] == "gptq"
 
 
@@ -93,7 +101,7 @@ def test_which_methods_look_at_activations() -> None:
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(InputError) as error:
-        QuantizeConfig(**options)
+        QuantizeConfig(**{"method": "gptq", **options})
     assert all(word in str(error.value) for word in words), error.value
 
 
@@ -239,7 +247,7 @@ def check_complete(streamed: StreamedModel, made: Plan) -> None:
 @pytest.mark.parametrize("embed_bits", [16, 8, 4])
 def test_a_plan_accounts_for_every_tensor(model_dir: MakeModel, family: str, embed_bits: int) -> None:
     streamed = opened(model_dir(family))
-    made = make_plan(streamed, QuantizeConfig(group_size=16, embed_bits=embed_bits))
+    made = make_plan(streamed, QuantizeConfig("gptq", group_size=16, embed_bits=embed_bits))
     check_complete(streamed, made)
     stored = load_file(model_dir(family) / "model.safetensors")
     assert made.model_weights == sum(t.numel() for t in stored.values())
@@ -256,13 +264,13 @@ def test_a_plan_accounts_for_every_tensor(model_dir: MakeModel, family: str, emb
 
 
 def test_embedding_and_head_are_stored_once(model_dir: MakeModel) -> None:
-    both = make_plan(opened(model_dir("llama")), QuantizeConfig(embed_bits=8)).embeddings
+    both = make_plan(opened(model_dir("llama")), QuantizeConfig("gptq", embed_bits=8)).embeddings
     assert set(both) == {"model.embed_tokens", "lm_head"} and not any(e.get("tied") for e in both.values())
-    tied = make_plan(opened(model_dir("llama-tied")), QuantizeConfig(embed_bits=4)).embeddings
+    tied = make_plan(opened(model_dir("llama-tied")), QuantizeConfig("gptq", embed_bits=4)).embeddings
     assert set(tied) == {"model.embed_tokens"} and tied["model.embed_tokens"]["tied"]
     (tile,) = tied["model.embed_tokens"]["tiles"]
     assert tile == {"format": "group_int", "bits": 4, "group_size": 128, "symmetric": False}
-    assert make_plan(opened(model_dir("llama")), QuantizeConfig()).embeddings == {}
+    assert make_plan(opened(model_dir("llama")), QuantizeConfig("gptq")).embeddings == {}
 
 
 def test_matrices_take_sixteen_bits_and_vectors_stay() -> None:
@@ -274,7 +282,7 @@ def test_matrices_take_sixteen_bits_and_vectors_stay() -> None:
 
 def test_a_map_changes_the_layers_it_names(model_dir: MakeModel) -> None:
     streamed, name = opened(model_dir("llama")), "model.layers.1.mlp.up_proj"
-    made = make_plan(streamed, QuantizeConfig(group_size=16), {name: LayerSpec.uniform(8, 48, True)})
+    made = make_plan(streamed, QuantizeConfig("gptq", group_size=16), {name: LayerSpec.uniform(8, 48, True)})
     widths = {n: layout["tiles"][0]["bits"] for n, layout in made.layouts.items()}
     assert widths == {n: 8 if n == name else 4 for n in streamed.all_linears()}
     sizes = {n: a * b for n, (a, b) in streamed.all_linears().items()}
@@ -283,35 +291,35 @@ def test_a_map_changes_the_layers_it_names(model_dir: MakeModel) -> None:
 
 def test_include_and_exclude_leave_layers_as_they_are(model_dir: MakeModel) -> None:
     streamed = opened(model_dir("llama"))
-    config = QuantizeConfig(include=("*.mlp.*",), exclude=("*.0.mlp.down_proj",))
+    config = QuantizeConfig("gptq", include=("*.mlp.*",), exclude=("*.0.mlp.down_proj",))
     made = make_plan(streamed, config)
     check_complete(streamed, made)
     assert len(made.layouts) == 5 and "model.layers.0.mlp.down_proj.weight" in made.kept
-    whole = make_plan(streamed, QuantizeConfig())
+    whole = make_plan(streamed, QuantizeConfig("gptq"))
     assert "quantizes 14 linear layers" in whole.coverage()
     share = 100 * whole.linear_weights / whole.model_weights
     assert f"{share:.1f} % of all" in whole.coverage() and "quantizes 5 linear layers" in made.coverage()
-    assert "embedding and head" in make_plan(streamed, QuantizeConfig(embed_bits=8)).coverage()
+    assert "embedding and head" in make_plan(streamed, QuantizeConfig("gptq", embed_bits=8)).coverage()
 
 
 @pytest.mark.parametrize(
     ("config", "spec_map", "words"),
     [
         (
-            QuantizeConfig(),
+            QuantizeConfig("gptq"),
             {"model.layers.9.mlp.up_proj": DEFAULT},
             ["layers.9", "model.layers.0.self_attn.q_proj"],
         ),
-        (QuantizeConfig(), {"lm_head": DEFAULT}, ["'lm_head'"]),
-        (QuantizeConfig(exclude=("*",)), {}, ["--exclude"]),
-        (QuantizeConfig(include=("nothing",)), {}, ["--include"]),
+        (QuantizeConfig("gptq"), {"lm_head": DEFAULT}, ["'lm_head'"]),
+        (QuantizeConfig("gptq", exclude=("*",)), {}, ["--exclude"]),
+        (QuantizeConfig("gptq", include=("nothing",)), {}, ["--include"]),
         (
             QuantizeConfig("rtn"),
             {"model.layers.0.mlp.up_proj": LayerSpec.uniform(4, desc_act=True)},
             ["layers.0.mlp.up_proj", "desc_act", "rtn"],
         ),
         (
-            QuantizeConfig(),
+            QuantizeConfig("gptq"),
             {"model.layers.0.mlp.up_proj": LayerSpec.uniform(1)},
             ["layers.0.mlp.up_proj", "1-bit"],
         ),
@@ -339,7 +347,7 @@ def test_an_estimate_grows_with_the_work(model_dir: MakeModel, tmp_path: Path) -
 def test_a_disk_too_small_is_refused(
     model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make_plan(opened(model_dir("llama")), QuantizeConfig())
+    made = make_plan(opened(model_dir("llama")), QuantizeConfig("gptq"))
     monkeypatch.setattr(
         plan_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=made.size_bytes - 1)
     )

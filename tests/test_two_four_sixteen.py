@@ -252,6 +252,7 @@ def test_damaged_tiles_are_refused(field: str, value: Any, word: str) -> None:
         {"narrow": True},
         {"group_size": 12},
         {"bits": 5},
+        {"bits": 2.6},
         {"bits": None},
         {"rows": 2},
         {"narrow": 65},
@@ -263,6 +264,19 @@ def test_damaged_descriptions_are_refused(change: dict[str, Any]) -> None:
     layout["tiles"][0] |= change
     with pytest.raises(InputError, match="layer"):
         validate("layer", PackedWeight(layout, packed.tensors))
+
+
+@pytest.mark.parametrize("last_at_4", [False, True])
+def test_a_short_last_block_has_two_bits(last_at_4: bool) -> None:
+    mask = torch.tensor([not last_at_4, False, last_at_4])
+    small = torch.zeros(20, 2, dtype=torch.uint8)
+    tile = TwoFour(mask, 16, torch.zeros(20, 40, dtype=torch.uint8), small, small, torch.ones(2, 2).half(), small[:2],
+                   torch.ones(20).half(), small[:, 0])  # fmt: skip
+    packed = pack(QuantizedWeight((20, 40), (tile,)))
+    if not last_at_4:
+        return validate("layer", packed)
+    with pytest.raises(InputError, match="last block has 8 of 16 channels"):
+        validate("layer", packed)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -79,18 +79,27 @@ class Collector(TorchFunctionMode):
     attention: RSQ, arXiv:2503.01820, there on all layers.) Layers that are not called `v_proj`, and attention that
     is not PyTorch's `scaled_dot_product_attention`, keep uniform weights.
 
+    With `importance` each layer has weights of its own for every token (see `salience.output_moments`), whatever the
+    attention.
+
     Args:
         linears: layer name -> module, of one block.
         hessian: collect X^T X; else only the channel norms.
         attention: weight the inputs of layers called `v_proj` by received attention.
         inputs: collect `InputStats` too.
+        importance: of layers' tokens, float32 [samples, seq_len]; one forward for each sample, in order.
     """
 
     def __init__(
-        self, linears: Mapping[str, nn.Module], hessian: bool, attention: bool = False, inputs: bool = False
+        self,
+        linears: Mapping[str, nn.Module],
+        hessian: bool,
+        attention: bool = False,
+        inputs: bool = False,
+        importance: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self._details = inputs
+        self._details, self._importance, self._sample = inputs, importance or {}, 0
         self.stats: dict[str, LinearStats] = {}
         self._linears, self._hessian, self._attention = linears, hessian, attention
         self._inputs: list[tuple[Tensor, str]] = []  # what the current forward's layers read, by first reader
@@ -114,9 +123,13 @@ class Collector(TorchFunctionMode):
         if self._value is not None:  # the block's attention is not PyTorch's: all tokens alike
             self._add(*self._value)
         self._inputs, self._value = [], None
+        self._sample += 1
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if name in self._importance:
+                self._add(name, args[0], self._importance[name][self._sample])
+                return
             if self._attention and name.endswith(".v_proj"):
                 self._value = (name, args[0])
                 return
@@ -215,14 +228,17 @@ def gradient_statistics(
         if fisher:
             information = torch.zeros(shape) if spill is None else _allocated(_spill_file(spill, i), shape)
         diagonal = torch.zeros(len(deltas), shape[0])
-        stats[name] = GradientStats(0, 0, information, products, torch.zeros(shape[0]), diagonal)
+        moments = torch.zeros(shape[0]), diagonal, torch.zeros(tokens.shape)
+        stats[name] = GradientStats(0, 0, information, products, *moments)
 
     def reduce(name: str, x: Tensor, gradient: Tensor) -> None:
         s = stats[name]
         assert s.output_moment is not None
         x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         s.tokens += len(x)
-        s.output_moment += gradient.float().square().sum(0)
+        squared = gradient.float().square()
+        s.output_moment += squared.sum(0)
+        s.token_moment[s.samples] = squared.sum(1)
         if s.fisher is not None or deltas:
             rows = max(1, GRADIENT_CHUNK // x.shape[1])
             for a in range(0, gradient.shape[1], rows):

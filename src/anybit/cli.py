@@ -19,6 +19,7 @@ from anybit.spec import MAX_SEED, USED_BY, QuantizeConfig, check_method, read_sp
 
 DEFAULTS = QuantizeConfig()
 COMPARED = [
+    "anybit",
     "rtn",
     "gptq",
     "two-four-sixteen",
@@ -40,11 +41,11 @@ app = typer.Typer(
 
     A first run:
 
-        anybit quantize MODEL -o out --method gptq --bits 4
+        anybit quantize MODEL -o out
 
-        anybit eval out --text my.txt --base MODEL
+        anybit eval out --bits 3.5 --text my.txt --base MODEL
 
-        anybit generate out -p "The capital of France is"
+        anybit generate out --bits 3.5 -p "The capital of France is"
 
     MODEL is an HF directory, a hub id, a .gguf file, or an artifact that anybit made.
     """,
@@ -129,9 +130,9 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     bits: Annotated[
         float | None,
         typer.Option(
-            help="Average code width: 2 to 8, for anybit (the largest that the artifact has), cmpq, mixllm, llm-mq and "
-            "two-four-sixteen also fractions. [default: 4; anybit, smoothquant: 8; mixllm: see --wide-rows; "
-            "two-four-sixteen: see --wide-groups]"
+            help="Average code width, 2 to 8; for anybit (the largest that the artifact has), cmpq, mixllm (4 to 8), llm-mq "
+            "(2 to 4) and two-four-sixteen (2.45 to 4; 2.91 to 4 at --group-size 8) also fractions. [default: 4; anybit, "
+            "smoothquant: 8; mixllm: see --wide-rows; two-four-sixteen: see --wide-groups]"
         ),
     ] = None,
     bpw: Annotated[
@@ -144,7 +145,7 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         int | None,
         typer.Option(
             help=f"Input channels that share a scale; -1: the whole row. [default: {DEFAULTS.group_size}; smoothquant: "
-            "-1]"
+            "-1; two-four-sixteen: 16, or 8]"
         ),
     ] = None,
     symmetric: Annotated[
@@ -212,7 +213,11 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         ),
     ] = None,
     salience: Annotated[
-        str | None, typer.Option(help="mixllm: full, diagonal or second-order. [default: full]")
+        str | None,
+        typer.Option(
+            help="What ranks rows. anybit: output (what errors at outputs cost), full or diagonal. mixllm: full (its "
+            "eq. 4), diagonal or second-order. [default: output; mixllm: full]"
+        ),
     ] = None,
     search: Annotated[
         str | None, typer.Option(help="mixllm: one-pass or progressive. [default: one-pass]")
@@ -269,8 +274,9 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         ),
     ] = None,
     embed_bits: Annotated[
-        int, typer.Option(help="Embedding and head: 16, 8 or 4 bits.")
-    ] = DEFAULTS.embed_bits,
+        int | None,
+        typer.Option(help="Embedding and head: 16, 8 or 4 bits. [default: 8 for anybit, else 16]"),
+    ] = None,
     clip: Annotated[
         bool | None,
         typer.Option(
@@ -353,7 +359,9 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
 
     Examples:
 
-        anybit quantize ./SmolLM2 -o out --bits 4 --group-size 128
+        anybit quantize ./SmolLM2 -o out
+
+        anybit quantize ./SmolLM2 -o out --method gptq --bits 4 --group-size 128
 
         anybit quantize model.gguf -o out --method rtn --size 90MB --embed-bits 8 --dry-run
 
@@ -413,12 +421,12 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     config = QuantizeConfig(
         method=method,
         bits=bits,
-        embed_bits=embed_bits,
         kv_bits=kv_bits,
         include=tuple(include),
         exclude=tuple(exclude),
         **of_method,
         **for_calibration,
+        **_given(embed_bits=embed_bits),
     )
     if not config.calibrated:
         unused = _given(attention_weights=attention_weights, one_shot=one_shot, calibration=calibration)
@@ -713,7 +721,9 @@ def plan(
         entry = {"bits": best["bits"], "group_size": group_size, "symmetric": symmetric}
         layers = {name: entry for name in streamed.all_linears()}
         out.write_text(json.dumps({"layers": layers}, indent=2) + "\n", encoding="utf-8")
-        command = f"anybit quantize {model} -o OUT --spec {out} --embed-bits {best['embed_bits']}"
+        command = (
+            f"anybit quantize {model} -o OUT --method gptq --spec {out} --embed-bits {best['embed_bits']}"
+        )
         typer.echo(f"wrote {out}: edit it, then `{command}`", err=True)
 
 
@@ -745,7 +755,7 @@ def compare(  # noqa: PLR0913
             "-m",
             "--method",
             help="A method, with options after a colon: `'gptq: clip=false, group_size=64'`. Repeatable. "
-            "`bits=[4.4, 5]` gives it widths of its own. [default: the five systems, rtn and gptq]",
+            "`bits=[4.4, 5]` gives it widths of its own. [default: anybit, the five systems, rtn and gptq]",
         ),
     ] = [],  # noqa: B006
     bits: Annotated[

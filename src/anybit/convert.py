@@ -37,6 +37,7 @@ from anybit.tensors import (
     PackedWeight,
     QuantizedWeight,
     pack,
+    stored_bytes,
     stored_tensors,
     unpack,
 )
@@ -128,7 +129,9 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
             check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, config))
         unfinished = len(writer.finished) < writer.shards
         searches = config.progressive and unfinished and text is not None
-        worth = _worth(streamed, plan, text, writer, report) if searches and text is not None else {}
+        worth = _Worth({}, {})
+        if searches and text is not None:
+            worth = _find_worth(streamed, plan, config, text, writer, report)
         run = _Run(streamed, plan, config, writer, report, worth)
         run.outside()
         run.all_blocks(text)
@@ -175,7 +178,11 @@ def _search(
     if not shapes:
         return plan
     if config.method == "llm-mq":
-        widths = salience.layer_widths(streamed, text.tokens, shapes, config, writer.search(), report)
+        stored = {n: llm_mq.stored_sizes(plan.specs[n], (shape[0], shape[1])) for n, shape in shapes.items()}
+        limit = sum(stored_bytes(plan.layouts[n]) for n in shapes)
+        widths = salience.layer_widths(
+            streamed, text.tokens, shapes, config, stored, limit, writer.search(), report
+        )
         found = {n: llm_mq.with_width(plan.specs[n], bits) for n, bits in widths.items()}
     else:
         rows = salience.search(streamed, text.tokens, shapes, config, writer.search(), report)
@@ -184,12 +191,32 @@ def _search(
     return make_plan(streamed, config, {**found, **spec_map})
 
 
-def _worth(
-    streamed: StreamedModel, plan: Plan, text: CalibrationSet, writer: ArtifactWriter, report: Silent
-) -> dict[str, Tensor]:
-    """What errors at the outputs of every layer are worth: once, then kept with the unfinished artifact."""
+@dataclass(frozen=True)
+class _Worth:
+    """What the gradients say of every layer, where the method asks for it."""
+
+    rows: Mapping[str, Tensor]  # `sensitivity` of `nested.compress`
+    tokens: Mapping[str, Tensor]  # `importance` of `Collector`
+
+
+def _find_worth(
+    streamed: StreamedModel,
+    plan: Plan,
+    config: QuantizeConfig,
+    text: CalibrationSet,
+    writer: ArtifactWriter,
+    report: Silent,
+) -> _Worth:
+    """That: once, then kept with the unfinished artifact."""
     shapes = {name: (x["shape"][0], x["shape"][1]) for name, x in plan.layouts.items()}
-    found = salience.output_moments(streamed, text.tokens, shapes, writer.search(), report)
+    if config.salience in (None, "output"):
+        moments = salience.output_moments(streamed, text.tokens, shapes, writer.search(), report)
+        found = _Worth(moments.outputs, moments.tokens)
+    else:
+        kind = config.salience
+        found = _Worth(
+            salience.width_scores(streamed, text.tokens, shapes, kind, writer.search(), report), {}
+        )
     streamed.model.to("meta")
     return found
 
@@ -203,9 +230,7 @@ class _Run:
     config: QuantizeConfig
     writer: ArtifactWriter
     report: Silent
-    worth: Mapping[
-        str, Tensor
-    ]  # of errors at the outputs of every layer, float32 [out]; where the method asks for it
+    worth: _Worth
 
     def outside(self) -> None:
         """Shard 0: everything outside the blocks."""
@@ -311,8 +336,8 @@ class _Run:
                     advance(finetune.passes(len(hidden), self.config.finetune_epochs))
             if not self.config.unquantized_inputs and not last:
                 hooks, packed = [], None
-                for name, module in linears.items():
-                    packed = _stored(name, self.plan.layouts[name], tensors)
+                for name, layout in self._layouts_after(linears, tensors).items():
+                    module, packed = linears[name], _stored(name, layout, tensors)
                     _overwrite_weight(module, unpack(packed).dequantize())
                     if rounds_inputs(packed.layout):
                         hooks.append(module.register_forward_pre_hook(_rounding_hook(packed)))
@@ -321,6 +346,18 @@ class _Run:
                 for hook in hooks:
                     hook.remove()
 
+    def _layouts_after(
+        self, linears: Iterable[str], tensors: Mapping[str, Tensor]
+    ) -> Mapping[str, dict[str, Any]]:
+        """How a block's layers are read for the sake of the blocks after it: nested ones at the tuned width."""
+        layouts = {name: self.plan.layouts[name] for name in linears}
+        if not self.config.progressive:
+            return layouts
+        losses = {name: tensors[f"{name}.{progressive.LOSSES}"] for name in linears}
+        return progressive.at_average(
+            layouts, losses, min(self.config.tune_for, self.config.bits or progressive.BITS)
+        )
+
     def _linears(self, i: int) -> dict[str, nn.Module]:
         """The layers of block i that are to be quantized."""
         return {n: m for n, m in self.streamed.linears(i).items() if n in self.plan.layouts}
@@ -328,7 +365,8 @@ class _Run:
     def _collector(self, linears: Mapping[str, nn.Module]) -> Collector:
         hessian = self.config.hessians or any(spec.compensate for spec in self.plan.specs.values())
         attention = hessian and self.config.attention_weights
-        return Collector(linears, hessian, attention, inputs=self.config.input_stats or self.plan.input_stats)
+        inputs = self.config.input_stats or self.plan.input_stats
+        return Collector(linears, hessian, attention, inputs, self.worth.tokens)
 
     def _forward(
         self,
@@ -394,7 +432,7 @@ class _Run:
             if self.config.progressive:
                 weight, spec = self.streamed.weight(name), self.plan.specs[name]
                 assert isinstance(stats, LinearStats)
-                made = nested.compress(weight, stats, spec, self.worth[name])
+                made = nested.compress(weight, stats, spec, self.worth.rows[name])
                 beside[f"{name}.{progressive.LOSSES}"] = made.losses
                 return QuantizedWeight((weight.shape[0], weight.shape[1]), (made.tile,))
             return registry.quantize(
@@ -473,8 +511,9 @@ def _overwrite_weight(module: nn.Module, weight: Tensor) -> None:
 
 
 def _stored(name: str, layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PackedWeight:
-    """A layer's stored tensors among a shard's: what the artifact will compute with."""
-    return PackedWeight(layout, {f: tensors[f"{name}.{f}"] for f in stored_tensors(layout)})
+    """A layer's stored tensors among a shard's, as far as its layout reads them."""
+    fields = stored_tensors(layout).items()
+    return PackedWeight(layout, {f: tensors[f"{name}.{f}"][: shape[0]] for f, (_, shape) in fields})
 
 
 def _rounding_hook(packed: PackedWeight) -> Any:

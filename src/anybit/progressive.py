@@ -109,6 +109,19 @@ def order(losses: Mapping[str, Tensor], columns: Mapping[str, int]) -> Steps:
     )
 
 
+def at_average(
+    layouts: Mapping[str, dict[str, Any]], losses: Mapping[str, Tensor], bits: float
+) -> dict[str, dict[str, Any]]:
+    """The layouts of nested layers at an average width of all of them, by their `losses` (see `order`)."""
+    steps = order(losses, _coded_columns(layouts))
+    return {name: with_counts(layouts[name], n) for name, n in steps.counts(steps.upto(bits)).items()}
+
+
+def _coded_columns(layouts: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """How many input channels of nested layers have codes."""
+    return {name: x["shape"][1] - x["tiles"][0]["kept"] for name, x in layouts.items()}
+
+
 def falling(values: np.ndarray) -> np.ndarray:
     """The rows of numbers [n, k] that do not rise and are closest: neighbours that rise share their mean."""
     made = values.copy()
@@ -452,8 +465,7 @@ def cut(writer: ArtifactWriter, layouts: Mapping[str, dict[str, Any]], bits: flo
     for shard in range(writer.shards):
         for name, tensor in writer.read_field(shard, LOSSES).items():
             shard_of[name], losses[name] = shard, tensor
-    columns = {name: layouts[name]["shape"][1] - layouts[name]["tiles"][0]["kept"] for name in names}
-    steps = order({name: losses[name] for name in names}, columns)
+    steps = order({name: losses[name] for name in names}, _coded_columns({n: layouts[n] for n in names}))
     ends = [steps.upto(rung) for rung in ladder(bits)]
     counts = [steps.counts(end) for end in ends]
     core = {n: with_counts(x, counts[0][n]) if n in counts[0] else x for n, x in layouts.items()}

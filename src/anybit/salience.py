@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 
@@ -24,9 +24,9 @@ from transformers.pytorch_utils import Conv1D
 
 from anybit.calibrate import gradient_statistics, load_whole
 from anybit.errors import InputError
-from anybit.methods import mixllm, rtn
+from anybit.methods import mixllm, nested, rtn
 from anybit.progress import SILENT, Advance, Silent
-from anybit.spec import METHOD_WIDTHS, LayerSpec, QuantizeConfig, TileSpec
+from anybit.spec import METHOD_WIDTHS, SALIENCES, LayerSpec, QuantizeConfig, TileSpec
 from anybit.stats import GradientStats
 from anybit.streaming import StreamedModel
 from anybit.writer import Cost
@@ -86,29 +86,78 @@ def wide_share(config: QuantizeConfig) -> float:
     return ((config.bits or mixllm.NARROW) - mixllm.NARROW) / (mixllm.WIDE - mixllm.NARROW)
 
 
+@dataclass(frozen=True)
+class OutputMoments:
+    """What errors at the outputs of layers cost, from the gradients there."""
+
+    outputs: dict[str, Tensor]  # layer -> nats per token that a mean squared error of 1 costs, float32 [out]
+    tokens: dict[str, Tensor]  # layer -> how much each token counts, float32 [samples, seq_len] of mean 1
+
+
 def output_moments(
     streamed: StreamedModel,
     tokens: Tensor,  # int64 [samples, seq_len]
     shapes: Shapes,
     folder: Path | None = None,
     report: Silent = SILENT,
-) -> dict[str, Tensor]:
-    """What a squared error at each output of every layer is worth: nats per token of the model's loss, float32 [out].
+) -> OutputMoments:
+    """What a squared error at each output and token of every layer is worth.
 
     The loss of a token grows by `1/2 (g e)^2` for an error e at an output whose gradient is g, to second order and
     with the Fisher information in place of the Hessian; an error of expectation `E[e^2]` at every token costs
-    `1/2 seq_len E[sum over tokens of g^2] E[e^2]`, g being the gradient of a sample's mean loss. Arguments and what
-    is raised: see `search`.
+    `1/2 seq_len E[sum over tokens of g^2] E[e^2]`, g being the gradient of a sample's mean loss. Tokens count by the
+    sum of `g^2` over a layer's outputs (as in GuidedQuant, arXiv:2505.07004, with one group of outputs). Arguments and
+    what is raised: see `search`.
     """
     advance = report.task(f"gradients at the outputs of {len(shapes)} layers", len(tokens))
-    like = {name: torch.zeros(out) for name, (out, _) in shapes.items()}
+    length = tokens.shape[1]
 
     def reduce(stats: GradientStats) -> Tensor:
         assert stats.output_moment is not None
-        return stats.output_moment
+        return torch.cat([stats.output_moment, stats.token_moment.flatten()])
 
-    found = _mean(streamed, tokens, [], reduce, like, folder, advance)
-    return {name: moment * (tokens.shape[1] / 2) for name, moment in found.items()}
+    def size(name: str, samples: int) -> tuple[int, ...]:
+        return (shapes[name][0] + samples * length,)
+
+    parts = list(_parts(streamed, tokens, [], reduce, list(shapes), size, folder, advance))
+    outputs, weights = {}, {}
+    for name, (out, _) in shapes.items():
+        outputs[name] = torch.stack([part[name][:out] for part in parts]).sum(0) * (length / 2 / len(tokens))
+        moments = torch.cat([part[name][out:] for part in parts]).view(tokens.shape)
+        mean = moments.double().mean()
+        weights[name] = (moments / mean).float() if mean > 0 else torch.ones_like(moments)
+    return OutputMoments(outputs, weights)
+
+
+def width_scores(
+    streamed: StreamedModel,
+    tokens: Tensor,  # int64 [samples, seq_len]
+    shapes: Shapes,
+    kind: str,
+    folder: Path | None = None,
+    report: Silent = SILENT,
+) -> dict[str, Tensor]:
+    """What every output row costs at widths 1 to 8, float32 [out, 8], by `score` of its nested codes without
+    compensation: an alternative to `output_moments`. Arguments and what is raised: see `search`.
+    """
+    widths = range(1, nested.BITS + 1)
+    advance = report.task(f"scores of {sum(out for out, _ in shapes.values())} rows", len(tokens))
+    like = {name: torch.zeros(out, nested.BITS) for name, (out, _) in shapes.items()}
+    fits: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+
+    def rounding(bits: int) -> Delta:
+        def delta(name: str, first: int, last: int) -> Tensor:
+            rows = _rows(streamed, name)[first:last].float()
+            if (name, first) not in fits:
+                fits[name, first] = nested.fit(rows)
+            return nested.rounding(rows, *fits[name, first], bits).sub_(rows)
+
+        return delta
+
+    def reduce(stats: GradientStats) -> Tensor:
+        return score(stats, kind).T.contiguous()
+
+    return _mean(streamed, tokens, [rounding(bits) for bits in widths], reduce, like, folder, advance)
 
 
 def passes(config: QuantizeConfig) -> int:
@@ -121,18 +170,21 @@ def passes(config: QuantizeConfig) -> int:
     return ceil(share / STEP - 1e-9) if config.search == "progressive" else 1
 
 
-def layer_widths(
+def layer_widths(  # noqa: PLR0913
     streamed: StreamedModel,
     tokens: Tensor,  # int64 [samples, seq_len]
     shapes: Shapes,
     config: QuantizeConfig,
+    stored: Mapping[str, Sequence[int]],  # bytes of every layer at each of the method's widths
+    limit: int,  # bytes of all of them
     folder: Path | None = None,
     report: Silent = SILENT,
 ) -> dict[str, int]:
-    """LLM-MQ's width of every layer: the least summed score whose average width is at most `config.bits`.
+    """LLM-MQ's width of every layer: the least summed score whose average width is at most `config.bits`, within a
+    number of stored bytes.
 
-    A layer's score at a width is `mean_d |g_d . (Q(W) - W)|`, the first-order change of the loss. Arguments and what
-    is raised: see `search`.
+    A layer's score at a width is `mean_d |g_d . (Q(W) - W)|`, the first-order change of the loss. Other arguments and
+    what is raised: see `search`.
     """
     widths = tuple(METHOD_WIDTHS["llm-mq"].whole())
     advance = report.task(f"scores of {len(shapes)} layers at {len(widths)} widths", len(tokens))
@@ -144,18 +196,27 @@ def layer_widths(
 
     scores = _mean(streamed, tokens, deltas, reduce, like, folder, advance)
     sizes = {name: out * in_ for name, (out, in_) in shapes.items()}
-    return assign(scores, sizes, widths, config.bits or widths[-1])
+    return assign(scores, sizes, widths, config.bits or widths[-1], stored, limit)
 
 
 def assign(
-    scores: Mapping[str, Tensor], weights: Mapping[str, int], widths: Sequence[int], average: float
+    scores: Mapping[str, Tensor],
+    weights: Mapping[str, int],
+    widths: Sequence[int],
+    average: float,
+    stored: Mapping[str, Sequence[int]] | None = None,
+    limit: int = 0,
 ) -> dict[str, int]:
     """One width for each layer: the least sum of scores [widths] at an average width, by weights, of at most `average`.
 
     An integer program, solved exactly (HiGHS). Scores are made to fall with the width first: one that rises is noise.
+    Where more bits cost nothing and there is room, a layer gets them.
+
+    Args:
+        stored: bytes of every layer at each width, which together may be `limit`; None: any.
 
     Raises:
-        InputError: an average below the smallest width.
+        InputError: an average or a limit below the smallest widths.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp  # what only this method needs
 
@@ -163,12 +224,29 @@ def assign(
     cost = np.concatenate([torch.cummin(s.double(), 0).values.numpy() for s in scores.values()])
     share = np.array([weights[name] for name in scores], dtype=float) / sum(weights[name] for name in scores)
     one_each = LinearConstraint(np.kron(np.eye(n), np.ones((1, k))), 1, 1)
-    within = LinearConstraint(np.kron(share, np.array(widths, dtype=float))[None], -np.inf, average + 1e-9)
+    spent, budget = [np.kron(share, np.array(widths, dtype=float))], [average + 1e-9]
+    if stored is not None:
+        spent.append(np.concatenate([np.array(stored[name], dtype=float) for name in scores]) / max(limit, 1))
+        budget.append(1 + 1e-12)
+    within = LinearConstraint(np.stack(spent), -np.inf, budget)
     unit = cost / max(cost.max(), 1e-300)
-    result = milp(unit, integrality=np.ones(n * k), bounds=Bounds(0, 1), constraints=[one_each, within])
+    exact = {"mip_rel_gap": 0.0}
+    result = milp(
+        unit, integrality=np.ones(n * k), bounds=Bounds(0, 1), constraints=[one_each, within], options=exact
+    )
     if result.x is None:
-        raise InputError(f"widths of {widths[0]} to {widths[-1]} bits have no average of {average:g}")
+        least = "" if stored is None else f" in {limit} bytes"
+        raise InputError(f"widths of {widths[0]} to {widths[-1]} bits have no average of {average:g}{least}")
     chosen = result.x.reshape(n, k).argmax(1)
+    costs, spends = cost.reshape(n, k), [s.reshape(n, k) for s in spent]
+    used = [float(s[np.arange(n), chosen].sum()) for s in spends]
+    for i in range(n):
+        while chosen[i] + 1 < k and costs[i, chosen[i] + 1] <= costs[i, chosen[i]]:
+            more = [float(s[i, chosen[i] + 1] - s[i, chosen[i]]) for s in spends]
+            if any(u + m > b for u, m, b in zip(used, more, budget)):
+                break
+            used = [u + m for u, m in zip(used, more)]
+            chosen[i] += 1
     return {name: widths[int(i)] for name, i in zip(scores, chosen)}
 
 
@@ -193,16 +271,15 @@ def choose(
 
 
 def score(stats: GradientStats, kind: str) -> Tensor:
-    """Sum over samples of each row's estimated change of loss, float32 [out].
+    """Sum over samples of each row's estimated change of loss, float32 [deltas, out].
 
     "full" is eq. 4, `|p + p^2 / 2|` with p the gradient times the rounding error of the whole row; "second-order"
     leaves the first term out; "diagonal" also takes the row's weights one by one, as a diagonal Fisher matrix would.
     """
     if kind == "diagonal":
-        return stats.diagonal[0] / 2
-    (products,) = stats.products
-    second = products.square() / 2
-    return ((products + second).abs() if kind == "full" else second).sum(0)
+        return stats.diagonal / 2
+    second = stats.products.square() / 2
+    return ((stats.products + second).abs() if kind == "full" else second).sum(1)
 
 
 def _scores(
@@ -217,7 +294,7 @@ def _scores(
     like = {name: torch.zeros(out) for name, (out, _) in shapes.items()}
 
     def reduce(stats: GradientStats) -> Tensor:
-        return score(stats, config.salience)
+        return score(stats, config.salience or SALIENCES["mixllm"][0])[0]
 
     rounding = [_rounding(streamed, mixllm.NARROW, config)]
     return _mean(streamed, tokens, rounding, reduce, like, folder, advance)
@@ -232,17 +309,39 @@ def _mean(
     folder: Path | None,
     advance: Advance,
 ) -> dict[str, Tensor]:
-    """The mean over samples of what `reduce` sums, gathered part by part; finished parts are kept in `folder`."""
+    """The mean over samples of what `reduce` sums."""
     total = {name: torch.zeros_like(t) for name, t in like.items()}
+
+    def size(name: str, _: int) -> tuple[int, ...]:
+        return tuple(like[name].shape)
+
+    for found in _parts(streamed, tokens, deltas, reduce, list(like), size, folder, advance):
+        for name in total:
+            total[name] += found[name]
+    return {name: t / len(tokens) for name, t in total.items()}
+
+
+def _parts(  # noqa: PLR0913
+    streamed: StreamedModel,
+    tokens: Tensor,
+    deltas: Sequence[Delta],
+    reduce: Callable[[GradientStats], Tensor],
+    layers: Sequence[str],
+    size: Callable[[str, int], tuple[int, ...]],  # of what `reduce` gives, by layer and number of samples
+    folder: Path | None,
+    advance: Advance,
+) -> Iterator[dict[str, Tensor]]:
+    """What `reduce` gives for every layer, for some samples at a time; finished parts are kept in `folder`."""
     for a in range(0, len(tokens), SAMPLES_KEPT):
         part = tokens[a : a + SAMPLES_KEPT]
         file = None if folder is None else folder / f"samples-{a}.safetensors"
-        found = None if file is None else _read_part(file, total)
+        sizes = {name: size(name, len(part)) for name in layers}
+        found = None if file is None else _read_part(file, sizes)
         if found is not None:
             advance(len(part))
         else:
             begun = time.perf_counter()
-            stats = gradient_statistics(streamed, part, like, deltas=deltas, advance=advance)
+            stats = gradient_statistics(streamed, part, layers, deltas=deltas, advance=advance)
             found = {name: reduce(s) for name, s in stats.items()}
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -252,18 +351,16 @@ def _mean(
                 with unfinished.open("rb") as stream:
                     os.fsync(stream.fileno())
                 unfinished.rename(file)
-        for name in total:
-            total[name] += found[name]
-    return {name: t / len(tokens) for name, t in total.items()}
+        yield found
 
 
-def _read_part(file: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+def _read_part(file: Path, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor] | None:
     """A part that was finished before; None where it is missing or damaged."""
     try:
         found = load_file(file)
     except (OSError, SafetensorError):
         return None
-    return found if {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in like.items()} else None
+    return found if {n: tuple(t.shape) for n, t in found.items()} == sizes else None
 
 
 def _rounding(streamed: StreamedModel, bits: int, config: QuantizeConfig) -> Delta:

@@ -60,13 +60,17 @@ ENCODER_METHODS = tuple(m for m in METHODS if m not in ("anybit", *FISHER_METHOD
 CODEBOOK_BITS = (16, 8, 4)
 UNIFORM_METHODS = ("rtn", "gptq", "awq", "smoothquant", "mixllm", "atom", "llm-mq")
 COMPENSATED = ("gptq", "mixllm", "atom", "llm-mq")  # uniform grids with GPTQ's error compensation
+SALIENCES = {
+    "mixllm": ("full", "diagonal", "second-order"),
+    "anybit": ("output", "full", "diagonal"),
+}  # default first
 # Methods that look at an option; the options that are not here concern all of them.
 USED_BY = {
     **dict.fromkeys(("group_size", "clip"), (*UNIFORM_METHODS, "two-four-sixteen")),
     "clip_ratio": UNIFORM_METHODS,
     **dict.fromkeys(("act_bits", "act_clip", "act_search", "act_static"), UNIFORM_METHODS),
-    "attention_weights": ("anybit", *UNIFORM_METHODS, "two-four-sixteen", "cmpq"),
-    "one_shot": (*UNIFORM_METHODS, "two-four-sixteen", "cmpq"),
+    "attention_weights": (*UNIFORM_METHODS, "two-four-sixteen", "cmpq"),
+    "one_shot": ("anybit", *UNIFORM_METHODS, "two-four-sixteen", "cmpq"),
     "symmetric": ("rtn", "gptq", "awq", "smoothquant", "atom", "llm-mq"),
     "scaling": UNIFORM_METHODS,
     "group_reorder": COMPENSATED,
@@ -76,7 +80,8 @@ USED_BY = {
     **dict.fromkeys(
         ("wide_groups", "exclusive_outliers", "finetune", "finetune_epochs"), ("two-four-sixteen",)
     ),
-    **dict.fromkeys(("wide_rows", "salience", "search"), ("mixllm",)),
+    **dict.fromkeys(("wide_rows", "search"), ("mixllm",)),
+    "salience": tuple(SALIENCES),
     "outlier_channels": ("atom",),
     "widths": ("any-precision",),
     "codebook_bits": CODEBOOK_METHODS,
@@ -84,7 +89,6 @@ USED_BY = {
     **dict.fromkeys(("channel_outliers", "error_outliers", "compensate"), ("cmpq",)),
 }
 SCALINGS = ("none", "awq", "smoothquant")
-SALIENCES = ("full", "diagonal", "second-order")
 SEARCHES = ("one-pass", "progressive")
 ACT_BITS = (2, 3, 4, 5, 6, 7, 8, 16)
 KV_BITS = (2, 3, 4, 8, 16)
@@ -162,11 +166,14 @@ class LayerSpec:
 class QuantizeConfig:
     """Everything that decides the bytes of an artifact, besides the model and the calibration text."""
 
-    method: str = "gptq"
-    bits: float | None = None  # average width; None: 4, and the widest of `widths` for any-precision
+    method: str = "anybit"
+    bits: float | None = (
+        None  # average width, for anybit the largest; None: 8 for it and smoothquant, any-precision's
+    )
+    # widest, else 4
     group_size: int | None = None  # -1: one group per row; None: 128, for smoothquant -1
     symmetric: bool | None = None  # None: for atom and smoothquant
-    embed_bits: int = 16
+    embed_bits: int | None = None  # None: 8 for anybit, else 16
     clip: bool | None = None  # None: for awq and whatever compensates errors
     clip_ratio: float | None = None  # None: 0.85 for atom, else 1
     act_bits: int | None = None  # None: 8 for mixllm and smoothquant, the weights' for atom, else 16
@@ -185,7 +192,9 @@ class QuantizeConfig:
     finetune: bool = False  # two-four-sixteen: train each block's weights after quantizing them
     finetune_epochs: int = 6  # at most so many passes over the calibration windows
     wide_rows: float | None = None  # mixllm: share of output rows at 8 bits; None: 0.1, or what `bits` says
-    salience: str = "full"  # mixllm: "full" (eq. 4), "diagonal" or "second-order"
+    salience: str | None = (
+        None  # what ranks rows; None: the first of the method's SALIENCES, see `anybit.salience`
+    )
     search: str = "one-pass"  # mixllm: or "progressive", 2 % of the rows at a time
     desc_act: bool = False
     group_reorder: bool = True
@@ -307,6 +316,8 @@ class QuantizeConfig:
             "clip_ratio": 0.85 if atom and not self.clips else 1.0,
             "act_bits": act_bits,
             "scaling": own,
+            "embed_bits": 8 if self.progressive else 16,
+            "salience": SALIENCES.get(self.method, (None,))[0],
         }
         for name, value in defaults.items():
             if getattr(self, name) is None:
@@ -363,7 +374,7 @@ class QuantizeConfig:
     @property
     def unquantized_inputs(self) -> bool:
         """Whether blocks are calibrated on what the unquantized model hands them."""
-        return self.one_shot or self.progressive or (self.method == "cmpq" and not self.compensate)
+        return self.one_shot or (self.method == "cmpq" and not self.compensate)
 
     @property
     def hessians(self) -> bool:
@@ -442,7 +453,9 @@ def check_activations(options: QuantizeConfig | LayerSpec) -> None:
     """
     choices: dict[str, tuple[Any, ...]] = {"act_bits": ACT_BITS, "scaling": SCALINGS}
     if isinstance(options, QuantizeConfig):
-        choices |= {"kv_bits": KV_BITS, "salience": SALIENCES, "search": SEARCHES}
+        choices |= {"kv_bits": KV_BITS, "search": SEARCHES}
+        if options.method in SALIENCES:
+            choices["salience"] = SALIENCES[options.method]
     for name, accepted in choices.items():
         if getattr(options, name) not in accepted:
             flag = "--" + name.replace("_", "-")

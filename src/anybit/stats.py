@@ -111,6 +111,8 @@ class GradientStats:
     )
     diagonal: Tensor = field(default_factory=lambda: torch.empty(0))
     # float32 [deltas, out]: sum over samples and weights of (gradient * perturbation)^2
+    token_moment: Tensor = field(default_factory=lambda: torch.empty(0))
+    # float32 [samples, seq_len]: sum over outputs of the squared gradient at the layer's output
 
     def check(self, name: str) -> None:
         """Refuse statistics that no method can use.

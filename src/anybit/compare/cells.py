@@ -21,6 +21,10 @@ BASE = "unquantized"
 OPTIONS = {f.name for f in fields(QuantizeConfig)} - {"method", "samples", "seq_len", "seed"}
 
 
+class NoSuchWidth(InputError):
+    """A width that a method does not have."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """A method with its options: a line of the table."""
@@ -97,7 +101,8 @@ def plan_cells(
     """The cells there will be, each checked against the model, and those that a method does not have.
 
     Raises:
-        InputError: an encoder; options that do not exist or that this model cannot take; entries of the same name.
+        InputError: an encoder; options that do not exist or that this model cannot take; entries of the same name; no
+            method that has any of the widths.
     """
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
@@ -122,9 +127,13 @@ def plan_cells(
                 errors.append(error)
                 left_out.append(left_out_row(entry, float(width), str(error), failed=False))
                 made = [cell for cell in made if cell.bits != width]
-        if not made:
-            raise InputError(f"{entry.name}: {errors[0]}") from errors[0]
+        wrong = next((error for error in errors if not isinstance(error, NoSuchWidth)), None)
+        if not made and wrong is not None:
+            raise InputError(f"{entry.name}: {wrong}") from wrong
         cells += made
+    if not cells:
+        reasons = "; ".join(dict.fromkeys(f"{row['name']}: {row['reason']}" for row in left_out))
+        raise InputError(f"no method has any of the widths asked for (--bits): {reasons}")
     return cells, left_out
 
 
@@ -144,13 +153,15 @@ def _cell(entry: Entry, bits: float, settings: Settings) -> Cell:
     if config.nested:
         if bits not in config.widths:
             widths = ", ".join(map(str, config.widths))
-            raise InputError(f"the artifact has the widths {widths} (option widths)")
+            raise NoSuchWidth(f"the artifact has the widths {widths} (option widths)")
         return Cell(entry, bits, config, arguments)
     if config.progressive:
         if not CORE_BITS <= bits <= (config.bits or BITS):
-            raise InputError(f"the artifact has average widths from {CORE_BITS:g} to {config.bits or BITS:g}")
+            raise NoSuchWidth(
+                f"the artifact has average widths from {CORE_BITS:g} to {config.bits or BITS:g}"
+            )
         return Cell(entry, bits, config, arguments)
     if bits not in METHOD_WIDTHS[entry.method]:
-        raise InputError(f"{entry.method} has {METHOD_WIDTHS[entry.method]} bits")
+        raise NoSuchWidth(f"it has {METHOD_WIDTHS[entry.method]} bits")
     arguments["bits"] = bits
     return Cell(entry, bits, QuantizeConfig(**arguments), arguments)

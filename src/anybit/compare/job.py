@@ -35,6 +35,7 @@ class Job:
     statistics: str  # folder of gradients that artifacts share
     threads: int
     shows_progress: bool
+    parent: int  # process that this one ends with
 
 
 def run_apart(job: Job, file: Path) -> dict[str, Any]:
@@ -90,8 +91,8 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def main(file: Path) -> None:
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     job = Job(**json.loads(file.read_text(encoding="utf-8")))
+    threading.Thread(target=_end_with, args=(job.parent,), daemon=True).start()
     torch.set_num_threads(job.threads)
     try:
         found = run(job)

@@ -210,7 +210,7 @@ def _heatmap(cell: Row) -> Any:
     kinds, grid = width_grid(cell["layers"])
     figure = Figure(figsize=(8.5, 0.9 + 0.28 * len(kinds)), layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(grid, aspect="auto", cmap="viridis", interpolation="nearest")
+    image = axes.imshow(grid, aspect="auto", cmap="viridis", interpolation="nearest", vmin=2, vmax=8)
     axes.set_yticks(range(len(kinds)), kinds, fontsize="small")
     axes.set(xlabel="block", title=f"{_plain(cell['name'])}, {width(cell)}")
     figure.colorbar(image, ax=axes, label="bits")
@@ -250,7 +250,7 @@ def _bars(cells: Sequence[Row]) -> Any:
     time.barh(at, [c["shared_seconds"] for c in cells], left=own, color="C0", alpha=0.4)
     memory.barh(at, [c["peak_memory_bytes"] / 1e6 for c in cells], color="C1")
     time.set_yticks(at, [f"{_plain(c['name'])}, {width(c)}" for c in cells], fontsize="small")
-    time.invert_yaxis()
+    time.set_ylim(len(cells) - 0.5, -0.5)
     time.set(xlabel="seconds")
     memory.set(xlabel="peak memory, MB")
     for axes in (time, memory):

@@ -238,6 +238,7 @@ class _Runner:
             statistics=str(self.out / STATISTICS),
             threads=torch.get_num_threads(),
             shows_progress=isinstance(self.report, Terminal),
+            parent=os.getpid(),
         )
         resumed = partial_folder(artifact).exists()
         made = job.run_apart(asked, artifact.with_name(artifact.name + ".job"))

@@ -11,7 +11,8 @@ from math import ceil
 from typing import Any
 
 from anybit.methods import tiling
-from anybit.spec import LayerSpec
+from anybit.spec import METHOD_WIDTHS, LayerSpec
+from anybit.tensors import stored_bytes
 
 
 def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
@@ -25,6 +26,12 @@ def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
     parts = [replace(tile, bits=bits, rows=r) for bits, r in zip((low + 1, low), rows) if r]
     parts = parts if len(parts) > 1 else [replace(parts[0], rows=None)]
     return tiling.layout(replace(spec, tiles=tuple(parts)), shape)
+
+
+def stored_sizes(spec: LayerSpec, shape: tuple[int, int]) -> list[int]:
+    """Bytes of a matrix of this shape at each of the method's widths."""
+    widths = METHOD_WIDTHS["llm-mq"].whole()
+    return [stored_bytes(layout(with_width(spec, bits), shape)) for bits in widths]
 
 
 def with_width(spec: LayerSpec, bits: int) -> LayerSpec:

@@ -80,7 +80,9 @@ def compress(
         weight: float32 [out, in]; not changed.
         stats: with the Hessian [in, in] of the layer's inputs.
         spec: `kept_channels`, `tune_for`, `damp`.
-        sensitivity: what an output's mean squared error is worth, float32 [out] (`salience.output_moments`); None: 1.
+        sensitivity: what ranks rows: what an output's mean squared error is worth, float32 [out]
+            (`salience.output_moments`), or what every row costs at widths 1 to 8, float32 [out, 8], whatever its error
+            (`salience.width_scores`). None: all errors are worth 1.
 
     Raises:
         InputError: no Hessian, or one that stays singular at a thousandfold damping; no native extension.
@@ -109,7 +111,10 @@ def compress(
         codes[part], losses[part] = _sweep(work[part], factor, kinds[part], scales[part].float(), weights)
     natural = torch.empty_like(codes)
     natural[:, coded_order] = codes
-    losses *= 1 / stats.tokens if sensitivity is None else sensitivity[:, None] / stats.tokens
+    if sensitivity is not None and sensitivity.ndim == 2:
+        losses = sensitivity
+    else:
+        losses *= 1 / stats.tokens if sensitivity is None else sensitivity[:, None] / stats.tokens
     worth = losses[:, RANKED].clamp(min=1e-30).log().mean(1)
     order = torch.argsort(worth, descending=True, stable=True)
     tile = Nested(
@@ -122,6 +127,22 @@ def compress(
         to_half(weight[:, kept])[order],
     )
     return Compressed(tile, losses[order])
+
+
+def fit(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The shape uint8 [r] and scale float32 [r] of every row of `weight` [r, c], all inputs alike."""
+    table = shapes.table(FIT_BITS).contiguous()
+    return cpu.nested_fit(weight.contiguous(), torch.ones(weight.shape[1]), table)
+
+
+def rounding(weight: Tensor, kinds: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Rows [r, c] rounded to the nearest entries of their shapes at a width."""
+    rounded = torch.empty_like(weight)
+    for kind in kinds.unique():
+        table, rows = shapes.table(bits)[int(kind)], kinds == kind
+        edges = (table[1:] + table[:-1]) / 2
+        rounded[rows] = table[torch.bucketize(weight[rows] / scales[rows, None], edges)]
+    return rounded * scales[:, None]
 
 
 def _sweep(
