@@ -162,6 +162,45 @@ def test_the_stored_bytes_of_the_documentation() -> None:
     assert dense[1, 63].item() == 28.0 and dense[1].count_nonzero() == 1
 
 
+def test_the_stored_bytes_without_units() -> None:
+    """Two rows, a block at 4 bits and one that is cut short at 2: codes of each width lie by themselves."""
+    codes = torch.zeros(2, 24, dtype=torch.uint8)
+    codes[0, :16], codes[0, 16:] = torch.arange(16), torch.tensor([0, 1, 2, 3] * 2)
+    codes[1, 0], codes[1, 23] = 15, 2
+    tile = TwoFour(
+        wide=torch.tensor([True, False]),
+        group_size=8,
+        codes=codes,
+        zeros=torch.tensor([[3], [1]], dtype=torch.uint8),
+        scale_codes=torch.tensor([[15], [4]], dtype=torch.uint8),
+        scale_scales=torch.tensor([[1.5]]).half(),
+        scale_zeros=torch.tensor([[2]], dtype=torch.uint8),
+        wide_scales=torch.tensor([0.25, 1.0]).half(),
+        wide_zeros=torch.tensor([8, 0], dtype=torch.uint8),
+    )
+    packed = pack(QuantizedWeight((2, 24), (tile,)))
+    stored = {
+        f: bytes(t.contiguous().view(torch.uint8).flatten().tolist()).hex() for f, t in packed.tensors.items()
+    }
+    assert stored == {
+        "blocks": "01",
+        "scale_scales": "003e",
+        "scale_zeros": "02",
+        "wide_scales": "0034003c",
+        "wide_zeros": "08",
+        "narrow_codes": "e4e40000" + "00800000",
+        "zeros": "03" + "01",
+        "scale_codes": "0f" + "04",
+        "wide_codes": "1032547698badcfe" + "0f" + "00" * 7,
+    }
+    validate("layer", packed)
+    dense = unpack(packed).dequantize()
+    assert (
+        dense[0, 16].item() == -76.5 and dense[0, 0].item() == -2.0
+    )  # 1.5 * (15 + 2) * (0 - 3), 0.25 * (0 - 8)
+    assert dense[1, 0].item() == 15.0 and dense[1, 22:].tolist() == [-9.0, 9.0]
+
+
 def test_sensitive_blocks_get_4_bits() -> None:
     weight, stats = problem(24, 96)
     assert stats.hessian is not None
