@@ -4,7 +4,6 @@
 #include "tile.h"
 
 #include <cmath>
-#include <cstring>
 #include <mutex>
 
 namespace anybit {
@@ -152,8 +151,7 @@ private:
 
     void add_by_channel(const Tokens& x, float* y, int64_t y_stride, int threads) const {
         if (x.count > FEW_TOKENS) {
-            const int64_t step = piece_of(blocks(), MANY_BLOCKS, x.count * rows_ * columns_, threads);
-            parallel_for(blocks(), step, threads, [&](int64_t begin, int64_t end) {
+            by_many_blocks(rows_, x.count, threads, [&](int64_t begin, int64_t end) {
                 by_words_.codebook_channels_many(c_, x.floats(0), x.stride, x.count, y, y_stride, begin, end);
             });
             return;
@@ -256,21 +254,8 @@ private:
 
     // All centroids as floats, or rounded to bfloat16.
     template <typename T> std::vector<uint8_t> table_of(TableForm form) const {
-        const int64_t entries = int64_t(1) << c_.bits, size = sizeof(T);
-        std::vector<uint8_t> made(static_cast<size_t>(c_.rows * entries * size));
-        for (int64_t row = 0; row < c_.rows; ++row)
-            for (int64_t e = 0; e < c_.entries; ++e) {
-                const float value = entry(row, e);
-                uint32_t word;
-                std::memcpy(&word, &value, 4);
-                if (size == 2) word = baseline::to_bf16(value);
-                for (int64_t i = 0; i < size; ++i) {
-                    const int64_t at =
-                        form == TableForm::bytes ? (row * size + i) * entries + e : (row * entries + e) * size + i;
-                    made[static_cast<size_t>(at)] = static_cast<uint8_t>(word >> 8 * i);
-                }
-            }
-        return made;
+        return lay_tables<T>(c_.rows, c_.entries, int64_t(1) << c_.bits, form,
+                             [this](int64_t row, int64_t e) { return entry(row, e); });
     }
 
     // Centroids as bytes: each row's largest one becomes 127 steps.

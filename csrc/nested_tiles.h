@@ -3,8 +3,6 @@
 
 #include "tile.h"
 
-#include <cstring>
-
 namespace anybit {
 
 // The tables of all shapes as the kernels of one instruction set look them up, made once for all layers.
@@ -35,21 +33,9 @@ private:
     static constexpr int64_t ENTRIES = 510;
 
     template <typename T> std::vector<uint8_t> made(const float* from, int bits, TableForm form) const {
-        const int64_t entries = int64_t(1) << bits, size = sizeof(T);
-        std::vector<uint8_t> table(static_cast<size_t>(count_ * entries * size));
-        for (int64_t kind = 0; kind < count_; ++kind)
-            for (int64_t e = 0; e < entries; ++e) {
-                const float value = from[kind * ENTRIES + entries - 2 + e];
-                uint32_t word;
-                std::memcpy(&word, &value, 4);
-                if (size == 2) word = baseline::to_bf16(value);
-                for (int64_t i = 0; i < size; ++i) {
-                    const int64_t at =
-                        form == TableForm::bytes ? (kind * size + i) * entries + e : (kind * entries + e) * size + i;
-                    table[static_cast<size_t>(at)] = static_cast<uint8_t>(word >> 8 * i);
-                }
-            }
-        return table;
+        const int64_t entries = int64_t(1) << bits;
+        return lay_tables<T>(count_, entries, entries, form,
+                             [&](int64_t kind, int64_t e) { return from[kind * ENTRIES + entries - 2 + e]; });
     }
 
     const Products& kernels_;

@@ -6,6 +6,7 @@
 #include "simd.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 namespace anybit {
@@ -55,6 +56,26 @@ struct IntTokens {
     const float* scales; // [count, input groups]
     int64_t count;
 };
+
+// Tables of `stored` entries `value(row, e)` each, with room for `entries`, as T: float32, or uint16_t for bfloat16.
+template <typename T, typename V>
+std::vector<uint8_t> lay_tables(int64_t rows, int64_t stored, int64_t entries, TableForm form, V&& value) {
+    const int64_t size = sizeof(T);
+    std::vector<uint8_t> made(static_cast<size_t>(rows * entries * size));
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t e = 0; e < stored; ++e) {
+            const float own = value(row, e);
+            uint32_t word;
+            std::memcpy(&word, &own, 4);
+            if (size == 2) word = baseline::to_bf16(own);
+            for (int64_t i = 0; i < size; ++i) {
+                const int64_t at =
+                    form == TableForm::bytes ? (row * size + i) * entries + e : (row * entries + e) * size + i;
+                made[static_cast<size_t>(at)] = static_cast<uint8_t>(word >> 8 * i);
+            }
+        }
+    return made;
+}
 
 // Of more tokens than this, weights are decoded once for all.
 constexpr int64_t FEW_TOKENS = 16;
@@ -169,12 +190,16 @@ protected:
                          void (*floats)(const T&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
                          void (*halves)(const T&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
                          float* y, int64_t y_stride, int threads) const {
-        const int64_t count = (rows + kernels_.lanes - 1) / kernels_.lanes;
-        const int64_t step = piece_of(count, MANY_BLOCKS, x.count * rows * columns_, threads);
-        parallel_for(count, step, threads, [&](int64_t begin, int64_t end) {
+        by_many_blocks(rows, x.count, threads, [&](int64_t begin, int64_t end) {
             if (x.bf16) halves(tile, x.halves(), x.stride, x.count, y, y_stride, begin, end);
             else floats(tile, x.data.get(), x.stride, x.count, y, y_stride, begin, end);
         });
+    }
+
+    // f(begin, end) for all blocks of so many rows, in pieces that suit products of many tokens.
+    template <typename F> void by_many_blocks(int64_t rows, int64_t tokens, int threads, F&& f) const {
+        const int64_t count = (rows + kernels_.lanes - 1) / kernels_.lanes;
+        parallel_for(count, piece_of(count, MANY_BLOCKS, tokens * rows * columns_, threads), threads, f);
     }
 
     // Both.

@@ -246,8 +246,7 @@ public:
 private:
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         if (x.count > FEW_TOKENS) {
-            const int64_t step = piece_of(blocks(), MANY_BLOCKS, x.count * rows_ * columns_, threads);
-            parallel_for(blocks(), step, threads, [&](int64_t begin, int64_t end) {
+            by_many_blocks(rows_, x.count, threads, [&](int64_t begin, int64_t end) {
                 kernels_.half_gemm(t_, x.floats(0), x.stride, x.count, y, y_stride, begin, end);
             });
             return;

@@ -521,7 +521,7 @@ def test_scores_are_the_loss_of_rounding(model_dir: Callable[[str], Path]) -> No
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
     shapes = streamed.all_linears()
     tokens = torch.randint(3, 100, (3, 24), generator=torch.Generator().manual_seed(0))
-    found = {kind: salience.width_scores(streamed, tokens, shapes, kind) for kind in ("full", "diagonal")}
+    found = {k: salience.width_scores(streamed, tokens, shapes, k).outputs for k in ("full", "diagonal")}
     model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=torch.float32)
     name = "model.layers.1.mlp.down_proj"
     weight = model.get_submodule(name).weight

@@ -528,9 +528,7 @@ def evaluate(  # noqa: PLR0913
             tasks=_names(tasks),
             tasks_dir=tasks_dir,
             limit=limit,
-            bits=bits,
-            bpw=bpw,
-            size=None if size is None else _bytes(size),
+            **_size_asked(bits, bpw, size),
             exact=exact,
             kv_bits=kv_bits,
             dtype=dtype,
@@ -565,17 +563,8 @@ def generate(  # noqa: PLR0913
     from anybit.chat import Generator
 
     _set_threads(threads)
-    generator = Generator(
-        model,
-        dtype,
-        device,
-        _report(),
-        exact=exact,
-        kv_bits=kv_bits,
-        bits=bits,
-        bpw=bpw,
-        size=None if size is None else _bytes(size),
-    )
+    at = _size_asked(bits, bpw, size)
+    generator = Generator(model, dtype, device, _report(), **at, exact=exact, kv_bits=kv_bits)
     typer.echo(prompt, nl=False)
     generator.stream(generator.encode(prompt), max_new_tokens, temperature, seed)
 
@@ -602,18 +591,9 @@ def chat(  # noqa: PLR0913
     from anybit.chat import Generator, converse
 
     _set_threads(threads)
+    at = _size_asked(bits, bpw, size)
     converse(
-        Generator(
-            model,
-            dtype,
-            device,
-            _report(),
-            exact=exact,
-            kv_bits=kv_bits,
-            bits=bits,
-            bpw=bpw,
-            size=None if size is None else _bytes(size),
-        ),
+        Generator(model, dtype, device, _report(), **at, exact=exact, kv_bits=kv_bits),
         max_new_tokens,
         temperature,
         seed,
@@ -634,7 +614,7 @@ def inspect(
     """
     from anybit.artifact import inspect as inspect_artifact
 
-    figures = inspect_artifact(out, bits, bpw, None if size is None else _bytes(size))
+    figures = inspect_artifact(out, **_size_asked(bits, bpw, size))
     _emit(
         figures, None, (lambda f: typer.echo(json.dumps(f, indent=2))) if as_json else tables.print_inspection
     )
@@ -969,6 +949,11 @@ def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise InputError(f"--{option} {text!r}: expected whole numbers, such as 3,4,6") from error
+
+
+def _size_asked(bits: float | None, bpw: float | None, size: str | None) -> dict[str, Any]:
+    """--bits, --bpw and --size as `anybit.load` takes them."""
+    return {"bits": bits, "bpw": bpw, "size": None if size is None else _bytes(size)}
 
 
 def _bytes(text: str) -> int:

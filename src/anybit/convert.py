@@ -129,7 +129,7 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
             check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, config))
         unfinished = len(writer.finished) < writer.shards
         searches = config.progressive and unfinished and text is not None
-        worth = _Worth({}, {})
+        worth = salience.Worth({}, {})
         if searches and text is not None:
             worth = _find_worth(streamed, plan, config, text, writer, report)
         run = _Run(streamed, plan, config, writer, report, worth)
@@ -191,14 +191,6 @@ def _search(
     return make_plan(streamed, config, {**found, **spec_map})
 
 
-@dataclass(frozen=True)
-class _Worth:
-    """What the gradients say of every layer, where the method asks for it."""
-
-    rows: Mapping[str, Tensor]  # `sensitivity` of `nested.compress`
-    tokens: Mapping[str, Tensor]  # `importance` of `Collector`
-
-
 def _find_worth(
     streamed: StreamedModel,
     plan: Plan,
@@ -206,17 +198,13 @@ def _find_worth(
     text: CalibrationSet,
     writer: ArtifactWriter,
     report: Silent,
-) -> _Worth:
-    """That: once, then kept with the unfinished artifact."""
+) -> salience.Worth:
+    """What the gradients say of every layer: once, then kept with the unfinished artifact."""
     shapes = {name: (x["shape"][0], x["shape"][1]) for name, x in plan.layouts.items()}
     if config.salience in (None, "output"):
-        moments = salience.output_moments(streamed, text.tokens, shapes, writer.search(), report)
-        found = _Worth(moments.outputs, moments.tokens)
+        found = salience.output_moments(streamed, text.tokens, shapes, writer.search(), report)
     else:
-        kind = config.salience
-        found = _Worth(
-            salience.width_scores(streamed, text.tokens, shapes, kind, writer.search(), report), {}
-        )
+        found = salience.width_scores(streamed, text.tokens, shapes, config.salience, writer.search(), report)
     streamed.model.to("meta")
     return found
 
@@ -230,7 +218,7 @@ class _Run:
     config: QuantizeConfig
     writer: ArtifactWriter
     report: Silent
-    worth: _Worth
+    worth: salience.Worth
 
     def outside(self) -> None:
         """Shard 0: everything outside the blocks."""
@@ -432,7 +420,7 @@ class _Run:
             if self.config.progressive:
                 weight, spec = self.streamed.weight(name), self.plan.specs[name]
                 assert isinstance(stats, LinearStats)
-                made = nested.compress(weight, stats, spec, self.worth.rows[name])
+                made = nested.compress(weight, stats, spec, self.worth.outputs[name])
                 beside[f"{name}.{progressive.LOSSES}"] = made.losses
                 return QuantizedWeight((weight.shape[0], weight.shape[1]), (made.tile,))
             return registry.quantize(

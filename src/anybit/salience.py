@@ -87,11 +87,13 @@ def wide_share(config: QuantizeConfig) -> float:
 
 
 @dataclass(frozen=True)
-class OutputMoments:
-    """What errors at the outputs of layers cost, from the gradients there."""
+class Worth:
+    """What gradients say of layers."""
 
-    outputs: dict[str, Tensor]  # layer -> nats per token that a mean squared error of 1 costs, float32 [out]
-    tokens: dict[str, Tensor]  # layer -> how much each token counts, float32 [samples, seq_len] of mean 1
+    outputs: Mapping[str, Tensor]  # layer -> what ranks its rows, see `sensitivity` of `nested.compress`
+    tokens: Mapping[
+        str, Tensor
+    ]  # layer -> how much each token counts, float32 [samples, seq_len]; absent: all alike
 
 
 def output_moments(
@@ -100,8 +102,8 @@ def output_moments(
     shapes: Shapes,
     folder: Path | None = None,
     report: Silent = SILENT,
-) -> OutputMoments:
-    """What a squared error at each output and token of every layer is worth.
+) -> Worth:
+    """What a squared error at each output (in nats per token, float32 [out]) and token of every layer is worth.
 
     The loss of a token grows by `1/2 (g e)^2` for an error e at an output whose gradient is g, to second order and
     with the Fisher information in place of the Hessian; an error of expectation `E[e^2]` at every token costs
@@ -126,7 +128,7 @@ def output_moments(
         moments = torch.cat([part[name][out:] for part in parts]).view(tokens.shape)
         mean = moments.double().mean()
         weights[name] = (moments / mean).float() if mean > 0 else torch.ones_like(moments)
-    return OutputMoments(outputs, weights)
+    return Worth(outputs, weights)
 
 
 def width_scores(
@@ -136,7 +138,7 @@ def width_scores(
     kind: str,
     folder: Path | None = None,
     report: Silent = SILENT,
-) -> dict[str, Tensor]:
+) -> Worth:
     """What every output row costs at widths 1 to 8, float32 [out, 8], by `score` of its nested codes without
     compensation: an alternative to `output_moments`. Arguments and what is raised: see `search`.
     """
@@ -157,7 +159,8 @@ def width_scores(
     def reduce(stats: GradientStats) -> Tensor:
         return score(stats, kind).T.contiguous()
 
-    return _mean(streamed, tokens, [rounding(bits) for bits in widths], reduce, like, folder, advance)
+    deltas = [rounding(bits) for bits in widths]
+    return Worth(_mean(streamed, tokens, deltas, reduce, like, folder, advance), {})
 
 
 def passes(config: QuantizeConfig) -> int:
