@@ -1,7 +1,7 @@
 """Whether one artifact's curve over its widths is monotone: neighbours of a `anybit compare` run, window by window.
 
 anybit compare MODEL -o OUT -m 'anybit: bits=[2, 2.1, 2.2, ...]' --text test.txt
-python bench/curve.py OUT [--name anybit]
+python bench/curve.py OUT [--name anybit] [--text test.txt]
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder of `anybit compare`")
     parser.add_argument("--name", default="anybit", help="which entry's cells")
+    parser.add_argument("--text", help="measured on which text, where there are several")
     args = parser.parse_args()
     cells = [json.loads(file.read_text()) for file in (args.out / "cells").glob("*.json")]
-    cells = sorted((c for c in cells if c["name"] == args.name), key=lambda c: c["bits"])
+    cells = sorted(
+        (c for c in cells if c["name"] == args.name and args.text in (None, c["text"])),
+        key=lambda c: c["bits"],
+    )
+    if len(found := {c["text"] for c in cells}) > 1:
+        parser.error(f"{args.out} has cells of several texts: name one of {sorted(found)} with --text")
     if len(cells) < 2:
         parser.error(f"{args.out} has {len(cells)} cells named {args.name!r}: a curve needs two")
     print(

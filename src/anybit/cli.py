@@ -756,7 +756,13 @@ def compare(  # noqa: PLR0913
     tasks: Tasks = None,
     tasks_dir: TasksDir = None,
     limit: Limit = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the artifacts, in OUT/work.")] = False,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep",
+            help="Keep artifacts and statistics in OUT/work: other texts and more cells then start from them.",
+        ),
+    ] = False,
     threads: Threads = None,
 ) -> None:
     """Compress MODEL by several methods at several widths, measure each, and write OUT/report.html.

@@ -70,7 +70,7 @@ def compare(
         entries: methods with their options; `parse_entry` makes them.
         bits: widths of entries that have none of their own; a method is left out at those that it does not have.
         settings: calibration and evaluation.
-        keep: keep the artifacts of the cells that are made, in `OUT/work`.
+        keep: keep artifacts and statistics in `OUT/work`, for other texts and for more cells.
         report: where progress goes.
 
     Returns:
@@ -83,9 +83,9 @@ def compare(
     settings = settings or Settings()
     checkpoint = open_checkpoint(model)
     cells, left_out = plan_cells(checkpoint, entries, bits, settings)
-    common = _common(checkpoint, settings, report)
+    inputs = _inputs(checkpoint, settings, report)
     with _locked(out):
-        runner = _Runner(str(model), out, settings, common, report)
+        runner = _Runner(str(model), out, settings, inputs, report)
         rows, failed = _run(runner, cells, keep)
         results = {
             "model": Path(model).name,
@@ -166,18 +166,39 @@ class _Pace:
 
 
 @dataclass(frozen=True)
+class _Inputs:
+    """What the cells' figures depend on besides their configs; JSON types, hashes of model and texts among them."""
+
+    model: list[Any]  # and the software
+    calibration: str
+    measured: Mapping[str, Any]  # on what, and how
+
+    @property
+    def of_base(self) -> list[Any]:
+        return [self.model, self.measured]
+
+    @property
+    def of_artifact(self) -> list[Any]:
+        return [self.model, self.calibration]
+
+    @property
+    def of_cell(self) -> list[Any]:
+        return [*self.of_artifact, self.measured]
+
+
+@dataclass(frozen=True)
 class _Runner:
     """Makes cells, or finds them made."""
 
     model: str
     out: Path
     settings: Settings
-    common: Mapping[str, Any]  # what every figure depends on, hashes of model and texts among them
+    inputs: _Inputs
     report: Silent
 
     def base(self) -> dict[str, Any]:
         """The unquantized model's cell."""
-        file = self._file(BASE, 16, {})
+        file = self._file(BASE, 16, _key(self.inputs.of_base))
         return _read(file) or self._keep(file, {"name": BASE, "bits": 16.0, **self._measure(self.model)})
 
     def cell(self, cell: Cell) -> dict[str, Any]:
@@ -206,13 +227,13 @@ class _Runner:
         )
 
     def file(self, cell: Cell) -> Path:
-        return self._file(cell.entry.name, cell.bits, cell.config.as_dict())
+        return self._file(cell.entry.name, cell.bits, _key(self.inputs.of_cell, cell.config.as_dict()))
 
     def artifact(self, cell: Cell) -> Path:
         """Where a cell's artifact lies while it is measured; widths of a nested one share it."""
         shared = cell.config.nested or cell.config.progressive
         name = _slug(cell.entry.name) + ("" if shared else f"-{cell.bits:g}")
-        return self.out / WORK / f"{name}-{self._key(cell.config.as_dict())}"
+        return self.out / WORK / f"{name}-{_key(self.inputs.of_artifact, cell.config.as_dict())}"
 
     def remove(self, artifact: Path) -> None:
         for folder in (artifact, partial_folder(artifact)):
@@ -255,25 +276,18 @@ class _Runner:
             seq_len=s.seq_len,
             max_tokens=s.max_tokens,
             base=None if model == self.model else self.model,
-            base_cache=self.out / STATISTICS / f"base-{self._key({})}",
+            base_cache=self.out / STATISTICS / f"base-{_key(self.inputs.of_base)}",
             tasks=s.tasks,
             tasks_dir=s.tasks_dir,
             limit=s.limit,
             bits=bits,
             report=self.report,
         )
-        kept = {key: figures[key] for key in FIGURES if key in figures}
+        kept = {"text": _file_name(s.text)} | {key: figures[key] for key in FIGURES if key in figures}
         return kept | {"tasks": figures.get("tasks", {}), "evaluation_seconds": time.perf_counter() - begun}
 
-    def _key(self, config: Mapping[str, Any]) -> str:
-        """`config`'s fields at their defaults do not count, so that a new field makes no cell anew."""
-        default = {f.name: f.default for f in fields(QuantizeConfig)}
-        given = {name: value for name, value in config.items() if value != default[name]}
-        parts = {"common": self.common, "config": given}
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
-
-    def _file(self, name: str, bits: float, config: Mapping[str, Any]) -> Path:
-        return self.out / CELLS / f"{_slug(name)}-{bits:g}-{self._key(config)}.json"
+    def _file(self, name: str, bits: float, key: str) -> Path:
+        return self.out / CELLS / f"{_slug(name)}-{bits:g}-{key}.json"
 
     def _keep(self, file: Path, cell: dict[str, Any]) -> dict[str, Any]:
         """Write a cell's file whole or not at all."""
@@ -284,8 +298,8 @@ class _Runner:
         return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _common(checkpoint: Checkpoint, settings: Settings, report: Silent) -> dict[str, Any]:
-    """What the figures of every cell depend on.
+def _inputs(checkpoint: Checkpoint, settings: Settings, report: Silent) -> _Inputs:
+    """What is given to every cell.
 
     Raises:
         InputError: a text or a task that cannot be read, or a task whose score is no accuracy.
@@ -295,16 +309,28 @@ def _common(checkpoint: Checkpoint, settings: Settings, report: Silent) -> dict[
         tokenizer, settings.calibration, settings.samples, settings.seq_len, settings.seed
     )
     tokens = texts.token_ids(tokenizer, texts.read_text(settings.text))
-    shown = _shown(settings)
-    return {
-        "anybit": anybit.__version__,
-        "libraries": [torch.__version__, transformers.__version__],
-        "model": checkpoint.sha256(report.task("hashing the checkpoint", checkpoint.weight_bytes())),
-        "settings": {key: value for key, value in shown.items() if key not in ("calibration", "text")},
-        "calibration": hashlib.sha256(calibration.tokens.numpy().tobytes()).hexdigest(),
-        "text": [hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), texts.default_bos(tokenizer)],
-        "questions": _check_tasks(settings) if settings.tasks else [],
-    }
+    weights = checkpoint.sha256(report.task("hashing the checkpoint", checkpoint.weight_bytes()))
+    measured = {key: getattr(settings, key) for key in ("seq_len", "max_tokens", "tasks", "limit")}
+    return _Inputs(
+        model=[weights, anybit.__version__, torch.__version__, transformers.__version__],
+        calibration=_sha256(calibration.tokens),
+        measured={
+            **measured,
+            "text": [_sha256(tokens), texts.default_bos(tokenizer)],
+            "questions": _check_tasks(settings) if settings.tasks else [],
+        },
+    )
+
+
+def _sha256(tokens: torch.Tensor) -> str:
+    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+
+
+def _key(inputs: list[Any], config: Mapping[str, Any] | None = None) -> str:
+    """`config`'s fields at their defaults do not count, so that a new field makes no cell anew."""
+    default = {f.name: f.default for f in fields(QuantizeConfig)}
+    given = {name: value for name, value in (config or {}).items() if value != default[name]}
+    return hashlib.sha256(json.dumps([inputs, given], sort_keys=True).encode()).hexdigest()[:10]
 
 
 def _check_tasks(settings: Settings) -> list[str]:
