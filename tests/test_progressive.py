@@ -22,12 +22,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import cli, convert, progressive, salience, shapes
+from anybit import cli, convert, progressive, salience, shapes, writer
 from anybit.artifact import curve, inspect, verify
 from anybit.checkpoint import file_sha256, open_checkpoint
 from anybit.errors import InputError
 from anybit.formats import Nested
 from anybit.kernels import cpu
+from anybit.layers import QuantLinear
 from anybit.methods import nested
 from anybit.model import load, load_tokenizer
 from anybit.spec import QuantizeConfig
@@ -121,6 +122,33 @@ def test_ties_keep_the_order_of_layers_planes_and_rows() -> None:
     losses = {name: torch.ones(16, 8) * 4.0 ** -torch.arange(8) for name in ("x", "y")}
     steps = progressive.order(losses, {"x": 32, "y": 32})
     assert steps.layer[:4].tolist() == [0, 0, 1, 1] and steps.plane[:5].tolist() == [2, 2, 2, 2, 3]
+
+
+JOINED = ("m.q_proj", "m.k_proj", "m.v_proj"), ("m.o_proj",), ("n.gate_proj", "n.up_proj"), ("n.down_proj",)
+
+
+def test_whole_layers_step_together() -> None:
+    names = [name for group in JOINED for name in group]
+    losses = {name: random_losses(8 * i + 5, i) for i, name in enumerate(names)}
+    columns = {name: 33 * (i + 1) for i, name in enumerate(names)}
+    steps = progressive.order(losses, columns, whole=True)
+    weights = sum(len(loss) * columns[name] for name, loss in losses.items())
+    seen, before = set(), -1.0
+    for bits in np.linspace(1, 8, 400):
+        end = steps.upto(bits)
+        counts = steps.counts(end)
+        assert steps.bits(end) <= bits + 1e-9 and steps.bits(end) >= before
+        before = steps.bits(end)
+        for group in JOINED:
+            assert {set(counts[name]) == {len(losses[name])} for name in group} == {True}  # no row alone
+            assert len({len(counts[name]) for name in group}) == 1  # one width for all that are joined
+        seen.add(end)
+        if (
+            end
+        ):  # a rung is the best there is for its bytes: each step saves more per byte than those left out
+            rate = steps.gain / (steps.rows * -(-np.array([columns[names[i]] for i in steps.layer]) // 32))
+            assert rate[:end].min() >= rate[end:].max(initial=0) - 1e-12
+    assert len(seen) == 7 * len(JOINED) + 1 and steps.bits(len(steps.layer)) == 8 and steps.weights == weights
 
 
 def test_pooling_is_the_isotonic_regression() -> None:
@@ -269,6 +297,58 @@ def test_copies_run_alike(artifact: Path) -> None:
     before = logits(model)
     assert torch.equal(logits(deepcopy(model)), before)
     assert torch.equal(logits(model), before)
+
+
+def test_a_kill_at_any_moment_of_publishing_loses_nothing(
+    artifact: Path,
+    model_dir: Callable[[str], Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """OUT holds the old artifact, the new one or nothing, and then a rerun finishes it: never a part of one."""
+    publish, remaining = ArtifactWriter._publish, 0
+    out, names = tmp_path / "out", ("_remove", "_sync")
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal remaining
+            remaining -= 1
+            if remaining == 0:
+                raise Killed
+            return function(*arguments)
+
+        return call
+
+    def watched(self: ArtifactWriter) -> None:
+        with monkeypatch.context() as patch:
+            for name in names:
+                patch.setattr(writer, name, counted(getattr(writer, name)))
+            patch.setattr(Path, "rename", counted(Path.rename))
+            publish(self)
+
+    monkeypatch.setattr(ArtifactWriter, "_publish", watched)
+    whole, moments = index_of(artifact), 0
+    anybit.quantize(model_dir("llama"), out, QuantizeConfig(method="rtn"))
+    again = {"calibration": str(text_file), "overwrite": True}
+    for moment in range(1, 50):
+        remaining = moment
+        try:
+            anybit.quantize(model_dir("llama"), out, CONFIG, **again)
+            break
+        except Killed:
+            moments += 1
+        if out.exists():
+            assert verify(out)
+        else:
+            with pytest.raises(InputError, match="not finished: repeat"):
+                load(out)
+        remaining = 0
+        anybit.quantize(model_dir("llama"), out, CONFIG, **again)
+        assert index_of(out) == whole and verify(out) and not out.with_name("out.partial").exists()
+        shutil.rmtree(out)
+        anybit.quantize(model_dir("llama"), out, QuantizeConfig(method="rtn"))
+    assert moments >= 5
 
 
 def test_a_cut_that_another_run_drops_leaves_nothing(
@@ -546,6 +626,31 @@ def test_rows_are_rounded_to_the_nearest_entries() -> None:
         nearest = (weight[:, :, None] - entries[:, None]).abs().amin(2)
         error = (nested.rounding(weight, kinds, scales, bits) - weight).abs()
         torch.testing.assert_close(error, nearest)
+
+
+def test_whole_layers_have_one_width_at_every_size(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
+) -> None:
+    config = QuantizeConfig(method="anybit", samples=4, seq_len=32, kept_channels=0.05, whole_layers=True)
+    anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    assert verify(tmp_path / "out")
+    model, base = load(tmp_path / "out"), logits(load(model_dir("llama")))
+    errors = []
+    for bits in (8.0, 5.0, 3.3, 2.5):
+        assert model.set_bits(bits) <= bits
+        widths = {
+            name: module.bits for name, module in model.named_modules() if isinstance(module, QuantLinear)
+        }
+        assert all(width == int(width) for width in widths.values()) and len(set(widths.values())) > (
+            bits < 8
+        )
+        for group in (
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            ("mlp.gate_proj", "mlp.up_proj"),
+        ):
+            assert len({widths[f"model.layers.0.{name}"] for name in group}) == 1
+        errors.append(float((logits(model) - base).norm()))
+    assert errors == sorted(errors)
 
 
 def test_fewer_bits_make_a_shorter_ladder(

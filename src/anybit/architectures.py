@@ -12,6 +12,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from anybit.errors import InputError
 
+# Siblings that take the same input, which engines join into one matrix.
+JOINED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
 PRETRAINING_HEADS = ("ForMaskedLM", "ForPreTraining")  # an encoder is used without them
 
 
@@ -55,3 +57,12 @@ def max_positions(model: Any) -> int | None:
     tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
     reserved = getattr(tables[0], "padding_idx", None) if tables else None
     return limit if reserved is None else limit - reserved - 1  # RoBERTa's begin behind the padding's
+
+
+def joined_layers(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Layers by what engines join (q, k and v; gate and up), the others alone; in the order of first members."""
+    found: dict[tuple[str, Any], list[str]] = {}
+    for name in names:
+        parent, _, own = name.rpartition(".")
+        found.setdefault((parent, next((group for group in JOINED if own in group), own)), []).append(name)
+    return [tuple(group) for group in found.values()]

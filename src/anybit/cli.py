@@ -239,6 +239,14 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
             help=f"anybit: share of input channels kept in 16 bits. [default: {DEFAULTS.kept_channels:g}]"
         ),
     ] = None,
+    whole_layers: Annotated[
+        bool | None,
+        typer.Option(
+            "--whole-layers/--rows",
+            help="anybit: one width for a whole layer, the same for q, k and v and for gate and up, instead of one per "
+            "output row. [default: rows]",
+        ),
+    ] = None,
     widths: Annotated[
         str | None,
         typer.Option(help="any-precision: the widths to store, e.g. 3,4,6. [default: 3,4,5,6,7,8]"),
@@ -410,6 +418,7 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
         outlier_channels=outlier_channels,
         tune_for=tune_for,
         kept_channels=kept_channels,
+        whole_layers=whole_layers,
     )
     unused = {
         name: value

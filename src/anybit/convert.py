@@ -139,7 +139,9 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
         refined: progressive.Cut | None = None
         if config.progressive:
             report.say("orders the planes and writes core and refinements")
-            refined = progressive.cut(writer, plan.layouts, float(config.bits or progressive.BITS))
+            refined = progressive.cut(
+                writer, plan.layouts, float(config.bits or progressive.BITS), config.whole_layers
+            )
             plan = replace(plan, layouts=refined.layouts)
         texts = {"README.md": model_card(checkpoint, plan, made)}
         checkpoint.copy_assets(writer.work)
@@ -342,9 +344,8 @@ class _Run:
         if not self.config.progressive:
             return layouts
         losses = {name: tensors[f"{name}.{progressive.LOSSES}"] for name in linears}
-        return progressive.at_average(
-            layouts, losses, min(self.config.tune_for, self.config.bits or progressive.BITS)
-        )
+        bits = min(self.config.tune_for, self.config.bits or progressive.BITS)
+        return progressive.at_average(layouts, losses, bits, self.config.whole_layers)
 
     def _linears(self, i: int) -> dict[str, nn.Module]:
         """The layers of block i that are to be quantized."""

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from anybit.architectures import joined_layers
 from anybit.checkpoint import file_sha256, read_json, read_safetensors_header
 from anybit.errors import InputError
 from anybit.formats import Nested
@@ -48,12 +49,16 @@ class Steps:
     rows: np.ndarray  # int64 [steps] that it adds
     code_bits: np.ndarray  # int64 [steps] that it adds
     gain: np.ndarray  # float64 [steps]: loss that it takes away
+    whole: np.ndarray  # bool [steps]: whether a prefix may end with it
     loss: float  # before the first
     weights: int  # that have codes
 
     def upto(self, bits: float) -> int:
         """How many steps an average width has room for."""
-        return int(np.searchsorted(self.code_bits.cumsum(), (bits - 1) * self.weights * (1 + 1e-12), "right"))
+        room = (bits - 1) * self.weights * (1 + 1e-12)
+        fitting = np.searchsorted(self.code_bits.cumsum(), room, "right")
+        ends = np.flatnonzero(self.whole[:fitting])
+        return int(ends[-1]) + 1 if len(ends) else 0
 
     def bits(self, steps: int) -> float:
         """The average width after so many."""
@@ -71,7 +76,7 @@ class Steps:
         return {name: tuple(n for n in of.tolist() if n) for name, of in zip(self.layers, rows)}
 
 
-def order(losses: Mapping[str, Tensor], columns: Mapping[str, int]) -> Steps:
+def order(losses: Mapping[str, Tensor], columns: Mapping[str, int], whole: bool = False) -> Steps:
     """All steps by falling gain per byte.
 
     Gains are made to fall along a layer's rows and from plane to plane first (neighbours that do not are pooled, which
@@ -81,21 +86,16 @@ def order(losses: Mapping[str, Tensor], columns: Mapping[str, int]) -> Steps:
     Args:
         losses: of every layer, float [r, 8]: what every stored row costs at widths 1 to 8.
         columns: how many input channels of every layer have codes.
+        whole: planes are given to all rows at once of all layers that engines join, for kernels of one width.
     """
-    parts: list[np.ndarray] = []
-    for number, (name, loss) in enumerate(losses.items()):
-        gains = -np.diff(loss.double().numpy(), axis=1)
-        starts = np.arange(0, len(gains), ROWS)
-        rows = np.diff(np.append(starts, len(gains)))
-        mean = falling(np.add.reduceat(gains, starts, axis=0) / rows[:, None])
-        mean = np.minimum.accumulate(falling(mean.T).T, axis=1).clip(min=0)  # [groups of rows, planes 2 to 8]
-        plane = np.broadcast_to(np.arange(2, BITS + 1), mean.shape)
-        size = np.broadcast_to(rows[:, None], mean.shape)
-        parts.append(np.stack([
-            np.full(mean.size, number), plane.T.ravel(), size.T.ravel(), (size * columns[name]).T.ravel(),
-            (mean * size).T.ravel(), mean.T.ravel() / (-(-columns[name] // 32)),
-        ]))  # fmt: skip
-    layer, plane, rows, bits, gain, density = np.concatenate(parts, axis=1)
+    numbers = {name: i for i, name in enumerate(losses)}
+    gains = {name: -np.diff(loss.double().numpy(), axis=1) for name, loss in losses.items()}
+    if whole:
+        units = joined_layers(losses)
+        parts = [_whole_steps(unit, numbers, gains, columns) for unit in units]
+    else:
+        parts = [_row_steps(numbers[name], of, columns[name]) for name, of in gains.items()]
+    layer, plane, rows, bits, gain, density, ends = np.concatenate(parts, axis=1)
     first = np.argsort(-density, kind="stable")
     return Steps(
         layers={name: len(loss) for name, loss in losses.items()},
@@ -104,16 +104,54 @@ def order(losses: Mapping[str, Tensor], columns: Mapping[str, int]) -> Steps:
         rows=rows[first].astype(np.int64),
         code_bits=bits[first].astype(np.int64),
         gain=gain[first],
+        whole=ends[first].astype(bool),
         loss=float(sum(loss[:, 0].double().sum() for loss in losses.values())),
         weights=sum(len(loss) * columns[name] for name, loss in losses.items()),
     )
 
 
+def _row_steps(number: int, gains: np.ndarray, columns: int) -> np.ndarray:
+    """A layer's steps of `ROWS` rows: layer, plane, rows, code bits, gain, gain per word, whether it may end."""
+    starts = np.arange(0, len(gains), ROWS)
+    rows = np.diff(np.append(starts, len(gains)))
+    mean = falling(np.add.reduceat(gains, starts, axis=0) / rows[:, None])
+    mean = np.minimum.accumulate(falling(mean.T).T, axis=1).clip(min=0)  # [groups of rows, planes 2 to 8]
+    plane = np.broadcast_to(np.arange(2, BITS + 1), mean.shape)
+    size = np.broadcast_to(rows[:, None], mean.shape)
+    return np.stack([
+        np.full(mean.size, number), plane.T.ravel(), size.T.ravel(), (size * columns).T.ravel(),
+        (mean * size).T.ravel(), mean.T.ravel() / plane_words(columns), np.ones(mean.size),
+    ])  # fmt: skip
+
+
+def _whole_steps(
+    unit: Sequence[str],
+    numbers: Mapping[str, int],
+    gains: Mapping[str, np.ndarray],
+    columns: Mapping[str, int],
+) -> np.ndarray:
+    """The same of layers that step together, all rows at once."""
+    words = {name: len(gains[name]) * plane_words(columns[name]) for name in unit}
+    size, steps = sum(words.values()), []
+    gain = falling(np.sum([gains[name].sum(0) for name in unit], axis=0)[None])[0].clip(min=0)
+    for plane, of in enumerate(gain, 2):
+        for name in unit:
+            rows, share = len(gains[name]), of * words[name] / size
+            bits = rows * columns[name]
+            steps.append((numbers[name], plane, rows, bits, share, of / size, name == unit[-1]))
+    return np.array(steps).T
+
+
+def plane_words(columns: int) -> int:
+    """Words of 32 bits that a plane of a row takes."""
+    return -(-columns // 32)
+
+
 def at_average(
-    layouts: Mapping[str, dict[str, Any]], losses: Mapping[str, Tensor], bits: float
+    layouts: Mapping[str, dict[str, Any]], losses: Mapping[str, Tensor], bits: float, whole: bool
 ) -> dict[str, dict[str, Any]]:
     """The layouts of nested layers at an average width of all of them, by their `losses` (see `order`)."""
-    steps = order(losses, _coded_columns(layouts))
+    steps = order(losses, _coded_columns(layouts), whole)
     return {name: with_counts(layouts[name], n) for name, n in steps.counts(steps.upto(bits)).items()}
 
 
@@ -452,20 +490,23 @@ class Cut:
     bits: float  # average width with all refinements
 
 
-def cut(writer: ArtifactWriter, layouts: Mapping[str, dict[str, Any]], bits: float) -> Cut:
+def cut(writer: ArtifactWriter, layouts: Mapping[str, dict[str, Any]], bits: float, whole: bool) -> Cut:
     """Write what a run has made, all planes of all rows, again as a core and refinements up to `bits` on average.
 
     Args:
         writer: all of whose shards are finished, with the losses of every nested layer.
         layouts: of all layers; of nested ones only the kept channels matter.
         bits: average width, at least `CORE_BITS`.
+        whole: see `order`.
     """
     names = nested_names(layouts)
     shard_of, losses = {}, {}
     for shard in range(writer.shards):
         for name, tensor in writer.read_field(shard, LOSSES).items():
             shard_of[name], losses[name] = shard, tensor
-    steps = order({name: losses[name] for name in names}, _coded_columns({n: layouts[n] for n in names}))
+    steps = order(
+        {name: losses[name] for name in names}, _coded_columns({n: layouts[n] for n in names}), whole
+    )
     ends = [steps.upto(rung) for rung in ladder(bits)]
     counts = [steps.counts(end) for end in ends]
     core = {n: with_counts(x, counts[0][n]) if n in counts[0] else x for n, x in layouts.items()}

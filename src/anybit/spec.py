@@ -76,7 +76,7 @@ USED_BY = {
     "group_reorder": COMPENSATED,
     "desc_act": ("gptq",),
     "damp": ("anybit", *COMPENSATED, "two-four-sixteen", "cmpq"),
-    **dict.fromkeys(("kept_channels", "tune_for"), ("anybit",)),
+    **dict.fromkeys(("kept_channels", "tune_for", "whole_layers"), ("anybit",)),
     **dict.fromkeys(
         ("wide_groups", "exclusive_outliers", "finetune", "finetune_epochs"), ("two-four-sixteen",)
     ),
@@ -184,6 +184,9 @@ class QuantizeConfig:
     scaling: str | None = None  # None: the method's
     kept_channels: float = 1 / 128  # anybit: see LayerSpec
     tune_for: float = 3.0
+    whole_layers: bool = (
+        False  # anybit: one width for all rows of q, k and v, of gate and up, of every other layer
+    )
     outlier_channels: int | None = None  # atom: see LayerSpec
     wide_groups: float | None = (
         None  # two-four-sixteen: share of groups at 4 bits; None: 0.25, or what `bits` says
