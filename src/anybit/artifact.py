@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from anybit.checkpoint import Checkpoint, file_sha256, open_checkpoint, read_jso
 from anybit.description import check_layers, dense_layout
 from anybit.errors import InputError
 from anybit.formats import TwoFour
-from anybit.progressive import Counts, Progressive, read_progressive, with_counts
+from anybit.progressive import Progressive, read_progressive, with_counts
 from anybit.spec import bits_eq10
 from anybit.tensors import (
     QUANT_METHOD,
@@ -168,34 +169,56 @@ def choose_rung(
         return None, None
     if bits is not None:
         return found, found.upto_bits(bits)
+    sizes = _Sizes.of(path, quantization, checkpoint, found)
     if bpw is not None:
-        layouts = _with_dense(quantization, checkpoint)
-        weights = sum(prod(layout["shape"]) for layout in layouts.values())
-        least = sum(_layer_bytes(n, x, checkpoint) for n, x in layouts.items())
-        needs = f"{8 * least / weights:.3f} bits per weight"
-        return found, found.upto_bytes(least, bpw * weights / 8, f"{bpw:g} bits per weight", needs)
+        least = sizes.layer_bytes(sizes.layouts)
+        needs = f"{sizes.bits_per_weight(sizes.layouts):.3f} bits per weight"
+        return found, found.upto_bytes(least, bpw * sizes.weights / 8, f"{bpw:g} bits per weight", needs)
     if size is not None:
         if not isinstance(size, int | float):
             raise InputError(f"size {size!r}: expected a number of bytes")
-        least = _core_bytes(path, found)
+        least = sizes.file_bytes()
         return found, found.upto_bytes(least, size, f"{size / 1e6:g} MB", f"{least / 1e6:.1f} MB")
     return found, None
 
 
-def _core_bytes(path: Path, found: Progressive) -> int:
-    """Bytes of all files but the tokenizer and the refinements."""
-    refinements = {rung.file for rung in found.rungs}
-    files = [f for f in path.rglob("*") if f.is_file() and not is_tokenizer_file(f.name)]
-    return sum(f.stat().st_size for f in files if f.name not in refinements)
+@dataclass(frozen=True)
+class _Sizes:
+    """What an opened artifact takes: its linear layers, and its files; of a progressive one up to some rung."""
 
+    path: Path
+    layouts: Mapping[str, dict[str, Any]]  # of all linear layers of the blocks, quantized or not
+    checkpoint: Checkpoint
+    found: Progressive | None
 
-def _with_dense(quantization: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """Layouts of all linear layers of the blocks, quantized or not."""
-    dense = {
-        name: dense_layout(tuple(shape), checkpoint.dtype(f"{name}.weight"))
-        for name, shape in quantization["dense"].items()
-    }
-    return {**quantization["layers"], **dense}
+    @staticmethod
+    def of(
+        path: Path, quantization: Mapping[str, Any], checkpoint: Checkpoint, found: Progressive | None
+    ) -> _Sizes:
+        dense = {
+            name: dense_layout(tuple(shape), checkpoint.dtype(f"{name}.weight"))
+            for name, shape in quantization["dense"].items()
+        }
+        return _Sizes(path, {**quantization["layers"], **dense}, checkpoint, found)
+
+    @property
+    def weights(self) -> int:
+        return sum(prod(layout["shape"]) for layout in self.layouts.values())
+
+    def layer_bytes(self, layouts: Mapping[str, Mapping[str, Any]]) -> int:
+        return sum(_layer_bytes(name, layout, self.checkpoint) for name, layout in layouts.items())
+
+    def bits_per_weight(self, layouts: Mapping[str, Mapping[str, Any]], rung: int = 0) -> float:
+        """Of all linear layers, read as `layouts`, and the refinements up to a rung."""
+        refined = self.found.bytes_upto(rung) if self.found else 0
+        return 8 * (self.layer_bytes(layouts) + refined) / self.weights if self.weights else 0.0
+
+    def file_bytes(self, rung: int = 0) -> int:
+        """Of all files but the tokenizer, and but the refinements after a rung."""
+        rungs = self.found.rungs if self.found else ()
+        later = {r.file for r in rungs[rung + 1 :]}
+        files = [f for f in self.path.rglob("*") if f.is_file() and not is_tokenizer_file(f.name)]
+        return sum(f.stat().st_size for f in files if f.name not in later)
 
 
 def curve(path: Path) -> list[dict[str, Any]]:
@@ -215,14 +238,13 @@ def curve(path: Path) -> list[dict[str, Any]]:
             f"{path} has one size: only what `anybit quantize --method anybit` made has a curve, and what "
             "`save_pretrained` makes of it has not"
         )
-    layouts = _with_dense(quantization, checkpoint)
-    weights = sum(prod(layout["shape"]) for layout in layouts.values())
-    core, size = sum(_layer_bytes(n, x, checkpoint) for n, x in layouts.items()), _core_bytes(path, found)
+    sizes = _Sizes.of(path, quantization, checkpoint, found)
+    core = sizes.file_bytes()
     return [
         {
             "bits": rung.bits,
-            "bits_per_weight": 8 * (core + found.bytes_upto(i)) / weights,
-            "size_bytes": size + found.bytes_upto(i),
+            "bits_per_weight": sizes.bits_per_weight(sizes.layouts, i),
+            "size_bytes": core + found.bytes_upto(i),
             "loss": rung.loss,
             "present": i < found.present,
         }
@@ -251,53 +273,56 @@ def inspect(
         InputError: see `open_artifact`.
     """
     quantization, checkpoint = open_artifact(path)
-    layouts = _with_dense(quantization, checkpoint)
     found, rung = choose_rung(path, quantization, checkpoint, bits, bpw, size)
-    counts: Counts = {}
-    last = 0
-    if found is not None:
-        last, bits = found.present - 1 if rung is None else rung, None
-        counts = found.counts(last, check=False)[last]
-    widths = check_width(path, layouts, bits)
-    nested = len(widths) > 1
-    weights = sum(prod(layout["shape"]) for layout in layouts.values())
-
-    def read_at(width: float | None) -> dict[str, dict[str, Any]]:
-        return {
-            name: at_width(layout, width) if width else widest(layout) for name, layout in layouts.items()
-        }
-
-    def stored_bpw(chosen: Mapping[str, Mapping[str, Any]], more: int = 0) -> float:
-        stored = more + sum(_layer_bytes(n, x, checkpoint) for n, x in chosen.items())
-        return 8 * stored / weights if weights else 0.0
-
-    chosen = read_at(bits)
-    refined = present = 0
-    if found is not None:
-        chosen |= {name: with_counts(layouts[name], rows) for name, rows in counts.items()}
-        refined, present = found.bytes_upto(last), found.bytes_upto(found.present - 1)
-    embeddings = quantization["embeddings"]
-    files = [f for f in path.rglob("*") if f.is_file() and not is_tokenizer_file(f.name)]
+    sizes = _Sizes.of(path, quantization, checkpoint, found)
+    if found is None:
+        chosen, figures = _read_at_width(sizes, bits)
+    else:
+        chosen, figures = _read_at_rung(sizes, found, found.present - 1 if rung is None else rung)
     return {
         "method": quantization.get("method"),
         "bits": code_bits(chosen),
         "bits_eq10": _bits_eq10(quantization["layers"]),
-        "bits_per_weight": stored_bpw(layouts, refined) if found else stored_bpw(chosen),
-        "file_bits_per_weight": stored_bpw(layouts, present),
+        **figures,
         "kv_bits": quantization.get("kv_bits", 16),
-        "widths": [{"bits": b, "bits_per_weight": stored_bpw(read_at(b))} for b in widths] if nested else [],
-        "refinements": None
-        if found is None
-        else {"read": last, "present": found.present - 1, "all": len(found.rungs) - 1},
-        "size_bytes": sum(f.stat().st_size for f in files)
-        if found is None
-        else _core_bytes(path, found) + refined,
-        "weights": weights,
+        "weights": sizes.weights,
         "calibration": quantization.get("calibration"),
         "base": quantization.get("base"),
         "options": quantization.get("options"),
-        "embeddings": [_describe(name, layout, checkpoint) for name, layout in embeddings.items()],
-        "layers": [_describe(name, layout, checkpoint) for name, layout in chosen.items()],
+        "embeddings": [_describe(name, x, checkpoint) for name, x in quantization["embeddings"].items()],
+        "layers": [_describe(name, x, checkpoint) for name, x in chosen.items()],
+    }
+
+
+def _read_at_width(sizes: _Sizes, bits: float | None) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """An artifact without refinements at one of its widths: the layouts that are read, and its sizes."""
+    widths = check_width(sizes.path, sizes.layouts, bits)
+
+    def read_at(width: float | None) -> dict[str, dict[str, Any]]:
+        return {name: at_width(x, width) if width else widest(x) for name, x in sizes.layouts.items()}
+
+    nested = [{"bits": b, "bits_per_weight": sizes.bits_per_weight(read_at(b))} for b in widths]
+    return read_at(bits), {
+        "bits_per_weight": sizes.bits_per_weight(read_at(bits)),
+        "file_bits_per_weight": sizes.bits_per_weight(sizes.layouts),
+        "widths": nested if len(widths) > 1 else [],
+        "refinements": None,
+        "size_bytes": sizes.file_bytes(),
+    }
+
+
+def _read_at_rung(
+    sizes: _Sizes, found: Progressive, rung: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The same of a core and its refinements up to a rung."""
+    counts = found.counts(rung, check=False)[rung]
+    refined = {name: with_counts(sizes.layouts[name], rows) for name, rows in counts.items()}
+    return {**sizes.layouts, **refined}, {
+        "bits_per_weight": sizes.bits_per_weight(sizes.layouts, rung),
+        "file_bits_per_weight": sizes.bits_per_weight(sizes.layouts, found.present - 1),
+        "widths": [],
+        "refinements": {"read": rung, "present": found.present - 1, "all": len(found.rungs) - 1},
+        "size_bytes": sizes.file_bytes(rung),
     }
 
 
