@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -349,3 +350,40 @@ def test_other_group_sizes_are_refused(model_dir: Callable[[str], Path], tmp_pat
     config = QuantizeConfig("two-four-sixteen", group_size=32, **SMALL)
     with pytest.raises(InputError, match="8 or 16"):
         anybit.quantize(model_dir("llama"), tmp_path / "out", config)
+
+
+@pytest.mark.parametrize("choice", ["first", "best"])
+def test_widths_by_decoder_block(
+    choice: str,
+    model_dir: Callable[[str], Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The paper's inter-layer split: whole blocks at 4 bits, the first or those that alone lower the loss most."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench" / "papers")
+    lab, paper = importlib.import_module("lab"), importlib.import_module("two_four_sixteen")
+    asked = [str(model_dir("llama")), "--calibration", str(text_file), "--text", f"own={text_file}"]
+    asked += ["--samples", "4", "--seq-len", "32", "--max-tokens", "64", "--work", str(tmp_path)]
+    experiments = paper.Experiments(lab.Lab(lab.arguments("").parse_args(asked), "test"))
+    blocks = [[n for n in experiments.lab.shapes if f"layers.{i}." in n] for i in (0, 1)]
+    low, high = (
+        {name: experiments.quantize(name, paper.spec(wide)).dequantize() for name in blocks[0] + blocks[1]}
+        for wide in (0.0, 1.0)
+    )
+    wide = 0
+    if choice == "best":
+        losses = []
+        for block in blocks:
+            experiments.lab.put(low | {name: high[name] for name in block})
+            with torch.no_grad():
+                logits = experiments.lab.model(input_ids=(ids := experiments.lab.tokens())).logits[:, :-1]
+            losses.append(
+                float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
+            )
+        wide = losses.index(min(losses))
+        assert wide == 1  # else nothing would tell the choices apart
+    made = experiments.by_block(0.5, choice)()
+    for i, block in enumerate(blocks):
+        for name in block:
+            assert torch.equal(made[name].dequantize(), (high if i == wide else low)[name])
