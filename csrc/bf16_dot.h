@@ -1,4 +1,4 @@
-// Dot products of pairs of bfloat16, summed in float32: where the machine has AVX512-BF16, and nowhere else.
+// Dot products of pairs of bfloat16, summed in float32: by AVX512-BF16, or as products of floats on other vectors.
 //
 // A code below 128 becomes a bfloat16 by filling in the bits above it: 0x4300 is 128, whose last place is 1, so
 // 0x4300 | code is 128 + code exactly. The 128 leaves again with the zero point, through the sum of the activations.
@@ -6,10 +6,20 @@
 
 #include "byte_dot.h"
 
-#ifdef __AVX512BF16__
 namespace anybit::ANYBIT_ISA {
 namespace {
 
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+// sums[i] += the dot product of two pairs.
+inline Floats dot_pairs(Floats sums, Codes a, Codes b) {
+    typedef uint32_t Words __attribute__((vector_size(BYTES)));
+    const auto x = reinterpret_cast<Words>(a), y = reinterpret_cast<Words>(b);
+    sums += reinterpret_cast<Floats>(x << 16) * reinterpret_cast<Floats>(y << 16);
+    return sums + reinterpret_cast<Floats>(x & 0xffff0000u) * reinterpret_cast<Floats>(y & 0xffff0000u);
+}
+#endif
+
+#ifdef __AVX512BF16__
 constexpr float CODE_BIAS = 128;
 
 // 128 + code in bytes 0 and 2 of every lane, the bits in MASK.
@@ -43,7 +53,7 @@ inline float order_pairs(const uint16_t* x, int64_t count, int64_t width, uint16
         }
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
+#endif
 
 } // namespace
 } // namespace anybit::ANYBIT_ISA
-#endif

@@ -136,7 +136,11 @@ public:
         });
     }
 
-    bool takes_bf16(int64_t) const override { return !by_channel_ && kernels_.lookup_bf16_matmul != nullptr; }
+    bool takes_bf16(int64_t tokens) const override {
+        if (by_channel_ || kernels_.lookup_bf16_form == nullptr) return false;
+        return tokens > FEW_TOKENS ? kernels_.lookup_gemm_bf16 != nullptr
+                                   : kernels_.lookup_bf16_form(c_.bits) != TableForm::none;
+    }
     bool takes_ints() const override { return !by_channel_; }
     bool prefers_ints(int64_t tokens) const override { return !by_channel_ && tokens <= FEW_TOKENS; }
 

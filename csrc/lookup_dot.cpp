@@ -117,7 +117,7 @@ private:
     int64_t blocks_;
 };
 
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 // Pairs of bfloat16.
 template <int B, int M> class PairSums : public Plain<uint16_t> {
 public:
@@ -222,11 +222,11 @@ void look_up_exactly(const ByteCodebook& c, const LookupPlain<float>& in, float*
     if constexpr (floating(B) != Floating::none) look_up<FloatSums, B>(c, in, y, y_stride, begin, end);
 }
 
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 template <int B>
 void look_up_pairs(const ByteCodebook& c, const LookupPlain<uint16_t>& in, float* y, int64_t y_stride, int64_t begin,
                    int64_t end) {
-    look_up<PairSums, B>(c, in, y, y_stride, begin, end);
+    if constexpr (looks_up_halves(B)) look_up<PairSums, B>(c, in, y, y_stride, begin, end);
 }
 #endif
 
@@ -330,8 +330,11 @@ void lookup_matmul(const ByteCodebook& c, const LookupInputs& in, float* y, int6
     ANYBIT_BY_WIDTH(look_up_bytes, c.bits, c, in, y, y_stride, begin, end);
 }
 
-#ifdef __AVX512BF16__
-TableForm lookup_bf16_form(int bits) { return bits <= MOST_WHOLE_HALVES ? TableForm::whole : TableForm::bytes; }
+#ifdef __AVX2__
+TableForm lookup_bf16_form(int bits) {
+    if (!looks_up_halves(bits)) return TableForm::none;
+    return bits <= MOST_WHOLE_HALVES ? TableForm::whole : TableForm::bytes;
+}
 
 void lookup_prepare_bf16(const ByteCodebook& c, const uint16_t* x, uint16_t* out) {
     const auto place = c.bits <= MOST_WHOLE_HALVES ? WholeHalves<1>::place : ByteHalves<1>::place;

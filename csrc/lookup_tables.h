@@ -185,7 +185,23 @@ constexpr Floating floating(int bits) {
     return bits > 0 ? Floating::none : Floating::whole;
 #endif
 }
+// And bfloat16: whole up to this width, byte by byte above; not where floats are faster.
+#ifdef __AVX512BW__
 constexpr int MOST_WHOLE_HALVES = 6;
+#else
+constexpr int MOST_WHOLE_HALVES = 0;
+#endif
+constexpr bool looks_up_halves(int bits) {
+#if defined(__AVX512BF16__)
+    return bits > 0;
+#elif defined(__AVX512F__)
+    return bits >= 6;
+#elif defined(__AVX2__)
+    return bits >= 4 && bits <= 6;
+#else
+    return bits < 0;
+#endif
+}
 
 // Interleave units of UNIT bytes of a and b, within every 16 bytes: the first halves into `low`, the others into
 // `high`.
@@ -323,7 +339,7 @@ template <int B> using WholeFloats = ByteFloats<B>; // never used, as the next
 template <int B> using GatheredFloats = ByteFloats<B>;
 #endif
 
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 template <int B> struct ByteHalves {
     Table<B> low, high;
 
@@ -336,6 +352,7 @@ template <int B> struct ByteHalves {
     }
 };
 
+#ifdef __AVX512BW__
 template <int B> struct WholeHalves {
     __m512i part[B == 6 ? 2 : 1];
 
@@ -361,6 +378,9 @@ template <int B> struct WholeHalves {
         halves[1] = at(right<8>(code));
     }
 };
+#else
+template <int B> using WholeHalves = ByteHalves<B>; // never used
+#endif
 #endif
 
 template <bool FIRST, typename A, typename B> struct Choice {
@@ -373,7 +393,7 @@ template <int B>
 using FloatTable =
     typename Choice<floating(B) == Floating::whole, WholeFloats<B>,
                     typename Choice<floating(B) == Floating::gathered, GatheredFloats<B>, ByteFloats<B>>::type>::type;
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 template <int B> using HalfTable = typename Choice<B <= MOST_WHOLE_HALVES, WholeHalves<B>, ByteHalves<B>>::type;
 #endif
 

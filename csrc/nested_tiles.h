@@ -18,7 +18,7 @@ public:
             plain_[b] = made<uint32_t>(from, b, TableForm::whole);
             const TableForm form = kernels_.lookup_float_form(b);
             floats_[b] = form == TableForm::bytes ? made<uint32_t>(from, b, form) : plain_[b];
-            if (kernels_.lookup_bf16_matmul != nullptr)
+            if (kernels_.lookup_gemm_bf16 != nullptr)
                 halves_[b] = made<uint16_t>(from, b, kernels_.lookup_bf16_form(b));
         }
     }
@@ -109,7 +109,8 @@ public:
         });
     }
 
-    bool takes_bf16(int64_t) const override { return kernels_.lookup_bf16_matmul != nullptr; }
+    // Of any width, as its rows are.
+    bool takes_bf16(int64_t) const override { return kernels_.lookup_gemm_bf16 != nullptr; }
 
 private:
     // f(codebook, its first row) for all spans.

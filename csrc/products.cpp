@@ -10,6 +10,11 @@
 #else
 #define ANYBIT_BF16(F) nullptr
 #endif
+#ifdef __AVX2__
+#define ANYBIT_VECTORS(F) F
+#else
+#define ANYBIT_VECTORS(F) nullptr
+#endif
 
 namespace anybit::ANYBIT_ISA {
 
@@ -57,9 +62,9 @@ extern const Products products = {
     lookup_float_form,
     lookup_prepare_floats,
     lookup_float_matmul,
-    ANYBIT_BF16(lookup_bf16_form),
-    ANYBIT_BF16(lookup_prepare_bf16),
-    ANYBIT_BF16(lookup_bf16_matmul),
+    ANYBIT_VECTORS(lookup_bf16_form),
+    ANYBIT_VECTORS(lookup_prepare_bf16),
+    ANYBIT_VECTORS(lookup_bf16_matmul),
     lookup_gemm,
     ANYBIT_BF16(lookup_gemm_bf16),
     half_matmul,

@@ -163,7 +163,8 @@ struct Products {
     // exact; groups of up to MAX_INT_GROUP columns.
     void (*group_int_int_matmul)(const GroupInt&, const IntInputs&, float* y, int64_t y_stride, int64_t begin,
                                  int64_t end);
-    // The first two with activations in bfloat16; these and all `bf16` below are null without AVX512-BF16.
+    // The first two with activations in bfloat16; these and all `bf16` below are null without AVX512-BF16, those of
+    // `lookup` and few tokens without vectors.
     void (*group_int_prepare_bf16)(const GroupInt&, const uint16_t* x, uint16_t* out, float* sums);
     void (*group_int_bf16_matmul)(const GroupInt&, const PairInputs&, float* y, int64_t y_stride, int64_t begin,
                                   int64_t end);
@@ -228,7 +229,7 @@ struct Products {
     void (*lookup_float_matmul)(const ByteCodebook&, const LookupPlain<float>&, float* y, int64_t y_stride,
                                 int64_t begin, int64_t end);
 
-    // The same with activations and centroids in bfloat16, at any width.
+    // The same with activations and centroids in bfloat16; at any width with AVX512-BF16.
     TableForm (*lookup_bf16_form)(int bits);
     void (*lookup_prepare_bf16)(const ByteCodebook&, const uint16_t* x, uint16_t* out);
     void (*lookup_bf16_matmul)(const ByteCodebook&, const LookupPlain<uint16_t>&, float* y, int64_t y_stride,
