@@ -26,6 +26,13 @@ def test_the_library_imports_with_few_packages() -> None:
     assert run(BARE) == "fine\n"
 
 
+def test_the_api_is_there_after_import_anybit() -> None:
+    code = (
+        "import anybit; print(all(getattr(anybit, n) for n in anybit.__all__), bool(anybit.kernels.info()))"
+    )
+    assert run(code) == "True True\n"
+
+
 def test_import_anybit_loads_nothing_heavy() -> None:
     heavy = "{'torch', 'transformers', 'numpy'} & set(sys.modules)"
     assert run(f"import sys, anybit; print({heavy})") == "set()\n"

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from anybit.kernels import cpu
+from anybit.kernels import cpu, info
+from anybit.kernels.dispatch import NEEDS
 
 if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)
@@ -192,6 +193,18 @@ def test_many_tokens_in_bfloat16_meet_rounded_weights(bits: int, isa: str) -> No
         y = product(case, x, threads=2)[:, case.rows]
         weight = torch.from_numpy(case.weight)
         torch.testing.assert_close(y, x.float() @ weight.bfloat16().float().T, rtol=1e-4, atol=2e-3)
+
+
+def test_info_says_what_runs_and_why_nothing_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, features = info()["cpu"], cpu.cpu_features()
+    assert said["matmul_isa"] == said["matmul_isas"][-1] == cpu.matmul_isa()
+    assert all(features[need] for isa in said["matmul_isas"][1:] for need in NEEDS[isa])
+    poorer = {name: there and "avx512" not in name for name, there in features.items()}
+    monkeypatch.setattr(cpu, "cpu_features", lambda: poorer)
+    monkeypatch.setattr(cpu, "matmul_isas", lambda: ("portable", "avx2"))
+    said = info()["cpu"]
+    assert said["missing"]["avx512"] == ["avx512f", "avx512bw", "avx512vl", "avx512dq"]
+    assert "avx512_bf16 needs avx512_bf16" in said["reason"]
 
 
 def test_bfloat16_is_refused_where_the_kernels_have_none() -> None:

@@ -14,13 +14,23 @@ from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from anybit import kernels
     from anybit.convert import quantize
     from anybit.kv_cache import QuantizedCache
     from anybit.model import evaluate, load
     from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
 
 __version__ = "0.1.0"
-__all__ = ["LayerSpec", "QuantizeConfig", "QuantizedCache", "TileSpec", "evaluate", "load", "quantize"]
+__all__ = [
+    "LayerSpec",
+    "QuantizeConfig",
+    "QuantizedCache",
+    "TileSpec",
+    "evaluate",
+    "kernels",
+    "load",
+    "quantize",
+]
 
 _API = {
     "quantize": "anybit.convert",
@@ -34,6 +44,8 @@ _API = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "kernels":
+        return importlib.import_module("anybit.kernels")
     if name not in _API:
         raise AttributeError(f"module 'anybit' has no attribute {name!r}")
     return getattr(importlib.import_module(_API[name]), name)

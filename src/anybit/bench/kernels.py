@@ -165,7 +165,7 @@ def layouts(out: int, columns: int) -> dict[str, dict[str, Any]]:
     if columns % (4 * BLOCK) == 0:
         tiles["2/4/16"] = [TwoFour.description(columns * 3 // 4, columns, BLOCK)]
     tiles |= {f"codebook {bits}": [codebook(bits)] for bits in CODEBOOK_WIDTHS}
-    tiles |= {f"by channel {bits}": [codebook(bits, by_channel=True)] for bits in (2, 3, 4)}
+    tiles |= {f"by channel {bits}": [codebook(bits, by_channel=True)] for bits in (2, 3, 4, 6, 8)}
     tiles |= {f"codebook {bits}{FAST}": [codebook(bits)] for bits in CODEBOOK_WIDTHS}
     kept = columns // 128
     tiles |= {f"nested {bits}": [Nested.description([out] * bits, kept)] for bits in NESTED_WIDTHS}

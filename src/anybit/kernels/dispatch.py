@@ -19,15 +19,46 @@ TAKEN = {  # fields whose bytes the native object of a tile holds, in another or
 }
 
 
+# What each way to multiply asks of the processor beyond the one before it, as csrc/dispatch.cpp chooses.
+NEEDS = {
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx_vnni": ("avx_vnni",),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "avx512_vnni": ("avx512_vnni",),
+    "avx512_vbmi": ("avx512_vbmi",),
+    "avx512_bf16": ("avx512_bf16",),
+}
+
+
 def info() -> dict[str, Any]:
-    """Which kernels this machine runs, and why: `{"cpu": {"available", "isa", "matmul_isa", "reason"}}`."""
-    native = cpu.available()
+    """Which kernels this machine runs, and why.
+
+    Returns:
+        `{"cpu": {...}}` with `available` (the native extension), `isa` (of everything but products), `matmul_isa` (of
+        products: the best of `matmul_isas`), `reason` (why so) and `missing` ({way to multiply: what the processor
+        lacks for it}).
+    """
+    if not cpu.available():
+        how: dict[str, Any] = {
+            "isa": "torch",
+            "matmul_isa": "torch",
+            "matmul_isas": [],
+            "reason": cpu.why_not(),
+            "missing": {},
+        }
+        return {"cpu": {"available": False, **how}}
+    features, isas = cpu.cpu_features(), cpu.matmul_isas()
+    lacking = {isa: [f for f in needs if not features.get(f)] for isa, needs in NEEDS.items()}
+    missing = {isa: found for isa, found in lacking.items() if isa not in isas and found}
+    better = [f"{isa} needs {', '.join(found)}" for isa, found in missing.items()]
     return {
         "cpu": {
-            "available": native,
-            "isa": cpu.isa() if native else "torch",
-            "matmul_isa": cpu.matmul_isa() if native else "torch",
-            "reason": "native extension loaded" if native else cpu.why_not(),
+            "available": True,
+            "isa": cpu.isa(),
+            "matmul_isa": cpu.matmul_isa(),
+            "matmul_isas": list(isas),
+            "reason": "; ".join(["native extension loaded, the best that the processor has", *better]),
+            "missing": missing,
         }
     }
 
