@@ -19,6 +19,7 @@ import anybit
 from anybit import cli
 from anybit.chat import Echo, Generator
 from anybit.errors import InputError
+from anybit.spec import parse_bytes
 
 COMMANDS = ("quantize", "eval", "generate", "chat", "inspect", "verify", "plan", "compare", "demo", "bench")
 RTN = ("--method", "rtn", "--group-size", "32")
@@ -350,7 +351,7 @@ def test_options_that_do_not_exist_are_errors(run: Run, llama: Path, tmp_path: P
     ],
 )
 def test_sizes_as_people_write_them(text: str, size: int) -> None:
-    assert cli._bytes(text) == size
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("seed", ["-1", str(2**63)])

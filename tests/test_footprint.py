@@ -60,6 +60,20 @@ def test_size_is_never_exceeded_and_close(
     check_size(model_dir(family), text_file, tmp_path / "out", QuantizeConfig(**SHORT, **options))
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "llama-tied", "gemma3"])
+@pytest.mark.parametrize("bits", [2, 2.1, 2.25, 4.5, 8])
+def test_size_of_a_core_and_refinements(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, family: str, bits: float
+) -> None:
+    """Layers of the core may have any plane, and those whose rows are padded more may get more of the width."""
+    config = QuantizeConfig("anybit", bits, samples=3, seq_len=24)
+    plan = planned(model_dir(family), config)
+    anybit.quantize(model_dir(family), tmp_path / "out", config, calibration=str(text_file))
+    real = real_bytes(tmp_path / "out")
+    assert inspect(tmp_path / "out")["size_bytes"] == real <= plan.size_bytes <= 1.5 * real  # a tiny model
+    assert inspect(tmp_path / "out")["bits_per_weight"] <= plan.bits_per_weight
+
+
 def test_size_counts_the_licence(model_copy: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
     model, config = model_copy("llama"), QuantizeConfig("rtn", **SHORT)
     without = check_size(model, text_file, tmp_path / "without", config)

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import cli, convert, progressive, salience, shapes, writer
+from anybit import cli, convert, progress, progressive, salience, shapes, writer
 from anybit.artifact import curve, inspect, verify
 from anybit.checkpoint import file_sha256, open_checkpoint
 from anybit.errors import InputError
@@ -31,7 +32,7 @@ from anybit.kernels import cpu
 from anybit.layers import QuantLinear
 from anybit.methods import nested
 from anybit.model import load, load_tokenizer
-from anybit.spec import QuantizeConfig
+from anybit.spec import QuantizeConfig, parse_layer_spec
 from anybit.streaming import StreamedModel
 from anybit.texts import calibration_set
 from anybit.writer import ArtifactWriter
@@ -122,6 +123,21 @@ def test_ties_keep_the_order_of_layers_planes_and_rows() -> None:
     losses = {name: torch.ones(16, 8) * 4.0 ** -torch.arange(8) for name in ("x", "y")}
     steps = progressive.order(losses, {"x": 32, "y": 32})
     assert steps.layer[:4].tolist() == [0, 0, 1, 1] and steps.plane[:5].tolist() == [2, 2, 2, 2, 3]
+
+
+def test_steps_are_ranked_by_what_a_byte_saves() -> None:
+    """Two layers whose rows gain the same; one's planes take two words a row, the other's one."""
+    losses = {name: torch.ones(16, 8) * 4.0 ** -torch.arange(8) for name in ("wide", "narrow")}
+    steps = progressive.order(losses, {"wide": 64, "narrow": 32})
+    assert steps.layer[:2].tolist() == [1, 1] and steps.plane[:4].tolist() == [2, 2, 2, 2]
+
+
+def test_a_short_last_group_of_rows_counts_by_its_rows() -> None:
+    losses = torch.cat([torch.ones(8, 8), 10 * torch.ones(1, 8)]) * 4.0 ** -torch.arange(
+        8
+    )  # rows out of order
+    steps = progressive.order({"x": losses}, {"x": 32})
+    assert steps.loss_after(len(steps.layer)) == pytest.approx(float(losses[:, -1].sum()), rel=1e-6)
 
 
 JOINED = ("m.q_proj", "m.k_proj", "m.v_proj"), ("m.o_proj",), ("n.gate_proj", "n.up_proj"), ("n.down_proj",)
@@ -228,7 +244,7 @@ def test_only_what_a_width_needs_is_read(copy: Path) -> None:
     model = load(copy, bits=3.0)
     planes = [b.numel() for n, b in model.named_buffers() if "plane" in n]
     assert sum(planes) < sum(b.numel() for n, b in load(copy, bits=3.2).named_buffers() if "plane" in n)
-    with pytest.raises(InputError, match="again"):
+    with pytest.raises(InputError, match=r"not complete.* 3\.5 bits need more"):
         load(copy, bits=3.5)
 
 
@@ -282,12 +298,10 @@ def test_a_core_without_its_list_or_with_anothers_is_refused(copy: Path) -> None
     for use in (load, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(InputError, match="copy it, too"):
             use(copy)
-    chain = "0" * 64
-    for entry in index[progressive.SECTION]:
-        if entry["file"]:
-            chain = progressive.link(chain, index["files"][entry["file"]]["sha256"])
-        entry["chain"] = chain
     (copy / "anybit.index.json").write_text(json.dumps(index))
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"][progressive.SECTION]["chain"] = "0" * 64
+    (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="belong to different artifacts"):
         load(copy)
 
@@ -405,7 +419,7 @@ def test_reordered_refinements_are_found(copy: Path) -> None:
     data = one.read_bytes()
     one.write_bytes(two.read_bytes())
     two.write_bytes(data)
-    with pytest.raises(InputError, match="SHA-256"):
+    with pytest.raises(InputError, match="exchanged"):
         load(copy)
 
 
@@ -416,6 +430,80 @@ def test_a_reordered_list_is_found(copy: Path) -> None:
     (copy / "anybit.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match="reordered or the list was edited"):
         load(copy)
+
+
+def test_a_flipped_byte_in_the_core_is_found(copy: Path) -> None:
+    file = copy / "model-00002-of-00003.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(bytes(data))
+    for use in (load, verify, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(InputError, match=r"model-00002-of-00003.*SHA-256"):
+            use(copy)
+    index = index_of(copy)
+    del index["files"][file.name]
+    (copy / "anybit.index.json").write_text(json.dumps(index))
+    for use in (load, verify):
+        with pytest.raises(InputError, match="other shards"):
+            use(copy)
+
+
+def test_a_list_without_a_file_is_no_proof(copy: Path) -> None:
+    index = index_of(copy)
+    del index["files"]["config.json"]
+    (copy / "anybit.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"does not list config\.json"):
+        verify(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda i: i["files"]["refine-00005-of-00060.safetensors"].update(bytes=1), "exchanged"),
+        (lambda i: i["files"]["refine-00005-of-00060.safetensors"].update(bytes=math.inf), "damaged"),
+        (lambda i: i[progressive.SECTION][5].update(bits=5.0), "damaged"),
+        (lambda i: i[progressive.SECTION][0].update(bits=1e9), "damaged"),
+        (
+            lambda i: i[progressive.SECTION][5].update(bits=i[progressive.SECTION][5]["bits"] + 0.01),
+            "another width",
+        ),
+        (lambda i: i[progressive.SECTION][0].update(bits=1.5), "another width"),
+        (lambda i: i.update(format_version=99), "99"),
+    ],
+)
+def test_what_the_list_states_is_checked(copy: Path, change: Callable[[Any], Any], word: str) -> None:
+    index = index_of(copy)
+    change(index)
+    (copy / "anybit.index.json").write_text(json.dumps(index))
+    for use in (load, verify):
+        with pytest.raises(InputError, match=word):
+            use(copy)
+
+
+def test_a_download_under_way_is_a_prefix(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(21, 61):
+        (copy / progressive.refinement_file(number, 60)).unlink()
+    last = copy / progressive.refinement_file(20, 60)
+    for size in (last.stat().st_size // 2, 5, 0):
+        last.write_bytes(last.read_bytes()[:size])
+        assert load(copy).ladder.bits[-1] == pytest.approx(curve(copy)[19]["bits"])
+        assert [r["present"] for r in curve(copy)] == [True] * 20 + [False] * 41
+    with pytest.raises(InputError, match=r"19 of 60 refinements .*refine-00020-of-00060.* not complete"):
+        verify(copy)
+    for budget in ({"bpw": 16.0}, {"size": "1GB"}, {}):
+        notes: list[str] = []
+        report = progress.Silent()
+        report.say = notes.append  # type: ignore[method-assign]
+        load(copy, report=report, **budget)
+        assert any("19 of 60 refinements" in note for note in notes), budget
+
+
+@pytest.mark.parametrize(
+    "budget", [{"bits": "3"}, {"bpw": "3"}, {"size": [1]}, {"size": "1 parsec"}, {"bits": True}]
+)
+def test_budgets_of_another_kind_are_refused(artifact: Path, budget: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="expected a number"):
+        load(artifact, **budget)
 
 
 @pytest.mark.parametrize(
@@ -444,6 +532,7 @@ def test_a_damaged_list_is_refused(copy: Path, section: Any) -> None:
         ([[0, 1, 10**9]], "layer or plane"),
         ([[0, 3, -8]], "layer or plane"),
         ([[0, 8, 8]], "longer than those before"),
+        ([[1, 3, 1], [0, 3, 1]], "out of order"),
         ([[0, 2, 10**9]], "longer than those before"),
         ([[0, 3, 1]], "holds 4 words, its steps need"),
     ],
@@ -592,6 +681,16 @@ def test_other_scores_rank_the_rows(
     anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     rungs = curve(tmp_path / "out")
     assert [r["loss"] for r in rungs] == sorted((r["loss"] for r in rungs), reverse=True)
+    streamed = StreamedModel(open_checkpoint(model_dir("llama")), convert.compute_dtype())
+    text = calibration_set(streamed.checkpoint.tokenizer(), str(text_file), 4, 32, 0)
+    scores = salience.width_scores(streamed, text.tokens, streamed.all_linears(), kind).outputs
+    last = sum(float(score[:, -1].double().sum()) for score in scores.values())
+    assert rungs[-1]["loss"] == pytest.approx(last, rel=0.05)  # but for what pooling moves
+    for shared in ("full", "diagonal", "output", kind):  # statistics are those of the score asked for
+        config = replace(config, salience=shared)
+        asked = {"calibration": str(text_file), "statistics": tmp_path / "shared", "overwrite": True}
+        anybit.quantize(model_dir("llama"), tmp_path / "again", config, **asked)
+    assert curve(tmp_path / "again") == rungs
     with pytest.raises(InputError, match="output, full, diagonal"):
         QuantizeConfig("anybit", salience="second-order")
 
@@ -677,6 +776,40 @@ def test_other_families(
         model.set_bits(bits)
         errors.append(float((logits(model) - base).norm() / base.norm()))
     assert errors == sorted(errors) and errors[0] < 0.25 * errors[2]
+
+
+def test_a_block_may_be_left_alone(model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
+    config = replace(CONFIG, exclude=("model.layers.0.*",))
+    anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    assert verify(tmp_path / "out") and load(tmp_path / "out", bits=3.0)
+
+
+def test_a_spec_says_nothing_of_widths(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
+) -> None:
+    name, default = "model.layers.0.mlp.up_proj", CONFIG.layer_spec()
+    with pytest.raises(InputError, match="leave bits and tiles out"):
+        anybit.quantize(
+            model_dir("llama"), tmp_path / "out", CONFIG,
+            spec_map={name: parse_layer_spec(name, {"bits": 3}, default)}, calibration=str(text_file),
+        )  # fmt: skip
+    with pytest.raises(InputError, match="tune_for 20"):
+        parse_layer_spec(name, {"tune_for": 20.0}, default)
+    own = parse_layer_spec(name, {"kept_channels": 0.0}, default)
+    anybit.quantize(
+        model_dir("llama"), tmp_path / "out", CONFIG, spec_map={name: own}, calibration=str(text_file)
+    )
+    kept = {layer["name"]: layer["tiles"][0]["kept"] for layer in inspect(tmp_path / "out")["layers"]}
+    assert kept[name] == 0 and all(kept[other] > 0 for other in kept if other != name)
+
+
+def test_the_card_speaks_of_core_and_refinements(artifact: Path) -> None:
+    rungs, card = curve(artifact), (artifact / "README.md").read_text()
+    low, high = rungs[0], rungs[-1]
+    assert f"{low['bits']:.2f} to 8.00 bits (anybit)" in card
+    assert f"{low['bits_per_weight']:.3f} (core) to {high['bits_per_weight']:.3f} |" in card
+    assert f"{(high['size_bytes'] - low['size_bytes']) / 1e6:.1f} MB (refinements)" in card
+    assert 'anybit.load("PATH", bits=3.3)' in card
 
 
 def test_options_are_checked() -> None:

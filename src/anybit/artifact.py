@@ -20,7 +20,7 @@ from anybit.description import check_layers, dense_layout
 from anybit.errors import InputError
 from anybit.formats import TwoFour
 from anybit.progressive import Progressive, read_progressive, with_counts
-from anybit.spec import bits_eq10
+from anybit.spec import bits_eq10, parse_bytes
 from anybit.tensors import (
     QUANT_METHOD,
     PackedWeight,
@@ -143,7 +143,7 @@ def choose_rung(
     checkpoint: Checkpoint,
     bits: float | None,
     bpw: float | None,
-    size: int | None,
+    size: int | str | None,
 ) -> tuple[Progressive | None, int | None]:
     """The refinements of a progressive artifact, None for another one, and the last of them that a budget allows.
 
@@ -151,13 +151,17 @@ def choose_rung(
         path: the artifact, opened as `quantization` and `checkpoint`.
         bits: average code width, or
         bpw: most stored bits per weight, or
-        size: most bytes of all files but the tokenizer. None of them: no last one is chosen.
+        size: most bytes of all files but the tokenizer, a number or text such as "110MB". None of them: no last one is
+            chosen.
 
     Raises:
         InputError: a budget too small, more bits than are there, several of the three, or an artifact that has no
             refinements.
     """
     found = read_progressive(path, quantization)
+    for name, value in (("bits", bits), ("bpw", bpw)):
+        if value is not None and type(value) not in (int, float):
+            raise InputError(f"{name} {value!r}: expected a number")
     given = sum(value is not None for value in (bits, bpw, size))
     if given > 1:
         raise InputError("bits, bpw and size (--bits, --bpw, --size) set the same thing: give one of them")
@@ -175,8 +179,9 @@ def choose_rung(
         needs = f"{sizes.bits_per_weight(sizes.layouts):.3f} bits per weight"
         return found, found.upto_bytes(least, bpw * sizes.weights / 8, f"{bpw:g} bits per weight", needs)
     if size is not None:
-        if not isinstance(size, int | float):
-            raise InputError(f"size {size!r}: expected a number of bytes")
+        size = parse_bytes(size) if isinstance(size, str) else size
+        if type(size) not in (int, float):
+            raise InputError(f"size {size!r}: expected a number of bytes, or text such as '110MB'")
         least = sizes.file_bytes()
         return found, found.upto_bytes(least, size, f"{size / 1e6:g} MB", f"{least / 1e6:.1f} MB")
     return found, None
@@ -253,7 +258,7 @@ def curve(path: Path) -> list[dict[str, Any]]:
 
 
 def inspect(
-    path: Path, bits: float | None = None, bpw: float | None = None, size: int | None = None
+    path: Path, bits: float | None = None, bpw: float | None = None, size: int | str | None = None
 ) -> dict[str, Any]:
     """What an artifact is made of, its sizes taken from its files.
 
@@ -400,7 +405,7 @@ def verify(path: Path, progress: Any = None) -> dict[str, Any]:
     quantization, checkpoint = open_artifact(path)
     found = read_progressive(path, quantization)
     if found is not None and (note := found.note()):
-        raise InputError(f"{note}; copy {', '.join(found.missing[:3])} and what follows to have all of it")
+        raise InputError(f"{note}; copy it and what follows to have all of it")
     layouts = {**quantization["layers"], **quantization["embeddings"]}
     fields = {name: [f"{name}.{field}" for field in stored_tensors(layouts[name])] for name in layouts}
     kept = set(checkpoint.names()).difference(*fields.values())
@@ -410,6 +415,11 @@ def verify(path: Path, progress: Any = None) -> dict[str, Any]:
     checks += [functools.partial(_check_kept, name, checkpoint) for name in sorted(kept)]
     if found is not None:
         checks.append(functools.partial(_check_refinements, found))
+    for name in (*(file.name for file in checkpoint.files), "config.json") if hashes else ():
+        if name not in hashes:
+            raise InputError(
+                f"{path / HASHES} does not list {name}: the list was edited; copy the artifact again"
+            )
     for i, check in enumerate(checks):
         check()
         if progress is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anybit.architectures import is_encoder
@@ -14,8 +15,35 @@ if TYPE_CHECKING:
     from anybit.plan import Plan
 
 
-def model_card(checkpoint: Checkpoint, plan: Plan, provenance: Mapping[str, Any]) -> str:
-    """Markdown: what this is, how it was made, its figures, how to use it."""
+@dataclass(frozen=True)
+class Beside:
+    """The refinements beside a core."""
+
+    bits: float  # average width with all of them
+    bytes: int  # of their files
+
+
+REFINED = """
+That reads all refinements that are there. The core and any first ones of them are a model:
+
+```python
+model = anybit.load("PATH", bits=3.3)  # or bpw=3.5, or size="90MB": only what that needs
+model.set_bits(2.7)  # from now on
+```
+"""
+
+
+def model_card(
+    checkpoint: Checkpoint, plan: Plan, provenance: Mapping[str, Any], beside: Beside | None = None
+) -> str:
+    """Markdown: what this is, how it was made, its figures, how to use it.
+
+    Args:
+        checkpoint: of the base model.
+        plan: what is stored; of a progressive artifact the core.
+        provenance: see `description.provenance`.
+        beside: a progressive artifact's refinements.
+    """
     base, calibration = provenance["base"], provenance["calibration"]
     auto = "AutoModel" if is_encoder(checkpoint.config) else "AutoModelForCausalLM"
     name = base["name"]
@@ -30,6 +58,19 @@ def model_card(checkpoint: Checkpoint, plan: Plan, provenance: Mapping[str, Any]
     stored = f"{plan.bits_per_weight:.3f}"
     if plan.file_bits_per_weight != plan.bits_per_weight:
         stored = f"{plan.file_bits_per_weight:.3f}, of which a run at the widest reads {stored}"
+    bits, width, tensors = (
+        f"{plan.code_bits:.2f}",
+        f"{plan.code_bits:.3f} bits",
+        f"{plan.tensor_bytes / 1e6:.1f} MB",
+    )
+    more = ""
+    if beside is not None:
+        whole = plan.bits_per_weight + 8 * beside.bytes / plan.linear_weights
+        bits = f"{bits} to {beside.bits:.2f}"
+        width = f"{plan.code_bits:.3f} (core) to {beside.bits:.3f} bits (with all refinements), chosen at load or later"
+        stored = f"{stored} (core) to {whole:.3f}"
+        tensors = f"{tensors} (core) and {beside.bytes / 1e6:.1f} MB (refinements)"
+        more = REFINED
     notice = ""
     if base["quantized_before"]:
         notice = (
@@ -40,7 +81,7 @@ def model_card(checkpoint: Checkpoint, plan: Plan, provenance: Mapping[str, Any]
 library_name: transformers
 tags: [anybit, quantized]
 ---
-# {name}, {plan.code_bits:.2f} bits ({provenance["method"]})
+# {name}, {bits} bits ({provenance["method"]})
 
 Made with anybit {provenance["anybit_version"]}:
 
@@ -50,9 +91,9 @@ Made with anybit {provenance["anybit_version"]}:
 {notice}
 | | |
 |---|---|
-| average code width | {plan.code_bits:.3f} bits |
+| average code width | {width} |
 | stored bits per weight (linear layers) | {stored} |
-| tensors | {plan.tensor_bytes / 1e6:.1f} MB |
+| tensors | {tensors} |
 | embedding and head | {provenance["options"]["embed_bits"]} bits |
 | calibration | {text} |
 | base | `{name}`, SHA-256 `{base["sha256"][:16]}` |
@@ -65,7 +106,7 @@ from transformers import {auto}
 
 model = {auto}.from_pretrained("PATH")
 ```
-
+{more}
 The licence of the base model applies.
 """
 

@@ -40,7 +40,7 @@ class Generator:
         *,
         bits: float | None = None,  # this and the next three: see `load`
         bpw: float | None = None,
-        size: int | None = None,
+        size: int | str | None = None,
         exact: bool = True,
         kv_bits: int | None = None,  # None: what the artifact asks for
     ) -> None:

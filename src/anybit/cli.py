@@ -15,7 +15,7 @@ import typer
 import anybit
 from anybit import tables
 from anybit.errors import InputError
-from anybit.spec import MAX_SEED, USED_BY, QuantizeConfig, check_method, read_spec_map
+from anybit.spec import MAX_SEED, USED_BY, QuantizeConfig, check_method, parse_bytes, read_spec_map
 
 DEFAULTS = QuantizeConfig()
 COMPARED = [
@@ -447,7 +447,7 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
             )
         from anybit.plan import fit_budget
 
-        config = fit_budget(_streamed(model), config, bpw, None if size is None else _bytes(size))
+        config = fit_budget(_streamed(model), config, bpw, None if size is None else parse_bytes(size))
     spec_map = read_spec_map(spec, config.layer_spec()) if spec else None
     if dry_run:
         _emit(_predict(model, config, spec_map, out), json_file, tables.print_prediction)
@@ -680,7 +680,7 @@ def plan(
                 f"{model} is made: --out, --group-size and --symmetric are for a model that is not quantized yet"
             )
         rungs = curve(Path(model))
-        most = None if memory is None else _bytes(memory)
+        most = None if memory is None else parse_bytes(memory)
         fitting = [r for r in rungs if r["present"] and (most is None or r["size_bytes"] <= most)]
         if not fitting:
             raise InputError(f"nothing fits {memory}: the core takes {rungs[0]['size_bytes'] / 1e6:.1f} MB")
@@ -691,7 +691,7 @@ def plan(
     if out is not None and out.exists():
         raise InputError(f"{out} exists, perhaps with your edits: choose another -o, or remove it")
     _check_writable(out)
-    budget = None if memory is None else _bytes(memory)
+    budget = None if memory is None else parse_bytes(memory)
     streamed = _streamed(model)
     rows = widths_for_memory(streamed, budget, {"group_size": group_size, "symmetric": symmetric})
     fitting = [row for row in rows if row["fits"]]
@@ -968,21 +968,7 @@ def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
 
 def _size_asked(bits: float | None, bpw: float | None, size: str | None) -> dict[str, Any]:
     """--bits, --bpw and --size as `anybit.load` takes them."""
-    return {"bits": bits, "bpw": bpw, "size": None if size is None else _bytes(size)}
-
-
-def _bytes(text: str) -> int:
-    """ "120MB" or "120M" -> 120000000: decimal units, as file sizes are sold."""
-    powers = {letter: power for power, letter in enumerate("KMGT", 1)}
-    units = {"B": 1} | {f"{letter}IB": 2 ** (10 * power) for letter, power in powers.items()}
-    for letter, power in powers.items():
-        units |= {letter: 1000**power, f"{letter}B": 1000**power}
-    number = text.strip().rstrip("KMGTIBkmgtib ")
-    unit = text.strip()[len(number) :].strip().upper() or "B"
-    try:
-        return int(float(number) * units[unit])
-    except (ValueError, KeyError, OverflowError) as error:
-        raise InputError(f"size {text!r}: expected a number and a unit, such as 120MB or 1.5GiB") from error
+    return {"bits": bits, "bpw": bpw, "size": None if size is None else parse_bytes(size)}
 
 
 def _streamed(model: str) -> Any:

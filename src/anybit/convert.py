@@ -21,7 +21,7 @@ from anybit import finetune, kernels, progressive, salience
 from anybit.architectures import max_positions
 from anybit.artifact import inspect
 from anybit.calibrate import Activations, Collector, gradient_statistics, spilled_statistics
-from anybit.card import model_card
+from anybit.card import Beside, model_card
 from anybit.checkpoint import Checkpoint, open_checkpoint
 from anybit.description import artifact_config, provenance
 from anybit.errors import InputError
@@ -142,8 +142,9 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
             refined = progressive.cut(
                 writer, plan.layouts, float(config.bits or progressive.BITS), config.whole_layers
             )
-            plan = replace(plan, layouts=refined.layouts)
-        texts = {"README.md": model_card(checkpoint, plan, made)}
+            plan = replace(plan, layouts=refined.layouts, refinement_bytes=0)
+        beside = None if refined is None else Beside(refined.bits, refined.file_bytes)
+        texts = {"README.md": model_card(checkpoint, plan, made, beside)}
         checkpoint.copy_assets(writer.work)
         cost = writer.cost()
         described = artifact_config(streamed, plan, made)
@@ -341,7 +342,7 @@ class _Run:
     ) -> Mapping[str, dict[str, Any]]:
         """How a block's layers are read for the sake of the blocks after it: nested ones at the tuned width."""
         layouts = {name: self.plan.layouts[name] for name in linears}
-        if not self.config.progressive:
+        if not self.config.progressive or not layouts:
             return layouts
         losses = {name: tensors[f"{name}.{progressive.LOSSES}"] for name in linears}
         bits = min(self.config.tune_for, self.config.bits or progressive.BITS)
@@ -559,7 +560,8 @@ def _statistics_key(
     dtype: torch.dtype,
 ) -> str:
     """A name for everything that gradient statistics depend on, but for the width that they are to choose."""
-    search = ("salience", "search", "group_size") if config.searches else ()
+    search: tuple[str, ...] = ("salience", "search", "group_size") if config.searches else ()
+    search = ("salience",) if config.progressive else search
     by_rows = config.searches and config.wide_rows is not None
     parts = {
         "base": base_hash,

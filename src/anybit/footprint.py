@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from anybit import progressive
 from anybit.artifact import is_tokenizer_file
-from anybit.card import model_card
+from anybit.card import Beside, model_card
 from anybit.checkpoint import DTYPES
 from anybit.description import artifact_config, provenance
 from anybit.spec import QuantizeConfig
@@ -32,6 +34,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def overhead_bytes(streamed: StreamedModel, plan: Plan, config: QuantizeConfig) -> int:
     """Upper bound of the bytes of shard headers, JSON files, model card and copied files but the tokenizer."""
+    beside = None
+    if config.progressive:  # a layer of the core may have any plane
+        beside = Beside(8.0, 10 * plan.tensor_bytes)
+        plan = replace(plan, layouts=progressive.with_all_planes(plan.layouts), refinement_bytes=0)
     shards = [_shard(streamed, plan, i) for i in (None, *range(len(streamed.blocks)))]
     headers = [_header_bytes(shard) for shard in shards]
     sizes = [header + _data_bytes(shard) for header, shard in zip(headers, shards)]
@@ -41,7 +47,7 @@ def overhead_bytes(streamed: StreamedModel, plan: Plan, config: QuantizeConfig) 
     total = sum(_data_bytes(shard) for shard in shards)
     described = described_files(weight_map, total, artifact_config(streamed, plan, made))
     hashes = hash_list({name: {"bytes": n, "sha256": HASH} for name, n in zip(names, sizes)}, described)
-    card = model_card(streamed.checkpoint, plan, made)
+    card = model_card(streamed.checkpoint, plan, made, beside)
     texts = sum(len(text.encode()) for text in (*described.values(), hashes, card))
     return sum(headers) + texts + _asset_bytes(streamed)
 

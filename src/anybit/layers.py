@@ -225,7 +225,9 @@ class TiedHead(nn.Module):
 
 
 def set_bits(model: nn.Module, bits: float) -> float:
-    """Run all nested layers of a model at one of their widths from the next call on; copies no weight.
+    """Run all nested layers of a model at one of their widths from the next call on; copies no plane.
+
+    `save_pretrained` saves what was loaded, whatever runs.
 
     Args:
         model: made by `anybit` (any average width that is there) or `any-precision` (one of its widths).
@@ -242,7 +244,8 @@ def set_bits(model: nn.Module, bits: float) -> float:
     nested = [m for m in model.modules() if isinstance(m, PackedModule) and len(m.widths) > 1]
     if not nested:
         raise InputError(
-            "this model has one width: artifacts of the methods anybit and any-precision can change theirs"
+            "this model has one width: artifacts of the methods anybit and any-precision can change theirs, and what "
+            "`save_pretrained` makes of one of anybit cannot any more"
         )
     layouts = [at_width(module.layout, int(bits) if bits == int(bits) else bits) for module in nested]
     for module, layout in zip(nested, layouts):

@@ -50,7 +50,7 @@ def load(  # noqa: PLR0913 - mirrors the command's options
     *,
     bits: float | None = None,
     bpw: float | None = None,
-    size: int | None = None,
+    size: int | str | None = None,
     exact: bool = True,
     dtype: str = "float32",
     device: str = "cpu",
@@ -64,7 +64,7 @@ def load(  # noqa: PLR0913 - mirrors the command's options
             `any-precision`. Nothing beyond it is read from disk. Without it all widths are loaded, and
             `model.set_bits(b)` changes the one that runs.
         bpw: of an artifact of the method `anybit`: the most stored bits per weight of the linear layers, instead.
-        size: the same in bytes of all files but the tokenizer.
+        size: the same in bytes of all files but the tokenizer, or as text such as "110MB".
         exact: False runs codebooks by row (SqueezeLLM, Any-Precision) on the CPU faster, with inputs and centroids
             rounded to 8 bits; `model.set_exact(e)` changes it.
         dtype: what it computes in ("float32", "bfloat16", "float16"); stored codes and scales keep theirs.
@@ -83,7 +83,7 @@ def load(  # noqa: PLR0913 - mirrors the command's options
         quantization, checkpoint = open_artifact(path)
         found, rung = choose_rung(path, quantization, checkpoint, bits, bpw, size)
         if found is not None:
-            if rung is None and (note := found.note()):
+            if rung in (None, found.present - 1) and (note := found.note()):
                 report.say(note)
             config = checkpoint.config
             config.quantization_config = {**quantization, "rung": found.present - 1 if rung is None else rung}
@@ -222,7 +222,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     limit: int | None = None,
     bits: float | None = None,
     bpw: float | None = None,
-    size: int | None = None,
+    size: int | str | None = None,
     exact: bool = True,
     kv_bits: int | None = None,
     dtype: str = "float32",
@@ -316,7 +316,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
 
 
 def _stored(
-    model: str | Path, bits: float | None = None, bpw: float | None = None, size: int | None = None
+    model: str | Path, bits: float | None = None, bpw: float | None = None, size: int | str | None = None
 ) -> dict[str, Any]:
     """What `evaluate` says of an artifact's size."""
     if not is_artifact(Path(model)):

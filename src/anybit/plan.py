@@ -102,8 +102,8 @@ class Plan:
         return (
             f"this artifact stores {self.file_bits_per_weight:.1f} bits per weight, more than bfloat16's 16: tables "
             "of so many centroids outweigh matrices so narrow; store "
-            f"{'fewer widths (--widths)' if method == 'any-precision' else 'fewer bits (--bits)'} or smaller tables "
-            "(--codebook-bits 8)"
+            + ("fewer widths (--widths)" if method == "any-precision" else "fewer bits (--bits)")
+            + (" or smaller tables (--codebook-bits 8)" if method in CODEBOOK_METHODS else "")
         )
 
     def coverage(self) -> str:
@@ -147,6 +147,12 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
         raise InputError(
             "no linear layer is left to quantize: check --include and --exclude against `anybit plan MODEL`"
         )
+    for name in spec_map.keys() & specs.keys() if config.progressive else ():
+        if specs[name].tiles != config.layer_spec().tiles:
+            raise InputError(
+                f"spec of {name}: anybit chooses the widths of all rows together, in one order over the whole model: "
+                "leave bits and tiles out (--bits is the largest average, --exclude leaves a layer alone)"
+            )
     for name in spec_map.keys() & specs.keys() if config.method == "mixllm" else ():
         if any(tile.bits not in (4, 8) for tile in specs[name].tiles):
             raise InputError(
@@ -173,7 +179,7 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
     linear = sum(prod(shape) for shape in shapes.values())
     plan = Plan(specs, layouts, embeddings, kept, linear, total, dense)
     if config.progressive:
-        plan = replace(plan, refinement_bytes=progressive.overhead_bytes(config.bits or 8, len(layouts)))
+        plan = replace(plan, refinement_bytes=progressive.overhead_bytes(config.bits or 8, layouts))
     return replace(plan, overhead_bytes=overhead_bytes(streamed, plan, config))
 
 
@@ -296,7 +302,9 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
             config
         )  # forward twice, as blocks are recomputed, and backward for inputs and weights
         forwards = passes if config.gradients else forwards + passes
-        working += plan.model_weights * streamed.dtype.itemsize
+        vocabulary = streamed.model.config.get_text_config().vocab_size
+        logits = 2 * 4 * config.seq_len * vocabulary  # and their gradients, float32
+        working += plan.model_weights * streamed.dtype.itemsize + logits
     if config.finetune:
         forwards += 1 + 3 * config.finetune_epochs
         steps = config.finetune_epochs * config.samples / finetune.batch_size(config.samples, config.seq_len)

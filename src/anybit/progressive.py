@@ -8,7 +8,9 @@ at any average width is then a prefix of the list. The artifact is a core, an or
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from anybit.architectures import joined_layers
 from anybit.checkpoint import file_sha256, read_json, read_safetensors_header
 from anybit.errors import InputError
 from anybit.formats import Nested
-from anybit.tensors import stored_tensors
+from anybit.tensors import check_version, stored_tensors
 
 if TYPE_CHECKING:
     from anybit.writer import ArtifactWriter
@@ -35,6 +37,8 @@ CORE_BITS = 2.0  # average width of the core
 STEP = 0.1  # bits from one refinement to the next
 ROWS = 8  # that get a plane together
 SECTION = "progressive"  # of anybit.index.json
+SUFFIX = ".safetensors"
+MOST_HEADER = 1 << 24  # bytes of a refinement's header that are looked at
 LOSSES = "losses"  # field beside a layer's tensors while the order is not known yet
 Counts = Mapping[str, Sequence[int]]  # layer -> rows of every plane
 
@@ -115,7 +119,9 @@ def _row_steps(number: int, gains: np.ndarray, columns: int) -> np.ndarray:
     starts = np.arange(0, len(gains), ROWS)
     rows = np.diff(np.append(starts, len(gains)))
     mean = falling(np.add.reduceat(gains, starts, axis=0) / rows[:, None])
-    mean = np.minimum.accumulate(falling(mean.T).T, axis=1).clip(min=0)  # [groups of rows, planes 2 to 8]
+    mean = np.minimum.accumulate(falling(mean.T, rows).T, axis=1).clip(
+        min=0
+    )  # [groups of rows, planes 2 to 8]
     plane = np.broadcast_to(np.arange(2, BITS + 1), mean.shape)
     size = np.broadcast_to(rows[:, None], mean.shape)
     return np.stack([
@@ -160,20 +166,21 @@ def _coded_columns(layouts: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     return {name: x["shape"][1] - x["tiles"][0]["kept"] for name, x in layouts.items()}
 
 
-def falling(values: np.ndarray) -> np.ndarray:
-    """The rows of numbers [n, k] that do not rise and are closest: neighbours that rise share their mean."""
+def falling(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """The rows of numbers [n, k] that do not rise and are closest: neighbours that rise share their mean.
+
+    `weights` [k] are those of the columns; alike by default.
+    """
     made = values.copy()
+    counts = np.ones(values.shape[1]) if weights is None else weights.astype(np.float64)
     for i in np.flatnonzero((np.diff(values, axis=1) > 0).any(1)):
-        means: list[float] = []
-        sizes: list[int] = []
-        for value in values[i]:
-            means.append(float(value))
-            sizes.append(1)
-            while len(means) > 1 and means[-1] > means[-2]:
-                mean, size = means.pop(), sizes.pop()
-                means[-1] = (means[-1] * sizes[-1] + mean * size) / (sizes[-1] + size)
-                sizes[-1] += size
-        made[i] = np.repeat(means, sizes)
+        pools: list[tuple[float, float, int]] = []  # mean, weight, columns
+        for value, weight in zip(values[i], counts):
+            pools.append((float(value), float(weight), 1))
+            while len(pools) > 1 and pools[-1][0] > pools[-2][0]:
+                (a, m, j), (b, n, k) = pools.pop(), pools.pop()
+                pools.append(((a * m + b * n) / (m + n), m + n, j + k))
+        made[i] = np.repeat([mean for mean, *_ in pools], [size for *_, size in pools])
     return made
 
 
@@ -183,9 +190,28 @@ def ladder(bits: float) -> list[float]:
     return [min(bits, CORE_BITS + STEP * i) for i in range(max(0, count) + 1)]
 
 
-def overhead_bytes(bits: float, layers: int) -> int:
-    """About what the files of refinements up to `bits` take besides planes: headers, steps, entries of the index."""
-    return (len(ladder(bits)) - 1) * (600 + 12 * 3 * layers)
+def overhead_bytes(bits: float, layouts: Mapping[str, Mapping[str, Any]]) -> int:
+    """At most what an artifact of up to `bits` takes beyond the planes of `layouts`, where all layers have that width.
+
+    The files of refinements have headers, steps and entries of the index; and a layer whose rows are padded to words
+    more than others' may get more of the width.
+    """
+    files = (len(ladder(bits)) - 1) * (600 + 12 * 3 * len(layouts))
+    if bits >= BITS:  # every row has every plane
+        return files
+    columns = _coded_columns(layouts)
+    weights = {name: layouts[name]["shape"][0] * columns[name] for name in layouts}
+    padded = {name: 32 * plane_words(columns[name]) / columns[name] for name in layouts}
+    usual = sum(weights[name] * padded[name] for name in layouts)
+    return files + math.ceil(bits * (sum(weights.values()) * max(padded.values()) - usual) / 8)
+
+
+def with_all_planes(layouts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Nested layouts with every plane of every row."""
+    return {
+        name: with_counts(x, [x["shape"][0]] * BITS) if is_nested(x) else dict(x)
+        for name, x in layouts.items()
+    }
 
 
 def refinement_file(number: int, count: int) -> str:
@@ -231,6 +257,37 @@ class Rung:
     loss: float  # expected increase of the loss in nats per token
     chain: str
 
+    def is_there(self, path: Path, before: str) -> bool:
+        """Whether the file is in `path`; one that is shorter than it should be is still under way.
+
+        Args:
+            path: folder.
+            before: the running hash of the rung before, which the file names.
+
+        Raises:
+            InputError: another file under this name.
+        """
+        file = path / self.file
+        if not file.is_file():
+            return False
+        size = file.stat().st_size
+        if size > self.bytes or (size < self.bytes and _says_after(file) not in (None, before)):
+            raise InputError(
+                f"{file} is not what anybit.index.json lists under this name: refinements were exchanged; copy it again"
+            )
+        return size == self.bytes
+
+
+def _says_after(file: Path) -> str | None:
+    """The running hash that a refinement's file says it follows; None where that part is not there yet."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = stream.read(min(length, MOST_HEADER))
+    try:
+        return json.loads(header)["__metadata__"]["after"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
 
 @dataclass(frozen=True)
 class Progressive:
@@ -238,6 +295,7 @@ class Progressive:
 
     path: Path
     layouts: Mapping[str, dict[str, Any]]  # of all layers as the core has them
+    core: Mapping[str, str]  # its shards' hashes
     rungs: tuple[Rung, ...]  # the core first
     present: int  # how many rungs can be read: the core counts
 
@@ -263,26 +321,30 @@ class Progressive:
                 )
                 for entry in index[SECTION]
             ]
-        except (KeyError, TypeError, ValueError) as error:
+            names = {rung.file for rung in rungs}
+            shards = sorted(name for name in files if name.endswith(SUFFIX) and name not in names)
+            core = {name: str(files[name]["sha256"]) for name in shards}
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(stated) from error
-        finite = all(math.isfinite(r.bits) and math.isfinite(r.loss) and r.bytes >= 0 for r in rungs)
+        finite = all(0 < r.bits <= BITS + 1e-9 and math.isfinite(r.loss) and r.bytes >= 0 for r in rungs)
         if not rungs or not finite or rungs[0].file or not all(r.file for r in rungs[1:]):
             raise InputError(stated)
+        if functools.reduce(link, core.values(), "") != rungs[0].chain:
+            raise InputError(
+                f"{path}: anybit.index.json lists other shards than the core was made of: copy it again"
+            )
         for before, rung in pairwise(rungs):
+            if rung.bits < before.bits:
+                raise InputError(stated)
             if Path(rung.file).name != rung.file or rung.chain != link(before.chain, rung.sha256):
                 raise InputError(
                     f"{path}: anybit.index.json lists {rung.file!r} where it does not belong (the running hash "
                     "differs): refinements were reordered or the list was edited; copy the artifact again"
                 )
         present = 1
-        while present < len(rungs) and (path / rungs[present].file).is_file():
+        while present < len(rungs) and rungs[present].is_there(path, rungs[present - 1].chain):
             present += 1
-        return Progressive(path, layouts, tuple(rungs), present)
-
-    @property
-    def missing(self) -> list[str]:
-        """Files that the index lists and that are not there."""
-        return [r.file for r in self.rungs[self.present :] if not (self.path / r.file).is_file()]
+        return Progressive(path, layouts, core, tuple(rungs), present)
 
     def note(self) -> str | None:
         """A sentence where refinements are missing."""
@@ -290,7 +352,7 @@ class Progressive:
             return None
         return (
             f"{self.path} has {self.present - 1} of {len(self.rungs) - 1} refinements ({self.rungs[self.present].file} "
-            f"is missing): it runs at up to {self.rungs[self.present - 1].bits:.2f} bits"
+            f"is missing or not complete): it runs at up to {self.rungs[self.present - 1].bits:.2f} bits"
         )
 
     def upto_bits(self, bits: float) -> int:
@@ -347,19 +409,30 @@ class Progressive:
             counts = self.layouts[name]["tiles"][0]["counts"]
             now[i, : len(counts)] = counts
         made = [_named_counts(names, now)]
+        coded = _coded_columns({name: self.layouts[name] for name in names})
+        columns = np.array([coded[name] for name in names])
+        if abs(now.sum(1) @ columns / (now[:, 0] @ columns) - self.rungs[0].bits) > 1e-6:
+            raise InputError(
+                f"{self.path}: anybit.index.json states another width of the core: copy it again"
+            )
         for rung in range(1, upto + 1):
             if check:
                 self.check_file(rung)
-            found, words = self._read(rung), 0
-            for layer, plane, rows in found["steps"].long().numpy():
+            found, words, before = self._read(rung), 0, (-1, 0)
+            for layer, plane, rows in found["steps"].tolist():
                 if not (0 <= layer < len(names) and 2 <= plane <= BITS and rows > 0):
                     raise self._damaged(rung, "names a layer or plane that there is not")
+                if (layer, plane) <= before:
+                    raise self._damaged(rung, "has steps out of order")
+                before = (layer, plane)
                 now[layer, plane - 1] += rows
-                words += int(rows) * widths[layer]
+                words += rows * widths[layer]
             if (np.diff(now, axis=1) > 0).any():
                 raise self._damaged(rung, "makes planes longer than those before them")
             if words != len(found["words"]):
                 raise self._damaged(rung, f"holds {len(found['words'])} words, its steps need {words}")
+            if abs(now.sum(1) @ columns / (now[:, 0] @ columns) - self.rungs[rung].bits) > 1e-6:
+                raise self._damaged(rung, "leads to another width than anybit.index.json states")
             made.append(_named_counts(names, now))
         return made
 
@@ -371,6 +444,18 @@ class Progressive:
             size = (last - first) * width
             yield name, plane, first, words[at : at + size].view(last - first, width)
             at += size
+
+    def check_core(self) -> None:
+        """Hold the bytes of the core's shards against their hashes.
+
+        Raises:
+            InputError: they differ, or one is missing.
+        """
+        for file, sha256 in self.core.items():
+            if not (self.path / file).is_file() or file_sha256(self.path / file) != sha256:
+                raise InputError(
+                    f"{self.path / file} does not have the bytes that were written (SHA-256 differs): copy it again"
+                )
 
     def check_file(self, rung: int) -> None:
         """Hold a refinement's bytes against its hash.
@@ -429,6 +514,7 @@ def refine(model: nn.Module, found: Progressive, upto: int) -> Ladder:
     Raises:
         InputError: a file that is damaged or does not fit the layers.
     """
+    found.check_core()
     counts = found.counts(upto)
     grown: dict[tuple[str, int], Tensor] = {}
     for name in counts[0]:
@@ -459,6 +545,7 @@ def read_progressive(path: Path, quantization: Mapping[str, Any]) -> Progressive
         raise InputError(
             f"{path} is a core, and anybit.index.json, which lists its refinements, is missing: copy it, too"
         )
+    check_version(index.get("format_version"))
     found = Progressive.open(path, quantization["layers"], index)
     if core != {"refinements": len(found.rungs) - 1, "chain": found.rungs[0].chain}:
         raise InputError(
@@ -484,10 +571,15 @@ class Cut:
     """An artifact that was cut into core and refinements."""
 
     layouts: dict[str, dict[str, Any]]  # of all layers as the core has them
-    files: dict[str, dict[str, Any]]  # `bytes` and `sha256` of every refinement
+    files: dict[str, dict[str, Any]]  # `bytes` and `sha256` of every refinement's file
     section: dict[str, Any]  # of anybit.index.json
     core: dict[str, Any]  # what config.json says of it
     bits: float  # average width with all refinements
+
+    @property
+    def file_bytes(self) -> int:
+        """Of all refinements."""
+        return sum(entry["bytes"] for entry in self.files.values())
 
 
 def cut(writer: ArtifactWriter, layouts: Mapping[str, dict[str, Any]], bits: float, whole: bool) -> Cut:
@@ -507,7 +599,7 @@ def cut(writer: ArtifactWriter, layouts: Mapping[str, dict[str, Any]], bits: flo
     steps = order(
         {name: losses[name] for name in names}, _coded_columns({n: layouts[n] for n in names}), whole
     )
-    ends = [steps.upto(rung) for rung in ladder(bits)]
+    ends = list(dict.fromkeys(steps.upto(rung) for rung in ladder(bits)))  # whole layers may skip some
     counts = [steps.counts(end) for end in ends]
     core = {n: with_counts(x, counts[0][n]) if n in counts[0] else x for n, x in layouts.items()}
     writer.begin_cut()

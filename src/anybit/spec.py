@@ -487,6 +487,24 @@ def check_activations(options: QuantizeConfig | LayerSpec) -> None:
         raise InputError("clip searches the clipping ratios: leave clip_ratio out, or give --no-clip")
 
 
+def parse_bytes(text: str) -> int:
+    """ "120MB" or "120M" -> 120000000: decimal units, as file sizes are sold.
+
+    Raises:
+        InputError: no number, or no such unit.
+    """
+    powers = {letter: power for power, letter in enumerate("KMGT", 1)}
+    units = {"B": 1} | {f"{letter}IB": 2 ** (10 * power) for letter, power in powers.items()}
+    for letter, power in powers.items():
+        units |= {letter: 1000**power, f"{letter}B": 1000**power}
+    number = text.strip().rstrip("KMGTIBkmgtib ")
+    unit = text.strip()[len(number) :].strip().upper() or "B"
+    try:
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError) as error:
+        raise InputError(f"size {text!r}: expected a number and a unit, such as 120MB or 1.5GiB") from error
+
+
 def check_method(method: str) -> None:
     """Refuse what is no method's name.
 
@@ -554,6 +572,8 @@ def parse_layer_spec(name: str, value: Any, default: LayerSpec) -> LayerSpec:
             f"spec of {name}: {beside[0]!r} beside tiles would be ignored: put it into each tile"
         )
     options = {key: _typed(name, LayerSpec, key, value[key]) for key in option_fields & value.keys()}
+    if not 2 <= options.get("tune_for", default.tune_for) <= 8:
+        raise InputError(f"spec of {name}: tune_for {options['tune_for']:g}: expected 2 to 8")
     if not 0 < options.get("damp", default.damp) < 1:
         raise InputError(f"spec of {name}: damp {options['damp']} must lie between 0 and 1 (0.01 is usual)")
     tiles = value.get("tiles", [{key: value[key] for key in tile_fields & value.keys()}])
