@@ -335,6 +335,9 @@ def check_gradients(folder: Path, tokens: Tensor) -> None:
         streamed, tokens, deltas, fisher=True, deltas=[lambda name, a, b: deltas[name][a:b].clone()]
     )
     assert list(stats) == list(deltas)
+    largest = max(
+        float(found["products"].abs().max()) for found in expected.values()
+    )  # what rounding is small beside
     for name, s in stats.items():
         assert (s.samples, s.tokens) == (len(tokens), tokens.numel())
         assert s.fisher is not None
@@ -345,7 +348,7 @@ def check_gradients(folder: Path, tokens: Tensor) -> None:
         )
         size = expected[name]["products"].abs().max()
         torch.testing.assert_close(
-            s.products[0], expected[name]["products"], rtol=1e-3, atol=float(size) * 1e-4 + 1e-6
+            s.products[0], expected[name]["products"], rtol=1e-3, atol=float(size) * 1e-4 + 1e-6 * largest
         )
         size = expected[name]["diagonal"].max()
         torch.testing.assert_close(
