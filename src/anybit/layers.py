@@ -100,7 +100,7 @@ class PackedModule(nn.Module):
         return code_bits({"": self._running})
 
     def run_as(self, layout: Mapping[str, Any]) -> None:
-        """Run with the beginnings of the stored tensors that a layout names, from the next call on; copies nothing."""
+        """Run with the beginnings of the stored tensors that a layout names, from the next call on; copies no plane."""
         if layout != self._running:
             self._give_back(layout)
 
