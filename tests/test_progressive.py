@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from anybit.artifact import curve, inspect, verify
 from anybit.checkpoint import file_sha256, open_checkpoint
 from anybit.errors import InputError
 from anybit.formats import Nested
+from anybit.integrations import transformers as integration
 from anybit.kernels import cpu
 from anybit.layers import QuantLinear
 from anybit.methods import nested
@@ -920,3 +922,34 @@ def test_the_prediction_holds(
     made = inspect(artifact)
     assert code == 0 and predicted["bits"] == made["bits"] == 8
     assert made["size_bytes"] <= predicted["size_bytes"] * 1.001
+
+
+# ---- the hub ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("upto", "there"), [(None, 60), (5, 60), (0, 60), (None, 7), (9, 7)])
+def test_of_a_hub_id_only_what_is_needed_is_fetched(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upto: int | None, there: int
+) -> None:
+    """Transformers has fetched the core; the list and as many refinements as asked for, and there, come after it."""
+    fetched: list[str] = []
+    for file in artifact.glob("model-*"):
+        shutil.copy(file, tmp_path)
+
+    def cached_file(name: str, file: str, revision: str | None = None, **options: Any) -> str | None:
+        assert (name, revision) == ("someone/model", "abc")
+        if file.startswith("refine") and int(file.split("-")[1]) > there:
+            assert options == {"_raise_exceptions_for_missing_entries": False}
+            return None
+        fetched.append(file)
+        return str(shutil.copy(artifact / file, tmp_path))
+
+    monkeypatch.setattr(integration, "cached_file", cached_file)
+    quantization = json.loads((artifact / "config.json").read_text())["quantization_config"]
+    model = SimpleNamespace(name_or_path="someone/model", config=SimpleNamespace(_commit_hash="abc"))
+    asked = integration.AnybitConfig(**{k: v for k, v in quantization.items() if k != "quant_method"})
+    folder = integration._fetch_refinements(model, asked, upto)
+    count = min(there, 60 if upto is None else upto)
+    expected = [progressive.refinement_file(n, 60) for n in range(1, count + 1)]
+    assert folder == tmp_path and fetched == ["anybit.index.json", *expected]
+    assert progressive.read_progressive(folder, quantization).present == count + 1
