@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import cli, convert, progress, progressive, salience, shapes, writer
+from anybit import cli, convert, progress, progressive, refinements, salience, shapes, writer
 from anybit.artifact import curve, inspect, verify
 from anybit.checkpoint import file_sha256, open_checkpoint
 from anybit.errors import InputError
@@ -952,4 +952,4 @@ def test_of_a_hub_id_only_what_is_needed_is_fetched(
     count = min(there, 60 if upto is None else upto)
     expected = [progressive.refinement_file(n, 60) for n in range(1, count + 1)]
     assert folder == tmp_path and fetched == ["anybit.index.json", *expected]
-    assert progressive.read_progressive(folder, quantization).present == count + 1
+    assert refinements.read_progressive(folder, quantization).present == count + 1

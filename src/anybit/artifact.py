@@ -19,7 +19,8 @@ from anybit.checkpoint import Checkpoint, file_sha256, open_checkpoint, read_jso
 from anybit.description import check_layers, dense_layout
 from anybit.errors import InputError
 from anybit.formats import TwoFour
-from anybit.progressive import Progressive, read_progressive, with_counts
+from anybit.progressive import with_counts
+from anybit.refinements import Progressive, read_progressive
 from anybit.spec import bits_eq10, parse_bytes
 from anybit.tensors import (
     QUANT_METHOD,

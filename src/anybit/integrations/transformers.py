@@ -20,7 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from anybit import progressive
+from anybit import progressive, refinements
 from anybit.artifact import HASHES
 from anybit.description import check_layers
 from anybit.errors import InputError
@@ -87,7 +87,7 @@ def _refine(model: Any, config: AnybitConfig) -> None:
     """Add the refinements that lie beside the core, all that are there or as many as `config.rung` says.
 
     Raises:
-        InputError: see `progressive.read_progressive` and `progressive.refine`.
+        InputError: see `refinements.read_progressive` and `refinements.refine`.
     """
     asked = config.__dict__.pop("rung", None)
     if progressive.SECTION not in config.__dict__:
@@ -95,14 +95,14 @@ def _refine(model: Any, config: AnybitConfig) -> None:
     folder = Path(model.name_or_path)
     if not folder.is_dir():  # a hub id, of which Transformers has fetched the core
         folder = _fetch_refinements(model, config, asked)
-    found = progressive.read_progressive(folder, config.__dict__)
+    found = refinements.read_progressive(folder, config.__dict__)
     assert found is not None
     if asked is None and (note := found.note()):
         warnings.warn(note, stacklevel=2)
     upto = found.present - 1 if asked is None else asked
     if not is_int(upto, 0, found.present - 1):
         raise InputError(f"rung {upto!r} of {folder}: expected 0 to {found.present - 1}")
-    model.ladder = progressive.refine(model, found, upto)
+    model.ladder = refinements.refine(model, found, upto)
     for name, counts in model.ladder.counts[-1].items():
         config.layers[name] = progressive.with_counts(config.layers[name], counts)
     config.bits = model.ladder.bits[-1]
@@ -116,7 +116,7 @@ def _fetch_refinements(model: Any, config: AnybitConfig, upto: int | None) -> Pa
     )
     index = fetch(HASHES)
     assert index is not None  # or an error says what is missing
-    listed = progressive.read_progressive(Path(index).parent, config.__dict__)
+    listed = refinements.read_progressive(Path(index).parent, config.__dict__)
     for rung in () if listed is None else listed.rungs[1 : None if upto is None else upto + 1]:
         if fetch(rung.file, _raise_exceptions_for_missing_entries=False) is None:
             break
