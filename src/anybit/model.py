@@ -30,6 +30,7 @@ from anybit.streaming import StreamedModel
 from anybit.tensors import QUANT_METHOD, at_width, stored_tensors
 
 SEQ_LEN = 2048
+CLOSE_BITS = 0.02  # average widths that are called the same
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -85,6 +86,8 @@ def load(  # noqa: PLR0913 - mirrors the command's options
         if found is not None:
             if rung in (None, found.present - 1) and (note := found.note()):
                 report.say(note)
+            if bits is not None and rung is not None and bits - found.rungs[rung].bits > CLOSE_BITS:
+                report.say(f"runs at {found.rungs[rung].bits:.2f} bits, the largest width up to {bits:g}")
             config = checkpoint.config
             config.quantization_config = {**quantization, "rung": found.present - 1 if rung is None else rung}
             made = _from_pretrained(path, dtype, checkpoint, config=config)
