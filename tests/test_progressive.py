@@ -500,6 +500,15 @@ def test_a_download_under_way_is_a_prefix(copy: Path, capsys: pytest.CaptureFixt
         assert any("19 of 60 refinements" in note for note in notes), budget
 
 
+def test_a_width_between_two_is_said(artifact: Path) -> None:
+    notes: list[str] = []
+    report = progress.Silent()
+    report.say = notes.append  # type: ignore[method-assign]
+    low, high = (curve(artifact)[i]["bits"] for i in (12, 13))
+    load(artifact, bits=(low + high) / 2, report=report)
+    assert notes == [f"runs at {low:.2f} bits, the largest width up to {(low + high) / 2:g}"]
+
+
 @pytest.mark.parametrize(
     "budget", [{"bits": "3"}, {"bpw": "3"}, {"size": [1]}, {"size": "1 parsec"}, {"bits": True}]
 )
