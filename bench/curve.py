@@ -79,7 +79,8 @@ def draw(cells: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], plot
     for cell in others:
         if cell["name"] == cells[0]["name"] or cell["text"] != cells[0]["text"]:
             continue
-        if cell["bits"] == 16:
+        fits = len(cell["window_nll"]) >= windows and per_window(cell) == per_window(cells[0])
+        if cell["bits"] == 16 or not fits:
             continue
         loss = sum(cell["window_nll"][:windows]) / (windows * per_window(cell))
         points.setdefault(cell["name"], []).append((cell["bits_per_weight"], float(np.exp(loss))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -57,6 +58,18 @@ def artifact(
 def copy(artifact: Path, tmp_path: Path) -> Path:
     """An artifact of one's own to break."""
     return Path(shutil.copytree(artifact, tmp_path / "copy"))
+
+
+def write_index(path: Path, index: dict[str, Any]) -> None:
+    """Write an edited anybit.index.json, and in config.json what it says of it: a forgery that thinks of everything."""
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    section = index[progressive.SECTION]
+    stated = {"refinements": len(section) - 1, "list": progressive.list_hash(section)}
+    config["quantization_config"][progressive.SECTION] = stated
+    file.write_text(json.dumps(config))
+    index["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+    (path / "anybit.index.json").write_text(json.dumps(index))
 
 
 def logits(model: Any) -> Tensor:
@@ -302,7 +315,7 @@ def test_a_core_without_its_list_or_with_anothers_is_refused(copy: Path) -> None
             use(copy)
     (copy / "anybit.index.json").write_text(json.dumps(index))
     config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"][progressive.SECTION]["chain"] = "0" * 64
+    config["quantization_config"][progressive.SECTION]["list"] = "0" * 64
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="belong to different artifacts"):
         load(copy)
@@ -476,10 +489,25 @@ def test_a_list_without_a_file_is_no_proof(copy: Path) -> None:
 def test_what_the_list_states_is_checked(copy: Path, change: Callable[[Any], Any], word: str) -> None:
     index = index_of(copy)
     change(index)
-    (copy / "anybit.index.json").write_text(json.dumps(index))
+    write_index(copy, index)
     for use in (load, verify):
         with pytest.raises(InputError, match=word):
             use(copy)
+
+
+def test_an_edited_curve_is_found(copy: Path) -> None:
+    index = index_of(copy)
+    for entry in index[progressive.SECTION]:
+        entry["loss"] = 0.0
+    (copy / "anybit.index.json").write_text(json.dumps(index))
+    for use in (load, verify, curve):
+        with pytest.raises(InputError, match="or were edited"):
+            use(copy)
+
+
+def test_numbers_of_numpy_are_numbers(artifact: Path) -> None:
+    assert load(artifact, bits=np.float64(3.3)).ladder.bits[-1] == load(artifact, bits=3.3).ladder.bits[-1]
+    assert load(artifact, size=np.int64(10**9)).ladder.bits[-1] == 8
 
 
 def test_a_download_under_way_is_a_prefix(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -560,7 +588,7 @@ def test_steps_that_do_not_fit_are_refused(copy: Path, steps: list[list[int]], w
     chain = index[progressive.SECTION][0]["chain"]
     for entry in index[progressive.SECTION][1:]:
         chain = entry["chain"] = progressive.link(chain, index["files"][entry["file"]]["sha256"])
-    (copy / "anybit.index.json").write_text(json.dumps(index))
+    write_index(copy, index)
     with pytest.raises(InputError, match=word):
         load(copy, bits=2.2)
 
@@ -697,7 +725,8 @@ def test_other_scores_rank_the_rows(
     scores = salience.width_scores(streamed, text.tokens, streamed.all_linears(), kind).outputs
     last = sum(float(score[:, -1].double().sum()) for score in scores.values())
     assert rungs[-1]["loss"] == pytest.approx(last, rel=0.05)  # but for what pooling moves
-    for shared in ("full", "diagonal", "output", kind):  # statistics are those of the score asked for
+    other = "diagonal" if kind == "full" else "full"
+    for shared in ("output", other, kind):  # statistics are those of the score asked for
         config = replace(config, salience=shared)
         asked = {"calibration": str(text_file), "statistics": tmp_path / "shared", "overwrite": True}
         anybit.quantize(model_dir("llama"), tmp_path / "again", config, **asked)
@@ -820,7 +849,9 @@ def test_the_card_speaks_of_core_and_refinements(artifact: Path) -> None:
     assert f"{low['bits']:.2f} to 8.00 bits (anybit)" in card
     assert f"{low['bits_per_weight']:.3f} (core) to {high['bits_per_weight']:.3f} |" in card
     assert f"{(high['size_bytes'] - low['size_bytes']) / 1e6:.1f} MB (refinements)" in card
-    assert 'anybit.load("PATH", bits=3.3)' in card
+    (bits,) = re.findall(r'anybit\.load\("PATH", bits=(\S+)\)', card)
+    (fewer,) = re.findall(r"set_bits\((\S+)\)", card)
+    assert load(artifact, bits=float(bits)).set_bits(float(fewer)) < float(bits)
 
 
 def test_options_are_checked() -> None:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from anybit.description import check_layers, dense_layout
 from anybit.errors import InputError
 from anybit.formats import TwoFour
 from anybit.progressive import with_counts
-from anybit.refinements import Progressive, read_progressive
+from anybit.refinements import INDEX, Progressive, read_progressive
 from anybit.spec import bits_eq10, parse_bytes
 from anybit.tensors import (
     QUANT_METHOD,
@@ -36,7 +37,6 @@ from anybit.tensors import (
 )
 
 HASHES = "anybit.index.json"  # size and SHA-256 of every shard, config.json and the index
-INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer",
     "vocab",
@@ -161,7 +161,7 @@ def choose_rung(
     """
     found = read_progressive(path, quantization)
     for name, value in (("bits", bits), ("bpw", bpw)):
-        if value is not None and type(value) not in (int, float):
+        if value is not None and not _is_number(value):
             raise InputError(f"{name} {value!r}: expected a number")
     given = sum(value is not None for value in (bits, bpw, size))
     if given > 1:
@@ -181,11 +181,15 @@ def choose_rung(
         return found, found.upto_bytes(least, bpw * sizes.weights / 8, f"{bpw:g} bits per weight", needs)
     if size is not None:
         size = parse_bytes(size) if isinstance(size, str) else size
-        if type(size) not in (int, float):
+        if not _is_number(size):
             raise InputError(f"size {size!r}: expected a number of bytes, or text such as '110MB'")
         least = sizes.file_bytes()
         return found, found.upto_bytes(least, size, f"{size / 1e6:g} MB", f"{least / 1e6:.1f} MB")
     return found, None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -416,10 +420,12 @@ def verify(path: Path, progress: Any = None) -> dict[str, Any]:
     checks += [functools.partial(_check_kept, name, checkpoint) for name in sorted(kept)]
     if found is not None:
         checks.append(functools.partial(_check_refinements, found))
-    for name in (*(file.name for file in checkpoint.files), "config.json") if hashes else ():
+    listed = (*(file.name for file in checkpoint.files), INDEX, "config.json")
+    for name in listed if (path / HASHES).exists() else ():
         if name not in hashes:
             raise InputError(
-                f"{path / HASHES} does not list {name}: the list was edited; copy the artifact again"
+                f"{path / HASHES} does not list {name}: it was edited, or `save_pretrained` has written into the "
+                "folder of another artifact; copy the artifact again"
             )
     for i, check in enumerate(checks):
         check()

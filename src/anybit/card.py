@@ -27,8 +27,8 @@ REFINED = """
 That reads all refinements that are there. The core and any first ones of them are a model:
 
 ```python
-model = anybit.load("PATH", bits=3.3)  # or bpw=3.5, or size="90MB": only what that needs
-model.set_bits(2.7)  # from now on
+model = anybit.load("PATH", bits={bits})  # or most bits per weight (bpw=), or bytes (size="...MB")
+model.set_bits({fewer})  # from now on
 ```
 """
 
@@ -70,7 +70,8 @@ def model_card(
         width = f"{plan.code_bits:.3f} (core) to {beside.bits:.3f} bits (with all refinements), chosen at load or later"
         stored = f"{stored} (core) to {whole:.3f}"
         tensors = f"{tensors} (core) and {beside.bytes / 1e6:.1f} MB (refinements)"
-        more = REFINED
+        step = (beside.bits - plan.code_bits) / 4
+        more = REFINED.format(bits=f"{plan.code_bits + 2 * step:.1f}", fewer=f"{plan.code_bits + step:.1f}")
     notice = ""
     if base["quantized_before"]:
         notice = (

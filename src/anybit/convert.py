@@ -143,7 +143,7 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
                 writer, plan.layouts, float(config.bits or progressive.BITS), config.whole_layers
             )
             plan = replace(plan, layouts=refined.layouts, refinement_bytes=0)
-        beside = None if refined is None else Beside(refined.bits, refined.file_bytes)
+        beside = Beside(refined.bits, refined.file_bytes) if refined and refined.files else None
         texts = {"README.md": model_card(checkpoint, plan, made, beside)}
         checkpoint.copy_assets(writer.work)
         cost = writer.cost()

@@ -84,9 +84,10 @@ def load(  # noqa: PLR0913 - mirrors the command's options
         quantization, checkpoint = open_artifact(path)
         found, rung = choose_rung(path, quantization, checkpoint, bits, bpw, size)
         if found is not None:
-            if rung in (None, found.present - 1) and (note := found.note()):
+            served = bits is not None and rung is not None and bits - found.rungs[rung].bits <= CLOSE_BITS
+            if rung in (None, found.present - 1) and not served and (note := found.note()):
                 report.say(note)
-            if bits is not None and rung is not None and bits - found.rungs[rung].bits > CLOSE_BITS:
+            if bits is not None and rung is not None and not served:
                 report.say(f"runs at {found.rungs[rung].bits:.2f} bits, the largest width up to {bits:g}")
             config = checkpoint.config
             config.quantization_config = {**quantization, "rung": found.present - 1 if rung is None else rung}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from anybit import finetune, progressive, salience
+from anybit.calibrate import LOGIT_CHUNK
 from anybit.description import dense_layout
 from anybit.errors import InputError
 from anybit.footprint import overhead_bytes
@@ -303,7 +304,7 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
         )  # forward twice, as blocks are recomputed, and backward for inputs and weights
         forwards = passes if config.gradients else forwards + passes
         vocabulary = streamed.model.config.get_text_config().vocab_size
-        logits = 2 * 4 * config.seq_len * vocabulary  # and their gradients, float32
+        logits = 3 * 4 * min(config.seq_len, LOGIT_CHUNK) * vocabulary  # their float32 softmax, and gradients
         working += plan.model_weights * streamed.dtype.itemsize + logits
     if config.finetune:
         forwards += 1 + 3 * config.finetune_epochs

@@ -9,6 +9,7 @@ at any average width is then a prefix of the list. The artifact is a core, an or
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -194,7 +195,11 @@ def overhead_bytes(bits: float, layouts: Mapping[str, Mapping[str, Any]]) -> int
     weights = {name: layouts[name]["shape"][0] * columns[name] for name in layouts}
     padded = {name: 32 * plane_words(columns[name]) / columns[name] for name in layouts}
     usual = sum(weights[name] * padded[name] for name in layouts)
-    return files + math.ceil(bits * (sum(weights.values()) * max(padded.values()) - usual) / 8)
+    left, most = (bits - 1) * sum(weights.values()), usual  # one plane of every row, then those padded most
+    for name in sorted(layouts, key=lambda name: -padded[name]):
+        taken = min(left, (BITS - 1) * weights[name])
+        left, most = left - taken, most + taken * padded[name]
+    return files + math.ceil((most - bits * usual) / 8)
 
 
 def with_all_planes(layouts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -227,6 +232,11 @@ def plane_rows(steps: Counts, before: Counts) -> Iterator[tuple[str, int, int, i
         for plane, last in enumerate(counts, 1):
             if last > had[plane - 1]:
                 yield name, plane, had[plane - 1], last
+
+
+def list_hash(section: Sequence[Mapping[str, Any]]) -> str:
+    """What config.json says of the list of refinements: whoever edits widths or losses in it is found out."""
+    return hashlib.sha256(json.dumps(section, sort_keys=True).encode()).hexdigest()
 
 
 def link(chain: str, sha256: str) -> str:
@@ -291,7 +301,7 @@ def cut(writer: ArtifactWriter, layouts: Mapping[str, dict[str, Any]], bits: flo
         chain = link(chain, files[file]["sha256"])
         rung = {"bits": steps.bits(ends[i]), "loss": steps.loss_after(ends[i])}
         section.append({"file": file, **rung, "chain": chain})
-    stated = {SECTION: {"refinements": len(files), "chain": section[0]["chain"]}}
+    stated = {SECTION: {"refinements": len(files), "list": list_hash(section)}}
     return Cut(core, files, {SECTION: section}, stated, steps.bits(ends[-1]))
 
 

@@ -28,6 +28,7 @@ from anybit.progressive import (
     Counts,
     coded_columns,
     link,
+    list_hash,
     nested_names,
     plane_rows,
     with_counts,
@@ -35,6 +36,7 @@ from anybit.progressive import (
 from anybit.tensors import check_version, stored_tensors
 
 SUFFIX = ".safetensors"
+INDEX = "model.safetensors.index.json"
 MOST_HEADER = 1 << 24  # bytes of a refinement's header that are looked at
 
 
@@ -63,22 +65,26 @@ class Rung:
         if not file.is_file():
             return False
         size = file.stat().st_size
-        if size > self.bytes or (size < self.bytes and _says_after(file) not in (None, before)):
+        if size > self.bytes or (size < self.bytes and _is_another(file, before)):
             raise InputError(
                 f"{file} is not what anybit.index.json lists under this name: refinements were exchanged; copy it again"
             )
         return size == self.bytes
 
 
-def _says_after(file: Path) -> str | None:
-    """The running hash that a refinement's file says it follows; None where that part is not there yet."""
+def _is_another(file: Path, before: str) -> bool:
+    """Whether a file is whole, or says that it follows another running hash than `before`; False where its header is
+    not there yet."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        header = stream.read(min(length, MOST_HEADER))
+        text = stream.read(min(length, MOST_HEADER))
     try:
-        return json.loads(header)["__metadata__"]["after"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+        header = json.loads(text)
+        after = header.pop("__metadata__")["after"]
+        end = max(int(entry["data_offsets"][1]) for entry in header.values())
+    except (AttributeError, IndexError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return False
+    return after != before or file.stat().st_size == 8 + length + end
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Progressive:
 
     path: Path
     layouts: Mapping[str, dict[str, Any]]  # of all layers as the core has them
-    core: Mapping[str, str]  # its shards' hashes
+    core: Mapping[str, str]  # the hashes of its shards and of what says which tensor is where
     rungs: tuple[Rung, ...]  # the core first
     present: int  # how many rungs can be read: the core counts
 
@@ -116,7 +122,8 @@ class Progressive:
             names = {rung.file for rung in rungs}
             shards = sorted(name for name in files if name.endswith(SUFFIX) and name not in names)
             core = {name: str(files[name]["sha256"]) for name in shards}
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            weight_map = str(files[INDEX]["sha256"])
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(stated) from error
         finite = all(0 < r.bits <= BITS + 1e-9 and math.isfinite(r.loss) and r.bytes >= 0 for r in rungs)
         if not rungs or not finite or rungs[0].file or not all(r.file for r in rungs[1:]):
@@ -136,7 +143,7 @@ class Progressive:
         present = 1
         while present < len(rungs) and rungs[present].is_there(path, rungs[present - 1].chain):
             present += 1
-        return Progressive(path, layouts, core, tuple(rungs), present)
+        return Progressive(path, layouts, {**core, INDEX: weight_map}, tuple(rungs), present)
 
     def note(self) -> str | None:
         """A sentence where refinements are missing."""
@@ -238,7 +245,7 @@ class Progressive:
             at += size
 
     def check_core(self) -> None:
-        """Hold the bytes of the core's shards against their hashes.
+        """Hold the bytes of the core's shards and of their index against their hashes.
 
         Raises:
             InputError: they differ, or one is missing.
@@ -339,9 +346,10 @@ def read_progressive(path: Path, quantization: Mapping[str, Any]) -> Progressive
         )
     check_version(index.get("format_version"))
     found = Progressive.open(path, quantization["layers"], index)
-    if core != {"refinements": len(found.rungs) - 1, "chain": found.rungs[0].chain}:
+    if core != {"refinements": len(found.rungs) - 1, "list": list_hash(index[SECTION])}:
         raise InputError(
-            f"{path}: config.json and anybit.index.json belong to different artifacts: copy all files of one again"
+            f"{path}: config.json and anybit.index.json belong to different artifacts, or were edited: copy all files "
+            "of one again"
         )
     return found
 

@@ -71,9 +71,9 @@ class _Tile:
         """`y[:, rows] += x @ W.T`, accumulated in float32, the same bits for every number of threads.
 
         Args:
-            x: float32 [m, c], contiguous rows; bfloat16 where `takes_bf16`, which runs faster: products are exact, but
-                codebooks' centroids are rounded to bfloat16. One token (m = 1) and its row in a batch of up to 16
-                give the same bits.
+            x: float32 [m, c], contiguous rows; bfloat16 where `takes_bf16`, with AVX512-BF16 any number of tokens, else
+                up to 16. That runs faster: products are exact, but codebooks' centroids are rounded to bfloat16. One
+                token (m = 1) and its row in a batch of up to 16 give the same bits.
             y: float32 [m, out], contiguous; out = r where the tile has no `rows`.
             threads: default `torch.get_num_threads()`.
 

@@ -19,14 +19,16 @@ TAKEN = {  # fields whose bytes the native object of a tile holds, in another or
 }
 
 
-# What each way to multiply asks of the processor beyond the one before it, as csrc/dispatch.cpp chooses.
+# What each way to multiply asks of an x86 processor, the best last, as csrc/dispatch.cpp chooses.
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 NEEDS = {
-    "avx2": ("avx2", "fma", "f16c"),
-    "avx_vnni": ("avx_vnni",),
-    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
-    "avx512_vnni": ("avx512_vnni",),
-    "avx512_vbmi": ("avx512_vbmi",),
-    "avx512_bf16": ("avx512_bf16",),
+    "avx2": _AVX2,
+    "avx_vnni": (*_AVX2, "avx_vnni"),
+    "avx512": _AVX512,
+    "avx512_vnni": (*_AVX512, "avx512_vnni"),
+    "avx512_vbmi": (*_AVX512, "avx512_vnni", "avx512_vbmi"),
+    "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_vbmi", "avx512_bf16"),
 }
 
 
@@ -35,8 +37,8 @@ def info() -> dict[str, Any]:
 
     Returns:
         `{"cpu": {...}}` with `available` (the native extension), `isa` (of everything but products), `matmul_isa` (of
-        products: the best of `matmul_isas`), `reason` (why so) and `missing` ({way to multiply: what the processor
-        lacks for it}).
+        products: the best of `matmul_isas`), `reason` (why so) and `missing` ({better way to multiply: what the
+        processor lacks for it}; empty where it is no x86).
     """
     if not cpu.available():
         how: dict[str, Any] = {
@@ -47,17 +49,17 @@ def info() -> dict[str, Any]:
             "missing": {},
         }
         return {"cpu": {"available": False, **how}}
-    features, isas = cpu.cpu_features(), cpu.matmul_isas()
-    lacking = {isa: [f for f in needs if not features.get(f)] for isa, needs in NEEDS.items()}
-    missing = {isa: found for isa, found in lacking.items() if isa not in isas and found}
-    better = [f"{isa} needs {', '.join(found)}" for isa, found in missing.items()]
+    features, isas, order = cpu.cpu_features(), cpu.matmul_isas(), list(NEEDS)
+    better = order[order.index(isas[-1]) + 1 if isas[-1] in order else 0 :] if any(features.values()) else []
+    missing = {isa: [need for need in NEEDS[isa] if not features.get(need)] for isa in better}
+    lacking = [f"{isa} needs {', '.join(needs)}" for isa, needs in missing.items()]
     return {
         "cpu": {
             "available": True,
             "isa": cpu.isa(),
             "matmul_isa": cpu.matmul_isa(),
             "matmul_isas": list(isas),
-            "reason": "; ".join(["native extension loaded, the best that the processor has", *better]),
+            "reason": "; ".join(["native extension loaded, the best that the processor has", *lacking]),
             "missing": missing,
         }
     }
