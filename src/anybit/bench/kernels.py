@@ -50,6 +50,7 @@ SHAPES = (  # of LLMs, of SmolLM2-135M and its head, of Gemma 3 270M
 ATOM_OUTLIERS = 128
 SPARSE = 0.005  # of the weights
 INT_WIDTHS = (2, 3, 4, 5, 6, 8)
+CHANNEL_WIDTHS = (2, 3, 4, 6, 8)
 CODEBOOK_WIDTHS = (2, 3, 4, 5, 6, 8)
 NESTED_WIDTHS = (2, 3, 4, 5)
 FAST = " A8"  # codebooks with byte centroids and inputs of 8 bits
@@ -165,7 +166,8 @@ def layouts(out: int, columns: int) -> dict[str, dict[str, Any]]:
     if columns % (4 * BLOCK) == 0:
         tiles["2/4/16"] = [TwoFour.description(columns * 3 // 4, columns, BLOCK)]
     tiles |= {f"codebook {bits}": [codebook(bits)] for bits in CODEBOOK_WIDTHS}
-    tiles |= {f"by channel {bits}": [codebook(bits, by_channel=True)] for bits in (2, 3, 4, 6, 8)}
+    whole = [bits for bits in CHANNEL_WIDTHS if 2**bits <= out]  # whose tables have all entries
+    tiles |= {f"by channel {bits}": [codebook(bits, by_channel=True)] for bits in whole}
     tiles |= {f"codebook {bits}{FAST}": [codebook(bits)] for bits in CODEBOOK_WIDTHS}
     kept = columns // 128
     tiles |= {f"nested {bits}": [Nested.description([out] * bits, kept)] for bits in NESTED_WIDTHS}
