@@ -1,7 +1,7 @@
 """One artifact at all its widths: whether the curve falls, window by window, and where it lies beside other methods.
 
 anybit compare MODEL -o OUT -m 'anybit: bits=[2, 2.1, 2.2, ...]' --text test.txt --max-tokens 8192
-python bench/curve.py OUT [--name anybit] [--text test.txt] [--others OTHER_OUT --plot curve.png] [--json curve.json]
+python bench/curve.py OUT [--text test.txt] [--tokens 8184] [--others OTHER_OUT --plot curve.png] [--json curve.json]
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ def main() -> None:
     parser.add_argument(
         "--others", type=Path, help="a comparison on the same text, to be drawn beside the curve"
     )
+    parser.add_argument("--tokens", type=int, help="scored tokens, where there are several numbers of them")
     parser.add_argument("--plot", type=Path, help="picture to write")
     parser.add_argument("--json", type=Path, help="the curve's figures")
     args = parser.parse_args()
-    cells = [c for c in read(args.out) if c["name"] == args.name and args.text in (None, c["text"])]
+    cells = [c for c in read(args.out) if c["name"] == args.name]
+    cells = [c for c in cells if args.text in (None, c["text"]) and args.tokens in (None, c["tokens"])]
     cells.sort(key=lambda c: c["bits"])
     settings = {(c["text"], c["tokens"]) for c in cells}
     if len(settings) > 1:
-        parser.error(f"{args.out} has cells of {sorted(settings)} (text, tokens): name one with --text")
+        parser.error(
+            f"{args.out} has cells of {sorted(settings)} (text, tokens): name one with --text and --tokens"
+        )
     if len(cells) < 2:
         parser.error(f"{args.out} has {len(cells)} cells named {args.name!r}: a curve needs two")
     table(cells)
