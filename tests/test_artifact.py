@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import artifact, writer
+from anybit import writer
 from anybit.artifact import inspect, is_artifact, open_artifact, read_config, verify
-from anybit.checkpoint import JSON_LIMIT
+from anybit.checkpoint import JSON_LIMIT, file_sha256
 from anybit.errors import InputError
 from anybit.spec import QuantizeConfig
 from anybit.writer import ArtifactWriter, check_output, finished_bytes
@@ -465,4 +465,4 @@ def test_mount_points_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_hash_is_of_the_bytes(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc")
     digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert artifact.file_sha256(tmp_path / "file") == digest
+    assert file_sha256(tmp_path / "file") == digest

@@ -21,11 +21,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from test_convert import Recorder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import cli, convert, progress, progressive, refinements, salience, shapes, writer
+from anybit import cli, convert, progressive, refinements, salience, shapes, writer
 from anybit.artifact import curve, inspect, verify
 from anybit.checkpoint import file_sha256, open_checkpoint
 from anybit.errors import InputError
@@ -521,20 +522,16 @@ def test_a_download_under_way_is_a_prefix(copy: Path, capsys: pytest.CaptureFixt
     with pytest.raises(InputError, match=r"19 of 60 refinements .*refine-00020-of-00060.* not complete"):
         verify(copy)
     for budget in ({"bpw": 16.0}, {"size": "1GB"}, {}):
-        notes: list[str] = []
-        report = progress.Silent()
-        report.say = notes.append  # type: ignore[method-assign]
+        report = Recorder()
         load(copy, report=report, **budget)
-        assert any("19 of 60 refinements" in note for note in notes), budget
+        assert any("19 of 60 refinements" in note for note in report.said), budget
 
 
 def test_a_width_between_two_is_said(artifact: Path) -> None:
-    notes: list[str] = []
-    report = progress.Silent()
-    report.say = notes.append  # type: ignore[method-assign]
+    report = Recorder()
     low, high = (curve(artifact)[i]["bits"] for i in (12, 13))
     load(artifact, bits=(low + high) / 2, report=report)
-    assert notes == [f"runs at {low:.2f} bits, the largest width up to {(low + high) / 2:g}"]
+    assert report.said == [f"runs at {low:.2f} bits, the largest width up to {(low + high) / 2:g}"]
 
 
 @pytest.mark.parametrize(

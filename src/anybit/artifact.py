@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from anybit.checkpoint import Checkpoint, file_sha256, open_checkpoint, read_json
+from anybit.checkpoint import HASHES, INDEX, Checkpoint, check_sha256, open_checkpoint, read_json
 from anybit.description import check_layers, dense_layout
 from anybit.errors import InputError
 from anybit.formats import TwoFour
 from anybit.progressive import with_counts
-from anybit.refinements import INDEX, Progressive, read_progressive
+from anybit.refinements import Progressive, read_progressive
 from anybit.spec import bits_eq10, parse_bytes
 from anybit.tensors import (
     QUANT_METHOD,
@@ -36,7 +36,6 @@ from anybit.tensors import (
     widest,
 )
 
-HASHES = "anybit.index.json"  # size and SHA-256 of every shard, config.json and the index
 TOKENIZER_FILES = (
     "tokenizer",
     "vocab",
@@ -415,7 +414,7 @@ def verify(path: Path, progress: Any = None) -> dict[str, Any]:
     fields = {name: [f"{name}.{field}" for field in stored_tensors(layouts[name])] for name in layouts}
     kept = set(checkpoint.names()).difference(*fields.values())
     checks: list[Callable[[], None]]
-    checks = [functools.partial(_check_hash, path / file, hashes[file]) for file in hashes]
+    checks = [functools.partial(check_sha256, path / file, hashes[file]) for file in hashes]
     checks += [functools.partial(_check_layer, name, layouts[name], checkpoint) for name in layouts]
     checks += [functools.partial(_check_kept, name, checkpoint) for name in sorted(kept)]
     if found is not None:
@@ -434,21 +433,9 @@ def verify(path: Path, progress: Any = None) -> dict[str, Any]:
     return {"shards": len(checkpoint.files), "layers": len(layouts), "hashes_checked": bool(hashes)}
 
 
-def _check_hash(file: Path, expected: str) -> None:
-    if not file.is_file():
-        raise InputError(f"{file} is missing: the artifact is incomplete; copy it again")
-    if file_sha256(file) != expected:
-        raise InputError(
-            f"{file} does not have the bytes that were written (SHA-256 differs): it was damaged or edited; "
-            "copy it again"
-        )
-
-
 def _check_refinements(found: Progressive) -> None:
-    counts = found.counts(found.present - 1)
-    for rung in range(1, found.present):
-        for _ in found.planes(rung, counts[rung], counts[rung - 1]):
-            pass
+    """What the steps of all refinements say; their bytes were held against their hashes before."""
+    found.counts(found.present - 1, check=False)
 
 
 def _check_layer(name: str, layout: Mapping[str, Any], checkpoint: Checkpoint) -> None:

@@ -56,6 +56,8 @@ _ASSETS = (
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
     *_LICENCES,
 )
+INDEX = "model.safetensors.index.json"  # which shard holds which tensor
+HASHES = "anybit.index.json"  # size and SHA-256 of all shards, refinements, config.json and the index
 POOLING = "1_Pooling/config.json"  # sentence-transformers': how token states become one embedding
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
@@ -252,7 +254,7 @@ def _download(model: str) -> Path:
         raise InputError(
             f"{model} does not exist; give a model directory, a .gguf file or a hub id (owner/name)."
         )
-    wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", "anybit.index.json", POOLING]
+    wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", HASHES, POOLING]
     wanted += _ASSETS
     unwanted = ["[!1]*/*", "1_[!P]*/*", "consolidated*"]  # folders, but for the one with POOLING
     try:
@@ -335,6 +337,21 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def check_sha256(file: Path, expected: str) -> None:
+    """Hold a file's bytes against their hash.
+
+    Raises:
+        InputError: it is missing, or they differ.
+    """
+    if not file.is_file():
+        raise InputError(f"{file} is missing: the artifact is incomplete; copy it again")
+    if file_sha256(file) != expected:
+        raise InputError(
+            f"{file} does not have the bytes that were written (SHA-256 differs): it was damaged or edited; "
+            "copy it again"
+        )
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object that must not name a key twice."""
     keys = dict(pairs)
@@ -358,7 +375,7 @@ def _find_shards(folder: Path) -> dict[str, Path]:
     """`{tensor name: shard}` from the index; empty if the model is one `model.safetensors`."""
     if (folder / "model.safetensors").is_file():
         return {}
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if not index.is_file():
         raise InputError(_no_weights(folder))
     weight_map = read_json(index).get("weight_map")

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from anybit.checkpoint import file_sha256, read_json, read_safetensors_header
+from anybit.checkpoint import HASHES, INDEX, check_sha256, read_json, read_safetensors_header
 from anybit.errors import InputError
 from anybit.progressive import (
     BITS,
@@ -36,7 +36,6 @@ from anybit.progressive import (
 from anybit.tensors import check_version, stored_tensors
 
 SUFFIX = ".safetensors"
-INDEX = "model.safetensors.index.json"
 MOST_HEADER = 1 << 24  # bytes of a refinement's header that are looked at
 
 
@@ -160,14 +159,11 @@ class Progressive:
         Raises:
             InputError: fewer bits than the core has, or more than there are.
         """
-        low, high = self.rungs[0].bits, self.rungs[self.present - 1].bits
-        if not round(low, 2) - 0.005 <= bits <= self.rungs[-1].bits + STEP / 2:
-            raise InputError(
-                f"{self.path} has average widths from {low:.2f} to {self.rungs[-1].bits:.2f} bits, not {bits:g}"
-            )
-        if bits > high + STEP / 2:
+        widths = [rung.bits for rung in self.rungs]
+        last = _last_upto(widths, bits, f"{self.path} has")
+        if bits > widths[self.present - 1] + STEP / 2:
             raise InputError(f"{self.note()}; {bits:g} bits need more")
-        return max(i for i, r in enumerate(self.rungs[: self.present]) if i == 0 or r.bits <= bits + 1e-6)
+        return min(last, self.present - 1)
 
     def upto_bytes(self, least: int, budget: float, asked: str, needs: str) -> int:
         """The last rung whose files fit a budget of bytes, `least` being what the core takes (in words: `needs`).
@@ -210,13 +206,17 @@ class Progressive:
         made = [_named_counts(names, now)]
         coded = coded_columns({name: self.layouts[name] for name in names})
         columns = np.array([coded[name] for name in names])
-        if abs(now.sum(1) @ columns / (now[:, 0] @ columns) - self.rungs[0].bits) > 1e-6:
+
+        def is_as_stated(rung: int) -> bool:
+            return abs(now.sum(1) @ columns / (now[:, 0] @ columns) - self.rungs[rung].bits) <= 1e-6
+
+        if not is_as_stated(0):
             raise InputError(
                 f"{self.path}: anybit.index.json states another width of the core: copy it again"
             )
         for rung in range(1, upto + 1):
             if check:
-                self.check_file(rung)
+                check_sha256(self.path / self.rungs[rung].file, self.rungs[rung].sha256)
             found, words, before = self._read(rung), 0, (-1, 0)
             for layer, plane, rows in found["steps"].tolist():
                 if not (0 <= layer < len(names) and 2 <= plane <= BITS and rows > 0):
@@ -230,7 +230,7 @@ class Progressive:
                 raise self._damaged(rung, "makes planes longer than those before them")
             if words != len(found["words"]):
                 raise self._damaged(rung, f"holds {len(found['words'])} words, its steps need {words}")
-            if abs(now.sum(1) @ columns / (now[:, 0] @ columns) - self.rungs[rung].bits) > 1e-6:
+            if not is_as_stated(rung):
                 raise self._damaged(rung, "leads to another width than anybit.index.json states")
             made.append(_named_counts(names, now))
         return made
@@ -251,19 +251,7 @@ class Progressive:
             InputError: they differ, or one is missing.
         """
         for file, sha256 in self.core.items():
-            if not (self.path / file).is_file() or file_sha256(self.path / file) != sha256:
-                raise InputError(
-                    f"{self.path / file} does not have the bytes that were written (SHA-256 differs): copy it again"
-                )
-
-    def check_file(self, rung: int) -> None:
-        """Hold a refinement's bytes against its hash.
-
-        Raises:
-            InputError: they differ.
-        """
-        if file_sha256(self.path / self.rungs[rung].file) != self.rungs[rung].sha256:
-            raise self._damaged(rung, "does not have the bytes that were written (SHA-256 differs)")
+            check_sha256(self.path / file, sha256)
 
     def _read(self, rung: int) -> dict[str, Tensor]:
         """`steps` int32 [n, 3] (number of the layer, plane, rows) and `words`, mapped from the file."""
@@ -295,16 +283,24 @@ class Ladder:
         Raises:
             InputError: fewer bits than the least, or more than were loaded.
         """
-        if not round(self.bits[0], 2) - 0.005 <= bits <= self.bits[-1] + STEP / 2:
-            raise InputError(
-                f"this model was loaded with average widths from {self.bits[0]:.2f} to {self.bits[-1]:.2f} bits, "
-                f"not {bits:g}"
-            )
-        at = max(i for i, b in enumerate(self.bits) if i == 0 or b <= bits + 1e-6)
+        at = _last_upto(self.bits, bits, "this model was loaded with")
         for name, counts in self.counts[at].items():
             module = model.get_submodule(name)
             module.run_as(with_counts(module.layout, counts))  # type: ignore[operator, arg-type]
         return self.bits[at]
+
+
+def _last_upto(widths: Sequence[float], bits: float, whose: str) -> int:
+    """The last of ascending average widths that is at most `bits`, the first at least.
+
+    Raises:
+        InputError: fewer bits than the first, or more than the last.
+    """
+    if not round(widths[0], 2) - 0.005 <= bits <= widths[-1] + STEP / 2:
+        raise InputError(
+            f"{whose} average widths from {widths[0]:.2f} to {widths[-1]:.2f} bits, not {bits:g}"
+        )
+    return max(i for i, width in enumerate(widths) if i == 0 or width <= bits + 1e-6)
 
 
 def refine(model: nn.Module, found: Progressive, upto: int) -> Ladder:
@@ -338,7 +334,7 @@ def read_progressive(path: Path, quantization: Mapping[str, Any]) -> Progressive
     core = quantization.get(SECTION)
     if core is None:
         return None
-    file = path / "anybit.index.json"
+    file = path / HASHES
     index = read_json(file) if file.is_file() else {}
     if not isinstance(index.get(SECTION), list):
         raise InputError(

@@ -26,8 +26,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from anybit.artifact import HASHES, INDEX, dump_json, file_sha256, is_artifact, partial_folder
-from anybit.checkpoint import read_safetensors_header
+from anybit.artifact import dump_json, is_artifact, partial_folder
+from anybit.checkpoint import HASHES, INDEX, file_sha256, read_safetensors_header
 from anybit.errors import InputError
 from anybit.tensors import FORMAT_VERSION
 

@@ -21,7 +21,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from anybit import progressive, refinements
-from anybit.artifact import HASHES
+from anybit.checkpoint import HASHES
 from anybit.description import check_layers
 from anybit.errors import InputError
 from anybit.formats import is_int
