@@ -145,13 +145,8 @@ void multiply_block(const GroupInt& t, const FloatInputs& in, int64_t first, flo
 template <int BITS>
 void multiply(const GroupInt& t, const FloatInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block)
-        for (int64_t k = 0; k < in.tokens;) {
-            const int64_t step = in.tokens - k >= MOST_TOKENS ? MOST_TOKENS : in.tokens - k >= 2 ? 2 : 1;
-            if (step == MOST_TOKENS) multiply_block<BITS, MOST_TOKENS>(t, in, k, y, y_stride, block);
-            else if (step == 2) multiply_block<BITS, 2>(t, in, k, y, y_stride, block);
-            else multiply_block<BITS, 1>(t, in, k, y, y_stride, block);
-            k += step;
-        }
+        by_tokens<MOST_TOKENS>(in.tokens,
+                               [&](auto m, int64_t k) { multiply_block<BITS, m.value>(t, in, k, y, y_stride, block); });
 }
 
 // Weights of one lane's codes.

@@ -14,9 +14,9 @@ namespace {
 
 constexpr int CHAINS = 4; // sums under way at once: a dot product takes as many cycles or more
 #if defined(__AVX512F__)
-constexpr int64_t MOST_TOKENS = 4; // in registers at once
+constexpr int MOST_TOKENS = 4; // in registers at once
 #else
-constexpr int64_t MOST_TOKENS = 2;
+constexpr int MOST_TOKENS = 2;
 #endif
 
 // sums[i] += the dot product of four centroids with four activations, the centroids less CENTRE.
@@ -198,15 +198,9 @@ void look_up(const ByteCodebook& c, const typename Sums<B, 1>::Inputs& in, float
              int64_t end) {
     for (int64_t first = begin; first < end; first += LOOKUP_ROWS) {
         const int64_t last = least(end, first + LOOKUP_ROWS);
-        for (int64_t k = 0; k < in.tokens;) {
-            const int64_t step = in.tokens - k >= MOST_TOKENS ? MOST_TOKENS : in.tokens - k >= 2 ? 2 : 1;
-            const auto rest = Sums<B, 1>::skip(c, in, k);
-            if (step == MOST_TOKENS)
-                look_up_rows<Sums, B, MOST_TOKENS>(c, rest, y + k * y_stride, y_stride, first, last);
-            else if (step == 2) look_up_rows<Sums, B, 2>(c, rest, y + k * y_stride, y_stride, first, last);
-            else look_up_rows<Sums, B, 1>(c, rest, y + k * y_stride, y_stride, first, last);
-            k += step;
-        }
+        by_tokens<MOST_TOKENS>(in.tokens, [&](auto m, int64_t k) {
+            look_up_rows<Sums, B, m.value>(c, Sums<B, 1>::skip(c, in, k), y + k * y_stride, y_stride, first, last);
+        });
     }
 }
 

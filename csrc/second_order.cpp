@@ -88,14 +88,9 @@ void multiply(const SecondOrder& t, const typename By::Input* x, const float* su
               int64_t y_stride, int64_t begin, int64_t end) {
     const int64_t stride = cells_of(t) * CELL;
     for (int64_t block = begin; block < end; ++block)
-        for (int64_t k = 0; k < tokens;) {
-            const bool many = tokens - k >= MOST_TOKENS;
-            const auto* from = x + k * stride;
-            const float* its = sums + k * t.groups;
-            if (many) multiply_block<By, MOST_TOKENS>(t, from, its, y + k * y_stride, y_stride, block);
-            else multiply_block<By, 1>(t, from, its, y + k * y_stride, y_stride, block);
-            k += many ? MOST_TOKENS : 1;
-        }
+        by_tokens<MOST_TOKENS>(tokens, [&](auto m, int64_t k) {
+            multiply_block<By, m.value>(t, x + k * stride, sums + k * t.groups, y + k * y_stride, y_stride, block);
+        });
 }
 
 void decode_cell(const SecondOrder& t, int64_t block, int64_t c, uint8_t (&out)[LANES][CELL]) {

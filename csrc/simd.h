@@ -114,5 +114,15 @@ inline uint16_t upper_half(float value) { return static_cast<uint16_t>(load_as<u
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
+template <int N> struct Number {
+    static constexpr int value = N;
+};
+
+// use(Number<M>, first) for the tokens `first` to `first + M`: MOST at a time, the rest by halves of it.
+template <int MOST, typename F> inline void by_tokens(int64_t tokens, F&& use, int64_t first = 0) {
+    for (; tokens - first >= MOST; first += MOST) use(Number<MOST>{}, first);
+    if constexpr (MOST > 1) by_tokens<MOST / 2>(tokens, use, first);
+}
+
 } // namespace
 } // namespace anybit::ANYBIT_ISA
