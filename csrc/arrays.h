@@ -33,10 +33,10 @@ constexpr int64_t MAX_SIZE = int64_t(1) << 31; // rows, columns: keeps every pro
 
 // ---- checks ---------------------------------------------------------------------------------------------
 
-enum class Type { u8, i8, u16, u32, i32, f16, bf16, f32, other };
+enum class Type { u8, i8, u16, u32, i32, i64, f16, bf16, f32, other };
 
-const char* const TYPE_NAMES[] = {"uint8",   "int8",     "uint16",  "uint32",       "int32",
-                                  "float16", "bfloat16", "float32", "another dtype"};
+const char* const TYPE_NAMES[] = {"uint8", "int8",    "uint16",   "uint32",  "int32",
+                                  "int64", "float16", "bfloat16", "float32", "another dtype"};
 
 inline Type type_of(nb::dlpack::dtype dtype) {
     using Code = nb::dlpack::dtype_code;
@@ -48,6 +48,7 @@ inline Type type_of(nb::dlpack::dtype dtype) {
     if (is(Code::UInt, 16)) return Type::u16;
     if (is(Code::UInt, 32)) return Type::u32;
     if (is(Code::Int, 32)) return Type::i32;
+    if (is(Code::Int, 64)) return Type::i64;
     if (is(Code::Float, 16)) return Type::f16;
     if (is(Code::Bfloat, 16)) return Type::bf16;
     if (is(Code::Float, 32)) return Type::f32;

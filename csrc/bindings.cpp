@@ -403,7 +403,8 @@ NB_MODULE(_native, m) {
              nb::arg("values").noconvert(), nb::arg("rows").noconvert().none(), nb::arg("isa") = nb::none(),
              "values float16 or bfloat16 [r, columns], rows int32 [r] or None (all).");
     nb::class_<Layer>(m, "Layer", "A linear layer: tiles, what they read of the inputs, and a sparse part.")
-        .def(nb::init<int64_t, int64_t>(), nb::arg("out"), nb::arg("in_"))
+        .def(nb::init<int64_t, int64_t, const std::optional<std::string>&>(), nb::arg("out"), nb::arg("in_"),
+             nb::arg("isa") = nb::none(), "isa: of what rounds inputs and of the sparse part; tiles have their own.")
         .def("add_tile", &Layer::add_tile, nb::arg("tile"), nb::arg("cols").noconvert().none(), nb::arg("act_bits"),
              nb::arg("group_size"), nb::arg("clip").noconvert().none(), nb::arg("fixed").noconvert().none(),
              "cols int32 [columns] or None (all inputs); act_bits 0 or what inputs are rounded to, in groups of\n"

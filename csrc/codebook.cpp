@@ -86,10 +86,12 @@ int64_t decode_panel(const Channels& t, int64_t block, int64_t column, Floats* p
             code = (code + code) | (((word - Ints{}) >> lane) & 1);
         }
         if (c.table32 != nullptr)
-            for (int l = 0; l < LANES; ++l) panel[j][l] = c.table32[channel * c.entries + code[l]];
+            for (int l = 0; l < LANES; ++l)
+                panel[j][l] = code[l] < c.entries ? c.table32[channel * c.entries + code[l]] : 0.0f;
         else {
             uint16_t halves[LANES];
-            for (int l = 0; l < LANES; ++l) halves[l] = c.table16[channel * c.entries + code[l]];
+            for (int l = 0; l < LANES; ++l)
+                halves[l] = code[l] < c.entries ? c.table16[channel * c.entries + code[l]] : uint16_t(0);
             panel[j] = load_halves(halves);
         }
     }

@@ -182,7 +182,7 @@ private:
     }
 
     void look_up_many(const Tokens& x, float* y, int64_t y_stride, int threads) const {
-        const ByteCodebook b = float_codebook();
+        const ByteCodebook b = x.bf16 ? half_codebook() : float_codebook();
         const int64_t width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
         add_many(b, x, width, plain(width), kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, y, y_stride, threads);
     }
@@ -191,6 +191,13 @@ private:
         std::call_once(floats_made_,
                        [this] { float_bytes_ = table_of<uint32_t>(kernels_.lookup_float_form(c_.bits)); });
         return byte_codebook(float_bytes_, nullptr);
+    }
+
+    ByteCodebook half_codebook() const {
+        std::call_once(halves_made_, [this] { half_bytes_ = table_of<uint16_t>(kernels_.lookup_bf16_form(c_.bits)); });
+        ByteCodebook b = byte_codebook(half_bytes_, nullptr);
+        b.halves = true;
+        return b;
     }
 
     void look_up_floats(const Tokens& x, float* y, int64_t y_stride, int threads) const {
@@ -204,8 +211,7 @@ private:
     }
 
     void look_up_bf16(const Tokens& x, float* y, int64_t y_stride, int threads) const {
-        std::call_once(halves_made_, [this] { half_bytes_ = table_of<uint16_t>(kernels_.lookup_bf16_form(c_.bits)); });
-        const ByteCodebook b = byte_codebook(half_bytes_, nullptr);
+        const ByteCodebook b = half_codebook();
         const int64_t m = x.count, width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
         const Scratch scratch = make_scratch(m * width / 2);
         auto* halves = reinterpret_cast<uint16_t*>(scratch.get());
@@ -269,10 +275,13 @@ private:
         byte_scales_.assign(static_cast<size_t>(c_.rows), 0.0f);
         for (int64_t row = 0; row < c_.rows; ++row) {
             float most = 0;
-            for (int64_t e = 0; e < c_.entries; ++e) most = std::max(most, std::abs(entry(row, e)));
+            for (int64_t e = 0; e < c_.entries && !std::isnan(most); ++e) {
+                const float size = std::abs(entry(row, e));
+                most = std::isfinite(size) ? std::max(most, size) : std::nanf(""); // such a row gives NaN
+            }
             const float scale = most / 127;
             byte_scales_[static_cast<size_t>(row)] = scale;
-            if (scale == 0) continue;
+            if (!(scale > 0)) continue;
             for (int64_t e = 0; e < c_.entries; ++e)
                 bytes_[static_cast<size_t>(row * entries + e)] =
                     static_cast<uint8_t>(BYTE_ZERO + std::lrint(entry(row, e) / scale));

@@ -29,32 +29,55 @@ struct Bf16 {
     }
 };
 
-template <typename Half> inline float dot_row(const uint16_t* w, const float* x, int64_t columns) {
-    Floats sum[4] = {};
+#if defined(__AVX512F__)
+constexpr int TOGETHER_ROWS = 4; // which meet the same inputs while those are in registers
+#else
+constexpr int TOGETHER_ROWS = 2;
+#endif
+
+// R rows, `columns` apart.
+template <typename Half, int R>
+inline void dot_rows(const uint16_t* w, const float* x, int64_t columns, float (&dots)[R]) {
+    Floats sum[R][4] = {};
     int64_t j = 0;
-    for (; j + 4 * LANES <= columns; j += 4 * LANES) {
-        prefetch(reinterpret_cast<const uint8_t*>(w + j));
-        prefetch(reinterpret_cast<const uint8_t*>(w + j + 2 * LANES));
-        for (int i = 0; i < 4; ++i) sum[i] += Half::load(w + j + i * LANES) * load(x + j + i * LANES);
-    }
+    for (; j + 4 * LANES <= columns; j += 4 * LANES)
+        for (int r = 0; r < R; ++r) {
+            const uint16_t* from = w + r * columns + j;
+            prefetch(reinterpret_cast<const uint8_t*>(from));
+            prefetch(reinterpret_cast<const uint8_t*>(from + 2 * LANES));
+            for (int i = 0; i < 4; ++i) sum[r][i] += Half::load(from + i * LANES) * load(x + j + i * LANES);
+        }
     for (; j < columns; j += LANES) {
-        const int64_t left = least(LANES, columns - j);
-        uint16_t halves[LANES] = {};
+        const auto left = static_cast<size_t>(least(LANES, columns - j));
         Floats floats{};
-        __builtin_memcpy(halves, w + j, static_cast<size_t>(left) * 2);
-        __builtin_memcpy(&floats, x + j, static_cast<size_t>(left) * 4);
-        sum[0] += Half::load(halves) * floats;
+        __builtin_memcpy(&floats, x + j, left * 4);
+        for (int r = 0; r < R; ++r) {
+            uint16_t halves[LANES] = {};
+            __builtin_memcpy(halves, w + r * columns + j, left * 2);
+            sum[r][0] += Half::load(halves) * floats;
+        }
     }
-    return reduce((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    for (int r = 0; r < R; ++r) dots[r] = reduce((sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3]));
+}
+
+template <typename Half, int R>
+void multiply_rows(const HalfRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
+                   int64_t row) {
+    for (int64_t k = 0; k < tokens; ++k) {
+        float dots[R];
+        dot_rows<Half>(t.values + row * t.columns, x + k * x_stride, t.columns, dots);
+        for (int r = 0; r < R; ++r)
+            y[k * y_stride + (t.out_rows == nullptr ? row + r : t.out_rows[row + r])] += dots[r];
+    }
 }
 
 template <typename Half>
 void multiply(const HalfRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
               int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-        for (int64_t k = 0; k < tokens; ++k)
-            y[k * y_stride + (t.out_rows == nullptr ? row : t.out_rows[row])] +=
-                dot_row<Half>(t.values + row * t.columns, x + k * x_stride, t.columns);
+    int64_t row = begin;
+    for (; row + TOGETHER_ROWS <= end; row += TOGETHER_ROWS)
+        multiply_rows<Half, TOGETHER_ROWS>(t, x, x_stride, tokens, y, y_stride, row);
+    for (; row < end; ++row) multiply_rows<Half, 1>(t, x, x_stride, tokens, y, y_stride, row);
 }
 
 // The columns from `column` on of a block of rows, a lane for each row.

@@ -18,7 +18,7 @@ struct Codebook {
     const float* row_scales;               // [rows]; both null: row i has table i as it is
     const int32_t* out_rows;               // [rows] output rows, all different; null: row i is output row i
     int bits;                              // 1..8
-    int64_t rows, columns, words, entries; // entries <= 2^bits; no code is as large
+    int64_t rows, columns, words, entries; // entries <= 2^bits; a code beyond stands for 0
 };
 
 // A float matrix anywhere in memory; strides in floats.

@@ -9,7 +9,9 @@ namespace anybit {
 // Build it first, then share it: `add_tile` and the `set_` functions must not run beside `matmul`.
 class Layer {
 public:
-    Layer(int64_t out, int64_t in) : kernels_(check_products(std::nullopt)), out_(out), in_(in) {
+    // isa: what rounds inputs and multiplies sparse weights; tiles have their own.
+    Layer(int64_t out, int64_t in, const std::optional<std::string>& isa)
+        : kernels_(check_products(isa)), out_(out), in_(in) {
         if (in < 1 || out < 1 || in >= MAX_SIZE || out >= MAX_SIZE)
             refuse("a layer of " + std::to_string(out) + " x " + std::to_string(in) + ": expected 1 to 2^31 - 1");
     }
@@ -19,7 +21,9 @@ public:
     // to `fixed` scales, 0 where they are not.
     void add_tile(nb::object tile, const std::optional<Input>& cols, int64_t act_bits, int64_t group_size,
                   const std::optional<Input>& clip, const std::optional<Input>& fixed) {
-        Part part{tile, nb::cast<const Tile*>(tile), {}, 0, 0, {}, {}, false};
+        const Tile* bound = nullptr;
+        if (!nb::try_cast(tile, bound) || bound == nullptr) refuse("tile is none of this module's tiles");
+        Part part{tile, bound, {}, 0, 0, {}, {}, false};
         part.tile->check_out(out_);
         const int64_t columns = part.tile->columns();
         if (columns < 1) refuse("a tile without columns");

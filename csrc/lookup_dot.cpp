@@ -224,9 +224,9 @@ void look_up_pairs(const ByteCodebook& c, const LookupPlain<uint16_t>& in, float
 }
 #endif
 
-// Weights of a block of columns of LANES rows; the table in the form of `lookup_float_form`, or whole where it has
-// none.
-template <int B> int64_t decode_block(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+// Weights of a block of columns of LANES rows, whose table is as a Table wants it; whole floats where there is none.
+template <int B, typename Table>
+int64_t decode_block(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
     const int64_t bytes = 4 * c.words, at = column / PHASES;
     Floats values[LANES][PHASES][4];
     for (int64_t lane = 0; lane < LANES; ++lane) {
@@ -235,7 +235,7 @@ template <int B> int64_t decode_block(const ByteCodebook& c, int64_t block, int6
         for (int p = 0; p < B; ++p) plane[p] = load_plane(plane_bytes(c, B - 1 - p) + row * bytes + at, bytes - at);
         codes_of<B>(plane, code);
         if constexpr (floating(B) != Floating::none) {
-            const FloatTable<B> table(c.table, c.kind(row));
+            const Table table(c.table, c.kind(row));
             const float scale = c.row_scale(row);
             for (int64_t s = 0; s < PHASES; ++s) {
                 table(code[s], values[lane][s]);
@@ -255,14 +255,28 @@ template <int B> int64_t decode_block(const ByteCodebook& c, int64_t block, int6
                 Floats rows[LANES];
                 for (int64_t lane = 0; lane < LANES; ++lane) rows[lane] = values[lane][s][v];
                 transpose(rows);
-                for (int64_t l = 0; l < LANES; ++l) panel[PHASES * FloatTable<B>::place(v, l) + s] = rows[l];
+                for (int64_t l = 0; l < LANES; ++l) panel[PHASES * Table::place(v, l) + s] = rows[l];
             }
     return PHASES * BYTES;
 }
 
-int64_t decode_panel(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
-    ANYBIT_BY_WIDTH(decode_block, c.bits, c, block, column, panel);
+template <int B> int64_t decode_floats(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+    return decode_block<B, FloatTable<B>>(c, block, column, panel);
 }
+
+int64_t decode_panel(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+    ANYBIT_BY_WIDTH(decode_floats, c.bits, c, block, column, panel);
+}
+
+#ifdef __AVX512BF16__
+template <int B> int64_t decode_halves(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+    return decode_block<B, WideHalves<B>>(c, block, column, panel);
+}
+
+int64_t decode_half_panel(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+    ANYBIT_BY_WIDTH(decode_halves, c.bits, c, block, column, panel);
+}
+#endif
 
 // A token's activations as the vectors of T meet them: `place` says which byte of the codes a lane of a vector has.
 template <typename T>
@@ -350,8 +364,8 @@ void lookup_gemm(const ByteCodebook& c, const float* x, int64_t x_stride, int64_
 #ifdef __AVX512BF16__
 void lookup_gemm_bf16(const ByteCodebook& c, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
                       int64_t y_stride, int64_t begin, int64_t end) {
-    multiply_many(c, decode_panel, c.out_rows, x, x_stride, lookup_blocks(c) * PHASES * BYTES, tokens, y, y_stride,
-                  begin, end);
+    multiply_many(c, c.halves ? decode_half_panel : decode_panel, c.out_rows, x, x_stride,
+                  lookup_blocks(c) * PHASES * BYTES, tokens, y, y_stride, begin, end);
 }
 #endif
 

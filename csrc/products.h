@@ -86,6 +86,7 @@ struct ActivationGrid {
 struct ByteCodebook {
     const uint32_t* planes[8]; // as in Codebook
     const uint8_t* table;      // [rows, 2^bits]
+    bool halves;               // for `lookup_gemm_bf16`: the table is of bfloat16, in the form of `lookup_bf16_form`
     const float* scales;       // [rows]
     const uint8_t* kinds;      // tables of floats and bfloat16, as in Codebook
     const float* row_scales;

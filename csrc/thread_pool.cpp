@@ -1,11 +1,14 @@
 #include "thread_pool.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 #include <pthread.h>
 #if defined(__x86_64__)
@@ -45,14 +48,12 @@ public:
         std::unique_lock<std::mutex> user(user_, std::try_to_lock);
         if (!user.owns_lock()) return false;
         start_workers(threads - 1);
-        n_ = n, grain_ = grain, helpers_ = threads - 1, function_ = function, context_ = context;
+        n_ = n, grain_ = grain, function_ = function, context_ = context;
+        helpers_ = std::min(threads - 1, static_cast<int>(workers_.size()));
         next_ = 0;
         inside_ = 0; // open
         ++job_;
-        if (sleeping_ > 0) {
-            { std::lock_guard<std::mutex> lock(sleep_); } // a worker between its check and its wait has left
-            wake_.notify_all();
-        }
+        for (int i = 0; i < helpers_; ++i) workers_[static_cast<size_t>(i)]->wake();
         work();
         inside_ -= CLOSED;
         const auto empty = [this] { return inside_ == -CLOSED; };
@@ -64,34 +65,46 @@ public:
 private:
     static constexpr int64_t CLOSED = int64_t(1) << 32;
 
+    // Where one worker sleeps: nobody wakes those that a job does not ask for.
+    struct Worker {
+        std::mutex mutex;
+        std::condition_variable woken;
+        std::atomic<bool> sleeping{false};
+
+        template <typename F> void sleep_until(F ready) {
+            std::unique_lock<std::mutex> lock(mutex);
+            sleeping = true;
+            woken.wait(lock, ready);
+            sleeping = false;
+        }
+        void wake() {
+            if (!sleeping) return;
+            { std::lock_guard<std::mutex> lock(mutex); } // it was between its check and its wait, and has left that
+            woken.notify_one();
+        }
+    };
+
     void start_workers(int wanted) {
-        while (workers_ < wanted) {
+        while (static_cast<int>(workers_.size()) < wanted) {
+            auto worker = std::make_unique<Worker>();
             try {
-                std::thread(&Pool::serve, this, workers_, job_.load()).detach();
+                std::thread(&Pool::serve, this, worker.get(), static_cast<int>(workers_.size()), job_.load()).detach();
             } catch (const std::system_error&) {
                 return; // the system gives no more threads: go on with those there are
             }
-            ++workers_;
+            workers_.push_back(std::move(worker));
         }
     }
 
-    void serve(int index, uint64_t seen) {
+    void serve(Worker* self, int index, uint64_t seen) {
         for (;;) {
-            wait_for_job(seen);
+            const auto wanted = [this, index, &seen] { return job_ != seen && index < helpers_; };
+            if (!spin_until(wanted)) self->sleep_until(wanted);
             seen = job_;
             if (!enter()) continue;
             if (index < helpers_) work();
             --inside_;
         }
-    }
-
-    void wait_for_job(uint64_t seen) {
-        const auto changed = [this, seen] { return job_ != seen; };
-        if (spin_until(changed)) return;
-        std::unique_lock<std::mutex> lock(sleep_);
-        ++sleeping_;
-        wake_.wait(lock, changed);
-        --sleeping_;
     }
 
     bool enter() {
@@ -107,20 +120,17 @@ private:
     }
 
     std::mutex user_;
-    int workers_ = 0; // guarded by user_
+    std::vector<std::unique_ptr<Worker>> workers_; // guarded by user_
 
     // The job; written while closed, read by those inside.
     int64_t n_ = 0, grain_ = 1;
-    int helpers_ = 0;
     RangeFunction function_ = nullptr;
     void* context_ = nullptr;
     std::atomic<int64_t> next_{0};
 
     std::atomic<int64_t> inside_{-CLOSED}; // workers in the job; -CLOSED more when nobody may enter
     std::atomic<uint64_t> job_{0};
-    std::mutex sleep_;
-    std::condition_variable wake_;
-    std::atomic<int> sleeping_{0};
+    std::atomic<int> helpers_{0}; // workers that the job asks for, the first ones
 };
 
 std::atomic<Pool*> current{nullptr};

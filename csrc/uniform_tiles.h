@@ -78,11 +78,11 @@ public:
 
     void dequantize_rows(const Input& ids, const Output& out) const {
         const int64_t n = size_of("ids", ids, 0, 1);
-        check("ids", ids, {Type::i32}, {n}, Layout::dense);
+        check("ids", ids, {Type::i64}, {n}, Layout::dense);
         check("out", out, {Type::f32}, {n, t_.columns}, Layout::dense);
-        const int32_t* from = static_cast<const int32_t*>(ids.data());
-        const std::vector<int32_t> wanted(from, from + n);
-        for (int32_t row : wanted)
+        const int64_t* from = static_cast<const int64_t*>(ids.data());
+        const std::vector<int64_t> wanted(from, from + n);
+        for (int64_t row : wanted)
             if (row < 0 || row >= t_.rows)
                 refuse("row " + std::to_string(row) + " of a tile of " + std::to_string(t_.rows) + " rows");
         float* to = static_cast<float*>(out.data());
@@ -173,6 +173,9 @@ public:
         check("scale_zeros", scale_zeros, {Type::u8}, {parts, t_.groups}, Layout::dense);
         const auto bytes_of = [](const Input& a) { return static_cast<const uint8_t*>(a.data()); };
         const StoredSecondOrder from{bytes_of(codes), bytes_of(zeros), bytes_of(scale_codes)};
+        check_below("codes", from.codes, t_.rows * t_.columns, 4);
+        check_below("zeros", from.zeros, t_.rows * t_.groups, 4);
+        check_below("scale_codes", from.scale_codes, t_.rows * t_.groups, 16);
         const auto* given = static_cast<const float*>(scales.data());
         scales_.assign(given, given + parts * t_.groups);
         zeros_.assign(bytes_of(scale_zeros), bytes_of(scale_zeros) + parts * t_.groups);
@@ -212,6 +215,13 @@ private:
         check("codes", codes, {Type::u8}, {t_.rows, t_.columns}, Layout::dense);
         check("zeros", zeros, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
         check("scale_codes", scale_codes, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
+    }
+
+    // bound: a power of 2
+    static void check_below(const char* name, const uint8_t* values, int64_t n, int bound) {
+        int all = 0;
+        for (int64_t i = 0; i < n; ++i) all |= values[i];
+        if (all >= bound) refuse(std::string(name) + " go beyond " + std::to_string(bound - 1));
     }
 
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {

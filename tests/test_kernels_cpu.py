@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import resource
+import subprocess
+import sys
 import threading
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -257,6 +261,33 @@ def test_several_python_threads_at_once() -> None:
     assert not wrong
 
 
+def test_a_call_on_many_threads_slows_no_later_one() -> None:
+    """Only the workers that a call asks for are woken: the others would each leave the processor once a call."""
+    case, x = make(4, 1001, 1539, 128), activations(1, 1539)
+    want = product(case, x, 48)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    for _ in range(100):
+        time.sleep(0.0005)  # all fall asleep
+        assert torch.equal(product(case, x, 2), want)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before < 100 * 16
+
+
+def test_idle_workers_leave_the_processor_alone() -> None:
+    case, x = make(4, 301, 1539, 128), activations(1, 1539)
+    product(case, x, 8)
+    before = time.process_time()
+    time.sleep(1)
+    assert time.process_time() - before < 0.1
+
+
+def test_more_threads_in_pytorch_than_kernels_take() -> None:
+    script = (
+        "import torch; from anybit.kernels import cpu; torch.set_num_threads(2000); print(cpu._threads(None))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout == "1024\n"
+
+
 def _in_child(case: Case, x: torch.Tensor, want: bytes, answer: multiprocessing.Queue[bool]) -> None:
     torch.set_num_threads(1)
     answer.put(product(case, x, 2).numpy().tobytes() == want)
@@ -411,6 +442,20 @@ def test_matmul_refuses_what_does_not_fit(x: torch.Tensor, y: torch.Tensor, thre
     ):  # all: out is 4
         with pytest.raises(ValueError, match=r"expected|up to"):
             tile.matmul(x, y, threads)
+
+
+def test_no_threads_is_an_error_not_the_default() -> None:
+    case = make(4, 8, 64, 32)
+    for threads in (0, -1, 2000):
+        with pytest.raises(ValueError, match="threads is"):
+            case.tile.matmul(torch.zeros(1, 64), torch.zeros(1, 8), threads)
+
+
+def test_ids_beyond_32_bits_are_no_rows() -> None:
+    tile = make(4, 8, 64, 32).tile
+    for ids in ([2**32], [-1], [8], [0, 2**31]):
+        with pytest.raises(ValueError, match="of a tile of 8 rows"):
+            tile.dequantize_rows(torch.tensor(ids))
 
 
 def test_rows_changed_after_binding_change_nothing() -> None:

@@ -60,9 +60,9 @@ def packed(name: str, shape: tuple[int, int], sparse: bool, scaled: bool, seed: 
 
 
 def oracle(weight: PackedWeight, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The product with the dense matrix, and the size of what is summed, in double precision."""
+    """The product with the dense matrix, and the norm of what is summed, in double precision."""
     inputs, dense = reference.round_inputs(x.float(), weight).double(), reference.dequantize(weight).double()
-    return inputs @ dense.T, inputs.abs() @ dense.abs().T
+    return inputs @ dense.T, (inputs.square() @ dense.square().T).sqrt()
 
 
 @settings(max_examples=200, deadline=None)
@@ -100,11 +100,9 @@ def test_a_layer_is_the_product_with_its_dense_matrix(  # noqa: PLR0913
     y = prepared.layer.matmul(x, threads=threads)
     assert y.dtype == x.dtype
     expected, size = oracle(weight, x)
-    # What is rounded to bfloat16: the result; centroids; inputs once more where they are scaled. Scaling also moves a
-    # few inputs over the edge of a rounding step.
-    bound = 2e-5 * size.amax() + (2 * LOWEST * expected.abs() + 3 * LOWEST * size if half else 0)
-    if scaled and rounded:
-        bound = bound + 0.02 * size
+    # What is rounded to bfloat16: the result; centroids; inputs once more where they are scaled. Roundings are random,
+    # so they add up as `size` does: a single weight left out is several times that.
+    bound = 2e-5 * size.amax() + (2 * LOWEST * expected.abs() + 8 * LOWEST * size if half else 0)
     assert bool(((y.double() - expected).abs() <= bound).all())
     assert torch.equal(prepared.layer.matmul(x, threads=1), y)
     for k in range(tokens if tokens <= FEW else 0):  # more are summed in another order

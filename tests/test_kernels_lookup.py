@@ -205,6 +205,37 @@ def test_a_row_of_zeros_and_damaged_inputs() -> None:
     assert y.isnan().all()
 
 
+@pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf])
+def test_damaged_tables_do_not_look_like_others(damage: float) -> None:
+    """A row whose table has an entry that is no number gives none, of few tokens and of many, rounded or not."""
+    _, _, table = make(3, 64, 2, 1)
+    table[1, 3] = damage
+    codes = torch.full((3, 64), 3, dtype=torch.uint8)
+    for isa in isas():
+        tile = cpu.codebook(stored(codes, 2), table, None, columns=64, by_channel=False, isa=isa)
+        for tokens in (1, 20):
+            x, scales = inputs(tokens, 64, 1)
+            y, exact = torch.zeros(tokens, 3), torch.zeros(tokens, 3)
+            tile.int_matmul(x, scales, y)
+            tile.matmul(x.float(), exact)
+            assert y[:, [0, 2]].isfinite().all() and not y[:, 1].isfinite().any()
+            assert exact[:, [0, 2]].isfinite().all() and not exact[:, 1].isfinite().any()
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("wide", [False, True])
+def test_codes_beyond_a_table_by_channel_stand_for_nothing(wide: bool, isa: str) -> None:
+    """Readers refuse them; who binds a tile past the readers reads no memory of others."""
+    channels, rows = 200, 128
+    planes = stored(torch.full((channels, rows), 255, dtype=torch.uint8), 8)
+    table = torch.ones(channels, 1) if wide else torch.ones(channels, 1).half()
+    tile = cpu.codebook(planes, table, None, columns=rows, by_channel=True, isa=isa)
+    for tokens in (1, 20):
+        y = torch.zeros(tokens, rows)
+        tile.matmul(torch.ones(tokens, channels), y)
+        assert not y.any()
+
+
 def test_what_has_no_integer_kernel_is_refused() -> None:
     _, planes, table = make(40, 64, 3, 2)
     by_channel = cpu.codebook(planes, table, None, columns=64, by_channel=True)

@@ -1,6 +1,8 @@
 """Artifacts inside Transformers: logits against the base model with its weights replaced, and round trips."""
 
 import copy
+import gc
+import itertools
 import json
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from anybit.errors import InputError
 from anybit.integrations.transformers import AnybitConfig, register
 from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead
 from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
-from anybit.tensors import PackedWeight, stored_tensors, unpack
+from anybit.tensors import PackedWeight, at_width, stored_tensors, unpack
 
 IDS = torch.tensor([[7, 101, 30, 30, 99, 250, 3, 17, 64, 5, 200, 41, 77, 8, 9, 10, 11, 120, 13, 14, 15]])
 TIED = ("llama-tied", "gemma3", "gpt2", "opt")
@@ -50,6 +52,11 @@ def artifact(
 
 def stored(path: Path) -> dict[str, Tensor]:
     return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def a_layer(path: Path) -> QuantLinear:
+    model = AutoModelForCausalLM.from_pretrained(path)
+    return next(m for m in model.modules() if isinstance(m, QuantLinear))
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -220,21 +227,105 @@ def test_deepcopy_is_independent(artifact: Callable[..., Path], family: str) -> 
     assert torch.equal(logits(model), before)
 
 
-@torch.no_grad()
-def test_a_model_is_traced_whole(artifact: Callable[..., Path]) -> None:
-    """Quantized layers are operators to torch.compile and torch.export, also those that have never run."""
-    model = AutoModelForCausalLM.from_pretrained(artifact("llama"))
-    layer = next(m for m in model.modules() if isinstance(m, PackedModule))
-    x = torch.randn(2, 3, layer.in_features)
-    torch.library.opcheck(torch.ops.anybit.matmul.default, (x, layer._number, layer.out_features))
-    layer._give_back()
-    exported = torch.export.export(layer, (x,), strict=True)
-    assert any("anybit.matmul" in str(node.target) for node in exported.graph.nodes)
-    assert torch.equal(exported.module()(x), layer(x))
+def test_a_model_is_compiled_whole(artifact: Callable[..., Path]) -> None:
+    """Quantized layers and embeddings are operators to torch.compile, also those that have never run."""
+    model = AutoModelForCausalLM.from_pretrained(artifact("llama", embed_bits=8))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits)
-    twin = copy.deepcopy(layer)
-    assert twin._number != layer._number and torch.equal(twin(x), layer(x))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("act_bits", [16, 8])
+def test_operators_keep_their_contract(artifact: Callable[..., Path], act_bits: int) -> None:
+    layer = a_layer(artifact("llama", act_bits=act_bits))
+    for dtype, gradient in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        x = torch.randn(2, 3, layer.in_features, dtype=dtype, requires_grad=gradient)
+        torch.library.opcheck(torch.ops.anybit.matmul.default, (x, [], layer._name, layer.out_features))
+    grad = torch.randn(2, 3, layer.out_features)
+    torch.library.opcheck(
+        torch.ops.anybit.matmul_backward.default, (grad, [], layer._name, layer.in_features)
+    )
+    embedding = AutoModelForCausalLM.from_pretrained(artifact("llama", embed_bits=8)).get_input_embeddings()
+    torch.library.opcheck(
+        torch.ops.anybit.rows.default, (IDS.reshape(-1), [], embedding._name, embedding.embedding_dim)
+    )
+
+
+@pytest.mark.parametrize("act_bits", [16, 8])
+def test_gradients_are_those_of_the_stored_matrix(artifact: Callable[..., Path], act_bits: int) -> None:
+    """Eager and compiled, of one token and of many; straight through the rounding of inputs."""
+    layer = a_layer(artifact("llama", act_bits=act_bits))
+    dense = unpack(layer.packed).dequantize()
+    for run, tokens in itertools.product((layer, torch.compile(layer, backend="aot_eager")), (1, 20)):
+        x = torch.randn(tokens, layer.in_features, requires_grad=True)
+        factor = torch.randn(tokens, layer.out_features)
+        y = run(x)
+        (y * factor).sum().backward()
+        torch.testing.assert_close(x.grad, factor @ dense, rtol=1e-4, atol=1e-4)
+        assert torch.equal(y.detach(), layer(x.detach()))
+
+
+EXPORTED = """
+import sys, torch, anybit.layers  # which registers the operators
+program, inputs = torch.export.load(sys.argv[1]).module(), torch.load(sys.argv[2], weights_only=True)
+torch.save(program(inputs), sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_holds_its_weights(
+    artifact: Callable[..., Path], tmp_path: Path, strict: bool
+) -> None:
+    """It runs in a process where other layers live, and none of the model it was made of."""
+    model = AutoModelForCausalLM.from_pretrained(artifact("llama", embed_bits=8))
+    layer = next(m for m in model.modules() if isinstance(m, QuantLinear))
+    parts = {"layer": (layer, torch.randn(4, layer.in_features)), "ids": (model.model.embed_tokens, IDS)}
+    for name, (module, x) in parts.items():
+        with torch.no_grad():
+            before = module(x)
+            with pytest.raises(Exception, match=r"call `model.cpu\(\)` before torch.export"):
+                torch.export.export(module, (x,), strict=strict)
+            module.cpu()
+            torch.export.save(torch.export.export(module, (x,), strict=strict), tmp_path / "program.pt2")
+        torch.save(x, tmp_path / "x.pt")
+        files = [str(tmp_path / file) for file in ("program.pt2", "x.pt", "y.pt")]
+        subprocess.run([sys.executable, "-c", EXPORTED, *files], check=True)
+        assert torch.equal(torch.load(tmp_path / "y.pt", weights_only=True), before), name
+
+
+def test_an_exported_program_keeps_the_width_of_its_layer(artifact: Callable[..., Path]) -> None:
+    layer = a_layer(artifact("llama", method="any-precision", bits=None, group_size=128))
+    x = torch.randn(4, layer.in_features)
+    layer.run_as(at_width(layer.layout, 4))
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,)).module()
+    at_four = layer(x)
+    layer.run_as(layer.layout)
+    assert torch.equal(program(x), at_four) and not torch.equal(layer(x), at_four)
+
+
+def test_a_compiled_program_outlives_no_model(artifact: Callable[..., Path]) -> None:
+    layer = a_layer(artifact("llama"))
+    x, name, out = torch.randn(1, layer.in_features), layer._name, layer.out_features
+    assert torch.equal(torch.ops.anybit.matmul(x, [], name, out), layer(x))
+    del layer
+    gc.collect()
+    with pytest.raises(InputError, match="runs only while its model lives"):
+        torch.ops.anybit.matmul(x, [], name, out)
+
+
+def test_a_layer_refuses_inputs_that_are_not_its_own(artifact: Callable[..., Path]) -> None:
+    layer = a_layer(artifact("llama"))
+    for x in (
+        torch.randn(3, layer.in_features // 2),
+        torch.randn(0, 2 * layer.in_features),
+        torch.tensor(1.0),
+    ):
+        with pytest.raises(InputError, match="this layer takes floats"):
+            layer(x)
+    with pytest.raises(InputError, match="int64"):
+        layer(torch.ones(1, layer.in_features, dtype=torch.int64))
+    assert layer(torch.randn(0, layer.in_features)).shape == (0, layer.out_features)
 
 
 def test_stored_bytes_are_held_once_and_come_back(artifact: Callable[..., Path]) -> None:
@@ -273,16 +364,6 @@ def test_a_state_dict_is_whole_while_another_thread_runs_the_model(artifact: Cal
     finally:
         stop.set()
         worker.join()
-
-
-def test_gradients_pass_whatever_the_number_of_tokens(artifact: Callable[..., Path]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(artifact("llama"))
-    layer = next(m for m in model.modules() if isinstance(m, PackedModule))
-    for tokens in (1, 20):
-        x = torch.randn(tokens, layer.in_features, requires_grad=True)
-        layer(x).sum().backward()
-        dense = unpack(layer.packed).dequantize()
-        torch.testing.assert_close(x.grad, dense.sum(0).expand(tokens, -1), rtol=1e-4, atol=1e-4)
 
 
 def test_gemma3_embedding_is_scaled_and_its_head_is_not(artifact: Callable[..., Path]) -> None:

@@ -91,6 +91,17 @@ def test_native_products(shape: tuple[int, int], wide: float, group_size: int) -
                 assert torch.equal(y, threaded)
 
 
+@pytest.mark.skipif(not cpu.available(), reason="the native extension is not built")
+@pytest.mark.parametrize(("field", "value"), [("codes", 4), ("zeros", 4), ("scale_codes", 16)])
+def test_kernels_refuse_codes_that_do_not_fit(field: str, value: int) -> None:
+    weight, stats = problem(33, 64)
+    (tile,) = two_four_sixteen.quantize(weight, stats, spec(0.0, 16, clip=False)).tiles
+    assert isinstance(tile, TwoFour)
+    getattr(tile, field)[5, 2] = value
+    with pytest.raises(ValueError, match=f"{field} go beyond {value - 1}"):
+        cpu.TwoFour(tile)
+
+
 @pytest.mark.parametrize("in_", [576, 1536, 4096])
 @pytest.mark.parametrize("wide", [0.1, 0.25, 0.4])
 @pytest.mark.parametrize("outliers", [0.0, 0.002])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,15 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import InputError
+from anybit.kernels import operators
 from anybit.kernels.dispatch import Prepared
 from anybit.tensors import PackedWeight, at_width, code_bits, stored_tensors, stored_widths, widest
-
-# A layer's product as an operator, for whoever traces a model: torch.compile, torch.export. It names the layer by a
-# number, so a traced program runs in the process that holds the model.
-_OPERATORS = torch.library.Library("anybit", "FRAGMENT")
-_OPERATORS.define("matmul(Tensor x, int layer, int out_features) -> Tensor")
-_LAYERS: weakref.WeakValueDictionary[int, PackedModule] = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
 
 _PREPARING = threading.Lock()  # of any module: the first call may come from several threads at once
 
@@ -45,17 +37,42 @@ class PackedModule(nn.Module):
             self._set(field, torch.empty(shape, dtype=dtype))
         self._prepared: Prepared | None = None
         self.register_state_dict_post_hook(_stored_bytes)
-        self._register()
+        self._name = operators.register(self)
+        self._describe()
 
-    def _register(self) -> None:
-        self._number = next(_NUMBERS)
-        _LAYERS[self._number] = self
+    def _describe(self) -> None:
+        """Note what a traced program is told of the layer (made beforehand: tracing is no time for it)."""
+        self._described = operators.describe(self.layout, self._running, self._exact)
 
     def matmul(self, x: Tensor) -> Tensor:
-        """`x [..., in] @ W^T -> [..., out]` in the dtype of x."""
-        if torch.compiler.is_compiling():
-            return torch.ops.anybit.matmul(x, self._number, self.layout["shape"][0])
+        """`x [..., in] @ W^T -> [..., out]` in the dtype of x, computed in float32 or, of bfloat16, in that.
+
+        A gradient passes through the stored matrix, straight through the rounding of inputs.
+
+        Raises:
+            InputError: inputs of another width, or none of floats.
+        """
+        out_features, in_features = self.layout["shape"]
+        if x.shape[-1:] != (in_features,) or not x.is_floating_point():
+            raise InputError(
+                f"inputs {list(x.shape)} of {x.dtype}: this layer takes floats [..., {in_features}]"
+            )
+        if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+            return torch.ops.anybit.matmul(x, *self._operands(), out_features)
         return self.prepared().matmul(x)
+
+    def _operands(self) -> tuple[list[Tensor], str]:
+        """How operators get the weight: by name, or in a program of `torch.export` as what is stored."""
+        if not torch.compiler.is_exporting():
+            return [], self._name
+        fields = stored_tensors(self.layout)
+        stored = [self.get_buffer(field) for field in fields]
+        if any(tensor.shape != shape for tensor, (_, shape) in zip(stored, fields.values())):
+            raise InputError(
+                "this layer's bytes are with its kernels since it ran: call `model.cpu()` before torch.export, which "
+                "puts them back"
+            )
+        return stored, self._described
 
     def _set(self, field: str, tensor: Tensor) -> None:
         holder, _, name = field.rpartition(".")
@@ -93,6 +110,7 @@ class PackedModule(nn.Module):
                 self._set(field, tensor)
             self._prepared = None
             self._running = running or self._running
+        self._describe()
 
     @property
     def bits(self) -> float:
@@ -119,6 +137,7 @@ class PackedModule(nn.Module):
                 fill(field, new)
                 self._set(field, new)
         self.layout = self._running = layout
+        self._describe()
 
     @property
     def exact(self) -> bool:
@@ -130,6 +149,7 @@ class PackedModule(nn.Module):
         if exact != self._exact:
             self._give_back()
             self._exact = exact
+            self._describe()
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
         """Move devices, but keep every stored dtype: scales are float16 whatever the model computes in."""
@@ -153,7 +173,7 @@ class PackedModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._register()
+        self._name = operators.register(self)
 
     def extra_repr(self) -> str:
         out_features, in_features = self.layout["shape"]
@@ -165,16 +185,6 @@ class PackedModule(nn.Module):
 def _stored_bytes(module: PackedModule, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Put into a state dict what the buffers would hold, whatever the kernels hold of it."""
     state |= {prefix + field: tensor for field, tensor in module.packed.tensors.items()}
-
-
-@torch.library.impl(_OPERATORS, "matmul", "CompositeExplicitAutograd")
-def _matmul(x: Tensor, layer: int, out_features: int) -> Tensor:
-    return _LAYERS[layer].prepared().matmul(x)
-
-
-@torch.library.register_fake("anybit::matmul")
-def _matmul_shape(x: Tensor, layer: int, out_features: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
 
 
 class QuantLinear(PackedModule):
@@ -207,8 +217,12 @@ class QuantEmbedding(PackedModule):
         return super()._apply(fn, recurse)
 
     def forward(self, ids: Tensor) -> Tensor:
-        values = self.prepared().rows(ids.reshape(-1)).to(self.dtype)
-        return (values * self.scale).view(*ids.shape, self.embedding_dim)
+        flat = ids.reshape(-1)
+        if torch.compiler.is_compiling():
+            values = torch.ops.anybit.rows(flat, *self._operands(), self.embedding_dim)
+        else:
+            values = self.prepared().rows(flat)
+        return (values.to(self.dtype) * self.scale).view(*ids.shape, self.embedding_dim)
 
 
 class TiedHead(nn.Module):

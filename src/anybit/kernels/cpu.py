@@ -23,6 +23,7 @@ else:
     _REASON = None
 
 
+MOST_THREADS = 1024
 LOOKUP_GROUP = 32  # inputs that share a scale where codebooks meet inputs of 8 bits
 
 
@@ -56,6 +57,11 @@ def cpu_features() -> dict[str, bool]:
     return _native.cpu_features()
 
 
+def _threads(threads: int | None) -> int:
+    """What the kernels get: as many threads as were asked for, or PyTorch's number within what they take."""
+    return min(torch.get_num_threads(), MOST_THREADS) if threads is None else threads
+
+
 class _Tile:
     """A tile bound to its kernels."""
 
@@ -80,7 +86,7 @@ class _Tile:
         Raises:
             ValueError: wrong dtype, shape, layout or device; rows beyond `out`.
         """
-        self._native.matmul(_array(x), y.numpy(), threads or torch.get_num_threads())
+        self._native.matmul(_array(x), y.numpy(), _threads(threads))
 
     def int_matmul(self, x: Tensor, scales: Tensor, y: Tensor, threads: int | None = None) -> None:
         """`y[:, rows] += x @ W.T` of quantized activations: exact integer sums per group, scales after.
@@ -97,7 +103,7 @@ class _Tile:
         Raises:
             ValueError: wrong dtype, shape, layout or device; groups of more than 65536 columns.
         """
-        self._native.int_matmul(x.numpy(), scales.numpy(), y.numpy(), threads or torch.get_num_threads())
+        self._native.int_matmul(x.numpy(), scales.numpy(), y.numpy(), _threads(threads))
 
 
 class GroupInt(_Tile):
@@ -113,7 +119,7 @@ class GroupInt(_Tile):
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
         direct = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
         out = torch.empty(self.rows, self.columns, dtype=direct)
-        self._native.dequantize(out, threads or torch.get_num_threads())
+        self._native.dequantize(out, _threads(threads))
         return out.to(dtype)
 
     def dequantize_rows(self, ids: Tensor) -> Tensor:
@@ -123,7 +129,7 @@ class GroupInt(_Tile):
             ValueError: an id that is no row.
         """
         out = torch.empty(len(ids), self.columns)
-        self._native.dequantize_rows(ids.int(), out)
+        self._native.dequantize_rows(ids.long().contiguous(), out)
         return out
 
     def restore(self, threads: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -131,7 +137,7 @@ class GroupInt(_Tile):
         shape, grid, symmetric = self._stored
         codes, scales = torch.empty(shape, dtype=torch.uint8), torch.empty(grid, dtype=torch.float16)
         zeros = None if symmetric else torch.empty(grid, dtype=torch.uint8)
-        self._native.restore(codes, scales, zeros, threads or torch.get_num_threads())
+        self._native.restore(codes, scales, zeros, _threads(threads))
         return codes, scales, zeros
 
 
@@ -148,7 +154,7 @@ class Codebook(_Tile):
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
         shape = (self.columns, self.rows) if self.by_channel else (self.rows, self.columns)
         out = torch.empty(shape)
-        self._native.dequantize(out, threads or torch.get_num_threads())
+        self._native.dequantize(out, _threads(threads))
         return (out.T if self.by_channel else out).to(dtype)
 
 
@@ -167,7 +173,7 @@ class Channels(_Tile):
         threads: int | None = None,
         isa: str | None = None,
     ) -> None:
-        threads = threads or torch.get_num_threads()
+        threads = _threads(threads)
         native = _native.Channels(planes, table.float().contiguous(), rows, threads, isa)
         super().__init__(native, rows, planes.shape[1])
         self._planes = planes.shape
@@ -175,13 +181,13 @@ class Channels(_Tile):
     def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
         out = torch.empty(self.rows, self.columns)
-        self._native.dequantize(out, threads or torch.get_num_threads())
+        self._native.dequantize(out, _threads(threads))
         return out.to(dtype)
 
     def restore(self, threads: int | None = None) -> Tensor:
         """The planes that this was made of."""
         planes = torch.empty(self._planes, dtype=torch.int32)
-        self._native.restore(planes, threads or torch.get_num_threads())
+        self._native.restore(planes, _threads(threads))
         return planes.view(torch.uint32)
 
 
@@ -200,13 +206,13 @@ def codebook(
     by_channel: bool,
     isa: str | None = None,
 ) -> Codebook:
-    """Bind a tile to its kernels; every code must be below `entries`, which `tensors.validate` sees to.
+    """Bind a tile to its kernels; codes beyond `entries`, which `tensors.validate` refuses, stand for 0.
 
     Args:
         isa: one of `matmul_isas()` instead of the best, for tests.
 
     Raises:
-        ValueError: wrong dtype, shape, layout or device, rows that do not ascend from 0.
+        ValueError: wrong dtype, shape, layout or device, output rows below 0 or twice.
     """
     native = _native.Codebook(planes, table, rows, columns, by_channel, isa)
     return Codebook(native, planes.shape[1], columns, by_channel)
@@ -220,7 +226,7 @@ class TwoFour:
     def __init__(self, tile: formats.TwoFour, threads: int | None = None, isa: str | None = None) -> None:
         self.rows, self.columns = tile.codes.shape
         self.channels = formats.TwoFour.channels(tile.wide, self.columns)
-        threads = threads or torch.get_num_threads()
+        threads = _threads(threads)
         low, high = (tile.codes[:, part].contiguous() for part in self.channels)
         self._narrow: _Tile | None = None
         self._wide: GroupInt | None = None
@@ -259,7 +265,7 @@ class TwoFour:
         out, (narrow, wide) = torch.empty(self.rows, self.columns), self.channels
         if self._narrow is not None:
             part = torch.empty(self.rows, len(narrow))
-            self._narrow._native.dequantize(part, threads or torch.get_num_threads())
+            self._narrow._native.dequantize(part, _threads(threads))
             out[:, narrow] = part
         if self._wide is not None:
             out[:, wide] = self._wide.dequantize(threads=threads)
@@ -300,7 +306,7 @@ class Float16(_Tile):
 class Nested:
     """One tile in format "nested": its rows of all widths, and the input channels that are kept."""
 
-    __slots__ = ("_channels", "_coded", "_kept", "_order", "_planes", "columns", "rows", "takes_bf16")
+    __slots__ = ("_channels", "_coded", "_kept", "_order", "columns", "rows", "takes_bf16")
 
     def __init__(  # noqa: PLR0913 - what the format has
         self,
@@ -342,7 +348,7 @@ class Nested:
     def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
         stored = torch.empty(self.rows, self._coded.columns)
-        self._coded._native.dequantize(stored, threads or torch.get_num_threads())
+        self._coded._native.dequantize(stored, _threads(threads))
         out, (coded, kept) = torch.empty(self.rows, self.columns), self._channels
         out[self._order.long()[:, None], coded.long()] = stored
         if self._kept is not None:
@@ -364,8 +370,8 @@ class Layer:
 
     __slots__ = ("_native", "out_features")
 
-    def __init__(self, out_features: int, in_features: int) -> None:
-        self._native = _native.Layer(out_features, in_features)
+    def __init__(self, out_features: int, in_features: int, isa: str | None = None) -> None:
+        self._native = _native.Layer(out_features, in_features, isa)
         self.out_features = out_features
 
     def add(
@@ -403,7 +409,7 @@ class Layer:
         the same bits; of more, weights are decoded once for all.
         """
         y = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
-        self._native.matmul(_array(x), _array(y), threads or torch.get_num_threads())
+        self._native.matmul(_array(x), _array(y), _threads(threads))
         return y
 
 
@@ -425,15 +431,15 @@ def group_int(  # noqa: PLR0913 - what the format has
         isa: one of `matmul_isas()` instead of the best, for tests.
 
     Raises:
-        ValueError: wrong dtype, shape, layout or device, rows that do not ascend from 0.
+        ValueError: wrong dtype, shape, layout or device, output rows below 0 or twice.
     """
-    threads = threads or torch.get_num_threads()
+    threads = _threads(threads)
     native = _native.GroupInt(codes, scales, zeros, rows, bits, group_size, columns, threads, isa)
     return GroupInt(native, (codes.shape, scales.shape, zeros is None), columns)
 
 
 def nested_codes(  # noqa: PLR0913 - what the algorithm reads
-    targets: Tensor,  # float32 [widths, rows, n], n up to 128; the last width is `1 + widths - 1`
+    targets: Tensor,  # float32 [widths, rows, n], n up to 128; of 1 bit, 2 bits, ...
     inverse: Tensor,  # float32 [n, n], upper triangular: the Cholesky factor of the inverse Hessian
     tables: Tensor,  # float32 [shapes, 2 + 4 + ... + 2**widths], ascending at every width
     kinds: Tensor,  # uint8 [rows]: shapes
@@ -453,7 +459,7 @@ def nested_codes(  # noqa: PLR0913 - what the algorithm reads
         ValueError: wrong dtype, shape, layout or device; a diagonal of `inverse` that is not positive.
     """
     codes, errors = torch.empty(targets.shape[1:], dtype=torch.uint8), torch.empty(targets.shape)
-    threads = threads or torch.get_num_threads()
+    threads = _threads(threads)
     _native.nested_codes(targets, inverse, tables, kinds, scales, weights, 1, codes, errors, threads, isa)
     return codes, errors
 
@@ -473,7 +479,7 @@ def nested_fit(
         ValueError: wrong dtype, shape, layout or device; NaN or Inf.
     """
     kinds, scales = torch.empty(len(weight), dtype=torch.uint8), torch.empty(len(weight))
-    _native.nested_fit(weight, importance, tables, kinds, scales, threads or torch.get_num_threads(), isa)
+    _native.nested_fit(weight, importance, tables, kinds, scales, _threads(threads), isa)
     return kinds, scales
 
 
@@ -518,7 +524,7 @@ def gptq_block(
     """
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     errors = torch.empty(weight.shape)
-    threads = threads or torch.get_num_threads()
+    threads = _threads(threads)
     _native.gptq_block(weight, inverse, scale, zero, top, codes, errors, threads, isa)
     return codes, errors
 
@@ -538,7 +544,7 @@ def moments(x: Tensor, hessian: Tensor, threads: int | None = None) -> None:
     Raises:
         ValueError: wrong dtype, shape, layout or device; a machine without AVX512-BF16.
     """
-    _native.moments(x, hessian, threads or torch.get_num_threads())
+    _native.moments(x, hessian, _threads(threads))
 
 
 def kmeans(
@@ -558,6 +564,6 @@ def kmeans(
     """
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     centroids = torch.empty(weight.shape[0], 2 ** (bits + 1) - 2**seed_bits)
-    threads = threads or torch.get_num_threads()
+    threads = _threads(threads)
     _native.kmeans(weight, importance, seed_bits, bits, codes, centroids, threads, isa)
     return codes, centroids

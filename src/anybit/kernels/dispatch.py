@@ -99,10 +99,10 @@ class Prepared:
         self.fields = [tile_tensors(self.weight, i) for i in range(len(described))]
         scale = weight.tensors.get("input_scale")
         self.input_scale = None if scale is None else scale.float()
-        self.layer = self._layer() if self.native else None
+        self.layer = self._layer(isa) if self.native else None
 
-    def _layer(self) -> cpu.Layer:
-        layer = cpu.Layer(self.out_features, self.in_features)
+    def _layer(self, isa: str | None) -> cpu.Layer:
+        layer = cpu.Layer(self.out_features, self.in_features, isa)
         for tile, described, fields in zip(self.tiles, self.weight.layout["tiles"], self.fields):
             cols = fields.get("cols")
             if isinstance(tile, cpu.Codebook) and not self.exact:
@@ -176,16 +176,14 @@ class Prepared:
 
     def matmul(self, x: Tensor) -> Tensor:
         """`x [..., in] @ W^T -> [..., out]` in the dtype of x."""
-        tokens = x.numel() // self.in_features
-        differentiable = x.requires_grad and torch.is_grad_enabled()
-        if self.layer is None or x.device.type != "cpu" or differentiable:
+        if self.layer is None or x.device.type != "cpu":
             return self._matmul_dense(x)
-        flat = x.reshape(tokens, self.in_features)
+        flat = x.reshape(-1, self.in_features)
         flat = (flat if flat.dtype == torch.bfloat16 else flat.float()).contiguous()
         return self.layer.matmul(flat).to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _matmul_dense(self, x: Tensor) -> Tensor:
-        """The same through the dense matrix, exactly: on other devices, without native kernels, and for gradients."""
+        """The same through the dense matrix, exactly: on other devices and without native kernels."""
         dense = self.dequantize(x.dtype).to(x.device)
         return torch.nn.functional.linear(reference.round_inputs(x, self.weight), dense)
 

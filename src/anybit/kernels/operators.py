@@ -1,0 +1,124 @@
+"""A quantized weight's products as operators of PyTorch, for whoever traces a model or differentiates through it.
+
+An operator gets the weight in one of two ways. In a running model it is a number of this process: `stored` is empty.
+In a program of `torch.export` it is the stored tensors and their description: they belong to the program, which then
+runs in any process that has imported anybit.layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from anybit.errors import InputError
+from anybit.kernels.dispatch import Prepared
+from anybit.tensors import PackedWeight, stored_tensors, validate, validate_layout
+
+
+class Owner(Protocol):
+    """Who has a weight bound to its kernels."""
+
+    def prepared(self) -> Prepared: ...
+
+
+_LIBRARY = torch.library.Library("anybit", "FRAGMENT")
+_LIBRARY.define("matmul(Tensor x, Tensor[] stored, str weight, int out_features) -> Tensor")
+_LIBRARY.define("matmul_backward(Tensor grad, Tensor[] stored, str weight, int in_features) -> Tensor")
+_LIBRARY.define("rows(Tensor ids, Tensor[] stored, str weight, int in_features) -> Tensor")
+
+_NUMBERS = itertools.count()
+_OWNERS: weakref.WeakValueDictionary[str, Owner] = weakref.WeakValueDictionary()
+_EXPORTED = WeakIdKeyDictionary()  # first stored tensor -> (state of all, Prepared)
+_PREPARING = threading.Lock()
+
+
+def register(owner: Owner) -> str:
+    """The name by which operators of this process find `owner`, which is not kept alive."""
+    name = f"layer {next(_NUMBERS)}"
+    _OWNERS[name] = owner
+    return name
+
+
+def describe(layout: Mapping[str, Any], running: Mapping[str, Any], exact: bool) -> str:
+    """What operators need to know of stored tensors: their layout, the one to run as (`at_width`), and how exactly."""
+    return json.dumps({"layout": layout, "running": running, "exact": exact})
+
+
+def _prepared(stored: list[Tensor], weight: str) -> Prepared:
+    if not stored:
+        if (owner := _OWNERS.get(weight)) is None:
+            raise InputError(
+                f"a traced program asks for {weight}, which is gone: what torch.compile made runs only while its model "
+                "lives, in its process; torch.export makes programs that hold their weights"
+            )
+        return owner.prepared()
+    state = weight, [None if t.is_inference() else t._version for t in stored]
+    with _PREPARING:
+        found = _EXPORTED.get(stored[0])
+        if found is None or found[0] != state:
+            found = _EXPORTED[stored[0]] = state, _prepare(stored, weight)
+        return found[1]
+
+
+def _prepare(stored: list[Tensor], weight: str) -> Prepared:
+    given = json.loads(weight)
+    for layout in (given["layout"], given["running"]):
+        validate_layout("an exported layer", layout)
+    fields = stored_tensors(given["layout"])
+    # Copies: the kernels keep some, and may not keep alive the key under which they are found.
+    packed = PackedWeight(given["layout"], {field: t.clone() for field, t in zip(fields, stored)})
+    validate("an exported layer", packed)
+    return Prepared(packed.beginning(given["running"]), given["exact"])
+
+
+@torch.library.impl(_LIBRARY, "matmul", "CompositeExplicitAutograd")
+def _matmul(x: Tensor, stored: list[Tensor], weight: str, out_features: int) -> Tensor:
+    return _prepared(stored, weight).matmul(x)
+
+
+@torch.library.register_fake("anybit::matmul", lib=_LIBRARY)
+def _(x: Tensor, stored: list[Tensor], weight: str, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+@torch.library.impl(_LIBRARY, "matmul_backward", "CompositeExplicitAutograd")
+def _matmul_backward(grad: Tensor, stored: list[Tensor], weight: str, in_features: int) -> Tensor:
+    return grad @ _prepared(stored, weight).dequantize(grad.dtype).to(grad.device)
+
+
+@torch.library.register_fake("anybit::matmul_backward", lib=_LIBRARY)
+def _(grad: Tensor, stored: list[Tensor], weight: str, in_features: int) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], in_features)
+
+
+@torch.library.impl(_LIBRARY, "rows", "CompositeExplicitAutograd")
+def _rows(ids: Tensor, stored: list[Tensor], weight: str, in_features: int) -> Tensor:
+    return _prepared(stored, weight).rows(ids)
+
+
+@torch.library.register_fake("anybit::rows", lib=_LIBRARY)
+def _(ids: Tensor, stored: list[Tensor], weight: str, in_features: int) -> Tensor:
+    return ids.new_empty(len(ids), in_features, dtype=torch.float32)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, list[Tensor], str, int], output: Tensor) -> None:
+    x, stored, ctx.weight, _ = inputs
+    ctx.in_features = x.shape[-1]
+    ctx.save_for_backward(*stored)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], None, None]:
+    stored = list(ctx.saved_tensors)
+    made = torch.ops.anybit.matmul_backward(grad, stored, ctx.weight, ctx.in_features)
+    return made, [None for _ in stored], None, None
+
+
+torch.library.register_autograd("anybit::matmul", _backward, setup_context=_keep, lib=_LIBRARY)
