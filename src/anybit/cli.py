@@ -836,15 +836,22 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
         str | None, typer.Option(help="Numbers of threads, comma-separated. [default: 1 and all]")
     ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds whose median counts.", min=1)] = 20,
-    dtype: Dtype = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="What the model computes in: bfloat16 or float32.")] = "bfloat16",
     isa: Annotated[
         str | None, typer.Option(help="Instruction sets to compare, comma-separated. [default: the best]")
     ] = None,
     only: Annotated[
         str | None, typer.Option(help="Variants whose names begin so, comma-separated, e.g. W4,codebook.")
     ] = None,
+    cached: Annotated[
+        bool,
+        typer.Option(
+            "--cached", help="Rates of parts of the matrices that stay in the cache: what bounds a kernel."
+        ),
+    ] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw time against bits, with the memory's limit, to this PNG.")
+        Path | None,
+        typer.Option(help="Also draw time against bits, with the memory's limit: a .png, .svg or .pdf."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -854,29 +861,31 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
 
     for file in (json_file, plot):
         _check_writable(file)
-    if dtype == "float16":
-        raise InputError("--dtype float16: the CPU's kernels take float32 and bfloat16")
-    given = {} if shapes is None else {"shapes": shapes.split(",")}
-    given |= {} if isa is None else {"isas": isa.split(",")}
-    given |= {} if only is None else {"only": only.split(",")}
+    if plot is not None and plot.suffix not in kernels.PICTURES:
+        raise InputError(f"--plot {plot}: expected a name that ends in {' or '.join(kernels.PICTURES)}")
+    if cached:
+        _refuse_ignored(_given(plot=plot), "with --cached there are rates, not times of whole matrices")
     counts = _whole_numbers("threads", threads) if threads else tuple(sorted({1, os.cpu_count() or 1}))
     for count in counts:
         _set_threads(count)
     report = _report()
     try:
         figures = kernels.kernels(
+            shapes=_names(shapes) or kernels.SHAPES,
             tokens=_whole_numbers("tokens", tokens),
             threads=counts,
             rounds=rounds,
             dtype=dtype,
+            isas=_names(isa),
+            only=_names(only),
+            cached=cached,
             report=report,
-            **given,
         )
     finally:
         report.close()
+    _emit(figures, json_file, tables.print_bench_kernels)
     if plot is not None:
         kernels.plot(figures, plot)
-    _emit(figures, json_file, tables.print_bench_kernels)
 
 
 def main() -> None:
@@ -960,10 +969,10 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
 
 def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
     """ "3,4,6" -> (3, 4, 6)."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise InputError(f"--{option} {text!r}: expected whole numbers, such as 3,4,6") from error
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        raise InputError(f"--{option} {text!r}: expected whole numbers from 1 up, such as 3,4,6")
+    return tuple(map(int, numbers))
 
 
 def _size_asked(bits: float | None, bpw: float | None, size: str | None) -> dict[str, Any]:

@@ -172,9 +172,18 @@ class Product:
         self.buffers.append(buffer)
 
 
-def fits(kind: str, columns: int) -> bool:
-    """Whether rows of so many weights can be stored."""
-    return columns % BLOCK.get(kind, 256) == 0
+def kinds(columns: int) -> list[str]:
+    """Types that are here and take rows of so many weights."""
+    return [kind for kind in TYPES if library() is not None and columns % BLOCK.get(kind, 256) == 0]
+
+
+def why_not() -> str | None:
+    """Why there is no `library`; None where there is."""
+    if library() is not None:
+        return None
+    if importlib.util.find_spec("llama_cpp") is None:
+        return "llama-cpp-python is not installed"
+    return "llama-cpp-python has other libraries than are known here"
 
 
 @cache

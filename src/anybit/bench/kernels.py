@@ -3,6 +3,10 @@
 Every variant runs once a round, so its weights come from memory, as they do when a model decodes; and so does plain
 reading, whose rate is the limit. What is timed is what a layer calls, rounding of activations included. Medians; quote
 ratios of one run only.
+
+With `cached` the weights are few and in the cache, and the rate is that at which a kernel computes: where it is below
+the limit, instructions bound the kernel and not the memory. It is the rate of the rows beyond the first `ROWS`: what
+every call costs, 10 to 20 us, is about as much as kernels take for all that the cache holds.
 """
 
 from __future__ import annotations
@@ -10,8 +14,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -28,10 +33,15 @@ from anybit.progress import SILENT, Silent
 from anybit.tensors import PackedWeight, stored_bytes, stored_tensors
 
 Run = Callable[[], object]
+Make = Callable[[int], "Variant"]  # of a matrix of so many rows
 
 CACHE = 32 << 20  # bytes, where the machine does not say
 MOST_COPIES = 1024  # of a matrix, so that toy shapes do not take minutes to make
-READ = 32 << 20  # bytes read at a time to measure the bandwidth
+READ = 256 << 20  # bytes read at a time to measure the bandwidth
+READ_COLUMNS = 1 << 14
+CACHED = 512 << 10  # bytes of a matrix that is to stay in the cache
+ROWS = 64  # of the least part of a matrix
+LEAST_SECONDS = 1e-7  # that can be measured
 WARM_UP = 3
 GROUP = 128
 SHAPES = (  # of LLMs, of SmolLM2-135M and its head, of Gemma 3 270M
@@ -49,10 +59,9 @@ SHAPES = (  # of LLMs, of SmolLM2-135M and its head, of Gemma 3 270M
 )
 ATOM_OUTLIERS = 128
 SPARSE = 0.005  # of the weights
-INT_WIDTHS = (2, 3, 4, 5, 6, 8)
-CHANNEL_WIDTHS = (2, 3, 4, 6, 8)
-CODEBOOK_WIDTHS = (2, 3, 4, 5, 6, 8)
-NESTED_WIDTHS = (2, 3, 4, 5)
+WIDTHS = range(2, 9)
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # that the kernels take
+PICTURES = (".png", ".svg", ".pdf")
 FAST = " A8"  # codebooks with byte centroids and inputs of 8 bits
 LIMIT = "memory read"
 OWN = "own bfloat16"  # a product that does nothing but read 16 bits a weight
@@ -76,67 +85,83 @@ def kernels(  # noqa: PLR0913 - what can be varied
     dtype: str = "bfloat16",
     isas: Sequence[str] = (),
     only: Sequence[str] = (),
+    cached: bool = False,
     report: Silent = SILENT,
 ) -> dict[str, Any]:
     """Microseconds of every stored format at every shape `OUTxIN`, number of tokens and number of threads.
 
     Args:
-        dtype: what the model computes in, "bfloat16" or "float32".
+        tokens: multiplied at once, from 1 up.
+        threads: from 1 up.
+        dtype: what the model computes in, a key of `DTYPES`.
         isas: instruction sets to compare, of `cpu.matmul_isas()`. Default: the best.
         only: variants whose name begins so. Default: all.
+        cached: parts of the matrices that stay in the cache.
 
     Raises:
-        InputError: no native extension, a shape that is none, an instruction set that is not here, no such variant.
+        InputError: no native extension, a shape that is none or too small for `cached`, another dtype, an instruction
+            set or a variant that is not here.
     """
     if not cpu.available():
         raise InputError(f"the native extension is not there: {cpu.why_not()}")
-    sizes = [_shape(shape) for shape in shapes]
+    sizes = [_shape(shape, 2 * ROWS if cached else 1) for shape in shapes]
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r}: the kernels take {' and '.join(DTYPES)}")
     for isa in isas:
         if isa not in cpu.matmul_isas():
             raise InputError(f"instruction set {isa!r}: this machine has {', '.join(cpu.matmul_isas())}")
-    known = dict.fromkeys([OWN, *_names(isas), *(f"ggml {kind}" for kind in ggml.TYPES)])
-    for name in only:
-        if not any(k.startswith(name) for k in known):
-            raise InputError(f"no variant begins with {name!r}: there are {', '.join(known)}")
+
+    def variants(out: int, columns: int, m: int = 1, n: int = 1) -> dict[str, Make]:
+        return _variants((ROWS if cached else out, columns), m, n, DTYPES[dtype], isas)
+
+    _check_names(only, dict.fromkeys(name for size in sizes for name in variants(*size)))
     before, rows = torch.get_num_threads(), []
+    reading = rotating(Variant(READ, _reader), -(-_cold() // READ))
+    reader = Variant(READ, lambda: reading)
     advance = report.task("kernels", len(sizes) * len(tokens) * len(threads))
     try:
         for out, columns in sizes:
             for m in tokens:
                 for n in threads:
                     torch.set_num_threads(n)
-                    variants = _variants(out, columns, m, n, getattr(torch, dtype), isas, tuple(only))
-                    figures = _measure(variants, rounds)
-                    limit = figures.pop(LIMIT)["gb_per_s"]
-                    for figure in figures.values():
-                        figure["of_limit"] = figure["gb_per_s"] / limit
-                    row = {"out": out, "in": columns, "tokens": m, "threads": n, "read_gb_per_s": limit}
-                    rows.append({**row, "variants": figures})
+                    makes = {
+                        name: make
+                        for name, make in variants(out, columns, m, n).items()
+                        if not only or name.startswith(("torch", *only))
+                    }
+                    row = {"out": out, "in": columns, "tokens": m, "threads": n}
+                    rows.append({**row, **_measure(makes, out, reader, rounds, cached)})
                     advance(1)
     finally:
         torch.set_num_threads(before)
-    peer = "ggml" if ggml.library() is not None else None
     return {
         "bench": "kernels",
         **info()["cpu"],
         "dtype": dtype,
         "group_size": GROUP,
-        "peer": peer,
+        "peer": None if ggml.why_not() else "ggml",
+        "cached_bytes": CACHED if cached else None,
         "rows": rows,
     }
 
 
-def _shape(text: str) -> tuple[int, int]:
+def _shape(text: str, least: int) -> tuple[int, int]:
     sizes = text.split("x")
     if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise InputError(f"shape {text!r}: expected OUTxIN, such as 4096x11008")
+    if int(sizes[0]) < least:
+        raise InputError(
+            f"shape {text!r}: with --cached, rows beyond the first {ROWS} count; give {least} or more"
+        )
     return int(sizes[0]), int(sizes[1])
 
 
-def _names(isas: Sequence[str]) -> list[str]:
-    """Our variants, once for each instruction set."""
-    marks = [f" @{isa}" for isa in isas] if len(isas) > 1 else [""]
-    return [f"{name}{mark}" for name in layouts(4096, 4096) for mark in marks]
+def _check_names(only: Sequence[str], there: Iterable[str]) -> None:
+    for name in only:
+        if not name or not any(known.startswith(name) for known in there):
+            why = f" ({ggml.why_not()})" if name.startswith("ggml") and ggml.why_not() else ""
+            names = ", ".join(there)
+            raise InputError(f"no variant begins with {name!r} at these shapes{why}: there are {names}")
 
 
 def layouts(out: int, columns: int) -> dict[str, dict[str, Any]]:
@@ -156,28 +181,27 @@ def layouts(out: int, columns: int) -> dict[str, dict[str, Any]]:
         }
 
     wide, outliers = max(1, out // 10), min(ATOM_OUTLIERS, columns // 4)
-    tiles = {f"W{bits}": [tile(bits, bits == 8)] for bits in INT_WIDTHS}
-    tiles |= {f"W{bits}A8": [tile(bits, bits == 8, 8)] for bits in INT_WIDTHS}
-    tiles |= {
-        "W4A4": [tile(4, True, 4)],
-        "MixLLM p10": [tile(8, True, 8, rows=wide), tile(4, False, 8, rows=out - wide)],
-        "Atom W4A4": [tile(4, True, 4, cols=columns - outliers), tile(8, True, 8, cols=outliers)],
-    }
+    tiles = {f"W{bits}": [tile(bits, bits == 8)] for bits in WIDTHS}
+    tiles |= {f"W{bits}A8": [tile(bits, bits == 8, 8)] for bits in WIDTHS}
+    tiles["W4A4"] = [tile(4, True, 4)]
+    if out > 1:
+        tiles["MixLLM p10"] = [tile(8, True, 8, rows=wide), tile(4, False, 8, rows=out - wide)]
+    if outliers:
+        tiles["Atom W4A4"] = [tile(4, True, 4, cols=columns - outliers), tile(8, True, 8, cols=outliers)]
     if columns % (4 * BLOCK) == 0:
         tiles["2/4/16"] = [TwoFour.description(columns * 3 // 4, columns, BLOCK)]
-    tiles |= {f"codebook {bits}": [codebook(bits)] for bits in CODEBOOK_WIDTHS}
-    whole = [bits for bits in CHANNEL_WIDTHS if 2**bits <= out]  # whose tables have all entries
+    tiles |= {f"codebook {bits}": [codebook(bits)] for bits in WIDTHS}
+    whole = [bits for bits in WIDTHS if 2**bits <= out]  # whose tables have all entries
     tiles |= {f"by channel {bits}": [codebook(bits, by_channel=True)] for bits in whole}
-    tiles |= {f"codebook {bits}{FAST}": [codebook(bits)] for bits in CODEBOOK_WIDTHS}
+    tiles |= {f"codebook {bits}{FAST}": [codebook(bits)] for bits in WIDTHS}
     kept = columns // 128
-    tiles |= {f"nested {bits}": [Nested.description([out] * bits, kept)] for bits in NESTED_WIDTHS}
+    tiles |= {f"nested {bits}": [Nested.description([out] * bits, kept)] for bits in WIDTHS}
     mixed = [out, out, out * 3 // 4, out // 2, out // 4]  # an average of 3.5 bits
     tiles["nested 2 to 5"] = [Nested.description([n for n in mixed if n], kept)]
     made: dict[str, dict[str, Any]] = {
-        name: {"shape": [out, columns], "tiles": entry} for name, entry in tiles.items() if out > 1 < columns
+        name: {"shape": [out, columns], "tiles": entry} for name, entry in tiles.items()
     }
-    if "codebook 4" in made:
-        made["codebook 4 + sparse"] = made["codebook 4"] | {"sparse": int(SPARSE * out * columns)}
+    made["codebook 4 + sparse"] = made["codebook 4"] | {"sparse": int(SPARSE * out * columns)}
     return made
 
 
@@ -216,38 +240,33 @@ def random_weight(layout: dict[str, Any]) -> PackedWeight:
 
 
 def _variants(
-    out: int,
-    columns: int,
+    shape: tuple[int, int],  # out, in
     tokens: int,
     threads: int,
     dtype: torch.dtype,
     isas: Sequence[str],
-    only: tuple[str, ...],
-) -> dict[str, Variant]:
-    x = torch.randn(tokens, columns)
-    ours: dict[str, Variant] = {OWN: Variant(2 * out * columns, lambda: _own(out, x))}
-    for name, layout in layouts(out, columns).items():
-        exact = not name.endswith(FAST)
+) -> dict[str, Make]:
+    """What can run at a shape, and at more rows."""
+    x = torch.randn(tokens, shape[1])
+    made: dict[str, Make] = {
+        "torch float32": partial(_dense, x),
+        "torch bfloat16": partial(_dense, x.bfloat16()),
+        OWN: partial(_own, x),
+    }
+    for name in layouts(*shape):
         for isa in isas or (None,):
             mark = f" @{isa}" if len(isas) > 1 else ""
-            ours[name + mark] = _quantized(layout, x.to(dtype), exact, isa)
-    if ggml.library() is not None:
-        for kind in ggml.TYPES:
-            if ggml.fits(kind, columns):
-                ours[f"ggml {kind}"] = _peer(kind, out, x, threads)
-    return {
-        LIMIT: Variant(READ, _reader),
-        "torch float32": _dense(out, x),
-        "torch bfloat16": _dense(out, x.bfloat16()),
-    } | {name: variant for name, variant in ours.items() if not only or name.startswith(only)}
+            made[name + mark] = partial(_quantized, name, x.to(dtype), isa)
+    return made | {f"ggml {kind}": partial(_peer, kind, x, threads) for kind in ggml.kinds(shape[1])}
 
 
 def _reader() -> Run:
-    data = torch.randint(0, 256, (READ // 8,))
-    return data.sum
+    """A float32 matrix times a vector: what reads fastest of PyTorch's functions, on all its threads."""
+    data, x = torch.ones(READ // 4 // READ_COLUMNS, READ_COLUMNS), torch.ones(READ_COLUMNS)
+    return partial(data.mv, x)
 
 
-def _dense(out: int, x: Tensor) -> Variant:
+def _dense(x: Tensor, out: int) -> Variant:
     def make() -> Run:
         weight = torch.empty(out, x.shape[1], dtype=x.dtype).uniform_(-1, 1)
         return lambda: torch.nn.functional.linear(x, weight)
@@ -255,21 +274,26 @@ def _dense(out: int, x: Tensor) -> Variant:
     return Variant(out * x.shape[1] * x.dtype.itemsize, make)
 
 
-def _own(out: int, x: Tensor) -> Run:
-    layer = cpu.Layer(out, x.shape[1])
-    layer.add(cpu.Float16(torch.empty(out, x.shape[1], dtype=torch.bfloat16).uniform_(-1, 1), None))
-    return lambda: layer.matmul(x)
-
-
-def _quantized(layout: dict[str, Any], x: Tensor, exact: bool, isa: str | None) -> Variant:
+def _own(x: Tensor, out: int) -> Variant:
     def make() -> Run:
-        prepared = Prepared(random_weight(layout), exact, isa)
+        layer = cpu.Layer(out, x.shape[1])
+        layer.add(cpu.Float16(torch.empty(out, x.shape[1], dtype=torch.bfloat16).uniform_(-1, 1), None))
+        return lambda: layer.matmul(x)
+
+    return Variant(2 * out * x.shape[1], make)
+
+
+def _quantized(name: str, x: Tensor, isa: str | None, out: int) -> Variant:
+    layout = layouts(out, x.shape[1])[name]
+
+    def make() -> Run:
+        prepared = Prepared(random_weight(layout), not name.endswith(FAST), isa)
         return lambda: prepared.matmul(x)
 
     return Variant(stored_bytes(layout), make)
 
 
-def _peer(kind: str, out: int, x: Tensor, threads: int) -> Variant:
+def _peer(kind: str, x: Tensor, threads: int, out: int) -> Variant:
     product = ggml.Product(kind, out, x, threads)  # one: others evict it
     return Variant(product.nbytes, lambda: product, product.wake, product.rest)
 
@@ -294,26 +318,47 @@ def rotating(variant: Variant, copies: int) -> Run:
     return run
 
 
-def _measure(variants: dict[str, Variant], rounds: int) -> dict[str, dict[str, float]]:
-    """Median microseconds and bytes per second, the variants taking turns."""
-    copies = min(MOST_COPIES, -(-_cold() // sum(v.nbytes for v in variants.values())))
+def _measure(makes: dict[str, Make], out: int, reader: Variant, rounds: int, cached: bool) -> dict[str, Any]:
+    """Median microseconds and bytes per second, beside those of reading, with its least and most."""
+    parts = {name: make(ROWS) for name, make in makes.items()} if cached else {}
+    rows = {
+        name: ROWS * min(out // ROWS, max(2, CACHED // parts[name].nbytes)) if cached else out
+        for name in makes
+    }
+    wholes = {name: make(rows[name]) for name, make in makes.items()}
+    least = {f"{name} of {ROWS} rows": part for name, part in parts.items()}
+    times = _times({LIMIT: reader} | wholes | least, rounds, cached)
+    read = [READ / seconds / 1e9 for seconds in times[LIMIT]]
+    figures, limit = {}, statistics.median(read)
+    for name, whole in wholes.items():
+        nbytes, seconds = whole.nbytes, statistics.median(times[name])
+        figures[name] = {"rows": rows[name], "us": 1e6 * seconds}
+        if cached:
+            nbytes -= parts[name].nbytes
+            seconds -= statistics.median(times[f"{name} of {ROWS} rows"])
+        rate = nbytes / max(seconds, LEAST_SECONDS) / 1e9
+        figures[name] |= {"gb_per_s": rate, "of_limit": rate / limit}
+    return {"read_gb_per_s": limit, "read_gb_per_s_range": [min(read), max(read)], "variants": figures}
+
+
+def _times(variants: dict[str, Variant], rounds: int, cached: bool) -> dict[str, list[float]]:
+    """Seconds of every round, the variants taking turns, their weights in the cache or not."""
+    copies = 1 if cached else min(MOST_COPIES, -(-_cold() // sum(v.nbytes for v in variants.values())))
     runs = {name: rotating(variant, copies) for name, variant in variants.items()}
     times: dict[str, list[float]] = {name: [] for name in variants}
     for i in range(rounds + WARM_UP):
         for name, variant in variants.items():
             if variant.wake is not None:
                 variant.wake()
+            if cached:
+                runs[name]()
             begun = time.perf_counter()
             runs[name]()
             if i >= WARM_UP:
                 times[name].append(time.perf_counter() - begun)
             if variant.rest is not None:
                 variant.rest()
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    return {
-        name: {"us": 1e6 * seconds, "gb_per_s": variants[name].nbytes / seconds / 1e9}
-        for name, seconds in medians.items()
-    }
+    return times
 
 
 def plot(figures: dict[str, Any], path: Path) -> None:
@@ -329,9 +374,9 @@ def plot(figures: dict[str, Any], path: Path) -> None:
         _panel(axes, row)
     for axes in panels[len(rows) :]:
         axes.set_visible(False)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize="small"
-    )
+    entries = [zip(*reversed(axes.get_legend_handles_labels())) for axes in panels]
+    shown = {label: line for panel in entries for label, line in panel}  # not every panel has all
+    figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=5, fontsize="small")
     figure.savefig(path, dpi=110)
 
 
@@ -339,6 +384,7 @@ FAMILIES = {  # names that begin so: how they are drawn
     "ggml": ("s", "C3", "ggml"),
     "codebook": ("o", "C0", "codebooks by row"),
     "by channel": ("v", "C2", "codebooks by channel"),
+    "nested": ("X", "C8", "nested"),
     "2/4/16": ("D", "C4", "2/4/16"),
     "MixLLM": ("*", "C5", "MixLLM"),
     "Atom": ("P", "C6", "Atom"),
@@ -353,13 +399,13 @@ def _panel(axes: Any, row: dict[str, Any]) -> None:
         bits = 8 * figure["gb_per_s"] * figure["us"] * 1e3 / weights
         family = next((f for f in FAMILIES if name.startswith(f)), None)
         if family is not None:
-            label = FAMILIES[family][2] + (", 8-bit inputs" if name.endswith("A8") else "")
+            label = FAMILIES[family][2] + (", 8-bit inputs" if "A8" in name else "")
             shown.setdefault(label, []).append((bits, figure["us"]))
     for label, points in shown.items():
         marker, color, _ = next(v for v in FAMILIES.values() if label.startswith(v[2]))
         fill = "full" if label.endswith("inputs") else "none"
         axes.plot(*zip(*sorted(points)), marker, color=color, fillstyle=fill, label=label)
-    most = max(bits for points in shown.values() for bits, _ in points) + 0.5
+    most = max((bits for points in shown.values() for bits, _ in points), default=16) + 0.5
     limit = [weights / 8 * bits / row["read_gb_per_s"] / 1e3 for bits in (0, most)]
     axes.plot((0, most), limit, color="#888", label="the memory's bandwidth")
     for name, style in (("torch bfloat16", "--"), (OWN, ":")):
