@@ -398,6 +398,16 @@ def test_scaling_is_judged_on_the_rows_widths() -> None:
     assert not torch.equal(mixed, scaling.search(weight, stats, wide))
 
 
+def test_scaling_looks_at_live_channels_only() -> None:
+    weight, _, _, spec = layer("awq")
+    x, loud, dead = outlier_inputs(300, weight.shape[1]), weight.clone(), [1, 17]
+    x[:, dead], loud[:, dead] = 0, 100.0
+    first, second = (registry.quantize("awq", w, stats_of(x), spec) for w in (weight, loud))
+    assert first.input_scale is not None and second.input_scale is not None
+    assert torch.equal(first.input_scale, second.input_scale)
+    assert torch.equal(first.dequantize(), second.dequantize())
+
+
 def test_outlier_channels_are_never_clipped() -> None:
     weight, stats, _, spec = layer("atom")
     for bits in (4, 8):

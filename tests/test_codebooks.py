@@ -124,6 +124,25 @@ def test_outliers_are_kept() -> None:
     torch.testing.assert_close(dense[7, 9], weight[7, 9], rtol=1e-3, atol=1e-3)
 
 
+def test_dead_weights_are_no_outliers() -> None:
+    """Large weights of channels whose inputs are always 0: no gradient, no norm, no error at the output."""
+    weight, dead = matrix(30, 64), [5, 40]
+    weight[:, dead] = 40.0 * matrix(30, 2)
+    fisher = fisher_of(weight)
+    assert fisher.fisher is not None
+    fisher.fisher[:, dead] = 0
+    mask = squeezellm.outliers(weight, fisher.fisher, spec(sensitive_outliers=0.01, magnitude_outliers=0.01))
+    assert mask is not None and mask.any() and not mask[:, dead].any()
+
+    stats = norms_of(weight)
+    assert stats.hessian is not None
+    for channel in dead:
+        stats.squares[channel] = stats.hessian[channel] = stats.hessian[:, channel] = 0
+    for compensate in (False, True):
+        made = cmpq.quantize(weight, stats, spec(2.5, error_outliers=0.01, compensate=compensate))
+        assert made.sparse is not None and not set(made.sparse.columns.tolist()) & set(dead)
+
+
 def test_sensitive_weights_are_nearer() -> None:
     weight, stats = matrix(16, 200), fisher_of(matrix(16, 200))
     weighted = squeezellm.quantize(weight, stats, spec(3)).dequantize() - weight

@@ -411,8 +411,14 @@ def test_weights_of_dead_channels_change_nothing() -> None:
     x[:, [0, 17]] = 0
     other = weight.clone()
     other[:, [0, 17]] = 40.0
-    for name in ("asymmetric", "clip", "clip, desc_act"):
-        first, second = (gptq.quantize(w, statistics(x), SPECS[name]).dequantize() for w in (weight, other))
+    for name, method in (
+        ("asymmetric", gptq),
+        ("clip", gptq),
+        ("clip, desc_act", gptq),
+        ("asymmetric", rtn),
+        ("clip", rtn),
+    ):
+        first, second = (method.quantize(w, statistics(x), SPECS[name]).dequantize() for w in (weight, other))
         assert torch.equal(first, second)
 
 

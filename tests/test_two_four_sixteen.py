@@ -244,6 +244,34 @@ def test_outliers_are_the_largest_of_the_2_bit_blocks() -> None:
         assert tile.codes[row, column] == tile.zeros[row, group[column]]  # the dense part holds 0 there
 
 
+@pytest.mark.parametrize("dead", [range(64, 80), range(5, 192, 16), range(60, 90)])
+def test_dead_channels_get_no_bits(dead: range) -> None:
+    """Neither 4-bit blocks nor outliers: blocks are ranked by their live channels, and dead weights cost no range."""
+    weight, stats = problem(48, 192)
+    live, gone = torch.ones(192).bool(), list(dead)
+    live[gone] = False
+    assert stats.hessian is not None
+    hessian = stats.hessian * live * live[:, None]
+    stats = LinearStats(stats.tokens, hessian.diagonal(), hessian)
+    weight[:, gone] = 0
+    loud = weight.clone()
+    loud[:, gone] = 50 * random(48, len(gone), seed=8)
+    options = spec(0.25, outliers=0.02, clip=True)
+    made, expected = (two_four_sixteen.quantize(w, stats, options) for w in (loud, weight))
+    (tile,) = made.tiles
+    assert isinstance(tile, TwoFour) and made.sparse is not None
+    assert live[made.sparse.columns.long()].all()
+    assert not made.dequantize()[:, gone].any()
+    assert torch.equal(made.dequantize(), expected.dequantize())
+
+    ridge = 0.01 * hessian.diagonal().mean() * torch.eye(int(live.sum()))
+    inverse = torch.linalg.inv((hessian[live][:, live] + ridge).double()).diagonal()
+    scores = torch.zeros(192).double()
+    scores[live] = weight[:, live].double().square().sum(0) / inverse.square()
+    best = scores.view(12, 16).sum(1).topk(3).indices
+    assert set(tile.wide.nonzero()[:, 0].tolist()) == set(best.tolist())
+
+
 def output_error(weight: Tensor, made: QuantizedWeight, stats: LinearStats) -> float:
     delta = made.dequantize() - weight
     return float(((delta @ stats.hessian) * delta).sum())  # type: ignore[operator]

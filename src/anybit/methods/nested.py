@@ -22,7 +22,7 @@ from anybit import shapes
 from anybit.errors import InputError
 from anybit.formats import Nested, to_half
 from anybit.kernels import cpu
-from anybit.methods.gptq import BLOCK, inverse_factor
+from anybit.methods.gptq import BLOCK, inverse_factor, without_dead
 from anybit.spec import LayerSpec
 from anybit.stats import LinearStats
 from anybit.tensors import QuantizedWeight
@@ -98,7 +98,7 @@ def compress(
     coded_order = torch.argsort(diagonal[coded], descending=True, stable=True)
     factor = inverse_factor(stats.hessian, torch.cat([kept, coded[coded_order]]), spec.damp)
     factor = factor[len(kept) :, len(kept) :].contiguous()
-    work = torch.where(diagonal == 0, 0.0, weight)[:, coded[coded_order]]
+    work = without_dead(weight, diagonal)[:, coded[coded_order]]
     cost = factor.diagonal().square().reciprocal()
     kinds, scales = cpu.nested_fit(work, cost, shapes.table(FIT_BITS).contiguous())
     scales = to_half(scales)

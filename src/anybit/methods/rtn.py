@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from anybit.methods import clip, grid
+from anybit.methods.gptq import without_dead
 from anybit.methods.tiling import assemble, column_sets
 from anybit.spec import LayerSpec
 from anybit.stats import LinearStats
@@ -16,9 +17,11 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
 
     Args:
         weight: float32 [out, in].
-        stats: only used by the clip search; may be None without it.
+        stats: of the layer's inputs, for the clip search and to leave dead channels out; None: all inputs alike.
         spec: tiling and options.
     """
+    if stats is not None:
+        weight = without_dead(weight, stats.squares)
     sets = column_sets(spec, (weight.shape[0], weight.shape[1]))
     codes, scales, zeros = [], [], []
     for s in sets:

@@ -62,7 +62,10 @@ def quantize(weight: Tensor, stats: GradientStats | None, spec: LayerSpec) -> Qu
 
 
 def outliers(weight: Tensor, fisher: Tensor | None, spec: LayerSpec) -> Tensor | None:
-    """Mask [out, in] of the most sensitive weights (by Fisher information) and the largest of the others."""
+    """Mask [out, in] of the most sensitive weights (by Fisher information) and the largest of the others.
+
+    Weights of no Fisher information, such as those of dead input channels, come last: no centroid moves for them.
+    """
     sensitive, large = _counts(spec, weight.numel())
     if sensitive + large == 0:
         return None
@@ -71,7 +74,8 @@ def outliers(weight: Tensor, fisher: Tensor | None, spec: LayerSpec) -> Tensor |
         score = weight.square() if fisher is None else fisher
         mask[score.flatten().topk(sensitive).indices] = True
     if large:
-        mask[torch.where(mask, -1.0, weight.abs().flatten()).topk(large).indices] = True
+        size = weight.abs() if fisher is None else torch.where(fisher == 0, 0.0, weight.abs())
+        mask[torch.where(mask, -1.0, size.flatten()).topk(large).indices] = True
     return mask.view_as(weight)
 
 
