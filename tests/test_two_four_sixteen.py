@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,16 @@ def test_bits_per_weight_follow_eq_10(in_: int, wide: float, outliers: float) ->
     saved = (6 / 16 - 16 / 48) * 0.75 if aligned else 0  # two of three scales are a bit shorter
     assert abs(bpw - (expected - saved)) < 0.02
     assert bpw < expected + 0.02
+
+
+@pytest.mark.parametrize("group_size", [16, 8])
+def test_shares_are_rounded_to_blocks_exactly(group_size: int) -> None:
+    """The nearest number of blocks, halves to the even one, though the share is taken from eq. 10's average."""
+    for percent in range(101):
+        options = spec(percent / 100, group_size)
+        for in_ in (16, 40, 48, 80, 100, 240, 560, 576, 800, 1440, 1536, 4000, 4096, 14336, 28000):
+            wide = in_ - two_four_sixteen.narrow_channels(options, in_)
+            assert wide == 16 * min(in_ // 16, round(Fraction(percent * in_, 1600))), (percent, in_)
 
 
 def test_the_average_of_the_paper() -> None:

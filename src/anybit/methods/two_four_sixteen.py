@@ -48,15 +48,21 @@ def share_of_wide(bits: float, group_size: int) -> float:
 
 
 def narrow_channels(spec: LayerSpec, in_features: int) -> int:
-    """How many input channels have 2 bits: all but `round(share * in / 16)` blocks, a short last block among them."""
+    """How many input channels have 2 bits: all but `round(share * in / 16)` blocks, a short last block among them.
+
+    Halves are rounded to the even number.
+    """
     tile = spec.tiles[0]
     if len(spec.tiles) != 1 or tile.rows is not None or tile.cols is not None:
         raise InputError("two-four-sixteen chooses channels itself: give one tile without rows and cols")
     if tile.group_size not in (8, BLOCK):
         raise InputError(f"group_size {tile.group_size}: 2-bit groups have 8 or {BLOCK} channels")
     whole = in_features // BLOCK
-    wide = min(whole, round(share_of_wide(tile.bits, tile.group_size) * in_features / BLOCK))
-    return in_features - wide * BLOCK
+    share = share_of_wide(tile.bits, tile.group_size)
+    blocks = round(
+        share * in_features / BLOCK, 9
+    )  # without the float errors of the share, which would decide halves
+    return in_features - min(whole, round(blocks)) * BLOCK
 
 
 def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> QuantizedWeight:
