@@ -62,15 +62,26 @@ def _least(weight: Tensor, columns: ColumnSet, cost: Callable[[Tensor], Tensor])
     bits, symmetric = columns.bits.to(weight.device)[:, None], columns.symmetric.to(weight.device)[:, None]
     rows = max(1, CHUNK // weight.shape[1])
     parts = zip(weight.split(rows), bits.split(rows), symmetric.split(rows), strict=True)
-    return torch.cat([_least_of_rows(w, b, s, columns.group_size, cost) for w, b, s in parts])
+    size = columns.group_size
+    return torch.cat([least_of_rows(grid.split_groups(w, size), b, s, cost) for w, b, s in parts])
 
 
-def _least_of_rows(
-    weight: Tensor, bits: Tensor, symmetric: Tensor, group_size: int, cost: Callable[[Tensor], Tensor]
+def least_of_rows(
+    groups: Tensor, bits: Tensor, symmetric: Tensor, cost: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    groups = grid.split_groups(weight, group_size)
+    """The ratio of least cost for every row and group.
+
+    Args:
+        groups: float32 [rows, groups, n], weights.
+        bits: width, broadcastable to [rows, groups].
+        symmetric: bool, broadcastable to [rows, groups].
+        cost: of rounding errors [rows, groups, n], float32 [rows, groups].
+
+    Returns:
+        float32 [rows, groups], values in (0, 1].
+    """
     top = (2.0**bits - 1)[..., None]
-    best = torch.full(groups.shape[:2], torch.inf, device=weight.device)
+    best = torch.full(groups.shape[:2], torch.inf, device=groups.device)
     ratios = torch.ones_like(best)
     for ratio in RATIOS:
         scale, zero = grid.fit(groups, bits, symmetric, ratio)

@@ -214,16 +214,9 @@ class _Grids:
 
 def _fit(weight: Tensor, cost: Tensor, bits: int, search: bool) -> tuple[Tensor, Tensor]:
     """Scale and zero point of each row of weights [out, n]; clipped for the least compensated error if asked to."""
-    width, asymmetric = torch.tensor(bits), torch.tensor(False)
-    best_scale, best_zero = grid.fit(weight, width, asymmetric)
-    if not search:
-        return best_scale, best_zero
-    best = torch.full_like(best_scale, torch.inf)
-    for ratio in clip.RATIOS:
-        scale, zero = grid.fit(weight, width, asymmetric, ratio)
-        codes = grid.encode(weight, scale[:, None], zero[:, None], torch.tensor(2.0**bits - 1))
-        error = ((grid.decode(codes, scale[:, None], zero[:, None]) - weight).square() * cost).sum(-1)
-        better = error < best
-        best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)
-        best = torch.minimum(error, best)
-    return best_scale, best_zero
+    width, asymmetric = torch.tensor([[bits]]), torch.tensor([[False]])
+    groups, ratio = weight[:, None], torch.ones(1, 1)
+    if search:
+        ratio = clip.least_of_rows(groups, width, asymmetric, lambda delta: (delta.square() * cost).sum(-1))
+    scale, zero = grid.fit(groups, width, asymmetric, ratio)
+    return scale[:, 0], zero[:, 0]
