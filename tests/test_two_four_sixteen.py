@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from test_activations import outlier_inputs, random, stats_of
+from test_calibrate import opened
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import anybit
 from anybit.artifact import inspect, verify
@@ -23,6 +25,7 @@ from anybit.kernels.dispatch import Prepared
 from anybit.methods import gptq, two_four_sixteen
 from anybit.methods.gptq import inverse_factor
 from anybit.model import load
+from anybit.plan import fit_budget, make_plan
 from anybit.spec import LayerSpec, QuantizeConfig, TileSpec, bits_eq10
 from anybit.stats import LinearStats
 from anybit.tensors import PackedWeight, QuantizedWeight, pack, stored_bytes, unpack, validate
@@ -400,6 +403,23 @@ def test_other_group_sizes_are_refused(model_dir: Callable[[str], Path], tmp_pat
     config = QuantizeConfig("two-four-sixteen", group_size=32, **SMALL)
     with pytest.raises(InputError, match="8 or 16"):
         anybit.quantize(model_dir("llama"), tmp_path / "out", config)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(640, 1280), (192, 2048), (64, 4096)])
+def test_a_budget_buys_the_widest_share(hidden: int, intermediate: int, tmp_path: Path) -> None:
+    """Though the aligned layout, at a quarter of the blocks, takes less than layouts with fewer at 4 bits."""
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 1}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8, num_attention_heads=4, **sizes))
+    model.save_pretrained(tmp_path)
+    streamed, config = opened(tmp_path), QuantizeConfig("two-four-sixteen", exclusive_outliers=0.0)
+    widths = [bits_eq10(0, 16) + k / 100 for k in range(55)] + [two_four_sixteen.ALIGNED_BITS]
+    plans = [make_plan(streamed, config.with_bits(bits)) for bits in widths]
+    aligned = plans[-1].bits_per_weight
+    assert any(p.bits_per_weight > aligned and p.code_bits < plans[-1].code_bits for p in plans)
+    for budget in (aligned - 0.001, aligned + 0.01, *(p.bits_per_weight for p in plans[10:45])):
+        found = make_plan(streamed, fit_budget(streamed, config, budget, None))
+        assert found.bits_per_weight <= budget
+        assert found.code_bits == max(p.code_bits for p in plans if p.bits_per_weight <= budget), budget
 
 
 @pytest.mark.parametrize("choice", ["first", "best"])

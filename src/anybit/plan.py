@@ -17,6 +17,7 @@ from anybit.calibrate import LOGIT_CHUNK
 from anybit.description import dense_layout
 from anybit.errors import InputError
 from anybit.footprint import overhead_bytes
+from anybit.methods import two_four_sixteen
 from anybit.methods.registry import METHODS
 from anybit.spec import (
     CODEBOOK_METHODS,
@@ -237,6 +238,9 @@ def fit_budget(
             middle = (low + high) // 2
             low, high = (middle, high) if fits(best + middle / BUDGET_STEPS) else (low, middle)
         best += low / BUDGET_STEPS
+    aligned = two_four_sixteen.ALIGNED_BITS  # may fit where narrower widths do not
+    if config.method == "two-four-sixteen" and best < aligned and fits(aligned):
+        best = aligned
     return config.with_bits(best)
 
 

@@ -20,6 +20,8 @@ from anybit.spec import LayerSpec, bits_eq10
 from anybit.stats import LinearStats
 from anybit.tensors import QuantizedWeight
 
+ALIGNED_BITS = bits_eq10(0.25, BLOCK)  # the average at which 2- and 4-bit blocks come three to one
+
 
 def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
     """What `quantize` will store of a matrix of this shape; which blocks and weights stand out depends on the data."""
