@@ -1,30 +1,58 @@
-// Format "codebook" by input channel, up to 4 bits: lanes are output rows, laid out as codes of format "group int"
-// (interleaved.h) with the channels as columns. A channel's table fits a register, its weights for all lanes are one
-// permutation of it, and one multiply-add with the channel's input follows.
+// Format "codebook" by input channel, up to 6 bits: lanes are output rows, laid out as codes of format "group int"
+// (interleaved.h) with the channels as columns. A channel's table fits a few registers, its weights for all lanes are
+// permutations of them, and one multiply-add with the channel's input follows.
 #include "gemm.h"
 #include "interleaved.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-constexpr int64_t ENTRIES = CHANNEL_ENTRIES;
-
 int64_t cells_of(const ChannelCodebook& t) { return ceil_div(t.columns, cell_columns(t.bits)); }
 int64_t block_bytes(const ChannelCodebook& t) { return cells_of(t) * cell_vectors(t.bits) * BYTES; }
 
-// A channel's table, ready to look up by the low bits of every lane.
-struct Table {
-#if defined(__AVX512F__)
-    __m512 all;
-    explicit Table(const float* from) : all(_mm512_loadu_ps(from)) {}
-    Floats operator()(Ints code) const { return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), all); }
-#elif defined(__AVX2__)
-    __m256 low, high;
-    explicit Table(const float* from) : low(_mm256_loadu_ps(from)), high(_mm256_loadu_ps(from + 8)) {}
+// A channel's table, ready to look up by the low bits of every lane: registers of it are permuted, one or two at a
+// time, and the bits above choose among what they give.
+template <int BITS> struct Table {
+    static constexpr int64_t ENTRIES = channel_entries(BITS);
+#if defined(__AVX2__)
+    static constexpr int PARTS = ENTRIES / LANES;
+    Floats part[PARTS];
+
+    explicit Table(const float* from) {
+        for (int i = 0; i < PARTS; ++i) part[i] = load(from + i * LANES);
+    }
+
     Floats operator()(Ints code) const {
-        const auto index = reinterpret_cast<__m256i>(code);
-        const __m256 which = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)); // bit 3 as the sign
-        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index), which);
+#if defined(__AVX512F__)
+        const auto index = reinterpret_cast<__m512i>(code);
+        if constexpr (PARTS == 1) return _mm512_permutexvar_ps(index, part[0]);
+        else {
+            Floats found[PARTS / 2];
+            for (int i = 0; i < PARTS / 2; ++i) found[i] = _mm512_permutex2var_ps(part[2 * i], index, part[2 * i + 1]);
+            return chosen<5>(found, code);
+        }
+#else
+        Floats found[PARTS];
+        for (int i = 0; i < PARTS; ++i) found[i] = _mm256_permutevar8x32_ps(part[i], reinterpret_cast<__m256i>(code));
+        return chosen<3>(found, code);
+#endif
+    }
+
+private:
+    // One of N, by the bits from BIT on.
+    template <int BIT, int N> static Floats chosen(const Floats (&found)[N], Ints code) {
+        if constexpr (N == 1) return found[0];
+        else {
+            Floats left[N / 2];
+#if defined(__AVX512F__)
+            const __mmask16 set = _mm512_test_epi32_mask(reinterpret_cast<__m512i>(code), _mm512_set1_epi32(1 << BIT));
+            for (int i = 0; i < N / 2; ++i) left[i] = _mm512_mask_blend_ps(set, found[2 * i], found[2 * i + 1]);
+#else
+            const auto set = reinterpret_cast<Floats>(code << (31 - BIT)); // in the sign
+            for (int i = 0; i < N / 2; ++i) left[i] = _mm256_blendv_ps(found[2 * i], found[2 * i + 1], set);
+#endif
+            return chosen<BIT + 1>(left, code);
+        }
     }
 #else
     const float* from;
@@ -51,7 +79,7 @@ void multiply_blocks(const ChannelCodebook& t, const float* x, int64_t x_stride,
         for (int s = 0; s < COLUMNS / 4; ++s)
             for (int b = 0; b < 4; ++b) {
                 const int64_t channel = c * COLUMNS + 4 * s + b;
-                const Table table(t.table + channel * ENTRIES);
+                const Table<BITS> table(t.table + channel * channel_entries(BITS));
                 for (int r = 0; r < R; ++r) {
                     const Floats w = table(reinterpret_cast<Ints>(code[r][s]) >> 8 * b);
                     for (int k = 0; k < M; ++k) sum[r][k] += w * broadcast(x[k * x_stride + channel]);
@@ -146,7 +174,7 @@ template <int BITS> void dequantize(const ChannelCodebook& t, float* out, int64_
             for (int64_t l = 0; l < least(LANES, t.rows - block * LANES); ++l)
                 for (int64_t j = 0; j < least(COLUMNS, t.columns - c * COLUMNS); ++j)
                     out[(block * LANES + l) * t.columns + c * COLUMNS + j] =
-                        t.table[(c * COLUMNS + j) * ENTRIES + codes[l][j]];
+                        t.table[(c * COLUMNS + j) * channel_entries(BITS) + codes[l][j]];
         }
 }
 
@@ -155,7 +183,9 @@ template <int BITS> void dequantize(const ChannelCodebook& t, float* out, int64_
     case 1: return F<1>(__VA_ARGS__);   \
     case 2: return F<2>(__VA_ARGS__);   \
     case 3: return F<3>(__VA_ARGS__);   \
-    default: return F<4>(__VA_ARGS__);  \
+    case 4: return F<4>(__VA_ARGS__);   \
+    case 5: return F<5>(__VA_ARGS__);   \
+    default: return F<6>(__VA_ARGS__);  \
     }
 
 template <int BITS> int64_t decode_cells(const ChannelCodebook& t, int64_t block, int64_t column, Floats* panel) {
@@ -166,7 +196,7 @@ template <int BITS> int64_t decode_cells(const ChannelCodebook& t, int64_t block
         cell_codes<BITS>(t.bytes + block * block_bytes(t) + c * SIZE, code);
         for (int s = 0; s < COLUMNS / 4; ++s)
             for (int b = 0; b < 4; ++b) {
-                const Table table(t.table + (c * COLUMNS + 4 * s + b) * ENTRIES);
+                const Table<BITS> table(t.table + (c * COLUMNS + 4 * s + b) * channel_entries(BITS));
                 panel[4 * s + b] = table(reinterpret_cast<Ints>(code[s]) >> 8 * b);
             }
     }

@@ -8,7 +8,7 @@
 
 namespace anybit {
 
-// A tile in format "codebook" by input channel, up to 4 bits, in the kernels' order.
+// A tile in format "codebook" by input channel, of few bits, in the kernels' order.
 class PackedChannels : public Tile {
 public:
     PackedChannels(const Input& planes, const Input& table, int64_t rows, int64_t threads,
@@ -17,7 +17,8 @@ public:
         const int used = check_threads(threads);
         if (rows < 1 || rows >= MAX_SIZE) refuse("rows is " + std::to_string(rows) + ", expected 1 to 2^31 - 1");
         const int64_t bits = size_of("planes", planes, 0, 3);
-        if (bits < 1 || bits > 4) refuse(std::to_string(bits) + " planes, expected 1 to 4");
+        if (bits < 1 || bits > MOST_CHANNEL_BITS)
+            refuse(std::to_string(bits) + " planes, expected 1 to " + std::to_string(MOST_CHANNEL_BITS));
         t_.bits = static_cast<int>(bits);
         t_.rows = rows_ = rows;
         t_.columns = columns_ = size_of("planes", planes, 1, 3);
@@ -28,9 +29,9 @@ public:
         check("table", table, {Type::f32}, {t_.columns, entries}, Layout::dense);
         const auto* from = static_cast<const uint32_t*>(planes.data());
         const auto* given = static_cast<const float*>(table.data());
-        table_.assign(static_cast<size_t>(kernels_.channel_columns(t_) * CHANNEL_ENTRIES), 0.0f);
-        for (int64_t j = 0; j < t_.columns; ++j)
-            std::copy_n(given + j * entries, entries, table_.begin() + j * CHANNEL_ENTRIES);
+        const int64_t room = channel_entries(t_.bits);
+        table_.assign(static_cast<size_t>(kernels_.channel_columns(t_) * room), 0.0f);
+        for (int64_t j = 0; j < t_.columns; ++j) std::copy_n(given + j * entries, entries, table_.begin() + j * room);
         nb::gil_scoped_release release;
         bytes_ = make_scratch((kernels_.channel_bytes(t_) + 3) / 4);
         auto* to = reinterpret_cast<uint8_t*>(bytes_.get());

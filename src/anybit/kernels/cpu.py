@@ -159,11 +159,11 @@ class Codebook(_Tile):
 
 
 class Channels(_Tile):
-    """One tile in format "codebook" by input channel, of up to 4 bits, in the kernels' order; it holds its bytes."""
+    """One tile in format "codebook" by input channel, of up to 6 bits, in the kernels' order; it holds its bytes."""
 
     __slots__ = ("_planes",)
 
-    MOST_BITS = 4  # wider ones are bound as they are stored (`codebook`)
+    MOST_BITS = 6  # wider ones are bound as they are stored (`codebook`)
 
     def __init__(
         self,

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from anybit.errors import InputError
 from anybit.formats import Codebook, Float16, Sparse, to_half
-from anybit.methods import kmeans
-from anybit.methods.gptq import BLOCK, inverse_factor, without_dead
+from anybit.methods import grid, kmeans
+from anybit.methods.gptq import BLOCK, inverse_factor
 from anybit.spec import LayerSpec
 from anybit.stats import LinearStats
 from anybit.tensors import QuantizedWeight
@@ -94,7 +94,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     if spec.compensate and stats.hessian is None:
         raise InputError("compensating errors needs the Hessian of the layer's inputs: calibrate with it")
     shape = (weight.shape[0], weight.shape[1])
-    weight = without_dead(weight, stats.squares)
+    weight = grid.without_dead(weight, stats.squares)
     counts, kept = allocation(spec, shape[1])
     order = torch.argsort(stats.squares.cpu(), stable=True)  # ascending norms: narrow widths first
     coded, outliers = order[: shape[1] - kept], order[shape[1] - kept :].sort().values

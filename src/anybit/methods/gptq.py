@@ -47,7 +47,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
         sets = [_by_energy(s, diagonal) for s in sets]
     order = _group_order(sets, diagonal, spec.group_reorder and not spec.desc_act)
     perm = torch.cat([sets[s].group(g) for s, g in order])
-    weight = without_dead(weight, diagonal)
+    weight = grid.without_dead(weight, diagonal)
     work = weight[:, perm]
     factor = inverse_factor(hessian, perm, spec.damp)
     column_cost = torch.empty_like(diagonal)
@@ -60,13 +60,6 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     ]
     codes, scales, zeros = _sweep(work, factor, sets, order, ratios)
     return assemble(shape, spec, stats, sets, codes, scales, zeros)
-
-
-def without_dead(weight: Tensor, squares: Tensor) -> Tensor:
-    """`weight` [out, in] with 0 for dead input channels, those of `squares` [in] 0: any weight is as good there, and 0
-    costs no range and is no outlier.
-    """
-    return torch.where(squares.to(weight.device) == 0, 0.0, weight)
 
 
 def _by_energy(columns: ColumnSet, diagonal: Tensor) -> ColumnSet:

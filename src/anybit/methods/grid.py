@@ -24,6 +24,13 @@ def split_groups(matrix: Tensor, group_size: int) -> Tensor:
     return functional.pad(matrix, (0, groups * group_size - c)).view(r, groups, group_size)
 
 
+def without_dead(weight: Tensor, squares: Tensor) -> Tensor:
+    """`weight` [out, in] with 0 for dead input channels, those of `squares` [in] 0: any weight is as good there, and 0
+    costs no range and is no outlier.
+    """
+    return torch.where(squares.to(weight.device) == 0, 0.0, weight)
+
+
 def fit(
     weight: Tensor, bits: Tensor, symmetric: Tensor, ratio: Tensor | float = 1.0
 ) -> tuple[Tensor, Tensor]:

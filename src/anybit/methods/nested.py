@@ -22,7 +22,8 @@ from anybit import shapes
 from anybit.errors import InputError
 from anybit.formats import Nested, to_half
 from anybit.kernels import cpu
-from anybit.methods.gptq import BLOCK, inverse_factor, without_dead
+from anybit.methods import grid
+from anybit.methods.gptq import BLOCK, inverse_factor
 from anybit.spec import LayerSpec
 from anybit.stats import LinearStats
 from anybit.tensors import QuantizedWeight
@@ -98,7 +99,7 @@ def compress(
     coded_order = torch.argsort(diagonal[coded], descending=True, stable=True)
     factor = inverse_factor(stats.hessian, torch.cat([kept, coded[coded_order]]), spec.damp)
     factor = factor[len(kept) :, len(kept) :].contiguous()
-    work = without_dead(weight, diagonal)[:, coded[coded_order]]
+    work = grid.without_dead(weight, diagonal)[:, coded[coded_order]]
     cost = factor.diagonal().square().reciprocal()
     kinds, scales = cpu.nested_fit(work, cost, shapes.table(FIT_BITS).contiguous())
     scales = to_half(scales)

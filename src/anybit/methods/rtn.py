@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from anybit.methods import clip, grid
-from anybit.methods.gptq import without_dead
 from anybit.methods.tiling import assemble, column_sets
 from anybit.spec import LayerSpec
 from anybit.stats import LinearStats
@@ -21,7 +20,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
         spec: tiling and options.
     """
     if stats is not None:
-        weight = without_dead(weight, stats.squares)
+        weight = grid.without_dead(weight, stats.squares)
     sets = column_sets(spec, (weight.shape[0], weight.shape[1]))
     codes, scales, zeros = [], [], []
     for s in sets:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from anybit.errors import InputError
 from anybit.kernels import reference
-from anybit.methods import rtn
-from anybit.methods.gptq import without_dead
+from anybit.methods import grid, rtn
 from anybit.spec import LayerSpec
 from anybit.stats import InputStats, LinearStats
 from anybit.tensors import pack
@@ -43,7 +42,7 @@ def search(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> Tensor:
         raise InputError(f"{spec.scaling} needs the layer's inputs: calibrate first")
     plain = _plain(spec)
     factors = [_factor(weight, stats.inputs, stats.tokens, spec.scaling, alpha) for alpha in ALPHAS]
-    weight = without_dead(weight, stats.squares)  # as they are rounded in the end
+    weight = grid.without_dead(weight, stats.squares)  # as they are rounded in the end
     sample = stats.inputs.sample if spec.act_bits < 16 or stats.hessian is None else None
     target = weight.new_empty(0) if sample is None else sample @ weight.T
     errors = []

@@ -15,7 +15,7 @@ from torch import Tensor
 from anybit.errors import InputError
 from anybit.formats import BLOCK, SECOND_GROUP, Sparse, TwoFour
 from anybit.methods import clip, grid
-from anybit.methods.gptq import inverse_factor, without_dead
+from anybit.methods.gptq import inverse_factor
 from anybit.spec import LayerSpec, bits_eq10
 from anybit.stats import LinearStats
 from anybit.tensors import QuantizedWeight
@@ -86,7 +86,7 @@ def compensate(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> tu
     if stats is None or stats.hessian is None:
         raise InputError("2/4/16 needs the Hessian of the layer's inputs: calibrate first")
     shape = (weight.shape[0], weight.shape[1])
-    weight = without_dead(weight, stats.hessian.diagonal())
+    weight = grid.without_dead(weight, stats.hessian.diagonal())
     narrow = narrow_channels(spec, shape[1])
     factor = inverse_factor(stats.hessian, torch.arange(shape[1]), spec.damp)
     wide = _wide_blocks(weight, factor, (shape[1] - narrow) // BLOCK)
