@@ -21,7 +21,8 @@ from anybit.bench import ggml, kernels
 from anybit.chat import Echo, Generator
 from anybit.errors import InputError
 from anybit.kernels import cpu
-from anybit.spec import parse_bytes
+from anybit.methods.registry import METHODS
+from anybit.spec import QuantizeConfig, parse_bytes
 
 COMMANDS = ("quantize", "eval", "generate", "chat", "inspect", "verify", "plan", "compare", "demo", "bench")
 RTN = ("--method", "rtn", "--group-size", "32")
@@ -97,6 +98,15 @@ def test_help_of_every_command(run: Run, command: str) -> None:
     ran = run(command, "--help")
     assert ran.code == 0
     assert command in ran.out and "--help" in ran.out
+
+
+def test_help_names_the_least_width_that_there_is(run: Run) -> None:
+    for size, least in ((16, "2.46"), (8, "2.91")):
+        assert f"{least} to 4" in " ".join(run("quantize", "--help").out.replace("│", " ").split())
+        assert QuantizeConfig("two-four-sixteen", float(least), size).bits == float(least)
+        with pytest.raises(InputError, match=r"at least|no 2\.45-bit width"):
+            layout = METHODS["two-four-sixteen"].layout
+            layout(QuantizeConfig("two-four-sixteen", float(least) - 0.01, size).layer_spec(), (64, 64))
 
 
 def test_commands_are_all_listed(run: Run) -> None:

@@ -74,10 +74,7 @@ def model_card(
         more = REFINED.format(bits=f"{plan.code_bits + 2 * step:.1f}", fewer=f"{plan.code_bits + step:.1f}")
     notice = ""
     if base["quantized_before"]:
-        notice = (
-            f"\n> **Notice.** The base weights had been quantized before ({base['quantized_before']}). At 4 bits and "
-            "above, errors measured against this base are smaller than against the original model.\n"
-        )
+        notice = f"\n> **Notice.** {quantized_notice(base['quantized_before'])}\n"
     return f"""---
 library_name: transformers
 tags: [anybit, quantized]
@@ -110,6 +107,14 @@ model = {auto}.from_pretrained("PATH")
 {more}
 The licence of the base model applies.
 """
+
+
+def quantized_notice(before: str) -> str:
+    """What to know of figures whose base was quantized `before`, such as "Q4_1"."""
+    return (
+        f"The base weights had been quantized before ({before}). At 4 bits and above, errors measured against this "
+        "base are smaller than against the original model."
+    )
 
 
 def _command(name: str, options: Mapping[str, Any], calibration: Mapping[str, Any] | None) -> str:

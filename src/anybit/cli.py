@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,16 @@ import typer
 import anybit
 from anybit import tables
 from anybit.errors import InputError
-from anybit.spec import MAX_SEED, USED_BY, QuantizeConfig, check_method, parse_bytes, read_spec_map
+from anybit.spec import (
+    DESCRIPTIONS,
+    MAX_SEED,
+    USED_BY,
+    QuantizeConfig,
+    bits_eq10,
+    check_method,
+    parse_bytes,
+    read_spec_map,
+)
 
 DEFAULTS = QuantizeConfig()
 COMPARED = [
@@ -29,6 +39,9 @@ COMPARED = [
     "cmpq",
 ]
 GROUP_SIZE = 128  # that `plan` takes
+LEAST_16, LEAST_8 = (
+    ceil(100 * bits_eq10(0, size)) / 100 for size in (16, 8)
+)  # of two-four-sixteen, by group size
 THREADS_PER_PROCESSOR = 4  # more than this only costs memory, and far more ends the process
 
 app = typer.Typer(
@@ -120,18 +133,13 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
     method: Annotated[
         str,
-        typer.Option(
-            help="anybit (any average width at load and at run time, from one artifact), rtn (round to nearest, no calibration), gptq, awq, smoothquant (int8 activations), mixllm (8-bit rows "
-            "where they count, int8 activations), atom (4-bit weights and activations; its paper adds --kv-bits 4), "
-            "two-four-sixteen (2- and 4-bit groups and sparse outliers), llm-mq (a width per layer, by an integer program), squeezellm (codebooks), "
-            "any-precision (every width in one artifact) or cmpq (any average width)."
-        ),
+        typer.Option(help="; ".join(f"{name} ({what})" for name, what in DESCRIPTIONS.items()) + "."),
     ] = DEFAULTS.method,
     bits: Annotated[
         float | None,
         typer.Option(
             help="Average code width, 2 to 8; for anybit (the largest that the artifact has), cmpq, mixllm (4 to 8), llm-mq "
-            "(2 to 4) and two-four-sixteen (2.45 to 4; 2.91 to 4 at --group-size 8) also fractions. [default: 4; anybit, "
+            f"(2 to 4) and two-four-sixteen ({LEAST_16:.2f} to 4; {LEAST_8:.2f} to 4 at --group-size 8) also fractions. [default: 4; anybit, "
             "smoothquant: 8; mixllm: see --wide-rows; two-four-sixteen: see --wide-groups]"
         ),
     ] = None,
@@ -777,7 +785,8 @@ def compare(  # noqa: PLR0913
     """Compress MODEL by several methods at several widths, measure each, and write OUT/report.html.
 
     What is done lies in OUT/cells: the same command goes on where it was killed, and one with more methods or widths
-    makes only the new ones.
+    makes only the new ones. The report shows all cells there that were made of the same model and calibration and
+    measured in the same way: those of this command first, then those of earlier ones.
 
     Example: `anybit compare MODEL -o compared -m rtn -m 'gptq: group_size=64' --bits 2,3,4 --max-tokens 16384`
     """

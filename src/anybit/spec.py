@@ -53,6 +53,20 @@ METHOD_WIDTHS = {
     "cmpq": Widths(2, 8, fractional=True),
 }
 METHODS = tuple(METHOD_WIDTHS)
+DESCRIPTIONS = {  # for help and reports
+    "anybit": "any average width at load and at run time, from one artifact",
+    "rtn": "round to nearest, no calibration",
+    "gptq": "each column's error is compensated in later ones, by second moments of the inputs",
+    "awq": "input channels scaled by their activations before rounding",
+    "smoothquant": "int8 activations, made easier by scaling input channels",
+    "mixllm": "8-bit rows where they count, int8 activations",
+    "atom": "4-bit weights and activations, outlier channels at 8; its paper adds a 4-bit KV-cache, --kv-bits 4",
+    "llm-mq": "a width per layer, by an integer program",
+    "two-four-sixteen": "2/4/16: 2- and 4-bit groups and sparse outliers at 16",
+    "squeezellm": "codebooks by row, of weights clustered by sensitivity",
+    "any-precision": "SqueezeLLM's codebooks nested, every width in one artifact",
+    "cmpq": "codebooks by channel, any average width",
+}
 CODEBOOK_METHODS = ("squeezellm", "any-precision", "cmpq")
 FISHER_METHODS = ("squeezellm", "any-precision")  # calibrated on gradients
 SEARCH_METHODS = ("mixllm", "llm-mq")  # widths chosen by gradients
