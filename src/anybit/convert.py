@@ -58,7 +58,7 @@ class QuantizeResult:
     seconds: float  # wall time of this call
     resumed_shards: int  # shards found finished
     statistics: Cost | None = None  # of gathering shared statistics, in whichever runs
-    taken_over_seconds: float = 0.0  # of that, in earlier runs
+    taken_over: Cost | None = None  # of that, in earlier runs
 
 
 def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
@@ -163,7 +163,7 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
         seconds=seconds,
         resumed_shards=resumed,
         statistics=cost,
-        taken_over_seconds=earlier.seconds if earlier else 0.0,
+        taken_over=earlier,
     )
 
 
@@ -275,7 +275,7 @@ class _Run:
             self.report.say("resumes: the gradients are there")
             stats = found
         else:
-            begun = time.perf_counter()
+            begun = Cost.clock()
             folder.mkdir(parents=True, exist_ok=True)
             advance = self.report.task("gradients", len(text.tokens))
             stats = gradient_statistics(

@@ -9,7 +9,6 @@ chooses the widths.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
@@ -343,7 +342,7 @@ def _parts(  # noqa: PLR0913
         if found is not None:
             advance(len(part))
         else:
-            begun = time.perf_counter()
+            begun = Cost.clock()
             stats = gradient_statistics(streamed, part, layers, deltas=deltas, advance=advance)
             found = {name: reduce(s) for name, s in stats.items()}
             if file is not None:

@@ -16,7 +16,7 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -43,11 +43,28 @@ class Cost:
 
     seconds: float
     peak_memory_bytes: int  # of the process that did it
+    processor_seconds: float | None = None  # of its threads together; None: not known
 
     @staticmethod
-    def since(begun: float) -> Cost:
-        """Of this process, since a `time.perf_counter`."""
-        return Cost(time.perf_counter() - begun, peak_memory_bytes())
+    def clock() -> tuple[float, float]:
+        """Wall and processor seconds of this process, for `since`."""
+        return time.perf_counter(), time.process_time()
+
+    @staticmethod
+    def since(begun: tuple[float, float]) -> Cost:
+        """Of this process, since a `clock`."""
+        wall, processor = Cost.clock()
+        return Cost(wall - begun[0], peak_memory_bytes(), processor - begun[1])
+
+    @staticmethod
+    def sum(costs: Sequence[Cost]) -> Cost:
+        """Of all of them, one after the other."""
+        known = [c.processor_seconds for c in costs if c.processor_seconds is not None]
+        return Cost(
+            seconds=sum(c.seconds for c in costs),
+            peak_memory_bytes=max(c.peak_memory_bytes for c in costs),
+            processor_seconds=sum(known) if len(known) == len(costs) else None,
+        )
 
 
 def read_cost(file: Path) -> Cost:
@@ -58,8 +75,13 @@ def read_cost(file: Path) -> Cost:
                 found = part.metadata() or {}
         else:
             found = json.loads(file.read_text(encoding="utf-8"))
-        return Cost(float(found["seconds"]), int(found["peak_memory_bytes"]))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+        processor = found.get("processor_seconds")
+        return Cost(
+            float(found["seconds"]),
+            int(found["peak_memory_bytes"]),
+            None if processor is None else float(processor),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return Cost(0.0, 0)
 
 
@@ -211,7 +233,7 @@ class ArtifactWriter:
         costs = [read_cost(part) for part in self.search().rglob("*.safetensors")]
         if self.has_statistics():
             costs.append(read_cost(self.statistics() / COMPLETE))
-        return Cost(sum(c.seconds for c in costs), max(c.peak_memory_bytes for c in costs)) if costs else None
+        return Cost.sum(costs) if costs else None
 
     def _kept_here(self) -> bool:
         """Whether OUT.partial holds statistics that took work."""

@@ -19,7 +19,7 @@ from anybit.convert import quantize
 from anybit.errors import InputError
 from anybit.progress import SILENT, Terminal
 from anybit.spec import QuantizeConfig
-from anybit.writer import peak_memory_bytes
+from anybit.writer import Cost
 
 START = "import sys, pathlib, anybit.compare.job; anybit.compare.job.main(pathlib.Path(sys.argv[1]))"
 
@@ -61,13 +61,16 @@ def run_apart(job: Job, file: Path) -> dict[str, Any]:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Quantize; returns seconds and peak memory, what shared statistics took included.
+    """Quantize; returns wall and processor seconds and peak memory, what shared statistics took included.
+
+    Processor seconds are None where those of statistics that an earlier version gathered are not known.
 
     Raises:
         InputError: see `convert.quantize`.
     """
     report = Terminal() if job.shows_progress else SILENT
     lists: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in job.config.items()}
+    begun = Cost.clock()
     try:
         made = quantize(
             job.model,
@@ -80,13 +83,14 @@ def run(job: Job) -> dict[str, Any]:
         )
     finally:
         report.close()
-    shared = made.statistics
+    took = Cost.sum([Cost.since(begun), *([made.taken_over] if made.taken_over else [])])
+    shared = made.statistics or Cost(0.0, 0, 0.0)
     return {
-        "seconds": made.seconds + made.taken_over_seconds,
-        "shared_seconds": shared.seconds
-        if shared
-        else 0.0,  # of them, for statistics that other cells use too
-        "peak_memory_bytes": max(peak_memory_bytes(), shared.peak_memory_bytes if shared else 0),
+        "seconds": took.seconds,
+        "processor_seconds": took.processor_seconds,
+        "shared_seconds": shared.seconds,  # of them, for statistics that other cells use too
+        "shared_processor_seconds": shared.processor_seconds,
+        "peak_memory_bytes": max(took.peak_memory_bytes, shared.peak_memory_bytes),
     }
 
 
