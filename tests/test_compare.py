@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import html
+import importlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,16 +18,27 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import anybit
+from anybit.checkpoint import open_checkpoint
+from anybit.cli import main
 from anybit.compare import Settings, compare, parse_entry
 from anybit.compare import job as compare_job
+from anybit.compare import machine as compare_machine
+from anybit.compare import pace as compare_pace
+from anybit.compare.base import quantized_before
+from anybit.compare.cells import plan_cells
 from anybit.compare.job import START, Job
-from anybit.compare.report import pareto, width, width_grid, write_report
+from anybit.compare.pace import Pace
+from anybit.compare.report import bars, pareto, width, width_grid, write_report
+from anybit.compare.rows import label, resolved
 from anybit.errors import InputError
-from anybit.spec import QuantizeConfig
+from anybit.progress import no_other_bars
+from anybit.spec import DESCRIPTIONS, QuantizeConfig
+from anybit.writer import Cost, read_cost
 
+BARS = {"name": "rtn", "method": "rtn", "bits": 3, "act_bits": 16, "kv_bits": 16, "peak_memory_bytes": 1}
 ENTRIES = ("rtn: group_size=16", "squeezellm", "any-precision", "mixllm: group_size=16, name='Mix <LLM>'")
 
 
@@ -310,7 +323,7 @@ def test_the_report_shows_every_cell(
     assert "Mix &lt;LLM&gt;" in page and "Mix <LLM>" not in page
     for cell in results["cells"][1:]:
         assert (
-            f"<td>{html.escape(cell['name'])}</td><td>{width(cell)}</td><td>{cell['bits_per_weight']:.3f}</td>"
+            f"<td>{html.escape(label(cell))}</td><td>{width(cell)}</td><td>{cell['bits_per_weight']:.3f}</td>"
             in page
         )
         assert f"<td>{cell['kld_mean']:.4f}</td>" in page
@@ -431,7 +444,14 @@ def test_kept_artifacts_outlive_later_runs_and_one_run_at_a_time(
     run(model, tmp_path, settings, ("rtn",), keep=True)
     kept = sorted(p.name for p in (tmp_path / "work").glob("rtn-*") if p.is_dir())
     run(model, tmp_path, settings, ("rtn", "gptq: group_size=16"))
-    assert kept == sorted(p.name for p in (tmp_path / "work").glob("rtn-*") if p.is_dir())
+    assert kept == sorted(p.name for p in (tmp_path / "work").glob("*-*") if p.is_dir())
+    shared = sorted((tmp_path / "work" / "statistics").iterdir())
+    other = Settings(**{**vars(settings), "max_tokens": 128})
+    run(
+        model, tmp_path, other, ("rtn", "gptq: group_size=16")
+    )  # measures what is kept, and makes what is not
+    assert kept == sorted(p.name for p in (tmp_path / "work").glob("*-*") if p.is_dir())
+    assert len(shared) == 1 and shared == sorted((tmp_path / "work" / "statistics").iterdir())
     with (tmp_path / "compare.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(InputError, match="another `anybit compare`"):
@@ -478,6 +498,8 @@ def test_a_report_stands_whatever_is_missing(tmp_path: Path) -> None:
         "kv_bits": 16,
         "bits_per_weight": 3.1,
         "size_bytes": 1,
+        "method": "rtn",
+        "options": {},
     }
     cell |= {"perplexity": None, "kld_mean": None, "tasks": {"gsm8k": {"exact_match": None}}, "layers": []}
     cell |= {"seconds": 1.0, "shared_seconds": 0.0, "peak_memory_bytes": 1, "resumed": False, "tokens": 2}
@@ -486,7 +508,19 @@ def test_a_report_stands_whatever_is_missing(tmp_path: Path) -> None:
     for cells in ([base], [base, cell]):
         page = write_report(tmp_path, {**results, "cells": cells}).read_text(encoding="utf-8")
         assert "none" in page
-    assert "one, 1 threads" in page and "; and on: another" in page and "$x$ _" in page
+    assert "one, 1 threads" in page and "; rows marked ¹ on another" in page and "$x$ _ [rtn] ¹" in page
+
+
+def test_bars_show_processor_seconds_and_cut_long_waits() -> None:
+    def cell(**seconds: float) -> dict[str, Any]:
+        shared = {f"shared_{name}": 0.25 * value for name, value in seconds.items()}
+        return {**BARS, **seconds, **shared}
+
+    cells = [cell(seconds=1700.0, processor_seconds=120.0), cell(seconds=100.0), cell(seconds=900.0)]
+    time, _ = bars(cells).axes
+    assert [patch.get_width() for patch in time.patches] == [90, 30, 75, 25, 675, 225]
+    assert [patch.get_hatch() for patch in time.patches] == 2 * [None] + 4 * ["///"]
+    assert [text.get_text() for text in time.texts] == ["900"] and time.get_xlim()[1] < 700
 
 
 def test_encoders_are_refused(tmp_path: Path, settings: Settings, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -497,3 +531,187 @@ def test_encoders_are_refused(tmp_path: Path, settings: Settings, tokenizer: Pre
     tokenizer.save_pretrained(tmp_path / "bert")
     with pytest.raises(InputError, match="is an encoder"):
         run(tmp_path / "bert", tmp_path / "out", settings)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_report_shows_cells_of_earlier_runs_that_compare(
+    model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
+) -> None:
+    model = model_dir("llama")
+    run(model, tmp_path, settings, ("squeezellm", "rtn: group_size=16"))
+    run(model, tmp_path, Settings(**{**vars(settings), "max_tokens": 128}), ("gptq: group_size=16",))
+    run(model, tmp_path, Settings(**{**vars(settings), "seed": 1}), ("rtn: group_size=16",))
+    for file in tmp_path.glob("cells/*.json"):  # as cells of before are
+        cell = json.loads(file.read_text())
+        for key in ("source", "processor_seconds", "shared_processor_seconds"):
+            cell.pop(key, None)
+        file.write_text(json.dumps(cell))
+    again = [parse_entry("rtn: group_size=16, name='plain'"), parse_entry("atom: group_size=16")]
+    results = compare(model, tmp_path, again, (4,), settings)
+    shown = [(c["name"], c["bits"]) for c in results["cells"]]
+    assert shown == [
+        ("unquantized", 16),
+        ("plain", 3),  # of the first run, by the name of this one
+        ("plain", 4),
+        ("atom (group_size=16)", 4),
+        ("squeezellm", 3),
+        ("squeezellm", 4),
+    ]
+    assert [
+        (c["name"], c["bits"]) for c in json.loads((tmp_path / "results.json").read_text())["cells"]
+    ] == shown
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "The code was not the same for all: unrecorded (5 rows)" in page and "Hatched" in page
+    assert "<td>plain [rtn]</td><td>W3A16</td>" in page and "gptq" not in page
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_name_of_an_earlier_run_that_is_taken_gives_way(
+    model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
+) -> None:
+    run(model_dir("llama"), tmp_path, settings, ("rtn: group_size=16, name='mine'",))
+    results = run(model_dir("llama"), tmp_path, settings, ("rtn: group_size=24, name='mine'",))
+    assert [c["name"] for c in results["cells"][1:]] == 2 * ["mine"] + 2 * ["rtn (group_size=16)"]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_another_name_quantizes_nothing_again(
+    model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(model_dir("llama"), tmp_path, settings, ("rtn", "any-precision"), keep=True)
+    monkeypatch.setattr(compare_job, "run_apart", lambda job, file: pytest.fail("made again"))
+    renamed = ("rtn: name='plain rounding'", "any-precision: name='all widths'")
+    again = run(model_dir("llama"), tmp_path, settings, renamed)
+    assert [c["name"] for c in again["cells"][1:]] == 2 * ["plain rounding"] + 2 * ["all widths"]
+    assert [{**c, "name": ""} for c in again["cells"]] == [{**c, "name": ""} for c in first["cells"]]
+    other = Settings(**{**vars(settings), "max_tokens": 128})
+    run(model_dir("llama"), tmp_path, other, renamed)  # of artifacts that were kept under the other name
+
+
+@pytest.mark.usefixtures("in_process")
+def test_cells_say_what_made_them(
+    model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
+) -> None:
+    results = run(model_dir("llama"), tmp_path, settings, ("rtn", "squeezellm"))
+    (source,) = {cell["source"] for cell in results["cells"]}
+    assert len(source) == 12 and "source" not in (tmp_path / "report.html").read_text()
+    for cell in results["cells"][1:]:
+        assert cell["processor_seconds"] > cell["shared_processor_seconds"] >= 0
+        assert (cell["shared_processor_seconds"] > 0) == (cell["name"] == "squeezellm")
+    page = (tmp_path / "report.html").read_text()
+    assert "processor, s" in page and "Hatched" not in page and "The code was not the same" not in page
+
+
+def test_source_changes_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.py").write_text("x = 1")
+    monkeypatch.setattr(compare_machine.anybit, "__file__", str(tmp_path / "__init__.py"))
+    before = compare_machine.source()
+    assert compare_machine.source() == before
+    (tmp_path / "sub" / "a.py").write_text("x = 2")
+    assert compare_machine.source() != before
+
+
+def test_statistics_of_unknown_processor_seconds_leave_the_sum_unknown(tmp_path: Path) -> None:
+    (tmp_path / "complete").write_text('{"seconds": 2.0, "peak_memory_bytes": 5}')
+    old, new = read_cost(tmp_path / "complete"), Cost(1.0, 7, 3.0)
+    assert old == Cost(2.0, 5, None)
+    assert Cost.sum([old, new]) == Cost(3.0, 7, None) and Cost.sum([new, new]) == Cost(2.0, 7, 6.0)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_report_says_what_its_rows_are_and_how_to_make_them(
+    model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = ("gptq: group_size=16, clip=false, name='a \"<plain>\" one'", "any-precision: widths=[3, 4]")
+    first = run(model_dir("llama"), tmp_path / "out", settings, entries)
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "group_size=16, clip=false" in html.unescape(page) and "<code>widths=[3, 4]</code>" in page
+    assert DESCRIPTIONS["gptq"] in html.unescape(page) and "quantized before" not in page
+    command = shlex.split(html.unescape(page.partition("<pre>")[2].partition("</pre>")[0]))
+    command[2] = str(model_dir("llama"))
+    command[command.index("OUT")] = str(tmp_path / "out")
+    for option in ("--calibration", "--text"):
+        command[command.index(option) + 1] = settings.text
+    monkeypatch.setattr(compare_job, "run_apart", lambda job, file: pytest.fail("another cell"))
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    again = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
+    assert [(c["name"], c["bits"]) for c in again] == [(c["name"], c["bits"]) for c in first["cells"]]
+
+
+def test_resolved_options() -> None:
+    def of(method: str, bits: float, **options: Any) -> dict[str, Any]:
+        return resolved({"name": "", "method": method, "bits": bits, "options": options})
+
+    assert of("rtn", 3) == {"group_size": 128}
+    assert of("gptq", 3, clip=False, embed_bits=8) == {"group_size": 128, "embed_bits": 8, "clip": False}
+    assert of("gptq", 3, clip=True, embed_bits=16) == {"group_size": 128}
+    assert of("atom", 8) == {"group_size": 128, "outlier_channels": None}
+    assert of("two-four-sixteen", 2.6) == {"group_size": 16, "exclusive_outliers": 0.002}
+    assert of("anybit", 2.5, kept_channels=0.0) == {"kept_channels": 0.0}
+    assert of("any-precision", 2, widths=[2, 3]) == {"widths": (2, 3)}
+    assert of("squeezellm", 3, sensitive_outliers=0.01) == {
+        "sensitive_outliers": 0.01,
+        "magnitude_outliers": 0.0,
+    }
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_base_that_was_quantized_is_told(
+    settings: Settings, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = tmp_path / "model"
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=264, **sizes)).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    assert quantized_before(open_checkpoint(model)) is None
+    weights = load_file(model / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.ndim == 2 and ".layers." in name:
+            blocks = weight.reshape(-1, 32)
+            step = blocks.abs().amax(1, keepdim=True) / 7
+            weights[name] = ((blocks / step).round() * step).reshape(weight.shape)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    results = run(model, tmp_path / "out", settings, ("rtn",))
+    assert results["quantized_before"].startswith("at most 1")
+    assert "base weights had been quantized before" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_the_pace_foresees_from_cells_that_are_alike(
+    model_dir: Callable[[str], Path], settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(compare_pace.time, "monotonic", lambda: now)
+    entries = [parse_entry(e) for e in ("rtn", "gptq: group_size=16", "any-precision")]
+    pace = Pace(plan_cells(open_checkpoint(model_dir("llama")), entries, (3, 4), settings)[0])
+    said = []
+    for seconds in (6, 6, 300, 330, 600, 30):
+        said.append(pace.begin())
+        now += seconds
+        pace.end()
+    assert said == [
+        *("cell 1 of 6", "cell 2 of 6", "cell 3 of 6"),  # the others are calibrated, rtn is not
+        "cell 4 of 6",  # a second width of an artifact is unlike the first
+        "cell 5 of 6",
+        "cell 6 of 6",
+    ]
+    pace = Pace(plan_cells(open_checkpoint(model_dir("llama")), entries[:2], (3, 4), settings)[0])
+    said = []
+    for seconds in (6, 6, 300, 330):
+        said.append(pace.begin())
+        now += seconds
+        pace.end()
+    assert said == ["cell 1 of 4", "cell 2 of 4", "cell 3 of 4", "cell 4 of 4, ETA 5 min"]
+
+
+def test_other_bars_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = importlib.import_module("tqdm.auto").tqdm
+    with no_other_bars():
+        assert list(bar(range(3), desc="theirs")) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
+    list(bar(range(3), desc="theirs"))
+    assert "theirs" in capsys.readouterr().err

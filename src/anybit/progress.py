@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 Advance = Callable[[int], None]
@@ -85,3 +87,19 @@ class Terminal(Silent):
 
 
 SILENT = Silent()
+
+
+@contextmanager
+def no_other_bars() -> Iterator[None]:
+    """Silence the bars of Transformers, lm-eval and other libraries, all tqdm's: they would run into ours."""
+    tqdm: Any = importlib.import_module("tqdm.std").tqdm
+    drawn = tqdm.__init__
+
+    def silent(self: Any, *args: Any, **options: Any) -> None:
+        drawn(self, *args, **{**options, "disable": True})
+
+    tqdm.__init__ = silent
+    try:
+        yield
+    finally:
+        tqdm.__init__ = drawn

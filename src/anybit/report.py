@@ -17,7 +17,8 @@ td:first-child, th:first-child { text-align: left }
 blockquote { border-left: 4px solid #0a6; margin: .5rem 0 1.5rem; padding: .2rem 1rem; background: #f5f8f7 }
 img { max-width: 100% } .note { color: #555; font-size: .9rem }
 .wide { overflow-x: auto } .wide td { white-space: nowrap }
-.wide td, .wide th { padding: .2rem .45rem; font-size: .82rem }
+.wide td, .wide th { padding: .2rem .4rem; font-size: .8rem } .wide td:first-child { white-space: normal }
+pre { white-space: pre-wrap; background: #f5f5f5; padding: .5rem .8rem; font-size: .85rem }
 tr.best td { background: #eaf5ef } tr.first td { border-top: 2px solid #bbb }
 """
 

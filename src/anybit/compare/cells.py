@@ -34,6 +34,11 @@ class Entry:
     options: Mapping[str, Any]  # of QuantizeConfig
     bits: tuple[float, ...] = ()  # widths of its own
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What makes it, whatever its name."""
+        return self.method, json.dumps(self.options, sort_keys=True)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -89,10 +94,32 @@ def parse_entry(text: str) -> Entry:
     bits = bits if isinstance(bits, list) else [bits]
     if not all(type(b) in (int, float) for b in bits):
         raise InputError(f"method {text!r}: bits must be a number or a list of numbers, got {bits}")
-    shown = ", ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
     lists = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    name = str(name or (f"{method} ({shown})" if shown else method))
-    return Entry(name, method, lists, tuple(float(b) for b in bits))
+    return Entry(str(name or default_name(method, options)), method, lists, tuple(float(b) for b in bits))
+
+
+def default_name(method: str, options: Mapping[str, Any]) -> str:
+    return f"{method} ({toml(options)})" if options else method
+
+
+def toml(options: Mapping[str, Any]) -> str:
+    """Options as `parse_entry` reads them."""
+    return ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in options.items())
+
+
+def entry_of(row: Mapping[str, Any]) -> Entry:
+    """The entry that a finished cell is of, at that cell's width."""
+    options = {key: tuple(v) if isinstance(v, list) else v for key, v in row["options"].items()}
+    return Entry(row["name"], row["method"], options, (row["bits"],))
+
+
+def cell_of(row: Mapping[str, Any], settings: Settings) -> Cell:
+    """A finished cell as it would be asked for now.
+
+    Raises:
+        InputError, TypeError: options that there are no longer.
+    """
+    return _cell(entry_of(row), row["bits"], settings)
 
 
 def plan_cells(

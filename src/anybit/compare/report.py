@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from anybit.card import quantized_notice
+from anybit.compare import rows
+from anybit.compare.rows import Row, by_entry, label
 from anybit.evaluation import paired_bootstrap
 from anybit.report import picture, table_row, write_page
 
-Row = Mapping[str, Any]
 WORST = 10  # curves show perplexities up to this many times the unquantized model's
+CUT = 5  # bars of wall seconds reach so many times the median
 MARKERS = "osD^vP*Xph<>"
 
 
@@ -34,21 +37,20 @@ def write_report(out: Path, results: Mapping[str, Any]) -> Path:
     }
     for name, figure in curves.items():
         figure.savefig(out / f"{name}.png", dpi=120)
+    marks = rows.machine_marks(results["cells"])
     parts = [
         f"<h1>{html.escape(results['model'])}: {len(cells)} compressed models compared</h1>",
         _introduction(results, base),
+        f"<p class='note'>{html.escape(rows.made_on(results['cells'], marks))}</p>",
         "<h2>All figures</h2>",
-        _table(base, cells),
+        _table(base, cells, marks),
+        rows.section(results, cells) if cells else "",
         "<h2>Quality against size</h2>",
         *(picture(figure, f"{name} against bits per weight") for name, figure in curves.items()),
         "<p class='note'>Models worse than ten times the unquantized perplexity are outside the first picture. The "
         "grey line is the Pareto front: no other model here is both smaller and better than one on it.</p>",
         _heatmaps(cells),
-        "<h2>What quantizing took</h2>",
-        picture(_bars(cells), "time and memory of quantizing") if cells else "",
-        "<p class='note'>Time includes statistics that several models share (light), as if each had gathered its own. "
-        "A nested artifact is made once for all of its widths. Memory is the peak of the process that quantizes, or of "
-        "the one that gathered the statistics.</p>",
+        *_took(cells),
         _left_out(results["left_out"]),
     ]
     return write_page(out / "report.html", f"anybit compare: {results['model']}", "\n".join(parts))
@@ -68,58 +70,69 @@ def pareto(cells: Sequence[Row], figure: str) -> set[int]:
 
 def _introduction(results: Mapping[str, Any], base: Row) -> str:
     s = results["settings"]
-    machines = list(dict.fromkeys(_machine(cell["machine"]) for cell in results["cells"]))
     calibrated = f"{s['samples']} windows of {s['seq_len']} tokens of {s['calibration']} (seed {s['seed']})"
     asked = (
         f" {', '.join(s['tasks'])}: zero-shot, {s['limit'] or 'all'} questions each." if s["tasks"] else ""
     )
+    before = results.get("quantized_before")
+    caveat = f"\n<p><b>{html.escape(quantized_notice(before))}</b></p>" if before else ""
     return f"""<p>Every model was made from the same checkpoint by <code>anybit compare</code> and measured in the same
 way. Methods that calibrate saw {html.escape(calibrated)}; perplexity and divergence are over {base["tokens"]} tokens of
-{html.escape(s["text"])} in windows of {s["seq_len"]}. {html.escape(asked)}</p>
+{html.escape(s["text"])} in windows of {s["seq_len"]}. {html.escape(asked)}</p>{caveat}
 <ul>
 <li><b>bpw</b>: stored bits per weight of the linear layers, everything counted (codes, scales, zero points, tables,
 indices, padding); of a nested artifact what is read at this width, while size is that of the file with all widths.
 <b>width</b> is what the method was asked for: W4A8 has 4-bit weights and rounds the layers' inputs to 8 bits, KV4 has a
-KV-cache of 4 bits. 2/4/16 counts its scales and zero points in the width (eq. 10 of its paper), the others do not.</li>
+KV-cache of 4 bits. two-four-sixteen counts its scales and zero points in the width (eq. 10 of its paper), the others do
+not.</li>
 <li><b>perplexity</b>: lower is better; the unquantized model has {_short(base["perplexity"])}. <b>KLD</b>: how far the
 next token's probabilities are from the unquantized model's, in nats; 0 is the same model. <b>top-1</b>: how often both
 would pick the same token.</li>
 <li>Shaded rows are on the Pareto front of perplexity: nothing else here is both smaller and better.</li>
-</ul>
-<p class="note">Made on: {html.escape("; and on: ".join(machines))}.</p>"""
+</ul>"""
 
 
-def _machine(m: Row) -> str:
-    return (
-        f"{m['processor']}, {m['threads']} threads, anybit {m['anybit']}, torch {m['torch']}, transformers "
-        f"{m['transformers']}"
-    )
-
-
-def _table(base: Row, cells: Sequence[Row]) -> str:
+def _table(base: Row, cells: Sequence[Row], marks: Mapping[str, str]) -> str:
     tasks = list(base["tasks"])
     heads = ["method", "width", "bpw", "size, MB", "perplexity", "over the base, 95 %"]
     heads += ["KLD mean", "KLD p99", "top-1, %"]
-    heads += [f"{task}, %" for task in tasks] + ["quantized in, s", "peak, MB"]
+    heads += [f"{task}, %" for task in tasks] + ["wall, s", "processor, s", "peak, MB"]
     front = pareto(cells, "perplexity")
     blank = [""]
-    first = [base["name"], "W16A16", "16", "", _short(base["perplexity"]), *4 * blank]
-    lines = [table_row([*first, *_scores(base, tasks), *2 * blank])]
+    first = [
+        base["name"] + rows.mark(base, marks),
+        "W16A16",
+        "16",
+        "",
+        _short(base["perplexity"]),
+        *4 * blank,
+    ]
+    lines = [table_row([*first, *_scores(base, tasks), *3 * blank])]
     for i, cell in enumerate(cells):
-        kinds = ["best"] * (i in front) + ["first"] * (i == 0 or cells[i - 1]["name"] != cell["name"])
-        lines.append(table_row(_line(cell, base, tasks), " ".join(kinds)))
+        kinds = ["best"] * (i in front) + ["first"] * (i == 0 or label(cells[i - 1]) != label(cell))
+        name = label(cell) + rows.mark(cell, marks)
+        lines.append(table_row([name, *_line(cell, base, tasks)], " ".join(kinds)))
     head = "".join(f"<th>{html.escape(h)}</th>" for h in heads)
     stderr = (
         "Accuracies are normalised by length where the task has that, ± one standard error. " if tasks else ""
     )
-    note = f"<p class='note'>{stderr}Intervals: paired bootstrap over the windows of text.</p>"
+    resumed = (
+        " *: stopped and resumed; its seconds are those since then."
+        if any(c["resumed"] for c in cells)
+        else ""
+    )
+    unknown = " ?: not recorded then." if any(c.get("processor_seconds") is None for c in cells) else ""
+    note = (
+        f"<p class='note'>{stderr}Intervals: paired bootstrap over the windows of text. Wall and processor seconds and "
+        f"peak memory: of quantizing, see below.{unknown}{resumed}</p>"
+    )
     return f"<div class='wide'><table><tr>{head}</tr>\n" + "\n".join(lines) + f"\n</table></div>{note}"
 
 
 def _line(cell: Row, base: Row, tasks: Sequence[str]) -> list[str]:
     top1 = cell.get("top1_agreement")
+    processor = cell.get("processor_seconds")
     return [
-        cell["name"],
         width(cell),
         f"{cell['bits_per_weight']:.3f}",
         f"{cell['size_bytes'] / 1e6:.1f}",
@@ -129,7 +142,8 @@ def _line(cell: Row, base: Row, tasks: Sequence[str]) -> list[str]:
         _short(cell.get("kld_p99"), 2),
         "" if top1 is None else f"{100 * top1:.1f}",
         *_scores(cell, tasks),
-        f"{cell['seconds']:.0f}" + (" (resumed)" if cell["resumed"] else ""),
+        f"{cell['seconds']:.0f}" + ("*" if cell["resumed"] else ""),
+        "?" if processor is None else f"{processor:.0f}",
         f"{cell['peak_memory_bytes'] / 1e6:.0f}",
     ]
 
@@ -179,8 +193,8 @@ def _curve(cells: Sequence[Row], key: str, label: str, base: float | None = None
     front = sorted((shown[i] for i in pareto(shown, key)), key=lambda c: c["bits_per_weight"])
     axes.plot([c["bits_per_weight"] for c in front], [c[key] for c in front], color="#bbb", linewidth=7, alpha=0.6,
               solid_capstyle="round", label="Pareto front", zorder=0)  # fmt: skip
-    for i, name in enumerate(dict.fromkeys(c["name"] for c in shown)):
-        points = sorted((c["bits_per_weight"], c[key]) for c in shown if c["name"] == name)
+    for i, (name, same) in enumerate(by_entry(shown).items()):
+        points = sorted((c["bits_per_weight"], c[key]) for c in same)
         axes.plot(*zip(*points), marker=MARKERS[i % len(MARKERS)], color=f"C{i % 10}", label=_plain(name),
                   linewidth=1.2, linestyle="-" if i < 10 else ":")  # fmt: skip
     axes.set(xlabel="stored bits per weight (linear layers)", ylabel=label, yscale="log")
@@ -199,7 +213,7 @@ def _heatmaps(cells: Sequence[Row]) -> str:
     mixed = [cell for cell in cells if np.ptp([layer["bits"] for layer in cell["layers"]] or [0]) > 0.05]
     if not mixed:
         return ""
-    pictures = [picture(_heatmap(cell), f"widths of {cell['name']}, {width(cell)}") for cell in mixed]
+    pictures = [picture(_heatmap(cell), f"widths of {label(cell)}, {width(cell)}") for cell in mixed]
     note = "<p>Average code width of each layer, block by block; models whose layers are all alike are not shown.</p>"
     return "\n".join(["<h2>Where the bits are</h2>", note, *pictures])
 
@@ -212,7 +226,7 @@ def _heatmap(cell: Row) -> Any:
     axes = figure.subplots()
     image = axes.imshow(grid, aspect="auto", cmap="viridis", interpolation="nearest", vmin=2, vmax=8)
     axes.set_yticks(range(len(kinds)), kinds, fontsize="small")
-    axes.set(xlabel="block", title=f"{_plain(cell['name'])}, {width(cell)}")
+    axes.set(xlabel="block", title=f"{_plain(label(cell))}, {width(cell)}")
     figure.colorbar(image, ax=axes, label="bits")
     return figure
 
@@ -239,19 +253,62 @@ def width_grid(layers: Sequence[Row]) -> tuple[list[str], np.ndarray]:
     return kinds, grid
 
 
-def _bars(cells: Sequence[Row]) -> Any:
+def _took(cells: Sequence[Row]) -> list[str]:
+    """Pictures of time and memory, and how to read them."""
+    if not cells:
+        return []
+    timed = [_timed(cell) for cell in cells]
+    wall = any(not known for *_, known in timed)
+    hatched = (
+        "Hatched: wall seconds, of models made before processor seconds were recorded; other work on the machine "
+        f"makes them longer, and beyond {CUT} times the median they are cut. "
+    )
+    return [
+        "<h2>What quantizing took</h2>",
+        picture(bars(cells), "time and memory of quantizing"),
+        f"""<p class='note'>Processor seconds: of all threads together, whatever else the machine did; wall seconds far
+above these divided by the threads say that it was busy with other work. {hatched if wall else ""}Both include
+statistics that several models share (light), as if each had gathered its own. A nested artifact is made once for all of
+its widths. Memory is the peak of the process that quantizes, or of the one that gathered the statistics.</p>""",
+    ]
+
+
+def _timed(cell: Row) -> tuple[float, float, bool]:
+    """Seconds of a cell's own and of shared statistics, and whether they are the processor's, not those on the wall."""
+    known = cell.get("processor_seconds") is not None
+    kind = "processor_" if known else ""
+    shared = cell[f"shared_{kind}seconds"]
+    return cell[f"{kind}seconds"] - shared, shared, known
+
+
+def bars(cells: Sequence[Row]) -> Any:
+    """A figure of seconds, the processor's where they are known, and of peak memory."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 1.2 + 0.24 * len(cells)), layout="constrained")
     time, memory = figure.subplots(1, 2, sharey=True)
     at = np.arange(len(cells))
-    own = np.array([c["seconds"] - c["shared_seconds"] for c in cells])
-    time.barh(at, own, color="C0")
-    time.barh(at, [c["shared_seconds"] for c in cells], left=own, color="C0", alpha=0.4)
+    totals = [own + shared for own, shared, _ in map(_timed, cells)]
+    reach = max([CUT * float(np.median(totals)), *(t for t, c in zip(totals, cells) if _timed(c)[2])])
+    for y, (own, shared, known) in enumerate(_timed(cell) for cell in cells):
+        style: dict[str, Any] = {} if known else {"hatch": "///", "edgecolor": "white", "linewidth": 0}
+        time.barh(y, own, color="C0", **style)
+        time.barh(y, shared, left=own, color="C0", alpha=0.4, **style)
+        if own + shared > reach:
+            time.text(
+                0.97 * reach,
+                y,
+                f"{own + shared:.0f}",
+                ha="right",
+                va="center",
+                fontsize="small",
+                backgroundcolor="white",
+            )
     memory.barh(at, [c["peak_memory_bytes"] / 1e6 for c in cells], color="C1")
-    time.set_yticks(at, [f"{_plain(c['name'])}, {width(c)}" for c in cells], fontsize="small")
+    time.set_yticks(at, [f"{_plain(label(c))}, {width(c)}" for c in cells], fontsize="small")
+    time.set_xlim(0, 1.03 * min(reach, max(totals)) or 1)
     time.set_ylim(len(cells) - 0.5, -0.5)
-    time.set(xlabel="seconds")
+    time.set(xlabel="processor seconds" if any(_timed(c)[2] for c in cells) else "wall seconds")
     memory.set(xlabel="peak memory, MB")
     for axes in (time, memory):
         axes.grid(alpha=0.3, axis="x")

@@ -1,7 +1,8 @@
 """Methods x widths on one model, under one harness, one bit accounting and one seed.
 
 Every cell is quantized in a process of its own, so that its peak memory is its own, and measured in this one. A cell
-that is done lies in `OUT/cells` and is never made again; a run that was killed goes on where it was.
+that is done lies in `OUT/cells` and is never made again; a run that was killed goes on where it was. The results hold
+all cells there that were made of the same model and text and measured in the same way, whichever run made them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
-import re
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,17 +27,28 @@ from anybit import texts
 from anybit.artifact import dump_json, inspect, partial_folder
 from anybit.checkpoint import Checkpoint, open_checkpoint
 from anybit.compare import job
-from anybit.compare.cells import BASE, Cell, Entry, Settings, left_out_row, plan_cells
+from anybit.compare.base import quantized_before
+from anybit.compare.cells import (
+    BASE,
+    Cell,
+    Entry,
+    Settings,
+    cell_of,
+    default_name,
+    entry_of,
+    left_out_row,
+    plan_cells,
+)
+from anybit.compare.machine import machine, source
+from anybit.compare.pace import Pace
 from anybit.compare.report import write_report
+from anybit.compare.work import Work, beside, by_key, read_json
 from anybit.errors import InputError
 from anybit.model import evaluate
-from anybit.progress import SILENT, Silent, Terminal
-from anybit.spec import QuantizeConfig
+from anybit.progress import SILENT, Silent, Terminal, no_other_bars
+from anybit.spec import METHODS, QuantizeConfig
 
 CELLS, WORK, LOCK = "cells", "work", "compare.lock"
-STATISTICS = (
-    f"{WORK}/statistics"  # what cells share: gradients, and what the unquantized model computes of the text
-)
 FIGURES = (
     "perplexity",
     "tokens",
@@ -74,8 +83,9 @@ def compare(
         report: where progress goes.
 
     Returns:
-        JSON-able: `model`, `settings`, `machine`, `cells` (in order, the unquantized model first) and `left_out`
-        (what has no figures, and why).
+        JSON-able: `model`, `quantized_before` (how the model itself had been, or None), `settings`, `machine`, `cells`
+        (the unquantized model, then entries in order, then those of earlier runs that compare) and `left_out` (what
+        has no figures, and why).
 
     Raises:
         InputError: options, texts or tasks that cannot work; a folder that is not `compare`'s.
@@ -85,10 +95,15 @@ def compare(
     cells, left_out = plan_cells(checkpoint, entries, bits, settings)
     inputs = _inputs(checkpoint, settings, report)
     with _locked(out):
-        runner = _Runner(str(model), out, settings, inputs, report)
-        rows, failed = _run(runner, cells, keep)
+        work = Work(out / WORK)
+        work.open()
+        runner = _Runner(str(model), out, work, settings, inputs, source(), report)
+        (base, *rows), failed = _run(runner, cells, keep)
+        rows = _in_order(entries, rows, runner.others(rows))
+        rows.insert(0, base)
         results = {
             "model": Path(model).name,
+            "quantized_before": quantized_before(checkpoint),
             "settings": _shown(settings),
             "machine": machine(),
             "cells": rows,
@@ -105,27 +120,49 @@ def _run(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows of all cells, the unquantized model's first, and what failed."""
     missing = [cell for cell in cells if not runner.file(cell).exists()]
-    rows, pace = [runner.base()], _Pace(len(missing))
+    rows, pace = [runner.base()], Pace(missing)
     failed: dict[Path, str] = {}  # artifact -> reason
     for i, cell in enumerate(cells):
         artifact = runner.artifact(cell)
         if cell in missing:
-            runner.report.say(f"{pace.next()}: {cell.entry.name}, {cell.bits:g} bits")
+            runner.report.say(f"{pace.begin()}: {cell.entry.name}, {cell.bits:g} bits")
         try:
             if artifact in failed:
                 raise InputError(failed[artifact])
             rows.append(runner.cell(cell))
+            if cell in missing:
+                pace.end()
         except InputError as error:
             failed[artifact] = str(error)
             runner.report.say(f"{cell.entry.name} at {cell.bits:g} bits failed: {error}")
         runner.report.close()  # the next cell's process has the terminal for itself
         last = i + 1 == len(cells) or runner.artifact(cells[i + 1]) != artifact
-        if last and cell in missing and not keep and artifact not in failed:
-            runner.remove(artifact)
+        if keep:
+            runner.work.keep_all()
+        elif last and cell in missing and artifact not in failed:
+            runner.work.remove(artifact)
     if not keep and not failed:
-        runner.remove_statistics()
+        runner.work.remove_statistics()
     wrong = [cell for cell in cells if runner.artifact(cell) in failed and not runner.file(cell).exists()]
     return rows, [left_out_row(c.entry, c.bits, failed[runner.artifact(c)], failed=True) for c in wrong]
+
+
+def _in_order(
+    entries: Sequence[Entry], rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Rows by entry and width, this run's entries first; those of earlier runs go by the names of this one's."""
+    names = {entry.identity: entry.name for entry in reversed(entries)}
+    order = [entry.name for entry in entries]
+    renamed = []
+    for row in sorted(others, key=lambda row: (METHODS.index(row["method"]), row["name"])):
+        entry = entry_of(row)
+        taken = entry.name in order and entry.identity not in names
+        name = names.setdefault(
+            entry.identity, default_name(row["method"], row["options"]) if taken else entry.name
+        )
+        order.append(name)
+        renamed.append({**row, "name": name})
+    return sorted([*rows, *renamed], key=lambda row: (order.index(row["name"]), row["bits"]))
 
 
 @contextmanager
@@ -139,8 +176,7 @@ def _locked(out: Path) -> Iterator[None]:
         raise InputError(
             f"{out} holds something else: name a new or empty folder with -o, or one of `compare`"
         )
-    for folder in (out / CELLS, out / WORK):
-        folder.mkdir(parents=True, exist_ok=True)
+    (out / CELLS).mkdir(parents=True, exist_ok=True)
     with (out / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,20 +185,6 @@ def _locked(out: Path) -> Iterator[None]:
                 f"another `anybit compare` writes to {out}: wait for it, or choose another -o"
             ) from error
         yield
-
-
-class _Pace:
-    """Counts the cells that are made, and foresees how long the rest takes."""
-
-    def __init__(self, cells: int) -> None:
-        self.cells, self.begun, self.started = cells, 0, time.monotonic()
-
-    def next(self) -> str:
-        """ "cell 3 of 18, ETA 42 min"."""
-        elapsed, done = time.monotonic() - self.started, self.begun
-        self.begun += 1
-        left = f", ETA {elapsed / done * (self.cells - done) / 60:.0f} min" if done else ""
-        return f"cell {self.begun} of {self.cells}{left}"
 
 
 @dataclass(frozen=True)
@@ -192,20 +214,22 @@ class _Runner:
 
     model: str
     out: Path
+    work: Work
     settings: Settings
     inputs: _Inputs
+    source: str  # state of the code
     report: Silent
 
     def base(self) -> dict[str, Any]:
         """The unquantized model's cell."""
         file = self._file(BASE, 16, _key(self.inputs.of_base))
-        return _read(file) or self._keep(file, {"name": BASE, "bits": 16.0, **self._measure(self.model)})
+        return read_json(file) or self._keep(file, {"name": BASE, "bits": 16.0, **self._measure(self.model)})
 
     def cell(self, cell: Cell) -> dict[str, Any]:
         """A cell, from its file or made now."""
         file = self.file(cell)
-        if found := _read(file):
-            return {**found, "name": cell.entry.name}
+        if found := read_json(file):
+            return {**found, "name": cell.entry.name, "options": json.loads(cell.entry.identity[1])}
         artifact = self.artifact(cell)
         made = self._made(cell, artifact)
         width = cell.bits if cell.config.nested or cell.config.progressive else None
@@ -226,29 +250,33 @@ class _Runner:
             file, {**head, **sizes, **made, **figures, "code_bits": stored["bits"], "layers": layers}
         )
 
+    def others(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Cells of earlier runs, not among `rows`, whose figures compare with theirs: the inputs are the same."""
+        seen = {self.file(cell_of(row, self.settings)) for row in rows}
+        found = []
+        for file in sorted((self.out / CELLS).glob("*.json")):
+            row = read_json(file) or {}
+            try:
+                same = self.file(cell_of(row, self.settings)) == file
+            except (InputError, KeyError, TypeError):  # no cell of an entry, or options of another version
+                continue
+            if same and file not in seen:
+                found.append(row)
+        return found
+
     def file(self, cell: Cell) -> Path:
         return self._file(cell.entry.name, cell.bits, _key(self.inputs.of_cell, cell.config.as_dict()))
 
     def artifact(self, cell: Cell) -> Path:
         """Where a cell's artifact lies while it is measured; widths of a nested one share it."""
         shared = cell.config.nested or cell.config.progressive
-        name = _slug(cell.entry.name) + ("" if shared else f"-{cell.bits:g}")
-        return self.out / WORK / f"{name}-{_key(self.inputs.of_artifact, cell.config.as_dict())}"
-
-    def remove(self, artifact: Path) -> None:
-        for folder in (artifact, partial_folder(artifact)):
-            shutil.rmtree(folder, ignore_errors=True)
-        _beside(artifact).unlink(missing_ok=True)
-
-    def remove_statistics(self) -> None:
-        shutil.rmtree(self.out / STATISTICS, ignore_errors=True)
-        if not any((self.out / WORK).iterdir()):  # nothing that was kept
-            (self.out / WORK).rmdir()
+        name = cell.entry.name + ("" if shared else f" {cell.bits:g}")
+        key = _key(self.inputs.of_artifact, cell.config.as_dict())
+        return by_key(self.work.folder, name, f"-{key}")
 
     def _made(self, cell: Cell, artifact: Path) -> dict[str, Any]:
         """What quantizing took; the artifact is there afterwards."""
-        beside = _beside(artifact)
-        found = _read(beside) if artifact.exists() else None
+        found = read_json(beside(artifact)) if artifact.exists() else None
         if found:
             return found
         asked = job.Job(
@@ -256,7 +284,7 @@ class _Runner:
             artifact=str(artifact),
             config=dict(cell.arguments),
             calibration=self.settings.calibration,
-            statistics=str(self.out / STATISTICS),
+            statistics=str(self.work.statistics),
             threads=torch.get_num_threads(),
             shows_progress=isinstance(self.report, Terminal),
             parent=os.getpid(),
@@ -264,34 +292,35 @@ class _Runner:
         resumed = partial_folder(artifact).exists()
         made = job.run_apart(asked, artifact.with_name(artifact.name + ".job"))
         made["resumed"] = resumed
-        beside.write_text(dump_json(made), encoding="utf-8")
+        beside(artifact).write_text(dump_json(made), encoding="utf-8")
         return made
 
     def _measure(self, model: str, bits: float | None = None) -> dict[str, Any]:
         begun = time.perf_counter()
         s = self.settings
-        figures = evaluate(
-            model,
-            text=s.text,
-            seq_len=s.seq_len,
-            max_tokens=s.max_tokens,
-            base=None if model == self.model else self.model,
-            base_cache=self.out / STATISTICS / f"base-{_key(self.inputs.of_base)}",
-            tasks=s.tasks,
-            tasks_dir=s.tasks_dir,
-            limit=s.limit,
-            bits=bits,
-            report=self.report,
-        )
+        with no_other_bars():
+            figures = evaluate(
+                model,
+                text=s.text,
+                seq_len=s.seq_len,
+                max_tokens=s.max_tokens,
+                base=None if model == self.model else self.model,
+                base_cache=self.work.statistics / f"base-{_key(self.inputs.of_base)}",
+                tasks=s.tasks,
+                tasks_dir=s.tasks_dir,
+                limit=s.limit,
+                bits=bits,
+                report=self.report,
+            )
         kept = {"text": _file_name(s.text)} | {key: figures[key] for key in FIGURES if key in figures}
         return kept | {"tasks": figures.get("tasks", {}), "evaluation_seconds": time.perf_counter() - begun}
 
     def _file(self, name: str, bits: float, key: str) -> Path:
-        return self.out / CELLS / f"{_slug(name)}-{bits:g}-{key}.json"
+        return by_key(self.out / CELLS, name, f"-{bits:g}-{key}.json")
 
     def _keep(self, file: Path, cell: dict[str, Any]) -> dict[str, Any]:
         """Write a cell's file whole or not at all."""
-        cell = {**cell, "machine": machine()}
+        cell = {**cell, "machine": machine(), "source": self.source}
         unfinished = file.with_suffix(".new")
         unfinished.write_text(json.dumps(cell) + "\n", encoding="utf-8")
         unfinished.rename(file)
@@ -344,47 +373,11 @@ def _check_tasks(settings: Settings) -> list[str]:
 
 
 def _shown(settings: Settings) -> dict[str, Any]:
-    """The settings as JSON; of files only their names."""
-    named = replace(
-        settings, calibration=_file_name(settings.calibration), text=_file_name(settings.text), tasks_dir=None
-    )
-    return {key: value for key, value in asdict(named).items() if key != "tasks_dir"}
+    """The settings as JSON; of files and folders only their names."""
+    named = replace(settings, calibration=_file_name(settings.calibration), text=_file_name(settings.text))
+    folder = settings.tasks_dir
+    return {**asdict(named), "tasks_dir": None if folder is None else folder.resolve().name}
 
 
 def _file_name(source: str) -> str:
     return Path(source).name if os.path.isfile(os.path.expanduser(source)) else source
-
-
-def machine() -> dict[str, Any]:
-    """Where figures come from."""
-    return {
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "anybit": anybit.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
-
-
-def _slug(name: str) -> str:
-    """A name as part of a file's: the key beside it makes that unique."""
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")[:60]
-
-
-def _beside(artifact: Path) -> Path:
-    return artifact.with_name(artifact.name + ".json")
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    """A JSON object that was written before; None where there is none."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None

@@ -1,0 +1,45 @@
+"""Where figures come from: the machine, the versions, the state of the code."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import anybit
+
+
+def machine() -> dict[str, Any]:
+    """Processor, threads and versions."""
+    return {
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "anybit": anybit.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def source() -> str:
+    """The state of the code: SHA-256 of this package's Python files and compiled module, 12 digits."""
+    root = Path(anybit.__file__).parent
+    files = [(str(path.relative_to(root)), path) for path in sorted(root.rglob("*.py"))]
+    native = importlib.util.find_spec("anybit._native")
+    if native is not None and native.origin is not None:
+        files.append(("_native", Path(native.origin)))
+    digest = hashlib.sha256()
+    for name, path in files:
+        digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
