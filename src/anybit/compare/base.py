@@ -6,11 +6,8 @@ import re
 
 from anybit.checkpoint import Checkpoint
 
-BLOCK, ROWS, LAYERS = (
-    32,
-    64,
-    4,
-)  # weights that share a grid in GGUF's formats; rows and layers that are looked at
+BLOCK = 32  # weights that share a grid in GGUF's formats
+ROWS, LAYERS = 64, 4  # that are looked at
 VALUES = 16  # of a grid of 4 bits
 
 

@@ -9,9 +9,7 @@ from statistics import mean
 
 from anybit.compare.cells import Cell
 
-Kind = tuple[
-    str, bool, bool
-]  # method, whether calibrated, whether its artifact is there from the cell before
+Kind = tuple[str, bool, bool]  # method, whether calibrated, whether the cell before left its artifact
 
 
 class Pace:
