@@ -13,9 +13,8 @@ int64_t block_bytes(const ChannelCodebook& t) { return cells_of(t) * cell_vector
 // A channel's table, ready to look up by the low bits of every lane: registers of it are permuted, one or two at a
 // time, and the bits above choose among what they give.
 template <int BITS> struct Table {
-    static constexpr int64_t ENTRIES = channel_entries(BITS);
 #if defined(__AVX2__)
-    static constexpr int PARTS = ENTRIES / LANES;
+    static constexpr int PARTS = 1 << BITS <= LANES ? 1 : (1 << BITS) / LANES;
     Floats part[PARTS];
 
     explicit Table(const float* from) {
@@ -59,7 +58,7 @@ private:
     explicit Table(const float* table) : from(table) {}
     Floats operator()(Ints code) const {
         Floats values;
-        for (int l = 0; l < LANES; ++l) values[l] = from[code[l] & (ENTRIES - 1)];
+        for (int l = 0; l < LANES; ++l) values[l] = from[code[l] & ((1 << BITS) - 1)];
         return values;
     }
 #endif

@@ -23,7 +23,10 @@ void load_table(const Codebook& c, int64_t row, Table& table) {
         __builtin_memcpy(table.entry, c.table32 + row * c.entries, static_cast<size_t>(c.entries) * sizeof(float));
         return;
     }
-    for (int64_t e = 0; e < c.entries; ++e) table.entry[e] = half_to_float(c.table16[row * c.entries + e]);
+    const uint16_t* from = c.table16 + row * c.entries;
+    int64_t e = 0;
+    for (; e + LANES <= c.entries; e += LANES) store(table.entry + e, load_halves(from + e));
+    for (; e < c.entries; ++e) table.entry[e] = half_to_float(from[e]);
 }
 
 inline Floats look_up(const Table& table, int bits, Ints code) {
