@@ -372,7 +372,7 @@ NB_MODULE(_native, m) {
             nb::init<const Input&, const Input&, int64_t, int64_t, const std::optional<std::string>&>(),
             nb::arg("planes").noconvert(), nb::arg("table").noconvert(), nb::arg("rows"), nb::arg("threads"),
             nb::arg("isa") = nb::none(),
-            "planes uint32 [bits, channels, rows / 32], 1 to 6 bits; table float32 [channels, entries]; every code must\n"
+            "planes uint32 [bits, channels, rows / 32], 1 to 8 bits; table float32 [channels, entries], float16 of more than 6 bits; every code must\n"
             "be below `entries`.")
         .def("restore", &PackedChannels::restore, nb::arg("planes").noconvert(), nb::arg("threads"),
              "Fill the planes that the tile was made of.")

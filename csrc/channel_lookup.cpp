@@ -1,6 +1,6 @@
-// Format "codebook" by input channel, up to 6 bits: lanes are output rows, laid out as codes of format "group int"
-// (interleaved.h) with the channels as columns. A channel's table fits a few registers, its weights for all lanes are
-// permutations of them, and one multiply-add with the channel's input follows.
+// Format "codebook" by input channel: lanes are output rows, laid out as codes of format "group int" (interleaved.h)
+// with the channels as columns. Up to 6 bits a channel's table fits a few registers, its weights for all lanes are
+// permutations of them; wider ones are gathered. One multiply-add with the channel's input follows.
 #include "gemm.h"
 #include "interleaved.h"
 
@@ -64,6 +64,41 @@ private:
 #endif
 };
 
+// One that fits no registers, of float16; two more bytes behind it may be read.
+template <int BITS> struct GatheredTable {
+    const uint16_t* from;
+
+    explicit GatheredTable(const uint16_t* table) : from(table) {}
+
+    Floats operator()(Ints code) const {
+        const Ints index = code & ((1 << BITS) - 1);
+#if defined(__AVX512F__)
+        const __m512i found = _mm512_i32gather_epi32(reinterpret_cast<__m512i>(index), from, 2);
+        return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(found));
+#elif defined(__AVX2__)
+        const auto* words = reinterpret_cast<const int*>(from);
+        const auto found = reinterpret_cast<Ints>(_mm256_i32gather_epi32(words, reinterpret_cast<__m256i>(index), 2));
+        const auto low = reinterpret_cast<__m256i>(found & 0xffff);
+        return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+#else
+        Floats values;
+        for (int l = 0; l < LANES; ++l) values[l] = half_to_float(from[index[l]]);
+        return values;
+#endif
+    }
+};
+
+template <int BITS> inline auto table_of(const ChannelCodebook& t, int64_t channel) {
+    const int64_t at = channel * channel_entries(BITS);
+    if constexpr (BITS <= CHANNEL_FLOAT_BITS) return Table<BITS>(t.table + at);
+    else return GatheredTable<BITS>(t.halves + at);
+}
+
+template <int BITS> inline float entry_of(const ChannelCodebook& t, int64_t channel, uint8_t code) {
+    const int64_t at = channel * channel_entries(BITS) + code;
+    return BITS <= CHANNEL_FLOAT_BITS ? t.table[at] : half_to_float(t.halves[at]);
+}
+
 // R blocks of rows and M tokens at once. A sum runs over the channels in order, whatever R and M are.
 template <int BITS, int R, int M>
 void multiply_blocks(const ChannelCodebook& t, const float* x, int64_t x_stride, float* y, int64_t y_stride,
@@ -78,7 +113,7 @@ void multiply_blocks(const ChannelCodebook& t, const float* x, int64_t x_stride,
         for (int s = 0; s < COLUMNS / 4; ++s)
             for (int b = 0; b < 4; ++b) {
                 const int64_t channel = c * COLUMNS + 4 * s + b;
-                const Table<BITS> table(t.table + channel * channel_entries(BITS));
+                const auto table = table_of<BITS>(t, channel);
                 for (int r = 0; r < R; ++r) {
                     const Floats w = table(reinterpret_cast<Ints>(code[r][s]) >> 8 * b);
                     for (int k = 0; k < M; ++k) sum[r][k] += w * broadcast(x[k * x_stride + channel]);
@@ -173,19 +208,9 @@ template <int BITS> void dequantize(const ChannelCodebook& t, float* out, int64_
             for (int64_t l = 0; l < least(LANES, t.rows - block * LANES); ++l)
                 for (int64_t j = 0; j < least(COLUMNS, t.columns - c * COLUMNS); ++j)
                     out[(block * LANES + l) * t.columns + c * COLUMNS + j] =
-                        t.table[(c * COLUMNS + j) * channel_entries(BITS) + codes[l][j]];
+                        entry_of<BITS>(t, c * COLUMNS + j, codes[l][j]);
         }
 }
-
-#define ANYBIT_BY_CHANNEL_WIDTH(F, ...) \
-    switch (t.bits) {                   \
-    case 1: return F<1>(__VA_ARGS__);   \
-    case 2: return F<2>(__VA_ARGS__);   \
-    case 3: return F<3>(__VA_ARGS__);   \
-    case 4: return F<4>(__VA_ARGS__);   \
-    case 5: return F<5>(__VA_ARGS__);   \
-    default: return F<6>(__VA_ARGS__);  \
-    }
 
 template <int BITS> int64_t decode_cells(const ChannelCodebook& t, int64_t block, int64_t column, Floats* panel) {
     constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
@@ -195,7 +220,7 @@ template <int BITS> int64_t decode_cells(const ChannelCodebook& t, int64_t block
         cell_codes<BITS>(t.bytes + block * block_bytes(t) + c * SIZE, code);
         for (int s = 0; s < COLUMNS / 4; ++s)
             for (int b = 0; b < 4; ++b) {
-                const Table<BITS> table(t.table + (c * COLUMNS + 4 * s + b) * channel_entries(BITS));
+                const auto table = table_of<BITS>(t, c * COLUMNS + 4 * s + b);
                 panel[4 * s + b] = table(reinterpret_cast<Ints>(code[s]) >> 8 * b);
             }
     }
@@ -203,7 +228,7 @@ template <int BITS> int64_t decode_cells(const ChannelCodebook& t, int64_t block
 }
 
 int64_t decode_panel(const ChannelCodebook& t, int64_t block, int64_t column, Floats* panel) {
-    ANYBIT_BY_CHANNEL_WIDTH(decode_cells, t, block, column, panel);
+    ANYBIT_BY_WIDTH(decode_cells, t.bits, t, block, column, panel);
 }
 
 } // namespace
@@ -213,20 +238,20 @@ int64_t channel_bytes(const ChannelCodebook& t) { return ceil_div(t.rows, LANES)
 int64_t channel_columns(const ChannelCodebook& t) { return cells_of(t) * cell_columns(t.bits); }
 
 void channel_interleave(const ChannelCodebook& t, const uint32_t* planes, uint8_t* bytes, int64_t begin, int64_t end) {
-    ANYBIT_BY_CHANNEL_WIDTH(interleave, t, planes, bytes, begin, end)
+    ANYBIT_BY_WIDTH(interleave, t.bits, t, planes, bytes, begin, end);
 }
 
 void channel_restore(const ChannelCodebook& t, uint32_t* planes, int64_t begin, int64_t end) {
-    ANYBIT_BY_CHANNEL_WIDTH(restore, t, planes, begin, end)
+    ANYBIT_BY_WIDTH(restore, t.bits, t, planes, begin, end);
 }
 
 void channel_matmul(const ChannelCodebook& t, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
                     int64_t end) {
-    ANYBIT_BY_CHANNEL_WIDTH(multiply, t, x, tokens, y, y_stride, begin, end)
+    ANYBIT_BY_WIDTH(multiply, t.bits, t, x, tokens, y, y_stride, begin, end);
 }
 
 void channel_dequantize(const ChannelCodebook& t, float* out, int64_t begin, int64_t end) {
-    ANYBIT_BY_CHANNEL_WIDTH(dequantize, t, out, begin, end)
+    ANYBIT_BY_WIDTH(dequantize, t.bits, t, out, begin, end);
 }
 
 void channel_gemm(const ChannelCodebook& t, const float* x, int64_t x_stride, int64_t tokens, float* y,

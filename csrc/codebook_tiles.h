@@ -8,7 +8,7 @@
 
 namespace anybit {
 
-// A tile in format "codebook" by input channel, of few bits, in the kernels' order.
+// A tile in format "codebook" by input channel, in the kernels' order.
 class PackedChannels : public Tile {
 public:
     PackedChannels(const Input& planes, const Input& table, int64_t rows, int64_t threads,
@@ -17,8 +17,7 @@ public:
         const int used = check_threads(threads);
         if (rows < 1 || rows >= MAX_SIZE) refuse("rows is " + std::to_string(rows) + ", expected 1 to 2^31 - 1");
         const int64_t bits = size_of("planes", planes, 0, 3);
-        if (bits < 1 || bits > MOST_CHANNEL_BITS)
-            refuse(std::to_string(bits) + " planes, expected 1 to " + std::to_string(MOST_CHANNEL_BITS));
+        if (bits < 1 || bits > 8) refuse(std::to_string(bits) + " planes, expected 1 to 8");
         t_.bits = static_cast<int>(bits);
         t_.rows = rows_ = rows;
         t_.columns = columns_ = size_of("planes", planes, 1, 3);
@@ -26,18 +25,19 @@ public:
         const int64_t entries = size_of("table", table, 1, 2);
         if (entries < 1 || entries > int64_t(1) << bits)
             refuse("table has " + std::to_string(entries) + " entries, expected up to 2^" + std::to_string(bits));
-        check("table", table, {Type::f32}, {t_.columns, entries}, Layout::dense);
+        const bool narrow = bits > CHANNEL_FLOAT_BITS;
+        if (narrow) check("table", table, {Type::f16, Type::u16}, {t_.columns, entries}, Layout::dense);
+        else check("table", table, {Type::f32}, {t_.columns, entries}, Layout::dense);
         const auto* from = static_cast<const uint32_t*>(planes.data());
-        const auto* given = static_cast<const float*>(table.data());
-        const int64_t room = channel_entries(t_.bits);
-        table_.assign(static_cast<size_t>(kernels_.channel_columns(t_) * room), 0.0f);
-        for (int64_t j = 0; j < t_.columns; ++j) std::copy_n(given + j * entries, entries, table_.begin() + j * room);
+        if (narrow) copy_table(static_cast<const uint16_t*>(table.data()), entries, halves_);
+        else copy_table(static_cast<const float*>(table.data()), entries, table_);
         nb::gil_scoped_release release;
         bytes_ = make_scratch((kernels_.channel_bytes(t_) + 3) / 4);
         auto* to = reinterpret_cast<uint8_t*>(bytes_.get());
         by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.channel_interleave(t_, from, to, begin, end); });
         t_.bytes = to;
         t_.table = table_.data();
+        t_.halves = halves_.data();
     }
 
     void restore(const Output& planes, int64_t threads) const {
@@ -66,6 +66,13 @@ public:
     }
 
 private:
+    // With room for all entries of a width for every channel of a cell, and one more.
+    template <typename T> void copy_table(const T* from, int64_t entries, std::vector<T>& to) const {
+        const int64_t room = channel_entries(t_.bits);
+        to.assign(static_cast<size_t>(kernels_.channel_columns(t_) * room + 1), T(0));
+        for (int64_t j = 0; j < t_.columns; ++j) std::copy_n(from + j * entries, entries, to.begin() + j * room);
+    }
+
     template <typename A> void check_planes(const A& planes) const {
         check("planes", planes, {Type::u32, Type::i32}, {t_.bits, t_.columns, (t_.rows + 31) / 32}, Layout::dense);
     }
@@ -86,6 +93,7 @@ private:
 
     Scratch bytes_;
     std::vector<float> table_;
+    std::vector<uint16_t> halves_;
     ChannelCodebook t_{};
 };
 

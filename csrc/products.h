@@ -42,12 +42,13 @@ struct StoredSecondOrder {
 
 // One tile in format "codebook" by input channel: w[i, j] = table[j, code[j, i]], all output rows.
 struct ChannelCodebook {
-    const uint8_t* bytes;  // codes in the kernels' order (channel_lookup.cpp)
-    const float* table;    // [channel_columns, channel_entries], what pads it finite
-    int bits;              // 1..MOST_CHANNEL_BITS
-    int64_t rows, columns; // the channels
+    const uint8_t* bytes;   // codes in the kernels' order (channel_lookup.cpp)
+    const float* table;     // [channel_columns, channel_entries], what pads it finite; of more bits
+    const uint16_t* halves; // the same as float16, and two bytes more
+    int bits;               // 1..8
+    int64_t rows, columns;  // the channels
 };
-constexpr int MOST_CHANNEL_BITS = 6; // tables of more entries than that fit no registers
+constexpr int CHANNEL_FLOAT_BITS = 6; // tables of more entries fit no registers
 constexpr int64_t channel_entries(int bits) { return bits <= 4 ? 16 : int64_t(1) << bits; }
 constexpr int64_t CHANNEL_ROWS = 32; // blocks that restore and interleave split at: a word of a plane
 

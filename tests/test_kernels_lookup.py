@@ -117,7 +117,7 @@ def test_exact_products_at_every_width_shape_and_instruction_set(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    bits=st.integers(1, 6),
+    bits=st.integers(1, 8),
     channels=st.integers(1, 90),
     rows=st.integers(1, 200),
     tokens=st.sampled_from([1, 2, 3, 5, 8, 16, 17, 27]),

@@ -159,22 +159,23 @@ class Codebook(_Tile):
 
 
 class Channels(_Tile):
-    """One tile in format "codebook" by input channel, of up to 6 bits, in the kernels' order; it holds its bytes."""
+    """One tile in format "codebook" by input channel, in the kernels' order; it holds its bytes."""
 
     __slots__ = ("_planes",)
 
-    MOST_BITS = 6  # wider ones are bound as they are stored (`codebook`)
+    FLOAT_BITS = 6  # tables of more entries fit no registers: they are float16, others bound as stored (`codebook`)
 
     def __init__(
         self,
         planes: Tensor,  # uint32 [bits, c, words]
-        table: Tensor,  # [c, entries]; every code is below `entries`
+        table: Tensor,  # float16 or, up to `FLOAT_BITS`, float32 [c, entries]; every code is below `entries`
         rows: int,  # r
         threads: int | None = None,
         isa: str | None = None,
     ) -> None:
         threads = _threads(threads)
-        native = _native.Channels(planes, table.float().contiguous(), rows, threads, isa)
+        table = table if len(planes) > self.FLOAT_BITS else table.float()
+        native = _native.Channels(planes, table.contiguous(), rows, threads, isa)
         super().__init__(native, rows, planes.shape[1])
         self._planes = planes.shape
 

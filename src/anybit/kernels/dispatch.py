@@ -209,7 +209,9 @@ class Prepared:
 
 def _by_lanes(tile: Mapping[str, Any]) -> bool:
     """Whether a tile is a codebook by channel that has a kernel in which lanes are rows."""
-    return tile["format"] == Codebook.NAME and tile["by_channel"] and tile["bits"] <= cpu.Channels.MOST_BITS
+    if tile["format"] != Codebook.NAME or not tile["by_channel"]:
+        return False
+    return tile["bits"] <= cpu.Channels.FLOAT_BITS or tile["table_bits"] == 16
 
 
 def _lookup_grid(columns: int) -> tuple[int, int, Tensor]:
