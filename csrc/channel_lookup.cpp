@@ -1,6 +1,6 @@
 // Format "codebook" by input channel: lanes are output rows, laid out as codes of format "group int" (interleaved.h)
-// with the channels as columns. Up to 6 bits a channel's table fits a few registers, its weights for all lanes are
-// permutations of them; wider ones are gathered. One multiply-add with the channel's input follows.
+// with the channels as columns. A channel's table of few bits fits a few registers, its weights for all lanes
+// are permutations of them; of more bits, they are gathered. One multiply-add with the channel's input follows.
 #include "gemm.h"
 #include "interleaved.h"
 
@@ -10,14 +10,20 @@ namespace {
 int64_t cells_of(const ChannelCodebook& t) { return ceil_div(t.columns, cell_columns(t.bits)); }
 int64_t block_bytes(const ChannelCodebook& t) { return cells_of(t) * cell_vectors(t.bits) * BYTES; }
 
+#if defined(__AVX512F__)
+constexpr int MOST_PERMUTED = 6; // bits
+#elif defined(__AVX2__)
+constexpr int MOST_PERMUTED = 4; // four permutations and three choices take longer than gathering
+#endif
+
+#if defined(__AVX2__)
 // A channel's table, ready to look up by the low bits of every lane: registers of it are permuted, one or two at a
 // time, and the bits above choose among what they give.
-template <int BITS> struct Table {
-#if defined(__AVX2__)
+template <int BITS> struct PermutedTable {
     static constexpr int PARTS = 1 << BITS <= LANES ? 1 : (1 << BITS) / LANES;
     Floats part[PARTS];
 
-    explicit Table(const float* from) {
+    explicit PermutedTable(const float* from) {
         for (int i = 0; i < PARTS; ++i) part[i] = load(from + i * LANES);
     }
 
@@ -53,22 +59,32 @@ private:
             return chosen<BIT + 1>(left, code);
         }
     }
-#else
-    const float* from;
-    explicit Table(const float* table) : from(table) {}
-    Floats operator()(Ints code) const {
-        Floats values;
-        for (int l = 0; l < LANES; ++l) values[l] = from[code[l] & ((1 << BITS) - 1)];
-        return values;
-    }
+};
 #endif
+
+// One whose entries are read one by one.
+template <int BITS> struct ReadTable {
+    const float* from;
+
+    explicit ReadTable(const float* table) : from(table) {}
+
+    Floats operator()(Ints code) const {
+        const Ints index = code & ((1 << BITS) - 1);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        return _mm256_i32gather_ps(from, reinterpret_cast<__m256i>(index), 4);
+#else
+        Floats values;
+        for (int l = 0; l < LANES; ++l) values[l] = from[index[l]];
+        return values;
+#endif
+    }
 };
 
-// One that fits no registers, of float16; two more bytes behind it may be read.
-template <int BITS> struct GatheredTable {
+// The same of float16; two more bytes behind it may be read.
+template <int BITS> struct ReadHalves {
     const uint16_t* from;
 
-    explicit GatheredTable(const uint16_t* table) : from(table) {}
+    explicit ReadHalves(const uint16_t* table) : from(table) {}
 
     Floats operator()(Ints code) const {
         const Ints index = code & ((1 << BITS) - 1);
@@ -90,8 +106,13 @@ template <int BITS> struct GatheredTable {
 
 template <int BITS> inline auto table_of(const ChannelCodebook& t, int64_t channel) {
     const int64_t at = channel * channel_entries(BITS);
-    if constexpr (BITS <= CHANNEL_FLOAT_BITS) return Table<BITS>(t.table + at);
-    else return GatheredTable<BITS>(t.halves + at);
+#if defined(__AVX2__)
+    if constexpr (BITS <= MOST_PERMUTED) return PermutedTable<BITS>(t.table + at);
+    else
+#endif
+        if constexpr (BITS <= CHANNEL_FLOAT_BITS)
+        return ReadTable<BITS>(t.table + at);
+    else return ReadHalves<BITS>(t.halves + at);
 }
 
 template <int BITS> inline float entry_of(const ChannelCodebook& t, int64_t channel, uint8_t code) {
@@ -99,15 +120,15 @@ template <int BITS> inline float entry_of(const ChannelCodebook& t, int64_t chan
     return BITS <= CHANNEL_FLOAT_BITS ? t.table[at] : half_to_float(t.halves[at]);
 }
 
-// R blocks of rows and M tokens at once. A sum runs over the channels in order, whatever R and M are.
+// The cells `first` to `last` of R blocks of rows, and M tokens at once. A sum runs over the channels in order,
+// whatever R and M are.
 template <int BITS, int R, int M>
 void multiply_blocks(const ChannelCodebook& t, const float* x, int64_t x_stride, float* y, int64_t y_stride,
-                     int64_t block) {
+                     int64_t block, int64_t first, int64_t last) {
     constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
-    const int64_t cells = cells_of(t);
     const uint8_t* from = t.bytes + block * block_bytes(t);
     Floats sum[R][M] = {};
-    for (int64_t c = 0; c < cells; ++c) {
+    for (int64_t c = first; c < last; ++c) {
         Codes code[R][COLUMNS / 4];
         for (int r = 0; r < R; ++r) cell_codes<BITS>(from + r * block_bytes(t) + c * SIZE, code[r]);
         for (int s = 0; s < COLUMNS / 4; ++s)
@@ -130,26 +151,31 @@ void multiply_blocks(const ChannelCodebook& t, const float* x, int64_t x_stride,
         }
 }
 
+constexpr int64_t TILE_BYTES = 256 << 10; // of tables that all rows meet before the next ones: they stay in the cache
+
 template <int BITS>
 void multiply(const ChannelCodebook& t, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
               int64_t end) {
-    const int64_t stride = cells_of(t) * cell_columns(BITS);
-    for (int64_t block = begin; block < end;) {
-        const int64_t r = end - block >= 4 ? 4 : 1;
-        for (int64_t k = 0; k < tokens;) {
-            const int64_t m = tokens - k >= 4 ? 4 : 1;
-            const float* from = x + k * stride;
-            float* to = y + k * y_stride;
-            if (r == 4 && m == 4) { // eight sums fit the registers of every instruction set
-                multiply_blocks<BITS, 2, 4>(t, from, stride, to, y_stride, block);
-                multiply_blocks<BITS, 2, 4>(t, from, stride, to, y_stride, block + 2);
-            } else if (r == 4) multiply_blocks<BITS, 4, 1>(t, from, stride, to, y_stride, block);
-            else if (m == 4) multiply_blocks<BITS, 1, 4>(t, from, stride, to, y_stride, block);
-            else multiply_blocks<BITS, 1, 1>(t, from, stride, to, y_stride, block);
-            k += m;
+    constexpr int64_t ENTRY = BITS <= CHANNEL_FLOAT_BITS ? 4 : 2;
+    constexpr int64_t TILE = TILE_BYTES / (ENTRY * channel_entries(BITS) * cell_columns(BITS)); // cells
+    const int64_t cells = cells_of(t), stride = cells * cell_columns(BITS);
+    for (int64_t first = 0; first < cells; first += TILE)
+        for (int64_t block = begin; block < end;) {
+            const int64_t r = end - block >= 4 ? 4 : 1, last = least(cells, first + TILE);
+            for (int64_t k = 0; k < tokens;) {
+                const int64_t m = tokens - k >= 4 ? 4 : 1;
+                const float* from = x + k * stride;
+                float* to = y + k * y_stride;
+                if (r == 4 && m == 4) { // eight sums fit the registers of every instruction set
+                    multiply_blocks<BITS, 2, 4>(t, from, stride, to, y_stride, block, first, last);
+                    multiply_blocks<BITS, 2, 4>(t, from, stride, to, y_stride, block + 2, first, last);
+                } else if (r == 4) multiply_blocks<BITS, 4, 1>(t, from, stride, to, y_stride, block, first, last);
+                else if (m == 4) multiply_blocks<BITS, 1, 4>(t, from, stride, to, y_stride, block, first, last);
+                else multiply_blocks<BITS, 1, 1>(t, from, stride, to, y_stride, block, first, last);
+                k += m;
+            }
+            block += r;
         }
-        block += r;
-    }
 }
 
 template <int BITS>

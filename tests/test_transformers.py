@@ -265,6 +265,115 @@ def test_gradients_are_those_of_the_stored_matrix(artifact: Callable[..., Path],
         assert torch.equal(y.detach(), layer(x.detach()))
 
 
+def test_gradients_are_of_the_weight_that_ran(artifact: Callable[..., Path]) -> None:
+    """Though the layer runs at another width by then, or is gone; and of second order."""
+    layer = a_layer(artifact("llama", method="any-precision", bits=None, group_size=128))
+    x = torch.randn(3, layer.in_features, requires_grad=True)
+    dense = unpack(layer.packed.at_width(8)).dequantize()
+    y = layer(x)
+    layer.run_as(at_width(layer.layout, 3))
+    del layer
+    gc.collect()
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    torch.testing.assert_close(grad, 2 * y @ dense, rtol=1e-4, atol=1e-4)
+    grad.square().sum().backward()
+    twice = dense.T @ dense
+    torch.testing.assert_close(x.grad, 8 * x.detach() @ twice @ twice, rtol=1e-3, atol=1e-3)
+
+
+class Logits(nn.Module):
+    """What `torch.export` can take: tensors in, a tensor out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_whole_model_is_exported_for_any_number_of_tokens(
+    artifact: Callable[..., Path], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = Logits(AutoModelForCausalLM.from_pretrained(artifact("llama-tied", embed_bits=8), dtype=dtype))
+    length = torch.export.Dim("length", min=2, max=64)
+    with torch.no_grad():
+        program = torch.export.export(model, (IDS,), dynamic_shapes={"ids": {1: length}})
+        torch.export.save(program, tmp_path / "program.pt2")
+        again = torch.export.load(tmp_path / "program.pt2").module()
+        for ids in (IDS, IDS[:, :7], torch.cat([IDS, IDS], 1)):
+            assert torch.equal(again(ids), model(ids))
+
+
+def test_lengths_do_not_compile_an_embedding_anew(artifact: Callable[..., Path]) -> None:
+    embedding = AutoModelForCausalLM.from_pretrained(artifact("llama", embed_bits=8)).get_input_embeddings()
+    compiled = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    run = torch.compile(embedding, backend=backend)
+    with torch.no_grad():
+        for n in range(2, 12):
+            assert torch.equal(run(IDS[:, :n]), embedding(IDS[:, :n]))
+    assert len(compiled) <= 2
+
+
+@torch.no_grad()
+def test_an_exported_program_sees_other_weights(artifact: Callable[..., Path]) -> None:
+    layer = a_layer(artifact("llama"))
+    x = torch.randn(4, layer.in_features)
+    program = torch.export.export(layer, (x,)).module()
+    before = program(x)
+    held = dict(program.named_buffers())
+    other = {**held, "scales": held["scales"] * 2}
+    torch.testing.assert_close(torch.func.functional_call(program, other, (x,)), 2 * before)
+    assert torch.equal(program(x), before)
+    held["scales"].mul_(4)
+    torch.testing.assert_close(program(x), 4 * before)
+
+
+@pytest.mark.parametrize("change", ["{}", "no json", "another width", "another shape", "a tensor more"])
+def test_damaged_programs_are_refused(artifact: Callable[..., Path], change: str) -> None:
+    layer = a_layer(artifact("llama"))
+    stored, weight = [layer.get_buffer(f) for f in stored_tensors(layer.layout)], layer._described
+    given = json.loads(weight)
+    if change == "another width":
+        given["running"]["tiles"][0]["bits"] = 3
+    if change == "another shape":
+        given["layout"]["shape"][0] *= 2
+    if change == "a tensor more":
+        stored = [*stored, stored[0]]
+    weight = json.dumps(given) if change.startswith("a") else change
+    with pytest.raises(InputError, match="exported program is damaged"):
+        torch.ops.anybit.matmul(torch.randn(1, layer.in_features), stored, weight, layer.out_features)
+
+
+def test_a_copy_of_a_model_that_other_threads_run(artifact: Callable[..., Path]) -> None:
+    model, stop, failed = AutoModelForCausalLM.from_pretrained(artifact("llama", embed_bits=8)), [], []
+    expected = logits(model)
+
+    def runs() -> None:
+        while not stop:
+            failed.extend([1] if not torch.equal(logits(model), expected) else [])
+
+    workers = [threading.Thread(target=runs) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    try:
+        for _ in range(10):
+            assert torch.equal(logits(copy.deepcopy(model)), expected)
+    finally:
+        stop.append(1)
+        for worker in workers:
+            worker.join()
+    assert not failed
+    packed = [m for m in model.modules() if isinstance(m, PackedModule)]
+    assert all(m.get_buffer("codes").numel() == 0 for m in packed)  # the copies left it as it was
+
+
 EXPORTED = """
 import sys, torch, anybit.layers  # which registers the operators
 program, inputs = torch.export.load(sys.argv[1]).module(), torch.load(sys.argv[2], weights_only=True)
@@ -325,6 +434,11 @@ def test_a_layer_refuses_inputs_that_are_not_its_own(artifact: Callable[..., Pat
             layer(x)
     with pytest.raises(InputError, match="int64"):
         layer(torch.ones(1, layer.in_features, dtype=torch.int64))
+    with pytest.raises(InputError, match="output features"):
+        torch.ops.anybit.matmul(torch.randn(1, layer.in_features), [], layer._name, layer.out_features + 1)
+    embedding = AutoModelForCausalLM.from_pretrained(artifact("llama", embed_bits=8)).get_input_embeddings()
+    with pytest.raises(InputError, match="expected integers"):
+        embedding(torch.tensor([3.7]))
     assert layer(torch.randn(0, layer.in_features)).shape == (0, layer.out_features)
 
 

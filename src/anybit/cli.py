@@ -880,13 +880,13 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
     report = _report()
     try:
         figures = kernels.kernels(
-            shapes=_names(shapes) or kernels.SHAPES,
+            shapes=_named("shapes", shapes) or kernels.SHAPES,
             tokens=_whole_numbers("tokens", tokens),
             threads=counts,
             rounds=rounds,
             dtype=dtype,
-            isas=_names(isa),
-            only=_names(only),
+            isas=_named("isa", isa),
+            only=_named("only", only),
             cached=cached,
             report=report,
         )
@@ -966,6 +966,14 @@ def _report() -> Any:
 def _names(text: str | None) -> tuple[str, ...]:
     """ "piqa,arc_easy" -> ("piqa", "arc_easy")."""
     return tuple(name.strip() for name in text.split(",")) if text else ()
+
+
+def _named(option: str, text: str | None) -> tuple[str, ...]:
+    """`_names` of an option that, where it is given, names something."""
+    names = _names(text)
+    if text is not None and not all(names or [""]):
+        raise InputError(f"--{option} {text!r}: expected names, separated by commas")
+    return names
 
 
 def _numbers(option: str, text: str) -> tuple[float, ...]:

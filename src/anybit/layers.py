@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -45,20 +46,14 @@ class PackedModule(nn.Module):
         self._described = operators.describe(self.layout, self._running, self._exact)
 
     def matmul(self, x: Tensor) -> Tensor:
-        """`x [..., in] @ W^T -> [..., out]` in the dtype of x, computed in float32 or, of bfloat16, in that.
+        """`x [..., in] @ W^T -> [..., out]` in the dtype of x; see `kernels.dispatch.Prepared.matmul`.
 
         A gradient passes through the stored matrix, straight through the rounding of inputs.
-
-        Raises:
-            InputError: inputs of another width, or none of floats.
         """
-        out_features, in_features = self.layout["shape"]
-        if x.shape[-1:] != (in_features,) or not x.is_floating_point():
-            raise InputError(
-                f"inputs {list(x.shape)} of {x.dtype}: this layer takes floats [..., {in_features}]"
-            )
-        if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
-            return torch.ops.anybit.matmul(x, *self._operands(), out_features)
+        if torch.compiler.is_compiling():
+            return torch.ops.anybit.matmul(x, *self._operands(), self.layout["shape"][0])
+        if x.requires_grad and torch.is_grad_enabled():
+            return operators.Product.apply(x, self.prepared())
         return self.prepared().matmul(x)
 
     def _operands(self) -> tuple[list[Tensor], str]:
@@ -168,8 +163,17 @@ class PackedModule(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._give_back()  # native objects are made anew in a copy
-        return self.__dict__
+        """All stored tensors and no native object, made anew in a copy; other threads may run this one meanwhile."""
+        with _PREPARING:
+            state = self.__dict__ | {"_prepared": None, "_buffers": dict(self._buffers)}
+            state["_modules"] = {name: copy.copy(module) for name, module in self._modules.items()}
+            for module in state["_modules"].values():
+                module.__dict__["_buffers"] = dict(module._buffers)
+            for field, tensor in self._restored().items():
+                holder, _, name = field.rpartition(".")
+                part = state["_modules"][holder].__dict__ if holder else state
+                part["_buffers"][name] = tensor
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -163,7 +163,9 @@ class Channels(_Tile):
 
     __slots__ = ("_planes",)
 
-    FLOAT_BITS = 6  # tables of more entries fit no registers: they are float16, others bound as stored (`codebook`)
+    FLOAT_BITS = (
+        6  # tables of more entries fit no registers: they are float16, others bound as stored (`codebook`)
+    )
 
     def __init__(
         self,

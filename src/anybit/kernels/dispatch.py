@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anybit.codes import pack_codes, unpack_codes
+from anybit.errors import InputError
 from anybit.formats import Codebook, Float16, GroupInt, Nested, Sparse, TwoFour, decode_table
 from anybit.kernels import cpu, reference
 from anybit.tensors import PackedWeight, place, sparse_tensors, tile_prefix, tile_tensors
@@ -166,7 +167,13 @@ class Prepared:
         return {field: made[field] for field in self.taken}
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` [n] of the matrix, float32 [n, in]; of a weight of one tile "group int" that holds all rows."""
+        """Rows `ids` [n] of the matrix, float32 [n, in]; of a weight of one tile "group int" that holds all rows.
+
+        Raises:
+            InputError: ids that are no integers.
+        """
+        if ids.is_floating_point():
+            raise InputError(f"ids of {ids.dtype}: expected integers")
         if self.native:
             (tile,) = self.tiles
             assert isinstance(tile, cpu.GroupInt)
@@ -175,7 +182,15 @@ class Prepared:
         return reference.dequantize(PackedWeight(layout, {f: t[ids] for f, t in self.weight.tensors.items()}))
 
     def matmul(self, x: Tensor) -> Tensor:
-        """`x [..., in] @ W^T -> [..., out]` in the dtype of x."""
+        """`x [..., in] @ W^T -> [..., out]` in the dtype of x, computed in float32 or, of bfloat16, in that.
+
+        Raises:
+            InputError: inputs of another width, or none of floats.
+        """
+        if x.shape[-1:] != (self.in_features,) or not x.is_floating_point():
+            raise InputError(
+                f"inputs {list(x.shape)} of {x.dtype}: this layer takes floats [..., {self.in_features}]"
+            )
         if self.layer is None or x.device.type != "cpu":
             return self._matmul_dense(x)
         flat = x.reshape(-1, self.in_features)

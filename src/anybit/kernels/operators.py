@@ -36,7 +36,9 @@ _LIBRARY.define("rows(Tensor ids, Tensor[] stored, str weight, int in_features) 
 
 _NUMBERS = itertools.count()
 _OWNERS: weakref.WeakValueDictionary[str, Owner] = weakref.WeakValueDictionary()
-_EXPORTED = WeakIdKeyDictionary()  # first stored tensor -> (state of all, Prepared)
+_EXPORTED = (
+    WeakIdKeyDictionary()
+)  # first stored tensor -> (description, all tensors and their versions, Prepared)
 _PREPARING = threading.Lock()
 
 
@@ -60,28 +62,72 @@ def _prepared(stored: list[Tensor], weight: str) -> Prepared:
                 "lives, in its process; torch.export makes programs that hold their weights"
             )
         return owner.prepared()
-    state = weight, [None if t.is_inference() else t._version for t in stored]
     with _PREPARING:
         found = _EXPORTED.get(stored[0])
-        if found is None or found[0] != state:
-            found = _EXPORTED[stored[0]] = state, _prepare(stored, weight)
-        return found[1]
+        if found is None or found[0] != weight or not _unchanged(found[1], stored):
+            versions = [(weakref.ref(tensor), _version(tensor)) for tensor in stored]
+            found = _EXPORTED[stored[0]] = weight, versions, _prepare(stored, weight)
+        return found[2]
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was changed in place, where PyTorch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _unchanged(before: list[tuple[weakref.ref[Tensor], int]], stored: list[Tensor]) -> bool:
+    return len(before) == len(stored) and all(
+        ref() is tensor and version == _version(tensor) for (ref, version), tensor in zip(before, stored)
+    )
 
 
 def _prepare(stored: list[Tensor], weight: str) -> Prepared:
-    given = json.loads(weight)
-    for layout in (given["layout"], given["running"]):
-        validate_layout("an exported layer", layout)
-    fields = stored_tensors(given["layout"])
-    # Copies: the kernels keep some, and may not keep alive the key under which they are found.
-    packed = PackedWeight(given["layout"], {field: t.clone() for field, t in zip(fields, stored)})
-    validate("an exported layer", packed)
-    return Prepared(packed.beginning(given["running"]), given["exact"])
+    """The weight that an exported program brings, checked as an artifact is.
+
+    Beside the program's tensors, which nobody may take away, the kernels have the bytes in their own order.
+    """
+    try:
+        given = json.loads(weight)
+        layout, running, exact = given["layout"], given["running"], bool(given["exact"])
+        for described in (layout, running):
+            validate_layout("an exported layer", described)
+        # Copies: the kernels keep some, and may not keep alive the key under which they are found.
+        tensors = {field: t.clone() for field, t in zip(stored_tensors(layout), stored, strict=True)}
+        packed = PackedWeight(layout, tensors)
+        validate("an exported layer", packed)
+        part = packed.beginning(running)
+        validate("an exported layer", part)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"the exported program is damaged: {error}; export the model again") from error
+    return Prepared(part, exact)
+
+
+class Product(torch.autograd.Function):
+    """`x [..., in] @ W^T` of a weight bound to its kernels; the gradient of x is that of the weight that ran."""
+
+    @staticmethod
+    def forward(x: Tensor, prepared: Prepared) -> Tensor:
+        return prepared.matmul(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Prepared], output: Tensor) -> None:
+        ctx.prepared = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _times_stored(grad, ctx.prepared), None
+
+
+def _times_stored(grad: Tensor, prepared: Prepared) -> Tensor:
+    return grad @ prepared.dequantize(grad.dtype).to(grad.device)
 
 
 @torch.library.impl(_LIBRARY, "matmul", "CompositeExplicitAutograd")
 def _matmul(x: Tensor, stored: list[Tensor], weight: str, out_features: int) -> Tensor:
-    return _prepared(stored, weight).matmul(x)
+    prepared = _prepared(stored, weight)
+    if out_features != prepared.out_features:
+        raise InputError(f"{prepared.out_features} output features, not {out_features}")
+    return prepared.matmul(x)
 
 
 @torch.library.register_fake("anybit::matmul", lib=_LIBRARY)
@@ -91,7 +137,7 @@ def _(x: Tensor, stored: list[Tensor], weight: str, out_features: int) -> Tensor
 
 @torch.library.impl(_LIBRARY, "matmul_backward", "CompositeExplicitAutograd")
 def _matmul_backward(grad: Tensor, stored: list[Tensor], weight: str, in_features: int) -> Tensor:
-    return grad @ _prepared(stored, weight).dequantize(grad.dtype).to(grad.device)
+    return _times_stored(grad, _prepared(stored, weight))
 
 
 @torch.library.register_fake("anybit::matmul_backward", lib=_LIBRARY)
@@ -106,19 +152,29 @@ def _rows(ids: Tensor, stored: list[Tensor], weight: str, in_features: int) -> T
 
 @torch.library.register_fake("anybit::rows", lib=_LIBRARY)
 def _(ids: Tensor, stored: list[Tensor], weight: str, in_features: int) -> Tensor:
-    return ids.new_empty(len(ids), in_features, dtype=torch.float32)
+    return ids.new_empty(ids.shape[0], in_features, dtype=torch.float32)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, list[Tensor], str, int], output: Tensor) -> None:
     x, stored, ctx.weight, _ = inputs
-    ctx.in_features = x.shape[-1]
+    ctx.width = x.shape[-1]
     ctx.save_for_backward(*stored)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], None, None]:
+def _through(operator: Any, ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], None, None]:
     stored = list(ctx.saved_tensors)
-    made = torch.ops.anybit.matmul_backward(grad, stored, ctx.weight, ctx.in_features)
-    return made, [None for _ in stored], None, None
+    return operator(grad, stored, ctx.weight, ctx.width), [None for _ in stored], None, None
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], None, None]:
+    return _through(torch.ops.anybit.matmul_backward, ctx, grad)
+
+
+def _backward_of_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], None, None]:
+    return _through(torch.ops.anybit.matmul, ctx, grad)
 
 
 torch.library.register_autograd("anybit::matmul", _backward, setup_context=_keep, lib=_LIBRARY)
+torch.library.register_autograd(
+    "anybit::matmul_backward", _backward_of_backward, setup_context=_keep, lib=_LIBRARY
+)
