@@ -1,6 +1,6 @@
 """A quantized weight's products as operators of PyTorch, for whoever traces a model or differentiates through it.
 
-An operator gets the weight in one of two ways. In a running model it is a number of this process: `stored` is empty.
+An operator gets the weight in one of two ways. In a running model it has a name in this process, and `stored` is empty.
 In a program of `torch.export` it is the stored tensors and their description: they belong to the program, which then
 runs in any process that has imported anybit.layers.
 """
@@ -36,9 +36,8 @@ _LIBRARY.define("rows(Tensor ids, Tensor[] stored, str weight, int in_features) 
 
 _NUMBERS = itertools.count()
 _OWNERS: weakref.WeakValueDictionary[str, Owner] = weakref.WeakValueDictionary()
-_EXPORTED = (
-    WeakIdKeyDictionary()
-)  # first stored tensor -> (description, all tensors and their versions, Prepared)
+# Of exported programs: first stored tensor -> (description, all tensors and their versions, Prepared).
+_EXPORTED = WeakIdKeyDictionary()
 _PREPARING = threading.Lock()
 
 
