@@ -372,8 +372,8 @@ NB_MODULE(_native, m) {
             nb::init<const Input&, const Input&, int64_t, int64_t, const std::optional<std::string>&>(),
             nb::arg("planes").noconvert(), nb::arg("table").noconvert(), nb::arg("rows"), nb::arg("threads"),
             nb::arg("isa") = nb::none(),
-            "planes uint32 [bits, channels, rows / 32], 1 to 8 bits; table float32 [channels, entries], float16 of more than 6 bits; every code must\n"
-            "be below `entries`.")
+            "planes uint32 [bits, channels, rows / 32], 1 to 8 bits; table [channels, entries], float32 or, of more than\n"
+            "6 bits, float16; every code must be below `entries`.")
         .def("restore", &PackedChannels::restore, nb::arg("planes").noconvert(), nb::arg("threads"),
              "Fill the planes that the tile was made of.")
         .def("dequantize", &PackedChannels::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),

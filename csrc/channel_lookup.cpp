@@ -161,20 +161,17 @@ void multiply(const ChannelCodebook& t, const float* x, int64_t tokens, float* y
     const int64_t cells = cells_of(t), stride = cells * cell_columns(BITS);
     for (int64_t first = 0; first < cells; first += TILE)
         for (int64_t block = begin; block < end;) {
-            const int64_t r = end - block >= 4 ? 4 : 1, last = least(cells, first + TILE);
-            for (int64_t k = 0; k < tokens;) {
-                const int64_t m = tokens - k >= 4 ? 4 : 1;
+            const int64_t blocks = end - block >= 4 ? 4 : 1, last = least(cells, first + TILE);
+            by_tokens<4>(tokens, [&](auto m, int64_t k) {
+                constexpr int R = m.value == 4 ? 2 : 4; // eight sums fit the registers of every instruction set
                 const float* from = x + k * stride;
                 float* to = y + k * y_stride;
-                if (r == 4 && m == 4) { // eight sums fit the registers of every instruction set
-                    multiply_blocks<BITS, 2, 4>(t, from, stride, to, y_stride, block, first, last);
-                    multiply_blocks<BITS, 2, 4>(t, from, stride, to, y_stride, block + 2, first, last);
-                } else if (r == 4) multiply_blocks<BITS, 4, 1>(t, from, stride, to, y_stride, block, first, last);
-                else if (m == 4) multiply_blocks<BITS, 1, 4>(t, from, stride, to, y_stride, block, first, last);
-                else multiply_blocks<BITS, 1, 1>(t, from, stride, to, y_stride, block, first, last);
-                k += m;
-            }
-            block += r;
+                if (blocks == 1) multiply_blocks<BITS, 1, m.value>(t, from, stride, to, y_stride, block, first, last);
+                else
+                    for (int64_t b = block; b < block + blocks; b += R)
+                        multiply_blocks<BITS, R, m.value>(t, from, stride, to, y_stride, b, first, last);
+            });
+            block += blocks;
         }
 }
 

@@ -142,9 +142,8 @@ class PackedModule(nn.Module):
     @exact.setter
     def exact(self, exact: bool) -> None:
         if exact != self._exact:
-            self._give_back()
             self._exact = exact
-            self._describe()
+            self._give_back()
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
         """Move devices, but keep every stored dtype: scales are float16 whatever the model computes in."""

@@ -94,8 +94,13 @@ def parse_entry(text: str) -> Entry:
     bits = bits if isinstance(bits, list) else [bits]
     if not all(type(b) in (int, float) for b in bits):
         raise InputError(f"method {text!r}: bits must be a number or a list of numbers, got {bits}")
-    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    return Entry(str(name or default_name(method, options)), method, lists, tuple(float(b) for b in bits))
+    name = str(name or default_name(method, options))
+    return Entry(name, method, as_options(options), tuple(float(b) for b in bits))
+
+
+def as_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of TOML or JSON as QuantizeConfig takes them: its lists are tuples."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
 def default_name(method: str, options: Mapping[str, Any]) -> str:
@@ -109,8 +114,7 @@ def toml(options: Mapping[str, Any]) -> str:
 
 def entry_of(row: Mapping[str, Any]) -> Entry:
     """The entry that a finished cell is of, at that cell's width."""
-    options = {key: tuple(v) if isinstance(v, list) else v for key, v in row["options"].items()}
-    return Entry(row["name"], row["method"], options, (row["bits"],))
+    return Entry(row["name"], row["method"], as_options(row["options"]), (row["bits"],))
 
 
 def cell_of(row: Mapping[str, Any], settings: Settings) -> Cell:

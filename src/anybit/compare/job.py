@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from anybit.compare.cells import as_options
 from anybit.convert import quantize
 from anybit.errors import InputError
 from anybit.progress import SILENT, Terminal
@@ -69,13 +70,12 @@ def run(job: Job) -> dict[str, Any]:
         InputError: see `convert.quantize`.
     """
     report = Terminal() if job.shows_progress else SILENT
-    lists: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in job.config.items()}
     begun = Cost.clock()
     try:
         made = quantize(
             job.model,
             job.artifact,
-            QuantizeConfig(**lists),
+            QuantizeConfig(**as_options(job.config)),
             calibration=job.calibration,
             overwrite=True,
             statistics=Path(job.statistics),
