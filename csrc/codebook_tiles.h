@@ -32,8 +32,8 @@ public:
         if (narrow) copy_table(static_cast<const uint16_t*>(table.data()), entries, halves_);
         else copy_table(static_cast<const float*>(table.data()), entries, table_);
         nb::gil_scoped_release release;
-        bytes_ = make_scratch((kernels_.channel_bytes(t_) + 3) / 4);
-        auto* to = reinterpret_cast<uint8_t*>(bytes_.get());
+        bytes_ = make_weights(kernels_.channel_bytes(t_));
+        uint8_t* to = bytes_.get();
         by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.channel_interleave(t_, from, to, begin, end); });
         t_.bytes = to;
         t_.table = table_.data();
@@ -91,7 +91,7 @@ private:
             4); // which the kernel works on together
     }
 
-    Scratch bytes_;
+    Weights bytes_;
     std::vector<float> table_;
     std::vector<uint16_t> halves_;
     ChannelCodebook t_{};

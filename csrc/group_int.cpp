@@ -109,44 +109,50 @@ template <int BITS, typename F> void for_codes(const GroupInt& t, int64_t block,
 
 // ---- products ---------------------------------------------------------------------------------------------
 
-// y[k, out row] += sum_g scale (sum_j code x - zero sum_j x), LANES rows and M tokens at once. Each sum runs in the
-// same order whatever M is, so a batch equals its single tokens to the bit.
-template <int BITS, int M>
-void multiply_block(const GroupInt& t, const FloatInputs& in, int64_t first, float* y, int64_t y_stride,
-                    int64_t block) {
+// y[k, out row] += sum_g scale (sum_j code x - zero sum_j x), R blocks of LANES rows and M tokens at once. Each sum
+// runs in the same order whatever M is, so a batch equals its single tokens to the bit.
+template <int BITS, int R, int M>
+void multiply_blocks(const GroupInt& t, const FloatInputs& in, int64_t first, float* y, int64_t y_stride,
+                     int64_t block) {
     constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
-    const int64_t cells = cells_of(t), stride = t.groups * cells * COLUMNS;
-    const uint8_t* cell = t.codes + block * t.groups * cells * SIZE;
+    const int64_t cells = cells_of(t), stride = t.groups * cells * COLUMNS, apart = t.groups * cells * SIZE;
+    const uint8_t* cell = t.codes + block * apart;
     const float* x = in.x + first * stride;
-    Floats total[M] = {};
+    Floats total[R][M] = {};
     for (int64_t g = 0; g < t.groups; ++g) {
-        Floats sum[CHAINS][M] = {};
+        Floats sum[R][CHAINS][M] = {};
         for (int64_t c = 0; c < cells; ++c, cell += SIZE, x += COLUMNS) {
-            Codes code[COLUMNS / 4];
-            cell_codes<BITS>(cell, code);
-            for (int s = 0; s < COLUMNS / 4; ++s) {
-                const Ints four = reinterpret_cast<Ints>(code[s]);
-                for (int b = 0; b < 4; ++b) {
-                    const Floats w = to_float(b == 3 && BITS < 8 ? four >> 24 : four >> 8 * b & 255);
-                    for (int k = 0; k < M; ++k) sum[b][k] += w * broadcast(x[k * stride + 4 * s + b]);
-                }
+            Codes code[R][COLUMNS / 4];
+            for (int r = 0; r < R; ++r) cell_codes<BITS>(cell + r * apart, code[r]);
+            for (int s = 0; s < COLUMNS / 4; ++s)
+                for (int b = 0; b < 4; ++b)
+                    for (int r = 0; r < R; ++r) {
+                        const Ints four = reinterpret_cast<Ints>(code[r][s]);
+                        const Floats w = to_float(b == 3 && BITS < 8 ? four >> 24 : four >> 8 * b & 255);
+                        for (int k = 0; k < M; ++k) sum[r][b][k] += w * broadcast(x[k * stride + 4 * s + b]);
+                    }
+        }
+        for (int r = 0; r < R; ++r) {
+            const Floats scale = load_scales(t, block + r, g);
+            const Floats zero = to_float(load_zeros(t, block + r, g));
+            for (int k = 0; k < M; ++k) {
+                const Floats all = (sum[r][0][k] + sum[r][1][k]) + (sum[r][2][k] + sum[r][3][k]);
+                total[r][k] += scale * (all - zero * broadcast(in.sums[(first + k) * t.groups + g]));
             }
         }
-        const Floats scale = load_halves(t.scales + (block * t.groups + g) * LANES);
-        const Floats zero = to_float(load_zeros(t, block, g));
-        for (int k = 0; k < M; ++k) {
-            const Floats all = (sum[0][k] + sum[1][k]) + (sum[2][k] + sum[3][k]);
-            total[k] += scale * (all - zero * broadcast(in.sums[(first + k) * t.groups + g]));
-        }
     }
-    for (int k = 0; k < M; ++k) add_lanes(t, block, total[k], y + (first + k) * y_stride);
+    for (int r = 0; r < R; ++r)
+        for (int k = 0; k < M; ++k) add_lanes(t, block + r, total[r][k], y + (first + k) * y_stride);
 }
 
 template <int BITS>
 void multiply(const GroupInt& t, const FloatInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block)
-        by_tokens<MOST_TOKENS>(in.tokens,
-                               [&](auto m, int64_t k) { multiply_block<BITS, m.value>(t, in, k, y, y_stride, block); });
+    int64_t block = begin;
+    if (in.tokens == 1)
+        for (; block + 2 <= end; block += 2) multiply_blocks<BITS, 2, 1>(t, in, 0, y, y_stride, block);
+    for (; block < end; ++block)
+        by_tokens<MOST_TOKENS>(
+            in.tokens, [&](auto m, int64_t k) { multiply_blocks<BITS, 1, m.value>(t, in, k, y, y_stride, block); });
 }
 
 // Weights of one lane's codes.

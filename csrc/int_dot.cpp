@@ -19,36 +19,42 @@ constexpr int MOST_TOKENS = 4;
 
 inline Bytes broadcast_four(const int8_t* x) { return reinterpret_cast<Bytes>(load_as<int32_t>(x) - Ints{}); }
 
-template <int BITS, int M>
-void multiply_block(const GroupInt& t, const IntInputs& in, int64_t first, float* y, int64_t y_stride, int64_t block) {
+// R blocks of rows times M tokens.
+template <int BITS, int R, int M>
+void multiply_blocks(const GroupInt& t, const IntInputs& in, int64_t first, float* y, int64_t y_stride, int64_t block) {
     constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
-    constexpr int OWN = M >= CHAINS ? 1 : CHAINS / M;
-    const int64_t cells = cells_of(t), stride = in.stride;
-    const uint8_t* cell = t.codes + block * t.groups * cells * SIZE;
+    constexpr int OWN = R * M >= CHAINS ? 1 : CHAINS / (R * M);
+    const int64_t cells = cells_of(t), stride = in.stride, apart = t.groups * cells * SIZE;
+    const uint8_t* cell = t.codes + block * apart;
     const int8_t* x = in.codes + first * stride;
-    Floats total[M] = {};
+    Floats total[R][M] = {};
     for (int64_t g = 0; g < t.groups; ++g) {
-        Ints sum[OWN][M] = {};
+        Ints sum[OWN][R][M] = {};
         for (int64_t c = 0; c < cells; ++c, cell += SIZE, x += COLUMNS) {
-            Codes code[COLUMNS / 4];
-            cell_codes<BITS>(cell, code);
+            Codes code[R][COLUMNS / 4];
+            for (int r = 0; r < R; ++r) cell_codes<BITS>(cell + r * apart, code[r]);
             for (int s = 0; s < COLUMNS / 4; ++s)
                 for (int k = 0; k < M; ++k) {
                     const Bytes four = broadcast_four(x + k * stride + 4 * s);
-                    Ints& own = sum[s % OWN][k];
-                    own = BITS == 8 ? dot(own, code[s], four) : dot_small(own, code[s], four);
+                    for (int r = 0; r < R; ++r) {
+                        Ints& own = sum[s % OWN][r][k];
+                        own = BITS == 8 ? dot(own, code[r][s], four) : dot_small(own, code[r][s], four);
+                    }
                 }
         }
-        const Floats scale = load_halves(t.scales + (block * t.groups + g) * LANES);
-        const Ints zero = load_zeros(t, block, g);
-        for (int k = 0; k < M; ++k) {
-            const int64_t at = (first + k) * t.groups + g;
-            Ints all = sum[0][k] - zero * in.sums[at];
-            for (int i = 1; i < OWN; ++i) all += sum[i][k];
-            total[k] += to_float(all) * (scale * broadcast(in.scales[at]));
+        for (int r = 0; r < R; ++r) {
+            const Floats scale = load_scales(t, block + r, g);
+            const Ints zero = load_zeros(t, block + r, g);
+            for (int k = 0; k < M; ++k) {
+                const int64_t at = (first + k) * t.groups + g;
+                Ints all = sum[0][r][k] - zero * in.sums[at];
+                for (int i = 1; i < OWN; ++i) all += sum[i][r][k];
+                total[r][k] += to_float(all) * (scale * broadcast(in.scales[at]));
+            }
         }
     }
-    for (int k = 0; k < M; ++k) add_lanes(t, block, total[k], y + (first + k) * y_stride);
+    for (int r = 0; r < R; ++r)
+        for (int k = 0; k < M; ++k) add_lanes(t, block + r, total[r][k], y + (first + k) * y_stride);
 }
 
 constexpr int64_t PANEL_CODES = 64;    // vectors, four columns each, that are decoded at a time
@@ -116,7 +122,7 @@ void multiply_many(const GroupInt& t, const IntInputs& in, float* y, int64_t y_s
                     else multiply_tokens<BITS, 1>(panel, n, x, in.stride, m, sums);
                 }
                 for (int64_t r = 0; r < blocks; ++r) {
-                    const Floats scale = load_halves(t.scales + ((block + r) * t.groups + g) * LANES);
+                    const Floats scale = load_scales(t, block + r, g);
                     const Ints zero = load_zeros(t, block + r, g);
                     for (int64_t k = 0; k < m; ++k) {
                         const int64_t at = (first + k) * t.groups + g;
@@ -134,9 +140,12 @@ void multiply_many(const GroupInt& t, const IntInputs& in, float* y, int64_t y_s
 template <int BITS>
 void multiply(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
     if (in.tokens > MOST_TOKENS) return multiply_many<BITS>(t, in, y, y_stride, begin, end);
-    for (int64_t block = begin; block < end; ++block)
-        by_tokens<MOST_TOKENS>(in.tokens,
-                               [&](auto m, int64_t k) { multiply_block<BITS, m.value>(t, in, k, y, y_stride, block); });
+    int64_t block = begin;
+    if (BITS < 8 && in.tokens == 1)
+        for (; block + 2 <= end; block += 2) multiply_blocks<BITS, 2, 1>(t, in, 0, y, y_stride, block);
+    for (; block < end; ++block)
+        by_tokens<MOST_TOKENS>(
+            in.tokens, [&](auto m, int64_t k) { multiply_blocks<BITS, 1, m.value>(t, in, k, y, y_stride, block); });
 }
 
 } // namespace
@@ -163,14 +172,14 @@ void quantize_row(const float* x, const ActivationGrid& grid, int8_t* codes, flo
     const int64_t groups = ceil_div(grid.columns, grid.group_size);
     for (int64_t g = 0; g < groups; ++g) {
         const int64_t begin = g * grid.group_size, end = least(grid.columns, begin + grid.group_size);
-        float most = 0, damaged = 0;
+        int32_t largest = 0; // sizes of floats are in the order of their bits, NaN and Inf above all others
         for (int64_t j = begin; j < end; ++j) {
-            const float size = __builtin_fabsf(x[j]);
-            most = size > most ? size : most;
-            damaged += size < __builtin_inff() ? 0.0f : 1.0f;
+            const int32_t size = load_as<int32_t>(x + j) & INT32_MAX;
+            largest = size > largest ? size : largest;
         }
+        const auto most = load_as<float>(&largest);
         float scale = grid.fixed != nullptr ? half_to_float(grid.fixed[g]) : most * half_to_float(grid.clip[g]) / top;
-        if (damaged != 0) scale = __builtin_nanf(""); // NaN and Inf have no code: their group becomes NaN
+        if (!(most < __builtin_inff())) scale = __builtin_nanf(""); // they have no code: their group becomes NaN
         scales[g] = scale;
         const float divisor = scale == 0 ? 1 : scale;
         for (int64_t j = begin; j < end; ++j) {

@@ -83,10 +83,22 @@ template <int BITS> inline void put_cell(const uint8_t* codes, uint8_t* cell) {
     for (int v = 0; v < VECTORS; ++v) __builtin_memcpy(cell + v * BYTES, word + v, 4);
 }
 
+// Scales and zero points come in slow lines of their own, which hardware does not follow in time.
+constexpr int64_t GROUPS_AHEAD = 8;
+
+// The scales of LANES rows in a group.
+inline Floats load_scales(const GroupInt& t, int64_t block, int64_t g) {
+    const uint16_t* from = t.scales + (block * t.groups + g) * LANES;
+    __builtin_prefetch(from + GROUPS_AHEAD * LANES);
+    return load_halves(from);
+}
+
 // The zero points of LANES rows in a group.
 inline Ints load_zeros(const GroupInt& t, int64_t block, int64_t g) {
     if (t.zeros == nullptr) return (1 << (t.bits - 1)) - Ints{};
-    return load_bytes(t.zeros + (block * t.groups + g) * LANES);
+    const uint8_t* from = t.zeros + (block * t.groups + g) * LANES;
+    __builtin_prefetch(from + GROUPS_AHEAD * LANES);
+    return load_bytes(from);
 }
 
 // y[out row] += a lane each, for the rows of a block.

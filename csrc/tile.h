@@ -2,6 +2,7 @@
 #pragma once
 
 #include "arrays.h"
+#include "large_pages.h"
 #define ANYBIT_ISA baseline
 #include "simd.h"
 

@@ -32,9 +32,9 @@ public:
         from.zeros = zeros ? static_cast<const uint8_t*>(zeros->data()) : nullptr;
         nb::gil_scoped_release release;
         const int64_t entries = blocks() * kernels_.lanes * t_.groups;
-        codes_ = make_scratch((kernels_.group_int_bytes(t_) + 3) / 4);
-        grid_ = make_scratch((entries * 3 + 3) / 4);
-        auto* to_codes = reinterpret_cast<uint8_t*>(codes_.get());
+        codes_ = make_weights(kernels_.group_int_bytes(t_));
+        grid_ = make_weights(entries * 3);
+        uint8_t* to_codes = codes_.get();
         auto* to_scales = reinterpret_cast<uint16_t*>(grid_.get());
         auto* to_zeros = zeros ? reinterpret_cast<uint8_t*>(to_scales + entries) : nullptr;
         with_scratch(used, [&](uint8_t* scratch, int64_t begin, int64_t end) {
@@ -149,7 +149,7 @@ private:
         });
     }
 
-    Scratch codes_, grid_; // codes; scales, then zeros
+    Weights codes_, grid_; // codes; scales, then zeros
     GroupInt t_{};
 };
 
@@ -180,8 +180,8 @@ public:
         scales_.assign(given, given + parts * t_.groups);
         zeros_.assign(bytes_of(scale_zeros), bytes_of(scale_zeros) + parts * t_.groups);
         nb::gil_scoped_release release;
-        bytes_ = make_scratch((kernels_.second_order_bytes(t_) + 3) / 4);
-        auto* to = reinterpret_cast<uint8_t*>(bytes_.get());
+        bytes_ = make_weights(kernels_.second_order_bytes(t_));
+        uint8_t* to = bytes_.get();
         by_blocks(used,
                   [&](int64_t begin, int64_t end) { kernels_.second_order_interleave(t_, from, to, begin, end); });
         t_.bytes = to;
@@ -233,7 +233,7 @@ private:
                 kernels_.second_order_matmul, kernels_.second_order_bf16_matmul, y, y_stride, threads);
     }
 
-    Scratch bytes_;
+    Weights bytes_;
     std::vector<float> scales_;
     std::vector<uint8_t> zeros_;
     SecondOrder t_{};

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,7 +121,11 @@ def check_product(case: Case, x: torch.Tensor, y: torch.Tensor, bits: int) -> No
 
 GROUPS = (16, 32, 64, 128, 100_000)
 SHAPES = [
-    (r, c, g) for r in (1, 3, 64) for c in (1, 15, 16, 17, 127, 576) for g in GROUPS if g <= c or g == 100_000
+    (r, c, g)
+    for r in (1, 3, 41, 64)
+    for c in (1, 15, 16, 17, 127, 576)
+    for g in GROUPS
+    if g <= c or g == 100_000
 ]
 SHAPES += [(11, 1539, 128), (9, 4200, 100_000), (5, 2085, 30)]
 
@@ -463,6 +468,33 @@ def test_rows_changed_after_binding_change_nothing() -> None:
     tile = _native.GroupInt(**given)
     given["rows"].fill_(10**6)  # type: ignore[attr-defined]
     tile.matmul(torch.ones(1, 64), torch.zeros(1, 8), 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
+def test_tiles_share_memory_and_give_it_back() -> None:
+    codes = torch.randint(0, 256, (256, 4096), dtype=torch.uint8)
+    scales = torch.ones(256, 32).half()
+
+    def tile() -> cpu.GroupInt:
+        return cpu.group_int(codes, scales, None, None, bits=8, group_size=128, columns=4096)
+
+    def product(tile: cpu.GroupInt) -> torch.Tensor:
+        y = torch.zeros(1, 256)
+        tile.matmul(torch.arange(4096.0)[None] / 64, y, 1)
+        return y
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    expected, before = product(tile()), resident()
+    tiles = [tile() for _ in range(128)]  # of 1 MB: more than share one region
+    assert 128e6 < resident() - before < 160e6
+    del tiles[::2]
+    tiles += [tile() for _ in range(8)]
+    for each in tiles:
+        assert torch.equal(product(each), expected)
+    del tiles, each
+    assert resident() - before < 16e6
 
 
 @pytest.mark.parametrize(
