@@ -43,6 +43,7 @@ CACHED = 512 << 10  # bytes of a matrix that is to stay in the cache
 ROWS = 64  # of the least part of a matrix
 LEAST_SECONDS = 1e-7  # that can be measured
 WARM_UP = 3
+SETTLE = 5e-3  # seconds; OpenMP's workers spin for one or two
 GROUP = 128
 SHAPES = (  # of LLMs, of SmolLM2-135M and its head, of Gemma 3 270M
     "4096x4096",
@@ -117,7 +118,7 @@ def kernels(  # noqa: PLR0913 - what can be varied
     _check_names(only, dict.fromkeys(name for size in sizes for name in variants(*size)))
     before, rows = torch.get_num_threads(), []
     reading = rotating(Variant(READ, _reader), -(-_cold() // READ))
-    reader = Variant(READ, lambda: reading)
+    reader = Variant(READ, lambda: reading, rest=_settle)
     advance = report.task("kernels", len(sizes) * len(tokens) * len(threads))
     try:
         for out, columns in sizes:
@@ -266,12 +267,17 @@ def _reader() -> Run:
     return partial(data.mv, x)
 
 
+def _settle() -> None:
+    """Wait until PyTorch's workers no longer look for work, which keeps a core from what runs next."""
+    time.sleep(SETTLE)
+
+
 def _dense(x: Tensor, out: int) -> Variant:
     def make() -> Run:
         weight = torch.empty(out, x.shape[1], dtype=x.dtype).uniform_(-1, 1)
         return lambda: torch.nn.functional.linear(x, weight)
 
-    return Variant(out * x.shape[1] * x.dtype.itemsize, make)
+    return Variant(out * x.shape[1] * x.dtype.itemsize, make, rest=_settle)
 
 
 def _own(x: Tensor, out: int) -> Variant:
