@@ -83,7 +83,8 @@ void multiply_many(const T& t, int64_t (*decode)(const T&, int64_t, int64_t, Flo
     for (int64_t block = begin; block < end; block += MANY_BLOCKS)
         for (int64_t first = 0; first < tokens; first += BATCH) {
             const int64_t m = least(BATCH, tokens - first), blocks = least(MANY_BLOCKS, end - block);
-            for (Floats& sum : total) sum = Floats{};
+            for (int64_t r = 0; r < blocks; ++r)
+                for (int64_t k = 0; k < m; ++k) total[r * BATCH + k] = Floats{};
             for (int64_t column = 0, n = 0; column < width; column += n) {
                 for (int64_t r = 0; r < blocks; ++r) {
                     n = decode(t, block + r, column, panel + r * PANEL);

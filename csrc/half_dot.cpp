@@ -4,12 +4,19 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-// LANES halves of which only `count` are there.
-inline Floats load_halves(const uint16_t* from, int64_t count) {
-    uint16_t own[LANES] = {};
-    __builtin_memcpy(own, from, static_cast<size_t>(count) * 2);
-    return load_halves(own);
-}
+// Halves of which only `count`, up to LANES, are there; zeros behind them.
+struct Some {
+    uint16_t halves[LANES] = {};
+
+    Some(const uint16_t* from, int64_t count) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+        const __m256i there = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), from);
+        __builtin_memcpy(halves, &there, sizeof there);
+#else
+        __builtin_memcpy(halves, from, static_cast<size_t>(count) * 2);
+#endif
+    }
+};
 
 struct Fp16 {
     static Floats load(const uint16_t* from) { return load_halves(from); }
@@ -51,11 +58,8 @@ inline void dot_rows(const uint16_t* w, const float* x, int64_t columns, float (
         const auto left = static_cast<size_t>(least(LANES, columns - j));
         Floats floats{};
         __builtin_memcpy(&floats, x + j, left * 4);
-        for (int r = 0; r < R; ++r) {
-            uint16_t halves[LANES] = {};
-            __builtin_memcpy(halves, w + r * columns + j, left * 2);
-            sum[r][0] += Half::load(halves) * floats;
-        }
+        for (int r = 0; r < R; ++r)
+            sum[r][0] += Half::load(Some(w + r * columns + j, static_cast<int64_t>(left)).halves) * floats;
     }
     for (int r = 0; r < R; ++r) dots[r] = reduce((sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3]));
 }
@@ -86,11 +90,8 @@ template <typename Half> int64_t decode_panel(const HalfRows& t, int64_t block, 
     for (int64_t j = 0; j < n; j += LANES) {
         const int64_t left = least(LANES, n - j);
         Floats part[LANES] = {};
-        for (int64_t l = 0; l < rows; ++l) {
-            uint16_t own[LANES] = {};
-            __builtin_memcpy(own, t.values + (first + l) * t.columns + column + j, static_cast<size_t>(left) * 2);
-            part[l] = Half::load(own);
-        }
+        for (int64_t l = 0; l < rows; ++l)
+            part[l] = Half::load(Some(t.values + (first + l) * t.columns + column + j, left).halves);
         transpose(part);
         for (int64_t i = 0; i < left; ++i) panel[j + i] = part[i];
     }
@@ -106,7 +107,8 @@ void multiply_sparse(const SparseRows& t, const I* columns, const float* x, int6
             float sum = 0;
             for (int64_t i = t.row_ptr[row]; i < t.row_ptr[row + 1]; i += LANES) {
                 const int64_t count = least(LANES, t.row_ptr[row + 1] - i);
-                const Floats value = count == LANES ? load_halves(t.values + i) : load_halves(t.values + i, count);
+                const Floats value =
+                    count == LANES ? load_halves(t.values + i) : load_halves(Some(t.values + i, count).halves);
                 for (int64_t l = 0; l < count; ++l) sum += value[l] * from[columns[i + l]];
             }
             y[k * y_stride + row] += sum;

@@ -147,12 +147,17 @@ private:
 
 // ---- rows ---------------------------------------------------------------------------------------------------------
 
-// Bytes of a plane from `from` on, of which `left` lie in the row; those behind are 0 and meet activations of 0.
+// Bytes of a plane from `from` on, of which `left`, a multiple of 4, lie in the row; those behind are 0 and meet
+// activations of 0.
 inline Codes load_plane(const uint8_t* from, int64_t left) {
     if (left >= BYTES) return load_as<Codes>(from);
+#if defined(__AVX512F__)
+    return reinterpret_cast<Codes>(_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << left / 4) - 1), from));
+#else
     Codes bytes{};
     __builtin_memcpy(&bytes, from, static_cast<size_t>(left));
     return bytes;
+#endif
 }
 
 inline const uint8_t* plane_bytes(const ByteCodebook& c, int p) {

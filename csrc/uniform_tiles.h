@@ -255,7 +255,7 @@ public:
 
 private:
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
-        if (x.count > FEW_TOKENS) {
+        if (x.count > FEW_TOKENS || columns_ <= NARROW) {
             by_many_blocks(rows_, x.count, threads, [&](int64_t begin, int64_t end) {
                 kernels_.half_gemm(t_, x.floats(0), x.stride, x.count, y, y_stride, begin, end);
             });
@@ -265,6 +265,8 @@ private:
             kernels_.half_matmul(t_, x.floats(0), x.stride, x.count, y, y_stride, begin, end);
         });
     }
+
+    static constexpr int64_t NARROW = 64; // columns: fewer cost less than what summing up a row costs
 
     Input values_;
     HalfRows t_{};
