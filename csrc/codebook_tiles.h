@@ -31,8 +31,8 @@ public:
         const auto* from = static_cast<const uint32_t*>(planes.data());
         if (narrow) copy_table(static_cast<const uint16_t*>(table.data()), entries, halves_);
         else copy_table(static_cast<const float*>(table.data()), entries, table_);
-        nb::gil_scoped_release release;
         bytes_ = make_weights(kernels_.channel_bytes(t_));
+        nb::gil_scoped_release release;
         uint8_t* to = bytes_.get();
         by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.channel_interleave(t_, from, to, begin, end); });
         t_.bytes = to;

@@ -147,12 +147,9 @@ void multiply_blocks(const GroupInt& t, const FloatInputs& in, int64_t first, fl
 
 template <int BITS>
 void multiply(const GroupInt& t, const FloatInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
-    int64_t block = begin;
-    if (in.tokens == 1)
-        for (; block + 2 <= end; block += 2) multiply_blocks<BITS, 2, 1>(t, in, 0, y, y_stride, block);
-    for (; block < end; ++block)
-        by_tokens<MOST_TOKENS>(
-            in.tokens, [&](auto m, int64_t k) { multiply_blocks<BITS, 1, m.value>(t, in, k, y, y_stride, block); });
+    by_blocks<MOST_TOKENS, true>(in.tokens, begin, end, [&](auto r, auto m, int64_t block, int64_t k) {
+        multiply_blocks<BITS, r.value, m.value>(t, in, k, y, y_stride, block);
+    });
 }
 
 // Weights of one lane's codes.

@@ -4,15 +4,16 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-// Halves of which only `count`, up to LANES, are there; zeros behind them.
-struct Some {
-    uint16_t halves[LANES] = {};
+// A vector of halves of which only `count`, up to LANES, are there; zeros behind them.
+struct PartialHalves {
+    uint16_t halves[LANES];
 
-    Some(const uint16_t* from, int64_t count) {
+    PartialHalves(const uint16_t* from, int64_t count) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
         const __m256i there = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), from);
         __builtin_memcpy(halves, &there, sizeof there);
 #else
+        __builtin_memset(halves, 0, sizeof halves);
         __builtin_memcpy(halves, from, static_cast<size_t>(count) * 2);
 #endif
     }
@@ -59,7 +60,7 @@ inline void dot_rows(const uint16_t* w, const float* x, int64_t columns, float (
         Floats floats{};
         __builtin_memcpy(&floats, x + j, left * 4);
         for (int r = 0; r < R; ++r)
-            sum[r][0] += Half::load(Some(w + r * columns + j, static_cast<int64_t>(left)).halves) * floats;
+            sum[r][0] += Half::load(PartialHalves(w + r * columns + j, static_cast<int64_t>(left)).halves) * floats;
     }
     for (int r = 0; r < R; ++r) dots[r] = reduce((sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3]));
 }
@@ -91,7 +92,7 @@ template <typename Half> int64_t decode_panel(const HalfRows& t, int64_t block, 
         const int64_t left = least(LANES, n - j);
         Floats part[LANES] = {};
         for (int64_t l = 0; l < rows; ++l)
-            part[l] = Half::load(Some(t.values + (first + l) * t.columns + column + j, left).halves);
+            part[l] = Half::load(PartialHalves(t.values + (first + l) * t.columns + column + j, left).halves);
         transpose(part);
         for (int64_t i = 0; i < left; ++i) panel[j + i] = part[i];
     }
@@ -108,7 +109,7 @@ void multiply_sparse(const SparseRows& t, const I* columns, const float* x, int6
             for (int64_t i = t.row_ptr[row]; i < t.row_ptr[row + 1]; i += LANES) {
                 const int64_t count = least(LANES, t.row_ptr[row + 1] - i);
                 const Floats value =
-                    count == LANES ? load_halves(t.values + i) : load_halves(Some(t.values + i, count).halves);
+                    count == LANES ? load_halves(t.values + i) : load_halves(PartialHalves(t.values + i, count).halves);
                 for (int64_t l = 0; l < count; ++l) sum += value[l] * from[columns[i + l]];
             }
             y[k * y_stride + row] += sum;

@@ -140,12 +140,12 @@ void multiply_many(const GroupInt& t, const IntInputs& in, float* y, int64_t y_s
 template <int BITS>
 void multiply(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
     if (in.tokens > MOST_TOKENS) return multiply_many<BITS>(t, in, y, y_stride, begin, end);
-    int64_t block = begin;
-    if (BITS < 8 && in.tokens == 1)
-        for (; block + 2 <= end; block += 2) multiply_blocks<BITS, 2, 1>(t, in, 0, y, y_stride, block);
-    for (; block < end; ++block)
-        by_tokens<MOST_TOKENS>(
-            in.tokens, [&](auto m, int64_t k) { multiply_blocks<BITS, 1, m.value>(t, in, k, y, y_stride, block); });
+    // Eight bits lose by pairs here (docs/log.md).
+    by_blocks < MOST_TOKENS, BITS<8>(
+                                 in.tokens, begin, end,
+                                 [&](auto r, auto m, int64_t block, int64_t k) {
+                                     multiply_blocks<BITS, r.value, m.value>(t, in, k, y, y_stride, block);
+                                 });
 }
 
 } // namespace
@@ -179,7 +179,7 @@ void quantize_row(const float* x, const ActivationGrid& grid, int8_t* codes, flo
         }
         const auto most = load_as<float>(&largest);
         float scale = grid.fixed != nullptr ? half_to_float(grid.fixed[g]) : most * half_to_float(grid.clip[g]) / top;
-        if (!(most < __builtin_inff())) scale = __builtin_nanf(""); // they have no code: their group becomes NaN
+        if (!(most < __builtin_inff())) scale = __builtin_nanf(""); // NaN and Inf have no code
         scales[g] = scale;
         const float divisor = scale == 0 ? 1 : scale;
         for (int64_t j = begin; j < end; ++j) {

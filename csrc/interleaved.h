@@ -83,7 +83,7 @@ template <int BITS> inline void put_cell(const uint8_t* codes, uint8_t* cell) {
     for (int v = 0; v < VECTORS; ++v) __builtin_memcpy(cell + v * BYTES, word + v, 4);
 }
 
-// Scales and zero points come in slow lines of their own, which hardware does not follow in time.
+// Scales and zero points come in streams of their own, a few bytes a group, which hardware is too slow to follow.
 constexpr int64_t GROUPS_AHEAD = 8;
 
 // The scales of LANES rows in a group.

@@ -2,7 +2,6 @@
 // matrix has more pages of 4 KB than the hardware remembers addresses of.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -15,37 +14,48 @@
 namespace anybit {
 
 constexpr size_t LARGE_PAGE = size_t(1) << 21;
-#if defined(ANYBIT_SANITIZE)
-constexpr size_t REGION = 0; // every tile alone, so that reading beyond one is seen
-#else
+#if defined(MADV_HUGEPAGE) && !defined(ANYBIT_SANITIZE)
 constexpr size_t REGION = LARGE_PAGE * 32;
+#else
+constexpr size_t REGION = 0; // every tile alone: a sanitizer then sees who reads beyond one
 #endif
 
 using Weights = std::shared_ptr<uint8_t>;
 
-// Memory for a tile. Tiles lie one after another in regions, so that small ones have large pages too; a region is freed
-// with the last of its tiles, and takes memory as it is filled.
-inline Weights make_weights(int64_t bytes) {
-    static std::mutex mutex;
-    static std::weak_ptr<uint8_t> newest;
-    static size_t used = 0, size = 0;
-    const size_t needed = (static_cast<size_t>(bytes) + 63) / 64 * 64;
-    const std::lock_guard<std::mutex> lock(mutex);
-    Weights region = newest.lock();
-    if (!region || size - used < needed) {
-        constexpr auto alignment = std::align_val_t(LARGE_PAGE);
-        const size_t pages = std::max(REGION, (needed + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE);
-        size = REGION == 0 ? needed : pages;
-        used = 0;
-        region.reset(static_cast<uint8_t*>(::operator new[](size, alignment)),
-                     [](uint8_t* p) { ::operator delete[](p, alignment); });
-#if defined(__linux__)
-        if (REGION > 0) madvise(region.get(), size, MADV_HUGEPAGE); // advice: without them all works
+inline Weights allocate(size_t bytes) {
+    const bool large = REGION > 0 && bytes >= LARGE_PAGE;
+    const auto alignment = std::align_val_t(large ? LARGE_PAGE : 64);
+    const Weights made(static_cast<uint8_t*>(::operator new[](bytes, alignment)),
+                       [alignment](uint8_t* p) { ::operator delete[](p, alignment); });
+#if defined(MADV_HUGEPAGE)
+    if (large) madvise(made.get(), bytes / LARGE_PAGE * LARGE_PAGE, MADV_HUGEPAGE); // advice: all works without
 #endif
-        newest = region;
+    return made;
+}
+
+// Memory for a tile, taken as it is filled. Tiles lie one after another in regions, so that small ones have large pages
+// too. A region is freed with the last of its tiles; what those before leave is not used again. Call it with the GIL,
+// which keeps others from forking meanwhile.
+inline Weights make_weights(int64_t bytes) {
+    struct Regions {
+        std::mutex mutex;
+        std::weak_ptr<uint8_t> newest;
+        size_t used = 0;
+    };
+    static Regions& regions = *new Regions; // never destroyed: at exit, threads may still make tiles
+    const size_t needed = static_cast<size_t>(bytes);
+    if (needed >= REGION / 2) return allocate(needed);
+    const std::lock_guard<std::mutex> lock(regions.mutex);
+    Weights region = regions.newest.lock();
+    if (!region || REGION - regions.used < needed) {
+        try {
+            region = allocate(REGION);
+        } catch (const std::bad_alloc&) { return allocate(needed); }
+        regions.newest = region;
+        regions.used = 0;
     }
-    const Weights made(region, region.get() + used);
-    used += needed;
+    const Weights made(region, region.get() + regions.used);
+    regions.used += (needed + 63) / 64 * 64; // up to REGION, itself a multiple
     return made;
 }
 

@@ -140,7 +140,7 @@ struct SparseRows {
 
 constexpr int64_t MAX_INT_GROUP = 65536; // columns of a group whose sum cannot leave int32
 constexpr int64_t LOOKUP_ROWS = 8;       // rows that `lookup_matmul` works on together: split rows at its multiples
-constexpr int64_t MANY_BLOCKS = 2;       // blocks of rows that products of many tokens work on together: the same
+constexpr int64_t MANY_BLOCKS = 2;       // blocks of rows that one token, and many, meet together: the same
 
 struct Products {
     const char* isa;

@@ -33,7 +33,7 @@ template <typename T, typename S> inline T load_as(const S* source) {
     return value;
 }
 
-// Weights come from memory in one long line; hardware follows it only to the end of a page.
+// Weights come from memory in long lines; hardware follows one only to the end of a page.
 constexpr int64_t AHEAD = 2048; // bytes
 inline void prefetch(const uint8_t* p) { __builtin_prefetch(p + AHEAD); }
 
@@ -122,6 +122,17 @@ template <int N> struct Number {
 template <int MOST, typename F> inline void by_tokens(int64_t tokens, F&& use, int64_t first = 0) {
     for (; tokens - first >= MOST; first += MOST) use(Number<MOST>{}, first);
     if constexpr (MOST > 1) by_tokens<MOST / 2>(tokens, use, first);
+}
+
+// use(Number<R>, Number<M>, block, first) for blocks of rows: several tokens meet one at a time, one token two where
+// PAIRS, so that two lines of memory are under way and not one.
+template <int MOST, bool PAIRS, typename F>
+inline void by_blocks(int64_t tokens, int64_t begin, int64_t end, F&& use) {
+    int64_t block = begin;
+    if (PAIRS && tokens == 1)
+        for (; block + 2 <= end; block += 2) use(Number<2>{}, Number<1>{}, block, 0);
+    for (; block < end; ++block)
+        by_tokens<MOST>(tokens, [&](auto m, int64_t first) { use(Number<1>{}, m, block, first); });
 }
 
 } // namespace

@@ -148,10 +148,13 @@ protected:
         for (int64_t k = 0; k < m; ++k)
             if (x.bf16) prepare_bf16(tile, x.halves(k), halves + k * width, sums + k * tile.groups);
             else prepare(tile, x.floats(k), floats + k * width, sums + k * tile.groups);
-        by_blocks(threads, [&](int64_t begin, int64_t end) {
-            if (x.bf16) matmul_bf16(tile, {halves, sums, m}, y, y_stride, begin, end);
-            else matmul(tile, {floats, sums, m}, y, y_stride, begin, end);
-        });
+        by_blocks(
+            threads,
+            [&](int64_t begin, int64_t end) {
+                if (x.bf16) matmul_bf16(tile, {halves, sums, m}, y, y_stride, begin, end);
+                else matmul(tile, {floats, sums, m}, y, y_stride, begin, end);
+            },
+            MANY_BLOCKS);
     }
 
     // Many tokens' inputs, padded, each row of `stride` elements.

@@ -30,10 +30,10 @@ public:
         from.codes = static_cast<const uint8_t*>(codes.data());
         from.scales = static_cast<const uint16_t*>(scales.data());
         from.zeros = zeros ? static_cast<const uint8_t*>(zeros->data()) : nullptr;
-        nb::gil_scoped_release release;
         const int64_t entries = blocks() * kernels_.lanes * t_.groups;
         codes_ = make_weights(kernels_.group_int_bytes(t_));
-        grid_ = make_weights(entries * 3);
+        grid_ = make_weights(entries * (zeros ? 3 : 2));
+        nb::gil_scoped_release release;
         uint8_t* to_codes = codes_.get();
         auto* to_scales = reinterpret_cast<uint16_t*>(grid_.get());
         auto* to_zeros = zeros ? reinterpret_cast<uint8_t*>(to_scales + entries) : nullptr;
@@ -179,8 +179,8 @@ public:
         const auto* given = static_cast<const float*>(scales.data());
         scales_.assign(given, given + parts * t_.groups);
         zeros_.assign(bytes_of(scale_zeros), bytes_of(scale_zeros) + parts * t_.groups);
-        nb::gil_scoped_release release;
         bytes_ = make_weights(kernels_.second_order_bytes(t_));
+        nb::gil_scoped_release release;
         uint8_t* to = bytes_.get();
         by_blocks(used,
                   [&](int64_t begin, int64_t end) { kernels_.second_order_interleave(t_, from, to, begin, end); });
@@ -261,12 +261,13 @@ private:
             });
             return;
         }
-        parallel_for(rows_, piece_of(rows_, 1, rows_ * columns_, threads), threads, [&](int64_t begin, int64_t end) {
+        const int64_t piece = piece_of(rows_, kernels_.lanes, rows_ * columns_, threads); // it takes few rows at a time
+        parallel_for(rows_, piece, threads, [&](int64_t begin, int64_t end) {
             kernels_.half_matmul(t_, x.floats(0), x.stride, x.count, y, y_stride, begin, end);
         });
     }
 
-    static constexpr int64_t NARROW = 64; // columns: fewer cost less than what summing up a row costs
+    static constexpr int64_t NARROW = 64; // columns up to which decoding a block costs less than summing up its rows
 
     Input values_;
     HalfRows t_{};

@@ -112,7 +112,7 @@ def test_a_layer_is_the_product_with_its_dense_matrix(  # noqa: PLR0913
 
 @pytest.mark.parametrize("isa", cpu.matmul_isas())
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 1), (7, 4), (16, 17), (70, 33), (33, 1100)])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 4), (16, 17), (70, 33), (40, 64), (40, 65), (33, 1100)])
 def test_float16_tiles_of_any_shape(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(shape, generator=generator).to(dtype)
@@ -121,8 +121,13 @@ def test_float16_tiles_of_any_shape(shape: tuple[int, int], dtype: torch.dtype, 
     for tokens in (1, 16, 17, 25, 530):
         x, y = torch.randn(tokens, shape[1], generator=generator), torch.ones(tokens, 2 * shape[0])
         expected = y.double().index_add(1, rows.long(), x.double() @ values.double().T)
+        alone, own = torch.ones_like(y), torch.ones_like(y[:1])
         tile.matmul(x, y, threads=2)
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
+        tile.matmul(x, alone, threads=1)
+        assert torch.equal(alone, y)
+        tile.matmul(x[-1:], own)
+        assert tokens > FEW or torch.equal(own[0], y[-1])
 
 
 def test_sparse_columns_beyond_16_bits() -> None:

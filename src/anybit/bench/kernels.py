@@ -43,7 +43,7 @@ CACHED = 512 << 10  # bytes of a matrix that is to stay in the cache
 ROWS = 64  # of the least part of a matrix
 LEAST_SECONDS = 1e-7  # that can be measured
 WARM_UP = 3
-SETTLE = 5e-3  # seconds; OpenMP's workers spin for one or two
+SETTLE = 5e-3  # seconds; OpenMP's workers spin for a millisecond or two
 GROUP = 128
 SHAPES = (  # of LLMs, of SmolLM2-135M and its head, of Gemma 3 270M
     "4096x4096",
