@@ -141,11 +141,9 @@ template <int BITS>
 void multiply(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
     if (in.tokens > MOST_TOKENS) return multiply_many<BITS>(t, in, y, y_stride, begin, end);
     // Eight bits lose by pairs here (docs/log.md).
-    by_blocks < MOST_TOKENS, BITS<8>(
-                                 in.tokens, begin, end,
-                                 [&](auto r, auto m, int64_t block, int64_t k) {
-                                     multiply_blocks<BITS, r.value, m.value>(t, in, k, y, y_stride, block);
-                                 });
+    by_blocks<MOST_TOKENS, (BITS < 8)>(in.tokens, begin, end, [&](auto r, auto m, int64_t block, int64_t k) {
+        multiply_blocks<BITS, r.value, m.value>(t, in, k, y, y_stride, block);
+    });
 }
 
 } // namespace
