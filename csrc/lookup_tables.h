@@ -85,7 +85,7 @@ template <int B> struct Table {
     }
 };
 #elif defined(__AVX2__)
-// Sixteen entries at a time, one lookup for each part of the table; then the bits above choose among them.
+// Sixteen entries at a time; 0 where the highest bit of the index is set.
 inline Codes shuffle(Codes table, Codes index) {
 #if defined(__AVX512BW__)
     return reinterpret_cast<Codes>(
@@ -93,18 +93,6 @@ inline Codes shuffle(Codes table, Codes index) {
 #else
     return reinterpret_cast<Codes>(
         _mm256_shuffle_epi8(reinterpret_cast<__m256i>(table), reinterpret_cast<__m256i>(index)));
-#endif
-}
-
-// By the highest bit of every byte.
-inline Codes blend(Codes where_clear, Codes where_set, Codes by) {
-#if defined(__AVX512BW__)
-    return reinterpret_cast<Codes>(_mm512_mask_blend_epi8(_mm512_movepi8_mask(reinterpret_cast<__m512i>(by)),
-                                                          reinterpret_cast<__m512i>(where_clear),
-                                                          reinterpret_cast<__m512i>(where_set)));
-#else
-    return reinterpret_cast<Codes>(_mm256_blendv_epi8(
-        reinterpret_cast<__m256i>(where_clear), reinterpret_cast<__m256i>(where_set), reinterpret_cast<__m256i>(by)));
 #endif
 }
 
@@ -126,9 +114,11 @@ template <int B> struct Table {
         else if constexpr (B == 2) part[0] = repeat(_mm_set1_epi32(load_as<int32_t>(entry)));
         else if constexpr (B == 3) part[0] = repeat(_mm_set1_epi64x(load_as<int64_t>(entry)));
         else
-            for (int i = 0; i < PARTS; ++i) part[i] = repeat(load_as<__m128i>(entry + 16 * i));
+            for (int i = 0; i < PARTS; ++i) part[i] = repeat(sixteen(entry, i));
     }
 
+#if defined(__AVX512BW__)
+    // Every part is looked up; then the bits above choose among what they give.
     Codes operator()(Codes code) const {
         const Codes low = code & fill(15);
         Codes found[PARTS];
@@ -138,13 +128,47 @@ template <int B> struct Table {
     }
 
 private:
+    static __m128i sixteen(const uint8_t* entry, int i) { return load_as<__m128i>(entry + 16 * i); }
+
+    static Codes blend(Codes where_clear, Codes where_set, __mmask64 by) {
+        return reinterpret_cast<Codes>(
+            _mm512_mask_blend_epi8(by, reinterpret_cast<__m512i>(where_clear), reinterpret_cast<__m512i>(where_set)));
+    }
+
     // Halve the candidates by bit 7 - SHIFT of the codes, then by the bits above it.
     template <int SHIFT> static void choose(Codes (&found)[PARTS], Codes code) {
         constexpr int LEFT = PARTS >> (4 - SHIFT);
-        const Codes bit = left<SHIFT>(code);
+        const __mmask64 bit = _mm512_movepi8_mask(reinterpret_cast<__m512i>(left<SHIFT>(code)));
         for (int i = 0; i < LEFT; ++i) found[i] = blend(found[2 * i], found[2 * i + 1], bit);
         if constexpr (LEFT > 1) choose<SHIFT - 1>(found, code);
     }
+#else
+    // A choice takes two or three instructions here. So part i holds its entries exclusive-or those of the part before:
+    // what the parts up to a code's own give cancels down to its entry, and those behind see a negative index. The
+    // ninth part begins anew, for codes whose highest bit is turned over.
+    Codes operator()(Codes code) const {
+        Codes index = B == 8 ? code : code & fill(B <= 4 ? 15 : (1 << B) - 1);
+        Codes found = shuffle(part[0], index);
+        for (int i = 1; i < PARTS; ++i) {
+            index = i == RUN ? code ^ fill(1 << 7) : sixteen_down(index);
+            found ^= shuffle(part[i], index);
+        }
+        return found;
+    }
+
+private:
+    static constexpr int RUN = 8;
+
+    static __m128i sixteen(const uint8_t* entry, int i) {
+        const auto own = load_as<__m128i>(entry + 16 * i);
+        return i % RUN == 0 ? own : _mm_xor_si128(own, load_as<__m128i>(entry + 16 * (i - 1)));
+    }
+
+    // What is negative stays so.
+    static Codes sixteen_down(Codes index) {
+        return reinterpret_cast<Codes>(_mm256_subs_epi8(reinterpret_cast<__m256i>(index), _mm256_set1_epi8(16)));
+    }
+#endif
 };
 #else
 template <int B> struct Table {
@@ -175,7 +199,7 @@ constexpr Floating floating(int bits) {
     if (bits <= 7) return Floating::whole;
 #elif defined(__AVX2__)
     if (bits <= 3) return Floating::whole;
-    if (bits <= 5) return Floating::bytes;
+    if (bits <= 6) return Floating::bytes;
 #endif
 #if defined(__AVX512VBMI__)
     return Floating::bytes;
@@ -197,7 +221,7 @@ constexpr bool looks_up_halves(int bits) {
 #elif defined(__AVX512F__)
     return bits >= 6;
 #elif defined(__AVX2__)
-    return bits >= 4 && bits <= 6;
+    return bits >= 4 && bits <= 7;
 #else
     return bits < 0;
 #endif
