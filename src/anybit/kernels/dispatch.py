@@ -11,7 +11,7 @@ from torch import Tensor
 from anybit.codes import pack_codes, unpack_codes
 from anybit.errors import InputError
 from anybit.formats import Codebook, Float16, GroupInt, Nested, Sparse, TwoFour, decode_table
-from anybit.kernels import cpu, reference
+from anybit.kernels import cpu, gpu, reference
 from anybit.tensors import PackedWeight, place, sparse_tensors, tile_prefix, tile_tensors
 
 TAKEN = {  # fields whose bytes the native object of a tile holds, in another order
@@ -39,8 +39,15 @@ def info() -> dict[str, Any]:
     Returns:
         `{"cpu": {...}}` with `available` (the native extension), `isa` (of everything but products), `matmul_isa` (of
         products: the best of `matmul_isas`), `reason` (why so) and `missing` ({better way to multiply: what the
-        processor lacks for it}; empty where it is no x86).
+        processor lacks for it}; empty where it is no x86), and `"gpu"` with `available` and `reason`.
     """
+    return {
+        "cpu": _cpu_info(),
+        "gpu": {"available": gpu.available(), "reason": gpu.why_not() or gpu.where()},
+    }
+
+
+def _cpu_info() -> dict[str, Any]:
     if not cpu.available():
         how: dict[str, Any] = {
             "isa": "torch",
@@ -49,25 +56,23 @@ def info() -> dict[str, Any]:
             "reason": cpu.why_not(),
             "missing": {},
         }
-        return {"cpu": {"available": False, **how}}
+        return {"available": False, **how}
     features, isas, order = cpu.cpu_features(), cpu.matmul_isas(), list(NEEDS)
     better = order[order.index(isas[-1]) + 1 if isas[-1] in order else 0 :] if any(features.values()) else []
     missing = {isa: [need for need in NEEDS[isa] if not features.get(need)] for isa in better}
     lacking = [f"{isa} needs {', '.join(needs)}" for isa, needs in missing.items()]
     return {
-        "cpu": {
-            "available": True,
-            "isa": cpu.isa(),
-            "matmul_isa": cpu.matmul_isa(),
-            "matmul_isas": list(isas),
-            "reason": "; ".join(["native extension loaded, the best that the processor has", *lacking]),
-            "missing": missing,
-        }
+        "available": True,
+        "isa": cpu.isa(),
+        "matmul_isa": cpu.matmul_isa(),
+        "matmul_isas": list(isas),
+        "reason": "; ".join(["native extension loaded, the best that the processor has", *lacking]),
+        "missing": missing,
     }
 
 
 class Prepared:
-    """A packed weight made ready to multiply with: a native object per tile, and one for the layer.
+    """A packed weight made ready to multiply with: a native object per tile, and one for the layer; on a GPU one layer.
 
     Some formats (`TAKEN`) are put into an order of the kernels, which then hold the bytes: whoever holds the stored
     tensors of the fields `taken` may drop them, and `restore` makes them again. All others stay referenced. A nested
@@ -78,13 +83,18 @@ class Prepared:
         exact: False has codebooks by row multiply inputs of 8 bits (a scale per token and 32 of them) with centroids of
             8 bits (127 steps to the largest of a row), which is faster. Without native kernels everything is exact.
         isa: one of `cpu.matmul_isas()` instead of the best, for tests and comparisons.
+        on_gpu: whether to use the GPU's kernels; default: where the tensors are on one. True for tensors on the CPU
+            needs Triton's interpreter.
     """
 
-    def __init__(self, weight: PackedWeight, exact: bool = True, isa: str | None = None) -> None:
+    def __init__(
+        self, weight: PackedWeight, exact: bool = True, isa: str | None = None, on_gpu: bool | None = None
+    ) -> None:
         self.out_features, self.in_features = weight.layout["shape"]
         described = weight.layout["tiles"]
-        on_cpu = all(tensor.device.type == "cpu" for tensor in weight.tensors.values())
-        self.native = on_cpu and cpu.available()
+        kinds = {tensor.device.type for tensor in weight.tensors.values()}
+        self.on_gpu = (kinds == {"cuda"} if on_gpu is None else on_gpu) and gpu.available()
+        self.native = kinds == {"cpu"} and not self.on_gpu and cpu.available()
         fields = [tile_tensors(weight, i) for i in range(len(described))]
         by_row = all(tile["format"] == Codebook.NAME and not tile["by_channel"] for tile in described)
         self.exact = exact or not (self.native and by_row)
@@ -95,6 +105,9 @@ class Prepared:
             for field in fields[i]
             if field in TAKEN.get(tile["format"], ()) or (field == "planes" and _by_lanes(tile))
         )
+        self.gpu_layer = gpu.bind(weight) if self.on_gpu else None
+        if self.gpu_layer is not None:
+            self.taken = self.gpu_layer.taken
         kept = {field: tensor for field, tensor in weight.tensors.items() if field not in self.taken}
         self.weight = PackedWeight(weight.layout, kept)
         self.fields = [tile_tensors(self.weight, i) for i in range(len(described))]
@@ -153,6 +166,8 @@ class Prepared:
 
     def restore(self) -> dict[str, Tensor]:
         """The stored tensors of the fields `taken`."""
+        if self.gpu_layer is not None:
+            return self.gpu_layer.restore()
         made: dict[str, Tensor] = {}
         for i, (tile, described) in enumerate(zip(self.tiles, self.weight.layout["tiles"])):
             prefix = tile_prefix(i, len(self.tiles))
@@ -178,6 +193,8 @@ class Prepared:
             (tile,) = self.tiles
             assert isinstance(tile, cpu.GroupInt)
             return tile.dequantize_rows(ids)
+        if self.gpu_layer is not None:
+            return self.gpu_layer.rows(ids)
         layout = {**self.weight.layout, "shape": [len(ids), self.in_features]}
         return reference.dequantize(PackedWeight(layout, {f: t[ids] for f, t in self.weight.tensors.items()}))
 
@@ -191,9 +208,15 @@ class Prepared:
             raise InputError(
                 f"inputs {list(x.shape)} of {x.dtype}: this layer takes floats [..., {self.in_features}]"
             )
+        flat = x.reshape(-1, self.in_features)
+        if self.gpu_layer is not None:
+            if x.device != self.gpu_layer.device:
+                raise InputError(
+                    f"inputs are on {x.device}, this layer is on {self.gpu_layer.device}: move one"
+                )
+            return self.gpu_layer.matmul(flat.contiguous()).view(*x.shape[:-1], self.out_features)
         if self.layer is None or x.device.type != "cpu":
             return self._matmul_dense(x)
-        flat = x.reshape(-1, self.in_features)
         flat = (flat if flat.dtype == torch.bfloat16 else flat.float()).contiguous()
         return self.layer.matmul(flat).to(x.dtype).view(*x.shape[:-1], self.out_features)
 
@@ -204,17 +227,20 @@ class Prepared:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense matrix [out, in]."""
-        if not self.native:
+        if not self.native and self.gpu_layer is None:
             return reference.dequantize(self.weight).to(dtype)
         whole = len(self.tiles) == 1 and not {"rows", "cols"} & self.fields[0].keys()
         sparse = Sparse.read(sparse_tensors(self.weight)) if "sparse" in self.weight.layout else None
         plain = sparse is None and self.input_scale is None
-        if whole and plain:
-            return self.tiles[0].dequantize(dtype)
         exact = dtype if plain else torch.float32
-        dense = torch.empty(self.out_features, self.in_features, dtype=exact)
-        for tile, fields in zip(self.tiles, self.fields):
-            place(dense, tile.dequantize(exact), fields.get("rows"), fields.get("cols"))
+        if self.gpu_layer is not None:
+            dense = self.gpu_layer.dequantize(exact)
+        elif whole and plain:
+            return self.tiles[0].dequantize(dtype)
+        else:
+            dense = torch.empty(self.out_features, self.in_features, dtype=exact)
+            for tile, fields in zip(self.tiles, self.fields):
+                place(dense, tile.dequantize(exact), fields.get("rows"), fields.get("cols"))
         if sparse is not None:
             sparse.add_to(dense)
         if self.input_scale is not None:

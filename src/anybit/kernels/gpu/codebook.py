@@ -1,0 +1,378 @@
+"""Formats "codebook" and "nested": centroids looked up by codes, the tables in the first cache.
+
+By rows, codes lie as bitplanes in the order of words.py, so a width is made of its first planes. Shifting and merging
+turns the planes of 32 codes into words of eight 4-bit fields, of the low four planes and of the others; what a field of
+all lanes meets is 16 inputs side by side, as with format "group int".
+
+By input channels, the lanes of a warp are output rows: they look up one channel's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anybit.kernels.gpu.arithmetic import dot, rounded
+from anybit.kernels.gpu.group_int import FUSED_TOKENS, place_product, store, store_tile
+from anybit.kernels.gpu.words import (
+    FIELDS,
+    LANES,
+    chunks_of,
+    pack_plane,
+    pack_words,
+    unpack_plane,
+    unpack_words,
+)
+
+
+@triton.jit
+def _plane(planes, starts, line, mask, P: tl.constexpr, BITS: tl.constexpr):
+    """Words of the plane of bit P, 0 the least significant; 0 where the width has no such bit."""
+    if P >= BITS:
+        return tl.zeros(line.shape, tl.uint32)
+    start = tl.load(starts + BITS - 1 - P)
+    return tl.load(planes + start + line, mask=mask, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _nibbles(planes, starts, line, mask, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """Words r of 0 to 3 whose 4-bit field k has the bits FIRST to FIRST + 3 of the codes 4 k + r."""
+    a = _plane(planes, starts, line, mask, FIRST, BITS)
+    b = _plane(planes, starts, line, mask, FIRST + 1, BITS)
+    c = _plane(planes, starts, line, mask, FIRST + 2, BITS)
+    d = _plane(planes, starts, line, mask, FIRST + 3, BITS)
+    even_low, odd_low = (a & 0x55555555) | ((b & 0x55555555) << 1), ((a >> 1) & 0x55555555) | (b & 0xAAAAAAAA)
+    even_high, odd_high = (
+        (c & 0x55555555) | ((d & 0x55555555) << 1),
+        ((c >> 1) & 0x55555555) | (d & 0xAAAAAAAA),
+    )
+    return (
+        (even_low & 0x33333333) | ((even_high & 0x33333333) << 2),
+        (odd_low & 0x33333333) | ((odd_high & 0x33333333) << 2),
+        ((even_low >> 2) & 0x33333333) | (even_high & 0xCCCCCCCC),
+        ((odd_low >> 2) & 0x33333333) | (odd_high & 0xCCCCCCCC),
+    )
+
+
+@triton.jit
+def _code(low, high, k: tl.constexpr, BITS: tl.constexpr):
+    """The codes of field k, int32."""
+    code = (low >> 4 * k) & 15
+    if BITS > 4:
+        code |= ((high >> 4 * k) & 15) << 4
+    return code.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _tables(tables, kinds, n, r, BITS: tl.constexpr, SHARED: tl.constexpr):
+    """Where each row's table begins; rows behind the last one read its table."""
+    n = tl.minimum(n, r - 1)
+    kind = tl.load(kinds + n).to(tl.int64) if SHARED else n
+    return (tables + (kind << BITS))[:, None]
+
+
+@triton.jit
+def _row_gemv(
+    x,  # [c]
+    planes,  # int32, rows of [chunks, LANES] words
+    starts,  # int64 [BITS]: where each plane begins, the most significant first
+    tables,  # [kinds, 2**BITS]
+    kinds,  # uint8 [r]; used where SHARED
+    scales,  # float32 [r]; used where SHARED
+    rows,
+    y,
+    r,
+    c,
+    chunks,
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    SHARED: tl.constexpr,  # tables are those of kinds of rows, times a scale; else each row has its own
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    mask, lane = n < r, tl.arange(0, LANES)
+    line = (n * (chunks * LANES))[:, None] + lane[None, :]
+    table = _tables(tables, kinds, n, r, BITS, SHARED)
+    total = tl.zeros((BLOCK, LANES), tl.float32)
+    for s in range(chunks):
+        low = _nibbles(planes, starts, line + s * LANES, mask[:, None], 0, BITS)
+        high = low if BITS <= 4 else _nibbles(planes, starts, line + s * LANES, mask[:, None], 4, BITS)
+        for k in tl.static_range(8):
+            for q in tl.static_range(4):
+                column = (s * 32 + 4 * k + q) * LANES + lane
+                one = tl.load(x + column, mask=column < c, other=0.0).to(tl.float32)
+                weight = tl.load(table + _code(low[q], high[q], k, BITS)).to(tl.float32)
+                total += weight * one[None, :]
+    values = tl.sum(total, 1)
+    if SHARED:
+        values *= tl.load(scales + n, mask=mask, other=0.0)
+    store(values, y, rows, n, mask, ROWS, ADD)
+
+
+@triton.jit
+def _row_gemm(
+    x,  # [tokens, c]
+    planes,
+    starts,
+    tables,
+    kinds,
+    scales,
+    rows,
+    y,  # [tokens, out]
+    tokens,
+    r,
+    c,
+    out,
+    chunks,
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    mask, lane = n < r, tl.arange(0, LANES)
+    line = (n * (chunks * LANES))[:, None] + lane[None, :]
+    inputs = x + (m.to(tl.int64) * c)[:, None]
+    table = _tables(tables, kinds, n, r, BITS, SHARED)
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for s in range(chunks):
+        low = _nibbles(planes, starts, line + s * LANES, mask[:, None], 0, BITS)
+        high = low if BITS <= 4 else _nibbles(planes, starts, line + s * LANES, mask[:, None], 4, BITS)
+        for k in tl.static_range(8):
+            for q in tl.static_range(4):
+                column = (s * 32 + 4 * k + q) * LANES + lane
+                some = tl.load(
+                    inputs + column[None, :], mask=(m < tokens)[:, None] & (column < c)[None, :], other=0.0
+                )
+                weight = rounded(tl.load(table + _code(low[q], high[q], k, BITS)).to(tl.float32), some.dtype)
+                total = dot(some, tl.trans(weight), total)
+    if SHARED:
+        total *= tl.load(scales + n, mask=mask, other=0.0)[None, :]
+    store_tile(total, y, rows, m, n, tokens, r, out, ROWS, ADD)
+
+
+@triton.jit
+def _row_dequantize(
+    planes,
+    starts,
+    tables,
+    kinds,
+    scales,
+    dense,  # [r, c]
+    r,
+    c,
+    chunks,
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    s, mask, lane = tl.program_id(1), n < r, tl.arange(0, LANES)
+    line = (n * (chunks * LANES))[:, None] + (s * LANES + lane)[None, :]
+    table = _tables(tables, kinds, n, r, BITS, SHARED)
+    low = _nibbles(planes, starts, line, mask[:, None], 0, BITS)
+    high = low if BITS <= 4 else _nibbles(planes, starts, line, mask[:, None], 4, BITS)
+    for k in tl.static_range(8):
+        for q in tl.static_range(4):
+            column = (s * 32 + 4 * k + q) * LANES + lane
+            weight = tl.load(table + _code(low[q], high[q], k, BITS)).to(tl.float32)
+            if SHARED:
+                weight *= tl.load(scales + n, mask=mask, other=0.0)[:, None]
+            at = dense + (n * c)[:, None] + column[None, :]
+            tl.store(at, rounded(weight, dense.dtype.element_ty), mask=mask[:, None] & (column < c)[None, :])
+
+
+class RowCodebook:
+    """A tile of codebooks by row, or the rows of one width of a nested tile.
+
+    Args:
+        planes: int32, any number of planes of [rows, chunks, LANES] words one behind the other.
+        starts: int64 [bits], the word at which each plane's first row of this tile lies, most significant first.
+        tables: [r, 2**bits], or with `kinds` [kinds, 2**bits].
+        columns: c.
+        rows: int32 [r] output rows; None: all.
+        kinds: uint8 [r], which table a row has.
+        scales: float32 [r], what a row's table is multiplied by; with `kinds` only.
+    """
+
+    def __init__(
+        self,
+        planes: Tensor,
+        starts: Sequence[int],
+        tables: Tensor,
+        columns: int,
+        rows: Tensor | None = None,
+        kinds: Tensor | None = None,
+        scales: Tensor | None = None,
+    ) -> None:
+        self.planes, self.tables, self.c, self.rows = planes, tables.contiguous(), columns, rows
+        self.kinds, self.scales, self.bits = kinds, scales, len(starts)
+        self.r = len(tables) if kinds is None else len(kinds)
+        self._starts = torch.tensor(starts, dtype=torch.int64, device=planes.device)
+
+    def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
+        """`y[:, rows] = x @ W.T`, or `+=`; see `group_int.GroupInt.matmul`.
+
+        One token is multiplied in float32, several in the type of x.
+        """
+        rows, flags = (
+            self.planes if self.rows is None else self.rows,
+            {"ROWS": self.rows is not None, "ADD": add},
+        )
+        if len(x) == 1:
+            _row_gemv[(triton.cdiv(self.r, 32),)](
+                x, *self._stored(), rows, y, self.r, self.c, self._chunks(), **self._grid(), **flags, BLOCK=32,
+                num_warps=2,
+            )  # fmt: skip
+        elif len(x) <= FUSED_TOKENS:
+            tokens = 16 if len(x) <= 16 else 64
+            _row_gemm[(triton.cdiv(self.r, 64), triton.cdiv(len(x), tokens))](
+                x, *self._stored(), rows, y, len(x), self.r, self.c, y.shape[1], self._chunks(), **self._grid(),
+                **flags, TOKENS=tokens, BLOCK=64, num_warps=4, num_stages=1,
+            )  # fmt: skip
+        else:
+            place_product(x @ self.dequantize(x.dtype).T, y, self.rows, add)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
+        dense = torch.empty(self.r, self.c, dtype=dtype, device=self.planes.device)
+        _row_dequantize[(triton.cdiv(self.r, 16), self._chunks())](
+            *self._stored(), dense, self.r, self.c, self._chunks(), **self._grid(), BLOCK=16, num_warps=4
+        )
+        return dense
+
+    def _chunks(self) -> int:
+        return chunks_of(self.c, LANES)
+
+    def _stored(self) -> tuple[Tensor, ...]:
+        kinds = self.planes if self.kinds is None else self.kinds
+        return (
+            self.planes,
+            self._starts,
+            self.tables,
+            kinds,
+            self.tables if self.scales is None else self.scales,
+        )
+
+    def _grid(self) -> dict[str, int]:
+        return {"BITS": self.bits, "LANES": LANES, "SHARED": self.kinds is not None}
+
+
+def pack_planes(planes: Tensor, columns: int) -> Tensor:
+    """Stored planes uint32 [bits, r, ceil(c / 32)] in the order of the kernels: int32 [bits, r, chunks, LANES]."""
+    return torch.stack([pack_plane(_bits(plane, columns), LANES) for plane in planes])
+
+
+def unpack_planes(packed: Tensor, columns: int) -> Tensor:
+    """Inverse of `pack_planes`."""
+    words = torch.stack([_words(unpack_plane(plane, columns)) for plane in packed])
+    return words.view(torch.uint32)
+
+
+def _bits(plane: Tensor, columns: int) -> Tensor:
+    """Words [r, w] of 32 bits -> uint8 [r, columns]."""
+    shifts = torch.arange(FIELDS, dtype=torch.int32, device=plane.device)
+    return (plane.view(torch.int32)[..., None] >> shifts & 1).flatten(1)[:, :columns].to(torch.uint8)
+
+
+def _words(bits: Tensor) -> Tensor:
+    """Inverse of `_bits`."""
+    return pack_words(bits, 1, 1)[:, :, 0, 0].contiguous()
+
+
+@triton.jit
+def _channel_product(
+    x,  # [tokens, c]
+    words,  # int32 [chunks of 32 channels, BITS, r]
+    tables,  # [c, ENTRIES]
+    y,  # [tokens, out]
+    tokens,
+    r,
+    c,
+    out,
+    chunks,
+    BITS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    CHUNKS: tl.constexpr,  # at a time
+    ADD: tl.constexpr,
+    TOKENS: tl.constexpr,  # 1: multiply-adds; else tensor cores
+    BLOCK: tl.constexpr,
+):
+    n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    mask = n < r
+    total = tl.zeros((CHUNKS if TOKENS == 1 else TOKENS, BLOCK), tl.float32)
+    for first in range(0, chunks, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
+        there = (chunk < chunks)[:, None] & mask[None, :]
+        line = words + (chunk.to(tl.int64) * (BITS * r))[:, None] + n[None, :]
+        rest = tl.zeros((CHUNKS, BLOCK), tl.uint32)
+        for p in tl.static_range(BITS + (1 if 32 % BITS else 0)):
+            if p < BITS:
+                word = tl.load(line + p * r, mask=there, other=0).to(tl.uint32, bitcast=True)
+                for e in tl.static_range(32 - 32 // BITS * BITS):
+                    rest |= ((word >> (32 // BITS * BITS + e)) & 1) << (BITS * e + p)
+            else:
+                word = rest
+            for i in tl.static_range(32 // BITS if p < BITS else 32 - 32 // BITS * BITS):
+                channel = chunk * 32 + p * (32 // BITS) + i
+                code = ((word >> i * BITS) & ((1 << BITS) - 1)).to(tl.int32, bitcast=True)
+                at = tables + (channel * ENTRIES)[:, None] + code
+                weight = tl.load(at, mask=(channel < c)[:, None], other=0.0)
+                if TOKENS == 1:
+                    one = tl.load(x + channel, mask=channel < c, other=0.0).to(tl.float32)
+                    total += weight.to(tl.float32) * one[:, None]
+                else:
+                    inputs = x + (m.to(tl.int64) * c)[:, None] + channel[None, :]
+                    some = tl.load(inputs, mask=(m < tokens)[:, None] & (channel < c)[None, :], other=0.0)
+                    total = dot(some, rounded(weight.to(tl.float32), some.dtype), total)
+    if TOKENS == 1:
+        store(tl.sum(total, 0), y, words, n, mask, False, ADD)
+    else:
+        store_tile(total, y, words, m, n, tokens, r, out, False, ADD)
+
+
+class ChannelCodebook:
+    """A tile of codebooks by input channel.
+
+    Args:
+        codes: uint8 [r, c].
+        tables: [c, entries], at most 2**bits of them.
+        bits: width, 1 to 8.
+    """
+
+    rows = None
+
+    def __init__(self, codes: Tensor, tables: Tensor, bits: int) -> None:
+        (self.r, self.c), self.bits, self.tables = codes.shape, bits, tables.contiguous()
+        self._words = pack_words(codes, bits, 1)[..., 0].permute(1, 2, 0).contiguous()
+
+    def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
+        """`y = x @ W.T`, or `+=`; see `RowCodebook.matmul`."""
+        if len(x) > FUSED_TOKENS:
+            return place_product(x @ self.dequantize(x.dtype).T, y, None, add)
+        tokens = 1 if len(x) == 1 else 16 if len(x) <= 16 else 64
+        block = 32 if tokens == 1 else 64
+        _channel_product[(triton.cdiv(self.r, block), triton.cdiv(len(x), tokens))](
+            x, self._words, self.tables, y, len(x), self.r, self.c, y.shape[1], len(self._words), BITS=self.bits,
+            ENTRIES=self.tables.shape[1], CHUNKS=16, ADD=add, TOKENS=tokens, BLOCK=block, num_warps=4, num_stages=1,
+        )  # fmt: skip
+
+    def codes(self) -> Tensor:
+        """Codes uint8 [r, c]."""
+        return unpack_words(self._words.permute(2, 0, 1)[..., None], self.c)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
+        return self.tables.float().gather(1, self.codes().T.long()).T.to(dtype)

@@ -1,0 +1,321 @@
+"""Format "group int" with inputs in float16, bfloat16 or float32: one token, and several.
+
+A code becomes a float without a conversion: shifted to the top of a mantissa below the exponent of 1, it reads as
+`1 + code / 2**bits`. A group's weights are `scale * 2**bits` times that less `1 + zero / 2**bits`, so one token costs a
+shift, a mask and a multiply-add per weight, and two multiply-adds per group and lane. With several tokens the
+difference, which is exact in every type, goes to the tensor cores, and scales multiply what a group sums up to.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anybit import formats
+from anybit.kernels.gpu.arithmetic import dot, rounded
+from anybit.kernels.gpu.words import FIELDS, LANES, pack_words, unpack_words
+
+FUSED_TOKENS = 256  # more are multiplied with the dense matrix
+
+
+@triton.jit
+def one_plus(words, FROM: tl.constexpr, BITS: tl.constexpr):
+    """`1 + code / 2**BITS`, float32, of the codes at bit FROM of uint32 words."""
+    UP: tl.constexpr = 23 - BITS - FROM
+    TOP: tl.constexpr = ((1 << BITS) - 1) << (23 - BITS)
+    moved = words << UP if UP >= 0 else words >> -UP
+    return ((moved & TOP) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rest(words, p: tl.constexpr, BITS: tl.constexpr):
+    """What word p of a lane holds of the codes that lie across words, each at the place it has in a word of its own."""
+    WHOLE: tl.constexpr = 32 // BITS * BITS
+    bits = tl.zeros_like(words)
+    for e in tl.static_range(32 - WHOLE):
+        bits |= ((words >> (WHOLE + e)) & 1) << (BITS * e + p)
+    return bits
+
+
+@triton.jit
+def _grid(scales, zeros, n, mask, groups, g, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """A group's scales times 2**BITS and `-1 - zero / 2**BITS`, float32 [BLOCK] each."""
+    g = tl.minimum(g, groups - 1)  # padding columns meet inputs of 0
+    scale = tl.load(scales + n * groups + g, mask=mask, other=0.0).to(tl.float32) * (1 << BITS)
+    if SYMMETRIC:
+        return scale, tl.full(scale.shape, -1.5, tl.float32)
+    zero = tl.load(zeros + n * groups + g, mask=mask, other=0).to(tl.float32)
+    return scale, -1.0 - zero * (1.0 / (1 << BITS))
+
+
+@triton.jit
+def _gemv(
+    x,  # [c]
+    words,  # int32 [r, chunks, BITS, LANES]
+    scales,  # float16 [r, groups]
+    zeros,  # uint8 [r, groups]
+    rows,  # int32 [r]
+    y,  # [out]
+    r,
+    c,
+    chunks,
+    groups,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,  # fields that surely lie in one group
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    mask, lane = n < r, tl.arange(0, LANES)
+    WHOLE: tl.constexpr = 32 // BITS
+    line = words + (n * (chunks * BITS * LANES))[:, None] + lane[None, :]
+    total = tl.zeros((BLOCK, LANES), tl.float32)
+    for s in range(chunks):
+        part, met = tl.zeros((BLOCK, LANES), tl.float32), tl.zeros((LANES,), tl.float32)
+        scale, offset = _grid(scales, zeros, n, mask, groups, s * 32 * LANES // GROUP, BITS, SYMMETRIC)
+        rest = tl.zeros((BLOCK, LANES), tl.uint32)
+        for p in tl.static_range(BITS + (1 if 32 % BITS else 0)):
+            if p < BITS:
+                word = tl.load(line + (s * BITS + p) * LANES, mask=mask[:, None], other=0).to(
+                    tl.uint32, bitcast=True
+                )
+                rest |= _rest(word, p, BITS)
+            else:
+                word = rest
+            for i in tl.static_range(WHOLE if p < BITS else 32 - WHOLE * BITS):
+                j = p * WHOLE + i
+                column = (s * 32 + j) * LANES + lane
+                one = tl.load(x + column, mask=column < c, other=0.0).to(tl.float32)
+                part += one_plus(word, i * BITS, BITS) * one[None, :]
+                met += one
+                if (j + 1) % RUN == 0:
+                    total += scale[:, None] * (part + offset[:, None] * met[None, :])
+                    if j + 1 < 32:
+                        part, met = tl.zeros_like(part), tl.zeros_like(met)
+                        g = (s * 32 + j + 1) * LANES // GROUP
+                        scale, offset = _grid(scales, zeros, n, mask, groups, g, BITS, SYMMETRIC)
+    store(tl.sum(total, 1), y, rows, n, mask, ROWS, ADD)
+
+
+@triton.jit
+def store(values, y, rows, n, mask, ROWS: tl.constexpr, ADD: tl.constexpr):
+    """`y[rows[n]] = values`, or `+=`."""
+    at = y + (tl.load(rows + n, mask=mask, other=0) if ROWS else n)
+    if ADD:
+        values += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, rounded(values, y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_tile(values, y, rows, m, n, tokens, r, out, ROWS: tl.constexpr, ADD: tl.constexpr):
+    """`y[m, rows[n]] = values [m, n]`, or `+=`; y [tokens, out]."""
+    column = tl.load(rows + n, mask=n < r, other=0) if ROWS else n
+    at, mask = y + m[:, None].to(tl.int64) * out + column[None, :], (m < tokens)[:, None] & (n < r)[None, :]
+    if ADD:
+        values += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, rounded(values, y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gemm(
+    x,  # [tokens, c]
+    words,
+    scales,
+    zeros,
+    rows,
+    y,  # [tokens, out]
+    tokens,
+    r,
+    c,
+    out,
+    chunks,
+    groups,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    mask, lane = n < r, tl.arange(0, LANES)
+    WHOLE: tl.constexpr = 32 // BITS
+    line = words + (n * (chunks * BITS * LANES))[:, None] + lane[None, :]
+    inputs = x + m[:, None].to(tl.int64) * c
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for s in range(chunks):
+        part = tl.zeros((TOKENS, BLOCK), tl.float32)
+        scale, offset = _grid(scales, zeros, n, mask, groups, s * 32 * LANES // GROUP, BITS, SYMMETRIC)
+        rest = tl.zeros((BLOCK, LANES), tl.uint32)
+        for p in tl.static_range(BITS + (1 if 32 % BITS else 0)):
+            if p < BITS:
+                word = tl.load(line + (s * BITS + p) * LANES, mask=mask[:, None], other=0).to(
+                    tl.uint32, bitcast=True
+                )
+                rest |= _rest(word, p, BITS)
+            else:
+                word = rest
+            for i in tl.static_range(WHOLE if p < BITS else 32 - WHOLE * BITS):
+                j = p * WHOLE + i
+                column = (s * 32 + j) * LANES + lane
+                some = tl.load(
+                    inputs + column[None, :], mask=(m < tokens)[:, None] & (column < c)[None, :], other=0.0
+                )
+                weight = rounded(one_plus(word, i * BITS, BITS) + offset[:, None], some.dtype)
+                part = dot(some, tl.trans(weight), part)
+                if (j + 1) % RUN == 0:
+                    total += part * scale[None, :]
+                    if j + 1 < 32:
+                        part = tl.zeros_like(part)
+                        g = (s * 32 + j + 1) * LANES // GROUP
+                        scale, offset = _grid(scales, zeros, n, mask, groups, g, BITS, SYMMETRIC)
+    store_tile(total, y, rows, m, n, tokens, r, out, ROWS, ADD)
+
+
+@triton.jit
+def _dequantize(
+    words,
+    scales,
+    zeros,
+    dense,  # [r, c]
+    r,
+    c,
+    chunks,
+    groups,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    s, mask, lane = tl.program_id(1), n < r, tl.arange(0, LANES)
+    WHOLE: tl.constexpr = 32 // BITS
+    line = words + (n * (chunks * BITS * LANES))[:, None] + lane[None, :]
+    rest = tl.zeros((BLOCK, LANES), tl.uint32)
+    for p in tl.static_range(BITS + (1 if 32 % BITS else 0)):
+        if p < BITS:
+            word = tl.load(line + (s * BITS + p) * LANES, mask=mask[:, None], other=0).to(
+                tl.uint32, bitcast=True
+            )
+            rest |= _rest(word, p, BITS)
+        else:
+            word = rest
+        for i in tl.static_range(WHOLE if p < BITS else 32 - WHOLE * BITS):
+            first = (s * 32 + p * WHOLE + i) * LANES
+            g = first // GROUP
+            scale, offset = _grid(scales, zeros, n, mask, groups, g, BITS, SYMMETRIC)
+            value = scale[:, None] * (one_plus(word, i * BITS, BITS) + offset[:, None])
+            column = first + lane
+            at = dense + (n * c)[:, None] + column[None, :]
+            tl.store(at, rounded(value, dense.dtype.element_ty), mask=mask[:, None] & (column < c)[None, :])
+
+
+class GroupInt:
+    """A tile in the kernels' order.
+
+    Args:
+        codes: uint8 [r, c].
+        scales: float16 [r, groups].
+        zeros: uint8 [r, groups]; None: symmetric.
+        rows: int32 [r] output rows; None: all.
+        bits: width, 1 to 8.
+        group_size: a multiple of 16, or no less than c.
+    """
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        rows: Tensor | None,
+        bits: int,
+        group_size: int,
+    ) -> None:
+        self.rows, (self.r, self.c), self.bits, self.group_size = rows, codes.shape, bits, group_size
+        self.words = pack_words(codes, bits, LANES)
+        self.scales, self.zeros = scales.contiguous(), None if zeros is None else zeros.contiguous()
+        one_group = group_size >= self.c
+        self._grid: dict[str, Any] = {
+            "GROUP": 1 << 30 if one_group else group_size,
+            "RUN": FIELDS if one_group else math.gcd(group_size // LANES, FIELDS),
+            "BITS": bits,
+            "LANES": LANES,
+            "SYMMETRIC": zeros is None,
+        }
+
+    @staticmethod
+    def takes(columns: int, group_size: int) -> bool:
+        """Whether there is a kernel for groups of this size."""
+        return group_size >= columns or group_size % LANES == 0
+
+    def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
+        """`y[:, rows] = x @ W.T`, or `+=`, summed in float32.
+
+        Args:
+            x: [m, c], contiguous, float16, bfloat16 or float32.
+            y: [m, out], contiguous, any type of floats.
+        """
+        stored = self.words, self.scales, self.scales if self.zeros is None else self.zeros
+        rows = self.words if self.rows is None else self.rows
+        sizes, flags = (
+            (self.words.shape[1], self.scales.shape[1]),
+            {"ROWS": self.rows is not None, "ADD": add},
+        )
+        if len(x) == 1:
+            _gemv[(triton.cdiv(self.r, 32),)](
+                x, *stored, rows, y, self.r, self.c, *sizes, **self._grid, **flags, BLOCK=32, num_warps=1
+            )
+        elif len(x) <= FUSED_TOKENS:
+            tokens = max(16, min(64, triton.next_power_of_2(len(x))))
+            _gemm[(triton.cdiv(self.r, 128), triton.cdiv(len(x), tokens))](
+                x, *stored, rows, y, len(x), self.r, self.c, y.shape[1], *sizes,
+                **self._grid, **flags, TOKENS=tokens, BLOCK=128, num_warps=4, num_stages=1,
+            )  # fmt: skip
+        else:
+            product = x @ self.dequantize(x.dtype).T
+            place_product(product, y, self.rows, add)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
+        dense = torch.empty(self.r, self.c, dtype=dtype, device=self.words.device)
+        chunks = self.words.shape[1]
+        _dequantize[(triton.cdiv(self.r, 16), chunks)](
+            self.words, self.scales, self.scales if self.zeros is None else self.zeros, dense, self.r, self.c, chunks,
+            self.scales.shape[1], **self._grid, BLOCK=16, num_warps=4,
+        )  # fmt: skip
+        return dense
+
+    def codes(self) -> Tensor:
+        """Codes uint8 [r, c]."""
+        return unpack_words(self.words, self.c)
+
+    def dequantize_rows(self, ids: Tensor) -> Tensor:
+        """Weights float32 [n, c] of the rows `ids` [n]."""
+        codes = unpack_words(self.words[ids], self.c)
+        zeros = None if self.zeros is None else self.zeros[ids]
+        return formats.GroupInt(self.bits, self.group_size, codes, self.scales[ids], zeros).dequantize()
+
+
+def place_product(product: Tensor, y: Tensor, rows: Tensor | None, add: bool) -> None:
+    """`y[:, rows] = product`, or `+=`."""
+    if rows is None:
+        y.add_(product) if add else y.copy_(product)
+    elif add:
+        y.index_add_(1, rows.long(), product.to(y.dtype))
+    else:
+        y[:, rows.long()] = product.to(y.dtype)

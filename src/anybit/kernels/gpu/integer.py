@@ -1,0 +1,263 @@
+"""Format "group int" with inputs of 8 bits or fewer: integer products on the tensor cores.
+
+The two-step dequantization of MixLLM (arXiv:2412.14590, section 3.3): within a group, `sum_j (code - zero) x_j` in
+integers; then the group's scales of weights and inputs. The integer becomes a float without a conversion where it stays
+below 2**22: sums begin at the integer whose bits are those of the float `3 * 2**22`, whose last place is 1.
+
+Two tiles run as one launch: by rows (MixLLM's 4 and 8 bits, each program has one of them) or by columns (Atom's, each
+program sums both).
+
+Codes of up to 4 bits lie two to a byte: byte y of a unit of 2 SPAN columns has column y in its low half and SPAN + y in
+its high one, so inputs are read as they lie. Others lie as signed bytes, symmetric ones only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anybit.kernels.gpu.arithmetic import INTERPRETED, dot
+from anybit.kernels.gpu.group_int import store_tile
+
+SPAN = 128  # columns of a product, at most: of one group
+LEAST = 32  # columns that an integer product takes at once
+FAST_SUM = 2**22  # below which sums become floats by their bits
+
+
+# Four bytes at a time: codes less zero points, both below 128. Bit 7 keeps a byte from borrowing from the next one.
+LOW = tl.constexpr(
+    "{ .reg .b32 t; lop3.b32 t, $1, 0x0f0f0f0f, 0x80808080, 0xea; sub.u32 t, t, $2; xor.b32 $0, t, 0x80808080; }"
+)
+HIGH = tl.constexpr(
+    "{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 t, t, 0x0f0f0f0f, 0x80808080, 0xea; sub.u32 t, t, $2; "
+    "xor.b32 $0, t, 0x80808080; }"
+)
+
+
+@triton.jit
+def _less_zero(both, zero, HALF: tl.constexpr):
+    """The codes in one half of bytes, less zero points: int8."""
+    if INTERPRETED:
+        return (both >> 4 if HALF else both & 15).to(tl.int8) - zero.to(tl.int8)
+    zero = tl.broadcast_to(zero, both.shape)
+    return tl.inline_asm_elementwise(
+        HIGH if HALF else LOW, "=r,r,r", [both, zero], tl.int8, is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _product(
+    total,  # float32 [TOKENS, BLOCK]
+    codes,
+    weight_scales,
+    zeros,
+    x,  # int8 [tokens, stride]
+    scales,  # float32 [tokens, groups]
+    m,
+    n,
+    tokens,
+    r,
+    stride,  # columns of x, of which those behind the tile's are 0
+    groups,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    HALVES: tl.constexpr,  # columns to a byte
+    ZERO: tl.constexpr,  # of a symmetric tile; -1: `zeros` has them
+    FAST: tl.constexpr,
+):
+    """`total += x @ W.T` of one tile."""
+    byte, some, mine = tl.arange(0, SPAN), n < r, m < tokens
+    line = codes + (n * (stride // HALVES))[:, None] + byte[None, :]
+    inputs = x + (m.to(tl.int64) * stride)[:, None] + byte[None, :]
+    for unit in range(stride // (HALVES * SPAN)):
+        both = tl.load(line + unit * SPAN, mask=some[:, None], other=0)
+        for half in tl.static_range(HALVES):
+            column = (unit * HALVES + half) * SPAN
+            g = tl.minimum(column // GROUP, groups - 1)
+            if HALVES == 1:
+                weight = both
+            else:
+                if ZERO < 0:
+                    zero = tl.load(zeros + n * groups + g, mask=some, other=0)[:, None]
+                else:
+                    zero = tl.full((1, 1), ZERO, tl.uint8)
+                weight = _less_zero(both, zero, half)
+            values = tl.load(inputs + column, mask=mine[:, None], other=0)
+            sums = dot(values, tl.trans(weight), tl.full(total.shape, 0x4B400000 if FAST else 0, tl.int32))
+            sums = sums.to(tl.float32, bitcast=True) - 12582912.0 if FAST else sums.to(tl.float32)
+            weight_scale = tl.load(weight_scales + n * groups + g, mask=some, other=0.0).to(tl.float32)
+            scale = tl.load(scales + m * groups + g, mask=mine, other=0.0)
+            total += sums * (scale[:, None] * weight_scale[None, :])
+    return total
+
+
+@triton.jit
+def _matmul(
+    codes_a,
+    weight_scales_a,
+    zeros_a,
+    rows_a,
+    x_a,
+    scales_a,
+    r_a,
+    stride_a,
+    groups_a,
+    codes_b,
+    weight_scales_b,
+    zeros_b,
+    rows_b,
+    x_b,
+    scales_b,
+    r_b,
+    stride_b,
+    groups_b,
+    y,
+    tokens,
+    out,
+    GROUP_A: tl.constexpr,
+    SPAN_A: tl.constexpr,
+    HALVES_A: tl.constexpr,
+    ZERO_A: tl.constexpr,
+    FAST_A: tl.constexpr,
+    GROUP_B: tl.constexpr,
+    SPAN_B: tl.constexpr,
+    HALVES_B: tl.constexpr,
+    ZERO_B: tl.constexpr,
+    FAST_B: tl.constexpr,
+    TILES: tl.constexpr,  # 1; 2: both by rows; 3: both by columns
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    block, blocks_a = tl.program_id(0), tl.cdiv(r_a, BLOCK)
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    if TILES == 2:
+        if block < blocks_a:
+            n = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+            total = _product(
+                total, codes_a, weight_scales_a, zeros_a, x_a, scales_a, m, n, tokens, r_a, stride_a, groups_a,
+                GROUP_A, SPAN_A, HALVES_A, ZERO_A, FAST_A,
+            )  # fmt: skip
+            store_tile(total, y, rows_a, m, n, tokens, r_a, out, ROWS, ADD)
+        else:
+            n = ((block - blocks_a) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+            total = _product(
+                total, codes_b, weight_scales_b, zeros_b, x_b, scales_b, m, n, tokens, r_b, stride_b, groups_b,
+                GROUP_B, SPAN_B, HALVES_B, ZERO_B, FAST_B,
+            )  # fmt: skip
+            store_tile(total, y, rows_b, m, n, tokens, r_b, out, ROWS, ADD)
+    else:
+        n = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+        total = _product(
+            total, codes_a, weight_scales_a, zeros_a, x_a, scales_a, m, n, tokens, r_a, stride_a, groups_a,
+            GROUP_A, SPAN_A, HALVES_A, ZERO_A, FAST_A,
+        )  # fmt: skip
+        if TILES == 3:
+            total = _product(
+                total, codes_b, weight_scales_b, zeros_b, x_b, scales_b, m, n, tokens, r_b, stride_b, groups_b,
+                GROUP_B, SPAN_B, HALVES_B, ZERO_B, FAST_B,
+            )  # fmt: skip
+        store_tile(total, y, rows_a, m, n, tokens, r_a, out, ROWS, ADD)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Activations of a tile: `x ~ scale * code`."""
+
+    codes: Tensor  # int8 [m, stride], 0 behind the tile's columns
+    scales: Tensor  # float32 [m, groups]
+
+
+class IntegerTile:
+    """A tile of symmetric or asymmetric codes that multiplies rounded inputs.
+
+    Args:
+        codes: uint8 [r, c].
+        scales: float16 [r, groups].
+        zeros: uint8 [r, groups]; None: symmetric.
+        rows: int32 [r] output rows; None: all.
+        bits: width, 1 to 8; of more than 4, symmetric ones only.
+        group_size: a multiple of 32, or no less than c.
+    """
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        rows: Tensor | None,
+        bits: int,
+        group_size: int,
+    ) -> None:
+        self.rows, (self.r, self.c), self.bits, self.group_size = rows, codes.shape, bits, group_size
+        one_group = group_size >= self.c
+        span = SPAN if one_group else math.gcd(group_size, SPAN)
+        halves = 2 if bits <= 4 else 1
+        self.stride = -(-self.c // (halves * span)) * halves * span
+        padded = codes.new_full((self.r, self.stride), 2 ** (bits - 1) if zeros is None else 0)
+        padded[:, : self.c] = codes
+        if halves == 2:
+            low, high = padded.view(self.r, -1, 2, span).unbind(2)
+            self._codes = (low | high << 4).flatten(1).contiguous()
+        else:
+            self._codes = (padded.to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+        self.scales, self.zeros = scales.contiguous(), None if zeros is None else zeros.contiguous()
+        self._grid: dict[str, Any] = {
+            "GROUP": 1 << 30 if one_group else group_size,
+            "SPAN": span,
+            "HALVES": halves,
+            "ZERO": -1 if zeros is not None else 2 ** (bits - 1),
+            "FAST": span * 128 * 2 ** (bits - (zeros is None)) < FAST_SUM,
+        }
+
+    @staticmethod
+    def takes(columns: int, bits: int, group_size: int, symmetric: bool) -> bool:
+        """Whether there is a kernel for such tiles."""
+        return (bits <= 4 or symmetric) and (group_size >= columns or group_size % LEAST == 0)
+
+    def codes(self) -> Tensor:
+        """Codes uint8 [r, c]."""
+        if self._grid["HALVES"] == 2:
+            halves = torch.stack([self._codes & 15, self._codes >> 4], 1).view(
+                self.r, 2, -1, self._grid["SPAN"]
+            )
+            return halves.transpose(1, 2).flatten(1)[:, : self.c].contiguous()
+        return (self._codes[:, : self.c].to(torch.int16) + 2 ** (self.bits - 1)).to(torch.uint8)
+
+    def operands(self, inputs: Inputs) -> tuple[Any, ...]:
+        nothing = self.scales
+        zeros, rows = (
+            nothing if self.zeros is None else self.zeros,
+            nothing if self.rows is None else self.rows,
+        )
+        sizes = self.r, self.stride, self.scales.shape[1]
+        return self._codes, self.scales, zeros, rows, inputs.codes, inputs.scales, *sizes
+
+    def flags(self, mark: str) -> dict[str, Any]:
+        return {f"{name}_{mark}": value for name, value in self._grid.items()}
+
+
+def matmul(tiles: list[tuple[IntegerTile, Inputs]], y: Tensor, add: bool = False) -> None:
+    """`y[:, rows] = x @ W.T`, or `+=`: exact integer sums per group, scales after.
+
+    Args:
+        tiles: one; or two, both of some rows of their own or both of all rows and some columns.
+        y: [m, out], contiguous, any type of floats.
+    """
+    (a, x_a), (b, x_b) = tiles[0], tiles[-1]
+    kind = 1 if len(tiles) == 1 else 2 if a.rows is not None else 3
+    m = len(y)
+    tokens, block = 16 if m <= 16 else 64 if m <= 64 else 128, 64
+    blocks = triton.cdiv(a.r, block) + (triton.cdiv(b.r, block) if kind == 2 else 0)
+    _matmul[(blocks, triton.cdiv(m, tokens))](
+        *a.operands(x_a), *b.operands(x_b), y, m, y.shape[1], **a.flags("A"), **b.flags("B"), TILES=kind,
+        ROWS=a.rows is not None, ADD=add, TOKENS=tokens, BLOCK=block, num_warps=8 if tokens > 64 else 4,
+    )  # fmt: skip

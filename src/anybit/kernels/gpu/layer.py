@@ -1,0 +1,274 @@
+"""A packed weight bound to its GPU kernels: what `kernels.dispatch.Prepared` holds for tensors on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from anybit import formats, shapes
+from anybit.formats import FORMATS, decode_table
+from anybit.kernels import reference
+from anybit.kernels.gpu import codebook, integer
+from anybit.kernels.gpu.group_int import GroupInt, place_product
+from anybit.kernels.gpu.two_four import Sparse, TwoFour
+from anybit.kernels.gpu.words import LANES
+from anybit.tensors import PackedWeight, place, sparse_tensors, tile_prefix, tile_tensors
+
+TWO_FOUR_CODES = {"codes", "rest", "grids", "narrow_codes", "zeros", "scale_codes", "wide_codes"}
+
+
+class Tile(Protocol):
+    """Something that multiplies."""
+
+    @property
+    def rows(self) -> Tensor | None: ...
+
+    def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None: ...
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A stored tile and what multiplies with it."""
+
+    tile: Tile
+    cols: Tensor | None  # int64 [c] input channels; None: all
+    taken: Collection[str]  # stored fields that the kernels hold in another order
+    restore: Callable[[], dict[str, Tensor]]  # all stored fields of the tile
+
+
+class Dense:
+    """A tile without a kernel of its own, multiplied as a dense matrix: exactly, at the speed of its floats."""
+
+    def __init__(self, tile: formats.Tile) -> None:
+        self.rows, self._tile = tile.rows, tile
+
+    def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
+        place_product(x @ self.dequantize(x.dtype).T, y, self.rows, add)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._tile.dequantize().to(dtype)
+
+
+class Rounded:
+    """A tile whose inputs are rounded, on the integer kernels or, where they do not take it, as a dense matrix."""
+
+    def __init__(self, tile: formats.GroupInt) -> None:
+        self.rows, self.c = tile.rows, tile.codes.shape[1]
+        self._grid = tile.act_bits, tile.group_size, tile.act_clip, tile.act_scales
+        stored = tile.codes, tile.scales, tile.zeros, tile.rows, tile.bits, tile.group_size
+        takes = integer.IntegerTile.takes(self.c, tile.bits, tile.group_size, tile.zeros is None)
+        self.integer = integer.IntegerTile(*stored) if takes else None
+        self._rest = tile if self.integer is None else replace(tile, codes=tile.codes[:, :0])
+
+    def operands(self, x: Tensor) -> tuple[integer.IntegerTile, integer.Inputs]:
+        """The tile and inputs x [m, c] as the integer kernels take them."""
+        assert self.integer is not None
+        codes, scales = reference.quantize_activations(x.float(), *self._grid)
+        padded = torch.nn.functional.pad(codes, (0, self.integer.stride - self.c))
+        return self.integer, integer.Inputs(padded, scales)
+
+    def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
+        if self.integer is not None:
+            integer.matmul([self.operands(x)], y, add)
+        else:
+            codes, scales = reference.quantize_activations(x.float(), *self._grid)
+            group = torch.arange(self.c, device=x.device) // self._grid[1]
+            place_product(codes.float() * scales[:, group] @ self.dequantize().T, y, self.rows, add)
+
+    def tile(self) -> formats.GroupInt:
+        """The tile that this was made of."""
+        return self._rest if self.integer is None else replace(self._rest, codes=self.integer.codes())
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.tile().dequantize().to(dtype)
+
+
+class Nested:
+    """A nested tile: a codebook of shared tables for the rows of every width, and the channels that are kept."""
+
+    rows = None
+
+    def __init__(
+        self, counts: tuple[int, ...], fields: Mapping[str, Tensor], small: tuple[Tensor, ...], c: int
+    ) -> None:
+        order, kinds, scales, kept = small
+        self.c, self._counts, self._kept = c, counts, kept
+        self._coded = formats.Nested.coded(c, kept) if len(kept) else None
+        coded = c - len(kept)
+        packed = [
+            codebook.pack_planes(fields[f"plane_{p}"][None], coded)[0] for p in range(1, len(counts) + 1)
+        ]
+        self._planes = torch.cat([plane.flatten() for plane in packed])
+        per_row = packed[0][0].numel()
+        starts = [0]
+        for n in counts:
+            starts.append(starts[-1] + n * per_row)
+        self._starts = starts
+        self._parts = [
+            codebook.RowCodebook(
+                self._planes,
+                [start + first * per_row for start in starts[:bits]],
+                shapes.table(bits).to(scales.device),
+                coded,
+                order[first:last].int(),
+                kinds[first:last],
+                scales[first:last].float(),
+            )
+            for bits, first, last in formats.Nested.spans(counts)
+        ]
+        self._values: Tensor | None = None
+        if len(kept):
+            self._values = torch.empty_like(fields["kept_values"])
+            self._values[order] = fields["kept_values"]
+
+    def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
+        given = x if self._coded is None else x.index_select(1, self._coded)
+        for part in self._parts:
+            part.matmul(given, y, add)
+        if self._values is not None:
+            y += x.index_select(1, self._kept) @ self._values.to(x.dtype).T
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        dense = torch.empty(self._counts[0], self.c, dtype=dtype, device=self._planes.device)
+        for part in self._parts:
+            place(dense, part.dequantize(dtype), part.rows, self._coded)
+        if self._values is not None:
+            dense[:, self._kept] = self._values.to(dtype)
+        return dense
+
+    def planes(self) -> dict[str, Tensor]:
+        """The stored planes."""
+        coded = self.c - len(self._kept)
+        made = {}
+        for p, n in enumerate(self._counts, 1):
+            packed = self._planes[self._starts[p - 1] : self._starts[p]].view(1, n, -1, LANES)
+            made[f"plane_{p}"] = codebook.unpack_planes(packed, coded)[0]
+        return made
+
+
+class Layer:
+    """A weight's tiles, its sparse part and its input scale."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        self.device = next(iter(weight.tensors.values())).device
+        self.out_features, self.in_features = weight.layout["shape"]
+        described = weight.layout["tiles"]
+        self._tiles = [
+            _bind(tile, tile_tensors(weight, i), (self.out_features, self.in_features))
+            for i, tile in enumerate(described)
+        ]
+        self._prefixes = [tile_prefix(i, len(described)) for i in range(len(described))]
+        self._sparse = (
+            Sparse(formats.Sparse.read(sparse_tensors(weight))) if "sparse" in weight.layout else None
+        )
+        scale = weight.tensors.get("input_scale")
+        self._input_scale = None if scale is None else scale.float()
+        some_rows = any(bound.tile.rows is not None for bound in self._tiles)
+        some_columns = any(bound.cols is not None for bound in self._tiles)
+        self._mixed = some_rows and some_columns
+        self._by_columns = some_columns
+        self._pair = len(self._tiles) == 2 and not self._mixed and all(
+            isinstance(bound.tile, Rounded) and bound.tile.integer is not None for bound in self._tiles
+        )  # fmt: skip
+        summed = (
+            some_columns or self._sparse is not None or any(isinstance(b.tile, Nested) for b in self._tiles)
+        )
+        self._direct = not summed  # each output is written once
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """Stored fields that the kernels hold in another order."""
+        return tuple(
+            prefix + field for prefix, bound in zip(self._prefixes, self._tiles) for field in bound.taken
+        )
+
+    def restore(self) -> dict[str, Tensor]:
+        """The stored tensors of the fields `taken`."""
+        made: dict[str, Tensor] = {}
+        for prefix, bound in zip(self._prefixes, self._tiles):
+            stored = bound.restore() if bound.taken else {}
+            made |= {prefix + field: stored[field] for field in bound.taken}
+        return made
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """`x [m, in] @ W^T -> [m, out]` in the dtype of x, summed in float32."""
+        given = x if self._input_scale is None else (x.float() * self._input_scale).to(x.dtype)
+        dtype = x.dtype if self._direct else torch.float32
+        if len(x) == 0:
+            return x.new_empty(0, self.out_features)
+        y = (torch.zeros if self._mixed else torch.empty)(
+            len(x), self.out_features, dtype=dtype, device=x.device
+        )
+        inputs = [given if bound.cols is None else given.index_select(1, bound.cols) for bound in self._tiles]
+        if self._pair:
+            tiles = cast(list[Rounded], [bound.tile for bound in self._tiles])
+            integer.matmul([tile.operands(part) for tile, part in zip(tiles, inputs)], y)
+        else:
+            for i, (bound, part) in enumerate(zip(self._tiles, inputs)):
+                bound.tile.matmul(part, y, self._mixed or (self._by_columns and i > 0))
+        if self._sparse is not None:
+            self._sparse.add(given, y)
+        return y.to(x.dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n], float32 [n, in], of a weight of one tile "group int" that holds all rows."""
+        (bound,) = self._tiles
+        if isinstance(bound.tile, GroupInt):
+            return bound.tile.dequantize_rows(ids)
+        return bound.tile.dequantize()[ids]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The tiles' weights [out, in]; without the sparse part and the input scale."""
+        dense = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.device)
+        for bound in self._tiles:
+            place(dense, bound.tile.dequantize(dtype), bound.tile.rows, bound.cols)
+        return dense
+
+
+def _bind(described: Mapping[str, Any], fields: Mapping[str, Tensor], shape: tuple[int, int]) -> Bound:
+    r, c = described.get("rows", shape[0]), described.get("cols", shape[1])
+    cols = fields["cols"].long() if "cols" in fields else None
+    name = described["format"]
+    if name == formats.Nested.NAME:
+        nested = Nested(tuple(described["counts"]), fields, formats.Nested.read_grid(described, fields, r), c)
+        return Bound(nested, cols, tuple(f for f in fields if f.startswith("plane_")), nested.planes)
+    if name == formats.Codebook.NAME:
+        return (_by_channel if described["by_channel"] else _by_row)(described, fields, r, c, cols)
+    tile = FORMATS[name].read(described, fields, r, c)
+    if isinstance(tile, formats.TwoFour):
+        two_four = TwoFour(tile)
+        return Bound(two_four, cols, TWO_FOUR_CODES & fields.keys(), lambda: two_four.restore().tensors())
+    if isinstance(tile, formats.GroupInt) and tile.act_bits < 16:
+        rounded = Rounded(tile)
+        return Bound(rounded, cols, ("codes",), lambda: rounded.tile().tensors())
+    if isinstance(tile, formats.GroupInt) and GroupInt.takes(c, tile.group_size):
+        group_int = GroupInt(tile.codes, tile.scales, tile.zeros, tile.rows, tile.bits, tile.group_size)
+        small = replace(tile, codes=tile.codes[:, :0])
+        return Bound(group_int, cols, ("codes",), lambda: replace(small, codes=group_int.codes()).tensors())
+    return Bound(Dense(tile), cols, (), dict)
+
+
+def _by_row(
+    described: Mapping[str, Any], fields: Mapping[str, Tensor], r: int, c: int, cols: Tensor | None
+) -> Bound:
+    table = formats.Codebook.read_table(described, fields, described["bits"], c)
+    table = decode_table(table, fields.get("codebook_scale"), fields.get("codebook_min"))
+    planes = codebook.pack_planes(fields["planes"], c)
+    starts = [p * planes[0].numel() for p in range(len(planes))]
+    tile = codebook.RowCodebook(planes, starts, table, c, fields.get("rows"))
+    return Bound(tile, cols, ("planes",), lambda: {"planes": codebook.unpack_planes(planes, c)})
+
+
+def _by_channel(
+    described: Mapping[str, Any], fields: Mapping[str, Tensor], r: int, c: int, cols: Tensor | None
+) -> Bound:
+    stored = formats.Codebook.read(described, fields, r, c)
+    tile = codebook.ChannelCodebook(stored.codes.T.contiguous(), stored.values(stored.bits), stored.bits)
+    small = replace(stored, codes=stored.codes[:0])
+    return Bound(tile, cols, ("planes",), lambda: replace(small, codes=tile.codes().T.contiguous()).tensors())

@@ -1,0 +1,347 @@
+"""The GPU's kernels for stored tiles: on a GPU where there is one, else in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybit import formats
+from anybit.bench.kernels import layouts, random_weight
+from anybit.codes import pack_planes
+from anybit.errors import InputError
+from anybit.kernels import gpu, reference
+from anybit.kernels.dispatch import Prepared, info
+from anybit.layers import PackedModule
+from anybit.tensors import PackedWeight, pack, unpack
+
+if not gpu.available():
+    pytest.skip(f"the GPU's kernels do not run: {gpu.why_not()}", allow_module_level=True)
+
+from anybit.kernels.gpu import codebook, integer
+from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt
+from anybit.kernels.gpu.layer import Layer
+from anybit.kernels.gpu.words import pack_words, unpack_words
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def random_codes(r: int, c: int, bits: int) -> Tensor:
+    return torch.randint(0, 2**bits, (r, c), dtype=torch.uint8, device=DEVICE)
+
+
+def close(y: Tensor, want: Tensor, error: float) -> None:
+    assert torch.isfinite(y).all()
+    assert float((y.double() - want.double()).norm() / want.double().norm()) < error
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("lanes", [1, 16])
+def test_words_hold_every_code(bits: int, lanes: int) -> None:
+    for columns in (1, 31, 513, 1100):
+        codes = random_codes(3, columns, bits)
+        words = pack_words(codes, bits, lanes)
+        assert words.dtype == torch.int32 and words.shape[2:] == (bits, lanes)
+        assert torch.equal(unpack_words(words, columns), codes)
+
+
+def test_words_lie_as_described() -> None:
+    codes = torch.zeros(1, 512, dtype=torch.uint8)
+    codes[0, 5 * 16 + 3] = 0b101  # field 5 of lane 3
+    codes[0, 31 * 16 + 2] = 0b110  # the second field that lies across words
+    words = pack_words(codes, 3, 16)[0, 0]
+    assert int(words[0, 3]) == 0b101 << 15
+    assert [int(words[p, 2]) & 0xFFFFFFFF for p in range(3)] == [0, 1 << 31, 1 << 31]
+
+
+def group_int(bits: int, group_size: int, r: int, c: int, symmetric: bool) -> formats.GroupInt:
+    groups = -(-c // group_size)
+    zeros = None if symmetric else random_codes(r, groups, bits)
+    scales = (torch.rand(r, groups, device=DEVICE) * 0.1).half()
+    return formats.GroupInt(bits, group_size, random_codes(r, c, bits), scales, zeros)
+
+
+GRIDS = [  # bits, group size, r, c, symmetric
+    (1, 128, 5, 256, False),
+    (2, 32, 16, 130, True),
+    (3, 64, 17, 700, False),
+    (4, 128, 33, 1024, False),
+    (5, 96, 40, 576, False),
+    (6, 1000, 9, 300, True),
+    (7, 16, 20, 333, False),
+    (8, 4096, 34, 2000, False),
+]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_group_int_multiplies_what_is_stored(grid: tuple[int, int, int, int, bool]) -> None:
+    tile = group_int(*grid)
+    made = GroupInt(tile.codes, tile.scales, tile.zeros, None, tile.bits, tile.group_size)
+    dense = tile.dequantize()
+    assert torch.equal(made.codes(), tile.codes)
+    assert torch.equal(made.dequantize(), dense)
+    rounded = made.dequantize(torch.bfloat16)  # in the interpreter, zeros come out as 1e-38
+    assert torch.allclose(rounded, dense.bfloat16(), rtol=0, atol=1e-30)
+    ids = torch.tensor([3, 0, 3], device=DEVICE)
+    assert torch.equal(made.dequantize_rows(ids), dense[ids])
+    for tokens in (1, 2, 17):
+        for dtype in FLOATS:
+            x = torch.randn(tokens, tile.codes.shape[1], device=DEVICE).to(dtype)
+            y = poisoned(tokens, len(dense))
+            made.matmul(x, y)
+            close(y, x.double() @ dense.double().T, 2e-6)
+            made.matmul(x, y, add=True)
+            close(y, 2 * x.double() @ dense.double().T, 2e-6)
+
+
+def test_outputs_go_where_the_rows_say_and_nowhere_else() -> None:
+    tile, rows = group_int(4, 128, 37, 600, False), torch.randperm(80, device=DEVICE)[:37].sort().values.int()
+    made = GroupInt(tile.codes, tile.scales, tile.zeros, rows, 4, 128)
+    others = torch.ones(80, dtype=torch.bool, device=DEVICE)
+    others[rows.long()] = False
+    for tokens in (1, 3, FUSED_TOKENS + 1):
+        x, y = torch.randn(tokens, 600, device=DEVICE), poisoned(tokens, 80)
+        made.matmul(x, y)
+        assert y[:, others].isnan().all()
+        close(y[:, rows.long()], x.double() @ tile.dequantize().double().T, 2e-6)
+
+
+@pytest.mark.parametrize("grid", [*GRIDS[1:6], (8, 128, 20, 256, True), (8, 4096, 9, 3000, True)])
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_integer_products_are_exact_per_group(grid: tuple[int, int, int, int, bool], tokens: int) -> None:
+    bits, group_size, r, c, symmetric = grid
+    if not integer.IntegerTile.takes(c, bits, group_size, symmetric):
+        assert bits > 4 and not symmetric
+        return
+    tile, clip = group_int(*grid), torch.ones(-(-c // group_size), device=DEVICE)
+    made = integer.IntegerTile(tile.codes, tile.scales, tile.zeros, None, bits, group_size)
+    assert torch.equal(made.codes(), tile.codes)
+    codes, scales = reference.quantize_activations(
+        torch.randn(tokens, c, device=DEVICE), 8, group_size, clip, None
+    )
+    codes[0] = -128  # the largest sums that there are
+    sums = reference.group_sums(
+        codes.cpu(),
+        replace(tile, codes=tile.codes.cpu(), zeros=tile.zeros if tile.zeros is None else tile.zeros.cpu()),
+    ).to(DEVICE)
+    want = (sums.double() * scales[:, None].double() * tile.scales.double()).sum(-1)
+    y = poisoned(tokens, r)
+    integer.matmul([(made, integer.Inputs(nn.functional.pad(codes, (0, made.stride - c)), scales))], y)
+    close(y, want, 5e-7)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codebooks_are_looked_up(bits: int) -> None:
+    r, c = 37, 700
+    codes, table = random_codes(r, c, bits), torch.randn(r, 2**bits, device=DEVICE).half()
+    stored = pack_planes(codes, bits).view(torch.uint32)
+    planes = codebook.pack_planes(stored, c)
+    assert torch.equal(codebook.unpack_planes(planes, c).view(torch.int32), stored.view(torch.int32))
+    by_row = codebook.RowCodebook(planes, [p * planes[0].numel() for p in range(bits)], table, c)
+    dense = table.float().gather(1, codes.long())
+    assert torch.equal(by_row.dequantize(), dense)
+    few = torch.randn(c, min(2**bits, r), device=DEVICE).half()
+    codes = codes.clamp(max=few.shape[1] - 1)
+    by_channel = codebook.ChannelCodebook(codes, few, bits)
+    assert torch.equal(by_channel.codes(), codes)
+    assert torch.equal(by_channel.dequantize(), few.float().gather(1, codes.T.long()).T)
+    for tile, weight in ((by_row, dense), (by_channel, by_channel.dequantize())):
+        for tokens in (1, 3):
+            for dtype in FLOATS:
+                x, y = torch.randn(tokens, c, device=DEVICE).to(dtype), poisoned(tokens, r)
+                tile.matmul(x, y)
+                of_dtype = weight if tokens == 1 else weight.to(dtype)  # several tokens meet the tensor cores
+                close(y, x.double() @ of_dtype.double().T, 2e-6)
+
+
+def test_a_narrower_width_is_the_first_planes() -> None:
+    r, c = 20, 600
+    codes, table = random_codes(r, c, 6), torch.randn(r, 8, device=DEVICE).half()
+    planes = codebook.pack_planes(pack_planes(codes, 6).view(torch.uint32), c)
+    narrow = codebook.RowCodebook(planes, [p * planes[0].numel() for p in range(3)], table, c)
+    assert torch.equal(narrow.dequantize(), table.float().gather(1, (codes >> 3).long()))
+
+
+SHAPES = [(96, 640), (40, 592), (33, 200)]
+
+
+def weights() -> list[tuple[str, tuple[int, int]]]:
+    return [(name, shape) for shape in SHAPES for name in layouts(*shape) if not name.endswith(" A8")]
+
+
+def random_layer(name: str, shape: tuple[int, int]) -> PackedWeight:
+    """Valid bytes, of random numbers where floats are."""
+    weight = random_weight(layouts(*shape)[name])
+    tensors = {
+        field: torch.rand(t.shape).add(0.1).to(t.dtype) if t.is_floating_point() else t
+        for field, t in weight.tensors.items()
+    }
+    valid = pack(unpack(PackedWeight(weight.layout, tensors)))  # padding bits are 0
+    return PackedWeight(weight.layout, {field: t.to(DEVICE) for field, t in valid.tensors.items()})
+
+
+def on_cpu(weight: PackedWeight) -> PackedWeight:
+    return PackedWeight(weight.layout, {field: t.cpu() for field, t in weight.tensors.items()})
+
+
+@pytest.mark.parametrize("name, shape", weights())
+def test_every_layout_multiplies_as_the_reference_does(name: str, shape: tuple[int, int]) -> None:
+    weight = random_layer(name, shape)
+    layer, readable = Layer(weight), unpack(on_cpu(weight))
+    for tokens in (1, 3):
+        x = torch.randn(tokens, shape[1], device=DEVICE)
+        close(layer.matmul(x).cpu(), reference.int_matmul(x.cpu(), readable), 2e-5)
+    restored = layer.restore()
+    assert restored.keys() == set(layer.taken)
+    for field, tensor in restored.items():
+        assert tensor.dtype == weight.tensors[field].dtype
+        assert torch.equal(tensor.contiguous().view(torch.uint8), weight.tensors[field].view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "W4",
+        "W3A8",
+        "MixLLM p10",
+        "Atom W4A4",
+        "2/4/16",
+        "codebook 4 + sparse",
+        "by channel 3",
+        "nested 2 to 5",
+    ],
+)
+def test_prefill_and_other_types(name: str) -> None:
+    weight = random_layer(name, (48, 640))
+    prepared, readable = Prepared(weight, on_gpu=True), unpack(on_cpu(weight))
+    dense = reference.dequantize(on_cpu(weight))
+    assert torch.equal(prepared.dequantize().cpu(), dense)
+    x = torch.randn(2, FUSED_TOKENS, 640, device=DEVICE)
+    y = prepared.matmul(x).cpu()
+    assert y.shape == (2, FUSED_TOKENS, 48)
+    close(y.view(-1, 48), reference.int_matmul(x.cpu().view(-1, 640), readable), 2e-5)
+    for dtype in FLOATS[1:]:
+        x = torch.randn(2, 640, device=DEVICE).to(dtype)
+        y = prepared.matmul(x)
+        assert y.dtype == dtype
+        close(y.cpu(), reference.int_matmul(x.float().cpu(), readable), 2e-2)
+    assert prepared.matmul(x[:0]).shape == (0, 48)
+
+
+def test_group_sizes_without_a_kernel_are_still_right() -> None:
+    for symmetric in (True, False):
+        tile = group_int(4, 40, 12, 200, symmetric)
+        plain, rounding = pack_one(tile), pack_one(replace(tile, act_bits=8, act_clip=torch.ones(5).half()))
+        for weight in (plain, rounding):
+            x = torch.randn(3, 200, device=DEVICE)
+            close(Layer(weight).matmul(x).cpu(), reference.int_matmul(x.cpu(), unpack(on_cpu(weight))), 2e-6)
+
+
+def pack_one(tile: formats.GroupInt) -> PackedWeight:
+    from anybit.tensors import QuantizedWeight
+
+    r, c = tile.codes.shape
+    tile = replace(
+        tile,
+        codes=tile.codes.cpu(),
+        scales=tile.scales.cpu(),
+        zeros=None if tile.zeros is None else tile.zeros.cpu(),
+    )
+    weight = pack(QuantizedWeight((r, c), (tile,)))
+    return PackedWeight(weight.layout, {field: t.to(DEVICE) for field, t in weight.tensors.items()})
+
+
+def test_inputs_of_another_device_or_width_are_refused() -> None:
+    prepared = Prepared(random_layer("W4", (33, 200)), on_gpu=True)
+    with pytest.raises(InputError, match="this layer takes floats"):
+        prepared.matmul(torch.randn(1, 100, device=DEVICE))
+    with pytest.raises(InputError, match="move one"):
+        prepared.matmul(torch.randn(1, 200, device="meta"))
+
+
+def test_info_says_where_kernels_run() -> None:
+    assert info()["gpu"]["available"] and info()["gpu"]["reason"] == gpu.where()
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers choose the GPU's kernels wherever their tensors are."""
+    before = Prepared.__init__
+    monkeypatch.setattr(
+        Prepared,
+        "__init__",
+        lambda self, weight, exact=True, isa=None: before(self, weight, exact, isa, True),
+    )
+
+
+@pytest.mark.parametrize("name", ["W4", "MixLLM p10", "codebook 3", "nested 2 to 5", "2/4/16"])
+def test_modules_hold_bytes_once_and_give_them_back(name: str, forced: None) -> None:
+    weight = random_layer(name, (48, 640))
+    module = PackedModule(weight.layout).to(DEVICE)
+    module.load_state_dict(weight.tensors)
+    x = torch.randn(2, 640, device=DEVICE)
+    want = module.matmul(x)
+    assert all(module.get_buffer(field).numel() == 0 for field in module.prepared().taken)
+    for field, tensor in module.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), weight.tensors[field].view(torch.uint8))
+    assert torch.equal(module.matmul(x), want)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from anybit.kernels.gpu import codebook, group_int, integer, two_four
+
+def build(kernel, types, warps=4, **constants):
+    given = dict(zip(kernel.arg_names, types.split()))
+    source = ASTSource(kernel, {n: given.get(n, "constexpr") for n in kernel.arg_names}, constants)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    print(kernel.fn.__name__)
+
+grid = dict(GROUP=128, RUN=8, BITS=3, LANES=16, SYMMETRIC=False)
+tile, flags = "*bf16 *i32 *fp16 *u8 *i32 *bf16", dict(ROWS=True, ADD=True)
+build(group_int._gemv, tile + 4 * " i32", 1, **grid, **flags, BLOCK=32)
+build(group_int._gemm, tile + 6 * " i32", **grid, **flags, TOKENS=16, BLOCK=64)
+build(group_int._dequantize, "*i32 *fp16 *u8 *bf16" + 4 * " i32", **grid, BLOCK=16)
+one = "*u8 *fp16 *u8 *i32 *i8 *fp32 i32 i32 i32 "
+kind = dict(GROUP=128, SPAN=128, HALVES=2, ZERO=-1, FAST=True)
+both = {f"{name}_{mark}": value for mark in "AB" for name, value in kind.items()}
+for tiles in (1, 2, 3):
+    more = dict(TILES=tiles, ROWS=tiles == 2, ADD=False, TOKENS=16, BLOCK=64)
+    build(integer._matmul, one + one + "*bf16 i32 i32", **both, **more)
+kind = dict(BITS=5, LANES=16, SHARED=True)
+tile = "*bf16 *i32 *i64 *fp16 *u8 *fp32 *i32 *bf16"
+build(codebook._row_gemv, tile + 3 * " i32", 2, **kind, **flags, BLOCK=32)
+build(codebook._row_gemm, tile + 5 * " i32", **kind, **flags, TOKENS=16, BLOCK=64)
+build(codebook._row_dequantize, "*i32 *i64 *fp16 *u8 *fp32 *bf16 i32 i32 i32", **kind, BLOCK=16)
+for tokens in (1, 16):
+    kind = dict(BITS=5, ENTRIES=32, CHUNKS=16, ADD=False, TOKENS=tokens, BLOCK=64)
+    build(codebook._channel_product, "*bf16 *i32 *fp32 *bf16" + 5 * " i32", **kind)
+    kind = dict(HALVES=1, ADD=False, TOKENS=tokens, WORDS=32, BLOCK=32)
+    build(two_four._narrow, "*bf16 *i32 *u8 *fp16 *u8 *bf16" + 5 * " i32", **kind)
+build(two_four._sparse, "*bf16 *fp16 *i32 *i32 *fp32 i32 i32 i32", 1, TOKENS=1, AT_ONCE=64)
+"""
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
+    """The interpreter takes more than the compiler does."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.split()) == 14
