@@ -186,7 +186,9 @@ def random_layer(name: str, shape: tuple[int, int]) -> PackedWeight:
     """Valid bytes, of random numbers where floats are."""
     weight = random_weight(layouts(*shape)[name])
     tensors = {
-        field: torch.rand(t.shape).add(0.1).to(t.dtype) if t.is_floating_point() else t
+        field: t
+        if not t.is_floating_point() or field.endswith("act_clip")  # which tiles by rows share
+        else torch.rand(t.shape).add(0.1).to(t.dtype)
         for field, t in weight.tensors.items()
     }
     valid = pack(unpack(PackedWeight(weight.layout, tensors)))  # padding bits are 0

@@ -862,16 +862,39 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
         Path | None,
         typer.Option(help="Also draw time against bits, with the memory's limit: a .png, .svg or .pdf."),
     ] = None,
+    device: Device = "cpu",
+    part: Annotated[
+        str | None, typer.Option(help="With cuda: gemv, gemm, decode, attention or quantize. [default: gemv]")
+    ] = None,
+    small: Annotated[
+        bool, typer.Option("--small", help="With cuda: compare kernels with the reference and time nothing.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Matrix products of every stored format, beside PyTorch, ggml (where llama-cpp-python is installed), a product that
-    only reads bfloat16, and the memory's bandwidth."""
-    from anybit.bench import kernels
+    only reads bfloat16, and the memory's bandwidth; with --device cuda the GPU's kernels, beside cuBLAS and a copy."""
+    from anybit.bench import gpu, kernels
 
     for file in (json_file, plot):
         _check_writable(file)
     if plot is not None and plot.suffix not in kernels.PICTURES:
         raise InputError(f"--plot {plot}: expected a name that ends in {' or '.join(kernels.PICTURES)}")
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"--device {device}: expected cpu or cuda")
+    if device == "cuda":
+        of_cpu = _given(shapes=shapes, threads=threads, isa=isa, cached=cached or None)
+        of_cpu |= _given(
+            tokens=None if tokens == "1" else tokens, dtype=None if dtype == "bfloat16" else dtype
+        )
+        _refuse_ignored(of_cpu, "with --device cuda a part fixes what runs")
+        if plot is not None and (part not in ("gemm", "gemv", None) or small):
+            raise InputError("--plot draws the times of --part gemv and gemm; leave it out")
+        figures = gpu.run(part or "gemv", rounds, small, _named("only", only))
+        _emit(figures, json_file, lambda f: typer.echo("\n".join(gpu.lines(f))))
+        if plot is not None:
+            gpu.plot(figures, plot)
+        return
+    _refuse_ignored(_given(part=part, small=small or None), "it is for --device cuda")
     if cached:
         _refuse_ignored(_given(plot=plot), "with --cached there are rates, not times of whole matrices")
     counts = _whole_numbers("threads", threads) if threads else tuple(sorted({1, os.cpu_count() or 1}))

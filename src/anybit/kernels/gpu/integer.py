@@ -201,7 +201,9 @@ class IntegerTile:
         one_group = group_size >= self.c
         span = SPAN if one_group else math.gcd(group_size, SPAN)
         halves = 2 if bits <= 4 else 1
-        self.stride = -(-self.c // (halves * span)) * halves * span
+        self.stride = (
+            -(-self.c // (2 * span)) * 2 * span
+        )  # the same for every width: tiles by rows share inputs
         padded = codes.new_full((self.r, self.stride), 2 ** (bits - 1) if zeros is None else 0)
         padded[:, : self.c] = codes
         if halves == 2:

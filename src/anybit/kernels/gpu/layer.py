@@ -11,9 +11,9 @@ from torch import Tensor
 
 from anybit import formats, shapes
 from anybit.formats import FORMATS, decode_table
-from anybit.kernels import reference
-from anybit.kernels.gpu import codebook, integer
+from anybit.kernels.gpu import activations, codebook, integer
 from anybit.kernels.gpu.group_int import GroupInt, place_product
+from anybit.kernels.gpu.integer import IntegerTile
 from anybit.kernels.gpu.two_four import Sparse, TwoFour
 from anybit.kernels.gpu.words import LANES
 from anybit.tensors import PackedWeight, place, sparse_tensors, tile_prefix, tile_tensors
@@ -56,30 +56,36 @@ class Dense:
 
 
 class Rounded:
-    """A tile whose inputs are rounded, on the integer kernels or, where they do not take it, as a dense matrix."""
+    """A tile whose inputs are rounded, on the integer kernels or, where they do not take it, as a dense matrix.
 
-    def __init__(self, tile: formats.GroupInt) -> None:
+    It gets the layer's inputs as they come: reading the tile's channels, scaling and rounding them is one kernel.
+    """
+
+    def __init__(self, tile: formats.GroupInt, input_scale: Tensor | None) -> None:
         self.rows, self.c = tile.rows, tile.codes.shape[1]
-        self._grid = tile.act_bits, tile.group_size, tile.act_clip, tile.act_scales
+        self.grid = activations.Grid(tile.act_bits, tile.group_size, tile.act_clip, tile.act_scales)
+        self._input_scale = input_scale
         stored = tile.codes, tile.scales, tile.zeros, tile.rows, tile.bits, tile.group_size
         takes = integer.IntegerTile.takes(self.c, tile.bits, tile.group_size, tile.zeros is None)
         self.integer = integer.IntegerTile(*stored) if takes else None
         self._rest = tile if self.integer is None else replace(tile, codes=tile.codes[:, :0])
 
-    def operands(self, x: Tensor) -> tuple[integer.IntegerTile, integer.Inputs]:
-        """The tile and inputs x [m, c] as the integer kernels take them."""
-        assert self.integer is not None
-        codes, scales = reference.quantize_activations(x.float(), *self._grid)
-        padded = torch.nn.functional.pad(codes, (0, self.integer.stride - self.c))
-        return self.integer, integer.Inputs(padded, scales)
+    def inputs(self, x: Tensor) -> integer.Inputs:
+        """The layer's inputs x [m, in] as the tile's kernel takes them."""
+        multiple = 1 if self.integer is None else self.integer.stride
+        cols, scale = self._rest.cols, self._input_scale
+        return integer.Inputs(
+            *activations.quantize(x, self.grid, cols=cols, input_scale=scale, multiple=multiple)
+        )
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
+        inputs = self.inputs(x)
         if self.integer is not None:
-            integer.matmul([self.operands(x)], y, add)
+            integer.matmul([(self.integer, inputs)], y, add)
         else:
-            codes, scales = reference.quantize_activations(x.float(), *self._grid)
-            group = torch.arange(self.c, device=x.device) // self._grid[1]
-            place_product(codes.float() * scales[:, group] @ self.dequantize().T, y, self.rows, add)
+            group = torch.arange(self.c, device=x.device) // self.grid.group_size
+            product = inputs.codes.float() * inputs.scales[:, group] @ self.dequantize().T
+            place_product(product, y, self.rows, add)
 
     def tile(self) -> formats.GroupInt:
         """The tile that this was made of."""
@@ -158,16 +164,15 @@ class Layer:
     def __init__(self, weight: PackedWeight) -> None:
         self.device = next(iter(weight.tensors.values())).device
         self.out_features, self.in_features = weight.layout["shape"]
-        described = weight.layout["tiles"]
+        described, scale = weight.layout["tiles"], weight.tensors.get("input_scale")
         self._tiles = [
-            _bind(tile, tile_tensors(weight, i), (self.out_features, self.in_features))
+            _bind(tile, tile_tensors(weight, i), (self.out_features, self.in_features), scale)
             for i, tile in enumerate(described)
         ]
         self._prefixes = [tile_prefix(i, len(described)) for i in range(len(described))]
         self._sparse = (
             Sparse(formats.Sparse.read(sparse_tensors(weight))) if "sparse" in weight.layout else None
         )
-        scale = weight.tensors.get("input_scale")
         self._input_scale = None if scale is None else scale.float()
         some_rows = any(bound.tile.rows is not None for bound in self._tiles)
         some_columns = any(bound.cols is not None for bound in self._tiles)
@@ -198,19 +203,24 @@ class Layer:
 
     def matmul(self, x: Tensor) -> Tensor:
         """`x [m, in] @ W^T -> [m, out]` in the dtype of x, summed in float32."""
-        given = x if self._input_scale is None else (x.float() * self._input_scale).to(x.dtype)
-        dtype = x.dtype if self._direct else torch.float32
         if len(x) == 0:
             return x.new_empty(0, self.out_features)
+        given = x if self._input_scale is None else (x.float() * self._input_scale).to(x.dtype)
+        dtype = x.dtype if self._direct else torch.float32
         y = (torch.zeros if self._mixed else torch.empty)(
             len(x), self.out_features, dtype=dtype, device=x.device
         )
-        inputs = [given if bound.cols is None else given.index_select(1, bound.cols) for bound in self._tiles]
         if self._pair:
-            tiles = cast(list[Rounded], [bound.tile for bound in self._tiles])
-            integer.matmul([tile.operands(part) for tile, part in zip(tiles, inputs)], y)
+            a, b = (cast(Rounded, bound.tile) for bound in self._tiles)
+            inputs = a.inputs(x)
+            others = b.inputs(x) if self._by_columns else inputs
+            integer.matmul(
+                [(cast(IntegerTile, a.integer), inputs), (cast(IntegerTile, b.integer), others)], y
+            )
         else:
-            for i, (bound, part) in enumerate(zip(self._tiles, inputs)):
+            for i, bound in enumerate(self._tiles):
+                part = given if bound.cols is None else given.index_select(1, bound.cols)
+                part = x if isinstance(bound.tile, Rounded) else part
                 bound.tile.matmul(part, y, self._mixed or (self._by_columns and i > 0))
         if self._sparse is not None:
             self._sparse.add(given, y)
@@ -231,7 +241,9 @@ class Layer:
         return dense
 
 
-def _bind(described: Mapping[str, Any], fields: Mapping[str, Tensor], shape: tuple[int, int]) -> Bound:
+def _bind(
+    described: Mapping[str, Any], fields: Mapping[str, Tensor], shape: tuple[int, int], scale: Tensor | None
+) -> Bound:
     r, c = described.get("rows", shape[0]), described.get("cols", shape[1])
     cols = fields["cols"].long() if "cols" in fields else None
     name = described["format"]
@@ -245,7 +257,7 @@ def _bind(described: Mapping[str, Any], fields: Mapping[str, Tensor], shape: tup
         two_four = TwoFour(tile)
         return Bound(two_four, cols, TWO_FOUR_CODES & fields.keys(), lambda: two_four.restore().tensors())
     if isinstance(tile, formats.GroupInt) and tile.act_bits < 16:
-        rounded = Rounded(tile)
+        rounded = Rounded(tile, scale)
         return Bound(rounded, cols, ("codes",), lambda: rounded.tile().tensors())
     if isinstance(tile, formats.GroupInt) and GroupInt.takes(c, tile.group_size):
         group_int = GroupInt(tile.codes, tile.scales, tile.zeros, tile.rows, tile.bits, tile.group_size)

@@ -1,0 +1,270 @@
+"""Paged attention and the rounding of inputs on a GPU, beside PyTorch and a copy of its memory.
+
+Correctness comes first: what differs from the reference is an error, not a figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from anybit.bench import graphs
+from anybit.bench.graphs import Run, Variant
+from anybit.errors import InputError
+from anybit.kernels.gpu.activations import Grid, Norm
+from anybit.kernels.gpu.activations import quantize as quantize_inputs
+from anybit.kernels.gpu.activations import reference as quantize_reference
+from anybit.kernels.gpu.attention import MAX_SPLITS, PagedCache, Tile, paged_attention, reference, write
+
+MODELS = {"Llama-7B": (32, 32, 128), "Llama-3-8B": (32, 8, 128)}  # heads, KV heads, d
+WIDTHS = (4, 8, 16)
+TILES = (Tile(32, 1, 5), Tile(32, 1, 4), Tile(64, 2, 5), Tile(64, 4, 4), Tile(128, 4, 4))
+COLUMNS = (4096, 11008, 14336)
+GROUP = 128
+PAGE = 16
+LIMIT = "copy"
+CLOSE = 4e-3  # of the largest entry: float16's rounding of weights
+
+
+def attention(
+    batches: Sequence[int] = (1, 16, 128),
+    lengths: Sequence[int] = (1024, 4096),
+    models: Sequence[str] = tuple(MODELS),
+    rounds: int = 20,
+    page_size: int = PAGE,
+    tune: bool = False,
+    small: bool = False,
+) -> dict[str, Any]:
+    """Microseconds of one step of attention with keys and values of 4, 8 and 16 bits.
+
+    Args:
+        models: keys of `MODELS`.
+        tune: also try other tiles and numbers of parts; the fastest is reported, with all.
+        small: compare a tiny case with the reference and time nothing; runs in Triton's interpreter too.
+
+    Returns:
+        `{"checked": {width: largest error}, "copy_gb_per_s", "rows": [{model, batch, length, "variants": {name: {us,
+        gb_per_s (of the cache), of_copy, over_fp16, over_sdpa}}}]}`.
+
+    Raises:
+        InputError: without a CUDA device, unless small; a model that there is not.
+    """
+    unknown = set(models) - set(MODELS)
+    if unknown:
+        raise InputError(f"model {', '.join(sorted(unknown))}: expected some of {', '.join(MODELS)}")
+    if small:
+        return {"checked": _check_attention((4, 2, 64), (1, 40), graphs.any_device()), "rows": []}
+    device = graphs.cuda()
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(device), "page_size": page_size}
+    found["checked"] = {
+        name: _check_attention(MODELS[name], (1, page_size, 700), device, page_size) for name in models
+    }
+    rows = []
+    for name in models:
+        for length in lengths:
+            for batch in batches:
+                row = {"model": name, "batch": batch, "length": length}
+                rows.append(
+                    row | _attention_row(MODELS[name], (batch, length, page_size), rounds, tune, device)
+                )
+                torch.cuda.empty_cache()
+    return found | {"rows": rows}
+
+
+def quantize(
+    tokens: Sequence[int] = (1, 16, 128, 1024),
+    columns: Sequence[int] = COLUMNS,
+    rounds: int = 20,
+    small: bool = False,
+) -> dict[str, Any]:
+    """Microseconds of rounding inputs to 8 bits in groups of 128: alone, after a norm, and reordered too.
+
+    Returns:
+        `{"checked": {name: share of codes that differ}, "rows": [{tokens, columns, "variants": {name: {us, gb_per_s,
+        of_copy, over_torch}}}]}`.
+
+    Raises:
+        InputError: without a CUDA device, unless small.
+    """
+    if small:
+        return {"checked": _check_quantize(3, 300, graphs.any_device()), "rows": []}
+    device = graphs.cuda()
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(device)}
+    found["checked"] = {c: _check_quantize(5, c, device) for c in columns}
+    rows = []
+    for c in columns:
+        for m in tokens:
+            rows.append({"tokens": m, "columns": c} | _quantize_row(m, c, rounds, device))
+    return found | {"rows": rows}
+
+
+def _check_attention(
+    shape: tuple[int, int, int], lengths: tuple[int, ...], device: torch.device, page_size: int = PAGE
+) -> dict[str, float]:
+    """Largest difference from the reference at each width, of the largest entry; written by the kernel."""
+    heads, kv_heads, d = shape
+    generator = torch.Generator().manual_seed(0)
+    each = -(-max(lengths) // page_size)
+    tables = torch.randperm(len(lengths) * each, generator=generator).int().view(len(lengths), each)
+    slots = torch.cat([(tables[i].long()[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
+                       for i, length in enumerate(lengths)])  # fmt: skip
+    keys, values = (torch.randn(len(slots), kv_heads, d, generator=generator).half() for _ in range(2))
+    query = torch.randn(len(lengths), heads, d, generator=generator).half().to(device)
+    long = torch.tensor(lengths, dtype=torch.int32, device=device)
+    tables = tables.to(device)
+    errors: dict[str, float] = {}
+    for bits in WIDTHS:
+        cache = PagedCache.empty(tables.numel(), kv_heads, d, bits, page_size, device=device)
+        write(cache, keys.to(device), values.to(device), slots.to(device))
+        wanted = reference(query, cache, tables, long, d**-0.5).float()
+        for splits in (1, 4):
+            made = paged_attention(query, cache, tables, long, d**-0.5, splits=splits).float()
+            error = float((made - wanted).abs().max() / wanted.abs().max())
+            if not error < CLOSE:
+                raise RuntimeError(f"{bits} bits, {splits} part(s): {error:.2g} from the reference")
+            errors[_name(bits)] = max(error, errors.get(_name(bits), 0.0))
+    return errors
+
+
+def _check_quantize(m: int, c: int, device: torch.device) -> dict[str, float]:
+    errors = {}
+    for name, fields in _fusions(c, device).items():
+        x = torch.randn(m, c, device=device).half()
+        grid = _grid(c, device)
+        codes, scales = quantize_inputs(x, grid, multiple=64, **fields)
+        wanted, wanted_scales = quantize_reference(x, grid, multiple=64, **fields)
+        apart = (codes.int() - wanted.int()).abs()
+        if apart.max() > 1 or not torch.allclose(scales, wanted_scales, rtol=2e-3):
+            raise RuntimeError(f"{name}: codes differ by up to {int(apart.max())} from the reference")
+        errors[name] = float((apart > 0).float().mean())
+    return errors
+
+
+def _name(bits: int) -> str:
+    return "fp16" if bits == 16 else f"int{bits}"
+
+
+def _attention_row(
+    shape: tuple[int, int, int],
+    sizes: tuple[int, int, int],  # batch, length, page_size
+    rounds: int,
+    tune: bool,
+    device: torch.device,
+) -> dict[str, Any]:
+    heads, kv_heads, d = shape
+    batch, length, _ = sizes
+    query = torch.randn(batch, heads, d, device=device).half()
+    variants = {LIMIT: graphs.copy(device)}
+    for bits in WIDTHS:
+        variants |= _paged(query, kv_heads, sizes, bits, tune)
+    variants["sdpa"] = _sdpa(query, kv_heads, length)
+    times = graphs.times(variants, rounds)
+    copy = graphs.COPY * 2 / times.pop(LIMIT) / 1e9
+    figures: dict[str, Any] = {}
+    for name in sorted(times, key=times.__getitem__):  # the fastest of a width comes first
+        rate = variants[name].nbytes / times[name] / 1e9
+        figure = {"us": 1e6 * times[name], "gb_per_s": rate, "of_copy": rate / copy}
+        kind, _, tile = name.partition(" ")
+        best = figures.setdefault(kind, figure | {"tile": tile})
+        if tune and tile:
+            best.setdefault("tiles", {})[tile] = figure["us"]
+    for figure in figures.values():
+        figure["over_fp16"] = figures["fp16"]["us"] / figure["us"]
+        figure["over_sdpa"] = figures["sdpa"]["us"] / figure["us"]
+    return {"copy_gb_per_s": copy, "variants": figures}
+
+
+def _paged(
+    query: Tensor, kv_heads: int, sizes: tuple[int, int, int], bits: int, tune: bool
+) -> dict[str, Variant]:
+    """Calls with one tile or several, that share caches."""
+    batch, length, page_size = sizes
+    d, each = query.shape[2], -(-length // page_size)
+    nbytes = batch * each * page_size * _row_bytes(bits, d) * kv_heads
+    caches, tables = [], []
+    for _ in range(graphs.copies(nbytes)):
+        cache = PagedCache.empty(batch * each, kv_heads, d, bits, page_size, device=query.device)
+        for rows in (cache.keys, cache.values):
+            rows.normal_() if bits == 16 else rows.random_(-(1 << 15), 1 << 15)
+        for grid in (cache.key_grid, cache.value_grid):
+            if grid is not None:
+                grid.copy_(torch.tensor([0.1, -0.8]))
+        caches.append(cache)
+        tables.append(torch.randperm(batch * each, device=query.device).int().view(batch, each))
+    lengths = torch.full((batch,), length, dtype=torch.int32, device=query.device)
+
+    def variant(tile: Tile | None, splits: int | None) -> Variant:
+        def run(cache: PagedCache, table: Tensor) -> Run:
+            return lambda: paged_attention(query, cache, table, lengths, d**-0.5, splits=splits, tile=tile)
+
+        return Variant(nbytes, [run(cache, table) for cache, table in zip(caches, tables)])
+
+    made = {f"{_name(bits)} default": variant(None, None)}
+    for tile in TILES if tune else ():
+        most = min(MAX_SPLITS, -(-length // tile.tokens))
+        for splits in (1, 2, 4, 8, 16, 32, 64, 128):
+            programs = splits * batch * kv_heads
+            if splits <= most and (splits == 1 or programs <= 1 << 13):
+                name = f"{_name(bits)} {tile.tokens}x{tile.warps}x{tile.stages}/{splits}"
+                made[name] = variant(tile, splits)
+    return made
+
+
+def _row_bytes(bits: int, d: int) -> int:
+    """Of a head's key and value, with scales and minima."""
+    return 4 * d if bits == 16 else 2 * (-(-d * bits // 16) * 2 + 4)
+
+
+def _sdpa(query: Tensor, kv_heads: int, length: int) -> Variant:
+    batch, heads, d = query.shape
+    nbytes = batch * kv_heads * length * _row_bytes(16, d)
+    states = [
+        torch.randn(2, batch, kv_heads, length, d, device=query.device, dtype=query.dtype)
+        for _ in range(graphs.copies(nbytes))
+    ]
+
+    def run(keys: Tensor, values: Tensor) -> Run:
+        return lambda: scaled_dot_product_attention(
+            query[:, :, None], keys, values, enable_gqa=heads != kv_heads
+        )
+
+    return Variant(nbytes, [run(keys, values) for keys, values in states])
+
+
+def _grid(c: int, device: torch.device) -> Grid:
+    return Grid(8, GROUP, clip=torch.full((-(-c // GROUP),), 0.9, device=device).half())
+
+
+def _fusions(c: int, device: torch.device) -> dict[str, dict[str, Any]]:
+    norm = Norm(torch.rand(c, device=device).half() + 0.5, 1e-5)
+    cols = torch.randperm(c, device=device).int()
+    return {"alone": {}, "norm": {"norm": norm}, "norm, reordered": {"norm": norm, "cols": cols}}
+
+
+def _quantize_row(m: int, c: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    grid, nbytes = _grid(c, device), 3 * m * c + 4 * m * -(-c // GROUP)
+    inputs = [torch.randn(m, c, device=device).half() for _ in range(graphs.copies(nbytes))]
+    variants = {LIMIT: graphs.copy(device)}
+
+    def run(function: Callable[..., object], x: Tensor, fields: dict[str, Any]) -> Run:
+        return lambda: function(x, grid, **fields)
+
+    for name, fields in _fusions(c, device).items():
+        variants[name] = Variant(nbytes, [run(quantize_inputs, x, fields) for x in inputs])
+        variants[f"torch {name}"] = Variant(nbytes, [run(quantize_reference, x, fields) for x in inputs])
+    times = graphs.times(variants, rounds)
+    copy = graphs.COPY * 2 / times.pop(LIMIT) / 1e9
+    figures = {}
+    for name in (name for name in times if not name.startswith("torch ")):
+        rate = nbytes / times[name] / 1e9
+        figures[name] = {
+            "us": 1e6 * times[name],
+            "gb_per_s": rate,
+            "of_copy": rate / copy,
+            "over_torch": times[f"torch {name}"] / times[name],
+        }
+    return {"copy_gb_per_s": copy, "variants": figures}
