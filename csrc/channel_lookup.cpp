@@ -1,8 +1,10 @@
 // Format "codebook" by input channel: lanes are output rows, laid out as codes of format "group int" (interleaved.h)
 // with the channels as columns. A channel's table of few bits fits a few registers, its weights for all lanes
 // are permutations of them; of more bits, they are gathered. One multiply-add with the channel's input follows.
+// AVX2 permutes bytes faster than floats: there four blocks of rows are looked up at once, as the two bytes of float16.
 #include "gemm.h"
 #include "interleaved.h"
+#include "lookup_tables.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
@@ -13,6 +15,7 @@ int64_t block_bytes(const ChannelCodebook& t) { return cells_of(t) * cell_vector
 #if defined(__AVX512F__)
 constexpr int MOST_PERMUTED = 6; // bits
 #elif defined(__AVX2__)
+#define ANYBIT_LOOKS_UP_HALVES
 constexpr int MOST_PERMUTED = 4; // four permutations and three choices take longer than gathering
 #endif
 
@@ -120,6 +123,12 @@ template <int BITS> inline float entry_of(const ChannelCodebook& t, int64_t chan
     return BITS <= CHANNEL_FLOAT_BITS ? t.table[at] : half_to_float(t.halves[at]);
 }
 
+inline void add_rows(const ChannelCodebook& t, int64_t block, Floats sums, float* y) {
+    const int64_t first = block * LANES, rows = least(LANES, t.rows - first);
+    if (rows == LANES) return store(y + first, load(y + first) + sums);
+    for (int64_t l = 0; l < rows; ++l) y[first + l] += sums[l];
+}
+
 // The cells `first` to `last` of R blocks of rows, and M tokens at once. A sum runs over the channels in order,
 // whatever R and M are.
 template <int BITS, int R, int M>
@@ -142,14 +151,102 @@ void multiply_blocks(const ChannelCodebook& t, const float* x, int64_t x_stride,
             }
     }
     for (int r = 0; r < R; ++r)
-        for (int k = 0; k < M; ++k) {
-            const int64_t first = (block + r) * LANES, rows = least(LANES, t.rows - first);
-            float* to = y + k * y_stride + first;
-            if (rows == LANES) store(to, load(to) + sum[r][k]);
-            else
-                for (int64_t l = 0; l < rows; ++l) to[l] += sum[r][k][l];
+        for (int k = 0; k < M; ++k) add_rows(t, block + r, sum[r][k], y + k * y_stride);
+}
+
+#ifdef ANYBIT_LOOKS_UP_HALVES
+constexpr int64_t ROWS = 4 * LANES; // looked up at once: a byte each
+
+// Vectors of four blocks, whose lanes are rows and hold a byte of each of four columns, become vectors of those
+// columns. Lane l of block r is their byte l / 4 * 16 + 4 r + l % 4.
+inline void by_column(Codes (&v)[4]) {
+    const __m256i order = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, //
+                                           0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m256i four[4];
+    for (int r = 0; r < 4; ++r) four[r] = _mm256_shuffle_epi8(reinterpret_cast<__m256i>(v[r]), order);
+    const __m256i low[2] = {_mm256_unpacklo_epi32(four[0], four[1]), _mm256_unpacklo_epi32(four[2], four[3])};
+    const __m256i high[2] = {_mm256_unpackhi_epi32(four[0], four[1]), _mm256_unpackhi_epi32(four[2], four[3])};
+    v[0] = reinterpret_cast<Codes>(_mm256_unpacklo_epi64(low[0], low[1]));
+    v[1] = reinterpret_cast<Codes>(_mm256_unpackhi_epi64(low[0], low[1]));
+    v[2] = reinterpret_cast<Codes>(_mm256_unpacklo_epi64(high[0], high[1]));
+    v[3] = reinterpret_cast<Codes>(_mm256_unpackhi_epi64(high[0], high[1]));
+}
+
+// The weights [channels, ROWS] of a cell in four blocks, as float16; from its codes and planes.
+template <int BITS>
+inline void look_up_cell(const uint8_t* from, int64_t stride, const uint8_t* table, uint16_t* halves) {
+    constexpr int COLUMNS = static_cast<int>(cell_columns(BITS)), VECTORS = static_cast<int>(cell_vectors(BITS));
+    Codes v[4][VECTORS], code[COLUMNS];
+    for (int i = 0; i < VECTORS; ++i, from += BYTES) {
+        Codes four[4];
+        for (int r = 0; r < 4; ++r) {
+            prefetch(from + r * stride);
+            four[r] = load_as<Codes>(from + r * stride);
+        }
+        by_column(four);
+        for (int b = 0; b < 4; ++b) v[b][i] = four[b];
+    }
+    for (int b = 0; b < 4; ++b) {
+        Codes every_fourth[COLUMNS / 4];
+        cell_codes<BITS>(v[b], every_fourth);
+        for (int s = 0; s < COLUMNS / 4; ++s) code[4 * s + b] = every_fourth[s];
+    }
+    for (int j = 0; j < COLUMNS; ++j) {
+        Codes index = code[j], byte[2] = {}, made[2];
+        for (int i = 0; i < 1 << (BITS - 4); ++i, table += 32) { // as Table does it
+            for (int k = 0; k < 2; ++k) byte[k] ^= shuffle(repeat(load_as<__m128i>(table + 16 * k)), index);
+            index = sixteen_down(index);
+        }
+        interleave<1>(byte[0], byte[1], made[0], made[1]);
+        for (int i = 0; i < 2; ++i) __builtin_memcpy(halves + j * ROWS + i * ROWS / 2, made + i, BYTES);
+    }
+}
+
+// sums += weights of so many channels times x, of M tokens.
+template <int M>
+inline void add_channels(const uint16_t* halves, int64_t channels, const float* x, int64_t x_stride, Floats* sums) {
+    Floats sum[M][4];
+    for (int k = 0; k < M; ++k)
+        for (int r = 0; r < 4; ++r) sum[k][r] = sums[4 * k + r];
+    for (int64_t j = 0; j < channels; ++j)
+        for (int r = 0; r < 4; ++r) {
+            const Floats w = load_halves(halves + j * ROWS + r * LANES); // converted as they are loaded: no shuffle
+            for (int k = 0; k < M; ++k) sum[k][r] += w * broadcast(x[k * x_stride + j]);
+        }
+    for (int k = 0; k < M; ++k)
+        for (int r = 0; r < 4; ++r) sums[4 * k + r] = sum[k][r];
+}
+
+constexpr int64_t MOST_TOKENS = 16; // that meet weights looked up once
+
+// The same as multiply_blocks, of four blocks and so many tokens.
+template <int BITS>
+void multiply_halves(const ChannelCodebook& t, const float* x, int64_t x_stride, int64_t tokens, float* y,
+                     int64_t y_stride, int64_t block, int64_t first, int64_t last) {
+    constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
+    const int64_t stride = block_bytes(t);
+    uint16_t halves[COLUMNS * ROWS];
+    Floats sums[4 * MOST_TOKENS] = {};
+    for (int64_t c = first; c < last; ++c) {
+        look_up_cell<BITS>(t.bytes + block * stride + c * SIZE, stride,
+                           t.planes + c * COLUMNS * 2 * channel_entries(BITS), halves);
+        by_tokens<2>(tokens, [&](auto m, int64_t k) {
+            add_channels<m.value>(halves, COLUMNS, x + k * x_stride + c * COLUMNS, x_stride, sums + 4 * k);
+        });
+    }
+    for (int64_t k = 0; k < tokens; ++k)
+        for (int r = 0; r < 4; r += 2) { // the first and the last rows of two blocks
+            const auto a = reinterpret_cast<__m256>(sums[4 * k + r]), b = reinterpret_cast<__m256>(sums[4 * k + r + 1]);
+            add_rows(t, block + r, reinterpret_cast<Floats>(_mm256_permute2f128_ps(a, b, 0x20)), y + k * y_stride);
+            add_rows(t, block + r + 1, reinterpret_cast<Floats>(_mm256_permute2f128_ps(a, b, 0x31)), y + k * y_stride);
         }
 }
+
+bool is_half(float value) {
+    const float half = half_to_float(_cvtss_sh(value, 0));
+    return load_as<uint32_t>(&half) == load_as<uint32_t>(&value);
+}
+#endif
 
 constexpr int64_t TILE_BYTES = 256 << 10; // of tables that all rows meet before the next ones: they stay in the cache
 
@@ -162,6 +259,16 @@ void multiply(const ChannelCodebook& t, const float* x, int64_t tokens, float* y
     for (int64_t first = 0; first < cells; first += TILE)
         for (int64_t block = begin; block < end;) {
             const int64_t blocks = end - block >= 4 ? 4 : 1, last = least(cells, first + TILE);
+#ifdef ANYBIT_LOOKS_UP_HALVES
+            if constexpr (BITS >= 4 && BITS <= CHANNEL_FLOAT_BITS)
+                if (blocks == 4 && t.planes != nullptr) {
+                    for (int64_t k = 0; k < tokens; k += MOST_TOKENS)
+                        multiply_halves<BITS>(t, x + k * stride, stride, least(MOST_TOKENS, tokens - k),
+                                              y + k * y_stride, y_stride, block, first, last);
+                    block += blocks;
+                    continue;
+                }
+#endif
             by_tokens<4>(tokens, [&](auto m, int64_t k) {
                 constexpr int R = m.value == 4 ? 2 : 4; // eight sums fit the registers of every instruction set
                 const float* from = x + k * stride;
@@ -259,6 +366,29 @@ int64_t decode_panel(const ChannelCodebook& t, int64_t block, int64_t column, Fl
 int64_t channel_bytes(const ChannelCodebook& t) { return ceil_div(t.rows, LANES) * block_bytes(t); }
 
 int64_t channel_columns(const ChannelCodebook& t) { return cells_of(t) * cell_columns(t.bits); }
+
+#ifdef ANYBIT_LOOKS_UP_HALVES
+int64_t channel_planes_bytes(const ChannelCodebook& t) {
+    if (t.bits < 4 || t.bits > CHANNEL_FLOAT_BITS) return 0;
+    const int64_t entries = channel_columns(t) * channel_entries(t.bits);
+    for (int64_t e = 0; e < entries; ++e)
+        if (!is_half(t.table[e])) return 0;
+    return 2 * entries;
+}
+
+void channel_planes(const ChannelCodebook& t, uint8_t* planes) {
+    const int64_t entries = channel_columns(t) * channel_entries(t.bits);
+    for (int64_t e = 0; e < entries; ++e) {
+        int half = _cvtss_sh(t.table[e], 0);
+        if (e % channel_entries(t.bits) >= 16) half ^= _cvtss_sh(t.table[e - 16], 0);
+        for (int64_t k = 0; k < 2; ++k) planes[e / 16 * 32 + 16 * k + e % 16] = static_cast<uint8_t>(half >> 8 * k);
+    }
+}
+#else
+int64_t channel_planes_bytes(const ChannelCodebook&) { return 0; }
+
+void channel_planes(const ChannelCodebook&, uint8_t*) {}
+#endif
 
 void channel_interleave(const ChannelCodebook& t, const uint32_t* planes, uint8_t* bytes, int64_t begin, int64_t end) {
     ANYBIT_BY_WIDTH(interleave, t.bits, t, planes, bytes, begin, end);

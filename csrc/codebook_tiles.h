@@ -38,6 +38,10 @@ public:
         t_.bytes = to;
         t_.table = table_.data();
         t_.halves = halves_.data();
+        table_planes_.resize(static_cast<size_t>(kernels_.channel_planes_bytes(t_)));
+        if (table_planes_.empty()) return;
+        kernels_.channel_planes(t_, table_planes_.data());
+        t_.planes = table_planes_.data();
     }
 
     void restore(const Output& planes, int64_t threads) const {
@@ -94,6 +98,7 @@ private:
     Weights bytes_;
     std::vector<float> table_;
     std::vector<uint16_t> halves_;
+    std::vector<uint8_t> table_planes_;
     ChannelCodebook t_{};
 };
 

@@ -56,6 +56,11 @@ inline void cell_codes(const Codes (&v)[cell_vectors(BITS)], Codes (&code)[sizeo
     ((code[S] = codes_at<BITS, S>(v)), ...);
 }
 
+template <int BITS>
+inline void cell_codes(const Codes (&v)[cell_vectors(BITS)], Codes (&code)[cell_columns(BITS) / 4]) {
+    cell_codes<BITS>(v, code, typename Count<static_cast<int>(cell_columns(BITS) / 4)>::type{});
+}
+
 // All codes of the cell at `from`, four columns to a vector.
 template <int BITS> inline void cell_codes(const uint8_t* from, Codes (&code)[cell_columns(BITS) / 4]) {
     Codes v[cell_vectors(BITS)];
@@ -63,7 +68,7 @@ template <int BITS> inline void cell_codes(const uint8_t* from, Codes (&code)[ce
         prefetch(from + i * BYTES);
         v[i] = load_as<Codes>(from + i * BYTES);
     }
-    cell_codes<BITS>(v, code, typename Count<static_cast<int>(cell_columns(BITS) / 4)>::type{});
+    cell_codes<BITS>(v, code);
 }
 
 // The codes of a row into lane 0 of the cell at `cell`: another lane's cell begins 4 bytes on.

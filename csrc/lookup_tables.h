@@ -105,6 +105,13 @@ inline Codes repeat(__m128i bytes) {
 #endif
 }
 
+#if !defined(__AVX512BW__)
+// What is negative stays so.
+inline Codes sixteen_down(Codes index) {
+    return reinterpret_cast<Codes>(_mm256_subs_epi8(reinterpret_cast<__m256i>(index), _mm256_set1_epi8(16)));
+}
+#endif
+
 template <int B> struct Table {
     static constexpr int PARTS = B <= 4 ? 1 : 1 << (B - 4);
     Codes part[PARTS];
@@ -162,11 +169,6 @@ private:
     static __m128i sixteen(const uint8_t* entry, int i) {
         const auto own = load_as<__m128i>(entry + 16 * i);
         return i % RUN == 0 ? own : _mm_xor_si128(own, load_as<__m128i>(entry + 16 * (i - 1)));
-    }
-
-    // What is negative stays so.
-    static Codes sixteen_down(Codes index) {
-        return reinterpret_cast<Codes>(_mm256_subs_epi8(reinterpret_cast<__m256i>(index), _mm256_set1_epi8(16)));
     }
 #endif
 };

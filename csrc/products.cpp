@@ -50,6 +50,8 @@ extern const Products products = {
     second_order_dequantize,
     channel_bytes,
     channel_columns,
+    channel_planes_bytes,
+    channel_planes,
     channel_interleave,
     channel_restore,
     channel_matmul,

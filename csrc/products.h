@@ -45,6 +45,7 @@ struct ChannelCodebook {
     const uint8_t* bytes;   // codes in the kernels' order (channel_lookup.cpp)
     const float* table;     // [channel_columns, channel_entries], what pads it finite; of more bits
     const uint16_t* halves; // the same as float16, and two bytes more
+    const uint8_t* planes;  // the table as `channel_planes` makes it, or null
     int bits;               // 1..8
     int64_t rows, columns;  // the channels
 };
@@ -205,6 +206,10 @@ struct Products {
     // of blocks begin at whole words of them. x [tokens, channel_columns], padding 0. out [rows, channels].
     int64_t (*channel_bytes)(const ChannelCodebook&);
     int64_t (*channel_columns)(const ChannelCodebook&);
+    // The bytes of float16 entries [channel_columns, parts of 16 entries, lower and upper bytes, 16], exclusive-or
+    // those of the part before; 0 bytes where kernels have no use for them or entries are no float16 numbers.
+    int64_t (*channel_planes_bytes)(const ChannelCodebook&);
+    void (*channel_planes)(const ChannelCodebook&, uint8_t* planes);
     void (*channel_interleave)(const ChannelCodebook&, const uint32_t* planes, uint8_t* bytes, int64_t begin,
                                int64_t end);
     void (*channel_restore)(const ChannelCodebook&, uint32_t* planes, int64_t begin, int64_t end);
@@ -299,6 +304,8 @@ const Products* products_for(const char* isa);
     void second_order_dequantize(const SecondOrder&, float*, int64_t, int64_t);                                       \
     int64_t channel_bytes(const ChannelCodebook&);                                                                    \
     int64_t channel_columns(const ChannelCodebook&);                                                                  \
+    int64_t channel_planes_bytes(const ChannelCodebook&);                                                             \
+    void channel_planes(const ChannelCodebook&, uint8_t*);                                                            \
     void channel_interleave(const ChannelCodebook&, const uint32_t*, uint8_t*, int64_t, int64_t);                     \
     void channel_restore(const ChannelCodebook&, uint32_t*, int64_t, int64_t);                                        \
     void channel_matmul(const ChannelCodebook&, const float*, int64_t, float*, int64_t, int64_t, int64_t);            \

@@ -142,6 +142,27 @@ def test_tables_by_channel(bits: int, channels: int, rows: int, tokens: int, thr
             assert torch.equal(single[0], y[k]), isa
 
 
+@pytest.mark.parametrize("rows", [31, 32, 33, 72, 200])
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_tables_by_channel_of_many_rows_at_once(bits: int, rows: int) -> None:
+    """Channels beyond one stretch of tables; entries that float16 has, and others: AVX2 looks them up otherwise."""
+    channels = 1200
+    codes, planes, table = make(channels, rows, bits, seed=rows)
+    x = torch.randn(16, channels, generator=torch.Generator().manual_seed(bits))
+    for entries in (table.float(), table.float() * 1.001):
+        weight = entries.gather(1, codes.long()).T
+        expected, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+        for isa in isas():
+            tile = cpu.Channels(planes, entries, rows, isa=isa)
+            few = cpu.Channels(stored(codes[:, :24], bits), entries, 24, isa=isa)
+            for tokens in (1, 2, 3, 7, 16):
+                y, first = torch.zeros(tokens, rows), torch.zeros(tokens, 24)
+                tile.matmul(x[:tokens], y, threads=2)
+                few.matmul(x[:tokens], first, threads=1)
+                assert bool(((y - expected[:tokens]).abs() <= 1e-6 * size[:tokens] + 1e-30).all()), isa
+                assert torch.equal(first, y[:, :24]), isa  # a row's sum is its own
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     bits=st.integers(1, 8),
