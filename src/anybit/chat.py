@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TextStreamer
 
+from anybit import cuda_graph
 from anybit.architectures import is_encoder
 from anybit.errors import InputError
 from anybit.kv_cache import QuantizedCache, check_kv_bits
@@ -129,10 +131,16 @@ class Generator:
             else self.tokenizer.eos_token_id
         )
         ids = ids.to(self.model.device)
-        if self.kv_bits != 16:
-            sampling["past_key_values"] = QuantizedCache(self.model.config, self.kv_bits)
-        with torch.random.fork_rng(), torch.no_grad():
+        on_gpu = self.model.device.type == "cuda"
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng())
+            stack.enter_context(torch.no_grad())
             torch.manual_seed(seed)
+            if self.kv_bits != 16:
+                sampling["past_key_values"] = QuantizedCache(self.model.config, self.kv_bits)
+            elif on_gpu and cuda_graph.fits(self.model.config):
+                make_cache = stack.enter_context(cuda_graph.graphed(self.model))
+                sampling |= {"past_key_values": make_cache(ids.shape[1] + room), "disable_compile": True}
             output = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
