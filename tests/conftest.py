@@ -6,17 +6,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the suite shares 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import torch
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # before triton
+
 import random
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-if not list(Path("/dev").glob("nvidia[0-9]*")):  # without a GPU, its kernels run in Triton's interpreter
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch, which imports triton
-
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,

@@ -339,9 +339,7 @@ def test_the_size_named_as_smallest_can_be_had(run: Run, llama: Path, tmp_path: 
     assert run("quantize", llama, "-o", tmp_path / "out", *RTN, "--size", f"{smallest + 100}B").code == 0
 
 
-@pytest.mark.parametrize(
-    "option", ["--kv-cache=4", "--activations=8", "--prepass=awq", "--device=cpu", "--nonsense"]
-)
+@pytest.mark.parametrize("option", ["--kv-cache=4", "--activations=8", "--prepass=awq", "--nonsense"])
 def test_options_that_do_not_exist_are_errors(run: Run, llama: Path, tmp_path: Path, option: str) -> None:
     ran = run("quantize", llama, "-o", tmp_path / "out", option)
     assert ran.code == 2

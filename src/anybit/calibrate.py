@@ -33,18 +33,28 @@ LOGIT_CHUNK = 256  # positions whose logits are alive at a time
 
 
 class Activations:
-    """Hidden states between two blocks, one [1, seq_len, hidden] per sample; on disk where they are large."""
+    """Hidden states between two blocks, one [1, seq_len, hidden] per sample; on disk where they are large.
 
-    def __init__(self, samples: int, directory: Path, budget: int = ACTIVATION_BUDGET) -> None:
+    Others stay on the device that the blocks run on: a sample's way over the bus takes about as long as a block's
+    forward pass on it, and a GPU has the 2 GB.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        directory: Path,
+        budget: int = ACTIVATION_BUDGET,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._kept: list[Tensor | None] = [None] * samples
-        self._directory, self._budget = directory, budget
+        self._directory, self._budget, self._device = directory, budget, device
         self._file: Any = None
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def put(self, i: int, hidden: Tensor) -> None:
-        hidden = hidden.detach().cpu().contiguous()
+        hidden = hidden.detach().to(self._device).contiguous()
         size = hidden.numel() * hidden.element_size()
         if size * len(self) <= self._budget:
             self._kept[i] = hidden
@@ -54,7 +64,7 @@ class Activations:
         self._kept[i] = hidden.new_empty(0).expand(0)
         self._shape, self._dtype, self._size = hidden.shape, hidden.dtype, size
         self._file.seek(i * size)
-        self._file.write(hidden.view(torch.uint8).numpy().data)
+        self._file.write(hidden.view(torch.uint8).cpu().numpy().data)
 
     def get(self, i: int) -> Tensor:
         kept = self._kept[i]
@@ -64,7 +74,7 @@ class Activations:
         self._file.seek(i * self._size)
         buffer = bytearray(self._size)
         self._file.readinto(buffer)
-        return torch.frombuffer(buffer, dtype=self._dtype).view(self._shape)
+        return torch.frombuffer(buffer, dtype=self._dtype).view(self._shape).to(self._device)
 
 
 class Collector(TorchFunctionMode):
@@ -128,7 +138,7 @@ class Collector(TorchFunctionMode):
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             if name in self._importance:
-                self._add(name, args[0], self._importance[name][self._sample])
+                self._add(name, args[0], self._importance[name][self._sample].to(args[0].device))
                 return
             if self._attention and name.endswith(".v_proj"):
                 self._value = (name, args[0])
@@ -195,7 +205,8 @@ def gradient_statistics(
     """Global mode: gradients of each sample's mean negative log-likelihood, reduced layer by layer.
 
     The whole model is loaded; its blocks are recomputed in the backward pass and the logits are made in chunks,
-    so that memory is the weights, one block's activations and one linear's weight gradient.
+    so that memory is the weights, one block's activations and one linear's weight gradient. On a GPU it also holds the
+    Fisher information, float32, until all samples are in: a sample's does not fit through the bus in the time it takes.
 
     Args:
         streamed: the model; materialised by this call.
@@ -205,7 +216,7 @@ def gradient_statistics(
         deltas: perturbations, each a function `delta(name, first, last)` of some rows of a layer's weight, float32
             [rows, in]; they give `products`, one number per perturbation, sample and output channel (MixLLM,
             arXiv:2412.14590, eq. 4), and `diagonal`.
-        spill: directory for the Fisher information, which is then mapped from files instead of held in memory;
+        spill: directory for the Fisher information, which is in the end mapped from files instead of held in memory;
             `spilled_statistics` finds it again.
         advance: called with 1 after each sample.
 
@@ -217,18 +228,23 @@ def gradient_statistics(
         raise InputError("gradients need windows of at least 2 tokens: a window of 1 has nothing to predict")
     known = not any(parameter.is_meta for parameter in streamed.model.parameters())
     map_large_arrays()
-    model = load_whole(streamed)
+    model, device = load_whole(streamed), streamed.device
+    mapped = spill if device.type == "cpu" else None  # gathered in the files themselves
+    tokens = tokens.to(device)
     if not known:
         _check_logits(model, tokens[:1, :2])
     stats = {}
     for i, name in enumerate(layers):
         shape = linear_shape(model.get_submodule(name))
-        products = torch.zeros(len(deltas), len(tokens), shape[0])
+        products = torch.zeros(len(deltas), len(tokens), shape[0], device=device)
         information = None
-        if fisher:
-            information = torch.zeros(shape) if spill is None else _allocated(_spill_file(spill, i), shape)
-        diagonal = torch.zeros(len(deltas), shape[0])
-        moments = torch.zeros(shape[0]), diagonal, torch.zeros(tokens.shape)
+        if fisher and mapped is not None:
+            information = _allocated(_spill_file(mapped, i), shape)
+        elif fisher:
+            information = torch.zeros(shape, device=device)
+        diagonal = torch.zeros(len(deltas), shape[0], device=device)
+        output_moment, token_moment = torch.zeros(shape[0], device=device), torch.zeros_like(tokens).float()
+        moments = output_moment, diagonal, token_moment
         stats[name] = GradientStats(0, 0, information, products, *moments)
 
     def reduce(name: str, x: Tensor, gradient: Tensor) -> None:
@@ -256,8 +272,12 @@ def gradient_statistics(
         for row in tokens:
             sample_loss(model, row).backward()
             advance(1)
-    for name, s in stats.items():
+    for i, (name, s) in enumerate(stats.items()):
         s.check(name)
+        if s.fisher is not None and spill is not None and mapped is None:
+            s.fisher = _allocated(_spill_file(spill, i), linear_shape(model.get_submodule(name))).copy_(
+                s.fisher
+            )
     return stats
 
 
@@ -329,7 +349,9 @@ def sample_loss(model: Any, tokens: Tensor) -> Tensor:
     total = hidden.new_zeros((), dtype=torch.float32)
     for a in range(0, len(hidden), LOGIT_CHUNK):
         target = tokens[1 + a : 1 + a + LOGIT_CHUNK]
-        total = total + recompute(chunk_loss, hidden[a : a + LOGIT_CHUNK], target, use_reentrant=False)
+        total = total + recompute(
+            chunk_loss, hidden[a : a + LOGIT_CHUNK], target, use_reentrant=False, preserve_rng_state=False
+        )
     return total / len(hidden)
 
 
@@ -402,7 +424,9 @@ def _recomputed(blocks: nn.ModuleList) -> Iterator[None]:
     """Recompute each block in the backward pass instead of keeping its activations."""
 
     def forward_of(original: Any) -> Any:
-        return lambda *args, **kwargs: recompute(original, *args, use_reentrant=False, **kwargs)
+        return lambda *args, **kwargs: recompute(
+            original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )
 
     for block in blocks:
         block.forward = forward_of(block.forward)

@@ -361,9 +361,13 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
     spec: Annotated[
         Path | None, typer.Option(help="Widths per layer: the map that `anybit plan -o` writes.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda: where calibration, clustering and error compensation run.")
+    ] = "cpu",
     threads: Threads = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Predict size, bpw, time and memory; write nothing.")
+        bool,
+        typer.Option("--dry-run", help="Predict size, bpw, and the CPU's time and memory; write nothing."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact at OUT.")] = False,
     json_file: JsonFile = None,
@@ -469,6 +473,7 @@ def quantize(  # noqa: PLR0913 - the command's options are the documentation
             spec_map=spec_map,
             **_given(calibration=calibration),
             overwrite=overwrite,
+            device=device,
             report=report,
         )
     finally:
@@ -864,7 +869,10 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
     ] = None,
     device: Device = "cpu",
     part: Annotated[
-        str | None, typer.Option(help="With cuda: gemv, gemm, decode, attention or quantize. [default: gemv]")
+        str | None,
+        typer.Option(
+            help="With cuda: gemv, gemm, decode, attention, activations or quantize. [default: gemv]"
+        ),
     ] = None,
     small: Annotated[
         bool, typer.Option("--small", help="With cuda: compare kernels with the reference and time nothing.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from anybit.errors import InputError
 from anybit.formats import GroupInt
 from anybit.kernels.reference import round_inputs, rounds_inputs
 from anybit.methods import llm_mq, mixllm, nested, registry, rtn, two_four_sixteen
+from anybit.model import check_device
 from anybit.plan import Plan, check_disk, make_plan, scratch_bytes
 from anybit.progress import SILENT, Advance, Silent, ignore
 from anybit.spec import LayerSpec, QuantizeConfig, SpecMap, TileSpec
@@ -70,6 +72,7 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
     spec_map: SpecMap | None = None,
     overwrite: bool = False,
     statistics: Path | None = None,
+    device: str = "cpu",
     report: Silent = SILENT,
 ) -> QuantizeResult:
     """Compress a model into an artifact directory.
@@ -85,6 +88,8 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
         overwrite: replace an artifact at `out`.
         statistics: folder where gradients of the unquantized model stay for other runs on the same model and text, one
             run at a time. Without it every run gathers its own.
+        device: "cpu" or "cuda": where calibration runs, its statistics are summed and matrices are quantized. Devices
+            round and sum differently, so the bytes are not the same (docs/architecture.md has by how much).
         report: where progress goes.
 
     Raises:
@@ -93,8 +98,9 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
     start = time.perf_counter()
     config, out = config or QuantizeConfig(), Path(out)
     check_output(out, overwrite)
+    _check_device(device)
     checkpoint = open_checkpoint(model)
-    streamed = StreamedModel(checkpoint, compute_dtype())
+    streamed = StreamedModel(checkpoint, compute_dtype(device), device)
     plan = make_plan(streamed, config, spec_map)
     check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, config))
     for note in checkpoint.notes():
@@ -113,14 +119,15 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
     text = _calibration(streamed, config, calibration, report) if calibrated else None
     streamed.check_weights(report.task("checking the weights", len(streamed.names)))
     base_hash = _hash(checkpoint, report)
-    fingerprint = _fingerprint(base_hash, config, plan, text, streamed.dtype)
+    fingerprint = _fingerprint(base_hash, config, plan, text, _arithmetic(streamed))
     shared = None
     if statistics is not None and (config.gradients or salience.passes(config)):
         assert text is not None
         searched = plan.layouts.keys() - (spec_map or {}).keys() if config.searches else plan.layouts
         layers = [name for name in plan.layouts if name in searched]
-        shared = statistics / _statistics_key(base_hash, config, plan, layers, text, streamed.dtype)
-    with ArtifactWriter(out, fingerprint, len(streamed.blocks) + 1, overwrite, shared) as writer:
+        shared = statistics / _statistics_key(base_hash, config, plan, layers, text, _arithmetic(streamed))
+    blocks = len(streamed.blocks)
+    with _in_memory(), ArtifactWriter(out, fingerprint, blocks + 1, overwrite, shared) as writer:
         resumed, earlier = len(writer.finished), writer.cost()
         if resumed:
             report.say(f"resumes: {resumed} of {writer.shards} shards are finished")
@@ -255,10 +262,10 @@ class _Run:
         advance = self.report.task(f"{self.config.method} {blocks} blocks", passes + len(self.plan.layouts))
         hidden, targets, calls = None, None, []
         if text is not None:
-            hidden = Activations(samples, self.writer.folder)
+            hidden = Activations(samples, self.writer.folder, device=self.streamed.device)
             calls = self.streamed.first_inputs(text.tokens, hidden.put)
         if hidden is not None and self.config.finetune:
-            targets = Activations(samples, self.writer.folder)
+            targets = Activations(samples, self.writer.folder, device=self.streamed.device)
             for sample in range(samples):
                 targets.put(sample, hidden.get(sample))
         for i in range(blocks):
@@ -328,7 +335,7 @@ class _Run:
             if not self.config.unquantized_inputs and not last:
                 hooks, packed = [], None
                 for name, layout in self._layouts_after(linears, tensors).items():
-                    module, packed = linears[name], _stored(name, layout, tensors)
+                    module, packed = linears[name], _stored(name, layout, tensors, self.streamed.device)
                     _overwrite_weight(module, unpack(packed).dequantize())
                     if rounds_inputs(packed.layout):
                         hooks.append(module.register_forward_pre_hook(_rounding_hook(packed)))
@@ -404,7 +411,7 @@ class _Run:
             assert self.config.progressive or packed.layout == self.plan.layouts[name], (
                 f"{name}: made another layout than planned"
             )
-            tensors |= {f"{name}.{field}": t for field, t in packed.tensors.items()}
+            tensors |= {f"{name}.{field}": t.cpu() for field, t in packed.tensors.items()}
             if advance is not None:
                 advance(1)
         quantized = {f"{name}.weight" for name in linears}
@@ -423,7 +430,7 @@ class _Run:
                 weight, spec = self.streamed.weight(name), self.plan.specs[name]
                 assert isinstance(stats, LinearStats)
                 made = nested.compress(weight, stats, spec, self.worth.outputs[name])
-                beside[f"{name}.{progressive.LOSSES}"] = made.losses
+                beside[f"{name}.{progressive.LOSSES}"] = made.losses.cpu()
                 return QuantizedWeight((weight.shape[0], weight.shape[1]), (made.tile,))
             return registry.quantize(
                 self.config.method, self.streamed.weight(name), stats, self.plan.specs[name]
@@ -478,11 +485,42 @@ def quantize_rows(weight: Tensor, bits: int) -> QuantizedWeight:
     return QuantizedWeight((weight.shape[0], weight.shape[1]), (tile,))
 
 
-def compute_dtype() -> torch.dtype:
-    """What calibration forwards compute in: bfloat16 where the processor multiplies it, else float32."""
+def compute_dtype(device: str = "cpu") -> torch.dtype:
+    """What calibration forwards compute in: bfloat16 where the device multiplies it, else float32."""
+    if device != "cpu":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return torch.bfloat16
     return torch.float32
+
+
+def _check_device(device: str) -> None:
+    """Refuse a device that calibration cannot run on here.
+
+    Raises:
+        InputError: see `model.check_device`; no Triton, or sums of moments that would be rounded to TF32.
+    """
+    check_device(device)
+    if device == "cpu":
+        return
+    if importlib.util.find_spec("triton") is None:
+        raise InputError(f"device {device!r} needs the package triton: install it, or use cpu")
+    if torch.backends.cuda.matmul.allow_tf32:
+        raise InputError(
+            "TF32 is on, which leaves second moments 10 bits: call torch.set_float32_matmul_precision('highest')"
+        )
+
+
+@contextmanager
+def _in_memory() -> Iterator[None]:
+    """Say what to do where a GPU's memory is too small."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"the GPU's memory is full ({str(error).partition('. ')[0]}): use --device cpu, or fewer or shorter "
+            "windows (--samples, --seq-len)"
+        ) from error
 
 
 @contextmanager
@@ -500,10 +538,14 @@ def _overwrite_weight(module: nn.Module, weight: Tensor) -> None:
     target.copy_(weight.T if isinstance(module, Conv1D) else weight)
 
 
-def _stored(name: str, layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PackedWeight:
-    """A layer's stored tensors among a shard's, as far as its layout reads them."""
+def _stored(
+    name: str, layout: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
+) -> PackedWeight:
+    """A layer's stored tensors among a shard's, as far as its layout reads them, on a device."""
     fields = stored_tensors(layout).items()
-    return PackedWeight(layout, {f: tensors[f"{name}.{f}"][: shape[0]] for f, (_, shape) in fields})
+    return PackedWeight(
+        layout, {f: tensors[f"{name}.{f}"][: shape[0]].to(device) for f, (_, shape) in fields}
+    )
 
 
 def _rounding_hook(packed: PackedWeight) -> Any:
@@ -557,7 +599,7 @@ def _statistics_key(
     plan: Plan,
     layers: Iterable[str],
     text: CalibrationSet,
-    dtype: torch.dtype,
+    arithmetic: list[str],
 ) -> str:
     """A name for everything that gradient statistics depend on, but for the width that they are to choose."""
     search: tuple[str, ...] = ("salience", "search", "group_size") if config.searches else ()
@@ -568,13 +610,20 @@ def _statistics_key(
         "tokens": hashlib.sha256(text.tokens.numpy().tobytes()).hexdigest(),
         "shapes": {name: plan.layouts[name]["shape"] for name in layers},
         "search": [config.method, by_rows, *(getattr(config, name) for name in search)] if search else [],
-        "made by": [anybit.__version__, torch.__version__, str(dtype), torch.get_num_threads()],
+        "made by": [anybit.__version__, torch.__version__, *arithmetic, torch.get_num_threads()],
     }
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
+def _arithmetic(streamed: StreamedModel) -> list[str]:
+    """What computes, and in what: another device sums in another order."""
+    if streamed.device.type == "cpu":
+        return [str(streamed.dtype), kernels.info()["cpu"]["isa"]]
+    return [str(streamed.dtype), str(streamed.device), torch.cuda.get_device_name(streamed.device)]
+
+
 def _fingerprint(
-    base_hash: str, config: QuantizeConfig, plan: Plan, text: CalibrationSet | None, dtype: torch.dtype
+    base_hash: str, config: QuantizeConfig, plan: Plan, text: CalibrationSet | None, arithmetic: list[str]
 ) -> str:
     """SHA-256 of everything that the artifact's bytes depend on."""
     parts = {
@@ -585,7 +634,7 @@ def _fingerprint(
         "text": text.describe() if text else None,
         "tokens": hashlib.sha256(text.tokens.numpy().tobytes()).hexdigest() if text else None,
         "libraries": [torch.__version__, transformers.__version__],
-        "compute": [str(dtype), kernels.info()["cpu"]["isa"]],
+        "compute": arithmetic,
         "threads": torch.get_num_threads(),  # the order of float sums, hence the bytes, depends on it
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

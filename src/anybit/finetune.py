@@ -77,8 +77,9 @@ class Trainable:
         self.start, self.tile, self.sparse = start, tile, start.sparse
         c = tile.codes.shape[1]
         narrow, wide = TwoFour.channels(tile.wide, c)
-        self.top = torch.full((c,), 3.0).index_fill(0, wide, 15.0)
-        self.scale_top = TwoFour.scale_tops(len(narrow), c, tile.group_size).float()
+        device = tile.codes.device
+        self.top = torch.full((c,), 3.0, device=device).index_fill(0, wide, 15.0)
+        self.scale_top = TwoFour.scale_tops(len(narrow), c, tile.group_size).float().to(device)
         codes = tile.codes.float()
         scale = replace(tile, codes=codes + 1).dequantize() - tile.dequantize()
         missed = (wanted - tile.dequantize()) / safe(scale)
@@ -87,9 +88,9 @@ class Trainable:
             at = (self.sparse.rows, self.sparse.columns)
             self.codes[at] = codes[at]
         self.scale_codes = tile.scale_codes.float()
-        self.scale_factors = torch.ones(tile.scale_scales.shape)
-        self.wide_factors = torch.ones(tile.wide_scales.shape)
-        self.value_factors = torch.ones(0 if self.sparse is None else len(self.sparse.values))
+        self.scale_factors = torch.ones(tile.scale_scales.shape, device=device)
+        self.wide_factors = torch.ones(tile.wide_scales.shape, device=device)
+        self.value_factors = torch.ones(0 if self.sparse is None else len(self.sparse.values), device=device)
         for parameter in (self.codes, *self.others()):
             parameter.requires_grad_()
 
@@ -139,7 +140,7 @@ class Trainable:
     def confine(self) -> None:
         """Keep codes where they round to codes, and all else near its start."""
         for codes, top in ((self.codes, self.top), (self.scale_codes, self.scale_top)):
-            torch.clamp(codes, torch.tensor(-SLACK), top + SLACK, out=codes)
+            torch.clamp(codes, torch.full_like(top, -SLACK), top + SLACK, out=codes)
         for factor in (self.scale_factors, self.wide_factors, self.value_factors):
             factor.clamp_(1 / REACH, REACH)
 

@@ -390,9 +390,9 @@ class TwoFour:
         return group_size == BLOCK and c % BLOCK == 0 and narrow == 3 * (c - narrow)
 
     @staticmethod
-    def group_of(narrow: int, group_size: int) -> Tensor:
+    def group_of(narrow: int, group_size: int, device: torch.device | str = "cpu") -> Tensor:
         """The group of every 2-bit channel, int64 [narrow]."""
-        at = torch.arange(narrow)
+        at = torch.arange(narrow, device=device)
         return at // BLOCK * (BLOCK // group_size) + at % BLOCK // group_size
 
     @staticmethod
@@ -413,8 +413,8 @@ class TwoFour:
         narrow, _ = self.channels(self.wide, self.codes.shape[1])
         scales = torch.cat([self.scales(), self.wide_scales.float()[:, None]], 1)
         zeros = torch.cat([self.zeros.float(), self.wide_zeros.float()[:, None]], 1)
-        of_channel = torch.full((self.codes.shape[1],), scales.shape[1] - 1)
-        of_channel[narrow] = self.group_of(len(narrow), self.group_size)
+        of_channel = torch.full((self.codes.shape[1],), scales.shape[1] - 1, device=scales.device)
+        of_channel[narrow] = self.group_of(len(narrow), self.group_size, scales.device)
         return (self.codes.float() - zeros.index_select(1, of_channel)) * scales.index_select(1, of_channel)
 
     def describe(self) -> dict[str, Any]:
@@ -495,7 +495,8 @@ class TwoFour:
         groups, parts = TwoFour.groups(narrow, size), groups_of(r, SECOND_GROUP)
         mask = unpack_bits(tensors["blocks"][None], 1, groups_of(c, BLOCK))[0].bool()
         at_2, at_4 = TwoFour.channels(mask, c)
-        nothing = torch.zeros(r, 0, dtype=torch.uint8)
+        device = mask.device
+        nothing = torch.zeros(r, 0, dtype=torch.uint8, device=device)
         low = high = zeros = scale_codes = nothing
         if TwoFour.is_aligned(narrow, c, size):
             first, rest = tensors["codes"], tensors["rest"]
@@ -512,9 +513,9 @@ class TwoFour:
                 scale_codes = unpack_bits(tensors["scale_codes"], 4, groups)
             if narrow < c:
                 high = unpack_bits(tensors["wide_codes"], 4, c - narrow)
-        codes = torch.empty(r, c, dtype=torch.uint8)
+        codes = torch.empty(r, c, dtype=torch.uint8, device=device)
         codes[:, at_2], codes[:, at_4] = low, high
-        none = torch.zeros(parts, 0, dtype=torch.uint8)
+        none = torch.zeros(parts, 0, dtype=torch.uint8, device=device)
         return TwoFour(
             mask,
             size,
@@ -523,10 +524,10 @@ class TwoFour:
             scale_codes,
             tensors["scale_scales"] if narrow else none.half(),
             unpack_bits(tensors["scale_zeros"], 4, groups) if narrow else none,
-            tensors["wide_scales"] if narrow < c else torch.zeros(r).half(),
+            tensors["wide_scales"] if narrow < c else torch.zeros(r, device=device).half(),
             unpack_bits(tensors["wide_zeros"][None], 4, r)[0]
             if narrow < c
-            else torch.zeros(r, dtype=torch.uint8),
+            else torch.zeros(r, dtype=torch.uint8, device=device),
         )
 
     @staticmethod
@@ -644,7 +645,7 @@ class Nested:
         if len(self.kept):
             fields["kept"] = _index(self.kept, self.codes.shape[1] + len(self.kept))
             fields["kept_values"] = self.kept_values
-        widths = torch.zeros(r, dtype=torch.uint8)
+        widths = torch.zeros(r, dtype=torch.uint8, device=self.codes.device)
         for bits, first, last in self.spans(self.counts):
             widths[first:last] = bits
         for p, n in enumerate(self.counts, 1):

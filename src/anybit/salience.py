@@ -344,7 +344,7 @@ def _parts(  # noqa: PLR0913
         else:
             begun = Cost.clock()
             stats = gradient_statistics(streamed, part, layers, deltas=deltas, advance=advance)
-            found = {name: reduce(s) for name, s in stats.items()}
+            found = {name: reduce(s).cpu() for name, s in stats.items()}
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = file.with_suffix(".new")
@@ -388,5 +388,5 @@ def _widen(streamed: StreamedModel, wide: Mapping[str, tuple[int, ...]], config:
     spec = LayerSpec(tiles=(TileSpec(mixllm.WIDE, config.group_size or 128, symmetric=True),))
     for name, rows in wide.items():
         if rows:
-            weight, index = _rows(streamed, name), torch.tensor(rows)
+            weight, index = _rows(streamed, name), torch.tensor(rows, device=streamed.device)
             weight[index] = rtn.quantize(weight[index].float(), None, spec).dequantize().to(weight.dtype)

@@ -42,14 +42,19 @@ class BlockCall:
 class StreamedModel:
     """Blocks, linears and tensors of a checkpoint, loaded on demand.
 
+    Args:
+        checkpoint: what to load from.
+        dtype: what the model computes in.
+        device: where its parts are loaded to, and run.
+
     Raises:
         InputError: an architecture whose blocks or linear layers cannot be found, or with experts fused
             into one parameter.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: str = "cpu") -> None:
         self.checkpoint = checkpoint
-        self.dtype = dtype
+        self.dtype, self.device = dtype, torch.device(device)
         self.model = _meta_model(checkpoint, dtype)
         self.encoder = is_encoder(checkpoint.config)
         self.block_prefix, self.blocks = _blocks(self.model)
@@ -69,14 +74,14 @@ class StreamedModel:
         return {n: linear_shape(m) for i in range(len(self.blocks)) for n, m in self.linears(i).items()}
 
     def weight(self, name: str) -> Tensor:
-        """The weight of a linear layer, float32 [out, in] in fresh memory, whichever way it is stored."""
-        stored = self.read(f"{name}.weight").float()
+        """The weight of a linear layer, float32 [out, in] in fresh memory on the device, whichever way it is stored."""
+        stored = self.read(f"{name}.weight").to(self.device).float()
         if isinstance(self.model.get_submodule(name), Conv1D):
             stored = stored.T.contiguous()
         return stored
 
     def read(self, name: str) -> Tensor:
-        """A checkpoint tensor by its name in the model, checked for NaN and Inf.
+        """A checkpoint tensor by its name in the model, on the CPU, checked for NaN and Inf.
 
         Raises:
             InputError: the tensor holds NaN or Inf.
@@ -152,7 +157,7 @@ class StreamedModel:
         Raises:
             InputError: a buffer that no checkpoint stores and Transformers does not compute.
         """
-        module.to_empty(device="cpu", recurse=False)
+        module.to_empty(device=self.device, recurse=False)
         _compute_buffers(self.model, module, prefix)
         with torch.no_grad():
             for name, target in _own_tensors(module).items():
@@ -181,9 +186,9 @@ class StreamedModel:
         for name, module in outside.items():
             self.materialise(module, name)
         calls: list[BlockCall] = []
-        tuples = self._takes_tuples(tokens[0])
+        tuples = self._takes_tuples(tokens[0].to(self.device))
         with _recorded(self.blocks, tuples) as records, torch.no_grad():
-            for i, row in enumerate(tokens):
+            for i, row in enumerate(tokens.to(self.device)):
                 records.clear()
                 self._run_stubs(row)
                 self._check_records(records, calls, len(row))

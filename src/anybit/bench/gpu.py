@@ -29,18 +29,19 @@ COLUMNS = {  # of a table: the figure, its heading, its factor
 
 
 def _parts() -> dict[str, Callable[..., dict[str, Any]]]:
-    from anybit.bench import gpu_attention, gpu_matmul
+    from anybit.bench import gpu_attention, gpu_matmul, gpu_quantize
 
     return {
         "gemv": gpu_matmul.gemv,
         "gemm": gpu_matmul.gemm,
         "decode": gpu_matmul.decode,
         "attention": gpu_attention.attention,
-        "quantize": gpu_attention.quantize,
+        "activations": gpu_attention.quantize,
+        "quantize": gpu_quantize.quantize,
     }
 
 
-PARTS = ("gemv", "gemm", "decode", "attention", "quantize")
+PARTS = ("gemv", "gemm", "decode", "attention", "activations", "quantize")
 OF_MATRICES = ("gemv", "gemm", "decode")
 
 
@@ -73,9 +74,11 @@ def run(part: str, rounds: int = 20, small: bool = False, only: Sequence[str] = 
 def lines(figures: dict[str, Any]) -> Iterator[str]:
     """A table of the figures, and they as one line of JSON."""
     yield f"{figures['part']} on {figures.get('device', 'no GPU: correctness only')}"
-    if not figures["rows"]:
+    if "gptq" in figures:
+        yield from _quantizing(figures)
+    elif not figures["rows"]:
         yield f"checked against the reference: {len(figures['checked'])} variants"
-    for row in figures["rows"]:
+    for row in figures.get("rows", ()):
         said = ", ".join(f"{name} {value}" for name, value in row.items() if isinstance(value, int | str))
         shown = {
             key: head for key, head in COLUMNS.items() if any(key in v for v in row["variants"].values())
@@ -92,6 +95,14 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
     for name, speed in figures.get("averages", {}).items():
         yield f"average over shapes and tokens, x float16: {name:20}{speed:6.2f}"
     yield json.dumps(figures)
+
+
+def _quantizing(figures: dict[str, Any]) -> Iterator[str]:
+    layer, clusters = figures["gptq"], figures["kmeans"]
+    yield f"GPTQ, 4 bits, {layer['shape']}: {layer['ms']:.1f} ms; columns in plain PyTorch: {layer['plain_ms']:.0f} ms"
+    yield f"k-means, 3 to 8 bits: {clusters['ns_per_weight']:.2f} ns a weight, model {clusters['model_seconds']:.1f} s"
+    for method, seconds in figures["seconds_per_billion"].items():
+        yield f"{method}: {seconds:.1f} s per billion weights"
 
 
 def plot(figures: dict[str, Any], path: Path) -> None:

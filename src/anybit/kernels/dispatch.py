@@ -263,9 +263,38 @@ def _lookup_grid(columns: int) -> tuple[int, int, Tensor]:
 def gptq_block(
     weight: Tensor, inverse: Tensor, scale: Tensor, zero: Tensor, top: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.gptq_block`; native on the CPU."""
-    fast = cpu.available() and weight.device.type == "cpu"
-    return (cpu if fast else reference).gptq_block(weight, inverse, scale, zero, top)
+    """See `reference.gptq_block`; native on the CPU, in Triton on CUDA, the same bits everywhere."""
+    if weight.is_cuda:
+        from anybit.kernels.gpu import gptq
+
+        return gptq.gptq_block(weight, inverse, scale, zero, top)
+    return (cpu if _native(weight) else reference).gptq_block(weight, inverse, scale, zero, top)
+
+
+def kmeans(weight: Tensor, importance: Tensor | None, seed_bits: int, bits: int) -> tuple[Tensor, Tensor]:
+    """See `cpu.kmeans`; on CUDA `gpu.kmeans`, whose losses are near those of the native kernel."""
+    if weight.device.type == "cpu":
+        return cpu.kmeans(weight, importance, seed_bits, bits)
+    from anybit.kernels.gpu import kmeans
+
+    return kmeans.kmeans(weight, importance, seed_bits, bits)
+
+
+def nested_codes(
+    targets: Tensor, inverse: Tensor, tables: Tensor, kinds: Tensor, scales: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `cpu.nested_codes`; elsewhere than on the CPU in plain PyTorch, the same bits up to fused operations."""
+    kernels = cpu if _native(targets) else reference
+    return kernels.nested_codes(targets, inverse, tables, kinds, scales, weights)
+
+
+def nested_fit(weight: Tensor, importance: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """See `cpu.nested_fit`; elsewhere than on the CPU in plain PyTorch, whose sums are of another order."""
+    return (cpu if _native(weight) else reference).nested_fit(weight, importance, tables)
+
+
+def _native(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and cpu.available()
 
 
 def add_moments(hessian: Tensor, x: Tensor) -> None:

@@ -148,3 +148,82 @@ def gptq_block(
         )  # not addr_, which fuses: other bits than csrc
         codes[:, i], errors[:, i] = q, error
     return codes.to(torch.uint8), errors
+
+
+def nested_codes(
+    targets: Tensor,  # float32 [widths, rows, n]; of 1 bit, 2 bits, ...
+    inverse: Tensor,  # float32 [n, n], upper triangular
+    tables: Tensor,  # float32 [shapes, 2 + 4 + ... + 2**widths]
+    kinds: Tensor,  # uint8 [rows]: shapes
+    scales: Tensor,  # float32 [rows]
+    weights: Tensor,  # float32 [widths]
+) -> tuple[Tensor, Tensor]:
+    """One code per weight for all widths from 1 bit up: see `cpu.nested_codes`."""
+    widths, rows, n = targets.shape
+    targets = targets.clone()
+    codes = torch.empty(rows, n, dtype=torch.uint8, device=targets.device)
+    errors = torch.empty_like(targets)
+    of_width = [
+        tables[kinds.long(), 2**b - 2 : 2 ** (b + 1) - 2] for b in range(1, widths + 1)
+    ]  # [rows, 2**b]
+    middles = [(0.5 * (t[:, :-1] + t[:, 1:])).contiguous() for t in of_width]
+    counted = (weights != 0).tolist()
+    divisor = torch.where(scales > 0, scales, 1.0)
+    for j in range(n):
+        z = targets[:, :, j] / divisor
+        chosen = torch.empty(rows, 0, dtype=torch.int64, device=z.device)  # candidates [rows, c]
+        for own, middle, counts in zip(z, middles, counted):
+            chosen = 2 * chosen + (own[:, None] > middle.gather(1, 2 * chosen))  # their better children
+            if counts:  # and the nearest of all
+                chosen = torch.cat([chosen, torch.searchsorted(middle, own[:, None])], 1)
+        cost = torch.zeros(chosen.shape, device=z.device)
+        for at, (own, table) in enumerate(zip(z, of_width)):
+            miss = own[:, None] - table.gather(1, chosen >> (widths - 1 - at))
+            cost = cost + weights[at] * (miss * miss)
+        code = chosen.gather(1, cost.argmin(1, keepdim=True))
+        codes[:, j] = code[:, 0]
+        values = torch.stack([t.gather(1, code >> (widths - 1 - at))[:, 0] for at, t in enumerate(of_width)])
+        error = (targets[:, :, j] - scales * values) / inverse[j, j]
+        errors[:, :, j] = error
+        targets[:, :, j + 1 :] -= error[..., None] * inverse[j, j + 1 :]
+    return codes, errors
+
+
+def nested_fit(
+    weight: Tensor,  # float32 [rows, n]
+    importance: Tensor,  # float32 [n]
+    tables: Tensor,  # float32 [shapes, entries]
+) -> tuple[Tensor, Tensor]:
+    """The shape uint8 and the scale float32 [rows] of each row: see `cpu.nested_fit`."""
+    size = weight.square().mean(1).sqrt()
+
+    def misfit(kind: Tensor, scale: Tensor) -> Tensor:
+        closest = torch.full_like(weight, torch.inf)
+        for entry in tables[kind].T:
+            closest = torch.minimum(closest, (weight - (scale * entry)[:, None]).square_())
+        return closest @ importance
+
+    kind = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
+    scale, best = size.clone(), misfit(kind, size)
+
+    def take(other: Tensor, to: Tensor, tried: Tensor | bool = True) -> Tensor:
+        """Whether each row that is tried gets better, and has changed."""
+        cost = misfit(other, to)
+        better = (cost < best) & tried
+        for now, new in ((kind, other), (scale, to), (best, cost)):
+            now.copy_(torch.where(better, new, now))
+        return better
+
+    for shape in range(len(tables)):
+        for ratio in (0.6, 0.8, 1.0, 1.25, 1.6):
+            take(torch.full_like(kind, shape), size * ratio)
+    for step in (1.1, 1.05, 1.025):
+        for factor in (step, 1 / step):
+            better = torch.ones_like(kind, dtype=torch.bool)
+            while better.any():
+                within = scale < 8 * size if factor > 1 else scale > size / 8
+                better = take(kind.clone(), scale * factor, better & within)
+    fitted = kind.clone()
+    for shift in (-1, 1):
+        take((fitted + shift).clamp(0, len(tables) - 1), scale.clone())
+    return kind.to(torch.uint8), scale

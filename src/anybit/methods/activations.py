@@ -42,9 +42,9 @@ def _best_ratios(dense: Tensor, x: Tensor, tile: GroupInt) -> Tensor:
     columns = split_groups(dense, tile.group_size).transpose(0, 1)  # [groups, out, size]
     gram = columns.transpose(1, 2) @ columns
     inputs = split_groups(x, tile.group_size)
-    best = torch.full((len(gram),), torch.inf)
-    ratios = torch.ones(len(gram)).half()
-    for ratio in torch.tensor(RATIOS).half():
+    best = torch.full((len(gram),), torch.inf, device=gram.device)
+    ratios = torch.ones_like(best).half()
+    for ratio in torch.tensor(RATIOS, device=gram.device).half():
         clip = ratio.expand(len(gram))
         codes, scales = quantize_activations(x, tile.act_bits, tile.group_size, clip, None)
         errors = split_groups(codes.float(), tile.group_size) * scales[..., None] - inputs

@@ -70,5 +70,5 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     """
     if stats is None or stats.inputs is None:
         raise InputError("Atom needs the energy of the layer's inputs: calibrate first")
-    order = torch.argsort(stats.inputs.energy.cpu(), stable=True)
+    order = torch.argsort(stats.inputs.energy, stable=True)
     return gptq.quantize(weight, stats, split(spec, order))

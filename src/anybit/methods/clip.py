@@ -19,6 +19,7 @@ from anybit.stats import LinearStats
 
 RATIOS = tuple(1 - 0.04 * k for k in range(14))  # 1.00 down to 0.48
 CHUNK = 2**18  # weights searched at a time: rows are independent, and these stay in cache
+DEVICE_CHUNK = 2**24  # the same elsewhere: a GPU needs work for all of it, and each launch costs microseconds
 
 
 def search(weight: Tensor, columns: ColumnSet, stats: LinearStats | None) -> Tensor:
@@ -59,8 +60,9 @@ def search_compensated(weight: Tensor, columns: ColumnSet, column_cost: Tensor) 
 
 def _least(weight: Tensor, columns: ColumnSet, cost: Callable[[Tensor], Tensor]) -> Tensor:
     """The ratio of least `cost(rounding errors [rows, groups, n]) -> [rows, groups]`, some rows at a time."""
-    bits, symmetric = columns.bits.to(weight.device)[:, None], columns.symmetric.to(weight.device)[:, None]
-    rows = max(1, CHUNK // weight.shape[1])
+    bits, symmetric = columns.bits[:, None], columns.symmetric[:, None]
+    chunk = CHUNK if weight.device.type == "cpu" else DEVICE_CHUNK
+    rows = max(1, chunk // weight.shape[1])
     parts = zip(weight.split(rows), bits.split(rows), symmetric.split(rows), strict=True)
     size = columns.group_size
     return torch.cat([least_of_rows(grid.split_groups(w, size), b, s, cost) for w, b, s in parts])

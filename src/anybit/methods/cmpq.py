@@ -79,7 +79,7 @@ def allocation(spec: LayerSpec, in_features: int) -> tuple[dict[int, int], int]:
 
 
 def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> QuantizedWeight:
-    """Cluster the input channels of `weight` [out, in].
+    """Cluster the input channels of `weight` [out, in]; with `compensate` on the CPU, wherever the weight is.
 
     Args:
         weight: float32 [out, in].
@@ -93,10 +93,10 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
         raise InputError("CMPQ needs the norms of the layer's inputs: calibrate first")
     if spec.compensate and stats.hessian is None:
         raise InputError("compensating errors needs the Hessian of the layer's inputs: calibrate with it")
-    shape = (weight.shape[0], weight.shape[1])
+    shape, device = (weight.shape[0], weight.shape[1]), weight.device
     weight = grid.without_dead(weight, stats.squares)
     counts, kept = allocation(spec, shape[1])
-    order = torch.argsort(stats.squares.cpu(), stable=True)  # ascending norms: narrow widths first
+    order = torch.argsort(stats.squares.to(device), stable=True)  # ascending norms: narrow widths first
     coded, outliers = order[: shape[1] - kept], order[shape[1] - kept :].sort().values
     channels = dict(zip(counts, coded.split(list(counts.values()))))
     channels = {width: chosen.sort().values for width, chosen in channels.items()}
@@ -106,10 +106,15 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     if worst:
         error = (weight - QuantizedWeight(shape, tuple(tiles)).dequantize()).abs()
         error[:, outliers] = -1  # these stay as they are
-        mask = torch.zeros(weight.numel(), dtype=torch.bool)
+        mask = torch.zeros(weight.numel(), dtype=torch.bool, device=device)
         mask[error.flatten().topk(worst).indices] = True
         mask = mask.view(shape)
-    if spec.compensate and stats.hessian is not None:
+    if (
+        spec.compensate and stats.hessian is not None
+    ):  # channel after channel is too little at a time for a GPU
+        weight, outliers, order = weight.cpu(), outliers.cpu(), order.cpu()
+        mask = None if mask is None else mask.cpu()
+        channels = {width: chosen.cpu() for width, chosen in channels.items()}
         tiles, weight = _compensated(weight, mask, stats.hessian, order, channels, spec)
     elif mask is not None:
         tiles = [_cluster(weight, mask, chosen, width, spec) for width, chosen in channels.items()]
@@ -148,7 +153,7 @@ def _compensated(
     width_of = {int(channel): width for width, chosen in channels.items() for channel in chosen}
     coded = len(width_of)
     order = torch.cat([order[:coded].flip(0), order[coded:]])
-    factor = inverse_factor(hessian, order, spec.damp)
+    factor = inverse_factor(hessian, order, spec.damp).cpu()
     work = weight.T[order]  # [in, out]: a channel is a contiguous row
     done: dict[int, Codebook] = {}
     for a in range(0, coded, BLOCK):

@@ -42,7 +42,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     shape = (weight.shape[0], weight.shape[1])
     hessian = stats.hessian.to(weight.device)
     diagonal = hessian.diagonal()
-    sets = column_sets(spec, shape)
+    sets = column_sets(spec, shape, weight.device)
     if spec.desc_act:
         sets = [_by_energy(s, diagonal) for s in sets]
     order = _group_order(sets, diagonal, spec.group_reorder and not spec.desc_act)
@@ -55,7 +55,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     ratios = [
         clip.search_compensated(weight[:, s.cols], s, column_cost[s.cols])
         if spec.clip
-        else s.fixed_ratio(spec).to(weight.device)[:, None].expand(-1, s.groups)
+        else s.fixed_ratio(spec)[:, None].expand(-1, s.groups)
         for s in sets
     ]
     codes, scales, zeros = _sweep(work, factor, sets, order, ratios)
@@ -64,7 +64,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
 
 def _by_energy(columns: ColumnSet, diagonal: Tensor) -> ColumnSet:
     """The column set stored in order of falling activation energy (act-order)."""
-    order = torch.argsort(diagonal[columns.cols].cpu(), descending=True, stable=True)
+    order = torch.argsort(diagonal[columns.cols], descending=True, stable=True)
     return dataclasses.replace(columns, cols=columns.cols[order], stored=True)
 
 
@@ -73,8 +73,8 @@ def _group_order(sets: list[ColumnSet], diagonal: Tensor, by_importance: bool) -
     order = [(s, g) for s, columns in enumerate(sets) for g in range(columns.groups)]
     if not by_importance:
         return order
-    energy = diagonal.cpu()
-    return sorted(order, key=lambda at: -float(energy[sets[at[0]].group(at[1])].mean()))
+    energy = torch.stack([diagonal[sets[s].group(g)].mean() for s, g in order]).tolist()
+    return [order[i] for i in sorted(range(len(order)), key=lambda i: -energy[i])]
 
 
 def inverse_factor(hessian: Tensor, order: Tensor, damp: float) -> Tensor:
@@ -124,9 +124,8 @@ def _sweep(
     start = 0
     for s, g in order:
         columns, size = sets[s], len(sets[s].group(g))
-        bits = columns.bits.to(device)
-        symmetric = columns.symmetric.to(device)
-        scale, zero = grid.fit(work[:, start : start + size], bits, symmetric, ratios[s][:, g])
+        bits = columns.bits
+        scale, zero = grid.fit(work[:, start : start + size], bits, columns.symmetric, ratios[s][:, g])
         scales[s][:, g], zeros[s][:, g] = scale, zero
         top = 2.0**bits - 1
         for offset in range(0, size, BLOCK):

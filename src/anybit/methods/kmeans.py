@@ -1,6 +1,7 @@
 """Weighted k-means in one dimension, row by row: codebooks of one width, or nested over several.
 
-The work is native (csrc/kmeans.cpp); here is its contract, and how codebooks are stored.
+The work is native (csrc/kmeans.cpp) or a GPU's (kernels/gpu/kmeans.py); here is its contract, and how codebooks are
+stored.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from anybit.errors import InputError
 from anybit.formats import Codebook, to_half
-from anybit.kernels import cpu
+from anybit.kernels import cpu, dispatch
 
 
 def cluster(
@@ -37,12 +38,12 @@ def cluster(
         centroids, the last value is repeated and has no codes.
 
     Raises:
-        InputError: NaN or Inf, a negative importance, or no native extension.
+        InputError: NaN or Inf, a negative importance, or no native extension (on the CPU).
     """
-    if not cpu.available():
+    if weight.device.type == "cpu" and not cpu.available():
         raise InputError(f"clustering needs the native extension, which is not there: {cpu.why_not()}")
     try:
-        codes, centroids = cpu.kmeans(weight.float().contiguous(), importance, seed_bits, bits)
+        codes, centroids = dispatch.kmeans(weight.float().contiguous(), importance, seed_bits, bits)
     except ValueError as error:
         raise InputError(f"these weights cannot be clustered: {error}") from error
     sizes = [2**b for b in range(seed_bits, bits + 1)]

@@ -21,7 +21,7 @@ from torch import Tensor
 from anybit import shapes
 from anybit.errors import InputError
 from anybit.formats import Nested, to_half
-from anybit.kernels import cpu
+from anybit.kernels import cpu, dispatch
 from anybit.methods import grid
 from anybit.methods.gptq import BLOCK, inverse_factor
 from anybit.spec import LayerSpec
@@ -30,6 +30,9 @@ from anybit.tensors import QuantizedWeight
 
 BITS = 8  # the widest
 CHUNK = 1 << 24  # targets held at a time
+DEVICE_CHUNK = (
+    1 << 29
+)  # the same elsewhere than on the CPU, where a column costs the same for any number of rows
 FIT_BITS = 3  # width at which a row's shape and scale are fitted
 LEAST = 0.03  # what errors far from the tuned width count: all planes must come close to the weights
 RANKED = slice(1, 5)  # widths 2 to 5, whose losses rank rows
@@ -86,32 +89,34 @@ def compress(
             (`salience.width_scores`). None: all errors are worth 1.
 
     Raises:
-        InputError: no Hessian, or one that stays singular at a thousandfold damping; no native extension.
+        InputError: no Hessian, or one that stays singular at a thousandfold damping; no native extension (on the CPU).
     """
     if stats is None or stats.hessian is None:
         raise InputError("the method anybit needs the Hessian of the layer's inputs: calibrate first")
-    if not cpu.available():
+    if weight.device.type == "cpu" and not cpu.available():
         raise InputError(f"the method anybit needs the native extension, which is not there: {cpu.why_not()}")
     out_features, in_features = weight.shape
-    diagonal = stats.hessian.diagonal()
+    diagonal = stats.hessian.to(weight.device).diagonal()
     kept = diagonal.topk(kept_channels(spec, in_features)).indices.sort().values
     coded = Nested.coded(in_features, kept)
     coded_order = torch.argsort(diagonal[coded], descending=True, stable=True)
-    factor = inverse_factor(stats.hessian, torch.cat([kept, coded[coded_order]]), spec.damp)
+    factor = inverse_factor(stats.hessian.to(weight.device), torch.cat([kept, coded[coded_order]]), spec.damp)
     factor = factor[len(kept) :, len(kept) :].contiguous()
     work = grid.without_dead(weight, diagonal)[:, coded[coded_order]]
     cost = factor.diagonal().square().reciprocal()
-    kinds, scales = cpu.nested_fit(work, cost, shapes.table(FIT_BITS).contiguous())
+    kinds, scales = dispatch.nested_fit(work, cost, _fitting_table(weight))
     scales = to_half(scales)
-    codes = torch.empty(work.shape, dtype=torch.uint8)
-    losses = torch.empty(out_features, BITS)
-    weights = profile(spec.tune_for)
-    rows = max(1, CHUNK // (BITS * work.shape[1]))
+    codes = torch.empty_like(work, dtype=torch.uint8)
+    losses = work.new_empty(out_features, BITS)
+    weights = profile(spec.tune_for).to(weight.device)
+    chunk = CHUNK if work.device.type == "cpu" else DEVICE_CHUNK
+    rows = max(1, chunk // (BITS * work.shape[1]))
     for a in range(0, out_features, rows):
         part = slice(a, min(a + rows, out_features))
         codes[part], losses[part] = _sweep(work[part], factor, kinds[part], scales[part].float(), weights)
     natural = torch.empty_like(codes)
     natural[:, coded_order] = codes
+    sensitivity = None if sensitivity is None else sensitivity.to(weight.device)
     if sensitivity is not None and sensitivity.ndim == 2:
         losses = sensitivity
     else:
@@ -132,18 +137,22 @@ def compress(
 
 def fit(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The shape uint8 [r] and scale float32 [r] of every row of `weight` [r, c], all inputs alike."""
-    table = shapes.table(FIT_BITS).contiguous()
-    return cpu.nested_fit(weight.contiguous(), torch.ones(weight.shape[1]), table)
+    return dispatch.nested_fit(weight.contiguous(), weight.new_ones(weight.shape[1]), _fitting_table(weight))
 
 
 def rounding(weight: Tensor, kinds: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Rows [r, c] rounded to the nearest entries of their shapes at a width."""
     rounded = torch.empty_like(weight)
     for kind in kinds.unique():
-        table, rows = shapes.table(bits)[int(kind)], kinds == kind
+        table, rows = shapes.table(bits)[int(kind)].to(weight.device), kinds == kind
         edges = (table[1:] + table[:-1]) / 2
         rounded[rows] = table[torch.bucketize(weight[rows] / scales[rows, None], edges)]
     return rounded * scales[:, None]
+
+
+def _fitting_table(weight: Tensor) -> Tensor:
+    """The entries of every shape at `FIT_BITS`, beside the weight."""
+    return shapes.table(FIT_BITS).contiguous().to(weight.device)
 
 
 def _sweep(
@@ -155,13 +164,13 @@ def _sweep(
 ) -> tuple[Tensor, Tensor]:
     """Codes uint8 [r, n] at 8 bits, and the loss of every row at every width, float32 [r, 8]."""
     targets = work.expand(BITS, *work.shape).clone()
-    codes = torch.empty(work.shape, dtype=torch.uint8)
-    losses = torch.zeros(len(work), BITS)
-    n = work.shape[1]
+    codes = torch.empty_like(work, dtype=torch.uint8)
+    losses = work.new_zeros(len(work), BITS)
+    tables, n = shapes.tables().to(work.device), work.shape[1]
     for a in range(0, n, BLOCK):
         b = min(a + BLOCK, n)
-        codes[:, a:b], errors = cpu.nested_codes(
-            targets[:, :, a:b], factor[a:b, a:b], shapes.tables(), kinds, scales, weights
+        codes[:, a:b], errors = dispatch.nested_codes(
+            targets[:, :, a:b], factor[a:b, a:b], tables, kinds, scales, weights
         )
         losses += errors.square().sum(2).T
         for width, error in enumerate(errors):

@@ -21,12 +21,12 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
     """
     if stats is not None:
         weight = grid.without_dead(weight, stats.squares)
-    sets = column_sets(spec, (weight.shape[0], weight.shape[1]))
+    sets = column_sets(spec, (weight.shape[0], weight.shape[1]), weight.device)
     codes, scales, zeros = [], [], []
     for s in sets:
         matrix = weight[:, s.cols]
-        ratio = clip.search(matrix, s, stats) if spec.clip else s.fixed_ratio(spec)[:, None].to(weight.device)
-        bits, symmetric = s.bits.to(weight.device)[:, None], s.symmetric.to(weight.device)[:, None]
+        ratio = clip.search(matrix, s, stats) if spec.clip else s.fixed_ratio(spec)[:, None]
+        bits, symmetric = s.bits[:, None], s.symmetric[:, None]
         groups = grid.split_groups(matrix, s.group_size)
         scale, zero = grid.fit(groups, bits, symmetric, ratio)
         q = grid.encode(groups, scale[..., None], zero[..., None], (2.0**bits - 1)[..., None])

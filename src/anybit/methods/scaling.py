@@ -77,4 +77,4 @@ def _factor(weight: Tensor, inputs: InputStats, tokens: int, scaling: str, alpha
     else:
         s = inputs.peaks.clamp(min=1e-6) ** alpha / weight.abs().amax(0).clamp(min=1e-6) ** (1 - alpha)
     s = s / (s.max() * s.min()).sqrt()  # around 1: any common factor is as good
-    return s.reciprocal().clamp(SMALLEST, LARGEST).half().cpu()
+    return s.reciprocal().clamp(SMALLEST, LARGEST).half()

@@ -50,7 +50,7 @@ def quantize(weight: Tensor, stats: GradientStats | None, spec: LayerSpec) -> Qu
     Raises:
         InputError: see `kmeans.cluster`.
     """
-    fisher = None if stats is None else stats.fisher
+    fisher = None if stats is None or stats.fisher is None else stats.fisher.to(weight.device)
     mask = outliers(weight, fisher, spec)
     if mask is not None:
         fisher = torch.where(mask, 0.0, torch.ones_like(weight) if fisher is None else fisher)
@@ -69,7 +69,7 @@ def outliers(weight: Tensor, fisher: Tensor | None, spec: LayerSpec) -> Tensor |
     sensitive, large = _counts(spec, weight.numel())
     if sensitive + large == 0:
         return None
-    mask = torch.zeros(weight.numel(), dtype=torch.bool)
+    mask = torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
     if sensitive:
         score = weight.square() if fisher is None else fisher
         mask[score.flatten().topk(sensitive).indices] = True

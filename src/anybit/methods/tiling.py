@@ -7,7 +7,7 @@ regrouped: tiles with the same columns form one `ColumnSet` whose rows may diffe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ class ColumnSet:
     def groups(self) -> int:
         return groups_of(len(self.cols), self.group_size)
 
+    def to(self, device: torch.device | str) -> ColumnSet:
+        cols, bits, symmetric = (t.to(device) for t in (self.cols, self.bits, self.symmetric))
+        return replace(self, cols=cols, bits=bits, symmetric=symmetric)
+
     def fixed_ratio(self, spec: LayerSpec) -> Tensor:
         """The clipping ratio of each row where none is searched, float32 [out]: 8 bits need none."""
         return torch.where(self.bits < 8, spec.clip_ratio, 1.0)
@@ -46,8 +50,10 @@ class ColumnSet:
         return self.cols[g * self.group_size : (g + 1) * self.group_size]
 
 
-def column_sets(spec: LayerSpec, shape: tuple[int, int]) -> list[ColumnSet]:
-    """Regroup a layer's tiles by their columns.
+def column_sets(
+    spec: LayerSpec, shape: tuple[int, int], device: torch.device | str = "cpu"
+) -> list[ColumnSet]:
+    """Regroup a layer's tiles by their columns; index tensors are made on `device`.
 
     Raises:
         InputError: tiles that overlap, leave weights out, point outside the matrix, or that mix group sizes
@@ -61,7 +67,7 @@ def column_sets(spec: LayerSpec, shape: tuple[int, int]) -> list[ColumnSet]:
         by_cols.setdefault(tile.cols, []).append(tile)
     sets = [_column_set(cols, tiles, shape) for cols, tiles in by_cols.items()]
     _check_covered(torch.cat([s.cols for s in sets]), in_features)
-    return sets
+    return [s.to(device) for s in sets]
 
 
 def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
@@ -144,7 +150,7 @@ def assemble(
     scales: list[Tensor],  # per column set: [out, groups]
     zeros: list[Tensor],  # per column set: [out, groups]
 ) -> QuantizedWeight:
-    """Cut whole-row results into the spec's tiles.
+    """Cut whole-row results into the spec's tiles, on the device that the results are on.
 
     Raises:
         InputError: static activations without statistics of the inputs.
@@ -152,15 +158,15 @@ def assemble(
     tiles = []
     for s, q, scale, zero in zip(sets, codes, scales, zeros):
         for tile in s.tiles:
-            rows = None if tile.rows is None else torch.tensor(tile.rows)
+            rows = None if tile.rows is None else torch.tensor(tile.rows, device=q.device)
             pick = slice(None) if rows is None else rows
             tiles.append(
                 GroupInt(
                     bits=int(tile.bits),
                     group_size=s.group_size,
-                    codes=q[pick].to(torch.uint8).cpu(),
-                    scales=scale[pick].half().cpu(),
-                    zeros=None if tile.symmetric else zero[pick].to(torch.uint8).cpu(),
+                    codes=q[pick].to(torch.uint8),
+                    scales=scale[pick].half(),
+                    zeros=None if tile.symmetric else zero[pick].to(torch.uint8),
                     rows=None if rows is None else rows.to(torch.int32),
                     cols=s.cols.to(torch.int32) if s.stored else None,
                     **_activation_grid(s, tile, spec, stats),
@@ -178,9 +184,10 @@ def _activation_grid(
         return {}
     ratio = spec.act_clip if tile.act_bits is None else 1.0  # outlier channels are not clipped
     if not spec.act_static:
-        return {"act_bits": bits, "act_clip": torch.full((columns.groups,), ratio).half()}
+        clip = torch.full((columns.groups,), ratio, device=columns.cols.device).half()
+        return {"act_bits": bits, "act_clip": clip}
     if stats is None or stats.inputs is None:
         raise InputError("static activations need the range of the layer's inputs: calibrate first")
-    peaks = split_groups(stats.inputs.peaks.cpu()[None, columns.cols], columns.group_size)[0].amax(-1)
+    peaks = split_groups(stats.inputs.peaks[None, columns.cols], columns.group_size)[0].amax(-1)
     scales = to_half(peaks * ratio / (2 ** (bits - 1) - 1))
     return {"act_bits": bits, "act_scales": scales.clamp(min=2.0**-24)}  # float16's smallest number

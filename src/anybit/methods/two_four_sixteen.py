@@ -88,7 +88,7 @@ def compensate(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> tu
     shape = (weight.shape[0], weight.shape[1])
     weight = grid.without_dead(weight, stats.hessian.diagonal())
     narrow = narrow_channels(spec, shape[1])
-    factor = inverse_factor(stats.hessian, torch.arange(shape[1]), spec.damp)
+    factor = inverse_factor(stats.hessian.to(weight.device), torch.arange(shape[1]), spec.damp)
     wide = _wide_blocks(weight, factor, (shape[1] - narrow) // BLOCK)
     mask = _outlier_mask(weight, wide, _outliers(spec, shape, narrow))
     tile, values = _sweep(weight.clone(), factor, wide, mask, spec)
@@ -108,7 +108,7 @@ def _wide_blocks(weight: Tensor, factor: Tensor, count: int) -> Tensor:
     scores = sensitivity(weight, factor)
     if weight.shape[1] % BLOCK:
         scores[-1] = -1
-    wide = torch.zeros(len(scores), dtype=torch.bool)
+    wide = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
     wide[torch.argsort(scores, descending=True, stable=True)[:count]] = True
     return wide
 
@@ -123,7 +123,7 @@ def _outlier_mask(weight: Tensor, wide: Tensor, count: int) -> Tensor | None:
         return None
     size = weight.abs()
     size[:, TwoFour.channels(wide, weight.shape[1])[1]] = -1
-    mask = torch.zeros(weight.numel(), dtype=torch.bool)
+    mask = torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
     mask[size.flatten().topk(count).indices] = True
     return mask.view(weight.shape)
 
@@ -136,19 +136,19 @@ def _sweep(
     spec: LayerSpec,
 ) -> tuple[TwoFour, Tensor]:
     """Block after block: the tile, and the compensated weights as they were when their turn came."""
-    (out, c), size = work.shape, spec.tiles[0].group_size
+    (out, c), size, device = work.shape, spec.tiles[0].group_size, work.device
     at_2, at_4 = TwoFour.channels(wide, c)
     tops = TwoFour.scale_tops(len(at_2), c, size)
     cost = factor.diagonal().square().reciprocal()
-    made = _Grids(out, len(tops))
-    wide_scale, wide_zero = torch.zeros(out), torch.zeros(out)
+    made = _Grids(out, len(tops), device)
+    wide_scale, wide_zero = torch.zeros(2, out, device=device)
     if len(at_4):
         wide_scale, wide_zero = _fit(work[:, at_4], cost[at_4], 4, spec.clip)
-    codes = torch.empty(out, c, dtype=torch.uint8)
+    codes = torch.empty(out, c, dtype=torch.uint8, device=device)
     group = 0
     for i, is_wide in enumerate(wide.tolist()):
         a, b = i * BLOCK, min((i + 1) * BLOCK, c)
-        errors = torch.empty(out, b - a)
+        errors = torch.empty(out, b - a, device=device)
         if is_wide:
             scale, zero, top = wide_scale[:, None].expand(-1, b - a), wide_zero[:, None].expand(-1, b - a), 15
         else:
@@ -176,10 +176,10 @@ def _sweep(
 class _Grids:
     """Grids of the 2-bit groups while they are fitted."""
 
-    def __init__(self, out: int, groups: int) -> None:
+    def __init__(self, out: int, groups: int, device: torch.device) -> None:
         self.parts = -(-out // SECOND_GROUP)
-        self.zeros, self.codes = torch.zeros(out, groups), torch.zeros(out, groups)
-        self.scales, self.scale_zeros = torch.zeros(self.parts, groups), torch.zeros(self.parts, groups)
+        self.zeros, self.codes = torch.zeros(2, out, groups, device=device)
+        self.scales, self.scale_zeros = torch.zeros(2, self.parts, groups, device=device)
 
     def fit(
         self, first: int, weight: Tensor, cost: Tensor, tops: Tensor, size: int, search: bool
@@ -216,8 +216,8 @@ class _Grids:
 
 def _fit(weight: Tensor, cost: Tensor, bits: int, search: bool) -> tuple[Tensor, Tensor]:
     """Scale and zero point of each row of weights [out, n]; clipped for the least compensated error if asked to."""
-    width, asymmetric = torch.tensor([[bits]]), torch.tensor([[False]])
-    groups, ratio = weight[:, None], torch.ones(1, 1)
+    width, asymmetric = (torch.tensor([[value]], device=weight.device) for value in (bits, False))
+    groups, ratio = weight[:, None], weight.new_ones(1, 1)
     if search:
         ratio = clip.least_of_rows(groups, width, asymmetric, lambda delta: (delta.square() * cost).sum(-1))
     scale, zero = grid.fit(groups, width, asymmetric, ratio)
