@@ -67,12 +67,14 @@ def _narrow(
                 i = half * (16 // HALVES) + k
                 if TOKENS == 1:
                     one = tl.load(x + i * words + w, mask=w < words, other=0.0).to(tl.float32)
-                    part += one_plus(word, 2 * i, 2) * one[None, :]
+                    part += one_plus(word, 2 * (half * (16 // HALVES) + k), 2) * one[None, :]
                     met += one
                 else:
                     at = x + (m.to(tl.int64) * 16 * words)[:, None] + (i * words + w)[None, :]
                     some = tl.load(at, mask=(m < tokens)[:, None] & (w < words)[None, :], other=0.0)
-                    weight = rounded((one_plus(word, 2 * i, 2) + offset) * scale, some.dtype)
+                    weight = rounded(
+                        (one_plus(word, 2 * (half * (16 // HALVES) + k), 2) + offset) * scale, some.dtype
+                    )
                     total = dot(some, tl.trans(weight), total)
             if TOKENS == 1:
                 total += scale * (part + offset * met[None, :])
