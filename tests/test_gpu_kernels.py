@@ -178,6 +178,15 @@ def test_a_narrower_width_is_the_first_planes() -> None:
     assert torch.equal(narrow.dequantize(), table.float().gather(1, (codes >> 3).long()))
 
 
+def test_entries_to_permute_are_packed_by_bytes() -> None:
+    table = torch.tensor([[0x1234, 0x5678, -0x7FFF, 3, 4, 5, 6, 7]], dtype=torch.int16).view(torch.float16)
+    assert codebook.pack_entries(table).view(torch.uint8).tolist() == [
+        [0x34, 0x78, 0x01, 3, 4, 5, 6, 7, 0x12, 0x56, 0x80, 0, 0, 0, 0, 0]
+    ]
+    assert codebook.pack_entries(table[:, :3]).shape == (1, 4)
+    assert codebook.pack_entries(torch.zeros(5, 16).half()).shape == (5, 8)
+
+
 SHAPES = [(96, 640), (40, 592), (33, 200)]
 
 
@@ -366,11 +375,12 @@ both = {f"{name}_{mark}": value for mark in "AB" for name, value in kind.items()
 for tiles in (1, 2, 3):
     more = dict(TILES=tiles, ROWS=tiles == 2, ADD=False, TOKENS=16, BLOCK=64)
     build(integer._matmul, one + one + "*bf16 i32 i32", **both, **more)
-kind = dict(BITS=5, LANES=16, SHARED=True)
-tile = "*bf16 *i32 *i64 *fp16 *u8 *fp32 *i32 *bf16"
-build(codebook._row_gemv, tile + 3 * " i32", 2, **kind, **flags, BLOCK=32)
+tile = "*bf16 *i32 *i64 *fp16 *i32 *u8 *fp32 *i32 *bf16"
+for bits in (3, 4, 5):
+    kind = dict(BITS=bits, LANES=16, SHARED=True, PERMUTED=bits < 5)
+    build(codebook._row_gemv, tile + 3 * " i32", 2, **kind, **flags, BLOCK=32)
 build(codebook._row_gemm, tile + 5 * " i32", **kind, **flags, TOKENS=16, BLOCK=64)
-build(codebook._row_dequantize, "*i32 *i64 *fp16 *u8 *fp32 *bf16 i32 i32 i32", **kind, BLOCK=16)
+build(codebook._row_dequantize, "*i32 *i64 *fp16 *i32 *u8 *fp32 *bf16 i32 i32 i32", **kind, BLOCK=16)
 for tokens in (1, 16):
     kind = dict(BITS=5, ENTRIES=32, CHUNKS=16, ADD=False, TOKENS=tokens, BLOCK=64)
     build(codebook._channel_product, "*bf16 *i32 *fp32 *bf16" + 5 * " i32", **kind)
@@ -387,4 +397,4 @@ def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 14
+    assert len(done.stdout.split()) == 16

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anybit.kernels.gpu.arithmetic import dot, rounded
+from anybit.kernels.gpu.arithmetic import INTERPRETED, dot, rounded
 from anybit.kernels.gpu.group_int import FUSED_TOKENS, place_product, store, store_tile
 from anybit.kernels.gpu.words import (
     FIELDS,
@@ -58,21 +58,96 @@ def _nibbles(planes, starts, line, mask, FIRST: tl.constexpr, BITS: tl.constexpr
     )
 
 
+def _look_up_ptx(parts: int) -> str:
+    """PTX: the eight 4-bit codes of $8 to the floats $0 to $7; tables of 8 float16 entries for each part.
+
+    One instruction picks four bytes of eight by four codes, so low and high bytes of the entries are looked up apart
+    and put together. Of two parts the codes' highest bits, as bytes of ones, choose.
+    """
+    low, high = ([f"${9 + 2 * parts * byte + i}" for i in range(2 * parts)] for byte in range(2))
+    lines = [".reg .b32 w, s, m, p, q, l, h", ".reg .b16 x, y"]
+    for first in (0, 4):
+        lines += [f"shr.u32 w, $8, {4 * first}", "and.b32 s, w, 0x7777"]
+        if parts == 2:
+            lines += ["shr.u32 m, w, 3", "and.b32 m, m, 0x1111", "prmt.b32 m, 0xff00, 0, m"]
+        for to, table in (("l", low), ("h", high)):
+            if parts == 1:
+                lines += [f"prmt.b32 {to}, {table[0]}, {table[1]}, s"]
+            else:
+                lines += [f"prmt.b32 p, {table[0]}, {table[1]}, s", f"prmt.b32 q, {table[2]}, {table[3]}, s"]
+                lines += [f"lop3.b32 {to}, p, q, m, 0xd8"]
+        for at, order in ((first, "0x5140"), (first + 2, "0x7362")):
+            lines += [f"prmt.b32 p, l, h, {order}", "mov.b32 {x, y}, p"]
+            lines += [f"cvt.f32.f16 ${at}, x", f"cvt.f32.f16 ${at + 1}, y"]
+    return "{ " + "; ".join(lines) + "; }"
+
+
+LOOK_UP_8, LOOK_UP_16 = tl.constexpr(_look_up_ptx(1)), tl.constexpr(_look_up_ptx(2))
+EIGHT = tl.constexpr("=f,=f,=f,=f,=f,=f,=f,=f,")
+MOST_PERMUTED = 4  # bits: of more, entries are loaded one by one
+
+
+def pack_entries(tables: Tensor) -> Tensor:
+    """Tables float16 [n, entries], at most 16, as they are permuted: int32 [n, 8], or 4 where 8 entries are enough.
+
+    The low bytes of all entries, four to a word, and then the high ones.
+    """
+    entries = 8 if tables.shape[1] <= 8 else 16
+    padded = tables.new_zeros(len(tables), entries)
+    padded[:, : tables.shape[1]] = tables
+    return (
+        padded.view(torch.uint8)
+        .view(-1, entries, 2)
+        .transpose(1, 2)
+        .contiguous()
+        .view(torch.int32)
+        .flatten(1)
+    )
+
+
 @triton.jit
-def _code(low, high, k: tl.constexpr, BITS: tl.constexpr):
-    """The codes of field k, int32."""
+def _permuted(word, packed, n, r, kinds, BITS: tl.constexpr, SHARED: tl.constexpr):
+    """The entries float32 of the eight 4-bit codes of each word, a tuple."""
+    n = tl.minimum(n, r - 1)
+    kind = tl.load(kinds + n).to(tl.int64) if SHARED else n
+    if BITS <= 3:
+        a = packed + (kind * 4)[:, None]
+        return tl.inline_asm_elementwise(
+            LOOK_UP_8, EIGHT + "r,r,r,r,r", [word, tl.load(a), tl.load(a + 1), tl.load(a + 2), tl.load(a + 3)],
+            dtype=(tl.float32,) * 8, is_pure=True, pack=1,
+        )  # fmt: skip
+    a = packed + (kind * 8)[:, None]
+    return tl.inline_asm_elementwise(
+        LOOK_UP_16, EIGHT + "r,r,r,r,r,r,r,r,r",
+        [word, tl.load(a), tl.load(a + 1), tl.load(a + 2), tl.load(a + 3), tl.load(a + 4), tl.load(a + 5),
+         tl.load(a + 6), tl.load(a + 7)], dtype=(tl.float32,) * 8, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _entry(table, low, high, k: tl.constexpr, BITS: tl.constexpr):
+    """The entries float32 of the codes of field k, loaded from where each row's table begins."""
     code = (low >> 4 * k) & 15
     if BITS > 4:
         code |= ((high >> 4 * k) & 15) << 4
-    return code.to(tl.int32, bitcast=True)
+    return tl.load(table + code.to(tl.int32, bitcast=True)).to(tl.float32)
 
 
 @triton.jit
-def _tables(tables, kinds, n, r, BITS: tl.constexpr, SHARED: tl.constexpr):
-    """Where each row's table begins; rows behind the last one read its table."""
+def _eight(
+    low, high, tables, packed, kinds, n, r, BITS: tl.constexpr, SHARED: tl.constexpr, PERMUTED: tl.constexpr
+):
+    """The entries float32 of the codes of fields 0 to 7, a tuple; rows behind the last one read its table."""
+    if PERMUTED and not INTERPRETED:
+        return _permuted(low, packed, n, r, kinds, BITS, SHARED)
     n = tl.minimum(n, r - 1)
     kind = tl.load(kinds + n).to(tl.int64) if SHARED else n
-    return (tables + (kind << BITS))[:, None]
+    table = (tables + (kind << BITS))[:, None]
+    return (
+        _entry(table, low, high, 0, BITS), _entry(table, low, high, 1, BITS), _entry(table, low, high, 2, BITS),
+        _entry(table, low, high, 3, BITS), _entry(table, low, high, 4, BITS), _entry(table, low, high, 5, BITS),
+        _entry(table, low, high, 6, BITS), _entry(table, low, high, 7, BITS),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -81,6 +156,7 @@ def _row_gemv(
     planes,  # int32, rows of [chunks, LANES] words
     starts,  # int64 [BITS]: where each plane begins, the most significant first
     tables,  # [kinds, 2**BITS]
+    packed,  # int32 [kinds, words]: see `pack_entries`; used where PERMUTED
     kinds,  # uint8 [r]; used where SHARED
     scales,  # float32 [r]; used where SHARED
     rows,
@@ -91,6 +167,7 @@ def _row_gemv(
     BITS: tl.constexpr,
     LANES: tl.constexpr,
     SHARED: tl.constexpr,  # tables are those of kinds of rows, times a scale; else each row has its own
+    PERMUTED: tl.constexpr,  # entries are float16, few enough to be permuted
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -98,17 +175,16 @@ def _row_gemv(
     n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     mask, lane = n < r, tl.arange(0, LANES)
     line = (n * (chunks * LANES))[:, None] + lane[None, :]
-    table = _tables(tables, kinds, n, r, BITS, SHARED)
     total = tl.zeros((BLOCK, LANES), tl.float32)
     for s in range(chunks):
         low = _nibbles(planes, starts, line + s * LANES, mask[:, None], 0, BITS)
         high = low if BITS <= 4 else _nibbles(planes, starts, line + s * LANES, mask[:, None], 4, BITS)
-        for k in tl.static_range(8):
-            for q in tl.static_range(4):
+        for q in tl.static_range(4):
+            weight = _eight(low[q], high[q], tables, packed, kinds, n, r, BITS, SHARED, PERMUTED)
+            for k in tl.static_range(8):
                 column = (s * 32 + 4 * k + q) * LANES + lane
                 one = tl.load(x + column, mask=column < c, other=0.0).to(tl.float32)
-                weight = tl.load(table + _code(low[q], high[q], k, BITS)).to(tl.float32)
-                total += weight * one[None, :]
+                total += weight[k] * one[None, :]
     values = tl.sum(total, 1)
     if SHARED:
         values *= tl.load(scales + n, mask=mask, other=0.0)
@@ -121,6 +197,7 @@ def _row_gemm(
     planes,
     starts,
     tables,
+    packed,
     kinds,
     scales,
     rows,
@@ -133,6 +210,7 @@ def _row_gemm(
     BITS: tl.constexpr,
     LANES: tl.constexpr,
     SHARED: tl.constexpr,
+    PERMUTED: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -143,19 +221,17 @@ def _row_gemm(
     mask, lane = n < r, tl.arange(0, LANES)
     line = (n * (chunks * LANES))[:, None] + lane[None, :]
     inputs = x + (m.to(tl.int64) * c)[:, None]
-    table = _tables(tables, kinds, n, r, BITS, SHARED)
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
     for s in range(chunks):
         low = _nibbles(planes, starts, line + s * LANES, mask[:, None], 0, BITS)
         high = low if BITS <= 4 else _nibbles(planes, starts, line + s * LANES, mask[:, None], 4, BITS)
-        for k in tl.static_range(8):
-            for q in tl.static_range(4):
+        for q in tl.static_range(4):
+            weight = _eight(low[q], high[q], tables, packed, kinds, n, r, BITS, SHARED, PERMUTED)
+            for k in tl.static_range(8):
                 column = (s * 32 + 4 * k + q) * LANES + lane
-                some = tl.load(
-                    inputs + column[None, :], mask=(m < tokens)[:, None] & (column < c)[None, :], other=0.0
-                )
-                weight = rounded(tl.load(table + _code(low[q], high[q], k, BITS)).to(tl.float32), some.dtype)
-                total = dot(some, tl.trans(weight), total)
+                there = (m < tokens)[:, None] & (column < c)[None, :]
+                some = tl.load(inputs + column[None, :], mask=there, other=0.0)
+                total = dot(some, tl.trans(rounded(weight[k], some.dtype)), total)
     if SHARED:
         total *= tl.load(scales + n, mask=mask, other=0.0)[None, :]
     store_tile(total, y, rows, m, n, tokens, r, out, ROWS, ADD)
@@ -166,6 +242,7 @@ def _row_dequantize(
     planes,
     starts,
     tables,
+    packed,
     kinds,
     scales,
     dense,  # [r, c]
@@ -175,22 +252,23 @@ def _row_dequantize(
     BITS: tl.constexpr,
     LANES: tl.constexpr,
     SHARED: tl.constexpr,
+    PERMUTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     s, mask, lane = tl.program_id(1), n < r, tl.arange(0, LANES)
     line = (n * (chunks * LANES))[:, None] + (s * LANES + lane)[None, :]
-    table = _tables(tables, kinds, n, r, BITS, SHARED)
     low = _nibbles(planes, starts, line, mask[:, None], 0, BITS)
     high = low if BITS <= 4 else _nibbles(planes, starts, line, mask[:, None], 4, BITS)
-    for k in tl.static_range(8):
-        for q in tl.static_range(4):
+    for q in tl.static_range(4):
+        weight = _eight(low[q], high[q], tables, packed, kinds, n, r, BITS, SHARED, PERMUTED)
+        for k in tl.static_range(8):
             column = (s * 32 + 4 * k + q) * LANES + lane
-            weight = tl.load(table + _code(low[q], high[q], k, BITS)).to(tl.float32)
+            value = weight[k]
             if SHARED:
-                weight *= tl.load(scales + n, mask=mask, other=0.0)[:, None]
+                value *= tl.load(scales + n, mask=mask, other=0.0)[:, None]
             at = dense + (n * c)[:, None] + column[None, :]
-            tl.store(at, rounded(weight, dense.dtype.element_ty), mask=mask[:, None] & (column < c)[None, :])
+            tl.store(at, rounded(value, dense.dtype.element_ty), mask=mask[:, None] & (column < c)[None, :])
 
 
 class RowCodebook:
@@ -219,6 +297,9 @@ class RowCodebook:
         self.planes, self.tables, self.c, self.rows = planes, tables.contiguous(), columns, rows
         self.kinds, self.scales, self.bits = kinds, scales, len(starts)
         self.r = len(tables) if kinds is None else len(kinds)
+        half = tables.half()
+        self._permuted = self.bits <= MOST_PERMUTED and bool((half == tables).all())
+        self._packed = pack_entries(half) if self._permuted else planes
         self._starts = torch.tensor(starts, dtype=torch.int64, device=planes.device)
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
@@ -257,16 +338,12 @@ class RowCodebook:
 
     def _stored(self) -> tuple[Tensor, ...]:
         kinds = self.planes if self.kinds is None else self.kinds
-        return (
-            self.planes,
-            self._starts,
-            self.tables,
-            kinds,
-            self.tables if self.scales is None else self.scales,
-        )
+        scales = self.tables if self.scales is None else self.scales
+        return self.planes, self._starts, self.tables, self._packed, kinds, scales
 
     def _grid(self) -> dict[str, int]:
-        return {"BITS": self.bits, "LANES": LANES, "SHARED": self.kinds is not None}
+        shared = self.kinds is not None
+        return {"BITS": self.bits, "LANES": LANES, "SHARED": shared, "PERMUTED": self._permuted}
 
 
 def pack_planes(planes: Tensor, columns: int) -> Tensor:
