@@ -278,6 +278,7 @@ nb::dict features() {
     d["avx512_bf16"] = f.avx512_bf16;
     d["avx512_vbmi"] = f.avx512_vbmi;
     d["avx_vnni"] = f.avx_vnni;
+    d["amx_bf16"] = f.amx_bf16;
     return d;
 }
 

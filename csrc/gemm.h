@@ -63,6 +63,48 @@ inline void prepare_panel(Floats* panel, int64_t columns, const uint16_t*) {
 
 inline void prepare_panel(Floats*, int64_t, const float*) {}
 
+#ifdef __AMX_BF16__
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// R blocks of rows times up to 32 tokens, 32 columns at a time, of which a panel has `steps`. Tiles 0 to 3 are the sums
+// of tokens 0 to 15 and 16 to 31 with each block, 4 and 5 inputs, 6 and 7 weights: 16 vectors of a panel are a tile.
+template <int R>
+void multiply_tiles(const Floats* panel, int64_t steps, const uint16_t* x, int64_t stride, int64_t tokens,
+                    Floats* total) {
+    constexpr int64_t LINE = sizeof(Floats);
+    const int64_t few = least(16, tokens), more = tokens - few;
+    TileShapes shapes;
+    for (int i = 0; i < 8; ++i) {
+        shapes.bytes[i] = LINE;
+        shapes.rows[i] = static_cast<uint8_t>(i >= 6 ? 16 : i == 2 || i == 3 || i == 5 ? (more > 0 ? more : 1) : few);
+    }
+    _tile_loadconfig(&shapes);
+    _tile_loadd(0, total, LINE);
+    if (R == 2) _tile_loadd(1, total + BATCH, LINE);
+    if (more > 0) _tile_loadd(2, total + 16, LINE);
+    if (R == 2 && more > 0) _tile_loadd(3, total + BATCH + 16, LINE);
+    for (int64_t q = 0; q < steps; ++q) {
+        _tile_loadd(4, x + 32 * q, 2 * stride);
+        _tile_loadd(6, panel + 16 * q, LINE);
+        if (R == 2) _tile_loadd(7, panel + PANEL + 16 * q, LINE);
+        if (more > 0) _tile_loadd(5, x + 16 * stride + 32 * q, 2 * stride);
+        _tile_dpbf16ps(0, 4, 6);
+        if (R == 2) _tile_dpbf16ps(1, 4, 7);
+        if (more > 0) _tile_dpbf16ps(2, 5, 6);
+        if (R == 2 && more > 0) _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, total, LINE);
+    if (R == 2) _tile_stored(1, total + BATCH, LINE);
+    if (more > 0) _tile_stored(2, total + 16, LINE);
+    if (R == 2 && more > 0) _tile_stored(3, total + BATCH + 16, LINE);
+    _tile_release();
+}
+#endif
+
 template <int R, typename X>
 void multiply_tokens(const Floats* panel, int64_t columns, const X* x, int64_t stride, int64_t tokens, Floats* total) {
     int64_t k = 0;
@@ -71,6 +113,17 @@ void multiply_tokens(const Floats* panel, int64_t columns, const X* x, int64_t s
     for (; k + 4 <= tokens; k += 4) multiply_panel<R, 4>(panel, columns, x + k * stride, stride, total + k);
     for (; k < tokens; ++k) multiply_panel<R, 1>(panel, columns, x + k * stride, stride, total + k);
 }
+
+#ifdef __AMX_BF16__
+template <int R>
+void multiply_tokens(const Floats* panel, int64_t columns, const uint16_t* x, int64_t stride, int64_t tokens,
+                     Floats* total) {
+    const int64_t steps = columns / 32, rest = columns % 32;
+    for (int64_t k = 0; k < tokens; k += 32)
+        multiply_tiles<R>(panel, steps, x + k * stride, stride, least(32, tokens - k), total + k);
+    if (rest > 0) multiply_tokens<R, uint16_t>(panel + 16 * steps, rest, x + 32 * steps, stride, tokens, total);
+}
+#endif
 
 // y[k, out row] += w x for the blocks of LANES rows begin <= b < end of a tile, x [tokens, width] of a stride in the
 // order in which `decode(tile, block, column, panel)` gives the columns from `column` on, whose number it returns:

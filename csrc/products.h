@@ -264,8 +264,8 @@ struct Products {
     void (*quantize_row)(const float* x, const ActivationGrid&, int8_t* codes, float* scales);
 };
 
-constexpr const char* PRODUCT_ISAS[] = {"portable",    "avx2",        "avx_vnni",   "avx512",
-                                        "avx512_vnni", "avx512_vbmi", "avx512_bf16"};
+constexpr const char* PRODUCT_ISAS[] = {"portable",    "avx2",        "avx_vnni",    "avx512",
+                                        "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_bf16"};
 
 // The products of a named instruction set, or the best of this machine for null. Null if it has no such.
 const Products* products_for(const char* isa);
@@ -338,6 +338,7 @@ ANYBIT_DECLARE(avx512)
 ANYBIT_DECLARE(avx512_vnni)
 ANYBIT_DECLARE(avx512_vbmi)
 ANYBIT_DECLARE(avx512_bf16)
+ANYBIT_DECLARE(amx_bf16)
 #endif
 #undef ANYBIT_DECLARE
 

@@ -35,7 +35,7 @@ def isas() -> list[str]:
 
 ISAS = isas()
 PRODUCTS = cpu.matmul_isas()
-BF16 = [isa for isa in PRODUCTS if isa == "avx512_bf16"]
+BF16 = [isa for isa in PRODUCTS if isa.endswith("_bf16")]
 
 
 def pack(codes: np.ndarray, bits: int, padding: int, noise: np.random.Generator | None) -> np.ndarray:

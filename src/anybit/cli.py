@@ -897,7 +897,7 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
         _refuse_ignored(of_cpu, "with --device cuda a part fixes what runs")
         if plot is not None and (part not in ("gemm", "gemv", None) or small):
             raise InputError("--plot draws the times of --part gemv and gemm; leave it out")
-        figures = gpu.run(part or "gemv", rounds, small, _named("only", only))
+        figures = gpu.run(part or "gemv", rounds, small, _named("only", only), json_file)
         _emit(figures, json_file, lambda f: typer.echo("\n".join(gpu.lines(f))))
         if plot is not None:
             gpu.plot(figures, plot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,12 @@ Step = Callable[[], Tensor]
 
 
 def fits(config: PreTrainedConfig) -> bool:
-    """Whether a model's steps are the same computation every time: windows that slide are moved by Python."""
+    """Whether a model's steps are the same computation every time.
+
+    Windows that slide are moved by Python, and so are rotary embeddings that depend on how long a sequence is.
+    """
+    if any(kind in json.dumps(config.to_dict(), default=str) for kind in ('"longrope"', '"dynamic"')):
+        return False
     return all(type(layer) is StaticLayer for layer in StaticCache(config=config, max_cache_len=1).layers)
 
 

@@ -45,14 +45,21 @@ PARTS = ("gemv", "gemm", "decode", "attention", "activations", "quantize")
 OF_MATRICES = ("gemv", "gemm", "decode")
 
 
-def run(part: str, rounds: int = 20, small: bool = False, only: Sequence[str] = ()) -> dict[str, Any]:
+def run(
+    part: str,
+    rounds: int | None = None,
+    small: bool = False,
+    only: Sequence[str] = (),
+    json_file: Path | None = None,
+) -> dict[str, Any]:
     """The figures of a part.
 
     Args:
         part: of `PARTS`.
-        rounds: whose median counts.
+        rounds: whose median counts. Default: the part's own.
         small: correctness only.
         only: variants whose name begins so, of the parts `OF_MATRICES`. Default: all.
+        json_file: where the figures of these parts lie after every row, should it be the last.
 
     Raises:
         InputError: no such part or variant; no GPU, unless small; kernels that do not run or are wrong.
@@ -67,8 +74,16 @@ def run(part: str, rounds: int = 20, small: bool = False, only: Sequence[str] = 
         )
     if (why := gpu.why_not()) is not None:
         raise InputError(f"the GPU's kernels do not run: {why}")
-    more: dict[str, Any] = {"only": only} if only else {}
-    return {"bench": "gpu", "part": part, **_parts()[part](rounds=rounds, small=small, **more)}
+    more: dict[str, Any] = {} if rounds is None else {"rounds": rounds}
+    head = {"bench": "gpu", "part": part}
+    if part in OF_MATRICES:
+        more |= {"only": only, "save": lambda figures: _write(json_file, head | figures)}
+    return head | _parts()[part](small=small, **more)
+
+
+def _write(file: Path | None, figures: dict[str, Any]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def lines(figures: dict[str, Any]) -> Iterator[str]:
@@ -135,14 +150,14 @@ def plot(figures: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m anybit.bench.gpu", description=__doc__)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--small", action="store_true", help="correctness only")
     parser.add_argument("--only", default="", help="variants whose names begin so, comma-separated")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     given = parser.parse_args()
-    figures = run(given.part, given.rounds, given.small, tuple(filter(None, given.only.split(","))))
-    if given.json is not None:
-        given.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    only = tuple(filter(None, given.only.split(",")))
+    figures = run(given.part, given.rounds, given.small, only, given.json)
+    _write(given.json, figures)
     print("\n".join(lines(figures)))
 
 

@@ -230,7 +230,8 @@ def random_weight(layout: dict[str, Any]) -> PackedWeight:
         elif dtype.is_floating_point:
             tensors[field] = torch.full(shape, 0.01 if kind == "scales" else 1.0, dtype=dtype)
         else:
-            tensors[field] = torch.randint(0, 256, shape).to(dtype)
+            random = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+            tensors[field] = random.view(dtype)[..., 0].contiguous()
     if "sparse" in layout:
         chosen = torch.randperm(out * columns)[: layout["sparse"]].sort().values
         counts = torch.bincount(chosen // columns, minlength=out)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit.kernels.gpu.arithmetic import INTERPRETED, dot, rounded
-from anybit.kernels.gpu.group_int import FUSED_TOKENS, place_product, store, store_tile
+from anybit.kernels.gpu.group_int import fused, place_product, store, store_tile
 from anybit.kernels.gpu.words import (
     FIELDS,
     LANES,
@@ -150,7 +150,7 @@ def _eight(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _row_gemv(
     x,  # [c]
     planes,  # int32, rows of [chunks, LANES] words
@@ -191,7 +191,7 @@ def _row_gemv(
     store(values, y, rows, n, mask, ROWS, ADD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "chunks"])
 def _row_gemm(
     x,  # [tokens, c]
     planes,
@@ -237,7 +237,7 @@ def _row_gemm(
     store_tile(total, y, rows, m, n, tokens, r, out, ROWS, ADD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _row_dequantize(
     planes,
     starts,
@@ -316,7 +316,7 @@ class RowCodebook:
                 x, *self._stored(), rows, y, self.r, self.c, self._chunks(), **self._grid(), **flags, BLOCK=32,
                 num_warps=2,
             )  # fmt: skip
-        elif len(x) <= FUSED_TOKENS:
+        elif fused(x):
             tokens = 16 if len(x) <= 16 else 64
             _row_gemm[(triton.cdiv(self.r, 64), triton.cdiv(len(x), tokens))](
                 x, *self._stored(), rows, y, len(x), self.r, self.c, y.shape[1], self._chunks(), **self._grid(),
@@ -368,7 +368,7 @@ def _words(bits: Tensor) -> Tensor:
     return pack_words(bits, 1, 1)[:, :, 0, 0].contiguous()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "chunks"])
 def _channel_product(
     x,  # [tokens, c]
     words,  # int32 [chunks of 32 channels, BITS, r]
@@ -437,7 +437,7 @@ class ChannelCodebook:
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         """`y = x @ W.T`, or `+=`; see `RowCodebook.matmul`."""
-        if len(x) > FUSED_TOKENS:
+        if len(x) > 1 and not fused(x):
             return place_product(x @ self.dequantize(x.dtype).T, y, None, add)
         tokens = 1 if len(x) == 1 else 16 if len(x) <= 16 else 64
         block = 32 if tokens == 1 else 64

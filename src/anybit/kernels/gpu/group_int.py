@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anybit import formats
 from anybit.kernels.gpu.arithmetic import dot, rounded
 from anybit.kernels.gpu.words import FIELDS, LANES, pack_words, unpack_words
 
@@ -53,7 +52,7 @@ def _grid(scales, zeros, n, mask, groups, g, BITS: tl.constexpr, SYMMETRIC: tl.c
     return scale, -1.0 - zero * (1.0 / (1 << BITS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "groups"])
 def _gemv(
     x,  # [c]
     words,  # int32 [r, chunks, BITS, LANES]
@@ -125,7 +124,7 @@ def store_tile(values, y, rows, m, n, tokens, r, out, ROWS: tl.constexpr, ADD: t
     tl.store(at, rounded(values, y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "chunks", "groups"])
 def _gemm(
     x,  # [tokens, c]
     words,
@@ -185,11 +184,12 @@ def _gemm(
     store_tile(total, y, rows, m, n, tokens, r, out, ROWS, ADD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "groups"])
 def _dequantize(
     words,
     scales,
     zeros,
+    ids,  # int64 [r]: the rows wanted; used where PICKED
     dense,  # [r, c]
     r,
     c,
@@ -200,10 +200,12 @@ def _dequantize(
     BITS: tl.constexpr,
     LANES: tl.constexpr,
     SYMMETRIC: tl.constexpr,
+    PICKED: tl.constexpr,  # else all rows
     BLOCK: tl.constexpr,
 ):
-    n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    s, mask, lane = tl.program_id(1), n < r, tl.arange(0, LANES)
+    to = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    s, mask, lane = tl.program_id(1), to < r, tl.arange(0, LANES)
+    n = tl.load(ids + to, mask=mask, other=0) if PICKED else to
     WHOLE: tl.constexpr = 32 // BITS
     line = words + (n * (chunks * BITS * LANES))[:, None] + lane[None, :]
     rest = tl.zeros((BLOCK, LANES), tl.uint32)
@@ -221,7 +223,7 @@ def _dequantize(
             scale, offset = _grid(scales, zeros, n, mask, groups, g, BITS, SYMMETRIC)
             value = scale[:, None] * (one_plus(word, i * BITS, BITS) + offset[:, None])
             column = first + lane
-            at = dense + (n * c)[:, None] + column[None, :]
+            at = dense + (to * c)[:, None] + column[None, :]
             tl.store(at, rounded(value, dense.dtype.element_ty), mask=mask[:, None] & (column < c)[None, :])
 
 
@@ -280,7 +282,7 @@ class GroupInt:
             _gemv[(triton.cdiv(self.r, 32),)](
                 x, *stored, rows, y, self.r, self.c, *sizes, **self._grid, **flags, BLOCK=32, num_warps=1
             )
-        elif len(x) <= FUSED_TOKENS:
+        elif fused(x):
             tokens = max(16, min(64, triton.next_power_of_2(len(x))))
             _gemm[(triton.cdiv(self.r, 128), triton.cdiv(len(x), tokens))](
                 x, *stored, rows, y, len(x), self.r, self.c, y.shape[1], *sizes,
@@ -292,23 +294,30 @@ class GroupInt:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
-        dense = torch.empty(self.r, self.c, dtype=dtype, device=self.words.device)
-        chunks = self.words.shape[1]
-        _dequantize[(triton.cdiv(self.r, 16), chunks)](
-            self.words, self.scales, self.scales if self.zeros is None else self.zeros, dense, self.r, self.c, chunks,
-            self.scales.shape[1], **self._grid, BLOCK=16, num_warps=4,
-        )  # fmt: skip
+        return self._dense(self.r, None, dtype)
+
+    def dequantize_rows(self, ids: Tensor) -> Tensor:
+        """Weights float32 [n, c] of the rows `ids` int64 [n], which are not checked."""
+        return self._dense(len(ids), ids.long().contiguous(), torch.float32)
+
+    def _dense(self, rows: int, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
+        dense = torch.empty(rows, self.c, dtype=dtype, device=self.words.device)
+        chunks, zeros = self.words.shape[1], self.scales if self.zeros is None else self.zeros
+        if rows:
+            _dequantize[(triton.cdiv(rows, 16), chunks)](
+                self.words, self.scales, zeros, self.words if ids is None else ids, dense, rows, self.c, chunks,
+                self.scales.shape[1], **self._grid, PICKED=ids is not None, BLOCK=16, num_warps=4,
+            )  # fmt: skip
         return dense
 
     def codes(self) -> Tensor:
         """Codes uint8 [r, c]."""
         return unpack_words(self.words, self.c)
 
-    def dequantize_rows(self, ids: Tensor) -> Tensor:
-        """Weights float32 [n, c] of the rows `ids` [n]."""
-        codes = unpack_words(self.words[ids], self.c)
-        zeros = None if self.zeros is None else self.zeros[ids]
-        return formats.GroupInt(self.bits, self.group_size, codes, self.scales[ids], zeros).dequantize()
+
+def fused(x: Tensor) -> bool:
+    """Whether weights are decoded as several tokens meet them: few enough, and of a type that tensor cores take."""
+    return len(x) <= FUSED_TOKENS and x.dtype != torch.float32
 
 
 def place_product(product: Tensor, y: Tensor, rows: Tensor | None, add: bool) -> None:

@@ -97,7 +97,7 @@ def _product(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "groups_a", "groups_b"])
 def _matmul(
     codes_a,
     weight_scales_a,

@@ -68,7 +68,7 @@ class Rounded:
         stored = tile.codes, tile.scales, tile.zeros, tile.rows, tile.bits, tile.group_size
         takes = integer.IntegerTile.takes(self.c, tile.bits, tile.group_size, tile.zeros is None)
         self.integer = integer.IntegerTile(*stored) if takes else None
-        self._rest = tile if self.integer is None else replace(tile, codes=tile.codes[:, :0])
+        self._rest = tile if self.integer is None else replace(tile, codes=_nothing(tile))
 
     def inputs(self, x: Tensor) -> integer.Inputs:
         """The layer's inputs x [m, in] as the tile's kernel takes them."""
@@ -241,6 +241,11 @@ class Layer:
         return dense
 
 
+def _nothing(tile: formats.GroupInt) -> Tensor:
+    """Codes of no columns, which are no view: that would keep all of them."""
+    return tile.codes.new_empty(len(tile.codes), 0)
+
+
 def _bind(
     described: Mapping[str, Any], fields: Mapping[str, Tensor], shape: tuple[int, int], scale: Tensor | None
 ) -> Bound:
@@ -261,7 +266,7 @@ def _bind(
         return Bound(rounded, cols, ("codes",), lambda: rounded.tile().tensors())
     if isinstance(tile, formats.GroupInt) and GroupInt.takes(c, tile.group_size):
         group_int = GroupInt(tile.codes, tile.scales, tile.zeros, tile.rows, tile.bits, tile.group_size)
-        small = replace(tile, codes=tile.codes[:, :0])
+        small = replace(tile, codes=_nothing(tile))
         return Bound(group_int, cols, ("codes",), lambda: replace(small, codes=group_int.codes()).tensors())
     return Bound(Dense(tile), cols, (), dict)
 
@@ -282,5 +287,5 @@ def _by_channel(
 ) -> Bound:
     stored = formats.Codebook.read(described, fields, r, c)
     tile = codebook.ChannelCodebook(stored.codes.T.contiguous(), stored.values(stored.bits), stored.bits)
-    small = replace(stored, codes=stored.codes[:0])
+    small = replace(stored, codes=stored.codes.new_empty(0, stored.codes.shape[1]))
     return Bound(tile, cols, ("planes",), lambda: replace(small, codes=tile.codes().T.contiguous()).tensors())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anybit import formats
 from anybit.kernels.gpu.arithmetic import dot, rounded
-from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt, one_plus, place_product, store, store_tile
+from anybit.kernels.gpu.group_int import GroupInt, fused, one_plus, place_product, store, store_tile
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _second_order(
     return step * ((grid >> 2) + zero).to(tl.float32) * 4.0, -1.0 - (grid & 3).to(tl.float32) * 0.25
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "groups"])
 def _narrow(
     x,  # [tokens, 16 * words]: the ith channel of all words, then the next
     codes,  # int32 [r, words]
@@ -93,7 +93,7 @@ class TwoFour:
         self.r, self.c = tile.codes.shape
         device = tile.codes.device
         low, high = formats.TwoFour.channels(tile.wide, self.c)
-        self._narrow, self._halves, self._tile = len(low), formats.BLOCK // tile.group_size, tile
+        self._narrow, self._halves, self._low = len(low), formats.BLOCK // tile.group_size, low
         words = -(-len(low) // formats.BLOCK)
         padded = tile.codes.new_zeros(self.r, words * formats.BLOCK)
         padded[:, : len(low)] = tile.codes[:, low]
@@ -111,12 +111,13 @@ class TwoFour:
         if len(high):
             scales, zeros = tile.wide_scales[:, None], tile.wide_zeros[:, None]
             self._wide = GroupInt(tile.codes[:, high].contiguous(), scales, zeros, None, 4, len(high))
-        nothing = tile.codes[:, :0]
+        self._group = formats.TwoFour.group_of(len(low), tile.group_size).to(device)
+        nothing = tile.codes.new_empty(self.r, 0)
         self._given = replace(tile, codes=nothing, zeros=nothing, scale_codes=nothing)  # what is small
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         """`y = x @ W.T`, or `+=`; see `group_int.GroupInt.matmul`."""
-        if len(x) > FUSED_TOKENS:
+        if len(x) > 1 and not fused(x):
             return place_product(x @ self.dequantize(x.dtype).T, y, None, add)
         if self._narrow:
             tokens, words = 1 if len(x) == 1 else 16 if len(x) <= 16 else 64, self._codes.shape[1]
@@ -124,7 +125,7 @@ class TwoFour:
                 1, self._order
             )
             _narrow[(triton.cdiv(self.r, 32), triton.cdiv(len(x), tokens))](
-                given, self._codes, self._grids, self._tile.scale_scales, self._tile.scale_zeros, y, len(x), self.r,
+                given, self._codes, self._grids, self._given.scale_scales, self._given.scale_zeros, y, len(x), self.r,
                 words, self._grids.shape[1], y.shape[1], HALVES=self._halves, ADD=add, TOKENS=tokens, WORDS=32,
                 BLOCK=32, num_warps=2, num_stages=1,
             )  # fmt: skip
@@ -134,16 +135,27 @@ class TwoFour:
     def restore(self) -> formats.TwoFour:
         """The tile that this was made of."""
         codes = torch.zeros(self.r, self.c, dtype=torch.uint8, device=self._codes.device)
-        low, _ = formats.TwoFour.channels(self._given.wide, self.c)
-        shifts = 2 * torch.arange(formats.BLOCK, dtype=torch.int32, device=codes.device)
-        codes[:, low] = (self._codes[..., None] >> shifts & 3).flatten(1)[:, : self._narrow].to(torch.uint8)
+        codes[:, self._low] = self._low_codes().to(torch.uint8)
         if self._wide is not None:
             codes[:, self._high] = self._wide.codes()
         return replace(self._given, codes=codes, zeros=self._grids & 3, scale_codes=self._grids >> 2)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
-        return self.restore().dequantize().to(dtype)
+        dense = torch.empty(self.r, self.c, device=self._codes.device)
+        if self._narrow:
+            scales = replace(self._given, scale_codes=self._grids >> 2, codes=self._grids).scales()
+            zeros = (self._grids & 3).index_select(1, self._group)
+            weights = (self._low_codes() - zeros.int()) * scales.index_select(1, self._group)
+            dense.index_copy_(1, self._low, weights)
+        if self._wide is not None:
+            dense.index_copy_(1, self._high, self._wide.dequantize())
+        return dense.to(dtype)
+
+    def _low_codes(self) -> Tensor:
+        """Codes of the 2-bit channels, int32 [r, narrow]."""
+        shifts = 2 * torch.arange(formats.BLOCK, dtype=torch.int32, device=self._codes.device)
+        return (self._codes[..., None] >> shifts & 3).flatten(1)[:, : self._narrow]
 
 
 @triton.jit
