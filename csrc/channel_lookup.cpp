@@ -241,11 +241,6 @@ void multiply_halves(const ChannelCodebook& t, const float* x, int64_t x_stride,
             add_rows(t, block + r + 1, reinterpret_cast<Floats>(_mm256_permute2f128_ps(a, b, 0x31)), y + k * y_stride);
         }
 }
-
-bool is_half(float value) {
-    const float half = half_to_float(_cvtss_sh(value, 0));
-    return load_as<uint32_t>(&half) == load_as<uint32_t>(&value);
-}
 #endif
 
 constexpr int64_t TILE_BYTES = 256 << 10; // of tables that all rows meet before the next ones: they stay in the cache
@@ -379,8 +374,8 @@ int64_t channel_planes_bytes(const ChannelCodebook& t) {
 void channel_planes(const ChannelCodebook& t, uint8_t* planes) {
     const int64_t entries = channel_columns(t) * channel_entries(t.bits);
     for (int64_t e = 0; e < entries; ++e) {
-        int half = _cvtss_sh(t.table[e], 0);
-        if (e % channel_entries(t.bits) >= 16) half ^= _cvtss_sh(t.table[e - 16], 0);
+        int half = to_half(t.table[e]);
+        if (e % channel_entries(t.bits) >= 16) half ^= to_half(t.table[e - 16]);
         for (int64_t k = 0; k < 2; ++k) planes[e / 16 * 32 + 16 * k + e % 16] = static_cast<uint8_t>(half >> 8 * k);
     }
 }

@@ -163,7 +163,7 @@ private:
         if (by_channel_) add_by_channel(x, y, y_stride, threads);
         else if (x.count > FEW_TOKENS) look_up_many(x, y, y_stride, threads);
         else if (x.bf16) look_up_bf16(x, y, y_stride, threads);
-        else if (kernels_.lookup_float_form(c_.bits) != TableForm::none) look_up_floats(x, y, y_stride, threads);
+        else if (float_form() != TableForm::none) look_up_floats(x, y, y_stride, threads);
         else add_by_row(x, y, y_stride, threads);
     }
 
@@ -201,9 +201,10 @@ private:
         add_many(b, x, width, plain(width), kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, y, y_stride, threads);
     }
 
+    TableForm float_form() const { return kernels_.lookup_float_form(c_.bits, false); }
+
     ByteCodebook float_codebook() const {
-        std::call_once(floats_made_,
-                       [this] { float_bytes_ = table_of<uint32_t>(kernels_.lookup_float_form(c_.bits)); });
+        std::call_once(floats_made_, [this] { float_bytes_ = table_of<uint32_t>(float_form()); });
         return byte_codebook(float_bytes_, nullptr);
     }
 

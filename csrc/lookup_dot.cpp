@@ -94,13 +94,16 @@ template <typename T> struct Plain {
 };
 
 // Floats, exactly.
-template <int B, int M> class FloatSums : public Plain<float> {
+template <typename Table, int M> class ExactSums : public Plain<float> {
 public:
-    FloatSums(const ByteCodebook& c, const Inputs& in, int64_t row)
+    ExactSums(const ByteCodebook& c, const Inputs& in, int64_t row)
         : table_(c.table, c.kind(row)), x_(in.x), blocks_(lookup_blocks(c)) {}
 
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
         Floats sums[4][M] = {};
+#if !defined(__AVX512F__)
+#pragma GCC unroll 8 // so that codes need not be stored
+#endif
         for (int64_t s = 0; s < PHASES; ++s) {
             Floats weights[4];
             table_(code[s], weights);
@@ -112,10 +115,13 @@ public:
     }
 
 private:
-    FloatTable<B> table_;
+    Table table_;
     const float* x_;
     int64_t blocks_;
 };
+template <int B, int M> using FloatSums = ExactSums<FloatTable<B>, M>;
+
+template <int B, int M> using MirroredSums = ExactSums<MirroredFloats<B>, M>;
 
 #ifdef __AVX2__
 // Pairs of bfloat16.
@@ -164,6 +170,13 @@ inline const uint8_t* plane_bytes(const ByteCodebook& c, int p) {
     return reinterpret_cast<const uint8_t*>(c.planes[p]);
 }
 
+// Codes of the upper half of a mirrored table become those of the entries opposite, below their highest bit.
+template <int B> inline void fold(const ByteCodebook& c, Codes (&plane)[B]) {
+    if constexpr (looks_up_mirrored(B))
+        if (c.mirrored)
+            for (int p = 0; p < B - 1; ++p) plane[p] ^= plane[B - 1];
+}
+
 // Up to LOOKUP_ROWS rows, tile by tile of columns: the activations of a tile stay close, and what the same row needs
 // next is fetched meanwhile.
 template <template <int, int> typename Sums, int B, int M>
@@ -186,6 +199,7 @@ void look_up_rows(const ByteCodebook& c, const typename Sums<B, M>::Inputs& in, 
                     __builtin_prefetch(from + next);
                     plane[p] = load_plane(from, bytes - b * BYTES);
                 }
+                fold<B>(c, plane);
                 codes_of<B>(plane, code);
                 sums.add(code, b, own);
             }
@@ -218,6 +232,8 @@ void look_up_bytes(const ByteCodebook& c, const LookupInputs& in, float* y, int6
 template <int B>
 void look_up_exactly(const ByteCodebook& c, const LookupPlain<float>& in, float* y, int64_t y_stride, int64_t begin,
                      int64_t end) {
+    if constexpr (looks_up_mirrored(B))
+        if (c.mirrored) return look_up<MirroredSums, B>(c, in, y, y_stride, begin, end);
     if constexpr (floating(B) != Floating::none) look_up<FloatSums, B>(c, in, y, y_stride, begin, end);
 }
 
@@ -238,6 +254,7 @@ int64_t decode_block(const ByteCodebook& c, int64_t block, int64_t column, Float
         const int64_t row = least(block * LANES + lane, c.rows - 1); // nobody reads lanes behind the last row
         Codes plane[B], code[PHASES];
         for (int p = 0; p < B; ++p) plane[p] = load_plane(plane_bytes(c, B - 1 - p) + row * bytes + at, bytes - at);
+        fold<B>(c, plane);
         codes_of<B>(plane, code);
         if constexpr (floating(B) != Floating::none) {
             const Table table(c.table, c.kind(row));
@@ -266,6 +283,8 @@ int64_t decode_block(const ByteCodebook& c, int64_t block, int64_t column, Float
 }
 
 template <int B> int64_t decode_floats(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+    if constexpr (looks_up_mirrored(B))
+        if (c.mirrored) return decode_block<B, MirroredFloats<B>>(c, block, column, panel);
     return decode_block<B, FloatTable<B>>(c, block, column, panel);
 }
 
@@ -320,7 +339,8 @@ void lookup_prepare(const ByteCodebook& c, const int8_t* x, const float* scales,
     *sum = weighted;
 }
 
-TableForm lookup_float_form(int bits) {
+TableForm lookup_float_form(int bits, bool mirrored) {
+    if (mirrored && looks_up_mirrored(bits)) return TableForm::mirrored;
     switch (floating(bits)) {
     case Floating::none: return TableForm::none;
     case Floating::bytes: return TableForm::bytes;
@@ -329,6 +349,7 @@ TableForm lookup_float_form(int bits) {
 }
 
 void lookup_prepare_floats(const ByteCodebook& c, const float* x, float* out) {
+    if (c.mirrored && looks_up_mirrored(c.bits)) return arrange(c, x, MirroredFloats<2>::place, LANES, out);
     const bool bytes = floating(c.bits) == Floating::bytes; // gathered entries lie as whole ones
     arrange(c, x, bytes ? ByteFloats<1>::place : WholeFloats<1>::place, LANES, out);
 }

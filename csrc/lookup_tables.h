@@ -211,6 +211,14 @@ constexpr Floating floating(int bits) {
     return bits > 0 ? Floating::none : Floating::whole;
 #endif
 }
+// Mirrored tables of float16 numbers are looked up as half the entries of half the bytes.
+constexpr bool looks_up_mirrored(int bits) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return bits >= 5 && bits <= 7;
+#else
+    return bits < 0;
+#endif
+}
 // And bfloat16: whole up to this width, byte by byte above; not where floats are faster.
 #ifdef __AVX512BW__
 constexpr int MOST_WHOLE_HALVES = 6;
@@ -365,7 +373,6 @@ template <int B> using WholeFloats = ByteFloats<B>; // never used, as the next
 template <int B> using GatheredFloats = ByteFloats<B>;
 #endif
 
-#ifdef __AVX2__
 template <int B> struct ByteHalves {
     Table<B> low, high;
 
@@ -378,6 +385,25 @@ template <int B> struct ByteHalves {
     }
 };
 
+// The lower half of a mirrored table as float16, by codes that are folded: the highest bit turns the sign.
+template <int B> struct MirroredFloats {
+    Table<B - 1> low, high;
+
+    MirroredFloats(const uint8_t* table, int64_t row)
+        : low(table + (row << B)), high(table + (row << B) + (1 << (B - 1))) {}
+    static int64_t place(int64_t v, int64_t l) { return ByteHalves<B>::place(v / 2, v % 2 * 8 + l); }
+
+    void operator()(Codes code, Floats (&values)[4]) const {
+        Codes made[2];
+        interleave<1>(low(code), high(code) ^ (left<8 - B>(code) & fill(1 << 7)), made[0], made[1]);
+        uint16_t halves[4 * LANES];
+        __builtin_memcpy(halves, made, sizeof halves);
+        asm("" : "+m"(halves)); // in memory: converted as they are loaded, they need no shuffle
+        for (int j = 0; j < 4; ++j) values[j] = load_halves(halves + j * LANES);
+    }
+};
+
+#ifdef __AVX2__
 #ifdef __AVX512BW__
 template <int B> struct WholeHalves {
     __m512i part[B == 6 ? 2 : 1];

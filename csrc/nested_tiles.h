@@ -14,10 +14,15 @@ public:
         if (count_ < 1 || count_ > 256) refuse("tables are of 1 to 256 shapes");
         check("tables", tables, {Type::f32}, {count_, ENTRIES}, Layout::dense);
         const auto* from = static_cast<const float*>(tables.data());
+        for (int64_t kind = 0; kind < count_; ++kind)
+            for (int b = 1; b <= 8; ++b) {
+                const float *first = from + kind * ENTRIES + (1 << b) - 2, *last = first + (1 << b) - 1;
+                for (; first < last; ++first, --last)
+                    mirrored_ &= baseline::is_half(*first) && *last == -*first; // neither a NaN
+            }
         for (int b = 1; b <= 8; ++b) {
             plain_[b] = made<uint32_t>(from, b, TableForm::whole);
-            const TableForm form = kernels_.lookup_float_form(b);
-            floats_[b] = form == TableForm::bytes ? made<uint32_t>(from, b, form) : plain_[b];
+            floats_[b] = made<uint32_t>(from, b, float_form(b));
             if (kernels_.lookup_gemm_bf16 != nullptr)
                 halves_[b] = made<uint16_t>(from, b, kernels_.lookup_bf16_form(b));
         }
@@ -25,6 +30,8 @@ public:
 
     int64_t count() const { return count_; }
     const Products& kernels() const { return kernels_; }
+    bool mirrored() const { return mirrored_; } // as in ByteCodebook
+    TableForm float_form(int bits) const { return kernels_.lookup_float_form(bits, mirrored_); }
     const float* plain(int bits) const { return reinterpret_cast<const float*>(plain_[bits].data()); }
     const uint8_t* floats(int bits) const { return floats_[bits].data(); }
     const uint8_t* halves(int bits) const { return halves_[bits].data(); }
@@ -34,12 +41,14 @@ private:
 
     template <typename T> std::vector<uint8_t> made(const float* from, int bits, TableForm form) const {
         const int64_t entries = int64_t(1) << bits;
-        return lay_tables<T>(count_, entries, entries, form,
+        const int64_t laid = form == TableForm::mirrored ? entries / 2 : entries;
+        return lay_tables<T>(count_, laid, laid, form,
                              [&](int64_t kind, int64_t e) { return from[kind * ENTRIES + entries - 2 + e]; });
     }
 
     const Products& kernels_;
     int64_t count_;
+    bool mirrored_ = true;
     std::vector<uint8_t> plain_[9], floats_[9], halves_[9];
 };
 
@@ -85,6 +94,7 @@ public:
             b.kinds = of_rows + first;
             b.row_scales = static_cast<const float*>(scales_.data()) + first;
             b.out_rows = out_rows_.data() + first;
+            b.mirrored = tables_.mirrored();
             b.bits = static_cast<int>(bits);
             b.rows = last - first;
             b.columns = columns;
@@ -149,15 +159,13 @@ private:
             return;
         }
         const bool pairs = x.bf16;
-        const auto form = [&](int bits) {
-            return pairs ? kernels_.lookup_bf16_form(bits) : kernels_.lookup_float_form(bits);
-        };
+        const auto form = [&](int bits) { return pairs ? kernels_.lookup_bf16_form(bits) : tables_.float_form(bits); };
         const int64_t piece = piece_of(rows_, LOOKUP_ROWS, rows_ * columns_, threads), line = spans_[0].words * 32;
-        const Scratch scratch = make_scratch(2 * m * width + ((rows_ - 1) / piece + 1) * line);
-        float* at[3] = {nullptr, nullptr, nullptr}; // by form: whole, bytes, none
+        const Scratch scratch = make_scratch(3 * m * width + ((rows_ - 1) / piece + 1) * line);
+        float* at[4] = {}; // by form
         float* free = scratch.get();
         for (const ByteCodebook& b : spans_) {
-            float*& to = at[slot(form(b.bits))];
+            float*& to = at[static_cast<int>(form(b.bits))];
             if (to != nullptr) continue;
             to = free;
             free += m * width;
@@ -170,12 +178,12 @@ private:
             for_spans([&](ByteCodebook b, int64_t first) {
                 const int64_t from = std::max(begin - first, int64_t(0)), to = std::min(end - first, b.rows);
                 if (from >= to) return;
-                float* inputs = at[slot(form(b.bits))];
+                float* inputs = at[static_cast<int>(form(b.bits))];
                 if (pairs) {
                     b.table = tables_.halves(b.bits);
                     kernels_.lookup_bf16_matmul(b, {reinterpret_cast<uint16_t*>(inputs), m}, y, y_stride, from, to);
                 } else if (form(b.bits) == TableForm::none) {
-                    float* own = scratch.get() + 2 * m * width + begin / piece * line;
+                    float* own = scratch.get() + 3 * m * width + begin / piece * line;
                     by_words_.codebook_rows(by_words(b), inputs, m, y, y_stride, own, from, to);
                 } else {
                     b.table = tables_.floats(b.bits);
@@ -189,8 +197,6 @@ private:
         std::copy_n(from, columns_, to);
         std::fill_n(to + columns_, line - columns_, 0.0f);
     }
-
-    static int slot(TableForm form) { return form == TableForm::whole ? 0 : form == TableForm::bytes ? 1 : 2; }
 
     nb::object keeper_; // of the shapes
     const ShapeTables& tables_;

@@ -89,6 +89,7 @@ struct ActivationGrid {
 struct ByteCodebook {
     const uint32_t* planes[8]; // as in Codebook
     const uint8_t* table;      // [rows, 2^bits]
+    bool mirrored;             // for floats: tables are of float16 numbers, entry e minus that of 2^bits - 1 - e
     bool halves;               // for `lookup_gemm_bf16`: the table is of bfloat16, in the form of `lookup_bf16_form`
     const float* scales;       // [rows]
     const uint8_t* kinds;      // tables of floats and bfloat16, as in Codebook
@@ -112,8 +113,8 @@ struct LookupInputs {
 constexpr int64_t LOOKUP_GROUP = 32;
 
 // How centroids wider than bytes lie for the kernels: [rows, 2^bits] as they are, or [rows, sizeof, 2^bits] byte by
-// byte, the lowest first.
-enum class TableForm { none, whole, bytes };
+// byte, the lowest first; or so the lower half of a mirrored table as float16, [rows, 2, 2^(bits - 1)].
+enum class TableForm { none, whole, bytes, mirrored };
 
 // Activations of some tokens as floats, or as bit patterns of bfloat16; as `lookup_prepare_...` makes them.
 template <typename T> struct LookupPlain {
@@ -232,7 +233,7 @@ struct Products {
 
     // The same exactly, where it takes the width: the table as `lookup_float_form` says. A token's activations fill
     // lookup_blocks * 32 * lanes floats.
-    TableForm (*lookup_float_form)(int bits);
+    TableForm (*lookup_float_form)(int bits, bool mirrored);
     void (*lookup_prepare_floats)(const ByteCodebook&, const float* x, float* out);
     void (*lookup_float_matmul)(const ByteCodebook&, const LookupPlain<float>&, float* y, int64_t y_stride,
                                 int64_t begin, int64_t end);
@@ -316,7 +317,7 @@ const Products* products_for(const char* isa);
     int64_t lookup_blocks(const ByteCodebook&);                                                                       \
     void lookup_prepare(const ByteCodebook&, const int8_t*, const float*, int8_t*, float*, float*);                   \
     void lookup_matmul(const ByteCodebook&, const LookupInputs&, float*, int64_t, int64_t, int64_t);                  \
-    TableForm lookup_float_form(int);                                                                                 \
+    TableForm lookup_float_form(int, bool);                                                                           \
     TableForm lookup_bf16_form(int);                                                                                  \
     void lookup_prepare_floats(const ByteCodebook&, const float*, float*);                                            \
     void lookup_float_matmul(const ByteCodebook&, const LookupPlain<float>&, float*, int64_t, int64_t, int64_t);      \

@@ -81,6 +81,18 @@ inline float half_to_float(uint16_t h) {
 #endif
 }
 
+// The float16 that equals a float, where one does.
+inline uint16_t to_half(float value) {
+    const float scaled = value * 0x1p-112f; // the exponent is the same number in both
+    const auto bits = load_as<uint32_t>(&scaled);
+    return static_cast<uint16_t>((bits >> 16 & 0x8000) | (bits >> 13 & 0x7fff));
+}
+
+inline bool is_half(float value) {
+    const float half = half_to_float(to_half(value));
+    return load_as<uint32_t>(&half) == load_as<uint32_t>(&value);
+}
+
 // LANES numbers of 16 bits as floats.
 inline Floats load_halves(const uint16_t* from) {
 #if defined(__AVX512F__)

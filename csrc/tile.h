@@ -58,20 +58,23 @@ struct IntTokens {
     int64_t count;
 };
 
-// Tables of `stored` entries `value(row, e)` each, with room for `entries`, as T: float32, or uint16_t for bfloat16.
+// Tables of `stored` entries `value(row, e)` each, with room for `entries`, as T: float32, or uint16_t for bfloat16;
+// those of a mirrored table as float16.
 template <typename T, typename V>
 std::vector<uint8_t> lay_tables(int64_t rows, int64_t stored, int64_t entries, TableForm form, V&& value) {
-    const int64_t size = sizeof(T);
+    const int64_t size = form == TableForm::mirrored ? 2 : sizeof(T);
     std::vector<uint8_t> made(static_cast<size_t>(rows * entries * size));
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t e = 0; e < stored; ++e) {
             const float own = value(row, e);
             uint32_t word;
             std::memcpy(&word, &own, 4);
-            if (size == 2) word = baseline::to_bf16(own);
+            if (form == TableForm::mirrored) word = baseline::to_half(own);
+            else if (size == 2) word = baseline::to_bf16(own);
             for (int64_t i = 0; i < size; ++i) {
-                const int64_t at =
-                    form == TableForm::bytes ? (row * size + i) * entries + e : (row * entries + e) * size + i;
+                const int64_t at = form == TableForm::bytes || form == TableForm::mirrored
+                                       ? (row * size + i) * entries + e
+                                       : (row * entries + e) * size + i;
                 made[static_cast<size_t>(at)] = static_cast<uint8_t>(word >> 8 * i);
             }
         }

@@ -211,6 +211,31 @@ def test_products_are_those_of_the_dense_matrix(
 
 
 @needs_native
+@pytest.mark.parametrize("isa", cpu.matmul_isas() if cpu.available() else ())
+@pytest.mark.parametrize("change", ["nothing", "an entry that is no float16 number", "an entry of one half"])
+def test_products_with_other_tables(change: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels may use what the format's tables are, but must not take it for granted."""
+    tables = shapes.tables().clone()
+    for bits in BITS if change != "nothing" else ():
+        tables[:, 2**bits - 2] *= 1.5 if change == "an entry of one half" else 1.0001
+        if change == "an entry that is no float16 number":
+            tables[:, 2 ** (bits + 1) - 3] *= 1.0001  # opposite it
+    monkeypatch.setattr(shapes, "tables", lambda: tables)
+    monkeypatch.setattr(cpu, "_shapes", cpu._shapes.__wrapped__)
+    packed = pack(QuantizedWeight((64, 555), (random_tile(64, 555, 0, (64, 60, 56, 50, 40, 30, 20, 10)),)))
+    prepared, dense = Prepared(packed, isa=isa), unpack(packed).dequantize()
+    assert prepared.layer is not None
+    x = torch.randn(20, 555, generator=torch.Generator().manual_seed(3))
+    expected, size = x.double() @ dense.double().T, x.double().abs() @ dense.double().abs().T
+    for tokens in (1, 7, 20):
+        y = prepared.layer.matmul(x[:tokens])
+        assert bool(((y - expected[:tokens]).abs() <= 1e-6 * size[:tokens]).all()), tokens
+        if tokens == 7:
+            rows = torch.cat([prepared.layer.matmul(x[k : k + 1], threads=1) for k in range(tokens)])
+            assert torch.equal(rows, y)
+
+
+@needs_native
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 70),
