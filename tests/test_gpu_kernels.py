@@ -368,7 +368,7 @@ grid = dict(GROUP=128, RUN=8, BITS=3, LANES=16, SYMMETRIC=False)
 tile, flags = "*bf16 *i32 *fp16 *u8 *i32 *bf16", dict(ROWS=True, ADD=True)
 build(group_int._gemv, tile + 4 * " i32", 1, **grid, **flags, BLOCK=32)
 build(group_int._gemm, tile + 6 * " i32", **grid, **flags, TOKENS=16, BLOCK=64)
-build(group_int._dequantize, "*i32 *fp16 *u8 *bf16" + 4 * " i32", **grid, BLOCK=16)
+build(group_int._dequantize, "*i32 *fp16 *u8 *i64 *bf16" + 4 * " i32", **grid, PICKED=True, BLOCK=16)
 one = "*u8 *fp16 *u8 *i32 *i8 *fp32 i32 i32 i32 "
 kind = dict(GROUP=128, SPAN=128, HALVES=2, ZERO=-1, FAST=True)
 both = {f"{name}_{mark}": value for mark in "AB" for name, value in kind.items()}
