@@ -810,6 +810,8 @@ def test_the_benchmark_times_what_there_is() -> None:
         assert 0 < low <= row["read_gb_per_s"] <= high
     with pytest.raises(InputError, match="OUTxIN"):
         kernels.kernels(shapes=("33",))
+    with pytest.raises(InputError, match="more than"):
+        kernels.kernels(shapes=("99999999999x4096",))
 
 
 def test_the_benchmark_takes_other_weights_each_time() -> None:

@@ -1,5 +1,6 @@
 """The GPU's kernels for stored tiles: on a GPU where there is one, else in Triton's interpreter."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -276,6 +277,22 @@ def pack_one(tile: formats.GroupInt) -> PackedWeight:
     )
     weight = pack(QuantizedWeight((r, c), (tile,)))
     return PackedWeight(weight.layout, {field: t.to(DEVICE) for field, t in weight.tensors.items()})
+
+
+@pytest.mark.parametrize("name", ["W4", "W4A8", "Atom W4A4", "2/4/16", "codebook 4", "nested 3"])
+def test_no_other_copy_of_the_codes_is_kept(name: str) -> None:
+    weight = random_layer(name, (256, 4096))  # little to pad
+    before = storages()
+    layer = Layer(weight)
+    made = sum(size for key, size in storages().items() if key not in before)
+    assert layer.taken and made < 1.3 * weight.nbytes
+
+
+def storages() -> dict[int, int]:
+    """Bytes of all storages that tensors are alive of, by address."""
+    gc.collect()
+    kept = [t.untyped_storage() for t in gc.get_objects() if type(t) is Tensor]
+    return {storage.data_ptr(): storage.nbytes() for storage in kept}
 
 
 def test_inputs_of_another_device_or_width_are_refused() -> None:

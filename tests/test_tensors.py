@@ -173,6 +173,14 @@ def test_absurd_codebooks_are_refused(change: dict[str, Any]) -> None:
             validate_layout("layer", {**layout, "sparse": count})
 
 
+def test_sparse_weights_beside_rounded_inputs_are_refused() -> None:
+    tile = {"format": "group_int", "bits": 4, "group_size": 8, "symmetric": True}
+    layout = {"shape": [2, 8], "tiles": [tile], "sparse": 1}
+    validate_layout("layer", layout)
+    with pytest.raises(InputError, match="inputs are rounded"):
+        validate_layout("layer", {**layout, "tiles": [{**tile, "act_bits": 8}]})
+
+
 def test_a_width_that_is_not_stored() -> None:
     layout = pack(codebook_example()).layout
     with pytest.raises(InputError, match="1, 2, not 3"):

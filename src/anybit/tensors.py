@@ -267,6 +267,8 @@ def validate_layout(name: str, layout: Any) -> None:
     if layout.get("input_scale", True) is not True:
         refuse(f"input_scale {layout['input_scale']!r} is not true; leave it out where there is none")
     check_activations(tiles, refuse)
+    if "sparse" in layout and any("act_bits" in tile for tile in tiles):
+        refuse("sparse weights beside tiles whose inputs are rounded: what they multiply is not defined")
     if not is_int(layout.get("sparse", 0), 0, prod(shape)):
         refuse(f"{layout['sparse']!r} sparse weights are not a number up to {prod(shape)}")
 

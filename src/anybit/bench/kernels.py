@@ -36,6 +36,7 @@ Run = Callable[[], object]
 Make = Callable[[int], "Variant"]  # of a matrix of so many rows
 
 CACHE = 32 << 20  # bytes, where the machine does not say
+MOST_WEIGHTS = 1 << 30
 MOST_COPIES = 1024  # of a matrix, so that toy shapes do not take minutes to make
 READ = 256 << 20  # bytes read at a time to measure the bandwidth
 READ_COLUMNS = 1 << 14
@@ -150,6 +151,8 @@ def _shape(text: str, least: int) -> tuple[int, int]:
     sizes = text.split("x")
     if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise InputError(f"shape {text!r}: expected OUTxIN, such as 4096x11008")
+    if int(sizes[0]) * int(sizes[1]) > MOST_WEIGHTS:
+        raise InputError(f"shape {text!r}: more than {MOST_WEIGHTS:.1e} weights, which a benchmark has no room for")
     if int(sizes[0]) < least:
         raise InputError(
             f"shape {text!r}: with --cached, rows beyond the first {ROWS} count; give {least} or more"

@@ -440,10 +440,9 @@ class ChannelCodebook:
         if len(x) > 1 and not fused(x):
             return place_product(x @ self.dequantize(x.dtype).T, y, None, add)
         tokens = 1 if len(x) == 1 else 16 if len(x) <= 16 else 64
-        block = 32 if tokens == 1 else 64
-        _channel_product[(triton.cdiv(self.r, block), triton.cdiv(len(x), tokens))](
+        _channel_product[(triton.cdiv(self.r, 64), triton.cdiv(len(x), tokens))](
             x, self._words, self.tables, y, len(x), self.r, self.c, y.shape[1], len(self._words), BITS=self.bits,
-            ENTRIES=self.tables.shape[1], CHUNKS=16, ADD=add, TOKENS=tokens, BLOCK=block, num_warps=4, num_stages=1,
+            ENTRIES=self.tables.shape[1], CHUNKS=16, ADD=add, TOKENS=tokens, BLOCK=64, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def codes(self) -> Tensor:
