@@ -107,6 +107,8 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
                 for key, (_, times) in shown.items()
             )
             yield f"{name:24}{''.join(cells)}"
+    for name, rate in figures.get("matrix_rates", {}).items():
+        yield f"products of {name}, large and square: {rate:.0f} TFLOP/s or TOP/s"
     for name, speed in figures.get("averages", {}).items():
         yield f"average over shapes and tokens, x float16: {name:20}{speed:6.2f}"
     yield json.dumps(figures)

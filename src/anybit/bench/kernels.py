@@ -152,7 +152,9 @@ def _shape(text: str, least: int) -> tuple[int, int]:
     if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise InputError(f"shape {text!r}: expected OUTxIN, such as 4096x11008")
     if int(sizes[0]) * int(sizes[1]) > MOST_WEIGHTS:
-        raise InputError(f"shape {text!r}: more than {MOST_WEIGHTS:.1e} weights, which a benchmark has no room for")
+        raise InputError(
+            f"shape {text!r}: more than {MOST_WEIGHTS:.1e} weights, which a benchmark has no room for"
+        )
     if int(sizes[0]) < least:
         raise InputError(
             f"shape {text!r}: with --cached, rows beyond the first {ROWS} count; give {least} or more"
