@@ -156,7 +156,8 @@ public:
                                    : kernels_.lookup_bf16_form(c_.bits) != TableForm::none;
     }
     bool takes_ints() const override { return !by_channel_; }
-    bool prefers_ints(int64_t tokens) const override { return !by_channel_ && tokens <= FEW_TOKENS; }
+    // Beyond, decoding the exact weights once for all tokens takes no longer.
+    bool prefers_ints(int64_t tokens) const override { return !by_channel_ && tokens <= 2 * FEW_TOKENS; }
 
 private:
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
