@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anybit.bench import graphs
 from anybit.bench.graphs import Run, Save, Variant, nobody
-from anybit.bench.kernels import layouts, random_weight
+from anybit.bench.kernels import FAST, layouts, random_weight
 from anybit.errors import InputError
 from anybit.kernels import reference
 from anybit.kernels.dispatch import Prepared
@@ -85,7 +85,8 @@ def decode(
     rows: list[dict[str, Any]] = []
     found = {"device": torch.cuda.get_device_name(device), "checked": checked, "rows": rows}
     for batch in (1, 16, 128):
-        figures = {name: _step(name, batch, rounds, device) for name in ("float16", *names)}
+        steps = {name: _step(name, batch, rounds, device) for name in ("float16", *names)}
+        figures = {name: step for name, step in steps.items() if step is not None}
         for figure in figures.values():
             figure["over_float16"] = figures["float16"]["us"] / figure["us"]
         rows.append({"tokens": batch, "variants": figures})
@@ -94,9 +95,7 @@ def decode(
 
 
 def _names(only: Sequence[str], there: Sequence[str]) -> list[str]:
-    names = [
-        name for name in there if not name.endswith(" A8")
-    ]  # of codebooks: an option of the CPU's kernels
+    names = [name for name in there if not name.endswith(FAST)]  # an option of the CPU's kernels
     for begin in only:
         if not any(name.startswith(begin) for name in names):
             raise InputError(f"no variant begins with {begin!r}: there are {', '.join(names)}")
@@ -211,8 +210,8 @@ def _prepared(layout: dict[str, Any], device: torch.device) -> Prepared:
         return Prepared(_random(layout, device))
 
 
-def _step(name: str, batch: int, rounds: int, device: torch.device) -> dict[str, Any]:
-    """All linears of a decode step; blocks beyond the first few read the weights of those again."""
+def _step(name: str, batch: int, rounds: int, device: torch.device) -> dict[str, Any] | None:
+    """All linears of a decode step; blocks beyond the first few read the weights of those again. None: it fails."""
     runs: list[Run] = []
     nbytes = 0
     x = {columns: torch.randn(batch, columns, device=device).half() for _, columns in BLOCK}
@@ -232,7 +231,9 @@ def _step(name: str, batch: int, rounds: int, device: torch.device) -> dict[str,
             for run in runs:
                 run()
 
-    seconds = graphs.times({name: Variant(0, [step])}, rounds)[name]
+    seconds = graphs.times({name: Variant(0, [step])}, rounds).get(name)
+    if seconds is None:
+        return None
     nbytes *= BLOCKS // OWN_BLOCKS
     return {"us": 1e6 * seconds, "tokens_per_s": batch / seconds, "gb_per_s": nbytes / seconds / 1e9}
 

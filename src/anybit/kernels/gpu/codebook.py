@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit.kernels.gpu.arithmetic import INTERPRETED, dot, rounded
-from anybit.kernels.gpu.group_int import fused, place_product, store, store_tile
+from anybit.kernels.gpu.group_int import fused, next_word, place_product, store, store_tile
 from anybit.kernels.gpu.words import (
     FIELDS,
     LANES,
@@ -396,12 +396,7 @@ def _channel_product(
         line = words + (chunk.to(tl.int64) * (BITS * r))[:, None] + n[None, :]
         rest = tl.zeros((CHUNKS, BLOCK), tl.uint32)
         for p in tl.static_range(BITS + (1 if 32 % BITS else 0)):
-            if p < BITS:
-                word = tl.load(line + p * r, mask=there, other=0).to(tl.uint32, bitcast=True)
-                for e in tl.static_range(32 - 32 // BITS * BITS):
-                    rest |= ((word >> (32 // BITS * BITS + e)) & 1) << (BITS * e + p)
-            else:
-                word = rest
+            word, rest = next_word(line + p * r, there, rest, p, BITS)
             for i in tl.static_range(32 // BITS if p < BITS else 32 - 32 // BITS * BITS):
                 channel = chunk * 32 + p * (32 // BITS) + i
                 code = ((word >> i * BITS) & ((1 << BITS) - 1)).to(tl.int32, bitcast=True)

@@ -42,6 +42,15 @@ def _rest(words, p: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def next_word(at, mask, rest, p: tl.constexpr, BITS: tl.constexpr):
+    """Word p of every lane, uint32, and what is met so far of the codes across words, the word after the last."""
+    if p == BITS:
+        return rest, rest
+    word = tl.load(at, mask=mask, other=0).to(tl.uint32, bitcast=True)
+    return word, rest | _rest(word, p, BITS)
+
+
+@triton.jit
 def _grid(scales, zeros, n, mask, groups, g, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
     """A group's scales times 2**BITS and `-1 - zero / 2**BITS`, float32 [BLOCK] each."""
     g = tl.minimum(g, groups - 1)  # padding columns meet inputs of 0
@@ -83,13 +92,7 @@ def _gemv(
         scale, offset = _grid(scales, zeros, n, mask, groups, s * 32 * LANES // GROUP, BITS, SYMMETRIC)
         rest = tl.zeros((BLOCK, LANES), tl.uint32)
         for p in tl.static_range(BITS + (1 if 32 % BITS else 0)):
-            if p < BITS:
-                word = tl.load(line + (s * BITS + p) * LANES, mask=mask[:, None], other=0).to(
-                    tl.uint32, bitcast=True
-                )
-                rest |= _rest(word, p, BITS)
-            else:
-                word = rest
+            word, rest = next_word(line + (s * BITS + p) * LANES, mask[:, None], rest, p, BITS)
             for i in tl.static_range(WHOLE if p < BITS else 32 - WHOLE * BITS):
                 j = p * WHOLE + i
                 column = (s * 32 + j) * LANES + lane
@@ -160,13 +163,7 @@ def _gemm(
         scale, offset = _grid(scales, zeros, n, mask, groups, s * 32 * LANES // GROUP, BITS, SYMMETRIC)
         rest = tl.zeros((BLOCK, LANES), tl.uint32)
         for p in tl.static_range(BITS + (1 if 32 % BITS else 0)):
-            if p < BITS:
-                word = tl.load(line + (s * BITS + p) * LANES, mask=mask[:, None], other=0).to(
-                    tl.uint32, bitcast=True
-                )
-                rest |= _rest(word, p, BITS)
-            else:
-                word = rest
+            word, rest = next_word(line + (s * BITS + p) * LANES, mask[:, None], rest, p, BITS)
             for i in tl.static_range(WHOLE if p < BITS else 32 - WHOLE * BITS):
                 j = p * WHOLE + i
                 column = (s * 32 + j) * LANES + lane
@@ -210,13 +207,7 @@ def _dequantize(
     line = words + (n * (chunks * BITS * LANES))[:, None] + lane[None, :]
     rest = tl.zeros((BLOCK, LANES), tl.uint32)
     for p in tl.static_range(BITS + (1 if 32 % BITS else 0)):
-        if p < BITS:
-            word = tl.load(line + (s * BITS + p) * LANES, mask=mask[:, None], other=0).to(
-                tl.uint32, bitcast=True
-            )
-            rest |= _rest(word, p, BITS)
-        else:
-            word = rest
+        word, rest = next_word(line + (s * BITS + p) * LANES, mask[:, None], rest, p, BITS)
         for i in tl.static_range(WHOLE if p < BITS else 32 - WHOLE * BITS):
             first = (s * 32 + p * WHOLE + i) * LANES
             g = first // GROUP

@@ -139,22 +139,7 @@ def _matmul(
     m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     block, blocks_a = tl.program_id(0), tl.cdiv(r_a, BLOCK)
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
-    if TILES == 2:
-        if block < blocks_a:
-            n = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-            total = _product(
-                total, codes_a, weight_scales_a, zeros_a, x_a, scales_a, m, n, tokens, r_a, stride_a, groups_a,
-                GROUP_A, SPAN_A, HALVES_A, ZERO_A, FAST_A,
-            )  # fmt: skip
-            store_tile(total, y, rows_a, m, n, tokens, r_a, out, ROWS, ADD)
-        else:
-            n = ((block - blocks_a) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-            total = _product(
-                total, codes_b, weight_scales_b, zeros_b, x_b, scales_b, m, n, tokens, r_b, stride_b, groups_b,
-                GROUP_B, SPAN_B, HALVES_B, ZERO_B, FAST_B,
-            )  # fmt: skip
-            store_tile(total, y, rows_b, m, n, tokens, r_b, out, ROWS, ADD)
-    else:
+    if block < blocks_a:
         n = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
         total = _product(
             total, codes_a, weight_scales_a, zeros_a, x_a, scales_a, m, n, tokens, r_a, stride_a, groups_a,
@@ -166,6 +151,13 @@ def _matmul(
                 GROUP_B, SPAN_B, HALVES_B, ZERO_B, FAST_B,
             )  # fmt: skip
         store_tile(total, y, rows_a, m, n, tokens, r_a, out, ROWS, ADD)
+    elif TILES == 2:
+        n = ((block - blocks_a) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+        total = _product(
+            total, codes_b, weight_scales_b, zeros_b, x_b, scales_b, m, n, tokens, r_b, stride_b, groups_b,
+            GROUP_B, SPAN_B, HALVES_B, ZERO_B, FAST_B,
+        )  # fmt: skip
+        store_tile(total, y, rows_b, m, n, tokens, r_b, out, ROWS, ADD)
 
 
 @dataclass(frozen=True)
@@ -201,9 +193,8 @@ class IntegerTile:
         one_group = group_size >= self.c
         span = SPAN if one_group else math.gcd(group_size, SPAN)
         halves = 2 if bits <= 4 else 1
-        self.stride = (
-            -(-self.c // (2 * span)) * 2 * span
-        )  # the same for every width: tiles by rows share inputs
+        # The same for every width: tiles by rows share inputs.
+        self.stride = -(-self.c // (2 * span)) * 2 * span
         padded = codes.new_full((self.r, self.stride), 2 ** (bits - 1) if zeros is None else 0)
         padded[:, : self.c] = codes
         if halves == 2:

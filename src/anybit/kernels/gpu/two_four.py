@@ -16,6 +16,7 @@ from torch import Tensor
 from anybit import formats
 from anybit.kernels.gpu.arithmetic import dot, rounded
 from anybit.kernels.gpu.group_int import GroupInt, fused, one_plus, place_product, store, store_tile
+from anybit.kernels.gpu.words import as_int32
 
 
 @triton.jit
@@ -99,7 +100,7 @@ class TwoFour:
         padded[:, : len(low)] = tile.codes[:, low]
         shifts = 2 * torch.arange(formats.BLOCK, device=device)
         wide_words = (padded.view(self.r, words, formats.BLOCK).long() << shifts).sum(-1)
-        self._codes = torch.where(wide_words >= 2**31, wide_words - 2**32, wide_words).to(torch.int32)
+        self._codes = as_int32(wide_words)
         self._grids = (tile.zeros | tile.scale_codes << 2).contiguous()
         order = torch.full(
             (words * formats.BLOCK,), self.c, device=device

@@ -36,7 +36,7 @@ def pack_words(codes: Tensor, bits: int, lanes: int) -> Tensor:
     for j in range(whole * bits, FIELDS):
         for p in range(bits):
             words[:, :, p] |= (field[:, :, j] >> p & 1) << j
-    return _as_int32(words)
+    return as_int32(words)
 
 
 def unpack_words(words: Tensor, columns: int) -> Tensor:
@@ -67,5 +67,6 @@ def _fields(codes: Tensor, lanes: int) -> Tensor:
     return padded.view(r, -1, FIELDS, lanes)
 
 
-def _as_int32(words: Tensor) -> Tensor:
+def as_int32(words: Tensor) -> Tensor:
+    """Words int64 below 2**32 as the bits of int32."""
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
