@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "large_pages.h"
 #include "products.h"
 #include "thread_pool.h"
 
@@ -136,7 +137,10 @@ struct Free {
 using Scratch = std::unique_ptr<float[], Free>;
 
 inline Scratch make_scratch(int64_t floats) {
-    return Scratch(static_cast<float*>(::operator new[](static_cast<size_t>(floats) * 4, std::align_val_t(64))));
+    const size_t bytes = static_cast<size_t>(floats) * 4;
+    Scratch made(static_cast<float*>(::operator new[](bytes, std::align_val_t(64))));
+    advise_large(made.get(), bytes);
+    return made;
 }
 
 // Elements from one row of `columns` to the next: an odd number of cache lines, so that no two rows among many compete

@@ -8,7 +8,14 @@ namespace anybit::ANYBIT_ISA {
 namespace {
 
 constexpr int64_t PANEL = 32 * LANES; // columns; a multiple of whatever a format decodes at a time
-constexpr int64_t BATCH = 512;        // tokens whose sums stay close
+
+// Vectors of a panel of weights that meet inputs of type X, float or uint16_t (bfloat16, two columns to a vector), and
+// the blocks of rows whose panels are held at a time.
+template <typename X> constexpr int64_t PANEL_VECTORS = PANEL * sizeof(X) / 4;
+template <typename X> constexpr int64_t HELD = MANY_BLOCKS;
+#ifdef __AMX_BF16__
+template <> constexpr int64_t HELD<uint16_t> = 8; // of fewer, reading inputs takes longer than multiplying
+#endif
 #if defined(__AVX512F__)
 constexpr int TOGETHER = 12; // tokens in registers at once
 #elif defined(__AVX2__)
@@ -17,7 +24,7 @@ constexpr int TOGETHER = 6;
 constexpr int TOGETHER = 4;
 #endif
 
-// R blocks of rows, whose panels lie PANEL vectors apart and whose sums BATCH, times M tokens: a vector of weights
+// R blocks of rows, whose panels lie PANEL_VECTORS apart and whose sums BATCH, times M tokens: a vector of weights
 // meets M inputs, an input R vectors.
 template <int R, int M>
 void multiply_panel(const Floats* panel, int64_t columns, const float* x, int64_t stride, Floats* total) {
@@ -42,66 +49,27 @@ void multiply_panel(const Floats* panel, int64_t columns, const uint16_t* x, int
     for (int64_t p = 0; p < columns / 2; ++p)
         for (int k = 0; k < M; ++k) {
             const Codes two = broadcast_pair(x + k * stride + 2 * p);
-            for (int r = 0; r < R; ++r) sum[r][k] = dot_pairs(sum[r][k], load_as<Codes>(panel + r * PANEL + p), two);
+            for (int r = 0; r < R; ++r)
+                sum[r][k] = dot_pairs(sum[r][k], load_as<Codes>(panel + r * PANEL_VECTORS<uint16_t> + p), two);
         }
     for (int r = 0; r < R; ++r)
         for (int k = 0; k < M; ++k) total[r * BATCH + k] = sum[r][k];
 }
 
-// Two columns to a vector of pairs, rounded to bfloat16; in place, since a vector is written after it was read.
-inline void prepare_panel(Floats* panel, int64_t columns, const uint16_t*) {
+#endif
+
+// A panel of float32 in the form in which it meets inputs of a type.
+inline void prepare_panel(Floats*, const Floats*, int64_t, const float*) {}
+#ifdef __AVX512BF16__
+inline void prepare_panel(Floats* panel, const Floats* decoded, int64_t columns, const uint16_t*) {
     uint16_t order[2 * LANES];
     for (int i = 0; i < 2 * LANES; ++i) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * LANES);
     const auto index = load_as<__m512i>(order);
     for (int64_t p = 0; p < columns / 2; ++p) {
-        const auto low = reinterpret_cast<__m512>(panel[2 * p]), high = reinterpret_cast<__m512>(panel[2 * p + 1]);
+        const auto low = reinterpret_cast<__m512>(decoded[2 * p]), high = reinterpret_cast<__m512>(decoded[2 * p + 1]);
         const auto both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
         panel[p] = reinterpret_cast<Floats>(_mm512_permutexvar_epi16(index, both));
     }
-}
-#endif
-
-inline void prepare_panel(Floats*, int64_t, const float*) {}
-
-#ifdef __AMX_BF16__
-struct alignas(64) TileShapes {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
-// R blocks of rows times up to 32 tokens, 32 columns at a time, of which a panel has `steps`. Tiles 0 to 3 are the sums
-// of tokens 0 to 15 and 16 to 31 with each block, 4 and 5 inputs, 6 and 7 weights: 16 vectors of a panel are a tile.
-template <int R>
-void multiply_tiles(const Floats* panel, int64_t steps, const uint16_t* x, int64_t stride, int64_t tokens,
-                    Floats* total) {
-    constexpr int64_t LINE = sizeof(Floats);
-    const int64_t few = least(16, tokens), more = tokens - few;
-    TileShapes shapes;
-    for (int i = 0; i < 8; ++i) {
-        shapes.bytes[i] = LINE;
-        shapes.rows[i] = static_cast<uint8_t>(i >= 6 ? 16 : i == 2 || i == 3 || i == 5 ? (more > 0 ? more : 1) : few);
-    }
-    _tile_loadconfig(&shapes);
-    _tile_loadd(0, total, LINE);
-    if (R == 2) _tile_loadd(1, total + BATCH, LINE);
-    if (more > 0) _tile_loadd(2, total + 16, LINE);
-    if (R == 2 && more > 0) _tile_loadd(3, total + BATCH + 16, LINE);
-    for (int64_t q = 0; q < steps; ++q) {
-        _tile_loadd(4, x + 32 * q, 2 * stride);
-        _tile_loadd(6, panel + 16 * q, LINE);
-        if (R == 2) _tile_loadd(7, panel + PANEL + 16 * q, LINE);
-        if (more > 0) _tile_loadd(5, x + 16 * stride + 32 * q, 2 * stride);
-        _tile_dpbf16ps(0, 4, 6);
-        if (R == 2) _tile_dpbf16ps(1, 4, 7);
-        if (more > 0) _tile_dpbf16ps(2, 5, 6);
-        if (R == 2 && more > 0) _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, total, LINE);
-    if (R == 2) _tile_stored(1, total + BATCH, LINE);
-    if (more > 0) _tile_stored(2, total + 16, LINE);
-    if (R == 2 && more > 0) _tile_stored(3, total + BATCH + 16, LINE);
-    _tile_release();
 }
 #endif
 
@@ -114,14 +82,77 @@ void multiply_tokens(const Floats* panel, int64_t columns, const X* x, int64_t s
     for (; k < tokens; ++k) multiply_panel<R, 1>(panel, columns, x + k * stride, stride, total + k);
 }
 
-#ifdef __AMX_BF16__
-template <int R>
-void multiply_tokens(const Floats* panel, int64_t columns, const uint16_t* x, int64_t stride, int64_t tokens,
+// All tokens and panels.
+template <typename X>
+void multiply_panels(const Floats* panels, int64_t blocks, int64_t columns, const X* x, int64_t stride, int64_t tokens,
                      Floats* total) {
-    const int64_t steps = columns / 32, rest = columns % 32;
-    for (int64_t k = 0; k < tokens; k += 32)
-        multiply_tiles<R>(panel, steps, x + k * stride, stride, least(32, tokens - k), total + k);
-    if (rest > 0) multiply_tokens<R, uint16_t>(panel + 16 * steps, rest, x + 32 * steps, stride, tokens, total);
+    int64_t r = 0;
+    for (; r + MANY_BLOCKS <= blocks; r += MANY_BLOCKS)
+        multiply_tokens<MANY_BLOCKS>(panels + r * PANEL_VECTORS<X>, columns, x, stride, tokens, total + r * BATCH);
+    for (; r < blocks; ++r)
+        multiply_tokens<1>(panels + r * PANEL_VECTORS<X>, columns, x, stride, tokens, total + r * BATCH);
+}
+
+#ifdef __AMX_BF16__
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// Tiles for up to 32 tokens: 0 to 3 are the sums of tokens 0 to 15 and 16 to 31 with each of two blocks of rows, 4 and
+// 5 inputs, 6 and 7 weights.
+inline void shape_tiles(int64_t tokens) {
+    TileShapes shapes;
+    for (int i = 0; i < 8; ++i) {
+        const int64_t rest = tokens > 16 ? tokens - 16 : 1;
+        shapes.bytes[i] = BYTES;
+        shapes.rows[i] = static_cast<uint8_t>(i >= 6 ? 16 : i == 2 || i == 3 || i == 5 ? rest : least(16, tokens));
+    }
+    _tile_loadconfig(&shapes);
+}
+
+// R blocks of rows times tokens, MORE of them than 16, `steps` times 32 columns: 16 vectors of a panel are a tile.
+template <int R, bool MORE>
+void multiply_tiles(const Floats* panel, int64_t steps, const uint16_t* x, int64_t stride, Floats* total) {
+    _tile_loadd(0, total, BYTES);
+    if (R == 2) _tile_loadd(1, total + BATCH, BYTES);
+    if (MORE) _tile_loadd(2, total + 16, BYTES);
+    if (R == 2 && MORE) _tile_loadd(3, total + BATCH + 16, BYTES);
+    for (int64_t q = 0; q < steps; ++q) {
+        _tile_loadd(4, x + 32 * q, 2 * stride);
+        _tile_loadd(6, panel + 16 * q, BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        if (R == 2) _tile_loadd(7, panel + PANEL_VECTORS<uint16_t> + 16 * q, BYTES);
+        if (R == 2) _tile_dpbf16ps(1, 4, 7);
+        if (MORE) _tile_loadd(5, x + 16 * stride + 32 * q, 2 * stride);
+        if (MORE) _tile_dpbf16ps(2, 5, 6);
+        if (R == 2 && MORE) _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, total, BYTES);
+    if (R == 2) _tile_stored(1, total + BATCH, BYTES);
+    if (MORE) _tile_stored(2, total + 16, BYTES);
+    if (R == 2 && MORE) _tile_stored(3, total + BATCH + 16, BYTES);
+}
+
+// The inputs of 32 tokens and STEPS tiles stay in the first cache while all panels pass.
+inline void multiply_panels(const Floats* panels, int64_t blocks, int64_t columns, const uint16_t* x, int64_t stride,
+                            int64_t tokens, Floats* total) {
+    constexpr int64_t STEPS = 8;
+    const int64_t all = columns / 32, rest = columns % 32;
+    for (int64_t k = 0; k < tokens; k += 32) {
+        const bool more = tokens - k > 16;
+        if (k == 0 || tokens - k < 32) shape_tiles(least(32, tokens - k));
+        for (int64_t q = 0; q < all; q += STEPS)
+            for (int64_t r = 0; r < blocks; r += 2) {
+                const auto multiply = blocks - r == 1 ? (more ? multiply_tiles<1, true> : multiply_tiles<1, false>)
+                                                      : (more ? multiply_tiles<2, true> : multiply_tiles<2, false>);
+                multiply(panels + r * PANEL_VECTORS<uint16_t> + 16 * q, least(STEPS, all - q), x + k * stride + 32 * q,
+                         stride, total + r * BATCH + k);
+            }
+    }
+    _tile_release();
+    if (rest > 0) multiply_panels<uint16_t>(panels + 16 * all, blocks, rest, x + 32 * all, stride, tokens, total);
 }
 #endif
 
@@ -132,24 +163,24 @@ template <typename T, typename X>
 void multiply_many(const T& t, int64_t (*decode)(const T&, int64_t, int64_t, Floats*), const int32_t* out_rows,
                    const X* x, int64_t x_stride, int64_t width, int64_t tokens, float* y, int64_t y_stride,
                    int64_t begin, int64_t end) {
-    Floats panel[MANY_BLOCKS * PANEL], total[MANY_BLOCKS * BATCH];
-    for (int64_t block = begin; block < end; block += MANY_BLOCKS)
+    constexpr bool PLAIN = sizeof(X) == 4; // panels are used as they are decoded
+    Floats decoded[PLAIN ? 1 : PANEL], panels[HELD<X> * PANEL_VECTORS<X>], total[HELD<X> * BATCH];
+    for (int64_t block = begin; block < end; block += HELD<X>)
         for (int64_t first = 0; first < tokens; first += BATCH) {
-            const int64_t m = least(BATCH, tokens - first), blocks = least(MANY_BLOCKS, end - block);
+            const int64_t m = least(BATCH, tokens - first), blocks = least(HELD<X>, end - block);
             for (int64_t r = 0; r < blocks; ++r)
                 for (int64_t k = 0; k < m; ++k) total[r * BATCH + k] = Floats{};
             for (int64_t column = 0, n = 0; column < width; column += n) {
                 for (int64_t r = 0; r < blocks; ++r) {
-                    n = decode(t, block + r, column, panel + r * PANEL);
-                    prepare_panel(panel + r * PANEL, n, x);
+                    Floats* panel = panels + r * PANEL_VECTORS<X>;
+                    n = decode(t, block + r, column, PLAIN ? panel : decoded);
+                    prepare_panel(panel, decoded, n, x);
                 }
-                const X* from = x + first * x_stride + column;
-                if (blocks == MANY_BLOCKS) multiply_tokens<MANY_BLOCKS>(panel, n, from, x_stride, m, total);
-                else multiply_tokens<1>(panel, n, from, x_stride, m, total);
+                multiply_panels(panels, blocks, n, x + first * x_stride + column, x_stride, m, total);
             }
-            for (int64_t r = 0; r < blocks; ++r) {
-                const int64_t row = (block + r) * LANES, rows = least(LANES, t.rows - row);
-                for (int64_t k = 0; k < m; ++k) {
+            for (int64_t k = 0; k < m; ++k)
+                for (int64_t r = 0; r < blocks; ++r) {
+                    const int64_t row = (block + r) * LANES, rows = least(LANES, t.rows - row);
                     const Floats sum = total[r * BATCH + k];
                     float* to = y + (first + k) * y_stride;
                     if (out_rows == nullptr && rows == LANES) store(to + row, load(to + row) + sum);
@@ -157,7 +188,6 @@ void multiply_many(const T& t, int64_t (*decode)(const T&, int64_t, int64_t, Flo
                         for (int64_t l = 0; l < rows; ++l)
                             to[out_rows == nullptr ? row + l : out_rows[row + l]] += sum[l];
                 }
-            }
         }
 }
 

@@ -149,6 +149,10 @@ void half_gemm(const HalfRows& t, const float* x, int64_t x_stride, int64_t toke
                   y_stride, begin, end);
 }
 
+void narrow(const float* x, int64_t n, uint16_t* bf16) {
+    for (int64_t i = 0; i < n; ++i) bf16[i] = to_bf16(x[i]);
+}
+
 void sparse_matmul(const SparseRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
                    int64_t begin, int64_t end) {
     if (t.columns16 != nullptr) multiply_sparse(t, t.columns16, x, x_stride, tokens, y, y_stride, begin, end);

@@ -1,5 +1,5 @@
-// Memory of weights in large pages, where the system has them: what reads ahead stops at the end of a page, and a
-// matrix has more pages of 4 KB than the hardware remembers addresses of.
+// Memory in large pages, where the system has them: what reads ahead stops at the end of a page, a matrix has more
+// pages of 4 KB than the hardware remembers addresses of, and the system takes its time to hand out each.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +20,15 @@ constexpr size_t REGION = LARGE_PAGE * 32;
 constexpr size_t REGION = 0; // every tile alone: a sanitizer then sees who reads beyond one
 #endif
 
+// The large pages within.
+inline void advise_large([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    const auto begin = reinterpret_cast<uintptr_t>(memory), end = (begin + bytes) / LARGE_PAGE * LARGE_PAGE;
+    const uintptr_t first = (begin + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+    if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE); // all works without
+#endif
+}
+
 using Weights = std::shared_ptr<uint8_t>;
 
 inline Weights allocate(size_t bytes) {
@@ -27,9 +36,7 @@ inline Weights allocate(size_t bytes) {
     const auto alignment = std::align_val_t(large ? LARGE_PAGE : 64);
     const Weights made(static_cast<uint8_t*>(::operator new[](bytes, alignment)),
                        [alignment](uint8_t* p) { ::operator delete[](p, alignment); });
-#if defined(MADV_HUGEPAGE)
-    if (large) madvise(made.get(), bytes / LARGE_PAGE * LARGE_PAGE, MADV_HUGEPAGE); // advice: all works without
-#endif
+    if (large) advise_large(made.get(), bytes);
     return made;
 }
 

@@ -100,8 +100,18 @@ public:
         const void* from = x.data();
         void* to = y.data();
         nb::gil_scoped_release release;
-        if (bf16) multiply_bf16(static_cast<const uint16_t*>(from), m, static_cast<uint16_t*>(to), used);
-        else multiply_floats(static_cast<const float*>(from), m, static_cast<float*>(to), used);
+        // Many tokens in turns, so that what lies between takes no more memory the more they are; none is of few.
+        const int64_t turns = m <= BATCH ? 1 : (m - 1) / (BATCH - 32) + 1;
+        for (int64_t i = 0; i < turns; ++i) {
+            const int64_t first = m * i / turns / 32 * 32,
+                          n = (i + 1 == turns ? m : m * (i + 1) / turns / 32 * 32) - first;
+            if (bf16)
+                multiply_bf16(static_cast<const uint16_t*>(from) + first * in_, n,
+                              static_cast<uint16_t*>(to) + first * out_, used);
+            else
+                multiply_floats(static_cast<const float*>(from) + first * in_, n,
+                                static_cast<float*>(to) + first * out_, used);
+        }
     }
 
 private:
@@ -125,7 +135,7 @@ private:
             });
             x = scaled.get();
         }
-        std::fill_n(y, m * out_, 0.0f);
+        clear(y, m, threads);
         add(x, nullptr, m, y, threads);
     }
 
@@ -138,18 +148,14 @@ private:
         if (!scale_.empty()) { // rounded again, as the weights would be that absorb the scales
             auto* halves = reinterpret_cast<uint16_t*>(floats + size);
             by_tokens(m, in_, threads, [&](int64_t k) {
-                for (int64_t j = 0; j < in_; ++j) {
-                    floats[k * in_ + j] *= scale_.data()[j];
-                    halves[k * in_ + j] = baseline::to_bf16(floats[k * in_ + j]);
-                }
+                for (int64_t j = 0; j < in_; ++j) floats[k * in_ + j] *= scale_.data()[j];
+                kernels_.narrow(floats + k * in_, in_, halves + k * in_);
             });
             x = halves;
         }
-        std::fill_n(sums, m * out_, 0.0f);
+        clear(sums, m, threads);
         add(floats, x, m, sums, threads);
-        by_tokens(m, out_, threads, [&](int64_t k) {
-            for (int64_t i = k * out_; i < (k + 1) * out_; ++i) y[i] = baseline::to_bf16(sums[i]);
-        });
+        by_tokens(m, out_, threads, [&](int64_t k) { kernels_.narrow(sums + k * out_, out_, y + k * out_); });
     }
 
     // Whether anything reads bfloat16 inputs as floats.
@@ -166,6 +172,10 @@ private:
         });
     }
 
+    void clear(float* y, int64_t m, int threads) const {
+        by_tokens(m, out_, threads, [&](int64_t k) { std::fill_n(y + k * out_, out_, 0.0f); });
+    }
+
     // y += the product of inputs in both precisions; halves may be null, floats where nothing needs them.
     void add(const float* floats, const uint16_t* halves, int64_t m, float* y, int threads) const {
         std::vector<int8_t> codes;
@@ -174,7 +184,8 @@ private:
         for (const Part& part : parts_) {
             const int64_t columns = part.tile->columns();
             if (part.act_bits != 0) {
-                if (!part.rounds_alike) round(part, gather(part, floats, m, gathered), m, codes, scales, threads);
+                if (!part.rounds_alike)
+                    round(part, gather(part, floats, m, gathered, threads), m, codes, scales, threads);
                 if (part.tile->prefers_ints(m)) {
                     part.tile->add_int_product({codes.data(), scales.data(), m}, y, out_, threads);
                     continue;
@@ -182,12 +193,17 @@ private:
                 restore(part, m, codes, scales, gathered, threads);
                 if (halves != nullptr && part.tile->takes_bf16(m)) {
                     gathered_halves.resize(gathered.size());
-                    for (size_t i = 0; i < gathered.size(); ++i) gathered_halves[i] = baseline::to_bf16(gathered[i]);
+                    by_tokens(m, columns, threads, [&](int64_t k) {
+                        kernels_.narrow(gathered.data() + k * columns, columns, gathered_halves.data() + k * columns);
+                    });
                     part.tile->add_product({gathered_halves.data(), true, m, columns}, y, out_, threads);
                 } else part.tile->add_product({gathered.data(), false, m, columns}, y, out_, threads);
             } else if (halves != nullptr && part.tile->takes_bf16(m))
-                part.tile->add_product({gather(part, halves, m, gathered_halves), true, m, columns}, y, out_, threads);
-            else part.tile->add_product({gather(part, floats, m, gathered), false, m, columns}, y, out_, threads);
+                part.tile->add_product({gather(part, halves, m, gathered_halves, threads), true, m, columns}, y, out_,
+                                       threads);
+            else
+                part.tile->add_product({gather(part, floats, m, gathered, threads), false, m, columns}, y, out_,
+                                       threads);
         }
         if (sparse_.rows == 0) return;
         const int64_t piece = piece_of(out_, 1, m * static_cast<int64_t>(row_ptr_.back()) * SPARSE_WORK, threads);
@@ -204,12 +220,15 @@ private:
         });
     }
 
-    template <typename T> const T* gather(const Part& part, const T* x, int64_t m, std::vector<T>& into) const {
+    template <typename T>
+    const T* gather(const Part& part, const T* x, int64_t m, std::vector<T>& into, int threads) const {
         if (part.cols.empty()) return x;
-        into.resize(static_cast<size_t>(m) * part.cols.size());
-        T* to = into.data();
-        for (int64_t k = 0; k < m; ++k)
+        const auto columns = static_cast<int64_t>(part.cols.size());
+        into.resize(static_cast<size_t>(m * columns));
+        by_tokens(m, columns, threads, [&](int64_t k) {
+            T* to = into.data() + k * columns;
             for (int32_t j : part.cols) *to++ = x[k * in_ + j];
+        });
         return into.data();
     }
 

@@ -74,6 +74,7 @@ extern const Products products = {
     sparse_matmul,
     sparse_gemm,
     quantize_row,
+    narrow,
 };
 
 } // namespace anybit::ANYBIT_ISA

@@ -142,6 +142,7 @@ struct SparseRows {
 
 constexpr int64_t MAX_INT_GROUP = 65536; // columns of a group whose sum cannot leave int32
 constexpr int64_t LOOKUP_ROWS = 8;       // rows that `lookup_matmul` works on together: split rows at its multiples
+constexpr int64_t BATCH = 512;           // tokens, up to which weights are decoded once for all
 constexpr int64_t MANY_BLOCKS = 2;       // blocks of rows that one token, and many, meet together: the same
 
 struct Products {
@@ -261,8 +262,9 @@ struct Products {
     void (*sparse_gemm)(const SparseRows&, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
                         int64_t end);
 
-    // Identical results in every instruction set.
+    // Identical results in every instruction set; the second rounds to nearest even.
     void (*quantize_row)(const float* x, const ActivationGrid&, int8_t* codes, float* scales);
+    void (*narrow)(const float* x, int64_t n, uint16_t* bf16);
 };
 
 constexpr const char* PRODUCT_ISAS[] = {"portable",    "avx2",        "avx_vnni",    "avx512",
@@ -330,6 +332,7 @@ const Products* products_for(const char* isa);
     void sparse_matmul(const SparseRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);         \
     void sparse_gemm(const SparseRows&, const float*, int64_t, float*, int64_t, int64_t, int64_t);                    \
     void quantize_row(const float*, const ActivationGrid&, int8_t*, float*);                                          \
+    void narrow(const float*, int64_t, uint16_t*);                                                                    \
     }
 ANYBIT_DECLARE(portable)
 #ifdef ANYBIT_X86

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "arrays.h"
-#include "large_pages.h"
 #define ANYBIT_ISA baseline
 #include "simd.h"
 
