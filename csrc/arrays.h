@@ -9,6 +9,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
@@ -152,6 +153,17 @@ inline int64_t piece_of(int64_t rows, int64_t block, int64_t work, int threads) 
     if (threads == 1 || work < SERIAL_WORK) return rows;
     const int64_t pieces = threads * PIECES_PER_THREAD, share = (rows + pieces - 1) / pieces;
     return (share + block - 1) / block * block;
+}
+
+// f(k) for all tokens (or k of whatever) of `columns` numbers each.
+template <typename F> void for_tokens(int64_t m, int64_t columns, int threads, F&& f) {
+    parallel_for(m, piece_of(m, 1, m * columns, threads), threads, [&](int64_t begin, int64_t end) {
+        for (int64_t k = begin; k < end; ++k) f(k);
+    });
+}
+
+inline void clear(float* y, int64_t m, int64_t columns, int threads) {
+    for_tokens(m, columns, threads, [&](int64_t k) { std::fill_n(y + k * columns, columns, 0.0f); });
 }
 
 } // namespace anybit

@@ -156,14 +156,14 @@ inline void multiply_panels(const Floats* panels, int64_t blocks, int64_t column
 }
 #endif
 
-// y[k, out row] += w x for the blocks of LANES rows begin <= b < end of a tile, x [tokens, width] of a stride in the
-// order in which `decode(tile, block, column, panel)` gives the columns from `column` on, whose number it returns:
-// even, up to PANEL, the same for every block. Each token is summed in one order, whatever their number.
-template <typename T, typename X>
-void multiply_many(const T& t, int64_t (*decode)(const T&, int64_t, int64_t, Floats*), const int32_t* out_rows,
-                   const X* x, int64_t x_stride, int64_t width, int64_t tokens, float* y, int64_t y_stride,
-                   int64_t begin, int64_t end) {
-    constexpr bool PLAIN = sizeof(X) == 4; // panels are used as they are decoded
+// y[k, row] += w x for the blocks of LANES rows begin <= b < end of a tile, x [tokens, width] of a stride in the order
+// in which `decode(tile, block, column, panel)` gives the columns from `column` on, whose number it returns: even, up
+// to PANEL, the same for every block; PAIRED: two columns to a vector already. Each token is summed in one order,
+// whatever their number.
+template <bool PAIRED = false, typename T, typename X>
+void multiply_many(const T& t, int64_t (*decode)(const T&, int64_t, int64_t, Floats*), const X* x, int64_t x_stride,
+                   int64_t width, int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    constexpr bool PLAIN = PAIRED || sizeof(X) == 4; // panels are used as they are decoded
     Floats decoded[PLAIN ? 1 : PANEL], panels[HELD<X> * PANEL_VECTORS<X>], total[HELD<X> * BATCH];
     for (int64_t block = begin; block < end; block += HELD<X>)
         for (int64_t first = 0; first < tokens; first += BATCH) {
@@ -174,7 +174,7 @@ void multiply_many(const T& t, int64_t (*decode)(const T&, int64_t, int64_t, Flo
                 for (int64_t r = 0; r < blocks; ++r) {
                     Floats* panel = panels + r * PANEL_VECTORS<X>;
                     n = decode(t, block + r, column, PLAIN ? panel : decoded);
-                    prepare_panel(panel, decoded, n, x);
+                    if (!PLAIN) prepare_panel(panel, decoded, n, x);
                 }
                 multiply_panels(panels, blocks, n, x + first * x_stride + column, x_stride, m, total);
             }
@@ -183,10 +183,9 @@ void multiply_many(const T& t, int64_t (*decode)(const T&, int64_t, int64_t, Flo
                     const int64_t row = (block + r) * LANES, rows = least(LANES, t.rows - row);
                     const Floats sum = total[r * BATCH + k];
                     float* to = y + (first + k) * y_stride;
-                    if (out_rows == nullptr && rows == LANES) store(to + row, load(to + row) + sum);
+                    if (rows == LANES) store(to + row, load(to + row) + sum);
                     else
-                        for (int64_t l = 0; l < rows; ++l)
-                            to[out_rows == nullptr ? row + l : out_rows[row + l]] += sum[l];
+                        for (int64_t l = 0; l < rows; ++l) to[row + l] += sum[l];
                 }
         }
 }

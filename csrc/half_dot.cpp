@@ -145,8 +145,8 @@ void half_matmul(const HalfRows& t, const float* x, int64_t x_stride, int64_t to
 
 void half_gemm(const HalfRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
                int64_t begin, int64_t end) {
-    multiply_many(t, t.bf16 ? decode_panel<Bf16> : decode_panel<Fp16>, t.out_rows, x, x_stride, t.columns, tokens, y,
-                  y_stride, begin, end);
+    multiply_many(t, t.bf16 ? decode_panel<Bf16> : decode_panel<Fp16>, x, x_stride, t.columns, tokens, y, y_stride,
+                  begin, end);
 }
 
 void narrow(const float* x, int64_t n, uint16_t* bf16) {

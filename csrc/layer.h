@@ -130,12 +130,12 @@ private:
         Scratch scaled;
         if (!scale_.empty()) {
             scaled = make_scratch(size);
-            by_tokens(m, in_, threads, [&](int64_t k) {
+            for_tokens(m, in_, threads, [&](int64_t k) {
                 for (int64_t j = 0; j < in_; ++j) scaled.get()[k * in_ + j] = x[k * in_ + j] * scale_.data()[j];
             });
             x = scaled.get();
         }
-        clear(y, m, threads);
+        clear(y, m, out_, threads);
         add(x, nullptr, m, y, threads);
     }
 
@@ -144,18 +144,18 @@ private:
         const bool wide = needs_floats(m);
         const Scratch scratch = make_scratch((wide ? size : 0) + m * out_ + (scale_.empty() ? 0 : (size + 1) / 2));
         float *sums = scratch.get(), *floats = wide ? sums + m * out_ : nullptr;
-        if (wide) by_tokens(m, in_, threads, [&](int64_t k) { baseline::widen(x + k * in_, in_, floats + k * in_); });
+        if (wide) for_tokens(m, in_, threads, [&](int64_t k) { baseline::widen(x + k * in_, in_, floats + k * in_); });
         if (!scale_.empty()) { // rounded again, as the weights would be that absorb the scales
             auto* halves = reinterpret_cast<uint16_t*>(floats + size);
-            by_tokens(m, in_, threads, [&](int64_t k) {
+            for_tokens(m, in_, threads, [&](int64_t k) {
                 for (int64_t j = 0; j < in_; ++j) floats[k * in_ + j] *= scale_.data()[j];
                 kernels_.narrow(floats + k * in_, in_, halves + k * in_);
             });
             x = halves;
         }
-        clear(sums, m, threads);
+        clear(sums, m, out_, threads);
         add(floats, x, m, sums, threads);
-        by_tokens(m, out_, threads, [&](int64_t k) { kernels_.narrow(sums + k * out_, out_, y + k * out_); });
+        for_tokens(m, out_, threads, [&](int64_t k) { kernels_.narrow(sums + k * out_, out_, y + k * out_); });
     }
 
     // Whether anything reads bfloat16 inputs as floats.
@@ -163,17 +163,6 @@ private:
         if (!scale_.empty() || sparse_.rows > 0) return true;
         return std::any_of(parts_.begin(), parts_.end(),
                            [m](const Part& part) { return part.act_bits != 0 || !part.tile->takes_bf16(m); });
-    }
-
-    // f(k) for all tokens (or k of whatever) of `columns` numbers each.
-    template <typename F> static void by_tokens(int64_t m, int64_t columns, int threads, F&& f) {
-        parallel_for(m, piece_of(m, 1, m * columns, threads), threads, [&](int64_t begin, int64_t end) {
-            for (int64_t k = begin; k < end; ++k) f(k);
-        });
-    }
-
-    void clear(float* y, int64_t m, int threads) const {
-        by_tokens(m, out_, threads, [&](int64_t k) { std::fill_n(y + k * out_, out_, 0.0f); });
     }
 
     // y += the product of inputs in both precisions; halves may be null, floats where nothing needs them.
@@ -193,7 +182,7 @@ private:
                 restore(part, m, codes, scales, gathered, threads);
                 if (halves != nullptr && part.tile->takes_bf16(m)) {
                     gathered_halves.resize(gathered.size());
-                    by_tokens(m, columns, threads, [&](int64_t k) {
+                    for_tokens(m, columns, threads, [&](int64_t k) {
                         kernels_.narrow(gathered.data() + k * columns, columns, gathered_halves.data() + k * columns);
                     });
                     part.tile->add_product({gathered_halves.data(), true, m, columns}, y, out_, threads);
@@ -212,7 +201,7 @@ private:
                 kernels_.sparse_matmul(sparse_, floats, in_, m, y, out_, begin, end);
             });
         const Scratch turned = make_scratch(in_ * m);
-        by_tokens(in_, m, threads, [&](int64_t j) {
+        for_tokens(in_, m, threads, [&](int64_t j) {
             for (int64_t k = 0; k < m; ++k) turned[static_cast<size_t>(j * m + k)] = floats[k * in_ + j];
         });
         parallel_for(out_, piece, threads, [&](int64_t begin, int64_t end) {
@@ -225,7 +214,7 @@ private:
         if (part.cols.empty()) return x;
         const auto columns = static_cast<int64_t>(part.cols.size());
         into.resize(static_cast<size_t>(m * columns));
-        by_tokens(m, columns, threads, [&](int64_t k) {
+        for_tokens(m, columns, threads, [&](int64_t k) {
             T* to = into.data() + k * columns;
             for (int32_t j : part.cols) *to++ = x[k * in_ + j];
         });
@@ -240,7 +229,7 @@ private:
                                   part.fixed.empty() ? nullptr : part.fixed.data()};
         codes.resize(static_cast<size_t>(m * columns));
         scales.resize(static_cast<size_t>(m * groups));
-        by_tokens(m, columns, threads, [&](int64_t k) {
+        for_tokens(m, columns, threads, [&](int64_t k) {
             kernels_.quantize_row(x + k * columns, grid, codes.data() + k * columns, scales.data() + k * groups);
         });
     }
@@ -249,7 +238,7 @@ private:
                  std::vector<float>& x, int threads) const {
         const int64_t columns = part.tile->columns(), groups = (columns - 1) / part.group_size + 1;
         x.resize(static_cast<size_t>(m * columns));
-        by_tokens(m, columns, threads, [&](int64_t k) {
+        for_tokens(m, columns, threads, [&](int64_t k) {
             for (int64_t j = 0; j < columns; ++j)
                 x[static_cast<size_t>(k * columns + j)] =
                     static_cast<float>(codes[static_cast<size_t>(k * columns + j)]) *

@@ -293,12 +293,66 @@ int64_t decode_panel(const ByteCodebook& c, int64_t block, int64_t column, Float
 }
 
 #ifdef __AVX512BF16__
-template <int B> int64_t decode_halves(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
-    return decode_block<B, WideHalves<B>>(c, block, column, panel);
+// A row's table in bfloat16: as it is stored, or floats times the row's scale.
+template <int B> HalfTable<B> half_table(const ByteCodebook& c, int64_t row) {
+    if (c.halves) return HalfTable<B>(c.table, c.kind(row));
+    constexpr int64_t ENTRIES = 1 << B;
+    const auto* from = reinterpret_cast<const float*>(c.table) + c.kind(row) * ENTRIES;
+    const auto scale = reinterpret_cast<__m512>(broadcast(c.row_scale(row)));
+    uint8_t made[B < 5 ? 64 : 2 * ENTRIES];
+    for (int64_t e = 0; e < ENTRIES; e += 2 * LANES) {
+        constexpr auto MASK = static_cast<__mmask16>((1 << (B < 4 ? ENTRIES : LANES)) - 1);
+        const __m512 low = _mm512_maskz_loadu_ps(MASK, from + e);
+        const __m512 high = B < 5 ? _mm512_setzero_ps() : _mm512_loadu_ps(from + e + (B < 5 ? 0 : LANES));
+        const auto both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high * scale, low * scale));
+        if constexpr (B <= MOST_WHOLE_HALVES) __builtin_memcpy(made + 2 * e, &both, sizeof both);
+        else {
+            const __m256i bytes[] = {_mm512_cvtepi16_epi8(both), _mm512_cvtepi16_epi8(_mm512_srli_epi16(both, 8))};
+            for (int i = 0; i < 2; ++i) __builtin_memcpy(made + i * ENTRIES + e, bytes + i, sizeof bytes[i]);
+        }
+    }
+    return HalfTable<B>(made, 0);
+}
+
+// The same as `decode_block`, two columns to a vector.
+template <int B> int64_t decode_half_block(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+    typedef uint32_t Words __attribute__((vector_size(BYTES)));
+    const int64_t bytes = 4 * c.words, at = column / PHASES;
+    Floats values[PHASES / 2][2][2][LANES]; // pairs of phases, vectors of halves, whether even lanes of it or odd
+    for (int64_t lane = 0; lane < LANES; ++lane) {
+        const int64_t row = least(block * LANES + lane, c.rows - 1); // nobody reads lanes behind the last row
+        Codes plane[B], code[PHASES];
+        for (int p = 0; p < B; ++p) {
+            const uint8_t* from = plane_bytes(c, B - 1 - p) + row * bytes + at;
+            __builtin_prefetch(from + BYTES); // what the same row needs next
+            plane[p] = load_plane(from, bytes - at);
+        }
+        codes_of<B>(plane, code);
+        const HalfTable<B> table = half_table<B>(c, row);
+        for (int64_t s = 0; s < PHASES; s += 2) {
+            Codes first[2], second[2];
+            table(code[s], first);
+            table(code[s + 1], second);
+            for (int64_t v = 0; v < 2; ++v) {
+                const auto a = reinterpret_cast<Words>(first[v]), b = reinterpret_cast<Words>(second[v]);
+                values[s / 2][v][0][lane] = reinterpret_cast<Floats>((a & 0xffff) | b << 16);
+                values[s / 2][v][1][lane] = reinterpret_cast<Floats>(a >> 16 | (b & 0xffff0000));
+            }
+        }
+    }
+    for (int64_t s = 0; s < PHASES / 2; ++s)
+        for (int64_t v = 0; v < 2; ++v)
+            for (int64_t odd = 0; odd < 2; ++odd) {
+                Floats(&rows)[LANES] = values[s][v][odd];
+                transpose(rows);
+                for (int64_t l = 0; l < LANES; ++l)
+                    panel[PHASES / 2 * HalfTable<B>::place(v, 2 * l + odd) + s] = rows[l];
+            }
+    return PHASES * BYTES;
 }
 
 int64_t decode_half_panel(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
-    ANYBIT_BY_WIDTH(decode_halves, c.bits, c, block, column, panel);
+    ANYBIT_BY_WIDTH(decode_half_block, c.bits, c, block, column, panel);
 }
 #endif
 
@@ -383,15 +437,14 @@ void lookup_bf16_matmul(const ByteCodebook& c, const LookupPlain<uint16_t>& in, 
 
 void lookup_gemm(const ByteCodebook& c, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
                  int64_t begin, int64_t end) {
-    multiply_many(c, decode_panel, c.out_rows, x, x_stride, lookup_blocks(c) * PHASES * BYTES, tokens, y, y_stride,
-                  begin, end);
+    multiply_many(c, decode_panel, x, x_stride, lookup_blocks(c) * PHASES * BYTES, tokens, y, y_stride, begin, end);
 }
 
 #ifdef __AVX512BF16__
 void lookup_gemm_bf16(const ByteCodebook& c, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
                       int64_t y_stride, int64_t begin, int64_t end) {
-    multiply_many(c, c.halves ? decode_half_panel : decode_panel, c.out_rows, x, x_stride,
-                  lookup_blocks(c) * PHASES * BYTES, tokens, y, y_stride, begin, end);
+    multiply_many<true>(c, decode_half_panel, x, x_stride, lookup_blocks(c) * PHASES * BYTES, tokens, y, y_stride,
+                        begin, end);
 }
 #endif
 

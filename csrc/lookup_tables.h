@@ -447,24 +447,6 @@ using FloatTable =
                     typename Choice<floating(B) == Floating::gathered, GatheredFloats<B>, ByteFloats<B>>::type>::type;
 #ifdef __AVX2__
 template <int B> using HalfTable = typename Choice<B <= MOST_WHOLE_HALVES, WholeHalves<B>, ByteHalves<B>>::type;
-
-// Looked up as bfloat16 and widened.
-template <int B> struct WideHalves {
-    HalfTable<B> table;
-
-    WideHalves(const uint8_t* entries, int64_t row) : table(entries, row) {}
-    static int64_t place(int64_t v, int64_t l) { return HalfTable<B>::place(v / 2, 2 * l + v % 2); }
-
-    void operator()(Codes code, Floats (&values)[4]) const {
-        Codes halves[2];
-        table(code, halves);
-        for (int i = 0; i < 2; ++i) {
-            const auto words = reinterpret_cast<Ints>(halves[i]);
-            values[2 * i] = reinterpret_cast<Floats>(words << 16);
-            values[2 * i + 1] = reinterpret_cast<Floats>(words & ~0xffff);
-        }
-    }
-};
 #endif
 
 } // namespace

@@ -32,7 +32,7 @@ public:
     const Products& kernels() const { return kernels_; }
     bool mirrored() const { return mirrored_; } // as in ByteCodebook
     TableForm float_form(int bits) const { return kernels_.lookup_float_form(bits, mirrored_); }
-    const float* plain(int bits) const { return reinterpret_cast<const float*>(plain_[bits].data()); }
+    const uint8_t* plain(int bits) const { return plain_[bits].data(); }
     const uint8_t* floats(int bits) const { return floats_[bits].data(); }
     const uint8_t* halves(int bits) const { return halves_[bits].data(); }
 
@@ -135,7 +135,7 @@ private:
     Codebook by_words(const ByteCodebook& b) const {
         Codebook c{};
         std::copy_n(b.planes, b.bits, c.planes);
-        c.table32 = tables_.plain(b.bits);
+        c.table32 = reinterpret_cast<const float*>(tables_.plain(b.bits));
         c.kinds = b.kinds;
         c.row_scales = b.row_scales;
         c.out_rows = b.out_rows;
@@ -151,11 +151,13 @@ private:
         const int64_t m = x.count, width = kernels_.lookup_blocks(spans_[0]) * kernels_.lanes * LOOKUP_GROUP;
         if (m > FEW_TOKENS) {
             const Many padded = pad_many(x, width, plain(width), threads);
-            for (ByteCodebook b : spans_) {
-                b.table = tables_.floats(b.bits);
-                multiply_padded(b, b.rows, padded, kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, y, y_stride,
-                                threads);
-            }
+            place(m, y, y_stride, threads, [&](float* to, int64_t stride) {
+                for_spans([&](ByteCodebook b, int64_t first) {
+                    b.table = x.bf16 ? tables_.plain(b.bits) : tables_.floats(b.bits);
+                    multiply_padded(b, b.rows, padded, kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, to + first,
+                                    stride, threads);
+                });
+            });
             return;
         }
         const bool pairs = x.bf16;

@@ -90,9 +90,9 @@ struct ByteCodebook {
     const uint32_t* planes[8]; // as in Codebook
     const uint8_t* table;      // [rows, 2^bits]
     bool mirrored;             // for floats: tables are of float16 numbers, entry e minus that of 2^bits - 1 - e
-    bool halves;               // for `lookup_gemm_bf16`: the table is of bfloat16, in the form of `lookup_bf16_form`
-    const float* scales;       // [rows]
-    const uint8_t* kinds;      // tables of floats and bfloat16, as in Codebook
+    bool halves; // for `lookup_gemm_bf16`: the table is of bfloat16 as `lookup_bf16_form` says, or else of plain floats
+    const float* scales;  // [rows]
+    const uint8_t* kinds; // tables of floats and bfloat16, as in Codebook
     const float* row_scales;
     const int32_t* out_rows; // as in Codebook
     int bits;                // 1..8
@@ -175,7 +175,8 @@ struct Products {
     void (*group_int_bf16_matmul)(const GroupInt&, const PairInputs&, float* y, int64_t y_stride, int64_t begin,
                                   int64_t end);
     // The same for many tokens, which decode the weights only once; `gemm` functions take x [tokens, ..._columns] in
-    // plain order with padding 0, here with each group padded to whole cells, as `group_int_prepare` does.
+    // plain order with padding 0, here with each group padded to whole cells, as `group_int_prepare` does, and add to
+    // y[t, i] whatever out_rows say.
     void (*group_int_gemm)(const GroupInt&, const float* x, int64_t x_stride, int64_t tokens, float* y,
                            int64_t y_stride, int64_t begin, int64_t end);
     void (*group_int_gemm_bf16)(const GroupInt&, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,

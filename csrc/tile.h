@@ -208,13 +208,30 @@ protected:
         parallel_for(count, piece_of(count, MANY_BLOCKS, tokens * rows * columns_, threads), threads, f);
     }
 
-    // Both.
+    // y[:, out rows] += what `product(to, stride)` adds to outputs that lie as the tile's rows do. Those of one token
+    // are put in place together, since those of one block are all over y.
+    template <typename F> void place(int64_t m, float* y, int64_t y_stride, int threads, F&& product) const {
+        if (!out_rows_.given()) return product(y, y_stride);
+        const Scratch own = make_scratch(m * rows_);
+        clear(own.get(), m, rows_, threads);
+        product(own.get(), rows_);
+        for_tokens(m, rows_, threads, [&](int64_t k) {
+            const float* from = own.get() + k * rows_;
+            const int32_t* row = out_rows_.data();
+            for (int64_t i = 0, n = rows_; i < n; ++i) y[k * y_stride + row[i]] += from[i];
+        });
+    }
+
+    // All of that.
     template <typename T, typename P>
     void add_many(const T& tile, const Tokens& x, int64_t width, P&& pad,
                   void (*floats)(const T&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
                   void (*halves)(const T&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
                   float* y, int64_t y_stride, int threads) const {
-        multiply_padded(tile, rows_, pad_many(x, width, pad, threads), floats, halves, y, y_stride, threads);
+        const Many padded = pad_many(x, width, pad, threads);
+        place(x.count, y, y_stride, threads, [&](float* to, int64_t stride) {
+            multiply_padded(tile, rows_, padded, floats, halves, to, stride, threads);
+        });
     }
 
     // Inputs as they are, then zeros.

@@ -256,8 +256,10 @@ public:
 private:
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         if (x.count > FEW_TOKENS || columns_ <= NARROW) {
-            by_many_blocks(rows_, x.count, threads, [&](int64_t begin, int64_t end) {
-                kernels_.half_gemm(t_, x.floats(0), x.stride, x.count, y, y_stride, begin, end);
+            place(x.count, y, y_stride, threads, [&](float* to, int64_t stride) {
+                by_many_blocks(rows_, x.count, threads, [&](int64_t begin, int64_t end) {
+                    kernels_.half_gemm(t_, x.floats(0), x.stride, x.count, to, stride, begin, end);
+                });
             });
             return;
         }

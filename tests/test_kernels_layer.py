@@ -110,6 +110,35 @@ def test_a_layer_is_the_product_with_its_dense_matrix(  # noqa: PLR0913
     assert torch.equal(prepared.matmul(x), y)
 
 
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "W3",
+        "W8A8",
+        "MixLLM p10",
+        "2/4/16",
+        "codebook 4",
+        "codebook 7",
+        "nested 2 to 5",
+        "by channel 5",
+        NAMES[-1],
+    ],
+)
+def test_tokens_beyond_one_turn(name: str, half: bool) -> None:
+    """A prompt is multiplied in turns: each token's sums are those it has among a few."""
+    weight = packed(name, (300, 1216), sparse=name == "codebook 4", scaled=name == "W3", seed=1)
+    x = torch.randn(1030, 1216, generator=torch.Generator().manual_seed(1))
+    prepared = Prepared(weight)
+    y = prepared.matmul(x.bfloat16() if half else x)
+    for begin, end in ((0, FEW + 1), (300, 400), (500, 530), (1000, 1030)):
+        part = x[begin:end].bfloat16() if half else x[begin:end]
+        assert torch.equal(prepared.matmul(part), y[begin:end])
+    expected, size = oracle(weight, x.bfloat16() if half else x)
+    bound = 2e-5 * size.amax() + (2 * LOWEST * expected.abs() + 8 * LOWEST * size if half else 0)
+    assert bool(((y.double() - expected).abs() <= bound).all())
+
+
 @pytest.mark.parametrize("isa", cpu.matmul_isas())
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 4), (16, 17), (70, 33), (40, 64), (40, 65), (33, 1100)])
