@@ -291,6 +291,13 @@ NB_MODULE(_native, m) {
     m.def(
         "matmul_isa", [] { return products_for(nullptr)->isa; }, "How products with stored tiles run on this machine.");
     m.def(
+        "few_tokens",
+        [](bool bf16, const std::optional<std::string>& isa) {
+            const Products& products = check_products(isa);
+            return bf16 ? products.few_bf16 : FEW_TOKENS;
+        },
+        nb::arg("bf16"), nb::arg("isa") = nb::none(), "Tokens beyond which weights are decoded once for all.");
+    m.def(
         "matmul_isas",
         [] {
             std::vector<std::string> found;

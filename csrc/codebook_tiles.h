@@ -66,7 +66,7 @@ public:
     }
 
     bool takes_bf16(int64_t tokens) const override {
-        return tokens > FEW_TOKENS && kernels_.channel_gemm_bf16 != nullptr;
+        return tokens > few(true) && kernels_.channel_gemm_bf16 != nullptr;
     }
 
 private:
@@ -83,7 +83,7 @@ private:
 
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         const int64_t m = x.count, width = kernels_.channel_columns(t_);
-        if (m > FEW_TOKENS)
+        if (m > few(x.bf16))
             return add_many(t_, x, width, plain(width), kernels_.channel_gemm, kernels_.channel_gemm_bf16, y, y_stride,
                             threads);
         const Scratch padded = make_scratch(m * width);
@@ -152,24 +152,24 @@ public:
 
     bool takes_bf16(int64_t tokens) const override {
         if (by_channel_ || kernels_.lookup_bf16_form == nullptr) return false;
-        return tokens > FEW_TOKENS ? kernels_.lookup_gemm_bf16 != nullptr
-                                   : kernels_.lookup_bf16_form(c_.bits) != TableForm::none;
+        return tokens > few(true) ? kernels_.lookup_gemm_bf16 != nullptr
+                                  : kernels_.lookup_bf16_form(c_.bits) != TableForm::none;
     }
     bool takes_ints() const override { return !by_channel_; }
     // Beyond, decoding the exact weights once for all tokens takes no longer.
-    bool prefers_ints(int64_t tokens) const override { return !by_channel_ && tokens <= 2 * FEW_TOKENS; }
+    bool prefers_ints(int64_t tokens, bool bf16) const override { return takes_ints() && tokens <= 2 * few(bf16); }
 
 private:
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         if (by_channel_) add_by_channel(x, y, y_stride, threads);
-        else if (x.count > FEW_TOKENS) look_up_many(x, y, y_stride, threads);
+        else if (x.count > few(x.bf16)) look_up_many(x, y, y_stride, threads);
         else if (x.bf16) look_up_bf16(x, y, y_stride, threads);
         else if (float_form() != TableForm::none) look_up_floats(x, y, y_stride, threads);
         else add_by_row(x, y, y_stride, threads);
     }
 
     void add_by_channel(const Tokens& x, float* y, int64_t y_stride, int threads) const {
-        if (x.count > FEW_TOKENS) {
+        if (x.count > few(x.bf16)) {
             by_many_blocks(rows_, x.count, threads, [&](int64_t begin, int64_t end) {
                 by_words_.codebook_channels_many(c_, x.floats(0), x.stride, x.count, y, y_stride, begin, end);
             });

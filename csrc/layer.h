@@ -175,7 +175,7 @@ private:
             if (part.act_bits != 0) {
                 if (!part.rounds_alike)
                     round(part, gather(part, floats, m, gathered, threads), m, codes, scales, threads);
-                if (part.tile->prefers_ints(m)) {
+                if (part.tile->prefers_ints(m, halves != nullptr)) {
                     part.tile->add_int_product({codes.data(), scales.data(), m}, y, out_, threads);
                     continue;
                 }

@@ -149,7 +149,7 @@ private:
 
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         const int64_t m = x.count, width = kernels_.lookup_blocks(spans_[0]) * kernels_.lanes * LOOKUP_GROUP;
-        if (m > FEW_TOKENS) {
+        if (m > few(x.bf16)) {
             const Many padded = pad_many(x, width, plain(width), threads);
             place(m, y, y_stride, threads, [&](float* to, int64_t stride) {
                 for_spans([&](ByteCodebook b, int64_t first) {

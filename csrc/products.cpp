@@ -10,6 +10,11 @@
 #else
 #define ANYBIT_BF16(F) nullptr
 #endif
+#ifdef __AMX_BF16__
+#define ANYBIT_FEW_BF16 6
+#else
+#define ANYBIT_FEW_BF16 FEW_TOKENS
+#endif
 #ifdef __AVX2__
 #define ANYBIT_VECTORS(F) F
 #else
@@ -21,6 +26,7 @@ namespace anybit::ANYBIT_ISA {
 extern const Products products = {
     ANYBIT_NAME(ANYBIT_ISA),
     LANES,
+    ANYBIT_FEW_BF16,
     group_int_bytes,
     group_int_scratch,
     group_int_interleave,

@@ -142,12 +142,14 @@ struct SparseRows {
 
 constexpr int64_t MAX_INT_GROUP = 65536; // columns of a group whose sum cannot leave int32
 constexpr int64_t LOOKUP_ROWS = 8;       // rows that `lookup_matmul` works on together: split rows at its multiples
+constexpr int64_t FEW_TOKENS = 16;       // in float32, up to which weights are decoded for a few of them at a time
 constexpr int64_t BATCH = 512;           // tokens, up to which weights are decoded once for all
 constexpr int64_t MANY_BLOCKS = 2;       // blocks of rows that one token, and many, meet together: the same
 
 struct Products {
     const char* isa;
-    int64_t lanes; // rows to a block of a tile in format "group int"
+    int64_t lanes;    // rows to a block of a tile in format "group int"
+    int64_t few_bf16; // tokens in bfloat16 up to which kernels for few tokens take less time than `gemm` functions
 
     // Bytes of the codes in the kernels' order, and of the scratch of the next two.
     int64_t (*group_int_bytes)(const GroupInt&);

@@ -80,9 +80,6 @@ std::vector<uint8_t> lay_tables(int64_t rows, int64_t stored, int64_t entries, T
     return made;
 }
 
-// Of more tokens than this, weights are decoded once for all.
-constexpr int64_t FEW_TOKENS = 16;
-
 class Tile {
 public:
     Tile(const Tile&) = delete; // the kernels' view points into the object
@@ -119,7 +116,8 @@ public:
 
     virtual bool takes_bf16(int64_t) const { return false; } // whether `matmul` takes bfloat16 of so many tokens
     virtual bool takes_ints() const { return false; }        // whether there is `int_matmul`
-    virtual bool prefers_ints(int64_t) const { return takes_ints(); } // whether that is fastest for so many tokens
+    // Whether that takes less time than `matmul` of the same tokens, in bfloat16 or not.
+    virtual bool prefers_ints(int64_t, bool) const { return takes_ints(); }
 
     // The same without checks and without the GIL.
     virtual void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const = 0;
@@ -134,6 +132,9 @@ public:
     }
 
 protected:
+    // Of more tokens than this, weights are decoded once for all.
+    int64_t few(bool bf16) const { return bf16 ? kernels_.few_bf16 : FEW_TOKENS; }
+
     explicit Tile(const std::optional<std::string>& isa) : kernels_(check_products(isa)) {}
 
     // Products of few tokens with inputs that the kernels want arranged, their sums by group beside them.

@@ -96,7 +96,7 @@ public:
 private:
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         const int64_t m = x.count, width = kernels_.group_int_columns(t_);
-        if (m > FEW_TOKENS) {
+        if (m > few(x.bf16)) {
             const Scratch sums = make_scratch(m * t_.groups); // which nobody reads
             const auto pad = [&](int64_t k, const float* from, float* to) {
                 kernels_.group_int_prepare(t_, from, to, sums.get() + k * t_.groups);
@@ -226,7 +226,7 @@ private:
 
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         const int64_t m = x.count, width = kernels_.second_order_columns(t_);
-        if (m > FEW_TOKENS)
+        if (m > few(x.bf16))
             return add_many(t_, x, width, plain(width), kernels_.second_order_gemm, kernels_.second_order_gemm_bf16, y,
                             y_stride, threads);
         add_few(t_, x, width, kernels_.second_order_prepare, kernels_.second_order_prepare_bf16,
@@ -255,7 +255,7 @@ public:
 
 private:
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
-        if (x.count > FEW_TOKENS || columns_ <= NARROW) {
+        if (x.count > few(x.bf16) || columns_ <= NARROW) {
             place(x.count, y, y_stride, threads, [&](float* to, int64_t stride) {
                 by_many_blocks(rows_, x.count, threads, [&](int64_t begin, int64_t end) {
                     kernels_.half_gemm(t_, x.floats(0), x.stride, x.count, to, stride, begin, end);

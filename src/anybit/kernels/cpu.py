@@ -52,6 +52,12 @@ def matmul_isas() -> tuple[str, ...]:
     return tuple(_native.matmul_isas())
 
 
+def few_tokens(dtype: torch.dtype, isa: str | None = None) -> int:
+    """How many tokens at most have, each, the bits that they have alone. More share weights that are decoded once and,
+    where inputs are bfloat16, rounded to it."""
+    return _native.few_tokens(dtype == torch.bfloat16, isa)
+
+
 def cpu_features() -> dict[str, bool]:
     """What the processor has of what kernels could use."""
     return _native.cpu_features()
@@ -78,8 +84,8 @@ class _Tile:
 
         Args:
             x: float32 [m, c], contiguous rows; bfloat16 where `takes_bf16`, with AVX512-BF16 any number of tokens, else
-                up to 16. That runs faster: products are exact, but codebooks' centroids are rounded to bfloat16. One
-                token (m = 1) and its row in a batch of up to 16 give the same bits.
+                up to 16. That runs faster: products are exact, but codebooks' centroids are rounded to bfloat16, and
+                all weights of more than `few_tokens` are.
             y: float32 [m, out], contiguous; out = r where the tile has no `rows`.
             threads: default `torch.get_num_threads()`.
 
@@ -408,8 +414,8 @@ class Layer:
     def matmul(self, x: Tensor, threads: int | None = None) -> Tensor:
         """`x [m, in] @ W.T -> [m, out]` of contiguous float32 or bfloat16, in its dtype, summed in float32.
 
-        Tiles that take bfloat16 multiply it as it is. One token (m = 1) and its row in a batch of up to 16 give
-        the same bits; of more, weights are decoded once for all.
+        Tiles that take bfloat16 multiply it as it is. One token (m = 1) and its row in a batch of up to `few_tokens`
+        give the same bits; of more, weights are decoded once for all.
         """
         y = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
         self._native.matmul(_array(x), _array(y), _threads(threads))
