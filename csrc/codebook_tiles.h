@@ -66,7 +66,8 @@ public:
     }
 
     bool takes_bf16(int64_t tokens) const override {
-        return tokens > few(true) && kernels_.channel_gemm_bf16 != nullptr;
+        const int64_t few_here = std::min(FEW_TOKENS, 2 * few(true)); // entries of few tokens are looked up cheaply
+        return tokens > few_here && kernels_.channel_gemm_bf16 != nullptr;
     }
 
 private:

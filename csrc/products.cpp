@@ -11,7 +11,7 @@
 #define ANYBIT_BF16(F) nullptr
 #endif
 #ifdef __AMX_BF16__
-#define ANYBIT_FEW_BF16 6
+#define ANYBIT_FEW_BF16 5
 #else
 #define ANYBIT_FEW_BF16 FEW_TOKENS
 #endif
