@@ -279,6 +279,7 @@ nb::dict features() {
     d["avx512_vbmi"] = f.avx512_vbmi;
     d["avx_vnni"] = f.avx_vnni;
     d["amx_bf16"] = f.amx_bf16;
+    d["amx_int8"] = f.amx_int8;
     return d;
 }
 

@@ -34,12 +34,13 @@ bool has_avx_vnni() {
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;
 }
 
-// AMX with bfloat16: bits 22 and 24 of EDX in leaf 7; and Linux must be asked for room for the tiles.
-bool has_amx_bf16() {
+// AMX with bfloat16 or bytes: bit 24 and bit 22 or 25 of EDX in leaf 7; and Linux must be asked for room for the tiles.
+constexpr int AMX_BF16 = 22, AMX_INT8 = 25;
+bool has_amx([[maybe_unused]] int kind) {
 #if defined(ANYBIT_AMX) && defined(__linux__)
     constexpr long REQUEST = 0x1023, TILE_DATA = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     unsigned a = 0, b = 0, c = 0, d = 0;
-    const bool there = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1) != 0 && (d >> 24 & 1) != 0;
+    const bool there = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 24 & 1) != 0 && (d >> kind & 1) != 0;
     return there && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 #else
     return false;
@@ -68,7 +69,8 @@ Features cpu_features() {
     f.avx512_bf16 = __builtin_cpu_supports("avx512bf16");
     f.avx512_vbmi = __builtin_cpu_supports("avx512vbmi");
     f.avx_vnni = has_avx_vnni();
-    f.amx_bf16 = has_amx_bf16();
+    f.amx_bf16 = has_amx(AMX_BF16);
+    f.amx_int8 = has_amx(AMX_INT8);
 #endif
     return f;
 }
@@ -93,7 +95,7 @@ const Products* products_for(const char* isa) {
     const bool vnni = runs_avx512(f) && f.avx512_vnni;
     const bool vbmi = vnni && f.avx512_vbmi;
 #ifdef ANYBIT_AMX
-    if (vbmi && f.avx512_bf16 && f.amx_bf16 && wanted("amx_bf16")) return &amx_bf16::products;
+    if (vbmi && f.avx512_bf16 && f.amx_bf16 && f.amx_int8 && wanted("amx_bf16")) return &amx_bf16::products;
 #endif
     if (vbmi && f.avx512_bf16 && wanted("avx512_bf16")) return &avx512_bf16::products;
     if (vbmi && wanted("avx512_vbmi")) return &avx512_vbmi::products;

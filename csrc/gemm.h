@@ -101,14 +101,18 @@ struct alignas(64) TileShapes {
 };
 
 // Tiles for up to 32 tokens: 0 to 3 are the sums of tokens 0 to 15 and 16 to 31 with each of two blocks of rows, 4 and
-// 5 inputs, 6 and 7 weights.
-inline void shape_tiles(int64_t tokens) {
+// 5 inputs of so many bytes, 6 and 7 weights.
+inline void shape_tiles(int64_t tokens, int64_t bytes = BYTES) {
     TileShapes shapes;
     for (int i = 0; i < 8; ++i) {
         const int64_t rest = tokens > 16 ? tokens - 16 : 1;
-        shapes.bytes[i] = BYTES;
-        shapes.rows[i] = static_cast<uint8_t>(i >= 6 ? 16 : i == 2 || i == 3 || i == 5 ? rest : least(16, tokens));
+        shapes.bytes[i] = static_cast<uint16_t>(i == 4 || i == 5 ? bytes : BYTES);
+        shapes.rows[i] = static_cast<uint8_t>(i >= 6                       ? bytes / 4
+                                              : i == 2 || i == 3 || i == 5 ? rest
+                                                                           : least(16, tokens));
     }
+    // GCC 12 takes this for a read of 8 bytes and loads of tiles for none: what they read must be written by here.
+    __asm__ volatile("" ::"r"(&shapes) : "memory");
     _tile_loadconfig(&shapes);
 }
 

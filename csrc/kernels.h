@@ -105,7 +105,7 @@ const Kernels* kernels_for(const char* isa);
 
 struct Features {
     bool avx2, fma, f16c, avx512f, avx512bw, avx512vl, avx512dq, avx512_vnni, avx512_bf16, avx512_vbmi, avx_vnni,
-        amx_bf16;
+        amx_bf16, amx_int8;
 };
 Features cpu_features();
 

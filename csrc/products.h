@@ -69,11 +69,12 @@ struct PairInputs {
 
 // Activations of some tokens as integers: x[t, j] = scales[t, j / group_size] * codes[t, j].
 struct IntInputs {
-    const int8_t* codes; // [tokens, group_int_columns] of a stride, padding 0
+    const int8_t* codes; // [tokens, group_int_columns] of a stride, padding 0; INTS_BEHIND more can be read
     const float* scales; // [tokens, groups]
     const int32_t* sums; // [tokens, groups], of the codes
     int64_t tokens, stride;
 };
+constexpr int64_t INTS_BEHIND = 64; // bytes
 
 // How a row of activations is rounded: symmetric, a scale per group of columns.
 struct ActivationGrid {

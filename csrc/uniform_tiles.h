@@ -110,16 +110,17 @@ private:
 
     void add_int_product(const IntTokens& x, float* y, int64_t y_stride, int threads) const override {
         const int64_t m = x.count, stride = odd_lines(kernels_.group_int_columns(t_), 1);
-        const Scratch scratch = make_scratch(m * (stride / 4 + t_.groups));
+        const Scratch scratch = make_scratch(m * (stride / 4 + t_.groups) + INTS_BEHIND / 4);
         auto* codes = reinterpret_cast<int8_t*>(scratch.get());
         auto* sums = reinterpret_cast<int32_t*>(codes + m * stride);
-        for (int64_t k = 0; k < m; ++k)
-            kernels_.group_int_prepare_ints(t_, x.codes + k * t_.columns, codes + k * stride, sums + k * t_.groups);
+        parallel_for(m, piece_of(m, 1, m * columns_, threads), threads, [&](int64_t begin, int64_t end) {
+            for (int64_t k = begin; k < end; ++k)
+                kernels_.group_int_prepare_ints(t_, x.codes + k * columns_, codes + k * stride, sums + k * t_.groups);
+        });
         const IntInputs inputs{codes, x.scales, sums, m, stride};
-        by_blocks(
-            threads,
-            [&](int64_t begin, int64_t end) { kernels_.group_int_int_matmul(t_, inputs, y, y_stride, begin, end); },
-            MANY_BLOCKS);
+        by_many_blocks(rows_, m, threads, [&](int64_t begin, int64_t end) {
+            kernels_.group_int_int_matmul(t_, inputs, y, y_stride, begin, end);
+        });
     }
 
     int64_t input_groups() const override { return t_.groups; }

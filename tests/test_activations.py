@@ -181,16 +181,54 @@ def test_native_products_match_the_reference(shape: tuple[int, int, int], bits: 
 
 def test_extreme_codes_do_not_overflow() -> None:
     """All products at their largest: pairs of 7 and 8 bits come near or beyond 16, a long group beyond 24."""
-    columns = 32768
-    x = torch.full((1, columns), -128, dtype=torch.int8)
+    columns = 65536
+    x = torch.full((9, columns), -128, dtype=torch.int8)
     for bits in (4, 7, 8):
         codes = torch.full((2, columns), 2**bits - 1, dtype=torch.uint8)
         zeros = torch.zeros(2, 1, dtype=torch.uint8)
         tile = GroupInt(bits, columns, codes, torch.ones(2, 1).half(), zeros)
         for isa in isas():
-            y = torch.zeros(1, 2)
-            native_tile(tile, isa).int_matmul(x, torch.ones(1, 1), y)
-            assert y.tolist() == [[-128.0 * (2**bits - 1) * columns] * 2], (bits, isa)
+            for m in (1, 9):
+                y = torch.zeros(m, 2)
+                native_tile(tile, isa).int_matmul(x[:m], torch.ones(m, 1), y)
+                assert y.tolist() == [[-128.0 * (2**bits - 1) * columns] * 2] * m, (bits, isa, m)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_many_tokens_have_the_bits_of_one_by_one(bits: int) -> None:
+    """Sums of many tokens come from other instructions, in other panels: groups of every fit, ends of every kind."""
+    shapes = [(37, 416, 32), (140, 320, 64), (16, 609, 96), (64, 300, 128), (21, 350, 350), (7, 1000, 300)]
+    for i, (rows, columns, group) in enumerate(shapes):
+        generator = torch.Generator().manual_seed(bits)
+        tile = group_tile(rows, columns, group, bits, symmetric=(i + bits) % 3 == 0, seed=i)
+        tile.codes[:: 1 + bits % 2, columns // 2 :] = 2**bits - 1
+        if tile.zeros is not None and bits % 2 == 0:  # beyond the codes, and beyond signed bytes
+            tile.zeros[:] = torch.tensor([0, 127, 128, 255], dtype=torch.uint8)[torch.arange(rows) % 4, None]
+        tokens = (9, 17, 31, 33, 47, 64, 65)[(i + bits) % 7]
+        x = torch.randint(-128, 128, (tokens, columns), generator=generator).to(torch.int8)
+        x[0], x[-1] = -128, 127
+        scales = torch.rand(tokens, tile.scales.shape[1], generator=generator)
+        for isa in isas():
+            native = native_tile(tile, isa)
+            many, single = torch.ones(tokens, rows), torch.ones(tokens, rows)
+            native.int_matmul(x, scales, many, threads=1 + i % 3)
+            for k in range(tokens):
+                native.int_matmul(x[k : k + 1], scales[k : k + 1], single[k : k + 1], threads=1)
+            assert torch.equal(many, single), (isa, rows, columns, group)
+
+
+def test_more_tokens_than_one_batch_have_the_bits_of_fewer() -> None:
+    for group in (32, 700):
+        tile = group_tile(40, 700, group, 4, symmetric=False, seed=group)
+        x = torch.randint(-128, 128, (513, 700), generator=torch.Generator().manual_seed(1)).to(torch.int8)
+        scales = random(513, tile.scales.shape[1])
+        for isa in isas():
+            native = native_tile(tile, isa)
+            all_at_once, parts = torch.zeros(513, 40), torch.zeros(513, 40)
+            native.int_matmul(x, scales, all_at_once)
+            for k in range(0, 513, 8):
+                native.int_matmul(x[k : k + 8], scales[k : k + 8], parts[k : k + 8])
+            assert torch.equal(all_at_once, parts), (isa, group)
 
 
 @pytest.mark.parametrize("columns", [500, 4096, 20000])

@@ -30,7 +30,7 @@ NEEDS = {
     "avx512_vnni": (*_AVX512, "avx512_vnni"),
     "avx512_vbmi": (*_AVX512, "avx512_vnni", "avx512_vbmi"),
     "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_vbmi", "avx512_bf16"),
-    "amx_bf16": (*_AVX512, "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_bf16"),
+    "amx_bf16": (*_AVX512, "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_bf16", "amx_int8"),
 }
 
 
