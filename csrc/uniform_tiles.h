@@ -113,14 +113,19 @@ private:
         const Scratch scratch = make_scratch(m * (stride / 4 + t_.groups) + INTS_BEHIND / 4);
         auto* codes = reinterpret_cast<int8_t*>(scratch.get());
         auto* sums = reinterpret_cast<int32_t*>(codes + m * stride);
-        parallel_for(m, piece_of(m, 1, m * columns_, threads), threads, [&](int64_t begin, int64_t end) {
-            for (int64_t k = begin; k < end; ++k)
-                kernels_.group_int_prepare_ints(t_, x.codes + k * columns_, codes + k * stride, sums + k * t_.groups);
+        for_tokens(m, columns_, threads, [&](int64_t k) {
+            kernels_.group_int_prepare_ints(t_, x.codes + k * columns_, codes + k * stride, sums + k * t_.groups);
         });
         const IntInputs inputs{codes, x.scales, sums, m, stride};
-        by_many_blocks(rows_, m, threads, [&](int64_t begin, int64_t end) {
-            kernels_.group_int_int_matmul(t_, inputs, y, y_stride, begin, end);
-        });
+        const auto multiply = [&](const GroupInt& tile, float* to, int64_t to_stride) {
+            by_many_blocks(rows_, m, threads, [&](int64_t begin, int64_t end) {
+                kernels_.group_int_int_matmul(tile, inputs, to, to_stride, begin, end);
+            });
+        };
+        if (m <= FEW_TOKENS) return multiply(t_, y, y_stride);
+        GroupInt plain = t_;
+        plain.out_rows = nullptr;
+        place(m, y, y_stride, threads, [&](float* to, int64_t to_stride) { multiply(plain, to, to_stride); });
     }
 
     int64_t input_groups() const override { return t_.groups; }
