@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from anybit.bench import gpu as bench
+from anybit.bench import gpu_matmul, graphs
 from anybit.errors import InputError
 from anybit.kernels import gpu
 
@@ -17,7 +18,7 @@ if not gpu.available():
 
 @pytest.mark.parametrize("part", bench.PARTS)
 def test_a_small_run_checks_and_times_nothing(part: str) -> None:
-    only = ("W4A8", "codebook 4") if part in bench.OF_MATRICES else ()
+    only = ("W4A8", "codebook 4") if part in bench.TAKEN else ()
     figures = bench.run(part, small=True, only=only)
     assert figures["part"] == part
     if part == "quantize":
@@ -41,8 +42,88 @@ def test_wrong_options_are_refused() -> None:
         bench.run("gemmv")
     with pytest.raises(InputError, match="no variant begins with 'W9'"):
         bench.run("gemv", small=True, only=("W9",))
-    with pytest.raises(InputError, match="--only would be ignored"):
-        bench.run("attention", small=True, only=("W4",))
+    for part, option in (
+        ("attention", "only"),
+        ("quantize", "dtype"),
+        ("gemv", "tokens"),
+        ("decode", "shapes"),
+    ):
+        with pytest.raises(InputError, match=f"--{option} would be ignored"):
+            bench.run(part, **{option: ("W4",)})
+    with pytest.raises(InputError, match="--shapes would be ignored"):
+        bench.run("gemm", small=True, shapes=("64x64",))
+    with pytest.raises(InputError, match=r"shape '64': expected OUTxIN"):
+        bench.run("gemm", shapes=("64",))
+    with pytest.raises(InputError, match=r"'float32': .* float16 and bfloat16"):
+        bench.run("gemm", small=True, dtype="float32")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Every variant runs once, on the CPU where there is no GPU, and took a second, or what is set here."""
+    seconds: dict[str, float] = {}
+
+    def times(variants: dict[str, graphs.Variant], rounds: int) -> dict[str, float]:
+        for variant in variants.values():
+            variant.runs[-1]()
+        return {name: seconds.get(name, 1.0) for name in variants}
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(graphs, "cuda", lambda: torch.device("cpu"))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
+    monkeypatch.setattr(graphs, "copy", lambda device: graphs.Variant(0, [lambda: None]))
+    monkeypatch.setattr(graphs, "copies", lambda nbytes: 2)
+    monkeypatch.setattr(graphs, "times", times)
+    monkeypatch.setattr(gpu_matmul, "RATE", 32)
+    return seconds
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rates_and_their_shares(clock: dict[str, float], tmp_path: Path, dtype: str) -> None:
+    clock |= {"copy": 1e-3, "W4A8": 2e-6, "W4": 4e-6, "cuBLAS float16": 8e-6, "cuBLAS bfloat16": 1e-5}
+    clock |= {"float16": 4e-10, "bfloat16": 8e-10, "int8": 2e-10}  # of the large products
+    options = {"shapes": ("128x256",), "tokens": (1, 3), "dtype": dtype, "only": ("W4",)}
+    figures = bench.run("gemm", json_file=tmp_path / "gemm.json", **options)
+    assert json.loads((tmp_path / "gemm.json").read_text()) == figures and figures["dtype"] == dtype
+    first, last = figures["rows"]
+    assert [first["tokens"], last["tokens"]] == [1, 3] and last["copy_gb_per_s"] == 2 * 2**30 / 1e6
+    assert list(last["variants"]) == ["cuBLAS float16", "cuBLAS bfloat16", "W4", "W4A8", "W4A4"]
+    nbytes = 128 * 256 // 2 + 128 * 2 * 2 + 128 * 2 // 2  # codes, scales and zero points
+    got = last["variants"]["W4A8"]
+    assert got["us"] == pytest.approx(2) and got["tflops"] == pytest.approx(3 * 2 * 128 * 256 / 2e6)
+    assert got["gb_per_s"] == pytest.approx(nbytes / 2e3, rel=0.02)  # and what else is stored
+    assert got["of_copy"] == pytest.approx(got["gb_per_s"] / last["copy_gb_per_s"])
+    assert got["over_float16"] == pytest.approx(4) and got["over_bfloat16"] == pytest.approx(5)
+    rates = {"int8": 2 * 32**3 / 2e-10 / 1e12, "float16": 2 * 32**3 / 4e-10 / 1e12}
+    rates["bfloat16"] = rates["float16"] / 2
+    assert figures["matrix_rates"] == pytest.approx(rates)
+    for name, unit in {"W4A8": "int8", "W4A4": "int8", "W4": dtype, "cuBLAS bfloat16": "bfloat16"}.items():
+        variant = last["variants"][name]
+        assert variant["of_matrix_rate"] == pytest.approx(variant["tflops"] / rates[unit])
+    assert figures["averages"]["W4A8"] == pytest.approx(4)
+    table = "\n".join(bench.lines(figures))
+    for heading in ("us", "GB/s", "% of copy", "TOP/s", "% of rate", "x float16", "x bfloat16"):
+        assert heading in table
+
+
+def test_what_time_does_not_allow_is_said(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_matmul, "MINUTES", 0)
+    figures = bench.run("gemm", shapes=("128x256",), tokens=(1, 2), only=("W8A8",))
+    assert figures["rows"] == [] and figures["left_out"] == ["128x256, 1 token(s)", "128x256, 2 token(s)"]
+    assert "out of time, left out: 128x256, 2 token(s)" in list(bench.lines(figures))
+
+
+def test_a_decode_step(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_matmul, "BLOCK", ((64, 128), (128, 128)))
+    monkeypatch.setattr(gpu_matmul, "BLOCKS", 2)
+    monkeypatch.setattr(gpu_matmul, "OWN_BLOCKS", 1)
+    clock |= {"copy": 1.0, "W8A8": 0.5, "bfloat16": 2.0, "int8": 1e-9}
+    (row,) = bench.run("decode", tokens=(4,), dtype="bfloat16", only=("W8A8",))["rows"]
+    base, ours = row["variants"]["bfloat16"], row["variants"]["W8A8"]
+    assert base["tokens_per_s"] == 2 and ours["tokens_per_s"] == 8 and ours["over_bfloat16"] == 4
+    assert base["gb_per_s"] == pytest.approx(2 * 2 * 192 * 128 / 2e9)
+    assert ours["tflops"] == pytest.approx(2 * 2 * 4 * 192 * 128 / 0.5e12)
+    assert ours["of_matrix_rate"] == pytest.approx(ours["tflops"] / (2 * 32**3 / 1e-9 / 1e12))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to time")

@@ -845,12 +845,25 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
         str | None,
         typer.Option(help="OUTxIN, comma-separated. [default: LLM shapes, SmolLM2-135M's, Gemma 3 270M's]"),
     ] = None,
-    tokens: Annotated[str, typer.Option(help="Numbers of tokens multiplied at once, comma-separated.")] = "1",
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of tokens multiplied at once, comma-separated. [default: 1; with cuda the part's]"
+        ),
+    ] = None,
     threads: Annotated[
         str | None, typer.Option(help="Numbers of threads, comma-separated. [default: 1 and all]")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds whose median counts.", min=1)] = 20,
-    dtype: Annotated[str, typer.Option(help="What the model computes in: bfloat16 or float32.")] = "bfloat16",
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="Rounds whose median counts. [default: 20; with cuda the part's]", min=1),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="What the model computes in: bfloat16 or float32; with cuda float16 or bfloat16. [default: the first]"
+        ),
+    ] = None,
     isa: Annotated[
         str | None, typer.Option(help="Instruction sets to compare, comma-separated. [default: the best]")
     ] = None,
@@ -890,14 +903,19 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
     if device not in ("cpu", "cuda"):
         raise InputError(f"--device {device}: expected cpu or cuda")
     if device == "cuda":
-        of_cpu = _given(shapes=shapes, threads=threads, isa=isa, cached=cached or None)
-        of_cpu |= _given(
-            tokens=None if tokens == "1" else tokens, dtype=None if dtype == "bfloat16" else dtype
-        )
-        _refuse_ignored(of_cpu, "with --device cuda a part fixes what runs")
+        _refuse_ignored(_given(threads=threads, isa=isa, cached=cached or None), "it is for --device cpu")
         if plot is not None and (part not in ("gemm", "gemv", None) or small):
             raise InputError("--plot draws the times of --part gemv and gemm; leave it out")
-        figures = gpu.run(part or "gemv", rounds, small, _named("only", only), json_file)
+        figures = gpu.run(
+            part or "gemv",
+            rounds,
+            small,
+            json_file,
+            shapes=_named("shapes", shapes),
+            tokens=tokens and _whole_numbers("tokens", tokens),
+            dtype=dtype,
+            only=_named("only", only),
+        )
         _emit(figures, json_file, lambda f: typer.echo("\n".join(gpu.lines(f))))
         if plot is not None:
             gpu.plot(figures, plot)
@@ -912,10 +930,10 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
     try:
         figures = kernels.kernels(
             shapes=_named("shapes", shapes) or kernels.SHAPES,
-            tokens=_whole_numbers("tokens", tokens),
+            tokens=_whole_numbers("tokens", tokens or "1"),
             threads=counts,
-            rounds=rounds,
-            dtype=dtype,
+            rounds=rounds or 20,
+            dtype=dtype or "bfloat16",
             isas=_named("isa", isa),
             only=_named("only", only),
             cached=cached,

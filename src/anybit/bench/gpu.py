@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ COLUMNS = {  # of a table: the figure, its heading, its factor
     "us": ("us", 1.0),
     "gb_per_s": ("GB/s", 1.0),
     "of_copy": ("% of copy", 100.0),
-    "tflops": ("TFLOP/s", 1.0),
+    "tflops": ("TOP/s", 1.0),
+    "of_matrix_rate": ("% of rate", 100.0),
     "tokens_per_s": ("tokens/s", 1.0),
     "over_float16": ("x float16", 1.0),
     "over_bfloat16": ("x bfloat16", 1.0),
@@ -42,15 +43,19 @@ def _parts() -> dict[str, Callable[..., dict[str, Any]]]:
 
 
 PARTS = ("gemv", "gemm", "decode", "attention", "activations", "quantize")
-OF_MATRICES = ("gemv", "gemm", "decode")
+TAKEN = {  # by parts: options, of `run` and of the command
+    "gemv": ("shapes", "dtype", "only"),
+    "gemm": ("shapes", "tokens", "dtype", "only"),
+    "decode": ("tokens", "dtype", "only"),
+}
 
 
 def run(
     part: str,
     rounds: int | None = None,
     small: bool = False,
-    only: Sequence[str] = (),
     json_file: Path | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """The figures of a part.
 
@@ -58,27 +63,34 @@ def run(
         part: of `PARTS`.
         rounds: whose median counts. Default: the part's own.
         small: correctness only.
-        only: variants whose name begins so, of the parts `OF_MATRICES`. Default: all.
         json_file: where the figures of these parts lie after every row, should it be the last.
+        options: what to run of the parts `TAKEN`: `shapes` ("OUTxIN"), `tokens` (numbers), `dtype` (a name), `only`
+            (beginnings of variants' names). None, or nothing in it: the part's own.
 
     Raises:
-        InputError: no such part or variant; no GPU, unless small; kernels that do not run or are wrong.
+        InputError: no such part, shape, dtype or variant; an option that would be ignored; no GPU, unless small;
+            kernels that do not run or are wrong.
     """
+    from anybit.bench.kernels import parse_shape
     from anybit.kernels import gpu
 
     if part not in PARTS:
         raise InputError(f"--part {part}: expected one of {', '.join(PARTS)}")
-    if only and part not in OF_MATRICES:
-        raise InputError(
-            f"--only would be ignored: it is for the parts {', '.join(OF_MATRICES)}; leave it out"
-        )
+    given = {name: value for name, value in options.items() if value}
+    for name in given:
+        if name not in TAKEN.get(part, ()) or (small and name == "shapes"):
+            parts = ", ".join(part for part, taken in TAKEN.items() if name in taken)
+            raise InputError(f"--{name} would be ignored: it is for timing the parts {parts}; leave it out")
+    if "shapes" in given:
+        given["shapes"] = [parse_shape(shape) for shape in given["shapes"]]
     if (why := gpu.why_not()) is not None:
         raise InputError(f"the GPU's kernels do not run: {why}")
-    more: dict[str, Any] = {} if rounds is None else {"rounds": rounds}
+    if rounds is not None:
+        given["rounds"] = rounds
     head = {"bench": "gpu", "part": part}
-    if part in OF_MATRICES:
-        more |= {"only": only, "save": lambda figures: _write(json_file, head | figures)}
-    return head | _parts()[part](small=small, **more)
+    if part in TAKEN:
+        given["save"] = lambda figures: _write(json_file, head | figures)
+    return head | _parts()[part](small=small, **given)
 
 
 def _write(file: Path | None, figures: dict[str, Any]) -> None:
@@ -109,6 +121,8 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
             yield f"{name:24}{''.join(cells)}"
     for name, rate in figures.get("matrix_rates", {}).items():
         yield f"products of {name}, large and square: {rate:.0f} TFLOP/s or TOP/s"
+    for left_out in figures.get("left_out", ()):
+        yield f"out of time, left out: {left_out}"
     for name, speed in figures.get("averages", {}).items():
         yield f"average over shapes and tokens, x float16: {name:20}{speed:6.2f}"
     yield json.dumps(figures)
@@ -154,13 +168,23 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--small", action="store_true", help="correctness only")
-    parser.add_argument("--only", default="", help="variants whose names begin so, comma-separated")
+    parser.add_argument("--shapes", type=_split, help="OUTxIN, comma-separated")
+    parser.add_argument("--tokens", type=lambda text: tuple(map(int, _split(text))), help="comma-separated")
+    parser.add_argument("--dtype", help="of inputs: float16 or bfloat16")
+    parser.add_argument("--only", type=_split, help="variants whose names begin so, comma-separated")
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    given = parser.parse_args()
-    only = tuple(filter(None, given.only.split(",")))
-    figures = run(given.part, given.rounds, given.small, only, given.json)
-    _write(given.json, figures)
+    given = vars(parser.parse_args())
+    file = given.pop("json")
+    try:
+        figures = run(json_file=file, **given)
+    except InputError as error:
+        parser.error(str(error))
+    _write(file, figures)
     print("\n".join(lines(figures)))
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
 
 
 if __name__ == "__main__":

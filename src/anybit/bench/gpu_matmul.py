@@ -5,7 +5,8 @@ Correctness comes first: a variant that differs from the reference at an awkward
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,22 @@ from anybit.tensors import PackedWeight, stored_bytes, unpack
 
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (14336, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 512, 1024)
-GEMM = ("W4", "W8", "W4A8", "W8A8", "MixLLM p10", "W4A4", "Atom W4A4", "codebook 4", "by channel 4", "2/4/16")
+BATCHES = (1, 16, 128)
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # of inputs
+GEMM = (
+    "W2",
+    "W3",
+    "W4",
+    "W8",
+    "W4A8",
+    "W8A8",
+    "MixLLM p10",
+    "W4A4",
+    "Atom W4A4",
+    "codebook 4",
+    "by channel 4",
+    "2/4/16",
+)
 DECODE = (
     "W4",
     "W3",
@@ -39,115 +55,180 @@ BLOCK = ((4096, 4096),) * 4 + ((11008, 4096),) * 2 + ((4096, 11008),)  # the lin
 BLOCKS = 32
 OWN_BLOCKS = 4  # with weights of their own: together more than the L2 cache holds
 AWKWARD = (272, 704)  # out, in: ragged for every kernel, and with room for all formats
-CHECKED_TOKENS = (
-    1,
-    17,
-    100,
-    300,
-)  # one for every kernel that numbers of tokens choose; interpreted, the first two
+AWKWARD_TOKENS = {
+    1: 1,
+    16: 13,
+    64: 50,
+    256: 200,
+}  # up to so many, which share kernels: ragged, of the same kernels
+MANY_TOKENS = 300  # beyond
 LIMIT, FP16, BF16 = "copy", "cuBLAS float16", "cuBLAS bfloat16"
 RATE = 8192  # rows and columns of the products that measure the matrix units
-ERROR = 2e-3  # of a product's norm: float16's outputs, and weights that meet the tensor cores
+ERRORS = {
+    "float16": 2e-3,
+    "bfloat16": 1.6e-2,
+}  # of a product's norm: outputs, and weights that meet the tensor cores
+MINUTES = 8  # after which a part begins no other row, so that it ends within nine
 
 
 def gemv(
-    rounds: int = 20, small: bool = False, only: Sequence[str] = (), save: Save = nobody
+    rounds: int = 20,
+    small: bool = False,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    dtype: str = "float16",
+    only: Sequence[str] = (),
+    save: Save = nobody,
 ) -> dict[str, Any]:
     """One token, every layout: microseconds, GB/s of stored bytes, share of a copy's, speed over cuBLAS.
 
     Args:
-        only: variants whose name begins so. Default: all.
         small: check correctness only; runs in Triton's interpreter too.
+        shapes: (out, in).
+        dtype: of inputs and outputs, of `DTYPES`.
+        only: variants whose name begins so. Default: all.
         save: gets the figures after every row.
 
     Raises:
-        InputError: without a GPU, unless small; a variant that there is not; a kernel that is wrong.
+        InputError: without a GPU, unless small; a dtype or variant that there is not; a kernel that is wrong.
     """
-    return _run(SHAPES, (1,), _names(only, tuple(layouts(*AWKWARD))), rounds, small, save)
+    return _run(shapes, (1,), dtype, _names(only), rounds, small, save)
 
 
 def gemm(
-    rounds: int = 10, small: bool = False, only: Sequence[str] = (), save: Save = nobody
+    rounds: int = 10,
+    small: bool = False,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    tokens: Sequence[int] = TOKENS,
+    dtype: str = "float16",
+    only: Sequence[str] = (),
+    save: Save = nobody,
 ) -> dict[str, Any]:
-    """Several tokens, the formats of serving; as `gemv`, with TFLOP/s and the average speed over `TOKENS`."""
-    return _run(SHAPES[1:3], TOKENS, _names(only, GEMM), rounds, small, save)
+    """Several tokens; as `gemv`, with shares of the matrix units' rate and the average speed over shapes and tokens.
+
+    Args:
+        only: variants whose name begins so. Default: those of `GEMM`.
+    """
+    return _run(shapes, tokens, dtype, _names(only, GEMM), rounds, small, save)
 
 
 def decode(
-    rounds: int = 10, small: bool = False, only: Sequence[str] = (), save: Save = nobody
+    rounds: int = 10,
+    small: bool = False,
+    tokens: Sequence[int] = BATCHES,
+    dtype: str = "float16",
+    only: Sequence[str] = (),
+    save: Save = nobody,
 ) -> dict[str, Any]:
-    """Tokens per second of all linears of a Llama-7B, one step as a CUDA graph, at batch 1, 16 and 128."""
-    names = _names(only, DECODE)
-    checked = _check(names)
+    """Tokens per second of all linears of a Llama-7B, one step as a CUDA graph, at every batch of `tokens`.
+
+    Args:
+        only: variants whose name begins so. Default: those of `DECODE`.
+    """
+    begun, names = time.monotonic(), _names(only, DECODE)
+    found = _checked(names, tokens, dtype, small)
     if small:
-        return {"checked": checked, "rows": []}
+        return found
     device = graphs.cuda()
-    rows: list[dict[str, Any]] = []
-    found = {"device": torch.cuda.get_device_name(device), "checked": checked, "rows": rows}
-    for batch in (1, 16, 128):
-        steps = {name: _step(name, batch, rounds, device) for name in ("float16", *names)}
-        figures = {name: step for name, step in steps.items() if step is not None}
+    found["matrix_rates"] = _rates(rounds, device)
+    found["left_out"] = []
+    for batch in tokens:
+        if time.monotonic() - begun > 60 * MINUTES:
+            found["left_out"].append(f"{batch} tokens")
+            continue
+        copy = _copied(graphs.times({LIMIT: graphs.copy(device)}, rounds))
+        figures = {}
+        for name in (dtype, *names):
+            step = _step(name, batch, dtype, rounds, device)
+            if step is not None:
+                figures[name] = _figures(*step, copy, found["matrix_rates"].get(_unit(name, dtype)))
+                figures[name]["tokens_per_s"] = batch / step[0]
         for figure in figures.values():
-            figure["over_float16"] = figures["float16"]["us"] / figure["us"]
-        rows.append({"tokens": batch, "variants": figures})
+            figure[f"over_{dtype}"] = figures[dtype]["us"] / figure["us"]
+        found["rows"].append({"tokens": batch, "copy_gb_per_s": copy, "variants": figures})
         save(found)
     return found
 
 
-def _names(only: Sequence[str], there: Sequence[str]) -> list[str]:
-    names = [name for name in there if not name.endswith(FAST)]  # an option of the CPU's kernels
+def _names(only: Sequence[str], usual: Sequence[str] = ()) -> list[str]:
+    """The variants whose names begin so, or the usual ones of a part (none: all)."""
+    there = [name for name in layouts(*AWKWARD) if not name.endswith(FAST)]  # an option of the CPU's kernels
     for begin in only:
-        if not any(name.startswith(begin) for name in names):
-            raise InputError(f"no variant begins with {begin!r}: there are {', '.join(names)}")
-    return [name for name in names if not only or name.startswith(tuple(only))]
+        if not any(name.startswith(begin) for name in there):
+            raise InputError(f"no variant begins with {begin!r}: there are {', '.join(there)}")
+    return [name for name in there if name.startswith(tuple(only)) and (only or not usual or name in usual)]
 
 
 def _run(
     shapes: Sequence[tuple[int, int]],
     tokens: Sequence[int],
+    dtype: str,
     names: Sequence[str],
     rounds: int,
     small: bool,
     save: Save,
 ) -> dict[str, Any]:
-    checked = _check(names)
+    begun = time.monotonic()
+    found = _checked(names, tokens, dtype, small)
     if small:
-        return {"checked": checked, "rows": []}
+        return found
     device = graphs.cuda()
-    rows: list[dict[str, Any]] = []
-    found = {"device": torch.cuda.get_device_name(device), "checked": checked, "rows": rows}
     found["matrix_rates"] = _rates(rounds, device)
-    for shape in shapes:
+    found["left_out"] = []
+    for out, columns in shapes:
+        weights: _Weights | None = None
         for m in tokens:
-            rows.append(
-                {"out": shape[0], "in": shape[1], "tokens": m} | _row(shape, m, names, rounds, device)
-            )
-            torch.cuda.empty_cache()
-            found["averages"] = _averages(rows, names)
+            if time.monotonic() - begun > 60 * MINUTES:
+                found["left_out"].append(f"{out}x{columns}, {m} token(s)")
+                continue
+            weights = weights or _Weights((out, columns), names, device)
+            x = torch.randn(m, columns, device=device, dtype=DTYPES[dtype])
+            row = weights.times(x, rounds, found["matrix_rates"])
+            found["rows"].append({"out": out, "in": columns, "tokens": m} | row)
+            found["averages"] = _averages(found["rows"], names)
             save(found)
+        del weights
+        torch.cuda.empty_cache()
     return found
 
 
-def _check(names: Sequence[str]) -> dict[str, float]:
-    """The largest error of every variant at awkward shapes.
+def _checked(names: Sequence[str], tokens: Sequence[int], dtype: str, small: bool) -> dict[str, Any]:
+    """What figures begin with: the largest error of every variant at awkward shapes.
 
     Raises:
-        InputError: one that is too large.
+        InputError: one that is too large; a dtype that there is not.
     """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r}: the GPU's kernels are timed with {' and '.join(DTYPES)}")
     device = graphs.any_device()
-    errors: dict[str, float] = {}
-    for name in names:
-        weight = _random(layouts(*AWKWARD)[name], device)
-        prepared, readable = Prepared(weight, on_gpu=True), unpack(_moved(weight, "cpu"))
-        for tokens in CHECKED_TOKENS if device.type == "cuda" else CHECKED_TOKENS[:2]:
-            x = torch.randn(tokens, AWKWARD[1], device=device).half()
-            wanted = reference.int_matmul(x.cpu().float(), readable).double()
-            made = prepared.matmul(x).cpu().double()
-            error = float((made - wanted).norm() / wanted.norm())
-            if not error < ERROR:
-                raise InputError(f"{name}, {AWKWARD}, {tokens} token(s): {error:.2g} off; do not use it")
-            errors[name] = max(error, errors.get(name, 0.0))
-    return errors
+    if not small:
+        graphs.cuda()  # or say that there is none, before all the work
+    ms = sorted({_awkward(m) for m in tokens})
+    errors = {name: _error(name, ms if device.type == "cuda" else ms[:2], dtype, device) for name in names}
+    where = {} if small else {"device": torch.cuda.get_device_name(device)}
+    return {**where, "dtype": dtype, "checked": errors, "rows": []}
+
+
+def _awkward(tokens: int) -> int:
+    """A ragged number of tokens for which the same kernels run as for `tokens`."""
+    return next((m for most, m in AWKWARD_TOKENS.items() if tokens <= most), MANY_TOKENS)
+
+
+def _error(name: str, tokens: Sequence[int], dtype: str, device: torch.device) -> float:
+    """The largest error of a product.
+
+    Raises:
+        InputError: it is too large.
+    """
+    weight = _random(layouts(*AWKWARD)[name], device)
+    prepared, readable = Prepared(weight, on_gpu=True), unpack(_moved(weight, "cpu"))
+    errors = []
+    for m in tokens:
+        x = torch.randn(m, AWKWARD[1], device=device).to(DTYPES[dtype])
+        wanted = reference.int_matmul(x.cpu().float(), readable).double()
+        errors.append(float((prepared.matmul(x).cpu().double() - wanted).norm() / wanted.norm()))
+        if not errors[-1] < ERRORS[dtype]:
+            raise InputError(f"{name}, {AWKWARD}, {m} token(s): {errors[-1]:.2g} off; do not use it")
+    return max(errors)
 
 
 def _random(layout: dict[str, Any], device: torch.device | str) -> PackedWeight:
@@ -166,59 +247,89 @@ def _moved(weight: PackedWeight, device: torch.device | str) -> PackedWeight:
     return PackedWeight(weight.layout, {field: t.to(device) for field, t in weight.tensors.items()})
 
 
-def _row(
-    shape: tuple[int, int], tokens: int, names: Sequence[str], rounds: int, device: torch.device
-) -> dict[str, Any]:
-    out, columns = shape
-    x = torch.randn(tokens, columns, device=device).half()
-    variants = {LIMIT: graphs.copy(device), FP16: _dense(x, out), BF16: _dense(x.bfloat16(), out)}
-    described = layouts(out, columns)
-    variants |= {name: _quantized(described[name], x) for name in names if name in described}
-    seconds = graphs.times(variants, rounds)
-    copy = 2 * graphs.COPY / seconds.pop(LIMIT) / 1e9
-    figures = {}
-    for name, taken in seconds.items():
-        rate = variants[name].nbytes / taken / 1e9
-        figures[name] = {
-            "us": 1e6 * taken,
-            "gb_per_s": rate,
-            "of_copy": rate / copy,
-            "tflops": 2 * tokens * out * columns / taken / 1e12,
-            "over_float16": seconds[FP16] / taken,
-            "over_bfloat16": seconds[BF16] / taken,
+class _Weights:
+    """Of every variant, as many matrices of a shape as lie beyond the cache: made once for all numbers of tokens."""
+
+    def __init__(self, shape: tuple[int, int], names: Sequence[str], device: torch.device) -> None:
+        self.shape = shape
+        self.copy = graphs.copy(device)
+        described = layouts(*shape)
+        self.nbytes = {FP16: 2 * shape[0] * shape[1], BF16: 2 * shape[0] * shape[1]}
+        self.nbytes |= {name: stored_bytes(described[name]) for name in names if name in described}
+        self.dense = {
+            name: [
+                torch.randn(*shape, device=device, dtype=dtype)
+                for _ in range(graphs.copies(self.nbytes[name]))
+            ]
+            for name, dtype in ((FP16, torch.float16), (BF16, torch.bfloat16))
         }
-    return {"copy_gb_per_s": copy, "variants": figures}
+        self.quantized = {
+            name: [_prepared(described[name], device) for _ in range(graphs.copies(nbytes))]
+            for name, nbytes in self.nbytes.items()
+            if name in described
+        }
+
+    def times(self, x: Tensor, rounds: int, rates: Mapping[str, float]) -> dict[str, Any]:
+        """Figures of every variant that runs with these inputs."""
+        variants = {LIMIT: self.copy}
+        for name, dense in self.dense.items():
+            given = x.to(dense[0].dtype)
+            variants[name] = Variant(
+                self.nbytes[name], [partial(torch.nn.functional.linear, given, w) for w in dense]
+            )
+        for name, prepared in self.quantized.items():
+            variants[name] = Variant(self.nbytes[name], [partial(w.matmul, x) for w in prepared])
+        seconds = graphs.times(variants, rounds)
+        copy, figures = _copied(seconds), {}
+        for name, taken in seconds.items():
+            operations = 2 * len(x) * self.shape[0] * self.shape[1]
+            unit = _unit(name, str(x.dtype).removeprefix("torch."))
+            figures[name] = _figures(taken, self.nbytes[name], operations, copy, rates.get(unit))
+            figures[name]["over_float16"] = seconds[FP16] / taken
+            figures[name]["over_bfloat16"] = seconds[BF16] / taken
+        return {"copy_gb_per_s": copy, "variants": figures}
 
 
-def _dense(x: Tensor, out: int) -> Variant:
-    nbytes = out * x.shape[1] * x.element_size()
-    weights = [
-        torch.randn(out, x.shape[1], device=x.device, dtype=x.dtype) for _ in range(graphs.copies(nbytes))
-    ]
-    return Variant(nbytes, [partial(torch.nn.functional.linear, x, weight) for weight in weights])
+def _copied(seconds: dict[str, float]) -> float:
+    """GB/s of the copy, which is taken from among the times."""
+    return 2 * graphs.COPY / seconds.pop(LIMIT) / 1e9
 
 
-def _quantized(layout: dict[str, Any], x: Tensor) -> Variant:
-    nbytes = stored_bytes(layout)
-    return Variant(
-        nbytes, [partial(_prepared(layout, x.device).matmul, x) for _ in range(graphs.copies(nbytes))]
-    )
+def _figures(taken: float, nbytes: int, operations: int, copy: float, unit: float | None) -> dict[str, float]:
+    """Of a call: its rates, and their shares of a copy's GB/s and of the matrix unit's TFLOP/s or TOP/s."""
+    rate, flops = nbytes / taken / 1e9, operations / taken / 1e12
+    made = {"us": 1e6 * taken, "gb_per_s": rate, "of_copy": rate / copy, "tflops": flops}
+    return made if unit is None else made | {"of_matrix_rate": flops / unit}
+
+
+def _unit(name: str, dtype: str) -> str:
+    """Which of `_rates` bounds a variant."""
+    if name in (FP16, BF16):
+        return "float16" if name == FP16 else "bfloat16"
+    tiles = layouts(*AWKWARD).get(name, {}).get("tiles", ())
+    return "int8" if tiles and all(tile.get("act_bits", 16) <= 8 for tile in tiles) else dtype
 
 
 def _prepared(layout: dict[str, Any], device: torch.device) -> Prepared:
     with device:
-        return Prepared(_random(layout, device))
+        return Prepared(_random(layout, device), on_gpu=True)
 
 
-def _step(name: str, batch: int, rounds: int, device: torch.device) -> dict[str, Any] | None:
-    """All linears of a decode step; blocks beyond the first few read the weights of those again. None: it fails."""
+def _step(
+    name: str, batch: int, dtype: str, rounds: int, device: torch.device
+) -> tuple[float, int, int] | None:
+    """Seconds, bytes and operations of all linears of a decode step. None: it fails.
+
+    Blocks beyond the first few read the weights of those again.
+    """
     runs: list[Run] = []
-    nbytes = 0
-    x = {columns: torch.randn(batch, columns, device=device).half() for _, columns in BLOCK}
+    nbytes = operations = 0
+    x = {columns: torch.randn(batch, columns, device=device).to(DTYPES[dtype]) for _, columns in BLOCK}
     for _ in range(OWN_BLOCKS):
         for out, columns in BLOCK:
-            if name == "float16":
-                weight = torch.randn(out, columns, device=device).half()
+            operations += 2 * batch * out * columns
+            if name == dtype:
+                weight = torch.randn(out, columns, device=device, dtype=DTYPES[dtype])
                 runs.append(partial(torch.nn.functional.linear, x[columns], weight))
                 nbytes += 2 * weight.numel()
             else:
@@ -232,10 +343,9 @@ def _step(name: str, batch: int, rounds: int, device: torch.device) -> dict[str,
                 run()
 
     seconds = graphs.times({name: Variant(0, [step])}, rounds).get(name)
-    if seconds is None:
-        return None
-    nbytes *= BLOCKS // OWN_BLOCKS
-    return {"us": 1e6 * seconds, "tokens_per_s": batch / seconds, "gb_per_s": nbytes / seconds / 1e9}
+    torch.cuda.empty_cache()
+    turns = BLOCKS // OWN_BLOCKS
+    return None if seconds is None else (seconds, turns * nbytes, turns * operations)
 
 
 def _rates(rounds: int, device: torch.device) -> dict[str, float]:

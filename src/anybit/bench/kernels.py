@@ -106,7 +106,7 @@ def kernels(  # noqa: PLR0913 - what can be varied
     """
     if not cpu.available():
         raise InputError(f"the native extension is not there: {cpu.why_not()}")
-    sizes = [_shape(shape, 2 * ROWS if cached else 1) for shape in shapes]
+    sizes = [parse_shape(shape, 2 * ROWS if cached else 1) for shape in shapes]
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r}: the kernels take {' and '.join(DTYPES)}")
     for isa in isas:
@@ -147,7 +147,12 @@ def kernels(  # noqa: PLR0913 - what can be varied
     }
 
 
-def _shape(text: str, least: int) -> tuple[int, int]:
+def parse_shape(text: str, least: int = 1) -> tuple[int, int]:
+    """ "4096x11008" -> (4096, 11008), rows and columns.
+
+    Raises:
+        InputError: no such thing; more weights than there is room for; fewer rows.
+    """
     sizes = text.split("x")
     if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise InputError(f"shape {text!r}: expected OUTxIN, such as 4096x11008")
