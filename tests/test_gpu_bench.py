@@ -1,6 +1,7 @@
 """`anybit bench kernels --device cuda`: what of it needs no GPU."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,28 +133,70 @@ def test_nothing_is_timed_without_a_gpu() -> None:
         bench.run("gemm", only=("W4A8",))
 
 
-def timed(part: str, tokens: tuple[int, ...]) -> dict[str, Any]:
-    variant = {"us": 10.0, "gb_per_s": 1000.0, "of_copy": 0.5, "over_float16": 2.0}
-    rows = [
-        {"out": out, "in": 4096, "tokens": m, "copy_gb_per_s": 2000.0, "variants": {"W4": variant}}
-        for out in (4096, 11008)
-        for m in tokens
-    ]
-    return {
-        "bench": "gpu",
-        "part": part,
-        "device": "a GPU",
-        "checked": {},
-        "rows": rows,
-        "averages": {"W4": 2.0},
-    }
+def timed(part: str) -> dict[str, Any]:
+    """Made-up figures of a part, with all that tables and plots read."""
+    variant = {"us": 10.0, "gb_per_s": 1000.0, "of_copy": 0.5, "over_float16": 2.0, "over_fp16": 1.5}
+    variant |= {"tokens_per_s": 1e5, "over_torch": 3.0, "over_sdpa": 1.2}
+    head = {"bench": "gpu", "part": part, "device": "a GPU", "checked": {}}
+    rows: list[dict[str, Any]]
+    if part == "quantize":
+        kmeans = {"rows": [{"shape": [64, 64], "layers": 4, "ms": 1.5, "ns_per_weight": 0.4}]}
+        layer = {"shape": [64, 64], "ms": 2.0, "plain_ms": 30.0, "codes_differ": 0}
+        seconds = {"rtn": 0.1, "gptq": 2.5}
+        kmeans |= {"model_seconds": 4.0, "ns_per_weight": 0.4}
+        return head | {"gptq": layer, "kmeans": kmeans, "seconds_per_billion": seconds}
+    if part == "attention":
+        rows = [{"model": "a model", "length": n, "batch": b} for n in (128, 256) for b in (1, 16)]
+    elif part == "activations":
+        rows = [{"columns": c, "tokens": m} for c in (4096, 11008) for m in (1, 16)]
+    elif part == "decode":
+        rows = [{"tokens": m} for m in (1, 16, 128)]
+    else:
+        tokens = (1,) if part == "gemv" else (1, 16, 256)
+        rows = [{"out": out, "in": 4096, "tokens": m} for out in (4096, 11008) for m in tokens]
+        head |= {"averages": {"W4": 2.0}, "matrix_rates": {"int8": 1000.0}}
+    names = ("fp16", "int4", "W4", "W8A8", "cuBLAS float16", "codebook 3")
+    made = {name: {k: v * (1 + i) for k, v in variant.items()} for i, name in enumerate(names)}
+    return head | {"rows": [row | {"copy_gb_per_s": 2000.0, "variants": made} for row in rows]}
 
 
-def test_figures_are_shown_and_drawn(tmp_path: Path) -> None:
-    for part, tokens in (("gemv", (1,)), ("gemm", (1, 16, 256))):
-        figures = timed(part, tokens)
-        shown = list(bench.lines(figures))
-        assert "out 11008, in 4096, tokens 1; copy 2000 GB/s" in "\n".join(shown)
-        assert any(line.startswith("W4 ") and "50.00" in line for line in shown)
-        bench.plot(figures, tmp_path / f"{part}.png")
-        assert (tmp_path / f"{part}.png").stat().st_size > 5000
+@pytest.mark.parametrize(
+    ("part", "title", "points"),
+    [
+        ("gemv", "4096 x 4096", {"codebooks by row": [(8e3 * 6e3 * 60 / 4096**2, 12.0)]}),
+        ("gemm", "11008 x 4096", {"W4": [(1, 6.0), (16, 6.0), (256, 6.0)]}),
+        ("decode", "all linears of a Llama-7B", {"fp16": [(1, 1e5), (16, 1e5), (128, 1e5)]}),
+        ("attention", "a model, 256 tokens in the cache", {"int4": [(1, 3.0), (16, 3.0)]}),
+        ("activations", "4096 columns", {"W4": [(1, 30.0), (16, 30.0)]}),
+        ("quantize", "methods", {}),
+    ],
+)
+def test_figures_are_shown_and_drawn(
+    tmp_path: Path, part: str, title: str, points: dict[str, list[tuple[float, float]]]
+) -> None:
+    figures = timed(part)
+    shown = "\n".join(bench.lines(figures))
+    if part == "gemv":
+        assert "out 11008, in 4096, tokens 1; copy 2000 GB/s" in shown
+        assert any(line.startswith("W4 ") and "150.00" in line for line in shown.splitlines())
+    (panel,) = (panel for panel in bench._panels(figures) if panel.title == title)
+    assert {label: panel.points[label] for label in points} == points
+    assert panel.bars == figures.get("seconds_per_billion", {})
+    picture = tmp_path / f"{part}.png"
+    bench.plot(figures, picture)
+    assert picture.stat().st_size > 5000
+
+
+def test_without_matplotlib_the_plot_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    bench.plot(timed("gemm"), tmp_path / "gemm.png")
+    assert "matplotlib is not there" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_plot_of_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match=r"speed.bmp: expected a name that ends in .png"):
+        bench.check_plot(Path("speed.bmp"), False)
+    with pytest.raises(InputError, match="with --small there are no times"):
+        bench.check_plot(Path("speed.png"), True)

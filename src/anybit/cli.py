@@ -878,7 +878,9 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Also draw time against bits, with the memory's limit: a .png, .svg or .pdf."),
+        typer.Option(
+            help="Also draw time against bits, with the memory's limit, or a part: a .png, .svg or .pdf."
+        ),
     ] = None,
     device: Device = "cpu",
     part: Annotated[
@@ -904,8 +906,7 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
         raise InputError(f"--device {device}: expected cpu or cuda")
     if device == "cuda":
         _refuse_ignored(_given(threads=threads, isa=isa, cached=cached or None), "it is for --device cpu")
-        if plot is not None and (part not in ("gemm", "gemv", None) or small):
-            raise InputError("--plot draws the times of --part gemv and gemm; leave it out")
+        gpu.check_plot(plot, small)
         figures = gpu.run(
             part or "gemv",
             rounds,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,7 @@ def run(
         part: of `PARTS`.
         rounds: whose median counts. Default: the part's own.
         small: correctness only.
-        json_file: where the figures of these parts lie after every row, should it be the last.
+        json_file: where the figures lie after every row, should it be the last.
         options: what to run of the parts `TAKEN`: `shapes` ("OUTxIN"), `tokens` (numbers), `dtype` (a name), `only`
             (beginnings of variants' names). None, or nothing in it: the part's own.
 
@@ -88,7 +90,7 @@ def run(
     if rounds is not None:
         given["rounds"] = rounds
     head = {"bench": "gpu", "part": part}
-    if part in TAKEN:
+    if part != "quantize":
         given["save"] = lambda figures: _write(json_file, head | figures)
     return head | _parts()[part](small=small, **given)
 
@@ -136,31 +138,143 @@ def _quantizing(figures: dict[str, Any]) -> Iterator[str]:
         yield f"{method}: {seconds:.1f} s per billion weights"
 
 
-def plot(figures: dict[str, Any], path: Path) -> None:
-    """Speed over the first of float16's figures: against bits where one token is multiplied, else against tokens."""
-    from matplotlib.figure import Figure
+@dataclass
+class Panel:
+    """Of a plot: points by label, or bars where `x` is None."""
 
-    rows = figures["rows"]
-    shapes = list(dict.fromkeys((row["out"], row["in"]) for row in rows))
-    figure = Figure(figsize=(5.5 * len(shapes), 4.5), layout="constrained")
-    for axes, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes):
-        of_shape = [row for row in rows if (row["out"], row["in"]) == shape]
-        for name in of_shape[0]["variants"]:
-            points = [(row["tokens"], row["variants"][name]) for row in of_shape if name in row["variants"]]
-            if figures["part"] == "gemv":
-                bits = 8e3 * points[0][1]["gb_per_s"] * points[0][1]["us"] / (shape[0] * shape[1])
-                axes.plot(bits, points[0][1]["over_float16"], "o")
-                axes.annotate(name, (bits, points[0][1]["over_float16"]), fontsize="xx-small")
-            else:
-                axes.plot([m for m, _ in points], [v["over_float16"] for _, v in points], "o-", label=name)
-        one = figures["part"] == "gemv"
-        axes.set(title=f"{shape[0]} x {shape[1]}", xlabel="stored bits per weight" if one else "tokens")
-        axes.set(ylabel="speed over cuBLAS float16", ylim=(0, None))
-        if not one:
-            axes.set_xscale("log", base=2)
-            axes.legend(fontsize="x-small")
-        axes.grid(alpha=0.3)
+    title: str
+    x: str | None
+    y: str
+    points: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    bars: dict[str, float] = field(default_factory=dict)
+    lines: bool = True  # between points
+    log: bool = False  # upwards
+    one: str = ""  # what a speed of 1 is
+
+    def add(self, label: str, x: float, y: float) -> None:
+        self.points.setdefault(label, []).append((x, y))
+
+
+def check_plot(path: Path | None, small: bool) -> None:
+    """Refuse a plot that could not be drawn when the work is done.
+
+    Raises:
+        InputError: another kind of file; a run that times nothing.
+    """
+    from anybit.bench.kernels import PICTURES
+
+    if path is not None and path.suffix not in PICTURES:
+        raise InputError(f"--plot {path}: expected a name that ends in {' or '.join(PICTURES)}")
+    if path is not None and small:
+        raise InputError("--plot would be ignored: with --small there are no times; leave it out")
+
+
+def plot(figures: dict[str, Any], path: Path) -> None:
+    """What a part is about, drawn: see `_panels`. Without matplotlib it is said that nothing is."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"{path} is not drawn: matplotlib is not there", file=sys.stderr)
+        return
+    panels = _panels(figures)
+    if not panels:
+        print(f"{path} is not drawn: nothing was timed", file=sys.stderr)
+        return
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(5.2 * max(2, across), 1 + 3.5 * down), layout="constrained")
+    drawn = figure.subplots(down, across, squeeze=False).ravel()
+    for axes, panel in zip(drawn, panels):
+        _draw(axes, panel)
+    for axes in drawn[len(panels) :]:
+        axes.set_visible(False)
+    entries = [zip(*reversed(axes.get_legend_handles_labels())) for axes in drawn]
+    shown = {label: line for panel in entries for label, line in panel}  # not every panel has all
+    if shown:
+        figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=5, fontsize="small")
+    figure.suptitle(f"{figures['part']} on {figures['device']}", fontsize="small")
     figure.savefig(path, dpi=110)
+
+
+def _draw(axes: Any, panel: Panel) -> None:
+    axes.set(title=panel.title, ylabel=panel.y)
+    if panel.x is None:
+        axes.bar(list(panel.bars), list(panel.bars.values()), color="C0")
+        axes.bar_label(axes.containers[0], fmt="%.3g")
+    else:
+        for i, (label, points) in enumerate(panel.points.items()):
+            marker = "os^vDPX*"[i % 8]  # as colors come again after ten
+            axes.plot(*zip(*sorted(points)), marker, linestyle="-" if panel.lines else "", label=label)
+        if panel.one:
+            axes.axhline(1, linestyle="--", color="#555", label=panel.one)
+        axes.set_xlabel(panel.x)
+        if panel.lines:
+            ticks = sorted({x for points in panel.points.values() for x, _ in points})
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    if panel.log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+
+
+def _panels(figures: dict[str, Any]) -> list[Panel]:
+    """One per shape or model: speeds against stored bits (one token) or tokens; of a decode step tokens per second; of
+    rounding inputs microseconds; of quantizing bars."""
+    part = figures["part"]
+    made: dict[str, Panel] = {}
+    if part == "quantize":
+        return _bars(figures)
+    for row in figures["rows"]:
+        if part == "attention":
+            title = f"{row['model']}, {row['length']} tokens in the cache"
+            panel = Panel(title, "batch", "speed over keys and values of float16", one="fp16")
+        elif part == "activations":
+            panel = Panel(f"{row['columns']} columns", "tokens", "microseconds", log=True)
+        elif part == "decode":
+            panel = Panel("all linears of a Llama-7B", "batch", "tokens per second", log=True)
+        else:
+            x = "stored bits per weight" if part == "gemv" else "tokens"
+            speed = "speed over cuBLAS float16"
+            panel = Panel(f"{row['out']} x {row['in']}", x, speed, lines=part != "gemv", one="cuBLAS float16")
+        panel = made.setdefault(panel.title, panel)
+        for name, variant in row["variants"].items():
+            if part == "gemv":
+                bits = 8e3 * variant["gb_per_s"] * variant["us"] / (row["out"] * row["in"])
+                label = _family(name)
+                if label is not None:
+                    panel.add(label, bits, variant["over_float16"])
+            elif part in ("gemm", "attention"):
+                over = "over_float16" if part == "gemm" else "over_fp16"
+                if over in variant and name not in ("fp16", "cuBLAS float16"):
+                    panel.add(name, row["tokens" if part == "gemm" else "batch"], variant[over])
+            else:
+                panel.add(name, row["tokens"], variant["tokens_per_s" if part == "decode" else "us"])
+    return list(made.values())
+
+
+def _family(name: str) -> str | None:
+    """What variants of several widths are drawn as; None: not at all."""
+    from anybit.bench.kernels import FAMILIES
+
+    family = next((described[2] for begin, described in FAMILIES.items() if name.startswith(begin)), None)
+    return family if family is None or "A8" not in name else f"{family}, 8-bit inputs"
+
+
+def _bars(figures: dict[str, Any]) -> list[Panel]:
+    layer = figures["gptq"]
+    rows = {"x".join(map(str, row["shape"])): row["ms"] for row in figures["kmeans"]["rows"]}
+    return [
+        Panel("methods", None, "seconds per billion weights", bars=figures["seconds_per_billion"]),
+        Panel("k-means, 3 to 8 bits", None, "ms of a layer", bars=rows),
+        Panel(
+            f"GPTQ, 4 bits, {'x'.join(map(str, layer['shape']))}",
+            None,
+            "ms of a layer",
+            bars={"kernel": layer["ms"], "plain PyTorch": layer["plain_ms"]},
+        ),
+    ]
 
 
 def main() -> None:
@@ -173,14 +287,18 @@ def main() -> None:
     parser.add_argument("--dtype", help="of inputs: float16 or bfloat16")
     parser.add_argument("--only", type=_split, help="variants whose names begin so, comma-separated")
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--plot", type=Path, help="also draw them: a .png, .svg or .pdf")
     given = vars(parser.parse_args())
-    file = given.pop("json")
+    file, picture = given.pop("json"), given.pop("plot")
     try:
+        check_plot(picture, given["small"])
         figures = run(json_file=file, **given)
     except InputError as error:
         parser.error(str(error))
     _write(file, figures)
     print("\n".join(lines(figures)))
+    if picture is not None:
+        plot(figures, picture)
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from anybit.bench import graphs
-from anybit.bench.graphs import Run, Variant
+from anybit.bench.graphs import Run, Save, Variant, nobody
 from anybit.errors import InputError
 from anybit.kernels.gpu.activations import Grid, Norm
 from anybit.kernels.gpu.activations import quantize as quantize_inputs
@@ -30,7 +30,7 @@ LIMIT = "copy"
 CLOSE = 4e-3  # of the largest entry: float16's rounding of weights
 
 
-def attention(
+def attention(  # noqa: PLR0913 - what can be varied
     batches: Sequence[int] = (1, 16, 128),
     lengths: Sequence[int] = (1024, 4096),
     models: Sequence[str] = tuple(MODELS),
@@ -38,6 +38,7 @@ def attention(
     page_size: int = PAGE,
     tune: bool = False,
     small: bool = False,
+    save: Save = nobody,
 ) -> dict[str, Any]:
     """Microseconds of one step of attention with keys and values of 4, 8 and 16 bits.
 
@@ -45,6 +46,7 @@ def attention(
         models: keys of `MODELS`.
         tune: also try other tiles and numbers of parts; the fastest is reported, with all.
         small: compare a tiny case with the reference and time nothing; runs in Triton's interpreter too.
+        save: gets the figures after every row.
 
     Returns:
         `{"checked": {width: largest error}, "copy_gb_per_s", "rows": [{model, batch, length, "variants": {name: {us,
@@ -63,7 +65,7 @@ def attention(
     found["checked"] = {
         name: _check_attention(MODELS[name], (1, page_size, 700), device, page_size) for name in models
     }
-    rows = []
+    rows = found["rows"] = []
     for name in models:
         for length in lengths:
             for batch in batches:
@@ -72,7 +74,8 @@ def attention(
                     row | _attention_row(MODELS[name], (batch, length, page_size), rounds, tune, device)
                 )
                 torch.cuda.empty_cache()
-    return found | {"rows": rows}
+                save(found)
+    return found
 
 
 def quantize(
@@ -80,6 +83,7 @@ def quantize(
     columns: Sequence[int] = COLUMNS,
     rounds: int = 20,
     small: bool = False,
+    save: Save = nobody,
 ) -> dict[str, Any]:
     """Microseconds of rounding inputs to 8 bits in groups of 128: alone, after a norm, and reordered too.
 
@@ -95,11 +99,12 @@ def quantize(
     device = graphs.cuda()
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(device)}
     found["checked"] = {c: _check_quantize(5, c, device) for c in columns}
-    rows = []
+    rows = found["rows"] = []
     for c in columns:
         for m in tokens:
             rows.append({"tokens": m, "columns": c} | _quantize_row(m, c, rounds, device))
-    return found | {"rows": rows}
+            save(found)
+    return found
 
 
 def _check_attention(
@@ -173,8 +178,9 @@ def _attention_row(
         if tune and tile:
             best.setdefault("tiles", {})[tile] = figure["us"]
     for figure in figures.values():
-        figure["over_fp16"] = figures["fp16"]["us"] / figure["us"]
-        figure["over_sdpa"] = figures["sdpa"]["us"] / figure["us"]
+        for peer in ("fp16", "sdpa"):  # each may fail where memory is short
+            if peer in figures:
+                figure[f"over_{peer}"] = figures[peer]["us"] / figure["us"]
     return {"copy_gb_per_s": copy, "variants": figures}
 
 
