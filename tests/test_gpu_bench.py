@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anybit.bench import gpu as bench
-from anybit.bench import gpu_matmul, graphs
+from anybit.bench import gpu_matmul, gpu_targets, graphs
 from anybit.errors import InputError
 from anybit.kernels import gpu
 
@@ -101,7 +101,7 @@ def test_rates_and_their_shares(clock: dict[str, float], tmp_path: Path, dtype: 
     for name, unit in {"W4A8": "int8", "W4A4": "int8", "W4": dtype, "cuBLAS bfloat16": "bfloat16"}.items():
         variant = last["variants"][name]
         assert variant["of_matrix_rate"] == pytest.approx(variant["tflops"] / rates[unit])
-    assert figures["averages"]["W4A8"] == pytest.approx(4)
+    assert figures["averages"]["W4A8"] == pytest.approx(4) and figures["targets"] == []
     table = "\n".join(bench.lines(figures))
     for heading in ("us", "GB/s", "% of copy", "TOP/s", "% of rate", "x float16", "x bfloat16"):
         assert heading in table
@@ -185,6 +185,95 @@ def test_figures_are_shown_and_drawn(
     picture = tmp_path / f"{part}.png"
     bench.plot(figures, picture)
     assert picture.stat().st_size > 5000
+
+
+def made_up(
+    times: dict[str, float], out: int = 11008, columns: int = 4096, tokens: int = 1, **more: Any
+) -> dict[str, Any]:
+    """A row with these microseconds, where cuBLAS float16 takes 100."""
+    variants = {name: {"us": us, "over_float16": 100 / us} for name, us in times.items()}
+    return {
+        "out": out,
+        "in": columns,
+        "tokens": tokens,
+        "copy_gb_per_s": 2000.0,
+        "variants": variants,
+    } | more
+
+
+def targets_of(part: str, rows: list[dict[str, Any]]) -> dict[str, tuple[float, bool]]:
+    made = gpu_targets.targets({"part": part, "rows": rows})
+    assert all(target["wanted"][:2] in (">=", "<=") for target in made)
+    return {target["target"]: (pytest.approx(target["measured"], rel=1e-3), target["met"]) for target in made}
+
+
+def test_targets_of_one_token() -> None:
+    # 11008 x 4096 weights are 16.908, 22.544 and 45.089 MB at 3, 4 and 8 bits; a copy takes 8.454, 11.27, 22.54 us
+    some = made_up({"W3": 17.0, "W4": 16.0, "W8": 25.0})
+    slow = made_up({"W8": 56.0}, 4096, 11008)
+    small = made_up({"W3": 90.0, "W8": 90.0}, 4096, 4096)  # does not count
+    assert targets_of("gemv", [some, slow, small]) == {
+        "group int, 8 bits: share of a copy, packed weights alone": (0.40258, False),
+        "group int, 8 bits: speed over cuBLAS float16": (1.7857, False),
+        "group int, 4 bits: share of a copy, packed weights alone": (0.70451, True),
+        "group int, 4 bits: speed over cuBLAS float16": (6.25, True),
+        "group int, 3 bits: share of a copy, packed weights alone": (0.49730, False),
+        "group int, 3 bits: speed over cuBLAS float16": (5.8824, True),
+    }
+    widths = {f"codebook {b}": float(10 * b) for b in range(3, 9)}
+    order = "codebooks by row, 3 to 8 bits: time over that of the next width"
+    assert targets_of("gemv", [made_up(widths)])[order] == (0.875, True)  # 70 / 80
+    widths["codebook 5"] = 66.0
+    assert targets_of("gemv", [made_up(widths)])[order] == (1.1, False)  # 66 / 60
+
+
+def test_targets_of_many_tokens() -> None:
+    tokens = (1, 2, 4, 8, 16, 64, 256, 512, 1024)
+    times = {"W4A8": 50.0, "W8A8": 40.0, "MixLLM p10": 55.0, "Atom W4A4": 50.0}
+    rows = [made_up(times, tokens=m) for m in tokens]
+    average = "1 to 1024 tokens: speed over cuBLAS float16"
+    wanted = {
+        f"W4A8, {average}": (2.0, True),
+        f"W8A8, {average}": (2.5, True),
+        "W4.4A8 (MixLLM p10), the same: over W4A8's": (50 / 55, False),
+        "Atom W4A4, 512 tokens: speed over W8A8": (0.8, False),
+        "Atom W4A4, 512 tokens: speed over cuBLAS float16": (2.0, True),
+    }
+    assert targets_of("gemm", rows) == wanted
+    slow = [made_up({"W4A8": 100.0}, 4096, 4096, m) for m in tokens]
+    assert targets_of("gemm", rows + slow)[f"W4A8, {average}"] == (1.5, False)  # of 2 and 1
+    assert targets_of("gemm", rows + slow[:-1]) == wanted  # a shape without 1024 tokens is none
+    assert list(targets_of("gemm", rows[:-2])) == []
+    assert list(targets_of("gemm", [made_up({"Atom W4A4": 60.0}, tokens=512)])) == [list(wanted)[-1]]
+
+
+def test_targets_of_attention_and_quantizing() -> None:
+    def row(batch: int, length: int, **times: float) -> dict[str, Any]:
+        return made_up(times, model="M", batch=batch, length=length)
+
+    met = targets_of(
+        "attention", [row(128, 1024, fp16=80.0, sdpa=70.0, int4=20.0), row(1, 1024, fp16=9, int4=1)]
+    )
+    assert list(met.values()) == [(3.5, True)]
+    assert list(targets_of("attention", [row(128, 1024, fp16=60.0, int4=20.0)]).values()) == [(3.0, False)]
+    assert targets_of("attention", [row(128, 4096, fp16=60.0, int4=20.0)]) == {}
+    figures = timed("quantize") | {"gptq": {"shape": [4096, 4096], "ms": 300.0, "plain_ms": 900.0}}
+    assert [(t["wanted"], t["measured"], t["met"]) for t in gpu_targets.targets(figures)] == [
+        ("<= 60", 4.0, True),
+        ("<= 1000", 300.0, True),
+        (">= 1", 3.0, True),
+    ]
+    assert gpu_targets.targets(timed("decode")) == []
+
+
+def test_targets_are_shown() -> None:
+    figures = timed("gemm") | {
+        "targets": gpu_targets.targets({"part": "gemv", "rows": [made_up({"W8": 25.0})]})
+    }
+    shown = list(bench.lines(figures))
+    at = next(i for i, line in enumerate(shown) if line.startswith("\ntarget"))
+    assert shown[at + 1].split()[-4:] == [">=", "0.8", "0.9018", "met"]
+    assert json.loads(shown[-1])["targets"][1]["met"] is True
 
 
 def test_without_matplotlib_the_plot_is_left_out(

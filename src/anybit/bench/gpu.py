@@ -73,6 +73,7 @@ def run(
         InputError: no such part, shape, dtype or variant; an option that would be ignored; no GPU, unless small;
             kernels that do not run or are wrong.
     """
+    from anybit.bench.gpu_targets import targets
     from anybit.bench.kernels import parse_shape
     from anybit.kernels import gpu
 
@@ -89,14 +90,19 @@ def run(
         raise InputError(f"the GPU's kernels do not run: {why}")
     if rounds is not None:
         given["rounds"] = rounds
-    head = {"bench": "gpu", "part": part}
+
+    def whole(figures: dict[str, Any]) -> dict[str, Any]:
+        figures = {"bench": "gpu", "part": part} | figures
+        return figures if small else figures | {"targets": targets(figures)}
+
     if part != "quantize":
-        given["save"] = lambda figures: _write(json_file, head | figures)
-    return head | _parts()[part](small=small, **given)
+        given["save"] = lambda figures: _write(json_file, whole(figures))
+    return whole(_parts()[part](small=small, **given))
 
 
 def _write(file: Path | None, figures: dict[str, Any]) -> None:
     if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
@@ -127,6 +133,12 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
         yield f"out of time, left out: {left_out}"
     for name, speed in figures.get("averages", {}).items():
         yield f"average over shapes and tokens, x float16: {name:20}{speed:6.2f}"
+    if figures.get("targets"):
+        width = max(len(target["target"]) for target in figures["targets"])
+        yield f"\n{'target':{width}}{'wanted':>11}{'measured':>11}"
+    for target in figures.get("targets", ()):
+        measured, met = target["measured"], "met" if target["met"] else "not met"
+        yield f"{target['target']:{width}}{target['wanted']:>11}{measured:11.4g}  {met}"
     yield json.dumps(figures)
 
 
@@ -191,8 +203,9 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     entries = [zip(*reversed(axes.get_legend_handles_labels())) for axes in drawn]
     shown = {label: line for panel in entries for label, line in panel}  # not every panel has all
     if shown:
-        figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=5, fontsize="small")
+        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=5, fontsize="small")
     figure.suptitle(f"{figures['part']} on {figures['device']}", fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
