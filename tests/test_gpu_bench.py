@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anybit.bench import gpu as bench
-from anybit.bench import gpu_matmul, gpu_targets, graphs
+from anybit.bench import gpu_matmul, gpu_quantize, gpu_targets, graphs
 from anybit.errors import InputError
 from anybit.kernels import gpu
 
@@ -24,6 +24,16 @@ def test_a_small_run_checks_and_times_nothing(part: str) -> None:
     assert figures["part"] == part
     if part == "quantize":
         assert figures["gptq"]["codes_differ"] == 0 and figures["kmeans"]["ns_per_weight"] > 0
+        assert figures["seconds_per_billion"]["gptq"] > 0
+        compared = {row["what"]: row for row in figures["agreement"] if row["beside"] != "the native k-means"}
+        assert list(compared) == [
+            "GPTQ, 4 bits",
+            "k-means, 4 bits",
+            "k-means, 3 bits",
+            "k-means, 8 bits, cut from 3",
+        ]
+        for row in compared.values():
+            assert row["equal_codes"] == 1 and abs(row["error"]) < 1e-6 and row["codes"] == 96
     else:
         assert figures["checked"] and figures["rows"] == []
     assert json.loads(list(bench.lines(figures))[-1]) == json.loads(json.dumps(figures))
@@ -144,7 +154,10 @@ def timed(part: str) -> dict[str, Any]:
         layer = {"shape": [64, 64], "ms": 2.0, "plain_ms": 30.0, "codes_differ": 0}
         seconds = {"rtn": 0.1, "gptq": 2.5}
         kmeans |= {"model_seconds": 4.0, "ns_per_weight": 0.4}
-        return head | {"gptq": layer, "kmeans": kmeans, "seconds_per_billion": seconds}
+        apart = {"what": "GPTQ, 4 bits", "beside": "the CPU", "codes": 4096, "equal_codes": 0.99}
+        agreement = [apart | {"error": -0.002, "tolerance": 1e-3}]
+        more = {"seconds_per_billion": seconds, "agreement": agreement}
+        return head | {"gptq": layer, "kmeans": kmeans} | more
     if part == "attention":
         rows = [{"model": "a model", "length": n, "batch": b} for n in (128, 256) for b in (1, 16)]
     elif part == "activations":
@@ -262,6 +275,7 @@ def test_targets_of_attention_and_quantizing() -> None:
         ("<= 60", 4.0, True),
         ("<= 1000", 300.0, True),
         (">= 1", 3.0, True),
+        ("<= 0.001", 0.002, False),
     ]
     assert gpu_targets.targets(timed("decode")) == []
 
@@ -274,6 +288,13 @@ def test_targets_are_shown() -> None:
     at = next(i for i, line in enumerate(shown) if line.startswith("\ntarget"))
     assert shown[at + 1].split()[-4:] == [">=", "0.8", "0.9018", "met"]
     assert json.loads(shown[-1])["targets"][1]["met"] is True
+
+
+def test_exact_clusters_are_the_best() -> None:
+    weight = torch.tensor([[5.0, 0.0, 1.0, 9.0, 4.0, 10.0]])
+    codes, tables = gpu_quantize.exact(weight, torch.tensor([[1.0, 1.0, 3.0, 1.0, 1.0, 1.0]]), 1, 2)
+    assert codes.tolist() == [[1, 0, 0, 2, 1, 3]]  # 0 1 4 5 | 9 10, then 0 1 | 4 5 | 9 | 10
+    assert tables[1].tolist() == [[2.0, 9.5]] and tables[2].tolist() == [[0.75, 4.5, 9.0, 10.0]]
 
 
 def test_without_matplotlib_the_plot_is_left_out(

@@ -267,12 +267,6 @@ def test_every_method_keeps_to_its_device(
 # ---- the benchmark -------------------------------------------------------------------------------------------------
 
 
-def test_the_benchmark_runs() -> None:
-    figures = gpu_quantize.quantize(rounds=1, small=True)
-    assert figures["gptq"]["codes_differ"] == 0
-    assert figures["kmeans"]["ns_per_weight"] > 0 and figures["seconds_per_billion"]["gptq"] > 0
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
 def test_without_a_gpu_it_is_said() -> None:
     with pytest.raises(InputError, match="needs a GPU"):

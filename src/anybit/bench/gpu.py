@@ -148,6 +148,9 @@ def _quantizing(figures: dict[str, Any]) -> Iterator[str]:
     yield f"k-means, 3 to 8 bits: {clusters['ns_per_weight']:.2f} ns a weight, model {clusters['model_seconds']:.1f} s"
     for method, seconds in figures["seconds_per_billion"].items():
         yield f"{method}: {seconds:.1f} s per billion weights"
+    for row in figures.get("agreement", ()):
+        same = f"{100 * row['equal_codes']:.2f} % of {row['codes']} codes equal"
+        yield f"{row['what']}, beside {row['beside']}: {same}, weighted error {100 * row['error']:+.4f} %"
 
 
 @dataclass

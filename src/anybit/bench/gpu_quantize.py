@@ -1,17 +1,23 @@
-"""Quantizing on a GPU: GPTQ and nested k-means of layers of an LLM's shapes, and what a model of them would take."""
+"""Quantizing on a GPU: GPTQ and nested k-means of layers of an LLM's shapes, and what a model of them would take.
+
+How near the results are to the CPU's is measured in the same run: GPTQ's to the same method there, k-means' to an exact
+one in plain PyTorch, and to the native one where that is built.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.kernels import dispatch, reference
+from anybit.formats import GroupInt
+from anybit.kernels import cpu, dispatch, reference
 from anybit.methods import gptq, kmeans, registry, squeezellm
 from anybit.spec import LayerSpec
 from anybit.stats import GradientStats, LinearStats
@@ -19,6 +25,12 @@ from anybit.stats import GradientStats, LinearStats
 BLOCKS = 32
 LLAMA_7B = {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1}  # (out, in) -> layers of a block
 WIDTHS = (3, 4, 5, 6, 7, 8)
+COMPARED = 8  # rows that are clustered exactly, a few seconds each
+LEAST_SHARE = 2.0**-24  # of importance, where a row's mean is 1, as k-means has it
+TOLERANCES = {"GPTQ": 1e-3, "k-means": 1e-3, "cut": 2e-2}  # of the weighted error, relative: seeds that
+# differ in a code are cut elsewhere, with more luck or less
+
+Clusters = tuple[Tensor, dict[int, Tensor]]  # as `kmeans.cluster` makes them
 
 
 def quantize(rounds: int = 3, small: bool = False) -> dict[str, Any]:
@@ -34,7 +46,8 @@ def quantize(rounds: int = 3, small: bool = False) -> dict[str, Any]:
     Returns:
         `gptq`: ms of a layer [4096, 4096], `plain_ms` with the column loop in PyTorch, and how many codes differ
         (`codes_differ`). `kmeans`: a row per shape, `model_seconds` of all layers of a 7B Llama, `ns_per_weight`.
-        `seconds_per_billion`: of whole methods, by name.
+        `seconds_per_billion`: of whole methods, by name. `agreement`: a row for what is compared with the CPU's, the
+        share of `equal_codes`, the weighted `error` relative to the CPU's (0: the same), its `tolerance`.
 
     Raises:
         InputError: no CUDA.
@@ -44,18 +57,20 @@ def quantize(rounds: int = 3, small: bool = False) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = {(2, 48): 1} if small else LLAMA_7B
     square = (2, 48) if small else (4096, 4096)
-    rows = [_kmeans(shape, count, rounds, device) for shape, count in shapes.items()]
+    rounds = 1 if small else rounds
+    rows, clusters = zip(*(_kmeans(shape, count, rounds, device) for shape, count in shapes.items()))
     weights = sum(out * in_ * count for (out, in_), count in shapes.items())
     block_ms = sum(row["ms"] * row["layers"] for row in rows)
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "Triton's interpreter",
         "gptq": _gptq(square, rounds, device),
         "kmeans": {
-            "rows": rows,
+            "rows": list(rows),
             "model_seconds": block_ms * BLOCKS / 1e3,
             "ns_per_weight": block_ms * 1e6 / weights,
         },
         "seconds_per_billion": _methods(square, rounds, device),
+        "agreement": [_gptq_beside_cpu(square, device), *_kmeans_beside_cpu(square, clusters[0], device)],
     }
 
 
@@ -65,30 +80,161 @@ def _gptq(shape: tuple[int, int], rounds: int, device: str) -> dict[str, Any]:
     spec = LayerSpec.uniform(4, clip=True)
     made = gptq.quantize(weight, stats, spec)
     ms = _median_ms(lambda: gptq.quantize(weight, stats, spec), rounds, device)
-    fast = dispatch.gptq_block
-    try:
-        dispatch.gptq_block = reference.gptq_block
+    with _blocks_by(reference.gptq_block):
         plain = gptq.quantize(weight, stats, spec)
         plain_ms = _median_ms(lambda: gptq.quantize(weight, stats, spec), 1, device)
-    finally:
-        dispatch.gptq_block = fast
     differ = int((made.dequantize() != plain.dequantize()).sum())
     return {"shape": list(shape), "ms": ms, "plain_ms": plain_ms, "codes_differ": differ}
 
 
-def _kmeans(shape: tuple[int, int], layers: int, rounds: int, device: str) -> dict[str, Any]:
+@contextmanager
+def _blocks_by(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """GPTQ's blocks by another function."""
+    usual = dispatch.gptq_block
+    try:
+        dispatch.gptq_block = kernel
+        yield
+    finally:
+        dispatch.gptq_block = usual
+
+
+def _gptq_beside_cpu(shape: tuple[int, int], device: str) -> dict[str, Any]:
+    """The kernel's results and those of the same method on the CPU, its factorisation included."""
+    from anybit.kernels.gpu.gptq import gptq_block
+
+    weight, stats = _layer(shape, device)
+    spec = LayerSpec.uniform(4, clip=True)
+    assert stats.hessian is not None
+    with _blocks_by(gptq_block):
+        ours = gptq.quantize(weight, stats, spec)
+    there = LinearStats(stats.tokens, stats.squares.cpu(), stats.hessian.cpu())
+    theirs = gptq.quantize(weight.cpu(), there, spec)
+    codes, errors = [], []
+    for made in (ours, theirs):
+        (tile,) = made.tiles
+        assert isinstance(tile, GroupInt)
+        codes.append(tile.codes.cpu())
+        error = weight.double() - made.dequantize().to(device).double()
+        errors.append(float((error @ stats.hessian.double() * error).sum()))
+    return _compared("GPTQ, 4 bits", "the CPU", codes, errors, TOLERANCES["GPTQ"])
+
+
+def _kmeans_beside_cpu(shape: tuple[int, int], nested: Clusters, device: str) -> Iterator[dict[str, Any]]:
+    """Some rows of one width, and of the nested clusters of all rows the seed and the widest cut."""
+    weight, importance = (t[:COMPARED] for t in _rows(shape, device))
+    one = _clustered(weight, importance, 4, 4, device)
+    for seed, bits, ours in ((4, 4, one), (WIDTHS[0], WIDTHS[-1], nested)):
+        given = weight.cpu(), importance.cpu(), seed, bits
+        theirs = {"exact k-means": exact(*given)}
+        if cpu.available():
+            theirs["the native k-means"] = kmeans.cluster(*given)
+        for width in dict.fromkeys((seed, bits)):
+            what = f"k-means, {width} bits" + (f", cut from {seed}" if width > seed else "")
+            tolerance = TOLERANCES["cut" if width > seed else "k-means"]
+            for peer, made in theirs.items():
+                both = (ours[0][:COMPARED].cpu(), ours[1][width][:COMPARED].cpu()), (made[0], made[1][width])
+                codes = [c.long() >> (bits - width) for c, _ in both]
+                errors = [
+                    float((importance.cpu() * (table.gather(1, c) - weight.cpu()).square()).double().sum())
+                    for c, (_, table) in zip(codes, both)
+                ]
+                yield _compared(what, peer, codes, errors, tolerance)
+
+
+def _compared(
+    what: str, peer: str, codes: list[Tensor], errors: list[float], tolerance: float
+) -> dict[str, Any]:
+    """Ours beside theirs."""
+    return {
+        "what": what,
+        "beside": peer,
+        "codes": codes[0].numel(),
+        "equal_codes": float((codes[0] == codes[1]).double().mean()),
+        "error": errors[0] / errors[1] - 1 if errors[1] else float(errors[0] > 0),
+        "tolerance": tolerance,
+    }
+
+
+def exact(weight: Tensor, importance: Tensor, seed_bits: int, bits: int) -> Clusters:
+    """What `kmeans.cluster` comes near to, in plain PyTorch: the best of all intervals, then of all cuts."""
+    widths = range(seed_bits, bits + 1)
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    tables = {b: torch.empty(len(weight), 2**b) for b in widths}
+    place = torch.arange(weight.shape[1])
+    for row, (values, counts) in enumerate(zip(weight.double(), importance.double())):
+        value, order = values.sort()
+        share = (counts / counts.mean()).clamp(min=LEAST_SHARE)[order]
+        origin = value.mean()  # so that moments lose no digits
+        mass, moment = (
+            torch.nn.functional.pad(t.cumsum(0), (1, 0)) for t in (share, share * (value - origin))
+        )
+        edges = _best_intervals(mass, moment, 2**seed_bits)
+        for b in widths:
+            if b > seed_bits:
+                edges = _best_cuts(mass, moment, edges)
+            within, sums = mass[edges].diff(), moment[edges].diff()
+            means = torch.where(within > 0, sums / within + origin, -torch.inf).cummax(0).values
+            tables[b][row] = means.float()
+        codes[row, order] = torch.searchsorted(edges[1:-1].contiguous(), place, right=True).to(torch.uint8)
+    return codes, tables
+
+
+def _taken(mass: Tensor, moment: Tensor) -> Tensor:
+    """What a cluster takes off the squared error."""
+    return torch.where(mass > 0, moment.square() / mass, 0.0)
+
+
+def _best_intervals(mass: Tensor, moment: Tensor, clusters: int) -> Tensor:
+    """Edges, int64 [clusters + 1], by dynamic programming over all boundaries."""
+    taken = _taken(mass - mass[:, None], moment - moment[:, None])  # [begin, end]
+    taken.masked_fill_(torch.ones_like(taken, dtype=torch.bool).tril(-1), -torch.inf)
+    best, begins = taken[0], []
+    for _ in range(1, clusters):
+        best, begin = (best[:, None] + taken).max(0)
+        begins.append(begin)
+    at = torch.tensor(len(mass) - 1)
+    edges = [at]
+    for begin in reversed(begins):
+        at = begin[at]
+        edges.append(at)
+    return torch.stack([torch.zeros_like(at), *reversed(edges)])
+
+
+def _best_cuts(mass: Tensor, moment: Tensor, edges: Tensor) -> Tensor:
+    """Every cluster cut in two; what cannot be cut leaves its second half empty."""
+    made = [int(edges[0])]
+    for first, last in zip(edges.tolist(), edges[1:].tolist()):
+        at = slice(first + 1, last)
+        halves = _taken(mass[at] - mass[first], moment[at] - moment[first])
+        halves += _taken(mass[last] - mass[at], moment[last] - moment[at])
+        made += [first + 1 + int(halves.argmax()) if len(halves) else last, last]
+    return torch.tensor(made)
+
+
+def _kmeans(shape: tuple[int, int], layers: int, rounds: int, device: str) -> tuple[dict[str, Any], Clusters]:
+    """Figures of a layer's nested clusters, and these."""
     weight, importance = _rows(shape, device)
+    made: list[Clusters] = []
 
-    def run() -> Any:
-        if device == "cpu":
-            from anybit.kernels.gpu import kmeans as interpreted
+    def run() -> None:
+        made[:] = [_clustered(weight, importance, WIDTHS[0], WIDTHS[-1], device)]
 
-            return interpreted.kmeans(weight, importance, WIDTHS[0], WIDTHS[-1])
-        return kmeans.cluster(weight, importance, WIDTHS[0], WIDTHS[-1])
-
-    run()
+    if device == "cuda":
+        run()
     ms = _median_ms(run, rounds, device)
-    return {"shape": list(shape), "layers": layers, "ms": ms, "ns_per_weight": ms * 1e6 / weight.numel()}
+    row = {"shape": list(shape), "layers": layers, "ms": ms, "ns_per_weight": ms * 1e6 / weight.numel()}
+    return row, made[0]
+
+
+def _clustered(weight: Tensor, importance: Tensor, seed_bits: int, bits: int, device: str) -> Clusters:
+    """By the GPU's kernels, interpreted where there is none."""
+    if device == "cuda":
+        return kmeans.cluster(weight, importance, seed_bits, bits)
+    from anybit.kernels.gpu import kmeans as interpreted
+
+    codes, tables = interpreted.kmeans(weight, importance, seed_bits, bits)
+    widths = range(seed_bits, bits + 1)
+    return codes, dict(zip(widths, tables.split([2**b for b in widths], dim=1)))
 
 
 def _methods(shape: tuple[int, int], rounds: int, device: str) -> dict[str, float]:

@@ -130,6 +130,9 @@ def _quantize(figures: dict[str, Any]) -> Iterator[Target]:
     what = f"GPTQ, 4 bits, {'x'.join(map(str, layer['shape']))}"
     yield _most(f"{what}: ms", 1000, layer["ms"])
     yield _least(f"{what}: speed over plain PyTorch", 1, layer["plain_ms"] / layer["ms"])
+    for row in figures["agreement"]:
+        what = f"{row['what']}: weighted error apart from that of {row['beside']}, relative"
+        yield _most(what, row["tolerance"], abs(row["error"]))
 
 
 OF_PARTS: dict[str, Callable[[dict[str, Any]], Iterator[Target]]] = {
