@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from anybit import cli
 from anybit.bench import gpu as bench
 from anybit.bench import gpu_matmul, gpu_quantize, gpu_targets, graphs
 from anybit.errors import InputError
@@ -117,6 +118,31 @@ def test_rates_and_their_shares(clock: dict[str, float], tmp_path: Path, dtype: 
         assert heading in table
 
 
+@pytest.mark.parametrize(
+    "begin", [(), ("bench", "kernels", "--device", "cuda", "--part")], ids=["module", "cli"]
+)
+def test_both_commands(
+    clock: dict[str, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    begin: tuple[str, ...],
+) -> None:
+    files = "--json", f"{tmp_path}/gemm.json", "--plot", f"{tmp_path}/gemm.png"
+    what = "--shapes", "128x256", "--tokens", "2,3", "--dtype", "bfloat16", "--only", "W8A8", "--rounds", "1"
+    monkeypatch.setattr(sys, "argv", ["command", *begin, "gemm", *what, *files])
+    if begin:
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+    else:
+        bench.main()
+    figures = json.loads((tmp_path / "gemm.json").read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == figures
+    assert figures["dtype"] == "bfloat16" and [row["tokens"] for row in figures["rows"]] == [2, 3]
+    assert list(figures["checked"]) == ["W8A8"] and (tmp_path / "gemm.png").stat().st_size > 5000
+
+
 def test_what_time_does_not_allow_is_said(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_matmul, "MINUTES", 0)
     figures = bench.run("gemm", shapes=("128x256",), tokens=(1, 2), only=("W8A8",))
@@ -135,6 +161,18 @@ def test_a_decode_step(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch)
     assert base["gb_per_s"] == pytest.approx(2 * 2 * 192 * 128 / 2e9)
     assert ours["tflops"] == pytest.approx(2 * 2 * 4 * 192 * 128 / 0.5e12)
     assert ours["of_matrix_rate"] == pytest.approx(ours["tflops"] / (2 * 32**3 / 1e-9 / 1e12))
+
+
+def test_what_runs_unless_it_is_said() -> None:
+    everything = gpu_matmul._names(())
+    assert len(everything) == 41 and not any(
+        name.startswith("codebook") and "A8" in name for name in everything
+    )
+    for usual in (gpu_matmul.GEMM, gpu_matmul.DECODE):
+        assert set(usual) < set(everything) and sorted(gpu_matmul._names((), usual)) == sorted(usual)
+    assert gpu_matmul._names(("nested 2", "W5"), usual) == ["W5", "W5A8", "nested 2", "nested 2 to 5"]
+    # the kernels of what is timed are those that are checked
+    assert [gpu_matmul._awkward(m) for m in gpu_matmul.TOKENS] == [1, 13, 13, 13, 13, 50, 200, 300, 300]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to time")

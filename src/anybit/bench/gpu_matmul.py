@@ -155,7 +155,9 @@ def _names(only: Sequence[str], usual: Sequence[str] = ()) -> list[str]:
     for begin in only:
         if not any(name.startswith(begin) for name in there):
             raise InputError(f"no variant begins with {begin!r}: there are {', '.join(there)}")
-    return [name for name in there if name.startswith(tuple(only)) and (only or not usual or name in usual)]
+    if only:
+        return [name for name in there if name.startswith(tuple(only))]
+    return [name for name in there if not usual or name in usual]
 
 
 def _run(
