@@ -10,7 +10,7 @@ import torch
 
 from anybit import cli
 from anybit.bench import gpu as bench
-from anybit.bench import gpu_matmul, gpu_quantize, gpu_targets, graphs
+from anybit.bench import gpu_attention, gpu_matmul, gpu_quantize, gpu_targets, graphs
 from anybit.errors import InputError
 from anybit.kernels import gpu
 
@@ -161,6 +161,24 @@ def test_a_decode_step(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch)
     assert base["gb_per_s"] == pytest.approx(2 * 2 * 192 * 128 / 2e9)
     assert ours["tflops"] == pytest.approx(2 * 2 * 4 * 192 * 128 / 0.5e12)
     assert ours["of_matrix_rate"] == pytest.approx(ours["tflops"] / (2 * 32**3 / 1e-9 / 1e12))
+
+
+def test_attention_and_inputs_are_timed(
+    clock: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_attention, "MODELS", {"tiny": (4, 2, 64)})
+    monkeypatch.setattr(gpu_attention, "_check_attention", lambda *_: {})  # of 700 tokens
+    clock |= {"copy": 1e-3, "int4 default": 1e-6, "int8 default": 2e-6, "fp16 default": 4e-6, "sdpa": 3e-6}
+    seen: list[int] = []
+    sizes = {"batches": (2,), "lengths": (20, 40), "models": ("tiny",)}
+    figures = gpu_attention.attention(**sizes, save=lambda found: seen.append(len(found["rows"])))  # type: ignore[arg-type]
+    int4 = figures["rows"][1]["variants"]["int4"]
+    assert seen == [1, 2] and int4["over_fp16"] == pytest.approx(4) and int4["over_sdpa"] == pytest.approx(3)
+    nbytes = 2 * 48 * 2 * 2 * (64 // 2 + 4)  # batch, places of three pages, heads, keys and values with grids
+    assert int4["gb_per_s"] == pytest.approx(nbytes / 1e3)
+    assert int4["of_copy"] == pytest.approx(int4["gb_per_s"] / figures["rows"][1]["copy_gb_per_s"])
+    inputs = gpu_attention.quantize(tokens=(2,), columns=(256,), save=lambda found: seen.append(0))
+    assert inputs["rows"][0]["variants"]["norm"]["over_torch"] == 1 and seen[-1] == 0
 
 
 def test_what_runs_unless_it_is_said() -> None:
