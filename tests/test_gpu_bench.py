@@ -18,6 +18,26 @@ if not gpu.available():
     pytest.skip(f"the GPU's kernels do not run: {gpu.why_not()}", allow_module_level=True)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Every variant runs once, on the CPU where there is no GPU, and took a second, or what is set here."""
+    seconds: dict[str, float] = {}
+
+    def times(variants: dict[str, graphs.Variant], rounds: int) -> dict[str, float]:
+        for variant in variants.values():
+            variant.runs[-1]()
+        return {name: seconds.get(name, 1.0) for name in variants}
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(graphs, "cuda", lambda: torch.device("cpu"))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
+    monkeypatch.setattr(graphs, "copy", lambda device: graphs.Variant(0, [lambda: None]))
+    monkeypatch.setattr(graphs, "copies", lambda nbytes: 2)
+    monkeypatch.setattr(graphs, "times", times)
+    monkeypatch.setattr(gpu_matmul, "RATE", 32)
+    return seconds
+
+
 @pytest.mark.parametrize("part", bench.PARTS)
 def test_a_small_run_checks_and_times_nothing(part: str) -> None:
     only = ("W4A8", "codebook 4") if part in bench.TAKEN else ()
@@ -45,8 +65,28 @@ def test_what_is_wrong_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 
     right = reference.int_matmul
     monkeypatch.setattr(reference, "int_matmul", lambda x, weight: right(x, weight) * 1.02)
-    with pytest.raises(InputError, match=r"W4A8, .* off; do not use it"):
+    with pytest.raises(InputError, match=r"W4A8 fails: .* off; do not use it"):
         bench.run("gemm", small=True, only=("W4A8",))
+
+
+def test_what_fails_is_left_out(
+    clock: dict[str, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = gpu_matmul._error
+
+    def error(name: str, *arguments: Any) -> float:
+        if name == "W8":
+            raise RuntimeError("out of registers")
+        return usual(name, *arguments)
+
+    monkeypatch.setattr(gpu_matmul, "_error", error)
+    figures = bench.run("gemm", shapes=("128x256",), tokens=(2,), only=("W8",))
+    assert figures["failed"] == {"W8": "RuntimeError: out of registers"} and list(figures["checked"]) == [
+        "W8A8"
+    ]
+    assert list(figures["rows"][0]["variants"]) == ["cuBLAS float16", "cuBLAS bfloat16", "W8A8"]
+    assert "W8 is left out" in capsys.readouterr().err
+    assert "left out: W8, RuntimeError: out of registers" in list(bench.lines(figures))
 
 
 def test_wrong_options_are_refused() -> None:
@@ -68,26 +108,6 @@ def test_wrong_options_are_refused() -> None:
         bench.run("gemm", shapes=("64",))
     with pytest.raises(InputError, match=r"'float32': .* float16 and bfloat16"):
         bench.run("gemm", small=True, dtype="float32")
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Every variant runs once, on the CPU where there is no GPU, and took a second, or what is set here."""
-    seconds: dict[str, float] = {}
-
-    def times(variants: dict[str, graphs.Variant], rounds: int) -> dict[str, float]:
-        for variant in variants.values():
-            variant.runs[-1]()
-        return {name: seconds.get(name, 1.0) for name in variants}
-
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(graphs, "cuda", lambda: torch.device("cpu"))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
-    monkeypatch.setattr(graphs, "copy", lambda device: graphs.Variant(0, [lambda: None]))
-    monkeypatch.setattr(graphs, "copies", lambda nbytes: 2)
-    monkeypatch.setattr(graphs, "times", times)
-    monkeypatch.setattr(gpu_matmul, "RATE", 32)
-    return seconds
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -71,7 +71,7 @@ def run(
 
     Raises:
         InputError: no such part, shape, dtype or variant; an option that would be ignored; no GPU, unless small;
-            kernels that do not run or are wrong.
+            kernels that do not run; if small, one that is wrong.
     """
     from anybit.bench.gpu_targets import targets
     from anybit.bench.kernels import parse_shape
@@ -129,6 +129,8 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
             yield f"{name:24}{''.join(cells)}"
     for name, rate in figures.get("matrix_rates", {}).items():
         yield f"products of {name}, large and square: {rate:.0f} TFLOP/s or TOP/s"
+    for name, why in figures.get("failed", {}).items():
+        yield f"left out: {name}, {why}"
     for left_out in figures.get("left_out", ()):
         yield f"out of time, left out: {left_out}"
     for name, speed in figures.get("averages", {}).items():

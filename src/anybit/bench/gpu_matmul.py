@@ -1,10 +1,12 @@
 """Products of every stored format on a GPU, beside cuBLAS and a copy of the GPU's memory; random weights of LLM shapes.
 
-Correctness comes first: a variant that differs from the reference at an awkward shape is an error, not a figure.
+Correctness comes first: a variant that fails or differs from the reference at an awkward shape has no figures, and it
+is said why; without timing it is an error.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -55,19 +57,13 @@ BLOCK = ((4096, 4096),) * 4 + ((11008, 4096),) * 2 + ((4096, 11008),)  # the lin
 BLOCKS = 32
 OWN_BLOCKS = 4  # with weights of their own: together more than the L2 cache holds
 AWKWARD = (272, 704)  # out, in: ragged for every kernel, and with room for all formats
-AWKWARD_TOKENS = {
-    1: 1,
-    16: 13,
-    64: 50,
-    256: 200,
-}  # up to so many, which share kernels: ragged, of the same kernels
-MANY_TOKENS = 300  # beyond
+# Numbers of tokens up to so many share kernels, which are checked at a ragged number; `MANY_TOKENS` beyond.
+AWKWARD_TOKENS = {1: 1, 16: 13, 64: 50, 256: 200}
+MANY_TOKENS = 300
 LIMIT, FP16, BF16 = "copy", "cuBLAS float16", "cuBLAS bfloat16"
 RATE = 8192  # rows and columns of the products that measure the matrix units
-ERRORS = {
-    "float16": 2e-3,
-    "bfloat16": 1.6e-2,
-}  # of a product's norm: outputs, and weights that meet the tensor cores
+# Of a product's norm, by dtype: outputs are rounded to it, and so are weights that meet the tensor cores.
+ERRORS = {"float16": 2e-3, "bfloat16": 1.6e-2}
 MINUTES = 8  # after which a part begins no other row, so that it ends within nine
 
 
@@ -89,7 +85,7 @@ def gemv(
         save: gets the figures after every row.
 
     Raises:
-        InputError: without a GPU, unless small; a dtype or variant that there is not; a kernel that is wrong.
+        InputError: without a GPU, unless small; a dtype or variant that there is not; if small, a kernel that is wrong.
     """
     return _run(shapes, (1,), dtype, _names(only), rounds, small, save)
 
@@ -137,7 +133,7 @@ def decode(
             continue
         copy = _copied(graphs.times({LIMIT: graphs.copy(device)}, rounds))
         figures = {}
-        for name in (dtype, *names):
+        for name in (dtype, *found["checked"]):
             step = _step(name, batch, dtype, rounds, device)
             if step is not None:
                 figures[name] = _figures(*step, copy, found["matrix_rates"].get(_unit(name, dtype)))
@@ -173,7 +169,7 @@ def _run(
     found = _checked(names, tokens, dtype, small)
     if small:
         return found
-    device = graphs.cuda()
+    device, names = graphs.cuda(), list(found["checked"])
     found["matrix_rates"] = _rates(rounds, device)
     found["left_out"] = []
     for out, columns in shapes:
@@ -194,10 +190,10 @@ def _run(
 
 
 def _checked(names: Sequence[str], tokens: Sequence[int], dtype: str, small: bool) -> dict[str, Any]:
-    """What figures begin with: the largest error of every variant at awkward shapes.
+    """What figures begin with: the largest error of every variant at awkward shapes, and why others `failed`.
 
     Raises:
-        InputError: one that is too large; a dtype that there is not.
+        InputError: a dtype that there is not; no GPU, unless small; if small, a variant that failed.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r}: the GPU's kernels are timed with {' and '.join(DTYPES)}")
@@ -205,9 +201,17 @@ def _checked(names: Sequence[str], tokens: Sequence[int], dtype: str, small: boo
     if not small:
         graphs.cuda()  # or say that there is none, before all the work
     ms = sorted({_awkward(m) for m in tokens})
-    errors = {name: _error(name, ms if device.type == "cuda" else ms[:2], dtype, device) for name in names}
+    errors, failed = {}, {}
+    for name in names:
+        try:
+            errors[name] = _error(name, ms if device.type == "cuda" else ms[:2], dtype, device)
+        except Exception as error:  # the others' figures count all the same
+            failed[name] = f"{type(error).__name__}: {error}"
+            print(f"{name} is left out: {failed[name]}", file=sys.stderr)
+    if small and failed:
+        raise InputError("; ".join(f"{name} fails: {why}" for name, why in failed.items()))
     where = {} if small else {"device": torch.cuda.get_device_name(device)}
-    return {**where, "dtype": dtype, "checked": errors, "rows": []}
+    return {**where, "dtype": dtype, "checked": errors, "failed": failed, "rows": []}
 
 
 def _awkward(tokens: int) -> int:
@@ -219,7 +223,7 @@ def _error(name: str, tokens: Sequence[int], dtype: str, device: torch.device) -
     """The largest error of a product.
 
     Raises:
-        InputError: it is too large.
+        ValueError: it is too large.
     """
     weight = _random(layouts(*AWKWARD)[name], device)
     prepared, readable = Prepared(weight, on_gpu=True), unpack(_moved(weight, "cpu"))
@@ -229,7 +233,7 @@ def _error(name: str, tokens: Sequence[int], dtype: str, device: torch.device) -
         wanted = reference.int_matmul(x.cpu().float(), readable).double()
         errors.append(float((prepared.matmul(x).cpu().double() - wanted).norm() / wanted.norm()))
         if not errors[-1] < ERRORS[dtype]:
-            raise InputError(f"{name}, {AWKWARD}, {m} token(s): {errors[-1]:.2g} off; do not use it")
+            raise ValueError(f"{AWKWARD}, {m} token(s): {errors[-1]:.2g} off; do not use it")
     return max(errors)
 
 
