@@ -99,6 +99,13 @@ template <typename Half> int64_t decode_panel(const HalfRows& t, int64_t block, 
     return n;
 }
 
+// The same with an even number of columns, the last one of zeros where the tile's is odd.
+template <typename Half> int64_t decode_even(const HalfRows& t, int64_t block, int64_t column, Floats* panel) {
+    const int64_t n = decode_panel<Half>(t, block, column, panel);
+    if (n % 2 != 0) panel[n] = Floats{};
+    return n + n % 2;
+}
+
 template <typename I>
 void multiply_sparse(const SparseRows& t, const I* columns, const float* x, int64_t x_stride, int64_t tokens, float* y,
                      int64_t y_stride, int64_t begin, int64_t end) {
@@ -116,22 +123,25 @@ void multiply_sparse(const SparseRows& t, const I* columns, const float* x, int6
         }
 }
 
-// x [columns, tokens], so that the tokens are lanes.
+// x [blocks of LANES tokens, columns, LANES]: tokens are lanes. Those of a block meet all rows before the next, since
+// one block's inputs fit the second cache.
 template <typename I>
-void multiply_sparse_many(const SparseRows& t, const I* columns, const float* x, int64_t tokens, float* y,
-                          int64_t y_stride, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-        for (int64_t k = 0; k < tokens; k += LANES) {
-            const int64_t count = least(LANES, tokens - k);
-            Floats sum{};
-            for (int64_t i = t.row_ptr[row]; i < t.row_ptr[row + 1]; ++i) {
-                Floats own{};
-                const float* from = x + static_cast<int64_t>(columns[i]) * tokens + k;
-                if (count == LANES) own = load(from);
-                else __builtin_memcpy(&own, from, static_cast<size_t>(count) * 4);
-                sum += half_to_float(t.values[i]) * own;
+void multiply_sparse_many(const SparseRows& t, const I* columns, const float* x, int64_t width, int64_t tokens,
+                          float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    for (int64_t k = 0; k < tokens; k += LANES, x += width * LANES)
+        for (int64_t row = begin; row < end; row += LANES) {
+            const int64_t rows = least(LANES, end - row), count = least(LANES, tokens - k);
+            Floats sums[LANES] = {};
+            for (int64_t r = 0; r < rows; ++r)
+                for (int64_t i = t.row_ptr[row + r]; i < t.row_ptr[row + r + 1]; ++i)
+                    sums[r] += half_to_float(t.values[i]) * load(x + static_cast<int64_t>(columns[i]) * LANES);
+            transpose(sums);
+            for (int64_t l = 0; l < count; ++l) {
+                float* to = y + (k + l) * y_stride + row;
+                if (rows == LANES) store(to, load(to) + sums[l]);
+                else
+                    for (int64_t r = 0; r < rows; ++r) to[r] += sums[l][r];
             }
-            for (int64_t l = 0; l < count; ++l) y[(k + l) * y_stride + row] += sum[l];
         }
 }
 
@@ -149,6 +159,14 @@ void half_gemm(const HalfRows& t, const float* x, int64_t x_stride, int64_t toke
                   begin, end);
 }
 
+#ifdef __AVX512BF16__
+void half_gemm_bf16(const HalfRows& t, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
+                    int64_t begin, int64_t end) {
+    multiply_many(t, t.bf16 ? decode_even<Bf16> : decode_even<Fp16>, x, x_stride, t.columns + t.columns % 2, tokens, y,
+                  y_stride, begin, end);
+}
+#endif
+
 void narrow(const float* x, int64_t n, uint16_t* bf16) {
     for (int64_t i = 0; i < n; ++i) bf16[i] = to_bf16(x[i]);
 }
@@ -159,10 +177,10 @@ void sparse_matmul(const SparseRows& t, const float* x, int64_t x_stride, int64_
     else multiply_sparse(t, t.columns32, x, x_stride, tokens, y, y_stride, begin, end);
 }
 
-void sparse_gemm(const SparseRows& t, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
-                 int64_t end) {
-    if (t.columns16 != nullptr) multiply_sparse_many(t, t.columns16, x, tokens, y, y_stride, begin, end);
-    else multiply_sparse_many(t, t.columns32, x, tokens, y, y_stride, begin, end);
+void sparse_gemm(const SparseRows& t, const float* x, int64_t width, int64_t tokens, float* y, int64_t y_stride,
+                 int64_t begin, int64_t end) {
+    if (t.columns16 != nullptr) multiply_sparse_many(t, t.columns16, x, width, tokens, y, y_stride, begin, end);
+    else multiply_sparse_many(t, t.columns32, x, width, tokens, y, y_stride, begin, end);
 }
 
 } // namespace anybit::ANYBIT_ISA

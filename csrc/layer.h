@@ -6,6 +6,21 @@
 
 namespace anybit {
 
+// Memory for numbers on the way, kept from one part of a layer to the next.
+template <typename T> class Room {
+public:
+    T* of(int64_t n) {
+        if (n > size_) memory_ = make_scratch((n * static_cast<int64_t>(sizeof(T)) + 3) / 4);
+        size_ = std::max(n, size_);
+        return get();
+    }
+    T* get() const { return reinterpret_cast<T*>(memory_.get()); }
+
+private:
+    Scratch memory_;
+    int64_t size_ = 0;
+};
+
 // Build it first, then share it: `add_tile` and the `set_` functions must not run beside `matmul`.
 class Layer {
 public:
@@ -167,26 +182,25 @@ private:
 
     // y += the product of inputs in both precisions; halves may be null, floats where nothing needs them.
     void add(const float* floats, const uint16_t* halves, int64_t m, float* y, int threads) const {
-        std::vector<int8_t> codes;
-        std::vector<float> scales, gathered;
-        std::vector<uint16_t> gathered_halves;
+        Room<int8_t> codes;
+        Room<float> scales, gathered;
+        Room<uint16_t> gathered_halves;
         for (const Part& part : parts_) {
             const int64_t columns = part.tile->columns();
             if (part.act_bits != 0) {
                 if (!part.rounds_alike)
                     round(part, gather(part, floats, m, gathered, threads), m, codes, scales, threads);
                 if (part.tile->prefers_ints(m, halves != nullptr)) {
-                    part.tile->add_int_product({codes.data(), scales.data(), m}, y, out_, threads);
+                    part.tile->add_int_product({codes.get(), scales.get(), m}, y, out_, threads);
                     continue;
                 }
-                restore(part, m, codes, scales, gathered, threads);
+                const float* rounded = restore(part, m, codes.get(), scales.get(), gathered, threads);
                 if (halves != nullptr && part.tile->takes_bf16(m)) {
-                    gathered_halves.resize(gathered.size());
-                    for_tokens(m, columns, threads, [&](int64_t k) {
-                        kernels_.narrow(gathered.data() + k * columns, columns, gathered_halves.data() + k * columns);
-                    });
-                    part.tile->add_product({gathered_halves.data(), true, m, columns}, y, out_, threads);
-                } else part.tile->add_product({gathered.data(), false, m, columns}, y, out_, threads);
+                    uint16_t* to = gathered_halves.of(m * columns);
+                    for_tokens(m, columns, threads,
+                               [&](int64_t k) { kernels_.narrow(rounded + k * columns, columns, to + k * columns); });
+                    part.tile->add_product({to, true, m, columns}, y, out_, threads);
+                } else part.tile->add_product({rounded, false, m, columns}, y, out_, threads);
             } else if (halves != nullptr && part.tile->takes_bf16(m))
                 part.tile->add_product({gather(part, halves, m, gathered_halves, threads), true, m, columns}, y, out_,
                                        threads);
@@ -195,55 +209,63 @@ private:
                                        threads);
         }
         if (sparse_.rows == 0) return;
-        const int64_t piece = piece_of(out_, 1, m * static_cast<int64_t>(row_ptr_.back()) * SPARSE_WORK, threads);
+        const int64_t lanes = kernels_.lanes, blocks = (m + lanes - 1) / lanes;
+        const int64_t piece = piece_of(out_, lanes, m * static_cast<int64_t>(row_ptr_.back()) * SPARSE_WORK, threads);
         if (m <= FEW_TOKENS)
             return parallel_for(out_, piece, threads, [&](int64_t begin, int64_t end) {
                 kernels_.sparse_matmul(sparse_, floats, in_, m, y, out_, begin, end);
             });
-        const Scratch turned = make_scratch(in_ * m);
-        for_tokens(in_, m, threads, [&](int64_t j) {
-            for (int64_t k = 0; k < m; ++k) turned[static_cast<size_t>(j * m + k)] = floats[k * in_ + j];
+        const Scratch turned = make_scratch(blocks * in_ * lanes);
+        for_tokens(blocks, in_ * lanes, threads, [&](int64_t b) {
+            const float* from = floats + b * lanes * in_;
+            float* to = turned.get() + b * lanes * in_;
+            const int64_t there = std::min(lanes, m - b * lanes);
+            for (int64_t j = 0; j < in_; ++j, to += lanes)
+                for (int64_t l = 0; l < lanes; ++l) to[l] = l < there ? from[l * in_ + j] : 0.0f;
         });
         parallel_for(out_, piece, threads, [&](int64_t begin, int64_t end) {
-            kernels_.sparse_gemm(sparse_, turned.get(), m, y, out_, begin, end);
+            kernels_.sparse_gemm(sparse_, turned.get(), in_, m, y, out_, begin, end);
         });
     }
 
-    template <typename T>
-    const T* gather(const Part& part, const T* x, int64_t m, std::vector<T>& into, int threads) const {
+    template <typename T> const T* gather(const Part& part, const T* x, int64_t m, Room<T>& room, int threads) const {
         if (part.cols.empty()) return x;
         const auto columns = static_cast<int64_t>(part.cols.size());
-        into.resize(static_cast<size_t>(m * columns));
+        T* to = room.of(m * columns);
         for_tokens(m, columns, threads, [&](int64_t k) {
-            T* to = into.data() + k * columns;
-            for (int32_t j : part.cols) *to++ = x[k * in_ + j];
+            const T* from = x + k * in_;
+            for (int64_t i = 0; i < columns; ++i) to[k * columns + i] = from[part.cols[static_cast<size_t>(i)]];
         });
-        return into.data();
+        return to;
     }
 
-    void round(const Part& part, const float* x, int64_t m, std::vector<int8_t>& codes, std::vector<float>& scales,
+    void round(const Part& part, const float* x, int64_t m, Room<int8_t>& codes, Room<float>& scales,
                int threads) const {
         const int64_t columns = part.tile->columns(), groups = (columns - 1) / part.group_size + 1;
         const ActivationGrid grid{part.act_bits, columns, part.group_size,
                                   part.clip.empty() ? nullptr : part.clip.data(),
                                   part.fixed.empty() ? nullptr : part.fixed.data()};
-        codes.resize(static_cast<size_t>(m * columns));
-        scales.resize(static_cast<size_t>(m * groups));
+        int8_t* to = codes.of(m * columns);
+        float* to_scales = scales.of(m * groups);
         for_tokens(m, columns, threads, [&](int64_t k) {
-            kernels_.quantize_row(x + k * columns, grid, codes.data() + k * columns, scales.data() + k * groups);
+            kernels_.quantize_row(x + k * columns, grid, to + k * columns, to_scales + k * groups);
         });
     }
 
-    void restore(const Part& part, int64_t m, const std::vector<int8_t>& codes, const std::vector<float>& scales,
-                 std::vector<float>& x, int threads) const {
+    const float* restore(const Part& part, int64_t m, const int8_t* codes, const float* scales, Room<float>& room,
+                         int threads) const {
         const int64_t columns = part.tile->columns(), groups = (columns - 1) / part.group_size + 1;
-        x.resize(static_cast<size_t>(m * columns));
+        float* x = room.of(m * columns);
         for_tokens(m, columns, threads, [&](int64_t k) {
-            for (int64_t j = 0; j < columns; ++j)
-                x[static_cast<size_t>(k * columns + j)] =
-                    static_cast<float>(codes[static_cast<size_t>(k * columns + j)]) *
-                    scales[static_cast<size_t>(k * groups + j / part.group_size)];
+            const int8_t* code = codes + k * columns;
+            float* to = x + k * columns;
+            for (int64_t g = 0; g < groups; ++g) {
+                const float scale = scales[k * groups + g];
+                for (int64_t j = g * part.group_size, end = std::min(columns, j + part.group_size); j < end; ++j)
+                    to[j] = static_cast<float>(code[j]) * scale;
+            }
         });
+        return x;
     }
 
     template <typename T> std::vector<T> checked_columns(const Input& columns, int64_t n) const {

@@ -77,6 +77,7 @@ extern const Products products = {
     ANYBIT_BF16(lookup_gemm_bf16),
     half_matmul,
     half_gemm,
+    ANYBIT_BF16(half_gemm_bf16),
     sparse_matmul,
     sparse_gemm,
     quantize_row,

@@ -256,15 +256,18 @@ struct Products {
     // y[t, out_rows[i]] += sum_j w[i, j] x[t, j] for the rows begin <= i < end.
     void (*half_matmul)(const HalfRows&, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
                         int64_t begin, int64_t end);
-    // The same of many tokens for the blocks of `lanes` rows begin <= b < end.
+    // The same of many tokens for the blocks of `lanes` rows begin <= b < end; in bfloat16 x has an even number of
+    // columns.
     void (*half_gemm)(const HalfRows&, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
                       int64_t begin, int64_t end);
+    void (*half_gemm_bf16)(const HalfRows&, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
+                           int64_t y_stride, int64_t begin, int64_t end);
     void (*sparse_matmul)(const SparseRows&, const float* x, int64_t x_stride, int64_t tokens, float* y,
                           int64_t y_stride, int64_t begin, int64_t end);
 
-    // The same for many tokens: x [columns, tokens].
-    void (*sparse_gemm)(const SparseRows&, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
-                        int64_t end);
+    // The same for many tokens: x [tokens / lanes rounded up, width, lanes].
+    void (*sparse_gemm)(const SparseRows&, const float* x, int64_t width, int64_t tokens, float* y, int64_t y_stride,
+                        int64_t begin, int64_t end);
 
     // Identical results in every instruction set; the second rounds to nearest even.
     void (*quantize_row)(const float* x, const ActivationGrid&, int8_t* codes, float* scales);
@@ -333,8 +336,9 @@ const Products* products_for(const char* isa);
     void lookup_gemm_bf16(const ByteCodebook&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t); \
     void half_matmul(const HalfRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);             \
     void half_gemm(const HalfRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);               \
+    void half_gemm_bf16(const HalfRows&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);       \
     void sparse_matmul(const SparseRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);         \
-    void sparse_gemm(const SparseRows&, const float*, int64_t, float*, int64_t, int64_t, int64_t);                    \
+    void sparse_gemm(const SparseRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);           \
     void quantize_row(const float*, const ActivationGrid&, int8_t*, float*);                                          \
     void narrow(const float*, int64_t, uint16_t*);                                                                    \
     }

@@ -259,16 +259,21 @@ public:
         t_.out_rows = out_rows_.data();
     }
 
+    bool takes_bf16(int64_t tokens) const override { return tokens > few(true) && kernels_.half_gemm_bf16 != nullptr; }
+
 private:
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
-        if (x.count > few(x.bf16) || columns_ <= NARROW) {
-            place(x.count, y, y_stride, threads, [&](float* to, int64_t stride) {
+        if (x.bf16) {
+            const int64_t width = columns_ + columns_ % 2;
+            return add_many(t_, x, width, plain(width), kernels_.half_gemm, kernels_.half_gemm_bf16, y, y_stride,
+                            threads);
+        }
+        if (x.count > FEW_TOKENS || columns_ <= NARROW)
+            return place(x.count, y, y_stride, threads, [&](float* to, int64_t stride) {
                 by_many_blocks(rows_, x.count, threads, [&](int64_t begin, int64_t end) {
                     kernels_.half_gemm(t_, x.floats(0), x.stride, x.count, to, stride, begin, end);
                 });
             });
-            return;
-        }
         const int64_t piece = piece_of(rows_, kernels_.lanes, rows_ * columns_, threads); // it takes few rows at a time
         parallel_for(rows_, piece, threads, [&](int64_t begin, int64_t end) {
             kernels_.half_matmul(t_, x.floats(0), x.stride, x.count, y, y_stride, begin, end);
