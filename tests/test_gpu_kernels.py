@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ if not gpu.available():
     pytest.skip(f"the GPU's kernels do not run: {gpu.why_not()}", allow_module_level=True)
 
 from anybit.kernels.gpu import codebook, integer
+from anybit.kernels.gpu import layer as layers
 from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt
 from anybit.kernels.gpu.layer import Layer
 from anybit.kernels.gpu.words import pack_words, unpack_words
@@ -195,9 +197,18 @@ def weights() -> list[tuple[str, tuple[int, int]]]:
     return [(name, shape) for shape in SHAPES for name in layouts(*shape) if not name.endswith(" A8")]
 
 
+def cmpq(out: int, columns: int) -> dict[str, Any]:
+    """Channels of three widths, and weights added to them."""
+    made, wide = layouts(out, columns), columns // 3
+    (three,), (four,) = made["by channel 3"]["tiles"], made["by channel 4"]["tiles"]
+    dense = {"format": "float16", "bits": 16, "cols": 20}
+    tiles = [{**four, "cols": wide}, {**three, "cols": columns - wide - 20}, dense]
+    return {"shape": [out, columns], "tiles": tiles, "sparse": out}
+
+
 def random_layer(name: str, shape: tuple[int, int]) -> PackedWeight:
     """Valid bytes, of random numbers where floats are."""
-    weight = random_weight(layouts(*shape)[name])
+    weight = random_weight(cmpq(*shape) if name == "CMPQ" else layouts(*shape)[name])
     tensors = {
         field: t
         if not t.is_floating_point() or field.endswith("act_clip")  # which tiles by rows share
@@ -212,7 +223,7 @@ def on_cpu(weight: PackedWeight) -> PackedWeight:
     return PackedWeight(weight.layout, {field: t.cpu() for field, t in weight.tensors.items()})
 
 
-@pytest.mark.parametrize("name, shape", weights())
+@pytest.mark.parametrize("name, shape", [*weights(), ("CMPQ", SHAPES[1])])
 def test_every_layout_multiplies_as_the_reference_does(name: str, shape: tuple[int, int]) -> None:
     weight = random_layer(name, shape)
     layer, readable = Layer(weight), unpack(on_cpu(weight))
@@ -224,6 +235,21 @@ def test_every_layout_multiplies_as_the_reference_does(name: str, shape: tuple[i
     for field, tensor in restored.items():
         assert tensor.dtype == weight.tensors[field].dtype
         assert torch.equal(tensor.contiguous().view(torch.uint8), weight.tensors[field].view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["codebook 4 + sparse", "CMPQ", "nested 2 to 5"])
+def test_products_of_a_layer_do_not_wait_for_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = Layer(random_layer(name, (40, 640))), torch.randn(2, 640, device=DEVICE).half()
+    want, launched = layer.matmul(x), []
+
+    def backwards(device: torch.device, *runs: Callable[[], None]) -> None:
+        launched.append(len(runs))
+        for run in reversed(runs):
+            run()
+
+    monkeypatch.setattr(layers, "concurrently", backwards)
+    assert torch.equal(layer.matmul(x), want)
+    assert max(launched) > 1
 
 
 @pytest.mark.parametrize(
@@ -373,7 +399,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from anybit.kernels.gpu import codebook, group_int, integer, two_four
+from anybit.kernels.gpu import codebook, group_int, integer, sparse, two_four
 
 def build(kernel, types, warps=4, **constants):
     given = dict(zip(kernel.arg_names, types.split()))
@@ -402,8 +428,8 @@ for tokens in (1, 16):
     kind = dict(BITS=5, ENTRIES=32, CHUNKS=16, ADD=False, TOKENS=tokens, BLOCK=64)
     build(codebook._channel_product, "*bf16 *i32 *fp32 *bf16" + 5 * " i32", **kind)
     kind = dict(HALVES=1, ADD=False, TOKENS=tokens, WORDS=32, BLOCK=32)
-    build(two_four._narrow, "*bf16 *i32 *u8 *fp16 *u8 *bf16" + 5 * " i32", **kind)
-build(two_four._sparse, "*bf16 *fp16 *i32 *i32 *fp32 i32 i32 i32", 1, TOKENS=1, AT_ONCE=64)
+    build(two_four._product, "*bf16 *i32 *u8 *fp16 *u8 *i32 *fp16 *u8 *bf16" + 6 * " i32", **kind)
+build(sparse._sparse, "*bf16 *fp16 *i32 *i32 *fp32 i32 i32 i32", 1, ADD=False, TOKENS=1, AT_ONCE=64)
 """
 
 

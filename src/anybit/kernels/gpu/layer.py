@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from torch import Tensor
 from anybit import formats, shapes
 from anybit.formats import FORMATS, decode_table
 from anybit.kernels.gpu import activations, codebook, integer
-from anybit.kernels.gpu.group_int import GroupInt, place_product
-from anybit.kernels.gpu.integer import IntegerTile
-from anybit.kernels.gpu.two_four import Sparse, TwoFour
+from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt, place_product
+from anybit.kernels.gpu.sparse import Sparse
+from anybit.kernels.gpu.streams import concurrently
+from anybit.kernels.gpu.two_four import TwoFour
 from anybit.kernels.gpu.words import LANES
 from anybit.tensors import PackedWeight, place, sparse_tensors, tile_prefix, tile_tensors
 
@@ -135,10 +137,16 @@ class Nested:
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         given = x if self._coded is None else x.index_select(1, self._coded)
-        for part in self._parts:
-            part.matmul(given, y, add)
-        if self._values is not None:
-            y += x.index_select(1, self._kept) @ self._values.to(x.dtype).T
+        runs = [partial(part.matmul, given, y, add) for part in self._parts]  # each has rows of its own
+        if self._values is None:
+            return concurrently(x.device, *runs)
+        kept = x.new_empty(len(x), len(self._values))
+        concurrently(x.device, *runs, partial(self._multiply_kept, x, kept))
+        y += kept
+
+    def _multiply_kept(self, x: Tensor, y: Tensor) -> None:
+        assert self._values is not None
+        torch.mm(x.index_select(1, self._kept), self._values.to(x.dtype).T, out=y)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         dense = torch.empty(self._counts[0], self.c, dtype=dtype, device=self._planes.device)
@@ -158,6 +166,33 @@ class Nested:
         return made
 
 
+class Pair:
+    """Two tiles with rounded inputs, both of rows or both of columns of their own, in one launch."""
+
+    def __init__(self, a: Rounded, b: Rounded, by_columns: bool) -> None:
+        assert a.integer is not None and b.integer is not None
+        self._a, self._b, self._tiles, self._by_columns = a, b, (a.integer, b.integer), by_columns
+
+    def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
+        inputs = self._a.inputs(x)
+        others = self._b.inputs(x) if self._by_columns else inputs
+        integer.matmul([(self._tiles[0], inputs), (self._tiles[1], others)], y, add)
+
+
+class Multiplies(Protocol):
+    def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None: ...
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of a layer's products: a tile's, those of two in one launch, or the sparse part's."""
+
+    what: Multiplies
+    cols: Tensor | None  # int64 [c] input channels; None: all
+    raw: bool  # it scales inputs itself
+    addend: int  # products of one addend write rows of their own; addends are summed
+
+
 class Layer:
     """A weight's tiles, its sparse part and its input scale."""
 
@@ -170,21 +205,28 @@ class Layer:
             for i, tile in enumerate(described)
         ]
         self._prefixes = [tile_prefix(i, len(described)) for i in range(len(described))]
-        self._sparse = (
-            Sparse(formats.Sparse.read(sparse_tensors(weight))) if "sparse" in weight.layout else None
-        )
         self._input_scale = None if scale is None else scale.float()
-        some_rows = any(bound.tile.rows is not None for bound in self._tiles)
-        some_columns = any(bound.cols is not None for bound in self._tiles)
-        self._mixed = some_rows and some_columns
-        self._by_columns = some_columns
-        self._pair = len(self._tiles) == 2 and not self._mixed and all(
-            isinstance(bound.tile, Rounded) and bound.tile.integer is not None for bound in self._tiles
-        )  # fmt: skip
-        summed = (
-            some_columns or self._sparse is not None or any(isinstance(b.tile, Nested) for b in self._tiles)
-        )
+        by_rows = any(bound.tile.rows is not None for bound in self._tiles)
+        by_columns = any(bound.cols is not None for bound in self._tiles)
+        self._mixed = by_rows and by_columns  # no addend writes all outputs
+        self._products = self._multiplied(by_columns)
+        if "sparse" in weight.layout:
+            sparse = Sparse(formats.Sparse.read(sparse_tensors(weight)))
+            self._products.append(Product(sparse, None, False, self._products[-1].addend + 1))
+        self._addends = self._products[-1].addend + 1
+        summed = self._addends > 1 or any(isinstance(bound.tile, Nested) for bound in self._tiles)
         self._direct = not summed  # each output is written once
+
+    def _multiplied(self, by_columns: bool) -> list[Product]:
+        """The tiles' products."""
+        tiles = [bound.tile for bound in self._tiles]
+        rounded = [tile for tile in tiles if isinstance(tile, Rounded) and tile.integer is not None]
+        if len(tiles) == len(rounded) == 2 and not self._mixed:
+            return [Product(Pair(rounded[0], rounded[1], by_columns), None, True, 0)]
+        return [
+            Product(bound.tile, bound.cols, isinstance(bound.tile, Rounded), i if by_columns else 0)
+            for i, bound in enumerate(self._tiles)
+        ]
 
     @property
     def taken(self) -> tuple[str, ...]:
@@ -206,25 +248,18 @@ class Layer:
         if len(x) == 0:
             return x.new_empty(0, self.out_features)
         given = x if self._input_scale is None else (x.float() * self._input_scale).to(x.dtype)
-        dtype = x.dtype if self._direct else torch.float32
-        y = (torch.zeros if self._mixed else torch.empty)(
-            len(x), self.out_features, dtype=dtype, device=x.device
-        )
-        if self._pair:
-            a, b = (cast(Rounded, bound.tile) for bound in self._tiles)
-            inputs = a.inputs(x)
-            others = b.inputs(x) if self._by_columns else inputs
-            integer.matmul(
-                [(cast(IntegerTile, a.integer), inputs), (cast(IntegerTile, b.integer), others)], y
-            )
-        else:
-            for i, bound in enumerate(self._tiles):
-                part = given if bound.cols is None else given.index_select(1, bound.cols)
-                part = x if isinstance(bound.tile, Rounded) else part
-                bound.tile.matmul(part, y, self._mixed or (self._by_columns and i > 0))
-        if self._sparse is not None:
-            self._sparse.add(given, y)
-        return y.to(x.dtype)
+        dtype, shape = x.dtype if self._direct else torch.float32, (len(x), self.out_features)
+        if self._mixed or len(x) > FUSED_TOKENS:  # so many keep the GPU busy, and addends would take room
+            y = (torch.zeros if self._mixed else torch.empty)(shape, dtype=dtype, device=x.device)
+            for product in self._products:
+                _multiply(product, x, given, y, self._mixed or product.addend > 0)
+            return y.to(x.dtype)
+        parts = torch.empty(self._addends, *shape, dtype=dtype, device=x.device)
+        runs = [partial(_multiply, one, x, given, parts[one.addend], False) for one in self._products]
+        concurrently(x.device, *runs)
+        if self._addends == 2:
+            return torch.add(*parts, out=torch.empty(shape, dtype=x.dtype, device=x.device))
+        return (parts[0] if self._addends == 1 else parts.sum(0)).to(x.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` [n], float32 [n, in], of a weight of one tile "group int" that holds all rows."""
@@ -239,6 +274,12 @@ class Layer:
         for bound in self._tiles:
             place(dense, bound.tile.dequantize(dtype), bound.tile.rows, bound.cols)
         return dense
+
+
+def _multiply(product: Product, x: Tensor, given: Tensor, y: Tensor, add: bool) -> None:
+    """`y [m, out] = x @ W.T`, or `+=`, of inputs x as they come and as `given`: scaled."""
+    some = given if product.cols is None else given.index_select(1, product.cols)
+    product.what.matmul(x if product.raw else some, y, add)
 
 
 def _nothing(tile: formats.GroupInt) -> Tensor:
