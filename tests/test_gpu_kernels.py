@@ -164,6 +164,7 @@ def test_codebooks_are_looked_up(bits: int) -> None:
     by_channel = codebook.ChannelCodebook(codes, few, bits)
     assert torch.equal(by_channel.codes(), codes)
     assert torch.equal(by_channel.dequantize(), few.float().gather(1, codes.T.long()).T)
+    assert torch.equal(by_channel.dequantize(torch.float16), few.gather(1, codes.T.long()).T)
     for tile, weight in ((by_row, dense), (by_channel, by_channel.dequantize())):
         for tokens in (1, 3):
             for dtype in FLOATS:
@@ -427,6 +428,8 @@ build(codebook._row_dequantize, "*i32 *i64 *fp16 *i32 *u8 *fp32 *bf16 i32 i32 i3
 for tokens in (1, 16):
     kind = dict(BITS=5, ENTRIES=32, CHUNKS=16, ADD=False, TOKENS=tokens, BLOCK=64)
     build(codebook._channel_product, "*bf16 *i32 *fp32 *bf16" + 5 * " i32", **kind)
+    dense = dict(BITS=5, ENTRIES=32, CHANNELS=64, BLOCK=32)
+    build(codebook._channel_dequantize, "*i32 *fp32 *bf16 i32 i32", **dense)
     kind = dict(HALVES=1, ADD=False, TOKENS=tokens, WORDS=32, BLOCK=32)
     build(two_four._product, "*bf16 *i32 *u8 *fp16 *u8 *i32 *fp16 *u8 *bf16" + 6 * " i32", **kind)
 build(sparse._sparse, "*bf16 *fp16 *i32 *i32 *fp32 i32 i32 i32", 1, ADD=False, TOKENS=1, AT_ONCE=64)
@@ -440,4 +443,4 @@ def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 16
+    assert len(done.stdout.split()) == 18

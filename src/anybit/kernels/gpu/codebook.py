@@ -415,6 +415,35 @@ def _channel_product(
         store_tile(total, y, words, m, n, tokens, r, out, False, ADD)
 
 
+@triton.jit
+def _channel_dequantize(
+    words,
+    tables,
+    dense,  # [r, c]
+    r,
+    c,
+    BITS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    WHOLE: tl.constexpr = 32 // BITS
+    there, field = (n < r)[:, None] & (channel < c)[None, :], channel % 32
+    whole = (field < WHOLE * BITS)[None, :]
+    line = words + n[:, None] + (channel // 32).to(tl.int64)[None, :] * (BITS * r)
+    word = tl.load(line + (field // WHOLE)[None, :] * r, mask=there & whole, other=0)
+    code = (word >> (field % WHOLE * BITS)[None, :]) & ((1 << BITS) - 1)
+    if 32 % BITS:
+        for p in tl.static_range(BITS):
+            word = tl.load(line + p * r, mask=there & ~whole, other=0)
+            code |= ((word >> field[None, :]) & 1) << p
+    value = tl.load(tables + (channel * ENTRIES)[None, :] + code, mask=there, other=0.0).to(tl.float32)
+    at = dense + (n * c)[:, None] + channel[None, :]
+    tl.store(at, rounded(value, dense.dtype.element_ty), mask=there)
+
+
 class ChannelCodebook:
     """A tile of codebooks by input channel.
 
@@ -446,4 +475,9 @@ class ChannelCodebook:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
-        return self.tables.float().gather(1, self.codes().T.long()).T.to(dtype)
+        dense, channels, block = torch.empty(self.r, self.c, dtype=dtype, device=self.tables.device), 64, 32
+        _channel_dequantize[(triton.cdiv(self.r, block), triton.cdiv(self.c, channels))](
+            self._words, self.tables, dense, self.r, self.c, BITS=self.bits, ENTRIES=self.tables.shape[1],
+            CHANNELS=channels, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+        return dense
