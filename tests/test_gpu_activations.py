@@ -12,7 +12,7 @@ from anybit.errors import InputError
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from anybit.kernels.gpu.activations import WIDEST, Grid, Norm, quantize, reference
+from anybit.kernels.gpu.activations import WIDEST, Grid, Norm, quantize, quantize_and_sum, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -67,6 +67,18 @@ def test_a_group_wider_than_a_block() -> None:
     c = WIDEST + 100
     check(random(2, c).half(), grid(8, c, c, static=False), multiple=128)
     check(random(2, c).half(), grid(8, WIDEST + 7, c, static=True))
+
+
+@pytest.mark.parametrize(
+    "size, c, span",
+    [(96, 200, 32), (128, 5000, 128), (16, 700, 16), (50, 50, 128), (3 * WIDEST, WIDEST + 300, 128)],
+)
+def test_sums_of_codes(size: int, c: int, span: int) -> None:
+    x, how = random(3, c).half().to(DEVICE), moved(grid(8, size, c, static=False))
+    want = quantize(x, how, multiple=2 * span)
+    codes, scales, sums = quantize_and_sum(x, how, span, multiple=2 * span)
+    assert torch.equal(codes, want[0]) and torch.equal(scales, want[1]) and sums is not None
+    assert torch.equal(sums, codes.view(3, -1, span).sum(2, dtype=torch.int32))
 
 
 def test_halves_round_to_even() -> None:

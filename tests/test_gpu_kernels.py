@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import anybit
 from anybit import QuantizeConfig, formats
@@ -21,12 +21,12 @@ from anybit.errors import InputError
 from anybit.kernels import cpu, gpu, reference
 from anybit.kernels.dispatch import Prepared, info
 from anybit.layers import PackedModule, set_bits
-from anybit.tensors import PackedWeight, pack, unpack
+from anybit.tensors import PackedWeight, QuantizedWeight, pack, unpack
 
 if not gpu.available():
     pytest.skip(f"the GPU's kernels do not run: {gpu.why_not()}", allow_module_level=True)
 
-from anybit.kernels.gpu import codebook, integer
+from anybit.kernels.gpu import activations, codebook, integer
 from anybit.kernels.gpu import layer as layers
 from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt
 from anybit.kernels.gpu.layer import Layer
@@ -125,27 +125,42 @@ def test_outputs_go_where_the_rows_say_and_nowhere_else() -> None:
         close(y[:, rows.long()], x.double() @ tile.dequantize().double().T, 2e-6)
 
 
-@pytest.mark.parametrize("grid", [*GRIDS[1:6], (8, 128, 20, 256, True), (8, 4096, 9, 3000, True)])
+INTEGERS = [
+    *GRIDS[1:6],
+    (6, 64, 17, 200, False),
+    (7, 128, 20, 256, False),
+    (8, 128, 20, 256, True),
+    (8, 4096, 9, 3000, True),
+    (8, 128, 20, 300, False),
+    (8, 96, 9, 200, False),
+    (8, 4096, 9, 3000, False),
+]
+
+
+@pytest.mark.parametrize("grid", INTEGERS)
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 def test_integer_products_are_exact_per_group(grid: tuple[int, int, int, int, bool], tokens: int) -> None:
     bits, group_size, r, c, symmetric = grid
-    if not integer.IntegerTile.takes(c, bits, group_size, symmetric):
-        assert bits > 4 and not symmetric
-        return
-    tile, clip = group_int(*grid), torch.ones(-(-c // group_size), device=DEVICE)
+    tile, clip = group_int(*grid), torch.full((-(-c // group_size),), 0.98).half().to(DEVICE)
+    tile.codes[0] = 2**bits - 1
+    if not symmetric:
+        tile.zeros[0] = 0
     made = integer.IntegerTile(tile.codes, tile.scales, tile.zeros, None, bits, group_size)
     assert torch.equal(made.codes(), tile.codes)
-    codes, scales = reference.quantize_activations(
-        torch.randn(tokens, c, device=DEVICE), 8, group_size, clip, None
+    x, grid_of_x = torch.randn(tokens, c, device=DEVICE), activations.Grid(8, group_size, clip)
+    x[0] = -1  # clipped to -128: with the first row's weights, the largest sums that there are
+    inputs = activations.quantize_and_sum(
+        x, grid_of_x, made.span if made.needs_sums else None, multiple=made.stride
     )
-    codes[0] = -128  # the largest sums that there are
+    codes, scales = inputs[0][:, :c], inputs[1]
+    assert (codes[0] == -128).all()
     sums = reference.group_sums(
         codes.cpu(),
         replace(tile, codes=tile.codes.cpu(), zeros=tile.zeros if tile.zeros is None else tile.zeros.cpu()),
     ).to(DEVICE)
     want = (sums.double() * scales[:, None].double() * tile.scales.double()).sum(-1)
     y = poisoned(tokens, r)
-    integer.matmul([(made, integer.Inputs(nn.functional.pad(codes, (0, made.stride - c)), scales))], y)
+    integer.matmul([(made, integer.Inputs(*inputs))], y)
     close(y, want, 5e-7)
 
 
@@ -283,26 +298,35 @@ def test_prefill_and_other_types(name: str) -> None:
     assert prepared.matmul(x[:0]).shape == (0, 48)
 
 
+def test_eight_bits_with_zero_points_beside_others() -> None:
+    def tile(bits: int, **of: Tensor) -> formats.GroupInt:
+        made = group_int(bits, 32, 20, 100, False)
+        return replace(made, act_bits=8, act_clip=torch.ones(4, device=DEVICE).half(), **of)
+
+    of_rows, of_columns = torch.randperm(40, device=DEVICE).int(), torch.randperm(200, device=DEVICE).int()
+    by_rows = [tile(4, rows=of_rows[:20].sort().values), tile(8, rows=of_rows[20:].sort().values)]
+    by_columns = [tile(8, cols=of_columns[:100]), tile(5, cols=of_columns[100:])]
+    for shape, tiles in (((40, 100), by_rows), ((20, 200), by_columns)):
+        weight, x = packed(shape, *tiles), torch.randn(3, shape[1], device=DEVICE)
+        close(Layer(weight).matmul(x).cpu(), reference.int_matmul(x.cpu(), unpack(on_cpu(weight))), 2e-6)
+
+
 def test_group_sizes_without_a_kernel_are_still_right() -> None:
     for symmetric in (True, False):
         tile = group_int(4, 40, 12, 200, symmetric)
-        plain, rounding = pack_one(tile), pack_one(replace(tile, act_bits=8, act_clip=torch.ones(5).half()))
+        rounds = replace(tile, act_bits=8, act_clip=torch.ones(5).half())
+        plain, rounding = packed((12, 200), tile), packed((12, 200), rounds)
         for weight in (plain, rounding):
             x = torch.randn(3, 200, device=DEVICE)
             close(Layer(weight).matmul(x).cpu(), reference.int_matmul(x.cpu(), unpack(on_cpu(weight))), 2e-6)
 
 
-def pack_one(tile: formats.GroupInt) -> PackedWeight:
-    from anybit.tensors import QuantizedWeight
+def packed(shape: tuple[int, int], *tiles: formats.GroupInt) -> PackedWeight:
+    def here(tile: formats.GroupInt) -> formats.GroupInt:
+        held = {field.name: getattr(tile, field.name) for field in fields(tile)}
+        return replace(tile, **{name: t.cpu() for name, t in held.items() if isinstance(t, Tensor)})
 
-    r, c = tile.codes.shape
-    tile = replace(
-        tile,
-        codes=tile.codes.cpu(),
-        scales=tile.scales.cpu(),
-        zeros=None if tile.zeros is None else tile.zeros.cpu(),
-    )
-    weight = pack(QuantizedWeight((r, c), (tile,)))
+    weight = pack(QuantizedWeight(shape, tuple(map(here, tiles))))
     return PackedWeight(weight.layout, {field: t.to(DEVICE) for field, t in weight.tensors.items()})
 
 
@@ -400,10 +424,11 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from anybit.kernels.gpu import codebook, group_int, integer, sparse, two_four
+from anybit.kernels.gpu import activations, codebook, group_int, integer, sparse, two_four
 
 def build(kernel, types, warps=4, **constants):
-    given = dict(zip(kernel.arg_names, types.split()))
+    given = {n: type for n, type in zip(kernel.arg_names, types.split()) if type != "None"}
+    constants |= {n: None for n in kernel.arg_names if n not in given and n not in constants}
     source = ASTSource(kernel, {n: given.get(n, "constexpr") for n in kernel.arg_names}, constants)
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     print(kernel.fn.__name__)
@@ -413,12 +438,13 @@ tile, flags = "*bf16 *i32 *fp16 *u8 *i32 *bf16", dict(ROWS=True, ADD=True)
 build(group_int._gemv, tile + 4 * " i32", 1, **grid, **flags, BLOCK=32)
 build(group_int._gemm, tile + 6 * " i32", **grid, **flags, TOKENS=16, BLOCK=64)
 build(group_int._dequantize, "*i32 *fp16 *u8 *i64 *bf16" + 4 * " i32", **grid, PICKED=True, BLOCK=16)
-one = "*u8 *fp16 *u8 *i32 *i8 *fp32 i32 i32 i32 "
-kind = dict(GROUP=128, SPAN=128, HALVES=2, ZERO=-1, FAST=True)
-both = {f"{name}_{mark}": value for mark in "AB" for name, value in kind.items()}
-for tiles in (1, 2, 3):
-    more = dict(TILES=tiles, ROWS=tiles == 2, ADD=False, TOKENS=16, BLOCK=64)
-    build(integer._matmul, one + one + "*bf16 i32 i32", **both, **more)
+rest = " *fp16 *u8 *i32 *i8 *fp32 *i32 i32 i32 i32 "
+kind = dict(GROUP=128, SPAN=128, ZERO=-1, OUTSIDE=False)
+four, seven, eight = kind | dict(HALVES=2), kind | dict(HALVES=1), kind | dict(HALVES=1, OUTSIDE=True)
+for tiles, a, b in ((1, four, seven), (2, four, eight), (3, four, seven)):
+    types = "*u8" + rest + ("*i8" if b["OUTSIDE"] else "*u8") + rest + "*bf16 i32 i32"
+    both = {f"{name}_{mark}": value for mark, one in (("A", a), ("B", b)) for name, value in one.items()}
+    build(integer._matmul, types, **both, TILES=tiles, ROWS=tiles == 2, ADD=False, TOKENS=16, BLOCK=64)
 tile = "*bf16 *i32 *i64 *fp16 *i32 *u8 *fp32 *i32 *bf16"
 for bits in (3, 4, 5):
     kind = dict(BITS=bits, LANES=16, SHARED=True, PERMUTED=bits < 5)
@@ -432,6 +458,9 @@ for tokens in (1, 16):
     build(codebook._channel_dequantize, "*i32 *fp32 *bf16 i32 i32", **dense)
     kind = dict(HALVES=1, ADD=False, TOKENS=tokens, WORDS=32, BLOCK=32)
     build(two_four._product, "*bf16 *i32 *u8 *fp16 *u8 *i32 *fp16 *u8 *bf16" + 6 * " i32", **kind)
+types = "*bf16 None *i32 *fp16 *fp16 None *i8 *fp32 *i32" + 5 * " i32" + " fp32"
+sizes = dict(SIZE=96, SPAN=32, TOP=127, ROWS=16, CHUNK=128, CHUNKS=1, BLOCK=2048, PAD=32)
+build(activations._quantize, types, **sizes)
 build(sparse._sparse, "*bf16 *fp16 *i32 *i32 *fp32 i32 i32 i32", 1, ADD=False, TOKENS=1, AT_ONCE=64)
 """
 
@@ -443,4 +472,4 @@ def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 18
+    assert len(done.stdout.split()) == 19

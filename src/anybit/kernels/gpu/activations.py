@@ -66,9 +66,9 @@ def _inputs(x_row, weight, cols, input_scale, root, j, mask):
 
 @triton.jit
 def _quantize(
-    x, weight, cols, input_scale, clip, fixed, codes, scales, columns, c, width, groups, blocks, eps,
-    SIZE: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr, PAD: tl.constexpr,
+    x, weight, cols, input_scale, clip, fixed, codes, scales, sums, columns, c, width, groups, blocks, eps,
+    SIZE: tl.constexpr, SPAN: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """One part of a row: `blocks` blocks of ROWS groups, CHUNK of a group's values at a time."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -118,8 +118,18 @@ def _quantize(
             code = tl.where(code == code, tl.clamp(code, -TOP - 1.0, TOP * 1.0), -TOP - 1.0)
             code = (code + 12582912.0) - 12582912.0  # to the nearest whole number, half to even
             tl.store(codes_row + j, code.to(tl.int8), mask=mask)
+            if sums is not None:  # SPAN columns lie in one group
+                WIDE: tl.constexpr = SPAN if SPAN < CHUNK else CHUNK
+                spans = tl.reshape(tl.where(mask, code.to(tl.int32), 0), [ROWS, CHUNK // WIDE, WIDE])
+                i = k * CHUNK + WIDE * tl.arange(0, CHUNK // WIDE)
+                j = group[:, None] * SIZE + i[None, :]
+                at = sums + row * (width // SPAN) + j // SPAN
+                tl.store(at, tl.sum(spans, 2), mask=(j < c) & (i < SIZE)[None, :])
     if PAD > 0:
         if part == 0:
+            if sums is not None:
+                for at in range(tl.cdiv(c, SPAN), width // SPAN):
+                    tl.store(sums + row * (width // SPAN) + at, 0)
             j = c + tl.arange(0, PAD)
             tl.store(codes_row + j, tl.zeros([PAD], tl.int8), mask=j < width)
 
@@ -148,6 +158,28 @@ def quantize(
     Raises:
         InputError: other shapes, dtypes, devices or options.
     """
+    codes, scales, _ = quantize_and_sum(
+        x, grid, None, cols=cols, input_scale=input_scale, norm=norm, multiple=multiple
+    )
+    return codes, scales
+
+
+def quantize_and_sum(
+    x: Tensor,
+    grid: Grid,
+    span: int | None,
+    *,
+    cols: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    norm: Norm | None = None,
+    multiple: int = 1,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `quantize`, and the sums of codes over `span` columns of a group, int32 [m, c padded / span].
+
+    Args:
+        span: a power of two that divides the group size, or any where there is one group only, and `multiple`; None: no
+            sums.
+    """
     _check(x, grid, cols, input_scale, norm)
     if multiple < 1:
         raise InputError(f"codes padded to a multiple of {multiple}: expected at least 1")
@@ -156,8 +188,9 @@ def quantize(
     groups, width = groups_of(c, size), groups_of(c, multiple) * multiple
     codes = torch.empty(m, width, dtype=torch.int8, device=x.device)
     scales = torch.empty(m, groups, dtype=torch.float32, device=x.device)
+    sums = None if span is None else torch.empty(m, width // span, dtype=torch.int32, device=x.device)
     if not m or not c:
-        return codes.zero_(), scales
+        return codes.zero_(), scales, sums
     chunk = min(triton.next_power_of_2(min(size, c)), WIDEST)
     size = min(size, c)  # no less one group
     rows = max(1, BLOCK // chunk)
@@ -165,12 +198,13 @@ def quantize(
     parts = min(blocks, -(-_programs(x.device) // m))
     _quantize[m, parts](
         x.contiguous(), None if norm is None else norm.weight, cols, input_scale, grid.clip, grid.scales,
-        codes, scales, columns, c, width, groups, -(-blocks // parts), 0.0 if norm is None else float(norm.eps),
-        SIZE=size, TOP=2 ** (grid.bits - 1) - 1, ROWS=rows, CHUNK=chunk, CHUNKS=-(-size // chunk),
+        codes, scales, sums, columns, c, width, groups, -(-blocks // parts),
+        0.0 if norm is None else float(norm.eps), SIZE=size, SPAN=span or 1, TOP=2 ** (grid.bits - 1) - 1,
+        ROWS=rows, CHUNK=chunk, CHUNKS=-(-size // chunk),
         BLOCK=BLOCK, PAD=triton.next_power_of_2(width - c) if width > c else 0,
         num_warps=max(1, min(16, rows * chunk // VALUES_PER_WARP)),
     )  # fmt: skip
-    return codes, scales
+    return codes, scales, sums
 
 
 def reference(

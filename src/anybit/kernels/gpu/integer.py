@@ -1,14 +1,17 @@
 """Format "group int" with inputs of 8 bits or fewer: integer products on the tensor cores.
 
 The two-step dequantization of MixLLM (arXiv:2412.14590, section 3.3): within a group, `sum_j (code - zero) x_j` in
-integers; then the group's scales of weights and inputs. The integer becomes a float without a conversion where it stays
-below 2**22: sums begin at the integer whose bits are those of the float `3 * 2**22`, whose last place is 1.
+integers; then the group's scales of weights and inputs. The integer becomes a float without a conversion: sums of up to
+128 products stay below 2**22, and begin at the integer whose bits are those of the float `3 * 2**22`, whose last place
+is 1.
 
 Two tiles run as one launch: by rows (MixLLM's 4 and 8 bits, each program has one of them) or by columns (Atom's, each
 program sums both).
 
 Codes of up to 4 bits lie two to a byte: byte y of a unit of 2 SPAN columns has column y in its low half and SPAN + y in
-its high one, so inputs are read as they lie. Others lie as signed bytes, symmetric ones only.
+its high one, so inputs are read as they lie. Wider ones have a byte each, symmetric ones less their zero point. Of 8
+bits, codes less any zero point are no bytes: there the byte is `code - 128`, and sums begin at
+`(128 - zero) * sum_j x_j` more; the sums of inputs come from the kernel that rounds them.
 """
 
 from __future__ import annotations
@@ -27,28 +30,29 @@ from anybit.kernels.gpu.group_int import store_tile
 
 SPAN = 128  # columns of a product, at most: of one group
 LEAST = 32  # columns that an integer product takes at once
-FAST_SUM = 2**22  # below which sums become floats by their bits
+assert SPAN * 128 * 255 < 2**22
 
 
 # Four bytes at a time: codes less zero points, both below 128. Bit 7 keeps a byte from borrowing from the next one.
-LOW = tl.constexpr(
-    "{ .reg .b32 t; lop3.b32 t, $1, 0x0f0f0f0f, 0x80808080, 0xea; sub.u32 t, t, $2; xor.b32 $0, t, 0x80808080; }"
-)
-HIGH = tl.constexpr(
-    "{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 t, t, 0x0f0f0f0f, 0x80808080, 0xea; sub.u32 t, t, $2; "
-    "xor.b32 $0, t, 0x80808080; }"
+LOW, HIGH, WHOLE = (
+    tl.constexpr(f"{{ .reg .b32 t; {pick} sub.u32 t, t, $2; xor.b32 $0, t, 0x80808080; }}")
+    for pick in (
+        "lop3.b32 t, $1, 0x0f0f0f0f, 0x80808080, 0xea;",
+        "shr.u32 t, $1, 4; lop3.b32 t, t, 0x0f0f0f0f, 0x80808080, 0xea;",
+        "or.b32 t, $1, 0x80808080;",
+    )
 )
 
 
 @triton.jit
-def _less_zero(both, zero, HALF: tl.constexpr):
-    """The codes in one half of bytes, less zero points: int8."""
+def _less_zero(codes, zero, HALVES: tl.constexpr, HALF: tl.constexpr):
+    """The codes in bytes, or in one of two halves of them, less zero points: int8."""
     if INTERPRETED:
-        return (both >> 4 if HALF else both & 15).to(tl.int8) - zero.to(tl.int8)
-    zero = tl.broadcast_to(zero, both.shape)
-    return tl.inline_asm_elementwise(
-        HIGH if HALF else LOW, "=r,r,r", [both, zero], tl.int8, is_pure=True, pack=4
-    )
+        codes = codes if HALVES == 1 else codes >> 4 if HALF else codes & 15
+        return codes.to(tl.int8) - zero.to(tl.int8)
+    zero = tl.broadcast_to(zero, codes.shape)
+    ptx: tl.constexpr = WHOLE if HALVES == 1 else HIGH if HALF else LOW
+    return tl.inline_asm_elementwise(ptx, "=r,r,r", [codes, zero], tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -59,6 +63,7 @@ def _product(
     zeros,
     x,  # int8 [tokens, stride]
     scales,  # float32 [tokens, groups]
+    x_sums,  # int32 [tokens, stride // SPAN]: sums of x; used where OUTSIDE
     m,
     n,
     tokens,
@@ -68,8 +73,8 @@ def _product(
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
     HALVES: tl.constexpr,  # columns to a byte
-    ZERO: tl.constexpr,  # of a symmetric tile; -1: `zeros` has them
-    FAST: tl.constexpr,
+    ZERO: tl.constexpr,  # of all codes; -1: `zeros` has them
+    OUTSIDE: tl.constexpr,  # bytes are codes less 128, and what zero points differ from that meets the sums of x
 ):
     """`total += x @ W.T` of one tile."""
     byte, some, mine = tl.arange(0, SPAN), n < r, m < tokens
@@ -80,17 +85,18 @@ def _product(
         for half in tl.static_range(HALVES):
             column = (unit * HALVES + half) * SPAN
             g = tl.minimum(column // GROUP, groups - 1)
-            if HALVES == 1:
-                weight = both
-            else:
-                if ZERO < 0:
-                    zero = tl.load(zeros + n * groups + g, mask=some, other=0)[:, None]
-                else:
-                    zero = tl.full((1, 1), ZERO, tl.uint8)
-                weight = _less_zero(both, zero, half)
+            if ZERO < 0:
+                zero = tl.load(zeros + n * groups + g, mask=some, other=0)
+            weight, begin = both, tl.full(total.shape, 0x4B400000, tl.int32)
+            if OUTSIDE:
+                met = tl.load(x_sums + m * (stride // SPAN) + column // SPAN, mask=mine, other=0)
+                begin += met[:, None] * (128 - zero.to(tl.int32))[None, :]
+            elif ZERO < 0:
+                weight = _less_zero(both, zero[:, None], HALVES, half)
+            elif HALVES == 2:
+                weight = _less_zero(both, tl.full((1, 1), ZERO, tl.uint8), HALVES, half)
             values = tl.load(inputs + column, mask=mine[:, None], other=0)
-            sums = dot(values, tl.trans(weight), tl.full(total.shape, 0x4B400000 if FAST else 0, tl.int32))
-            sums = sums.to(tl.float32, bitcast=True) - 12582912.0 if FAST else sums.to(tl.float32)
+            sums = dot(values, tl.trans(weight), begin).to(tl.float32, bitcast=True) - 12582912.0
             weight_scale = tl.load(weight_scales + n * groups + g, mask=some, other=0.0).to(tl.float32)
             scale = tl.load(scales + m * groups + g, mask=mine, other=0.0)
             total += sums * (scale[:, None] * weight_scale[None, :])
@@ -105,6 +111,7 @@ def _matmul(
     rows_a,
     x_a,
     scales_a,
+    x_sums_a,
     r_a,
     stride_a,
     groups_a,
@@ -114,6 +121,7 @@ def _matmul(
     rows_b,
     x_b,
     scales_b,
+    x_sums_b,
     r_b,
     stride_b,
     groups_b,
@@ -124,12 +132,12 @@ def _matmul(
     SPAN_A: tl.constexpr,
     HALVES_A: tl.constexpr,
     ZERO_A: tl.constexpr,
-    FAST_A: tl.constexpr,
+    OUTSIDE_A: tl.constexpr,
     GROUP_B: tl.constexpr,
     SPAN_B: tl.constexpr,
     HALVES_B: tl.constexpr,
     ZERO_B: tl.constexpr,
-    FAST_B: tl.constexpr,
+    OUTSIDE_B: tl.constexpr,
     TILES: tl.constexpr,  # 1; 2: both by rows; 3: both by columns
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
@@ -142,20 +150,20 @@ def _matmul(
     if block < blocks_a:
         n = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
         total = _product(
-            total, codes_a, weight_scales_a, zeros_a, x_a, scales_a, m, n, tokens, r_a, stride_a, groups_a,
-            GROUP_A, SPAN_A, HALVES_A, ZERO_A, FAST_A,
+            total, codes_a, weight_scales_a, zeros_a, x_a, scales_a, x_sums_a, m, n, tokens, r_a, stride_a,
+            groups_a, GROUP_A, SPAN_A, HALVES_A, ZERO_A, OUTSIDE_A,
         )  # fmt: skip
         if TILES == 3:
             total = _product(
-                total, codes_b, weight_scales_b, zeros_b, x_b, scales_b, m, n, tokens, r_b, stride_b, groups_b,
-                GROUP_B, SPAN_B, HALVES_B, ZERO_B, FAST_B,
+                total, codes_b, weight_scales_b, zeros_b, x_b, scales_b, x_sums_b, m, n, tokens, r_b, stride_b,
+                groups_b, GROUP_B, SPAN_B, HALVES_B, ZERO_B, OUTSIDE_B,
             )  # fmt: skip
         store_tile(total, y, rows_a, m, n, tokens, r_a, out, ROWS, ADD)
     elif TILES == 2:
         n = ((block - blocks_a) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
         total = _product(
-            total, codes_b, weight_scales_b, zeros_b, x_b, scales_b, m, n, tokens, r_b, stride_b, groups_b,
-            GROUP_B, SPAN_B, HALVES_B, ZERO_B, FAST_B,
+            total, codes_b, weight_scales_b, zeros_b, x_b, scales_b, x_sums_b, m, n, tokens, r_b, stride_b,
+            groups_b, GROUP_B, SPAN_B, HALVES_B, ZERO_B, OUTSIDE_B,
         )  # fmt: skip
         store_tile(total, y, rows_b, m, n, tokens, r_b, out, ROWS, ADD)
 
@@ -166,6 +174,7 @@ class Inputs:
 
     codes: Tensor  # int8 [m, stride], 0 behind the tile's columns
     scales: Tensor  # float32 [m, groups]
+    sums: Tensor | None = None  # int32 [m, stride / span]: of codes, where a tile needs them
 
 
 class IntegerTile:
@@ -176,7 +185,7 @@ class IntegerTile:
         scales: float16 [r, groups].
         zeros: uint8 [r, groups]; None: symmetric.
         rows: int32 [r] output rows; None: all.
-        bits: width, 1 to 8; of more than 4, symmetric ones only.
+        bits: width, 1 to 8.
         group_size: a multiple of 32, or no less than c.
     """
 
@@ -191,30 +200,32 @@ class IntegerTile:
     ) -> None:
         self.rows, (self.r, self.c), self.bits, self.group_size = rows, codes.shape, bits, group_size
         one_group = group_size >= self.c
-        span = SPAN if one_group else math.gcd(group_size, SPAN)
+        self.span = span = SPAN if one_group else math.gcd(group_size, SPAN)
+        self.needs_sums = bits == 8 and zeros is not None
         halves = 2 if bits <= 4 else 1
         # The same for every width: tiles by rows share inputs.
         self.stride = -(-self.c // (2 * span)) * 2 * span
-        padded = codes.new_full((self.r, self.stride), 2 ** (bits - 1) if zeros is None else 0)
-        padded[:, : self.c] = codes
+        padded = torch.nn.functional.pad(codes, (0, self.stride - self.c))  # what meets inputs of 0
         if halves == 2:
             low, high = padded.view(self.r, -1, 2, span).unbind(2)
             self._codes = (low | high << 4).flatten(1).contiguous()
+        elif zeros is None or self.needs_sums:
+            self._codes = (padded - 2 ** (bits - 1)).view(torch.int8)  # modulo 256
         else:
-            self._codes = (padded.to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+            self._codes = padded.contiguous()
         self.scales, self.zeros = scales.contiguous(), None if zeros is None else zeros.contiguous()
         self._grid: dict[str, Any] = {
             "GROUP": 1 << 30 if one_group else group_size,
             "SPAN": span,
             "HALVES": halves,
             "ZERO": -1 if zeros is not None else 2 ** (bits - 1),
-            "FAST": span * 128 * 2 ** (bits - (zeros is None)) < FAST_SUM,
+            "OUTSIDE": self.needs_sums,
         }
 
     @staticmethod
-    def takes(columns: int, bits: int, group_size: int, symmetric: bool) -> bool:
-        """Whether there is a kernel for such tiles."""
-        return (bits <= 4 or symmetric) and (group_size >= columns or group_size % LEAST == 0)
+    def takes(columns: int, group_size: int) -> bool:
+        """Whether there is a kernel for groups of this size."""
+        return group_size >= columns or group_size % LEAST == 0
 
     def codes(self) -> Tensor:
         """Codes uint8 [r, c]."""
@@ -223,7 +234,8 @@ class IntegerTile:
                 self.r, 2, -1, self._grid["SPAN"]
             )
             return halves.transpose(1, 2).flatten(1)[:, : self.c].contiguous()
-        return (self._codes[:, : self.c].to(torch.int16) + 2 ** (self.bits - 1)).to(torch.uint8)
+        stored = self._codes[:, : self.c].contiguous()
+        return stored if stored.dtype == torch.uint8 else stored.view(torch.uint8) + 2 ** (self.bits - 1)
 
     def operands(self, inputs: Inputs) -> tuple[Any, ...]:
         nothing = self.scales
@@ -231,8 +243,9 @@ class IntegerTile:
             nothing if self.zeros is None else self.zeros,
             nothing if self.rows is None else self.rows,
         )
+        sums = nothing if inputs.sums is None else inputs.sums
         sizes = self.r, self.stride, self.scales.shape[1]
-        return self._codes, self.scales, zeros, rows, inputs.codes, inputs.scales, *sizes
+        return self._codes, self.scales, zeros, rows, inputs.codes, inputs.scales, sums, *sizes
 
     def flags(self, mark: str) -> dict[str, Any]:
         return {f"{name}_{mark}": value for name, value in self._grid.items()}

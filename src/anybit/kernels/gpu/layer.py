@@ -68,26 +68,28 @@ class Rounded:
         self.grid = activations.Grid(tile.act_bits, tile.group_size, tile.act_clip, tile.act_scales)
         self._input_scale = input_scale
         stored = tile.codes, tile.scales, tile.zeros, tile.rows, tile.bits, tile.group_size
-        takes = integer.IntegerTile.takes(self.c, tile.bits, tile.group_size, tile.zeros is None)
+        takes = integer.IntegerTile.takes(self.c, tile.group_size)
         self.integer = integer.IntegerTile(*stored) if takes else None
         self._rest = tile if self.integer is None else replace(tile, codes=_nothing(tile))
 
-    def inputs(self, x: Tensor) -> integer.Inputs:
-        """The layer's inputs x [m, in] as the tile's kernel takes them."""
-        multiple = 1 if self.integer is None else self.integer.stride
+    def inputs(self, x: Tensor, sums: bool) -> integer.Inputs:
+        """The layer's inputs x [m, in] as integer tiles of these channels take them, with their sums or without."""
+        assert self.integer is not None
+        span = self.integer.span if sums else None
         cols, scale = self._rest.cols, self._input_scale
-        return integer.Inputs(
-            *activations.quantize(x, self.grid, cols=cols, input_scale=scale, multiple=multiple)
+        made = activations.quantize_and_sum(
+            x, self.grid, span, cols=cols, input_scale=scale, multiple=self.integer.stride
         )
+        return integer.Inputs(*made)
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
-        inputs = self.inputs(x)
         if self.integer is not None:
-            integer.matmul([(self.integer, inputs)], y, add)
-        else:
-            group = torch.arange(self.c, device=x.device) // self.grid.group_size
-            product = inputs.codes.float() * inputs.scales[:, group] @ self.dequantize().T
-            place_product(product, y, self.rows, add)
+            return integer.matmul([(self.integer, self.inputs(x, self.integer.needs_sums))], y, add)
+        codes, scales = activations.quantize(
+            x, self.grid, cols=self._rest.cols, input_scale=self._input_scale
+        )
+        group = torch.arange(self.c, device=x.device) // self.grid.group_size
+        place_product(codes.float() * scales[:, group] @ self.dequantize().T, y, self.rows, add)
 
     def tile(self) -> formats.GroupInt:
         """The tile that this was made of."""
@@ -172,11 +174,14 @@ class Pair:
     def __init__(self, a: Rounded, b: Rounded, by_columns: bool) -> None:
         assert a.integer is not None and b.integer is not None
         self._a, self._b, self._tiles, self._by_columns = a, b, (a.integer, b.integer), by_columns
+        self._sums = [tile.needs_sums for tile in self._tiles]
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
-        inputs = self._a.inputs(x)
-        others = self._b.inputs(x) if self._by_columns else inputs
-        integer.matmul([(self._tiles[0], inputs), (self._tiles[1], others)], y, add)
+        if self._by_columns:
+            inputs = [tile.inputs(x, sums) for tile, sums in zip((self._a, self._b), self._sums)]
+        else:
+            inputs = [self._a.inputs(x, any(self._sums))] * 2
+        integer.matmul(list(zip(self._tiles, inputs)), y, add)
 
 
 class Multiplies(Protocol):
