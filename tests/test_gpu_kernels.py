@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,7 +29,7 @@ if not gpu.available():
 
 from anybit.kernels.gpu import activations, codebook, integer
 from anybit.kernels.gpu import layer as layers
-from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt
+from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt, _two_ptx
 from anybit.kernels.gpu.layer import Layer
 from anybit.kernels.gpu.words import pack_words, unpack_words
 
@@ -88,6 +89,7 @@ GRIDS = [  # bits, group size, r, c, symmetric
     (5, 96, 40, 576, False),
     (6, 1000, 9, 300, True),
     (7, 16, 20, 333, False),
+    (8, 32, 9, 100, False),
     (8, 4096, 34, 2000, False),
 ]
 
@@ -111,6 +113,23 @@ def test_group_int_multiplies_what_is_stored(grid: tuple[int, int, int, int, boo
             close(y, x.double() @ dense.double().T, 2e-6)
             made.matmul(x, y, add=True)
             close(y, 2 * x.double() @ dense.double().T, 2e-6)
+
+
+@pytest.mark.parametrize("bits, bf16", [(2, False), (4, False), (8, False), (2, True), (4, True)])
+def test_two_codes_are_decoded_exactly(bits: int, bf16: bool) -> None:
+    """The constants of what the interpreter does not run."""
+    dtype, codes = torch.bfloat16 if bf16 else torch.float16, torch.arange(2**bits)
+    numbers = [int(number, 16) for number in re.findall("0x[0-9a-f]{5,}", _two_ptx(bits, bf16))]
+    assert all(number >> 16 == number & 0xFFFF for number in numbers)
+    step, mask, base = (torch.tensor(number & 0xFFFF) for number in numbers)
+    assert torch.equal(codes & mask, codes) and not base & mask
+    read, step = (value.short().view(dtype).double() for value in (base | codes, step))
+    offset = (
+        -codes.double() / 2**bits - (128 if bf16 else 1024) / 2**bits
+    )  # of a zero point, as `_halves` makes it
+    made = read[:, None] * step + offset.to(dtype).double()
+    assert torch.equal(made, (codes[:, None] - codes).double() / 2**bits)
+    assert torch.equal(made.to(dtype).double(), made)
 
 
 def test_outputs_go_where_the_rows_say_and_nowhere_else() -> None:
@@ -436,7 +455,11 @@ def build(kernel, types, warps=4, **constants):
 grid = dict(GROUP=128, RUN=8, BITS=3, LANES=16, SYMMETRIC=False)
 tile, flags = "*bf16 *i32 *fp16 *u8 *i32 *bf16", dict(ROWS=True, ADD=True)
 build(group_int._gemv, tile + 4 * " i32", 1, **grid, **flags, BLOCK=32)
-build(group_int._gemm, tile + 6 * " i32", **grid, **flags, TOKENS=16, BLOCK=64)
+build(group_int._gemm, tile + 6 * " i32", **grid, **flags, TOKENS=16, TWO=False, BLOCK=64)
+two = flags | dict(TOKENS=16, TWO=True, BLOCK=64)
+for bits, run, dtype in ((4, 4, "bf16"), (8, 8, "fp16")):
+    types = tile.replace("bf16", dtype) + 6 * " i32"
+    build(group_int._gemm, types, **(grid | dict(BITS=bits, RUN=run, GROUP=16 * run)), **two)
 build(group_int._dequantize, "*i32 *fp16 *u8 *i64 *bf16" + 4 * " i32", **grid, PICKED=True, BLOCK=16)
 rest = " *fp16 *u8 *i32 *i8 *fp32 *i32 i32 i32 i32 "
 kind = dict(GROUP=128, SPAN=128, ZERO=-1, OUTSIDE=False)
@@ -472,4 +495,4 @@ def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 19
+    assert len(done.stdout.split()) == 21

@@ -15,6 +15,27 @@ def dot(a, b, sums):
 
 
 @triton.jit
+def side_by_side(tiles):
+    """A tuple of 1, 2, 4 or 8 tiles [m, n] as one, [m, n of all], the columns of the first first."""
+    if len(tiles) == 1:
+        return tiles[0]
+    elif len(tiles) == 2:
+        return _pair(tiles[0], tiles[1])
+    elif len(tiles) == 4:
+        return _pair(_pair(tiles[0], tiles[1]), _pair(tiles[2], tiles[3]))
+    else:
+        return _pair(
+            _pair(_pair(tiles[0], tiles[1]), _pair(tiles[2], tiles[3])),
+            _pair(_pair(tiles[4], tiles[5]), _pair(tiles[6], tiles[7])),
+        )
+
+
+@triton.jit
+def _pair(a, b):
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
 def rounded(values, TYPE: tl.constexpr):
     """Values float32 in another type, to nearest even."""
     if INTERPRETED and tl.bfloat16 == TYPE:  # it would cut them off

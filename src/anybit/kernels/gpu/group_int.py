@@ -3,7 +3,9 @@
 A code becomes a float without a conversion: shifted to the top of a mantissa below the exponent of 1, it reads as
 `1 + code / 2**bits`. A group's weights are `scale * 2**bits` times that less `1 + zero / 2**bits`, so one token costs a
 shift, a mask and a multiply-add per weight, and two multiply-adds per group and lane. With several tokens the
-difference, which is exact in every type, goes to the tensor cores, and scales multiply what a group sums up to.
+difference, which is exact in every type, goes to the tensor cores, and scales multiply what a group sums up to. Weights
+are the left operand there: then words, not weights, pass from the order of loads to that of products. Up to eight fields
+are one product, and codes of 2, 4 and 8 bits, two of which lie 16 bits apart, become 16-bit floats two at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anybit.kernels.gpu.arithmetic import dot, rounded
+from anybit.kernels.gpu.arithmetic import INTERPRETED, dot, rounded, side_by_side
 from anybit.kernels.gpu.words import FIELDS, LANES, pack_words, unpack_words
 
 FUSED_TOKENS = 256  # more are multiplied with the dense matrix
@@ -29,6 +31,57 @@ def one_plus(words, FROM: tl.constexpr, BITS: tl.constexpr):
     TOP: tl.constexpr = ((1 << BITS) - 1) << (23 - BITS)
     moved = words << UP if UP >= 0 else words >> -UP
     return ((moved & TOP) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+def _two_ptx(bits: int, bfloat16: bool) -> str:
+    """PTX: the codes at the ends of both halves of a word $2 over 2**bits plus what $3 has, to 16-bit floats $0 and $1.
+
+    A code at the end of a mantissa reads as a base, 128 or 1024, plus the code, so the base is to be taken from $3.
+    """
+    kind, base = ("bf16x2", 0x43004300) if bfloat16 else ("f16x2", 0x64006400)
+    step = (127 - bits << 7 if bfloat16 else 15 - bits << 10) * 0x10001  # 2**-bits, twice
+    return (
+        f"{{ .reg .b32 t, s; mov.b32 s, {step:#x}; lop3.b32 t, $2, {(2**bits - 1) * 0x10001:#x}, {base:#x}, 0xea; "
+        f"fma.rn.{kind} t, t, s, $3; mov.b32 {{$0, $1}}, t; }}"
+    )
+
+
+TWO_2, TWO_4, TWO_8 = (tl.constexpr(_two_ptx(bits, False)) for bits in (2, 4, 8))
+TWO_2_BF16, TWO_4_BF16 = (tl.constexpr(_two_ptx(bits, True)) for bits in (2, 4))
+
+
+@triton.jit
+def _two(word, offset, BITS: tl.constexpr, TYPE: tl.constexpr):
+    """See `_two_ptx`."""
+    if tl.bfloat16 == TYPE:
+        return tl.inline_asm_elementwise(
+            TWO_2_BF16 if BITS == 2 else TWO_4_BF16, "=h,=h,r,r", [word, offset],
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            TWO_2 if BITS == 2 else TWO_4 if BITS == 4 else TWO_8, "=h,=h,r,r", [word, offset],
+            dtype=(tl.float16, tl.float16), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _halves(word, low, high, BITS: tl.constexpr, TYPE: tl.constexpr):
+    """`1 + code / 2**BITS` plus an offset of its half, exact in TYPE, of each field of words: two tuples, by halves."""
+    BASE: tl.constexpr = (128.0 if tl.bfloat16 == TYPE else 1024.0) / (1 << BITS)
+    first = (low + (1.0 - BASE)).to(TYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
+    second = (high + (1.0 - BASE)).to(TYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
+    offset = tl.broadcast_to((first | (second << 16))[:, None], word.shape)
+    lows, highs = (), ()
+    for i in tl.static_range(16 // BITS):
+        if INTERPRETED:
+            a = rounded(one_plus(word, i * BITS, BITS) + low[:, None], TYPE)
+            b = rounded(one_plus(word, 16 + i * BITS, BITS) + high[:, None], TYPE)
+        else:
+            a, b = _two(word >> i * BITS, offset, BITS, TYPE)
+        lows += (a,)  # type: ignore[assignment]  # tuples that grow as loops are unrolled
+        highs += (b,)  # type: ignore[assignment]
+    return lows, highs
 
 
 @triton.jit
@@ -127,6 +180,14 @@ def store_tile(values, y, rows, m, n, tokens, r, out, ROWS: tl.constexpr, ADD: t
     tl.store(at, rounded(values, y.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _columns(x, m, tokens, c, first, COUNT: tl.constexpr):
+    """COUNT inputs from column `first` on, [COUNT, tokens]: what weights are multiplied with."""
+    column = first + tl.arange(0, COUNT)
+    at = x + m[:, None].to(tl.int64) * c + column[None, :]
+    return tl.trans(tl.load(at, mask=(m < tokens)[:, None] & (column < c)[None, :], other=0.0))
+
+
 @triton.jit(do_not_specialize=["tokens", "chunks", "groups"])
 def _gemm(
     x,  # [tokens, c]
@@ -149,36 +210,54 @@ def _gemm(
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
     TOKENS: tl.constexpr,
+    TWO: tl.constexpr,  # codes are decoded two at a time; halves of words lie in one group
     BLOCK: tl.constexpr,
 ):
     n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     mask, lane = n < r, tl.arange(0, LANES)
     WHOLE: tl.constexpr = 32 // BITS
+    HALF: tl.constexpr = WHOLE // 2
+    STEP: tl.constexpr = RUN if RUN < 8 else 8  # fields to a product
     line = words + (n * (chunks * BITS * LANES))[:, None] + lane[None, :]
-    inputs = x + m[:, None].to(tl.int64) * c
-    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    total = tl.zeros((BLOCK, TOKENS), tl.float32)
     for s in range(chunks):
-        part = tl.zeros((TOKENS, BLOCK), tl.float32)
+        part = tl.zeros((BLOCK, TOKENS), tl.float32)
         scale, offset = _grid(scales, zeros, n, mask, groups, s * 32 * LANES // GROUP, BITS, SYMMETRIC)
-        rest = tl.zeros((BLOCK, LANES), tl.uint32)
+        rest, held = tl.zeros((BLOCK, LANES), tl.uint32), ()
         for p in tl.static_range(BITS + (1 if 32 % BITS else 0)):
             word, rest = next_word(line + (s * BITS + p) * LANES, mask[:, None], rest, p, BITS)
+            if TWO:
+                first, after, behind = (s * 32 + p * WHOLE) * LANES, scale, offset
+                if RUN == HALF:
+                    g = (first + HALF * LANES) // GROUP
+                    after, behind = _grid(scales, zeros, n, mask, groups, g, BITS, SYMMETRIC)
+                low, high = _halves(word, offset, behind, BITS, x.dtype.element_ty)
+                if RUN > HALF and WHOLE <= 8:
+                    some = _columns(x, m, tokens, c, first, WHOLE * LANES)
+                    part = dot(side_by_side(low + high), some, part)
+                else:
+                    part = dot(side_by_side(low), _columns(x, m, tokens, c, first, HALF * LANES), part)
+                    if RUN == HALF:
+                        total += part * scale[:, None]
+                        part, scale = tl.zeros_like(part), after
+                    some = _columns(x, m, tokens, c, first + HALF * LANES, HALF * LANES)
+                    part = dot(side_by_side(high), some, part)
             for i in tl.static_range(WHOLE if p < BITS else 32 - WHOLE * BITS):
-                j = p * WHOLE + i
-                column = (s * 32 + j) * LANES + lane
-                some = tl.load(
-                    inputs + column[None, :], mask=(m < tokens)[:, None] & (column < c)[None, :], other=0.0
-                )
-                weight = rounded(one_plus(word, i * BITS, BITS) + offset[:, None], some.dtype)
-                part = dot(some, tl.trans(weight), part)
-                if (j + 1) % RUN == 0:
-                    total += part * scale[None, :]
-                    if j + 1 < 32:
+                if not TWO:
+                    weight = rounded(one_plus(word, i * BITS, BITS) + offset[:, None], x.dtype.element_ty)
+                    held += (weight,)  # type: ignore[assignment]
+                    if (p * WHOLE + i + 1) % STEP == 0:
+                        first = (s * 32 + p * WHOLE + i + 1 - STEP) * LANES
+                        some = _columns(x, m, tokens, c, first, STEP * LANES)
+                        part, held = dot(side_by_side(held), some, part), ()
+                if (not TWO or i + 1 == WHOLE) and (p * WHOLE + i + 1) % RUN == 0:
+                    total += part * scale[:, None]
+                    if p * WHOLE + i + 1 < 32:
                         part = tl.zeros_like(part)
-                        g = (s * 32 + j + 1) * LANES // GROUP
+                        g = (s * 32 + p * WHOLE + i + 1) * LANES // GROUP
                         scale, offset = _grid(scales, zeros, n, mask, groups, g, BITS, SYMMETRIC)
-    store_tile(total, y, rows, m, n, tokens, r, out, ROWS, ADD)
+    store_tile(tl.trans(total), y, rows, m, n, tokens, r, out, ROWS, ADD)
 
 
 @triton.jit(do_not_specialize=["chunks", "groups"])
@@ -275,13 +354,19 @@ class GroupInt:
             )
         elif fused(x):
             tokens = max(16, min(64, triton.next_power_of_2(len(x))))
-            _gemm[(triton.cdiv(self.r, 128), triton.cdiv(len(x), tokens))](
-                x, *stored, rows, y, len(x), self.r, self.c, y.shape[1], *sizes,
-                **self._grid, **flags, TOKENS=tokens, BLOCK=128, num_warps=4, num_stages=1,
+            block, warps = (128, 8) if tokens == 64 else (64, 4)
+            _gemm[(triton.cdiv(self.r, block), triton.cdiv(len(x), tokens))](
+                x, *stored, rows, y, len(x), self.r, self.c, y.shape[1], *sizes, **self._grid, **flags,
+                TOKENS=tokens, TWO=self._two(x.dtype), BLOCK=block, num_warps=warps, num_stages=1,
             )  # fmt: skip
         else:
             product = x @ self.dequantize(x.dtype).T
             place_product(product, y, self.rows, add)
+
+    def _two(self, dtype: torch.dtype) -> bool:
+        """Whether halves of words hold whole codes of one group, which the type's mantissa has room for."""
+        room = 7 if dtype == torch.bfloat16 else 8
+        return self.bits in (2, 4, 8) and self.bits <= room and self._grid["RUN"] >= 16 // self.bits
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
