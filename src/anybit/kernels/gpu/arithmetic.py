@@ -1,4 +1,4 @@
-"""Products and roundings that Triton's interpreter, which has no bfloat16, would get wrong."""
+"""What kernels of several formats compute with: products and roundings that are right in Triton's interpreter, too."""
 
 import triton
 import triton.language as tl

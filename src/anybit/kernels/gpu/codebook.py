@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anybit.kernels.gpu.arithmetic import INTERPRETED, dot, rounded
+from anybit.kernels.gpu.arithmetic import INTERPRETED, dot, rounded, side_by_side
 from anybit.kernels.gpu.group_int import fused, next_word, place_product, store, store_tile
 from anybit.kernels.gpu.words import (
     FIELDS,
@@ -58,8 +58,8 @@ def _nibbles(planes, starts, line, mask, FIRST: tl.constexpr, BITS: tl.constexpr
     )
 
 
-def _look_up_ptx(parts: int) -> str:
-    """PTX: the eight 4-bit codes of $8 to the floats $0 to $7; tables of 8 float16 entries for each part.
+def _look_up_ptx(parts: int, wide: bool) -> str:
+    """PTX: the eight 4-bit codes of $8 to $0 to $7, float16 or as float32; tables of 8 float16 entries for each part.
 
     One instruction picks four bytes of eight by four codes, so low and high bytes of the entries are looked up apart
     and put together. Of two parts the codes' highest bits, as bytes of ones, choose.
@@ -77,13 +77,16 @@ def _look_up_ptx(parts: int) -> str:
                 lines += [f"prmt.b32 p, {table[0]}, {table[1]}, s", f"prmt.b32 q, {table[2]}, {table[3]}, s"]
                 lines += [f"lop3.b32 {to}, p, q, m, 0xd8"]
         for at, order in ((first, "0x5140"), (first + 2, "0x7362")):
-            lines += [f"prmt.b32 p, l, h, {order}", "mov.b32 {x, y}, p"]
-            lines += [f"cvt.f32.f16 ${at}, x", f"cvt.f32.f16 ${at + 1}, y"]
+            lines += [f"prmt.b32 p, l, h, {order}"]
+            if wide:
+                lines += ["mov.b32 {x, y}, p", f"cvt.f32.f16 ${at}, x", f"cvt.f32.f16 ${at + 1}, y"]
+            else:
+                lines += [f"mov.b32 {{${at}, ${at + 1}}}, p"]
     return "{ " + "; ".join(lines) + "; }"
 
 
-LOOK_UP_8, LOOK_UP_16 = tl.constexpr(_look_up_ptx(1)), tl.constexpr(_look_up_ptx(2))
-EIGHT = tl.constexpr("=f,=f,=f,=f,=f,=f,=f,=f,")
+LOOK_UP_8, LOOK_UP_16 = (tl.constexpr(_look_up_ptx(parts, True)) for parts in (1, 2))
+LOOK_UP_8_HALF, LOOK_UP_16_HALF = (tl.constexpr(_look_up_ptx(parts, False)) for parts in (1, 2))
 MOST_PERMUTED = 4  # bits: of more, entries are loaded one by one
 
 
@@ -106,22 +109,25 @@ def pack_entries(tables: Tensor) -> Tensor:
 
 
 @triton.jit
-def _permuted(word, packed, n, r, kinds, BITS: tl.constexpr, SHARED: tl.constexpr):
-    """The entries float32 of the eight 4-bit codes of each word, a tuple."""
+def _permuted(word, packed, n, r, kinds, BITS: tl.constexpr, SHARED: tl.constexpr, TYPE: tl.constexpr):
+    """The entries of the eight 4-bit codes of each word, a tuple; float16 if TYPE is, else float32."""
     n = tl.minimum(n, r - 1)
     kind = tl.load(kinds + n).to(tl.int64) if SHARED else n
-    if BITS <= 3:
-        a = packed + (kind * 4)[:, None]
+    a = packed + (kind * (4 if BITS <= 3 else 8))[:, None]
+    given = (word, tl.load(a), tl.load(a + 1), tl.load(a + 2), tl.load(a + 3))
+    if BITS > 3:
+        given += (tl.load(a + 4), tl.load(a + 5), tl.load(a + 6), tl.load(a + 7))  # type: ignore[assignment]
+    REST: tl.constexpr = ",r,r,r,r,r" if BITS <= 3 else ",r,r,r,r,r,r,r,r,r"
+    if tl.float16 == TYPE:
         return tl.inline_asm_elementwise(
-            LOOK_UP_8, EIGHT + "r,r,r,r,r", [word, tl.load(a), tl.load(a + 1), tl.load(a + 2), tl.load(a + 3)],
+            LOOK_UP_8_HALF if BITS <= 3 else LOOK_UP_16_HALF, "=h,=h,=h,=h,=h,=h,=h,=h" + REST, given,
+            dtype=(tl.float16,) * 8, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            LOOK_UP_8 if BITS <= 3 else LOOK_UP_16, "=f,=f,=f,=f,=f,=f,=f,=f" + REST, given,
             dtype=(tl.float32,) * 8, is_pure=True, pack=1,
         )  # fmt: skip
-    a = packed + (kind * 8)[:, None]
-    return tl.inline_asm_elementwise(
-        LOOK_UP_16, EIGHT + "r,r,r,r,r,r,r,r,r",
-        [word, tl.load(a), tl.load(a + 1), tl.load(a + 2), tl.load(a + 3), tl.load(a + 4), tl.load(a + 5),
-         tl.load(a + 6), tl.load(a + 7)], dtype=(tl.float32,) * 8, is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -135,19 +141,25 @@ def _entry(table, low, high, k: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _eight(
-    low, high, tables, packed, kinds, n, r, BITS: tl.constexpr, SHARED: tl.constexpr, PERMUTED: tl.constexpr
-):
-    """The entries float32 of the codes of fields 0 to 7, a tuple; rows behind the last one read its table."""
+    low, high, tables, packed, kinds, n, r, BITS: tl.constexpr, SHARED: tl.constexpr, PERMUTED: tl.constexpr,
+    TYPE: tl.constexpr,
+):  # fmt: skip
+    """The entries of the codes of fields 0 to 7, a tuple: float32, or exactly in TYPE.
+
+    Rows behind the last read its table.
+    """
     if PERMUTED and not INTERPRETED:
-        return _permuted(low, packed, n, r, kinds, BITS, SHARED)
-    n = tl.minimum(n, r - 1)
-    kind = tl.load(kinds + n).to(tl.int64) if SHARED else n
-    table = (tables + (kind << BITS))[:, None]
-    return (
-        _entry(table, low, high, 0, BITS), _entry(table, low, high, 1, BITS), _entry(table, low, high, 2, BITS),
-        _entry(table, low, high, 3, BITS), _entry(table, low, high, 4, BITS), _entry(table, low, high, 5, BITS),
-        _entry(table, low, high, 6, BITS), _entry(table, low, high, 7, BITS),
-    )  # fmt: skip
+        return _permuted(low, packed, n, r, kinds, BITS, SHARED, TYPE)
+    else:
+        n = tl.minimum(n, r - 1)
+        kind = tl.load(kinds + n).to(tl.int64) if SHARED else n
+        table = (tables + (kind << BITS))[:, None]
+        return (
+            _entry(table, low, high, 0, BITS), _entry(table, low, high, 1, BITS),
+            _entry(table, low, high, 2, BITS), _entry(table, low, high, 3, BITS),
+            _entry(table, low, high, 4, BITS), _entry(table, low, high, 5, BITS),
+            _entry(table, low, high, 6, BITS), _entry(table, low, high, 7, BITS),
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -180,7 +192,7 @@ def _row_gemv(
         low = _nibbles(planes, starts, line + s * LANES, mask[:, None], 0, BITS)
         high = low if BITS <= 4 else _nibbles(planes, starts, line + s * LANES, mask[:, None], 4, BITS)
         for q in tl.static_range(4):
-            weight = _eight(low[q], high[q], tables, packed, kinds, n, r, BITS, SHARED, PERMUTED)
+            weight = _eight(low[q], high[q], tables, packed, kinds, n, r, BITS, SHARED, PERMUTED, tl.float32)
             for k in tl.static_range(8):
                 column = (s * 32 + 4 * k + q) * LANES + lane
                 one = tl.load(x + column, mask=column < c, other=0.0).to(tl.float32)
@@ -220,21 +232,22 @@ def _row_gemm(
     m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     mask, lane = n < r, tl.arange(0, LANES)
     line = (n * (chunks * LANES))[:, None] + lane[None, :]
-    inputs = x + (m.to(tl.int64) * c)[:, None]
-    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    inputs, k = x + (m.to(tl.int64) * c)[:, None], tl.arange(0, 8 * LANES)
+    total = tl.zeros((BLOCK, TOKENS), tl.float32)
     for s in range(chunks):
         low = _nibbles(planes, starts, line + s * LANES, mask[:, None], 0, BITS)
         high = low if BITS <= 4 else _nibbles(planes, starts, line + s * LANES, mask[:, None], 4, BITS)
         for q in tl.static_range(4):
-            weight = _eight(low[q], high[q], tables, packed, kinds, n, r, BITS, SHARED, PERMUTED)
-            for k in tl.static_range(8):
-                column = (s * 32 + 4 * k + q) * LANES + lane
-                there = (m < tokens)[:, None] & (column < c)[None, :]
-                some = tl.load(inputs + column[None, :], mask=there, other=0.0)
-                total = dot(some, tl.trans(rounded(weight[k], some.dtype)), total)
+            weight = _eight(
+                low[q], high[q], tables, packed, kinds, n, r, BITS, SHARED, PERMUTED, x.dtype.element_ty
+            )
+            column = (s * 32 + 4 * (k // LANES) + q) * LANES + k % LANES
+            there = (m < tokens)[:, None] & (column < c)[None, :]
+            some = tl.load(inputs + column[None, :], mask=there, other=0.0)
+            total = dot(rounded(side_by_side(weight), some.dtype), tl.trans(some), total)
     if SHARED:
-        total *= tl.load(scales + n, mask=mask, other=0.0)[None, :]
-    store_tile(total, y, rows, m, n, tokens, r, out, ROWS, ADD)
+        total *= tl.load(scales + n, mask=mask, other=0.0)[:, None]
+    store_tile(tl.trans(total), y, rows, m, n, tokens, r, out, ROWS, ADD)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -261,7 +274,7 @@ def _row_dequantize(
     low = _nibbles(planes, starts, line, mask[:, None], 0, BITS)
     high = low if BITS <= 4 else _nibbles(planes, starts, line, mask[:, None], 4, BITS)
     for q in tl.static_range(4):
-        weight = _eight(low[q], high[q], tables, packed, kinds, n, r, BITS, SHARED, PERMUTED)
+        weight = _eight(low[q], high[q], tables, packed, kinds, n, r, BITS, SHARED, PERMUTED, tl.float32)
         for k in tl.static_range(8):
             column = (s * 32 + 4 * k + q) * LANES + lane
             value = weight[k]

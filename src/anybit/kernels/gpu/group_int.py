@@ -3,9 +3,10 @@
 A code becomes a float without a conversion: shifted to the top of a mantissa below the exponent of 1, it reads as
 `1 + code / 2**bits`. A group's weights are `scale * 2**bits` times that less `1 + zero / 2**bits`, so one token costs a
 shift, a mask and a multiply-add per weight, and two multiply-adds per group and lane. With several tokens the
-difference, which is exact in every type, goes to the tensor cores, and scales multiply what a group sums up to. Weights
-are the left operand there: then words, not weights, pass from the order of loads to that of products. Up to eight fields
-are one product, and codes of 2, 4 and 8 bits, two of which lie 16 bits apart, become 16-bit floats two at a time.
+difference, which is exact in every type, goes to the tensor cores, and scales multiply what a group sums up to.
+Weights are the left operand there: then words, not weights, pass from the order of loads to that of products. Up to
+eight fields are one product, and codes of 2, 4 and 8 bits, two of which lie 16 bits apart, become 16-bit floats in
+pairs.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def store_tile(values, y, rows, m, n, tokens, r, out, ROWS: tl.constexpr, ADD: t
 
 
 @triton.jit
-def _columns(x, m, tokens, c, first, COUNT: tl.constexpr):
+def columns_of(x, m, tokens, c, first, COUNT: tl.constexpr):
     """COUNT inputs from column `first` on, [COUNT, tokens]: what weights are multiplied with."""
     column = first + tl.arange(0, COUNT)
     at = x + m[:, None].to(tl.int64) * c + column[None, :]
@@ -234,14 +235,14 @@ def _gemm(
                     after, behind = _grid(scales, zeros, n, mask, groups, g, BITS, SYMMETRIC)
                 low, high = _halves(word, offset, behind, BITS, x.dtype.element_ty)
                 if RUN > HALF and WHOLE <= 8:
-                    some = _columns(x, m, tokens, c, first, WHOLE * LANES)
+                    some = columns_of(x, m, tokens, c, first, WHOLE * LANES)
                     part = dot(side_by_side(low + high), some, part)
                 else:
-                    part = dot(side_by_side(low), _columns(x, m, tokens, c, first, HALF * LANES), part)
+                    part = dot(side_by_side(low), columns_of(x, m, tokens, c, first, HALF * LANES), part)
                     if RUN == HALF:
                         total += part * scale[:, None]
                         part, scale = tl.zeros_like(part), after
-                    some = _columns(x, m, tokens, c, first + HALF * LANES, HALF * LANES)
+                    some = columns_of(x, m, tokens, c, first + HALF * LANES, HALF * LANES)
                     part = dot(side_by_side(high), some, part)
             for i in tl.static_range(WHOLE if p < BITS else 32 - WHOLE * BITS):
                 if not TWO:
@@ -249,7 +250,7 @@ def _gemm(
                     held += (weight,)  # type: ignore[assignment]
                     if (p * WHOLE + i + 1) % STEP == 0:
                         first = (s * 32 + p * WHOLE + i + 1 - STEP) * LANES
-                        some = _columns(x, m, tokens, c, first, STEP * LANES)
+                        some = columns_of(x, m, tokens, c, first, STEP * LANES)
                         part, held = dot(side_by_side(held), some, part), ()
                 if (not TWO or i + 1 == WHOLE) and (p * WHOLE + i + 1) % RUN == 0:
                     total += part * scale[:, None]

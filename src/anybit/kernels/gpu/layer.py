@@ -23,13 +23,15 @@ from anybit.tensors import PackedWeight, place, sparse_tensors, tile_prefix, til
 TWO_FOUR_CODES = {"codes", "rest", "grids", "narrow_codes", "zeros", "scale_codes", "wide_codes"}
 
 
-class Tile(Protocol):
-    """Something that multiplies."""
+class Multiplies(Protocol):
+    def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None: ...
+
+
+class Tile(Multiplies, Protocol):
+    """A tile's weights in the order of its kernel."""
 
     @property
     def rows(self) -> Tensor | None: ...
-
-    def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None: ...
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor: ...
 
@@ -182,10 +184,6 @@ class Pair:
         else:
             inputs = [self._a.inputs(x, any(self._sums))] * 2
         integer.matmul(list(zip(self._tiles, inputs)), y, add)
-
-
-class Multiplies(Protocol):
-    def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)

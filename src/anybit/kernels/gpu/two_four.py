@@ -59,7 +59,7 @@ def _sums(
         else:
             inputs = x + (m.to(tl.int64) * c)[:, None] + at[None, :]
             some = tl.load(inputs, mask=(m < tokens)[:, None] & (w < words)[None, :], other=0.0)
-            total = dot(some, tl.trans(rounded((weight + offset) * scale, some.dtype)), total)
+            total = dot(rounded((weight + offset) * scale, some.dtype), tl.trans(some), total)
     if TOKENS == 1:
         total += scale * (part + offset * met[None, :])
     return total
@@ -91,7 +91,7 @@ def _product(
     n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     c, mask = 16 * words + 8 * wide_words, n < r
-    total = tl.zeros((BLOCK, WORDS) if TOKENS == 1 else (TOKENS, BLOCK), tl.float32)
+    total = tl.zeros((BLOCK, WORDS) if TOKENS == 1 else (BLOCK, TOKENS), tl.float32)
     for start in range(0, words, WORDS):
         w = start + tl.arange(0, WORDS)
         there, word = mask[:, None] & (w < words)[None, :], _word(codes, n, w, r, words)
@@ -112,7 +112,7 @@ def _product(
     if TOKENS == 1:
         store(tl.sum(total, 1), y, codes, n, mask, False, ADD)
     else:
-        store_tile(total, y, codes, m, n, tokens, r, out, False, ADD)
+        store_tile(tl.trans(total), y, codes, m, n, tokens, r, out, False, ADD)
 
 
 class TwoFour:
@@ -136,13 +136,14 @@ class TwoFour:
         """`y = x @ W.T`, or `+=`; see `group_int.GroupInt.matmul`."""
         if len(x) > 1 and not fused(x):
             return place_product(x @ self.dequantize(x.dtype).T, y, None, add)
-        tokens, given = 1 if len(x) == 1 else 16 if len(x) <= 16 else 64, self._given
+        given, tokens = self._given, 1 if len(x) == 1 else 16 if len(x) <= 16 else 64
+        block = 32 if tokens == 1 else 64
         ordered = torch.nn.functional.pad(x, (0, 1)) if len(self._order) > self.c else x
-        _product[(triton.cdiv(self.r, 32), triton.cdiv(len(x), tokens))](
+        _product[(triton.cdiv(self.r, block), triton.cdiv(len(x), tokens))](
             ordered.index_select(1, self._order), self._codes, self._grids, given.scale_scales, given.scale_zeros,
             self._wide_codes, given.wide_scales, given.wide_zeros, y, len(x), self.r, self._codes.shape[1],
             self._wide_codes.shape[1], self._grids.shape[1], y.shape[1], HALVES=self._halves, ADD=add,
-            TOKENS=tokens, WORDS=32, BLOCK=32, num_warps=2, num_stages=1,
+            TOKENS=tokens, WORDS=32, BLOCK=block, num_warps=block // 16, num_stages=1,
         )  # fmt: skip
 
     def restore(self) -> formats.TwoFour:
