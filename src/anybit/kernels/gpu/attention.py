@@ -94,12 +94,6 @@ class PagedCache:
     def page_size(self) -> int:
         return self.keys.shape[2]
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token, of keys and values, scales and minima."""
-        rows = (self.keys, self.values, self.key_grid, self.value_grid)
-        return sum(t.shape[-1] * t.element_size() * self.kv_heads for t in rows if t is not None)
-
     def read(self, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `length` tokens in `pages` [n], float32 [kv_heads, length, d]."""
         keys = self._read(self.keys, self.key_grid, pages, length)
