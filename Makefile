@@ -28,7 +28,7 @@ check-native: $(VENV)/.installed-dev
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ANYBIT_BUILD=build/sanitized \
 	  $(BIN)/python -m pytest tests/test_kernels_cpu.py tests/test_kernels_lookup.py tests/test_kernels_layer.py \
-	  tests/test_nested.py tests/test_kmeans.py tests/test_two_four_sixteen.py -k "not fork and not model and not command"
+	  tests/test_activations.py tests/test_nested.py tests/test_kmeans.py tests/test_two_four_sixteen.py -k "not fork and not model and not command"
 
 bench: $(VENV)/.installed
 	$(BIN)/anybit bench kernels

@@ -66,7 +66,8 @@ public:
     }
 
     bool takes_bf16(int64_t tokens) const override {
-        const int64_t few_here = std::min(FEW_TOKENS, 2 * few(true)); // entries of few tokens are looked up cheaply
+        // Up to 6 bits a channel's entries are looked up in registers.
+        const int64_t few_here = t_.bits <= 6 ? std::min(FEW_TOKENS, 2 * few(true)) : few(true);
         return tokens > few_here && kernels_.channel_gemm_bf16 != nullptr;
     }
 
@@ -89,7 +90,7 @@ private:
                             threads);
         const Scratch padded = make_scratch(m * width);
         const auto pad = plain(width);
-        for (int64_t k = 0; k < m; ++k) pad(k, x.floats(k), padded.get() + k * width);
+        for (int64_t k = 0; k < m; ++k) pad(x.floats(k), padded.get() + k * width);
         by_blocks(
             threads,
             [&](int64_t begin, int64_t end) { kernels_.channel_matmul(t_, padded.get(), m, y, y_stride, begin, end); },
@@ -191,7 +192,7 @@ private:
         const Scratch scratch = make_scratch((m + (c_.rows - 1) / piece + 1) * width);
         float* padded = scratch.get();
         const auto pad = plain(width);
-        for (int64_t k = 0; k < m; ++k) pad(k, x.floats(k), padded + k * width);
+        for (int64_t k = 0; k < m; ++k) pad(x.floats(k), padded + k * width);
         parallel_for(c_.rows, piece, threads, [&](int64_t begin, int64_t end) {
             by_words_.codebook_rows(c_, padded, m, y, y_stride, padded + (m + begin / piece) * width, begin, end);
         });

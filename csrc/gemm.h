@@ -168,7 +168,9 @@ template <bool PAIRED = false, typename T, typename X>
 void multiply_many(const T& t, int64_t (*decode)(const T&, int64_t, int64_t, Floats*), const X* x, int64_t x_stride,
                    int64_t width, int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end) {
     constexpr bool PLAIN = PAIRED || sizeof(X) == 4; // panels are used as they are decoded
-    Floats decoded[PLAIN ? 1 : PANEL], panels[HELD<X> * PANEL_VECTORS<X>], total[HELD<X> * BATCH];
+    Floats decoded[PLAIN ? 1 : PANEL];
+    auto* total = static_cast<Floats*>(thread_memory(HELD<X> * (BATCH + PANEL_VECTORS<X>)*BYTES));
+    Floats* panels = total + HELD<X> * BATCH;
     for (int64_t block = begin; block < end; block += HELD<X>)
         for (int64_t first = 0; first < tokens; first += BATCH) {
             const int64_t m = least(BATCH, tokens - first), blocks = least(HELD<X>, end - block);

@@ -181,9 +181,9 @@ template <int BITS>
 void multiply_many(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
     const int64_t width = cells_of(t) * cell_columns(BITS), steps = ceil_div(width, STEP);
     const int64_t together = steps < STEPS ? STEPS / steps : 1; // groups of a panel
-    Panel panel;
-    Ints sums[PANEL_ROWS * BATCH];
-    Floats total[PANEL_ROWS * BATCH];
+    auto* total = static_cast<Floats*>(thread_memory(2 * PANEL_ROWS * BATCH * BYTES + sizeof(Panel)));
+    auto* sums = reinterpret_cast<Ints*>(total + PANEL_ROWS * BATCH);
+    Panel& panel = *reinterpret_cast<Panel*>(sums + PANEL_ROWS * BATCH);
     for (int64_t block = begin; block < end; block += PANEL_ROWS)
         for (int64_t first = 0; first < in.tokens; first += BATCH) {
             const int64_t m = least(BATCH, in.tokens - first), blocks = least(PANEL_ROWS, end - block);

@@ -109,18 +109,28 @@ void read_row(const Clustering& c, int64_t row, Points& p) {
 
 // ---- cuts -----------------------------------------------------------------------------------------------
 
+template <typename V> V shuffled(V v, const Longs& from) {
+#if defined(__clang__)
+    V made;
+    for (int l = 0; l < 8; ++l) made[l] = v[from[l]];
+    return made;
+#else
+    return __builtin_shuffle(v, from);
+#endif
+}
+
 // The largest of the values and its place, the first of equal ones.
 Cut largest(Doubles value, Longs place) {
     const Longs far = {4, 5, 6, 7, 0, 1, 2, 3}, near = {2, 3, 0, 1, 6, 7, 4, 5}, next = {1, 0, 3, 2, 5, 4, 7, 6};
     const Longs partners[] = {far, near, next};
     Doubles most = value;
     for (const Longs& partner : partners) {
-        const Doubles other = __builtin_shuffle(most, partner);
+        const Doubles other = shuffled(most, partner);
         most = other > most ? other : most;
     }
     place = value == most ? place : Longs{} + INT64_MAX;
     for (const Longs& partner : partners) {
-        const Longs other = __builtin_shuffle(place, partner);
+        const Longs other = shuffled(place, partner);
         place = other < place ? other : place;
     }
     return {place[0], most[0]};

@@ -147,6 +147,9 @@ constexpr int64_t FEW_TOKENS = 16;       // in float32, up to which weights are 
 constexpr int64_t BATCH = 512;           // tokens, up to which weights are decoded once for all
 constexpr int64_t MANY_BLOCKS = 2;       // blocks of rows that one token, and many, meet together: the same
 
+// Memory of this thread in whole cache lines, too much for the stack of a small one; the next call may give the same.
+void* thread_memory(int64_t bytes);
+
 struct Products {
     const char* isa;
     int64_t lanes;    // rows to a block of a tile in format "group int"

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <stddef.h>
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif

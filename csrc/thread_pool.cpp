@@ -1,11 +1,14 @@
 #include "thread_pool.h"
 
+#include "products.h"
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -152,6 +155,19 @@ Pool& pool() {
 }
 
 } // namespace
+
+void* thread_memory(int64_t bytes) {
+    struct Free {
+        void operator()(char* p) const { ::operator delete[](p, std::align_val_t(64)); }
+    };
+    thread_local std::unique_ptr<char[], Free> memory;
+    thread_local int64_t size = 0;
+    if (bytes > size) {
+        memory.reset(new (std::align_val_t(64)) char[static_cast<size_t>(bytes)]);
+        size = bytes;
+    }
+    return memory.get();
+}
 
 void parallel_ranges(int64_t n, int64_t grain, int threads, RangeFunction function, void* context) {
     if (n <= 0) return;

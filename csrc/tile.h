@@ -168,25 +168,15 @@ protected:
         const uint16_t* halves() const { return reinterpret_cast<const uint16_t*>(data.get()); }
     };
 
-    // Inputs are brought into plain order with padding by `pad(k, from, to)`, `width` of them to a token.
+    // Each token's inputs, which `pad(from, to)` copies to `width` elements.
     template <typename P> Many pad_many(const Tokens& x, int64_t width, P&& pad, int threads) const {
-        const int64_t m = x.count, row = width + columns_; // a row of scratch: padded, and before
-        const int64_t stride = odd_lines(width, x.bf16 ? 2 : 4);
+        const int64_t m = x.count, stride = odd_lines(width, x.bf16 ? 2 : 4);
         Many padded{make_scratch(x.bf16 ? m * stride / 2 : m * stride), m, stride, x.bf16};
-        auto* narrow = reinterpret_cast<uint16_t*>(padded.data.get());
-        const int64_t piece = piece_of(m, 1, m * width, threads);
-        const Scratch scratch = make_scratch(x.bf16 && width != columns_ ? ((m - 1) / piece + 1) * row : 0);
-        parallel_for(m, piece, threads, [&](int64_t begin, int64_t end) {
-            float *to = scratch.get() + begin / piece * row, *before = to + width;
-            for (int64_t k = begin; k < end; ++k) {
-                if (!x.bf16) pad(k, x.floats(k), padded.data.get() + k * stride);
-                else if (width == columns_) std::copy_n(x.halves(k), width, narrow + k * stride);
-                else {
-                    baseline::widen(x.halves(k), columns_, before);
-                    pad(k, before, to);
-                    for (int64_t j = 0; j < width; ++j) narrow[k * stride + j] = baseline::upper_half(to[j]);
-                }
-            }
+        float* floats = padded.data.get();
+        auto* halves = reinterpret_cast<uint16_t*>(floats);
+        for_tokens(m, width, threads, [&](int64_t k) {
+            if (x.bf16) pad(x.halves(k), halves + k * stride);
+            else pad(x.floats(k), floats + k * stride);
         });
         return padded;
     }
@@ -237,9 +227,9 @@ protected:
 
     // Inputs as they are, then zeros.
     auto plain(int64_t width) const {
-        return [this, width](int64_t, const float* from, float* to) {
+        return [this, width](const auto* from, auto* to) {
             std::copy_n(from, columns_, to);
-            std::fill_n(to + columns_, width - columns_, 0.0f);
+            std::fill_n(to + columns_, width - columns_, 0);
         };
     }
 

@@ -97,9 +97,12 @@ private:
     void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
         const int64_t m = x.count, width = kernels_.group_int_columns(t_);
         if (m > few(x.bf16)) {
-            const Scratch sums = make_scratch(m * t_.groups); // which nobody reads
-            const auto pad = [&](int64_t k, const float* from, float* to) {
-                kernels_.group_int_prepare(t_, from, to, sums.get() + k * t_.groups);
+            const auto pad = [this, width](const auto* from, auto* to) {
+                for (int64_t g = 0, room = width / t_.groups; g < t_.groups; ++g, to += room) {
+                    const int64_t first = g * t_.group_size, count = std::min(t_.group_size, columns_ - first);
+                    std::copy_n(from + first, count, to);
+                    std::fill_n(to + count, room - count, 0);
+                }
             };
             return add_many(t_, x, width, pad, kernels_.group_int_gemm, kernels_.group_int_gemm_bf16, y, y_stride,
                             threads);

@@ -359,16 +359,19 @@ def _measure(makes: dict[str, Make], out: int, reader: Variant, rounds: int, cac
 
 
 def _times(variants: dict[str, Variant], rounds: int, cached: bool) -> dict[str, list[float]]:
-    """Seconds of every round, the variants taking turns, their weights in the cache or not."""
-    copies = 1 if cached else min(MOST_COPIES, -(-_cold() // sum(v.nbytes for v in variants.values())))
+    """Seconds of every round, the variants taking turns, their weights in the cache or not.
+
+    What runs after another library finds its code cold and its threads asleep. A layer of a model runs after one of its
+    kind, so a call with other weights goes before.
+    """
+    copies = 1 if cached else max(2, min(MOST_COPIES, -(-_cold() // sum(v.nbytes for v in variants.values()))))
     runs = {name: rotating(variant, copies) for name, variant in variants.items()}
     times: dict[str, list[float]] = {name: [] for name in variants}
     for i in range(rounds + WARM_UP):
         for name, variant in variants.items():
             if variant.wake is not None:
                 variant.wake()
-            if cached:
-                runs[name]()
+            runs[name]()
             begun = time.perf_counter()
             runs[name]()
             if i >= WARM_UP:

@@ -54,7 +54,7 @@ def matmul_isas() -> tuple[str, ...]:
 
 def few_tokens(dtype: torch.dtype, isa: str | None = None) -> int:
     """How many tokens at most have, each, the bits that they have alone. More share weights that are decoded once and,
-    where inputs are bfloat16, rounded to it."""
+    where inputs are bfloat16 and the processor multiplies it, rounded to it."""
     return _native.few_tokens(dtype == torch.bfloat16, isa)
 
 
@@ -85,7 +85,7 @@ class _Tile:
         Args:
             x: float32 [m, c], contiguous rows; bfloat16 where `takes_bf16`, with AVX512-BF16 any number of tokens, else
                 up to 16. That runs faster: products are exact, but codebooks' centroids are rounded to bfloat16, and
-                all weights of more than `few_tokens` are.
+                so are all weights that many tokens share (see `few_tokens`).
             y: float32 [m, out], contiguous; out = r where the tile has no `rows`.
             threads: default `torch.get_num_threads()`.
 
