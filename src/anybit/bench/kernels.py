@@ -364,7 +364,9 @@ def _times(variants: dict[str, Variant], rounds: int, cached: bool) -> dict[str,
     What runs after another library finds its code cold and its threads asleep. A layer of a model runs after one of its
     kind, so a call with other weights goes before.
     """
-    copies = 1 if cached else max(2, min(MOST_COPIES, -(-_cold() // sum(v.nbytes for v in variants.values()))))
+    copies = (
+        1 if cached else max(2, min(MOST_COPIES, -(-_cold() // sum(v.nbytes for v in variants.values()))))
+    )
     runs = {name: rotating(variant, copies) for name, variant in variants.items()}
     times: dict[str, list[float]] = {name: [] for name in variants}
     for i in range(rounds + WARM_UP):
