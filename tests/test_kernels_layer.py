@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -137,6 +139,25 @@ def test_tokens_beyond_one_turn(name: str, half: bool) -> None:
     expected, size = oracle(weight, x.bfloat16() if half else x)
     bound = 2e-5 * size.amax() + (2 * LOWEST * expected.abs() + 8 * LOWEST * size if half else 0)
     assert bool(((y.double() - expected).abs() <= bound).all())
+
+
+@pytest.mark.skipif(os.getenv("ANYBIT_BUILD") is not None, reason="sanitizers need more of a stack")
+def test_a_thread_of_half_a_megabyte_has_stack_enough() -> None:
+    done, before = [], threading.stack_size(512 << 10)
+
+    def multiply() -> None:
+        for name in ("W4", "W4A8", "codebook 4", "nested 4"):
+            prepared = Prepared(packed(name, (130, 520), sparse=False, scaled=False, seed=1))
+            x = torch.randn(520, 520)
+            done.append(torch.stack([prepared.matmul(x), prepared.matmul(x.bfloat16())]))
+
+    try:
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    assert len(done) == 4 and all(bool(y.isfinite().all()) for y in done)
 
 
 @pytest.mark.parametrize("isa", cpu.matmul_isas())
