@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from anybit import cli
 from anybit.bench import gpu as bench
 from anybit.bench import gpu_attention, gpu_matmul, gpu_quantize, gpu_targets, graphs
 from anybit.errors import InputError
@@ -148,10 +147,14 @@ def test_both_commands(
     capsys: pytest.CaptureFixture[str],
     begin: tuple[str, ...],
 ) -> None:
+    pytest.importorskip("matplotlib")
     files = "--json", f"{tmp_path}/gemm.json", "--plot", f"{tmp_path}/gemm.png"
     what = "--shapes", "128x256", "--tokens", "2,3", "--dtype", "bfloat16", "--only", "W8A8", "--rounds", "1"
     monkeypatch.setattr(sys, "argv", ["command", *begin, "gemm", *what, *files])
     if begin:
+        pytest.importorskip("typer")
+        from anybit import cli
+
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert ended.value.code == 0
@@ -271,6 +274,7 @@ def test_figures_are_shown_and_drawn(
     (panel,) = (panel for panel in bench._panels(figures) if panel.title == title)
     assert {label: panel.points[label] for label in points} == points
     assert panel.bars == figures.get("seconds_per_billion", {})
+    pytest.importorskip("matplotlib")
     picture = tmp_path / f"{part}.png"
     bench.plot(figures, picture)
     assert picture.stat().st_size > 5000
@@ -386,3 +390,13 @@ def test_a_plot_of_nothing_is_refused() -> None:
         bench.check_plot(Path("speed.bmp"), False)
     with pytest.raises(InputError, match="with --small there are no times"):
         bench.check_plot(Path("speed.png"), True)
+
+
+def test_the_commands_of_the_docs_run_from_a_source_tree() -> None:
+    root = Path(__file__).parent.parent
+    text = (root / "docs/results.md").read_text(encoding="utf-8")
+    commands = [line for line in text.splitlines() if "anybit.bench.gpu " in line or "-m pytest -n" in line]
+    assert all(line.startswith("PYTHONPATH=src python -m ") for line in commands)
+    tests = {word for line in commands for word in line.split() if word.startswith("tests/")}
+    assert {f"tests/{file.name}" for file in (root / "tests").glob("test_gpu_*.py")} < tests
+    assert all((root / test).is_file() for test in tests)
