@@ -1,10 +1,15 @@
 """Steps replayed as a graph. Without a GPU the operations of a step are recorded instead: what a CUDA graph replays."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config, StaticCache
 
+import anybit
+from anybit import QuantizeConfig
 from anybit.cuda_graph import Step, capture, fits, graphed
 
 SIZES = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
@@ -40,6 +45,33 @@ def test_replayed_steps_generate_the_same(kind: type, batch: int) -> None:
             assert torch.equal(replayed, model.generate(ids, **how))  # whose cache grows: no graph
     assert len(made) == 2
     assert "forward" not in vars(model)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_graph_has_the_branches_of_quantized_layers(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Channels of 2, 4 and 16 bits are multiplied on streams of their own."""
+    from anybit.kernels.gpu import layer
+
+    concurrently, forks = layer.concurrently, []
+
+    def counted(device: torch.device, *runs: Callable[[], None]) -> None:
+        forks.append(len(runs))
+        concurrently(device, *runs)
+
+    monkeypatch.setattr(layer, "concurrently", counted)
+    config = QuantizeConfig(method="two-four-sixteen", samples=2, seq_len=32)
+    anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    model = anybit.load(str(tmp_path / "out"), device="cuda")
+    ids = torch.randint(3, 250, (2, 7), device="cuda")
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 15, "min_new_tokens": 15}
+    how |= {"disable_compile": True, "do_sample": False}
+    with torch.no_grad():
+        eager = model.generate(ids, past_key_values=StaticCache(model.config, max_cache_len=22), **how)
+        with graphed(model) as make_cache:
+            replayed = model.generate(ids, past_key_values=make_cache(22), **how)
+    assert torch.equal(replayed, eager) and max(forks) > 1
 
 
 def test_sliding_windows_do_not_fit() -> None:
