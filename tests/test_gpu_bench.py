@@ -19,13 +19,17 @@ if not gpu.available():
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Every variant runs once, on the CPU where there is no GPU, and took a second, or what is set here."""
+    """Every variant runs once, on the CPU without a GPU, and took a second, or what is set here; 0: it fails."""
     seconds: dict[str, float] = {}
 
-    def times(variants: dict[str, graphs.Variant], rounds: int) -> dict[str, float]:
-        for variant in variants.values():
-            variant.runs[-1]()
-        return {name: seconds.get(name, 1.0) for name in variants}
+    def times(
+        variants: dict[str, graphs.Variant], rounds: int, failed: dict[str, str], where: str = ""
+    ) -> dict[str, float]:
+        for name, variant in variants.items():
+            with graphs.noted(failed, name + where):
+                variant.runs[-1]()
+                assert seconds.get(name) != 0, "no time"
+        return {name: seconds.get(name, 1.0) for name in variants if name + where not in failed}
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(graphs, "cuda", lambda: torch.device("cpu"))
@@ -167,10 +171,177 @@ def test_both_commands(
 
 
 def test_what_time_does_not_allow_is_said(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_matmul, "MINUTES", 0)
+    monkeypatch.setattr(graphs, "MINUTES", 0)
     figures = bench.run("gemm", shapes=("128x256",), tokens=(1, 2), only=("W8A8",))
     assert figures["rows"] == [] and figures["left_out"] == ["128x256, 1 token(s)", "128x256, 2 token(s)"]
     assert "out of time, left out: 128x256, 2 token(s)" in list(bench.lines(figures))
+
+
+@pytest.mark.parametrize("missing", ["copy", "cuBLAS float16", "cuBLAS bfloat16", "W8A8"])
+@pytest.mark.parametrize("part", ["gemv", "gemm"])
+def test_a_row_without_one_of_its_peers(clock: dict[str, float], part: str, missing: str) -> None:
+    clock[missing] = 0
+    only = ("W8A8", "W4") if part == "gemm" else ("W4", "W8")
+    figures = bench.run(
+        part, shapes=("128x256",), only=only, **({"tokens": (1, 2)} if part == "gemm" else {})
+    )
+    rows = figures["rows"]
+    assert len(rows) == (2 if part == "gemm" else 1) and list(figures["failed"]) == [
+        f"{missing}, 128x256, {row['tokens']} token(s)" for row in rows
+    ]
+    for row in rows:
+        assert ("copy_gb_per_s" in row) == (missing != "copy") and missing not in row["variants"]
+        for variant in row["variants"].values():
+            assert variant["us"] > 0 and ("of_copy" in variant) == (missing != "copy")
+            for peer in ("float16", "bfloat16"):
+                assert (f"over_{peer}" in variant) == (missing != f"cuBLAS {peer}")
+    assert any(line.startswith(f"left out: {missing}, 128x256") for line in bench.lines(figures))
+    for panel in bench._panels(figures):
+        assert bool(panel.points) == (missing != "cuBLAS float16")
+
+
+def test_a_decode_step_without_its_peer(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_matmul, "BLOCK", ((64, 128),))
+    clock |= {"float16": 0, "copy": 0}
+    figures = bench.run("decode", tokens=(4,), only=("W8A8",))
+    (row,) = figures["rows"]
+    assert list(row["variants"]) == ["W8A8"] and "over_float16" not in row["variants"]["W8A8"]
+    assert row["variants"]["W8A8"]["tokens_per_s"] == 4 and "float16, 4 token(s)" in figures["failed"]
+
+
+def test_inputs_without_their_peers(clock: dict[str, float]) -> None:
+    clock |= {"torch norm": 0, "copy": 0, "alone": 0}
+    figures = gpu_attention.quantize(tokens=(2,), columns=(256,))
+    (row,) = figures["rows"]
+    assert list(row["variants"]) == ["norm", "norm, reordered"] and "copy_gb_per_s" not in row
+    assert set(row["variants"]["norm"]) == {"us", "gb_per_s"}
+    assert row["variants"]["norm, reordered"]["over_torch"] == 1
+    assert sorted(figures["failed"]) == [
+        f"{name}, 256 columns, 2 token(s)" for name in ("alone", "copy", "torch norm")
+    ]
+
+
+def test_wrong_widths_and_roundings_are_left_out(
+    clock: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_attention, "MODELS", {"tiny": (4, 2, 64)})
+    attend, rounded = gpu_attention.paged_attention, gpu_attention.quantize_inputs
+
+    def attention(query: Any, cache: Any, *given: Any, **more: Any) -> Any:
+        return attend(query, cache, *given, **more) * (1.1 if cache.bits == 8 else 1)
+
+    def quantize(x: Any, grid: Any, **more: Any) -> Any:
+        codes, scales = rounded(x, grid, **more)
+        return codes, scales * (1.1 if "cols" in more else 1)
+
+    monkeypatch.setattr(gpu_attention, "paged_attention", attention)
+    monkeypatch.setattr(gpu_attention, "quantize_inputs", quantize)
+    failed: dict[str, str] = {}
+    assert list(
+        gpu_attention._check_attention((4, 2, 64), (1, 40), graphs.any_device(), failed, ", tiny")
+    ) == [
+        "int4",
+        "fp16",
+    ]
+    assert "do not use it" in failed["int8, tiny"] and len(failed) == 1
+    figures = gpu_attention.quantize(tokens=(2,), columns=(256,))
+    assert list(figures["rows"][0]["variants"]) == ["alone", "norm"]
+    assert list(figures["failed"]) == ["norm, reordered, 256 columns"]
+    checked = {"int4": 0.0, "fp16": 0.0}
+    monkeypatch.setattr(gpu_attention, "_check_attention", lambda *_: checked)
+    figures = gpu_attention.attention(batches=(1,), lengths=(20,), models=("tiny",))
+    assert sorted(figures["rows"][0]["variants"]) == ["fp16", "int4", "sdpa"]
+    with pytest.raises(InputError, match=r"norm, reordered, 300 columns fails: .* do not use it"):
+        bench.run("activations", small=True)
+
+
+@pytest.mark.parametrize("part", ["attention", "activations", "quantize"])
+def test_every_part_stops_in_time(
+    clock: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str
+) -> None:
+    monkeypatch.setattr(graphs, "MINUTES", 0)
+    if part == "quantize":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "no GPU")
+        monkeypatch.setattr(gpu, "why_not", lambda: None)
+    else:
+        monkeypatch.setattr(gpu_attention, "_check_attention", lambda *_: {})
+        monkeypatch.setattr(gpu_attention, "_check_quantize", lambda *_: {})
+    figures = bench.run(part, json_file=tmp_path / "part.json")
+    left_out = {
+        "attention": (12, "Llama-7B, batch 1, length 1024"),
+        "activations": (12, "4096 columns, 1 token(s)"),
+        "quantize": (9, "k-means, 4096x4096"),
+    }[part]
+    assert (len(figures["left_out"]), figures["left_out"][0]) == left_out
+    assert f"out of time, left out: {left_out[1]}" in list(bench.lines(figures))
+    assert bench._panels(figures) == []
+
+
+def test_a_step_of_quantizing_that_fails_loses_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def compared(*_: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(gpu_quantize, "_gptq_beside_cpu", compared)
+    seen: list[str] = []
+    with pytest.raises(InputError, match="GPTQ beside the CPU's fails: RuntimeError: no memory"):
+        gpu_quantize.quantize(small=True, save=lambda figures: seen.append(json.dumps(figures)))
+    kept = [json.loads(figures) for figures in seen]
+    assert [len(figures["kmeans"]["rows"]) for figures in kept[:2]] == [0, 1] and "gptq" in kept[2]
+    assert list(kept[4]["seconds_per_billion"]) == ["rtn", "gptq"]
+    assert len(kept[-1]["agreement"]) >= 3 and list(kept[-1]["failed"]) == ["GPTQ beside the CPU's"]
+    partial = {"part": "quantize", "device": "a GPU", "kmeans": {"rows": []}}
+    partial |= {"seconds_per_billion": {}, "agreement": [], "failed": {"GPTQ": "no"}}
+    assert "left out: GPTQ, no" in list(bench.lines(partial)) and gpu_targets.targets(partial) == []
+
+
+def test_a_variant_that_fails_while_it_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    def replayed(graph: Any, count: int) -> float:
+        calls.append(graph)
+        if graph == "b" and calls.count("b") == 4:
+            raise RuntimeError("misaligned address")
+        return len(calls)
+
+    def graph(runs: Any) -> tuple[Any, int]:
+        return runs[0](), 1
+
+    monkeypatch.setattr(graphs, "_graph", graph)
+    monkeypatch.setattr(graphs, "_replayed", replayed)
+    variants = {name: graphs.Variant(0, [lambda name=name: name]) for name in "ab"}  # type: ignore[misc]
+    variants["c"] = graphs.Variant(0, [lambda: 1 // 0])
+    failed: dict[str, str] = {}
+    assert graphs.times(variants, 3, failed, " here") == {"a": 7}
+    assert failed["b here"] == "RuntimeError: misaligned address" and calls[-1] == "a"
+    assert failed["c here"].startswith("ZeroDivisionError")
+    assert "c here is left out" in capsys.readouterr().err
+
+
+def test_a_gpu_that_answers_no_more_ends_the_part(
+    clock: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usual = graphs.times
+
+    def times(
+        variants: dict[str, graphs.Variant], rounds: int, failed: dict[str, str], where: str = ""
+    ) -> Any:
+        if where == ", 128x256, 2 token(s)":
+            clock["W8A8"] = 0
+            monkeypatch.setattr(graphs, "_lost", lambda: True)
+        return usual(variants, rounds, failed, where)
+
+    monkeypatch.setattr(graphs, "times", times)
+    file = tmp_path / "gemm.json"
+    figures = bench.run("gemm", json_file=file, shapes=("128x256",), tokens=(1, 2, 3), only=("W8A8",))
+    assert [row["tokens"] for row in figures["rows"]] == [1] and json.loads(file.read_text())["rows"]
+    assert list(figures["failed"]) == ["W8A8, 128x256, 2 token(s)"]
+    (said,) = (line for line in bench.lines(figures) if line.startswith("ended early: after W8A8, 128x256"))
+    assert said.endswith("run the part again with `--only` and the other variants")
 
 
 def test_a_decode_step(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,13 +361,16 @@ def test_attention_and_inputs_are_timed(
     clock: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_attention, "MODELS", {"tiny": (4, 2, 64)})
-    monkeypatch.setattr(gpu_attention, "_check_attention", lambda *_: {})  # of 700 tokens
+    checked = {"int4": 0.0, "int8": 0.0, "fp16": 0.0}  # of 700 tokens
+    monkeypatch.setattr(gpu_attention, "_check_attention", lambda *_: checked)
     clock |= {"copy": 1e-3, "int4 default": 1e-6, "int8 default": 2e-6, "fp16 default": 4e-6, "sdpa": 3e-6}
     seen: list[int] = []
     sizes = {"batches": (2,), "lengths": (20, 40), "models": ("tiny",)}
     figures = gpu_attention.attention(**sizes, save=lambda found: seen.append(len(found["rows"])))  # type: ignore[arg-type]
     int4 = figures["rows"][1]["variants"]["int4"]
-    assert seen == [1, 2] and int4["over_fp16"] == pytest.approx(4) and int4["over_sdpa"] == pytest.approx(3)
+    assert (
+        seen == [0, 1, 2] and int4["over_fp16"] == pytest.approx(4) and int4["over_sdpa"] == pytest.approx(3)
+    )
     nbytes = 2 * 48 * 2 * 2 * (64 // 2 + 4)  # batch, places of three pages, heads, keys and values with grids
     assert int4["gb_per_s"] == pytest.approx(nbytes / 1e3)
     assert int4["of_copy"] == pytest.approx(int4["gb_per_s"] / figures["rows"][1]["copy_gb_per_s"])

@@ -72,8 +72,12 @@ def run(
     Raises:
         InputError: no such part, shape, dtype or variant; an option that would be ignored; no GPU, unless small;
             kernels that do not run; if small, one that is wrong.
+
+    A part that the GPU ends, because it answers no more after an error, has figures of what was before, and says so
+    under `ended`.
     """
     from anybit.bench.gpu_targets import targets
+    from anybit.bench.graphs import DeviceLostError
     from anybit.bench.kernels import parse_shape
     from anybit.kernels import gpu
 
@@ -95,9 +99,22 @@ def run(
         figures = {"bench": "gpu", "part": part} | figures
         return figures if small else figures | {"targets": targets(figures)}
 
-    if part != "quantize":
-        given["save"] = lambda figures: _write(json_file, whole(figures))
-    return whole(_parts()[part](small=small, **given))
+    last: dict[str, Any] = {}
+
+    def save(figures: dict[str, Any]) -> None:
+        nonlocal last
+        last = figures
+        if not small:
+            _write(json_file, whole(figures))
+
+    try:
+        last = _parts()[part](small=small, save=save, **given)
+    except DeviceLostError as error:
+        if small:
+            raise InputError(str(error)) from error
+        rest = " with `--only` and the other variants" if "only" in TAKEN.get(part, ()) else ""
+        last["ended"] = f"{error}; what was measured before is kept, run the part again{rest}"
+    return whole(last)
 
 
 def _write(file: Path | None, figures: dict[str, Any]) -> None:
@@ -109,7 +126,7 @@ def _write(file: Path | None, figures: dict[str, Any]) -> None:
 def lines(figures: dict[str, Any]) -> Iterator[str]:
     """A table of the figures, and they as one line of JSON."""
     yield f"{figures['part']} on {figures.get('device', 'no GPU: correctness only')}"
-    if "gptq" in figures:
+    if figures["part"] == "quantize":
         yield from _quantizing(figures)
     elif not figures["rows"]:
         yield f"checked against the reference: {len(figures['checked'])} variants"
@@ -133,6 +150,8 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
         yield f"left out: {name}, {why}"
     for left_out in figures.get("left_out", ()):
         yield f"out of time, left out: {left_out}"
+    if "ended" in figures:
+        yield f"ended early: {figures['ended']}"
     for name, speed in figures.get("averages", {}).items():
         yield f"average over shapes and tokens, x float16: {name:20}{speed:6.2f}"
     if figures.get("targets"):
@@ -145,9 +164,13 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
 
 
 def _quantizing(figures: dict[str, Any]) -> Iterator[str]:
-    layer, clusters = figures["gptq"], figures["kmeans"]
-    yield f"GPTQ, 4 bits, {layer['shape']}: {layer['ms']:.1f} ms; columns in plain PyTorch: {layer['plain_ms']:.0f} ms"
-    yield f"k-means, 3 to 8 bits: {clusters['ns_per_weight']:.2f} ns a weight, model {clusters['model_seconds']:.1f} s"
+    layer, clusters = figures.get("gptq"), figures["kmeans"]
+    if layer is not None:
+        plain = f"columns in plain PyTorch: {layer['plain_ms']:.0f} ms"
+        yield f"GPTQ, 4 bits, {layer['shape']}: {layer['ms']:.1f} ms; {plain}"
+    if "model_seconds" in clusters:  # all shapes were clustered
+        speed = f"{clusters['ns_per_weight']:.2f} ns a weight, model {clusters['model_seconds']:.1f} s"
+        yield f"k-means, 3 to 8 bits: {speed}"
     for method, seconds in figures["seconds_per_billion"].items():
         yield f"{method}: {seconds:.1f} s per billion weights"
     for row in figures.get("agreement", ()):
@@ -261,7 +284,7 @@ def _panels(figures: dict[str, Any]) -> list[Panel]:
             if part == "gemv":
                 bits = 8e3 * variant["gb_per_s"] * variant["us"] / (row["out"] * row["in"])
                 label = _family(name)
-                if label is not None:
+                if label is not None and "over_float16" in variant:
                     panel.add(label, bits, variant["over_float16"])
             elif part in ("gemm", "attention"):
                 over = "over_float16" if part == "gemm" else "over_fp16"
@@ -281,18 +304,17 @@ def _family(name: str) -> str | None:
 
 
 def _bars(figures: dict[str, Any]) -> list[Panel]:
-    layer = figures["gptq"]
+    layer = figures.get("gptq")
     rows = {"x".join(map(str, row["shape"])): row["ms"] for row in figures["kmeans"]["rows"]}
-    return [
+    panels = [
         Panel("methods", None, "seconds per billion weights", bars=figures["seconds_per_billion"]),
         Panel("k-means, 3 to 8 bits", None, "ms of a layer", bars=rows),
-        Panel(
-            f"GPTQ, 4 bits, {'x'.join(map(str, layer['shape']))}",
-            None,
-            "ms of a layer",
-            bars={"kernel": layer["ms"], "plain PyTorch": layer["plain_ms"]},
-        ),
     ]
+    if layer is not None:
+        title = f"GPTQ, 4 bits, {'x'.join(map(str, layer['shape']))}"
+        bars = {"kernel": layer["ms"], "plain PyTorch": layer["plain_ms"]}
+        panels.append(Panel(title, None, "ms of a layer", bars=bars))
+    return [panel for panel in panels if panel.bars]
 
 
 def main() -> None:

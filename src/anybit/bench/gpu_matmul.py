@@ -6,7 +6,6 @@ is said why; without timing it is an error.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anybit.bench import graphs
-from anybit.bench.graphs import Run, Save, Variant, nobody
+from anybit.bench.graphs import LIMIT, Run, Save, Variant, nobody
 from anybit.bench.kernels import FAST, layouts, random_weight
 from anybit.errors import InputError
 from anybit.kernels import reference
@@ -60,11 +59,10 @@ AWKWARD = (272, 704)  # out, in: ragged for every kernel, and with room for all 
 # Numbers of tokens up to so many share kernels, which are checked at a ragged number; `MANY_TOKENS` beyond.
 AWKWARD_TOKENS = {1: 1, 16: 13, 64: 50, 256: 200}
 MANY_TOKENS = 300
-LIMIT, FP16, BF16 = "copy", "cuBLAS float16", "cuBLAS bfloat16"
+FP16, BF16 = "cuBLAS float16", "cuBLAS bfloat16"
 RATE = 8192  # rows and columns of the products that measure the matrix units
 # Of a product's norm, by dtype: outputs are rounded to it, and so are weights that meet the tensor cores.
 ERRORS = {"float16": 2e-3, "bfloat16": 1.6e-2}
-MINUTES = 8  # after which a part begins no other row, so that it ends within nine
 
 
 def gemv(
@@ -121,26 +119,29 @@ def decode(
         only: variants whose name begins so. Default: those of `DECODE`.
     """
     begun, names = time.monotonic(), _names(only, DECODE)
-    found = _checked(names, tokens, dtype, small)
+    found = _checked(names, tokens, dtype, small, save)
     if small:
         return found
-    device = graphs.cuda()
-    found["matrix_rates"] = _rates(rounds, device)
+    device, failed = graphs.cuda(), found["failed"]
+    found["matrix_rates"] = _rates(rounds, device, failed)
     found["left_out"] = []
     for batch in tokens:
-        if time.monotonic() - begun > 60 * MINUTES:
+        if graphs.late(begun):
             found["left_out"].append(f"{batch} tokens")
             continue
-        copy = _copied(graphs.times({LIMIT: graphs.copy(device)}, rounds))
+        where = f", {batch} token(s)"
+        copy = graphs.copied(graphs.times({LIMIT: graphs.copy(device)}, rounds, failed, where))
         figures = {}
         for name in (dtype, *found["checked"]):
-            step = _step(name, batch, dtype, rounds, device)
-            if step is not None:
-                figures[name] = _figures(*step, copy, found["matrix_rates"].get(_unit(name, dtype)))
-                figures[name]["tokens_per_s"] = batch / step[0]
+            with graphs.noted(failed, name + where):
+                step = _step(name, batch, dtype, rounds, device, failed)
+                if step is not None:
+                    figures[name] = _figures(*step, copy, found["matrix_rates"].get(_unit(name, dtype)))
+                    figures[name]["tokens_per_s"] = batch / step[0]
         for figure in figures.values():
-            figure[f"over_{dtype}"] = figures[dtype]["us"] / figure["us"]
-        found["rows"].append({"tokens": batch, "copy_gb_per_s": copy, "variants": figures})
+            if dtype in figures:
+                figure[f"over_{dtype}"] = figures[dtype]["us"] / figure["us"]
+        found["rows"].append({"tokens": batch} | graphs.of_row(copy, figures))
         save(found)
     return found
 
@@ -166,30 +167,34 @@ def _run(
     save: Save,
 ) -> dict[str, Any]:
     begun = time.monotonic()
-    found = _checked(names, tokens, dtype, small)
+    found = _checked(names, tokens, dtype, small, save)
     if small:
         return found
-    device, names = graphs.cuda(), list(found["checked"])
-    found["matrix_rates"] = _rates(rounds, device)
+    device, names, failed = graphs.cuda(), list(found["checked"]), found["failed"]
+    found["matrix_rates"] = _rates(rounds, device, failed)
     found["left_out"] = []
     for out, columns in shapes:
         weights: _Weights | None = None
         for m in tokens:
-            if time.monotonic() - begun > 60 * MINUTES:
-                found["left_out"].append(f"{out}x{columns}, {m} token(s)")
+            where = f"{out}x{columns}, {m} token(s)"
+            if graphs.late(begun):
+                found["left_out"].append(where)
                 continue
-            weights = weights or _Weights((out, columns), names, device)
-            x = torch.randn(m, columns, device=device, dtype=DTYPES[dtype])
-            row = weights.times(x, rounds, found["matrix_rates"])
-            found["rows"].append({"out": out, "in": columns, "tokens": m} | row)
-            found["averages"] = _averages(found["rows"], names)
+            with graphs.noted(failed, where):
+                weights = weights or _Weights((out, columns), names, device)
+                x = torch.randn(m, columns, device=device, dtype=DTYPES[dtype])
+                row = weights.times(x, rounds, found["matrix_rates"], failed)
+                found["rows"].append({"out": out, "in": columns, "tokens": m} | row)
+                found["averages"] = _averages(found["rows"], names)
             save(found)
         del weights
         torch.cuda.empty_cache()
     return found
 
 
-def _checked(names: Sequence[str], tokens: Sequence[int], dtype: str, small: bool) -> dict[str, Any]:
+def _checked(
+    names: Sequence[str], tokens: Sequence[int], dtype: str, small: bool, save: Save
+) -> dict[str, Any]:
     """What figures begin with: the largest error of every variant at awkward shapes, and why others `failed`.
 
     Raises:
@@ -201,17 +206,15 @@ def _checked(names: Sequence[str], tokens: Sequence[int], dtype: str, small: boo
     if not small:
         graphs.cuda()  # or say that there is none, before all the work
     ms = sorted({_awkward(m) for m in tokens})
-    errors, failed = {}, {}
-    for name in names:
-        try:
-            errors[name] = _error(name, ms if device.type == "cuda" else ms[:2], dtype, device)
-        except Exception as error:  # the others' figures count all the same
-            failed[name] = f"{type(error).__name__}: {error}"
-            print(f"{name} is left out: {failed[name]}", file=sys.stderr)
-    if small and failed:
-        raise InputError("; ".join(f"{name} fails: {why}" for name, why in failed.items()))
     where = {} if small else {"device": torch.cuda.get_device_name(device)}
-    return {**where, "dtype": dtype, "checked": errors, "failed": failed, "rows": []}
+    found: dict[str, Any] = {**where, "dtype": dtype, "checked": {}, "failed": {}, "rows": []}
+    save(found)
+    for name in names:
+        with graphs.noted(found["failed"], name):
+            found["checked"][name] = _error(name, ms if device.type == "cuda" else ms[:2], dtype, device)
+    if small:
+        graphs.check_all(found["failed"])
+    return found
 
 
 def _awkward(tokens: int) -> int:
@@ -275,7 +278,9 @@ class _Weights:
             if name in described
         }
 
-    def times(self, x: Tensor, rounds: int, rates: Mapping[str, float]) -> dict[str, Any]:
+    def times(
+        self, x: Tensor, rounds: int, rates: Mapping[str, float], failed: dict[str, str]
+    ) -> dict[str, Any]:
         """Figures of every variant that runs with these inputs."""
         variants = {LIMIT: self.copy}
         for name, dense in self.dense.items():
@@ -285,26 +290,25 @@ class _Weights:
             )
         for name, prepared in self.quantized.items():
             variants[name] = Variant(self.nbytes[name], [partial(w.matmul, x) for w in prepared])
-        seconds = graphs.times(variants, rounds)
-        copy, figures = _copied(seconds), {}
+        out, columns = self.shape
+        seconds = graphs.times(variants, rounds, failed, f", {out}x{columns}, {len(x)} token(s)")
+        copy, figures = graphs.copied(seconds), {}
         for name, taken in seconds.items():
             operations = 2 * len(x) * self.shape[0] * self.shape[1]
             unit = _unit(name, str(x.dtype).removeprefix("torch."))
             figures[name] = _figures(taken, self.nbytes[name], operations, copy, rates.get(unit))
-            figures[name]["over_float16"] = seconds[FP16] / taken
-            figures[name]["over_bfloat16"] = seconds[BF16] / taken
-        return {"copy_gb_per_s": copy, "variants": figures}
+            for peer, over in ((FP16, "over_float16"), (BF16, "over_bfloat16")):
+                if peer in seconds:
+                    figures[name][over] = seconds[peer] / taken
+        return graphs.of_row(copy, figures)
 
 
-def _copied(seconds: dict[str, float]) -> float:
-    """GB/s of the copy, which is taken from among the times."""
-    return 2 * graphs.COPY / seconds.pop(LIMIT) / 1e9
-
-
-def _figures(taken: float, nbytes: int, operations: int, copy: float, unit: float | None) -> dict[str, float]:
+def _figures(
+    taken: float, nbytes: int, operations: int, copy: float | None, unit: float | None
+) -> dict[str, float]:
     """Of a call: its rates, and their shares of a copy's GB/s and of the matrix unit's TFLOP/s or TOP/s."""
-    rate, flops = nbytes / taken / 1e9, operations / taken / 1e12
-    made = {"us": 1e6 * taken, "gb_per_s": rate, "of_copy": rate / copy, "tflops": flops}
+    flops = operations / taken / 1e12
+    made = graphs.rates(taken, nbytes, copy) | {"tflops": flops}
     return made if unit is None else made | {"of_matrix_rate": flops / unit}
 
 
@@ -322,7 +326,7 @@ def _prepared(layout: dict[str, Any], device: torch.device) -> Prepared:
 
 
 def _step(
-    name: str, batch: int, dtype: str, rounds: int, device: torch.device
+    name: str, batch: int, dtype: str, rounds: int, device: torch.device, failed: dict[str, str]
 ) -> tuple[float, int, int] | None:
     """Seconds, bytes and operations of all linears of a decode step. None: it fails.
 
@@ -348,13 +352,13 @@ def _step(
             for run in runs:
                 run()
 
-    seconds = graphs.times({name: Variant(0, [step])}, rounds).get(name)
+    seconds = graphs.times({name: Variant(0, [step])}, rounds, failed, f", {batch} token(s)").get(name)
     torch.cuda.empty_cache()
     turns = BLOCKS // OWN_BLOCKS
     return None if seconds is None else (seconds, turns * nbytes, turns * operations)
 
 
-def _rates(rounds: int, device: torch.device) -> dict[str, float]:
+def _rates(rounds: int, device: torch.device, failed: dict[str, str]) -> dict[str, float]:
     """TFLOP/s, or TOP/s, of large products."""
     a, b = (torch.randn(RATE, RATE, device=device) for _ in range(2))
     small = [t.mul(20).clamp(-127, 127).to(torch.int8) for t in (a, b)]
@@ -363,13 +367,18 @@ def _rates(rounds: int, device: torch.device) -> dict[str, float]:
         "bfloat16": Variant(0, [partial(torch.mm, a.bfloat16(), b.bfloat16())]),
         "int8": Variant(0, [partial(torch._int_mm, small[0], small[1].T.contiguous().T)]),
     }
-    return {name: 2 * RATE**3 / taken / 1e12 for name, taken in graphs.times(variants, rounds).items()}
+    seconds = graphs.times(variants, rounds, failed, ", large and square")
+    return {name: 2 * RATE**3 / taken / 1e12 for name, taken in seconds.items()}
 
 
 def _averages(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, float]:
     """Speed over cuBLAS float16, averaged over shapes and tokens."""
     speeds = {
-        name: [row["variants"][name]["over_float16"] for row in rows if name in row["variants"]]
+        name: [
+            row["variants"][name]["over_float16"]
+            for row in rows
+            if "over_float16" in row["variants"].get(name, ())
+        ]
         for name in names
     }
     return {name: sum(of_name) / len(of_name) for name, of_name in speeds.items() if of_name}

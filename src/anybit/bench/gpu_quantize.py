@@ -10,11 +10,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anybit.bench import graphs
+from anybit.bench.graphs import Save, nobody
 from anybit.errors import InputError
 from anybit.formats import GroupInt
 from anybit.kernels import cpu, dispatch, reference
@@ -25,6 +28,7 @@ from anybit.stats import GradientStats, LinearStats
 BLOCKS = 32
 LLAMA_7B = {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1}  # (out, in) -> layers of a block
 WIDTHS = (3, 4, 5, 6, 7, 8)
+METHODS = ("rtn", "gptq", "any-precision")
 COMPARED = 8  # rows that are clustered exactly, a few seconds each
 LEAST_SHARE = 2.0**-24  # of importance, where a row's mean is 1, as k-means has it
 TOLERANCES = {"GPTQ": 1e-3, "k-means": 1e-3, "cut": 2e-2}  # of the weighted error, relative: seeds that
@@ -33,7 +37,7 @@ TOLERANCES = {"GPTQ": 1e-3, "k-means": 1e-3, "cut": 2e-2}  # of the weighted err
 Clusters = tuple[Tensor, dict[int, Tensor]]  # as `kmeans.cluster` makes them
 
 
-def quantize(rounds: int = 3, small: bool = False) -> dict[str, Any]:
+def quantize(rounds: int = 3, small: bool = False, save: Save = nobody) -> dict[str, Any]:
     """Times of 4-bit GPTQ and of k-means at 3 bits with cuts up to 8, on the GPU.
 
     Weights are drawn as an LLM's are shaped, Hessians are of correlated inputs. Times are medians in ms, the first call
@@ -42,15 +46,17 @@ def quantize(rounds: int = 3, small: bool = False) -> dict[str, Any]:
     Args:
         rounds: how often each is timed.
         small: tiny matrices instead, also without a GPU (in Triton's interpreter): whether all of it runs.
+        save: gets the figures after every step: a shape's clusters, a layer, a method, a comparison.
 
     Returns:
         `gptq`: ms of a layer [4096, 4096], `plain_ms` with the column loop in PyTorch, and how many codes differ
         (`codes_differ`). `kmeans`: a row per shape, `model_seconds` of all layers of a 7B Llama, `ns_per_weight`.
         `seconds_per_billion`: of whole methods, by name. `agreement`: a row for what is compared with the CPU's, the
-        share of `equal_codes`, the weighted `error` relative to the CPU's (0: the same), its `tolerance`.
+        share of `equal_codes`, the weighted `error` relative to the CPU's (0: the same), its `tolerance`. What `failed`
+        (and why) or was `left_out` for time is not there, nor what needs it.
 
     Raises:
-        InputError: no CUDA.
+        InputError: no CUDA; if small, something fails.
     """
     if not small and not torch.cuda.is_available():
         raise InputError("this benchmark needs a GPU: PyTorch finds no CUDA here")
@@ -58,20 +64,54 @@ def quantize(rounds: int = 3, small: bool = False) -> dict[str, Any]:
     shapes = {(2, 48): 1} if small else LLAMA_7B
     square = (2, 48) if small else (4096, 4096)
     rounds = 1 if small else rounds
-    rows, clusters = zip(*(_kmeans(shape, count, rounds, device) for shape, count in shapes.items()))
-    weights = sum(out * in_ * count for (out, in_), count in shapes.items())
-    block_ms = sum(row["ms"] * row["layers"] for row in rows)
-    return {
+    begun, clusters = time.monotonic(), {}
+    kmeans: dict[str, Any] = {"rows": []}
+    speeds: dict[str, float] = {}
+    agreement: list[dict[str, Any]] = []
+    found: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "Triton's interpreter",
-        "gptq": _gptq(square, rounds, device),
-        "kmeans": {
-            "rows": list(rows),
-            "model_seconds": block_ms * BLOCKS / 1e3,
-            "ns_per_weight": block_ms * 1e6 / weights,
-        },
-        "seconds_per_billion": _methods(square, rounds, device),
-        "agreement": [_gptq_beside_cpu(square, device), *_kmeans_beside_cpu(square, clusters[0], device)],
+        "kmeans": kmeans,
+        "seconds_per_billion": speeds,
+        "agreement": agreement,
+        "failed": {},
+        "left_out": [],
     }
+
+    def step(name: str, run: Callable[[], None]) -> None:
+        if not small and graphs.late(begun):
+            found["left_out"].append(name)
+            return
+        with graphs.noted(found["failed"], name):
+            run()
+        save(found)
+
+    def cluster(shape: tuple[int, int]) -> None:
+        row, clusters[shape] = _kmeans(shape, shapes[shape], rounds, device)
+        kmeans["rows"].append(row)
+        if len(kmeans["rows"]) == len(shapes):
+            weights = sum(out * in_ * count for (out, in_), count in shapes.items())
+            block_ms = sum(row["ms"] * row["layers"] for row in kmeans["rows"])
+            kmeans["model_seconds"] = block_ms * BLOCKS / 1e3
+            kmeans["ns_per_weight"] = block_ms * 1e6 / weights
+
+    def compare() -> None:
+        for row in _kmeans_beside_cpu(square, clusters.get(square), device):
+            agreement.append(row)
+            save(found)
+
+    save(found)
+    for shape in shapes:
+        step(f"k-means, {shape[0]}x{shape[1]}", partial(cluster, shape))
+    step("GPTQ", lambda: found.update(gptq=_gptq(square, rounds, device)))
+    for name in (
+        METHODS if device == "cuda" else METHODS[:2]
+    ):  # the last one is the native kernel's on the CPU
+        step(name, partial(_method, name, square, rounds, device, speeds))
+    step("GPTQ beside the CPU's", lambda: agreement.append(_gptq_beside_cpu(square, device)))
+    step("k-means beside the CPU's", compare)
+    if small:
+        graphs.check_all(found["failed"])
+    return found
 
 
 def _gptq(shape: tuple[int, int], rounds: int, device: str) -> dict[str, Any]:
@@ -119,11 +159,15 @@ def _gptq_beside_cpu(shape: tuple[int, int], device: str) -> dict[str, Any]:
     return _compared("GPTQ, 4 bits", "the CPU", codes, errors, TOLERANCES["GPTQ"])
 
 
-def _kmeans_beside_cpu(shape: tuple[int, int], nested: Clusters, device: str) -> Iterator[dict[str, Any]]:
+def _kmeans_beside_cpu(
+    shape: tuple[int, int], nested: Clusters | None, device: str
+) -> Iterator[dict[str, Any]]:
     """Some rows of one width, and of the nested clusters of all rows the seed and the widest cut."""
     weight, importance = (t[:COMPARED] for t in _rows(shape, device))
     one = _clustered(weight, importance, 4, 4, device)
     for seed, bits, ours in ((4, 4, one), (WIDTHS[0], WIDTHS[-1], nested)):
+        if ours is None:
+            continue
         given = weight.cpu(), importance.cpu(), seed, bits
         theirs = {"exact k-means": exact(*given)}
         if cpu.available():
@@ -237,8 +281,8 @@ def _clustered(weight: Tensor, importance: Tensor, seed_bits: int, bits: int, de
     return codes, dict(zip(widths, tables.split([2**b for b in widths], dim=1)))
 
 
-def _methods(shape: tuple[int, int], rounds: int, device: str) -> dict[str, float]:
-    """Seconds per billion weights of methods as a run calls them, without calibration, packing and files."""
+def _method(name: str, shape: tuple[int, int], rounds: int, device: str, speeds: dict[str, float]) -> None:
+    """Seconds per billion weights of a method as a run calls it, without calibration, packing and files."""
     weight, stats = _layer(shape, device)
     fisher = GradientStats(1, 1, _rows(shape, device)[1])
     calls: dict[str, Callable[[], Any]] = {
@@ -246,13 +290,8 @@ def _methods(shape: tuple[int, int], rounds: int, device: str) -> dict[str, floa
         "gptq": lambda: registry.quantize("gptq", weight, stats, LayerSpec.uniform(4, clip=True)),
         "any-precision": lambda: squeezellm.quantize(weight, fisher, LayerSpec(widths=WIDTHS)),
     }
-    if device == "cpu":
-        del calls["any-precision"]  # the native kernel's
-    made = {}
-    for name, call in calls.items():
-        call()
-        made[name] = _median_ms(call, rounds, device) * 1e6 / weight.numel()
-    return made
+    calls[name]()
+    speeds[name] = _median_ms(calls[name], rounds, device) * 1e6 / weight.numel()
 
 
 def _rows(shape: tuple[int, int], device: str) -> tuple[Tensor, Tensor]:

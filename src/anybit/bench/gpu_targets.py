@@ -63,12 +63,11 @@ def _gemv(figures: dict[str, Any]) -> Iterator[Target]:
         for bits, (share, speed) in ONE_TOKEN.items():
             name = pattern.format(bits)
             if rows := _with(large, name):
-                shares = [_packed_share(row, name, bits) for row in rows]
-                yield _least(
-                    f"{family}, {bits} bits: share of a copy, packed weights alone", share, min(shares)
-                )
-                speeds = [row["variants"][name]["over_float16"] for row in rows]
-                yield _least(f"{family}, {bits} bits: speed over cuBLAS float16", speed, min(speeds))
+                if shares := [_packed_share(row, name, bits) for row in rows if "copy_gb_per_s" in row]:
+                    what = f"{family}, {bits} bits: share of a copy, packed weights alone"
+                    yield _least(what, share, min(shares))
+                if speeds := _speeds(rows, name):
+                    yield _least(f"{family}, {bits} bits: speed over cuBLAS float16", speed, min(speeds))
         names = [pattern.format(bits) for bits in WIDTHS]
         if rows := _with(large, *names):
             times = [[row["variants"][name]["us"] for name in names] for row in rows]
@@ -76,6 +75,12 @@ def _gemv(figures: dict[str, Any]) -> Iterator[Target]:
             yield _most(
                 f"{family}, {WIDTHS[0]} to {WIDTHS[-1]} bits: time over that of the next width", 1, worst
             )
+
+
+def _speeds(rows: Sequence[Row], name: str) -> list[float]:
+    """Over cuBLAS float16, of the rows where that was measured."""
+    variants = [row["variants"][name] for row in rows]
+    return [variant["over_float16"] for variant in variants if "over_float16" in variant]
 
 
 def _packed_share(row: Row, name: str, bits: int) -> float:
@@ -98,8 +103,7 @@ def _gemm(figures: dict[str, Any]) -> Iterator[Target]:
     if both := _with(at_512, "Atom W4A4", "W8A8"):
         ratios = [row["variants"]["W8A8"]["us"] / row["variants"]["Atom W4A4"]["us"] for row in both]
         yield _least("Atom W4A4, 512 tokens: speed over W8A8", 1, min(ratios))
-    if some := _with(at_512, "Atom W4A4"):
-        speeds = [row["variants"]["Atom W4A4"]["over_float16"] for row in some]
+    if speeds := _speeds(_with(at_512, "Atom W4A4"), "Atom W4A4"):
         yield _least("Atom W4A4, 512 tokens: speed over cuBLAS float16", 1.9, min(speeds))
 
 
@@ -108,7 +112,8 @@ def _average(rows: Sequence[Row], name: str) -> Any:
     shapes: dict[tuple[int, int], dict[int, float]] = {}
     for row in _with(rows, name):
         of_shape = shapes.setdefault((row["out"], row["in"]), {})
-        of_shape[row["tokens"]] = row["variants"][name]["over_float16"]
+        for speed in _speeds([row], name):
+            of_shape[row["tokens"]] = speed
     whole = [[by[m] for m in TOKENS] for by in shapes.values() if set(TOKENS) <= by.keys()]
     return mean(map(mean, whole)) if whole else None
 
@@ -125,11 +130,12 @@ def _attention(figures: dict[str, Any]) -> Iterator[Target]:
 
 
 def _quantize(figures: dict[str, Any]) -> Iterator[Target]:
-    yield _most("k-means of a 7B model, 3 to 8 bits: seconds", 60, figures["kmeans"]["model_seconds"])
-    layer = figures["gptq"]
-    what = f"GPTQ, 4 bits, {'x'.join(map(str, layer['shape']))}"
-    yield _most(f"{what}: ms", 1000, layer["ms"])
-    yield _least(f"{what}: speed over plain PyTorch", 1, layer["plain_ms"] / layer["ms"])
+    if "model_seconds" in figures["kmeans"]:
+        yield _most("k-means of a 7B model, 3 to 8 bits: seconds", 60, figures["kmeans"]["model_seconds"])
+    if (layer := figures.get("gptq")) is not None:
+        what = f"GPTQ, 4 bits, {'x'.join(map(str, layer['shape']))}"
+        yield _most(f"{what}: ms", 1000, layer["ms"])
+        yield _least(f"{what}: speed over plain PyTorch", 1, layer["plain_ms"] / layer["ms"])
     for row in figures["agreement"]:
         what = f"{row['what']}: weighted error apart from that of {row['beside']}, relative"
         yield _most(what, row["tolerance"], abs(row["error"]))
