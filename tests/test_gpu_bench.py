@@ -574,3 +574,33 @@ def test_the_commands_of_the_docs_run_from_a_source_tree() -> None:
     tests = {word for line in commands for word in line.split() if word.startswith("tests/")}
     assert {f"tests/{file.name}" for file in (root / "tests").glob("test_gpu_*.py")} < tests
     assert all((root / test).is_file() for test in tests)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--rounds", "0"), "argument --rounds: '0': expected a whole number from 1 up"),
+        (("--tokens", "1,0"), "argument --tokens: '0': expected a whole number from 1 up"),
+        (("--tokens=-1",), "argument --tokens: '-1': expected"),
+        (("--tokens", "a,b"), "argument --tokens: 'a': expected"),
+    ],
+)
+def test_wrong_numbers_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["command", "gemm", *given])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert said in capsys.readouterr().err
+
+
+def test_a_small_run_without_a_gpu_says_what_runs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "why_not", lambda: "PyTorch finds no GPU here")
+    with pytest.raises(InputError, match="finds no GPU here; without a GPU TRITON_INTERPRET=1 runs it"):
+        bench.run("gemv", small=True)
+    monkeypatch.setattr(sys, "argv", ["command", "--help"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "TRITON_INTERPRET=1" in capsys.readouterr().out

@@ -890,7 +890,11 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
         ),
     ] = None,
     small: Annotated[
-        bool, typer.Option("--small", help="With cuda: compare kernels with the reference and time nothing.")
+        bool,
+        typer.Option(
+            "--small",
+            help="With cuda: compare kernels with the reference and time nothing; TRITON_INTERPRET=1 does so without a GPU.",
+        ),
     ] = False,
     json_file: JsonFile = None,
 ) -> None:

@@ -44,6 +44,7 @@ def _parts() -> dict[str, Callable[..., dict[str, Any]]]:
     }
 
 
+INTERPRETED = "without a GPU TRITON_INTERPRET=1 runs it in Triton's interpreter"
 PARTS = ("gemv", "gemm", "decode", "attention", "activations", "quantize")
 TAKEN = {  # by parts: options, of `run` and of the command
     "gemv": ("shapes", "dtype", "only"),
@@ -91,7 +92,8 @@ def run(
     if "shapes" in given:
         given["shapes"] = [parse_shape(shape) for shape in given["shapes"]]
     if (why := gpu.why_not()) is not None:
-        raise InputError(f"the GPU's kernels do not run: {why}")
+        hint = f"; {INTERPRETED}" if small else ""
+        raise InputError(f"the GPU's kernels do not run: {why}{hint}")
     if rounds is not None:
         given["rounds"] = rounds
 
@@ -320,10 +322,10 @@ def _bars(figures: dict[str, Any]) -> list[Panel]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m anybit.bench.gpu", description=__doc__)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--small", action="store_true", help="correctness only")
+    parser.add_argument("--rounds", type=_whole, help="whose median counts")
+    parser.add_argument("--small", action="store_true", help=f"correctness only; {INTERPRETED}")
     parser.add_argument("--shapes", type=_split, help="OUTxIN, comma-separated")
-    parser.add_argument("--tokens", type=lambda text: tuple(map(int, _split(text))), help="comma-separated")
+    parser.add_argument("--tokens", type=_wholes, help="comma-separated")
     parser.add_argument("--dtype", help="of inputs: float16 or bfloat16")
     parser.add_argument("--only", type=_split, help="variants whose names begin so, comma-separated")
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -339,6 +341,16 @@ def main() -> None:
     print("\n".join(lines(figures)))
     if picture is not None:
         plot(figures, picture)
+
+
+def _whole(text: str) -> int:
+    if not text.strip().isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 up")
+    return int(text)
+
+
+def _wholes(text: str) -> tuple[int, ...]:
+    return tuple(_whole(number) for number in text.split(","))
 
 
 def _split(text: str) -> tuple[str, ...]:
