@@ -27,7 +27,7 @@ from anybit.tensors import PackedWeight, QuantizedWeight, pack, unpack
 if not gpu.available():
     pytest.skip(f"the GPU's kernels do not run: {gpu.why_not()}", allow_module_level=True)
 
-from anybit.kernels.gpu import activations, codebook, integer
+from anybit.kernels.gpu import activations, codebook, integer, split
 from anybit.kernels.gpu import layer as layers
 from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt, _two_ptx
 from anybit.kernels.gpu.layer import Layer
@@ -272,6 +272,60 @@ def test_every_layout_multiplies_as_the_reference_does(name: str, shape: tuple[i
         assert torch.equal(tensor.contiguous().view(torch.uint8), weight.tensors[field].view(torch.uint8))
 
 
+def test_splits_fill_a_gpu_with_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    for rows, steps, want in ((4096, 8, 8), (11008, 8, 4), (4096, 22, 11), (14336, 8, 4), (128256, 8, 1)):
+        assert split.splits(rows // 32, 4, steps, device) == want
+    assert split.splits(4, 4, 0, device) == split.splits(0, 4, 1, device) == 1
+    monkeypatch.setattr(split, "ASSUMED", 1)
+    split._multiprocessors.cache_clear()
+    assert [split.splits(2, 4, steps, device) for steps in (7, 8, 9, 17)] == [7, 8, 5, 6]  # no part is empty
+    split._multiprocessors.cache_clear()
+
+
+def test_parts_are_added_in_order() -> None:
+    for parts in (2, 3, 7):
+        sums = torch.randn(parts, 3, 50, device=DEVICE)
+        want = torch.zeros(3, 50, device=DEVICE)
+        for one in sums:
+            want = want + one
+        for dtype in FLOATS:
+            assert torch.equal(split.sum_parts(sums, dtype), want.to(dtype))
+
+
+SPLIT = [
+    "W3",
+    "W4A8",
+    "MixLLM p10",
+    "Atom W4A4",
+    "2/4/16",
+    "codebook 4 + sparse",
+    "by channel 3",
+    "nested 2 to 5",
+]
+
+
+@pytest.mark.parametrize("name", [*SPLIT, "CMPQ"])
+@pytest.mark.parametrize("parts", [3, 7])
+def test_parts_of_the_columns_add_up(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more or fewer steps than parts, the last part with fewer steps than the others or with none."""
+    shape = (33, 2496)
+    weight = random_layer(name, shape)
+    layer, readable = Layer(weight), unpack(on_cpu(weight))
+    monkeypatch.setattr(split, "splits", lambda *_: parts)
+    monkeypatch.setattr(torch, "empty", poisoned_empty)
+    for tokens, dtype, error in ((1, torch.float32, 2e-5), (3, torch.float16, 2e-3)):
+        x = torch.randn(tokens, shape[1], device=DEVICE).to(dtype)
+        y = layer.matmul(x)
+        assert y.dtype == dtype and torch.equal(layer.matmul(x), y)
+        close(y.cpu(), reference.int_matmul(x.cpu().float(), readable), error)
+
+
+def poisoned_empty(*shape: Any, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+    made = torch.zeros(*shape, dtype=dtype, device=device)
+    return made.fill_(torch.nan) if made.is_floating_point() else made
+
+
 @pytest.mark.parametrize("name", ["codebook 4 + sparse", "CMPQ", "nested 2 to 5"])
 def test_products_of_a_layer_do_not_wait_for_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = Layer(random_layer(name, (40, 640))), torch.randn(2, 640, device=DEVICE).half()
@@ -444,7 +498,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from anybit.kernels.gpu import activations, codebook, group_int, integer, sparse, two_four
+from anybit.kernels.gpu import activations, codebook, group_int, integer, sparse, split, two_four
 
 def build(kernel, types, warps=4, **constants):
     given = {n: type for n, type in zip(kernel.arg_names, types.split()) if type != "None"}
@@ -455,7 +509,7 @@ def build(kernel, types, warps=4, **constants):
 
 grid = dict(GROUP=128, RUN=8, BITS=3, LANES=16, SYMMETRIC=False)
 tile, flags = "*bf16 *i32 *fp16 *u8 *i32 *bf16", dict(ROWS=True, ADD=True)
-build(group_int._gemv, tile + 4 * " i32", 1, **grid, **flags, BLOCK=32)
+build(group_int._gemv, tile + 5 * " i32", 1, **grid, **flags, BLOCK=32)
 build(group_int._gemm, tile + 6 * " i32", **grid, **flags, TOKENS=16, TWO=False, BLOCK=64)
 two = flags | dict(TOKENS=16, TWO=True, BLOCK=64)
 for bits, run, dtype in ((4, 4, "bf16"), (8, 8, "fp16")):
@@ -472,7 +526,7 @@ for tiles, a, b in ((1, four, seven), (2, four, eight), (3, four, seven)):
 tile = "*bf16 *i32 *i64 *fp16 *i32 *u8 *fp32 *i32 *bf16"
 for bits in (3, 4, 5):
     kind = dict(BITS=bits, LANES=16, SHARED=True, PERMUTED=bits < 5)
-    build(codebook._row_gemv, tile + 3 * " i32", 2, **kind, **flags, BLOCK=32)
+    build(codebook._row_gemv, tile + 4 * " i32", 2, **kind, **flags, BLOCK=32)
 build(codebook._row_gemm, tile + 5 * " i32", **kind, **flags, TOKENS=16, BLOCK=64)
 build(codebook._row_dequantize, "*i32 *i64 *fp16 *i32 *u8 *fp32 *bf16 i32 i32 i32", **kind, BLOCK=16)
 for tokens in (1, 16):
@@ -486,6 +540,7 @@ types = "*bf16 None *i32 *fp16 *fp16 None *i8 *fp32 *i32" + 5 * " i32" + " fp32"
 sizes = dict(SIZE=96, SPAN=32, TOP=127, ROWS=16, CHUNK=128, CHUNKS=1, BLOCK=2048, PAD=32)
 build(activations._quantize, types, **sizes)
 build(sparse._sparse, "*bf16 *fp16 *i32 *i32 *fp32 i32 i32 i32", 1, ADD=False, TOKENS=1, AT_ONCE=64)
+build(split._sum, "*fp32 *bf16 i32 i32", 1, PARTS=8, BLOCK=128)
 """
 
 
@@ -496,4 +551,4 @@ def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 21
+    assert len(done.stdout.split()) == 22

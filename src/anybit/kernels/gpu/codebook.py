@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anybit.kernels.gpu import split
 from anybit.kernels.gpu.arithmetic import INTERPRETED, dot, rounded, side_by_side
 from anybit.kernels.gpu.group_int import fused, next_word, place_product, store, store_tile
+from anybit.kernels.gpu.split import Tiling, share
 from anybit.kernels.gpu.words import (
     FIELDS,
     LANES,
@@ -87,6 +89,7 @@ def _look_up_ptx(parts: int, wide: bool) -> str:
 
 LOOK_UP_8, LOOK_UP_16 = (tl.constexpr(_look_up_ptx(parts, True)) for parts in (1, 2))
 LOOK_UP_8_HALF, LOOK_UP_16_HALF = (tl.constexpr(_look_up_ptx(parts, False)) for parts in (1, 2))
+CHANNEL_CHUNKS = 16  # chunks of 32 channels that a step takes
 MOST_PERMUTED = 4  # bits: of more, entries are loaded one by one
 
 
@@ -172,9 +175,10 @@ def _row_gemv(
     kinds,  # uint8 [r]; used where SHARED
     scales,  # float32 [r]; used where SHARED
     rows,
-    y,
+    y,  # [parts, out]
     r,
     c,
+    out,
     chunks,
     BITS: tl.constexpr,
     LANES: tl.constexpr,
@@ -188,7 +192,8 @@ def _row_gemv(
     mask, lane = n < r, tl.arange(0, LANES)
     line = (n * (chunks * LANES))[:, None] + lane[None, :]
     total = tl.zeros((BLOCK, LANES), tl.float32)
-    for s in range(chunks):
+    start, stop = share(chunks)
+    for s in range(start, stop):
         low = _nibbles(planes, starts, line + s * LANES, mask[:, None], 0, BITS)
         high = low if BITS <= 4 else _nibbles(planes, starts, line + s * LANES, mask[:, None], 4, BITS)
         for q in tl.static_range(4):
@@ -200,7 +205,7 @@ def _row_gemv(
     values = tl.sum(total, 1)
     if SHARED:
         values *= tl.load(scales + n, mask=mask, other=0.0)
-    store(values, y, rows, n, mask, ROWS, ADD)
+    store(values, y, rows, n, mask, out, ROWS, ADD)
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -213,7 +218,7 @@ def _row_gemm(
     kinds,
     scales,
     rows,
-    y,  # [tokens, out]
+    y,  # [parts, tokens, out]
     tokens,
     r,
     c,
@@ -234,7 +239,8 @@ def _row_gemm(
     line = (n * (chunks * LANES))[:, None] + lane[None, :]
     inputs, k = x + (m.to(tl.int64) * c)[:, None], tl.arange(0, 8 * LANES)
     total = tl.zeros((BLOCK, TOKENS), tl.float32)
-    for s in range(chunks):
+    start, stop = share(chunks)
+    for s in range(start, stop):
         low = _nibbles(planes, starts, line + s * LANES, mask[:, None], 0, BITS)
         high = low if BITS <= 4 else _nibbles(planes, starts, line + s * LANES, mask[:, None], 4, BITS)
         for q in tl.static_range(4):
@@ -309,11 +315,19 @@ class RowCodebook:
     ) -> None:
         self.planes, self.tables, self.c, self.rows = planes, tables.contiguous(), columns, rows
         self.kinds, self.scales, self.bits = kinds, scales, len(starts)
-        self.r = len(tables) if kinds is None else len(kinds)
+        self.r, self.chunks = len(tables) if kinds is None else len(kinds), chunks_of(columns, LANES)
         half = tables.half()
         self._permuted = self.bits <= MOST_PERMUTED and bool((half == tables).all())
         self._packed = pack_entries(half) if self._permuted else planes
         self._starts = torch.tensor(starts, dtype=torch.int64, device=planes.device)
+
+    @staticmethod
+    def tiling(m: int) -> Tiling:
+        return Tiling(1, 32, 2, 4) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4, 3)
+
+    def splits(self, x: Tensor) -> int:
+        """See `group_int.GroupInt.splits`."""
+        return splits_of([self], x)
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         """`y[:, rows] = x @ W.T`, or `+=`; see `group_int.GroupInt.matmul`.
@@ -324,16 +338,16 @@ class RowCodebook:
             self.planes if self.rows is None else self.rows,
             {"ROWS": self.rows is not None, "ADD": add},
         )
+        tiling, out = self.tiling(len(x)), y.shape[-1]
         if len(x) == 1:
-            _row_gemv[(triton.cdiv(self.r, 32),)](
-                x, *self._stored(), rows, y, self.r, self.c, self._chunks(), **self._grid(), **flags, BLOCK=32,
-                num_warps=2,
+            _row_gemv[tiling.grid(self.r, 1, y)](
+                x, *self._stored(), rows, y, self.r, self.c, out, self.chunks, **self._grid(), **flags,
+                BLOCK=tiling.block, num_warps=tiling.warps,
             )  # fmt: skip
         elif fused(x):
-            tokens = 16 if len(x) <= 16 else 64
-            _row_gemm[(triton.cdiv(self.r, 64), triton.cdiv(len(x), tokens))](
-                x, *self._stored(), rows, y, len(x), self.r, self.c, y.shape[1], self._chunks(), **self._grid(),
-                **flags, TOKENS=tokens, BLOCK=64, num_warps=4, num_stages=1,
+            _row_gemm[tiling.grid(self.r, len(x), y)](
+                x, *self._stored(), rows, y, len(x), self.r, self.c, out, self.chunks, **self._grid(), **flags,
+                TOKENS=tiling.tokens, BLOCK=tiling.block, num_warps=tiling.warps, num_stages=1,
             )  # fmt: skip
         else:
             place_product(x @ self.dequantize(x.dtype).T, y, self.rows, add)
@@ -341,13 +355,10 @@ class RowCodebook:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
         dense = torch.empty(self.r, self.c, dtype=dtype, device=self.planes.device)
-        _row_dequantize[(triton.cdiv(self.r, 16), self._chunks())](
-            *self._stored(), dense, self.r, self.c, self._chunks(), **self._grid(), BLOCK=16, num_warps=4
+        _row_dequantize[(triton.cdiv(self.r, 16), self.chunks)](
+            *self._stored(), dense, self.r, self.c, self.chunks, **self._grid(), BLOCK=16, num_warps=4
         )
         return dense
-
-    def _chunks(self) -> int:
-        return chunks_of(self.c, LANES)
 
     def _stored(self) -> tuple[Tensor, ...]:
         kinds = self.planes if self.kinds is None else self.kinds
@@ -357,6 +368,15 @@ class RowCodebook:
     def _grid(self) -> dict[str, int]:
         shared = self.kinds is not None
         return {"BITS": self.bits, "LANES": LANES, "SHARED": shared, "PERMUTED": self._permuted}
+
+
+def splits_of(tiles: Sequence[RowCodebook], x: Tensor) -> int:
+    """Parts that the products with x of tiles of the same columns, at the same time, are best summed in."""
+    if len(x) > 1 and not fused(x):
+        return 1
+    tiling = RowCodebook.tiling(len(x))
+    warps = sum(tiling.warps_of(tile.r, len(x)) for tile in tiles)
+    return split.splits(warps, tiling.resident, tiles[0].chunks, x.device)
 
 
 def pack_planes(planes: Tensor, columns: int) -> Tensor:
@@ -386,7 +406,7 @@ def _channel_product(
     x,  # [tokens, c]
     words,  # int32 [chunks of 32 channels, BITS, r]
     tables,  # [c, ENTRIES]
-    y,  # [tokens, out]
+    y,  # [parts, tokens, out]
     tokens,
     r,
     c,
@@ -403,8 +423,9 @@ def _channel_product(
     m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     mask = n < r
     total = tl.zeros((CHUNKS if TOKENS == 1 else TOKENS, BLOCK), tl.float32)
-    for first in range(0, chunks, CHUNKS):
-        chunk = first + tl.arange(0, CHUNKS)
+    start, stop = share(tl.cdiv(chunks, CHUNKS))
+    for s in range(start, stop):
+        chunk = s * CHUNKS + tl.arange(0, CHUNKS)
         there = (chunk < chunks)[:, None] & mask[None, :]
         line = words + (chunk.to(tl.int64) * (BITS * r))[:, None] + n[None, :]
         rest = tl.zeros((CHUNKS, BLOCK), tl.uint32)
@@ -423,7 +444,7 @@ def _channel_product(
                     some = tl.load(inputs, mask=(m < tokens)[:, None] & (channel < c)[None, :], other=0.0)
                     total = dot(some, rounded(weight.to(tl.float32), some.dtype), total)
     if TOKENS == 1:
-        store(tl.sum(total, 0), y, words, n, mask, False, ADD)
+        store(tl.sum(total, 0), y, words, n, mask, out, False, ADD)
     else:
         store_tile(total, y, words, m, n, tokens, r, out, False, ADD)
 
@@ -472,14 +493,26 @@ class ChannelCodebook:
         (self.r, self.c), self.bits, self.tables = codes.shape, bits, tables.contiguous()
         self._words = pack_words(codes, bits, 1)[..., 0].permute(1, 2, 0).contiguous()
 
+    @staticmethod
+    def _tiling(m: int) -> Tiling:
+        return Tiling(1, 64, 4, 4) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4, 3)
+
+    def splits(self, x: Tensor) -> int:
+        """See `group_int.GroupInt.splits`."""
+        if len(x) > 1 and not fused(x):
+            return 1
+        tiling, steps = self._tiling(len(x)), triton.cdiv(len(self._words), CHANNEL_CHUNKS)
+        return split.splits(tiling.warps_of(self.r, len(x)), tiling.resident, steps, x.device)
+
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         """`y = x @ W.T`, or `+=`; see `RowCodebook.matmul`."""
         if len(x) > 1 and not fused(x):
             return place_product(x @ self.dequantize(x.dtype).T, y, None, add)
-        tokens = 1 if len(x) == 1 else 16 if len(x) <= 16 else 64
-        _channel_product[(triton.cdiv(self.r, 64), triton.cdiv(len(x), tokens))](
-            x, self._words, self.tables, y, len(x), self.r, self.c, y.shape[1], len(self._words), BITS=self.bits,
-            ENTRIES=self.tables.shape[1], CHUNKS=16, ADD=add, TOKENS=tokens, BLOCK=64, num_warps=4, num_stages=1,
+        tiling = self._tiling(len(x))
+        _channel_product[tiling.grid(self.r, len(x), y)](
+            x, self._words, self.tables, y, len(x), self.r, self.c, y.shape[-1], len(self._words), BITS=self.bits,
+            ENTRIES=self.tables.shape[1], CHUNKS=CHANNEL_CHUNKS, ADD=add, TOKENS=tiling.tokens, BLOCK=tiling.block,
+            num_warps=tiling.warps, num_stages=1,
         )  # fmt: skip
 
     def codes(self) -> Tensor:

@@ -19,7 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anybit.kernels.gpu import split
 from anybit.kernels.gpu.arithmetic import INTERPRETED, dot, rounded, side_by_side
+from anybit.kernels.gpu.split import Tiling, share
 from anybit.kernels.gpu.words import FIELDS, LANES, pack_words, unpack_words
 
 FUSED_TOKENS = 256  # more are multiplied with the dense matrix
@@ -122,9 +124,10 @@ def _gemv(
     scales,  # float16 [r, groups]
     zeros,  # uint8 [r, groups]
     rows,  # int32 [r]
-    y,  # [out]
+    y,  # [parts, out]
     r,
     c,
+    out,
     chunks,
     groups,
     GROUP: tl.constexpr,
@@ -141,7 +144,8 @@ def _gemv(
     WHOLE: tl.constexpr = 32 // BITS
     line = words + (n * (chunks * BITS * LANES))[:, None] + lane[None, :]
     total = tl.zeros((BLOCK, LANES), tl.float32)
-    for s in range(chunks):
+    start, stop = share(chunks)
+    for s in range(start, stop):
         part, met = tl.zeros((BLOCK, LANES), tl.float32), tl.zeros((LANES,), tl.float32)
         scale, offset = _grid(scales, zeros, n, mask, groups, s * 32 * LANES // GROUP, BITS, SYMMETRIC)
         rest = tl.zeros((BLOCK, LANES), tl.uint32)
@@ -159,13 +163,13 @@ def _gemv(
                         part, met = tl.zeros_like(part), tl.zeros_like(met)
                         g = (s * 32 + j + 1) * LANES // GROUP
                         scale, offset = _grid(scales, zeros, n, mask, groups, g, BITS, SYMMETRIC)
-    store(tl.sum(total, 1), y, rows, n, mask, ROWS, ADD)
+    store(tl.sum(total, 1), y, rows, n, mask, out, ROWS, ADD)
 
 
 @triton.jit
-def store(values, y, rows, n, mask, ROWS: tl.constexpr, ADD: tl.constexpr):
-    """`y[rows[n]] = values`, or `+=`."""
-    at = y + (tl.load(rows + n, mask=mask, other=0) if ROWS else n)
+def store(values, y, rows, n, mask, out, ROWS: tl.constexpr, ADD: tl.constexpr):
+    """`y[part, rows[n]] = values`, or `+=`; y [parts, out]."""
+    at = y + tl.program_id(2) * out + (tl.load(rows + n, mask=mask, other=0) if ROWS else n)
     if ADD:
         values += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, rounded(values, y.dtype.element_ty), mask=mask)
@@ -173,9 +177,10 @@ def store(values, y, rows, n, mask, ROWS: tl.constexpr, ADD: tl.constexpr):
 
 @triton.jit
 def store_tile(values, y, rows, m, n, tokens, r, out, ROWS: tl.constexpr, ADD: tl.constexpr):
-    """`y[m, rows[n]] = values [m, n]`, or `+=`; y [tokens, out]."""
+    """`y[part, m, rows[n]] = values [m, n]`, or `+=`; y [parts, tokens, out]."""
     column = tl.load(rows + n, mask=n < r, other=0) if ROWS else n
-    at, mask = y + m[:, None].to(tl.int64) * out + column[None, :], (m < tokens)[:, None] & (n < r)[None, :]
+    line = (tl.program_id(2) * tokens + m).to(tl.int64) * out
+    at, mask = y + line[:, None] + column[None, :], (m < tokens)[:, None] & (n < r)[None, :]
     if ADD:
         values += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, rounded(values, y.dtype.element_ty), mask=mask)
@@ -196,7 +201,7 @@ def _gemm(
     scales,
     zeros,
     rows,
-    y,  # [tokens, out]
+    y,  # [parts, tokens, out]
     tokens,
     r,
     c,
@@ -222,7 +227,8 @@ def _gemm(
     STEP: tl.constexpr = RUN if RUN < 8 else 8  # fields to a product
     line = words + (n * (chunks * BITS * LANES))[:, None] + lane[None, :]
     total = tl.zeros((BLOCK, TOKENS), tl.float32)
-    for s in range(chunks):
+    start, stop = share(chunks)
+    for s in range(start, stop):
         part = tl.zeros((BLOCK, TOKENS), tl.float32)
         scale, offset = _grid(scales, zeros, n, mask, groups, s * 32 * LANES // GROUP, BITS, SYMMETRIC)
         rest, held = tl.zeros((BLOCK, LANES), tl.uint32), ()
@@ -298,6 +304,12 @@ def _dequantize(
             tl.store(at, rounded(value, dense.dtype.element_ty), mask=mask[:, None] & (column < c)[None, :])
 
 
+def _tiling(m: int) -> Tiling:
+    if m == 1:
+        return Tiling(1, 32, 1, 4)
+    return Tiling(16, 64, 4, 3) if m <= 16 else Tiling(32, 64, 4, 3) if m <= 32 else Tiling(64, 128, 8, 2)
+
+
 class GroupInt:
     """A tile in the kernels' order.
 
@@ -336,12 +348,21 @@ class GroupInt:
         """Whether there is a kernel for groups of this size."""
         return group_size >= columns or group_size % LANES == 0
 
+    def splits(self, x: Tensor) -> int:
+        """Parts that the product with x is best summed in."""
+        if len(x) > 1 and not fused(x):
+            return 1
+        tiling = _tiling(len(x))
+        return split.splits(tiling.warps_of(self.r, len(x)), tiling.resident, self.words.shape[1], x.device)
+
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         """`y[:, rows] = x @ W.T`, or `+=`, summed in float32.
 
         Args:
             x: [m, c], contiguous, float16, bfloat16 or float32.
-            y: [m, out], contiguous, any type of floats.
+            y: [m, out], contiguous, any type of floats. Or [parts, m, out]: the product is the sum of the parts; any
+                number where `splits` says more than one.
+            add: add to y.
         """
         stored = self.words, self.scales, self.scales if self.zeros is None else self.zeros
         rows = self.words if self.rows is None else self.rows
@@ -349,16 +370,17 @@ class GroupInt:
             (self.words.shape[1], self.scales.shape[1]),
             {"ROWS": self.rows is not None, "ADD": add},
         )
+        tiling, out = _tiling(len(x)), y.shape[-1]
         if len(x) == 1:
-            _gemv[(triton.cdiv(self.r, 32),)](
-                x, *stored, rows, y, self.r, self.c, *sizes, **self._grid, **flags, BLOCK=32, num_warps=1
-            )
+            _gemv[tiling.grid(self.r, 1, y)](
+                x, *stored, rows, y, self.r, self.c, out, *sizes, **self._grid, **flags, BLOCK=tiling.block,
+                num_warps=tiling.warps,
+            )  # fmt: skip
         elif fused(x):
-            tokens = max(16, min(64, triton.next_power_of_2(len(x))))
-            block, warps = (128, 8) if tokens == 64 else (64, 4)
-            _gemm[(triton.cdiv(self.r, block), triton.cdiv(len(x), tokens))](
-                x, *stored, rows, y, len(x), self.r, self.c, y.shape[1], *sizes, **self._grid, **flags,
-                TOKENS=tokens, TWO=self._two(x.dtype), BLOCK=block, num_warps=warps, num_stages=1,
+            _gemm[tiling.grid(self.r, len(x), y)](
+                x, *stored, rows, y, len(x), self.r, self.c, out, *sizes, **self._grid, **flags,
+                TOKENS=tiling.tokens, TWO=self._two(x.dtype), BLOCK=tiling.block, num_warps=tiling.warps,
+                num_stages=1,
             )  # fmt: skip
         else:
             product = x @ self.dequantize(x.dtype).T

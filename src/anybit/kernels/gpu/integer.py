@@ -17,6 +17,7 @@ bits, codes less any zero point are no bytes: there the byte is `code - 128`, an
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anybit.kernels.gpu import split
 from anybit.kernels.gpu.arithmetic import INTERPRETED, dot
 from anybit.kernels.gpu.group_int import store_tile
+from anybit.kernels.gpu.split import Tiling, share
 
 SPAN = 128  # columns of a product, at most: of one group
 LEAST = 32  # columns that an integer product takes at once
@@ -80,7 +83,8 @@ def _product(
     byte, some, mine = tl.arange(0, SPAN), n < r, m < tokens
     line = codes + (n * (stride // HALVES))[:, None] + byte[None, :]
     inputs = x + (m.to(tl.int64) * stride)[:, None] + byte[None, :]
-    for unit in range(stride // (HALVES * SPAN)):
+    start, stop = share(stride // (HALVES * SPAN))
+    for unit in range(start, stop):
         both = tl.load(line + unit * SPAN, mask=some[:, None], other=0)
         for half in tl.static_range(HALVES):
             column = (unit * HALVES + half) * SPAN
@@ -125,7 +129,7 @@ def _matmul(
     r_b,
     stride_b,
     groups_b,
-    y,
+    y,  # [parts, tokens, out]
     tokens,
     out,
     GROUP_A: tl.constexpr,
@@ -205,6 +209,7 @@ class IntegerTile:
         halves = 2 if bits <= 4 else 1
         # The same for every width: tiles by rows share inputs.
         self.stride = -(-self.c // (2 * span)) * 2 * span
+        self.steps = self.stride // (halves * span)
         padded = torch.nn.functional.pad(codes, (0, self.stride - self.c))  # what meets inputs of 0
         if halves == 2:
             low, high = padded.view(self.r, -1, 2, span).unbind(2)
@@ -256,14 +261,33 @@ def matmul(tiles: list[tuple[IntegerTile, Inputs]], y: Tensor, add: bool = False
 
     Args:
         tiles: one; or two, both of some rows of their own or both of all rows and some columns.
-        y: [m, out], contiguous, any type of floats.
+        y: [m, out], contiguous, any type of floats; or [parts, m, out], of any number: the product is their sum.
+        add: add to y.
     """
     (a, x_a), (b, x_b) = tiles[0], tiles[-1]
-    kind = 1 if len(tiles) == 1 else 2 if a.rows is not None else 3
-    m = len(y)
-    tokens, block = 16 if m <= 16 else 64 if m <= 64 else 128, 64
-    blocks = triton.cdiv(a.r, block) + (triton.cdiv(b.r, block) if kind == 2 else 0)
-    _matmul[(blocks, triton.cdiv(m, tokens))](
-        *a.operands(x_a), *b.operands(x_b), y, m, y.shape[1], **a.flags("A"), **b.flags("B"), TILES=kind,
-        ROWS=a.rows is not None, ADD=add, TOKENS=tokens, BLOCK=block, num_warps=8 if tokens > 64 else 4,
+    kind = _kind([tile for tile, _ in tiles])
+    m, out = y.shape[-2:]
+    tiling = _tiling(m)
+    blocks, of_tokens, parts = tiling.grid(a.r, m, y)
+    if kind == 2:
+        blocks += triton.cdiv(b.r, tiling.block)
+    _matmul[(blocks, of_tokens, parts)](
+        *a.operands(x_a), *b.operands(x_b), y, m, out, **a.flags("A"), **b.flags("B"), TILES=kind,
+        ROWS=a.rows is not None, ADD=add, TOKENS=tiling.tokens, BLOCK=tiling.block, num_warps=tiling.warps,
     )  # fmt: skip
+
+
+def splits(tiles: Sequence[IntegerTile], m: int, device: torch.device) -> int:
+    """Parts that a product of m tokens is best summed in."""
+    tiling, several = _tiling(m), tiles if _kind(tiles) == 2 else tiles[:1]
+    warps = sum(tiling.warps_of(tile.r, m) for tile in several)
+    return split.splits(warps, tiling.resident, max(tile.steps for tile in tiles), device)
+
+
+def _tiling(m: int) -> Tiling:
+    return Tiling(16 if m <= 16 else 64, 64, 4, 3) if m <= 64 else Tiling(128, 64, 8, 2)
+
+
+def _kind(tiles: Sequence[IntegerTile]) -> int:
+    """1: one tile, 2: two by rows, 3: two by columns."""
+    return 1 if len(tiles) == 1 else 2 if tiles[0].rows is not None else 3

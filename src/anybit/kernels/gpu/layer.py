@@ -15,6 +15,7 @@ from anybit.formats import FORMATS, decode_table
 from anybit.kernels.gpu import activations, codebook, integer
 from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt, place_product
 from anybit.kernels.gpu.sparse import Sparse
+from anybit.kernels.gpu.split import sum_parts
 from anybit.kernels.gpu.streams import concurrently
 from anybit.kernels.gpu.two_four import TwoFour
 from anybit.kernels.gpu.words import LANES
@@ -24,6 +25,8 @@ TWO_FOUR_CODES = {"codes", "rest", "grids", "narrow_codes", "zeros", "scale_code
 
 
 class Multiplies(Protocol):
+    def splits(self, x: Tensor) -> int: ...
+
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None: ...
 
 
@@ -51,6 +54,9 @@ class Dense:
 
     def __init__(self, tile: formats.Tile) -> None:
         self.rows, self._tile = tile.rows, tile
+
+    def splits(self, x: Tensor) -> int:
+        return 1
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         place_product(x @ self.dequantize(x.dtype).T, y, self.rows, add)
@@ -83,6 +89,9 @@ class Rounded:
             x, self.grid, span, cols=cols, input_scale=scale, multiple=self.integer.stride
         )
         return integer.Inputs(*made)
+
+    def splits(self, x: Tensor) -> int:
+        return 1 if self.integer is None else integer.splits([self.integer], len(x), x.device)
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         if self.integer is not None:
@@ -139,6 +148,9 @@ class Nested:
             self._values = torch.empty_like(fields["kept_values"])
             self._values[order] = fields["kept_values"]
 
+    def splits(self, x: Tensor) -> int:
+        return codebook.splits_of(self._parts, x)
+
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         given = x if self._coded is None else x.index_select(1, self._coded)
         runs = [partial(part.matmul, given, y, add) for part in self._parts]  # each has rows of its own
@@ -146,7 +158,7 @@ class Nested:
             return concurrently(x.device, *runs)
         kept = x.new_empty(len(x), len(self._values))
         concurrently(x.device, *runs, partial(self._multiply_kept, x, kept))
-        y += kept
+        (y[0] if y.dim() == 3 else y).add_(kept)
 
     def _multiply_kept(self, x: Tensor, y: Tensor) -> None:
         assert self._values is not None
@@ -178,6 +190,9 @@ class Pair:
         self._a, self._b, self._tiles, self._by_columns = a, b, (a.integer, b.integer), by_columns
         self._sums = [tile.needs_sums for tile in self._tiles]
 
+    def splits(self, x: Tensor) -> int:
+        return integer.splits(list(self._tiles), len(x), x.device)
+
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         if self._by_columns:
             inputs = [tile.inputs(x, sums) for tile, sums in zip((self._a, self._b), self._sums)]
@@ -193,7 +208,7 @@ class Product:
     what: Multiplies
     cols: Tensor | None  # int64 [c] input channels; None: all
     raw: bool  # it scales inputs itself
-    addend: int  # products of one addend write rows of their own; addends are summed
+    addend: int  # products of one addend write rows of their own; parts of all addends are summed
 
 
 class Layer:
@@ -252,17 +267,26 @@ class Layer:
             return x.new_empty(0, self.out_features)
         given = x if self._input_scale is None else (x.float() * self._input_scale).to(x.dtype)
         dtype, shape = x.dtype if self._direct else torch.float32, (len(x), self.out_features)
-        if self._mixed or len(x) > FUSED_TOKENS:  # so many keep the GPU busy, and addends would take room
+        if self._mixed or len(x) > FUSED_TOKENS:  # so many keep the GPU busy, and parts would take room
             y = (torch.zeros if self._mixed else torch.empty)(shape, dtype=dtype, device=x.device)
             for product in self._products:
                 _multiply(product, x, given, y, self._mixed or product.addend > 0)
             return y.to(x.dtype)
-        parts = torch.empty(self._addends, *shape, dtype=dtype, device=x.device)
-        runs = [partial(_multiply, one, x, given, parts[one.addend], False) for one in self._products]
+        counts = self._counts(x)
+        dtype = dtype if sum(counts) == 1 else torch.float32
+        parts = torch.empty(sum(counts), *shape, dtype=dtype, device=x.device)
+        of = [some if len(some) > 1 else some[0] for some in parts.split(counts)]
+        runs = [partial(_multiply, one, x, given, of[one.addend], False) for one in self._products]
         concurrently(x.device, *runs)
-        if self._addends == 2:
-            return torch.add(*parts, out=torch.empty(shape, dtype=x.dtype, device=x.device))
-        return (parts[0] if self._addends == 1 else parts.sum(0)).to(x.dtype)
+        return parts[0].to(x.dtype) if len(parts) == 1 else sum_parts(parts, x.dtype)
+
+    def _counts(self, x: Tensor) -> list[int]:
+        """Parts of each addend: as many as all of its products can write."""
+        counts: dict[int, int] = {}
+        for one in self._products:
+            count = one.what.splits(x)
+            counts[one.addend] = min(count, counts.get(one.addend, count))
+        return [counts[addend] for addend in range(self._addends)]
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` [n], float32 [n, in], of a weight of one tile "group int" that holds all rows."""
@@ -280,7 +304,7 @@ class Layer:
 
 
 def _multiply(product: Product, x: Tensor, given: Tensor, y: Tensor, add: bool) -> None:
-    """`y [m, out] = x @ W.T`, or `+=`, of inputs x as they come and as `given`: scaled."""
+    """`y [m, out] = x @ W.T`, or `+=`, or its parts, of inputs x as they come and as `given`: scaled."""
     some = given if product.cols is None else given.index_select(1, product.cols)
     product.what.matmul(x if product.raw else some, y, add)
 

@@ -49,6 +49,9 @@ class Sparse:
         self._values, self._row_ptr = sparse.values, sparse.row_ptr
         self._columns = sparse.columns.to(torch.int32)
 
+    def splits(self, x: Tensor) -> int:
+        return 1
+
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         """`y [m, out] = x [m, in] @ W.T`, or `+=`, one program for a row and up to 16 tokens."""
         tokens = min(16, triton.next_power_of_2(len(x)))

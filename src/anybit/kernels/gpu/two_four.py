@@ -15,9 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit import formats
+from anybit.kernels.gpu import split
 from anybit.kernels.gpu.arithmetic import dot, rounded
 from anybit.kernels.gpu.group_int import fused, one_plus, place_product, store, store_tile
+from anybit.kernels.gpu.split import Tiling, share
 from anybit.kernels.gpu.words import as_int32
+
+WORDS = 32  # that a step takes
 
 
 @triton.jit
@@ -75,7 +79,7 @@ def _product(
     wide_codes,  # int32 [r, wide_words]
     wide_scales,  # float16 [r]
     wide_zeros,  # uint8 [r]
-    y,  # [tokens, out]
+    y,  # [parts, tokens, out]
     tokens,
     r,
     words,
@@ -92,8 +96,10 @@ def _product(
     m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     c, mask = 16 * words + 8 * wide_words, n < r
     total = tl.zeros((BLOCK, WORDS) if TOKENS == 1 else (BLOCK, TOKENS), tl.float32)
-    for start in range(0, words, WORDS):
-        w = start + tl.arange(0, WORDS)
+    narrow = tl.cdiv(words, WORDS)
+    start, stop = share(narrow + tl.cdiv(wide_words, WORDS))
+    for s in range(start, tl.minimum(stop, narrow)):
+        w = s * WORDS + tl.arange(0, WORDS)
         there, word = mask[:, None] & (w < words)[None, :], _word(codes, n, w, r, words)
         for half in tl.static_range(HALVES):
             scale, offset = _second_order(grids, scale_scales, scale_zeros, n, w, there, groups, half, HALVES)
@@ -103,16 +109,20 @@ def _product(
             )  # fmt: skip
     scale = tl.load(wide_scales + n, mask=mask, other=0.0).to(tl.float32)[:, None] * 16.0
     offset = -1.0 - tl.load(wide_zeros + n, mask=mask, other=0).to(tl.float32)[:, None] * 0.0625
-    for start in range(0, wide_words, WORDS):
-        w = start + tl.arange(0, WORDS)
+    for s in range(tl.maximum(start, narrow), stop):
+        w = (s - narrow) * WORDS + tl.arange(0, WORDS)
         word = _word(wide_codes, n, w, r, wide_words)
         total = _sums(
             total, word, scale, offset, x, m, tokens, c, 16 * words, w, wide_words, 0, 8, 4, TOKENS
         )  # fmt: skip
     if TOKENS == 1:
-        store(tl.sum(total, 1), y, codes, n, mask, False, ADD)
+        store(tl.sum(total, 1), y, codes, n, mask, out, False, ADD)
     else:
         store_tile(tl.trans(total), y, codes, m, n, tokens, r, out, False, ADD)
+
+
+def _tiling(m: int) -> Tiling:
+    return Tiling(1, 32, 2, 4) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4, 3)
 
 
 class TwoFour:
@@ -132,18 +142,25 @@ class TwoFour:
         nothing = tile.codes.new_empty(self.r, 0)
         self._given = replace(tile, codes=nothing, zeros=nothing, scale_codes=nothing)  # what is small
 
+    def splits(self, x: Tensor) -> int:
+        """See `group_int.GroupInt.splits`."""
+        if len(x) > 1 and not fused(x):
+            return 1
+        tiling = _tiling(len(x))
+        steps = sum(triton.cdiv(codes.shape[1], WORDS) for codes in (self._codes, self._wide_codes))
+        return split.splits(tiling.warps_of(self.r, len(x)), tiling.resident, steps, x.device)
+
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         """`y = x @ W.T`, or `+=`; see `group_int.GroupInt.matmul`."""
         if len(x) > 1 and not fused(x):
             return place_product(x @ self.dequantize(x.dtype).T, y, None, add)
-        given, tokens = self._given, 1 if len(x) == 1 else 16 if len(x) <= 16 else 64
-        block = 32 if tokens == 1 else 64
+        given, tiling = self._given, _tiling(len(x))
         ordered = torch.nn.functional.pad(x, (0, 1)) if len(self._order) > self.c else x
-        _product[(triton.cdiv(self.r, block), triton.cdiv(len(x), tokens))](
+        _product[tiling.grid(self.r, len(x), y)](
             ordered.index_select(1, self._order), self._codes, self._grids, given.scale_scales, given.scale_zeros,
             self._wide_codes, given.wide_scales, given.wide_zeros, y, len(x), self.r, self._codes.shape[1],
-            self._wide_codes.shape[1], self._grids.shape[1], y.shape[1], HALVES=self._halves, ADD=add,
-            TOKENS=tokens, WORDS=32, BLOCK=block, num_warps=block // 16, num_stages=1,
+            self._wide_codes.shape[1], self._grids.shape[1], y.shape[-1], HALVES=self._halves, ADD=add,
+            TOKENS=tiling.tokens, WORDS=WORDS, BLOCK=tiling.block, num_warps=tiling.warps, num_stages=1,
         )  # fmt: skip
 
     def restore(self) -> formats.TwoFour:
