@@ -323,7 +323,7 @@ class RowCodebook:
 
     @staticmethod
     def tiling(m: int) -> Tiling:
-        return Tiling(1, 32, 2, 4) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4, 3)
+        return Tiling(1, 32, 2) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4)
 
     def splits(self, x: Tensor) -> int:
         """See `group_int.GroupInt.splits`."""
@@ -376,7 +376,7 @@ def splits_of(tiles: Sequence[RowCodebook], x: Tensor) -> int:
         return 1
     tiling = RowCodebook.tiling(len(x))
     warps = sum(tiling.warps_of(tile.r, len(x)) for tile in tiles)
-    return split.splits(warps, tiling.resident, tiles[0].chunks, x.device)
+    return split.splits(warps, tiling.each, tiles[0].chunks, x.device)
 
 
 def pack_planes(planes: Tensor, columns: int) -> Tensor:
@@ -495,14 +495,14 @@ class ChannelCodebook:
 
     @staticmethod
     def _tiling(m: int) -> Tiling:
-        return Tiling(1, 64, 4, 4) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4, 3)
+        return Tiling(1, 64, 4) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4)
 
     def splits(self, x: Tensor) -> int:
         """See `group_int.GroupInt.splits`."""
         if len(x) > 1 and not fused(x):
             return 1
-        tiling, steps = self._tiling(len(x)), triton.cdiv(len(self._words), CHANNEL_CHUNKS)
-        return split.splits(tiling.warps_of(self.r, len(x)), tiling.resident, steps, x.device)
+        tiling, steps = self._tiling(len(x)), -(-len(self._words) // CHANNEL_CHUNKS)
+        return split.splits(tiling.warps_of(self.r, len(x)), tiling.each, steps, x.device)
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         """`y = x @ W.T`, or `+=`; see `RowCodebook.matmul`."""

@@ -306,8 +306,8 @@ def _dequantize(
 
 def _tiling(m: int) -> Tiling:
     if m == 1:
-        return Tiling(1, 32, 1, 4)
-    return Tiling(16, 64, 4, 3) if m <= 16 else Tiling(32, 64, 4, 3) if m <= 32 else Tiling(64, 128, 8, 2)
+        return Tiling(1, 32, 1)
+    return Tiling(64, 128, 8) if m > 32 else Tiling(16 if m <= 16 else 32, 64, 4)
 
 
 class GroupInt:
@@ -353,7 +353,7 @@ class GroupInt:
         if len(x) > 1 and not fused(x):
             return 1
         tiling = _tiling(len(x))
-        return split.splits(tiling.warps_of(self.r, len(x)), tiling.resident, self.words.shape[1], x.device)
+        return split.splits(tiling.warps_of(self.r, len(x)), tiling.each, self.words.shape[1], x.device)
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         """`y[:, rows] = x @ W.T`, or `+=`, summed in float32.

@@ -281,11 +281,11 @@ def splits(tiles: Sequence[IntegerTile], m: int, device: torch.device) -> int:
     """Parts that a product of m tokens is best summed in."""
     tiling, several = _tiling(m), tiles if _kind(tiles) == 2 else tiles[:1]
     warps = sum(tiling.warps_of(tile.r, m) for tile in several)
-    return split.splits(warps, tiling.resident, max(tile.steps for tile in tiles), device)
+    return split.splits(warps, tiling.each, max(tile.steps for tile in tiles), device)
 
 
 def _tiling(m: int) -> Tiling:
-    return Tiling(16 if m <= 16 else 64, 64, 4, 3) if m <= 64 else Tiling(128, 64, 8, 2)
+    return Tiling(128, 64, 8) if m > 64 else Tiling(16 if m <= 16 else 64, 64, 4)
 
 
 def _kind(tiles: Sequence[IntegerTile]) -> int:

@@ -27,34 +27,37 @@ class Tiling(NamedTuple):
     tokens: int  # of a program
     block: int  # rows of a program
     warps: int  # of a program
-    resident: int  # warps that a scheduler holds at once, as far as registers go
+
+    @property
+    def each(self) -> int:
+        """Warps that a scheduler is to have.
+
+        Of several tokens as many as there are registers for; of one twice as many, so that all schedulers end at about
+        the same time.
+        """
+        return 8 if self.tokens == 1 else 3 if self.tokens <= 32 else 2
 
     def warps_of(self, rows: int, m: int) -> int:
         """Warps of the programs that multiply so many rows with m tokens, each with all columns."""
-        return self.warps * triton.cdiv(rows, self.block) * triton.cdiv(m, self.tokens)
+        return self.warps * -(-rows // self.block) * -(-m // self.tokens)
 
     def grid(self, rows: int, m: int, y: Tensor) -> tuple[int, int, int]:
         """Programs that write to y [m, out], or to the parts of y [parts, m, out]."""
-        return triton.cdiv(rows, self.block), triton.cdiv(m, self.tokens), parts_of(y)
+        return -(-rows // self.block), -(-m // self.tokens), len(y) if y.dim() == 3 else 1
 
 
-def parts_of(y: Tensor) -> int:
-    """Parts that a product is to write to y."""
-    return len(y) if y.dim() == 3 else 1
-
-
-def splits(warps: int, resident: int, steps: int, device: torch.device) -> int:
-    """Parts of `steps` steps that as many warps as a GPU holds at once have work with.
+def splits(warps: int, each: int, steps: int, device: torch.device) -> int:
+    """Parts of whole steps that give each scheduler so many warps at most.
 
     Args:
         warps: of all programs, if each had all columns.
-        resident: warps that a scheduler holds at once.
+        each: warps that a scheduler is to have.
         steps: of the loop over columns.
         device: where the product runs.
     """
-    most = resident * SCHEDULERS * _multiprocessors(device) // max(1, warps)
+    most = each * SCHEDULERS * _multiprocessors(device) // max(1, warps)
     most, steps = max(1, min(most, steps)), max(1, steps)
-    return triton.cdiv(steps, triton.cdiv(steps, most))
+    return -(-steps // -(-steps // most))
 
 
 @cache

@@ -122,7 +122,7 @@ def _product(
 
 
 def _tiling(m: int) -> Tiling:
-    return Tiling(1, 32, 2, 4) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4, 3)
+    return Tiling(1, 32, 2) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4)
 
 
 class TwoFour:
@@ -147,8 +147,8 @@ class TwoFour:
         if len(x) > 1 and not fused(x):
             return 1
         tiling = _tiling(len(x))
-        steps = sum(triton.cdiv(codes.shape[1], WORDS) for codes in (self._codes, self._wide_codes))
-        return split.splits(tiling.warps_of(self.r, len(x)), tiling.resident, steps, x.device)
+        steps = sum(-(-codes.shape[1] // WORDS) for codes in (self._codes, self._wide_codes))
+        return split.splits(tiling.warps_of(self.r, len(x)), tiling.each, steps, x.device)
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         """`y = x @ W.T`, or `+=`; see `group_int.GroupInt.matmul`."""
