@@ -321,6 +321,22 @@ def test_parts_of_the_columns_add_up(name: str, parts: int, monkeypatch: pytest.
         close(y.cpu(), reference.int_matmul(x.cpu().float(), readable), error)
 
 
+def test_tiles_by_rows_write_as_many_parts_as_both_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randperm(40, device=DEVICE).int()
+    monkeypatch.setattr(split, "splits", lambda warps, each, steps, device: steps)
+    for second, parts in ((32, 2), (40, 1)):  # groups of 40 have no kernel
+        tiles = [
+            replace(group_int(bits, size, 20, 700, False), rows=some.sort().values)
+            for bits, size, some in ((3, 32, rows[:20]), (8, second, rows[20:]))
+        ]
+        weight = packed((40, 700), *tiles)
+        layer = Layer(weight)
+        for tokens in (1, 3):
+            x = torch.randn(tokens, 700, device=DEVICE).half()
+            assert layer._counts(x) == [parts]
+            close(layer.matmul(x).cpu(), reference.int_matmul(x.cpu().float(), unpack(on_cpu(weight))), 2e-3)
+
+
 def poisoned_empty(*shape: Any, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
     made = torch.zeros(*shape, dtype=dtype, device=device)
     return made.fill_(torch.nan) if made.is_floating_point() else made
