@@ -14,6 +14,9 @@
 #include <vector>
 
 #include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -44,6 +47,35 @@ template <typename F> bool spin_until(F ready) {
         if (spent > SPIN) std::this_thread::yield();
     }
 }
+
+// Keeps a sleeper from waking where its waker works, which Linux does while other processors idle (a virtual machine's
+// look busy to it): they then share one processor for some milliseconds.
+class Elsewhere {
+public:
+#if defined(__linux__)
+    // By the waker: `thread` is to run on another processor than this one, if it may run on others.
+    void send(pthread_t thread) {
+        const int here = sched_getcpu();
+        if (here < 0) return;
+        if (!sent_ && pthread_getaffinity_np(thread, sizeof allowed_, &allowed_) != 0) return;
+        cpu_set_t others = allowed_;
+        if (here < CPU_SETSIZE) CPU_CLR(here, &others);
+        if (CPU_COUNT(&others) > 0 && pthread_setaffinity_np(thread, sizeof others, &others) == 0) sent_ = true;
+    }
+    // By the woken thread: it may run where it might before.
+    void arrive() {
+        if (sent_) pthread_setaffinity_np(pthread_self(), sizeof allowed_, &allowed_);
+        sent_ = false;
+    }
+
+private:
+    cpu_set_t allowed_;
+    bool sent_ = false;
+#else
+    void send(pthread_t) {}
+    void arrive() {}
+#endif
+};
 
 // The caller of `run` works too and closes the job when no piece is left; it then waits only for workers that
 // had entered. A worker that never got a core delays nobody.
@@ -77,15 +109,23 @@ private:
         std::condition_variable woken;
         std::atomic<bool> sleeping{false};
 
+        pthread_t thread{};  // guarded by mutex, as is
+        Elsewhere elsewhere; // where it wakes
+
         template <typename F> void sleep_until(F ready) {
             std::unique_lock<std::mutex> lock(mutex);
+            thread = pthread_self();
             sleeping = true;
             woken.wait(lock, ready);
             sleeping = false;
+            elsewhere.arrive();
         }
         void wake() {
             if (!sleeping) return;
-            { std::lock_guard<std::mutex> lock(mutex); } // it was between its check and its wait, and has left that
+            {
+                std::lock_guard<std::mutex> lock(mutex); // it was between its check and its wait, and has left that
+                if (sleeping) elsewhere.send(thread);
+            }
             woken.notify_one();
         }
     };

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -879,9 +881,9 @@ def test_the_benchmark_reads_far_more_than_the_cache_holds_on_all_threads(
 
     assert kernels._reader().func.__self__.nbytes == kernels.READ  # type: ignore[attr-defined]
     monkeypatch.setattr(kernels, "_reader", reader)
+    monkeypatch.setattr(kernels, "WARM", 0)
     kernels.kernels(shapes=("8x8",), threads=(1, 2), rounds=2, only=("W4",))
-    # Three rounds of warming up, two that count, and before each another call.
-    assert used == [(i % 5, 1 + (i >= 10)) for i in range(20)]
+    assert used == [(i % 5, 1 + (i >= 5)) for i in range(10)]  # three rounds of warming up, two that count
 
 
 @pytest.mark.usefixtures("small_cache")
@@ -903,18 +905,38 @@ def test_the_rate_in_the_cache_is_without_the_cost_of_a_call(monkeypatch: pytest
     assert figures["rows"][0]["variants"]["W4"]["rows"] == 128
 
 
-def test_weights_in_the_cache_are_used_right_before_they_are_timed() -> None:
-    made: list[str] = []
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_is_timed_is_warm_and_its_weights_are_only_where_they_shall_be(
+    monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    monkeypatch.setattr(kernels, "_cold", lambda: 6)
     used: list[str] = []
+    counts = {"a": 0, "b": 0}
 
     def make(name: str) -> Callable[[], object]:
-        made.append(name)
-        return lambda: used.append(name)
+        counts[name] += 1
+        mark = f"{name}{counts[name]}"
+        return lambda: used.append(mark)
 
+    begun = time.perf_counter()
     variants = {name: kernels.Variant(1, lambda name=name: make(name)) for name in "ab"}
-    times = kernels._times(variants, 2, cached=True)
-    assert made == ["a", "b"] and used == list("aabb") * (2 + kernels.WARM_UP)
+    times = kernels._times(variants, 2, cached)
+    assert time.perf_counter() - begun >= 10 * kernels.WARM
     assert [len(seconds) for seconds in times.values()] == [2, 2]
+    calls = [(mark, len(list(same))) for mark, same in itertools.groupby(used)]
+    if cached:  # the very weights are used right before
+        assert counts == {"a": 1, "b": 1} and [mark for mark, _ in calls] == ["a1", "b1"] * 5
+        assert all(n > 1 for _, n in calls)
+    else:  # three are timed in turn, six bytes apart, and are used for nothing else
+        timed = [f"{name}{1 + i % 3}" for i in range(5) for name in "ab"]
+        assert [mark for mark, _ in calls] == [m for mark in timed for m in (f"{mark[0]}4", mark)]
+        assert all(n == 1 for mark, n in calls if not mark.endswith("4"))
+
+
+def test_variants_are_chosen_by_name_or_beginning() -> None:
+    there = ["W4 @avx2", "W4 @avx512", "W4A8 @avx2", "W8", "codebook 4", "codebook 4 + sparse"]
+    assert kernels.chosen(["codebook 4", "W4"], there) == ["W4 @avx2", "W4 @avx512", "codebook 4"]
+    assert kernels.chosen(["code", "W4A8 @avx2"], there) == ["W4A8 @avx2", *there[4:]]
 
 
 def test_the_benchmark_has_every_width_and_draws_every_format() -> None:
@@ -936,7 +958,7 @@ def test_panels_without_points_are_drawn(tmp_path: Path) -> None:
 def test_the_benchmark_compares_instruction_sets_and_draws(tmp_path: Path) -> None:
     best = isas()[-1]
     figures = kernels.kernels(
-        shapes=("32x256",), rounds=1, dtype="float32", isas=("portable", best), only=("W4A8", "codebook 4")
+        shapes=("32x256",), rounds=1, dtype="float32", isas=("portable", best), only=("W4A8", "codebook")
     )
     (row,) = figures["rows"]
     assert {f"W4A8 @{best}", "W4A8 @portable", "codebook 4 + sparse @portable"} <= row["variants"].keys()
@@ -957,14 +979,16 @@ def test_the_benchmark_compares_instruction_sets_and_draws(tmp_path: Path) -> No
 
 @pytest.mark.skipif(ggml.library() is None, reason="llama-cpp-python is not installed")
 @pytest.mark.parametrize("kind", ggml.TYPES)
-def test_the_peer_multiplies_the_same(kind: str) -> None:
-    x = random(3, 512)
-    product = ggml.Product(kind, 128, x, threads=2)
-    product.wake()
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_the_peer_multiplies_the_same(kind: str, tokens: int) -> None:
+    x = random(tokens, 512)
+    threads = ggml.Threads(2)
+    product = ggml.Product(kind, 128, x, threads)
+    threads.wake()
     product()
+    threads.rest()
     weight = torch.randn(ggml.ROWS, 512, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
     expected, y = x @ weight.T, product.output()
-    product.close()
     assert float((y - expected).norm() / expected.norm()) < 2.0 / 2 ** int(kind[1])
 
 

@@ -288,6 +288,39 @@ def test_idle_workers_leave_the_processor_alone() -> None:
     assert time.process_time() - before < 0.1
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sleepers wake elsewhere on Linux only")
+def test_workers_are_kept_from_the_callers_processor_only_until_they_wake() -> None:
+    case, x = make(4, 1001, 1539, 128), activations(1, 1539)
+    want, allowed = product(case, x, 48), os.sched_getaffinity(0)
+    for pause in (0, 0.0005, 0.005, 0.05):
+        for threads in (2, 4, 3):
+            time.sleep(pause)
+            assert torch.equal(product(case, x, threads), want)
+    for _ in range(100):  # whom a call did not wait for may still have to wake
+        masks = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
+        if all(mask == allowed for mask in masks):
+            break
+        product(case, x, 48)
+        time.sleep(0.01)
+    assert all(mask == allowed for mask in masks)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sleepers wake elsewhere on Linux only")
+def test_one_processor_for_several_threads() -> None:
+    one = {min(os.sched_getaffinity(0))}
+    script = (
+        f"import os, time, torch; os.sched_setaffinity(0, {one})\n"
+        "from anybit.kernels import cpu\n"
+        "layer = cpu.Layer(500, 700)\n"
+        "w = torch.randn(500, 700).bfloat16(); layer.add(cpu.Float16(w, None))\n"
+        "x = torch.randn(1, 700); want = layer.matmul(x, threads=1)\n"
+        "for _ in range(5):\n"
+        "    time.sleep(0.002); assert torch.equal(layer.matmul(x, threads=4), want)\n"
+        f"assert all(os.sched_getaffinity(int(t)) == {one} for t in os.listdir('/proc/self/task'))\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_more_threads_in_pytorch_than_kernels_take() -> None:
     script = (
         "import torch; from anybit.kernels import cpu; torch.set_num_threads(2000); print(cpu._threads(None))"

@@ -868,7 +868,8 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
         str | None, typer.Option(help="Instruction sets to compare, comma-separated. [default: the best]")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="Variants whose names begin so, comma-separated, e.g. W4,codebook.")
+        str | None,
+        typer.Option(help="Variants, or how their names begin, comma-separated, e.g. W4A8,codebook."),
     ] = None,
     cached: Annotated[
         bool,

@@ -164,19 +164,19 @@ def print_bench_kernels(f: dict[str, Any]) -> None:
         typer.echo(
             f"in the cache: GB/s of the rows beyond the first 64, of as many as take {cached >> 10} KiB"
         )
-    heading = "     rows" if cached else "x float32  x bfloat16      x own"
     for row in f["rows"]:
         low, high = row["read_gb_per_s_range"]
-        typer.echo(
-            f"\n{row['out']} x {row['in']}, {row['tokens']} token(s), {row['threads']} thread(s); "
-            f"memory read at {row['read_gb_per_s']:.1f} GB/s ({low:.1f} to {high:.1f})\n"
-            f"{'':24}       us      GB/s  of limit  {heading}"
-        )
         names = [
             name for name in ("torch float32", "torch bfloat16", "own bfloat16") if name in row["variants"]
         ]
+        over = "  ".join(f"{'x ' + name.removeprefix('torch '):>14}" for name in names)
+        typer.echo(
+            f"\n{row['out']} x {row['in']}, {row['tokens']} token(s), {row['threads']} thread(s); "
+            f"memory read at {row['read_gb_per_s']:.1f} GB/s ({low:.1f} to {high:.1f})\n"
+            f"{'':24}       us      GB/s  of limit  {'     rows' if cached else over}"
+        )
         base = [row["variants"][name]["us"] for name in names]
         for name, v in row["variants"].items():
-            last = f"{v['rows']:9d}" if cached else "  ".join(f"{us / v['us']:9.2f}" for us in base)
+            last = f"{v['rows']:9d}" if cached else "  ".join(f"{us / v['us']:14.2f}" for us in base)
             typer.echo(f"{name:24}{v['us']:9.1f} {v['gb_per_s']:9.1f} {100 * v['of_limit']:8.0f}% {last}")
     typer.echo(json.dumps(f))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import weakref
+from collections.abc import Iterator
 from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
@@ -79,53 +81,74 @@ class _Functions:
         self.log_set(self.silent, None)  # type: ignore[attr-defined]
         self.device = self.backend_reg_dev_get(self.backend_cpu_reg(), 0)  # type: ignore[attr-defined]
 
-    def repacking(self) -> c_void_p | None:
-        """The buffer type whose matrices lie in the order of the fastest kernels."""
+    def arranging(self, tokens: int) -> Iterator[Any]:
+        """Buffer types whose matrices lie in the order of the fastest kernels, in the library's order of preference.
+
+        But those for AMX with several tokens, which end the process where GCC 12 built them: it takes the tiles'
+        configuration for unused.
+        """
         get: Any = self.backend_reg_get_proc_address  # type: ignore[attr-defined]
         address = get(self.backend_cpu_reg(), b"ggml_backend_dev_get_extra_bufts")  # type: ignore[attr-defined]
         if not address:
-            return None
+            return
         found = ctypes.CFUNCTYPE(ctypes.POINTER(c_void_p), c_void_p)(address)(self.device)
         i = 0
         while found and found[i]:
-            if b"REPACK" in self.backend_buft_name(found[i]):  # type: ignore[attr-defined]
-                return found[i]
+            if tokens == 1 or self.backend_buft_name(found[i]) != b"AMX":  # type: ignore[attr-defined]
+                yield found[i]
             i += 1
-        return None
+
+
+class Threads:
+    """A pool of threads that sleeps until `wake`; given back with the last that holds it."""
+
+    def __init__(self, count: int) -> None:
+        lib = library()
+        parameters = ctypes.create_string_buffer(PARAMETERS)
+        lib.threadpool_params_init(parameters, count)
+        self.count, self.pool = count, lib.threadpool_new(parameters)
+        self._resume, self._pause = lib.threadpool_resume, lib.threadpool_pause
+        weakref.finalize(self, lib.threadpool_free, self.pool)
+        self.rest()
+
+    def wake(self) -> None:
+        self._resume(self.pool)
+
+    def rest(self) -> None:
+        """Let the threads sleep: awake ones spin."""
+        self._pause(self.pool)
 
 
 class Product:
-    """`matrix [out, in] @ x [in]` for some tokens, on a pool of threads that sleeps until `wake`.
+    """`matrix [out, in] @ x [in]` for some tokens; its memory is given back with it.
 
     Args:
-        kind: a key of `TYPES`; the matrix is repacked where the library can.
+        kind: a key of `TYPES`; the matrix is arranged as the library prefers.
         x: float32 [tokens, in].
+        threads: awake.
     """
 
-    def __init__(self, kind: str, out: int, x: Tensor, threads: int) -> None:
+    def __init__(self, kind: str, out: int, x: Tensor, threads: Threads) -> None:
         self.lib = lib = library()
         tokens, columns = x.shape
-        self.shape = (tokens, out)
-        self.nbytes = out * lib.row_size(TYPES[kind], columns)
+        self.shape, self.threads = (tokens, out), threads
         self.backend = lib.backend_cpu_init()
-        parameters = ctypes.create_string_buffer(PARAMETERS)
-        lib.threadpool_params_init(parameters, threads)
-        self.pool = lib.threadpool_new(parameters)
-        lib.backend_cpu_set_n_threads(self.backend, threads)
-        lib.backend_cpu_set_threadpool(self.backend, self.pool)
+        lib.backend_cpu_set_n_threads(self.backend, threads.count)
+        lib.backend_cpu_set_threadpool(self.backend, threads.pool)
         plain = lib.backend_get_default_buffer_type(self.backend)
         self.contexts: list[Any] = []
         self.buffers: list[Any] = []
+        weakref.finalize(self, _give_back, lib, self.backend, self.buffers, self.contexts)
         inputs = self._context()
         activations = lib.new_tensor_2d(inputs, FLOAT32, columns, tokens)
         self._allocate(inputs, plain)
-        for kind_of_buffer in filter(None, (lib.repacking(), plain)):
+        for kind_of_buffer in (*lib.arranging(tokens), plain):
             weights = self._context()
             matrix = lib.new_tensor_2d(weights, TYPES[kind], columns, out)
             self._allocate(weights, kind_of_buffer)
             outputs = self._context()
             self.result = lib.mul_mat(outputs, matrix, activations)
-            self.repacked = kind_of_buffer != plain
+            self.order = lib.backend_buft_name(kind_of_buffer).decode()
             if lib.backend_dev_supports_op(lib.device, self.result):
                 break
         self.graph = lib.new_graph(outputs)
@@ -133,32 +156,15 @@ class Product:
         self._allocate(outputs, plain)
         _set(lib, activations, x.float().contiguous())
         _set(lib, matrix, _quantized(lib, kind, out, columns))
-        self.rest()
 
     def __call__(self) -> None:
         self.lib.backend_graph_compute(self.backend, self.graph)
-
-    def wake(self) -> None:
-        self.lib.threadpool_resume(self.pool)
-
-    def rest(self) -> None:
-        """Let the threads sleep: awake ones spin."""
-        self.lib.threadpool_pause(self.pool)
 
     def output(self) -> Tensor:
         """What the last call computed, float32 [tokens, out]."""
         y = torch.empty(self.shape)
         self.lib.backend_tensor_get(self.result, y.data_ptr(), 0, y.nbytes)
         return y
-
-    def close(self) -> None:
-        """Give all memory and threads back."""
-        self.lib.backend_free(self.backend)
-        self.lib.threadpool_free(self.pool)
-        for buffer in self.buffers:
-            self.lib.backend_buffer_free(buffer)
-        for context in self.contexts:
-            self.lib.free(context)
 
     def _context(self) -> Any:
         context = self.lib.init(_InitParams(1 << 20, None, True))
@@ -170,6 +176,19 @@ class Product:
         if not buffer:
             raise MemoryError("ggml could not allocate a matrix")
         self.buffers.append(buffer)
+
+
+def _give_back(lib: Any, backend: Any, buffers: list[Any], contexts: list[Any]) -> None:
+    lib.backend_free(backend)
+    for buffer in buffers:
+        lib.backend_buffer_free(buffer)
+    for context in contexts:
+        lib.free(context)
+
+
+def nbytes(kind: str, out: int, columns: int) -> int:
+    """Of a matrix."""
+    return out * int(library().row_size(TYPES[kind], columns))
 
 
 def kinds(columns: int) -> list[str]:

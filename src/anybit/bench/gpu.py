@@ -327,7 +327,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=_split, help="OUTxIN, comma-separated")
     parser.add_argument("--tokens", type=_wholes, help="comma-separated")
     parser.add_argument("--dtype", help="of inputs: float16 or bfloat16")
-    parser.add_argument("--only", type=_split, help="variants whose names begin so, comma-separated")
+    parser.add_argument("--only", type=_split, help="variants, or how their names begin, comma-separated")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--plot", type=Path, help="also draw them: a .png, .svg or .pdf")
     given = vars(parser.parse_args())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anybit.bench import graphs
 from anybit.bench.graphs import LIMIT, Run, Save, Variant, nobody
-from anybit.bench.kernels import FAST, layouts, random_weight
+from anybit.bench.kernels import FAST, chosen, layouts, random_weight
 from anybit.errors import InputError
 from anybit.kernels import reference
 from anybit.kernels.dispatch import Prepared
@@ -79,7 +79,7 @@ def gemv(
         small: check correctness only; runs in Triton's interpreter too.
         shapes: (out, in).
         dtype: of inputs and outputs, of `DTYPES`.
-        only: variants whose name begins so. Default: all.
+        only: variants of these names, or that begin so. Default: all.
         save: gets the figures after every row.
 
     Raises:
@@ -100,7 +100,7 @@ def gemm(
     """Several tokens; as `gemv`, with shares of the matrix units' rate and the average speed over shapes and tokens.
 
     Args:
-        only: variants whose name begins so. Default: those of `GEMM`.
+        only: variants of these names, or that begin so. Default: those of `GEMM`.
     """
     return _run(shapes, tokens, dtype, _names(only, GEMM), rounds, small, save)
 
@@ -116,7 +116,7 @@ def decode(
     """Tokens per second of all linears of a Llama-7B, one step as a CUDA graph, at every batch of `tokens`.
 
     Args:
-        only: variants whose name begins so. Default: those of `DECODE`.
+        only: variants of these names, or that begin so. Default: those of `DECODE`.
     """
     begun, names = time.monotonic(), _names(only, DECODE)
     found = _checked(names, tokens, dtype, small, save)
@@ -147,13 +147,10 @@ def decode(
 
 
 def _names(only: Sequence[str], usual: Sequence[str] = ()) -> list[str]:
-    """The variants whose names begin so, or the usual ones of a part (none: all)."""
+    """The variants of these names, or that begin so, or the usual ones of a part (none: all)."""
     there = [name for name in layouts(*AWKWARD) if not name.endswith(FAST)]  # an option of the CPU's kernels
-    for begin in only:
-        if not any(name.startswith(begin) for name in there):
-            raise InputError(f"no variant begins with {begin!r}: there are {', '.join(there)}")
     if only:
-        return [name for name in there if name.startswith(tuple(only))]
+        return chosen(only, there)
     return [name for name in there if not usual or name in usual]
 
 

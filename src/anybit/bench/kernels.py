@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -44,6 +44,7 @@ CACHED = 512 << 10  # bytes of a matrix that is to stay in the cache
 ROWS = 64  # of the least part of a matrix
 LEAST_SECONDS = 1e-7  # that can be measured
 WARM_UP = 3
+WARM = 1e-2  # seconds; clocks take some 5 ms to rise after a rest
 SETTLE = 5e-3  # seconds; OpenMP's workers spin for a millisecond or two
 GROUP = 128
 SHAPES = (  # of LLMs, of SmolLM2-135M and its head, of Gemma 3 270M
@@ -66,6 +67,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # that the kern
 PICTURES = (".png", ".svg", ".pdf")
 FAST = " A8"  # codebooks with byte centroids and inputs of 8 bits
 LIMIT = "memory read"
+ISA = " @"  # between a variant and its instruction set
 OWN = "own bfloat16"  # a product that does nothing but read 16 bits a weight
 
 
@@ -97,7 +99,7 @@ def kernels(  # noqa: PLR0913 - what can be varied
         threads: from 1 up.
         dtype: what the model computes in, a key of `DTYPES`.
         isas: instruction sets to compare, of `cpu.matmul_isas()`. Default: the best.
-        only: variants whose name begins so. Default: all.
+        only: variants of these names, or where there is none, whose name begins so. Default: all.
         cached: parts of the matrices that stay in the cache.
 
     Raises:
@@ -116,7 +118,8 @@ def kernels(  # noqa: PLR0913 - what can be varied
     def variants(out: int, columns: int, m: int = 1, n: int = 1) -> dict[str, Make]:
         return _variants((ROWS if cached else out, columns), m, n, DTYPES[dtype], isas)
 
-    _check_names(only, dict.fromkeys(name for size in sizes for name in variants(*size)))
+    there = dict.fromkeys(name for size in sizes for name in variants(*size))
+    kept = chosen(only, there) if only else there
     before, rows = torch.get_num_threads(), []
     reading = rotating(Variant(READ, _reader), -(-_cold() // READ))
     reader = Variant(READ, lambda: reading, rest=_settle)
@@ -129,7 +132,7 @@ def kernels(  # noqa: PLR0913 - what can be varied
                     makes = {
                         name: make
                         for name, make in variants(out, columns, m, n).items()
-                        if not only or name.startswith(("torch", *only))
+                        if name in kept or name.startswith("torch")
                     }
                     row = {"out": out, "in": columns, "tokens": m, "threads": n}
                     rows.append({**row, **_measure(makes, out, reader, rounds, cached)})
@@ -167,12 +170,21 @@ def parse_shape(text: str, least: int = 1) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
-def _check_names(only: Sequence[str], there: Iterable[str]) -> None:
-    for name in only:
-        if not name or not any(known.startswith(name) for known in there):
-            why = f" ({ggml.why_not()})" if name.startswith("ggml") and ggml.why_not() else ""
-            names = ", ".join(there)
-            raise InputError(f"no variant begins with {name!r} at these shapes{why}: there are {names}")
+def chosen(only: Iterable[str], there: Collection[str]) -> list[str]:
+    """The variants that have these names, with any instruction set; of a name that none has, those that begin so.
+
+    Raises:
+        InputError: there is none.
+    """
+    found: set[str] = set()
+    for given in only:
+        named = {name for name in there if given in (name, name.partition(ISA)[0])}
+        named = named or {name for name in there if given and name.startswith(given)}
+        if not named:
+            why = f" ({ggml.why_not()})" if given.startswith("ggml") and ggml.why_not() else ""
+            raise InputError(f"no variant begins with {given!r}{why}: there are {', '.join(there)}")
+        found |= named
+    return [name for name in there if name in found]
 
 
 def layouts(out: int, columns: int) -> dict[str, dict[str, Any]]:
@@ -267,7 +279,7 @@ def _variants(
     }
     for name in layouts(*shape):
         for isa in isas or (None,):
-            mark = f" @{isa}" if len(isas) > 1 else ""
+            mark = f"{ISA}{isa}" if len(isas) > 1 else ""
             made[name + mark] = partial(_quantized, name, x.to(dtype), isa)
     return made | {f"ggml {kind}": partial(_peer, kind, x, threads) for kind in ggml.kinds(shape[1])}
 
@@ -311,8 +323,15 @@ def _quantized(name: str, x: Tensor, isa: str | None, out: int) -> Variant:
 
 
 def _peer(kind: str, x: Tensor, threads: int, out: int) -> Variant:
-    product = ggml.Product(kind, out, x, threads)  # one: others evict it
-    return Variant(product.nbytes, lambda: product, product.wake, product.rest)
+    pool = ggml.Threads(threads)
+
+    def rest() -> None:
+        pool.rest()
+        _settle()  # where the library computes on OpenMP's threads
+
+    return Variant(
+        ggml.nbytes(kind, out, x.shape[1]), lambda: ggml.Product(kind, out, x, pool), pool.wake, rest
+    )
 
 
 def _cold() -> int:
@@ -361,21 +380,25 @@ def _measure(makes: dict[str, Make], out: int, reader: Variant, rounds: int, cac
 def _times(variants: dict[str, Variant], rounds: int, cached: bool) -> dict[str, list[float]]:
     """Seconds of every round, the variants taking turns, their weights in the cache or not.
 
-    What runs after another library finds its code cold and its threads asleep. A layer of a model runs after one of its
-    kind, so a call with other weights goes before.
+    What runs after another library, or after a rest, finds its code cold, its threads asleep and the clocks low. A
+    layer of a model runs after others of its kind, so calls with weights that are not timed go before, for `WARM`
+    seconds.
     """
     copies = (
         1 if cached else max(2, min(MOST_COPIES, -(-_cold() // sum(v.nbytes for v in variants.values()))))
     )
-    runs = {name: rotating(variant, copies) for name, variant in variants.items()}
+    timed = {name: rotating(variant, copies) for name, variant in variants.items()}
+    before = timed if cached else {name: variant.make() for name, variant in variants.items()}
     times: dict[str, list[float]] = {name: [] for name in variants}
     for i in range(rounds + WARM_UP):
         for name, variant in variants.items():
             if variant.wake is not None:
                 variant.wake()
-            runs[name]()
+            warm = time.perf_counter() + WARM
+            while time.perf_counter() < warm:
+                before[name]()
             begun = time.perf_counter()
-            runs[name]()
+            timed[name]()
             if i >= WARM_UP:
                 times[name].append(time.perf_counter() - begun)
             if variant.rest is not None:
