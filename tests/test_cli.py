@@ -706,7 +706,7 @@ def test_bench_kernels_draws_when_its_figures_are_out(
 def test_bench_kernels_in_the_cache(bench: Run) -> None:
     ran = bench("--only", "W4", "--cached")
     assert ran.code == 0 and "in the cache" in ran.out and "x bfloat16" not in ran.out
-    assert json.loads(ran.out.splitlines()[-1])["rows"][0]["variants"]["W4A8"]["rows"] == 128
+    assert json.loads(ran.out.splitlines()[-1])["rows"][0]["variants"]["W4"]["rows"] == 128
 
 
 @pytest.mark.parametrize(
