@@ -16,6 +16,7 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <utility>
 
 namespace anybit {
 
@@ -132,16 +133,82 @@ inline int64_t row_stride(int64_t rows, int64_t stride, int64_t columns) { retur
 
 // ---- running --------------------------------------------------------------------------------------------
 
-struct Free {
-    void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
+// Scratch memory that a thread gave back, to be used again: the system takes milliseconds to hand out what many tokens
+// need. What was not used for longest goes first.
+class KeptMemory {
+public:
+    KeptMemory() = default;
+    KeptMemory(const KeptMemory&) = delete;
+    ~KeptMemory() {
+        for (const Block& block : blocks_) ::operator delete[](block.memory, ALIGNMENT);
+    }
+    // The least block of at least so many bytes, if it is not far larger; else a new one. `bytes` becomes its size.
+    float* take(size_t& bytes) {
+        Block* found = nullptr;
+        for (Block& block : blocks_)
+            if (block.bytes >= bytes && block.bytes / 4 <= bytes && (found == nullptr || block.bytes < found->bytes))
+                found = &block;
+        if (found != nullptr) {
+            bytes = found->bytes;
+            return remove(found);
+        }
+        auto* made = static_cast<float*>(::operator new[](bytes, ALIGNMENT));
+        advise_large(made, bytes);
+        return made;
+    }
+    void give(float* memory, size_t bytes) noexcept {
+        if (bytes < LEAST || bytes > MOST) return ::operator delete[](memory, ALIGNMENT);
+        for (size_t all = bytes;;) {
+            for (const Block& block : blocks_) all += block.bytes;
+            if (all <= MOST && blocks_[0].memory == nullptr) break;
+            Block* oldest =
+                std::find_if(blocks_, std::end(blocks_), [](const Block& block) { return block.memory != nullptr; });
+            ::operator delete[](remove(oldest), ALIGNMENT);
+            all = bytes;
+        }
+        std::move(blocks_ + 1, std::end(blocks_), blocks_);
+        blocks_[COUNT - 1] = {memory, bytes};
+    }
+
+private:
+    struct Block {
+        float* memory = nullptr;
+        size_t bytes = 0;
+    };
+    // The older ones move up.
+    float* remove(Block* block) noexcept {
+        float* memory = block->memory;
+        std::move_backward(blocks_, block, block + 1);
+        blocks_[0] = {};
+        return memory;
+    }
+
+    static constexpr std::align_val_t ALIGNMENT{64};
+    static constexpr size_t LEAST = size_t(1) << 17; // bytes of a block; less is the allocator's business
+#ifdef ANYBIT_SANITIZE
+    static constexpr size_t MOST = 0; // a sanitizer sees who reads beyond a block
+#else
+    static constexpr size_t MOST = size_t(1) << 25; // bytes of all blocks
+#endif
+    static constexpr int COUNT = 8;
+    Block blocks_[COUNT]; // empty ones first, the newest last
 };
-using Scratch = std::unique_ptr<float[], Free>;
+
+inline KeptMemory& kept_memory() {
+    thread_local KeptMemory memory;
+    return memory;
+}
+
+struct Free {
+    size_t bytes = 0;
+    void operator()(float* p) const { kept_memory().give(p, bytes); }
+};
+using Scratch = std::unique_ptr<float[], Free>; // to be freed by the thread that made it
 
 inline Scratch make_scratch(int64_t floats) {
-    const size_t bytes = static_cast<size_t>(floats) * 4;
-    Scratch made(static_cast<float*>(::operator new[](bytes, std::align_val_t(64))));
-    advise_large(made.get(), bytes);
-    return made;
+    size_t bytes = static_cast<size_t>(floats) * 4;
+    float* memory = kept_memory().take(bytes);
+    return Scratch(memory, Free{bytes});
 }
 
 // Elements from one row of `columns` to the next: an odd number of cache lines, so that no two rows among many compete

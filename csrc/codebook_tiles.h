@@ -83,17 +83,18 @@ private:
         check("planes", planes, {Type::u32, Type::i32}, {t_.bits, t_.columns, (t_.rows + 31) / 32}, Layout::dense);
     }
 
-    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
+    void add_product(const Tokens& x, const Outputs& y, int threads) const override {
         const int64_t m = x.count, width = kernels_.channel_columns(t_);
         if (m > few(x.bf16))
-            return add_many(t_, x, width, plain(width), kernels_.channel_gemm, kernels_.channel_gemm_bf16, y, y_stride,
-                            threads);
+            return add_many(t_, x, width, plain(width), kernels_.channel_gemm, kernels_.channel_gemm_bf16, y, threads);
         const Scratch padded = make_scratch(m * width);
         const auto pad = plain(width);
         for (int64_t k = 0; k < m; ++k) pad(x.floats(k), padded.get() + k * width);
         by_blocks(
             threads,
-            [&](int64_t begin, int64_t end) { kernels_.channel_matmul(t_, padded.get(), m, y, y_stride, begin, end); },
+            [&](int64_t begin, int64_t end) {
+                kernels_.channel_matmul(t_, padded.get(), m, y.sums, y.stride, begin, end);
+            },
             4); // which the kernel works on together
     }
 
@@ -158,23 +159,27 @@ public:
                                   : kernels_.lookup_bf16_form(c_.bits) != TableForm::none;
     }
     bool takes_ints() const override { return !by_channel_; }
+    bool finishes(int64_t tokens, bool bf16) const override { return !by_channel_ && Tile::finishes(tokens, bf16); }
     // Beyond, decoding the exact weights once for all tokens takes no longer.
     bool prefers_ints(int64_t tokens, bool bf16) const override { return takes_ints() && tokens <= 2 * few(bf16); }
 
 private:
-    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
-        if (by_channel_) add_by_channel(x, y, y_stride, threads);
-        else if (x.count > few(x.bf16)) look_up_many(x, y, y_stride, threads);
-        else if (x.bf16) look_up_bf16(x, y, y_stride, threads);
-        else if (float_form() != TableForm::none) look_up_floats(x, y, y_stride, threads);
-        else add_by_row(x, y, y_stride, threads);
+    void add_product(const Tokens& x, const Outputs& y, int threads) const override {
+        if (by_channel_) add_by_channel(x, y, threads);
+        else if (x.count > few(x.bf16)) look_up_many(x, y, threads);
+        else if (x.bf16) look_up_bf16(x, y, threads);
+        else if (float_form() != TableForm::none) look_up_floats(x, y, threads);
+        else add_by_row(x, y, threads);
     }
 
-    void add_by_channel(const Tokens& x, float* y, int64_t y_stride, int threads) const {
+    void add_by_channel(const Tokens& x, const Outputs& y, int threads) const {
         if (x.count > few(x.bf16)) {
-            by_many_blocks(rows_, x.count, threads, [&](int64_t begin, int64_t end) {
-                by_words_.codebook_channels_many(c_, x.floats(0), x.stride, x.count, y, y_stride, begin, end);
-            });
+            by_blocks(
+                threads,
+                [&](int64_t begin, int64_t end) {
+                    by_words_.codebook_channels_many(c_, x.floats(0), x.stride, x.count, y.sums, y.stride, begin, end);
+                },
+                MANY_BLOCKS, x.count);
             return;
         }
         const int64_t piece = piece_of(c_.words, 1, c_.rows * c_.columns * (1 + x.count), threads);
@@ -182,11 +187,12 @@ private:
         for (int64_t k = 0; k < x.count; ++k) std::copy_n(x.floats(k), c_.rows, dense.get() + k * c_.rows);
         const Scratch scratch = make_scratch(((c_.words - 1) / piece + 1) * piece * 32);
         parallel_for(c_.words, piece, threads, [&](int64_t begin, int64_t end) {
-            by_words_.codebook_channels(c_, dense.get(), x.count, y, y_stride, scratch.get() + begin * 32, begin, end);
+            by_words_.codebook_channels(c_, dense.get(), x.count, y.sums, y.stride, scratch.get() + begin * 32, begin,
+                                        end);
         });
     }
 
-    void add_by_row(const Tokens& x, float* y, int64_t y_stride, int threads) const {
+    void add_by_row(const Tokens& x, const Outputs& y, int threads) const {
         const int64_t m = x.count, width = c_.words * 32;
         const int64_t piece = piece_of(c_.rows, 1, c_.rows * c_.columns * (1 + m), threads);
         const Scratch scratch = make_scratch((m + (c_.rows - 1) / piece + 1) * width);
@@ -194,14 +200,14 @@ private:
         const auto pad = plain(width);
         for (int64_t k = 0; k < m; ++k) pad(x.floats(k), padded + k * width);
         parallel_for(c_.rows, piece, threads, [&](int64_t begin, int64_t end) {
-            by_words_.codebook_rows(c_, padded, m, y, y_stride, padded + (m + begin / piece) * width, begin, end);
+            by_words_.codebook_rows(c_, padded, m, y.sums, y.stride, padded + (m + begin / piece) * width, begin, end);
         });
     }
 
-    void look_up_many(const Tokens& x, float* y, int64_t y_stride, int threads) const {
+    void look_up_many(const Tokens& x, const Outputs& y, int threads) const {
         const ByteCodebook b = x.bf16 ? half_codebook() : float_codebook();
         const int64_t width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
-        add_many(b, x, width, plain(width), kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, y, y_stride, threads);
+        add_many(b, x, width, plain(width), kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, y, threads);
     }
 
     TableForm float_form() const { return kernels_.lookup_float_form(c_.bits, false); }
@@ -218,28 +224,28 @@ private:
         return b;
     }
 
-    void look_up_floats(const Tokens& x, float* y, int64_t y_stride, int threads) const {
+    void look_up_floats(const Tokens& x, const Outputs& y, int threads) const {
         const ByteCodebook b = float_codebook();
         const int64_t m = x.count, width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
         const Scratch scratch = make_scratch(m * width);
         for (int64_t k = 0; k < m; ++k) kernels_.lookup_prepare_floats(b, x.floats(k), scratch.get() + k * width);
         by_rows(threads, [&](int64_t begin, int64_t end) {
-            kernels_.lookup_float_matmul(b, {scratch.get(), m}, y, y_stride, begin, end);
+            kernels_.lookup_float_matmul(b, {scratch.get(), m}, y.sums, y.stride, begin, end);
         });
     }
 
-    void look_up_bf16(const Tokens& x, float* y, int64_t y_stride, int threads) const {
+    void look_up_bf16(const Tokens& x, const Outputs& y, int threads) const {
         const ByteCodebook b = half_codebook();
         const int64_t m = x.count, width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
         const Scratch scratch = make_scratch(m * width / 2);
         auto* halves = reinterpret_cast<uint16_t*>(scratch.get());
         for (int64_t k = 0; k < m; ++k) kernels_.lookup_prepare_bf16(b, x.halves(k), halves + k * width);
         by_rows(threads, [&](int64_t begin, int64_t end) {
-            kernels_.lookup_bf16_matmul(b, {halves, m}, y, y_stride, begin, end);
+            kernels_.lookup_bf16_matmul(b, {halves, m}, y.sums, y.stride, begin, end);
         });
     }
 
-    void add_int_product(const IntTokens& x, float* y, int64_t y_stride, int threads) const override {
+    void add_int_product(const IntTokens& x, const Outputs& y, int threads) const override {
         std::call_once(bytes_made_, [this] { make_bytes(); });
         const ByteCodebook b = byte_codebook(bytes_, byte_scales_.data());
         const int64_t m = x.count, lanes = kernels_.lookup_blocks(b) * kernels_.lanes, width = lanes * LOOKUP_GROUP;
@@ -252,7 +258,7 @@ private:
                                     lane_scales + k * lanes, sums + k);
         const LookupInputs inputs{codes, lane_scales, sums, m};
         by_rows(threads,
-                [&](int64_t begin, int64_t end) { kernels_.lookup_matmul(b, inputs, y, y_stride, begin, end); });
+                [&](int64_t begin, int64_t end) { kernels_.lookup_matmul(b, inputs, y.sums, y.stride, begin, end); });
     }
 
     int64_t input_group_size() const override { return LOOKUP_GROUP; }

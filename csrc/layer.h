@@ -73,6 +73,15 @@ public:
                                 last->group_size == part.group_size && last->clip == part.clip &&
                                 last->fixed == part.fixed && last->tile->takes_ints() == part.tile->takes_ints();
         }
+        by_rows_ = by_rows_ && columns == in_;
+        met_.resize(static_cast<size_t>(out_));
+        const int32_t* rows = part.tile->out_rows();
+        for (int64_t i = 0; by_rows_ && i < part.tile->rows(); ++i) {
+            auto met = met_[static_cast<size_t>(rows != nullptr ? rows[i] : i)];
+            by_rows_ = !met;
+            met = true;
+            ++rows_met_;
+        }
         parts_.push_back(std::move(part));
     }
 
@@ -150,15 +159,17 @@ private:
             });
             x = scaled.get();
         }
-        clear(y, m, out_, threads);
-        add(x, nullptr, m, y, threads);
+        const bool fresh = begins(m, false);
+        if (!fresh) clear(y, m, out_, threads);
+        add(x, nullptr, m, {y, out_, fresh}, threads);
     }
 
     void multiply_bf16(const uint16_t* x, int64_t m, uint16_t* y, int threads) const {
         const int64_t size = m * in_;
-        const bool wide = needs_floats(m);
-        const Scratch scratch = make_scratch((wide ? size : 0) + m * out_ + (scale_.empty() ? 0 : (size + 1) / 2));
-        float *sums = scratch.get(), *floats = wide ? sums + m * out_ : nullptr;
+        const bool wide = needs_floats(m), fresh = begins(m, true), last = ends(m, true);
+        const int64_t between = alone() && fresh && last ? 0 : m * out_;
+        const Scratch scratch = make_scratch((wide ? size : 0) + between + (scale_.empty() ? 0 : (size + 1) / 2));
+        float *sums = scratch.get(), *floats = wide ? sums + between : nullptr;
         if (wide) for_tokens(m, in_, threads, [&](int64_t k) { baseline::widen(x + k * in_, in_, floats + k * in_); });
         if (!scale_.empty()) { // rounded again, as the weights would be that absorb the scales
             auto* halves = reinterpret_cast<uint16_t*>(floats + size);
@@ -168,9 +179,31 @@ private:
             });
             x = halves;
         }
-        clear(sums, m, out_, threads);
-        add(floats, x, m, sums, threads);
-        for_tokens(m, out_, threads, [&](int64_t k) { kernels_.narrow(sums + k * out_, out_, y + k * out_); });
+        if (!fresh) clear(sums, m, out_, threads);
+        add(floats, x, m, {sums, out_, fresh, last ? y : nullptr}, threads);
+        if (!last)
+            for_tokens(m, out_, threads, [&](int64_t k) { kernels_.narrow(sums + k * out_, out_, y + k * out_); });
+    }
+
+    // Whether each part is all there is of its rows, and every row has one.
+    bool alone() const { return by_rows_ && rows_met_ == out_; }
+
+    // Whether the first part, or each that is alone, writes all sums, so that they need not be cleared.
+    bool begins(int64_t m, bool bf16) const {
+        return alone() ? all_finish(m, bf16) : !parts_.empty() && finishes(parts_.front(), m, bf16);
+    }
+    // Whether the last one, or each, rounds them.
+    bool ends(int64_t m, bool bf16) const {
+        if (sparse_.rows > 0) return false;
+        return alone() ? all_finish(m, bf16) : !parts_.empty() && finishes(parts_.back(), m, bf16);
+    }
+    bool all_finish(int64_t m, bool bf16) const {
+        return std::all_of(parts_.begin(), parts_.end(), [&](const Part& part) { return finishes(part, m, bf16); });
+    }
+    bool finishes(const Part& part, int64_t m, bool bf16) const {
+        if (!alone() && part.tile->rows() != out_) return false;
+        if (part.act_bits != 0 && part.tile->prefers_ints(m, bf16)) return part.tile->finishes_ints(m);
+        return part.tile->finishes(m, bf16 && part.tile->takes_bf16(m));
     }
 
     // Whether anything reads bfloat16 inputs as floats.
@@ -180,18 +213,21 @@ private:
                            [m](const Part& part) { return part.act_bits != 0 || !part.tile->takes_bf16(m); });
     }
 
-    // y += the product of inputs in both precisions; halves may be null, floats where nothing needs them.
-    void add(const float* floats, const uint16_t* halves, int64_t m, float* y, int threads) const {
+    // y += the product of inputs in both precisions; halves may be null, floats where nothing needs them. If sums are
+    // to be fresh, or rounded, the first part makes them, the last one rounds them, and those that are alone do both.
+    void add(const float* floats, const uint16_t* halves, int64_t m, const Outputs& all, int threads) const {
         Room<int8_t> codes;
         Room<float> scales, gathered;
         Room<uint16_t> gathered_halves;
         for (const Part& part : parts_) {
             const int64_t columns = part.tile->columns();
+            const bool first = alone() || &part == &parts_.front(), last = alone() || &part == &parts_.back();
+            const Outputs y{all.sums, all.stride, all.fresh && first, last ? all.rounded : nullptr};
             if (part.act_bits != 0) {
                 if (!part.rounds_alike)
                     round(part, gather(part, floats, m, gathered, threads), m, codes, scales, threads);
                 if (part.tile->prefers_ints(m, halves != nullptr)) {
-                    part.tile->add_int_product({codes.get(), scales.get(), m}, y, out_, threads);
+                    part.tile->add_int_product({codes.get(), scales.get(), m}, y, threads);
                     continue;
                 }
                 const float* rounded = restore(part, m, codes.get(), scales.get(), gathered, threads);
@@ -199,21 +235,19 @@ private:
                     uint16_t* to = gathered_halves.of(m * columns);
                     for_tokens(m, columns, threads,
                                [&](int64_t k) { kernels_.narrow(rounded + k * columns, columns, to + k * columns); });
-                    part.tile->add_product({to, true, m, columns}, y, out_, threads);
-                } else part.tile->add_product({rounded, false, m, columns}, y, out_, threads);
+                    part.tile->add_product({to, true, m, columns}, y, threads);
+                } else part.tile->add_product({rounded, false, m, columns}, y, threads);
             } else if (halves != nullptr && part.tile->takes_bf16(m))
-                part.tile->add_product({gather(part, halves, m, gathered_halves, threads), true, m, columns}, y, out_,
+                part.tile->add_product({gather(part, halves, m, gathered_halves, threads), true, m, columns}, y,
                                        threads);
-            else
-                part.tile->add_product({gather(part, floats, m, gathered, threads), false, m, columns}, y, out_,
-                                       threads);
+            else part.tile->add_product({gather(part, floats, m, gathered, threads), false, m, columns}, y, threads);
         }
         if (sparse_.rows == 0) return;
         const int64_t lanes = kernels_.lanes, blocks = (m + lanes - 1) / lanes;
         const int64_t piece = piece_of(out_, lanes, m * static_cast<int64_t>(row_ptr_.back()) * SPARSE_WORK, threads);
         if (m <= FEW_TOKENS)
             return parallel_for(out_, piece, threads, [&](int64_t begin, int64_t end) {
-                kernels_.sparse_matmul(sparse_, floats, in_, m, y, out_, begin, end);
+                kernels_.sparse_matmul(sparse_, floats, in_, m, all.sums, out_, begin, end);
             });
         const Scratch turned = make_scratch(blocks * in_ * lanes);
         for_tokens(blocks, in_ * lanes, threads, [&](int64_t b) {
@@ -224,7 +258,7 @@ private:
                 for (int64_t l = 0; l < lanes; ++l) to[l] = l < there ? from[l * in_ + j] : 0.0f;
         });
         parallel_for(out_, piece, threads, [&](int64_t begin, int64_t end) {
-            kernels_.sparse_gemm(sparse_, turned.get(), in_, m, y, out_, begin, end);
+            kernels_.sparse_gemm(sparse_, turned.get(), in_, m, all.sums, out_, begin, end);
         });
     }
 
@@ -282,6 +316,9 @@ private:
     const Products& kernels_;
     int64_t out_, in_;
     std::vector<Part> parts_;
+    std::vector<bool> met_; // rows that parts have
+    int64_t rows_met_ = 0;
+    bool by_rows_ = true; // no row has two parts
     std::vector<float> scale_;
     std::optional<Input> values_;
     std::vector<uint16_t> columns16_; // what was checked stays what the kernel indexes with

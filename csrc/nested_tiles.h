@@ -147,18 +147,17 @@ private:
         return c;
     }
 
-    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
+    void add_product(const Tokens& x, const Outputs& y, int threads) const override {
         const int64_t m = x.count, width = kernels_.lookup_blocks(spans_[0]) * kernels_.lanes * LOOKUP_GROUP;
         if (m > few(x.bf16)) {
             const Many padded = pad_many(x, width, plain(width), threads);
-            place(m, y, y_stride, threads, [&](float* to, int64_t stride) {
+            return place(m, y, threads, [&](const Outputs& to) {
                 for_spans([&](ByteCodebook b, int64_t first) {
                     b.table = x.bf16 ? tables_.plain(b.bits) : tables_.floats(b.bits);
-                    multiply_padded(b, b.rows, padded, kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, to + first,
-                                    stride, threads);
+                    multiply_padded(b, first, b.rows, padded, kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, to,
+                                    threads);
                 });
             });
-            return;
         }
         const bool pairs = x.bf16;
         const auto form = [&](int bits) { return pairs ? kernels_.lookup_bf16_form(bits) : tables_.float_form(bits); };
@@ -183,13 +182,14 @@ private:
                 float* inputs = at[static_cast<int>(form(b.bits))];
                 if (pairs) {
                     b.table = tables_.halves(b.bits);
-                    kernels_.lookup_bf16_matmul(b, {reinterpret_cast<uint16_t*>(inputs), m}, y, y_stride, from, to);
+                    kernels_.lookup_bf16_matmul(b, {reinterpret_cast<uint16_t*>(inputs), m}, y.sums, y.stride, from,
+                                                to);
                 } else if (form(b.bits) == TableForm::none) {
                     float* own = scratch.get() + 3 * m * width + begin / piece * line;
-                    by_words_.codebook_rows(by_words(b), inputs, m, y, y_stride, own, from, to);
+                    by_words_.codebook_rows(by_words(b), inputs, m, y.sums, y.stride, own, from, to);
                 } else {
                     b.table = tables_.floats(b.bits);
-                    kernels_.lookup_float_matmul(b, {inputs, m}, y, y_stride, from, to);
+                    kernels_.lookup_float_matmul(b, {inputs, m}, y.sums, y.stride, from, to);
                 }
             });
         });

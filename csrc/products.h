@@ -148,7 +148,7 @@ constexpr int64_t BATCH = 512;           // tokens, up to which weights are deco
 constexpr int64_t MANY_BLOCKS = 2;       // blocks of rows that one token, and many, meet together: the same
 
 // Memory of this thread in whole cache lines, too much for the stack of a small one; the next call may give the same.
-void* thread_memory(int64_t bytes);
+void* thread_memory(int64_t bytes, int which = 0);
 
 struct Products {
     const char* isa;

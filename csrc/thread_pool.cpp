@@ -24,7 +24,7 @@
 namespace anybit {
 namespace {
 
-// To wake a thread takes 50 to 100 us. So it stays awake from one layer of a model to the next, or from its last piece
+// To wake a thread takes 100 to 200 us. So it stays awake from one layer of a model to the next, or from its last piece
 // to the next call: at first it asks again and again, then it lets others have the core in between.
 constexpr auto SPIN = std::chrono::microseconds(30), LINGER = std::chrono::microseconds(150);
 
@@ -49,27 +49,31 @@ template <typename F> bool spin_until(F ready) {
 }
 
 // Keeps a sleeper from waking where its waker works, which Linux does while other processors idle (a virtual machine's
-// look busy to it): they then share one processor for some milliseconds.
+// look busy to it): they then share one processor for some milliseconds. Where somebody else says in between which
+// processors the thread may run on, that holds.
 class Elsewhere {
 public:
 #if defined(__linux__)
     // By the waker: `thread` is to run on another processor than this one, if it may run on others.
     void send(pthread_t thread) {
         const int here = sched_getcpu();
-        if (here < 0) return;
-        if (!sent_ && pthread_getaffinity_np(thread, sizeof allowed_, &allowed_) != 0) return;
-        cpu_set_t others = allowed_;
-        if (here < CPU_SETSIZE) CPU_CLR(here, &others);
-        if (CPU_COUNT(&others) > 0 && pthread_setaffinity_np(thread, sizeof others, &others) == 0) sent_ = true;
+        cpu_set_t now;
+        if (here < 0 || here >= CPU_SETSIZE || pthread_getaffinity_np(thread, sizeof now, &now) != 0) return;
+        if (!sent_ || !CPU_EQUAL(&now, &others_)) allowed_ = now;
+        others_ = allowed_;
+        CPU_CLR(here, &others_);
+        sent_ = CPU_COUNT(&others_) > 0 && pthread_setaffinity_np(thread, sizeof others_, &others_) == 0;
     }
     // By the woken thread: it may run where it might before.
     void arrive() {
-        if (sent_) pthread_setaffinity_np(pthread_self(), sizeof allowed_, &allowed_);
+        cpu_set_t now;
+        if (sent_ && pthread_getaffinity_np(pthread_self(), sizeof now, &now) == 0 && CPU_EQUAL(&now, &others_))
+            pthread_setaffinity_np(pthread_self(), sizeof allowed_, &allowed_);
         sent_ = false;
     }
 
 private:
-    cpu_set_t allowed_;
+    cpu_set_t allowed_, others_; // before and since it was sent
     bool sent_ = false;
 #else
     void send(pthread_t) {}
@@ -116,9 +120,11 @@ private:
             std::unique_lock<std::mutex> lock(mutex);
             thread = pthread_self();
             sleeping = true;
-            woken.wait(lock, ready);
+            while (!ready()) {
+                woken.wait(lock);
+                elsewhere.arrive();
+            }
             sleeping = false;
-            elsewhere.arrive();
         }
         void wake() {
             if (!sleeping) return;
@@ -196,17 +202,21 @@ Pool& pool() {
 
 } // namespace
 
-void* thread_memory(int64_t bytes) {
+void* thread_memory(int64_t bytes, int which) {
     struct Free {
         void operator()(char* p) const { ::operator delete[](p, std::align_val_t(64)); }
     };
-    thread_local std::unique_ptr<char[], Free> memory;
-    thread_local int64_t size = 0;
-    if (bytes > size) {
-        memory.reset(new (std::align_val_t(64)) char[static_cast<size_t>(bytes)]);
-        size = bytes;
+    struct Memory {
+        std::unique_ptr<char[], Free> bytes;
+        int64_t size = 0;
+    };
+    thread_local Memory memories[2];
+    Memory& memory = memories[which];
+    if (bytes > memory.size) {
+        memory.bytes.reset(new (std::align_val_t(64)) char[static_cast<size_t>(bytes)]);
+        memory.size = bytes;
     }
-    return memory.get();
+    return memory.bytes.get();
 }
 
 void parallel_ranges(int64_t n, int64_t grain, int threads, RangeFunction function, void* context) {

@@ -11,6 +11,15 @@
 
 namespace anybit {
 
+// Where a product goes: sums float32 [tokens, stride], which it is added to, or which it is if they are `fresh`; or
+// `rounded`, bfloat16 of the same stride, what would be those sums.
+struct Outputs {
+    float* sums; // may be null if both
+    int64_t stride;
+    bool fresh = false;
+    uint16_t* rounded = nullptr;
+};
+
 // Output rows of a tile, in any order. Copied, not referenced: what was checked here stays what the kernel indexes
 // with.
 class OutRows {
@@ -95,7 +104,7 @@ public:
         const Tokens tokens{x.data(), type_of(x.dtype()) != Type::f32, m, row_stride(m, x.stride(0), columns_)};
         float* to = static_cast<float*>(y.data());
         nb::gil_scoped_release release;
-        add_product(tokens, to, out, used);
+        add_product(tokens, {to, out}, used);
     }
 
     // y[:, rows] += (x * scales by group) @ W.T
@@ -111,7 +120,7 @@ public:
         const IntTokens tokens{static_cast<const int8_t*>(x.data()), static_cast<const float*>(scales.data()), m};
         float* to = static_cast<float*>(y.data());
         nb::gil_scoped_release release;
-        add_int_product(tokens, to, out, used);
+        add_int_product(tokens, {to, out}, used);
     }
 
     virtual bool takes_bf16(int64_t) const { return false; } // whether `matmul` takes bfloat16 of so many tokens
@@ -120,10 +129,15 @@ public:
     virtual bool prefers_ints(int64_t, bool) const { return takes_ints(); }
 
     // The same without checks and without the GIL.
-    virtual void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const = 0;
-    virtual void add_int_product(const IntTokens&, float*, int64_t, int) const {}
+    virtual void add_product(const Tokens& x, const Outputs& y, int threads) const = 0;
+    virtual void add_int_product(const IntTokens&, const Outputs&, int) const {}
+    // Whether products of so many tokens take outputs that are not plain.
+    virtual bool finishes(int64_t tokens, bool bf16) const { return tokens > few(bf16); }
+    virtual bool finishes_ints(int64_t) const { return false; }
     virtual int64_t input_groups() const { return 0; } // of `int_matmul`
     virtual int64_t input_group_size() const { return 0; }
+    int64_t rows() const { return rows_; }
+    const int32_t* out_rows() const { return out_rows_.data(); } // null: all, in order
     int64_t columns() const { return columns_; }
 
     void check_out(int64_t out) const {
@@ -142,8 +156,8 @@ protected:
     void add_few(const T& tile, const Tokens& x, int64_t width, void (*prepare)(const T&, const float*, float*, float*),
                  void (*prepare_bf16)(const T&, const uint16_t*, uint16_t*, float*),
                  void (*matmul)(const T&, const FloatInputs&, float*, int64_t, int64_t, int64_t),
-                 void (*matmul_bf16)(const T&, const PairInputs&, float*, int64_t, int64_t, int64_t), float* y,
-                 int64_t y_stride, int threads) const {
+                 void (*matmul_bf16)(const T&, const PairInputs&, float*, int64_t, int64_t, int64_t), const Outputs& y,
+                 int threads) const {
         const int64_t m = x.count;
         const Scratch scratch = make_scratch(m * (width + tile.groups));
         float *floats = scratch.get(), *sums = floats + m * width;
@@ -154,8 +168,8 @@ protected:
         by_blocks(
             threads,
             [&](int64_t begin, int64_t end) {
-                if (x.bf16) matmul_bf16(tile, {halves, sums, m}, y, y_stride, begin, end);
-                else matmul(tile, {floats, sums, m}, y, y_stride, begin, end);
+                if (x.bf16) matmul_bf16(tile, {halves, sums, m}, y.sums, y.stride, begin, end);
+                else matmul(tile, {floats, sums, m}, y.sums, y.stride, begin, end);
             },
             MANY_BLOCKS);
     }
@@ -181,35 +195,65 @@ protected:
         return padded;
     }
 
-    // Products of many tokens by `floats` or `halves`, the kernels' functions, of a tile of so many rows.
-    template <typename T>
-    void multiply_padded(const T& tile, int64_t rows, const Many& x,
-                         void (*floats)(const T&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
-                         void (*halves)(const T&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
-                         float* y, int64_t y_stride, int threads) const {
-        by_many_blocks(rows, x.count, threads, [&](int64_t begin, int64_t end) {
-            if (x.bf16) halves(tile, x.halves(), x.stride, x.count, y, y_stride, begin, end);
-            else floats(tile, x.data.get(), x.stride, x.count, y, y_stride, begin, end);
+    // y[:, first + row] += what `product(to, stride, begin, end)` adds for the blocks begin <= b < end of `rows` rows;
+    // `to` is where the first of the rows would be. In parts whose sums stay in the second cache until they are done:
+    // those of all rows would not.
+    template <typename F>
+    void by_parts(int64_t first, int64_t rows, int64_t m, const Outputs& y, int threads, F&& product) const {
+        const int64_t lanes = kernels_.lanes, count = (rows + lanes - 1) / lanes;
+        const int64_t piece = piece_of(count, MANY_BLOCKS, m * rows * columns_, threads);
+        parallel_for(count, piece, threads, [&](int64_t begin, int64_t end) {
+            if (!y.fresh && y.rounded == nullptr) return product(y.sums + first, y.stride, begin, end);
+            for (int64_t b = begin; b < end; b += PART_BLOCKS) {
+                const int64_t to = std::min(b + PART_BLOCKS, end), row = b * lanes,
+                              n = std::min(to * lanes, rows) - row;
+                auto* own = static_cast<float*>(thread_memory(m * n * static_cast<int64_t>(sizeof(float)), 1));
+                std::fill_n(own, m * n, 0.0f);
+                product(own - row, n, b, to);
+                for (int64_t k = 0; k < m; ++k) finish(own + k * n, n, y, k * y.stride + first + row);
+            }
         });
     }
 
-    // f(begin, end) for all blocks of so many rows, in pieces that suit products of many tokens.
-    template <typename F> void by_many_blocks(int64_t rows, int64_t tokens, int threads, F&& f) const {
-        const int64_t count = (rows + kernels_.lanes - 1) / kernels_.lanes;
-        parallel_for(count, piece_of(count, MANY_BLOCKS, tokens * rows * columns_, threads), threads, f);
+    // n sums beside each other that lie at `at` of the outputs.
+    void finish(float* own, int64_t n, const Outputs& y, int64_t at) const {
+        if (!y.fresh)
+            for (int64_t i = 0; i < n; ++i) own[i] += y.sums[at + i];
+        if (y.rounded != nullptr) kernels_.narrow(own, n, y.rounded + at);
+        else std::copy_n(own, n, y.sums + at);
     }
 
-    // y[:, out rows] += what `product(to, stride)` adds to outputs that lie as the tile's rows do. Those of one token
-    // are put in place together, since those of one block are all over y.
-    template <typename F> void place(int64_t m, float* y, int64_t y_stride, int threads, F&& product) const {
-        if (!out_rows_.given()) return product(y, y_stride);
-        const Scratch own = make_scratch(m * rows_);
-        clear(own.get(), m, rows_, threads);
-        product(own.get(), rows_);
+    // y[:, out rows] += what `product(outputs)` adds to outputs that lie as the tile's rows do. Those of one token are
+    // put in place together, since those of one block are all over y.
+    template <typename F> void place(int64_t m, const Outputs& y, int threads, F&& product) const {
+        if (!out_rows_.given()) return product(y);
+        const Scratch scratch = make_scratch(m * rows_);
+        product(Outputs{scratch.get(), rows_, true});
+        const int32_t* rows = out_rows_.data();
         for_tokens(m, rows_, threads, [&](int64_t k) {
-            const float* from = own.get() + k * rows_;
-            const int32_t* row = out_rows_.data();
-            for (int64_t i = 0, n = rows_; i < n; ++i) y[k * y_stride + row[i]] += from[i];
+            float* own = scratch.get() + k * rows_;
+            const int64_t at = k * y.stride;
+            if (!y.fresh)
+                for (int64_t i = 0; i < rows_; ++i) own[i] += y.sums[at + rows[i]];
+            for (int64_t i = 0; i < rows_ && y.rounded == nullptr; ++i) y.sums[at + rows[i]] = own[i];
+            for (int64_t i = 0; i < rows_ && y.rounded != nullptr; i += PART_BLOCKS * MOST_LANES) {
+                uint16_t halves[PART_BLOCKS * MOST_LANES];
+                const int64_t n = std::min(PART_BLOCKS * MOST_LANES, rows_ - i);
+                kernels_.narrow(own + i, n, halves);
+                for (int64_t j = 0; j < n; ++j) y.rounded[at + rows[i + j]] = halves[j];
+            }
+        });
+    }
+
+    // Products of many tokens by `floats` or `halves`, the kernels' functions, of so many rows from `first` on.
+    template <typename T>
+    void multiply_padded(const T& tile, int64_t first, int64_t rows, const Many& x,
+                         void (*floats)(const T&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
+                         void (*halves)(const T&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
+                         const Outputs& y, int threads) const {
+        by_parts(first, rows, x.count, y, threads, [&](float* to, int64_t stride, int64_t begin, int64_t end) {
+            if (x.bf16) halves(tile, x.halves(), x.stride, x.count, to, stride, begin, end);
+            else floats(tile, x.data.get(), x.stride, x.count, to, stride, begin, end);
         });
     }
 
@@ -218,11 +262,10 @@ protected:
     void add_many(const T& tile, const Tokens& x, int64_t width, P&& pad,
                   void (*floats)(const T&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
                   void (*halves)(const T&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
-                  float* y, int64_t y_stride, int threads) const {
+                  const Outputs& y, int threads) const {
         const Many padded = pad_many(x, width, pad, threads);
-        place(x.count, y, y_stride, threads, [&](float* to, int64_t stride) {
-            multiply_padded(tile, rows_, padded, floats, halves, to, stride, threads);
-        });
+        place(x.count, y, threads,
+              [&](const Outputs& to) { multiply_padded(tile, 0, rows_, padded, floats, halves, to, threads); });
     }
 
     // Inputs as they are, then zeros.
@@ -234,13 +277,15 @@ protected:
     }
 
     // f(begin, end) for all blocks of `lanes` rows, ranges beginning at multiples of `whole`.
-    template <typename F> void by_blocks(int threads, F&& f, int64_t whole = 1) const {
-        parallel_for(blocks(), piece(threads, whole), threads, f);
+    template <typename F> void by_blocks(int threads, F&& f, int64_t whole = 1, int64_t tokens = 1) const {
+        parallel_for(blocks(), piece(threads, whole, tokens), threads, f);
     }
     int64_t blocks() const { return (rows_ + kernels_.lanes - 1) / kernels_.lanes; }
-    int64_t piece(int threads, int64_t whole = 1) const {
-        return std::max(int64_t(1), piece_of(blocks(), whole, rows_ * columns_, threads));
+    int64_t piece(int threads, int64_t whole = 1, int64_t tokens = 1) const {
+        return std::max(int64_t(1), piece_of(blocks(), whole, tokens * rows_ * columns_, threads));
     }
+
+    static constexpr int64_t PART_BLOCKS = 8, MOST_LANES = 16; // of a part; rows of a block, at most
 
     const Products& kernels_;
     int64_t rows_ = 0, columns_ = 0; // of the matrix

@@ -94,7 +94,7 @@ public:
     bool takes_ints() const override { return t_.group_size <= MAX_INT_GROUP; }
 
 private:
-    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
+    void add_product(const Tokens& x, const Outputs& y, int threads) const override {
         const int64_t m = x.count, width = kernels_.group_int_columns(t_);
         if (m > few(x.bf16)) {
             const auto pad = [this, width](const auto* from, auto* to) {
@@ -104,14 +104,13 @@ private:
                     std::fill_n(to + count, room - count, 0);
                 }
             };
-            return add_many(t_, x, width, pad, kernels_.group_int_gemm, kernels_.group_int_gemm_bf16, y, y_stride,
-                            threads);
+            return add_many(t_, x, width, pad, kernels_.group_int_gemm, kernels_.group_int_gemm_bf16, y, threads);
         }
         add_few(t_, x, width, kernels_.group_int_prepare, kernels_.group_int_prepare_bf16, kernels_.group_int_matmul,
-                kernels_.group_int_bf16_matmul, y, y_stride, threads);
+                kernels_.group_int_bf16_matmul, y, threads);
     }
 
-    void add_int_product(const IntTokens& x, float* y, int64_t y_stride, int threads) const override {
+    void add_int_product(const IntTokens& x, const Outputs& y, int threads) const override {
         const int64_t m = x.count, stride = odd_lines(kernels_.group_int_columns(t_), 1);
         const Scratch scratch = make_scratch(m * (stride / 4 + t_.groups) + INTS_BEHIND / 4);
         auto* codes = reinterpret_cast<int8_t*>(scratch.get());
@@ -120,17 +119,23 @@ private:
             kernels_.group_int_prepare_ints(t_, x.codes + k * columns_, codes + k * stride, sums + k * t_.groups);
         });
         const IntInputs inputs{codes, x.scales, sums, m, stride};
-        const auto multiply = [&](const GroupInt& tile, float* to, int64_t to_stride) {
-            by_many_blocks(rows_, m, threads, [&](int64_t begin, int64_t end) {
-                kernels_.group_int_int_matmul(tile, inputs, to, to_stride, begin, end);
-            });
-        };
-        if (m <= FEW_TOKENS) return multiply(t_, y, y_stride);
+        if (!finishes_ints(m))
+            return by_blocks(
+                threads,
+                [&](int64_t begin, int64_t end) {
+                    kernels_.group_int_int_matmul(t_, inputs, y.sums, y.stride, begin, end);
+                },
+                MANY_BLOCKS, m);
         GroupInt plain = t_;
         plain.out_rows = nullptr;
-        place(m, y, y_stride, threads, [&](float* to, int64_t to_stride) { multiply(plain, to, to_stride); });
+        place(m, y, threads, [&](const Outputs& outputs) {
+            by_parts(0, rows_, m, outputs, threads, [&](float* to, int64_t to_stride, int64_t begin, int64_t end) {
+                kernels_.group_int_int_matmul(plain, inputs, to, to_stride, begin, end);
+            });
+        });
     }
 
+    bool finishes_ints(int64_t tokens) const override { return tokens > FEW_TOKENS; }
     int64_t input_groups() const override { return t_.groups; }
     int64_t input_group_size() const override { return t_.group_size; }
     bool is_packed() const { return t_.bits == 2 || t_.bits == 4 || t_.bits == 8; }
@@ -233,13 +238,13 @@ private:
         if (all >= bound) refuse(std::string(name) + " go beyond " + std::to_string(bound - 1));
     }
 
-    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
+    void add_product(const Tokens& x, const Outputs& y, int threads) const override {
         const int64_t m = x.count, width = kernels_.second_order_columns(t_);
         if (m > few(x.bf16))
             return add_many(t_, x, width, plain(width), kernels_.second_order_gemm, kernels_.second_order_gemm_bf16, y,
-                            y_stride, threads);
+                            threads);
         add_few(t_, x, width, kernels_.second_order_prepare, kernels_.second_order_prepare_bf16,
-                kernels_.second_order_matmul, kernels_.second_order_bf16_matmul, y, y_stride, threads);
+                kernels_.second_order_matmul, kernels_.second_order_bf16_matmul, y, threads);
     }
 
     Weights bytes_;
@@ -265,21 +270,21 @@ public:
     bool takes_bf16(int64_t tokens) const override { return tokens > few(true) && kernels_.half_gemm_bf16 != nullptr; }
 
 private:
-    void add_product(const Tokens& x, float* y, int64_t y_stride, int threads) const override {
+    void add_product(const Tokens& x, const Outputs& y, int threads) const override {
         if (x.bf16) {
             const int64_t width = columns_ + columns_ % 2;
-            return add_many(t_, x, width, plain(width), kernels_.half_gemm, kernels_.half_gemm_bf16, y, y_stride,
-                            threads);
+            return add_many(t_, x, width, plain(width), kernels_.half_gemm, kernels_.half_gemm_bf16, y, threads);
         }
         if (x.count > FEW_TOKENS || columns_ <= NARROW)
-            return place(x.count, y, y_stride, threads, [&](float* to, int64_t stride) {
-                by_many_blocks(rows_, x.count, threads, [&](int64_t begin, int64_t end) {
-                    kernels_.half_gemm(t_, x.floats(0), x.stride, x.count, to, stride, begin, end);
-                });
+            return place(x.count, y, threads, [&](const Outputs& outputs) {
+                by_parts(0, rows_, x.count, outputs, threads,
+                         [&](float* to, int64_t stride, int64_t begin, int64_t end) {
+                             kernels_.half_gemm(t_, x.floats(0), x.stride, x.count, to, stride, begin, end);
+                         });
             });
         const int64_t piece = piece_of(rows_, kernels_.lanes, rows_ * columns_, threads); // it takes few rows at a time
         parallel_for(rows_, piece, threads, [&](int64_t begin, int64_t end) {
-            kernels_.half_matmul(t_, x.floats(0), x.stride, x.count, y, y_stride, begin, end);
+            kernels_.half_matmul(t_, x.floats(0), x.stride, x.count, y.sums, y.stride, begin, end);
         });
     }
 

@@ -288,37 +288,87 @@ def test_idle_workers_leave_the_processor_alone() -> None:
     assert time.process_time() - before < 0.1
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sleepers wake elsewhere on Linux only")
-def test_workers_are_kept_from_the_callers_processor_only_until_they_wake() -> None:
-    case, x = make(4, 1001, 1539, 128), activations(1, 1539)
-    want, allowed = product(case, x, 48), os.sched_getaffinity(0)
-    for pause in (0, 0.0005, 0.005, 0.05):
-        for threads in (2, 4, 3):
-            time.sleep(pause)
-            assert torch.equal(product(case, x, threads), want)
-    for _ in range(100):  # whom a call did not wait for may still have to wake
-        masks = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
-        if all(mask == allowed for mask in masks):
-            break
-        product(case, x, 48)
+MASKS = """
+import os, sys, time, torch
+from anybit.kernels import cpu
+
+def masks():
+    return {task: os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")}
+
+torch.set_num_threads(1)
+layer = cpu.Layer(501, 700)
+layer.add(cpu.Float16(torch.randn(501, 700).bfloat16(), None))
+x = torch.randn(1, 700)
+want, others = layer.matmul(x, threads=1), masks()
+
+def multiply(threads):
+    assert torch.equal(layer.matmul(x, threads=threads), want)
+
+def workers():
+    return [mask for task, mask in masks().items() if task not in others]
+
+def wait_for(done):
+    end = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < end, workers()
         time.sleep(0.01)
-    assert all(mask == allowed for mask in masks)
+
+allowed = os.sched_getaffinity(0)
+multiply(8)
+assert len(workers()) == 7
+"""
+on_linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="workers go elsewhere on Linux only"
+)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sleepers wake elsewhere on Linux only")
+def run_script(text: str) -> None:
+    done = subprocess.run([sys.executable, "-c", MASKS + text], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@on_linux
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="there is no other processor")
+def test_sleeping_workers_are_kept_from_their_wakers_processor_until_they_wake() -> None:
+    run_script("""
+seen = 0
+for _ in range(500):
+    time.sleep(0.001)
+    multiply(8)
+    seen += any(len(mask) == len(allowed) - 1 and mask < allowed for mask in workers())
+    multiply(2)
+    if seen > 2: break
+assert seen > 2
+wait_for(lambda: all(mask == allowed for mask in workers()))
+""")
+
+
+@on_linux
+def test_workers_run_where_somebody_says_while_they_sleep() -> None:
+    run_script("""
+one = {min(allowed)}
+for threads in (8, 2, 4, 8):
+    multiply(8), multiply(2)
+    time.sleep(0.05)
+    for task in masks():
+        if task not in others: os.sched_setaffinity(int(task), one)
+    for _ in range(3):
+        multiply(threads)
+        time.sleep(0.01)
+    assert all(mask == one for mask in workers()), workers()
+""")
+
+
+@on_linux
 def test_one_processor_for_several_threads() -> None:
-    one = {min(os.sched_getaffinity(0))}
-    script = (
-        f"import os, time, torch; os.sched_setaffinity(0, {one})\n"
-        "from anybit.kernels import cpu\n"
-        "layer = cpu.Layer(500, 700)\n"
-        "w = torch.randn(500, 700).bfloat16(); layer.add(cpu.Float16(w, None))\n"
-        "x = torch.randn(1, 700); want = layer.matmul(x, threads=1)\n"
-        "for _ in range(5):\n"
-        "    time.sleep(0.002); assert torch.equal(layer.matmul(x, threads=4), want)\n"
-        f"assert all(os.sched_getaffinity(int(t)) == {one} for t in os.listdir('/proc/self/task'))\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    run_script("""
+one = {min(allowed)}
+for task in masks(): os.sched_setaffinity(int(task), one)
+for _ in range(5):
+    time.sleep(0.002)
+    multiply(8)
+assert all(mask == one for mask in masks().values())
+""")
 
 
 def test_more_threads_in_pytorch_than_kernels_take() -> None:

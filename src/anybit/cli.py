@@ -900,7 +900,10 @@ def bench_kernels(  # noqa: PLR0913 - one parameter per option
     json_file: JsonFile = None,
 ) -> None:
     """Matrix products of every stored format, beside PyTorch, ggml (where llama-cpp-python is installed), a product that
-    only reads bfloat16, and the memory's bandwidth; with --device cuda the GPU's kernels, beside cuBLAS and a copy."""
+    only reads bfloat16, and the memory's bandwidth; with --device cuda the GPU's kernels, beside cuBLAS and a copy.
+
+    The default shapes take some 8 GB of memory and 10 minutes: each variant is there several times, so that weights
+    are not in the cache."""
     from anybit.bench import gpu, kernels
 
     for file in (json_file, plot):

@@ -156,9 +156,7 @@ def print_bench_quantize(f: dict[str, Any]) -> None:
 
 def print_bench_kernels(f: dict[str, Any]) -> None:
     """Times and ratios, then the figures as one line of JSON."""
-    typer.echo(
-        f"inputs {f['dtype']}; {f['matmul_isa']}; ggml {'beside' if f['peer'] else 'is not installed'}"
-    )
+    typer.echo(f"inputs {f['dtype']}; {', '.join(f['isas'])}; {f['peer'] or 'ggml is not installed'}")
     cached = f["cached_bytes"]
     if cached:
         typer.echo(

@@ -46,6 +46,7 @@ class _Functions:
         for source, name, result, *arguments in (
             (base, "ggml_init", p, _InitParams),
             (base, "ggml_free", None, p),
+            (base, "ggml_version", c_char_p),
             (base, "ggml_log_set", None, p, p),
             (base, "ggml_new_tensor_2d", p, p, c_int, n, n),
             (base, "ggml_mul_mat", p, p, p, p),
@@ -194,6 +195,11 @@ def nbytes(kind: str, out: int, columns: int) -> int:
 def kinds(columns: int) -> list[str]:
     """Types that are here and take rows of so many weights."""
     return [kind for kind in TYPES if library() is not None and columns % BLOCK.get(kind, 256) == 0]
+
+
+def version() -> str | None:
+    """Of the library, "ggml 0.25.3"; None where there is none."""
+    return None if library() is None else f"ggml {library().version().decode()}"
 
 
 def why_not() -> str | None:

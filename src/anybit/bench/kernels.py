@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from anybit.bench import ggml
+from anybit.compare.machine import machine
 from anybit.errors import InputError
 from anybit.formats import BLOCK, Nested, Sparse, TwoFour
 from anybit.kernels import cpu, info
@@ -79,6 +80,7 @@ class Variant:
     make: Callable[[], Run]  # one with weights of its own
     wake: Run | None = None  # before it is timed
     rest: Run | None = None  # after
+    about: dict[str, str] = field(default_factory=dict)  # what is known once it is made
 
 
 def kernels(  # noqa: PLR0913 - what can be varied
@@ -142,9 +144,12 @@ def kernels(  # noqa: PLR0913 - what can be varied
     return {
         "bench": "kernels",
         **info()["cpu"],
+        "machine": machine(),
         "dtype": dtype,
+        "isas": list(isas) or [cpu.matmul_isa()],
+        "rounds": rounds,
         "group_size": GROUP,
-        "peer": None if ggml.why_not() else "ggml",
+        "peer": ggml.version(),
         "cached_bytes": CACHED if cached else None,
         "rows": rows,
     }
@@ -233,27 +238,27 @@ def random_weight(layout: dict[str, Any]) -> PackedWeight:
     out, columns = layout["shape"]
     rows, cols = torch.randperm(out), torch.randperm(columns)
     tensors: dict[str, Tensor] = {}
-    for field, (dtype, shape) in stored_tensors(layout).items():
-        kind = field.rpartition(".")[2]
-        if field.startswith("sparse."):
+    for name, (dtype, shape) in stored_tensors(layout).items():
+        kind = name.rpartition(".")[2]
+        if name.startswith("sparse."):
             continue
         if kind == "rows":
-            tensors[field], rows = rows[: shape[0]].sort().values.int(), rows[shape[0] :]
+            tensors[name], rows = rows[: shape[0]].sort().values.int(), rows[shape[0] :]
         elif kind == "cols":
-            tensors[field], cols = cols[: shape[0]].int(), cols[shape[0] :]
+            tensors[name], cols = cols[: shape[0]].int(), cols[shape[0] :]
         elif kind == "order":
-            tensors[field] = rows.to(torch.int32 if dtype == torch.int32 else torch.int16).view(dtype)
+            tensors[name] = rows.to(torch.int32 if dtype == torch.int32 else torch.int16).view(dtype)
         elif kind == "kept":
             index = cols[: shape[0]].sort().values
-            tensors[field] = index.to(torch.int32 if dtype == torch.int32 else torch.int16).view(dtype)
+            tensors[name] = index.to(torch.int32 if dtype == torch.int32 else torch.int16).view(dtype)
         elif kind == "blocks":  # every fourth at 4 bits
-            tensors[field] = torch.full(shape, 0x88, dtype=dtype)
-            tensors[field][-1] &= (1 << (columns // BLOCK - 1) % 8 + 1) - 1
+            tensors[name] = torch.full(shape, 0x88, dtype=dtype)
+            tensors[name][-1] &= (1 << (columns // BLOCK - 1) % 8 + 1) - 1
         elif dtype.is_floating_point:
-            tensors[field] = torch.full(shape, 0.01 if kind == "scales" else 1.0, dtype=dtype)
+            tensors[name] = torch.full(shape, 0.01 if kind == "scales" else 1.0, dtype=dtype)
         else:
             random = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
-            tensors[field] = random.view(dtype)[..., 0].contiguous()
+            tensors[name] = random.view(dtype)[..., 0].contiguous()
     if "sparse" in layout:
         chosen = torch.randperm(out * columns)[: layout["sparse"]].sort().values
         counts = torch.bincount(chosen // columns, minlength=out)
@@ -279,7 +284,7 @@ def _variants(
     }
     for name in layouts(*shape):
         for isa in isas or (None,):
-            mark = f"{ISA}{isa}" if len(isas) > 1 else ""
+            mark = f"{ISA}{isa}" if isas else ""
             made[name + mark] = partial(_quantized, name, x.to(dtype), isa)
     return made | {f"ggml {kind}": partial(_peer, kind, x, threads) for kind in ggml.kinds(shape[1])}
 
@@ -329,9 +334,13 @@ def _peer(kind: str, x: Tensor, threads: int, out: int) -> Variant:
         pool.rest()
         _settle()  # where the library computes on OpenMP's threads
 
-    return Variant(
-        ggml.nbytes(kind, out, x.shape[1]), lambda: ggml.Product(kind, out, x, pool), pool.wake, rest
-    )
+    def make() -> Run:
+        product = ggml.Product(kind, out, x, pool)
+        made.about["order"] = product.order
+        return product
+
+    made = Variant(ggml.nbytes(kind, out, x.shape[1]), make, pool.wake, rest)
+    return made
 
 
 def _cold() -> int:
@@ -365,7 +374,8 @@ def _measure(makes: dict[str, Make], out: int, reader: Variant, rounds: int, cac
     least = {f"{name} of {ROWS} rows": part for name, part in parts.items()}
     times = _times({LIMIT: reader} | wholes | least, rounds, cached)
     read = [READ / seconds / 1e9 for seconds in times[LIMIT]]
-    figures, limit = {}, statistics.median(read)
+    limit = statistics.median(read)
+    figures: dict[str, dict[str, Any]] = {}
     for name, whole in wholes.items():
         nbytes, seconds = whole.nbytes, statistics.median(times[name])
         figures[name] = {"rows": rows[name], "us": 1e6 * seconds}
@@ -373,7 +383,7 @@ def _measure(makes: dict[str, Make], out: int, reader: Variant, rounds: int, cac
             nbytes -= parts[name].nbytes
             seconds -= statistics.median(times[f"{name} of {ROWS} rows"])
         rate = nbytes / max(seconds, LEAST_SECONDS) / 1e9
-        figures[name] |= {"gb_per_s": rate, "of_limit": rate / limit}
+        figures[name] |= {"gb_per_s": rate, "of_limit": rate / limit, **whole.about}
     return {"read_gb_per_s": limit, "read_gb_per_s_range": [min(read), max(read)], "variants": figures}
 
 
@@ -384,9 +394,8 @@ def _times(variants: dict[str, Variant], rounds: int, cached: bool) -> dict[str,
     layer of a model runs after others of its kind, so calls with weights that are not timed go before, for `WARM`
     seconds.
     """
-    copies = (
-        1 if cached else max(2, min(MOST_COPIES, -(-_cold() // sum(v.nbytes for v in variants.values()))))
-    )
+    nbytes = sum(v.nbytes for v in variants.values())
+    copies = 1 if cached else min(MOST_COPIES, -(-_cold() // nbytes))
     timed = {name: rotating(variant, copies) for name, variant in variants.items()}
     before = timed if cached else {name: variant.make() for name, variant in variants.items()}
     times: dict[str, list[float]] = {name: [] for name in variants}
@@ -395,8 +404,10 @@ def _times(variants: dict[str, Variant], rounds: int, cached: bool) -> dict[str,
             if variant.wake is not None:
                 variant.wake()
             warm = time.perf_counter() + WARM
-            while time.perf_counter() < warm:
+            while True:
                 before[name]()
+                if time.perf_counter() >= warm:
+                    break
             begun = time.perf_counter()
             timed[name]()
             if i >= WARM_UP:
