@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,7 +28,7 @@ if not gpu.available():
 
 from anybit.kernels.gpu import activations, codebook, integer, split
 from anybit.kernels.gpu import layer as layers
-from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt, _two_ptx
+from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt
 from anybit.kernels.gpu.layer import Layer
 from anybit.kernels.gpu.words import pack_words, unpack_words
 
@@ -56,7 +55,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("lanes", [1, 16])
+@pytest.mark.parametrize("lanes", [1, 8, 16])
 def test_words_hold_every_code(bits: int, lanes: int) -> None:
     for columns in (1, 31, 513, 1100):
         codes = random_codes(3, columns, bits)
@@ -67,11 +66,15 @@ def test_words_hold_every_code(bits: int, lanes: int) -> None:
 
 def test_words_lie_as_described() -> None:
     codes = torch.zeros(1, 512, dtype=torch.uint8)
-    codes[0, 5 * 16 + 3] = 0b101  # field 5 of lane 3
-    codes[0, 31 * 16 + 2] = 0b110  # the second field that lies across words
-    words = pack_words(codes, 3, 16)[0, 0]
-    assert int(words[0, 3]) == 0b101 << 15
-    assert [int(words[p, 2]) & 0xFFFFFFFF for p in range(3)] == [0, 1 << 31, 1 << 31]
+    codes[0, 6 * 32 + 2 * 3] = 0b101  # field 6 of lane 3, low halves
+    codes[0, 15 * 32 + 2 * 2 + 1] = 0b110  # the field that lies across words, of lane 2, high halves
+    words = pack_words(codes, 3, 16)[0, 0].long() & 0xFFFFFFFF
+    assert words[:, 3].tolist() == [0, 0b101 << 3, 0]
+    assert words[:, 2].tolist() == [0, 1 << 31, 1 << 31]
+    codes[:] = 0
+    codes[0, 13 * 32] = 0b100110  # the second field that lies across words: two bits of one, four of the next
+    words = pack_words(codes, 6, 16)[0, 0]
+    assert words[:, 0].tolist() == [0, 0b10 << 14, 0b1001 << 12, 0, 0, 0]
 
 
 def group_int(bits: int, group_size: int, r: int, c: int, symmetric: bool) -> formats.GroupInt:
@@ -115,21 +118,33 @@ def test_group_int_multiplies_what_is_stored(grid: tuple[int, int, int, int, boo
             close(y, 2 * x.double() @ dense.double().T, 2e-6)
 
 
-@pytest.mark.parametrize("bits, bf16", [(2, False), (4, False), (8, False), (2, True), (4, True)])
-def test_two_codes_are_decoded_exactly(bits: int, bf16: bool) -> None:
-    """The constants of what the interpreter does not run."""
-    dtype, codes = torch.bfloat16 if bf16 else torch.float16, torch.arange(2**bits)
-    numbers = [int(number, 16) for number in re.findall("0x[0-9a-f]{5,}", _two_ptx(bits, bf16))]
-    assert all(number >> 16 == number & 0xFFFF for number in numbers)
-    step, mask, base = (torch.tensor(number & 0xFFFF) for number in numbers)
-    assert torch.equal(codes & mask, codes) and not base & mask
-    read, step = (value.short().view(dtype).double() for value in (base | codes, step))
-    offset = (
-        -codes.double() / 2**bits - (128 if bf16 else 1024) / 2**bits
-    )  # of a zero point, as `_halves` makes it
-    made = read[:, None] * step + offset.to(dtype).double()
-    assert torch.equal(made, (codes[:, None] - codes).double() / 2**bits)
-    assert torch.equal(made.to(dtype).double(), made)
+@pytest.mark.parametrize("group_size", [16, 32, 48, 128, 1000])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_few_tokens_meet_every_width_and_group(bits: int, group_size: int) -> None:
+    c = 300 if group_size < 128 else 600
+    tile = group_int(bits, group_size, 20, c, group_size == 32)
+    made = GroupInt(tile.codes, tile.scales, tile.zeros, None, bits, group_size)
+    dense = tile.dequantize().double()
+    for dtype in FLOATS[1:]:
+        for tokens in (1, 2, 8, 9, 17):
+            x, y = torch.randn(tokens, c, device=DEVICE).to(dtype), poisoned(tokens, 20)
+            made.matmul(x, y)
+            close(y, x.double() @ dense.T, 2e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_code_less_every_zero_point_is_exact(bits: int, dtype: torch.dtype) -> None:
+    """Products of one term each."""
+    codes = torch.arange(2**bits, dtype=torch.uint8, device=DEVICE).repeat(2**bits, 1)
+    scales = (torch.rand(2**bits, 1, device=DEVICE) * 0.1).half()
+    tile = formats.GroupInt(bits, 256, codes, scales, codes.T[:, :1].contiguous())
+    x, y = torch.eye(2**bits, device=DEVICE, dtype=dtype), poisoned(2**bits, 2**bits)
+    for tokens in (1, 2**bits):
+        GroupInt(codes, scales, tile.zeros, None, bits, 256).matmul(x[:tokens], y[:tokens])
+        assert torch.allclose(
+            y[:tokens], tile.dequantize().T[:tokens], rtol=0, atol=1e-30
+        )  # in the interpreter, zeros come out as 1e-38
 
 
 def test_outputs_go_where_the_rows_say_and_nowhere_else() -> None:
@@ -523,14 +538,12 @@ def build(kernel, types, warps=4, **constants):
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     print(kernel.fn.__name__)
 
-grid = dict(GROUP=128, RUN=8, BITS=3, LANES=16, SYMMETRIC=False)
+grid = dict(GROUP=128, RUN=4, BITS=3, LANES=16, SYMMETRIC=False)
 tile, flags = "*bf16 *i32 *fp16 *u8 *i32 *bf16", dict(ROWS=True, ADD=True)
-build(group_int._gemv, tile + 5 * " i32", 1, **grid, **flags, BLOCK=32)
-build(group_int._gemm, tile + 6 * " i32", **grid, **flags, TOKENS=16, TWO=False, BLOCK=64)
-two = flags | dict(TOKENS=16, TWO=True, BLOCK=64)
-for bits, run, dtype in ((4, 4, "bf16"), (8, 8, "fp16")):
-    types = tile.replace("bf16", dtype) + 6 * " i32"
-    build(group_int._gemm, types, **(grid | dict(BITS=bits, RUN=run, GROUP=16 * run)), **two)
+build(group_int._gemv, tile.replace("bf16", "fp32") + 5 * " i32", 1, **grid, **flags, BLOCK=32)
+for bits, dtype, lanes, tokens, warps in ((3, "bf16", 16, 8, 1), (8, "bf16", 8, 16, 1), (6, "fp16", 16, 32, 4)):
+    kind = grid | dict(BITS=bits, LANES=lanes, TOKENS=tokens, STEP=warps, BLOCK=16 * warps)
+    build(group_int._gemm, tile.replace("bf16", dtype) + 6 * " i32", warps, **kind, **flags)
 build(group_int._dequantize, "*i32 *fp16 *u8 *i64 *bf16" + 4 * " i32", **grid, PICKED=True, BLOCK=16)
 rest = " *fp16 *u8 *i32 *i8 *fp32 *i32 i32 i32 i32 "
 kind = dict(GROUP=128, SPAN=128, ZERO=-1, OUTSIDE=False)

@@ -1,10 +1,12 @@
 """Formats "codebook" and "nested": centroids looked up by codes, the tables in the first cache.
 
-By rows, codes lie as bitplanes in the order of words.py, so a width is made of its first planes. Shifting and merging
-turns the planes of 32 codes into words of eight 4-bit fields, of the low four planes and of the others; what a field of
-all lanes meets is 16 inputs side by side, as with format "group int".
+By rows, codes lie as bitplanes, so a width is made of its first planes. A chunk of 512 columns is LANES words of each
+plane: lane l has the columns l, LANES + l, ... at bits 0, 1, ... Shifting and merging turns the planes of 32 codes into
+words of eight 4-bit fields, of the low four planes and of the others; what a field of all lanes meets is 16 inputs side
+by side.
 
-By input channels, the lanes of a warp are output rows: they look up one channel's table.
+By input channels, codes lie as with format "group int", one lane to a row, and the lanes of a warp are output rows:
+they look up one channel's table.
 """
 
 from __future__ import annotations
@@ -18,17 +20,11 @@ from torch import Tensor
 
 from anybit.kernels.gpu import split
 from anybit.kernels.gpu.arithmetic import INTERPRETED, dot, rounded, side_by_side
-from anybit.kernels.gpu.group_int import fused, next_word, place_product, store, store_tile
+from anybit.kernels.gpu.group_int import field, fused, load_words, place_product, store, store_tile
 from anybit.kernels.gpu.split import Tiling, share
-from anybit.kernels.gpu.words import (
-    FIELDS,
-    LANES,
-    chunks_of,
-    pack_plane,
-    pack_words,
-    unpack_plane,
-    unpack_words,
-)
+from anybit.kernels.gpu.words import LANES, as_int32, chunks_of, pack_words, unpack_words
+
+FIELDS = 32  # codes of a lane
 
 
 @triton.jit
@@ -390,6 +386,24 @@ def unpack_planes(packed: Tensor, columns: int) -> Tensor:
     return words.view(torch.uint32)
 
 
+def pack_plane(bit: Tensor, lanes: int) -> Tensor:
+    """One bit of each code, uint8 [r, c] -> int32 [r, chunks, lanes]: field j at bit j."""
+    r, c = bit.shape
+    padded = bit.new_zeros(r, chunks_of(c, lanes) * FIELDS * lanes)
+    padded[:, :c] = bit
+    fields = padded.view(r, -1, FIELDS, lanes).long()
+    words = torch.zeros_like(fields[:, :, 0])
+    for j in range(FIELDS):
+        words |= fields[:, :, j] << j
+    return as_int32(words)
+
+
+def unpack_plane(words: Tensor, columns: int) -> Tensor:
+    """Inverse of `pack_plane`."""
+    fields = torch.stack([words >> j & 1 for j in range(FIELDS)], 2)
+    return fields.flatten(1)[:, :columns].to(torch.uint8)
+
+
 def _bits(plane: Tensor, columns: int) -> Tensor:
     """Words [r, w] of 32 bits -> uint8 [r, columns]."""
     shifts = torch.arange(FIELDS, dtype=torch.int32, device=plane.device)
@@ -398,7 +412,7 @@ def _bits(plane: Tensor, columns: int) -> Tensor:
 
 def _words(bits: Tensor) -> Tensor:
     """Inverse of `_bits`."""
-    return pack_words(bits, 1, 1)[:, :, 0, 0].contiguous()
+    return pack_plane(bits, 1)[:, :, 0].contiguous()
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -426,14 +440,13 @@ def _channel_product(
     start, stop = share(tl.cdiv(chunks, CHUNKS))
     for s in range(start, stop):
         chunk = s * CHUNKS + tl.arange(0, CHUNKS)
-        there = (chunk < chunks)[:, None] & mask[None, :]
         line = words + (chunk.to(tl.int64) * (BITS * r))[:, None] + n[None, :]
-        rest = tl.zeros((CHUNKS, BLOCK), tl.uint32)
-        for p in tl.static_range(BITS + (1 if 32 % BITS else 0)):
-            word, rest = next_word(line + p * r, there, rest, p, BITS)
-            for i in tl.static_range(32 // BITS if p < BITS else 32 - 32 // BITS * BITS):
-                channel = chunk * 32 + p * (32 // BITS) + i
-                code = ((word >> i * BITS) & ((1 << BITS) - 1)).to(tl.int32, bitcast=True)
+        held = load_words(line, r, (chunk < chunks)[:, None] & mask[None, :], BITS)
+        for q in tl.static_range(16):
+            pair = field(held, q, BITS)
+            for half in tl.static_range(2):
+                channel = chunk * 32 + 2 * q + half
+                code = ((pair >> 16 * half) & ((1 << BITS) - 1)).to(tl.int32, bitcast=True)
                 at = tables + (channel * ENTRIES)[:, None] + code
                 weight = tl.load(at, mask=(channel < c)[:, None], other=0.0)
                 if TOKENS == 1:
@@ -463,16 +476,18 @@ def _channel_dequantize(
 ):
     n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    WHOLE: tl.constexpr = 32 // BITS
-    there, field = (n < r)[:, None] & (channel < c)[None, :], channel % 32
-    whole = (field < WHOLE * BITS)[None, :]
+    WHOLE: tl.constexpr = 16 // BITS
+    LEFT: tl.constexpr = 16 % BITS
+    there, q, half = (n < r)[:, None] & (channel < c)[None, :], channel % 32 // 2, channel % 2 * 16
+    whole = (q < WHOLE * BITS)[None, :]
     line = words + n[:, None] + (channel // 32).to(tl.int64)[None, :] * (BITS * r)
-    word = tl.load(line + (field // WHOLE)[None, :] * r, mask=there & whole, other=0)
-    code = (word >> (field % WHOLE * BITS)[None, :]) & ((1 << BITS) - 1)
-    if 32 % BITS:
-        for p in tl.static_range(BITS):
-            word = tl.load(line + p * r, mask=there & ~whole, other=0)
-            code |= ((word >> field[None, :]) & 1) << p
+    word = tl.load(line + (q // WHOLE)[None, :] * r, mask=there & whole, other=0)
+    code = (word >> (q % WHOLE * BITS + half)[None, :]) & ((1 << BITS) - 1)
+    if LEFT > 0:
+        for k in tl.static_range(BITS):
+            at = tl.maximum((q - WHOLE * BITS) * BITS + k, 0)
+            word = tl.load(line + (at // LEFT)[None, :] * r, mask=there & ~whole, other=0)
+            code |= ((word >> (WHOLE * BITS + at % LEFT + half)[None, :]) & 1) << k
     value = tl.load(tables + (channel * ENTRIES)[None, :] + code, mask=there, other=0.0).to(tl.float32)
     at = dense + (n * c)[:, None] + channel[None, :]
     tl.store(at, rounded(value, dense.dtype.element_ty), mask=there)

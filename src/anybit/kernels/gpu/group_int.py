@@ -1,12 +1,14 @@
-"""Format "group int" with inputs in float16, bfloat16 or float32: one token, and several.
+"""Format "group int" with inputs in float16, bfloat16 or float32.
 
-A code becomes a float without a conversion: shifted to the top of a mantissa below the exponent of 1, it reads as
-`1 + code / 2**bits`. A group's weights are `scale * 2**bits` times that less `1 + zero / 2**bits`, so one token costs a
-shift, a mask and a multiply-add per weight, and two multiply-adds per group and lane. With several tokens the
-difference, which is exact in every type, goes to the tensor cores, and scales multiply what a group sums up to.
-Weights are the left operand there: then words, not weights, pass from the order of loads to that of products. Up to
-eight fields are one product, and codes of 2, 4 and 8 bits, two of which lie 16 bits apart, become 16-bit floats in
-pairs.
+Tensor cores multiply inputs of 16 bits, one token's too: codes less zero points are exact in both types, and scales
+multiply what a group sums up to. The two codes of the halves of a word are decoded at a time: put at the end of a
+mantissa they read as a base, 1024 or 128, plus the code, and one multiply-add takes base and zero point off again. Both
+are neighbours in a register of the left operand. Of up to 16 tokens, columns are multiplied in the order in which
+threads hold what they load, 16 bytes of a row of words and of inputs, so nothing but scales and zero points passes from
+thread to thread.
+
+One token in float32 has multiply-adds: shifted to the top of a mantissa below the exponent of 1, a code reads as
+`1 + code / 2**bits`. A group's weights are `scale * 2**bits` times that less `1 + zero / 2**bits`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 from anybit.kernels.gpu import split
 from anybit.kernels.gpu.arithmetic import INTERPRETED, dot, rounded, side_by_side
 from anybit.kernels.gpu.split import Tiling, share
-from anybit.kernels.gpu.words import FIELDS, LANES, pack_words, unpack_words
+from anybit.kernels.gpu.words import FEW_LANES, HALF, LANES, pack_words, unpack_words
 
 FUSED_TOKENS = 256  # more are multiplied with the dense matrix
 
@@ -36,93 +38,121 @@ def one_plus(words, FROM: tl.constexpr, BITS: tl.constexpr):
     return ((moved & TOP) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
-def _two_ptx(bits: int, bfloat16: bool) -> str:
-    """PTX: the codes at the ends of both halves of a word $2 over 2**bits plus what $3 has, to 16-bit floats $0 and $1.
-
-    A code at the end of a mantissa reads as a base, 128 or 1024, plus the code, so the base is to be taken from $3.
-    """
-    kind, base = ("bf16x2", 0x43004300) if bfloat16 else ("f16x2", 0x64006400)
-    step = (127 - bits << 7 if bfloat16 else 15 - bits << 10) * 0x10001  # 2**-bits, twice
-    return (
-        f"{{ .reg .b32 t, s; mov.b32 s, {step:#x}; lop3.b32 t, $2, {(2**bits - 1) * 0x10001:#x}, {base:#x}, 0xea; "
-        f"fma.rn.{kind} t, t, s, $3; mov.b32 {{$0, $1}}, t; }}"
+# PTX: the halves of `$2 & $3 | $4`, read as floats, times those of $5 plus those of $6, to 16-bit floats $0 and $1.
+READ_HALF, READ_BFLOAT16 = (
+    tl.constexpr(
+        f"{{ .reg .b32 t; lop3.b32 t, $2, $3, $4, 0xea; fma.rn.{kind} t, t, $5, $6; mov.b32 {{$0, $1}}, t; }}"
     )
-
-
-TWO_2, TWO_4, TWO_8 = (tl.constexpr(_two_ptx(bits, False)) for bits in (2, 4, 8))
-TWO_2_BF16, TWO_4_BF16 = (tl.constexpr(_two_ptx(bits, True)) for bits in (2, 4))
+    for kind in ("f16x2", "bf16x2")
+)
 
 
 @triton.jit
-def _two(word, offset, BITS: tl.constexpr, TYPE: tl.constexpr):
-    """See `_two_ptx`."""
+def _low(words, TYPE: tl.constexpr):
+    """The low halves of words as floats of 16 bits, in float32."""
     if tl.bfloat16 == TYPE:
+        return (words << 16).to(tl.float32, bitcast=True)
+    else:
+        return (words & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _read(word, mask, base, step, offset, TYPE: tl.constexpr):
+    """`(word & mask | base) * step + offset` of the halves of words: two tiles of TYPE, the low halves first."""
+    if INTERPRETED:
+        read = (word & mask) | base
+        low = _low(read, TYPE) * _low(step, TYPE) + _low(offset, TYPE)
+        high = _low(read >> 16, TYPE) * _low(step >> 16, TYPE) + _low(offset >> 16, TYPE)
+        return rounded(low, TYPE), rounded(high, TYPE)
+    elif tl.bfloat16 == TYPE:
         return tl.inline_asm_elementwise(
-            TWO_2_BF16 if BITS == 2 else TWO_4_BF16, "=h,=h,r,r", [word, offset],
+            READ_BFLOAT16, "=h,=h,r,r,r,r,r", [word, mask, base, step, offset],
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            TWO_2 if BITS == 2 else TWO_4 if BITS == 4 else TWO_8, "=h,=h,r,r", [word, offset],
+            READ_HALF, "=h,=h,r,r,r,r,r", [word, mask, base, step, offset],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=1,
         )  # fmt: skip
 
 
 @triton.jit
-def _halves(word, low, high, BITS: tl.constexpr, TYPE: tl.constexpr):
-    """`1 + code / 2**BITS` plus an offset of its half, exact in TYPE, of each field of words: two tuples, by halves."""
-    BASE: tl.constexpr = (128.0 if tl.bfloat16 == TYPE else 1024.0) / (1 << BITS)
-    first = (low + (1.0 - BASE)).to(TYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
-    second = (high + (1.0 - BASE)).to(TYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
-    offset = tl.broadcast_to((first | (second << 16))[:, None], word.shape)
-    lows, highs = (), ()
-    for i in tl.static_range(16 // BITS):
-        if INTERPRETED:
-            a = rounded(one_plus(word, i * BITS, BITS) + low[:, None], TYPE)
-            b = rounded(one_plus(word, 16 + i * BITS, BITS) + high[:, None], TYPE)
-        else:
-            a, b = _two(word >> i * BITS, offset, BITS, TYPE)
-        lows += (a,)  # type: ignore[assignment]  # tuples that grow as loops are unrolled
-        highs += (b,)  # type: ignore[assignment]
-    return lows, highs
+def _offset(zero, BITS: tl.constexpr, TYPE: tl.constexpr):
+    """What takes the base and `zero` from what `_two` reads, in both halves of words."""
+    BASE: tl.constexpr = 128.0 if tl.bfloat16 == TYPE else 1024.0
+    half = ((zero.to(tl.float32) + BASE) * (-1.0 / (1 << BITS))).to(TYPE).to(tl.uint16, bitcast=True)
+    return half.to(tl.uint32) * 0x10001
 
 
 @triton.jit
-def _rest(words, p: tl.constexpr, BITS: tl.constexpr):
-    """What word p of a lane holds of the codes that lie across words, each at the place it has in a word of its own."""
-    WHOLE: tl.constexpr = 32 // BITS * BITS
-    bits = tl.zeros_like(words)
-    for e in tl.static_range(32 - WHOLE):
-        bits |= ((words >> (WHOLE + e)) & 1) << (BITS * e + p)
-    return bits
+def _two(word, offset, BITS: tl.constexpr, TYPE: tl.constexpr):
+    """`(code - zero) / 2**BITS` of the codes at the ends of both halves of words, exact in TYPE: two tiles."""
+    MASK: tl.constexpr = ((1 << BITS) - 1) * 0x10001
+    BASE: tl.constexpr = 0x43004300 if tl.bfloat16 == TYPE else 0x64006400
+    STEP: tl.constexpr = ((127 - BITS << 7) if tl.bfloat16 == TYPE else (15 - BITS << 10)) * 0x10001
+    mask, base = tl.full(word.shape, MASK, tl.uint32), tl.full(word.shape, BASE, tl.uint32)
+    return _read(word, mask, base, tl.full(word.shape, STEP, tl.uint32), offset, TYPE)
 
 
 @triton.jit
-def next_word(at, mask, rest, p: tl.constexpr, BITS: tl.constexpr):
-    """Word p of every lane, uint32, and what is met so far of the codes across words, the word after the last."""
-    if p == BITS:
-        return rest, rest
-    word = tl.load(at, mask=mask, other=0).to(tl.uint32, bitcast=True)
-    return word, rest | _rest(word, p, BITS)
+def load_words(at, stride, mask, BITS: tl.constexpr):
+    """The words of every lane, `stride` apart: a tuple of uint32 tiles."""
+    words = ()
+    for p in tl.static_range(BITS):
+        word = tl.load(at + p * stride) if mask is None else tl.load(at + p * stride, mask=mask, other=0)
+        words += (word.to(tl.uint32, bitcast=True),)  # type: ignore[assignment]  # grows as the loop is unrolled
+    return words
 
 
 @triton.jit
-def _grid(scales, zeros, n, mask, groups, g, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """A group's scales times 2**BITS and `-1 - zero / 2**BITS`, float32 [BLOCK] each."""
-    g = tl.minimum(g, groups - 1)  # padding columns meet inputs of 0
-    scale = tl.load(scales + n * groups + g, mask=mask, other=0.0).to(tl.float32) * (1 << BITS)
-    if SYMMETRIC:
-        return scale, tl.full(scale.shape, -1.5, tl.float32)
-    zero = tl.load(zeros + n * groups + g, mask=mask, other=0).to(tl.float32)
-    return scale, -1.0 - zero * (1.0 / (1 << BITS))
+def field(words, q: tl.constexpr, BITS: tl.constexpr):
+    """Field q of both halves of each lane's words, at the ends of a word's halves; the bits before it mean nothing."""
+    WHOLE: tl.constexpr = 16 // BITS * BITS
+    if q < WHOLE:
+        return words[q // (16 // BITS)] >> q % (16 // BITS) * BITS
+    else:
+        code = tl.zeros_like(words[0])
+        for p in tl.static_range(BITS):
+            code |= _piece(words[p], (q - WHOLE) * BITS - p * (16 % BITS), BITS)
+        return code
+
+
+@triton.jit
+def _piece(word, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """What the bits left of a word's halves hold of the code that begins FIRST bits behind the first of these bits."""
+    LEFT: tl.constexpr = 16 % BITS
+    FROM: tl.constexpr = 0 if FIRST >= 0 else -FIRST
+    TO: tl.constexpr = LEFT - FIRST if LEFT - FIRST < BITS else BITS
+    if FROM < TO:
+        return (word >> (16 - LEFT + FIRST)) & (((1 << TO) - (1 << FROM)) * 0x10001)
+    else:
+        return tl.zeros_like(word)
+
+
+@triton.jit
+def _grids(
+    scales, zeros, n, groups, first, FIELDS: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+    COLUMNS: tl.constexpr, SYMMETRIC: tl.constexpr,
+):  # fmt: skip
+    """Scales and zero points [BLOCK] of the runs of FIELDS fields, of COLUMNS columns, from column `first`: two tuples.
+
+    A zero point that all groups share is loaded, too: by the bytes that a product's left operand comes from, Triton
+    chooses the order of its columns.
+    """
+    of_scales, of_zeros = (), ()
+    for q in tl.static_range(0, FIELDS, RUN):
+        at = n * groups + tl.minimum((first + q * COLUMNS) // GROUP, groups - 1)  # padding meets inputs of 0
+        of_scales += (tl.load(scales + at),)  # type: ignore[assignment]  # tuples that grow as loops are unrolled
+        of_zeros += (tl.load(zeros + (n * 0 if SYMMETRIC else at)),)  # type: ignore[assignment]
+    return of_scales, of_zeros
 
 
 @triton.jit(do_not_specialize=["chunks", "groups"])
 def _gemv(
-    x,  # [c]
+    x,  # float32 [c]
     words,  # int32 [r, chunks, BITS, LANES]
     scales,  # float16 [r, groups]
-    zeros,  # uint8 [r, groups]
+    zeros,  # uint8 [r, groups]; [1], of all groups, where SYMMETRIC
     rows,  # int32 [r]
     y,  # [parts, out]
     r,
@@ -140,30 +170,28 @@ def _gemv(
     BLOCK: tl.constexpr,
 ):
     n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    mask, lane = n < r, tl.arange(0, LANES)
-    WHOLE: tl.constexpr = 32 // BITS
-    line = words + (n * (chunks * BITS * LANES))[:, None] + lane[None, :]
+    there, lane = tl.minimum(n, r - 1), tl.arange(0, LANES)
+    line = words + (there * (chunks * BITS * LANES))[:, None] + lane[None, :]
     total = tl.zeros((BLOCK, LANES), tl.float32)
     start, stop = share(chunks)
     for s in range(start, stop):
-        part, met = tl.zeros((BLOCK, LANES), tl.float32), tl.zeros((LANES,), tl.float32)
-        scale, offset = _grid(scales, zeros, n, mask, groups, s * 32 * LANES // GROUP, BITS, SYMMETRIC)
-        rest = tl.zeros((BLOCK, LANES), tl.uint32)
-        for p in tl.static_range(BITS + (1 if 32 % BITS else 0)):
-            word, rest = next_word(line + (s * BITS + p) * LANES, mask[:, None], rest, p, BITS)
-            for i in tl.static_range(WHOLE if p < BITS else 32 - WHOLE * BITS):
-                j = p * WHOLE + i
-                column = (s * 32 + j) * LANES + lane
-                one = tl.load(x + column, mask=column < c, other=0.0).to(tl.float32)
-                part += one_plus(word, i * BITS, BITS) * one[None, :]
-                met += one
-                if (j + 1) % RUN == 0:
-                    total += scale[:, None] * (part + offset[:, None] * met[None, :])
-                    if j + 1 < 32:
-                        part, met = tl.zeros_like(part), tl.zeros_like(met)
-                        g = (s * 32 + j + 1) * LANES // GROUP
-                        scale, offset = _grid(scales, zeros, n, mask, groups, g, BITS, SYMMETRIC)
-    store(tl.sum(total, 1), y, rows, n, mask, out, ROWS, ADD)
+        held, column = load_words(line + s * BITS * LANES, LANES, None, BITS), s * 32 * LANES
+        of_scales, of_zeros = _grids(
+            scales, zeros, there, groups, column, 16, GROUP, RUN, 2 * LANES, SYMMETRIC
+        )
+        for first in tl.static_range(0, 16, RUN):
+            part, met = tl.zeros((BLOCK, LANES), tl.float32), tl.zeros((LANES,), tl.float32)
+            for i in tl.static_range(RUN):
+                pair = field(held, first + i, BITS)
+                for half in tl.static_range(2):
+                    at = column + (first + i) * 2 * LANES + lane * 2 + half
+                    one = tl.load(x + at, mask=at < c, other=0.0)
+                    part += one_plus(pair, 16 * half, BITS) * one[None, :]
+                    met += one
+            offset = -1.0 - of_zeros[first // RUN].to(tl.float32) * (1.0 / (1 << BITS))
+            part += offset[:, None] * met[None, :]
+            total += part * (of_scales[first // RUN].to(tl.float32) * (1 << BITS))[:, None]
+    store(tl.sum(total, 1), y, rows, n, n < r, out, ROWS, ADD)
 
 
 @triton.jit
@@ -187,11 +215,11 @@ def store_tile(values, y, rows, m, n, tokens, r, out, ROWS: tl.constexpr, ADD: t
 
 
 @triton.jit
-def columns_of(x, m, tokens, c, first, COUNT: tl.constexpr):
+def _inputs(x, m, c, first, COUNT: tl.constexpr):
     """COUNT inputs from column `first` on, [COUNT, tokens]: what weights are multiplied with."""
     column = first + tl.arange(0, COUNT)
     at = x + m[:, None].to(tl.int64) * c + column[None, :]
-    return tl.trans(tl.load(at, mask=(m < tokens)[:, None] & (column < c)[None, :], other=0.0))
+    return tl.trans(tl.load(at, mask=(column < c)[None, :], other=0.0))
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "groups"])
@@ -216,54 +244,36 @@ def _gemm(
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
     TOKENS: tl.constexpr,
-    TWO: tl.constexpr,  # codes are decoded two at a time; halves of words lie in one group
+    STEP: tl.constexpr,  # fields to a product; it divides RUN
     BLOCK: tl.constexpr,
 ):
     n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    mask, lane = n < r, tl.arange(0, LANES)
-    WHOLE: tl.constexpr = 32 // BITS
-    HALF: tl.constexpr = WHOLE // 2
-    STEP: tl.constexpr = RUN if RUN < 8 else 8  # fields to a product
-    line = words + (n * (chunks * BITS * LANES))[:, None] + lane[None, :]
+    there, of, lane = tl.minimum(n, r - 1), tl.minimum(m, tokens - 1), tl.arange(0, LANES)
+    TYPE: tl.constexpr = x.dtype.element_ty
+    EXACT: tl.constexpr = tl.float16 if BITS == 8 else TYPE  # bfloat16 has no room for base and code
+    line = words + (there * (chunks * BITS * LANES))[:, None] + lane[None, :]
     total = tl.zeros((BLOCK, TOKENS), tl.float32)
     start, stop = share(chunks)
     for s in range(start, stop):
-        part = tl.zeros((BLOCK, TOKENS), tl.float32)
-        scale, offset = _grid(scales, zeros, n, mask, groups, s * 32 * LANES // GROUP, BITS, SYMMETRIC)
-        rest, held = tl.zeros((BLOCK, LANES), tl.uint32), ()
-        for p in tl.static_range(BITS + (1 if 32 % BITS else 0)):
-            word, rest = next_word(line + (s * BITS + p) * LANES, mask[:, None], rest, p, BITS)
-            if TWO:
-                first, after, behind = (s * 32 + p * WHOLE) * LANES, scale, offset
-                if RUN == HALF:
-                    g = (first + HALF * LANES) // GROUP
-                    after, behind = _grid(scales, zeros, n, mask, groups, g, BITS, SYMMETRIC)
-                low, high = _halves(word, offset, behind, BITS, x.dtype.element_ty)
-                if RUN > HALF and WHOLE <= 8:
-                    some = columns_of(x, m, tokens, c, first, WHOLE * LANES)
-                    part = dot(side_by_side(low + high), some, part)
-                else:
-                    part = dot(side_by_side(low), columns_of(x, m, tokens, c, first, HALF * LANES), part)
-                    if RUN == HALF:
-                        total += part * scale[:, None]
-                        part, scale = tl.zeros_like(part), after
-                    some = columns_of(x, m, tokens, c, first + HALF * LANES, HALF * LANES)
-                    part = dot(side_by_side(high), some, part)
-            for i in tl.static_range(WHOLE if p < BITS else 32 - WHOLE * BITS):
-                if not TWO:
-                    weight = rounded(one_plus(word, i * BITS, BITS) + offset[:, None], x.dtype.element_ty)
-                    held += (weight,)  # type: ignore[assignment]
-                    if (p * WHOLE + i + 1) % STEP == 0:
-                        first = (s * 32 + p * WHOLE + i + 1 - STEP) * LANES
-                        some = columns_of(x, m, tokens, c, first, STEP * LANES)
-                        part, held = dot(side_by_side(held), some, part), ()
-                if (not TWO or i + 1 == WHOLE) and (p * WHOLE + i + 1) % RUN == 0:
-                    total += part * scale[:, None]
-                    if p * WHOLE + i + 1 < 32:
-                        part = tl.zeros_like(part)
-                        g = (s * 32 + p * WHOLE + i + 1) * LANES // GROUP
-                        scale, offset = _grid(scales, zeros, n, mask, groups, g, BITS, SYMMETRIC)
+        held, column = load_words(line + s * BITS * LANES, LANES, None, BITS), s * 32 * LANES
+        of_scales, of_zeros = _grids(
+            scales, zeros, there, groups, column, 16, GROUP, RUN, 2 * LANES, SYMMETRIC
+        )
+        for first in tl.static_range(0, 16, RUN):
+            offset = tl.broadcast_to(_offset(of_zeros[first // RUN], BITS, EXACT)[:, None], (BLOCK, LANES))
+            part = tl.zeros((BLOCK, TOKENS), tl.float32)
+            for i in tl.static_range(0, RUN, STEP):
+                weights = ()
+                for k in tl.static_range(STEP):
+                    low, high = _two(field(held, first + i + k, BITS), offset, BITS, EXACT)
+                    weights += (tl.reshape(tl.join(low, high), (BLOCK, 2 * LANES)),)  # type: ignore[assignment]
+                some = _inputs(x, of, c, column + (first + i) * 2 * LANES, STEP * 2 * LANES)
+                weight = side_by_side(weights)
+                if EXACT != TYPE:
+                    weight = rounded(weight.to(tl.float32), TYPE)
+                part = dot(weight, some, part)
+            total += part * (of_scales[first // RUN].to(tl.float32) * (1 << BITS))[:, None]
     store_tile(tl.trans(total), y, rows, m, n, tokens, r, out, ROWS, ADD)
 
 
@@ -287,27 +297,29 @@ def _dequantize(
     BLOCK: tl.constexpr,
 ):
     to = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    s, mask, lane = tl.program_id(1), to < r, tl.arange(0, LANES)
-    n = tl.load(ids + to, mask=mask, other=0) if PICKED else to
-    WHOLE: tl.constexpr = 32 // BITS
+    s, there, lane = tl.program_id(1), tl.minimum(to, r - 1), tl.arange(0, LANES)
+    n = tl.load(ids + there) if PICKED else there
     line = words + (n * (chunks * BITS * LANES))[:, None] + lane[None, :]
-    rest = tl.zeros((BLOCK, LANES), tl.uint32)
-    for p in tl.static_range(BITS + (1 if 32 % BITS else 0)):
-        word, rest = next_word(line + (s * BITS + p) * LANES, mask[:, None], rest, p, BITS)
-        for i in tl.static_range(WHOLE if p < BITS else 32 - WHOLE * BITS):
-            first = (s * 32 + p * WHOLE + i) * LANES
-            g = first // GROUP
-            scale, offset = _grid(scales, zeros, n, mask, groups, g, BITS, SYMMETRIC)
-            value = scale[:, None] * (one_plus(word, i * BITS, BITS) + offset[:, None])
-            column = first + lane
-            at = dense + (to * c)[:, None] + column[None, :]
-            tl.store(at, rounded(value, dense.dtype.element_ty), mask=mask[:, None] & (column < c)[None, :])
+    held = load_words(line + s * BITS * LANES, LANES, None, BITS)
+    for q in tl.static_range(16):
+        first = (s * 16 + q) * 2 * LANES
+        of_scales, of_zeros = _grids(scales, zeros, n, groups, first, 1, GROUP, RUN, 2 * LANES, SYMMETRIC)
+        offset = (-1.0 - of_zeros[0].to(tl.float32) * (1.0 / (1 << BITS)))[:, None]
+        pair = field(held, q, BITS)
+        both = tl.join(one_plus(pair, 0, BITS) + offset, one_plus(pair, 16, BITS) + offset)
+        value = tl.reshape(both, (BLOCK, 2 * LANES)) * (of_scales[0].to(tl.float32) * (1 << BITS))[:, None]
+        column = first + tl.arange(0, 2 * LANES)
+        at = dense + (to * c)[:, None] + column[None, :]
+        tl.store(at, rounded(value, dense.dtype.element_ty), mask=(to < r)[:, None] & (column < c)[None, :])
 
 
-def _tiling(m: int) -> Tiling:
-    if m == 1:
+def _tiling(x: Tensor) -> Tiling:
+    m = len(x)
+    if m == 1 and x.dtype == torch.float32:
         return Tiling(1, 32, 1)
-    return Tiling(64, 128, 8) if m > 32 else Tiling(16 if m <= 16 else 32, 64, 4)
+    if m <= 16:
+        return Tiling(8 if m <= 8 else 16, 16, 1)
+    return Tiling(64, 128, 8) if m > 32 else Tiling(32, 64, 4)
 
 
 class GroupInt:
@@ -332,27 +344,31 @@ class GroupInt:
         group_size: int,
     ) -> None:
         self.rows, (self.r, self.c), self.bits, self.group_size = rows, codes.shape, bits, group_size
-        self.words = pack_words(codes, bits, LANES)
-        self.scales, self.zeros = scales.contiguous(), None if zeros is None else zeros.contiguous()
         one_group = group_size >= self.c
+        lanes = LANES if one_group or group_size % (2 * LANES) == 0 else FEW_LANES
+        self.words = pack_words(codes, bits, lanes)
+        self.scales, symmetric = scales.contiguous(), zeros is None
+        self.zeros = (
+            scales.new_tensor([1 << bits - 1], dtype=torch.uint8) if zeros is None else zeros.contiguous()
+        )
         self._grid: dict[str, Any] = {
             "GROUP": 1 << 30 if one_group else group_size,
-            "RUN": FIELDS if one_group else math.gcd(group_size // LANES, FIELDS),
+            "RUN": HALF if one_group else math.gcd(group_size // (2 * lanes), HALF),
             "BITS": bits,
-            "LANES": LANES,
-            "SYMMETRIC": zeros is None,
+            "LANES": lanes,
+            "SYMMETRIC": symmetric,
         }
 
     @staticmethod
     def takes(columns: int, group_size: int) -> bool:
         """Whether there is a kernel for groups of this size."""
-        return group_size >= columns or group_size % LANES == 0
+        return group_size >= columns or group_size % (2 * FEW_LANES) == 0
 
     def splits(self, x: Tensor) -> int:
         """Parts that the product with x is best summed in."""
         if len(x) > 1 and not fused(x):
             return 1
-        tiling = _tiling(len(x))
+        tiling = _tiling(x)
         return split.splits(tiling.warps_of(self.r, len(x)), tiling.each, self.words.shape[1], x.device)
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
@@ -364,32 +380,27 @@ class GroupInt:
                 number where `splits` says more than one.
             add: add to y.
         """
-        stored = self.words, self.scales, self.scales if self.zeros is None else self.zeros
+        stored = self.words, self.scales, self.zeros
         rows = self.words if self.rows is None else self.rows
         sizes, flags = (
             (self.words.shape[1], self.scales.shape[1]),
             {"ROWS": self.rows is not None, "ADD": add},
         )
-        tiling, out = _tiling(len(x)), y.shape[-1]
-        if len(x) == 1:
+        tiling, out = _tiling(x), y.shape[-1]
+        if fused(x):
+            step = 1 if tiling.warps == 1 else min(4, self._grid["RUN"])
+            _gemm[tiling.grid(self.r, len(x), y)](
+                x, *stored, rows, y, len(x), self.r, self.c, out, *sizes, **self._grid, **flags,
+                TOKENS=tiling.tokens, STEP=step, BLOCK=tiling.block, num_warps=tiling.warps, num_stages=1,
+            )  # fmt: skip
+        elif len(x) == 1:
             _gemv[tiling.grid(self.r, 1, y)](
                 x, *stored, rows, y, self.r, self.c, out, *sizes, **self._grid, **flags, BLOCK=tiling.block,
                 num_warps=tiling.warps,
             )  # fmt: skip
-        elif fused(x):
-            _gemm[tiling.grid(self.r, len(x), y)](
-                x, *stored, rows, y, len(x), self.r, self.c, out, *sizes, **self._grid, **flags,
-                TOKENS=tiling.tokens, TWO=self._two(x.dtype), BLOCK=tiling.block, num_warps=tiling.warps,
-                num_stages=1,
-            )  # fmt: skip
         else:
             product = x @ self.dequantize(x.dtype).T
             place_product(product, y, self.rows, add)
-
-    def _two(self, dtype: torch.dtype) -> bool:
-        """Whether halves of words hold whole codes of one group, which the type's mantissa has room for."""
-        room = 7 if dtype == torch.bfloat16 else 8
-        return self.bits in (2, 4, 8) and self.bits <= room and self._grid["RUN"] >= 16 // self.bits
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
@@ -401,10 +412,10 @@ class GroupInt:
 
     def _dense(self, rows: int, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
         dense = torch.empty(rows, self.c, dtype=dtype, device=self.words.device)
-        chunks, zeros = self.words.shape[1], self.scales if self.zeros is None else self.zeros
+        chunks = self.words.shape[1]
         if rows:
             _dequantize[(triton.cdiv(rows, 16), chunks)](
-                self.words, self.scales, zeros, self.words if ids is None else ids, dense, rows, self.c, chunks,
+                self.words, self.scales, self.zeros, self.words if ids is None else ids, dense, rows, self.c, chunks,
                 self.scales.shape[1], **self._grid, PICKED=ids is not None, BLOCK=16, num_warps=4,
             )  # fmt: skip
         return dense
