@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
         Of many tokens as many as there are registers for; of up to 8 about twice as many, so that all schedulers end at
         about the same time.
         """
-        return 8 if self.tokens <= 8 else 3 if self.tokens <= 32 else 2
+        return 8 if self.tokens <= 8 else 3 if self.tokens <= 16 else 2
 
     def warps_of(self, rows: int, m: int) -> int:
         """Warps of the programs that multiply so many rows with m tokens, each with all columns."""
