@@ -158,14 +158,8 @@ public:
     }
     void give(float* memory, size_t bytes) noexcept {
         if (bytes < LEAST || bytes > MOST) return ::operator delete[](memory, ALIGNMENT);
-        for (size_t all = bytes;;) {
-            for (const Block& block : blocks_) all += block.bytes;
-            if (all <= MOST && blocks_[0].memory == nullptr) break;
-            Block* oldest =
-                std::find_if(blocks_, std::end(blocks_), [](const Block& block) { return block.memory != nullptr; });
-            ::operator delete[](remove(oldest), ALIGNMENT);
-            all = bytes;
-        }
+        while (blocks_[0].memory != nullptr || all() + bytes > MOST)
+            ::operator delete[](remove(std::find_if(blocks_, std::end(blocks_), held)), ALIGNMENT);
         std::move(blocks_ + 1, std::end(blocks_), blocks_);
         blocks_[COUNT - 1] = {memory, bytes};
     }
@@ -175,6 +169,12 @@ private:
         float* memory = nullptr;
         size_t bytes = 0;
     };
+    static bool held(const Block& block) { return block.memory != nullptr; }
+    size_t all() const {
+        size_t bytes = 0;
+        for (const Block& block : blocks_) bytes += block.bytes;
+        return bytes;
+    }
     // The older ones move up.
     float* remove(Block* block) noexcept {
         float* memory = block->memory;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,3 +244,24 @@ def test_damaged_sparse_weights_are_refused(columns: list[int], row_ptr: list[in
         layer.add_sparse(torch.ones(2).half(), index, torch.tensor(row_ptr, dtype=torch.int32))
     x = torch.arange(64.0)[None]
     assert layer.matmul(x).tolist() == [[0, 0, 0, 63]]  # what was there before the refusal
+
+
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer keeps what is freed")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_memory_between_steps_is_kept_within_bounds() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") // 2**20
+
+    def run(rows: int) -> None:
+        layer = cpu.Layer(rows, 8)
+        layer.add(cpu.Float16(torch.ones(rows, 8).half(), torch.randperm(rows).int()))
+        y = layer.matmul(torch.ones(512, 8), threads=1)
+        assert torch.equal(y, torch.full((512, rows), 8.0))
+
+    run(100)
+    before = resident()
+    run(40000)  # 82 MB
+    assert resident() - before < 60
+    for rows in range(3000, 6000, 200):  # 6 to 12 MB, 15 of them
+        run(rows)
+    assert resident() - before < 60
