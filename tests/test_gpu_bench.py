@@ -83,7 +83,7 @@ def test_what_fails_is_left_out(
         return usual(name, *arguments)
 
     monkeypatch.setattr(gpu_matmul, "_error", error)
-    figures = bench.run("gemm", shapes=("128x256",), tokens=(2,), only=("W8",))
+    figures = bench.run("gemm", shapes=("128x256",), tokens=(2,), only=("W8", "W8A8"))
     assert figures["failed"] == {"W8": "RuntimeError: out of registers"} and list(figures["checked"]) == [
         "W8A8"
     ]
@@ -117,7 +117,7 @@ def test_wrong_options_are_refused() -> None:
 def test_rates_and_their_shares(clock: dict[str, float], tmp_path: Path, dtype: str) -> None:
     clock |= {"copy": 1e-3, "W4A8": 2e-6, "W4": 4e-6, "cuBLAS float16": 8e-6, "cuBLAS bfloat16": 1e-5}
     clock |= {"float16": 4e-10, "bfloat16": 8e-10, "int8": 2e-10}  # of the large products
-    options = {"shapes": ("128x256",), "tokens": (1, 3), "dtype": dtype, "only": ("W4",)}
+    options = {"shapes": ("128x256",), "tokens": (1, 3), "dtype": dtype, "only": ("W4", "W4A")}
     figures = bench.run("gemm", json_file=tmp_path / "gemm.json", **options)
     assert json.loads((tmp_path / "gemm.json").read_text()) == figures and figures["dtype"] == dtype
     first, last = figures["rows"]
@@ -181,7 +181,7 @@ def test_what_time_does_not_allow_is_said(clock: dict[str, float], monkeypatch: 
 @pytest.mark.parametrize("part", ["gemv", "gemm"])
 def test_a_row_without_one_of_its_peers(clock: dict[str, float], part: str, missing: str) -> None:
     clock[missing] = 0
-    only = ("W8A8", "W4") if part == "gemm" else ("W4", "W8")
+    only = ("W8A8", "W4") if part == "gemm" else ("W4", "W8", "W8A8")
     figures = bench.run(
         part, shapes=("128x256",), only=only, **({"tokens": (1, 2)} if part == "gemm" else {})
     )
@@ -385,7 +385,8 @@ def test_what_runs_unless_it_is_said() -> None:
     )
     for usual in (gpu_matmul.GEMM, gpu_matmul.DECODE):
         assert set(usual) < set(everything) and sorted(gpu_matmul._names((), usual)) == sorted(usual)
-    assert gpu_matmul._names(("nested 2", "W5"), usual) == ["W5", "W5A8", "nested 2", "nested 2 to 5"]
+    assert gpu_matmul._names(("nested 2", "W5"), usual) == ["W5", "nested 2"]
+    assert gpu_matmul._names(("nested 2 ", "W5A"), usual) == ["W5A8", "nested 2 to 5"]
     # the kernels of what is timed are those that are checked
     assert [gpu_matmul._awkward(m) for m in gpu_matmul.TOKENS] == [1, 13, 13, 13, 13, 50, 200, 300, 300]
 

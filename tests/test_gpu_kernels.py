@@ -64,6 +64,15 @@ def test_words_hold_every_code(bits: int, lanes: int) -> None:
         assert torch.equal(unpack_words(words, columns), codes)
 
 
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_tiles_without_rows(bits: int) -> None:
+    stored = torch.zeros(0, 256).byte(), torch.zeros(0, 2).half(), torch.zeros(0, 2).byte(), None, bits, 128
+    for tile in (GroupInt(*stored), integer.IntegerTile(*stored)):
+        assert tile.codes().shape == (0, 256)
+    for m in (1, 3, 300):
+        GroupInt(*stored).matmul(torch.ones(m, 256).half(), torch.zeros(m, 0).half())
+
+
 def test_words_lie_as_described() -> None:
     codes = torch.zeros(1, 512, dtype=torch.uint8)
     codes[0, 6 * 32 + 2 * 3] = 0b101  # field 6 of lane 3, low halves
@@ -536,7 +545,8 @@ def build(kernel, types, warps=4, aligned=(), **constants):
     constants |= {n: None for n in kernel.arg_names if n not in given and n not in constants}
     sixteen = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     source = ASTSource(kernel, {n: given.get(n, "constexpr") for n in kernel.arg_names}, constants, sixteen)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    options = {"num_warps": warps, "num_stages": 1}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print(kernel.fn.__name__)
     return made.asm["ptx"]
 

@@ -5,7 +5,7 @@ multiply what a group sums up to. The two codes of the halves of a word are deco
 mantissa they read as a base, 1024 or 128, plus the code, and one multiply-add takes base and zero point off again. Both
 are neighbours in a register of the left operand. Of up to 16 tokens, columns are multiplied in the order in which
 threads hold what they load, 16 bytes of a row of words and of inputs, so nothing but scales and zero points passes from
-thread to thread.
+thread to thread, where groups are whole multiples of 32 columns, rows of 16, and codes fit the type of the inputs.
 
 One token in float32 has multiply-adds: shifted to the top of a mantissa below the exponent of 1, a code reads as
 `1 + code / 2**bits`. A group's weights are `scale * 2**bits` times that less `1 + zero / 2**bits`.

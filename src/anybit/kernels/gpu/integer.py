@@ -212,7 +212,7 @@ class IntegerTile:
         self.steps = self.stride // (halves * span)
         padded = torch.nn.functional.pad(codes, (0, self.stride - self.c))  # what meets inputs of 0
         if halves == 2:
-            low, high = padded.view(self.r, -1, 2, span).unbind(2)
+            low, high = padded.view(self.r, self.stride // (2 * span), 2, span).unbind(2)
             self._codes = (low | high << 4).flatten(1).contiguous()
         elif zeros is None or self.needs_sums:
             self._codes = (padded - 2 ** (bits - 1)).view(torch.int8)  # modulo 256
@@ -235,9 +235,8 @@ class IntegerTile:
     def codes(self) -> Tensor:
         """Codes uint8 [r, c]."""
         if self._grid["HALVES"] == 2:
-            halves = torch.stack([self._codes & 15, self._codes >> 4], 1).view(
-                self.r, 2, -1, self._grid["SPAN"]
-            )
+            halves = torch.stack([self._codes & 15, self._codes >> 4], 1)
+            halves = halves.view(self.r, 2, self.steps, self._grid["SPAN"])
             return halves.transpose(1, 2).flatten(1)[:, : self.c].contiguous()
         stored = self._codes[:, : self.c].contiguous()
         return stored if stored.dtype == torch.uint8 else stored.view(torch.uint8) + 2 ** (self.bits - 1)

@@ -28,7 +28,7 @@ def pack_words(codes: Tensor, bits: int, lanes: int) -> Tensor:
     r, c = codes.shape
     padded = codes.new_zeros(r, chunks_of(c, lanes) * 2 * HALF * lanes)
     padded[:, :c] = codes
-    low, high = padded.view(r, -1, HALF, lanes, 2).long().unbind(4)
+    low, high = padded.view(r, chunks_of(c, lanes), HALF, lanes, 2).long().unbind(4)
     pairs, whole, left = low | high << HALF, HALF // bits, HALF % bits
     words = torch.zeros(r, pairs.shape[1], bits, lanes, dtype=torch.int64, device=codes.device)
     for q in range(whole * bits):
