@@ -402,15 +402,15 @@ void channel_dequantize(const ChannelCodebook& t, float* out, int64_t begin, int
     ANYBIT_BY_WIDTH(dequantize, t.bits, t, out, begin, end);
 }
 
-void channel_gemm(const ChannelCodebook& t, const float* x, int64_t x_stride, int64_t tokens, float* y,
-                  int64_t y_stride, int64_t begin, int64_t end) {
-    multiply_many(t, decode_panel, x, x_stride, channel_columns(t), tokens, y, y_stride, begin, end);
+void channel_gemm(const ChannelCodebook& t, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y,
+                  int64_t begin, int64_t end) {
+    multiply_many(t, decode_panel, x, x_stride, channel_columns(t), tokens, y, begin, end);
 }
 
 #ifdef __AVX512BF16__
-void channel_gemm_bf16(const ChannelCodebook& t, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
-                       int64_t y_stride, int64_t begin, int64_t end) {
-    multiply_many(t, decode_panel, x, x_stride, channel_columns(t), tokens, y, y_stride, begin, end);
+void channel_gemm_bf16(const ChannelCodebook& t, const uint16_t* x, int64_t x_stride, int64_t tokens, const Outputs& y,
+                       int64_t begin, int64_t end) {
+    multiply_many(t, decode_panel, x, x_stride, channel_columns(t), tokens, y, begin, end);
 }
 #endif
 

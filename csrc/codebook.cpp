@@ -131,7 +131,7 @@ void codebook_channels(const Codebook& c, const float* x, int64_t tokens, float*
 
 void codebook_channels_many(const Codebook& c, const float* x, int64_t x_stride, int64_t tokens, float* y,
                             int64_t y_stride, int64_t begin, int64_t end) {
-    multiply_many(Channels{c, c.columns}, decode_panel, x, x_stride, c.rows, tokens, y, y_stride, begin, end);
+    multiply_many(Channels{c, c.columns}, decode_panel, x, x_stride, c.rows, tokens, Outputs{y, y_stride}, begin, end);
 }
 
 void codebook_decode(const Codebook& c, float* out, float* scratch, int64_t begin, int64_t end) {

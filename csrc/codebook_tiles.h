@@ -206,7 +206,7 @@ private:
 
     void look_up_many(const Tokens& x, const Outputs& y, int threads) const {
         const ByteCodebook b = x.bf16 ? half_codebook() : float_codebook();
-        const int64_t width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
+        const int64_t width = 32 * b.words;
         add_many(b, x, width, plain(width), kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, y, threads);
     }
 

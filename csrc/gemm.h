@@ -10,12 +10,15 @@ namespace {
 constexpr int64_t PANEL = 32 * LANES; // columns; a multiple of whatever a format decodes at a time
 
 // Vectors of a panel of weights that meet inputs of type X, float or uint16_t (bfloat16, two columns to a vector), and
-// the blocks of rows whose panels are held at a time.
+// what is held at a time: blocks of rows, and panels of each.
 template <typename X> constexpr int64_t PANEL_VECTORS = PANEL * sizeof(X) / 4;
 template <typename X> constexpr int64_t HELD = MANY_BLOCKS;
+template <typename X> constexpr int64_t HELD_PANELS = 1;
 #ifdef __AMX_BF16__
-template <> constexpr int64_t HELD<uint16_t> = 8; // of fewer, reading inputs takes longer than multiplying
+template <> constexpr int64_t HELD<uint16_t> = 8;        // of fewer, reading inputs takes longer than multiplying
+template <> constexpr int64_t HELD_PANELS<uint16_t> = 2; // one after the other, lest a short last one stand alone
 #endif
+template <typename X> constexpr int64_t HELD_VECTORS = HELD_PANELS<X> * PANEL_VECTORS<X>; // of a block
 #if defined(__AVX512F__)
 constexpr int TOGETHER = 12; // tokens in registers at once
 #elif defined(__AVX2__)
@@ -24,7 +27,7 @@ constexpr int TOGETHER = 6;
 constexpr int TOGETHER = 4;
 #endif
 
-// R blocks of rows, whose panels lie PANEL_VECTORS apart and whose sums BATCH, times M tokens: a vector of weights
+// R blocks of rows, whose panels lie HELD_VECTORS apart and whose sums BATCH, times M tokens: a vector of weights
 // meets M inputs, an input R vectors.
 template <int R, int M>
 void multiply_panel(const Floats* panel, int64_t columns, const float* x, int64_t stride, Floats* total) {
@@ -34,7 +37,7 @@ void multiply_panel(const Floats* panel, int64_t columns, const float* x, int64_
     for (int64_t j = 0; j < columns; ++j)
         for (int k = 0; k < M; ++k) {
             const Floats one = broadcast(x[k * stride + j]);
-            for (int r = 0; r < R; ++r) sum[r][k] += panel[r * PANEL + j] * one;
+            for (int r = 0; r < R; ++r) sum[r][k] += panel[r * HELD_VECTORS<float> + j] * one;
         }
     for (int r = 0; r < R; ++r)
         for (int k = 0; k < M; ++k) total[r * BATCH + k] = sum[r][k];
@@ -50,7 +53,7 @@ void multiply_panel(const Floats* panel, int64_t columns, const uint16_t* x, int
         for (int k = 0; k < M; ++k) {
             const Codes two = broadcast_pair(x + k * stride + 2 * p);
             for (int r = 0; r < R; ++r)
-                sum[r][k] = dot_pairs(sum[r][k], load_as<Codes>(panel + r * PANEL_VECTORS<uint16_t> + p), two);
+                sum[r][k] = dot_pairs(sum[r][k], load_as<Codes>(panel + r * HELD_VECTORS<uint16_t> + p), two);
         }
     for (int r = 0; r < R; ++r)
         for (int k = 0; k < M; ++k) total[r * BATCH + k] = sum[r][k];
@@ -82,15 +85,17 @@ void multiply_tokens(const Floats* panel, int64_t columns, const X* x, int64_t s
     for (; k < tokens; ++k) multiply_panel<R, 1>(panel, columns, x + k * stride, stride, total + k);
 }
 
-// All tokens and panels.
+// All tokens and panels. Sums begin `anew` or go on.
 template <typename X>
 void multiply_panels(const Floats* panels, int64_t blocks, int64_t columns, const X* x, int64_t stride, int64_t tokens,
-                     Floats* total) {
+                     bool anew, Floats* total) {
+    for (int64_t r = 0; anew && r < blocks; ++r)
+        for (int64_t k = 0; k < tokens; ++k) total[r * BATCH + k] = Floats{};
     int64_t r = 0;
     for (; r + MANY_BLOCKS <= blocks; r += MANY_BLOCKS)
-        multiply_tokens<MANY_BLOCKS>(panels + r * PANEL_VECTORS<X>, columns, x, stride, tokens, total + r * BATCH);
+        multiply_tokens<MANY_BLOCKS>(panels + r * HELD_VECTORS<X>, columns, x, stride, tokens, total + r * BATCH);
     for (; r < blocks; ++r)
-        multiply_tokens<1>(panels + r * PANEL_VECTORS<X>, columns, x, stride, tokens, total + r * BATCH);
+        multiply_tokens<1>(panels + r * HELD_VECTORS<X>, columns, x, stride, tokens, total + r * BATCH);
 }
 
 #ifdef __AMX_BF16__
@@ -118,16 +123,23 @@ inline void shape_tiles(int64_t tokens, int64_t bytes = BYTES) {
 
 // R blocks of rows times tokens, MORE of them than 16, `steps` times 32 columns: 16 vectors of a panel are a tile.
 template <int R, bool MORE>
-void multiply_tiles(const Floats* panel, int64_t steps, const uint16_t* x, int64_t stride, Floats* total) {
-    _tile_loadd(0, total, BYTES);
-    if (R == 2) _tile_loadd(1, total + BATCH, BYTES);
-    if (MORE) _tile_loadd(2, total + 16, BYTES);
-    if (R == 2 && MORE) _tile_loadd(3, total + BATCH + 16, BYTES);
+void multiply_tiles(const Floats* panel, int64_t steps, const uint16_t* x, int64_t stride, bool anew, Floats* total) {
+    if (anew) {
+        _tile_zero(0);
+        if (R == 2) _tile_zero(1);
+        if (MORE) _tile_zero(2);
+        if (R == 2 && MORE) _tile_zero(3);
+    } else {
+        _tile_loadd(0, total, BYTES);
+        if (R == 2) _tile_loadd(1, total + BATCH, BYTES);
+        if (MORE) _tile_loadd(2, total + 16, BYTES);
+        if (R == 2 && MORE) _tile_loadd(3, total + BATCH + 16, BYTES);
+    }
     for (int64_t q = 0; q < steps; ++q) {
         _tile_loadd(4, x + 32 * q, 2 * stride);
         _tile_loadd(6, panel + 16 * q, BYTES);
         _tile_dpbf16ps(0, 4, 6);
-        if (R == 2) _tile_loadd(7, panel + PANEL_VECTORS<uint16_t> + 16 * q, BYTES);
+        if (R == 2) _tile_loadd(7, panel + HELD_VECTORS<uint16_t> + 16 * q, BYTES);
         if (R == 2) _tile_dpbf16ps(1, 4, 7);
         if (MORE) _tile_loadd(5, x + 16 * stride + 32 * q, 2 * stride);
         if (MORE) _tile_dpbf16ps(2, 5, 6);
@@ -139,60 +151,117 @@ void multiply_tiles(const Floats* panel, int64_t steps, const uint16_t* x, int64
     if (R == 2 && MORE) _tile_stored(3, total + BATCH + 16, BYTES);
 }
 
-// The inputs of 32 tokens and STEPS tiles stay in the first cache while all panels pass.
+// The inputs of 32 tokens and up to STEPS tiles stay in the first cache while all panels pass. Of the last tile's
+// columns, panels and inputs hold those that are missing as 0.
 inline void multiply_panels(const Floats* panels, int64_t blocks, int64_t columns, const uint16_t* x, int64_t stride,
-                            int64_t tokens, Floats* total) {
-    constexpr int64_t STEPS = 8;
-    const int64_t all = columns / 32, rest = columns % 32;
+                            int64_t tokens, bool anew, Floats* total) {
+    constexpr int64_t STEPS = 10;
+    const int64_t all = ceil_div(columns, 32);
+    const int64_t steps = ceil_div(all, ceil_div(all, STEPS)); // alike: each reads and writes all sums
     for (int64_t k = 0; k < tokens; k += 32) {
         const bool more = tokens - k > 16;
         if (k == 0 || tokens - k < 32) shape_tiles(least(32, tokens - k));
-        for (int64_t q = 0; q < all; q += STEPS)
+        for (int64_t q = 0; q < all; q += steps)
             for (int64_t r = 0; r < blocks; r += 2) {
                 const auto multiply = blocks - r == 1 ? (more ? multiply_tiles<1, true> : multiply_tiles<1, false>)
                                                       : (more ? multiply_tiles<2, true> : multiply_tiles<2, false>);
-                multiply(panels + r * PANEL_VECTORS<uint16_t> + 16 * q, least(STEPS, all - q), x + k * stride + 32 * q,
-                         stride, total + r * BATCH + k);
+                multiply(panels + r * HELD_VECTORS<uint16_t> + 16 * q, least(steps, all - q), x + k * stride + 32 * q,
+                         stride, anew && q == 0, total + r * BATCH + k);
             }
     }
     _tile_release();
-    if (rest > 0) multiply_panels<uint16_t>(panels + 16 * all, blocks, rest, x + 32 * all, stride, tokens, total);
 }
 #endif
 
-// y[k, row] += w x for the blocks of LANES rows begin <= b < end of a tile, x [tokens, width] of a stride in the order
-// in which `decode(tile, block, column, panel)` gives the columns from `column` on, whose number it returns: even, up
-// to PANEL, the same for every block; PAIRED: two columns to a vector already. Each token is summed in one order,
-// whatever their number.
+// Where the rows of a block are among the outputs.
+struct Places {
+    const int32_t* rows; // null: beside each other, from `first` on
+    int64_t first, count;
+#ifdef __AVX512BW__
+    bool near; // among 2 LANES outputs, of which `held` are they, in the order of `lanes`
+    __mmask32 held;
+    __m512i lanes;
+#endif
+};
+
+inline Places find_places(const Outputs& y, int64_t block, int64_t rows) {
+    const int64_t begin = block * LANES;
+    Places p{};
+    p.rows = y.rows == nullptr ? nullptr : y.rows + begin;
+    p.first = p.rows == nullptr ? begin : p.rows[0];
+    p.count = least(LANES, rows - begin);
+#ifdef __AVX512BW__
+    uint16_t lanes[2 * LANES] = {};
+    p.near = p.rows != nullptr;
+    for (int64_t l = 0; p.near && l < p.count; ++l) {
+        const int64_t at = p.rows[l] - p.first;
+        p.near = at >= 0 && at < 2 * LANES;
+        if (!p.near) break;
+        lanes[at] = static_cast<uint16_t>(l);
+        p.held |= __mmask32(1) << at;
+    }
+    p.lanes = load_as<__m512i>(lanes);
+#endif
+    return p;
+}
+
+// A block's sums of token k go where outputs say.
+inline void finish(const Outputs& y, int64_t k, const Places& p, Floats sum) {
+    const int64_t token = k * y.stride, at = token + p.first;
+    if (p.rows == nullptr && p.count == LANES) {
+        if (!y.fresh) sum += load(y.sums + at);
+        if (y.rounded == nullptr) return store(y.sums + at, sum);
+        const Halves halves = to_bf16(sum);
+        __builtin_memcpy(y.rounded + at, &halves, sizeof halves);
+        return;
+    }
+#ifdef __AVX512BW__
+    if (p.near && y.fresh && y.rounded != nullptr) {
+        const __m512i halves = _mm512_castsi256_si512(to_bf16(sum));
+        return _mm512_mask_storeu_epi16(y.rounded + at, p.held, _mm512_permutexvar_epi16(p.lanes, halves));
+    }
+#endif
+    for (int64_t l = 0; l < p.count; ++l) {
+        const int64_t to = p.rows == nullptr ? at + l : token + p.rows[l];
+        const float own = y.fresh ? sum[l] : y.sums[to] + sum[l];
+        if (y.rounded == nullptr) y.sums[to] = own;
+        else y.rounded[to] = to_bf16(own);
+    }
+}
+
+// y[k, row] += w x for the blocks of LANES rows begin <= b < end of a tile, x [tokens, width] of a stride (bfloat16:
+// followed by zeros up to a multiple of 32) in the order in which `decode(tile, block, column, panel)` gives the
+// columns from `column` on, whose number it returns: PANEL, or the even number that is left, the same for every block;
+// PAIRED: two columns to a vector already. Each token is summed in one order, whatever their number.
 template <bool PAIRED = false, typename T, typename X>
 void multiply_many(const T& t, int64_t (*decode)(const T&, int64_t, int64_t, Floats*), const X* x, int64_t x_stride,
-                   int64_t width, int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+                   int64_t width, int64_t tokens, const Outputs& y, int64_t begin, int64_t end) {
     constexpr bool PLAIN = PAIRED || sizeof(X) == 4; // panels are used as they are decoded
     Floats decoded[PLAIN ? 1 : PANEL];
-    auto* total = static_cast<Floats*>(thread_memory(HELD<X> * (BATCH + PANEL_VECTORS<X>)*BYTES));
+    auto* total = static_cast<Floats*>(thread_memory(HELD<X> * (BATCH + HELD_VECTORS<X>)*BYTES));
     Floats* panels = total + HELD<X> * BATCH;
     for (int64_t block = begin; block < end; block += HELD<X>)
         for (int64_t first = 0; first < tokens; first += BATCH) {
             const int64_t m = least(BATCH, tokens - first), blocks = least(HELD<X>, end - block);
-            for (int64_t r = 0; r < blocks; ++r)
-                for (int64_t k = 0; k < m; ++k) total[r * BATCH + k] = Floats{};
-            for (int64_t column = 0, n = 0; column < width; column += n) {
-                for (int64_t r = 0; r < blocks; ++r) {
-                    Floats* panel = panels + r * PANEL_VECTORS<X>;
-                    n = decode(t, block + r, column, PLAIN ? panel : decoded);
-                    if (!PLAIN) prepare_panel(panel, decoded, n, x);
+            for (int64_t column = 0, held = 0; column < width; column += held) {
+                held = 0;
+                for (int64_t p = 0; p < HELD_PANELS<X> && column + held < width; ++p) {
+                    int64_t n = 0;
+                    for (int64_t r = 0; r < blocks; ++r) {
+                        Floats* panel = panels + r * HELD_VECTORS<X> + p * PANEL_VECTORS<X>;
+                        n = decode(t, block + r, column + held, PLAIN ? panel : decoded);
+                        if (!PLAIN) prepare_panel(panel, decoded, n, x);
+                        if (sizeof(X) == 2)
+                            for (int64_t i = n / 2; i % 16 != 0; ++i) panel[i] = Floats{};
+                    }
+                    held += n;
                 }
-                multiply_panels(panels, blocks, n, x + first * x_stride + column, x_stride, m, total);
+                multiply_panels(panels, blocks, held, x + first * x_stride + column, x_stride, m, column == 0, total);
             }
+            Places places[HELD<X>];
+            for (int64_t r = 0; r < blocks; ++r) places[r] = find_places(y, block + r, t.rows);
             for (int64_t k = 0; k < m; ++k)
-                for (int64_t r = 0; r < blocks; ++r) {
-                    const int64_t row = (block + r) * LANES, rows = least(LANES, t.rows - row);
-                    const Floats sum = total[r * BATCH + k];
-                    float* to = y + (first + k) * y_stride;
-                    if (rows == LANES) store(to + row, load(to + row) + sum);
-                    else
-                        for (int64_t l = 0; l < rows; ++l) to[row + l] += sum[l];
-                }
+                for (int64_t r = 0; r < blocks; ++r) finish(y, first + k, places[r], total[r * BATCH + k]);
         }
 }
 

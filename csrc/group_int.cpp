@@ -287,15 +287,15 @@ void group_int_matmul(const GroupInt& t, const FloatInputs& in, float* y, int64_
     ANYBIT_BY_WIDTH(multiply, t.bits, t, in, y, y_stride, begin, end);
 }
 
-void group_int_gemm(const GroupInt& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
+void group_int_gemm(const GroupInt& t, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y,
                     int64_t begin, int64_t end) {
-    multiply_many(t, decode_panel, x, x_stride, group_int_columns(t), tokens, y, y_stride, begin, end);
+    multiply_many(t, decode_panel, x, x_stride, group_int_columns(t), tokens, y, begin, end);
 }
 
 #ifdef __AVX512BF16__
-void group_int_gemm_bf16(const GroupInt& t, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
-                         int64_t y_stride, int64_t begin, int64_t end) {
-    multiply_many(t, decode_panel, x, x_stride, group_int_columns(t), tokens, y, y_stride, begin, end);
+void group_int_gemm_bf16(const GroupInt& t, const uint16_t* x, int64_t x_stride, int64_t tokens, const Outputs& y,
+                         int64_t begin, int64_t end) {
+    multiply_many(t, decode_panel, x, x_stride, group_int_columns(t), tokens, y, begin, end);
 }
 #endif
 

@@ -153,17 +153,16 @@ void half_matmul(const HalfRows& t, const float* x, int64_t x_stride, int64_t to
     else multiply<Fp16>(t, x, x_stride, tokens, y, y_stride, begin, end);
 }
 
-void half_gemm(const HalfRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
-               int64_t begin, int64_t end) {
-    multiply_many(t, t.bf16 ? decode_panel<Bf16> : decode_panel<Fp16>, x, x_stride, t.columns, tokens, y, y_stride,
-                  begin, end);
+void half_gemm(const HalfRows& t, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y, int64_t begin,
+               int64_t end) {
+    multiply_many(t, t.bf16 ? decode_panel<Bf16> : decode_panel<Fp16>, x, x_stride, t.columns, tokens, y, begin, end);
 }
 
 #ifdef __AVX512BF16__
-void half_gemm_bf16(const HalfRows& t, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
+void half_gemm_bf16(const HalfRows& t, const uint16_t* x, int64_t x_stride, int64_t tokens, const Outputs& y,
                     int64_t begin, int64_t end) {
     multiply_many(t, t.bf16 ? decode_even<Bf16> : decode_even<Fp16>, x, x_stride, t.columns + t.columns % 2, tokens, y,
-                  y_stride, begin, end);
+                  begin, end);
 }
 #endif
 

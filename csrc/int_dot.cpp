@@ -135,14 +135,16 @@ void multiply_codes(const Codes* codes, int64_t steps, const int8_t* x, int64_t 
     if (R == 2 && MORE) _tile_stored(3, sums + 48, BYTES);
 }
 
-// total += the scaled sums of COUNT groups of a panel's block, one after the other, for each of up to 32 tokens.
+// total += the scaled sums of COUNT groups of a panel's block, one after the other, for each of up to 32 tokens; it
+// begins `anew` or goes on.
 template <bool EXACT, int COUNT>
 void scale_sums(const Ints* sums, const Floats* scales, const Ints* rest, const float* x_scales, const int32_t* x_sums,
-                int64_t groups, int64_t tokens, Floats* total) {
+                int64_t groups, int64_t tokens, bool anew, Floats* total) {
     Floats scale[COUNT];
     for (int i = 0; i < COUNT; ++i) scale[i] = scales[i];
     for (int64_t k = 0; k < tokens; ++k, x_scales += groups, x_sums += groups) {
-        Floats own = total[k];
+        Floats own{};
+        if (!anew) own = total[k];
         for (int i = 0; i < COUNT; ++i) {
             Ints all = sums[i * PAIR_SUMS + k];
             if (!EXACT) all -= rest[i] * x_sums[i];
@@ -171,14 +173,14 @@ inline void multiply_panel(const GroupInt& t, const IntInputs& in, const Panel& 
                 const auto scale = panel.exact ? scale_sums<true, count.value> : scale_sums<false, count.value>;
                 const int64_t at = k * t.groups + part.group + i;
                 scale(own + i * PAIR_SUMS + b * 32, panel.scales[r + b] + i, panel.rest[r + b] + i, in.scales + at,
-                      in.sums + at, t.groups, tokens, total + (r + b) * BATCH + k % BATCH);
+                      in.sums + at, t.groups, tokens, part.group + i == 0, total + (r + b) * BATCH + k % BATCH);
             });
     }
 }
 
 // Many tokens: the same sums, and the same bits, as one by one.
 template <int BITS>
-void multiply_many(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+void multiply_many(const GroupInt& t, const IntInputs& in, const Outputs& y, int64_t begin, int64_t end) {
     const int64_t width = cells_of(t) * cell_columns(BITS), steps = ceil_div(width, STEP);
     const int64_t together = steps < STEPS ? STEPS / steps : 1; // groups of a panel
     auto* total = static_cast<Floats*>(thread_memory(2 * PANEL_ROWS * BATCH * BYTES + sizeof(Panel)));
@@ -187,8 +189,6 @@ void multiply_many(const GroupInt& t, const IntInputs& in, float* y, int64_t y_s
     for (int64_t block = begin; block < end; block += PANEL_ROWS)
         for (int64_t first = 0; first < in.tokens; first += BATCH) {
             const int64_t m = least(BATCH, in.tokens - first), blocks = least(PANEL_ROWS, end - block);
-            for (int64_t r = 0; r < blocks; ++r)
-                for (int64_t k = 0; k < m; ++k) total[r * BATCH + k] = Floats{};
             for (int64_t g = 0; g < t.groups; g += together)
                 for (int64_t s = 0; s < steps; s += STEPS) {
                     const Part part{g, least(together, t.groups - g), s, least(STEPS, steps - s)};
@@ -199,9 +199,10 @@ void multiply_many(const GroupInt& t, const IntInputs& in, float* y, int64_t y_s
                         multiply_panel(t, in, panel, blocks, part, width, first + k, tokens, sums, total);
                     }
                 }
+            Places places[PANEL_ROWS];
+            for (int64_t r = 0; r < blocks; ++r) places[r] = find_places(y, block + r, t.rows);
             for (int64_t k = 0; k < m; ++k)
-                for (int64_t r = 0; r < blocks; ++r)
-                    add_lanes(t, block + r, total[r * BATCH + k], y + (first + k) * y_stride);
+                for (int64_t r = 0; r < blocks; ++r) finish(y, first + k, places[r], total[r * BATCH + k]);
         }
     _tile_release();
 }
@@ -248,7 +249,7 @@ template <int BITS> void decode_codes(const uint8_t* cell, int64_t n, Codes* pan
 
 // Many tokens: the same sums, and the same bits, as one by one.
 template <int BITS>
-void multiply_many(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+void multiply_many(const GroupInt& t, const IntInputs& in, const Outputs& y, int64_t begin, int64_t end) {
     constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES, STEP = PANEL_CODES * 4 / COLUMNS;
     const int64_t cells = cells_of(t);
     Codes panel[MANY_BLOCKS * PANEL_CODES];
@@ -280,19 +281,20 @@ void multiply_many(const GroupInt& t, const IntInputs& in, float* y, int64_t y_s
                     }
                 }
             }
-            for (int64_t r = 0; r < blocks; ++r)
-                for (int64_t k = 0; k < m; ++k)
-                    add_lanes(t, block + r, total[r * TURN + k], y + (first + k) * y_stride);
+            for (int64_t r = 0; r < blocks; ++r) {
+                const Places places = find_places(y, block + r, t.rows);
+                for (int64_t k = 0; k < m; ++k) finish(y, first + k, places, total[r * TURN + k]);
+            }
         }
 }
 #endif
 
 template <int BITS>
-void multiply(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
-    if (in.tokens > MOST_TOKENS) return multiply_many<BITS>(t, in, y, y_stride, begin, end);
+void multiply(const GroupInt& t, const IntInputs& in, const Outputs& y, int64_t begin, int64_t end) {
+    if (in.tokens > MOST_TOKENS) return multiply_many<BITS>(t, in, y, begin, end);
     // Eight bits lose by pairs here (docs/log.md).
     by_blocks<MOST_TOKENS, (BITS < 8)>(in.tokens, begin, end, [&](auto r, auto m, int64_t block, int64_t k) {
-        multiply_blocks<BITS, r.value, m.value>(t, in, k, y, y_stride, block);
+        multiply_blocks<BITS, r.value, m.value>(t, in, k, y.sums, y.stride, block);
     });
 }
 
@@ -310,9 +312,8 @@ void group_int_prepare_ints(const GroupInt& t, const int8_t* x, int8_t* out, int
     }
 }
 
-void group_int_int_matmul(const GroupInt& t, const IntInputs& in, float* y, int64_t y_stride, int64_t begin,
-                          int64_t end) {
-    ANYBIT_BY_WIDTH(multiply, t.bits, t, in, y, y_stride, begin, end);
+void group_int_int_matmul(const GroupInt& t, const IntInputs& in, const Outputs& y, int64_t begin, int64_t end) {
+    ANYBIT_BY_WIDTH(multiply, t.bits, t, in, y, begin, end);
 }
 
 void quantize_row(const float* x, const ActivationGrid& grid, int8_t* codes, float* scales) {

@@ -206,11 +206,11 @@ private:
         return part.tile->finishes(m, bf16 && part.tile->takes_bf16(m));
     }
 
-    // Whether anything reads bfloat16 inputs as floats.
+    // Whether anything reads bfloat16 inputs as floats, all of them at a time.
     bool needs_floats(int64_t m) const {
         if (!scale_.empty() || sparse_.rows > 0) return true;
         return std::any_of(parts_.begin(), parts_.end(),
-                           [m](const Part& part) { return part.act_bits != 0 || !part.tile->takes_bf16(m); });
+                           [m](const Part& part) { return part.act_bits == 0 && !part.tile->takes_bf16(m); });
     }
 
     // y += the product of inputs in both precisions; halves may be null, floats where nothing needs them. If sums are
@@ -224,8 +224,7 @@ private:
             const bool first = alone() || &part == &parts_.front(), last = alone() || &part == &parts_.back();
             const Outputs y{all.sums, all.stride, all.fresh && first, last ? all.rounded : nullptr};
             if (part.act_bits != 0) {
-                if (!part.rounds_alike)
-                    round(part, gather(part, floats, m, gathered, threads), m, codes, scales, threads);
+                if (!part.rounds_alike) round(part, floats, halves, m, codes, scales, threads);
                 if (part.tile->prefers_ints(m, halves != nullptr)) {
                     part.tile->add_int_product({codes.get(), scales.get(), m}, y, threads);
                     continue;
@@ -273,8 +272,9 @@ private:
         return to;
     }
 
-    void round(const Part& part, const float* x, int64_t m, Room<int8_t>& codes, Room<float>& scales,
-               int threads) const {
+    // Codes and scales of the inputs that a part reads, of those in float32 where they are there.
+    void round(const Part& part, const float* floats, const uint16_t* halves, int64_t m, Room<int8_t>& codes,
+               Room<float>& scales, int threads) const {
         const int64_t columns = part.tile->columns(), groups = (columns - 1) / part.group_size + 1;
         const ActivationGrid grid{part.act_bits, columns, part.group_size,
                                   part.clip.empty() ? nullptr : part.clip.data(),
@@ -282,7 +282,19 @@ private:
         int8_t* to = codes.of(m * columns);
         float* to_scales = scales.of(m * groups);
         for_tokens(m, columns, threads, [&](int64_t k) {
-            kernels_.quantize_row(x + k * columns, grid, to + k * columns, to_scales + k * groups);
+            const float* row = floats == nullptr ? nullptr : floats + k * in_;
+            const uint16_t* half_row = floats == nullptr ? halves + k * in_ : nullptr;
+            if (row == nullptr || !part.cols.empty()) {
+                auto* own = static_cast<float*>(thread_memory(columns * static_cast<int64_t>(sizeof(float)), 1));
+                const int32_t* cols = part.cols.data();
+                if (part.cols.empty()) baseline::widen(half_row, columns, own);
+                else if (row == nullptr)
+                    for (int64_t i = 0; i < columns; ++i) baseline::widen(half_row + cols[i], 1, own + i);
+                else
+                    for (int64_t i = 0; i < columns; ++i) own[i] = row[cols[i]];
+                row = own;
+            }
+            kernels_.quantize_row(row, grid, to + k * columns, to_scales + k * groups);
         });
     }
 

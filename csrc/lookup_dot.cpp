@@ -245,6 +245,9 @@ void look_up_pairs(const ByteCodebook& c, const LookupPlain<uint16_t>& in, float
 }
 #endif
 
+// Columns that many tokens meet: those of whole words.
+inline int64_t gemm_columns(const ByteCodebook& c) { return 32 * c.words; }
+
 // Weights of a block of columns of LANES rows, whose table is as a Table wants it; whole floats where there is none.
 template <int B, typename Table>
 int64_t decode_block(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
@@ -279,7 +282,7 @@ int64_t decode_block(const ByteCodebook& c, int64_t block, int64_t column, Float
                 transpose(rows);
                 for (int64_t l = 0; l < LANES; ++l) panel[PHASES * Table::place(v, l) + s] = rows[l];
             }
-    return PHASES * BYTES;
+    return least(PHASES * BYTES, gemm_columns(c) - column);
 }
 
 template <int B> int64_t decode_floats(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
@@ -348,7 +351,7 @@ template <int B> int64_t decode_half_block(const ByteCodebook& c, int64_t block,
                 for (int64_t l = 0; l < LANES; ++l)
                     panel[PHASES / 2 * HalfTable<B>::place(v, 2 * l + odd) + s] = rows[l];
             }
-    return PHASES * BYTES;
+    return least(PHASES * BYTES, gemm_columns(c) - column);
 }
 
 int64_t decode_half_panel(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
@@ -435,16 +438,15 @@ void lookup_bf16_matmul(const ByteCodebook& c, const LookupPlain<uint16_t>& in, 
 }
 #endif
 
-void lookup_gemm(const ByteCodebook& c, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
+void lookup_gemm(const ByteCodebook& c, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y,
                  int64_t begin, int64_t end) {
-    multiply_many(c, decode_panel, x, x_stride, lookup_blocks(c) * PHASES * BYTES, tokens, y, y_stride, begin, end);
+    multiply_many(c, decode_panel, x, x_stride, gemm_columns(c), tokens, y, begin, end);
 }
 
 #ifdef __AVX512BF16__
-void lookup_gemm_bf16(const ByteCodebook& c, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
-                      int64_t y_stride, int64_t begin, int64_t end) {
-    multiply_many<true>(c, decode_half_panel, x, x_stride, lookup_blocks(c) * PHASES * BYTES, tokens, y, y_stride,
-                        begin, end);
+void lookup_gemm_bf16(const ByteCodebook& c, const uint16_t* x, int64_t x_stride, int64_t tokens, const Outputs& y,
+                      int64_t begin, int64_t end) {
+    multiply_many<true>(c, decode_half_panel, x, x_stride, gemm_columns(c), tokens, y, begin, end);
 }
 #endif
 

@@ -150,7 +150,8 @@ private:
     void add_product(const Tokens& x, const Outputs& y, int threads) const override {
         const int64_t m = x.count, width = kernels_.lookup_blocks(spans_[0]) * kernels_.lanes * LOOKUP_GROUP;
         if (m > few(x.bf16)) {
-            const Many padded = pad_many(x, width, plain(width), threads);
+            const int64_t words = 32 * spans_[0].words;
+            const Many padded = pad_many(x, words, plain(words), threads);
             return place(m, y, threads, [&](const Outputs& to) {
                 for_spans([&](ByteCodebook b, int64_t first) {
                     b.table = x.bf16 ? tables_.plain(b.bits) : tables_.floats(b.bits);

@@ -141,6 +141,16 @@ struct SparseRows {
     int64_t rows;
 };
 
+// Where a product of many tokens goes: sums float32 [tokens, stride], which it is added to, or which it is if they are
+// `fresh`; or `rounded`, bfloat16 of the same stride, what would be those sums.
+struct Outputs {
+    float* sums; // may be null if both
+    int64_t stride;
+    bool fresh = false;
+    uint16_t* rounded = nullptr;
+    const int32_t* rows = nullptr; // which outputs a tile's rows are; null: all, in order
+};
+
 constexpr int64_t MAX_INT_GROUP = 65536; // columns of a group whose sum cannot leave int32
 constexpr int64_t LOOKUP_ROWS = 8;       // rows that `lookup_matmul` works on together: split rows at its multiples
 constexpr int64_t FEW_TOKENS = 16;       // in float32, up to which weights are decoded for a few of them at a time
@@ -173,20 +183,19 @@ struct Products {
                              int64_t end);
     // y[t, out_rows[i]] += sum_g scale[i, g] x_scale[t, g] (sum_j (code[i, j] - zero[i, g]) x[t, j]), the inner sum
     // exact; groups of up to MAX_INT_GROUP columns.
-    void (*group_int_int_matmul)(const GroupInt&, const IntInputs&, float* y, int64_t y_stride, int64_t begin,
-                                 int64_t end);
+    void (*group_int_int_matmul)(const GroupInt&, const IntInputs&, const Outputs& y, int64_t begin, int64_t end);
     // The first two with activations in bfloat16; these and all `bf16` below are null without AVX512-BF16, those of
     // `lookup` and few tokens without vectors.
     void (*group_int_prepare_bf16)(const GroupInt&, const uint16_t* x, uint16_t* out, float* sums);
     void (*group_int_bf16_matmul)(const GroupInt&, const PairInputs&, float* y, int64_t y_stride, int64_t begin,
                                   int64_t end);
     // The same for many tokens, which decode the weights only once; `gemm` functions take x [tokens, ..._columns] in
-    // plain order with padding 0, here with each group padded to whole cells, as `group_int_prepare` does, and add to
-    // y[t, i] whatever out_rows say.
-    void (*group_int_gemm)(const GroupInt&, const float* x, int64_t x_stride, int64_t tokens, float* y,
-                           int64_t y_stride, int64_t begin, int64_t end);
-    void (*group_int_gemm_bf16)(const GroupInt&, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
-                                int64_t y_stride, int64_t begin, int64_t end);
+    // plain order with padding 0, here with each group padded to whole cells, as `group_int_prepare` does, and follow
+    // the outputs' rows, not the tile's.
+    void (*group_int_gemm)(const GroupInt&, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y,
+                           int64_t begin, int64_t end);
+    void (*group_int_gemm_bf16)(const GroupInt&, const uint16_t* x, int64_t x_stride, int64_t tokens, const Outputs& y,
+                                int64_t begin, int64_t end);
     // out [rows, columns] = w, exactly rounded, for blocks of rows; the bf16 form rounds that to nearest even.
     void (*group_int_dequantize_f32)(const GroupInt&, float* out, int64_t begin, int64_t end);
     void (*group_int_dequantize_bf16)(const GroupInt&, uint16_t* out, int64_t begin, int64_t end);
@@ -205,10 +214,10 @@ struct Products {
     void (*second_order_prepare_bf16)(const SecondOrder&, const uint16_t* x, uint16_t* out, float* sums);
     void (*second_order_bf16_matmul)(const SecondOrder&, const PairInputs&, float* y, int64_t y_stride, int64_t begin,
                                      int64_t end);
-    void (*second_order_gemm)(const SecondOrder&, const float* x, int64_t x_stride, int64_t tokens, float* y,
-                              int64_t y_stride, int64_t begin, int64_t end);
-    void (*second_order_gemm_bf16)(const SecondOrder&, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
-                                   int64_t y_stride, int64_t begin, int64_t end);
+    void (*second_order_gemm)(const SecondOrder&, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y,
+                              int64_t begin, int64_t end);
+    void (*second_order_gemm_bf16)(const SecondOrder&, const uint16_t* x, int64_t x_stride, int64_t tokens,
+                                   const Outputs& y, int64_t begin, int64_t end);
     void (*second_order_dequantize)(const SecondOrder&, float* out, int64_t begin, int64_t end);
 
     // And for codebooks by channel; restore ORs into planes [bits, channels, rows / 32 rounded up] of zeros, and ranges
@@ -224,10 +233,10 @@ struct Products {
     void (*channel_restore)(const ChannelCodebook&, uint32_t* planes, int64_t begin, int64_t end);
     void (*channel_matmul)(const ChannelCodebook&, const float* x, int64_t tokens, float* y, int64_t y_stride,
                            int64_t begin, int64_t end);
-    void (*channel_gemm)(const ChannelCodebook&, const float* x, int64_t x_stride, int64_t tokens, float* y,
-                         int64_t y_stride, int64_t begin, int64_t end);
-    void (*channel_gemm_bf16)(const ChannelCodebook&, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
-                              int64_t y_stride, int64_t begin, int64_t end);
+    void (*channel_gemm)(const ChannelCodebook&, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y,
+                         int64_t begin, int64_t end);
+    void (*channel_gemm_bf16)(const ChannelCodebook&, const uint16_t* x, int64_t x_stride, int64_t tokens,
+                              const Outputs& y, int64_t begin, int64_t end);
     void (*channel_dequantize)(const ChannelCodebook&, float* out, int64_t begin, int64_t end);
 
     // Blocks that a token's activations fill: 32 * lanes codes and `lanes` scales each.
@@ -251,20 +260,20 @@ struct Products {
     void (*lookup_prepare_bf16)(const ByteCodebook&, const uint16_t* x, uint16_t* out);
     void (*lookup_bf16_matmul)(const ByteCodebook&, const LookupPlain<uint16_t>&, float* y, int64_t y_stride,
                                int64_t begin, int64_t end);
-    void (*lookup_gemm)(const ByteCodebook&, const float* x, int64_t x_stride, int64_t tokens, float* y,
-                        int64_t y_stride, int64_t begin, int64_t end);
-    void (*lookup_gemm_bf16)(const ByteCodebook&, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
-                             int64_t y_stride, int64_t begin, int64_t end);
+    void (*lookup_gemm)(const ByteCodebook&, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y,
+                        int64_t begin, int64_t end);
+    void (*lookup_gemm_bf16)(const ByteCodebook&, const uint16_t* x, int64_t x_stride, int64_t tokens, const Outputs& y,
+                             int64_t begin, int64_t end);
 
     // y[t, out_rows[i]] += sum_j w[i, j] x[t, j] for the rows begin <= i < end.
     void (*half_matmul)(const HalfRows&, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
                         int64_t begin, int64_t end);
     // The same of many tokens for the blocks of `lanes` rows begin <= b < end; in bfloat16 x has an even number of
     // columns.
-    void (*half_gemm)(const HalfRows&, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
+    void (*half_gemm)(const HalfRows&, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y,
                       int64_t begin, int64_t end);
-    void (*half_gemm_bf16)(const HalfRows&, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
-                           int64_t y_stride, int64_t begin, int64_t end);
+    void (*half_gemm_bf16)(const HalfRows&, const uint16_t* x, int64_t x_stride, int64_t tokens, const Outputs& y,
+                           int64_t begin, int64_t end);
     void (*sparse_matmul)(const SparseRows&, const float* x, int64_t x_stride, int64_t tokens, float* y,
                           int64_t y_stride, int64_t begin, int64_t end);
 
@@ -283,67 +292,67 @@ constexpr const char* PRODUCT_ISAS[] = {"portable",    "avx2",        "avx_vnni"
 // The products of a named instruction set, or the best of this machine for null. Null if it has no such.
 const Products* products_for(const char* isa);
 
-#define ANYBIT_DECLARE(ISA)                                                                                           \
-    namespace ISA {                                                                                                   \
-    extern const Products products;                                                                                   \
-    int64_t group_int_bytes(const GroupInt&);                                                                         \
-    int64_t group_int_scratch(const GroupInt&);                                                                       \
-    void group_int_interleave(const GroupInt&, const StoredGroupInt&, uint8_t*, uint16_t*, uint8_t*, uint8_t*,        \
-                              int64_t, int64_t);                                                                      \
-    void group_int_restore(const GroupInt&, uint8_t*, int64_t, uint16_t*, uint8_t*, uint8_t*, int64_t, int64_t);      \
-    int64_t group_int_columns(const GroupInt&);                                                                       \
-    void group_int_prepare(const GroupInt&, const float*, float*, float*);                                            \
-    void group_int_prepare_ints(const GroupInt&, const int8_t*, int8_t*, int32_t*);                                   \
-    void group_int_matmul(const GroupInt&, const FloatInputs&, float*, int64_t, int64_t, int64_t);                    \
-    void group_int_prepare_bf16(const GroupInt&, const uint16_t*, uint16_t*, float*);                                 \
-    void group_int_bf16_matmul(const GroupInt&, const PairInputs&, float*, int64_t, int64_t, int64_t);                \
-    void group_int_gemm(const GroupInt&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);          \
-    void group_int_gemm_bf16(const GroupInt&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);  \
-    void group_int_int_matmul(const GroupInt&, const IntInputs&, float*, int64_t, int64_t, int64_t);                  \
-    void group_int_dequantize_f32(const GroupInt&, float*, int64_t, int64_t);                                         \
-    void group_int_dequantize_bf16(const GroupInt&, uint16_t*, int64_t, int64_t);                                     \
-    void group_int_row(const GroupInt&, int64_t, float*);                                                             \
-    int64_t second_order_bytes(const SecondOrder&);                                                                   \
-    void second_order_interleave(const SecondOrder&, const StoredSecondOrder&, uint8_t*, int64_t, int64_t);           \
-    void second_order_restore(const SecondOrder&, uint8_t*, uint8_t*, uint8_t*, int64_t, int64_t);                    \
-    int64_t second_order_columns(const SecondOrder&);                                                                 \
-    void second_order_prepare(const SecondOrder&, const float*, float*, float*);                                      \
-    void second_order_matmul(const SecondOrder&, const FloatInputs&, float*, int64_t, int64_t, int64_t);              \
-    void second_order_prepare_bf16(const SecondOrder&, const uint16_t*, uint16_t*, float*);                           \
-    void second_order_bf16_matmul(const SecondOrder&, const PairInputs&, float*, int64_t, int64_t, int64_t);          \
-    void second_order_gemm(const SecondOrder&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);    \
-    void second_order_gemm_bf16(const SecondOrder&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t,      \
-                                int64_t);                                                                             \
-    void second_order_dequantize(const SecondOrder&, float*, int64_t, int64_t);                                       \
-    int64_t channel_bytes(const ChannelCodebook&);                                                                    \
-    int64_t channel_columns(const ChannelCodebook&);                                                                  \
-    int64_t channel_planes_bytes(const ChannelCodebook&);                                                             \
-    void channel_planes(const ChannelCodebook&, uint8_t*);                                                            \
-    void channel_interleave(const ChannelCodebook&, const uint32_t*, uint8_t*, int64_t, int64_t);                     \
-    void channel_restore(const ChannelCodebook&, uint32_t*, int64_t, int64_t);                                        \
-    void channel_matmul(const ChannelCodebook&, const float*, int64_t, float*, int64_t, int64_t, int64_t);            \
-    void channel_gemm(const ChannelCodebook&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);     \
-    void channel_gemm_bf16(const ChannelCodebook&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t,       \
-                           int64_t);                                                                                  \
-    void channel_dequantize(const ChannelCodebook&, float*, int64_t, int64_t);                                        \
-    int64_t lookup_blocks(const ByteCodebook&);                                                                       \
-    void lookup_prepare(const ByteCodebook&, const int8_t*, const float*, int8_t*, float*, float*);                   \
-    void lookup_matmul(const ByteCodebook&, const LookupInputs&, float*, int64_t, int64_t, int64_t);                  \
-    TableForm lookup_float_form(int, bool);                                                                           \
-    TableForm lookup_bf16_form(int);                                                                                  \
-    void lookup_prepare_floats(const ByteCodebook&, const float*, float*);                                            \
-    void lookup_float_matmul(const ByteCodebook&, const LookupPlain<float>&, float*, int64_t, int64_t, int64_t);      \
-    void lookup_prepare_bf16(const ByteCodebook&, const uint16_t*, uint16_t*);                                        \
-    void lookup_bf16_matmul(const ByteCodebook&, const LookupPlain<uint16_t>&, float*, int64_t, int64_t, int64_t);    \
-    void lookup_gemm(const ByteCodebook&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);         \
-    void lookup_gemm_bf16(const ByteCodebook&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t); \
-    void half_matmul(const HalfRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);             \
-    void half_gemm(const HalfRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);               \
-    void half_gemm_bf16(const HalfRows&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);       \
-    void sparse_matmul(const SparseRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);         \
-    void sparse_gemm(const SparseRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);           \
-    void quantize_row(const float*, const ActivationGrid&, int8_t*, float*);                                          \
-    void narrow(const float*, int64_t, uint16_t*);                                                                    \
+#define ANYBIT_DECLARE(ISA)                                                                                          \
+    namespace ISA {                                                                                                  \
+    extern const Products products;                                                                                  \
+    int64_t group_int_bytes(const GroupInt&);                                                                        \
+    int64_t group_int_scratch(const GroupInt&);                                                                      \
+    void group_int_interleave(const GroupInt&, const StoredGroupInt&, uint8_t*, uint16_t*, uint8_t*, uint8_t*,       \
+                              int64_t, int64_t);                                                                     \
+    void group_int_restore(const GroupInt&, uint8_t*, int64_t, uint16_t*, uint8_t*, uint8_t*, int64_t, int64_t);     \
+    int64_t group_int_columns(const GroupInt&);                                                                      \
+    void group_int_prepare(const GroupInt&, const float*, float*, float*);                                           \
+    void group_int_prepare_ints(const GroupInt&, const int8_t*, int8_t*, int32_t*);                                  \
+    void group_int_matmul(const GroupInt&, const FloatInputs&, float*, int64_t, int64_t, int64_t);                   \
+    void group_int_prepare_bf16(const GroupInt&, const uint16_t*, uint16_t*, float*);                                \
+    void group_int_bf16_matmul(const GroupInt&, const PairInputs&, float*, int64_t, int64_t, int64_t);               \
+    void group_int_gemm(const GroupInt&, const float*, int64_t, int64_t, const Outputs&, int64_t, int64_t);          \
+    void group_int_gemm_bf16(const GroupInt&, const uint16_t*, int64_t, int64_t, const Outputs&, int64_t, int64_t);  \
+    void group_int_int_matmul(const GroupInt&, const IntInputs&, const Outputs&, int64_t, int64_t);                  \
+    void group_int_dequantize_f32(const GroupInt&, float*, int64_t, int64_t);                                        \
+    void group_int_dequantize_bf16(const GroupInt&, uint16_t*, int64_t, int64_t);                                    \
+    void group_int_row(const GroupInt&, int64_t, float*);                                                            \
+    int64_t second_order_bytes(const SecondOrder&);                                                                  \
+    void second_order_interleave(const SecondOrder&, const StoredSecondOrder&, uint8_t*, int64_t, int64_t);          \
+    void second_order_restore(const SecondOrder&, uint8_t*, uint8_t*, uint8_t*, int64_t, int64_t);                   \
+    int64_t second_order_columns(const SecondOrder&);                                                                \
+    void second_order_prepare(const SecondOrder&, const float*, float*, float*);                                     \
+    void second_order_matmul(const SecondOrder&, const FloatInputs&, float*, int64_t, int64_t, int64_t);             \
+    void second_order_prepare_bf16(const SecondOrder&, const uint16_t*, uint16_t*, float*);                          \
+    void second_order_bf16_matmul(const SecondOrder&, const PairInputs&, float*, int64_t, int64_t, int64_t);         \
+    void second_order_gemm(const SecondOrder&, const float*, int64_t, int64_t, const Outputs&, int64_t, int64_t);    \
+    void second_order_gemm_bf16(const SecondOrder&, const uint16_t*, int64_t, int64_t, const Outputs&, int64_t,      \
+                                int64_t);                                                                            \
+    void second_order_dequantize(const SecondOrder&, float*, int64_t, int64_t);                                      \
+    int64_t channel_bytes(const ChannelCodebook&);                                                                   \
+    int64_t channel_columns(const ChannelCodebook&);                                                                 \
+    int64_t channel_planes_bytes(const ChannelCodebook&);                                                            \
+    void channel_planes(const ChannelCodebook&, uint8_t*);                                                           \
+    void channel_interleave(const ChannelCodebook&, const uint32_t*, uint8_t*, int64_t, int64_t);                    \
+    void channel_restore(const ChannelCodebook&, uint32_t*, int64_t, int64_t);                                       \
+    void channel_matmul(const ChannelCodebook&, const float*, int64_t, float*, int64_t, int64_t, int64_t);           \
+    void channel_gemm(const ChannelCodebook&, const float*, int64_t, int64_t, const Outputs&, int64_t, int64_t);     \
+    void channel_gemm_bf16(const ChannelCodebook&, const uint16_t*, int64_t, int64_t, const Outputs&, int64_t,       \
+                           int64_t);                                                                                 \
+    void channel_dequantize(const ChannelCodebook&, float*, int64_t, int64_t);                                       \
+    int64_t lookup_blocks(const ByteCodebook&);                                                                      \
+    void lookup_prepare(const ByteCodebook&, const int8_t*, const float*, int8_t*, float*, float*);                  \
+    void lookup_matmul(const ByteCodebook&, const LookupInputs&, float*, int64_t, int64_t, int64_t);                 \
+    TableForm lookup_float_form(int, bool);                                                                          \
+    TableForm lookup_bf16_form(int);                                                                                 \
+    void lookup_prepare_floats(const ByteCodebook&, const float*, float*);                                           \
+    void lookup_float_matmul(const ByteCodebook&, const LookupPlain<float>&, float*, int64_t, int64_t, int64_t);     \
+    void lookup_prepare_bf16(const ByteCodebook&, const uint16_t*, uint16_t*);                                       \
+    void lookup_bf16_matmul(const ByteCodebook&, const LookupPlain<uint16_t>&, float*, int64_t, int64_t, int64_t);   \
+    void lookup_gemm(const ByteCodebook&, const float*, int64_t, int64_t, const Outputs&, int64_t, int64_t);         \
+    void lookup_gemm_bf16(const ByteCodebook&, const uint16_t*, int64_t, int64_t, const Outputs&, int64_t, int64_t); \
+    void half_matmul(const HalfRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);            \
+    void half_gemm(const HalfRows&, const float*, int64_t, int64_t, const Outputs&, int64_t, int64_t);               \
+    void half_gemm_bf16(const HalfRows&, const uint16_t*, int64_t, int64_t, const Outputs&, int64_t, int64_t);       \
+    void sparse_matmul(const SparseRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);        \
+    void sparse_gemm(const SparseRows&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);          \
+    void quantize_row(const float*, const ActivationGrid&, int8_t*, float*);                                         \
+    void narrow(const float*, int64_t, uint16_t*);                                                                   \
     }
 ANYBIT_DECLARE(portable)
 #ifdef ANYBIT_X86

@@ -196,15 +196,15 @@ void second_order_bf16_matmul(const SecondOrder& t, const PairInputs& in, float*
 }
 #endif
 
-void second_order_gemm(const SecondOrder& t, const float* x, int64_t x_stride, int64_t tokens, float* y,
-                       int64_t y_stride, int64_t begin, int64_t end) {
-    multiply_many(t, decode_panel, x, x_stride, second_order_columns(t), tokens, y, y_stride, begin, end);
+void second_order_gemm(const SecondOrder& t, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y,
+                       int64_t begin, int64_t end) {
+    multiply_many(t, decode_panel, x, x_stride, second_order_columns(t), tokens, y, begin, end);
 }
 
 #ifdef __AVX512BF16__
-void second_order_gemm_bf16(const SecondOrder& t, const uint16_t* x, int64_t x_stride, int64_t tokens, float* y,
-                            int64_t y_stride, int64_t begin, int64_t end) {
-    multiply_many(t, decode_panel, x, x_stride, second_order_columns(t), tokens, y, y_stride, begin, end);
+void second_order_gemm_bf16(const SecondOrder& t, const uint16_t* x, int64_t x_stride, int64_t tokens, const Outputs& y,
+                            int64_t begin, int64_t end) {
+    multiply_many(t, decode_panel, x, x_stride, second_order_columns(t), tokens, y, begin, end);
 }
 #endif
 

@@ -114,6 +114,23 @@ inline uint16_t to_bf16(float value) {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+#if defined(__AVX512F__)
+typedef __m256i Halves;
+#else
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+#endif
+
+inline Halves to_bf16(Floats values) {
+    typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+    const auto bits = reinterpret_cast<Words>(values), odd = bits >> 16 & 1;
+    const Words words = values == values ? (bits + 0x7fff + odd) >> 16 : bits >> 16 | 0x40;
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words));
+#else
+    return __builtin_convertvector(words, Halves);
+#endif
+}
+
 // bfloat16 as floats, and the other way for a float that is one.
 inline void widen(const uint16_t* from, int64_t n, float* to) {
     for (int64_t i = 0; i < n; ++i) {

@@ -11,15 +11,6 @@
 
 namespace anybit {
 
-// Where a product goes: sums float32 [tokens, stride], which it is added to, or which it is if they are `fresh`; or
-// `rounded`, bfloat16 of the same stride, what would be those sums.
-struct Outputs {
-    float* sums; // may be null if both
-    int64_t stride;
-    bool fresh = false;
-    uint16_t* rounded = nullptr;
-};
-
 // Output rows of a tile, in any order. Copied, not referenced: what was checked here stays what the kernel indexes
 // with.
 class OutRows {
@@ -35,6 +26,7 @@ public:
                 refuse("rows hold " + std::to_string(sorted[i]) + (sorted[i] < 0 ? "" : " twice") +
                        ": expected different output rows from 0");
         last_ = n == 0 ? -1 : sorted.back();
+        ascend_ = sorted == rows_;
         given_ = true;
     }
     void check_below(int64_t out) const {
@@ -42,10 +34,11 @@ public:
             refuse("y has " + std::to_string(out) + " columns, but rows go up to " + std::to_string(last_));
     }
     bool given() const { return given_; }
+    bool ascend() const { return ascend_; }
     const int32_t* data() const { return given_ ? rows_.data() : nullptr; }
 
 private:
-    bool given_ = false;
+    bool given_ = false, ascend_ = false;
     int32_t last_ = -1; // the largest
     std::vector<int32_t> rows_;
 };
@@ -174,7 +167,7 @@ protected:
             MANY_BLOCKS);
     }
 
-    // Many tokens' inputs, padded, each row of `stride` elements.
+    // Many tokens' inputs, padded, each row of `stride` elements, 0 to its end.
     struct Many {
         Scratch data; // float32, or bfloat16
         int64_t count, stride;
@@ -189,44 +182,22 @@ protected:
         float* floats = padded.data.get();
         auto* halves = reinterpret_cast<uint16_t*>(floats);
         for_tokens(m, width, threads, [&](int64_t k) {
-            if (x.bf16) pad(x.halves(k), halves + k * stride);
-            else pad(x.floats(k), floats + k * stride);
+            if (x.bf16) {
+                pad(x.halves(k), halves + k * stride);
+                std::fill_n(halves + k * stride + width, stride - width, uint16_t(0));
+            } else {
+                pad(x.floats(k), floats + k * stride);
+                std::fill_n(floats + k * stride + width, stride - width, 0.0f);
+            }
         });
         return padded;
     }
 
-    // y[:, first + row] += what `product(to, stride, begin, end)` adds for the blocks begin <= b < end of `rows` rows;
-    // `to` is where the first of the rows would be. In parts whose sums stay in the second cache until they are done:
-    // those of all rows would not.
-    template <typename F>
-    void by_parts(int64_t first, int64_t rows, int64_t m, const Outputs& y, int threads, F&& product) const {
-        const int64_t lanes = kernels_.lanes, count = (rows + lanes - 1) / lanes;
-        const int64_t piece = piece_of(count, MANY_BLOCKS, m * rows * columns_, threads);
-        parallel_for(count, piece, threads, [&](int64_t begin, int64_t end) {
-            if (!y.fresh && y.rounded == nullptr) return product(y.sums + first, y.stride, begin, end);
-            for (int64_t b = begin; b < end; b += PART_BLOCKS) {
-                const int64_t to = std::min(b + PART_BLOCKS, end), row = b * lanes,
-                              n = std::min(to * lanes, rows) - row;
-                auto* own = static_cast<float*>(thread_memory(m * n * static_cast<int64_t>(sizeof(float)), 1));
-                std::fill_n(own, m * n, 0.0f);
-                product(own - row, n, b, to);
-                for (int64_t k = 0; k < m; ++k) finish(own + k * n, n, y, k * y.stride + first + row);
-            }
-        });
-    }
-
-    // n sums beside each other that lie at `at` of the outputs.
-    void finish(float* own, int64_t n, const Outputs& y, int64_t at) const {
-        if (!y.fresh)
-            for (int64_t i = 0; i < n; ++i) own[i] += y.sums[at + i];
-        if (y.rounded != nullptr) kernels_.narrow(own, n, y.rounded + at);
-        else std::copy_n(own, n, y.sums + at);
-    }
-
-    // y[:, out rows] += what `product(outputs)` adds to outputs that lie as the tile's rows do. Those of one token are
-    // put in place together, since those of one block are all over y.
+    // y[:, out rows] += what `product(outputs)` adds to outputs. Where rows are in no order, those of one block are all
+    // over y, so that those of one token are put in place together.
     template <typename F> void place(int64_t m, const Outputs& y, int threads, F&& product) const {
-        if (!out_rows_.given()) return product(y);
+        if (!out_rows_.given() || out_rows_.ascend())
+            return product(Outputs{y.sums, y.stride, y.fresh, y.rounded, out_rows_.data()});
         const Scratch scratch = make_scratch(m * rows_);
         product(Outputs{scratch.get(), rows_, true});
         const int32_t* rows = out_rows_.data();
@@ -236,9 +207,9 @@ protected:
             if (!y.fresh)
                 for (int64_t i = 0; i < rows_; ++i) own[i] += y.sums[at + rows[i]];
             for (int64_t i = 0; i < rows_ && y.rounded == nullptr; ++i) y.sums[at + rows[i]] = own[i];
-            for (int64_t i = 0; i < rows_ && y.rounded != nullptr; i += PART_BLOCKS * MOST_LANES) {
-                uint16_t halves[PART_BLOCKS * MOST_LANES];
-                const int64_t n = std::min(PART_BLOCKS * MOST_LANES, rows_ - i);
+            for (int64_t i = 0; i < rows_ && y.rounded != nullptr; i += MOST_PLACED) {
+                uint16_t halves[MOST_PLACED];
+                const int64_t n = std::min(MOST_PLACED, rows_ - i);
                 kernels_.narrow(own + i, n, halves);
                 for (int64_t j = 0; j < n; ++j) y.rounded[at + rows[i + j]] = halves[j];
             }
@@ -248,20 +219,26 @@ protected:
     // Products of many tokens by `floats` or `halves`, the kernels' functions, of so many rows from `first` on.
     template <typename T>
     void multiply_padded(const T& tile, int64_t first, int64_t rows, const Many& x,
-                         void (*floats)(const T&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
-                         void (*halves)(const T&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
+                         void (*floats)(const T&, const float*, int64_t, int64_t, const Outputs&, int64_t, int64_t),
+                         void (*halves)(const T&, const uint16_t*, int64_t, int64_t, const Outputs&, int64_t, int64_t),
                          const Outputs& y, int threads) const {
-        by_parts(first, rows, x.count, y, threads, [&](float* to, int64_t stride, int64_t begin, int64_t end) {
-            if (x.bf16) halves(tile, x.halves(), x.stride, x.count, to, stride, begin, end);
-            else floats(tile, x.data.get(), x.stride, x.count, to, stride, begin, end);
+        Outputs to = y;
+        if (to.rows != nullptr) to.rows += first;
+        else if (to.sums != nullptr) to.sums += first;
+        if (to.rows == nullptr && to.rounded != nullptr) to.rounded += first;
+        const int64_t blocks = (rows + kernels_.lanes - 1) / kernels_.lanes;
+        const int64_t piece = piece_of(blocks, MANY_BLOCKS, x.count * rows * columns_, threads);
+        parallel_for(blocks, piece, threads, [&](int64_t begin, int64_t end) {
+            if (x.bf16) halves(tile, x.halves(), x.stride, x.count, to, begin, end);
+            else floats(tile, x.data.get(), x.stride, x.count, to, begin, end);
         });
     }
 
     // All of that.
     template <typename T, typename P>
     void add_many(const T& tile, const Tokens& x, int64_t width, P&& pad,
-                  void (*floats)(const T&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
-                  void (*halves)(const T&, const uint16_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t),
+                  void (*floats)(const T&, const float*, int64_t, int64_t, const Outputs&, int64_t, int64_t),
+                  void (*halves)(const T&, const uint16_t*, int64_t, int64_t, const Outputs&, int64_t, int64_t),
                   const Outputs& y, int threads) const {
         const Many padded = pad_many(x, width, pad, threads);
         place(x.count, y, threads,
@@ -285,7 +262,7 @@ protected:
         return std::max(int64_t(1), piece_of(blocks(), whole, tokens * rows_ * columns_, threads));
     }
 
-    static constexpr int64_t PART_BLOCKS = 8, MOST_LANES = 16; // of a part; rows of a block, at most
+    static constexpr int64_t MOST_PLACED = 128; // rows that are rounded and put in place at a time
 
     const Products& kernels_;
     int64_t rows_ = 0, columns_ = 0; // of the matrix

@@ -119,20 +119,14 @@ private:
             kernels_.group_int_prepare_ints(t_, x.codes + k * columns_, codes + k * stride, sums + k * t_.groups);
         });
         const IntInputs inputs{codes, x.scales, sums, m, stride};
-        if (!finishes_ints(m))
-            return by_blocks(
+        const auto product = [&](const Outputs& outputs) {
+            by_blocks(
                 threads,
-                [&](int64_t begin, int64_t end) {
-                    kernels_.group_int_int_matmul(t_, inputs, y.sums, y.stride, begin, end);
-                },
+                [&](int64_t begin, int64_t end) { kernels_.group_int_int_matmul(t_, inputs, outputs, begin, end); },
                 MANY_BLOCKS, m);
-        GroupInt plain = t_;
-        plain.out_rows = nullptr;
-        place(m, y, threads, [&](const Outputs& outputs) {
-            by_parts(0, rows_, m, outputs, threads, [&](float* to, int64_t to_stride, int64_t begin, int64_t end) {
-                kernels_.group_int_int_matmul(plain, inputs, to, to_stride, begin, end);
-            });
-        });
+        };
+        if (finishes_ints(m)) place(m, y, threads, product);
+        else product({y.sums, y.stride, false, nullptr, t_.out_rows});
     }
 
     bool finishes_ints(int64_t tokens) const override { return tokens > FEW_TOKENS; }
@@ -277,10 +271,12 @@ private:
         }
         if (x.count > FEW_TOKENS || columns_ <= NARROW)
             return place(x.count, y, threads, [&](const Outputs& outputs) {
-                by_parts(0, rows_, x.count, outputs, threads,
-                         [&](float* to, int64_t stride, int64_t begin, int64_t end) {
-                             kernels_.half_gemm(t_, x.floats(0), x.stride, x.count, to, stride, begin, end);
-                         });
+                by_blocks(
+                    threads,
+                    [&](int64_t begin, int64_t end) {
+                        kernels_.half_gemm(t_, x.floats(0), x.stride, x.count, outputs, begin, end);
+                    },
+                    MANY_BLOCKS, x.count);
             });
         const int64_t piece = piece_of(rows_, kernels_.lanes, rows_ * columns_, threads); // it takes few rows at a time
         parallel_for(rows_, piece, threads, [&](int64_t begin, int64_t end) {
