@@ -399,14 +399,16 @@ NB_MODULE(_native, m) {
         .def(nb::init<const Input&, const std::optional<std::string>&>(), nb::arg("tables").noconvert(),
              nb::arg("isa") = nb::none(), "tables float32 [shapes, 2 + 4 + ... + 256].");
     nb::class_<BoundNested, Tile>(m, "Nested", "A tile in format \"nested\", bound to the arrays that hold it.")
-        .def(nb::init<std::vector<Input>, const Input&, Input, Input, int64_t, nb::object,
+        .def(nb::init<std::vector<Input>, const Input&, Input, Input, std::optional<Input>, int64_t, nb::object,
                       const std::optional<std::string>&>(),
              nb::arg("planes"), nb::arg("order").noconvert(), nb::arg("kinds").noconvert(),
-             nb::arg("scales").noconvert(), nb::arg("columns"), nb::arg("shapes"), nb::arg("isa") = nb::none(),
+             nb::arg("scales").noconvert(), nb::arg("kept").noconvert().none(), nb::arg("columns"), nb::arg("shapes"),
+             nb::arg("isa") = nb::none(),
              "planes: up to 8 arrays uint32 [rows that have the bit, words]; order int32, kinds uint8, scales float32\n"
-             "[rows]; shapes: a Shapes of the same instruction set.")
+             "[rows]; kept float16 [rows, channels] or None: of the inputs behind the `columns` coded ones; shapes: a\n"
+             "Shapes of the same instruction set.")
         .def("dequantize", &BoundNested::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
-             "out float32 [rows, columns], rows as they are stored.");
+             "out float32 [rows, columns] of the coded ones, rows as they are stored.");
     nb::class_<BoundHalves, Tile>(m, "Halves", "A tile in format \"float16\", bound to the array that holds it.")
         .def(nb::init<Input, const std::optional<Input>&, const std::optional<std::string>&>(),
              nb::arg("values").noconvert(), nb::arg("rows").noconvert().none(), nb::arg("isa") = nb::none(),

@@ -298,5 +298,32 @@ inline void transpose(Floats (&v)[LANES]) {
             if (!(i & 8)) exchange<8>(v[i], v[i + 8]);
 }
 
+// A vector of halves of which only `count`, up to LANES, are there; zeros behind them.
+struct PartialHalves {
+    uint16_t halves[LANES];
+
+    PartialHalves(const uint16_t* from, int64_t count) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+        const __m256i there = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), from);
+        __builtin_memcpy(halves, &there, sizeof there);
+#else
+        __builtin_memset(halves, 0, sizeof halves);
+        __builtin_memcpy(halves, from, static_cast<size_t>(count) * 2);
+#endif
+    }
+};
+
+// n columns of up to LANES rows of numbers of 16 bits, `stride` apart, a lane for each row, those that are missing 0.
+template <Floats (*LOAD)(const uint16_t*)>
+inline void decode_halves(const uint16_t* from, int64_t stride, int64_t rows, int64_t n, Floats* panel) {
+    for (int64_t j = 0; j < n; j += LANES) {
+        const int64_t left = least(LANES, n - j);
+        Floats part[LANES] = {};
+        for (int64_t l = 0; l < rows; ++l) part[l] = LOAD(PartialHalves(from + l * stride + j, left).halves);
+        transpose(part);
+        for (int64_t i = 0; i < left; ++i) panel[j + i] = part[i];
+    }
+}
+
 } // namespace
 } // namespace anybit::ANYBIT_ISA

@@ -4,21 +4,6 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-// A vector of halves of which only `count`, up to LANES, are there; zeros behind them.
-struct PartialHalves {
-    uint16_t halves[LANES];
-
-    PartialHalves(const uint16_t* from, int64_t count) {
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-        const __m256i there = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), from);
-        __builtin_memcpy(halves, &there, sizeof there);
-#else
-        __builtin_memset(halves, 0, sizeof halves);
-        __builtin_memcpy(halves, from, static_cast<size_t>(count) * 2);
-#endif
-    }
-};
-
 struct Fp16 {
     static Floats load(const uint16_t* from) { return load_halves(from); }
 };
@@ -87,15 +72,8 @@ void multiply(const HalfRows& t, const float* x, int64_t x_stride, int64_t token
 
 // The columns from `column` on of a block of rows, a lane for each row.
 template <typename Half> int64_t decode_panel(const HalfRows& t, int64_t block, int64_t column, Floats* panel) {
-    const int64_t n = least(PANEL, t.columns - column), first = block * LANES, rows = least(LANES, t.rows - first);
-    for (int64_t j = 0; j < n; j += LANES) {
-        const int64_t left = least(LANES, n - j);
-        Floats part[LANES] = {};
-        for (int64_t l = 0; l < rows; ++l)
-            part[l] = Half::load(PartialHalves(t.values + (first + l) * t.columns + column + j, left).halves);
-        transpose(part);
-        for (int64_t i = 0; i < left; ++i) panel[j + i] = part[i];
-    }
+    const int64_t n = least(PANEL, t.columns - column), first = block * LANES;
+    decode_halves<Half::load>(t.values + first * t.columns + column, t.columns, least(LANES, t.rows - first), n, panel);
     return n;
 }
 

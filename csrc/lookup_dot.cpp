@@ -245,12 +245,12 @@ void look_up_pairs(const ByteCodebook& c, const LookupPlain<uint16_t>& in, float
 }
 #endif
 
-// Columns that many tokens meet: those of whole words.
-inline int64_t gemm_columns(const ByteCodebook& c) { return 32 * c.words; }
+// Columns that many tokens meet: those of whole words, then an even number of kept ones.
+inline int64_t gemm_columns(const ByteCodebook& c) { return 32 * c.words + c.kept_columns + c.kept_columns % 2; }
 
 // Weights of a block of columns of LANES rows, whose table is as a Table wants it; whole floats where there is none.
 template <int B, typename Table>
-int64_t decode_block(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+void decode_block(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
     const int64_t bytes = 4 * c.words, at = column / PHASES;
     Floats values[LANES][PHASES][4];
     for (int64_t lane = 0; lane < LANES; ++lane) {
@@ -282,17 +282,35 @@ int64_t decode_block(const ByteCodebook& c, int64_t block, int64_t column, Float
                 transpose(rows);
                 for (int64_t l = 0; l < LANES; ++l) panel[PHASES * Table::place(v, l) + s] = rows[l];
             }
-    return least(PHASES * BYTES, gemm_columns(c) - column);
 }
 
-template <int B> int64_t decode_floats(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+template <int B> void decode_floats(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
     if constexpr (looks_up_mirrored(B))
         if (c.mirrored) return decode_block<B, MirroredFloats<B>>(c, block, column, panel);
     return decode_block<B, FloatTable<B>>(c, block, column, panel);
 }
 
+// What is left of a panel from `column` on when its coded columns are there: put(i, columns, n) for the kept ones that
+// are columns i to i + n of it. Returns how many columns there are.
+template <typename F> int64_t decode_kept(const ByteCodebook& c, int64_t block, int64_t column, F&& put) {
+    constexpr int64_t SOME = 2 * LANES;
+    const int64_t n = least(PANEL, gemm_columns(c) - column), coded = 32 * c.words, row = block * LANES;
+    for (int64_t i = coded > column ? coded - column : 0; i < n; i += SOME) {
+        const int64_t j = column + i - coded;
+        Floats some[SOME] = {};
+        decode_halves<load_halves>(c.kept + row * c.kept_columns + j, c.kept_columns, least(LANES, c.rows - row),
+                                   least(SOME, c.kept_columns - j), some);
+        put(i, some, least(SOME, n - i));
+    }
+    return n;
+}
+
 int64_t decode_panel(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
-    ANYBIT_BY_WIDTH(decode_floats, c.bits, c, block, column, panel);
+    const auto decode = [&] { ANYBIT_BY_WIDTH(decode_floats, c.bits, c, block, column, panel); };
+    if (column < 32 * c.words) decode();
+    return decode_kept(c, block, column, [&](int64_t i, const Floats* columns, int64_t n) {
+        for (int64_t j = 0; j < n; ++j) panel[i + j] = columns[j];
+    });
 }
 
 #ifdef __AVX512BF16__
@@ -318,7 +336,7 @@ template <int B> HalfTable<B> half_table(const ByteCodebook& c, int64_t row) {
 }
 
 // The same as `decode_block`, two columns to a vector.
-template <int B> int64_t decode_half_block(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+template <int B> void decode_half_block(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
     typedef uint32_t Words __attribute__((vector_size(BYTES)));
     const int64_t bytes = 4 * c.words, at = column / PHASES;
     Floats values[PHASES / 2][2][2][LANES]; // pairs of phases, vectors of halves, whether even lanes of it or odd
@@ -351,11 +369,14 @@ template <int B> int64_t decode_half_block(const ByteCodebook& c, int64_t block,
                 for (int64_t l = 0; l < LANES; ++l)
                     panel[PHASES / 2 * HalfTable<B>::place(v, 2 * l + odd) + s] = rows[l];
             }
-    return least(PHASES * BYTES, gemm_columns(c) - column);
 }
 
 int64_t decode_half_panel(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
-    ANYBIT_BY_WIDTH(decode_half_block, c.bits, c, block, column, panel);
+    const auto decode = [&] { ANYBIT_BY_WIDTH(decode_half_block, c.bits, c, block, column, panel); };
+    if (column < 32 * c.words) decode();
+    return decode_kept(c, block, column, [&](int64_t i, const Floats* columns, int64_t n) {
+        prepare_panel(panel + i / 2, columns, n, static_cast<const uint16_t*>(nullptr));
+    });
 }
 #endif
 

@@ -52,24 +52,31 @@ private:
     std::vector<uint8_t> plain_[9], floats_[9], halves_[9];
 };
 
-// A tile in format "nested" without its kept channels, bound to the arrays that hold it.
+// A tile in format "nested", bound to the arrays that hold it. Its columns are the coded channels, then the kept ones.
 class BoundNested : public Tile {
 public:
     // planes: of bit p, uint32 [rows that have it, words], the most significant first; order int32, kinds uint8 and
-    // scales float32 [rows].
-    BoundNested(std::vector<Input> planes, const Input& order, Input kinds, Input scales, int64_t columns,
-                nb::object shapes, const std::optional<std::string>& isa)
+    // scales float32 [rows]; kept float16 [rows, channels], rows as they are stored.
+    BoundNested(std::vector<Input> planes, const Input& order, Input kinds, Input scales, std::optional<Input> kept,
+                int64_t columns, nb::object shapes, const std::optional<std::string>& isa)
         : Tile(isa), keeper_(shapes), tables_(*nb::cast<const ShapeTables*>(shapes)), planes_(std::move(planes)),
-          kinds_(kinds), scales_(scales), by_words_(*kernels_for(kernels_.lanes == 16  ? "avx512"
-                                                                 : kernels_.lanes == 8 ? "avx2"
-                                                                                       : "portable")) {
+          kinds_(kinds), scales_(scales), kept_values_(kept), coded_(columns),
+          by_words_(*kernels_for(kernels_.lanes == 16  ? "avx512"
+                                 : kernels_.lanes == 8 ? "avx2"
+                                                       : "portable")) {
         if (&tables_.kernels() != &kernels_) refuse("the shapes are those of another instruction set");
         if (columns < 1 || columns >= MAX_SIZE)
             refuse("columns is " + std::to_string(columns) + ", expected 1 to 2^31 - 1");
         if (planes_.empty() || planes_.size() > 8) refuse("a nested tile has 1 to 8 planes");
-        columns_ = columns;
         rows_ = size_of("planes", planes_[0], 0, 2);
         if (rows_ < 1) refuse("the first plane has no rows");
+        if (kept) {
+            kept_.columns = size_of("kept", *kept, 1, 2);
+            check("kept", *kept, {Type::f16, Type::u16}, {rows_, kept_.columns}, Layout::dense);
+            kept_.values = static_cast<const uint16_t*>(kept->data());
+        }
+        columns_ = columns + kept_.columns;
+        if (columns_ >= MAX_SIZE) refuse("a tile of " + std::to_string(columns_) + " columns");
         const int64_t words = (columns + 31) / 32;
         std::vector<int64_t> counts;
         for (const Input& plane : planes_) {
@@ -85,6 +92,8 @@ public:
         for (int64_t i = 0; i < rows_; ++i)
             if (of_rows[i] >= tables_.count()) refuse("kinds hold a shape that there is not");
         out_rows_.copy(order, rows_);
+        kept_.rows = rows_;
+        kept_.out_rows = out_rows_.data();
         for (size_t bits = planes_.size(); bits > 0; --bits) {
             const int64_t first = counts[bits], last = counts[bits - 1];
             if (first == last) continue;
@@ -99,22 +108,24 @@ public:
             b.rows = last - first;
             b.columns = columns;
             b.words = words;
+            b.kept = kept_.columns == 0 ? nullptr : kept_.values + first * kept_.columns;
+            b.kept_columns = kept_.columns;
             spans_.push_back(b);
         }
     }
 
-    // out float32 [rows, columns] in stored order
+    // out float32 [rows, coded channels] in stored order
     void dequantize(const Output& out, int64_t threads) const {
         const int used = check_threads(threads);
-        check("out", out, {Type::f32}, {rows_, columns_}, Layout::dense);
+        check("out", out, {Type::f32}, {rows_, coded_}, Layout::dense);
         float* to = static_cast<float*>(out.data());
         nb::gil_scoped_release release;
         for_spans([&](const ByteCodebook& b, int64_t first) {
-            const int64_t piece = piece_of(b.rows, 1, b.rows * columns_, used), width = b.words * 32;
+            const int64_t piece = piece_of(b.rows, 1, b.rows * coded_, used), width = b.words * 32;
             const Scratch scratch = make_scratch(((b.rows - 1) / piece + 1) * width);
             const Codebook c = by_words(b);
             parallel_for(b.rows, piece, used, [&](int64_t begin, int64_t end) {
-                by_words_.codebook_decode(c, to + first * columns_, scratch.get() + begin / piece * width, begin, end);
+                by_words_.codebook_decode(c, to + first * coded_, scratch.get() + begin / piece * width, begin, end);
             });
         });
     }
@@ -151,7 +162,12 @@ private:
         const int64_t m = x.count, width = kernels_.lookup_blocks(spans_[0]) * kernels_.lanes * LOOKUP_GROUP;
         if (m > few(x.bf16)) {
             const int64_t words = 32 * spans_[0].words;
-            const Many padded = pad_many(x, words, plain(words), threads);
+            const auto pad = [this, words](const auto* from, auto* to) {
+                std::copy_n(from, coded_, to);
+                std::fill_n(to + coded_, words - coded_, 0);
+                std::copy_n(from + coded_, kept_.columns, to + words);
+            };
+            const Many padded = pad_many(x, words + kept_.columns, pad, threads);
             return place(m, y, threads, [&](const Outputs& to) {
                 for_spans([&](ByteCodebook b, int64_t first) {
                     b.table = x.bf16 ? tables_.plain(b.bits) : tables_.floats(b.bits);
@@ -162,8 +178,8 @@ private:
         }
         const bool pairs = x.bf16;
         const auto form = [&](int bits) { return pairs ? kernels_.lookup_bf16_form(bits) : tables_.float_form(bits); };
-        const int64_t piece = piece_of(rows_, LOOKUP_ROWS, rows_ * columns_, threads), line = spans_[0].words * 32;
-        const Scratch scratch = make_scratch(3 * m * width + ((rows_ - 1) / piece + 1) * line);
+        const int64_t piece = piece_of(rows_, WHOLE_ROWS, rows_ * columns_, threads), line = spans_[0].words * 32;
+        const Scratch scratch = make_scratch(3 * m * width + ((rows_ - 1) / piece + 1) * line + m * kept_.columns);
         float* at[4] = {}; // by form
         float* free = scratch.get();
         for (const ByteCodebook& b : spans_) {
@@ -176,6 +192,10 @@ private:
                 else if (form(b.bits) == TableForm::none) pad(x.floats(k), line, to + k * line);
                 else kernels_.lookup_prepare_floats(b, x.floats(k), to + k * width);
         }
+        float* kept = scratch.get() + 3 * m * width + ((rows_ - 1) / piece + 1) * line;
+        for (int64_t k = 0; k < m; ++k)
+            if (pairs) baseline::widen(x.halves(k) + coded_, kept_.columns, kept + k * kept_.columns);
+            else std::copy_n(x.floats(k) + coded_, kept_.columns, kept + k * kept_.columns);
         parallel_for(rows_, piece, threads, [&](int64_t begin, int64_t end) {
             for_spans([&](ByteCodebook b, int64_t first) {
                 const int64_t from = std::max(begin - first, int64_t(0)), to = std::min(end - first, b.rows);
@@ -193,18 +213,34 @@ private:
                     kernels_.lookup_float_matmul(b, {inputs, m}, y.sums, y.stride, from, to);
                 }
             });
+            add_kept(kept, m, y, begin, end);
         });
     }
 
     void pad(const float* from, int64_t line, float* to) const {
-        std::copy_n(from, columns_, to);
-        std::fill_n(to + columns_, line - columns_, 0.0f);
+        std::copy_n(from, coded_, to);
+        std::fill_n(to + coded_, line - coded_, 0.0f);
     }
+
+    // y += the product of the kept channels x [m, kept], for the rows begin <= i < end.
+    void add_kept(const float* x, int64_t m, const Outputs& y, int64_t begin, int64_t end) const {
+        const int64_t columns = kept_.columns, lanes = kernels_.lanes;
+        if (columns > NARROW) kernels_.half_matmul(kept_, x, columns, m, y.sums, y.stride, begin, end);
+        else if (columns > 0)
+            kernels_.half_gemm(kept_, x, columns, m, {y.sums, y.stride, false, nullptr, kept_.out_rows}, begin / lanes,
+                               (end + lanes - 1) / lanes);
+    }
+
+    static constexpr int64_t WHOLE_ROWS = 16; // of `LOOKUP_ROWS` and of blocks that a thread takes at a time
+    static_assert(WHOLE_ROWS % LOOKUP_ROWS == 0);
 
     nb::object keeper_; // of the shapes
     const ShapeTables& tables_;
     std::vector<Input> planes_;
     Input kinds_, scales_;
+    std::optional<Input> kept_values_;
+    HalfRows kept_{};
+    int64_t coded_;                   // channels
     const Kernels& by_words_;         // what decodes word by word
     std::vector<ByteCodebook> spans_; // the rows of every width, without tables
 };

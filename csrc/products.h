@@ -98,6 +98,8 @@ struct ByteCodebook {
     const int32_t* out_rows; // as in Codebook
     int bits;                // 1..8
     int64_t rows, columns, words;
+    const uint16_t* kept; // for `gemm` functions: fp16 bit patterns [rows, kept_columns] of further columns
+    int64_t kept_columns;
 
     int64_t kind(int64_t row) const { return kinds == nullptr ? row : kinds[row]; }
     float row_scale(int64_t row) const { return row_scales == nullptr ? 1.0f : row_scales[row]; }

@@ -262,6 +262,7 @@ protected:
         return std::max(int64_t(1), piece_of(blocks(), whole, tokens * rows_ * columns_, threads));
     }
 
+    static constexpr int64_t NARROW = 64; // 16-bit columns up to which decoding a block costs less than summing up rows
     static constexpr int64_t MOST_PLACED = 128; // rows that are rounded and put in place at a time
 
     const Products& kernels_;

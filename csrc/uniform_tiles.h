@@ -284,8 +284,6 @@ private:
         });
     }
 
-    static constexpr int64_t NARROW = 64; // columns up to which decoding a block costs less than summing up its rows
-
     Input values_;
     HalfRows t_{};
 };

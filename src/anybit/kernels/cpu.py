@@ -312,10 +312,13 @@ class Float16(_Tile):
         return self._values.to(dtype)
 
 
-class Nested:
-    """One tile in format "nested": its rows of all widths, and the input channels that are kept."""
+class Nested(_Tile):
+    """One tile in format "nested": its rows of all widths, and the input channels that are kept.
 
-    __slots__ = ("_channels", "_coded", "_kept", "_order", "columns", "rows", "takes_bf16")
+    Its inputs are those of the coded channels, then those of the kept ones: `channels`.
+    """
+
+    __slots__ = ("_coded", "_kept", "_kept_values", "_order", "channels")
 
     def __init__(  # noqa: PLR0913 - what the format has
         self,
@@ -328,40 +331,26 @@ class Nested:
         columns: int,  # c
         isa: str | None = None,
     ) -> None:
-        self.rows, self.columns = len(order), columns
-        self._channels = formats.Nested.coded(columns, kept).int(), kept.int()
-        self._order = order.int()
-        coded = _native.Nested(
-            list(planes), self._order, kinds, scales.float(), columns - len(kept), _shapes(isa), isa
+        self._coded, self._kept, self._kept_values = formats.Nested.coded(columns, kept), kept, kept_values
+        self._order = order
+        native = _native.Nested(
+            list(planes), order.int(), kinds, scales.float(), kept_values, len(self._coded), _shapes(isa), isa
         )
-        self._coded = _Tile(coded, self.rows, columns - len(kept))
-        self._kept: Float16 | None = None
-        if kept_values is not None:
-            natural = torch.empty_like(kept_values)
-            natural[order] = kept_values
-            self._kept = Float16(natural, None, isa)
-        self.takes_bf16 = self._coded.takes_bf16
+        super().__init__(native, len(order), columns)
+        self.channels = torch.cat([self._coded, kept]).int() if len(kept) else None  # int32 [c]; None: all, in order
 
     def matmul(self, x: Tensor, y: Tensor, threads: int | None = None) -> None:
         """`y += x @ W.T` of x [m, c] and contiguous y [m, r]; see `GroupInt.matmul`."""
-        for part, columns in self.parts():
-            part.matmul(x if columns is None else x.index_select(1, columns), y, threads)
-
-    def parts(self) -> list[tuple[_Tile, Tensor | None]]:
-        """The tiles that it consists of, and the input channels int32 of each; None: all."""
-        coded, kept = self._channels
-        if self._kept is None:
-            return [(self._coded, None)]
-        return [(self._coded, coded), (self._kept, kept)]
+        super().matmul(x if self.channels is None else x.index_select(1, self.channels), y, threads)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
         """The tile's weights [r, c]: exact in float32, rounded to nearest even in any other dtype."""
-        stored = torch.empty(self.rows, self._coded.columns)
-        self._coded._native.dequantize(stored, _threads(threads))
-        out, (coded, kept) = torch.empty(self.rows, self.columns), self._channels
-        out[self._order.long()[:, None], coded.long()] = stored
-        if self._kept is not None:
-            out[:, kept.long()] = self._kept.dequantize()
+        stored = torch.empty(self.rows, len(self._coded))
+        self._native.dequantize(stored, _threads(threads))
+        out = torch.empty(self.rows, self.columns)
+        out[self._order[:, None], self._coded] = stored
+        if self._kept_values is not None:
+            out[self._order[:, None], self._kept] = self._kept_values.float()
         return out.to(dtype)
 
 
@@ -385,7 +374,7 @@ class Layer:
 
     def add(
         self,
-        tile: _Tile | TwoFour | Nested,
+        tile: _Tile | TwoFour,
         cols: Tensor | None = None,  # int32 [c] inputs that the tile reads; None: all
         act_bits: int = 0,  # its inputs are rounded to; 0: they are not
         group_size: int = 1,  # inputs that share a scale
@@ -397,10 +386,12 @@ class Layer:
         Raises:
             ValueError: an index out of range, a tile that does not fit the layer.
         """
-        if isinstance(tile, TwoFour | Nested):
+        if isinstance(tile, TwoFour):
             for part, own in tile.parts():
-                self.add(part, own if cols is None else cols if own is None else cols[own.long()])
+                self.add(part, own if cols is None else cols[own.long()])
             return
+        if isinstance(tile, Nested) and tile.channels is not None:
+            cols = tile.channels if cols is None else cols[tile.channels.long()]
         self._native.add_tile(tile._native, cols, act_bits, group_size, clip, fixed)
 
     def add_sparse(self, values: Tensor, columns: Tensor, row_ptr: Tensor) -> None:
