@@ -38,7 +38,7 @@ public:
                   const std::optional<Input>& clip, const std::optional<Input>& fixed) {
         const Tile* bound = nullptr;
         if (!nb::try_cast(tile, bound) || bound == nullptr) refuse("tile is none of this module's tiles");
-        Part part{tile, bound, {}, 0, 0, {}, {}, false};
+        Part part{tile, bound, {}, {}, 0, 0, {}, {}, false};
         part.tile->check_out(out_);
         const int64_t columns = part.tile->columns();
         if (columns < 1) refuse("a tile without columns");
@@ -50,6 +50,7 @@ public:
             for (int32_t j : part.cols)
                 if (j < 0 || j >= in_)
                     refuse("cols hold " + std::to_string(j) + ", expected 0 to " + std::to_string(in_ - 1));
+            part.runs = find_runs(part.cols);
         }
         if (act_bits != 0) {
             if (act_bits < 2 || act_bits > 8) refuse("act_bits is " + std::to_string(act_bits) + ", expected 2 to 8");
@@ -139,10 +140,15 @@ public:
     }
 
 private:
+    struct Run { // inputs beside each other
+        int32_t first, count;
+    };
+
     struct Part {
         nb::object keeper; // of the tile
         const Tile* tile;
         std::vector<int32_t> cols; // empty: all
+        std::vector<Run> runs;     // the same, where that makes few
         int act_bits;              // 0: not rounded
         int64_t group_size;
         std::vector<uint16_t> clip, fixed;
@@ -261,14 +267,27 @@ private:
         });
     }
 
+    static std::vector<Run> find_runs(const std::vector<int32_t>& cols) {
+        std::vector<Run> runs;
+        for (int32_t j : cols)
+            if (runs.empty() || j != runs.back().first + runs.back().count) runs.push_back({j, 1});
+            else ++runs.back().count;
+        if (runs.size() * LEAST_RUN > cols.size()) runs.clear();
+        return runs;
+    }
+
+    // The inputs of a token that a part reads.
+    template <typename T> static void pick(const Part& part, const T* from, T* to) {
+        if (part.runs.empty())
+            for (int32_t j : part.cols) *to++ = from[j];
+        for (const Run& run : part.runs) to = std::copy_n(from + run.first, run.count, to);
+    }
+
     template <typename T> const T* gather(const Part& part, const T* x, int64_t m, Room<T>& room, int threads) const {
         if (part.cols.empty()) return x;
         const auto columns = static_cast<int64_t>(part.cols.size());
         T* to = room.of(m * columns);
-        for_tokens(m, columns, threads, [&](int64_t k) {
-            const T* from = x + k * in_;
-            for (int64_t i = 0; i < columns; ++i) to[k * columns + i] = from[part.cols[static_cast<size_t>(i)]];
-        });
+        for_tokens(m, columns, threads, [&](int64_t k) { pick(part, x + k * in_, to + k * columns); });
         return to;
     }
 
@@ -285,13 +304,13 @@ private:
             const float* row = floats == nullptr ? nullptr : floats + k * in_;
             const uint16_t* half_row = floats == nullptr ? halves + k * in_ : nullptr;
             if (row == nullptr || !part.cols.empty()) {
-                auto* own = static_cast<float*>(thread_memory(columns * static_cast<int64_t>(sizeof(float)), 1));
-                const int32_t* cols = part.cols.data();
-                if (part.cols.empty()) baseline::widen(half_row, columns, own);
-                else if (row == nullptr)
-                    for (int64_t i = 0; i < columns; ++i) baseline::widen(half_row + cols[i], 1, own + i);
-                else
-                    for (int64_t i = 0; i < columns; ++i) own[i] = row[cols[i]];
+                auto* own = static_cast<float*>(thread_memory(columns * 6, 1)); // and as many halves
+                auto* picked = reinterpret_cast<uint16_t*>(own + columns);
+                if (row != nullptr) pick(part, row, own);
+                else {
+                    if (!part.cols.empty()) pick(part, half_row, picked);
+                    baseline::widen(part.cols.empty() ? half_row : picked, columns, own);
+                }
                 row = own;
             }
             kernels_.quantize_row(row, grid, to + k * columns, to_scales + k * groups);
@@ -323,6 +342,7 @@ private:
         return made;
     }
 
+    static constexpr size_t LEAST_RUN = 8;    // inputs beside each other, on average, that are copied as such
     static constexpr int64_t SPARSE_WORK = 8; // multiply-adds of a dense matrix that one here costs, about
 
     const Products& kernels_;

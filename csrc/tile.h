@@ -198,20 +198,19 @@ protected:
     template <typename F> void place(int64_t m, const Outputs& y, int threads, F&& product) const {
         if (!out_rows_.given() || out_rows_.ascend())
             return product(Outputs{y.sums, y.stride, y.fresh, y.rounded, out_rows_.data()});
-        const Scratch scratch = make_scratch(m * rows_);
-        product(Outputs{scratch.get(), rows_, true});
         const int32_t* rows = out_rows_.data();
+        const bool halves = y.rounded != nullptr && y.fresh;
+        const Scratch scratch = make_scratch(halves ? (m * rows_ + 1) / 2 : m * rows_);
+        float* sums = scratch.get();
+        auto* rounded = reinterpret_cast<uint16_t*>(sums);
+        product(halves ? Outputs{nullptr, rows_, true, rounded} : Outputs{sums, rows_, true});
         for_tokens(m, rows_, threads, [&](int64_t k) {
-            float* own = scratch.get() + k * rows_;
-            const int64_t at = k * y.stride;
-            if (!y.fresh)
-                for (int64_t i = 0; i < rows_; ++i) own[i] += y.sums[at + rows[i]];
-            for (int64_t i = 0; i < rows_ && y.rounded == nullptr; ++i) y.sums[at + rows[i]] = own[i];
-            for (int64_t i = 0; i < rows_ && y.rounded != nullptr; i += MOST_PLACED) {
-                uint16_t halves[MOST_PLACED];
-                const int64_t n = std::min(MOST_PLACED, rows_ - i);
-                kernels_.narrow(own + i, n, halves);
-                for (int64_t j = 0; j < n; ++j) y.rounded[at + rows[i + j]] = halves[j];
+            const int64_t from = k * rows_, to = k * y.stride;
+            for (int64_t i = 0; i < rows_ && halves; ++i) y.rounded[to + rows[i]] = rounded[from + i];
+            for (int64_t i = 0; i < rows_ && !halves; ++i) {
+                const float sum = y.fresh ? sums[from + i] : y.sums[to + rows[i]] + sums[from + i];
+                if (y.rounded == nullptr) y.sums[to + rows[i]] = sum;
+                else y.rounded[to + rows[i]] = baseline::to_bf16(sum);
             }
         });
     }
@@ -263,7 +262,6 @@ protected:
     }
 
     static constexpr int64_t NARROW = 64; // 16-bit columns up to which decoding a block costs less than summing up rows
-    static constexpr int64_t MOST_PLACED = 128; // rows that are rounded and put in place at a time
 
     const Products& kernels_;
     int64_t rows_ = 0, columns_ = 0; // of the matrix
