@@ -337,7 +337,8 @@ class Nested(_Tile):
             list(planes), order.int(), kinds, scales.float(), kept_values, len(self._coded), _shapes(isa), isa
         )
         super().__init__(native, len(order), columns)
-        self.channels = torch.cat([self._coded, kept]).int() if len(kept) else None  # int32 [c]; None: all, in order
+        # int32 [c]; None: all, in order
+        self.channels = torch.cat([self._coded, kept]).int() if len(kept) else None
 
     def matmul(self, x: Tensor, y: Tensor, threads: int | None = None) -> None:
         """`y += x @ W.T` of x [m, c] and contiguous y [m, r]; see `GroupInt.matmul`."""
