@@ -6,23 +6,26 @@ PIP_ARGS ?=
 VENV     ?= .venv
 BIN      := $(VENV)/bin
 SOURCES  := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+# An editable install knows the modules that there were when it was made: one that came, went or moved makes it anew.
+MODULES  := $(shell find src -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
+INSTALLED := $(VENV)/.installed-$(MODULES)
 
 .PHONY: demo test check check-native bench clean
 
-demo: $(VENV)/.installed
+demo: $(INSTALLED)
 	$(BIN)/anybit demo -o demo
 
-test: $(VENV)/.installed-dev
+test: $(INSTALLED)-dev
 	$(BIN)/python -m pytest
 
-check: $(VENV)/.installed-dev
+check: $(INSTALLED)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, with a build of their own.
-check-native: $(VENV)/.installed-dev
+check-native: $(INSTALLED)-dev
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/sanitized \
 	  -C build-dir=build/sanitized-cmake -C cmake.define.ANYBIT_SANITIZE=ON .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
@@ -30,7 +33,7 @@ check-native: $(VENV)/.installed-dev
 	  $(BIN)/python -m pytest tests/test_kernels_cpu.py tests/test_kernels_lookup.py tests/test_kernels_layer.py \
 	  tests/test_activations.py tests/test_nested.py tests/test_kmeans.py tests/test_two_four_sixteen.py -k "not fork and not model and not command"
 
-bench: $(VENV)/.installed
+bench: $(INSTALLED)
 	$(BIN)/anybit bench kernels
 	$(BIN)/python bench/memory.py
 	$(BIN)/anybit bench quantize
@@ -41,13 +44,15 @@ $(VENV)/.torch:
 	touch $@
 
 # Editable: Python edits count at once; the native extension is rebuilt when its sources change.
-$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
+$(INSTALLED): $(VENV)/.torch $(SOURCES)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e .
+	rm -f $(VENV)/.installed*
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.torch $(SOURCES)
+$(INSTALLED)-dev: $(VENV)/.torch $(SOURCES)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e ".[dev]"
-	touch $@ $(VENV)/.installed
+	rm -f $(VENV)/.installed*
+	touch $@ $(INSTALLED)
 
 clean:
 	rm -rf $(VENV) build demo

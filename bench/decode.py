@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from anybit.chat import Generator
+from anybit.generate import Generator
 from anybit.kernels import info
 
 PROMPT = "The history of the lighthouse begins with fires that were lit on hills to guide sailors home, and"

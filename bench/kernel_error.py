@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from anybit.bench.kernels import FAST, layouts, random_weight
-from anybit.chat import Generator
+from anybit.calibration.texts import read_text
+from anybit.formats.weight import PackedWeight
+from anybit.generate import Generator
 from anybit.kernels import reference
 from anybit.kernels.dispatch import Prepared
 from anybit.layers import QuantLinear
-from anybit.tensors import PackedWeight
-from anybit.texts import read_text
 
 SHAPE = (1024, 4096)
 FEW, MANY = 4, 32

@@ -106,11 +106,11 @@ def measure(model: Path, out: Path, options: list[str], shards: int) -> dict[str
 
 def search(model: Path) -> dict[str, float]:
     """In this process: peak memory of MixLLM's search over 1 x 2048 tokens, and what a block keeps for its gradient."""
-    from anybit import salience
-    from anybit.checkpoint import open_checkpoint
-    from anybit.convert import compute_dtype
-    from anybit.spec import QuantizeConfig
-    from anybit.streaming import StreamedModel
+    from anybit.calibration.streaming import StreamedModel
+    from anybit.checkpoint.directory import open_checkpoint
+    from anybit.config import QuantizeConfig
+    from anybit.driver import compute_dtype
+    from anybit.methods import sensitivity as salience
 
     streamed = StreamedModel(open_checkpoint(model), compute_dtype())
     tokens = torch.randint(0, 256, (1, 2048), generator=torch.Generator().manual_seed(0))
@@ -163,7 +163,9 @@ def main() -> None:
         results = {}
         for name, options in runs.items():
             if options is None:
-                code = "import anybit.convert; print(open('/proc/self/status').read())"  # ru_maxrss survives exec
+                code = (
+                    "import anybit.driver; print(open('/proc/self/status').read())"  # ru_maxrss survives exec
+                )
                 results[name] = {
                     "peak_mb": high_water_mb(subprocess.check_output([sys.executable, "-c", code], text=True))
                 }

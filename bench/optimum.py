@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anybit.checkpoint import open_checkpoint
+from anybit.calibration.streaming import StreamedModel
+from anybit.checkpoint.directory import open_checkpoint
 from anybit.methods import kmeans
-from anybit.streaming import StreamedModel
 
 
 def exact_losses(weight: Tensor, importance: Tensor, k: int) -> Tensor:

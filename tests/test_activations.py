@@ -18,21 +18,21 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import salience
-from anybit.artifact import inspect, verify
+from anybit.artifact.reader import inspect, verify
 from anybit.bench import ggml, kernels
+from anybit.calibration.stats import InputStats, LinearStats
+from anybit.config import LayerSpec, QuantizeConfig, TileSpec
 from anybit.errors import InputError
 from anybit.formats import Float16, GroupInt
+from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack, validate
 from anybit.kernels import cpu, reference
 from anybit.kernels.dispatch import Prepared
 from anybit.layers import QuantLinear
+from anybit.loader import load
 from anybit.methods import activations, atom, gptq, mixllm, registry, rtn, scaling, squeezellm
+from anybit.methods import sensitivity as salience
 from anybit.methods.grid import split_groups
-from anybit.model import load
 from anybit.plan import fit_budget, make_plan
-from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
-from anybit.stats import InputStats, LinearStats
-from anybit.tensors import PackedWeight, QuantizedWeight, pack, unpack, validate
 
 MakeModel = Callable[[str], Path]
 SMALL: dict[str, Any] = {"samples": 3, "seq_len": 24}

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import writer
-from anybit.artifact import inspect, is_artifact, open_artifact, read_config, verify
-from anybit.checkpoint import JSON_LIMIT, file_sha256
+from anybit.artifact import writer
+from anybit.artifact.reader import inspect, is_artifact, open_artifact, read_config, verify
+from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
+from anybit.checkpoint.directory import JSON_LIMIT, file_sha256
+from anybit.config import QuantizeConfig
 from anybit.errors import InputError
-from anybit.spec import QuantizeConfig
-from anybit.writer import ArtifactWriter, check_output, finished_bytes
 
 SHARD = "model-00002-of-00003.safetensors"
 Q = "model.layers.0.self_attn.q_proj"

@@ -21,12 +21,12 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from anybit import calibrate
-from anybit.calibrate import Activations, Collector, attention_received, gradient_statistics
-from anybit.checkpoint import open_checkpoint
+from anybit.calibration import moments as calibrate
+from anybit.calibration.moments import Activations, Collector, attention_received, gradient_statistics
+from anybit.calibration.stats import LinearStats
+from anybit.calibration.streaming import StreamedModel, linear_shape, run_block
+from anybit.checkpoint.directory import open_checkpoint
 from anybit.errors import InputError
-from anybit.stats import LinearStats
-from anybit.streaming import StreamedModel, linear_shape, run_block
 
 MakeModel = Callable[[str], Path]
 FAMILIES = ("llama", "llama-tied", "qwen3", "gemma3", "gpt2", "opt")

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from anybit import checkpoint as reader
-from anybit.checkpoint import open_checkpoint, read_safetensors_header
+from anybit.checkpoint import directory as reader
+from anybit.checkpoint.directory import open_checkpoint, read_safetensors_header
 from anybit.errors import InputError
 
 INDEX = "model.safetensors.index.json"
@@ -594,7 +594,7 @@ def hub(copy: Callable[[str], Path]) -> Iterator[tuple[str, type[Hub]]]:
 
 OPEN = """
 import sys
-from anybit.checkpoint import open_checkpoint
+from anybit.checkpoint.directory import open_checkpoint
 from anybit.errors import InputError
 for model in sys.argv[1:]:
     try:

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import anybit
-from anybit import cli
 from anybit.bench import ggml, kernels
-from anybit.chat import Echo, Generator
+from anybit.cli import main as cli
+from anybit.config import QuantizeConfig, parse_bytes
 from anybit.errors import InputError
+from anybit.generate import Echo, Generator
 from anybit.kernels import cpu
 from anybit.methods.registry import METHODS
-from anybit.spec import QuantizeConfig, parse_bytes
 
 COMMANDS = ("quantize", "eval", "generate", "chat", "inspect", "verify", "plan", "compare", "demo", "bench")
 RTN = ("--method", "rtn", "--group-size", "32")
@@ -117,7 +117,7 @@ def test_commands_are_all_listed(run: Run) -> None:
 def test_help_imports_nothing_heavy() -> None:
     code = f"""
 import sys
-from anybit.cli import main
+from anybit.cli.main import main
 for command in {["", *COMMANDS]!r}:
     sys.argv = ["anybit", *command.split(), "--help"]
     try:
@@ -516,7 +516,7 @@ def test_unfinished_artifact_is_called_so(run: Run, tmp_path: Path) -> None:
 
 CTRL_C = """
 import os, signal, sys
-from anybit import cli
+from anybit.cli import main as cli
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
 calls, fsync = [], os.fsync
@@ -557,12 +557,14 @@ def test_interrupts_and_system_errors_are_no_tracebacks(
 
         return call
 
-    monkeypatch.setattr("anybit.artifact.inspect", raises(KeyboardInterrupt()))
+    monkeypatch.setattr("anybit.artifact.reader.inspect", raises(KeyboardInterrupt()))
     ran = run("inspect", made)
     assert (ran.code, ran.err.strip()) == (130, "anybit: interrupted")
-    monkeypatch.setattr("anybit.artifact.inspect", raises(OSError(28, "No space left on device", "/x")))
+    monkeypatch.setattr(
+        "anybit.artifact.reader.inspect", raises(OSError(28, "No space left on device", "/x"))
+    )
     refused(run("inspect", made), "/x: No space left on device", "make room")
-    monkeypatch.setattr("anybit.artifact.inspect", raises(InputError("so it is")))
+    monkeypatch.setattr("anybit.artifact.reader.inspect", raises(InputError("so it is")))
     refused(run("inspect", made), "so it is")
 
 

@@ -13,18 +13,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import checkpoint as checkpoint_module
-from anybit.artifact import inspect, verify
-from anybit.calibrate import gradient_statistics, spilled_statistics
+from anybit.artifact.reader import inspect, verify
+from anybit.calibration.moments import gradient_statistics, spilled_statistics
+from anybit.calibration.stats import GradientStats, LinearStats
+from anybit.checkpoint import directory as checkpoint_module
+from anybit.config import LayerSpec, QuantizeConfig, TileSpec
 from anybit.errors import InputError
 from anybit.formats import Codebook, Float16
+from anybit.formats.weight import pack, unpack, validate
 from anybit.kernels.dispatch import Prepared
 from anybit.layers import PackedModule
+from anybit.loader import load
 from anybit.methods import cmpq, squeezellm
-from anybit.model import load
-from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
-from anybit.stats import GradientStats, LinearStats
-from anybit.tensors import pack, unpack, validate
 
 MakeModel = Callable[[str], Path]
 SMALL: dict[str, Any] = {"samples": 2, "seq_len": 16}
@@ -448,8 +448,8 @@ def test_flipped_bytes_are_found(parent: Path, tmp_path: Path) -> None:
 def test_specs_that_cannot_be(entry: dict[str, Any], word: str, model_dir: MakeModel, tmp_path: Path) -> None:
     from test_calibrate import opened
 
+    from anybit.config import read_spec_map
     from anybit.plan import make_plan
-    from anybit.spec import read_spec_map
 
     config = QuantizeConfig(method="any-precision", **SMALL)
     (tmp_path / "map.json").write_text(json.dumps({"model.layers.0.self_attn.q_proj": entry}))

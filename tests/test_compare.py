@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import anybit
-from anybit.checkpoint import open_checkpoint
-from anybit.cli import main
+from anybit.artifact.writer import Cost, read_cost
+from anybit.checkpoint.directory import open_checkpoint
+from anybit.cli.main import main
 from anybit.compare import Settings, compare, parse_entry
 from anybit.compare import job as compare_job
 from anybit.compare import machine as compare_machine
@@ -33,10 +34,9 @@ from anybit.compare.job import START, Job
 from anybit.compare.pace import Pace
 from anybit.compare.report import bars, pareto, width, width_grid, write_report
 from anybit.compare.rows import label, resolved
+from anybit.config import DESCRIPTIONS, QuantizeConfig
 from anybit.errors import InputError
 from anybit.progress import no_other_bars
-from anybit.spec import DESCRIPTIONS, QuantizeConfig
-from anybit.writer import Cost, read_cost
 
 BARS = {"name": "rtn", "method": "rtn", "bits": 3, "act_bits": 16, "kv_bits": 16, "peak_memory_bytes": 1}
 ENTRIES = ("rtn: group_size=16", "squeezellm", "any-precision", "mixllm: group_size=16, name='Mix <LLM>'")

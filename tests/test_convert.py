@@ -22,13 +22,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from anybit import cli, convert, plan, writer
-from anybit.artifact import inspect, verify
-from anybit.calibrate import Activations, Collector
+from anybit import driver as convert
+from anybit import plan
+from anybit.artifact import writer
+from anybit.artifact.reader import inspect, verify
+from anybit.calibration.moments import Activations, Collector
+from anybit.cli import main as cli
+from anybit.config import LayerSpec, QuantizeConfig, TileSpec
 from anybit.errors import InputError
+from anybit.formats.weight import pack
 from anybit.methods import gptq, rtn
-from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
-from anybit.tensors import pack
 
 GPTQ = QuantizeConfig(method="gptq", bits=3, group_size=32, samples=5, seq_len=40)
 RTN = QuantizeConfig(method="rtn", bits=4, group_size=32)
@@ -356,7 +359,7 @@ SERVER = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
-from anybit import cli
+from anybit.cli import main as cli
 
 torch.set_num_threads(1)
 

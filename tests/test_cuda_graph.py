@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qw
 
 import anybit
 from anybit import QuantizeConfig
-from anybit.cuda_graph import Step, capture, fits, graphed
+from anybit.kernels.gpu.cuda_graph import Step, capture, fits, graphed
 
 SIZES = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}

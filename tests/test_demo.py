@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from anybit import demo
+from anybit.config import QuantizeConfig
 from anybit.errors import InputError
-from anybit.model import evaluate, load
+from anybit.loader import evaluate, load
 from anybit.progress import SILENT, Terminal
-from anybit.spec import QuantizeConfig
 
 
 def test_the_demo_measures_the_base_and_every_run(

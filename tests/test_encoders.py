@@ -36,16 +36,16 @@ from transformers import (
 from typer.testing import CliRunner
 
 import anybit
-from anybit import embeddings
-from anybit.artifact import inspect, verify
-from anybit.chat import Generator
-from anybit.checkpoint import open_checkpoint
-from anybit.cli import app
+from anybit.artifact.reader import inspect, verify
+from anybit.calibration.streaming import StreamedModel, run_block
+from anybit.checkpoint.directory import open_checkpoint
+from anybit.cli.main import app
+from anybit.config import ENCODER_METHODS, QuantizeConfig
 from anybit.errors import InputError
-from anybit.model import load, load_tokenizer
+from anybit.evaluation import embeddings
+from anybit.generate import Generator
+from anybit.loader import load, load_tokenizer
 from anybit.plan import make_plan
-from anybit.spec import ENCODER_METHODS, QuantizeConfig
-from anybit.streaming import StreamedModel, run_block
 
 COMMON = {
     "vocab_size": 300,

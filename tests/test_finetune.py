@@ -12,17 +12,17 @@ from test_convert import Recorder, digests, stop_at
 from test_two_four_sixteen import problem, spec
 from torch import Tensor, nn
 
-from anybit import convert, finetune
-from anybit.artifact import verify
-from anybit.calibrate import Activations, Collector
+from anybit import driver as convert
+from anybit.artifact.reader import verify
+from anybit.calibration.moments import Activations, Collector
+from anybit.calibration.streaming import BlockCall
+from anybit.config import QuantizeConfig
 from anybit.errors import InputError
-from anybit.finetune import Task, Trainable
 from anybit.formats import TwoFour
-from anybit.methods import two_four_sixteen
+from anybit.formats.weight import QuantizedWeight, layout_of, pack
+from anybit.methods import finetune, two_four_sixteen
+from anybit.methods.finetune import Task, Trainable
 from anybit.plan import estimate, make_plan
-from anybit.spec import QuantizeConfig
-from anybit.streaming import BlockCall
-from anybit.tensors import QuantizedWeight, layout_of, pack
 
 SHAPES = [(20, 64), (33, 192), (5, 40), (16, 7), (1, 16)]
 CONFIG = QuantizeConfig(

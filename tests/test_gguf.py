@@ -25,8 +25,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from anybit import gguf as reader
-from anybit.checkpoint import open_checkpoint
+from anybit.checkpoint import gguf as reader
+from anybit.checkpoint.directory import open_checkpoint
 from anybit.errors import InputError
 
 SIZES = {

@@ -157,7 +157,7 @@ def test_both_commands(
     monkeypatch.setattr(sys, "argv", ["command", *begin, "gemm", *what, *files])
     if begin:
         pytest.importorskip("typer")
-        from anybit import cli
+        from anybit.cli import main as cli
 
         with pytest.raises(SystemExit) as ended:
             cli.main()

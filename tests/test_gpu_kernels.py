@@ -16,12 +16,12 @@ from torch import Tensor
 import anybit
 from anybit import QuantizeConfig, formats
 from anybit.bench.kernels import layouts, random_weight
-from anybit.codes import pack_planes
 from anybit.errors import InputError
+from anybit.formats.bits import pack_planes
+from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu, gpu, reference
 from anybit.kernels.dispatch import Prepared, info
 from anybit.layers import PackedModule, set_bits
-from anybit.tensors import PackedWeight, QuantizedWeight, pack, unpack
 
 if not gpu.available():
     pytest.skip(f"the GPU's kernels do not run: {gpu.why_not()}", allow_module_level=True)

@@ -16,13 +16,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anybit import QuantizeConfig, convert, shapes
+from anybit import QuantizeConfig
+from anybit import driver as convert
 from anybit.bench import gpu_quantize
+from anybit.config import METHODS
 from anybit.errors import InputError
+from anybit.formats import tables as shapes
 from anybit.kernels import cpu, dispatch, reference
-from anybit.methods import nested
+from anybit.methods import anybit as nested
 from anybit.methods.gptq import inverse_factor
-from anybit.spec import METHODS
 
 pytest.importorskip("triton", reason="the GPU kernels need the package triton")
 

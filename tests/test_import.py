@@ -12,7 +12,7 @@ BARE = f"""
 import sys
 for name in {ABSENT!r}:
     sys.modules[name] = None  # makes its import fail
-import anybit, anybit.convert, anybit.kernels, anybit.layers, anybit.model, anybit.integrations.transformers
+import anybit, anybit.driver, anybit.kernels, anybit.layers, anybit.loader, anybit.integrations.transformers
 assert not anybit.kernels.info()["cpu"]["available"]
 print("fine")
 """

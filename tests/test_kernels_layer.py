@@ -15,9 +15,9 @@ from torch import Tensor
 
 from anybit.bench.kernels import layouts, random_weight
 from anybit.formats import Sparse
+from anybit.formats.weight import PackedWeight
 from anybit.kernels import cpu, reference
 from anybit.kernels.dispatch import Prepared
-from anybit.tensors import PackedWeight
 
 if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)

@@ -13,12 +13,12 @@ from test_activations import isas
 from torch import Tensor
 
 import anybit
-from anybit.codes import pack_planes
+from anybit.config import QuantizeConfig
 from anybit.formats import Codebook
+from anybit.formats.bits import pack_planes
+from anybit.formats.weight import QuantizedWeight, pack
 from anybit.kernels import cpu
 from anybit.kernels.dispatch import Prepared
-from anybit.spec import QuantizeConfig
-from anybit.tensors import QuantizedWeight, pack
 
 if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import anybit
-from anybit.artifact import inspect
-from anybit.chat import Generator
+from anybit.artifact.reader import inspect
+from anybit.config import QuantizeConfig
 from anybit.errors import InputError
+from anybit.generate import Generator
 from anybit.kv_cache import QuantizedCache, QuantizedLayer, QuantizedStates, quantized_attention
-from anybit.model import load
-from anybit.spec import QuantizeConfig
+from anybit.loader import load
 
 MakeModel = Callable[[str], Path]
 TOKENS = torch.arange(3, 43).view(2, 20)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from anybit.calibration.stats import LinearStats
+from anybit.config import LayerSpec, TileSpec
 from anybit.errors import InputError
+from anybit.formats.weight import QuantizedWeight, pack, validate
 from anybit.kernels import cpu, reference
 from anybit.methods import clip, gptq, grid, rtn
 from anybit.methods.tiling import column_sets
-from anybit.spec import LayerSpec, TileSpec
-from anybit.stats import LinearStats
-from anybit.tensors import QuantizedWeight, pack, validate
 
 
 def random_weight(rows: int, columns: int, seed: int = 0) -> Tensor:

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anybit import shapes
+from anybit.calibration.stats import LinearStats
+from anybit.config import LayerSpec
 from anybit.errors import InputError
 from anybit.formats import Nested
+from anybit.formats import tables as shapes
+from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, stored_tensors, unpack, validate
 from anybit.kernels import cpu
 from anybit.kernels.dispatch import Prepared
-from anybit.methods import nested
+from anybit.methods import anybit as nested
 from anybit.methods.gptq import inverse_factor
-from anybit.spec import LayerSpec
-from anybit.stats import LinearStats
-from anybit.tensors import PackedWeight, QuantizedWeight, pack, stored_tensors, unpack, validate
 
 needs_native = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
 BITS = range(1, 9)

@@ -26,20 +26,25 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import cli, convert, progressive, refinements, salience, shapes, writer
-from anybit.artifact import curve, inspect, verify
-from anybit.checkpoint import file_sha256, open_checkpoint
+from anybit import driver as convert
+from anybit.artifact import refinements, writer
+from anybit.artifact.reader import curve, inspect, verify
+from anybit.artifact.writer import ArtifactWriter
+from anybit.calibration.streaming import StreamedModel
+from anybit.calibration.texts import calibration_set
+from anybit.checkpoint.directory import file_sha256, open_checkpoint
+from anybit.cli import main as cli
+from anybit.config import QuantizeConfig, parse_layer_spec
 from anybit.errors import InputError
 from anybit.formats import Nested
+from anybit.formats import tables as shapes
 from anybit.integrations import transformers as integration
 from anybit.kernels import cpu
 from anybit.layers import QuantLinear
-from anybit.methods import nested
-from anybit.model import load, load_tokenizer
-from anybit.spec import QuantizeConfig, parse_layer_spec
-from anybit.streaming import StreamedModel
-from anybit.texts import calibration_set
-from anybit.writer import ArtifactWriter
+from anybit.loader import load, load_tokenizer
+from anybit.methods import anybit as nested
+from anybit.methods import ordering as progressive
+from anybit.methods import sensitivity as salience
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
 CONFIG = QuantizeConfig(method="anybit", samples=4, seq_len=32, kept_channels=0.05)

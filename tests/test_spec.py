@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from anybit import plan as plan_module
-from anybit.checkpoint import open_checkpoint
+from anybit.calibration.stats import LinearStats
+from anybit.calibration.streaming import StreamedModel
+from anybit.checkpoint.directory import open_checkpoint
+from anybit.config import LayerSpec, QuantizeConfig, TileSpec, parse_layer_spec, read_spec_map
 from anybit.errors import InputError
+from anybit.formats.weight import pack, stored_bytes, stored_tensors, validate_layout
 from anybit.methods import gptq, rtn
 from anybit.plan import Plan, check_disk, estimate, make_plan, spec_layout, stored_dtype, widths_for_memory
-from anybit.spec import LayerSpec, QuantizeConfig, TileSpec, parse_layer_spec, read_spec_map
-from anybit.stats import LinearStats
-from anybit.streaming import StreamedModel
-from anybit.tensors import pack, stored_bytes, stored_tensors, validate_layout
 
 MakeModel = Callable[[str], Path]
 DEFAULT = LayerSpec.uniform(3, 64, clip=True)

@@ -25,9 +25,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from anybit.checkpoint import open_checkpoint
+from anybit.calibration.streaming import StreamedModel, run_block, selected
+from anybit.checkpoint.directory import open_checkpoint
 from anybit.errors import InputError
-from anybit.streaming import StreamedModel, run_block, selected
 
 MakeModel = Callable[[str], Path]
 VOCABULARY = 97

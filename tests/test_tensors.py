@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anybit.errors import InputError
 from anybit.formats import Codebook, Float16, GroupInt, Sparse
-from anybit.tensors import (
+from anybit.formats.weight import (
     FORMAT_VERSION,
     MAX_TILES,
     PackedWeight,

@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from anybit.calibration.texts import calibration_set, default_bos, read_text, token_ids
 from anybit.errors import InputError
-from anybit.texts import calibration_set, default_bos, read_text, token_ids
 
 HALVES = {"builtin": "calibration.txt", "builtin-eval": "evaluation.txt"}
 WIKI = Path(__file__).parents[1] / "../shared/data/wikitext2/wiki.test.raw"
@@ -58,7 +58,7 @@ def test_builtin_text_is_large_clean_and_disjoint():
 
 
 def test_source_file_states_true_hashes_and_sizes():
-    folder = resources.files("anybit").joinpath("data")
+    folder = resources.files("anybit.calibration").joinpath("data")
     stated = folder.joinpath("SOURCE.md").read_text(encoding="utf-8")
     for name in HALVES.values():
         data = folder.joinpath(name).read_bytes()

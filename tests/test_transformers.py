@@ -20,12 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import anybit
-from anybit.artifact import inspect, verify
+from anybit.artifact.reader import inspect, verify
+from anybit.config import LayerSpec, QuantizeConfig, TileSpec
 from anybit.errors import InputError
+from anybit.formats.weight import PackedWeight, at_width, stored_tensors, unpack
 from anybit.integrations.transformers import AnybitConfig, register
 from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead
-from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
-from anybit.tensors import PackedWeight, at_width, stored_tensors, unpack
 
 IDS = torch.tensor([[7, 101, 30, 30, 99, 250, 3, 17, 64, 5, 200, 41, 77, 8, 9, 10, 11, 120, 13, 14, 15]])
 TIED = ("llama-tied", "gemma3", "gpt2", "opt")

@@ -17,18 +17,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import anybit
-from anybit.artifact import inspect, verify
+from anybit.artifact.reader import inspect, verify
+from anybit.calibration.stats import LinearStats
+from anybit.config import LayerSpec, QuantizeConfig, TileSpec, bits_eq10
 from anybit.errors import InputError
 from anybit.formats import BLOCK, TwoFour
+from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, stored_bytes, unpack, validate
 from anybit.kernels import cpu
 from anybit.kernels.dispatch import Prepared
+from anybit.loader import load
 from anybit.methods import gptq, two_four_sixteen
 from anybit.methods.gptq import inverse_factor
-from anybit.model import load
 from anybit.plan import fit_budget, make_plan
-from anybit.spec import LayerSpec, QuantizeConfig, TileSpec, bits_eq10
-from anybit.stats import LinearStats
-from anybit.tensors import PackedWeight, QuantizedWeight, pack, stored_bytes, unpack, validate
 
 SMALL: dict[str, Any] = {"samples": 3, "seq_len": 24}
 

@@ -18,10 +18,10 @@ import torch
 from lab import Lab, arguments
 from torch import Tensor
 
+from anybit.config import NESTED_WIDTHS, LayerSpec, TileSpec
+from anybit.formats.weight import QuantizedWeight, at_width, pack, stored_bytes, unpack
 from anybit.methods import squeezellm
 from anybit.methods.gptq import inverse_factor
-from anybit.spec import NESTED_WIDTHS, LayerSpec, TileSpec
-from anybit.tensors import QuantizedWeight, at_width, pack, stored_bytes, unpack
 
 WIDTH_SETS = ((3, 6), (4, 8), (3, 4, 6), (3, 4, 8), (3, 4, 6, 8), NESTED_WIDTHS)
 LLAMA_7B = {(4096, 4096): 4 * 32, (11008, 4096): 2 * 32, (4096, 11008): 32}  # shape [out, in] -> how many

@@ -15,12 +15,12 @@ from lab import Lab, Weights, arguments, run
 from torch import Tensor
 from transformers import DynamicCache
 
+from anybit.calibration.stats import LinearStats
+from anybit.config import LayerSpec, TileSpec
 from anybit.formats import Float16, to_half
+from anybit.formats.weight import QuantizedWeight
 from anybit.kv_cache import QuantizedCache, QuantizedStates
 from anybit.methods import atom, registry, rtn
-from anybit.spec import LayerSpec, TileSpec
-from anybit.stats import LinearStats
-from anybit.tensors import QuantizedWeight
 
 KV_WIDTHS = (8, 4, 3, 2)
 

@@ -17,11 +17,11 @@ import torch
 from lab import Lab, Weights, arguments, run
 from torch import Tensor
 
+from anybit.calibration.stats import LinearStats
+from anybit.config import LayerSpec, TileSpec
 from anybit.formats import Float16, Tile
+from anybit.formats.weight import QuantizedWeight
 from anybit.methods import cmpq, gptq, rtn
-from anybit.spec import LayerSpec, TileSpec
-from anybit.stats import LinearStats
-from anybit.tensors import QuantizedWeight
 
 Stats = dict[str, LinearStats]
 SWEEP = [round(2 + 0.2 * i, 1) for i in range(11)]

@@ -14,11 +14,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from anybit import evaluate, quantize, texts
-from anybit.embeddings import COLUMNS, embed, pooling_of, split_sentences
-from anybit.model import load, load_tokenizer
+from anybit import evaluate, quantize
+from anybit.calibration import texts
+from anybit.config import QuantizeConfig
+from anybit.evaluation.embeddings import COLUMNS, embed, pooling_of, split_sentences
+from anybit.loader import load, load_tokenizer
 from anybit.progress import Terminal
-from anybit.spec import QuantizeConfig
 
 PAIRS = 250  # sentences that are paired, twice each
 ROWS: dict[str, dict[str, Any]] = {

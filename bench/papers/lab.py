@@ -19,17 +19,18 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from anybit import evaluation, texts
-from anybit.calibrate import Collector, gradient_statistics, spilled_statistics
-from anybit.checkpoint import open_checkpoint
-from anybit.convert import compute_dtype
+from anybit.calibration import texts
+from anybit.calibration.moments import Collector, gradient_statistics, spilled_statistics
+from anybit.calibration.stats import GradientStats, LinearStats
+from anybit.calibration.streaming import StreamedModel
+from anybit.checkpoint.directory import open_checkpoint
+from anybit.driver import compute_dtype
+from anybit.evaluation import perplexity as evaluation
+from anybit.formats.weight import PackedWeight, QuantizedWeight, layout_of, pack, stored_bytes
 from anybit.kernels.reference import round_inputs, rounds_inputs
 from anybit.kv_cache import quantized_attention
-from anybit.model import load
+from anybit.loader import load
 from anybit.progress import Terminal
-from anybit.stats import GradientStats, LinearStats
-from anybit.streaming import StreamedModel
-from anybit.tensors import PackedWeight, QuantizedWeight, layout_of, pack, stored_bytes
 
 Weights = Mapping[str, QuantizedWeight | Tensor]
 Rounding = Callable[[str, Tensor], Tensor]  # layer name, inputs -> rounded inputs
@@ -219,7 +220,7 @@ class Lab:
 
     def zero_shot(self, rows: Mapping[str, Callable[[], Weights | None]]) -> None:
         """Accuracies of `--tasks` for every row {label: its weights}, as a Markdown table."""
-        from anybit.integrations import lm_eval
+        from anybit.evaluation import tasks as lm_eval
 
         folder, names, limit = self.args.tasks_dir, tuple(self.args.tasks), self.args.limit
         if folder is None:

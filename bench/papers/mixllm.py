@@ -17,14 +17,14 @@ import torch
 from lab import Lab, Rounding, Weights, arguments, run
 from torch import Tensor
 
-from anybit import salience
-from anybit.convert import compute_dtype
+from anybit.calibration.stats import LinearStats
+from anybit.calibration.streaming import StreamedModel
+from anybit.config import LayerSpec, QuantizeConfig, TileSpec
+from anybit.driver import compute_dtype
+from anybit.formats.weight import QuantizedWeight
 from anybit.kernels.reference import quantize_activations
 from anybit.methods import mixllm, registry
-from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
-from anybit.stats import LinearStats
-from anybit.streaming import StreamedModel
-from anybit.tensors import QuantizedWeight
+from anybit.methods import sensitivity as salience
 
 Rows = dict[str, tuple[int, ...]]
 SHARES = (0.0, 0.1, 0.2, 0.5, 1.0)

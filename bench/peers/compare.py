@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from anybit.texts import calibration_set
+from anybit.calibration.texts import calibration_set
 
 HERE = Path(__file__).parent
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anybit import kernels
-    from anybit.convert import quantize
+    from anybit.config import LayerSpec, QuantizeConfig, TileSpec
+    from anybit.driver import quantize
     from anybit.kv_cache import QuantizedCache
-    from anybit.model import evaluate, load
-    from anybit.spec import LayerSpec, QuantizeConfig, TileSpec
+    from anybit.loader import evaluate, load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 _API = {
-    "quantize": "anybit.convert",
-    "evaluate": "anybit.model",
-    "load": "anybit.model",
-    "LayerSpec": "anybit.spec",
-    "QuantizeConfig": "anybit.spec",
+    "quantize": "anybit.driver",
+    "evaluate": "anybit.loader",
+    "load": "anybit.loader",
+    "LayerSpec": "anybit.config",
+    "QuantizeConfig": "anybit.config",
     "QuantizedCache": "anybit.kv_cache",
-    "TileSpec": "anybit.spec",
+    "TileSpec": "anybit.config",
 }
 
 

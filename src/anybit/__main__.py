@@ -1,5 +1,5 @@
 """`python -m anybit` is the `anybit` command."""
 
-from anybit.cli import main
+from anybit.cli.main import main
 
 main()

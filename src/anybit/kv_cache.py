@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from anybit.codes import PACKED_WIDTHS, pack_codes, unpack_codes
+from anybit.config import KV_BITS
 from anybit.errors import InputError
+from anybit.formats.bits import PACKED_WIDTHS, pack_codes, unpack_codes
 from anybit.methods.grid import FP16_MAX
-from anybit.spec import KV_BITS
 
 
 def check_kv_bits(bits: int | None) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import InputError
+from anybit.formats.weight import PackedWeight, at_width, code_bits, stored_tensors, stored_widths, widest
 from anybit.kernels import operators
 from anybit.kernels.dispatch import Prepared
-from anybit.tensors import PackedWeight, at_width, code_bits, stored_tensors, stored_widths, widest
 
 _PREPARING = threading.Lock()  # of any module: the first call may come from several threads at once
 

@@ -12,14 +12,11 @@ from typing import Any
 
 import torch
 
-from anybit import finetune, progressive, salience
-from anybit.calibrate import LOGIT_CHUNK
-from anybit.description import dense_layout
-from anybit.errors import InputError
-from anybit.footprint import overhead_bytes
-from anybit.methods import two_four_sixteen
-from anybit.methods.registry import METHODS
-from anybit.spec import (
+from anybit.artifact.config_json import dense_layout
+from anybit.artifact.predicted_size import overhead_bytes
+from anybit.calibration.moments import LOGIT_CHUNK
+from anybit.calibration.streaming import StreamedModel, selected
+from anybit.config import (
     CODEBOOK_METHODS,
     EMBED_GROUP_SIZE,
     ENCODER_METHODS,
@@ -29,8 +26,12 @@ from anybit.spec import (
     QuantizeConfig,
     SpecMap,
 )
-from anybit.streaming import StreamedModel, selected
-from anybit.tensors import code_bits, stored_bytes, widest
+from anybit.errors import InputError
+from anybit.formats.weight import code_bits, stored_bytes, widest
+from anybit.methods import finetune, two_four_sixteen
+from anybit.methods import ordering as progressive
+from anybit.methods import sensitivity as salience
+from anybit.methods.registry import METHODS
 
 CLUSTERING = 6e-8  # seconds per weight and thread, at 3 bits
 NESTED_CODES = 5e-7  # the same of nested codes

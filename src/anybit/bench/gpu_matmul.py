@@ -18,9 +18,9 @@ from anybit.bench import graphs
 from anybit.bench.graphs import LIMIT, Run, Save, Variant, nobody
 from anybit.bench.kernels import FAST, chosen, layouts, random_weight
 from anybit.errors import InputError
+from anybit.formats.weight import PackedWeight, stored_bytes, unpack
 from anybit.kernels import reference
 from anybit.kernels.dispatch import Prepared
-from anybit.tensors import PackedWeight, stored_bytes, unpack
 
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (14336, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 512, 1024)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from anybit.bench import graphs
 from anybit.bench.graphs import Save, nobody
+from anybit.calibration.stats import GradientStats, LinearStats
+from anybit.config import LayerSpec
 from anybit.errors import InputError
 from anybit.formats import GroupInt
 from anybit.kernels import cpu, dispatch, reference
 from anybit.methods import gptq, kmeans, registry, squeezellm
-from anybit.spec import LayerSpec
-from anybit.stats import GradientStats, LinearStats
 
 BLOCKS = 32
 LLAMA_7B = {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1}  # (out, in) -> layers of a block

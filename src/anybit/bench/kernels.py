@@ -28,10 +28,10 @@ from anybit.bench import ggml
 from anybit.compare.machine import machine
 from anybit.errors import InputError
 from anybit.formats import BLOCK, Nested, Sparse, TwoFour
+from anybit.formats.weight import PackedWeight, stored_bytes, stored_tensors
 from anybit.kernels import cpu, info
 from anybit.kernels.dispatch import Prepared
 from anybit.progress import SILENT, Silent
-from anybit.tensors import PackedWeight, stored_bytes, stored_tensors
 
 Run = Callable[[], object]
 Make = Callable[[int], "Variant"]  # of a matrix of so many rows

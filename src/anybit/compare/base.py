@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from anybit.checkpoint import Checkpoint
+from anybit.checkpoint.directory import Checkpoint
 
 BLOCK = 32  # weights that share a grid in GGUF's formats
 ROWS, LAYERS = 64, 4  # that are looked at

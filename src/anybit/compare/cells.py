@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from anybit.checkpoint import Checkpoint
-from anybit.convert import compute_dtype
+from anybit.calibration.streaming import StreamedModel
+from anybit.checkpoint.directory import Checkpoint
+from anybit.config import METHOD_WIDTHS, QuantizeConfig, check_method
+from anybit.driver import compute_dtype
 from anybit.errors import InputError
+from anybit.methods.ordering import BITS, CORE_BITS
 from anybit.plan import make_plan
-from anybit.progressive import BITS, CORE_BITS
-from anybit.spec import METHOD_WIDTHS, QuantizeConfig, check_method
-from anybit.streaming import StreamedModel
 
 BASE = "unquantized"
 OPTIONS = {f.name for f in fields(QuantizeConfig)} - {"method", "samples", "seq_len", "seed"}

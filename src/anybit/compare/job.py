@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from anybit.artifact.writer import Cost
 from anybit.compare.cells import as_options
-from anybit.convert import quantize
+from anybit.config import QuantizeConfig
+from anybit.driver import quantize
 from anybit.errors import InputError
 from anybit.progress import SILENT, Terminal
-from anybit.spec import QuantizeConfig
-from anybit.writer import Cost
 
 START = "import sys, pathlib, anybit.compare.job; anybit.compare.job.main(pathlib.Path(sys.argv[1]))"
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from anybit.card import quantized_notice
+from anybit.artifact.model_card import quantized_notice
 from anybit.compare import rows
+from anybit.compare.page import picture, table_row, write_page
 from anybit.compare.rows import Row, by_entry, label
-from anybit.evaluation import paired_bootstrap
-from anybit.report import picture, table_row, write_page
+from anybit.evaluation.perplexity import paired_bootstrap
 
 WORST = 10  # curves show perplexities up to this many times the unquantized model's
 CUT = 5  # bars of wall seconds reach so many times the median

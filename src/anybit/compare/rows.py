@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anybit.compare.cells import Settings, cell_of, default_name, entry_of, toml
-from anybit.spec import DESCRIPTIONS, USED_BY, QuantizeConfig
+from anybit.config import DESCRIPTIONS, USED_BY, QuantizeConfig
 
 Row = Mapping[str, Any]
 TOLD = (  # whatever they are

@@ -23,9 +23,9 @@ import torch
 import transformers
 
 import anybit
-from anybit import texts
-from anybit.artifact import dump_json, inspect, partial_folder
-from anybit.checkpoint import Checkpoint, open_checkpoint
+from anybit.artifact.reader import dump_json, inspect, partial_folder
+from anybit.calibration import texts
+from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.compare import job
 from anybit.compare.base import quantized_before
 from anybit.compare.cells import (
@@ -43,10 +43,10 @@ from anybit.compare.machine import machine, source
 from anybit.compare.pace import Pace
 from anybit.compare.report import write_report
 from anybit.compare.work import Work, beside, by_key, read_json
+from anybit.config import METHODS, QuantizeConfig
 from anybit.errors import InputError
-from anybit.model import evaluate
+from anybit.loader import evaluate
 from anybit.progress import SILENT, Silent, Terminal, no_other_bars
-from anybit.spec import METHODS, QuantizeConfig
 
 CELLS, WORK, LOCK = "cells", "work", "compare.lock"
 FIGURES = (
@@ -364,7 +364,7 @@ def _key(inputs: list[Any], config: Mapping[str, Any] | None = None) -> str:
 
 def _check_tasks(settings: Settings) -> list[str]:
     """What the scores of tasks depend on; see `lm_eval.prepare` for what is refused."""
-    from anybit.integrations import lm_eval
+    from anybit.evaluation import tasks as lm_eval
 
     lm_eval.prepare(settings.tasks, tasks_dir=settings.tasks_dir, limit=settings.limit)
     files = [] if settings.tasks_dir is None else [settings.tasks_dir / f"{t}.jsonl" for t in settings.tasks]

@@ -20,13 +20,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from anybit import progressive, refinements
-from anybit.checkpoint import HASHES
-from anybit.description import check_layers
+from anybit.artifact import refinements
+from anybit.artifact.config_json import check_layers
+from anybit.checkpoint.directory import HASHES
 from anybit.errors import InputError
 from anybit.formats import is_int
+from anybit.formats.weight import QUANT_METHOD, check_version, validate
 from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead, set_bits, set_exact
-from anybit.tensors import QUANT_METHOD, check_version, validate
+from anybit.methods import ordering as progressive
 
 
 class AnybitConfig(QuantizationConfigMixin):

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit import formats, shapes
-from anybit.codes import pack_bits, unpack_bits
+from anybit import formats
+from anybit.formats import tables as shapes
+from anybit.formats.bits import pack_bits, unpack_bits
 
 try:
     from anybit import _native as _extension

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.codes import pack_codes, unpack_codes
 from anybit.errors import InputError
 from anybit.formats import Codebook, Float16, GroupInt, Nested, Sparse, TwoFour, decode_table
+from anybit.formats.bits import pack_codes, unpack_codes
+from anybit.formats.weight import PackedWeight, place, sparse_tensors, tile_prefix, tile_tensors
 from anybit.kernels import cpu, gpu, reference
-from anybit.tensors import PackedWeight, place, sparse_tensors, tile_prefix, tile_tensors
 
 TAKEN = {  # fields whose bytes the native object of a tile holds, in another order
     GroupInt.NAME: {"codes", "scales", "zeros"},

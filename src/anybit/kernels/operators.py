@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from anybit.errors import InputError
+from anybit.formats.weight import PackedWeight, stored_tensors, validate, validate_layout
 from anybit.kernels.dispatch import Prepared
-from anybit.tensors import PackedWeight, stored_tensors, validate, validate_layout
 
 
 class Owner(Protocol):

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.calibration.stats import LinearStats
+from anybit.config import LayerSpec, TileSpec
 from anybit.errors import InputError
+from anybit.formats.weight import QuantizedWeight
 from anybit.methods import gptq, tiling
-from anybit.spec import LayerSpec, TileSpec
-from anybit.stats import LinearStats
-from anybit.tensors import QuantizedWeight
 
 OUTLIER_BITS = 8
 MAX_OUTLIERS = 128  # the paper's number, for models from 4096 channels up

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from anybit.calibration.stats import LinearStats
 from anybit.methods import grid
 from anybit.methods.tiling import ColumnSet
-from anybit.stats import LinearStats
 
 RATIOS = tuple(1 - 0.04 * k for k in range(14))  # 1.00 down to 0.48
 CHUNK = 2**18  # weights searched at a time: rows are independent, and these stay in cache

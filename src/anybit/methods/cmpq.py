@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.calibration.stats import LinearStats
+from anybit.config import LayerSpec
 from anybit.errors import InputError
 from anybit.formats import Codebook, Float16, Sparse, to_half
+from anybit.formats.weight import QuantizedWeight
 from anybit.methods import grid, kmeans
 from anybit.methods.gptq import BLOCK, inverse_factor
-from anybit.spec import LayerSpec
-from anybit.stats import LinearStats
-from anybit.tensors import QuantizedWeight
 
 EXTREMES = 0.01  # share of channels that 3 bits on average give to 4 and to 2 bits
 

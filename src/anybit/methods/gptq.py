@@ -14,13 +14,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from anybit.calibration.stats import LinearStats
+from anybit.config import LayerSpec
 from anybit.errors import InputError
+from anybit.formats.weight import QuantizedWeight
 from anybit.kernels import dispatch
 from anybit.methods import clip, grid
 from anybit.methods.tiling import ColumnSet, assemble, column_sets
-from anybit.spec import LayerSpec
-from anybit.stats import LinearStats
-from anybit.tensors import QuantizedWeight
 
 BLOCK = 128  # columns between lazy updates of the rest of the matrix
 DAMP_RETRIES = 3

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from anybit.codes import groups_of
 from anybit.errors import InputError
+from anybit.formats.bits import groups_of
 
 FP16_MAX = 65504.0
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
+from anybit.config import METHOD_WIDTHS, LayerSpec
+from anybit.formats.weight import stored_bytes
 from anybit.methods import tiling
-from anybit.spec import METHOD_WIDTHS, LayerSpec
-from anybit.tensors import stored_bytes
 
 
 def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """MixLLM: the most salient output rows of the whole model at 8 bits, the others at 4 (arXiv:2412.14590).
 
-Which rows those are is found globally (`anybit.salience`); here a layer's rows become tiles. 8-bit rows are symmetric,
-4-bit rows asymmetric, inputs 8-bit symmetric per token and group (section 3.1.2); rounding is GPTQ's.
+Which rows those are is found globally (`anybit.methods.sensitivity`); here a layer's rows become tiles. 8-bit rows are
+symmetric, 4-bit rows asymmetric, inputs 8-bit symmetric per token and group (section 3.1.2); rounding is GPTQ's.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
+from anybit.config import LayerSpec, TileSpec
 from anybit.methods import tiling
-from anybit.spec import LayerSpec, TileSpec
 
 NARROW, WIDE = 4, 8
 

@@ -8,7 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from anybit.calibration.stats import GradientStats, LinearStats
+from anybit.config import LayerSpec
 from anybit.errors import InputError
+from anybit.formats.weight import QuantizedWeight
 from anybit.methods import (
     activations,
     atom,
@@ -16,16 +19,13 @@ from anybit.methods import (
     gptq,
     llm_mq,
     mixllm,
-    nested,
     rtn,
     scaling,
     squeezellm,
     tiling,
     two_four_sixteen,
 )
-from anybit.spec import LayerSpec
-from anybit.stats import GradientStats, LinearStats
-from anybit.tensors import QuantizedWeight
+from anybit.methods import anybit as nested
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from anybit.calibration.stats import LinearStats
+from anybit.config import LayerSpec
+from anybit.formats.weight import QuantizedWeight
 from anybit.methods import clip, grid
 from anybit.methods.tiling import assemble, column_sets
-from anybit.spec import LayerSpec
-from anybit.stats import LinearStats
-from anybit.tensors import QuantizedWeight
 
 
 def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> QuantizedWeight:

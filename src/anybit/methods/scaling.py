@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from anybit.calibration.stats import InputStats, LinearStats
+from anybit.config import LayerSpec
 from anybit.errors import InputError
+from anybit.formats.weight import pack
 from anybit.kernels import reference
 from anybit.methods import grid, rtn
-from anybit.spec import LayerSpec
-from anybit.stats import InputStats, LinearStats
-from anybit.tensors import pack
 
 ALPHAS = tuple(k / 20 for k in range(21))
 SMALLEST, LARGEST = 2.0**-14, 2.0**15  # of an input scale: normal float16 numbers

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.calibration.stats import GradientStats
+from anybit.config import LayerSpec
 from anybit.errors import InputError
 from anybit.formats import Codebook, Sparse
+from anybit.formats.weight import QuantizedWeight
 from anybit.methods import kmeans
-from anybit.spec import LayerSpec
-from anybit.stats import GradientStats
-from anybit.tensors import QuantizedWeight
 
 
 def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.codes import groups_of
+from anybit.calibration.stats import LinearStats
+from anybit.config import LayerSpec, TileSpec
 from anybit.errors import InputError
 from anybit.formats import GroupInt, activations_of, to_half
+from anybit.formats.bits import groups_of
+from anybit.formats.weight import MAX_TILES, QuantizedWeight, check_activations
 from anybit.methods.grid import split_groups
-from anybit.spec import LayerSpec, TileSpec
-from anybit.stats import LinearStats
-from anybit.tensors import MAX_TILES, QuantizedWeight, check_activations
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.calibration.stats import LinearStats
+from anybit.config import LayerSpec, bits_eq10
 from anybit.errors import InputError
 from anybit.formats import BLOCK, SECOND_GROUP, Sparse, TwoFour
+from anybit.formats.weight import QuantizedWeight
 from anybit.methods import clip, grid
 from anybit.methods.gptq import inverse_factor
-from anybit.spec import LayerSpec, bits_eq10
-from anybit.stats import LinearStats
-from anybit.tensors import QuantizedWeight
 
 ALIGNED_BITS = bits_eq10(0.25, BLOCK)  # the average at which 2- and 4-bit blocks come three to one
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from anybit.formats.weight import PackedWeight
     from anybit.kernels.gpu.layer import Layer
-    from anybit.tensors import PackedWeight
 
 
 def why_not() -> str | None:

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anybit.codes import groups_of
 from anybit.errors import InputError
+from anybit.formats.bits import groups_of
 from anybit.kernels import reference as plain
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from anybit import formats, shapes
+from anybit import formats
 from anybit.formats import FORMATS, decode_table
+from anybit.formats import tables as shapes
+from anybit.formats.weight import PackedWeight, place, sparse_tensors, tile_prefix, tile_tensors
 from anybit.kernels.gpu import activations, codebook, integer
 from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt, place_product
 from anybit.kernels.gpu.sparse import Sparse
@@ -19,7 +21,6 @@ from anybit.kernels.gpu.split import sum_parts
 from anybit.kernels.gpu.streams import concurrently
 from anybit.kernels.gpu.two_four import TwoFour
 from anybit.kernels.gpu.words import LANES
-from anybit.tensors import PackedWeight, place, sparse_tensors, tile_prefix, tile_tensors
 
 TWO_FOUR_CODES = {"codes", "rest", "grids", "narrow_codes", "zeros", "scale_codes", "wide_codes"}
 

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
-from anybit.calibrate import Activations
+from anybit.calibration.moments import Activations
+from anybit.calibration.streaming import BlockCall
 from anybit.formats import TwoFour
+from anybit.formats.weight import QuantizedWeight
 from anybit.methods.grid import FP16_MAX, safe
 from anybit.progress import Advance, ignore
-from anybit.streaming import BlockCall
-from anybit.tensors import QuantizedWeight
 
 HELD_OUT = 8  # every so many calibration windows, one is held out
 PATIENCE = 3  # epochs in a row without a new best before a block is left

@@ -19,9 +19,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from anybit.checkpoint import HASHES, INDEX, check_sha256, read_json, read_safetensors_header
+from anybit.checkpoint.directory import HASHES, INDEX, check_sha256, read_json, read_safetensors_header
 from anybit.errors import InputError
-from anybit.progressive import (
+from anybit.formats.weight import check_version, stored_tensors
+from anybit.methods.ordering import (
     BITS,
     SECTION,
     STEP,
@@ -33,7 +34,6 @@ from anybit.progressive import (
     plane_rows,
     with_counts,
 )
-from anybit.tensors import check_version, stored_tensors
 
 SUFFIX = ".safetensors"
 MOST_HEADER = 1 << 24  # bytes of a refinement's header that are looked at

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import anybit
+from anybit.config import EMBED_BITS, KV_BITS, USED_BY, QuantizeConfig
 from anybit.errors import InputError
 from anybit.formats import GroupInt
-from anybit.spec import EMBED_BITS, KV_BITS, USED_BY, QuantizeConfig
-from anybit.tensors import FORMAT_VERSION, QUANT_METHOD, validate_layout
+from anybit.formats.weight import FORMAT_VERSION, QUANT_METHOD, validate_layout
 
 if TYPE_CHECKING:
-    from anybit.checkpoint import Checkpoint
+    from anybit.calibration.streaming import StreamedModel
+    from anybit.checkpoint.directory import Checkpoint
     from anybit.plan import Plan
-    from anybit.streaming import StreamedModel
 
 
 def provenance(

@@ -10,9 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 import anybit.integrations.transformers  # noqa: F401 - registers the quantizer
-from anybit import embeddings, evaluation, texts
-from anybit.architectures import auto_class, build_options, is_encoder, max_positions
-from anybit.artifact import (
+from anybit.artifact.reader import (
     check_width,
     choose_rung,
     inspect,
@@ -20,14 +18,18 @@ from anybit.artifact import (
     open_artifact,
     refuse_unfinished,
 )
-from anybit.calibrate import load_whole
-from anybit.checkpoint import Checkpoint, open_checkpoint
+from anybit.calibration import texts
+from anybit.calibration.moments import load_whole
+from anybit.calibration.streaming import StreamedModel
+from anybit.checkpoint.architectures import auto_class, build_options, is_encoder, max_positions
+from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.errors import InputError
+from anybit.evaluation import embeddings
+from anybit.evaluation import perplexity as evaluation
+from anybit.formats.weight import QUANT_METHOD, at_width, stored_tensors
 from anybit.kv_cache import check_kv_bits, quantized_attention
 from anybit.layers import set_exact
 from anybit.progress import SILENT, Silent
-from anybit.streaming import StreamedModel
-from anybit.tensors import QUANT_METHOD, at_width, stored_tensors
 
 SEQ_LEN = 2048
 CLOSE_BITS = 0.02  # average widths that are called the same
@@ -276,7 +278,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     text = text or "builtin-eval"
     prepared: Any = None
     if tasks:  # before the models load: a mistake here must not cost the figures that come first
-        from anybit.integrations import lm_eval
+        from anybit.evaluation import tasks as lm_eval
 
         prepared = lm_eval.prepare(tasks, tasks_dir=tasks_dir, limit=limit)
     elif tasks_dir is not None or limit is not None:

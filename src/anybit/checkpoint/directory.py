@@ -36,7 +36,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from anybit.errors import InputError
 
 if TYPE_CHECKING:
-    from anybit.gguf import GgufFile
+    from anybit.checkpoint.gguf import GgufFile
 
 HEADER_LIMIT = 100_000_000  # bytes of a safetensors header, as in the reference implementation
 JSON_LIMIT = 100_000_000  # bytes of config.json or of an index
@@ -543,9 +543,9 @@ def _read_span(path: Path, begin: int, dtype: torch.dtype, *, shape: tuple[int, 
 
 
 def _gguf_reader() -> ModuleType:
-    """`anybit.gguf`, imported when it is needed: a machine that reads no such files need not have the package."""
+    """`anybit.checkpoint.gguf`, imported when it is needed: a machine that reads no such files can lack the package."""
     try:
-        return importlib.import_module("anybit.gguf")
+        return importlib.import_module("anybit.checkpoint.gguf")
     except ImportError as error:
         raise InputError("reading .gguf files needs the package gguf: pip install gguf") from error
 

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.architectures import max_positions
-from anybit.checkpoint import POOLING, read_json
+from anybit.calibration.texts import read_utf8, text_field
+from anybit.checkpoint.architectures import max_positions
+from anybit.checkpoint.directory import POOLING, read_json
 from anybit.errors import InputError
 from anybit.progress import Advance, ignore
-from anybit.texts import read_utf8, text_field
 
 BATCH = 32  # sentences embedded at a time
 SENTENCES = 500  # of a text, evenly spaced

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import TextStreamer
 
-from anybit import cuda_graph
-from anybit.architectures import is_encoder
+from anybit.checkpoint.architectures import is_encoder
 from anybit.errors import InputError
+from anybit.kernels.gpu import cuda_graph
 from anybit.kv_cache import QuantizedCache, check_kv_bits
-from anybit.model import config_of, load, load_tokenizer
+from anybit.loader import config_of, load, load_tokenizer
 from anybit.progress import SILENT, Silent
 
 

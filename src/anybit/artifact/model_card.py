@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from anybit.architectures import is_encoder
-from anybit.spec import QuantizeConfig
+from anybit.checkpoint.architectures import is_encoder
+from anybit.config import QuantizeConfig
 
 if TYPE_CHECKING:
-    from anybit.checkpoint import Checkpoint
+    from anybit.checkpoint.directory import Checkpoint
     from anybit.plan import Plan
 
 

@@ -26,10 +26,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from anybit.artifact import dump_json, is_artifact, partial_folder
-from anybit.checkpoint import HASHES, INDEX, file_sha256, read_safetensors_header
+from anybit.artifact.reader import dump_json, is_artifact, partial_folder
+from anybit.checkpoint.directory import HASHES, INDEX, file_sha256, read_safetensors_header
 from anybit.errors import InputError
-from anybit.tensors import FORMAT_VERSION
+from anybit.formats.weight import FORMAT_VERSION
 
 JOURNAL = "journal.jsonl"
 STATISTICS = "statistics"  # folder beside the artifact under way

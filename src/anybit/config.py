@@ -210,7 +210,7 @@ class QuantizeConfig:
     finetune_epochs: int = 6  # at most so many passes over the calibration windows
     wide_rows: float | None = None  # mixllm: share of output rows at 8 bits; None: 0.1, or what `bits` says
     salience: str | None = (
-        None  # what ranks rows; None: the first of the method's SALIENCES, see `anybit.salience`
+        None  # what ranks rows; None: the first of the method's SALIENCES, see `anybit.methods.sensitivity`
     )
     search: str = "one-pass"  # mixllm: or "progressive", 2 % of the rows at a time
     desc_act: bool = False

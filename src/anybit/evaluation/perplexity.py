@@ -21,9 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from anybit.architectures import max_positions
+from anybit.calibration.texts import default_bos
+from anybit.checkpoint.architectures import max_positions
 from anybit.errors import InputError
-from anybit.texts import default_bos
 
 __all__ = ["PerplexityResult", "default_bos", "paired_bootstrap", "perplexity"]
 

@@ -18,24 +18,21 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import anybit
-from anybit import finetune, kernels, progressive, salience
-from anybit.architectures import max_positions
-from anybit.artifact import inspect
-from anybit.calibrate import Activations, Collector, gradient_statistics, spilled_statistics
-from anybit.card import Beside, model_card
-from anybit.checkpoint import Checkpoint, open_checkpoint
-from anybit.description import artifact_config, provenance
+from anybit import kernels
+from anybit.artifact.config_json import artifact_config, provenance
+from anybit.artifact.model_card import Beside, model_card
+from anybit.artifact.reader import inspect
+from anybit.artifact.writer import ArtifactWriter, Cost, check_output, finished_bytes
+from anybit.calibration.moments import Activations, Collector, gradient_statistics, spilled_statistics
+from anybit.calibration.stats import GradientStats, LinearStats
+from anybit.calibration.streaming import BlockCall, StreamedModel, run_block
+from anybit.calibration.texts import CalibrationSet, calibration_set
+from anybit.checkpoint.architectures import max_positions
+from anybit.checkpoint.directory import Checkpoint, open_checkpoint
+from anybit.config import LayerSpec, QuantizeConfig, SpecMap, TileSpec
 from anybit.errors import InputError
 from anybit.formats import GroupInt
-from anybit.kernels.reference import round_inputs, rounds_inputs
-from anybit.methods import llm_mq, mixllm, nested, registry, rtn, two_four_sixteen
-from anybit.model import check_device
-from anybit.plan import Plan, check_disk, make_plan, scratch_bytes
-from anybit.progress import SILENT, Advance, Silent, ignore
-from anybit.spec import LayerSpec, QuantizeConfig, SpecMap, TileSpec
-from anybit.stats import GradientStats, LinearStats
-from anybit.streaming import BlockCall, StreamedModel, run_block
-from anybit.tensors import (
+from anybit.formats.weight import (
     PackedWeight,
     QuantizedWeight,
     pack,
@@ -43,8 +40,14 @@ from anybit.tensors import (
     stored_tensors,
     unpack,
 )
-from anybit.texts import CalibrationSet, calibration_set
-from anybit.writer import ArtifactWriter, Cost, check_output, finished_bytes
+from anybit.kernels.reference import round_inputs, rounds_inputs
+from anybit.loader import check_device
+from anybit.methods import anybit as nested
+from anybit.methods import finetune, llm_mq, mixllm, registry, rtn, two_four_sixteen
+from anybit.methods import ordering as progressive
+from anybit.methods import sensitivity as salience
+from anybit.plan import Plan, check_disk, make_plan, scratch_bytes
+from anybit.progress import SILENT, Advance, Silent, ignore
 
 EMBED_ROWS = 4096  # rows of an embedding that are quantized at a time
 

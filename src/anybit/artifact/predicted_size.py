@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybit import progressive
-from anybit.artifact import is_tokenizer_file
-from anybit.card import Beside, model_card
-from anybit.checkpoint import DTYPES
-from anybit.description import artifact_config, provenance
-from anybit.spec import QuantizeConfig
-from anybit.tensors import stored_tensors
-from anybit.writer import described_files, hash_list, shard_file
+from anybit.artifact.config_json import artifact_config, provenance
+from anybit.artifact.model_card import Beside, model_card
+from anybit.artifact.reader import is_tokenizer_file
+from anybit.artifact.writer import described_files, hash_list, shard_file
+from anybit.checkpoint.directory import DTYPES
+from anybit.config import QuantizeConfig
+from anybit.formats.weight import stored_tensors
+from anybit.methods import ordering as progressive
 
 if TYPE_CHECKING:
+    from anybit.calibration.streaming import StreamedModel
     from anybit.plan import Plan
-    from anybit.streaming import StreamedModel
 
 Stored = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # tensor name -> dtype and shape
 HASH = "0" * 64

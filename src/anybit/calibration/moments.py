@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers.pytorch_utils import Conv1D
 
+from anybit.calibration.stats import GradientStats, LinearStats
+from anybit.calibration.streaming import StreamedModel, linear_shape, map_large_arrays
 from anybit.errors import InputError
 from anybit.progress import SILENT, Advance, Silent, ignore
-from anybit.stats import GradientStats, LinearStats
-from anybit.streaming import StreamedModel, linear_shape, map_large_arrays
 
 ACTIVATION_BUDGET = 2 << 30  # bytes of hidden states held in memory; more go to disk
 ATTENTION_QUERIES = 256  # queries per sample that value tokens are weighted by

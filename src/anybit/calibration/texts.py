@@ -55,7 +55,7 @@ def read_text(source: str, split: str = "test") -> str:
     Raises InputError for what cannot be read.
     """
     if source in BUILTIN:
-        data = resources.files("anybit").joinpath("data").joinpath(BUILTIN[source]).read_bytes()
+        data = resources.files("anybit.calibration").joinpath("data").joinpath(BUILTIN[source]).read_bytes()
         return data.decode("utf-8")
     path = Path(os.path.expanduser(source))  # os.path answers for every string, Path raises for some
     if os.path.isfile(path):

@@ -21,14 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from anybit.calibrate import gradient_statistics, load_whole
+from anybit.artifact.writer import Cost
+from anybit.calibration.moments import gradient_statistics, load_whole
+from anybit.calibration.stats import GradientStats
+from anybit.calibration.streaming import StreamedModel
+from anybit.config import METHOD_WIDTHS, SALIENCES, LayerSpec, QuantizeConfig, TileSpec
 from anybit.errors import InputError
-from anybit.methods import mixllm, nested, rtn
+from anybit.methods import anybit as nested
+from anybit.methods import mixllm, rtn
 from anybit.progress import SILENT, Advance, Silent
-from anybit.spec import METHOD_WIDTHS, SALIENCES, LayerSpec, QuantizeConfig, TileSpec
-from anybit.stats import GradientStats
-from anybit.streaming import StreamedModel
-from anybit.writer import Cost
 
 STEP = 0.02  # share of the rows that a progressive search widens at a time
 SAMPLES_KEPT = 4  # samples between two savings

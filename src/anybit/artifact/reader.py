@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from anybit.checkpoint import HASHES, INDEX, Checkpoint, check_sha256, open_checkpoint, read_json
-from anybit.description import check_layers, dense_layout
+from anybit.artifact.config_json import check_layers, dense_layout
+from anybit.artifact.refinements import Progressive, read_progressive
+from anybit.checkpoint.directory import HASHES, INDEX, Checkpoint, check_sha256, open_checkpoint, read_json
+from anybit.config import bits_eq10, parse_bytes
 from anybit.errors import InputError
 from anybit.formats import TwoFour
-from anybit.progressive import with_counts
-from anybit.refinements import Progressive, read_progressive
-from anybit.spec import bits_eq10, parse_bytes
-from anybit.tensors import (
+from anybit.formats.weight import (
     QUANT_METHOD,
     PackedWeight,
     at_width,
@@ -35,6 +34,7 @@ from anybit.tensors import (
     validate,
     widest,
 )
+from anybit.methods.ordering import with_counts
 
 TOKENIZER_FILES = (
     "tokenizer",

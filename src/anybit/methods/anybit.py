@@ -6,8 +6,8 @@ here every width keeps its own account. It has its own targets (the weights, and
 them), and a column's code is the one whose leading bits miss the targets of all widths least, by a weighted sum. Any
 width then is compensated, those with the larger weights more.
 
-Rows share the tables of a few shapes (`anybit.shapes`) and have a scale each. The input channels with the largest
-second moments stay float16 and come first, as nothing need be undone for them.
+Rows share the tables of a few shapes (`anybit.formats.tables`) and have a scale each. The input channels with the
+largest second moments stay float16 and come first, as nothing need be undone for them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit import shapes
+from anybit.calibration.stats import LinearStats
+from anybit.config import LayerSpec
 from anybit.errors import InputError
 from anybit.formats import Nested, to_half
+from anybit.formats import tables as shapes
+from anybit.formats.weight import QuantizedWeight
 from anybit.kernels import cpu, dispatch
 from anybit.methods import grid
 from anybit.methods.gptq import BLOCK, inverse_factor
-from anybit.spec import LayerSpec
-from anybit.stats import LinearStats
-from anybit.tensors import QuantizedWeight
 
 BITS = 8  # the widest
 CHUNK = 1 << 24  # targets held at a time

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anybit.architectures import joined_layers
+from anybit.checkpoint.architectures import joined_layers
 from anybit.formats import Nested
-from anybit.tensors import stored_tensors
+from anybit.formats.weight import stored_tensors
 
 if TYPE_CHECKING:
-    from anybit.writer import ArtifactWriter
+    from anybit.artifact.writer import ArtifactWriter
 
 BITS = 8  # planes of a row, at most
 CORE_BITS = 2.0  # average width of the core

@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from anybit import shapes
-from anybit.codes import (
+from anybit.config import CODEBOOK_BITS
+from anybit.errors import InputError
+from anybit.formats import tables as shapes
+from anybit.formats.bits import (
     PLANE_ALIGN,
     code_align,
     groups_of,
@@ -28,8 +30,6 @@ from anybit.codes import (
     unpack_codes,
     unpack_planes,
 )
-from anybit.errors import InputError
-from anybit.spec import CODEBOOK_BITS
 
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # field -> dtype and shape
 Refuse = Callable[[str], None]  # raises InputError with a reason

@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import typer
 
 import anybit
-from anybit import tables
-from anybit.errors import InputError
-from anybit.spec import (
+from anybit.cli import tables
+from anybit.config import (
     DESCRIPTIONS,
     MAX_SEED,
     USED_BY,
@@ -26,6 +25,7 @@ from anybit.spec import (
     parse_bytes,
     read_spec_map,
 )
+from anybit.errors import InputError
 
 DEFAULTS = QuantizeConfig()
 COMPARED = [
@@ -582,7 +582,7 @@ def generate(  # noqa: PLR0913
 
     Example: `anybit generate out -p "The capital of France is" --max-new-tokens 20`
     """
-    from anybit.chat import Generator
+    from anybit.generate import Generator
 
     _set_threads(threads)
     at = _size_asked(bits, bpw, size)
@@ -610,7 +610,7 @@ def chat(  # noqa: PLR0913
 
     An empty line, Ctrl-D or /exit ends it; /new starts over; Ctrl-C stops an answer, or ends the chat between two.
     """
-    from anybit.chat import Generator, converse
+    from anybit.generate import Generator, converse
 
     _set_threads(threads)
     at = _size_asked(bits, bpw, size)
@@ -634,7 +634,7 @@ def inspect(
 
     Example: `anybit inspect out --json`
     """
-    from anybit.artifact import inspect as inspect_artifact
+    from anybit.artifact.reader import inspect as inspect_artifact
 
     figures = inspect_artifact(out, **_size_asked(bits, bpw, size))
     _emit(
@@ -645,7 +645,7 @@ def inspect(
 @app.command()
 def verify(out: Artifact) -> None:
     """Check weights and config of the artifact OUT byte by byte: hashes, headers, shapes, indices, scales."""
-    from anybit.artifact import verify as verify_artifact
+    from anybit.artifact.reader import verify as verify_artifact
 
     report = _report()
     advance: Any = None
@@ -684,7 +684,7 @@ def plan(
 
         anybit plan out --memory 120MB
     """
-    from anybit.artifact import curve, is_artifact
+    from anybit.artifact.reader import curve, is_artifact
     from anybit.plan import widths_for_memory
 
     if is_artifact(Path(model)):
@@ -1058,15 +1058,15 @@ def _size_asked(bits: float | None, bpw: float | None, size: str | None) -> dict
 def _streamed(model: str) -> Any:
     import torch
 
-    from anybit.checkpoint import open_checkpoint
-    from anybit.streaming import StreamedModel
+    from anybit.calibration.streaming import StreamedModel
+    from anybit.checkpoint.directory import open_checkpoint
 
     return StreamedModel(open_checkpoint(model), torch.bfloat16)
 
 
 def _predict(model: str, config: QuantizeConfig, spec_map: Any, out: Path) -> dict[str, Any]:
+    from anybit.artifact.writer import check_output
     from anybit.plan import estimate, make_plan
-    from anybit.writer import check_output
 
     check_output(out, overwrite=True)
     streamed = _streamed(model)

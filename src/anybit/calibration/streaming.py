@@ -21,8 +21,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
-from anybit.architectures import auto_class, build_options, is_encoder
-from anybit.checkpoint import Checkpoint
+from anybit.checkpoint.architectures import auto_class, build_options, is_encoder
+from anybit.checkpoint.directory import Checkpoint
 from anybit.errors import InputError
 from anybit.methods.grid import FP16_MAX
 from anybit.progress import Advance
