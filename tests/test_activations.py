@@ -24,14 +24,15 @@ from anybit.calibration.stats import InputStats, LinearStats
 from anybit.config import LayerSpec, QuantizeConfig, TileSpec
 from anybit.errors import InputError
 from anybit.formats import Float16, GroupInt
-from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack, validate
+from anybit.formats.bits import split_groups
+from anybit.formats.validate import validate
+from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu, reference
 from anybit.kernels.dispatch import Prepared
 from anybit.layers import QuantLinear
 from anybit.loader import load
 from anybit.methods import activations, atom, gptq, mixllm, registry, rtn, scaling, squeezellm
 from anybit.methods import sensitivity as salience
-from anybit.methods.grid import split_groups
 from anybit.plan import fit_budget, make_plan
 
 MakeModel = Callable[[str], Path]

@@ -20,7 +20,8 @@ from anybit.checkpoint import directory as checkpoint_module
 from anybit.config import LayerSpec, QuantizeConfig, TileSpec
 from anybit.errors import InputError
 from anybit.formats import Codebook, Float16
-from anybit.formats.weight import pack, unpack, validate
+from anybit.formats.validate import validate
+from anybit.formats.weight import pack, unpack
 from anybit.kernels.dispatch import Prepared
 from anybit.layers import PackedModule
 from anybit.loader import load

@@ -12,7 +12,8 @@ from torch import Tensor
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec, TileSpec
 from anybit.errors import InputError
-from anybit.formats.weight import QuantizedWeight, pack, validate
+from anybit.formats.validate import validate
+from anybit.formats.weight import QuantizedWeight, pack
 from anybit.kernels import cpu, reference
 from anybit.methods import clip, gptq, grid, rtn
 from anybit.methods.tiling import column_sets

@@ -18,7 +18,9 @@ from anybit.config import LayerSpec
 from anybit.errors import InputError
 from anybit.formats import Nested
 from anybit.formats import tables as shapes
-from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, stored_tensors, unpack, validate
+from anybit.formats.layout import stored_tensors
+from anybit.formats.validate import validate
+from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu
 from anybit.kernels.dispatch import Prepared
 from anybit.methods import anybit as nested

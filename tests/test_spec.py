@@ -19,7 +19,9 @@ from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.config import LayerSpec, QuantizeConfig, TileSpec, parse_layer_spec, read_spec_map
 from anybit.errors import InputError
-from anybit.formats.weight import pack, stored_bytes, stored_tensors, validate_layout
+from anybit.formats.layout import stored_bytes, stored_tensors
+from anybit.formats.validate import validate_layout
+from anybit.formats.weight import pack
 from anybit.methods import gptq, rtn
 from anybit.plan import Plan, check_disk, estimate, make_plan, spec_layout, stored_dtype, widths_for_memory
 

@@ -13,23 +13,16 @@ from torch import Tensor
 
 from anybit.errors import InputError
 from anybit.formats import Codebook, Float16, GroupInt, Sparse
-from anybit.formats.weight import (
+from anybit.formats.layout import (
     FORMAT_VERSION,
-    MAX_TILES,
-    PackedWeight,
-    QuantizedWeight,
     at_width,
     bits_per_weight,
-    check_version,
     code_bits,
-    layout_of,
-    pack,
     stored_bytes,
     stored_tensors,
-    unpack,
-    validate,
-    validate_layout,
 )
+from anybit.formats.validate import MAX_TILES, check_version, validate, validate_layout
+from anybit.formats.weight import PackedWeight, QuantizedWeight, layout_of, pack, unpack
 
 
 def tile(

@@ -23,7 +23,8 @@ import anybit
 from anybit.artifact.reader import inspect, verify
 from anybit.config import LayerSpec, QuantizeConfig, TileSpec
 from anybit.errors import InputError
-from anybit.formats.weight import PackedWeight, at_width, stored_tensors, unpack
+from anybit.formats.layout import at_width, stored_tensors
+from anybit.formats.weight import PackedWeight, unpack
 from anybit.integrations.transformers import AnybitConfig, register
 from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead
 

@@ -21,8 +21,11 @@ from anybit.artifact.reader import inspect, verify
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec, QuantizeConfig, TileSpec, bits_eq10
 from anybit.errors import InputError
-from anybit.formats import BLOCK, TwoFour
-from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, stored_bytes, unpack, validate
+from anybit.formats import TwoFour
+from anybit.formats.layout import stored_bytes
+from anybit.formats.two_four import BLOCK
+from anybit.formats.validate import validate
+from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu
 from anybit.kernels.dispatch import Prepared
 from anybit.loader import load

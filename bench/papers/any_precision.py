@@ -19,7 +19,8 @@ from lab import Lab, arguments
 from torch import Tensor
 
 from anybit.config import NESTED_WIDTHS, LayerSpec, TileSpec
-from anybit.formats.weight import QuantizedWeight, at_width, pack, stored_bytes, unpack
+from anybit.formats.layout import at_width, stored_bytes
+from anybit.formats.weight import QuantizedWeight, pack, unpack
 from anybit.methods import squeezellm
 from anybit.methods.gptq import inverse_factor
 

@@ -17,7 +17,8 @@ from transformers import DynamicCache
 
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec, TileSpec
-from anybit.formats import Float16, to_half
+from anybit.formats import Float16
+from anybit.formats.base import to_half
 from anybit.formats.weight import QuantizedWeight
 from anybit.kv_cache import QuantizedCache, QuantizedStates
 from anybit.methods import atom, registry, rtn

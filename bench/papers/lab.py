@@ -26,7 +26,8 @@ from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.driver import compute_dtype
 from anybit.evaluation import perplexity as evaluation
-from anybit.formats.weight import PackedWeight, QuantizedWeight, layout_of, pack, stored_bytes
+from anybit.formats.layout import stored_bytes
+from anybit.formats.weight import PackedWeight, QuantizedWeight, layout_of, pack
 from anybit.kernels.reference import round_inputs, rounds_inputs
 from anybit.kv_cache import quantized_attention
 from anybit.loader import load

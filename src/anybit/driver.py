@@ -32,14 +32,8 @@ from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.config import LayerSpec, QuantizeConfig, SpecMap, TileSpec
 from anybit.errors import InputError
 from anybit.formats import GroupInt
-from anybit.formats.weight import (
-    PackedWeight,
-    QuantizedWeight,
-    pack,
-    stored_bytes,
-    stored_tensors,
-    unpack,
-)
+from anybit.formats.layout import stored_bytes, stored_tensors
+from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels.reference import round_inputs, rounds_inputs
 from anybit.loader import check_device
 from anybit.methods import anybit as nested

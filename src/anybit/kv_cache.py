@@ -18,8 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from anybit.config import KV_BITS
 from anybit.errors import InputError
-from anybit.formats.bits import PACKED_WIDTHS, pack_codes, unpack_codes
-from anybit.methods.grid import FP16_MAX
+from anybit.formats.bits import FP16_MAX, PACKED_WIDTHS, pack_codes, unpack_codes
 
 
 def check_kv_bits(bits: int | None) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import InputError
-from anybit.formats.weight import PackedWeight, at_width, code_bits, stored_tensors, stored_widths, widest
+from anybit.formats.layout import at_width, code_bits, stored_tensors, stored_widths, widest
+from anybit.formats.weight import PackedWeight
 from anybit.kernels import operators
 from anybit.kernels.dispatch import Prepared
 

@@ -26,7 +26,7 @@ from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.errors import InputError
 from anybit.evaluation import embeddings
 from anybit.evaluation import perplexity as evaluation
-from anybit.formats.weight import QUANT_METHOD, at_width, stored_tensors
+from anybit.formats.layout import QUANT_METHOD, at_width, stored_tensors
 from anybit.kv_cache import check_kv_bits, quantized_attention
 from anybit.layers import set_exact
 from anybit.progress import SILENT, Silent

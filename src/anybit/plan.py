@@ -27,7 +27,7 @@ from anybit.config import (
     SpecMap,
 )
 from anybit.errors import InputError
-from anybit.formats.weight import code_bits, stored_bytes, widest
+from anybit.formats.layout import code_bits, stored_bytes, widest
 from anybit.methods import finetune, two_four_sixteen
 from anybit.methods import ordering as progressive
 from anybit.methods import sensitivity as salience

@@ -15,7 +15,8 @@ import anybit
 from anybit.config import EMBED_BITS, KV_BITS, USED_BY, QuantizeConfig
 from anybit.errors import InputError
 from anybit.formats import GroupInt
-from anybit.formats.weight import FORMAT_VERSION, QUANT_METHOD, validate_layout
+from anybit.formats.layout import FORMAT_VERSION, QUANT_METHOD
+from anybit.formats.validate import validate_layout
 
 if TYPE_CHECKING:
     from anybit.calibration.streaming import StreamedModel

@@ -19,7 +19,7 @@ from anybit.artifact.reader import is_tokenizer_file
 from anybit.artifact.writer import described_files, hash_list, shard_file
 from anybit.checkpoint.directory import DTYPES
 from anybit.config import QuantizeConfig
-from anybit.formats.weight import stored_tensors
+from anybit.formats.layout import stored_tensors
 from anybit.methods import ordering as progressive
 
 if TYPE_CHECKING:

@@ -22,18 +22,17 @@ from anybit.checkpoint.directory import HASHES, INDEX, Checkpoint, check_sha256,
 from anybit.config import bits_eq10, parse_bytes
 from anybit.errors import InputError
 from anybit.formats import TwoFour
-from anybit.formats.weight import (
+from anybit.formats.layout import (
     QUANT_METHOD,
-    PackedWeight,
     at_width,
-    check_version,
     code_bits,
     stored_bytes,
     stored_tensors,
     stored_widths,
-    validate,
     widest,
 )
+from anybit.formats.validate import check_version, validate
+from anybit.formats.weight import PackedWeight
 from anybit.methods.ordering import with_counts
 
 TOKENIZER_FILES = (

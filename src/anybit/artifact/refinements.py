@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from anybit.checkpoint.directory import HASHES, INDEX, check_sha256, read_json, read_safetensors_header
 from anybit.errors import InputError
-from anybit.formats.weight import check_version, stored_tensors
+from anybit.formats.layout import stored_tensors
+from anybit.formats.validate import check_version
 from anybit.methods.ordering import (
     BITS,
     SECTION,

@@ -29,7 +29,7 @@ from torch import Tensor
 from anybit.artifact.reader import dump_json, is_artifact, partial_folder
 from anybit.checkpoint.directory import HASHES, INDEX, file_sha256, read_safetensors_header
 from anybit.errors import InputError
-from anybit.formats.weight import FORMAT_VERSION
+from anybit.formats.layout import FORMAT_VERSION
 
 JOURNAL = "journal.jsonl"
 STATISTICS = "statistics"  # folder beside the artifact under way

@@ -18,7 +18,8 @@ from anybit.bench import graphs
 from anybit.bench.graphs import LIMIT, Run, Save, Variant, nobody
 from anybit.bench.kernels import FAST, chosen, layouts, random_weight
 from anybit.errors import InputError
-from anybit.formats.weight import PackedWeight, stored_bytes, unpack
+from anybit.formats.layout import stored_bytes
+from anybit.formats.weight import PackedWeight, unpack
 from anybit.kernels import reference
 from anybit.kernels.dispatch import Prepared
 

@@ -27,8 +27,10 @@ from torch import Tensor
 from anybit.bench import ggml
 from anybit.compare.machine import machine
 from anybit.errors import InputError
-from anybit.formats import BLOCK, Nested, Sparse, TwoFour
-from anybit.formats.weight import PackedWeight, stored_bytes, stored_tensors
+from anybit.formats import Nested, Sparse, TwoFour
+from anybit.formats.layout import stored_bytes, stored_tensors
+from anybit.formats.two_four import BLOCK
+from anybit.formats.weight import PackedWeight
 from anybit.kernels import cpu, info
 from anybit.kernels.dispatch import Prepared
 from anybit.progress import SILENT, Silent

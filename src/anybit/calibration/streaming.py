@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from anybit.checkpoint.architectures import auto_class, build_options, is_encoder
 from anybit.checkpoint.directory import Checkpoint
 from anybit.errors import InputError
-from anybit.methods.grid import FP16_MAX
+from anybit.formats.bits import FP16_MAX
 from anybit.progress import Advance
 
 M_MMAP_THRESHOLD = -3  # glibc's name of the option, in malloc.h

@@ -1,18 +1,33 @@
-"""Codes of 1 to 8 bits as bytes: packed fields or bitplanes, low bits first, rows padded; exact both ways."""
+"""Codes of 1 to 8 bits as bytes: packed fields or bitplanes, low bits first, rows padded; exact both ways. And the
+groups of input channels that share a scale."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 PACKED_WIDTHS = (2, 4, 8)  # packed along `in`; every other width is stored as bitplanes
 ROW_ALIGN = 16  # bytes: rows of packed codes start where a vector load likes them
+FP16_MAX = 65504.0  # the largest float16
 PLANE_ALIGN = 4  # bytes: a bitplane row is a whole number of 32-bit words
 
 
 def groups_of(columns: int, group_size: int) -> int:
     """Number of groups along `columns` input channels; a ragged last group is a group."""
     return -(-columns // group_size)
+
+
+def split_groups(matrix: Tensor, group_size: int) -> Tensor:
+    """[r, c] -> [r, groups, group_size], the ragged last group padded with zeros."""
+    r, c = matrix.shape
+    groups = groups_of(c, group_size)
+    return functional.pad(matrix, (0, groups * group_size - c)).view(r, groups, group_size)
+
+
+def safe(scale: Tensor) -> Tensor:
+    """A divisor: 1 where the scale is 0 (an all-zero group, whose weights then get the zero point)."""
+    return torch.where(scale == 0, 1.0, scale)
 
 
 def row_bytes(columns: int, bits: int, align: int) -> int:

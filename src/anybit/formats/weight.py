@@ -8,20 +8,15 @@ read from a file go through `validate` before anything else looks at them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.errors import InputError
-from anybit.formats import FORMATS, Codebook, Fields, Float16, GroupInt, Nested, Refuse, Sparse, Tile, is_int
-
-MAX_TILES = 256  # of one layer, far beyond what any method makes: a reader compares them pair by pair
-QUANT_METHOD = "anybit"  # what config.json calls us
-FORMAT_VERSION = 1  # of the stored bytes and their description
+from anybit.formats import FORMATS, Float16, Sparse, Tile
+from anybit.formats.layout import at_width, stored_tensors, tile_prefix
 
 
 @dataclass(frozen=True)
@@ -123,11 +118,6 @@ def unpack(packed: PackedWeight) -> QuantizedWeight:
     )
 
 
-def tile_prefix(i: int, tiles: int) -> str:
-    """What the fields of tile i of so many begin with."""
-    return f"{i}." if tiles > 1 else ""
-
-
 def tile_tensors(packed: PackedWeight, i: int) -> dict[str, Tensor]:
     """The tensors of one tile by field."""
     return _with_prefix(packed, tile_prefix(i, len(packed.layout["tiles"])))
@@ -140,221 +130,3 @@ def sparse_tensors(packed: PackedWeight) -> dict[str, Tensor]:
 
 def _with_prefix(packed: PackedWeight, prefix: str) -> dict[str, Tensor]:
     return {f.removeprefix(prefix): t for f, t in packed.tensors.items() if f.startswith(prefix)}
-
-
-def stored_tensors(layout: Mapping[str, Any]) -> Fields:
-    """Field -> (dtype, shape) of every tensor that a layer of this layout stores.
-
-    The one place that knows the shapes: it sizes buffers at load, predicts bytes before any work and checks
-    what a file holds.
-    """
-    out_features, in_features = layout["shape"]
-    stored: Fields = {}
-    for i, tile in enumerate(layout["tiles"]):
-        r, c = tile.get("rows", out_features), tile.get("cols", in_features)
-        fields = FORMATS[tile["format"]].fields(tile, r, c)
-        fields |= {"rows": (torch.int32, (r,))} if "rows" in tile else {}
-        fields |= {"cols": (torch.int32, (c,))} if "cols" in tile else {}
-        prefix = tile_prefix(i, len(layout["tiles"]))
-        stored |= {prefix + field: entry for field, entry in fields.items()}
-    if "sparse" in layout:
-        fields = Sparse.fields(layout["sparse"], (out_features, in_features))
-        stored |= {f"sparse.{field}": entry for field, entry in fields.items()}
-    if "input_scale" in layout:
-        stored["input_scale"] = (torch.float16, (in_features,))
-    return stored
-
-
-def stored_bytes(layout: Mapping[str, Any]) -> int:
-    """Bytes of all tensors of a layer of this layout."""
-    return sum(dtype.itemsize * prod(shape) for dtype, shape in stored_tensors(layout).values())
-
-
-def bits_per_weight(layouts: Mapping[str, Mapping[str, Any]]) -> float:
-    """Stored bits per weight over layers: 8 x bytes of codes, scales, zeros, indices and padding / weights."""
-    weights = sum(prod(layout["shape"]) for layout in layouts.values())
-    return 8 * sum(stored_bytes(layout) for layout in layouts.values()) / weights if weights else 0.0
-
-
-def code_bits(layouts: Mapping[str, Mapping[str, Any]]) -> float:
-    """Average width of the codes alone, weighted by the number of weights that have codes.
-
-    Columns of a quantized matrix that stay float16 are outliers, not codes.
-    """
-    weights, bits = 0, 0
-    for layout in layouts.values():
-        out_features, in_features = layout["shape"]
-        for tile in layout["tiles"]:
-            if tile["format"] != Float16.NAME:
-                area = tile.get("rows", out_features) * (tile.get("cols", in_features) - tile.get("kept", 0))
-                weights, bits = weights + area, bits + area * tile["bits"]
-    return bits / weights if weights else 16.0 * bool(layouts)
-
-
-def stored_widths(layout: Mapping[str, Any]) -> tuple[int, ...]:
-    """The widths that a layer can run at: several for a nested one, else its own."""
-    nested = [
-        tuple(t["widths"]) for t in layout["tiles"] if t["format"] == Codebook.NAME and not t["by_channel"]
-    ]
-    return nested[0] if len(nested) == 1 == len(layout["tiles"]) else ()
-
-
-def at_width(layout: Mapping[str, Any], bits: float) -> dict[str, Any]:
-    """The layout of a nested layer read at one of its widths; a layer that is not nested stays as it is.
-
-    Raises:
-        InputError: a width that it does not have.
-    """
-    widths = stored_widths(layout)
-    if len(widths) < 2:
-        return dict(layout)
-    if bits not in widths:
-        raise InputError(f"the artifact has the widths {', '.join(map(str, widths))}, not {bits:g}")
-    bits = int(bits)
-    return {**layout, "tiles": [{**layout["tiles"][0], "bits": bits, "widths": [bits]}]}
-
-
-def widest(layout: Mapping[str, Any]) -> dict[str, Any]:
-    """The layout of a layer read at its widest."""
-    return at_width(layout, max(stored_widths(layout), default=0))
-
-
-def check_version(version: Any) -> None:
-    """Refuse an artifact that a newer anybit wrote.
-
-    Raises:
-        InputError: no version, or a newer one than this reader's.
-    """
-    if type(version) is not int or version < 1:
-        raise InputError(
-            f"the artifact's format_version is {version!r}, expected a number: its config.json is damaged"
-        )
-    if version > FORMAT_VERSION:
-        raise InputError(
-            f"the artifact has format_version {version}, this anybit reads up to {FORMAT_VERSION}: upgrade anybit "
-            "(pip install -U anybit)"
-        )
-
-
-def validate_layout(name: str, layout: Any) -> None:
-    """Refuse a layer description that no writer of this version makes, before anything is sized from it.
-
-    Raises:
-        InputError: with the layer, what came and what is expected.
-    """
-
-    def refuse(what: str) -> None:
-        raise InputError(f"{name}: {what}; the artifact's config.json is damaged or from another version")
-
-    if not isinstance(layout, Mapping) or not isinstance(layout.get("shape"), list | tuple):
-        refuse("the layer description has no shape")
-    shape, tiles = layout["shape"], layout.get("tiles")
-    if len(shape) != 2 or not all(is_int(n, 1, 2**31 - 1) for n in shape):
-        refuse(f"shape {shape} is not [out, in] with positive sizes")
-    if not isinstance(tiles, list | tuple) or not 1 <= len(tiles) <= MAX_TILES:
-        refuse(f"the layer has no list of 1 to {MAX_TILES} tiles")
-    for tile in tiles:
-        if not isinstance(tile, Mapping) or tile.get("format") not in list(FORMATS):
-            refuse(f"tile {tile!r} is in none of the formats {', '.join(FORMATS)}")
-        FORMATS[tile["format"]].check_description(tile, refuse)
-        if not is_int(tile.get("rows", 1), 1, shape[0]) or not is_int(tile.get("cols", 1), 1, shape[1]):
-            refuse(f"tile {dict(tile)!r} has more rows or columns than the matrix {shape}")
-        if tile["format"] == Nested.NAME and (tile["counts"][0] != shape[0] or tile["kept"] >= shape[1]):
-            refuse(f"counts and kept channels of {dict(tile)!r} do not fit the matrix {shape}")
-    area = sum(tile.get("rows", shape[0]) * tile.get("cols", shape[1]) for tile in tiles)
-    if area != shape[0] * shape[1]:
-        refuse(f"tiles cover {area} of {shape[0] * shape[1]} weights")
-    if layout.get("input_scale", True) is not True:
-        refuse(f"input_scale {layout['input_scale']!r} is not true; leave it out where there is none")
-    check_activations(tiles, refuse)
-    if "sparse" in layout and any("act_bits" in tile for tile in tiles):
-        refuse("sparse weights beside tiles whose inputs are rounded: what they multiply is not defined")
-    if not is_int(layout.get("sparse", 0), 0, prod(shape)):
-        refuse(f"{layout['sparse']!r} sparse weights are not a number up to {prod(shape)}")
-
-
-def check_activations(tiles: Sequence[Mapping[str, Any]], refuse: Refuse) -> None:
-    """What inputs are rounded to is a matter of their channel: tiles by rows share it, tiles by columns need not."""
-    rounding = [tile for tile in tiles if {"act_bits", "act_static"} & tile.keys()]
-    if any(tile["format"] != GroupInt.NAME or "act_bits" not in tile for tile in rounding):
-        refuse("act_bits, and act_static beside it, belong to group_int tiles only")
-    if not rounding:
-        return
-    if any("rows" in tile for tile in tiles):
-        kinds = {(t.get("act_bits"), t.get("act_static"), t.get("group_size"), "cols" in t) for t in tiles}
-        if len(kinds) > 1 or "cols" in tiles[0]:
-            refuse("tiles by rows must round all input channels alike, in natural order")
-
-
-def validate(name: str, packed: PackedWeight) -> None:
-    """Check every dtype, shape, bound and index of bytes that come from outside.
-
-    Raises:
-        InputError: with the layer, the field, what came and what is expected.
-    """
-    validate_layout(name, packed.layout)
-    expected = stored_tensors(packed.layout)
-    for field in sorted(expected.keys() - packed.tensors.keys()):
-        raise InputError(f"{name}.{field} is missing: the artifact is incomplete; run `anybit verify` on it")
-    for field in sorted(packed.tensors.keys() - expected.keys()):
-        raise InputError(f"{name}.{field} is no tensor of this layer's layout: the artifact is damaged")
-    for field, (dtype, shape) in expected.items():
-        tensor = packed.tensors[field]
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            raise InputError(
-                f"{name}.{field} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}: "
-                "the artifact is damaged"
-            )
-    _validate_tiling(name, packed)
-    layout = packed.layout
-    for i, tile in enumerate(layout["tiles"]):
-        refuse = _refusal(f"{name}.{tile_prefix(i, len(layout['tiles']))}")
-        r, c = tile.get("rows", layout["shape"][0]), tile.get("cols", layout["shape"][1])
-        FORMATS[tile["format"]].check_tensors(tile, tile_tensors(packed, i), r, c, refuse)
-    refuse = _refusal(f"{name}.")
-    scale = packed.tensors.get("input_scale")
-    if scale is not None and not ((scale > 0) & scale.isfinite()).all():
-        refuse("input_scale is not above 0 and finite")
-    for field in ("act_clip", "act_scales"):  # tiles by rows read the same inputs
-        held = [t for f, t in packed.tensors.items() if f.endswith(field)]
-        if "rows" in layout["tiles"][0] and any(not torch.equal(t, held[0]) for t in held):
-            refuse(f"{field} differs between tiles of the same inputs")
-    if "sparse" in layout:
-        refuse = _refusal(f"{name}.sparse.")
-        Sparse.check_tensors(sparse_tensors(packed), tuple(layout["shape"]), refuse)
-
-
-def _refusal(place: str) -> Any:
-    def refuse(what: str) -> None:
-        raise InputError(f"{place}{what}: the artifact is damaged")
-
-    return refuse
-
-
-def _validate_tiling(name: str, packed: PackedWeight) -> None:
-    """Index tensors are in range and the tiles are disjoint; as their areas add up, they cover the matrix."""
-    out_features, in_features = packed.layout["shape"]
-    tiles = len(packed.layout["tiles"])
-    sets: list[tuple[Tensor, Tensor]] = []
-    for i in range(tiles):
-        prefix = tile_prefix(i, tiles)
-        rows = _index_set(f"{name}.{prefix}rows", packed.tensors.get(prefix + "rows"), out_features, True)
-        cols = _index_set(f"{name}.{prefix}cols", packed.tensors.get(prefix + "cols"), in_features, False)
-        if any((rows & r).any() and (cols & c).any() for r, c in sets):
-            raise InputError(f"{name}: tile {i} overlaps another tile: the artifact is damaged")
-        sets.append((rows, cols))
-
-
-def _index_set(name: str, index: Tensor | None, size: int, ascending: bool) -> Tensor:
-    """The set of an index tensor as a mask, bool [size]."""
-    if index is None:
-        return torch.ones(size, dtype=torch.bool)
-    if index.min() < 0 or index.max() >= size:
-        raise InputError(f"{name} points outside 0..{size - 1}: the artifact is damaged")
-    if ascending and not (index[1:] > index[:-1]).all():
-        raise InputError(f"{name} must be strictly ascending: the artifact is damaged")
-    mask = torch.zeros(size, dtype=torch.bool)
-    mask[index.long()] = True
-    if int(mask.sum()) != index.numel():
-        raise InputError(f"{name} names a channel twice: the artifact is damaged")
-    return mask

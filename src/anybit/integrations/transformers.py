@@ -24,8 +24,9 @@ from anybit.artifact import refinements
 from anybit.artifact.config_json import check_layers
 from anybit.checkpoint.directory import HASHES
 from anybit.errors import InputError
-from anybit.formats import is_int
-from anybit.formats.weight import QUANT_METHOD, check_version, validate
+from anybit.formats.base import is_int
+from anybit.formats.layout import QUANT_METHOD
+from anybit.formats.validate import check_version, validate
 from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead, set_bits, set_exact
 from anybit.methods import ordering as progressive
 

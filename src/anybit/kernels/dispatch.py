@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.formats import Codebook, Float16, GroupInt, Nested, Sparse, TwoFour, decode_table
+from anybit.formats import Codebook, Float16, GroupInt, Nested, Sparse, TwoFour
 from anybit.formats.bits import pack_codes, unpack_codes
-from anybit.formats.weight import PackedWeight, place, sparse_tensors, tile_prefix, tile_tensors
+from anybit.formats.codebook import decode_table
+from anybit.formats.layout import tile_prefix
+from anybit.formats.weight import PackedWeight, place, sparse_tensors, tile_tensors
 from anybit.kernels import cpu, gpu, reference
 
 TAKEN = {  # fields whose bytes the native object of a tile holds, in another order

@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from anybit.errors import InputError
-from anybit.formats.weight import PackedWeight, stored_tensors, validate, validate_layout
+from anybit.formats.layout import stored_tensors
+from anybit.formats.validate import validate, validate_layout
+from anybit.formats.weight import PackedWeight
 from anybit.kernels.dispatch import Prepared
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from anybit.formats import GroupInt
+from anybit.formats.bits import safe, split_groups
 from anybit.formats.weight import PackedWeight, QuantizedWeight, tile_tensors, unpack
-from anybit.methods.grid import safe, split_groups
 
 
 def matmul(x: Tensor, weight: PackedWeight) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from anybit.formats import GroupInt
+from anybit.formats.bits import split_groups
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels.reference import quantize_activations
-from anybit.methods.grid import split_groups
 
 RATIOS = tuple(1 - 0.04 * k for k in range(13))  # 1.00 down to 0.52
 

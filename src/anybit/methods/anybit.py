@@ -21,8 +21,9 @@ from torch import Tensor
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec
 from anybit.errors import InputError
-from anybit.formats import Nested, to_half
+from anybit.formats import Nested
 from anybit.formats import tables as shapes
+from anybit.formats.base import to_half
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels import cpu, dispatch
 from anybit.methods import grid

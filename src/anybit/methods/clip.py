@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anybit.calibration.stats import LinearStats
+from anybit.formats.bits import split_groups
 from anybit.methods import grid
 from anybit.methods.tiling import ColumnSet
 
@@ -54,7 +55,7 @@ def search_compensated(weight: Tensor, columns: ColumnSet, column_cost: Tensor) 
     Returns:
         float32 [out, groups], values in (0, 1].
     """
-    costs = grid.split_groups(column_cost[None], columns.group_size)  # [1, groups, n], zeros beyond the last
+    costs = split_groups(column_cost[None], columns.group_size)  # [1, groups, n], zeros beyond the last
     return _least(weight, columns, lambda delta: (delta.square() * costs).sum(-1))
 
 
@@ -65,7 +66,7 @@ def _least(weight: Tensor, columns: ColumnSet, cost: Callable[[Tensor], Tensor])
     rows = max(1, chunk // weight.shape[1])
     parts = zip(weight.split(rows), bits.split(rows), symmetric.split(rows), strict=True)
     size = columns.group_size
-    return torch.cat([least_of_rows(grid.split_groups(w, size), b, s, cost) for w, b, s in parts])
+    return torch.cat([least_of_rows(split_groups(w, size), b, s, cost) for w, b, s in parts])
 
 
 def least_of_rows(

@@ -20,7 +20,8 @@ from torch import Tensor
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec
 from anybit.errors import InputError
-from anybit.formats import Codebook, Float16, Sparse, to_half
+from anybit.formats import Codebook, Float16, Sparse
+from anybit.formats.base import to_half
 from anybit.formats.weight import QuantizedWeight
 from anybit.methods import grid, kmeans
 from anybit.methods.gptq import BLOCK, inverse_factor

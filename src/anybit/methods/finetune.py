@@ -24,8 +24,8 @@ from transformers.pytorch_utils import Conv1D
 from anybit.calibration.moments import Activations
 from anybit.calibration.streaming import BlockCall
 from anybit.formats import TwoFour
+from anybit.formats.bits import FP16_MAX, safe
 from anybit.formats.weight import QuantizedWeight
-from anybit.methods.grid import FP16_MAX, safe
 from anybit.progress import Advance, ignore
 
 HELD_OUT = 8  # every so many calibration windows, one is held out

@@ -9,19 +9,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from anybit.errors import InputError
-from anybit.formats.bits import groups_of
-
-FP16_MAX = 65504.0
-
-
-def split_groups(matrix: Tensor, group_size: int) -> Tensor:
-    """[r, c] -> [r, groups, group_size], the ragged last group padded with zeros."""
-    r, c = matrix.shape
-    groups = groups_of(c, group_size)
-    return functional.pad(matrix, (0, groups * group_size - c)).view(r, groups, group_size)
+from anybit.formats.bits import FP16_MAX, safe
 
 
 def without_dead(weight: Tensor, squares: Tensor) -> Tensor:
@@ -59,11 +49,6 @@ def fit(
     scale = scale.half().float()
     zero = torch.round(-low * ratio / safe(scale)).clamp(min=0).minimum(top.expand_as(scale))
     return scale, torch.where(symmetric, half, zero)
-
-
-def safe(scale: Tensor) -> Tensor:
-    """A divisor: 1 where the scale is 0 (an all-zero group, whose weights then get the zero point)."""
-    return torch.where(scale == 0, 1.0, scale)
 
 
 def encode(weight: Tensor, scale: Tensor, zero: Tensor, top: Tensor) -> Tensor:

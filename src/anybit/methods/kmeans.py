@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.formats import Codebook, to_half
+from anybit.formats import Codebook
+from anybit.formats.base import to_half
 from anybit.kernels import cpu, dispatch
 
 

@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any
 
 from anybit.config import METHOD_WIDTHS, LayerSpec
-from anybit.formats.weight import stored_bytes
+from anybit.formats.layout import stored_bytes
 from anybit.methods import tiling
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from anybit.checkpoint.architectures import joined_layers
 from anybit.formats import Nested
-from anybit.formats.weight import stored_tensors
+from anybit.formats.layout import stored_tensors
 
 if TYPE_CHECKING:
     from anybit.artifact.writer import ArtifactWriter

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec
+from anybit.formats.bits import split_groups
 from anybit.formats.weight import QuantizedWeight
 from anybit.methods import clip, grid
 from anybit.methods.tiling import assemble, column_sets
@@ -27,7 +28,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> Quan
         matrix = weight[:, s.cols]
         ratio = clip.search(matrix, s, stats) if spec.clip else s.fixed_ratio(spec)[:, None]
         bits, symmetric = s.bits[:, None], s.symmetric[:, None]
-        groups = grid.split_groups(matrix, s.group_size)
+        groups = split_groups(matrix, s.group_size)
         scale, zero = grid.fit(groups, bits, symmetric, ratio)
         q = grid.encode(groups, scale[..., None], zero[..., None], (2.0**bits - 1)[..., None])
         codes.append(q.flatten(1)[:, : len(s.cols)])

@@ -16,10 +16,12 @@ from torch import Tensor
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec, TileSpec
 from anybit.errors import InputError
-from anybit.formats import GroupInt, activations_of, to_half
-from anybit.formats.bits import groups_of
-from anybit.formats.weight import MAX_TILES, QuantizedWeight, check_activations
-from anybit.methods.grid import split_groups
+from anybit.formats import GroupInt
+from anybit.formats.base import to_half
+from anybit.formats.bits import groups_of, split_groups
+from anybit.formats.group_int import activations_of
+from anybit.formats.validate import MAX_TILES, check_activations
+from anybit.formats.weight import QuantizedWeight
 
 
 @dataclass(frozen=True)

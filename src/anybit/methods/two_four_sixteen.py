@@ -15,7 +15,9 @@ from torch import Tensor
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec, bits_eq10
 from anybit.errors import InputError
-from anybit.formats import BLOCK, SECOND_GROUP, Sparse, TwoFour
+from anybit.formats import Sparse, TwoFour
+from anybit.formats.bits import safe, split_groups
+from anybit.formats.two_four import BLOCK, SECOND_GROUP
 from anybit.formats.weight import QuantizedWeight
 from anybit.methods import clip, grid
 from anybit.methods.gptq import inverse_factor
@@ -100,7 +102,7 @@ def sensitivity(weight: Tensor, factor: Tensor) -> Tensor:
     """Eq. 9 of every block of 16 input channels: squared weights over the squared diagonal of the inverse Hessian."""
     diagonal = factor.square().sum(0)  # factor^T factor is the inverse
     channels = weight.square().sum(0) / diagonal.square()
-    return grid.split_groups(channels[None], BLOCK)[0].sum(-1)
+    return split_groups(channels[None], BLOCK)[0].sum(-1)
 
 
 def _wide_blocks(weight: Tensor, factor: Tensor, count: int) -> Tensor:
@@ -159,7 +161,7 @@ def _sweep(
             top, group = 3, group + count
         for j in range(a, b):
             s, z = scale[:, j - a], zero[:, j - a]
-            q = (torch.round(work[:, j] / grid.safe(s)) + z).clamp(0, top)
+            q = (torch.round(work[:, j] / safe(s)) + z).clamp(0, top)
             if mask is not None:
                 q = torch.where(mask[:, j], z, q)
             error = (work[:, j] - s * (q - z)) / factor[j, j]
@@ -190,7 +192,7 @@ class _Grids:
             part = weight[:, k * size : (k + 1) * size]
             wanted, zero = _fit(part, cost[k * size : (k + 1) * size], 2, search)
             scale = self._second_order(first + k, wanted, float(top))
-            zero = torch.round(zero * wanted / grid.safe(scale)).clamp(0, 3)
+            zero = torch.round(zero * wanted / safe(scale)).clamp(0, 3)
             self.zeros[:, first + k] = zero
             scales.append(scale)
             zeros.append(zero)
@@ -203,8 +205,8 @@ class _Grids:
         rows = padded.view(self.parts, SECOND_GROUP)
         low, high = rows.amin(1), rows.amax(1)
         step = torch.maximum((high - low) / top, high / (top + 15)).half().float()
-        zero = torch.round(low / grid.safe(step)).clamp(0, 15)
-        codes = (torch.round(rows / grid.safe(step)[:, None]) - zero[:, None]).clamp(0, top)
+        zero = torch.round(low / safe(step)).clamp(0, 15)
+        codes = (torch.round(rows / safe(step)[:, None]) - zero[:, None]).clamp(0, top)
         self.scales[:, g], self.scale_zeros[:, g] = step, zero
         self.codes[:, g] = codes.flatten()[:out]
         return (step[:, None] * (codes + zero[:, None])).flatten()[:out]

@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit.errors import InputError
+from anybit.formats.bits import FP16_MAX
 from anybit.kv_cache import QuantizedStates
-from anybit.methods.grid import FP16_MAX
 
 BITS = (4, 8, 16)
 MAX_D = 256

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit import formats
+from anybit.formats.two_four import BLOCK
 from anybit.kernels.gpu import split
 from anybit.kernels.gpu.arithmetic import dot, rounded
 from anybit.kernels.gpu.group_int import fused, one_plus, place_product, store, store_tile
@@ -132,7 +133,7 @@ class TwoFour:
 
     def __init__(self, tile: formats.TwoFour) -> None:
         self.r, self.c = tile.codes.shape
-        self._halves = formats.BLOCK // tile.group_size
+        self._halves = BLOCK // tile.group_size
         self._low, self._high = formats.TwoFour.channels(tile.wide, self.c)
         self._codes, order = _in_words(tile.codes, self._low, 2)
         self._wide_codes, wide_order = _in_words(tile.codes, self._high, 4)

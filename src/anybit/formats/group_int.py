@@ -1,0 +1,119 @@
+"""Format "group_int": integers with a scale, and perhaps a zero point, per row and group of input channels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from anybit.formats.base import Fields, Refuse, check_finite, is_int
+from anybit.formats.bits import code_align, groups_of, pack_codes, packed_shape, unpack_codes
+
+
+def activations_of(bits: int, static: bool) -> dict[str, Any]:
+    """What a tile's description says of its activations; nothing where they stay as they come."""
+    if bits == 16:
+        return {}
+    return {"act_bits": bits, "act_static": True} if static else {"act_bits": bits}
+
+
+@dataclass(frozen=True)
+class GroupInt:
+    """One tile in format "group int": `w[i, j] = scales[i, g] * (codes[i, j] - zero[i, g])`, g = j // group_size.
+
+    `zero` is `zeros` where present (asymmetric) and `2**(bits - 1)` otherwise (symmetric).
+    The last group is shorter where `c` is not a multiple of `group_size`.
+
+    With `act_bits` below 16 the tile multiplies integers: its inputs are rounded, per token, to a symmetric grid of
+    that width in the same groups as the weights. The grid reaches `act_clip` times a group's largest magnitude
+    (dynamic), or has the scale `act_scales` (static).
+    """
+
+    NAME: ClassVar = "group_int"
+
+    bits: int  # 1..8
+    group_size: int  # input channels per group, in stored order
+    codes: Tensor  # uint8 [r, c], values below 2**bits
+    scales: Tensor  # float16 [r, groups]
+    zeros: Tensor | None = None  # uint8 [r, groups]; None: symmetric
+    rows: Tensor | None = None  # int32 [r], ascending output rows; None: all
+    cols: Tensor | None = None  # int32 [c], original input channels in stored order; None: all, natural order
+    act_bits: int = 16  # 2..8; 16: inputs as they come
+    act_clip: Tensor | None = None  # float16 [groups], in (0, 1]; where act_bits < 16, this or
+    act_scales: Tensor | None = None  # float16 [groups]
+
+    def dequantize(self) -> Tensor:
+        """The tile's weights, float32 [r, c], columns in stored order."""
+        c = self.codes.shape[1]
+        group = torch.arange(c, device=self.codes.device) // self.group_size
+        zero = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.float()[:, group]
+        return (self.codes.float() - zero) * self.scales.float()[:, group]
+
+    def describe(self) -> dict[str, Any]:
+        tile: dict[str, Any] = {
+            "format": self.NAME,
+            "bits": self.bits,
+            "group_size": self.group_size,
+            "symmetric": self.zeros is None,
+        }
+        return tile | activations_of(self.act_bits, self.act_scales is not None)
+
+    def tensors(self) -> dict[str, Tensor]:
+        fields = {"codes": pack_codes(self.codes, self.bits, code_align(self.bits)), "scales": self.scales}
+        fields |= {} if self.zeros is None else {"zeros": pack_codes(self.zeros, self.bits, 1)}
+        fields |= {} if self.act_clip is None else {"act_clip": self.act_clip}
+        return fields if self.act_scales is None else fields | {"act_scales": self.act_scales}
+
+    @staticmethod
+    def fields(tile: Mapping[str, Any], r: int, c: int) -> Fields:
+        bits, groups = tile["bits"], groups_of(c, tile["group_size"])
+        fields: Fields = {
+            "codes": (torch.uint8, packed_shape(r, c, bits, code_align(bits))),
+            "scales": (torch.float16, (r, groups)),
+        }
+        if not tile["symmetric"]:
+            fields["zeros"] = (torch.uint8, packed_shape(r, groups, bits, 1))
+        if "act_bits" in tile:
+            fields["act_scales" if tile.get("act_static") else "act_clip"] = (torch.float16, (groups,))
+        return fields
+
+    @staticmethod
+    def read(tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int) -> GroupInt:
+        bits, group_size, zeros = tile["bits"], tile["group_size"], tensors.get("zeros")
+        return GroupInt(
+            bits,
+            group_size,
+            codes=unpack_codes(tensors["codes"], bits, c),
+            scales=tensors["scales"],
+            zeros=None if zeros is None else unpack_codes(zeros, bits, groups_of(c, group_size)),
+            rows=tensors.get("rows"),
+            cols=tensors.get("cols"),
+            act_bits=tile.get("act_bits", 16),
+            act_clip=tensors.get("act_clip"),
+            act_scales=tensors.get("act_scales"),
+        )
+
+    @staticmethod
+    def check_description(tile: Mapping[str, Any], refuse: Refuse) -> None:
+        if not is_int(tile.get("bits"), 1, 8):
+            refuse(f"width {tile.get('bits')!r} is not one of 1..8 bits")
+        if "act_bits" in tile and not is_int(tile["act_bits"], 2, 8):
+            refuse(f"activations of {tile['act_bits']!r} bits are not of 2..8")
+        if not isinstance(tile.get("act_static", False), bool):
+            refuse(f"act_static {tile['act_static']!r} is not true or false")
+        if not is_int(tile.get("group_size"), 1, 2**31 - 1) or not isinstance(tile.get("symmetric"), bool):
+            refuse(f"tile {dict(tile)!r} needs a positive group_size and symmetric true or false")
+
+    @staticmethod
+    def check_tensors(
+        tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int, refuse: Refuse
+    ) -> None:
+        check_finite("scales", tensors, refuse)
+        for field, most in (("act_clip", 1.0), ("act_scales", torch.inf)):
+            if field in tensors:
+                check_finite(field, tensors, refuse)
+                if not ((tensors[field] > 0) & (tensors[field] <= most)).all():
+                    refuse(f"{field} is not above 0" + (" and up to 1" if most == 1 else ""))

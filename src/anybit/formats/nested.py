@@ -1,0 +1,162 @@
+"""Format "nested": bitplanes of which any beginnings are a matrix of fewer bits (the method anybit)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from anybit.formats import tables as shapes
+from anybit.formats.base import Fields, Refuse, check_finite, index, index_type, is_int, wide_index
+from anybit.formats.bits import PLANE_ALIGN, groups_of, pack_bits, row_bytes, unpack_bits
+
+
+@dataclass(frozen=True)
+class Nested:
+    """One tile in format "nested": the whole matrix, every output row at a width of its own (the method `anybit`).
+
+    Rows are stored in order of falling sensitivity, so that no row is wider than the one before: the plane of bit p
+    (the most significant is 1) holds the first `counts[p - 1]` rows, and a matrix of fewer bits is made of the
+    beginnings of the same planes. A weight is its row's scale times an entry of the row's shape (`shapes`), but for
+    some input channels, which are kept as they are.
+    """
+
+    NAME: ClassVar = "nested"
+
+    counts: tuple[int, ...]  # rows of every plane, above 0 and not ascending; the first is r
+    order: Tensor  # int64 [r]: the output row of each stored row
+    scales: Tensor  # float16 [r]
+    shapes: Tensor  # uint8 [r] below 16
+    codes: Tensor  # uint8 [r, c - k], natural order without the kept channels; a row's code at its own width
+    kept: Tensor  # int64 [k], ascending input channels
+    kept_values: Tensor  # float16 [r, k]
+
+    rows: ClassVar = None
+    cols: ClassVar = None
+
+    @property
+    def bits(self) -> float:
+        return sum(self.counts) / len(self.order)
+
+    @staticmethod
+    def spans(counts: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(width, first, last) of the stored rows of every width, the widest first."""
+        ends = [*counts, 0]
+        return [(b, ends[b], ends[b - 1]) for b in range(len(counts), 0, -1) if ends[b] < ends[b - 1]]
+
+    def dequantize(self) -> Tensor:
+        """The matrix [r, c], float32."""
+        k, device = len(self.kept), self.codes.device
+        stored = torch.empty(self.codes.shape, device=device)
+        for bits, first, last in self.spans(self.counts):
+            of_rows = shapes.table(bits).to(device)[self.shapes[first:last].long()]
+            entries = of_rows * self.scales[first:last, None].float()
+            stored[first:last] = entries.gather(1, self.codes[first:last].long())
+        dense = torch.empty(len(self.order), self.codes.shape[1] + k, device=device)
+        dense[self.order[:, None], self.coded(k + self.codes.shape[1], self.kept)] = stored
+        dense[self.order[:, None], self.kept] = self.kept_values.float()
+        return dense
+
+    @staticmethod
+    def coded(c: int, kept: Tensor) -> Tensor:
+        """The input channels that have codes, int64 [c - k]."""
+        mask = torch.ones(c, dtype=torch.bool, device=kept.device)
+        mask[kept] = False
+        return mask.nonzero()[:, 0]
+
+    @staticmethod
+    def description(counts: Sequence[int], kept: int) -> dict[str, Any]:
+        bits = sum(counts) / counts[0]
+        return {
+            "format": Nested.NAME,
+            "bits": int(bits) if bits.is_integer() else bits,
+            "counts": list(counts),
+            "kept": kept,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        return self.description(self.counts, len(self.kept))
+
+    def tensors(self) -> dict[str, Tensor]:
+        r = len(self.order)
+        fields = {
+            "order": index(self.order, r),
+            "scales": self.scales,
+            "shapes": pack_bits(self.shapes[None], 4, 1)[0],
+        }
+        if len(self.kept):
+            fields["kept"] = index(self.kept, self.codes.shape[1] + len(self.kept))
+            fields["kept_values"] = self.kept_values
+        widths = torch.zeros(r, dtype=torch.uint8, device=self.codes.device)
+        for bits, first, last in self.spans(self.counts):
+            widths[first:last] = bits
+        for p, n in enumerate(self.counts, 1):
+            bit = self.codes[:n] >> (widths[:n, None] - p) & 1
+            fields[f"plane_{p}"] = pack_bits(bit, 1, PLANE_ALIGN).view(torch.uint32)
+        return fields
+
+    @staticmethod
+    def fields(tile: Mapping[str, Any], r: int, c: int) -> Fields:
+        fields: Fields = {
+            "order": (index_type(r), (r,)),
+            "scales": (torch.float16, (r,)),
+            "shapes": (torch.uint8, (row_bytes(r, 4, 1),)),
+        }
+        if tile["kept"]:
+            fields["kept"] = (index_type(c), (tile["kept"],))
+            fields["kept_values"] = (torch.float16, (r, tile["kept"]))
+        words = groups_of(c - tile["kept"], 32)
+        return fields | {f"plane_{p}": (torch.uint32, (n, words)) for p, n in enumerate(tile["counts"], 1)}
+
+    @staticmethod
+    def read(tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int) -> Nested:
+        counts, k = tuple(tile["counts"]), tile["kept"]
+        device = tensors["scales"].device
+        codes = torch.zeros(r, c - k, dtype=torch.uint8, device=device)
+        for p, n in enumerate(counts, 1):
+            codes[:n] = codes[:n] << 1 | unpack_bits(tensors[f"plane_{p}"].view(torch.uint8), 1, c - k)
+        order, kinds, scales, kept = Nested.read_grid(tile, tensors, r)
+        values = tensors["kept_values"] if k else torch.zeros(r, 0, dtype=torch.float16, device=device)
+        return Nested(counts, order, scales, kinds, codes, kept, values)
+
+    @staticmethod
+    def read_grid(
+        tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What there is beside codes and values: order int64, shapes uint8, scales float16 [r], kept int64 [k]."""
+        nothing = torch.zeros(0, dtype=torch.int64, device=tensors["order"].device)
+        kept = wide_index(tensors["kept"]) if tile["kept"] else nothing
+        kinds = unpack_bits(tensors["shapes"][None], 4, r)[0]
+        return wide_index(tensors["order"]), kinds, tensors["scales"], kept
+
+    @staticmethod
+    def check_description(tile: Mapping[str, Any], refuse: Refuse) -> None:
+        counts: Any = tile.get("counts")
+        if not isinstance(counts, list | tuple) or not 1 <= len(counts) <= 8:
+            refuse(f"counts {counts!r} are not the rows of 1 to 8 planes")
+        if not all(is_int(n, 1, 2**31 - 1) for n in counts) or list(counts) != sorted(counts, reverse=True):
+            refuse(f"counts {counts!r} of planes must be above 0 and not ascend")
+        if "rows" in tile or "cols" in tile:
+            refuse("a nested tile holds the whole matrix")
+        if tile.get("bits") != sum(counts) / counts[0]:
+            refuse(f"average width {tile.get('bits')!r} is not that of the counts {counts!r}")
+        if not is_int(tile.get("kept"), 0, 2**31 - 1):
+            refuse(f"{tile.get('kept')!r} kept channels are not a number of them")
+
+    @staticmethod
+    def check_tensors(
+        tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int, refuse: Refuse
+    ) -> None:
+        check_finite("scales", tensors, refuse)
+        if (tensors["scales"] < 0).any():
+            refuse("scales are negative")
+        if not torch.equal(wide_index(tensors["order"]).sort().values.cpu(), torch.arange(r)):
+            refuse(f"order does not name each of {r} output rows once")
+        if tile["kept"]:
+            check_finite("kept_values", tensors, refuse)
+            kept = wide_index(tensors["kept"])
+            if int(kept.min()) < 0 or int(kept.max()) >= c or (kept.diff() <= 0).any():
+                refuse(f"kept channels do not ascend within 0..{c - 1}")
