@@ -110,11 +110,11 @@ def search(model: Path) -> dict[str, float]:
     from anybit.checkpoint.directory import open_checkpoint
     from anybit.config import QuantizeConfig
     from anybit.driver import compute_dtype
-    from anybit.methods import sensitivity as salience
+    from anybit.methods import sensitivity
 
     streamed = StreamedModel(open_checkpoint(model), compute_dtype())
     tokens = torch.randint(0, 256, (1, 2048), generator=torch.Generator().manual_seed(0))
-    salience.search(streamed, tokens, streamed.all_linears(), QuantizeConfig("mixllm", wide_rows=0.1))
+    sensitivity.search(streamed, tokens, streamed.all_linears(), QuantizeConfig("mixllm", wide_rows=0.1))
     peak = peak_mb(os.getpid())
     calls: list[tuple[tuple[torch.Tensor, ...], dict[str, object]]] = []
     block = streamed.blocks[0]

@@ -31,8 +31,7 @@ from anybit.kernels import cpu, reference
 from anybit.kernels.dispatch import Prepared
 from anybit.layers import QuantLinear
 from anybit.loader import load
-from anybit.methods import activations, atom, gptq, mixllm, registry, rtn, scaling, squeezellm
-from anybit.methods import sensitivity as salience
+from anybit.methods import activations, atom, gptq, mixllm, registry, rtn, scaling, sensitivity, squeezellm
 from anybit.plan import fit_budget, make_plan
 
 MakeModel = Callable[[str], Path]
@@ -522,7 +521,7 @@ def loss_changes(folder: Path, tokens: Tensor, name: str) -> Tensor:
 def test_salience_predicts_the_loss(model_dir: MakeModel) -> None:
     streamed, tokens = opened(model_dir("llama")), token_rows(4, 24)
     shapes = streamed.all_linears()
-    scores = salience._scores(streamed, tokens, shapes, QuantizeConfig("mixllm"), None, lambda n: None)
+    scores = sensitivity._scores(streamed, tokens, shapes, QuantizeConfig("mixllm"), None, lambda n: None)
     name = "model.layers.1.self_attn.v_proj"
     real = loss_changes(model_dir("llama"), tokens, name)
     order = torch.stack([scores[name].argsort().argsort(), real.argsort().argsort()]).float()
@@ -532,12 +531,12 @@ def test_salience_predicts_the_loss(model_dir: MakeModel) -> None:
 def test_rows_are_chosen_globally() -> None:
     shapes = {"a": (4, 10), "b": (3, 100)}
     scores = {"a": torch.tensor([5.0, 1.0, 4.0, 1.0]), "b": torch.tensor([4.0, 9.0, 0.0])}
-    assert salience.choose(scores, shapes, 3 / 7, by_rows=True) == {"a": (0, 2), "b": (1,)}
-    assert salience.choose(scores, shapes, 0.0, by_rows=True) == {"a": (), "b": ()}
-    assert salience.choose(scores, shapes, 1.0, by_rows=False) == {"a": (0, 1, 2, 3), "b": (0, 1, 2)}
-    assert salience.choose(scores, shapes, 120 / 340, by_rows=False) == {"a": (0, 2), "b": (1,)}
+    assert sensitivity.choose(scores, shapes, 3 / 7, by_rows=True) == {"a": (0, 2), "b": (1,)}
+    assert sensitivity.choose(scores, shapes, 0.0, by_rows=True) == {"a": (), "b": ()}
+    assert sensitivity.choose(scores, shapes, 1.0, by_rows=False) == {"a": (0, 1, 2, 3), "b": (0, 1, 2)}
+    assert sensitivity.choose(scores, shapes, 120 / 340, by_rows=False) == {"a": (0, 2), "b": (1,)}
     tied = {"a": torch.zeros(4), "b": torch.zeros(3)}
-    assert salience.choose(tied, shapes, 2 / 7, by_rows=True) == {"a": (0, 1), "b": ()}
+    assert sensitivity.choose(tied, shapes, 2 / 7, by_rows=True) == {"a": (0, 1), "b": ()}
 
 
 def test_an_interrupted_search_goes_on(
@@ -547,9 +546,9 @@ def test_an_interrupted_search_goes_on(
     config = QuantizeConfig("mixllm", wide_rows=0.2, search="progressive")
     streamed = opened(model_dir("llama"))
     shapes = streamed.all_linears()
-    whole = salience.search(streamed, tokens, shapes, config)
+    whole = sensitivity.search(streamed, tokens, shapes, config)
     calls: list[int] = []
-    real = salience.gradient_statistics
+    real = sensitivity.gradient_statistics
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(len(args[1]))
@@ -557,11 +556,11 @@ def test_an_interrupted_search_goes_on(
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(salience, "gradient_statistics", counted)
+    monkeypatch.setattr(sensitivity, "gradient_statistics", counted)
     with pytest.raises(KeyboardInterrupt):
-        salience.search(opened(model_dir("llama")), tokens, shapes, config, tmp_path)
+        sensitivity.search(opened(model_dir("llama")), tokens, shapes, config, tmp_path)
     done = len(calls) - 1
-    assert salience.search(opened(model_dir("llama")), tokens, shapes, config, tmp_path) == whole
+    assert sensitivity.search(opened(model_dir("llama")), tokens, shapes, config, tmp_path) == whole
     assert len(calls) - done - 1 == 10 * 3 - done  # 10 passes of 4 + 4 + 1 samples
     rows = sum(len(r) for r in whole.values())
     assert rows == int(0.2 * sum(out for out, _ in shapes.values()) + 1e-6)
@@ -764,7 +763,7 @@ def test_a_plan_before_the_search_is_no_smaller_than_the_artifact(bits: float, m
     planned, shapes = make_plan(streamed, config), streamed.all_linears()
     for seed in range(4):
         scores = {name: random(out, seed=seed + i).abs() for i, (name, (out, _)) in enumerate(shapes.items())}
-        rows = salience.choose(scores, shapes, salience.wide_share(config), by_rows=False)
+        rows = sensitivity.choose(scores, shapes, sensitivity.wide_share(config), by_rows=False)
         specs = {n: mixllm.with_rows(planned.specs[n], rows[n], shapes[n][0]) for n in rows}
         assert make_plan(streamed, config, specs).tensor_bytes <= 1.01 * planned.tensor_bytes
 
@@ -805,7 +804,7 @@ def test_a_refused_run_keeps_its_search(
 ) -> None:
     """Whatever stops a run after hours of search, the same command goes on from there."""
     config = QuantizeConfig("mixllm", wide_rows=0.2, group_size=16, samples=9, seq_len=16)
-    real, calls = salience.gradient_statistics, []
+    real, calls = sensitivity.gradient_statistics, []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -813,7 +812,7 @@ def test_a_refused_run_keeps_its_search(
             raise InputError("the disk is full")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(salience, "gradient_statistics", failing)
+    monkeypatch.setattr(sensitivity, "gradient_statistics", failing)
     with pytest.raises(InputError, match="the disk is full"):
         anybit.quantize(model_dir("llama"), tmp_path / "out", config)
     with pytest.raises(InputError, match="--overwrite"):
@@ -1018,7 +1017,7 @@ def test_widths_by_layer_are_optimal() -> None:
         scores = {n: torch.rand(3, generator=generator).sort(descending=True).values for n in names}
         weights = {n: int(torch.randint(1, 9, (1,), generator=generator)) for n in names}
         average = 2.3 + 0.3 * seed
-        found = salience.assign(scores, weights, (2, 3, 4), average)
+        found = sensitivity.assign(scores, weights, (2, 3, 4), average)
         total = sum(weights.values())
 
         def cost(widths: tuple[int, ...], scores: dict[str, Tensor] = scores) -> float:
@@ -1032,7 +1031,7 @@ def test_widths_by_layer_are_optimal() -> None:
         assert tuple(found.values()) in allowed
         assert cost(tuple(found.values())) == pytest.approx(min(map(cost, allowed)))
     with pytest.raises(InputError, match="no average of 1"):
-        salience.assign(scores, weights, (2, 3, 4), 1.9)
+        sensitivity.assign(scores, weights, (2, 3, 4), 1.9)
 
 
 def test_widths_that_cost_nothing_are_taken() -> None:
@@ -1040,17 +1039,17 @@ def test_widths_that_cost_nothing_are_taken() -> None:
         "a": torch.tensor([3, 1, 1.2]),
         "b": torch.tensor([3.0, 2, 1]),
     }  # noise: no width is worse for real
-    assert salience.assign(scores, {"a": 10, "b": 10}, (2, 3, 4), 4) == {"a": 4, "b": 4}
-    assert salience.assign(scores, {"a": 10, "b": 10}, (2, 3, 4), 3.5) == {"a": 3, "b": 4}
+    assert sensitivity.assign(scores, {"a": 10, "b": 10}, (2, 3, 4), 4) == {"a": 4, "b": 4}
+    assert sensitivity.assign(scores, {"a": 10, "b": 10}, (2, 3, 4), 3.5) == {"a": 3, "b": 4}
 
 
 def test_widths_fit_a_number_of_bytes() -> None:
     scores = {"a": torch.tensor([3, 2, 0.5]), "b": torch.tensor([3.0, 2, 1])}
     stored = {"a": [20, 30, 40], "b": [21, 39, 41]}
-    found = salience.assign(scores, {"a": 10, "b": 10}, (2, 3, 4), 4, stored, 62)
+    found = sensitivity.assign(scores, {"a": 10, "b": 10}, (2, 3, 4), 4, stored, 62)
     assert found == {"a": 4, "b": 2}
     with pytest.raises(InputError, match="in 40 bytes"):
-        salience.assign(scores, {"a": 10, "b": 10}, (2, 3, 4), 4, stored, 40)
+        sensitivity.assign(scores, {"a": 10, "b": 10}, (2, 3, 4), 4, stored, 40)
 
 
 @pytest.mark.parametrize("bpw", [4.6, 5.0, 5.5])
@@ -1066,7 +1065,7 @@ def test_scores_of_widths_are_first_order_changes(model_dir: MakeModel) -> None:
     streamed = opened(folder)
     shapes = streamed.all_linears()
     room = {n: [1, 1, 1] for n in shapes}
-    chosen = salience.layer_widths(
+    chosen = sensitivity.layer_widths(
         streamed, tokens, shapes, QuantizeConfig("llm-mq", bits=2.7), room, len(room)
     )
     weights = {n: out * in_ for n, (out, in_) in shapes.items()}

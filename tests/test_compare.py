@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import anybit
-from anybit.artifact.writer import Cost, read_cost
+from anybit.artifact.writer import read_cost
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.cli.main import main
 from anybit.compare import Settings, compare, parse_entry
@@ -35,6 +35,7 @@ from anybit.compare.pace import Pace
 from anybit.compare.report import bars, pareto, width, width_grid, write_report
 from anybit.compare.rows import label, resolved
 from anybit.config import DESCRIPTIONS, QuantizeConfig
+from anybit.cost import Cost
 from anybit.errors import InputError
 from anybit.progress import no_other_bars
 

@@ -17,7 +17,8 @@ import pytest
 from anybit import demo
 from anybit.config import QuantizeConfig
 from anybit.errors import InputError
-from anybit.loader import evaluate, load
+from anybit.evaluation.measure import evaluate
+from anybit.loader import load
 from anybit.progress import SILENT, Terminal
 
 

@@ -29,9 +29,9 @@ from transformers import (
 
 from anybit.errors import InputError
 from anybit.evaluation import perplexity as evaluation
+from anybit.evaluation.measure import evaluate
 from anybit.evaluation.perplexity import paired_bootstrap, perplexity
 from anybit.evaluation.tasks import _environment_kept, read_questions, run_tasks
-from anybit.loader import evaluate
 
 VOCABULARY = 61
 POSITIONS = 32
@@ -492,9 +492,9 @@ def test_tasks_are_checked_before_a_model_loads(tmp_path, monkeypatch):
     def load(*arguments, **options):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("anybit.loader.load", load)
-    monkeypatch.setattr("anybit.loader.load_tokenizer", load)
-    monkeypatch.setattr("anybit.loader.config_of", lambda model: LlamaConfig())
+    monkeypatch.setattr("anybit.evaluation.measure.load", load)
+    monkeypatch.setattr("anybit.evaluation.measure.load_tokenizer", load)
+    monkeypatch.setattr("anybit.evaluation.measure.config_of", lambda model: LlamaConfig())
     with pytest.raises(InputError, match="unknown task b"):
         evaluate("any", tasks=("a", "b"), tasks_dir=tmp_path)
     for option in ({"tasks_dir": tmp_path}, {"limit": 3}):

@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import anybit
+from anybit.artifact.contents import Plan
 from anybit.artifact.reader import inspect, open_artifact, verify
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.config import LayerSpec, QuantizeConfig, SpecMap, TileSpec
 from anybit.errors import InputError
-from anybit.plan import Plan, make_plan
+from anybit.plan import make_plan
 
 SHORT = {"samples": 3, "seq_len": 24, "group_size": 32}
 ROWS = LayerSpec((TileSpec(8, 32, rows=tuple(range(8))), TileSpec(3, 32, rows=tuple(range(8, 48)))))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from anybit.errors import InputError
-from anybit.kv_cache import QuantizedStates
+from anybit.formats.states import QuantizedStates
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -16,8 +16,9 @@ import anybit
 from anybit.artifact.reader import inspect
 from anybit.config import QuantizeConfig
 from anybit.errors import InputError
+from anybit.formats.states import QuantizedStates
 from anybit.generate import Generator
-from anybit.kv_cache import QuantizedCache, QuantizedLayer, QuantizedStates, quantized_attention
+from anybit.kv_cache import QuantizedCache, QuantizedLayer, quantized_attention
 from anybit.loader import load
 
 MakeModel = Callable[[str], Path]

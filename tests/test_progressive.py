@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM
 
 import anybit
 from anybit import driver as convert
-from anybit.artifact import refinements, writer
+from anybit.artifact import levels as refinements
+from anybit.artifact import split, writer
 from anybit.artifact.reader import curve, inspect, verify
 from anybit.artifact.writer import ArtifactWriter
 from anybit.calibration.streaming import StreamedModel
@@ -43,8 +44,7 @@ from anybit.kernels import cpu
 from anybit.layers import QuantLinear
 from anybit.loader import load, load_tokenizer
 from anybit.methods import anybit as nested
-from anybit.methods import ordering as progressive
-from anybit.methods import sensitivity as salience
+from anybit.methods import ordering, sensitivity
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
 CONFIG = QuantizeConfig(method="anybit", samples=4, seq_len=32, kept_channels=0.05)
@@ -70,9 +70,9 @@ def write_index(path: Path, index: dict[str, Any]) -> None:
     """Write an edited anybit.index.json, and in config.json what it says of it: a forgery that thinks of everything."""
     file = path / "config.json"
     config = json.loads(file.read_text())
-    section = index[progressive.SECTION]
-    stated = {"refinements": len(section) - 1, "list": progressive.list_hash(section)}
-    config["quantization_config"][progressive.SECTION] = stated
+    section = index[split.SECTION]
+    stated = {"refinements": len(section) - 1, "list": split.list_hash(section)}
+    config["quantization_config"][split.SECTION] = stated
     file.write_text(json.dumps(config))
     index["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
     (path / "anybit.index.json").write_text(json.dumps(index))
@@ -103,8 +103,8 @@ def random_losses(rows: int, seed: int) -> Tensor:
 def test_every_prefix_is_a_nested_model(rows: list[int], seed: int) -> None:
     losses = {str(i): random_losses(n, seed + i) for i, n in enumerate(rows)}
     columns = {name: 33 * (i + 1) for i, name in enumerate(losses)}
-    steps = progressive.order(losses, columns)
-    before: progressive.Counts = steps.counts(0)
+    steps = ordering.order(losses, columns)
+    before: ordering.Counts = steps.counts(0)
     assert all(counts == (len(losses[name]),) for name, counts in before.items())
     for end in range(len(steps.layer) + 1):
         counts = steps.counts(end)
@@ -127,7 +127,7 @@ def test_a_prefix_is_the_best_of_its_size() -> None:
         "a": torch.tensor([[64.0 * s / 4**b for b in range(8)] for s in (5, 1)]).repeat_interleave(8, 0),
         "b": torch.tensor([[64.0 * s / 4**b for b in range(8)] for s in (3,)]).repeat_interleave(8, 0),
     }
-    steps = progressive.order(losses, {"a": 32, "b": 32})
+    steps = ordering.order(losses, {"a": 32, "b": 32})
     for budget in range(len(steps.layer) + 1):
         found = steps.loss_after(budget)
         best = min(
@@ -142,14 +142,14 @@ def test_a_prefix_is_the_best_of_its_size() -> None:
 
 def test_ties_keep_the_order_of_layers_planes_and_rows() -> None:
     losses = {name: torch.ones(16, 8) * 4.0 ** -torch.arange(8) for name in ("x", "y")}
-    steps = progressive.order(losses, {"x": 32, "y": 32})
+    steps = ordering.order(losses, {"x": 32, "y": 32})
     assert steps.layer[:4].tolist() == [0, 0, 1, 1] and steps.plane[:5].tolist() == [2, 2, 2, 2, 3]
 
 
 def test_steps_are_ranked_by_what_a_byte_saves() -> None:
     """Two layers whose rows gain the same; one's planes take two words a row, the other's one."""
     losses = {name: torch.ones(16, 8) * 4.0 ** -torch.arange(8) for name in ("wide", "narrow")}
-    steps = progressive.order(losses, {"wide": 64, "narrow": 32})
+    steps = ordering.order(losses, {"wide": 64, "narrow": 32})
     assert steps.layer[:2].tolist() == [1, 1] and steps.plane[:4].tolist() == [2, 2, 2, 2]
 
 
@@ -157,7 +157,7 @@ def test_a_short_last_group_of_rows_counts_by_its_rows() -> None:
     losses = torch.cat([torch.ones(8, 8), 10 * torch.ones(1, 8)]) * 4.0 ** -torch.arange(
         8
     )  # rows out of order
-    steps = progressive.order({"x": losses}, {"x": 32})
+    steps = ordering.order({"x": losses}, {"x": 32})
     assert steps.loss_after(len(steps.layer)) == pytest.approx(float(losses[:, -1].sum()), rel=1e-6)
 
 
@@ -168,7 +168,7 @@ def test_whole_layers_step_together() -> None:
     names = [name for group in JOINED for name in group]
     losses = {name: random_losses(8 * i + 5, i) for i, name in enumerate(names)}
     columns = {name: 33 * (i + 1) for i, name in enumerate(names)}
-    steps = progressive.order(losses, columns, whole=True)
+    steps = ordering.order(losses, columns, whole=True)
     weights = sum(len(loss) * columns[name] for name, loss in losses.items())
     seen, before = set(), -1.0
     for bits in np.linspace(1, 8, 400):
@@ -191,13 +191,13 @@ def test_whole_layers_step_together() -> None:
 def test_pooling_is_the_isotonic_regression() -> None:
     values = np.array([[3.0, 1.0, 2.0, 2.0, 5.0, 0.0], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]])
     expected = [[3.0, 2.5, 2.5, 2.5, 2.5, 0.0], values[1].tolist()]
-    np.testing.assert_allclose(progressive.falling(values), expected)
+    np.testing.assert_allclose(ordering.falling(values), expected)
 
 
 def test_the_ladder() -> None:
-    assert progressive.ladder(2.0) == [2.0]
-    assert progressive.ladder(2.25) == pytest.approx([2.0, 2.1, 2.2, 2.25])
-    assert len(progressive.ladder(8)) == 61 and progressive.ladder(8)[-1] == 8
+    assert ordering.ladder(2.0) == [2.0]
+    assert ordering.ladder(2.25) == pytest.approx([2.0, 2.1, 2.2, 2.25])
+    assert len(ordering.ladder(8)) == 61 and ordering.ladder(8)[-1] == 8
 
 
 # ---- the artifact -------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_the_ladder() -> None:
 def test_the_core_is_an_ordinary_index_and_refinements_lie_beside_it(artifact: Path) -> None:
     weight_map = json.loads((artifact / "model.safetensors.index.json").read_text())["weight_map"]
     assert not any("refine" in file for file in weight_map.values())
-    assert not any(name.endswith(progressive.LOSSES) for name in weight_map)
+    assert not any(name.endswith(split.LOSSES) for name in weight_map)
     assert len(list(artifact.glob("refine-*.safetensors"))) == 60
     config = json.loads((artifact / "config.json").read_text())["quantization_config"]
     assert config["method"] == "anybit" and config["bits"] == 8
@@ -321,7 +321,7 @@ def test_a_core_without_its_list_or_with_anothers_is_refused(copy: Path) -> None
             use(copy)
     (copy / "anybit.index.json").write_text(json.dumps(index))
     config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"][progressive.SECTION]["list"] = "0" * 64
+    config["quantization_config"][split.SECTION]["list"] = "0" * 64
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="belong to different artifacts"):
         load(copy)
@@ -420,12 +420,12 @@ def test_a_prefix_loads_and_generates_and_is_named(copy: Path, capsys: pytest.Ca
 
 
 def test_a_hole_ends_the_prefix(copy: Path) -> None:
-    (copy / progressive.refinement_file(7, 60)).unlink()
+    (copy / split.refinement_file(7, 60)).unlink()
     assert load(copy).ladder.bits[-1] == pytest.approx(curve(copy)[6]["bits"])
 
 
 def test_a_flipped_byte_is_found(copy: Path) -> None:
-    file = copy / progressive.refinement_file(5, 60)
+    file = copy / split.refinement_file(5, 60)
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(bytes(data))
@@ -436,7 +436,7 @@ def test_a_flipped_byte_is_found(copy: Path) -> None:
 
 
 def test_reordered_refinements_are_found(copy: Path) -> None:
-    one, two = (copy / progressive.refinement_file(n, 60) for n in (3, 4))
+    one, two = (copy / split.refinement_file(n, 60) for n in (3, 4))
     data = one.read_bytes()
     one.write_bytes(two.read_bytes())
     two.write_bytes(data)
@@ -446,7 +446,7 @@ def test_reordered_refinements_are_found(copy: Path) -> None:
 
 def test_a_reordered_list_is_found(copy: Path) -> None:
     index = index_of(copy)
-    rungs = index[progressive.SECTION]
+    rungs = index[split.SECTION]
     rungs[3], rungs[4] = rungs[4], rungs[3]
     (copy / "anybit.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match="reordered or the list was edited"):
@@ -482,13 +482,13 @@ def test_a_list_without_a_file_is_no_proof(copy: Path) -> None:
     [
         (lambda i: i["files"]["refine-00005-of-00060.safetensors"].update(bytes=1), "exchanged"),
         (lambda i: i["files"]["refine-00005-of-00060.safetensors"].update(bytes=math.inf), "damaged"),
-        (lambda i: i[progressive.SECTION][5].update(bits=5.0), "damaged"),
-        (lambda i: i[progressive.SECTION][0].update(bits=1e9), "damaged"),
+        (lambda i: i[split.SECTION][5].update(bits=5.0), "damaged"),
+        (lambda i: i[split.SECTION][0].update(bits=1e9), "damaged"),
         (
-            lambda i: i[progressive.SECTION][5].update(bits=i[progressive.SECTION][5]["bits"] + 0.01),
+            lambda i: i[split.SECTION][5].update(bits=i[split.SECTION][5]["bits"] + 0.01),
             "another width",
         ),
-        (lambda i: i[progressive.SECTION][0].update(bits=1.5), "another width"),
+        (lambda i: i[split.SECTION][0].update(bits=1.5), "another width"),
         (lambda i: i.update(format_version=99), "99"),
     ],
 )
@@ -503,7 +503,7 @@ def test_what_the_list_states_is_checked(copy: Path, change: Callable[[Any], Any
 
 def test_an_edited_curve_is_found(copy: Path) -> None:
     index = index_of(copy)
-    for entry in index[progressive.SECTION]:
+    for entry in index[split.SECTION]:
         entry["loss"] = 0.0
     (copy / "anybit.index.json").write_text(json.dumps(index))
     for use in (load, verify, curve):
@@ -518,8 +518,8 @@ def test_numbers_of_numpy_are_numbers(artifact: Path) -> None:
 
 def test_a_download_under_way_is_a_prefix(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(21, 61):
-        (copy / progressive.refinement_file(number, 60)).unlink()
-    last = copy / progressive.refinement_file(20, 60)
+        (copy / split.refinement_file(number, 60)).unlink()
+    last = copy / split.refinement_file(20, 60)
     for size in (last.stat().st_size // 2, 5, 0):
         last.write_bytes(last.read_bytes()[:size])
         assert load(copy).ladder.bits[-1] == pytest.approx(curve(copy)[19]["bits"])
@@ -559,7 +559,7 @@ def test_budgets_of_another_kind_are_refused(artifact: Path, budget: dict[str, A
     ],
 )
 def test_a_damaged_list_is_refused(copy: Path, section: Any) -> None:
-    index = index_of(copy) | {progressive.SECTION: section}
+    index = index_of(copy) | {split.SECTION: section}
     (copy / "anybit.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match=r"anybit\.index\.json"):
         load(copy)
@@ -582,14 +582,14 @@ def test_steps_that_do_not_fit_are_refused(copy: Path, steps: list[list[int]], w
     """Whoever can write hashes can write these: sizes and bounds are checked before memory is touched."""
     from safetensors.torch import save_file
 
-    file = copy / progressive.refinement_file(1, 60)
+    file = copy / split.refinement_file(1, 60)
     words = torch.zeros(4, dtype=torch.int32).view(torch.uint32)
     save_file({"steps": torch.tensor(steps, dtype=torch.int32), "words": words}, file)
     index = index_of(copy)
     index["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
-    chain = index[progressive.SECTION][0]["chain"]
-    for entry in index[progressive.SECTION][1:]:
-        chain = entry["chain"] = progressive.link(chain, index["files"][entry["file"]]["sha256"])
+    chain = index[split.SECTION][0]["chain"]
+    for entry in index[split.SECTION][1:]:
+        chain = entry["chain"] = split.link(chain, index["files"][entry["file"]]["sha256"])
     write_index(copy, index)
     with pytest.raises(InputError, match=word):
         load(copy, bits=2.2)
@@ -666,7 +666,7 @@ def test_blocks_are_calibrated_behind_quantized_ones(
         losses = {n.removesuffix(".losses"): t for n, t in stored.items() if n.endswith(".losses")}
         columns = {n: model.get_submodule(n).in_features for n in losses}
         kept = {n: round(c / 128) for n, c in columns.items()}
-        steps = progressive.order(losses, {n: c - kept[n] for n, c in columns.items()})
+        steps = ordering.order(losses, {n: c - kept[n] for n, c in columns.items()})
         for name, counts in steps.counts(steps.upto(2.5)).items():
             shape = (len(losses[name]), columns[name])
             tensors = {f: stored[f"{name}.{f}"] for f in ("order", "scales", "shapes")}
@@ -684,7 +684,7 @@ def test_blocks_are_calibrated_behind_quantized_ones(
         for row in tokens:
             model(input_ids=row[None])
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), convert.compute_dtype())
-    weights = salience.output_moments(streamed, tokens, streamed.all_linears()).tokens
+    weights = sensitivity.output_moments(streamed, tokens, streamed.all_linears()).tokens
     of_layer = weights["model.layers.1.self_attn.q_proj"]
     expected = sum((x.T * w) @ x for x, w in zip(inputs, of_layer))
     torch.testing.assert_close(seen["7"], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
@@ -695,8 +695,8 @@ def test_moments_are_those_of_autograd(model_dir: Callable[[str], Path], tmp_pat
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
     shapes = streamed.all_linears()
     tokens = torch.randint(3, 100, (6, 24), generator=torch.Generator().manual_seed(0))
-    found = salience.output_moments(streamed, tokens, shapes, tmp_path)
-    again = salience.output_moments(streamed, tokens, shapes, tmp_path)
+    found = sensitivity.output_moments(streamed, tokens, shapes, tmp_path)
+    again = sensitivity.output_moments(streamed, tokens, shapes, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=torch.float32)
     for name in ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"):
         outputs: list[Tensor] = []
@@ -724,7 +724,7 @@ def test_other_scores_rank_the_rows(
     assert [r["loss"] for r in rungs] == sorted((r["loss"] for r in rungs), reverse=True)
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), convert.compute_dtype())
     text = calibration_set(streamed.checkpoint.tokenizer(), str(text_file), 4, 32, 0)
-    scores = salience.width_scores(streamed, text.tokens, streamed.all_linears(), kind).outputs
+    scores = sensitivity.width_scores(streamed, text.tokens, streamed.all_linears(), kind).outputs
     last = sum(float(score[:, -1].double().sum()) for score in scores.values())
     assert rungs[-1]["loss"] == pytest.approx(last, rel=0.05)  # but for what pooling moves
     other = "diagonal" if kind == "full" else "full"
@@ -742,7 +742,7 @@ def test_scores_are_the_loss_of_rounding(model_dir: Callable[[str], Path]) -> No
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
     shapes = streamed.all_linears()
     tokens = torch.randint(3, 100, (3, 24), generator=torch.Generator().manual_seed(0))
-    found = {k: salience.width_scores(streamed, tokens, shapes, k).outputs for k in ("full", "diagonal")}
+    found = {k: sensitivity.width_scores(streamed, tokens, shapes, k).outputs for k in ("full", "diagonal")}
     model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=torch.float32)
     name = "model.layers.1.mlp.down_proj"
     weight = model.get_submodule(name).weight
@@ -992,6 +992,6 @@ def test_of_a_hub_id_only_what_is_needed_is_fetched(
     asked = integration.AnybitConfig(**{k: v for k, v in quantization.items() if k != "quant_method"})
     folder = integration._fetch_refinements(model, asked, upto)
     count = min(there, 60 if upto is None else upto)
-    expected = [progressive.refinement_file(n, 60) for n in range(1, count + 1)]
+    expected = [split.refinement_file(n, 60) for n in range(1, count + 1)]
     assert folder == tmp_path and fetched == ["anybit.index.json", *expected]
     assert refinements.read_progressive(folder, quantization).present == count + 1

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from anybit import plan as plan_module
+from anybit.artifact.contents import Plan
 from anybit.calibration.stats import LinearStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
@@ -23,7 +24,7 @@ from anybit.formats.layout import stored_bytes, stored_tensors
 from anybit.formats.validate import validate_layout
 from anybit.formats.weight import pack
 from anybit.methods import gptq, rtn
-from anybit.plan import Plan, check_disk, estimate, make_plan, spec_layout, stored_dtype, widths_for_memory
+from anybit.plan import check_disk, estimate, make_plan, spec_layout, stored_dtype, widths_for_memory
 
 MakeModel = Callable[[str], Path]
 DEFAULT = LayerSpec.uniform(3, 64, clip=True)

@@ -19,8 +19,9 @@ from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec, TileSpec
 from anybit.formats import Float16
 from anybit.formats.base import to_half
+from anybit.formats.states import QuantizedStates
 from anybit.formats.weight import QuantizedWeight
-from anybit.kv_cache import QuantizedCache, QuantizedStates
+from anybit.kv_cache import QuantizedCache
 from anybit.methods import atom, registry, rtn
 
 KV_WIDTHS = (8, 4, 3, 2)

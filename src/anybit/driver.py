@@ -19,10 +19,12 @@ from transformers.pytorch_utils import Conv1D
 
 import anybit
 from anybit import kernels
+from anybit.artifact import split
 from anybit.artifact.config_json import artifact_config, provenance
+from anybit.artifact.contents import Plan
 from anybit.artifact.model_card import Beside, model_card
 from anybit.artifact.reader import inspect
-from anybit.artifact.writer import ArtifactWriter, Cost, check_output, finished_bytes
+from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
 from anybit.calibration.moments import Activations, Collector, gradient_statistics, spilled_statistics
 from anybit.calibration.stats import GradientStats, LinearStats
 from anybit.calibration.streaming import BlockCall, StreamedModel, run_block
@@ -30,17 +32,16 @@ from anybit.calibration.texts import CalibrationSet, calibration_set
 from anybit.checkpoint.architectures import max_positions
 from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.config import LayerSpec, QuantizeConfig, SpecMap, TileSpec
+from anybit.cost import Cost
 from anybit.errors import InputError
 from anybit.formats import GroupInt
 from anybit.formats.layout import stored_bytes, stored_tensors
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
+from anybit.kernels.dispatch import check_device
 from anybit.kernels.reference import round_inputs, rounds_inputs
-from anybit.loader import check_device
 from anybit.methods import anybit as nested
-from anybit.methods import finetune, llm_mq, mixllm, registry, rtn, two_four_sixteen
-from anybit.methods import ordering as progressive
-from anybit.methods import sensitivity as salience
-from anybit.plan import Plan, check_disk, make_plan, scratch_bytes
+from anybit.methods import finetune, llm_mq, mixllm, ordering, registry, rtn, sensitivity, two_four_sixteen
+from anybit.plan import check_disk, make_plan, scratch_bytes
 from anybit.progress import SILENT, Advance, Silent, ignore
 
 EMBED_ROWS = 4096  # rows of an embedding that are quantized at a time
@@ -118,7 +119,7 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
     base_hash = _hash(checkpoint, report)
     fingerprint = _fingerprint(base_hash, config, plan, text, _arithmetic(streamed))
     shared = None
-    if statistics is not None and (config.gradients or salience.passes(config)):
+    if statistics is not None and (config.gradients or sensitivity.passes(config)):
         assert text is not None
         searched = plan.layouts.keys() - (spec_map or {}).keys() if config.searches else plan.layouts
         layers = [name for name in plan.layouts if name in searched]
@@ -133,18 +134,18 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
             check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, config))
         unfinished = len(writer.finished) < writer.shards
         searches = config.progressive and unfinished and text is not None
-        worth = salience.Worth({}, {})
+        worth = sensitivity.Worth({}, {})
         if searches and text is not None:
             worth = _find_worth(streamed, plan, config, text, writer, report)
         run = _Run(streamed, plan, config, writer, report, worth)
         run.outside()
         run.all_blocks(text)
         made = provenance(checkpoint, base_hash, config, text.describe() if text else None)
-        refined: progressive.Cut | None = None
+        refined: split.Cut | None = None
         if config.progressive:
             report.say("orders the planes and writes core and refinements")
-            refined = progressive.cut(
-                writer, plan.layouts, float(config.bits or progressive.BITS), config.whole_layers
+            refined = split.cut(
+                writer, plan.layouts, float(config.bits or ordering.BITS), config.whole_layers
             )
             plan = replace(plan, layouts=refined.layouts, refinement_bytes=0)
         beside = Beside(refined.bits, refined.file_bytes) if refined and refined.files else None
@@ -187,12 +188,12 @@ def _search(
     if config.method == "llm-mq":
         stored = {n: llm_mq.stored_sizes(plan.specs[n], (shape[0], shape[1])) for n, shape in shapes.items()}
         limit = sum(stored_bytes(plan.layouts[n]) for n in shapes)
-        widths = salience.layer_widths(
+        widths = sensitivity.layer_widths(
             streamed, text.tokens, shapes, config, stored, limit, writer.search(), report
         )
         found = {n: llm_mq.with_width(plan.specs[n], bits) for n, bits in widths.items()}
     else:
-        rows = salience.search(streamed, text.tokens, shapes, config, writer.search(), report)
+        rows = sensitivity.search(streamed, text.tokens, shapes, config, writer.search(), report)
         found = {n: mixllm.with_rows(plan.specs[n], rows[n], shapes[n][0]) for n in rows}
     streamed.model.to("meta")
     return make_plan(streamed, config, {**found, **spec_map})
@@ -205,13 +206,15 @@ def _find_worth(
     text: CalibrationSet,
     writer: ArtifactWriter,
     report: Silent,
-) -> salience.Worth:
+) -> sensitivity.Worth:
     """What the gradients say of every layer: once, then kept with the unfinished artifact."""
     shapes = {name: (x["shape"][0], x["shape"][1]) for name, x in plan.layouts.items()}
     if config.salience in (None, "output"):
-        found = salience.output_moments(streamed, text.tokens, shapes, writer.search(), report)
+        found = sensitivity.output_moments(streamed, text.tokens, shapes, writer.search(), report)
     else:
-        found = salience.width_scores(streamed, text.tokens, shapes, config.salience, writer.search(), report)
+        found = sensitivity.width_scores(
+            streamed, text.tokens, shapes, config.salience, writer.search(), report
+        )
     streamed.model.to("meta")
     return found
 
@@ -225,7 +228,7 @@ class _Run:
     config: QuantizeConfig
     writer: ArtifactWriter
     report: Silent
-    worth: salience.Worth
+    worth: sensitivity.Worth
 
     def outside(self) -> None:
         """Shard 0: everything outside the blocks."""
@@ -348,9 +351,9 @@ class _Run:
         layouts = {name: self.plan.layouts[name] for name in linears}
         if not self.config.progressive or not layouts:
             return layouts
-        losses = {name: tensors[f"{name}.{progressive.LOSSES}"] for name in linears}
-        bits = min(self.config.tune_for, self.config.bits or progressive.BITS)
-        return progressive.at_average(layouts, losses, bits, self.config.whole_layers)
+        losses = {name: tensors[f"{name}.{split.LOSSES}"] for name in linears}
+        bits = min(self.config.tune_for, self.config.bits or ordering.BITS)
+        return ordering.at_average(layouts, losses, bits, self.config.whole_layers)
 
     def _linears(self, i: int) -> dict[str, nn.Module]:
         """The layers of block i that are to be quantized."""
@@ -427,7 +430,7 @@ class _Run:
                 weight, spec = self.streamed.weight(name), self.plan.specs[name]
                 assert isinstance(stats, LinearStats)
                 made = nested.compress(weight, stats, spec, self.worth.outputs[name])
-                beside[f"{name}.{progressive.LOSSES}"] = made.losses.cpu()
+                beside[f"{name}.{split.LOSSES}"] = made.losses.cpu()
                 return QuantizedWeight((weight.shape[0], weight.shape[1]), (made.tile,))
             return registry.quantize(
                 self.config.method, self.streamed.weight(name), stats, self.plan.specs[name]

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from anybit.config import KV_BITS
 from anybit.errors import InputError
-from anybit.formats.bits import FP16_MAX, PACKED_WIDTHS, pack_codes, unpack_codes
+from anybit.formats.states import QuantizedStates
 
 
 def check_kv_bits(bits: int | None) -> None:
@@ -29,75 +27,6 @@ def check_kv_bits(bits: int | None) -> None:
     """
     if bits is not None and bits not in KV_BITS:
         raise InputError(f"--kv-bits {bits} is not one of {', '.join(map(str, KV_BITS))}")
-
-
-@dataclass(frozen=True)
-class QuantizedStates:
-    """Keys or values [batch, heads, tokens, d] as codes of `bits` bits: `minimum + scale * code`."""
-
-    bits: int
-    d: int
-    dtype: torch.dtype  # of what was quantized
-    codes: Tensor  # uint8 [batch, heads, tokens, bytes]
-    scale: Tensor  # float16 [batch, heads, tokens]
-    minimum: Tensor  # float16 [batch, heads, tokens]
-
-    @staticmethod
-    def of(states: Tensor, bits: int) -> QuantizedStates:
-        """Round states [batch, heads, tokens, d] to nearest, each head of each token by its own range.
-
-        Scale and minimum are rounded to float16 first, the scale never down: the range stays covered, up to what
-        float16 reaches; states beyond are cut off there.
-        """
-        values = states.float().clamp(-FP16_MAX, FP16_MAX)
-        minimum = values.amin(-1).half()
-        spread = (values.amax(-1) - minimum.float()).clamp(min=0)
-        scale = (spread / (2**bits - 1)).half()  # at most 2 * FP16_MAX / 3
-        short = scale.float() * (2**bits - 1) < spread
-        scale = torch.where(short, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
-        safe = torch.where(scale == 0, 1.0, scale.float())
-        codes = ((values - minimum.float()[..., None]) / safe[..., None]).round().clamp(0, 2**bits - 1)
-        packed = _pack(codes.to(torch.uint8), bits)
-        return QuantizedStates(bits, states.shape[-1], states.dtype, packed, scale, minimum)
-
-    def dequantize(self) -> Tensor:
-        """[batch, heads, tokens, d] in the dtype of what was quantized."""
-        codes = _unpack(self.codes, self.bits, self.d)
-        return (self.minimum.float()[..., None] + self.scale.float()[..., None] * codes).to(self.dtype)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStates:
-        """The same change of batch or tokens to all three tensors."""
-        parts = [change(part) for part in (self.codes, self.scale, self.minimum)]
-        return QuantizedStates(self.bits, self.d, self.dtype, *parts)
-
-    def then(self, later: QuantizedStates) -> QuantizedStates:
-        """These tokens and later ones."""
-        pairs = zip((self.codes, self.scale, self.minimum), (later.codes, later.scale, later.minimum))
-        return QuantizedStates(self.bits, self.d, self.dtype, *(torch.cat(pair, dim=2) for pair in pairs))
-
-    @property
-    def tokens(self) -> int:
-        return self.scale.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.codes, self.scale, self.minimum))
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """[..., d] -> uint8 [..., bytes]; 3-bit codes as planes, side by side."""
-    flat = codes.reshape(-1, codes.shape[-1])
-    packed = pack_codes(flat, bits, 1)
-    if bits not in PACKED_WIDTHS:
-        packed = packed.transpose(0, 1).flatten(1)
-    return packed.reshape(*codes.shape[:-1], packed.shape[-1])
-
-
-def _unpack(packed: Tensor, bits: int, d: int) -> Tensor:
-    flat = packed.reshape(-1, packed.shape[-1])
-    if bits not in PACKED_WIDTHS:
-        flat = flat.view(len(flat), bits, -1).transpose(0, 1)
-    return unpack_codes(flat, bits, d).view(*packed.shape[:-1], d)
 
 
 class QuantizedLayer(CacheLayerMixin):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, floor, prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from anybit.artifact.config_json import dense_layout
+from anybit.artifact.contents import Plan
 from anybit.artifact.predicted_size import overhead_bytes
 from anybit.calibration.moments import LOGIT_CHUNK
 from anybit.calibration.streaming import StreamedModel, selected
@@ -27,98 +28,13 @@ from anybit.config import (
     SpecMap,
 )
 from anybit.errors import InputError
-from anybit.formats.layout import code_bits, stored_bytes, widest
-from anybit.methods import finetune, two_four_sixteen
-from anybit.methods import ordering as progressive
-from anybit.methods import sensitivity as salience
+from anybit.methods import finetune, ordering, sensitivity, two_four_sixteen
 from anybit.methods.registry import METHODS
 
 CLUSTERING = 6e-8  # seconds per weight and thread, at 3 bits
 NESTED_CODES = 5e-7  # the same of nested codes
 BUDGET_STEPS = 100  # a budget finds the average width to a hundredth of a bit
 IMPORT_BYTES = 450_000_000  # PyTorch, Transformers and a tokenizer before any tensor is read
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that will be stored, by name."""
-
-    specs: SpecMap  # linear layers to quantize, in the model's order
-    layouts: dict[str, dict[str, Any]]  # their stored layouts
-    embeddings: dict[str, dict[str, Any]]  # quantized embedding and head
-    kept: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # tensors stored as they are
-    linear_weights: int  # weights of all linear layers inside the blocks
-    model_weights: int  # all weights of the model
-    dense: dict[
-        str, dict[str, Any]
-    ]  # descriptions of the linear layers inside the blocks that are left as they are
-    overhead_bytes: int = 0  # of everything beside the tensors, the tokenizer apart
-    refinement_bytes: int = 0  # about what the files of refinements have besides planes
-
-    @property
-    def bits_per_weight(self) -> float:
-        """8 x bytes read / weights of all linear layers in the blocks, quantized or not; nested ones at the widest."""
-        return self._bits_per_weight({name: widest(layout) for name, layout in self.layouts.items()})
-
-    @property
-    def file_bits_per_weight(self) -> float:
-        """The same of everything stored: of nested layers, all widths."""
-        return self._bits_per_weight(self.layouts)
-
-    def _bits_per_weight(self, layouts: Mapping[str, Mapping[str, Any]]) -> float:
-        packed = sum(stored_bytes(layout) for layout in layouts.values())
-        kept = sum(self._kept_bytes(f"{name}.weight") for name in self.dense)
-        return 8 * (packed + kept + self.refinement_bytes) / self.linear_weights
-
-    @property
-    def input_stats(self) -> bool:
-        """Whether any layer's spec asks for its inputs themselves."""
-        return any(s.scaling != "none" or s.act_search or s.act_static for s in self.specs.values())
-
-    @property
-    def code_bits(self) -> float:
-        """Average width of the weights of all linear layers inside the blocks."""
-        return code_bits({**self.layouts, **self.dense})
-
-    def _kept_bytes(self, name: str) -> int:
-        dtype, shape = self.kept[name]
-        return dtype.itemsize * prod(shape)
-
-    @property
-    def tensor_bytes(self) -> int:
-        packed = sum(stored_bytes(layout) for layout in {**self.layouts, **self.embeddings}.values())
-        return packed + sum(self._kept_bytes(name) for name in self.kept)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all files but the tokenizer: never less than they turn out to be, and a few kB more at most."""
-        return self.tensor_bytes + self.overhead_bytes + self.refinement_bytes
-
-    @property
-    def quantized_weights(self) -> int:
-        return sum(prod(layout["shape"]) for layout in self.layouts.values())
-
-    def warning(self, method: str) -> str | None:
-        """A sentence where the artifact stores more than bfloat16 would: tables outweigh narrow matrices."""
-        if self.file_bits_per_weight <= 16:
-            return None
-        return (
-            f"this artifact stores {self.file_bits_per_weight:.1f} bits per weight, more than bfloat16's 16: tables "
-            "of so many centroids outweigh matrices so narrow; store "
-            + ("fewer widths (--widths)" if method == "any-precision" else "fewer bits (--bits)")
-            + (" or smaller tables (--codebook-bits 8)" if method in CODEBOOK_METHODS else "")
-        )
-
-    def coverage(self) -> str:
-        """One sentence: what share of the weights is quantized."""
-        quantized = self.quantized_weights
-        head = sum(prod(layout["shape"]) for layout in self.embeddings.values())
-        text = (
-            f"quantizes {len(self.layouts)} linear layers: {quantized / 1e6:.1f} M of "
-            f"{self.linear_weights / 1e6:.1f} M weights in the blocks, "
-            f"{100 * (quantized + head) / self.model_weights:.1f} % of all {self.model_weights / 1e6:.1f} M"
-        )
-        return text + (f" (embedding and head: {head / 1e6:.1f} M)" if head else "")
 
 
 def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap | None = None) -> Plan:
@@ -182,7 +98,7 @@ def make_plan(streamed: StreamedModel, config: QuantizeConfig, spec_map: SpecMap
     linear = sum(prod(shape) for shape in shapes.values())
     plan = Plan(specs, layouts, embeddings, kept, linear, total, dense)
     if config.progressive:
-        plan = replace(plan, refinement_bytes=progressive.overhead_bytes(config.bits or 8, layouts))
+        plan = replace(plan, refinement_bytes=ordering.overhead_bytes(config.bits or 8, layouts))
     return replace(plan, overhead_bytes=overhead_bytes(streamed, plan, config))
 
 
@@ -295,7 +211,7 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
             sweep = 2.0 * sum(s[0] * s[1] ** 2 + s[1] ** 3 for s in shapes.values()) / blocks
     if config.progressive:
         clustering = NESTED_CODES * plan.quantized_weights / torch.get_num_threads()
-        sweep *= progressive.BITS
+        sweep *= ordering.BITS
     if config.method in CODEBOOK_METHODS:
         seed = min(config.widths) if config.nested else config.bits or 4
         clustering = CLUSTERING * 2 ** max(0.0, seed - 3) * plan.quantized_weights / torch.get_num_threads()
@@ -303,8 +219,8 @@ def estimate(streamed: StreamedModel, plan: Plan, config: QuantizeConfig, out: P
             config.method == "cmpq" and config.compensate
         ):  # channel after channel on one thread, and all before that
             clustering *= 1 + torch.get_num_threads()
-    if config.gradients or salience.passes(config):
-        passes = 4 * salience.passes(
+    if config.gradients or sensitivity.passes(config):
+        passes = 4 * sensitivity.passes(
             config
         )  # forward twice, as blocks are recomputed, and backward for inputs and weights
         forwards = passes if config.gradients else forwards + passes

@@ -19,9 +19,9 @@ from anybit.formats.layout import FORMAT_VERSION, QUANT_METHOD
 from anybit.formats.validate import validate_layout
 
 if TYPE_CHECKING:
+    from anybit.artifact.contents import Plan
     from anybit.calibration.streaming import StreamedModel
     from anybit.checkpoint.directory import Checkpoint
-    from anybit.plan import Plan
 
 
 def provenance(

@@ -11,8 +11,8 @@ from anybit.checkpoint.architectures import is_encoder
 from anybit.config import QuantizeConfig
 
 if TYPE_CHECKING:
+    from anybit.artifact.contents import Plan
     from anybit.checkpoint.directory import Checkpoint
-    from anybit.plan import Plan
 
 
 @dataclass(frozen=True)

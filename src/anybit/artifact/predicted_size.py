@@ -20,11 +20,11 @@ from anybit.artifact.writer import described_files, hash_list, shard_file
 from anybit.checkpoint.directory import DTYPES
 from anybit.config import QuantizeConfig
 from anybit.formats.layout import stored_tensors
-from anybit.methods import ordering as progressive
+from anybit.methods import ordering
 
 if TYPE_CHECKING:
+    from anybit.artifact.contents import Plan
     from anybit.calibration.streaming import StreamedModel
-    from anybit.plan import Plan
 
 Stored = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # tensor name -> dtype and shape
 HASH = "0" * 64
@@ -37,7 +37,7 @@ def overhead_bytes(streamed: StreamedModel, plan: Plan, config: QuantizeConfig) 
     beside = None
     if config.progressive:  # a layer of the core may have any plane
         beside = Beside(8.0, 10 * plan.tensor_bytes)
-        plan = replace(plan, layouts=progressive.with_all_planes(plan.layouts), refinement_bytes=0)
+        plan = replace(plan, layouts=ordering.with_all_planes(plan.layouts), refinement_bytes=0)
     shards = [_shard(streamed, plan, i) for i in (None, *range(len(streamed.blocks)))]
     headers = [_header_bytes(shard) for shard in shards]
     sizes = [header + _data_bytes(shard) for header, shard in zip(headers, shards)]

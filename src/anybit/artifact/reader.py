@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from anybit.artifact.config_json import check_layers, dense_layout
-from anybit.artifact.refinements import Progressive, read_progressive
+from anybit.artifact.levels import Progressive, read_progressive
 from anybit.checkpoint.directory import HASHES, INDEX, Checkpoint, check_sha256, open_checkpoint, read_json
 from anybit.config import bits_eq10, parse_bytes
 from anybit.errors import InputError

@@ -13,11 +13,9 @@ import fcntl
 import hashlib
 import json
 import os
-import resource
 import shutil
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +26,7 @@ from torch import Tensor
 
 from anybit.artifact.reader import dump_json, is_artifact, partial_folder
 from anybit.checkpoint.directory import HASHES, INDEX, file_sha256, read_safetensors_header
+from anybit.cost import Cost
 from anybit.errors import InputError
 from anybit.formats.layout import FORMAT_VERSION
 
@@ -35,36 +34,6 @@ JOURNAL = "journal.jsonl"
 STATISTICS = "statistics"  # folder beside the artifact under way
 SEARCH = "search"
 COMPLETE = "complete"  # file in it that says that it is whole
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What gathering statistics took."""
-
-    seconds: float
-    peak_memory_bytes: int  # of the process that did it
-    processor_seconds: float | None = None  # of its threads together; None: not known
-
-    @staticmethod
-    def clock() -> tuple[float, float]:
-        """Wall and processor seconds of this process, for `since`."""
-        return time.perf_counter(), time.process_time()
-
-    @staticmethod
-    def since(begun: tuple[float, float]) -> Cost:
-        """Of this process, since a `clock`."""
-        wall, processor = Cost.clock()
-        return Cost(wall - begun[0], peak_memory_bytes(), processor - begun[1])
-
-    @staticmethod
-    def sum(costs: Sequence[Cost]) -> Cost:
-        """Of all of them, one after the other."""
-        known = [c.processor_seconds for c in costs if c.processor_seconds is not None]
-        return Cost(
-            seconds=sum(c.seconds for c in costs),
-            peak_memory_bytes=max(c.peak_memory_bytes for c in costs),
-            processor_seconds=sum(known) if len(known) == len(costs) else None,
-        )
 
 
 def read_cost(file: Path) -> Cost:
@@ -369,15 +338,6 @@ def finished_bytes(out: Path) -> int:
     folder = partial_folder(out)
     shards = sum(path.stat().st_size for path in folder.glob("artifact/*"))
     return shards + sum(512 * path.stat().st_blocks for path in folder.glob(f"{STATISTICS}/*"))
-
-
-def peak_memory_bytes() -> int:
-    """The most memory that this process ever held."""
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux; there `getrusage` would count the process that started this one, too
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return 1024 * int(line.split()[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def shard_file(shard: int, shards: int) -> str:

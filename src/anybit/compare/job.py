@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from anybit.artifact.writer import Cost
 from anybit.compare.cells import as_options
 from anybit.config import QuantizeConfig
+from anybit.cost import Cost
 from anybit.driver import quantize
 from anybit.errors import InputError
 from anybit.progress import SILENT, Terminal

@@ -45,7 +45,7 @@ from anybit.compare.report import write_report
 from anybit.compare.work import Work, beside, by_key, read_json
 from anybit.config import METHODS, QuantizeConfig
 from anybit.errors import InputError
-from anybit.loader import evaluate
+from anybit.evaluation.measure import evaluate
 from anybit.progress import SILENT, Silent, Terminal, no_other_bars
 
 CELLS, WORK, LOCK = "cells", "work", "compare.lock"

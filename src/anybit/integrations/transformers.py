@@ -20,7 +20,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from anybit.artifact import refinements
+from anybit.artifact import levels as refinements
+from anybit.artifact import split
 from anybit.artifact.config_json import check_layers
 from anybit.checkpoint.directory import HASHES
 from anybit.errors import InputError
@@ -28,7 +29,7 @@ from anybit.formats.base import is_int
 from anybit.formats.layout import QUANT_METHOD
 from anybit.formats.validate import check_version, validate
 from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead, set_bits, set_exact
-from anybit.methods import ordering as progressive
+from anybit.methods import ordering
 
 
 class AnybitConfig(QuantizationConfigMixin):
@@ -92,7 +93,7 @@ def _refine(model: Any, config: AnybitConfig) -> None:
         InputError: see `refinements.read_progressive` and `refinements.refine`.
     """
     asked = config.__dict__.pop("rung", None)
-    if progressive.SECTION not in config.__dict__:
+    if split.SECTION not in config.__dict__:
         return
     folder = Path(model.name_or_path)
     if not folder.is_dir():  # a hub id, of which Transformers has fetched the core
@@ -106,9 +107,9 @@ def _refine(model: Any, config: AnybitConfig) -> None:
         raise InputError(f"rung {upto!r} of {folder}: expected 0 to {found.present - 1}")
     model.ladder = refinements.refine(model, found, upto)
     for name, counts in model.ladder.counts[-1].items():
-        config.layers[name] = progressive.with_counts(config.layers[name], counts)
+        config.layers[name] = ordering.with_counts(config.layers[name], counts)
     config.bits = model.ladder.bits[-1]
-    del config.__dict__[progressive.SECTION]  # with its refinements, it is no core any more
+    del config.__dict__[split.SECTION]  # with its refinements, it is no core any more
 
 
 def _fetch_refinements(model: Any, config: AnybitConfig, upto: int | None) -> Path:

@@ -50,6 +50,18 @@ def info() -> dict[str, Any]:
     }
 
 
+def check_device(device: str) -> None:
+    """Refuse a device that a model cannot be put on here.
+
+    Raises:
+        InputError: neither cpu nor cuda, or cuda where PyTorch finds none.
+    """
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"device {device!r}: expected cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device 'cuda': PyTorch finds no CUDA here; use cpu")
+
+
 def _cpu_info() -> dict[str, Any]:
     if not cpu.available():
         how: dict[str, Any] = {

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from anybit.artifact.writer import Cost
 from anybit.calibration.moments import gradient_statistics, load_whole
 from anybit.calibration.stats import GradientStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.config import METHOD_WIDTHS, SALIENCES, LayerSpec, QuantizeConfig, TileSpec
+from anybit.cost import Cost
 from anybit.errors import InputError
 from anybit.methods import anybit as nested
 from anybit.methods import mixllm, rtn

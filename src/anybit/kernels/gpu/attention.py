@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anybit.errors import InputError
 from anybit.formats.bits import FP16_MAX
-from anybit.kv_cache import QuantizedStates
+from anybit.formats.states import QuantizedStates
 
 BITS = (4, 8, 16)
 MAX_D = 256

@@ -19,22 +19,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from anybit.artifact.split import SECTION, link, list_hash
 from anybit.checkpoint.directory import HASHES, INDEX, check_sha256, read_json, read_safetensors_header
 from anybit.errors import InputError
 from anybit.formats.layout import stored_tensors
 from anybit.formats.validate import check_version
-from anybit.methods.ordering import (
-    BITS,
-    SECTION,
-    STEP,
-    Counts,
-    coded_columns,
-    link,
-    list_hash,
-    nested_names,
-    plane_rows,
-    with_counts,
-)
+from anybit.methods.ordering import BITS, STEP, Counts, coded_columns, nested_names, plane_rows, with_counts
 
 SUFFIX = ".safetensors"
 MOST_HEADER = 1 << 24  # bytes of a refinement's header that are looked at

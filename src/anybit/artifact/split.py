@@ -1,0 +1,121 @@
+"""What a run has written, all planes of all rows, split into a base layer and enhancement layers.
+
+The base layer is an ordinary HF directory. Enhancement layers of `STEP` bits each are files beside it; the base layer
+and any first ones of them are a valid model. Which planes go where: `methods.ordering`; who reads them: `levels`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.artifact.writer import ArtifactWriter
+from anybit.formats.layout import stored_tensors
+from anybit.methods.ordering import BITS, coded_columns, ladder, nested_names, order, plane_rows, with_counts
+
+SECTION = "progressive"  # of anybit.index.json
+LOSSES = "losses"  # field beside a layer's tensors while the order is not known yet
+
+
+def refinement_file(number: int, count: int) -> str:
+    """Name of a refinement's file, counted from 1."""
+    return f"refine-{number:05d}-of-{count:05d}.safetensors"
+
+
+def list_hash(section: Sequence[Mapping[str, Any]]) -> str:
+    """What config.json says of the list of refinements: whoever edits widths or losses in it is found out."""
+    return hashlib.sha256(json.dumps(section, sort_keys=True).encode()).hexdigest()
+
+
+def link(chain: str, sha256: str) -> str:
+    """The running hash after a file: it vouches for all files before, in their order."""
+    return hashlib.sha256((chain + sha256).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An artifact that was cut into core and refinements."""
+
+    layouts: dict[str, dict[str, Any]]  # of all layers as the core has them
+    files: dict[str, dict[str, Any]]  # `bytes` and `sha256` of every refinement's file
+    section: dict[str, Any]  # of anybit.index.json
+    core: dict[str, Any]  # what config.json says of it
+    bits: float  # average width with all refinements
+
+    @property
+    def file_bytes(self) -> int:
+        """Of all refinements."""
+        return sum(entry["bytes"] for entry in self.files.values())
+
+
+def cut(writer: ArtifactWriter, layouts: Mapping[str, dict[str, Any]], bits: float, whole: bool) -> Cut:
+    """Write what a run has made, all planes of all rows, again as a core and refinements up to `bits` on average.
+
+    Args:
+        writer: all of whose shards are finished, with the losses of every nested layer.
+        layouts: of all layers; of nested ones only the kept channels matter.
+        bits: average width, at least `CORE_BITS`.
+        whole: see `order`.
+    """
+    names = nested_names(layouts)
+    shard_of, losses = {}, {}
+    for shard in range(writer.shards):
+        for name, tensor in writer.read_field(shard, LOSSES).items():
+            shard_of[name], losses[name] = shard, tensor
+    steps = order(
+        {name: losses[name] for name in names}, coded_columns({n: layouts[n] for n in names}), whole
+    )
+    ends = list(dict.fromkeys(steps.upto(rung) for rung in ladder(bits)))  # whole layers may skip some
+    counts = [steps.counts(end) for end in ends]
+    core = {n: with_counts(x, counts[0][n]) if n in counts[0] else x for n, x in layouts.items()}
+    writer.begin_cut()
+    chain = ""
+    for shard in range(writer.shards):
+        tensors = writer.read_whole(shard)
+        for name in (name for name in names if shard_of[name] == shard):
+            tensors = _core_tensors(name, core[name], tensors)
+        chain = link(chain, writer.write_cut(writer.file(shard), tensors)["sha256"])
+    section = [{"file": "", "bits": steps.bits(ends[0]), "loss": steps.loss_after(ends[0]), "chain": chain}]
+    files: dict[str, dict[str, Any]] = {}
+    for i in range(1, len(ends)):
+        file = refinement_file(i, len(ends) - 1)
+        tensors = _refinement(writer, names, shard_of, list(plane_rows(counts[i], counts[i - 1])))
+        files[file] = writer.write_cut(file, tensors, {"after": chain})
+        chain = link(chain, files[file]["sha256"])
+        rung = {"bits": steps.bits(ends[i]), "loss": steps.loss_after(ends[i])}
+        section.append({"file": file, **rung, "chain": chain})
+    stated = {SECTION: {"refinements": len(files), "list": list_hash(section)}}
+    return Cut(core, files, {SECTION: section}, stated, steps.bits(ends[-1]))
+
+
+def _core_tensors(name: str, layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a shard with those of a layer cut to its layout in the core."""
+    own = {f"{name}.{LOSSES}", *(f"{name}.plane_{p}" for p in range(1, BITS + 1))}
+    made = {field: tensor for field, tensor in tensors.items() if field not in own}
+    for field, (_, shape) in stored_tensors(layout).items():
+        made[f"{name}.{field}"] = tensors[f"{name}.{field}"][: shape[0]]
+    return made
+
+
+def _refinement(
+    writer: ArtifactWriter,
+    names: Sequence[str],
+    shard_of: Mapping[str, int],
+    added: Sequence[tuple[str, int, int, int]],  # layer, plane, first and last row
+) -> dict[str, Tensor]:
+    """The tensors of a refinement's file: `steps` int32 [n, 3] (number of the layer, plane, rows), `words` uint32."""
+    words: dict[tuple[str, int], Tensor] = {}
+    for shard in sorted({shard_of[name] for name, *_ in added}):
+        here = {(n, p): (first, last) for n, p, first, last in added if shard_of[n] == shard}
+        found = writer.read_rows(shard, {f"{n}.plane_{p}": rows for (n, p), rows in here.items()})
+        words |= {(n, p): found[f"{n}.plane_{p}"].view(torch.int32).flatten() for n, p in here}
+    numbers = {name: i for i, name in enumerate(names)}
+    steps = [(numbers[name], plane, last - first) for name, plane, first, last in added]
+    joined = torch.cat([words[n, p] for n, p, *_ in added]) if added else torch.zeros(0, dtype=torch.int32)
+    return {"steps": torch.tensor(steps, dtype=torch.int32).view(-1, 3), "words": joined.view(torch.uint32)}

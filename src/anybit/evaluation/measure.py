@@ -1,0 +1,193 @@
+"""Measure a model of any kind: perplexity, divergence from a base, zero-shot tasks; an encoder's embeddings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from anybit.artifact.reader import inspect, is_artifact
+from anybit.calibration import texts
+from anybit.checkpoint.architectures import is_encoder, max_positions
+from anybit.errors import InputError
+from anybit.evaluation import embeddings
+from anybit.evaluation import perplexity as evaluation
+from anybit.kernels.dispatch import check_device
+from anybit.kv_cache import check_kv_bits, quantized_attention
+from anybit.loader import config_of, load, load_tokenizer, opened
+from anybit.progress import SILENT, Silent
+
+SEQ_LEN = 2048
+
+
+def evaluate(  # noqa: PLR0913 - mirrors the command's options
+    model: str | Path,
+    *,
+    text: str | None = None,
+    pairs: Path | None = None,
+    seq_len: int | None = None,
+    max_tokens: int | None = None,
+    base: str | Path | None = None,
+    base_cache: Path | None = None,
+    tasks: tuple[str, ...] = (),
+    tasks_dir: Path | None = None,
+    limit: int | None = None,
+    bits: float | None = None,
+    bpw: float | None = None,
+    size: int | str | None = None,
+    exact: bool = True,
+    kv_bits: int | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    report: Silent = SILENT,
+) -> dict[str, Any]:
+    """Perplexity of a model on a text, its divergence from `base`, and zero-shot tasks; of an encoder its embeddings.
+
+    `text` is the built-in evaluation text by default; `bits`, `bpw`, `size` and `exact`: see `load`; `seq_len` is
+    2048 by default, or what the model reaches. `base_cache` is a folder where what `base` computes is kept for the next
+    model that is compared with it (see `evaluation.recalled`). With `kv_bits` below 16 (default: what the artifact asks
+    for) attention reads nothing but quantized keys and values.
+
+    An encoder's embeddings are compared with those of `base`, and with `pairs`, a file of sentence pairs with scores
+    (see `embeddings.read_pairs`), by rank; `seq_len` then cuts sentences.
+
+    Returns:
+        JSON-able: `perplexity`, `tokens` (scored), `seq_len`, `bits_per_weight` (None for a model that is no
+        artifact), with `base` `kld_mean`, `kld_p99`, `top1_agreement`, and with `tasks` a table of accuracies.
+        Of an encoder: `sentences`, `pooling`, `bits_per_weight`, with `base` `cosine_mean` and `cosine_min`, with
+        `pairs` `spearman`, and with both `base_spearman`.
+
+    Raises:
+        InputError: see `load`, `texts.read_text`, `evaluation.perplexity`, `lm_eval.prepare` and `embeddings`; options
+            that this kind of model has no use for.
+    """
+    check_device(device)
+    check_kv_bits(kv_bits)
+    if is_encoder(config_of(model)):
+        unused = {
+            "text": text,
+            "max_tokens": max_tokens,
+            "tasks": tasks,
+            "tasks_dir": tasks_dir,
+            "limit": limit,
+            "bits": bits,
+            "bpw": bpw,
+            "size": size,
+            "kv_bits": kv_bits,
+        }
+        _refuse_for_encoder(model, unused)
+        return _evaluate_encoder(model, base, pairs, seq_len, dtype, device, report)
+    if pairs is not None:
+        raise InputError(
+            f"{model} is a language model, not an encoder: pairs (--pairs) would be ignored; leave it out"
+        )
+    text = text or "builtin-eval"
+    prepared: Any = None
+    if tasks:  # before the models load: a mistake here must not cost the figures that come first
+        from anybit.evaluation import tasks as lm_eval
+
+        prepared = lm_eval.prepare(tasks, tasks_dir=tasks_dir, limit=limit)
+    elif tasks_dir is not None or limit is not None:
+        option = "tasks_dir" if tasks_dir is not None else "limit"
+        raise InputError(f"{option} is for zero-shot tasks: name some with tasks (--tasks piqa,arc_easy)")
+    tokenizer = load_tokenizer(model)
+    content = texts.read_text(text)
+    tokens = texts.token_ids(tokenizer, content)
+    loaded = load(
+        model, bits=bits, bpw=bpw, size=size, exact=exact, dtype=dtype, device=device, report=report
+    )
+    reference = load(base, dtype=dtype, device=device, report=report) if base is not None else None
+    if seq_len is None:
+        seq_len = min(SEQ_LEN, max_positions(loaded) or SEQ_LEN)
+    advance: Any = None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal advance
+        advance = advance or report.task(f"perplexity on {text}", total)
+        advance(1)
+
+    kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
+    with quantized_attention(loaded, kv_bits), evaluation.recalled(reference, base_cache):
+        result = evaluation.perplexity(
+            loaded,
+            tokens,
+            seq_len=seq_len,
+            max_tokens=max_tokens,
+            bos=texts.default_bos(tokenizer),
+            base=reference,
+            progress=progress,
+        )
+    for note in result.notes:
+        report.say(note)
+    figures = {"model": str(model), "text": text, **result.as_dict(), "dtype": dtype, "kv_bits": kv_bits}
+    figures |= _stored(model, bits, bpw, size)
+    if prepared is not None:
+        with quantized_attention(loaded, kv_bits):
+            figures["tasks"] = lm_eval.run_prepared(loaded, tokenizer, prepared, batch_size=8)
+    return figures
+
+
+def _stored(
+    model: str | Path, bits: float | None = None, bpw: float | None = None, size: int | str | None = None
+) -> dict[str, Any]:
+    """What `evaluate` says of an artifact's size."""
+    if not is_artifact(Path(model)):
+        return {"bits_per_weight": None}
+    made = inspect(Path(model), bits, bpw, size)
+    keys = ("method", "bits", "bits_per_weight", "file_bits_per_weight", "size_bytes")
+    return {key: made[key] for key in keys}
+
+
+def _refuse_for_encoder(model: str | Path, options: dict[str, Any]) -> None:
+    """Refuse options that only a language model has a use for."""
+    for name, value in options.items():
+        if value is not None and value != ():
+            raise InputError(
+                f"{model} is an encoder, and {name} (--{name.replace('_', '-')}) is for language models; its "
+                "embeddings are compared with those of base (--base) and with the scores of pairs (--pairs)"
+            )
+
+
+def _evaluate_encoder(
+    model: str | Path,
+    base: str | Path | None,
+    pairs: Path | None,
+    seq_len: int | None,
+    dtype: str,
+    device: str,
+    report: Silent,
+) -> dict[str, Any]:
+    """Embeddings against those of the base, and against the scores of pairs."""
+    if base is None and pairs is None:
+        raise InputError(
+            f"{model} is an encoder: name the model to compare it with (--base), or sentence pairs (--pairs), or both"
+        )
+    if base is not None and not is_encoder(config_of(base)):
+        raise InputError(f"{base} is no encoder: its embeddings cannot be compared with those of {model}")
+    scored = None if pairs is None else embeddings.read_pairs(pairs)
+    if scored is None:
+        sentences = embeddings.sentences_of(texts.read_text("builtin-eval"))
+    else:
+        sentences = list(dict.fromkeys([*scored.first, *scored.second]))
+    pooling = embeddings.pooling_of(opened(model).path)
+    tokenizer = load_tokenizer(model)
+
+    def embedded(source: str | Path) -> dict[str, Tensor]:
+        loaded = load(source, dtype=dtype, device=device, report=report)
+        advance = report.task(f"embeddings of {source}", len(sentences))
+        made = embeddings.embed(
+            loaded, tokenizer, sentences, pooling=pooling, seq_len=seq_len, advance=advance
+        )
+        return dict(zip(sentences, made))
+
+    figures = {"model": str(model), "sentences": len(sentences), "pooling": pooling, "dtype": dtype}
+    own = embedded(model)
+    reference = None if base is None else embedded(base)
+    if reference is not None:
+        figures |= embeddings.compare(own, reference)
+    if scored is not None:
+        figures |= {"pairs": len(scored.scores), "spearman": embeddings.rank_correlation(own, scored)}
+        if reference is not None:
+            figures["base_spearman"] = embeddings.rank_correlation(reference, scored)
+    return figures | _stored(model)
