@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit.artifact.reader import inspect, verify
+from anybit.artifact.sizes import inspect
+from anybit.artifact.verify import verify
 from anybit.bench import ggml, kernels
 from anybit.calibration.stats import InputStats, LinearStats
 from anybit.config import LayerSpec, QuantizeConfig, TileSpec

@@ -17,7 +17,10 @@ from transformers import AutoModelForCausalLM
 
 import anybit
 from anybit.artifact import writer
-from anybit.artifact.reader import inspect, is_artifact, open_artifact, read_config, verify
+from anybit.artifact.files import is_artifact
+from anybit.artifact.reader import open_artifact, read_config
+from anybit.artifact.sizes import inspect
+from anybit.artifact.verify import verify
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
 from anybit.checkpoint.directory import JSON_LIMIT, file_sha256
 from anybit.config import QuantizeConfig

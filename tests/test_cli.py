@@ -557,14 +557,12 @@ def test_interrupts_and_system_errors_are_no_tracebacks(
 
         return call
 
-    monkeypatch.setattr("anybit.artifact.reader.inspect", raises(KeyboardInterrupt()))
+    monkeypatch.setattr("anybit.artifact.sizes.inspect", raises(KeyboardInterrupt()))
     ran = run("inspect", made)
     assert (ran.code, ran.err.strip()) == (130, "anybit: interrupted")
-    monkeypatch.setattr(
-        "anybit.artifact.reader.inspect", raises(OSError(28, "No space left on device", "/x"))
-    )
+    monkeypatch.setattr("anybit.artifact.sizes.inspect", raises(OSError(28, "No space left on device", "/x")))
     refused(run("inspect", made), "/x: No space left on device", "make room")
-    monkeypatch.setattr("anybit.artifact.reader.inspect", raises(InputError("so it is")))
+    monkeypatch.setattr("anybit.artifact.sizes.inspect", raises(InputError("so it is")))
     refused(run("inspect", made), "so it is")
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit.artifact.reader import inspect, verify
+from anybit.artifact.sizes import inspect
+from anybit.artifact.verify import verify
 from anybit.calibration.moments import gradient_statistics, spilled_statistics
 from anybit.calibration.stats import GradientStats, LinearStats
 from anybit.checkpoint import directory as checkpoint_module

@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from anybit import driver as convert
 from anybit import plan
 from anybit.artifact import writer
-from anybit.artifact.reader import inspect, verify
+from anybit.artifact.sizes import inspect
+from anybit.artifact.verify import verify
 from anybit.calibration.moments import Activations, Collector
 from anybit.cli import main as cli
 from anybit.config import LayerSpec, QuantizeConfig, TileSpec

@@ -36,7 +36,8 @@ from transformers import (
 from typer.testing import CliRunner
 
 import anybit
-from anybit.artifact.reader import inspect, verify
+from anybit.artifact.sizes import inspect
+from anybit.artifact.verify import verify
 from anybit.calibration.streaming import StreamedModel, run_block
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.cli.main import app

@@ -13,7 +13,7 @@ from test_two_four_sixteen import problem, spec
 from torch import Tensor, nn
 
 from anybit import driver as convert
-from anybit.artifact.reader import verify
+from anybit.artifact.verify import verify
 from anybit.calibration.moments import Activations, Collector
 from anybit.calibration.streaming import BlockCall
 from anybit.config import QuantizeConfig

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import anybit
 from anybit.artifact.contents import Plan
-from anybit.artifact.reader import inspect, open_artifact, verify
+from anybit.artifact.reader import open_artifact
+from anybit.artifact.sizes import inspect
+from anybit.artifact.verify import verify
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.config import LayerSpec, QuantizeConfig, SpecMap, TileSpec

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import anybit
-from anybit.artifact.reader import inspect
+from anybit.artifact.sizes import inspect
 from anybit.config import QuantizeConfig
 from anybit.errors import InputError
 from anybit.formats.states import QuantizedStates

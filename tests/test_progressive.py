@@ -27,9 +27,10 @@ from transformers import AutoModelForCausalLM
 
 import anybit
 from anybit import driver as convert
+from anybit.artifact import files, split, writer
 from anybit.artifact import levels as refinements
-from anybit.artifact import split, writer
-from anybit.artifact.reader import curve, inspect, verify
+from anybit.artifact.sizes import curve, inspect
+from anybit.artifact.verify import verify
 from anybit.artifact.writer import ArtifactWriter
 from anybit.calibration.streaming import StreamedModel
 from anybit.calibration.texts import calibration_set
@@ -70,9 +71,9 @@ def write_index(path: Path, index: dict[str, Any]) -> None:
     """Write an edited anybit.index.json, and in config.json what it says of it: a forgery that thinks of everything."""
     file = path / "config.json"
     config = json.loads(file.read_text())
-    section = index[split.SECTION]
-    stated = {"refinements": len(section) - 1, "list": split.list_hash(section)}
-    config["quantization_config"][split.SECTION] = stated
+    section = index[files.SECTION]
+    stated = {"refinements": len(section) - 1, "list": files.list_hash(section)}
+    config["quantization_config"][files.SECTION] = stated
     file.write_text(json.dumps(config))
     index["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
     (path / "anybit.index.json").write_text(json.dumps(index))
@@ -321,7 +322,7 @@ def test_a_core_without_its_list_or_with_anothers_is_refused(copy: Path) -> None
             use(copy)
     (copy / "anybit.index.json").write_text(json.dumps(index))
     config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"][split.SECTION]["list"] = "0" * 64
+    config["quantization_config"][files.SECTION]["list"] = "0" * 64
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="belong to different artifacts"):
         load(copy)
@@ -420,12 +421,12 @@ def test_a_prefix_loads_and_generates_and_is_named(copy: Path, capsys: pytest.Ca
 
 
 def test_a_hole_ends_the_prefix(copy: Path) -> None:
-    (copy / split.refinement_file(7, 60)).unlink()
+    (copy / files.refinement_file(7, 60)).unlink()
     assert load(copy).ladder.bits[-1] == pytest.approx(curve(copy)[6]["bits"])
 
 
 def test_a_flipped_byte_is_found(copy: Path) -> None:
-    file = copy / split.refinement_file(5, 60)
+    file = copy / files.refinement_file(5, 60)
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(bytes(data))
@@ -436,7 +437,7 @@ def test_a_flipped_byte_is_found(copy: Path) -> None:
 
 
 def test_reordered_refinements_are_found(copy: Path) -> None:
-    one, two = (copy / split.refinement_file(n, 60) for n in (3, 4))
+    one, two = (copy / files.refinement_file(n, 60) for n in (3, 4))
     data = one.read_bytes()
     one.write_bytes(two.read_bytes())
     two.write_bytes(data)
@@ -446,7 +447,7 @@ def test_reordered_refinements_are_found(copy: Path) -> None:
 
 def test_a_reordered_list_is_found(copy: Path) -> None:
     index = index_of(copy)
-    rungs = index[split.SECTION]
+    rungs = index[files.SECTION]
     rungs[3], rungs[4] = rungs[4], rungs[3]
     (copy / "anybit.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match="reordered or the list was edited"):
@@ -482,13 +483,13 @@ def test_a_list_without_a_file_is_no_proof(copy: Path) -> None:
     [
         (lambda i: i["files"]["refine-00005-of-00060.safetensors"].update(bytes=1), "exchanged"),
         (lambda i: i["files"]["refine-00005-of-00060.safetensors"].update(bytes=math.inf), "damaged"),
-        (lambda i: i[split.SECTION][5].update(bits=5.0), "damaged"),
-        (lambda i: i[split.SECTION][0].update(bits=1e9), "damaged"),
+        (lambda i: i[files.SECTION][5].update(bits=5.0), "damaged"),
+        (lambda i: i[files.SECTION][0].update(bits=1e9), "damaged"),
         (
-            lambda i: i[split.SECTION][5].update(bits=i[split.SECTION][5]["bits"] + 0.01),
+            lambda i: i[files.SECTION][5].update(bits=i[files.SECTION][5]["bits"] + 0.01),
             "another width",
         ),
-        (lambda i: i[split.SECTION][0].update(bits=1.5), "another width"),
+        (lambda i: i[files.SECTION][0].update(bits=1.5), "another width"),
         (lambda i: i.update(format_version=99), "99"),
     ],
 )
@@ -503,7 +504,7 @@ def test_what_the_list_states_is_checked(copy: Path, change: Callable[[Any], Any
 
 def test_an_edited_curve_is_found(copy: Path) -> None:
     index = index_of(copy)
-    for entry in index[split.SECTION]:
+    for entry in index[files.SECTION]:
         entry["loss"] = 0.0
     (copy / "anybit.index.json").write_text(json.dumps(index))
     for use in (load, verify, curve):
@@ -518,8 +519,8 @@ def test_numbers_of_numpy_are_numbers(artifact: Path) -> None:
 
 def test_a_download_under_way_is_a_prefix(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(21, 61):
-        (copy / split.refinement_file(number, 60)).unlink()
-    last = copy / split.refinement_file(20, 60)
+        (copy / files.refinement_file(number, 60)).unlink()
+    last = copy / files.refinement_file(20, 60)
     for size in (last.stat().st_size // 2, 5, 0):
         last.write_bytes(last.read_bytes()[:size])
         assert load(copy).ladder.bits[-1] == pytest.approx(curve(copy)[19]["bits"])
@@ -559,7 +560,7 @@ def test_budgets_of_another_kind_are_refused(artifact: Path, budget: dict[str, A
     ],
 )
 def test_a_damaged_list_is_refused(copy: Path, section: Any) -> None:
-    index = index_of(copy) | {split.SECTION: section}
+    index = index_of(copy) | {files.SECTION: section}
     (copy / "anybit.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match=r"anybit\.index\.json"):
         load(copy)
@@ -582,14 +583,14 @@ def test_steps_that_do_not_fit_are_refused(copy: Path, steps: list[list[int]], w
     """Whoever can write hashes can write these: sizes and bounds are checked before memory is touched."""
     from safetensors.torch import save_file
 
-    file = copy / split.refinement_file(1, 60)
+    file = copy / files.refinement_file(1, 60)
     words = torch.zeros(4, dtype=torch.int32).view(torch.uint32)
     save_file({"steps": torch.tensor(steps, dtype=torch.int32), "words": words}, file)
     index = index_of(copy)
     index["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
-    chain = index[split.SECTION][0]["chain"]
-    for entry in index[split.SECTION][1:]:
-        chain = entry["chain"] = split.link(chain, index["files"][entry["file"]]["sha256"])
+    chain = index[files.SECTION][0]["chain"]
+    for entry in index[files.SECTION][1:]:
+        chain = entry["chain"] = files.link(chain, index["files"][entry["file"]]["sha256"])
     write_index(copy, index)
     with pytest.raises(InputError, match=word):
         load(copy, bits=2.2)
@@ -992,6 +993,6 @@ def test_of_a_hub_id_only_what_is_needed_is_fetched(
     asked = integration.AnybitConfig(**{k: v for k, v in quantization.items() if k != "quant_method"})
     folder = integration._fetch_refinements(model, asked, upto)
     count = min(there, 60 if upto is None else upto)
-    expected = [split.refinement_file(n, 60) for n in range(1, count + 1)]
+    expected = [files.refinement_file(n, 60) for n in range(1, count + 1)]
     assert folder == tmp_path and fetched == ["anybit.index.json", *expected]
     assert refinements.read_progressive(folder, quantization).present == count + 1

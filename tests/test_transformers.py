@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import anybit
-from anybit.artifact.reader import inspect, verify
+from anybit.artifact.sizes import inspect
+from anybit.artifact.verify import verify
 from anybit.config import LayerSpec, QuantizeConfig, TileSpec
 from anybit.errors import InputError
 from anybit.formats.layout import at_width, stored_tensors

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import anybit
-from anybit.artifact.reader import inspect, verify
+from anybit.artifact.sizes import inspect
+from anybit.artifact.verify import verify
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec, QuantizeConfig, TileSpec, bits_eq10
 from anybit.errors import InputError

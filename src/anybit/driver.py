@@ -23,7 +23,7 @@ from anybit.artifact import split
 from anybit.artifact.config_json import artifact_config, provenance
 from anybit.artifact.contents import Plan
 from anybit.artifact.model_card import Beside, model_card
-from anybit.artifact.reader import inspect
+from anybit.artifact.sizes import inspect
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
 from anybit.calibration.moments import Activations, Collector, gradient_statistics, spilled_statistics
 from anybit.calibration.stats import GradientStats, LinearStats

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from anybit.artifact.split import SECTION, link, list_hash
+from anybit.artifact.files import SECTION, link, list_hash
 from anybit.checkpoint.directory import HASHES, INDEX, check_sha256, read_json, read_safetensors_header
 from anybit.errors import InputError
 from anybit.formats.layout import stored_tensors

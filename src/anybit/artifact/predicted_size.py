@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anybit.artifact.config_json import artifact_config, provenance
+from anybit.artifact.files import is_tokenizer_file, shard_file
 from anybit.artifact.model_card import Beside, model_card
-from anybit.artifact.reader import is_tokenizer_file
-from anybit.artifact.writer import described_files, hash_list, shard_file
+from anybit.artifact.writer import described_files, hash_list
 from anybit.checkpoint.directory import DTYPES
 from anybit.config import QuantizeConfig
 from anybit.formats.layout import stored_tensors

@@ -6,8 +6,6 @@ and any first ones of them are a valid model. Which planes go where: `methods.or
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,27 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.artifact.files import SECTION, link, list_hash, refinement_file
 from anybit.artifact.writer import ArtifactWriter
 from anybit.formats.layout import stored_tensors
 from anybit.methods.ordering import BITS, coded_columns, ladder, nested_names, order, plane_rows, with_counts
 
-SECTION = "progressive"  # of anybit.index.json
 LOSSES = "losses"  # field beside a layer's tensors while the order is not known yet
-
-
-def refinement_file(number: int, count: int) -> str:
-    """Name of a refinement's file, counted from 1."""
-    return f"refine-{number:05d}-of-{count:05d}.safetensors"
-
-
-def list_hash(section: Sequence[Mapping[str, Any]]) -> str:
-    """What config.json says of the list of refinements: whoever edits widths or losses in it is found out."""
-    return hashlib.sha256(json.dumps(section, sort_keys=True).encode()).hexdigest()
-
-
-def link(chain: str, sha256: str) -> str:
-    """The running hash after a file: it vouches for all files before, in their order."""
-    return hashlib.sha256((chain + sha256).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

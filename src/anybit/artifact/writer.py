@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from anybit.artifact.reader import dump_json, is_artifact, partial_folder
+from anybit.artifact.files import dump_json, is_artifact, partial_folder, shard_file
 from anybit.checkpoint.directory import HASHES, INDEX, file_sha256, read_safetensors_header
 from anybit.cost import Cost
 from anybit.errors import InputError
@@ -338,11 +338,6 @@ def finished_bytes(out: Path) -> int:
     folder = partial_folder(out)
     shards = sum(path.stat().st_size for path in folder.glob("artifact/*"))
     return shards + sum(512 * path.stat().st_blocks for path in folder.glob(f"{STATISTICS}/*"))
-
-
-def shard_file(shard: int, shards: int) -> str:
-    """File name of a shard, counted from 0."""
-    return f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
 
 
 def described_files(weight_map: Mapping[str, str], total: int, config: Mapping[str, Any]) -> dict[str, str]:

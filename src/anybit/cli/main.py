@@ -634,7 +634,7 @@ def inspect(
 
     Example: `anybit inspect out --json`
     """
-    from anybit.artifact.reader import inspect as inspect_artifact
+    from anybit.artifact.sizes import inspect as inspect_artifact
 
     figures = inspect_artifact(out, **_size_asked(bits, bpw, size))
     _emit(
@@ -645,7 +645,7 @@ def inspect(
 @app.command()
 def verify(out: Artifact) -> None:
     """Check weights and config of the artifact OUT byte by byte: hashes, headers, shapes, indices, scales."""
-    from anybit.artifact.reader import verify as verify_artifact
+    from anybit.artifact.verify import verify as verify_artifact
 
     report = _report()
     advance: Any = None
@@ -684,7 +684,8 @@ def plan(
 
         anybit plan out --memory 120MB
     """
-    from anybit.artifact.reader import curve, is_artifact
+    from anybit.artifact.files import is_artifact
+    from anybit.artifact.sizes import curve
     from anybit.plan import widths_for_memory
 
     if is_artifact(Path(model)):

@@ -23,7 +23,8 @@ import torch
 import transformers
 
 import anybit
-from anybit.artifact.reader import dump_json, inspect, partial_folder
+from anybit.artifact.files import dump_json, partial_folder
+from anybit.artifact.sizes import inspect
 from anybit.calibration import texts
 from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.compare import job

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anybit.artifact.reader import dump_json, partial_folder
+from anybit.artifact.files import dump_json, partial_folder
 
 KEPT = "kept.json"  # names of what stays
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from anybit.artifact.reader import inspect, is_artifact
+from anybit.artifact.files import is_artifact
+from anybit.artifact.sizes import inspect
 from anybit.calibration import texts
 from anybit.checkpoint.architectures import is_encoder, max_positions
 from anybit.errors import InputError

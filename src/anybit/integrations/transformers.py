@@ -20,8 +20,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from anybit.artifact import files
 from anybit.artifact import levels as refinements
-from anybit.artifact import split
 from anybit.artifact.config_json import check_layers
 from anybit.checkpoint.directory import HASHES
 from anybit.errors import InputError
@@ -93,7 +93,7 @@ def _refine(model: Any, config: AnybitConfig) -> None:
         InputError: see `refinements.read_progressive` and `refinements.refine`.
     """
     asked = config.__dict__.pop("rung", None)
-    if split.SECTION not in config.__dict__:
+    if files.SECTION not in config.__dict__:
         return
     folder = Path(model.name_or_path)
     if not folder.is_dir():  # a hub id, of which Transformers has fetched the core
@@ -109,7 +109,7 @@ def _refine(model: Any, config: AnybitConfig) -> None:
     for name, counts in model.ladder.counts[-1].items():
         config.layers[name] = ordering.with_counts(config.layers[name], counts)
     config.bits = model.ladder.bits[-1]
-    del config.__dict__[split.SECTION]  # with its refinements, it is no core any more
+    del config.__dict__[files.SECTION]  # with its refinements, it is no core any more
 
 
 def _fetch_refinements(model: Any, config: AnybitConfig, upto: int | None) -> Path:

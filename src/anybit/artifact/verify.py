@@ -1,0 +1,92 @@
+"""Check an artifact byte by byte."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybit.artifact.levels import Progressive, read_progressive
+from anybit.artifact.reader import open_artifact
+from anybit.checkpoint.directory import HASHES, INDEX, Checkpoint, check_sha256, read_json
+from anybit.errors import InputError
+from anybit.formats.layout import stored_tensors
+from anybit.formats.validate import check_version, validate
+from anybit.formats.weight import PackedWeight
+
+
+def verify(path: Path, progress: Any = None) -> dict[str, Any]:
+    """Check an artifact byte by byte: headers, hashes, shapes, bounds, indices, scales.
+
+    Args:
+        progress: called with (checks done, checks in all).
+
+    Returns:
+        `{"shards", "layers", "hashes_checked"}`.
+
+    Raises:
+        InputError: the first thing that is wrong.
+    """
+    hashes = _read_hashes(path)
+    quantization, checkpoint = open_artifact(path)
+    found = read_progressive(path, quantization)
+    if found is not None and (note := found.note()):
+        raise InputError(f"{note}; copy it and what follows to have all of it")
+    layouts = {**quantization["layers"], **quantization["embeddings"]}
+    fields = {name: [f"{name}.{field}" for field in stored_tensors(layouts[name])] for name in layouts}
+    kept = set(checkpoint.names()).difference(*fields.values())
+    checks: list[Callable[[], None]]
+    checks = [functools.partial(check_sha256, path / file, hashes[file]) for file in hashes]
+    checks += [functools.partial(_check_layer, name, layouts[name], checkpoint) for name in layouts]
+    checks += [functools.partial(_check_kept, name, checkpoint) for name in sorted(kept)]
+    if found is not None:
+        checks.append(functools.partial(_check_refinements, found))
+    listed = (*(file.name for file in checkpoint.files), INDEX, "config.json")
+    for name in listed if (path / HASHES).exists() else ():
+        if name not in hashes:
+            raise InputError(
+                f"{path / HASHES} does not list {name}: it was edited, or `save_pretrained` has written into the "
+                "folder of another artifact; copy the artifact again"
+            )
+    for i, check in enumerate(checks):
+        check()
+        if progress is not None:
+            progress(i + 1, len(checks))
+    return {"shards": len(checkpoint.files), "layers": len(layouts), "hashes_checked": bool(hashes)}
+
+
+def _check_refinements(found: Progressive) -> None:
+    """What the steps of all refinements say; their bytes were held against their hashes before."""
+    found.counts(found.present - 1, check=False)
+
+
+def _check_layer(name: str, layout: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    tensors = {field: checkpoint.read(f"{name}.{field}") for field in stored_tensors(layout)}
+    validate(name, PackedWeight(layout, tensors))
+
+
+def _check_kept(name: str, checkpoint: Checkpoint) -> None:
+    tensor = checkpoint.read(name)
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        raise InputError(f"{checkpoint.source}: {name} holds NaN or Inf: the artifact is damaged")
+
+
+def _read_hashes(path: Path) -> dict[str, str]:
+    """File name -> SHA-256; empty where `save_pretrained` rewrote the shards."""
+    file = path / HASHES
+    if not file.exists():
+        return {}
+    try:
+        data = read_json(file)
+        version, files = data["format_version"], data["files"]
+        hashes = {name: str(entry["sha256"]) for name, entry in files.items()}
+    except (InputError, KeyError, AttributeError, TypeError) as error:
+        raise InputError(f"{file} is not a valid list of hashes: the artifact is damaged") from error
+    check_version(version)
+    for name in hashes:
+        if Path(name).name != name:
+            raise InputError(f"{file} names {name!r}, which is not a file of this directory: refused")
+    return hashes
