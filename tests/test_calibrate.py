@@ -22,7 +22,8 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from anybit.calibration import moments as calibrate
-from anybit.calibration.moments import Activations, Collector, attention_received, gradient_statistics
+from anybit.calibration.gradients import gradient_statistics
+from anybit.calibration.moments import Activations, Collector, attention_received
 from anybit.calibration.stats import LinearStats
 from anybit.calibration.streaming import StreamedModel, linear_shape, run_block
 from anybit.checkpoint.directory import open_checkpoint

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import anybit
 from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
-from anybit.calibration.moments import gradient_statistics, spilled_statistics
+from anybit.calibration.gradients import gradient_statistics, spilled_statistics
 from anybit.calibration.stats import GradientStats, LinearStats
 from anybit.checkpoint import directory as checkpoint_module
 from anybit.config import LayerSpec, QuantizeConfig, TileSpec

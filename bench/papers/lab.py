@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from anybit.calibration import texts
-from anybit.calibration.moments import Collector, gradient_statistics, spilled_statistics
+from anybit.calibration.gradients import gradient_statistics, spilled_statistics
+from anybit.calibration.moments import Collector
 from anybit.calibration.stats import GradientStats, LinearStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint

@@ -25,7 +25,8 @@ from anybit.artifact.contents import Plan
 from anybit.artifact.model_card import Beside, model_card
 from anybit.artifact.sizes import inspect
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
-from anybit.calibration.moments import Activations, Collector, gradient_statistics, spilled_statistics
+from anybit.calibration.gradients import gradient_statistics, spilled_statistics
+from anybit.calibration.moments import Activations, Collector
 from anybit.calibration.stats import GradientStats, LinearStats
 from anybit.calibration.streaming import BlockCall, StreamedModel, run_block
 from anybit.calibration.texts import CalibrationSet, calibration_set

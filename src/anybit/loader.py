@@ -12,7 +12,7 @@ import anybit.integrations.transformers  # noqa: F401 - registers the quantizer
 from anybit.artifact.files import is_artifact
 from anybit.artifact.reader import open_artifact, refuse_unfinished
 from anybit.artifact.sizes import check_width, choose_rung
-from anybit.calibration.moments import load_whole
+from anybit.calibration.gradients import load_whole
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.architectures import auto_class, build_options
 from anybit.checkpoint.directory import Checkpoint, open_checkpoint

@@ -15,7 +15,7 @@ import torch
 from anybit.artifact.config_json import dense_layout
 from anybit.artifact.contents import Plan
 from anybit.artifact.predicted_size import overhead_bytes
-from anybit.calibration.moments import LOGIT_CHUNK
+from anybit.calibration.gradients import LOGIT_CHUNK
 from anybit.calibration.streaming import StreamedModel, selected
 from anybit.config import (
     CODEBOOK_METHODS,

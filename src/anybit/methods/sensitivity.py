@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from anybit.calibration.moments import gradient_statistics, load_whole
+from anybit.calibration.gradients import gradient_statistics, load_whole
 from anybit.calibration.stats import GradientStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.config import METHOD_WIDTHS, SALIENCES, LayerSpec, QuantizeConfig, TileSpec
