@@ -15,21 +15,46 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anybit import kernels
-    from anybit.config import LayerSpec, QuantizeConfig, TileSpec
+    from anybit.config import LayerSpec, TileSpec
     from anybit.driver import quantize
     from anybit.evaluation.measure import evaluate
     from anybit.kv_cache import QuantizedCache
     from anybit.loader import load
+    from anybit.methods import options
+    from anybit.methods.any_precision import AnyPrecision
+    from anybit.methods.anybit import AnyBit
+    from anybit.methods.atom import Atom
+    from anybit.methods.awq import AWQ
+    from anybit.methods.cmpq import CMPQ
+    from anybit.methods.gptq import GPTQ
+    from anybit.methods.llm_mq import LLMMQ
+    from anybit.methods.mixllm import MixLLM
+    from anybit.methods.rtn import RTN
+    from anybit.methods.smoothquant import SmoothQuant
+    from anybit.methods.squeezellm import SqueezeLLM
+    from anybit.methods.two_four_sixteen import TwoFourSixteen
 
 __version__ = "0.1.0"
 __all__ = [
+    "AWQ",
+    "CMPQ",
+    "GPTQ",
+    "LLMMQ",
+    "RTN",
+    "AnyBit",
+    "AnyPrecision",
+    "Atom",
     "LayerSpec",
-    "QuantizeConfig",
+    "MixLLM",
     "QuantizedCache",
+    "SmoothQuant",
+    "SqueezeLLM",
     "TileSpec",
+    "TwoFourSixteen",
     "evaluate",
     "kernels",
     "load",
+    "options",
     "quantize",
 ]
 
@@ -37,8 +62,8 @@ _API = {
     "quantize": "anybit.driver",
     "evaluate": "anybit.evaluation.measure",
     "load": "anybit.loader",
+    "options": "anybit.methods",
     "LayerSpec": "anybit.config",
-    "QuantizeConfig": "anybit.config",
     "QuantizedCache": "anybit.kv_cache",
     "TileSpec": "anybit.config",
 }
@@ -47,6 +72,9 @@ _API = {
 def __getattr__(name: str) -> Any:
     if name == "kernels":
         return importlib.import_module("anybit.kernels")
+    if name not in _API and name in __all__:  # the options of a method
+        methods = importlib.import_module("anybit.methods").METHODS.values()
+        return next(m.options for m in methods if m.options.__name__ == name)
     if name not in _API:
         raise AttributeError(f"module 'anybit' has no attribute {name!r}")
     return getattr(importlib.import_module(_API[name]), name)

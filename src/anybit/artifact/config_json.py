@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import anybit
-from anybit.config import EMBED_BITS, KV_BITS, USED_BY, QuantizeConfig
+from anybit.config import EMBED_BITS, KV_BITS, Options
 from anybit.errors import InputError
 from anybit.formats import GroupInt
 from anybit.formats.layout import FORMAT_VERSION, QUANT_METHOD
@@ -25,23 +25,19 @@ if TYPE_CHECKING:
 
 
 def provenance(
-    checkpoint: Checkpoint, base_hash: str, config: QuantizeConfig, calibration: Mapping[str, Any] | None
+    checkpoint: Checkpoint, base_hash: str, options: Options, calibration: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What the artifact says of its making; no times and no machine, so that equal runs give equal bytes."""
     path = Path(checkpoint.source).resolve()
     return {
-        "method": config.method,
+        "method": options.name,
         "base": {
             "name": path.name if path.exists() else checkpoint.source,
             "sha256": base_hash,
             "quantized_before": checkpoint.quantized_before(),
         },
         "calibration": calibration,
-        "options": {
-            name: value
-            for name, value in {**config.as_dict(), "clip": config.clips}.items()
-            if config.method in USED_BY.get(name, (config.method,))
-        },
+        "options": options.stored(),
         "anybit_version": anybit.__version__,
     }
 

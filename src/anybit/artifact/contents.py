@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from typing import Any
 
 import torch
 
-from anybit.config import CODEBOOK_METHODS, SpecMap
+from anybit.config import Options, SpecMap
 from anybit.formats.layout import code_bits, stored_bytes, widest
+from anybit.methods import METHODS
+from anybit.methods.method import Statistics
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Plan:
         str, dict[str, Any]
     ]  # descriptions of the linear layers inside the blocks that are left as they are
     overhead_bytes: int = 0  # of everything beside the tensors, the tokenizer apart
-    refinement_bytes: int = 0  # about what the files of refinements have besides planes
+    enhancement_bytes: int = 0  # about what the files of enhancement layers have besides planes
 
     @property
     def bits_per_weight(self) -> float:
@@ -42,12 +46,13 @@ class Plan:
     def _bits_per_weight(self, layouts: Mapping[str, Mapping[str, Any]]) -> float:
         packed = sum(stored_bytes(layout) for layout in layouts.values())
         kept = sum(self._kept_bytes(f"{name}.weight") for name in self.dense)
-        return 8 * (packed + kept + self.refinement_bytes) / self.linear_weights
+        return 8 * (packed + kept + self.enhancement_bytes) / self.linear_weights
 
     @property
-    def input_stats(self) -> bool:
-        """Whether any layer's spec asks for its inputs themselves."""
-        return any(s.scaling != "none" or s.act_search or s.act_static for s in self.specs.values())
+    def statistics(self) -> Statistics:
+        """What the method is to be told of the layers, all of their specs together."""
+        wanted = (METHODS[spec.options.name].statistics(spec.options) for spec in self.specs.values())
+        return reduce(operator.or_, wanted, Statistics())
 
     @property
     def code_bits(self) -> float:
@@ -66,21 +71,21 @@ class Plan:
     @property
     def size_bytes(self) -> int:
         """Bytes of all files but the tokenizer: never less than they turn out to be, and a few kB more at most."""
-        return self.tensor_bytes + self.overhead_bytes + self.refinement_bytes
+        return self.tensor_bytes + self.overhead_bytes + self.enhancement_bytes
 
     @property
     def quantized_weights(self) -> int:
         return sum(prod(layout["shape"]) for layout in self.layouts.values())
 
-    def warning(self, method: str) -> str | None:
+    def warning(self, options: Options) -> str | None:
         """A sentence where the artifact stores more than bfloat16 would: tables outweigh narrow matrices."""
         if self.file_bits_per_weight <= 16:
             return None
+        fewer = "fewer widths (--widths)" if hasattr(options, "widths") else "fewer bits (--bits)"
+        smaller = " or smaller tables (--codebook-bits 8)" if hasattr(options, "codebook_bits") else ""
         return (
-            f"this artifact stores {self.file_bits_per_weight:.1f} bits per weight, more than bfloat16's 16: tables "
-            "of so many centroids outweigh matrices so narrow; store "
-            + ("fewer widths (--widths)" if method == "any-precision" else "fewer bits (--bits)")
-            + (" or smaller tables (--codebook-bits 8)" if method in CODEBOOK_METHODS else "")
+            f"warning: this artifact stores {self.file_bits_per_weight:.1f} bits per weight, more than bfloat16's 16: "
+            f"tables of so many centroids outweigh matrices so narrow; store {fewer}{smaller}"
         )
 
     def coverage(self) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from anybit.checkpoint.architectures import is_encoder
-from anybit.config import QuantizeConfig
+from anybit.config import Options, flag_of, flags_of
+from anybit.methods import changed
 
 if TYPE_CHECKING:
     from anybit.artifact.contents import Plan
@@ -16,15 +17,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """The refinements beside a core."""
+class Enhancements:
+    """The enhancement layers beside a base layer."""
 
     bits: float  # average width with all of them
     bytes: int  # of their files
 
 
 REFINED = """
-That reads all refinements that are there. The core and any first ones of them are a model:
+That reads all enhancement layers that are there. The base layer and any first ones of them are a model:
 
 ```python
 model = anybit.load("PATH", bits={bits})  # or most bits per weight (bpw=), or bytes (size="...MB")
@@ -34,15 +35,20 @@ model.set_bits({fewer})  # from now on
 
 
 def model_card(
-    checkpoint: Checkpoint, plan: Plan, provenance: Mapping[str, Any], beside: Beside | None = None
+    checkpoint: Checkpoint,
+    plan: Plan,
+    options: Options,
+    provenance: Mapping[str, Any],
+    beside: Enhancements | None = None,
 ) -> str:
     """Markdown: what this is, how it was made, its figures, how to use it.
 
     Args:
         checkpoint: of the base model.
-        plan: what is stored; of a progressive artifact the core.
+        plan: what is stored; of an artifact of enhancement layers the base layer.
+        options: that made it, none of them open.
         provenance: see `description.provenance`.
-        beside: a progressive artifact's refinements.
+        beside: the enhancement layers.
     """
     base, calibration = provenance["base"], provenance["calibration"]
     auto = "AutoModel" if is_encoder(checkpoint.config) else "AutoModelForCausalLM"
@@ -53,8 +59,8 @@ def model_card(
             f"{calibration['samples']} x {calibration['seq_len']} tokens of `{calibration['source']}` "
             f"(SHA-256 `{calibration['sha256'][:16]}`)"
         )
-    uniform = QuantizeConfig(**provenance["options"]).layer_spec()
-    mixed = any(spec != uniform for spec in plan.specs.values())
+    usual = options.layer_spec()
+    mixed = any(spec != usual for spec in plan.specs.values())
     stored = f"{plan.bits_per_weight:.3f}"
     if plan.file_bits_per_weight != plan.bits_per_weight:
         stored = f"{plan.file_bits_per_weight:.3f}, of which a run at the widest reads {stored}"
@@ -67,9 +73,12 @@ def model_card(
     if beside is not None:
         whole = plan.bits_per_weight + 8 * beside.bytes / plan.linear_weights
         bits = f"{bits} to {beside.bits:.2f}"
-        width = f"{plan.code_bits:.3f} (core) to {beside.bits:.3f} bits (with all refinements), chosen at load or later"
-        stored = f"{stored} (core) to {whole:.3f}"
-        tensors = f"{tensors} (core) and {beside.bytes / 1e6:.1f} MB (refinements)"
+        width = (
+            f"{plan.code_bits:.3f} (base layer) to {beside.bits:.3f} bits (with all enhancement layers), chosen at "
+            "load or later"
+        )
+        stored = f"{stored} (base layer) to {whole:.3f}"
+        tensors = f"{tensors} (base layer) and {beside.bytes / 1e6:.1f} MB (enhancement layers)"
         step = (beside.bits - plan.code_bits) / 4
         more = REFINED.format(bits=f"{plan.code_bits + 2 * step:.1f}", fewer=f"{plan.code_bits + step:.1f}")
     notice = ""
@@ -84,7 +93,7 @@ tags: [anybit, quantized]
 Made with anybit {provenance["anybit_version"]}:
 
 ```
-{_command(name, provenance["options"], calibration)}{" --spec MAP.json" if mixed else ""}
+{_command(name, options, calibration)}{" --spec MAP.json" if mixed else ""}
 ```
 {notice}
 | | |
@@ -117,32 +126,23 @@ def quantized_notice(before: str) -> str:
     )
 
 
-def _command(name: str, options: Mapping[str, Any], calibration: Mapping[str, Any] | None) -> str:
+def _command(name: str, options: Options, calibration: Mapping[str, Any] | None) -> str:
     """The command line that makes these options from the defaults."""
-    uniform = QuantizeConfig(method=options["method"])
-    default = {**uniform.as_dict(), "clip": uniform.clips}
-    words = [
-        "anybit",
-        "quantize",
-        name,
-        "-o",
-        "OUT",
-        "--method",
-        options["method"],
-    ]
-    words += [] if uniform.nested else ["--bits", str(options["bits"])]
-    for key, value in options.items():
-        if key in ("method", "bits") or value == default[key]:
-            continue
-        flag = "--" + key.replace("_", "-")
+    words = ["anybit", "quantize", name, "-o", "OUT", "--method", options.name]
+    sized = any(getattr(options, size) is not None for size in options.sized_by)
+    given = changed(options) if sized else {"bits": options.bits, **changed(options)}
+    items = {item.name: item for item in fields(options)}
+    for key, value in given.items():
+        if sized and key == "bits":
+            continue  # it follows
         if isinstance(value, bool):
-            words.append(flag if value else "--no-" + flag[2:])
-        elif key == "widths":
-            words += [flag, ",".join(map(str, value))]
-        elif isinstance(value, list | tuple):
-            words += [word for item in value for word in (flag, item)]
+            words.append(flags_of(items[key])[not value])
+        elif key in ("include", "exclude"):
+            words += [word for pattern in value for word in (flag_of(key), pattern)]
+        elif isinstance(value, tuple):
+            words += [flag_of(key), ",".join(map(str, value))]
         else:
-            words += [flag, str(value)]
+            words += [flag_of(key), str(value)]
     if calibration and calibration["source"] != "builtin":
         words += ["--calibration", calibration["source"]]
     return shlex.join(words)

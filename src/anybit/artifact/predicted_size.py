@@ -15,12 +15,12 @@ import torch
 
 from anybit.artifact.config_json import artifact_config, provenance
 from anybit.artifact.files import is_tokenizer_file, shard_file
-from anybit.artifact.model_card import Beside, model_card
+from anybit.artifact.model_card import Enhancements, model_card
 from anybit.artifact.writer import described_files, hash_list
 from anybit.checkpoint.directory import DTYPES
-from anybit.config import QuantizeConfig
+from anybit.config import Options
 from anybit.formats.layout import stored_tensors
-from anybit.methods import ordering
+from anybit.methods import METHODS, ordering
 
 if TYPE_CHECKING:
     from anybit.artifact.contents import Plan
@@ -32,22 +32,22 @@ GENERATION_BYTES = 512  # generation_config.json rebuilt from GGUF metadata: a f
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def overhead_bytes(streamed: StreamedModel, plan: Plan, config: QuantizeConfig) -> int:
+def overhead_bytes(streamed: StreamedModel, plan: Plan, options: Options) -> int:
     """Upper bound of the bytes of shard headers, JSON files, model card and copied files but the tokenizer."""
     beside = None
-    if config.progressive:  # a layer of the core may have any plane
-        beside = Beside(8.0, 10 * plan.tensor_bytes)
-        plan = replace(plan, layouts=ordering.with_all_planes(plan.layouts), refinement_bytes=0)
+    if METHODS[options.name].ordered is not None:  # a layer of the base layer may have any plane
+        beside = Enhancements(8.0, 10 * plan.tensor_bytes)
+        plan = replace(plan, layouts=ordering.with_all_planes(plan.layouts), enhancement_bytes=0)
     shards = [_shard(streamed, plan, i) for i in (None, *range(len(streamed.blocks)))]
     headers = [_header_bytes(shard) for shard in shards]
     sizes = [header + _data_bytes(shard) for header, shard in zip(headers, shards)]
     names = [shard_file(i, len(shards)) for i in range(len(shards))]
     weight_map = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
-    made = provenance(streamed.checkpoint, HASH, config, _widest_calibration(config))
+    made = provenance(streamed.checkpoint, HASH, options, _widest_calibration(plan, options))
     total = sum(_data_bytes(shard) for shard in shards)
     described = described_files(weight_map, total, artifact_config(streamed, plan, made))
     hashes = hash_list({name: {"bytes": n, "sha256": HASH} for name, n in zip(names, sizes)}, described)
-    card = model_card(streamed.checkpoint, plan, made, beside)
+    card = model_card(streamed.checkpoint, plan, options, made, beside)
     texts = sum(len(text.encode()) for text in (*described.values(), hashes, card))
     return sum(headers) + texts + _asset_bytes(streamed)
 
@@ -86,12 +86,12 @@ def _header_bytes(shard: Stored) -> int:
     return 8 + (length + 7) // 8 * 8
 
 
-def _widest_calibration(config: QuantizeConfig) -> dict[str, Any] | None:
+def _widest_calibration(plan: Plan, options: Options) -> dict[str, Any] | None:
     """A description at least as long as that of any text: a plan does not know which one it will be."""
-    if not config.calibrated:
+    if not plan.statistics:
         return None
-    counts = {"samples": config.samples, "seq_len": config.seq_len, "seed": config.seed}
-    return {"source": "'" * 255, "sha256": HASH, **counts, "requested": config.samples}
+    counts = {"samples": options.samples, "seq_len": options.seq_len, "seed": options.seed}
+    return {"source": "'" * 255, "sha256": HASH, **counts, "requested": options.samples}
 
 
 def _asset_bytes(streamed: StreamedModel) -> int:

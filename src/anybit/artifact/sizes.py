@@ -16,11 +16,12 @@ from anybit.artifact.files import is_tokenizer_file
 from anybit.artifact.levels import Progressive, read_progressive
 from anybit.artifact.reader import open_artifact
 from anybit.checkpoint.directory import Checkpoint
-from anybit.config import bits_eq10, parse_bytes
+from anybit.config import parse_bytes
 from anybit.errors import InputError
 from anybit.formats import TwoFour
 from anybit.formats.layout import at_width, code_bits, stored_bytes, stored_widths, widest
 from anybit.methods.ordering import with_counts
+from anybit.methods.two_four_sixteen import bits_eq10
 
 
 def choose_rung(

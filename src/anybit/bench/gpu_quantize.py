@@ -19,16 +19,19 @@ from torch import Tensor
 from anybit.bench import graphs
 from anybit.bench.graphs import Save, nobody
 from anybit.calibration.stats import GradientStats, LinearStats
-from anybit.config import LayerSpec
+from anybit.config import Options
 from anybit.errors import InputError
 from anybit.formats import GroupInt
 from anybit.kernels import cpu, dispatch, reference
-from anybit.methods import gptq, kmeans, registry, squeezellm
+from anybit.methods import METHODS, gptq, kmeans
+from anybit.methods.any_precision import AnyPrecision
+from anybit.methods.gptq import GPTQ
+from anybit.methods.rtn import RTN
 
 BLOCKS = 32
 LLAMA_7B = {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1}  # (out, in) -> layers of a block
 WIDTHS = (3, 4, 5, 6, 7, 8)
-METHODS = ("rtn", "gptq", "any-precision")
+TIMED = (RTN(bits=4), GPTQ(bits=4), AnyPrecision(widths=WIDTHS))
 COMPARED = 8  # rows that are clustered exactly, a few seconds each
 LEAST_SHARE = 2.0**-24  # of importance, where a row's mean is 1, as k-means has it
 TOLERANCES = {"GPTQ": 1e-3, "k-means": 1e-3, "cut": 2e-2}  # of the weighted error, relative: seeds that
@@ -103,10 +106,8 @@ def quantize(rounds: int = 3, small: bool = False, save: Save = nobody) -> dict[
     for shape in shapes:
         step(f"k-means, {shape[0]}x{shape[1]}", partial(cluster, shape))
     step("GPTQ", lambda: found.update(gptq=_gptq(square, rounds, device)))
-    for name in (
-        METHODS if device == "cuda" else METHODS[:2]
-    ):  # the last one is the native kernel's on the CPU
-        step(name, partial(_method, name, square, rounds, device, speeds))
+    for options in TIMED if device == "cuda" else TIMED[:2]:  # the last one is the native kernel's on the CPU
+        step(options.name, partial(_method, options, square, rounds, device, speeds))
     step("GPTQ beside the CPU's", lambda: agreement.append(_gptq_beside_cpu(square, device)))
     step("k-means beside the CPU's", compare)
     if small:
@@ -117,7 +118,7 @@ def quantize(rounds: int = 3, small: bool = False, save: Save = nobody) -> dict[
 def _gptq(shape: tuple[int, int], rounds: int, device: str) -> dict[str, Any]:
     """A whole layer, Cholesky factor, clip search and assembly included."""
     weight, stats = _layer(shape, device)
-    spec = LayerSpec.uniform(4, clip=True)
+    spec = GPTQ(bits=4).resolve().layer_spec()
     made = gptq.quantize(weight, stats, spec)
     ms = _median_ms(lambda: gptq.quantize(weight, stats, spec), rounds, device)
     with _blocks_by(reference.gptq_block):
@@ -143,7 +144,7 @@ def _gptq_beside_cpu(shape: tuple[int, int], device: str) -> dict[str, Any]:
     from anybit.kernels.gpu.gptq import gptq_block
 
     weight, stats = _layer(shape, device)
-    spec = LayerSpec.uniform(4, clip=True)
+    spec = GPTQ(bits=4).resolve().layer_spec()
     assert stats.hessian is not None
     with _blocks_by(gptq_block):
         ours = gptq.quantize(weight, stats, spec)
@@ -281,17 +282,20 @@ def _clustered(weight: Tensor, importance: Tensor, seed_bits: int, bits: int, de
     return codes, dict(zip(widths, tables.split([2**b for b in widths], dim=1)))
 
 
-def _method(name: str, shape: tuple[int, int], rounds: int, device: str, speeds: dict[str, float]) -> None:
+def _method(
+    options: Options, shape: tuple[int, int], rounds: int, device: str, speeds: dict[str, float]
+) -> None:
     """Seconds per billion weights of a method as a run calls it, without calibration, packing and files."""
-    weight, stats = _layer(shape, device)
-    fisher = GradientStats(1, 1, _rows(shape, device)[1])
-    calls: dict[str, Callable[[], Any]] = {
-        "rtn": lambda: registry.quantize("rtn", weight, None, LayerSpec.uniform(4)),
-        "gptq": lambda: registry.quantize("gptq", weight, stats, LayerSpec.uniform(4, clip=True)),
-        "any-precision": lambda: squeezellm.quantize(weight, fisher, LayerSpec(widths=WIDTHS)),
-    }
-    calls[name]()
-    speeds[name] = _median_ms(calls[name], rounds, device) * 1e6 / weight.numel()
+    weight, moments = _layer(shape, device)
+    method, spec = METHODS[options.name], options.resolve().layer_spec()
+    wanted = method.statistics(spec.options)
+    stats = GradientStats(1, 1, _rows(shape, device)[1]) if wanted.fisher else moments if wanted else None
+
+    def call() -> None:
+        method.quantize(weight, stats, spec)
+
+    call()
+    speeds[options.name] = _median_ms(call, rounds, device) * 1e6 / weight.numel()
 
 
 def _rows(shape: tuple[int, int], device: str) -> tuple[Tensor, Tensor]:

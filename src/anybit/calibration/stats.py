@@ -54,6 +54,9 @@ class LinearStats:
     squares: Tensor  # float32 [in], the Hessian's diagonal: sum over tokens of x_i^2, times importance if any
     hessian: Tensor | None  # float32 [in, in], X^T X summed over tokens; None where only norms were asked for
     inputs: InputStats | None = None  # where they were asked for
+    # What ranks the layer's output rows: what an output's mean squared error is worth, float32 [out], or what every row
+    # costs at widths 1 to 8, float32 [out, 8], whatever its error. None: all errors are worth 1.
+    outputs: Tensor | None = None
 
     @staticmethod
     def empty(

@@ -151,6 +151,13 @@ class StreamedModel:
         used = set(self.names.values())
         return [name for name in self.checkpoint.names() if name not in used]
 
+    def note_of_left_out(self) -> str | None:
+        """A sentence where `left_out` names any."""
+        if not (names := self.left_out()):
+            return None
+        count = f"{len(names)} tensors of the checkpoint"
+        return f"{count} have no place in this model and are left out, such as {names[0]}"
+
     def materialise(self, module: nn.Module, prefix: str) -> None:
         """Allocate the tensors of a module, not those of modules in it, and fill them from the checkpoint.
 

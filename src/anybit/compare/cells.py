@@ -9,16 +9,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from anybit import methods
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import Checkpoint
-from anybit.config import METHOD_WIDTHS, QuantizeConfig, check_method
+from anybit.config import Options
 from anybit.driver import compute_dtype
 from anybit.errors import InputError
-from anybit.methods.ordering import BITS, CORE_BITS
 from anybit.plan import make_plan
 
 BASE = "unquantized"
-OPTIONS = {f.name for f in fields(QuantizeConfig)} - {"method", "samples", "seq_len", "seed"}
+USUAL = [method.compared for method in methods.METHODS.values() if method.compared]
+SHARED = ("samples", "seq_len", "seed")  # options that all cells have in common
+SIZES = ("bpw", "size")  # that cells are not asked for by
 
 
 class NoSuchWidth(InputError):
@@ -31,7 +33,7 @@ class Entry:
 
     name: str
     method: str
-    options: Mapping[str, Any]  # of QuantizeConfig
+    options: Mapping[str, Any]  # of the method
     bits: tuple[float, ...] = ()  # widths of its own
 
     @property
@@ -61,12 +63,12 @@ class Cell:
 
     entry: Entry
     bits: float
-    config: QuantizeConfig
-    arguments: Mapping[str, Any]  # that `config` was made of
+    options: Options  # none open
+    arguments: Mapping[str, Any]  # that they were made of
 
 
 def parse_entry(text: str) -> Entry:
-    """ "gptq", or "gptq: clip=false, group_size=64, name='GPTQ, plain'": a method and options of `QuantizeConfig`.
+    """ "gptq", or "gptq: clip=false, group_size=64, name='GPTQ, plain'": a method and its options.
 
     The options are TOML, as in an inline table. `name` is what the report calls the entry, `bits` (a number or a list)
     are its own widths.
@@ -75,7 +77,7 @@ def parse_entry(text: str) -> Entry:
         InputError: no such method or option, or what TOML cannot read.
     """
     method, _, given = (part.strip() for part in text.partition(":"))
-    check_method(method)
+    known = {item.name for item in fields(methods.find(method).options)} - {*SHARED, *SIZES}
     try:
         options = tomllib.loads(f"options = {{{given}}}")["options"]
     except tomllib.TOMLDecodeError as error:
@@ -86,10 +88,10 @@ def parse_entry(text: str) -> Entry:
     name = options.pop("name", None)
     if name == BASE:
         raise InputError(f"method {text!r}: {BASE!r} is the name of the model itself; choose another")
-    unknown = sorted(options.keys() - OPTIONS)
+    unknown = sorted(options.keys() - known)
     if unknown:
-        expected = ", ".join(sorted(OPTIONS))
-        raise InputError(f"method {text!r}: {unknown[0]!r} is no option of a method; there are {expected}")
+        expected = ", ".join(sorted(known))
+        raise InputError(f"method {text!r}: {unknown[0]!r} is no option of {method}; there are {expected}")
     bits = options.pop("bits", [])
     bits = bits if isinstance(bits, list) else [bits]
     if not all(type(b) in (int, float) for b in bits):
@@ -99,7 +101,7 @@ def parse_entry(text: str) -> Entry:
 
 
 def as_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of TOML or JSON as QuantizeConfig takes them: its lists are tuples."""
+    """Options of TOML or JSON as methods take them: their lists are tuples."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
@@ -153,7 +155,7 @@ def plan_cells(
         for width in dict.fromkeys(entry.bits or bits):
             try:
                 made.append(_cell(entry, float(width), settings))
-                make_plan(streamed, made[-1].config)
+                make_plan(streamed, made[-1].options)
             except InputError as error:
                 errors.append(error)
                 left_out.append(left_out_row(entry, float(width), str(error), failed=False))
@@ -178,21 +180,14 @@ def _cell(entry: Entry, bits: float, settings: Settings) -> Cell:
     Raises:
         InputError: options that do not exist, or a width that the method does not have.
     """
-    shared = {"samples": settings.samples, "seq_len": settings.seq_len, "seed": settings.seed}
-    arguments = {**entry.options, **shared, "method": entry.method}
-    config = QuantizeConfig(**arguments)
-    if config.nested:
-        if bits not in config.widths:
-            widths = ", ".join(map(str, config.widths))
-            raise NoSuchWidth(f"the artifact has the widths {widths} (option widths)")
-        return Cell(entry, bits, config, arguments)
-    if config.progressive:
-        if not CORE_BITS <= bits <= (config.bits or BITS):
-            raise NoSuchWidth(
-                f"the artifact has average widths from {CORE_BITS:g} to {config.bits or BITS:g}"
-            )
-        return Cell(entry, bits, config, arguments)
-    if bits not in METHOD_WIDTHS[entry.method]:
-        raise NoSuchWidth(f"it has {METHOD_WIDTHS[entry.method]} bits")
+    shared = {name: getattr(settings, name) for name in SHARED}
+    arguments = {**entry.options, **shared}
+    made = methods.options(entry.method, **arguments).resolve()
+    if made.several:
+        if not made.runs_at(bits):
+            raise NoSuchWidth(f"the artifact does not run at {bits:g} bits with these options")
+        return Cell(entry, bits, made, arguments)
+    if bits not in made.widths_of:
+        raise NoSuchWidth(f"it has {made.widths_of} bits")
     arguments["bits"] = bits
-    return Cell(entry, bits, QuantizeConfig(**arguments), arguments)
+    return Cell(entry, bits, methods.options(entry.method, **arguments).resolve(), arguments)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from anybit.compare.cells import as_options
-from anybit.config import QuantizeConfig
 from anybit.cost import Cost
 from anybit.driver import quantize
 from anybit.errors import InputError
+from anybit.methods import options
 from anybit.progress import SILENT, Terminal
 
 START = "import sys, pathlib, anybit.compare.job; anybit.compare.job.main(pathlib.Path(sys.argv[1]))"
@@ -31,7 +31,8 @@ class Job:
 
     model: str
     artifact: str
-    config: dict[str, Any]  # arguments of QuantizeConfig
+    method: str
+    options: dict[str, Any]
     calibration: str
     statistics: str  # folder of gradients that artifacts share
     threads: int
@@ -75,7 +76,7 @@ def run(job: Job) -> dict[str, Any]:
         made = quantize(
             job.model,
             job.artifact,
-            QuantizeConfig(**as_options(job.config)),
+            options(job.method, **as_options(job.options)),
             calibration=job.calibration,
             overwrite=True,
             statistics=Path(job.statistics),

@@ -45,6 +45,5 @@ class Pace:
 
 
 def _kind(before: Cell | None, cell: Cell) -> Kind:
-    shared = cell.config.nested or cell.config.progressive
-    again = shared and before is not None and before.entry == cell.entry
-    return cell.entry.method, cell.config.calibrated, again
+    again = cell.options.several and before is not None and before.entry == cell.entry
+    return cell.entry.method, cell.options.calibrated, again

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anybit.compare.cells import Settings, cell_of, default_name, entry_of, toml
-from anybit.config import DESCRIPTIONS, USED_BY, QuantizeConfig
+from anybit.methods import METHODS, changed
 
 Row = Mapping[str, Any]
 TOLD = (  # whatever they are
@@ -43,7 +43,7 @@ def section(results: Mapping[str, Any], cells: Sequence[Row]) -> str:
             f"{key}={'by width of the layer' if value is None else json.dumps(value)}"
             for key, value in resolved(cell).items()
         )
-        said = f"{DESCRIPTIONS[cell['method']]}. " + (
+        said = f"{METHODS[cell['method']].summary}. " + (
             f"<code>{html.escape(options)}</code>" if options else ""
         )
         lines.append(f"<li><b>{html.escape(name)}</b>: {said}</li>")
@@ -59,16 +59,9 @@ them all:</p>
 
 def resolved(cell: Row) -> dict[str, Any]:
     """Group size and outliers of a cell's method, and its options that are not the method's own."""
-    method, config = cell["method"], cell_of(cell, Settings()).config
-    own = QuantizeConfig(method=method, bits=None if config.nested else config.bits)
-    given, usual = ({**c.as_dict(), "clip": c.clips} for c in (config, own))
-    return {
-        name: value
-        for name, value in given.items()
-        if method in USED_BY.get(name, (method,))
-        and name not in ELSEWHERE
-        and (name in TOLD or value != usual[name])
-    }
+    made = cell_of(cell, Settings()).options
+    shown = {name: getattr(made, name) for name in TOLD if hasattr(made, name)} | changed(made)
+    return {name: value for name, value in shown.items() if name not in ELSEWHERE}
 
 
 def command(results: Mapping[str, Any], cells: Sequence[Row]) -> str:

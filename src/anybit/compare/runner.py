@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,10 @@ from anybit.compare.machine import machine, source
 from anybit.compare.pace import Pace
 from anybit.compare.report import write_report
 from anybit.compare.work import Work, beside, by_key, read_json
-from anybit.config import METHODS, QuantizeConfig
+from anybit.config import Options
 from anybit.errors import InputError
 from anybit.evaluation.measure import evaluate
+from anybit.methods import METHODS, changed
 from anybit.progress import SILENT, Silent, Terminal, no_other_bars
 
 CELLS, WORK, LOCK = "cells", "work", "compare.lock"
@@ -155,7 +156,7 @@ def _in_order(
     names = {entry.identity: entry.name for entry in reversed(entries)}
     order = [entry.name for entry in entries]
     renamed = []
-    for row in sorted(others, key=lambda row: (METHODS.index(row["method"]), row["name"])):
+    for row in sorted(others, key=lambda row: (list(METHODS).index(row["method"]), row["name"])):
         entry = entry_of(row)
         taken = entry.name in order and entry.identity not in names
         name = names.setdefault(
@@ -190,7 +191,7 @@ def _locked(out: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What the cells' figures depend on besides their configs; JSON types, hashes of model and texts among them."""
+    """What the cells' figures depend on besides their options; JSON types, hashes of model and texts among them."""
 
     model: list[Any]  # and the software
     calibration: str
@@ -233,13 +234,13 @@ class _Runner:
             return {**found, "name": cell.entry.name, "options": json.loads(cell.entry.identity[1])}
         artifact = self.artifact(cell)
         made = self._made(cell, artifact)
-        width = cell.bits if cell.config.nested or cell.config.progressive else None
+        width = cell.bits if cell.options.several else None
         figures = self._measure(str(artifact), width)
         stored = inspect(artifact, width)
         head = {
             "name": cell.entry.name,
             "bits": cell.bits,
-            "act_bits": cell.config.act_bits,
+            "act_bits": getattr(cell.options, "act_bits", 16),
             "method": cell.entry.method,
             "options": dict(cell.entry.options),
         }
@@ -266,13 +267,12 @@ class _Runner:
         return found
 
     def file(self, cell: Cell) -> Path:
-        return self._file(cell.entry.name, cell.bits, _key(self.inputs.of_cell, cell.config.as_dict()))
+        return self._file(cell.entry.name, cell.bits, _key(self.inputs.of_cell, cell.options))
 
     def artifact(self, cell: Cell) -> Path:
         """Where a cell's artifact lies while it is measured; widths of a nested one share it."""
-        shared = cell.config.nested or cell.config.progressive
-        name = cell.entry.name + ("" if shared else f" {cell.bits:g}")
-        key = _key(self.inputs.of_artifact, cell.config.as_dict())
+        name = cell.entry.name + ("" if cell.options.several else f" {cell.bits:g}")
+        key = _key(self.inputs.of_artifact, cell.options)
         return by_key(self.work.folder, name, f"-{key}")
 
     def _made(self, cell: Cell, artifact: Path) -> dict[str, Any]:
@@ -283,7 +283,8 @@ class _Runner:
         asked = job.Job(
             model=self.model,
             artifact=str(artifact),
-            config=dict(cell.arguments),
+            method=cell.entry.method,
+            options=dict(cell.arguments),
             calibration=self.settings.calibration,
             statistics=str(self.work.statistics),
             threads=torch.get_num_threads(),
@@ -356,10 +357,9 @@ def _sha256(tokens: torch.Tensor) -> str:
     return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
 
 
-def _key(inputs: list[Any], config: Mapping[str, Any] | None = None) -> str:
-    """`config`'s fields at their defaults do not count, so that a new field makes no cell anew."""
-    default = {f.name: f.default for f in fields(QuantizeConfig)}
-    given = {name: value for name, value in (config or {}).items() if value != default[name]}
+def _key(inputs: list[Any], options: Options | None = None) -> str:
+    """Options at their defaults do not count, so that a new one makes no cell anew."""
+    given = {} if options is None else {"method": options.name, "bits": options.bits, **changed(options)}
     return hashlib.sha256(json.dumps([inputs, given], sort_keys=True).encode()).hexdigest()[:10]
 
 

@@ -27,6 +27,9 @@ class QuantizedWeight:
     tiles: tuple[Tile, ...]  # disjoint, covering
     sparse: Sparse | None = None  # added to what the tiles hold
     input_scale: Tensor | None = None  # float16 [in], above 0: what inputs are multiplied by, before all else
+    losses: Tensor | None = (
+        None  # float32 [out, 8]: what a nested weight's stored rows cost at widths 1 to 8; not packed
+    )
 
     def dequantize(self) -> Tensor:
         """The matrix that the codes stand for, float32 [out, in]; of a nested one, at its widest."""

@@ -1,179 +1,126 @@
-"""The method `anybit`: nested codes of every output row, compensated for all widths at once.
+"""The method anybit: nested codes of every output row, one order over the whole model, one artifact of any size.
 
-Error compensation as in GPTQ (arXiv:2210.17323) is made for one width: what it adds to later columns undoes that
-width's errors, and codes of another width that share their leading bits are left with errors that nothing undoes. So
-here every width keeps its own account. It has its own targets (the weights, and what its own errors so far ask of
-them), and a column's code is the one whose leading bits miss the targets of all widths least, by a weighted sum. Any
-width then is compensated, those with the larger weights more.
-
-Rows share the tables of a few shapes (`anybit.formats.tables`) and have a scale each. The input channels with the
-largest second moments stay float16 and come first, as nothing need be undone for them.
+`nested_codes` compensates the errors of all widths at once; `ordering` ranks the bitplanes of all rows of all layers by
+the loss that a byte of them saves; the artifact is split along that order into a base layer and enhancement layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from anybit.calibration.stats import LinearStats
-from anybit.config import LayerSpec
+from anybit.config import LayerSpec, Widths, one_of, option, within
 from anybit.errors import InputError
-from anybit.formats import Nested
-from anybit.formats import tables as shapes
-from anybit.formats.base import to_half
-from anybit.formats.weight import QuantizedWeight
-from anybit.kernels import cpu, dispatch
-from anybit.methods import grid
-from anybit.methods.gptq import BLOCK, inverse_factor
+from anybit.methods.method import (
+    SHARE,
+    Allocation,
+    Damped,
+    Effort,
+    Method,
+    Search,
+    Sequential,
+    Statistics,
+)
 
-BITS = 8  # the widest
-CHUNK = 1 << 24  # targets held at a time
-DEVICE_CHUNK = (
-    1 << 29
-)  # the same elsewhere than on the CPU, where a column costs the same for any number of rows
-FIT_BITS = 3  # width at which a row's shape and scale are fitted
-LEAST = 0.03  # what errors far from the tuned width count: all planes must come close to the weights
-RANKED = slice(1, 5)  # widths 2 to 5, whose losses rank rows
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
+    from torch import Tensor
 
-@dataclass(frozen=True)
-class Compressed:
-    """A matrix as nested codes, and what they cost."""
+    from anybit.calibration.stats import LinearStats
+    from anybit.formats.weight import QuantizedWeight
 
-    tile: Nested  # all planes of all rows, rows in order of falling sensitivity
-    losses: Tensor  # float32 [r, 8]: of every stored row at widths 1 to 8, by `sensitivity`
-
-
-def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
-    """A matrix of the average width; which layers get more of it, and which less, is for data to say."""
-    bits = spec.tiles[0].bits
-    some = round((bits - int(bits)) * shape[0])
-    counts = [shape[0]] * int(bits) + ([some] if some else [])
-    return {"shape": list(shape), "tiles": [Nested.description(counts, kept_channels(spec, shape[1]))]}
+BITS = 8  # planes of a row, at most
+BASE_BITS = 2.0  # average width of the base layer
+SALIENCES = ("output", "full", "diagonal")
+CODING = 5e-7  # seconds per weight and thread
 
 
-def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> QuantizedWeight:
-    """`compress` without what it costs: all planes of all rows."""
-    return QuantizedWeight((weight.shape[0], weight.shape[1]), (compress(weight, stats, spec).tile,))
+@dataclass(frozen=True, kw_only=True)
+class AnyBit(Sequential, Damped):
+    name: ClassVar = "anybit"
+    widths_of: ClassVar = Widths(BASE_BITS, BITS, fractional=True)
+    default_bits: ClassVar = BITS
+    several: ClassVar = True
+    for_encoders: ClassVar = False
 
-
-def kept_channels(spec: LayerSpec, in_features: int) -> int:
-    """How many input channels stay float16."""
-    return min(in_features - 1, round(spec.kept_channels * in_features))
-
-
-def profile(tuned: float) -> Tensor:
-    """How much the error of each width from 1 to 8 counts where an average of `tuned` bits matters most, float32 [8].
-
-    Errors fall fourfold with a bit, which `4**b` makes up for. Widths up to a bit from `tuned` count alike, farther
-    ones less, down to `LEAST`; 1 bit does not count.
-    """
-    widths = torch.arange(1, BITS + 1)
-    far = ((widths - tuned).abs() - 1).clamp(min=0)
-    return torch.where(widths == 1, 0.0, 4.0**widths * (10.0 ** (-far / 2)).clamp(min=LEAST))
-
-
-def compress(
-    weight: Tensor, stats: LinearStats | None, spec: LayerSpec, sensitivity: Tensor | None = None
-) -> Compressed:
-    """Nested codes of `weight` [out, in].
-
-    Args:
-        weight: float32 [out, in]; not changed.
-        stats: with the Hessian [in, in] of the layer's inputs.
-        spec: `kept_channels`, `tune_for`, `damp`.
-        sensitivity: what ranks rows: what an output's mean squared error is worth, float32 [out]
-            (`salience.output_moments`), or what every row costs at widths 1 to 8, float32 [out, 8], whatever its error
-            (`salience.width_scores`). None: all errors are worth 1.
-
-    Raises:
-        InputError: no Hessian, or one that stays singular at a thousandfold damping; no native extension (on the CPU).
-    """
-    if stats is None or stats.hessian is None:
-        raise InputError("the method anybit needs the Hessian of the layer's inputs: calibrate first")
-    if weight.device.type == "cpu" and not cpu.available():
-        raise InputError(f"the method anybit needs the native extension, which is not there: {cpu.why_not()}")
-    out_features, in_features = weight.shape
-    diagonal = stats.hessian.to(weight.device).diagonal()
-    kept = diagonal.topk(kept_channels(spec, in_features)).indices.sort().values
-    coded = Nested.coded(in_features, kept)
-    coded_order = torch.argsort(diagonal[coded], descending=True, stable=True)
-    factor = inverse_factor(stats.hessian.to(weight.device), torch.cat([kept, coded[coded_order]]), spec.damp)
-    factor = factor[len(kept) :, len(kept) :].contiguous()
-    work = grid.without_dead(weight, diagonal)[:, coded[coded_order]]
-    cost = factor.diagonal().square().reciprocal()
-    kinds, scales = dispatch.nested_fit(work, cost, _fitting_table(weight))
-    scales = to_half(scales)
-    codes = torch.empty_like(work, dtype=torch.uint8)
-    losses = work.new_empty(out_features, BITS)
-    weights = profile(spec.tune_for).to(weight.device)
-    chunk = CHUNK if work.device.type == "cpu" else DEVICE_CHUNK
-    rows = max(1, chunk // (BITS * work.shape[1]))
-    for a in range(0, out_features, rows):
-        part = slice(a, min(a + rows, out_features))
-        codes[part], losses[part] = _sweep(work[part], factor, kinds[part], scales[part].float(), weights)
-    natural = torch.empty_like(codes)
-    natural[:, coded_order] = codes
-    sensitivity = None if sensitivity is None else sensitivity.to(weight.device)
-    if sensitivity is not None and sensitivity.ndim == 2:
-        losses = sensitivity
-    else:
-        losses *= 1 / stats.tokens if sensitivity is None else sensitivity[:, None] / stats.tokens
-    worth = losses[:, RANKED].clamp(min=1e-30).log().mean(1)
-    order = torch.argsort(worth, descending=True, stable=True)
-    tile = Nested(
-        (out_features,) * BITS,
-        order,
-        scales[order],
-        kinds[order],
-        natural[order],
-        kept,
-        to_half(weight[:, kept])[order],
+    embed_bits: int = option(8, "Embedding and head.", panel="Size", **one_of((4, 8, 16)))
+    tune_for: float = option(
+        3.0,
+        "Average width at which errors are compensated best.",
+        layer=True,
+        **within(BASE_BITS, BITS, "an average width"),
     )
-    return Compressed(tile, losses[order])
+    kept_channels: float = option(1 / 128, "Share of input channels kept in 16 bits.", layer=True, **SHARE)
+    whole_layers: bool = option(
+        False, "One width for a whole layer, the same for q, k and v and for gate and up, instead of one per row.",
+        flag="--whole-layers/--rows",
+    )  # fmt: skip
+    salience: str = option(
+        "output", "What ranks rows: what errors at outputs cost, or MixLLM's scores.", **one_of(SALIENCES)
+    )
+
+    def runs_at(self, bits: float) -> bool:
+        return BASE_BITS <= bits <= (self.bits or BITS)
+
+    @property
+    def exact_size(self) -> bool:
+        return False
 
 
-def fit(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The shape uint8 [r] and scale float32 [r] of every row of `weight` [r, c], all inputs alike."""
-    return dispatch.nested_fit(weight.contiguous(), weight.new_ones(weight.shape[1]), _fitting_table(weight))
+def layout(spec: LayerSpec[AnyBit], shape: tuple[int, int]) -> dict[str, Any]:
+    from anybit.methods import nested_codes
+
+    return nested_codes.layout(spec, shape)
 
 
-def rounding(weight: Tensor, kinds: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Rows [r, c] rounded to the nearest entries of their shapes at a width."""
-    rounded = torch.empty_like(weight)
-    for kind in kinds.unique():
-        table, rows = shapes.table(bits)[int(kind)].to(weight.device), kinds == kind
-        edges = (table[1:] + table[:-1]) / 2
-        rounded[rows] = table[torch.bucketize(weight[rows] / scales[rows, None], edges)]
-    return rounded * scales[:, None]
+def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec[AnyBit]) -> QuantizedWeight:
+    """All planes of all rows, and what every row costs at each width."""
+    from anybit.methods import nested_codes
+
+    return nested_codes.quantize(weight, stats, spec)
 
 
-def _fitting_table(weight: Tensor) -> Tensor:
-    """The entries of every shape at `FIT_BITS`, beside the weight."""
-    return shapes.table(FIT_BITS).contiguous().to(weight.device)
+def allocate(search: Search) -> Allocation:
+    """What errors at the outputs of every layer cost, and how much each token counts: from one backward pass."""
+    from anybit.methods import sensitivity
+
+    if search.options.salience == "output":
+        return sensitivity.output_moments(search)
+    return sensitivity.width_scores(search)
 
 
-def _sweep(
-    work: Tensor,  # float32 [r, n]
-    factor: Tensor,  # float32 [n, n], upper
-    kinds: Tensor,  # uint8 [r]
-    scales: Tensor,  # float32 [r]
-    weights: Tensor,  # float32 [8]
-) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [r, n] at 8 bits, and the loss of every row at every width, float32 [r, 8]."""
-    targets = work.expand(BITS, *work.shape).clone()
-    codes = torch.empty_like(work, dtype=torch.uint8)
-    losses = work.new_zeros(len(work), BITS)
-    tables, n = shapes.tables().to(work.device), work.shape[1]
-    for a in range(0, n, BLOCK):
-        b = min(a + BLOCK, n)
-        codes[:, a:b], errors = dispatch.nested_codes(
-            targets[:, :, a:b], factor[a:b, a:b], tables, kinds, scales, weights
+def running(
+    options: AnyBit, layouts: Mapping[str, dict[str, Any]], losses: Mapping[str, Tensor]
+) -> dict[str, dict[str, Any]]:
+    """Layouts at the width that the blocks after these layers are calibrated for."""
+    from anybit.methods import ordering
+
+    bits = min(options.tune_for, options.bits or BITS)
+    return ordering.at_average(layouts, losses, bits, options.whole_layers)
+
+
+def check_given(name: str, spec: LayerSpec[AnyBit], usual: LayerSpec[AnyBit]) -> None:
+    if spec.tiles != usual.tiles:
+        raise InputError(
+            f"spec of {name}: anybit chooses the widths of all rows together, in one order over the whole model: "
+            "leave bits and tiles out (--bits is the largest average, --exclude leaves a layer alone)"
         )
-        losses += errors.square().sum(2).T
-        for width, error in enumerate(errors):
-            targets[width, :, b:].addmm_(error, factor[a:b, b:], alpha=-1)
-    return codes, losses
+
+
+METHOD = Method(
+    AnyBit,
+    title="",
+    paper="",
+    summary="any average width at load and at run time, from one artifact",
+    compared="anybit",
+    quantize=quantize,
+    layout=layout,
+    statistics=lambda options: Statistics(norms=True, hessian=True, attention=True),
+    effort=lambda options: Effort(sweeps=BITS, clustering=CODING, passes=1),
+    allocate=allocate,
+    searched=lambda options: [options.salience],
+    ordered=lambda options: (float(options.bits), options.whole_layers),
+    running=running,
+    check_given=check_given,
+)

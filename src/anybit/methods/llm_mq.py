@@ -1,22 +1,41 @@
 """LLM-MQ: one width for each layer (Li et al. 2023, "Mixed-precision Quantization for Efficient LLM Deployment").
 
-Which width a layer gets is decided over the whole model (`salience.layer_widths`); rounding is GPTQ's. The inter-layer
-baseline of MixLLM's and 2/4/16's papers.
+Which width a layer gets is decided over the whole model (`sensitivity.layer_widths`); rounding is GPTQ's. The
+inter-layer baseline of MixLLM's and 2/4/16's papers.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, ClassVar
 
-from anybit.config import METHOD_WIDTHS, LayerSpec
-from anybit.formats.layout import stored_bytes
-from anybit.methods import tiling
+from anybit.config import LayerSpec, Widths, option
+from anybit.methods import gptq
+from anybit.methods.method import (
+    Allocation,
+    Compensated,
+    Effort,
+    Method,
+    Search,
+    compensation_statistics,
+)
 
 
-def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class LLMMQ(Compensated):
+    name: ClassVar = "llm-mq"
+    widths_of: ClassVar = Widths(2, 4, fractional=True)
+    for_encoders: ClassVar = False
+
+    symmetric: bool = option(False, "Without zero points.", flag="--symmetric/--asymmetric")
+
+
+def layout(spec: LayerSpec[Any], shape: tuple[int, int]) -> dict[str, Any]:
     """What will be stored of a matrix of this shape; before the widths are chosen, as if by rows of the two nearest."""
+    from anybit.methods import tiling
+
     tile = spec.tiles[0]
     if len(spec.tiles) > 1 or tile.rows is not None or float(tile.bits).is_integer():
         return tiling.layout(spec, shape)
@@ -28,12 +47,38 @@ def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
     return tiling.layout(replace(spec, tiles=tuple(parts)), shape)
 
 
-def stored_sizes(spec: LayerSpec, shape: tuple[int, int]) -> list[int]:
+def stored_sizes(spec: LayerSpec[Any], shape: tuple[int, int]) -> list[int]:
     """Bytes of a matrix of this shape at each of the method's widths."""
-    widths = METHOD_WIDTHS["llm-mq"].whole()
-    return [stored_bytes(layout(with_width(spec, bits), shape)) for bits in widths]
+    from anybit.formats.layout import stored_bytes
+
+    return [stored_bytes(layout(with_width(spec, bits), shape)) for bits in LLMMQ.widths_of.whole()]
 
 
-def with_width(spec: LayerSpec, bits: int) -> LayerSpec:
+def with_width(spec: LayerSpec[Any], bits: int) -> LayerSpec[Any]:
     """The spec of a layer that gets `bits` bits."""
     return replace(spec, tiles=(replace(spec.tiles[0], bits=bits),))
+
+
+def allocate(search: Search) -> Allocation:
+    """Widths by an integer program: the least estimated loss within the average width and the planned bytes."""
+    from anybit.formats.layout import stored_bytes
+    from anybit.methods import sensitivity
+
+    stored: Mapping[str, list[int]] = {n: stored_sizes(search.specs[n], s) for n, s in search.shapes.items()}
+    limit = sum(stored_bytes(search.layouts[n]) for n in stored)
+    widths = sensitivity.layer_widths(search, stored, limit)
+    return Allocation({n: with_width(search.specs[n], bits) for n, bits in widths.items()})
+
+
+METHOD = Method(
+    LLMMQ,
+    title="LLM-MQ: Mixed-precision Quantization for Efficient LLM Deployment",
+    paper="Li et al. 2023",
+    summary="a width per layer, by an integer program",
+    quantize=gptq.compensated,
+    layout=layout,
+    statistics=compensation_statistics,
+    effort=lambda options: Effort(sweeps=1, passes=1),
+    allocate=allocate,
+    searched=lambda options: [options.group_size],
+)

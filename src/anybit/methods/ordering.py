@@ -18,9 +18,8 @@ from torch import Tensor
 
 from anybit.checkpoint.architectures import joined_layers
 from anybit.formats import Nested
+from anybit.methods.anybit import BASE_BITS, BITS
 
-BITS = 8  # planes of a row, at most
-CORE_BITS = 2.0  # average width of the core
 STEP = 0.1  # bits from one refinement to the next
 ROWS = 8  # that get a plane together
 Counts = Mapping[str, Sequence[int]]  # layer -> rows of every plane
@@ -169,8 +168,8 @@ def falling(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray
 
 def ladder(bits: float) -> list[float]:
     """Average widths of the core and the refinements of an artifact that goes up to `bits`."""
-    count = math.ceil(round((bits - CORE_BITS) / STEP, 6))
-    return [min(bits, CORE_BITS + STEP * i) for i in range(max(0, count) + 1)]
+    count = math.ceil(round((bits - BASE_BITS) / STEP, 6))
+    return [min(bits, BASE_BITS + STEP * i) for i in range(max(0, count) + 1)]
 
 
 def overhead_bytes(bits: float, layouts: Mapping[str, Mapping[str, Any]]) -> int:

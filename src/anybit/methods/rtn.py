@@ -1,37 +1,47 @@
-"""Round to nearest: each weight to the closest point of its group's grid (methods.grid). The baseline."""
+"""RTN: round to nearest, each weight to the closest point of its group's grid. The baseline; `rounding` does it."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from anybit.calibration.stats import LinearStats
-from anybit.config import LayerSpec
-from anybit.formats.bits import split_groups
-from anybit.formats.weight import QuantizedWeight
-from anybit.methods import clip, grid
-from anybit.methods.tiling import assemble, column_sets
+from anybit.config import LayerSpec, Widths, option
+from anybit.methods.method import Method, Uniform, rounding_statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from anybit.calibration.stats import LinearStats
+    from anybit.formats.weight import QuantizedWeight
 
 
-def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec) -> QuantizedWeight:
-    """Quantize `weight` [out, in] to the nearest codes.
+@dataclass(frozen=True, kw_only=True)
+class RTN(Uniform):
+    name: ClassVar = "rtn"
+    widths_of: ClassVar = Widths(2, 8)
 
-    Args:
-        weight: float32 [out, in].
-        stats: of the layer's inputs, for the clip search and to leave dead channels out; None: all inputs alike.
-        spec: tiling and options.
-    """
-    if stats is not None:
-        weight = grid.without_dead(weight, stats.squares)
-    sets = column_sets(spec, (weight.shape[0], weight.shape[1]), weight.device)
-    codes, scales, zeros = [], [], []
-    for s in sets:
-        matrix = weight[:, s.cols]
-        ratio = clip.search(matrix, s, stats) if spec.clip else s.fixed_ratio(spec)[:, None]
-        bits, symmetric = s.bits[:, None], s.symmetric[:, None]
-        groups = split_groups(matrix, s.group_size)
-        scale, zero = grid.fit(groups, bits, symmetric, ratio)
-        q = grid.encode(groups, scale[..., None], zero[..., None], (2.0**bits - 1)[..., None])
-        codes.append(q.flatten(1)[:, : len(s.cols)])
-        scales.append(scale)
-        zeros.append(zero)
-    return assemble((weight.shape[0], weight.shape[1]), spec, stats, sets, codes, scales, zeros)
+    symmetric: bool = option(False, "Without zero points.", flag="--symmetric/--asymmetric")
+
+
+def layout(spec: LayerSpec[RTN], shape: tuple[int, int]) -> dict[str, Any]:
+    from anybit.methods import tiling
+
+    return tiling.layout(spec, shape)
+
+
+def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec[RTN]) -> QuantizedWeight:
+    from anybit.methods import rounding, uniform
+
+    return uniform.quantize(rounding.quantize, weight, stats, spec)
+
+
+METHOD = Method(
+    RTN,
+    title="Round to nearest",
+    paper="",
+    summary="round to nearest, no calibration",
+    compared="rtn",
+    quantize=quantize,
+    layout=layout,
+    statistics=rounding_statistics,
+)

@@ -18,13 +18,14 @@ from anybit.config import LayerSpec
 from anybit.errors import InputError
 from anybit.formats.weight import pack
 from anybit.kernels import reference
-from anybit.methods import grid, rtn
+from anybit.methods import grid, rounding
+from anybit.methods.method import Uniform
 
 ALPHAS = tuple(k / 20 for k in range(21))
 SMALLEST, LARGEST = 2.0**-14, 2.0**15  # of an input scale: normal float16 numbers
 
 
-def search(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> Tensor:
+def search(weight: Tensor, stats: LinearStats, spec: LayerSpec[Uniform]) -> Tensor:
     """The factor that inputs are multiplied by, float16 [in].
 
     Candidates are judged with plain rounding. Where activations are quantized too, by the error on a sample of inputs;
@@ -39,16 +40,16 @@ def search(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> Tensor:
         InputError: no statistics of the inputs.
     """
     if stats.inputs is None:
-        raise InputError(f"{spec.scaling} needs the layer's inputs: calibrate first")
+        raise InputError(f"{spec.options.scaling} needs the layer's inputs: calibrate first")
     plain = _plain(spec)
-    factors = [_factor(weight, stats.inputs, stats.tokens, spec.scaling, alpha) for alpha in ALPHAS]
+    factors = [_factor(weight, stats.inputs, stats.tokens, spec.options.scaling, alpha) for alpha in ALPHAS]
     weight = grid.without_dead(weight, stats.squares)  # as they are rounded in the end
-    sample = stats.inputs.sample if spec.act_bits < 16 or stats.hessian is None else None
+    sample = stats.inputs.sample if (spec.options.act_bits or 16) < 16 or stats.hessian is None else None
     target = weight.new_empty(0) if sample is None else sample @ weight.T
     errors = []
     for factor in factors:
         try:
-            made = replace(rtn.quantize(weight / factor.float(), None, plain), input_scale=factor)
+            made = replace(rounding.quantize(weight / factor.float(), None, plain), input_scale=factor)
         except InputError:  # scaled beyond float16
             errors.append(torch.inf)
             continue
@@ -66,9 +67,10 @@ def search(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> Tensor:
     return factors[best]
 
 
-def _plain(spec: LayerSpec) -> LayerSpec:
+def _plain(spec: LayerSpec[Uniform]) -> LayerSpec[Uniform]:
     """The grids of a layer for plain rounding, without what is searched later."""
-    return replace(spec, clip=False, act_search=False, act_static=False)
+    options = replace(spec.options, clip=False, act_search=False, act_static=False)
+    return replace(spec, options=options)
 
 
 def _factor(weight: Tensor, inputs: InputStats, tokens: int, scaling: str, alpha: float) -> Tensor:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from math import ceil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,94 +23,61 @@ from transformers.pytorch_utils import Conv1D
 from anybit.calibration.gradients import gradient_statistics, load_whole
 from anybit.calibration.stats import GradientStats
 from anybit.calibration.streaming import StreamedModel
-from anybit.config import METHOD_WIDTHS, SALIENCES, LayerSpec, QuantizeConfig, TileSpec
+from anybit.config import LayerSpec, TileSpec
 from anybit.cost import Cost
 from anybit.errors import InputError
-from anybit.methods import anybit as nested
-from anybit.methods import mixllm, rtn
-from anybit.progress import SILENT, Advance, Silent
+from anybit.methods import mixllm, rounding
+from anybit.methods import nested_codes as nested
+from anybit.methods.method import Allocation, Search
+from anybit.methods.rtn import RTN
+from anybit.progress import Advance
 
-STEP = 0.02  # share of the rows that a progressive search widens at a time
 SAMPLES_KEPT = 4  # samples between two savings
 
 Shapes = Mapping[str, tuple[int, int]]
 Delta = Callable[[str, int, int], Tensor]  # layer, first and last row -> the error of rounding them
 
 
-def search(
-    streamed: StreamedModel,
-    tokens: Tensor,  # int64 [samples, seq_len]
-    shapes: Shapes,
-    config: QuantizeConfig,
-    folder: Path | None = None,
-    report: Silent = SILENT,
-) -> dict[str, tuple[int, ...]]:
-    """The output rows of every layer that get 8 bits, ascending.
+def salient_rows(search: Search) -> dict[str, tuple[int, ...]]:
+    """The output rows of every layer that get 8 bits, ascending (MixLLM, section 3.2).
 
     Args:
-        streamed: the model; materialised by this call, unquantized afterwards only if the search has one pass.
-        tokens: one backward pass per row and pass.
-        shapes: layers that take part: name -> (out, in).
-        config: `wide_rows` or `bits` (how many), `salience`, `search`, `group_size`.
-        folder: where finished parts are kept; a search that was interrupted goes on from there.
-        report: where progress goes.
+        search: the model, materialised by this call, and unquantized afterwards only if the search has one pass;
+            MixLLM's options (`wide_rows` or `bits`: how many; `salience`, `search`, `group_size`).
 
     Raises:
-        InputError: see `calibrate.gradient_statistics`.
+        InputError: see `gradients.gradient_statistics`.
     """
-    share = wide_share(config)
+    options, shapes = search.options, search.shapes
+    share = options.wide_share
     if share in (0, 1):
         return {name: tuple(range(out)) if share else () for name, (out, _) in shapes.items()}
-    steps = [STEP * (k + 1) for k in range(passes(config) - 1)] + [share]
-    advance = report.task(
-        f"salience of {sum(out for out, _ in shapes.values())} rows", len(tokens) * len(steps)
+    steps = [mixllm.STEP * (k + 1) for k in range(options.passes - 1)] + [share]
+    advance = search.report.task(
+        f"salience of {sum(out for out, _ in shapes.values())} rows", len(search.tokens) * len(steps)
     )
     wide: dict[str, tuple[int, ...]] = {name: () for name in shapes}
     for i, upto in enumerate(steps):
         if i:
-            _widen(streamed, wide, config)
-        scores = _scores(
-            streamed, tokens, shapes, config, None if folder is None else folder / f"pass-{i}", advance
-        )
+            _widen(search.streamed, wide, options.group_size)
+        scores = _scores(search, f"pass-{i}", advance)
         for name, rows in wide.items():
             scores[name][list(rows)] = torch.inf  # chosen once, chosen for good
-        wide = choose(scores, shapes, upto, by_rows=config.wide_rows is not None)
+        wide = choose(scores, shapes, upto, by_rows=options.wide_rows is not None)
     return wide
 
 
-def wide_share(config: QuantizeConfig) -> float:
-    """The share of rows, or where `bits` sets it of weights, that get 8 bits."""
-    if config.wide_rows is not None:
-        return config.wide_rows
-    return ((config.bits or mixllm.NARROW) - mixllm.NARROW) / (mixllm.WIDE - mixllm.NARROW)
-
-
-@dataclass(frozen=True)
-class Worth:
-    """What gradients say of layers."""
-
-    outputs: Mapping[str, Tensor]  # layer -> what ranks its rows, see `sensitivity` of `nested.compress`
-    tokens: Mapping[
-        str, Tensor
-    ]  # layer -> how much each token counts, float32 [samples, seq_len]; absent: all alike
-
-
-def output_moments(
-    streamed: StreamedModel,
-    tokens: Tensor,  # int64 [samples, seq_len]
-    shapes: Shapes,
-    folder: Path | None = None,
-    report: Silent = SILENT,
-) -> Worth:
+def output_moments(search: Search) -> Allocation:
     """What a squared error at each output (in nats per token, float32 [out]) and token of every layer is worth.
 
     The loss of a token grows by `1/2 (g e)^2` for an error e at an output whose gradient is g, to second order and
     with the Fisher information in place of the Hessian; an error of expectation `E[e^2]` at every token costs
     `1/2 seq_len E[sum over tokens of g^2] E[e^2]`, g being the gradient of a sample's mean loss. Tokens count by the
-    sum of `g^2` over a layer's outputs (as in GuidedQuant, arXiv:2505.07004, with one group of outputs). Arguments and
-    what is raised: see `search`.
+    sum of `g^2` over a layer's outputs (as in GuidedQuant, arXiv:2505.07004, with one group of outputs). What is
+    raised: see `salient_rows`.
     """
-    advance = report.task(f"gradients at the outputs of {len(shapes)} layers", len(tokens))
+    tokens, shapes = search.tokens, search.shapes
+    advance = search.report.task(f"gradients at the outputs of {len(shapes)} layers", len(tokens))
     length = tokens.shape[1]
 
     def reduce(stats: GradientStats) -> Tensor:
@@ -121,35 +87,31 @@ def output_moments(
     def size(name: str, samples: int) -> tuple[int, ...]:
         return (shapes[name][0] + samples * length,)
 
-    parts = list(_parts(streamed, tokens, [], reduce, list(shapes), size, folder, advance))
+    parts = list(_parts(search, [], reduce, size, advance))
     outputs, weights = {}, {}
     for name, (out, _) in shapes.items():
         outputs[name] = torch.stack([part[name][:out] for part in parts]).sum(0) * (length / 2 / len(tokens))
         moments = torch.cat([part[name][out:] for part in parts]).view(tokens.shape)
         mean = moments.double().mean()
         weights[name] = (moments / mean).float() if mean > 0 else torch.ones_like(moments)
-    return Worth(outputs, weights)
+    return Allocation(outputs=outputs, tokens=weights)
 
 
-def width_scores(
-    streamed: StreamedModel,
-    tokens: Tensor,  # int64 [samples, seq_len]
-    shapes: Shapes,
-    kind: str,
-    folder: Path | None = None,
-    report: Silent = SILENT,
-) -> Worth:
+def width_scores(search: Search) -> Allocation:
     """What every output row costs at widths 1 to 8, float32 [out, 8], by `score` of its nested codes without
-    compensation: an alternative to `output_moments`. Arguments and what is raised: see `search`.
+    compensation: an alternative to `output_moments`. What is raised: see `salient_rows`.
     """
+    shapes = search.shapes
     widths = range(1, nested.BITS + 1)
-    advance = report.task(f"scores of {sum(out for out, _ in shapes.values())} rows", len(tokens))
+    advance = search.report.task(
+        f"scores of {sum(out for out, _ in shapes.values())} rows", len(search.tokens)
+    )
     like = {name: torch.zeros(out, nested.BITS) for name, (out, _) in shapes.items()}
     fits: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
 
     def rounding(bits: int) -> Delta:
         def delta(name: str, first: int, last: int) -> Tensor:
-            rows = _rows(streamed, name)[first:last].float()
+            rows = _rows(search.streamed, name)[first:last].float()
             if (name, first) not in fits:
                 fits[name, first] = nested.fit(rows)
             return nested.rounding(rows, *fits[name, first], bits).sub_(rows)
@@ -157,49 +119,37 @@ def width_scores(
         return delta
 
     def reduce(stats: GradientStats) -> Tensor:
-        return score(stats, kind).T.contiguous()
+        return score(stats, search.options.salience).T.contiguous()
 
     deltas = [rounding(bits) for bits in widths]
-    return Worth(_mean(streamed, tokens, deltas, reduce, like, folder, advance), {})
+    return Allocation(outputs=_mean(search, deltas, reduce, like, advance))
 
 
-def passes(config: QuantizeConfig) -> int:
-    """How often the search goes through the calibration tokens."""
-    if config.progressive:
-        return 1
-    share = wide_share(config)
-    if config.method != "mixllm" or share in (0, 1):
-        return int(config.method == "llm-mq")
-    return ceil(share / STEP - 1e-9) if config.search == "progressive" else 1
-
-
-def layer_widths(  # noqa: PLR0913
-    streamed: StreamedModel,
-    tokens: Tensor,  # int64 [samples, seq_len]
-    shapes: Shapes,
-    config: QuantizeConfig,
+def layer_widths(
+    search: Search,
     stored: Mapping[str, Sequence[int]],  # bytes of every layer at each of the method's widths
     limit: int,  # bytes of all of them
-    folder: Path | None = None,
-    report: Silent = SILENT,
 ) -> dict[str, int]:
-    """LLM-MQ's width of every layer: the least summed score whose average width is at most `config.bits`, within a
+    """LLM-MQ's width of every layer: the least summed score whose average width is at most `bits`, within a
     number of stored bytes.
 
-    A layer's score at a width is `mean_d |g_d . (Q(W) - W)|`, the first-order change of the loss. Other arguments and
-    what is raised: see `search`.
+    A layer's score at a width is `mean_d |g_d . (Q(W) - W)|`, the first-order change of the loss. What is
+    raised: see `salient_rows`.
     """
-    widths = tuple(METHOD_WIDTHS["llm-mq"].whole())
-    advance = report.task(f"scores of {len(shapes)} layers at {len(widths)} widths", len(tokens))
-    deltas = [_rounding(streamed, bits, config) for bits in widths]
+    options, shapes = search.options, search.shapes
+    widths = tuple(options.widths_of.whole())
+    advance = search.report.task(
+        f"scores of {len(shapes)} layers at {len(widths)} widths", len(search.tokens)
+    )
+    deltas = [_rounding(search.streamed, bits, options.group_size) for bits in widths]
     like = {name: torch.zeros(len(widths)) for name in shapes}
 
     def reduce(stats: GradientStats) -> Tensor:
         return stats.products.sum(-1).abs().sum(-1)
 
-    scores = _mean(streamed, tokens, deltas, reduce, like, folder, advance)
+    scores = _mean(search, deltas, reduce, like, advance)
     sizes = {name: out * in_ for name, (out, in_) in shapes.items()}
-    return assign(scores, sizes, widths, config.bits or widths[-1], stored, limit)
+    return assign(scores, sizes, widths, options.bits, stored, limit)
 
 
 def assign(
@@ -285,31 +235,23 @@ def score(stats: GradientStats, kind: str) -> Tensor:
     return ((stats.products + second).abs() if kind == "full" else second).sum(1)
 
 
-def _scores(
-    streamed: StreamedModel,
-    tokens: Tensor,
-    shapes: Shapes,
-    config: QuantizeConfig,
-    folder: Path | None,
-    advance: Advance,
-) -> dict[str, Tensor]:
-    """Salience of every row: the mean of `score` over samples."""
-    like = {name: torch.zeros(out) for name, (out, _) in shapes.items()}
+def _scores(search: Search, folder: str, advance: Advance) -> dict[str, Tensor]:
+    """Salience of every row: the mean of `score` over samples; finished parts are kept in a folder of the search's."""
+    like = {name: torch.zeros(out) for name, (out, _) in search.shapes.items()}
 
     def reduce(stats: GradientStats) -> Tensor:
-        return score(stats, config.salience or SALIENCES["mixllm"][0])[0]
+        return score(stats, search.options.salience)[0]
 
-    rounding = [_rounding(streamed, mixllm.NARROW, config)]
-    return _mean(streamed, tokens, rounding, reduce, like, folder, advance)
+    rounding_ = [_rounding(search.streamed, mixllm.NARROW, search.options.group_size)]
+    kept = None if search.folder is None else search.folder / folder
+    return _mean(replace(search, folder=kept), rounding_, reduce, like, advance)
 
 
 def _mean(
-    streamed: StreamedModel,
-    tokens: Tensor,
+    search: Search,
     deltas: Sequence[Delta],
     reduce: Callable[[GradientStats], Tensor],  # of the samples of a part, to a sum over them
     like: Mapping[str, Tensor],  # its shape for every layer
-    folder: Path | None,
     advance: Advance,
 ) -> dict[str, Tensor]:
     """The mean over samples of what `reduce` sums."""
@@ -318,33 +260,30 @@ def _mean(
     def size(name: str, _: int) -> tuple[int, ...]:
         return tuple(like[name].shape)
 
-    for found in _parts(streamed, tokens, deltas, reduce, list(like), size, folder, advance):
+    for found in _parts(search, deltas, reduce, size, advance):
         for name in total:
             total[name] += found[name]
-    return {name: t / len(tokens) for name, t in total.items()}
+    return {name: t / len(search.tokens) for name, t in total.items()}
 
 
-def _parts(  # noqa: PLR0913
-    streamed: StreamedModel,
-    tokens: Tensor,
+def _parts(
+    search: Search,
     deltas: Sequence[Delta],
     reduce: Callable[[GradientStats], Tensor],
-    layers: Sequence[str],
     size: Callable[[str, int], tuple[int, ...]],  # of what `reduce` gives, by layer and number of samples
-    folder: Path | None,
     advance: Advance,
 ) -> Iterator[dict[str, Tensor]]:
-    """What `reduce` gives for every layer, for some samples at a time; finished parts are kept in `folder`."""
-    for a in range(0, len(tokens), SAMPLES_KEPT):
-        part = tokens[a : a + SAMPLES_KEPT]
-        file = None if folder is None else folder / f"samples-{a}.safetensors"
-        sizes = {name: size(name, len(part)) for name in layers}
+    """What `reduce` gives for every layer, for some samples at a time; finished parts are kept in the folder."""
+    for a in range(0, len(search.tokens), SAMPLES_KEPT):
+        part = search.tokens[a : a + SAMPLES_KEPT]
+        file = None if search.folder is None else search.folder / f"samples-{a}.safetensors"
+        sizes = {name: size(name, len(part)) for name in search.shapes}
         found = None if file is None else _read_part(file, sizes)
         if found is not None:
             advance(len(part))
         else:
             begun = Cost.clock()
-            stats = gradient_statistics(streamed, part, layers, deltas=deltas, advance=advance)
+            stats = gradient_statistics(search.streamed, part, search.shapes, deltas=deltas, advance=advance)
             found = {name: reduce(s).cpu() for name, s in stats.items()}
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -366,13 +305,13 @@ def _read_part(file: Path, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Te
     return found if {n: tuple(t.shape) for n, t in found.items()} == sizes else None
 
 
-def _rounding(streamed: StreamedModel, bits: int, config: QuantizeConfig) -> Delta:
+def _rounding(streamed: StreamedModel, bits: int, group_size: int) -> Delta:
     """The error of rounding rows of a layer, asymmetric, without clipping; made anew at each call."""
-    spec = LayerSpec(tiles=(TileSpec(bits, config.group_size or 128),))
+    spec = LayerSpec(RTN().resolve(), (TileSpec(bits, group_size),))
 
     def delta(name: str, first: int, last: int) -> Tensor:
         rows = _rows(streamed, name)[first:last].float()
-        return rtn.quantize(rows, None, spec).dequantize().sub_(rows)
+        return rounding.quantize(rows, None, spec).dequantize().sub_(rows)
 
     return delta
 
@@ -383,11 +322,11 @@ def _rows(streamed: StreamedModel, name: str) -> Tensor:
 
 
 @torch.no_grad()
-def _widen(streamed: StreamedModel, wide: Mapping[str, tuple[int, ...]], config: QuantizeConfig) -> None:
+def _widen(streamed: StreamedModel, wide: Mapping[str, tuple[int, ...]], group_size: int) -> None:
     """Round the rows chosen so far to 8 bits: the next pass's gradients are those of that model."""
     load_whole(streamed)
-    spec = LayerSpec(tiles=(TileSpec(mixllm.WIDE, config.group_size or 128, symmetric=True),))
+    spec = LayerSpec(RTN().resolve(), (TileSpec(mixllm.WIDE, group_size, symmetric=True),))
     for name, rows in wide.items():
         if rows:
             weight, index = _rows(streamed, name), torch.tensor(rows, device=streamed.device)
-            weight[index] = rtn.quantize(weight[index].float(), None, spec).dequantize().to(weight.dtype)
+            weight[index] = rounding.quantize(weight[index].float(), None, spec).dequantize().to(weight.dtype)

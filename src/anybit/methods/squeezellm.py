@@ -1,89 +1,60 @@
-"""SqueezeLLM (arXiv:2306.07629) and Any-Precision LLM (arXiv:2402.10517): a codebook per output row.
-
-A row's weights are clustered with the diagonal Fisher information as importance. SqueezeLLM stores one width;
-Any-Precision cuts clusters in two, width after width, so that one matrix of nested codes holds every width from the
-seed's up. Outliers (SqueezeLLM, section 4.2) leave before the clustering and are stored sparsely.
-"""
+"""SqueezeLLM: Dense-and-Sparse Quantization (arXiv:2306.07629): a codebook per output row; `row_codebooks` makes it."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
+from anybit.config import LayerSpec, Widths, option
+from anybit.methods.method import SHARE, Codebooks, Effort, Method, Statistics, clustering_seconds
 
-from anybit.calibration.stats import GradientStats
-from anybit.config import LayerSpec
-from anybit.errors import InputError
-from anybit.formats import Codebook, Sparse
-from anybit.formats.weight import QuantizedWeight
-from anybit.methods import kmeans
+if TYPE_CHECKING:
+    from torch import Tensor
 
-
-def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
-    """What `quantize` will store of a matrix of this shape."""
-    widths = _widths(spec)
-    tile = {
-        "format": Codebook.NAME,
-        "bits": widths[-1],
-        "widths": list(widths),
-        "by_channel": False,
-        "table_bits": spec.codebook_bits,
-    }
-    outliers = sum(_counts(spec, shape[0] * shape[1]))
-    if outliers and len(widths) > 1:
-        raise InputError(
-            "nested codes have no sparse outliers: their values would be those of one width only"
-        )
-    made: dict[str, Any] = {"shape": list(shape), "tiles": [tile]}
-    return made | {"sparse": outliers} if outliers else made
+    from anybit.calibration.stats import GradientStats
+    from anybit.formats.weight import QuantizedWeight
 
 
-def quantize(weight: Tensor, stats: GradientStats | None, spec: LayerSpec) -> QuantizedWeight:
-    """Cluster the rows of `weight` [out, in].
+@dataclass(frozen=True, kw_only=True)
+class SqueezeLLM(Codebooks):
+    name: ClassVar = "squeezellm"
+    widths_of: ClassVar = Widths(2, 8)
+    for_encoders: ClassVar = False
 
-    Args:
-        weight: float32 [out, in].
-        stats: with the diagonal Fisher information [out, in]; None weighs all weights alike.
-        spec: `tiles[0].bits`, or `widths` for nested codes; outlier shares; `codebook_bits`.
-
-    Raises:
-        InputError: see `kmeans.cluster`.
-    """
-    fisher = None if stats is None or stats.fisher is None else stats.fisher.to(weight.device)
-    mask = outliers(weight, fisher, spec)
-    if mask is not None:
-        fisher = torch.where(mask, 0.0, torch.ones_like(weight) if fisher is None else fisher)
-    widths = _widths(spec)
-    codes, centroids = kmeans.cluster(weight, fisher, widths[0], widths[-1])
-    tile = kmeans.codebook(codes, centroids, widths, table_bits=spec.codebook_bits)
-    sparse = None if mask is None else Sparse.of(weight - tile.dequantize(), mask)
-    return QuantizedWeight((weight.shape[0], weight.shape[1]), (tile,), sparse)
+    sensitive_outliers: float = option(
+        0.0, "Share of weights kept in 16 bits for their sensitivity.", layer=True, **SHARE
+    )
+    magnitude_outliers: float = option(
+        0.0, "Share of weights kept in 16 bits for their size.", layer=True, **SHARE
+    )
 
 
-def outliers(weight: Tensor, fisher: Tensor | None, spec: LayerSpec) -> Tensor | None:
-    """Mask [out, in] of the most sensitive weights (by Fisher information) and the largest of the others.
-
-    Weights of no Fisher information, such as those of dead input channels, come last: no centroid moves for them.
-    """
-    sensitive, large = _counts(spec, weight.numel())
-    if sensitive + large == 0:
-        return None
-    mask = torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
-    if sensitive:
-        score = weight.square() if fisher is None else fisher
-        mask[score.flatten().topk(sensitive).indices] = True
-    if large:
-        size = weight.abs() if fisher is None else torch.where(fisher == 0, 0.0, weight.abs())
-        mask[torch.where(mask, -1.0, size.flatten()).topk(large).indices] = True
-    return mask.view_as(weight)
+def outliers(options: SqueezeLLM, weights: int) -> tuple[int, int]:
+    """How many weights stay float16: the most sensitive, and the largest of the others (section 4.2)."""
+    return round(options.sensitive_outliers * weights), round(options.magnitude_outliers * weights)
 
 
-def _widths(spec: LayerSpec) -> tuple[int, ...]:
-    if len(spec.tiles) != 1 or spec.tiles[0].rows is not None or spec.tiles[0].cols is not None:
-        raise InputError("a codebook holds whole rows: give one tile without rows and cols")
-    return spec.widths or (int(spec.tiles[0].bits),)
+def layout(spec: LayerSpec[SqueezeLLM], shape: tuple[int, int]) -> dict[str, Any]:
+    from anybit.methods import row_codebooks
+
+    widths = (int(row_codebooks.whole_rows(spec).bits),)
+    return row_codebooks.layout(spec, shape, widths, outliers(spec.options, shape[0] * shape[1]))
 
 
-def _counts(spec: LayerSpec, weights: int) -> tuple[int, int]:
-    return round(spec.sensitive_outliers * weights), round(spec.magnitude_outliers * weights)
+def quantize(weight: Tensor, stats: GradientStats | None, spec: LayerSpec[SqueezeLLM]) -> QuantizedWeight:
+    from anybit.methods import row_codebooks
+
+    widths = (int(row_codebooks.whole_rows(spec).bits),)
+    return row_codebooks.quantize(weight, stats, spec, widths, outliers(spec.options, weight.numel()))
+
+
+METHOD = Method(
+    SqueezeLLM,
+    title="SqueezeLLM: Dense-and-Sparse Quantization",
+    paper="arXiv:2306.07629",
+    summary="codebooks by row, of weights clustered by sensitivity",
+    quantize=quantize,
+    layout=layout,
+    statistics=lambda options: Statistics(fisher=True),
+    effort=lambda options: Effort(clustering=clustering_seconds(options.bits), passes=1),
+)

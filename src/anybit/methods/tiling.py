@@ -22,6 +22,7 @@ from anybit.formats.bits import groups_of, split_groups
 from anybit.formats.group_int import activations_of
 from anybit.formats.validate import MAX_TILES, check_activations
 from anybit.formats.weight import QuantizedWeight
+from anybit.methods.method import Uniform
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class ColumnSet:
         cols, bits, symmetric = (t.to(device) for t in (self.cols, self.bits, self.symmetric))
         return replace(self, cols=cols, bits=bits, symmetric=symmetric)
 
-    def fixed_ratio(self, spec: LayerSpec) -> Tensor:
+    def fixed_ratio(self, spec: LayerSpec[Any]) -> Tensor:
         """The clipping ratio of each row where none is searched, float32 [out]: 8 bits need none."""
-        return torch.where(self.bits < 8, spec.clip_ratio, 1.0)
+        return torch.where(self.bits < 8, spec.options.clip_ratio, 1.0)
 
     def group(self, g: int) -> Tensor:
         """Original input channels of group g."""
@@ -53,7 +54,7 @@ class ColumnSet:
 
 
 def column_sets(
-    spec: LayerSpec, shape: tuple[int, int], device: torch.device | str = "cpu"
+    spec: LayerSpec[Any], shape: tuple[int, int], device: torch.device | str = "cpu"
 ) -> list[ColumnSet]:
     """Regroup a layer's tiles by their columns; index tensors are made on `device`.
 
@@ -72,8 +73,8 @@ def column_sets(
     return [s.to(device) for s in sets]
 
 
-def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
-    """What uniform methods store of a matrix of this shape."""
+def layout(spec: LayerSpec[Uniform], shape: tuple[int, int], ordered: bool = False) -> dict[str, Any]:
+    """What uniform methods store of a matrix of this shape; `ordered`: columns in an order that is stored too."""
     tiles = []
     for s in column_sets(spec, shape):
         for tile in s.tiles:
@@ -83,12 +84,12 @@ def layout(spec: LayerSpec, shape: tuple[int, int]) -> dict[str, Any]:
                 "group_size": s.group_size,
                 "symmetric": tile.symmetric,
             }
-            entry |= activations_of(tile.act_bits or spec.act_bits, spec.act_static)
+            entry |= activations_of(tile.act_bits or spec.options.act_bits or 16, spec.options.act_static)
             entry |= {"rows": len(tile.rows)} if tile.rows is not None else {}
-            entry |= {"cols": len(s.cols)} if s.stored or spec.desc_act else {}
+            entry |= {"cols": len(s.cols)} if s.stored or ordered else {}
             tiles.append(entry)
     check_activations(tiles, _refuse)
-    scaled = {"input_scale": True} if spec.scaling != "none" else {}
+    scaled = {"input_scale": True} if spec.options.scaling != "none" else {}
     return {"shape": list(shape), "tiles": tiles, **scaled}
 
 
@@ -145,7 +146,7 @@ def _rows(rows: tuple[int, ...], out_features: int) -> Tensor:
 
 def assemble(
     shape: tuple[int, int],
-    spec: LayerSpec,
+    spec: LayerSpec[Any],
     stats: LinearStats | None,  # with inputs, for static activations
     sets: list[ColumnSet],
     codes: list[Tensor],  # per column set: [out, c], in stored order
@@ -178,14 +179,14 @@ def assemble(
 
 
 def _activation_grid(
-    columns: ColumnSet, tile: TileSpec, spec: LayerSpec, stats: LinearStats | None
+    columns: ColumnSet, tile: TileSpec, spec: LayerSpec[Any], stats: LinearStats | None
 ) -> dict[str, Any]:
     """How a tile rounds its inputs: a fixed clipping ratio, or scales from calibration."""
-    bits = tile.act_bits or spec.act_bits
+    bits = tile.act_bits or spec.options.act_bits or 16
     if bits == 16:
         return {}
-    ratio = spec.act_clip if tile.act_bits is None else 1.0  # outlier channels are not clipped
-    if not spec.act_static:
+    ratio = spec.options.act_clip if tile.act_bits is None else 1.0  # outlier channels are not clipped
+    if not spec.options.act_static:
         clip = torch.full((columns.groups,), ratio, device=columns.cols.device).half()
         return {"act_bits": bits, "act_clip": clip}
     if stats is None or stats.inputs is None:

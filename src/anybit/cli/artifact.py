@@ -1,0 +1,133 @@
+"""`anybit inspect`, `anybit verify` and `anybit plan`: what there is, and what there would be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anybit.cli import tables
+from anybit.cli.options import (
+    Artifact,
+    Level,
+    Model,
+    check_writable,
+    emit,
+    grouped,
+    reporting,
+    show_json,
+    streamed,
+)
+from anybit.config import parse_bytes
+from anybit.errors import InputError
+
+GROUP_SIZE = 128  # that `plan` takes
+
+
+@grouped
+def inspect(
+    out: Artifact,
+    level: Level,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
+) -> None:
+    """Show what the artifact OUT is made of, measured from its files.
+
+    Example: `anybit inspect out --json`
+    """
+    from anybit.artifact.sizes import inspect as inspect_artifact
+
+    figures = inspect_artifact(out, **level.asked())
+    emit(figures, None, show_json if as_json else tables.print_inspection)
+
+
+def verify(out: Artifact) -> None:
+    """Check weights and config of the artifact OUT byte by byte: hashes, headers, shapes, indices, scales."""
+    from anybit.artifact.verify import verify as verify_artifact
+
+    advance: Any = None
+    with reporting() as report:
+
+        def progress(done: int, total: int) -> None:
+            nonlocal advance
+            advance = advance or report.task("verifying", total)
+            advance(1)
+
+        found = verify_artifact(out, progress)
+    hashes = "hashes match" if found["hashes_checked"] else "no hashes stored (save_pretrained drops them)"
+    typer.echo(f"{out}: {found['layers']} layers in {found['shards']} files are whole; {hashes}")
+
+
+def plan(
+    model: Model,
+    memory: Annotated[str | None, typer.Option(help="What the weights may take, e.g. 6GB.")] = None,
+    group_size: Annotated[int, typer.Option(help="Input channels that share a scale.")] = GROUP_SIZE,
+    symmetric: Annotated[bool, typer.Option("--symmetric/--asymmetric")] = False,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Write the editable map that --spec reads.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
+) -> None:
+    """Show how large MODEL becomes at each width, and which widths fit a memory budget.
+
+    Of an artifact of the method anybit: its curve, the size and the expected increase of the loss at each width.
+
+    Examples:
+
+        anybit plan MODEL --memory 6GB -o map.json
+
+        anybit plan out --memory 120MB
+    """
+    from anybit.artifact.files import is_artifact
+
+    if is_artifact(Path(model)):
+        if out is not None or group_size != GROUP_SIZE or symmetric:
+            raise InputError(
+                f"{model} is made: --out, --group-size and --symmetric are for a model that is not quantized yet"
+            )
+        _plan_artifact(Path(model), memory, as_json)
+        return
+    if out is not None and out.exists():
+        raise InputError(f"{out} exists, perhaps with your edits: choose another -o, or remove it")
+    check_writable(out)
+    opened = streamed(model)
+    best = _plan_model(opened, memory, group_size, symmetric, as_json)
+    if out is not None:
+        entry = {"bits": best["bits"], "group_size": group_size, "symmetric": symmetric}
+        layers = {name: entry for name in opened.all_linears()}
+        out.write_text(json.dumps({"layers": layers}, indent=2) + "\n", encoding="utf-8")
+        made = f"anybit quantize {model} -o OUT --method gptq --spec {out} --embed-bits {best['embed_bits']}"
+        typer.echo(f"wrote {out}: edit it, then `{made}`", err=True)
+
+
+def _plan_artifact(path: Path, memory: str | None, as_json: bool) -> None:
+    """The levels of an artifact, and the largest that fits."""
+    from anybit.artifact.sizes import curve
+
+    levels = curve(path)
+    most = None if memory is None else parse_bytes(memory)
+    fitting = [r for r in levels if r["present"] and (most is None or r["size_bytes"] <= most)]
+    if not fitting:
+        raise InputError(
+            f"nothing fits {memory}: the base layer takes {levels[0]['size_bytes'] / 1e6:.1f} MB"
+        )
+    emit({"curve": levels, "best": fitting[-1]}, None, show_json if as_json else tables.print_curve)
+
+
+def _plan_model(
+    opened: Any, memory: str | None, group_size: int, symmetric: bool, as_json: bool
+) -> dict[str, Any]:
+    """The sizes of a model at each width, and the widest that fits."""
+    from anybit.plan import widths_for_memory
+
+    rows = widths_for_memory(opened, None if memory is None else parse_bytes(memory), group_size, symmetric)
+    fitting = [row for row in rows if row["fits"]]
+    if not fitting:
+        least = min(row["size_bytes"] for row in rows)
+        raise InputError(
+            f"nothing fits {memory}: the smallest, 2 bits with a 4-bit embedding, takes {least / 1e6:.1f} MB"
+        )
+    best = max(fitting, key=lambda row: (row["bits"], row["embed_bits"]))
+    emit({"widths": rows, "best": best}, None, show_json if as_json else tables.print_plan)
+    return best

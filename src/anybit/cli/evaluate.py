@@ -1,0 +1,174 @@
+"""`anybit eval`, `anybit compare` and `anybit demo`: what measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anybit.cli import tables
+from anybit.cli.options import (
+    EvalTokens,
+    JsonFile,
+    Level,
+    Model,
+    Running,
+    Source,
+    Threads,
+    ZeroShot,
+    check_writable,
+    emit,
+    grouped,
+    numbers,
+    reporting,
+    set_threads,
+)
+from anybit.config import MAX_SEED
+from anybit.errors import InputError
+from anybit.methods import DEFAULT
+
+CALIBRATION: dict[str, Any] = {item.name: item.default for item in fields(DEFAULT.options)}
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a model is measured on."""
+
+    text: Annotated[
+        str | None, typer.Option(help="A .txt or .jsonl file. [default: the built-in text's other half]")
+    ] = None
+    dataset: Annotated[str | None, typer.Option(help="A hub dataset, e.g. wikitext2, instead of --text.")] = (
+        None
+    )
+    pairs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Encoders: .jsonl, .tsv or .csv with sentence1, sentence2 and score, for Spearman."
+        ),
+    ] = None
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per window; of an encoder, per sentence. [default: 2048, or what the model reaches]",
+            min=1,
+        ),
+    ] = None
+    max_tokens: EvalTokens = None
+    base: Annotated[str | None, typer.Option(help="Full-precision model to measure the divergence from.")] = (
+        None
+    )
+
+    def asked(self) -> dict[str, Any]:
+        """As `anybit.evaluate` takes it."""
+        if self.text and self.dataset:
+            raise InputError("--text and --dataset name the same thing: give one of them")
+        named = {name: getattr(self, name) for name in ("pairs", "seq_len", "max_tokens", "base")}
+        return {"text": self.text or self.dataset, **named}
+
+
+@grouped
+def evaluate(
+    model: Model, on: Text, tasks: ZeroShot, level: Level, running: Running, json_file: JsonFile = None
+) -> None:
+    """Measure MODEL: perplexity, divergence from a base model, zero-shot tasks; of an encoder its embeddings.
+
+    Perplexity is taken over non-overlapping windows of the text as it is; a BOS token is put before each window if and
+    only if the tokenizer does so.
+
+    Example: `anybit eval out --text my.txt --base MODEL --json figures.json`
+    """
+    check_writable(json_file)
+    asked = on.asked() | tasks.asked() | level.asked() | running.asked()
+    from anybit.evaluation.measure import evaluate as measure
+
+    with reporting() as report:
+        figures = measure(model, report=report, **asked)
+    emit(figures, json_file, tables.print_evaluation if "perplexity" in figures else tables.print_embeddings)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What all cells of a comparison have in common."""
+
+    calibration: Annotated[str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub dataset.")] = (
+        "builtin"
+    )
+    samples: Annotated[int, typer.Option(help="Calibration windows.", min=1)] = CALIBRATION["samples"]
+    seq_len: Annotated[int, typer.Option(help="Tokens per window, of calibration and evaluation.", min=2)] = (
+        CALIBRATION["seq_len"]
+    )
+    seed: Annotated[int, typer.Option(help="Picks the calibration windows.", min=0, max=MAX_SEED)] = (
+        CALIBRATION["seed"]
+    )
+    text: Annotated[str, typer.Option(help="Text to measure on.")] = "builtin-eval"
+    max_tokens: EvalTokens = None
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Which cells there are, and what stays of them."""
+
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-m",
+            "--method",
+            help="A method, with options after a colon: `'gptq: clip=false, group_size=64'`. Repeatable. "
+            "`bits=[4.4, 5]` gives it widths of its own. [default: anybit, the five systems, rtn and gptq]",
+        ),
+    ] = None
+    bits: Annotated[str, typer.Option(help="Widths; a method is left out at those it does not have.")] = "3,4"
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep",
+            help="Keep artifacts and statistics in OUT/work: other texts and more cells then start from them.",
+        ),
+    ] = False
+
+
+@grouped
+def compare(
+    model: Source,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for cells, pictures and report.html.")],
+    cells: Cells,
+    common: Compared,
+    tasks: ZeroShot,
+    threads: Threads = None,
+) -> None:
+    """Compress MODEL by several methods at several widths, measure each, and write OUT/report.html.
+
+    What is done lies in OUT/cells: the same command goes on where it was killed, and one with more methods or widths
+    makes only the new ones. The report shows all cells there that were made of the same model and calibration and
+    measured in the same way: those of this command first, then those of earlier ones.
+
+    Example: `anybit compare MODEL -o compared -m rtn -m 'gptq: group_size=64' --bits 2,3,4 --max-tokens 16384`
+    """
+    from anybit import compare as comparing
+
+    set_threads(threads)
+    settings = comparing.Settings(**vars(common), **tasks.asked())
+    with reporting() as report:
+        entries = [comparing.parse_entry(name) for name in cells.method or comparing.USUAL]
+        widths = numbers("bits", cells.bits)
+        results = comparing.compare(model, out, entries, widths, settings, keep=cells.keep, report=report)
+    emit(results, None, tables.print_comparison)
+    typer.echo(f"report: {out / 'report.html'}")
+    if any(row["failed"] for row in results["left_out"]):
+        raise typer.Exit(1)
+
+
+def demo(
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="Directory for the model, the artifacts and the report.")
+    ] = Path("demo"),
+    threads: Threads = None,
+) -> None:
+    """The whole way on a real model: fetch SmolLM2-135M, compress it three ways, measure, generate, report."""
+    from anybit.demo import run
+
+    set_threads(threads)
+    with reporting() as report:
+        run(out, report)

@@ -1,0 +1,240 @@
+"""What commands share: options, groups of them, and what is checked before any work."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from anybit.config import MAX_SEED, parse_bytes
+from anybit.errors import InputError
+
+THREADS_PER_PROCESSOR = 4  # more than this only costs memory, and far more ends the process
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="HF directory, hub id, .gguf file or anybit artifact.")
+]
+Source = Annotated[str, typer.Argument(metavar="MODEL", help="HF directory, hub id or .gguf file.")]
+Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that `anybit quantize` made.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: PyTorch's.", min=1)]
+Seed = Annotated[int, typer.Option(help="For temperatures above 0.", min=0, max=MAX_SEED)]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+EvalTokens = Annotated[
+    int | None, typer.Option("--max-tokens", help="Use only this many tokens of the text.", min=1)
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+
+
+@dataclass(frozen=True)
+class Level:
+    """At which of its widths an artifact is read."""
+
+    bits: Annotated[
+        float | None,
+        typer.Option(
+            "--bits", help="Average width at which an artifact of several is read.", rich_help_panel="Width"
+        ),
+    ] = None
+    bpw: Annotated[
+        float | None,
+        typer.Option(
+            "--bpw", help="The same by most stored bits per weight (method anybit).", rich_help_panel="Width"
+        ),
+    ] = None
+    size: Annotated[
+        str | None,
+        typer.Option(
+            "--size", help="The same by most bytes, e.g. 120MB (method anybit).", rich_help_panel="Width"
+        ),
+    ] = None
+
+    def asked(self) -> dict[str, Any]:
+        """As `anybit.load` takes it."""
+        return {
+            "bits": self.bits,
+            "bpw": self.bpw,
+            "size": None if self.size is None else parse_bytes(self.size),
+        }
+
+
+@dataclass(frozen=True)
+class Running:
+    """How a loaded model computes."""
+
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact/--fast",
+            help="Codebooks by row: as stored, or with inputs and centroids rounded to 8 bits.",
+            rich_help_panel="Computing",
+        ),
+    ] = True
+    kv_bits: Annotated[
+        int | None,
+        typer.Option(
+            help="KV-cache: 16, 8, 4, 3 or 2 bits. [default: what the artifact asks for, else 16]",
+            rich_help_panel="Computing",
+        ),
+    ] = None
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.", rich_help_panel="Computing")] = (
+        "float32"
+    )
+    device: Annotated[str, typer.Option(help="cpu or cuda.", rich_help_panel="Computing")] = "cpu"
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. Default: PyTorch's.", min=1, rich_help_panel="Computing")
+    ] = None
+
+    def asked(self) -> dict[str, Any]:
+        """As `anybit.evaluate` takes it; the threads are set."""
+        set_threads(self.threads)
+        return {name: getattr(self, name) for name in ("exact", "kv_bits", "dtype", "device")}
+
+
+@dataclass(frozen=True)
+class ZeroShot:
+    """Tasks to measure on."""
+
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", help="Zero-shot tasks, e.g. piqa,arc_easy (needs anybit[eval]).")
+    ] = None
+    tasks_dir: Annotated[
+        Path | None, typer.Option("--tasks-dir", help="Folder of the tasks' JSON files: no network needed.")
+    ] = None
+    limit: Annotated[int | None, typer.Option("--limit", help="Questions per task.", min=1)] = None
+
+    def asked(self) -> dict[str, Any]:
+        """As `anybit.evaluate` takes it."""
+        return {"tasks": names_in(self.tasks), "tasks_dir": self.tasks_dir, "limit": self.limit}
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of each parameter that is a dataclass in that parameter's place."""
+    signature = inspect.signature(command, eval_str=True)
+    groups = {name: p.annotation for name, p in signature.parameters.items() if is_dataclass(p.annotation)}
+    parameters: dict[str, inspect.Parameter] = {}
+    for name, parameter in signature.parameters.items():
+        own = _parameters(groups[name]) if name in groups else [parameter]
+        parameters |= {p.name: p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own}
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        made = {
+            name: group(**{item.name: given.pop(item.name) for item in fields(group)})  # type: ignore[operator]
+            for name, group in groups.items()
+        }
+        command(**given, **made)
+
+    run.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+    return run
+
+
+def _parameters(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [
+        inspect.Parameter(item.name, kind, default=item.default, annotation=hints[item.name])
+        for item in fields(group)
+    ]
+
+
+@contextmanager
+def reporting() -> Iterator[Any]:
+    """Progress bars for the length of a `with`."""
+    from anybit.progress import Terminal
+
+    report = Terminal()
+    try:
+        yield report
+    finally:
+        report.close()
+
+
+def emit(figures: dict[str, Any], file: Path | None, show: Callable[[dict[str, Any]], None]) -> None:
+    """Print figures, and write them where asked."""
+    show(figures)
+    if file is not None:
+        file.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def show_json(figures: dict[str, Any]) -> None:
+    typer.echo(json.dumps(figures, indent=2))
+
+
+def check_writable(file: Path | None) -> None:
+    """Refuse a file that could not be written when the work is done."""
+    if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
+        raise InputError(
+            f"{file} cannot be written: name a file in an existing directory that you may write to"
+        )
+
+
+def set_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    processors = os.cpu_count() or 1
+    most = THREADS_PER_PROCESSOR * processors
+    if threads > most:
+        raise InputError(
+            f"--threads {threads}: this machine has {processors} processors; give at most {most}"
+        )
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given; the others keep the API's defaults."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def refuse_ignored(ignored: dict[str, Any], reason: str) -> None:
+    """Refuse options that would have no effect."""
+    for name in ignored:
+        raise InputError(f"--{name.replace('_', '-')} would be ignored: {reason}; leave it out")
+
+
+def names_in(text: str | None) -> tuple[str, ...]:
+    """ "piqa,arc_easy" -> ("piqa", "arc_easy")."""
+    return tuple(name.strip() for name in text.split(",")) if text else ()
+
+
+def named(option: str, text: str | None) -> tuple[str, ...]:
+    """`names_in` of an option that, where it is given, names something."""
+    names = names_in(text)
+    if text is not None and not all(names or [""]):
+        raise InputError(f"--{option} {text!r}: expected names, separated by commas")
+    return names
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """ "2,2.5" -> (2.0, 2.5)."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise InputError(f"--{option} {text!r}: expected numbers, such as 2,2.5,3") from error
+
+
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """ "3,4,6" -> (3, 4, 6)."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise InputError(f"--{option} {text!r}: expected whole numbers from 1 up, such as 3,4,6")
+    return tuple(map(int, parts))
+
+
+def streamed(model: str) -> Any:
+    """A model whose shapes are to be looked at."""
+    import torch
+
+    from anybit.calibration.streaming import StreamedModel
+    from anybit.checkpoint.directory import open_checkpoint
+
+    return StreamedModel(open_checkpoint(model), torch.bfloat16)

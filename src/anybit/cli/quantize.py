@@ -1,0 +1,199 @@
+"""`anybit quantize` and `anybit methods`: their options are those that the methods' files declare."""
+
+from __future__ import annotations
+
+from dataclasses import Field, asdict, dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anybit.cli import tables
+from anybit.cli.options import (
+    Source,
+    check_writable,
+    emit,
+    grouped,
+    refuse_ignored,
+    reporting,
+    set_threads,
+    streamed,
+    whole_numbers,
+)
+from anybit.config import Options, about, flag_of, flags_of, read_spec_map
+from anybit.errors import InputError
+from anybit.methods import DEFAULT, METHODS
+from anybit.methods import options as method_options
+
+
+def _declared() -> dict[str, list[Field[Any]]]:
+    """Every option of any method by name: its fields, one for each method that has it."""
+    found: dict[str, list[Field[Any]]] = {}
+    for method in METHODS.values():
+        for item in fields(method.options):
+            found.setdefault(item.name, []).append(item)
+    return found
+
+
+def _annotated(items: list[Field[Any]]) -> Any:
+    """The option of the command for fields of one name; of a single method's it is not in the general help."""
+    item, said = items[0], about(items[0])
+    of_all = len(items) == len(METHODS)
+    defaults = {repr(i.default) for i in items}
+    shown = f" [default: {item.default}]" if len(defaults) == 1 and item.default not in (None, ()) else ""
+    flags, kind = [flag_of(item.name)], _kind(str(item.type))
+    if kind is bool:
+        flags = ["/".join(filter(None, flags_of(item)))]
+    made = typer.Option(
+        *flags,
+        help=said.help + shown,
+        rich_help_panel=said.panel or "Method",
+        hidden=not of_all,
+        show_default=False,
+    )
+    hint: Any = kind if kind == list[str] else kind | None
+    return Annotated[hint, made]
+
+
+def _kind(annotation: str) -> Any:
+    """What the command line makes of a field's type."""
+    if annotation.startswith("tuple[str"):
+        return list[str]
+    if annotation.startswith("tuple"):
+        return str
+    names = {part: kind for part, kind in (("float", float), ("int", int), ("bool", bool), ("str", str))}
+    kinds = [names[part] for part in annotation.split(" | ") if part in names]
+    return str if str in kinds else kinds[0]
+
+
+def _default(item: Field[Any]) -> Any:
+    return field(default_factory=list) if "tuple[str" in str(item.type) else field(default=None)
+
+
+MethodOptions = make_dataclass(
+    "MethodOptions",
+    [(name, _annotated(items), _default(items[0])) for name, items in _declared().items()],
+    frozen=True,
+)
+MethodOptions.__doc__ = "All options of all methods; None: not given."
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run goes, whatever the method."""
+
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="A .txt or .jsonl file, or a hub dataset.",
+            rich_help_panel="Calibration",
+        ),
+    ] = None
+    spec: Annotated[
+        Path | None,
+        typer.Option(help="Specs per layer, from `anybit plan -o`.", rich_help_panel="Layers"),
+    ] = None
+    device: Annotated[str, typer.Option(help="cpu or cuda.", rich_help_panel="Run")] = "cpu"
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. Default: PyTorch's.", min=1, rich_help_panel="Run")
+    ] = None
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Predict size, time and memory; write nothing.",
+            rich_help_panel="Run",
+        ),
+    ] = False
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an artifact at OUT.", rich_help_panel="Run")
+    ] = False
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Also write the figures to this file.", rich_help_panel="Run"),
+    ] = None
+
+
+@grouped
+def quantize(
+    model: Source,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
+    of_method: MethodOptions,  # type: ignore[valid-type]
+    run: Run,
+    method: Annotated[
+        str, typer.Option(help=f"{', '.join(METHODS)}. `anybit methods NAME` lists the options of one.")
+    ] = DEFAULT.name,
+) -> None:
+    """Compress MODEL into the directory OUT.
+
+    At most one of --bits, --bpw and --size sets how small. Killed or interrupted, the same command resumes and ends
+    in the same bytes.
+
+    Examples:
+
+        anybit quantize ./SmolLM2 -o out --size 90MB
+
+        anybit quantize ./SmolLM2 -o out --method gptq --bits 4 --group-size 128
+    """
+    set_threads(run.threads)
+    check_writable(run.json_file)
+    options = _options(method, of_method, run)
+    if options.budget is not None and run.spec is not None:
+        raise InputError("--spec sets the width of every layer it names: give it without --bpw and --size")
+    spec_map = read_spec_map(run.spec, options.resolve().layer_spec()) if run.spec else {}
+    if run.dry_run:
+        emit(_predict(model, options, spec_map, out), run.json_file, tables.print_prediction)
+        return
+    from anybit.driver import quantize as make
+
+    with reporting() as report:
+        calibration = run.calibration or "builtin"
+        result = make(
+            model, out, options, calibration=calibration, spec_map=spec_map, overwrite=run.overwrite,
+            device=run.device, report=report,
+        )  # fmt: skip
+    emit(asdict(result) | {"path": str(out)}, run.json_file, lambda f: typer.echo(
+        f"{out}: {f['bits']:.2f} bits, {f['bits_per_weight']:.3f} bits per weight stored, "
+        f"{f['size_bytes'] / 1e6:.1f} MB, {f['seconds']:.0f} s"
+    ))  # fmt: skip
+
+
+def _options(method: str, of_method: Any, run: Run) -> Options:
+    """What was given as options of the method.
+
+    Raises:
+        InputError: options that the method has no use for, or that would be ignored as it is not calibrated.
+    """
+    given = {name: value for name, value in asdict(of_method).items() if value not in (None, [])}
+    if "widths" in given:
+        given["widths"] = whole_numbers("widths", given["widths"])
+    for name in ("include", "exclude"):
+        if name in given:
+            given[name] = tuple(given[name])
+    if "desc_act" in given and not given["desc_act"]:
+        del given["desc_act"]  # the default of the one method that has it, and what all others do
+    made = method_options(method, **given)
+    if not made.calibrated:
+        panels = {item.name: about(item).panel for item in fields(made)}
+        ignored = {name: value for name, value in given.items() if panels[name] == "Calibration"}
+        ignored |= {} if run.calibration is None else {"calibration": run.calibration}
+        refuse_ignored(ignored, f"{method} without --clip is not calibrated")
+    return made
+
+
+def _predict(model: str, options: Options, spec_map: Any, out: Path) -> dict[str, Any]:
+    from anybit.artifact.writer import check_output
+    from anybit.plan import estimate, fit_budget, make_plan
+
+    check_output(out, overwrite=True)
+    opened = streamed(model)
+    options = fit_budget(opened, options).resolve()
+    made = make_plan(opened, options, spec_map)
+    if made.statistics:
+        opened.check_structure()
+    return {
+        "coverage": made.coverage(),
+        "warning": made.warning(options),
+        "estimated": not options.exact_size,
+        **estimate(opened, made, options, out),
+    }

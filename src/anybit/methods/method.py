@@ -1,0 +1,269 @@
+"""What a method says of itself, and the options that several methods share. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from anybit.config import (
+    ACT_BITS,
+    CODEBOOK_BITS,
+    LayerSpec,
+    Options,
+    one_of,
+    option,
+    within,
+)
+from anybit.errors import InputError
+from anybit.progress import SILENT, Silent
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from anybit.calibration.streaming import StreamedModel
+    from anybit.formats.weight import QuantizedWeight
+    from anybit.methods.finetune import Task
+    from anybit.progress import Advance
+
+SCALINGS = ("none", "awq", "smoothquant")
+Shape = tuple[int, int]  # (out, in)
+Layout = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a method is to be told of a layer; `|` joins what several layers want."""
+
+    norms: bool = False  # squared norms of input channels
+    hessian: bool = False  # second moments of the inputs, whole
+    inputs: bool = False  # ranges of the inputs, and a sample of them
+    fisher: bool = False  # diagonal Fisher information of the weights, of the whole model before any block
+    attention: bool = (
+        False  # value tokens count by the attention they receive, where second moments are wanted
+    )
+
+    def __or__(self, other: Statistics) -> Statistics:
+        return Statistics(
+            self.norms or other.norms,
+            self.hessian or other.hessian,
+            self.inputs or other.inputs,
+            self.fisher or other.fisher,
+            self.attention or other.attention,
+        )
+
+    def __bool__(self) -> bool:
+        return self.norms or self.hessian or self.inputs or self.fisher
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a method costs besides the blocks' forward passes, for predictions of time and memory."""
+
+    sweeps: float = 0  # over the columns of every matrix, errors compensated in the rest of it
+    clustering: float = 0  # seconds per weight and thread,
+    serial: float = 0  # and on one thread alone
+    passes: int = 0  # of all samples through the whole model, forward and backward
+    epochs: int = 0  # of finetuning
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a method may look at before any block is quantized."""
+
+    streamed: StreamedModel
+    tokens: Tensor  # int64 [samples, seq_len]
+    shapes: Mapping[str, Shape]  # of the layers that it may decide on
+    options: Any  # the method's
+    specs: Mapping[str, LayerSpec[Any]] = field(default_factory=dict)  # of those layers, as they are planned
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    folder: Path | None = (
+        None  # where finished parts are kept: a search that was interrupted goes on from there
+    )
+    report: Silent = SILENT
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What was found there."""
+
+    specs: Mapping[str, LayerSpec[Any]] = field(default_factory=dict)  # layer -> how it is quantized
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)  # layer -> what its rows' errors are worth
+    tokens: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # layer -> weight of each token, [samples, seq_len]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What there is to quantize a layer from."""
+
+    name: str
+    weight: Callable[[], Tensor]  # float32 [out, in]
+    stats: Any  # `LinearStats` or `GradientStats`; None where none are wanted
+    spec: LayerSpec[Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to quantize. `quantize` and `layout` are pure: no model, no files, no device but their tensors'."""
+
+    options: type[Options]
+    title: str  # of the paper
+    paper: str  # where it is
+    summary: str  # in a few words, for help and reports
+    quantize: Callable[
+        [Tensor, Any, Any], QuantizedWeight
+    ]  # weight float32 [out, in], its statistics, its spec
+    layout: Callable[[Any, Shape], Layout]  # what `quantize` will store of a spec and a shape
+    statistics: Callable[[Any], Statistics]  # what it wants, of a layer's options
+    effort: Callable[[Any], Effort] = lambda options: Effort()
+    compared: str = ""  # how `anybit compare` lists it where it is asked for no methods; "": not at all
+    # Decides on layers over the whole model. What is kept of it depends on `searched`, and not on the width.
+    allocate: Callable[[Search], Allocation] | None = None
+    searched: Callable[[Any], list[Any]] = lambda options: []
+    # Trains what `quantize` gave, a block's layers together: the weights, and the error before and after each epoch.
+    tune: (
+        Callable[[Task, Mapping[str, Start], Any, Advance], tuple[dict[str, QuantizedWeight], list[float]]]
+        | None
+    ) = None
+    # Its bitplanes are put in one order over the model: up to which average width, and whether layers step as a whole.
+    ordered: Callable[[Any], tuple[float, bool]] | None = None
+    # Of weights that carry losses: as what they run for the sake of the blocks after them.
+    running: Callable[[Any, Mapping[str, Layout], Mapping[str, Tensor]], Mapping[str, Layout]] | None = None
+    # Refuses what a map of specs says of a layer: name, its spec, that of a layer it does not name.
+    check_given: Callable[[str, Any, Any], None] = lambda name, spec, usual: None
+
+    @property
+    def name(self) -> str:
+        return self.options.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequential(Options):
+    """Methods that are calibrated block by block."""
+
+    one_shot: bool = option(
+        False, "Statistics of the unquantized model, not of what the quantized blocks before hand over.",
+        panel="Calibration", flag="--one-shot",
+    )  # fmt: skip
+
+    @property
+    def unquantized(self) -> bool:
+        return self.one_shot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attentive(Sequential):
+    """Methods whose statistics of value projections weight tokens by the attention they receive."""
+
+    attention_weights: bool = option(
+        True, "Value tokens count by the attention they receive.", panel="Calibration"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damped(Options):
+    """Methods that compensate errors by the inverse of a Hessian."""
+
+    damp: float = option(
+        0.01, "Share of the mean Hessian diagonal added to it.", layer=True,
+        expected="a share between 0 and 1 (0.01 is usual)", valid=lambda value: 0 < value < 1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uniform(Attentive):
+    """Methods that round weights, and perhaps inputs, to uniform grids."""
+
+    group_size: int = option(
+        128, "Input channels that share a scale; -1: the whole row.",
+        expected="a positive number, or -1 for whole rows", valid=lambda value: value == -1 or value >= 1,
+    )  # fmt: skip
+    clip: bool = option(False, "Search clipping ratios per group.", layer=True)
+    clip_ratio: float | None = option(
+        None, "Clipping ratio where none is searched.", unset="1", layer=True, **within(0.1, 1, "a ratio")
+    )
+    act_bits: int | None = option(
+        None, "Round a layer's inputs to so many bits, token by token; 16: not at all.", unset="16", layer=True,
+        **one_of(ACT_BITS),
+    )  # fmt: skip
+    act_clip: float | None = option(
+        None,
+        "Share of the largest input that the grid reaches.",
+        unset="1",
+        layer=True,
+        **within(0.1, 1, "a ratio"),
+    )
+    act_search: bool = option(False, "Search that share per group.", layer=True)
+    act_static: bool = option(
+        False, "Scales of inputs from calibration instead of each token.", layer=True, flag="--act-static"
+    )
+    scaling: str = option("none", "Scale input channels first.", layer=True, **one_of(SCALINGS))
+
+    def defaults(self) -> dict[str, Any]:
+        return super().defaults() | {"clip_ratio": 1.0, "act_bits": 16, "act_clip": 1.0}
+
+    def check(self) -> None:
+        super().check()
+        grids = {"act_static": self.act_static, "act_search": self.act_search, "act_clip": self.act_clip != 1}
+        for name, wanted in grids.items():
+            if wanted and self.act_bits == 16:
+                raise InputError(
+                    f"{name} is about rounded inputs, which stay at 16 bits: give act_bits (--act-bits 8)"
+                )
+        if self.act_search and (self.act_static or self.act_clip != 1):
+            raise InputError(
+                "act_search finds how far the grid of inputs reaches: leave act_static and act_clip out"
+            )
+        if self.clip and self.clip_ratio != 1:
+            raise InputError("clip searches the clipping ratios: leave clip_ratio out, or give --no-clip")
+
+    @property
+    def calibrated(self) -> bool:
+        return bool(rounding_statistics(self))
+
+
+def rounding_statistics(options: Uniform) -> Statistics:
+    """What plain rounding wants to know: nothing, but for the searches around it."""
+    inputs = options.scaling != "none" or options.act_search or options.act_static
+    hessian = options.clip or (options.scaling != "none" and options.act_bits == 16)
+    return Statistics(
+        norms=inputs or hessian, hessian=hessian, inputs=inputs, attention=options.attention_weights
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compensated(Uniform, Damped):
+    """Uniform grids whose errors are compensated in later columns, as GPTQ does."""
+
+    clip: bool = option(True, "Search clipping ratios per group.", layer=True)
+    group_reorder: bool = option(
+        True, "Groups of the largest inputs first; storage stays natural.", layer=True
+    )
+
+    @property
+    def calibrated(self) -> bool:
+        return True
+
+
+def compensation_statistics(options: Compensated) -> Statistics:
+    """What error compensation wants to know."""
+    return replace(rounding_statistics(options), norms=True, hessian=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codebooks(Options):
+    """Methods whose codes are numbers of entries in tables."""
+
+    codebook_bits: int = option(16, "Bits of a codebook's entry.", layer=True, **one_of(CODEBOOK_BITS))
+
+
+def clustering_seconds(bits: float | None) -> float:
+    """Of a weight on a thread: with the number of clusters that the seed has."""
+    return 6e-8 * 2 ** max(0.0, (bits or 4) - 3)
+
+
+SHARE = within(0, 0.1, "a share") | {"expected": "a share from 0 to 0.1 (0.005 is 0.5 %)"}
