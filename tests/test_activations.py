@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 import torch
 from test_calibrate import opened, token_rows
@@ -21,7 +22,7 @@ import anybit
 from anybit.artifact.reader import inspect, verify
 from anybit.bench import ggml, kernels
 from anybit.calibration.stats import InputStats, LinearStats
-from anybit.config import LayerSpec, QuantizeConfig, TileSpec
+from anybit.config import TileSpec
 from anybit.errors import InputError
 from anybit.formats import Float16, GroupInt
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack, validate
@@ -269,27 +270,27 @@ def test_native_products_refuse_what_they_cannot_take() -> None:
 
 def layer(
     kind: str, shape: tuple[int, int] = (40, 72)
-) -> tuple[Tensor, LinearStats, QuantizedWeight, LayerSpec]:
+) -> tuple[Tensor, LinearStats, QuantizedWeight, builders.LayerSpec]:
     """A layer of each kind with quantized activations, the method's own function having made it."""
     weight, stats = random(*shape, seed=1), stats_of(outlier_inputs(256, shape[1]))
     size = 32
     if kind == "mixllm":
-        plain = LayerSpec(tiles=(TileSpec(4, size),), clip=True, act_bits=8)
+        plain = builders.layer_spec(tiles=(TileSpec(4, size),), clip=True, act_bits=8)
         spec = mixllm.with_rows(plain, range(3, shape[0], 7), shape[0])
     elif kind == "atom":
-        spec = LayerSpec(
+        spec = builders.layer_spec(
             tiles=(TileSpec(4, size, True),), act_bits=4, act_clip=0.9, outlier_channels=8, clip_ratio=0.85
         )
     elif kind == "atom searched":
-        spec = LayerSpec(
+        spec = builders.layer_spec(
             tiles=(TileSpec(3, size, True),), act_bits=3, act_search=True, outlier_channels=8, clip=True
         )
     elif kind == "smoothquant":
-        spec = LayerSpec(tiles=(TileSpec(8, -1, True),), act_bits=8, scaling="smoothquant")
+        spec = builders.layer_spec(tiles=(TileSpec(8, -1, True),), act_bits=8, scaling="smoothquant")
     elif kind == "static":
-        spec = LayerSpec(tiles=(TileSpec(8, -1, True),), act_bits=8, act_static=True)
+        spec = builders.layer_spec(tiles=(TileSpec(8, -1, True),), act_bits=8, act_static=True)
     else:
-        spec = LayerSpec(tiles=(TileSpec(4, size),), clip=True, scaling="awq")
+        spec = builders.layer_spec(tiles=(TileSpec(4, size),), clip=True, scaling="awq")
     method = kind.split(maxsplit=1)[0].replace("static", "rtn")
     return weight, stats, registry.quantize(method, weight, stats, spec), spec
 
@@ -384,7 +385,7 @@ def test_atom_keeps_outliers() -> None:
 def test_atom_default_outliers() -> None:
     assert [atom.outlier_channels(n) for n in (32, 576, 1536, 4096, 11008)] == [16, 16, 48, 128, 128]
     with pytest.raises(InputError, match="leave none"):
-        atom.split(LayerSpec(), torch.arange(16))
+        atom.split(builders.layer_spec(), torch.arange(16))
 
 
 def test_searched_clips_are_the_best_of_the_grid() -> None:
@@ -416,7 +417,7 @@ def test_static_scales_come_from_the_calibration() -> None:
         tile.act_scales.float(), stats.inputs.peaks.max()[None] / 127, rtol=1e-3, atol=0
     )
     with pytest.raises(InputError, match="calibrate"):
-        rtn.quantize(weight, None, LayerSpec(tiles=(TileSpec(8, -1),), act_bits=8, act_static=True))
+        rtn.quantize(weight, None, builders.layer_spec(tiles=(TileSpec(8, -1),), act_bits=8, act_static=True))
 
 
 @pytest.mark.parametrize("kind", ["awq", "smoothquant"])
@@ -483,7 +484,7 @@ def test_awq_scale_is_a_power_of_the_magnitudes() -> None:
 def test_scaling_composes_with_gptq(kind: str) -> None:
     """The factor, then GPTQ of the scaled matrix on the scaled inputs: nothing else."""
     weight, stats, _, _ = layer("awq")
-    spec = LayerSpec(tiles=(TileSpec(3, 32),), clip=True, scaling=kind)
+    spec = builders.layer_spec(tiles=(TileSpec(3, 32),), clip=True, scaling=kind)
     made = registry.quantize("gptq", weight, stats, spec)
     assert made.input_scale is not None
     factor = made.input_scale.float()
@@ -503,7 +504,7 @@ def loss_changes(folder: Path, tokens: Tensor, name: str) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     weight = model.get_submodule(name).weight
     original = weight.detach().clone()
-    rounded = rtn.quantize(original, None, LayerSpec(tiles=(TileSpec(4),))).dequantize()
+    rounded = rtn.quantize(original, None, builders.layer_spec(tiles=(TileSpec(4),))).dequantize()
 
     @torch.no_grad()
     def losses() -> Tensor:
@@ -521,7 +522,7 @@ def loss_changes(folder: Path, tokens: Tensor, name: str) -> Tensor:
 def test_salience_predicts_the_loss(model_dir: MakeModel) -> None:
     streamed, tokens = opened(model_dir("llama")), token_rows(4, 24)
     shapes = streamed.all_linears()
-    scores = salience._scores(streamed, tokens, shapes, QuantizeConfig("mixllm"), None, lambda n: None)
+    scores = salience._scores(streamed, tokens, shapes, builders.options("mixllm"), None, lambda n: None)
     name = "model.layers.1.self_attn.v_proj"
     real = loss_changes(model_dir("llama"), tokens, name)
     order = torch.stack([scores[name].argsort().argsort(), real.argsort().argsort()]).float()
@@ -543,7 +544,7 @@ def test_an_interrupted_search_goes_on(
     model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = token_rows(9, 12)
-    config = QuantizeConfig("mixllm", wide_rows=0.2, search="progressive")
+    config = builders.options("mixllm", wide_rows=0.2, search="progressive")
     streamed = opened(model_dir("llama"))
     shapes = streamed.all_linears()
     whole = salience.search(streamed, tokens, shapes, config)
@@ -594,7 +595,7 @@ METHODS = [
 def test_artifacts_compute_what_they_say(
     family: str, method: str, options: dict[str, Any], model_dir: MakeModel, tmp_path: Path
 ) -> None:
-    config = QuantizeConfig(method, **{"group_size": 16, **options}, **SMALL)
+    config = builders.options(method, **{"group_size": 16, **options}, **SMALL)
     anybit.quantize(model_dir(family), tmp_path / "out", config)
     verify(tmp_path / "out")
     model = load(tmp_path / "out")
@@ -624,7 +625,7 @@ def oracle_forward(weight: QuantizedWeight, bias: Tensor | None) -> Any:
 
 
 def test_wide_rows_are_the_salient_ones(model_dir: MakeModel, tmp_path: Path) -> None:
-    config = QuantizeConfig("mixllm", wide_rows=0.25, group_size=16, **SMALL)
+    config = builders.options("mixllm", wide_rows=0.25, group_size=16, **SMALL)
     anybit.quantize(model_dir("llama"), tmp_path / "out", config)
     tiles = [t for line in inspect(tmp_path / "out")["layers"] for t in line["tiles"]]
     shapes = opened(model_dir("llama")).all_linears()
@@ -642,7 +643,7 @@ def test_atom_follows_its_activations(model_dir: MakeModel, tmp_path: Path) -> N
     """Later blocks are calibrated on what quantized activations and weights of earlier ones hand them."""
     made = {}
     for act_bits in (16, 2):
-        config = QuantizeConfig(
+        config = builders.options(
             "atom", outlier_channels=8, act_bits=act_bits, act_search=False, group_size=16, **SMALL
         )
         anybit.quantize(model_dir("llama"), tmp_path / str(act_bits), config)
@@ -692,7 +693,7 @@ def test_damaged_descriptions_are_refused(kind: str, change: Any) -> None:
     if kind == "float16":
         packed = pack(QuantizedWeight((2, 3), (Float16(torch.ones(2, 3).half()),)))
     elif kind == "codebook":
-        packed = pack(squeezellm.quantize(random(4, 40), None, LayerSpec(tiles=(TileSpec(3),))))
+        packed = pack(squeezellm.quantize(random(4, 40), None, builders.layer_spec(tiles=(TileSpec(3),))))
     else:
         packed = pack(layer(kind)[2])
     layout = json.loads(json.dumps(packed.layout))
@@ -725,7 +726,7 @@ def test_damaged_descriptions_are_refused(kind: str, change: Any) -> None:
 )
 def test_impossible_options_are_refused(options: dict[str, Any], word: str) -> None:
     with pytest.raises(InputError, match=word):
-        QuantizeConfig(**options)
+        builders.options(**options)
 
 
 def test_input_statistics_are_sums_and_a_sample() -> None:
@@ -744,22 +745,22 @@ def test_input_statistics_are_sums_and_a_sample() -> None:
 def test_options_survive_their_artifact() -> None:
     """What config.json says of a run makes the same run again."""
     for method in ("mixllm", "atom", "awq", "smoothquant", "gptq"):
-        config = QuantizeConfig(method)
-        assert QuantizeConfig(**config.as_dict()) == config
+        config = builders.options(method)
+        assert builders.options(**config.as_dict()) == config
 
 
 def test_another_width_decides_anew() -> None:
-    config = QuantizeConfig("atom")
+    config = builders.options("atom")
     assert (config.act_bits, config.with_bits(3).act_bits, config.with_bits(8).act_bits) == (4, 3, 8)
     assert (config.act_clip, config.with_bits(8).act_clip) == (0.9, 1.0)
-    assert QuantizeConfig("atom", act_bits=6).with_bits(3).act_bits == 6
-    assert QuantizeConfig("mixllm").with_bits(5.5).wide_rows is None
+    assert builders.options("atom", act_bits=6).with_bits(3).act_bits == 6
+    assert builders.options("mixllm").with_bits(5.5).wide_rows is None
 
 
 @pytest.mark.parametrize("bits", [4.04, 4.5, 6.0])
 def test_a_plan_before_the_search_is_no_smaller_than_the_artifact(bits: float, model_dir: MakeModel) -> None:
     streamed = opened(model_dir("llama"))
-    config = QuantizeConfig("mixllm", bits=bits, group_size=16, **SMALL)
+    config = builders.options("mixllm", bits=bits, group_size=16, **SMALL)
     planned, shapes = make_plan(streamed, config), streamed.all_linears()
     for seed in range(4):
         scores = {name: random(out, seed=seed + i).abs() for i, (name, (out, _)) in enumerate(shapes.items())}
@@ -769,19 +770,22 @@ def test_a_plan_before_the_search_is_no_smaller_than_the_artifact(bits: float, m
 
 
 def test_a_spec_takes_layers_out_of_the_search(model_dir: MakeModel, tmp_path: Path) -> None:
-    folder, config = model_dir("llama"), QuantizeConfig("mixllm", wide_rows=0.3, group_size=16, **SMALL)
+    folder, config = model_dir("llama"), builders.options("mixllm", wide_rows=0.3, group_size=16, **SMALL)
     names = list(opened(folder).all_linears())
-    one = {names[0]: LayerSpec(tiles=(TileSpec(4, 16),), act_bits=8)}
+    one = {names[0]: builders.layer_spec(tiles=(TileSpec(4, 16),), act_bits=8)}
     anybit.quantize(folder, tmp_path / "one", config, spec_map=one)
     lines = {line["name"]: line["tiles"] for line in inspect(tmp_path / "one")["layers"]}
     assert [tile["bits"] for tile in lines[names[0]]] == [4]
     assert any(len(tiles) == 2 for tiles in lines.values())
-    everything = dict.fromkeys(names, LayerSpec(tiles=(TileSpec(8, 16, True),), act_bits=8))
+    everything = dict.fromkeys(names, builders.layer_spec(tiles=(TileSpec(8, 16, True),), act_bits=8))
     anybit.quantize(folder, tmp_path / "all", config, spec_map=everything)
     assert inspect(tmp_path / "all")["bits"] == 8
     with pytest.raises(InputError, match="bits 4 or 8"):
         anybit.quantize(
-            folder, tmp_path / "no", config, spec_map={names[0]: LayerSpec(tiles=(TileSpec(6, 16),))}
+            folder,
+            tmp_path / "no",
+            config,
+            spec_map={names[0]: builders.layer_spec(tiles=(TileSpec(6, 16),))},
         )
 
 
@@ -792,8 +796,10 @@ def test_a_spec_may_ask_for_inputs(
 ) -> None:
     folder = model_dir("llama")
     name = list(opened(folder).all_linears())[-1]
-    config = QuantizeConfig(method, group_size=16, **SMALL)
-    anybit.quantize(folder, tmp_path / "out", config, spec_map={name: replace(config.layer_spec(), **option)})
+    config = builders.options(method, group_size=16, **SMALL)
+    anybit.quantize(
+        folder, tmp_path / "out", config, spec_map={name: replace(builders.spec_of(config), **option)}
+    )
     (line,) = [line for line in inspect(tmp_path / "out")["layers"] if line["name"] == name]
     fields = load(tmp_path / "out").get_submodule(name).packed.tensors
     assert "input_scale" in fields or "act_scales" in fields, line
@@ -803,7 +809,7 @@ def test_a_refused_run_keeps_its_search(
     model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever stops a run after hours of search, the same command goes on from there."""
-    config = QuantizeConfig("mixllm", wide_rows=0.2, group_size=16, samples=9, seq_len=16)
+    config = builders.options("mixllm", wide_rows=0.2, group_size=16, samples=9, seq_len=16)
     real, calls = salience.gradient_statistics, []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -1054,7 +1060,7 @@ def test_widths_fit_a_number_of_bytes() -> None:
 
 @pytest.mark.parametrize("bpw", [4.6, 5.0, 5.5])
 def test_llm_mq_keeps_to_a_budget(model_dir: MakeModel, tmp_path: Path, bpw: float) -> None:
-    config = QuantizeConfig("llm-mq", group_size=16, **SMALL)
+    config = builders.options("llm-mq", group_size=16, **SMALL)
     fitted = fit_budget(opened(model_dir("llama")), config, bpw, None)
     made = anybit.quantize(model_dir("llama"), tmp_path / "out", fitted)
     assert 0.8 * bpw < made.bits_per_weight <= bpw
@@ -1066,7 +1072,7 @@ def test_scores_of_widths_are_first_order_changes(model_dir: MakeModel) -> None:
     shapes = streamed.all_linears()
     room = {n: [1, 1, 1] for n in shapes}
     chosen = salience.layer_widths(
-        streamed, tokens, shapes, QuantizeConfig("llm-mq", bits=2.7), room, len(room)
+        streamed, tokens, shapes, builders.options("llm-mq", bits=2.7), room, len(room)
     )
     weights = {n: out * in_ for n, (out, in_) in shapes.items()}
     average = sum(weights[n] * b for n, b in chosen.items()) / sum(weights.values())
@@ -1074,7 +1080,7 @@ def test_scores_of_widths_are_first_order_changes(model_dir: MakeModel) -> None:
 
 
 def test_llm_mq_artifacts(model_dir: MakeModel, tmp_path: Path) -> None:
-    config = QuantizeConfig("llm-mq", bits=2.7, group_size=16, **SMALL)
+    config = builders.options("llm-mq", bits=2.7, group_size=16, **SMALL)
     anybit.quantize(model_dir("llama"), tmp_path / "out", config)
     figures = inspect(tmp_path / "out")
     assert 2.4 < figures["bits"] <= 2.7

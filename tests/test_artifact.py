@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -20,7 +21,6 @@ from anybit.artifact import writer
 from anybit.artifact.reader import inspect, is_artifact, open_artifact, read_config, verify
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
 from anybit.checkpoint.directory import JSON_LIMIT, file_sha256
-from anybit.config import QuantizeConfig
 from anybit.errors import InputError
 
 SHARD = "model-00002-of-00003.safetensors"
@@ -30,7 +30,7 @@ Q = "model.layers.0.self_attn.q_proj"
 @pytest.fixture(scope="module")
 def original(model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("artifact") / "original"
-    anybit.quantize(model_dir("llama"), out, QuantizeConfig(method="rtn", group_size=32, embed_bits=8))
+    anybit.quantize(model_dir("llama"), out, builders.options("rtn", group_size=32, embed_bits=8))
     return out
 
 
@@ -88,7 +88,7 @@ def test_nothing_of_this_machine_is_recorded(original: Path) -> None:
 def test_licence_and_template_are_carried(model_copy: Callable[[str], Path], tmp_path: Path) -> None:
     model = model_copy("llama")
     (model / "LICENSE").write_text("do what you like")
-    anybit.quantize(model, tmp_path / "out", QuantizeConfig(method="rtn"))
+    anybit.quantize(model, tmp_path / "out", builders.options("rtn"))
     for name in ("LICENSE", "chat_template.jinja", "generation_config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
 

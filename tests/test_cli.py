@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import builders
 import pytest
 import torch
 import typer
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import anybit
 from anybit.bench import ggml, kernels
 from anybit.cli import main as cli
-from anybit.config import QuantizeConfig, parse_bytes
+from anybit.config import parse_bytes
 from anybit.errors import InputError
 from anybit.generate import Echo, Generator
 from anybit.kernels import cpu
@@ -82,7 +83,7 @@ def gptq(text_file: Path) -> tuple[str, ...]:
 def made(model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An RTN artifact at 4 bits; never change it."""
     out = tmp_path_factory.mktemp("cli") / "made"
-    anybit.quantize(model_dir("llama"), out, anybit.QuantizeConfig(method="rtn", group_size=32))
+    anybit.quantize(model_dir("llama"), out, builders.options("rtn", group_size=32))
     return out
 
 
@@ -103,10 +104,12 @@ def test_help_of_every_command(run: Run, command: str) -> None:
 def test_help_names_the_least_width_that_there_is(run: Run) -> None:
     for size, least in ((16, "2.46"), (8, "2.91")):
         assert f"{least} to 4" in " ".join(run("quantize", "--help").out.replace("│", " ").split())
-        assert QuantizeConfig("two-four-sixteen", float(least), size).bits == float(least)
+        assert builders.options("two-four-sixteen", float(least), size).bits == float(least)
         with pytest.raises(InputError, match=r"at least|no 2\.45-bit width"):
             layout = METHODS["two-four-sixteen"].layout
-            layout(QuantizeConfig("two-four-sixteen", float(least) - 0.01, size).layer_spec(), (64, 64))
+            layout(
+                builders.spec_of(builders.options("two-four-sixteen", float(least) - 0.01, size)), (64, 64)
+            )
 
 
 def test_commands_are_all_listed(run: Run) -> None:

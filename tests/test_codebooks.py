@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,7 @@ from anybit.artifact.reader import inspect, verify
 from anybit.calibration.moments import gradient_statistics, spilled_statistics
 from anybit.calibration.stats import GradientStats, LinearStats
 from anybit.checkpoint import directory as checkpoint_module
-from anybit.config import LayerSpec, QuantizeConfig, TileSpec
+from anybit.config import TileSpec
 from anybit.errors import InputError
 from anybit.formats import Codebook, Float16
 from anybit.formats.weight import pack, unpack, validate
@@ -47,8 +48,8 @@ def matrix(out: int, in_: int) -> torch.Tensor:
     return torch.randn(out, in_, generator=torch.Generator().manual_seed(out * 1000 + in_))
 
 
-def spec(bits: float = 3, **options: Any) -> LayerSpec:
-    return LayerSpec(tiles=(TileSpec(bits),), **options)
+def spec(bits: float = 3, **options: Any) -> builders.LayerSpec:
+    return builders.layer_spec(tiles=(TileSpec(bits),), **options)
 
 
 # ---- methods on one matrix
@@ -238,7 +239,7 @@ def test_spilled_gradients_are_the_same(model_dir: MakeModel, tmp_path: Path) ->
 @pytest.fixture(scope="module")
 def parent(model_dir: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("parent") / "out"
-    anybit.quantize(model_dir("llama"), out, QuantizeConfig(method="any-precision", **SMALL))
+    anybit.quantize(model_dir("llama"), out, builders.options("any-precision", **SMALL))
     return out
 
 
@@ -262,7 +263,7 @@ def logits(model: Any) -> torch.Tensor:
 def test_every_method_on_every_family(
     family: str, method: str, options: dict[str, Any], model_dir: MakeModel, tmp_path: Path
 ) -> None:
-    config = QuantizeConfig(method=method, **options, **SMALL)
+    config = builders.options(method, **options, **SMALL)
     anybit.quantize(model_dir(family), tmp_path / "out", config)
     verify(tmp_path / "out")
     loaded = load(tmp_path / "out")
@@ -338,7 +339,7 @@ def test_widths_that_are_not_there(parent: Path, model_dir: MakeModel, tmp_path:
         model.set_bits(9)
     with pytest.raises(InputError, match="no artifact of several widths"):
         load(model_dir("llama"), bits=4)
-    anybit.quantize(model_dir("llama"), tmp_path / "rtn", QuantizeConfig(method="rtn"))
+    anybit.quantize(model_dir("llama"), tmp_path / "rtn", builders.options("rtn"))
     with pytest.raises(InputError, match="one width"):
         load(tmp_path / "rtn", bits=4)
     with pytest.raises(InputError, match="one width"):
@@ -360,7 +361,7 @@ def test_eval_and_generate_take_a_width(parent: Path) -> None:
 
 
 def test_channel_widths_are_shown(model_dir: MakeModel, tmp_path: Path) -> None:
-    anybit.quantize(model_dir("llama"), tmp_path / "out", QuantizeConfig(method="cmpq", bits=2.5, **SMALL))
+    anybit.quantize(model_dir("llama"), tmp_path / "out", builders.options("cmpq", bits=2.5, **SMALL))
     figures = inspect(tmp_path / "out")
     assert json.dumps(figures)
     for layer in figures["layers"]:
@@ -375,17 +376,15 @@ def test_a_size_finds_an_average_width(model_dir: MakeModel) -> None:
     from anybit.plan import fit_budget, make_plan
 
     streamed = opened(model_dir("llama"))
-    config = QuantizeConfig(method="cmpq", **SMALL)
-    sizes = {
-        b: make_plan(streamed, QuantizeConfig(method="cmpq", bits=b, **SMALL)).size_bytes for b in (3, 4)
-    }
+    config = builders.options("cmpq", **SMALL)
+    sizes = {b: make_plan(streamed, builders.options("cmpq", bits=b, **SMALL)).size_bytes for b in (3, 4)}
     size = (sizes[3] + sizes[4]) // 2
     found = fit_budget(streamed, config, None, size)
     assert found.bits is not None
     assert 3 < found.bits < 4
     assert make_plan(streamed, found).size_bytes <= size
     with pytest.raises(InputError, match="follows from its widths"):
-        fit_budget(streamed, QuantizeConfig(method="any-precision"), None, size)
+        fit_budget(streamed, builders.options("any-precision"), None, size)
 
 
 @pytest.mark.parametrize(
@@ -451,10 +450,10 @@ def test_specs_that_cannot_be(entry: dict[str, Any], word: str, model_dir: MakeM
     from anybit.config import read_spec_map
     from anybit.plan import make_plan
 
-    config = QuantizeConfig(method="any-precision", **SMALL)
+    config = builders.options("any-precision", **SMALL)
     (tmp_path / "map.json").write_text(json.dumps({"model.layers.0.self_attn.q_proj": entry}))
     with pytest.raises(InputError, match=f"spec.*{word}"):
-        spec_map = read_spec_map(tmp_path / "map.json", config.layer_spec())
+        spec_map = read_spec_map(tmp_path / "map.json", builders.spec_of(config))
         make_plan(opened(model_dir("llama")), config, spec_map)
 
 
@@ -487,9 +486,7 @@ def test_hostile_codes_of_small_tables_are_refused(bits: int) -> None:
 
 
 def test_one_width_may_be_named(model_dir: MakeModel, tmp_path: Path) -> None:
-    anybit.quantize(
-        model_dir("llama"), tmp_path / "out", QuantizeConfig(method="squeezellm", bits=3, **SMALL)
-    )
+    anybit.quantize(model_dir("llama"), tmp_path / "out", builders.options("squeezellm", bits=3, **SMALL))
     assert torch.equal(logits(load(tmp_path / "out", bits=3)), logits(load(tmp_path / "out")))
     with pytest.raises(InputError, match="one width"):
         load(tmp_path / "out", bits=4)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -34,7 +35,7 @@ from anybit.compare.job import START, Job
 from anybit.compare.pace import Pace
 from anybit.compare.report import bars, pareto, width, width_grid, write_report
 from anybit.compare.rows import label, resolved
-from anybit.config import DESCRIPTIONS, QuantizeConfig
+from anybit.config import DESCRIPTIONS
 from anybit.errors import InputError
 from anybit.progress import no_other_bars
 
@@ -74,9 +75,9 @@ def test_every_cell_is_what_quantize_and_eval_give(
     ]
     options = {"samples": 3, "seq_len": 32}
     configs = [
-        QuantizeConfig("rtn", 3, 16, **options),
-        QuantizeConfig("squeezellm", 4, **options),
-        QuantizeConfig("any-precision", **options),
+        builders.options("rtn", 3, 16, **options),
+        builders.options("squeezellm", 4, **options),
+        builders.options("any-precision", **options),
     ]
     measured = {"text": settings.text, "seq_len": 32, "max_tokens": 256}
     for config, cell, bits in zip(configs, (cells[0], cells[3], cells[4]), (None, None, 3)):
@@ -139,9 +140,9 @@ def test_shared_statistics_give_the_same_bytes(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
     for config in (
-        QuantizeConfig("squeezellm", 3, samples=2, seq_len=32),
-        QuantizeConfig("mixllm", 5, 16, samples=2, seq_len=32),
-        QuantizeConfig("llm-mq", 3, 16, samples=2, seq_len=32),
+        builders.options("squeezellm", 3, samples=2, seq_len=32),
+        builders.options("mixllm", 5, 16, samples=2, seq_len=32),
+        builders.options("llm-mq", 3, 16, samples=2, seq_len=32),
     ):
         made = [
             anybit.quantize(

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -28,13 +29,13 @@ from anybit.artifact import writer
 from anybit.artifact.reader import inspect, verify
 from anybit.calibration.moments import Activations, Collector
 from anybit.cli import main as cli
-from anybit.config import LayerSpec, QuantizeConfig, TileSpec
+from anybit.config import TileSpec
 from anybit.errors import InputError
 from anybit.formats.weight import pack
 from anybit.methods import gptq, rtn
 
-GPTQ = QuantizeConfig(method="gptq", bits=3, group_size=32, samples=5, seq_len=40)
-RTN = QuantizeConfig(method="rtn", bits=4, group_size=32)
+GPTQ = builders.options("gptq", bits=3, group_size=32, samples=5, seq_len=40)
+RTN = builders.options("rtn", bits=4, group_size=32)
 
 
 def stored(path: Path) -> dict[str, Tensor]:
@@ -52,7 +53,7 @@ def test_rtn_stores_the_packed_rounding_of_every_matrix(
     for name, weight in base.items():
         if ".layers." in name and weight.ndim == 2:
             layer = name.removesuffix(".weight")
-            for field, tensor in pack(rtn.quantize(weight, None, RTN.layer_spec())).tensors.items():
+            for field, tensor in pack(rtn.quantize(weight, None, builders.spec_of(RTN))).tensors.items():
                 assert torch.equal(found.pop(f"{layer}.{field}"), tensor), layer
         else:
             kept = found.pop(name)
@@ -67,7 +68,9 @@ def test_conv1d_is_stored_as_out_by_in(model_dir: Callable[[str], Path], tmp_pat
     name = "transformer.h.1.mlp.c_fc"
     weight = base[f"{name}.weight"]  # [in, out] in GPT-2
     assert weight.shape == (48, 192)
-    for field, tensor in pack(rtn.quantize(weight.T.contiguous(), None, RTN.layer_spec())).tensors.items():
+    for field, tensor in pack(
+        rtn.quantize(weight.T.contiguous(), None, builders.spec_of(RTN))
+    ).tensors.items():
         assert torch.equal(found[f"{name}.{field}"], tensor)
     assert torch.equal(found[f"{name}.bias"], base[f"{name}.bias"])
 
@@ -83,7 +86,7 @@ def test_gptq_sees_the_inputs_it_should(
 ) -> None:
     """Statistics against the whole model in Transformers: as it was, or with all earlier blocks quantized."""
     monkeypatch.setattr(convert, "compute_dtype", lambda device: torch.float32)
-    config = QuantizeConfig(method="gptq", bits=3, group_size=32, samples=5, seq_len=40, one_shot=one_shot)
+    config = builders.options("gptq", bits=3, group_size=32, samples=5, seq_len=40, one_shot=one_shot)
     convert.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     found = stored(tmp_path / "out")
     tokens = convert.calibration_set(tokenizer, str(text_file), 5, 40, 0).tokens
@@ -97,7 +100,9 @@ def test_gptq_sees_the_inputs_it_should(
                 model(row[None])
                 collector.finish_forward()
         for name, module in linears.items():
-            weight = gptq.quantize(module.weight.detach().clone(), collector.stats[name], config.layer_spec())
+            weight = gptq.quantize(
+                module.weight.detach().clone(), collector.stats[name], builders.spec_of(config)
+            )
             codes = pack(weight).tensors["codes"]
             agreement = (found[f"{name}.codes"] == codes).float().mean()
             assert agreement > 0.99, (name, agreement)
@@ -105,9 +110,7 @@ def test_gptq_sees_the_inputs_it_should(
                 module.weight.data = weight.dequantize()
     with pytest.raises(AssertionError):  # the other mode is another result: this test can tell them apart
         other = tmp_path / "other"
-        config = QuantizeConfig(
-            method="gptq", bits=3, group_size=32, samples=5, seq_len=40, one_shot=not one_shot
-        )
+        config = builders.options("gptq", bits=3, group_size=32, samples=5, seq_len=40, one_shot=not one_shot)
         convert.quantize(model_dir("llama"), other, config, calibration=str(text_file))
         names = [f"{name}.codes" for name in linears]
         assert all((stored(other)[n] == found[n]).float().mean() > 0.99 for n in names)
@@ -150,7 +153,7 @@ def test_values_beyond_float16_are_kept_in_bfloat16(
 
 
 def test_include_and_exclude(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    config = QuantizeConfig(method="rtn", include=("*.mlp.*",), exclude=("*layers.1*", "*down_proj"))
+    config = builders.options("rtn", include=("*.mlp.*",), exclude=("*layers.1*", "*down_proj"))
     convert.quantize(model_dir("llama"), tmp_path / "out", config)
     names = {layer["name"] for layer in inspect(tmp_path / "out")["layers"] if layer["bits"] == 4}
     assert names == {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"}
@@ -160,7 +163,7 @@ def test_include_and_exclude(model_dir: Callable[[str], Path], tmp_path: Path) -
 def test_blocks_without_layers_to_quantize(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
-    config = QuantizeConfig(**{**GPTQ.as_dict(), "include": ("*layers.1.mlp*",)})
+    config = builders.changed(GPTQ, include=("*layers.1.mlp*",))
     convert.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     assert {layer["name"] for layer in inspect(tmp_path / "out")["layers"] if layer["bits"] == 3} == {
         f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")
@@ -169,7 +172,7 @@ def test_blocks_without_layers_to_quantize(
 
 def test_spec_map_overrides_the_config(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     name = "model.layers.1.mlp.down_proj"
-    spec_map = {name: LayerSpec((TileSpec(8, 20),))}
+    spec_map = {name: builders.layer_spec(tiles=(TileSpec(8, 20),))}
     convert.quantize(model_dir("llama"), tmp_path / "out", RTN, spec_map=spec_map)
     bits = {layer["name"]: layer["bits"] for layer in inspect(tmp_path / "out")["layers"]}
     assert bits.pop(name) == 8 and set(bits.values()) == {4}
@@ -181,7 +184,7 @@ def test_unusable_weights_are_named_before_any_work(
     model_copy: Callable[[str], Path],
     tmp_path: Path,
     text_file: Path,
-    config: QuantizeConfig,
+    config: builders.Options,
     value: float,
     words: str,
 ) -> None:
@@ -198,7 +201,7 @@ def test_clip_is_recorded_as_it_was_resolved(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
     for clip, given in ((None, ""), (True, ""), (False, "--no-clip")):
-        out, config = tmp_path / str(clip), QuantizeConfig(**{**GPTQ.as_dict(), "clip": clip})
+        out, config = tmp_path / str(clip), builders.changed(GPTQ, clip=clip)
         convert.quantize(model_dir("llama"), out, config, calibration=str(text_file))
         assert inspect(out)["options"]["clip"] is (clip is not False)
         card = (out / "README.md").read_text()
@@ -287,14 +290,14 @@ class Recorder(convert.Silent):
         return advance
 
 
-@pytest.mark.parametrize("config", [GPTQ, QuantizeConfig(**{**GPTQ.as_dict(), "one_shot": True}), RTN])
+@pytest.mark.parametrize("config", [GPTQ, builders.changed(GPTQ, one_shot=True), RTN])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_bars_end_at_their_end(
     model_dir: Callable[[str], Path],
     text_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    config: QuantizeConfig,
+    config: builders.Options,
     resumed: bool,
 ) -> None:
     out = tmp_path / "out"
@@ -613,7 +616,7 @@ def test_a_damaged_finished_shard_is_made_again(
     text_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    config: QuantizeConfig,
+    config: builders.Options,
 ) -> None:
     convert.quantize(model_dir("llama"), tmp_path / "whole", config, calibration=str(text_file))
     stop_at(monkeypatch, 3)

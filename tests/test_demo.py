@@ -12,10 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import builders
 import pytest
 
 from anybit import demo
-from anybit.config import QuantizeConfig
 from anybit.errors import InputError
 from anybit.loader import evaluate, load
 from anybit.progress import SILENT, Terminal
@@ -28,9 +28,9 @@ def test_the_demo_measures_the_base_and_every_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     runs = {
-        "anybit": QuantizeConfig(samples=2, seq_len=32),
-        "GPTQ <3>": QuantizeConfig("gptq", 3, group_size=16, samples=2, seq_len=32),
-        "RTN 2-bit": QuantizeConfig("rtn", 2, 16),
+        "anybit": builders.options(samples=2, seq_len=32),
+        "GPTQ <3>": builders.options("gptq", 3, group_size=16, samples=2, seq_len=32),
+        "RTN 2-bit": builders.options("rtn", 2, 16),
     }
     shown: list[list[dict[str, Any]]] = []
     print_table = demo.print_table

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import builders
 import pytest
 import torch
 from test_activations import random
@@ -16,7 +17,6 @@ from anybit import driver as convert
 from anybit.artifact.reader import verify
 from anybit.calibration.moments import Activations, Collector
 from anybit.calibration.streaming import BlockCall
-from anybit.config import QuantizeConfig
 from anybit.errors import InputError
 from anybit.formats import TwoFour
 from anybit.formats.weight import QuantizedWeight, layout_of, pack
@@ -25,7 +25,7 @@ from anybit.methods.finetune import Task, Trainable
 from anybit.plan import estimate, make_plan
 
 SHAPES = [(20, 64), (33, 192), (5, 40), (16, 7), (1, 16)]
-CONFIG = QuantizeConfig(
+CONFIG = builders.options(
     "two-four-sixteen", wide_groups=0.3, exclusive_outliers=0.01, samples=9, seq_len=24, finetune=True
 )
 
@@ -203,7 +203,7 @@ def test_artifacts(family: str, model_dir: Callable[[str], Path], text_file: Pat
 def test_it_resumes_to_the_same_bytes(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(out: str, config: QuantizeConfig = CONFIG) -> dict[str, str]:
+    def run(out: str, config: builders.Options = CONFIG) -> dict[str, str]:
         report = Recorder()
         convert.quantize(
             model_dir("llama"), tmp_path / out, config, calibration=str(text_file), report=report
@@ -217,14 +217,14 @@ def test_it_resumes_to_the_same_bytes(
         run("stopped")
     monkeypatch.undo()
     with pytest.raises(InputError, match="unfinished run with another model, text, machine or options"):
-        run("stopped", QuantizeConfig(**{**CONFIG.as_dict(), "finetune": False}))
+        run("stopped", builders.changed(CONFIG, finetune=False))
     assert run("stopped") == whole
-    assert run("plain", QuantizeConfig(**{**CONFIG.as_dict(), "finetune": False})) != whole
+    assert run("plain", builders.changed(CONFIG, finetune=False)) != whole
 
 
 def test_the_estimate_knows_of_it(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     streamed = convert.StreamedModel(convert.open_checkpoint(model_dir("llama")), torch.float32)
-    plain = QuantizeConfig(**{**CONFIG.as_dict(), "finetune": False})
+    plain = builders.changed(CONFIG, finetune=False)
     with_it, without = (
         estimate(streamed, make_plan(streamed, config), config, tmp_path) for config in (CONFIG, plain)
     )
@@ -245,11 +245,11 @@ def test_the_estimate_knows_of_it(model_dir: Callable[[str], Path], tmp_path: Pa
 )
 def test_options_that_do_not_go_together(method: str, options: dict[str, int], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        QuantizeConfig(method, **options)  # type: ignore[arg-type]
+        builders.options(method, **options)  # type: ignore[arg-type]
 
 
 def test_one_window_is_not_enough(model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
-    config = QuantizeConfig("two-four-sixteen", samples=2, seq_len=100, finetune=True)
+    config = builders.options("two-four-sixteen", samples=2, seq_len=100, finetune=True)
     text = tmp_path / "short.txt"
     text.write_text(text_file.read_text()[:150])
     with pytest.raises(InputError, match=r"one window of 100 tokens.*--seq-len"):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 import torch
 from conftest import COMMON, SIZES, byte_tokenizer
@@ -15,15 +16,17 @@ import anybit
 from anybit.artifact.reader import inspect, open_artifact, verify
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
-from anybit.config import LayerSpec, QuantizeConfig, SpecMap, TileSpec
+from anybit.config import SpecMap, TileSpec
 from anybit.errors import InputError
 from anybit.plan import Plan, make_plan
 
 SHORT = {"samples": 3, "seq_len": 24, "group_size": 32}
-ROWS = LayerSpec((TileSpec(8, 32, rows=tuple(range(8))), TileSpec(3, 32, rows=tuple(range(8, 48)))))
+ROWS = builders.layer_spec(
+    tiles=(TileSpec(8, 32, rows=tuple(range(8))), TileSpec(3, 32, rows=tuple(range(8, 48))))
+)
 
 
-def planned(model: Path, config: QuantizeConfig, spec_map: SpecMap | None = None) -> Plan:
+def planned(model: Path, config: builders.Options, spec_map: SpecMap | None = None) -> Plan:
     return make_plan(StreamedModel(open_checkpoint(model), torch.bfloat16), config, spec_map)
 
 
@@ -34,7 +37,7 @@ def real_bytes(out: Path) -> int:
 
 
 def check_size(
-    model: Path, text: Path, out: Path, config: QuantizeConfig, specs: SpecMap | None = None
+    model: Path, text: Path, out: Path, config: builders.Options, specs: SpecMap | None = None
 ) -> int:
     """Quantize, and hold the prediction against the files."""
     predicted = planned(model, config, specs).size_bytes
@@ -57,7 +60,7 @@ def check_size(
 def test_size_is_never_exceeded_and_close(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
-    check_size(model_dir(family), text_file, tmp_path / "out", QuantizeConfig(**SHORT, **options))
+    check_size(model_dir(family), text_file, tmp_path / "out", builders.options(**SHORT, **options))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "llama-tied", "gemma3"])
@@ -66,7 +69,7 @@ def test_size_of_a_core_and_refinements(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, family: str, bits: float
 ) -> None:
     """Layers of the core may have any plane, and those whose rows are padded more may get more of the width."""
-    config = QuantizeConfig("anybit", bits, samples=3, seq_len=24)
+    config = builders.options("anybit", bits, samples=3, seq_len=24)
     plan = planned(model_dir(family), config)
     anybit.quantize(model_dir(family), tmp_path / "out", config, calibration=str(text_file))
     real = real_bytes(tmp_path / "out")
@@ -75,7 +78,7 @@ def test_size_of_a_core_and_refinements(
 
 
 def test_size_counts_the_licence(model_copy: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
-    model, config = model_copy("llama"), QuantizeConfig("rtn", **SHORT)
+    model, config = model_copy("llama"), builders.options("rtn", **SHORT)
     without = check_size(model, text_file, tmp_path / "without", config)
     (model / "LICENSE").write_bytes(b"x" * 60_000)
     assert check_size(model, text_file, tmp_path / "with", config) == without + 60_000
@@ -83,14 +86,14 @@ def test_size_counts_the_licence(model_copy: Callable[[str], Path], text_file: P
 
 def test_size_with_several_tiles(model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
     specs = {f"model.layers.{i}.self_attn.q_proj": ROWS for i in range(2)}
-    check_size(model_dir("llama"), text_file, tmp_path / "out", QuantizeConfig("rtn", **SHORT), specs)
+    check_size(model_dir("llama"), text_file, tmp_path / "out", builders.options("rtn", **SHORT), specs)
 
 
 def test_size_of_many_layers(text_file: Path, tmp_path: Path) -> None:
     config = LlamaConfig(**COMMON, **{**SIZES, "num_hidden_layers": 30})
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    options = QuantizeConfig("rtn", **SHORT)
+    options = builders.options("rtn", **SHORT)
     real = check_size(tmp_path / "model", text_file, tmp_path / "out", options)
     predicted = planned(tmp_path / "model", options).size_bytes
     assert predicted < real + 20_000
@@ -105,7 +108,7 @@ def test_values_beyond_float16_do_not_exceed_it(
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name][0, 0] = 1e5
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    check_size(model, text_file, tmp_path / "out", QuantizeConfig("rtn", **SHORT))
+    check_size(model, text_file, tmp_path / "out", builders.options("rtn", **SHORT))
 
 
 # ---- layers left as they are
@@ -115,7 +118,7 @@ def test_values_beyond_float16_do_not_exceed_it(
 def test_bits_count_all_linear_layers_of_the_blocks(
     model_dir: Callable[[str], Path], tmp_path: Path, family: str
 ) -> None:
-    config = QuantizeConfig("rtn", **SHORT, exclude=("*.1.*",))
+    config = builders.options("rtn", **SHORT, exclude=("*.1.*",))
     plan, out = planned(model_dir(family), config), tmp_path / "out"
     made = anybit.quantize(model_dir(family), out, config)
     stored = {n: t for f in out.glob("*.safetensors") for n, t in load_file(f).items()}
@@ -155,7 +158,7 @@ def test_lies_about_dense_layers_are_refused(
     model_dir: Callable[[str], Path], tmp_path: Path, dense: Any, words: str
 ) -> None:
     out = tmp_path / "out"
-    anybit.quantize(model_dir("llama"), out, QuantizeConfig("rtn", **SHORT))
+    anybit.quantize(model_dir("llama"), out, builders.options("rtn", **SHORT))
     config = json.loads((out / "config.json").read_text())
     config["quantization_config"]["dense"] = dense
     (out / "config.json").write_text(json.dumps(config))
@@ -166,7 +169,7 @@ def test_lies_about_dense_layers_are_refused(
 
 def test_artifacts_without_the_list_are_read(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    anybit.quantize(model_dir("llama"), out, QuantizeConfig("rtn", **SHORT))
+    anybit.quantize(model_dir("llama"), out, builders.options("rtn", **SHORT))
     before = inspect(out)
     config = json.loads((out / "config.json").read_text())
     del config["quantization_config"]["dense"]

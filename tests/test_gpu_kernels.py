@@ -9,12 +9,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 import torch
 from torch import Tensor
 
 import anybit
-from anybit import QuantizeConfig, formats
+from anybit import formats
 from anybit.bench.kernels import layouts, random_weight
 from anybit.errors import InputError
 from anybit.formats.bits import pack_planes
@@ -517,7 +518,7 @@ def test_a_model_computes_the_same_on_a_gpu(
     """Embeddings, tied heads and switched widths too."""
     if method in CLUSTERED and not cpu.available():
         pytest.skip(cpu.why_not() or "")
-    config = QuantizeConfig(method=method, samples=2, seq_len=32, **MODELS[method])  # type: ignore[arg-type]
+    config = builders.options(method, samples=2, seq_len=32, **MODELS[method])  # type: ignore[arg-type]
     anybit.quantize(model_dir("llama-tied"), tmp_path / "out", config, calibration=str(text_file))
     ids = torch.arange(20)[None]
     model = anybit.load(str(tmp_path / "out"))

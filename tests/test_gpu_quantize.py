@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import builders
 import pytest
 import torch
 from fake_device import NAME, Away, FakeDevice, held
@@ -16,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anybit import QuantizeConfig
 from anybit import driver as convert
 from anybit.bench import gpu_quantize
 from anybit.config import METHODS
@@ -232,7 +232,7 @@ def test_every_method_keeps_to_its_device(
     if more and method not in MORE:
         pytest.skip(f"{method} has no other way")
     options = {"group_size": 16} if method in ("rtn", "gptq", "awq", "mixllm", "atom", "llm-mq") else {}
-    config = QuantizeConfig(method=method, samples=3, seq_len=32, **options, **(MORE[method] if more else {}))
+    config = builders.options(method, samples=3, seq_len=32, **options, **(MORE[method] if more else {}))
     for name, value in (
         ("_check_device", lambda device: None),
         ("compute_dtype", lambda device: torch.float32),
@@ -274,4 +274,4 @@ def test_without_a_gpu_it_is_said() -> None:
     with pytest.raises(InputError, match="needs a GPU"):
         gpu_quantize.quantize()
     with pytest.raises(InputError, match="finds no CUDA"):
-        convert.quantize("nowhere", "out", QuantizeConfig(method="rtn"), device="cuda")
+        convert.quantize("nowhere", "out", builders.options("rtn"), device="cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import builders
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,6 @@ from test_activations import isas
 from torch import Tensor
 
 import anybit
-from anybit.config import QuantizeConfig
 from anybit.formats import Codebook
 from anybit.formats.bits import pack_planes
 from anybit.formats.weight import QuantizedWeight, pack
@@ -295,7 +295,7 @@ def test_a_layer_that_need_not_be_exact(tokens: int) -> None:
 def test_a_model_runs_fast_or_exactly(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
-    config = QuantizeConfig("squeezellm", 4, samples=2, seq_len=32, sensitive_outliers=0.002)
+    config = builders.options("squeezellm", 4, samples=2, seq_len=32, sensitive_outliers=0.002)
     anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     model, ids = anybit.load(tmp_path / "out").requires_grad_(False), torch.arange(6)[None]
     exact = model(ids).logits

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import anybit
 from anybit.artifact.reader import inspect
-from anybit.config import QuantizeConfig
 from anybit.errors import InputError
 from anybit.generate import Generator
 from anybit.kv_cache import QuantizedCache, QuantizedLayer, QuantizedStates, quantized_attention
@@ -138,7 +138,7 @@ def test_the_artifact_says_its_width(model_dir: MakeModel, tmp_path: Path, text_
     made = {}
     for kv_bits in (16, 2):
         out = tmp_path / str(kv_bits)
-        anybit.quantize(model_dir("llama"), out, QuantizeConfig("rtn", kv_bits=kv_bits))
+        anybit.quantize(model_dir("llama"), out, builders.options("rtn", kv_bits=kv_bits))
         assert inspect(out)["kv_bits"] == kv_bits
         made[kv_bits] = anybit.evaluate(out, text=str(text_file), seq_len=32, max_tokens=96)
         assert made[kv_bits]["kv_bits"] == kv_bits

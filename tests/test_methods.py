@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import builders
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from anybit.calibration.stats import LinearStats
-from anybit.config import LayerSpec, TileSpec
+from anybit.config import TileSpec
 from anybit.errors import InputError
 from anybit.formats.weight import QuantizedWeight, pack, validate
 from anybit.kernels import cpu, reference
@@ -78,7 +79,7 @@ def rtn_oracle(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> t
 
 
 def check_rtn(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> QuantizedWeight:
-    made = rtn.quantize(weight, None, LayerSpec.uniform(bits, group_size, symmetric))
+    made = rtn.quantize(weight, None, builders.layer_spec(bits, group_size, symmetric=symmetric))
     validate("layer", pack(made))
     codes, scales, zeros = rtn_oracle(weight, bits, group_size, symmetric)
     (tile,) = made.tiles
@@ -157,7 +158,7 @@ def test_weights_too_large_for_a_half_precision_scale_are_refused(value: float) 
     weight = random_weight(3, 8)
     weight[2, 5] = value
     for symmetric in (False, True):
-        spec = LayerSpec.uniform(8, 4, symmetric)
+        spec = builders.layer_spec(8, 4, symmetric=symmetric)
         with pytest.raises(InputError, match="float16"):
             rtn.quantize(weight, None, spec)
         with pytest.raises(InputError, match="float16"):
@@ -166,24 +167,26 @@ def test_weights_too_large_for_a_half_precision_scale_are_refused(value: float) 
 
 def test_padding_a_ragged_group_changes_nothing() -> None:
     weight = random_weight(3, 37).abs() + 1
-    ragged = rtn.quantize(weight, None, LayerSpec.uniform(4, 16)).dequantize()
-    alone = rtn.quantize(weight[:, 32:], None, LayerSpec.uniform(4, 5)).dequantize()
+    ragged = rtn.quantize(weight, None, builders.layer_spec(4, 16)).dequantize()
+    alone = rtn.quantize(weight[:, 32:], None, builders.layer_spec(4, 5)).dequantize()
     assert torch.equal(ragged[:, 32:], alone)
 
 
 def test_tiles_by_rows_and_columns_are_quantized_each_on_its_own() -> None:
     weight = random_weight(5, 24)
-    by_rows = LayerSpec((TileSpec(8, 16, True, rows=(1, 4)), TileSpec(4, 16, False, rows=(0, 2, 3))))
+    by_rows = builders.layer_spec(
+        tiles=(TileSpec(8, 16, True, rows=(1, 4)), TileSpec(4, 16, False, rows=(0, 2, 3)))
+    )
     dense = rtn.quantize(weight, None, by_rows).dequantize()
-    wide = rtn.quantize(weight[[1, 4]], None, LayerSpec.uniform(8, 16, True)).dequantize()
-    narrow = rtn.quantize(weight[[0, 2, 3]], None, LayerSpec.uniform(4, 16)).dequantize()
+    wide = rtn.quantize(weight[[1, 4]], None, builders.layer_spec(8, 16, symmetric=True)).dequantize()
+    narrow = rtn.quantize(weight[[0, 2, 3]], None, builders.layer_spec(4, 16)).dequantize()
     assert torch.equal(dense[[1, 4]], wide) and torch.equal(dense[[0, 2, 3]], narrow)
     last, first = tuple(range(23, 7, -1)), tuple(range(8))
-    by_cols = LayerSpec((TileSpec(4, 8, True, cols=last), TileSpec(2, 16, cols=first)))
+    by_cols = builders.layer_spec(tiles=(TileSpec(4, 8, True, cols=last), TileSpec(2, 16, cols=first)))
     made = rtn.quantize(weight, None, by_cols)
     assert [t.cols.tolist() for t in made.tiles] == [list(last), list(first)]  # type: ignore[union-attr]
-    four = rtn.quantize(weight[:, list(last)], None, LayerSpec.uniform(4, 8, True)).dequantize()
-    two = rtn.quantize(weight[:, :8], None, LayerSpec.uniform(2, 16)).dequantize()
+    four = rtn.quantize(weight[:, list(last)], None, builders.layer_spec(4, 8, symmetric=True)).dequantize()
+    two = rtn.quantize(weight[:, :8], None, builders.layer_spec(2, 16)).dequantize()
     assert torch.equal(made.dequantize()[:, list(last)], four) and torch.equal(made.dequantize()[:, :8], two)
     validate("layer", pack(made))
 
@@ -211,7 +214,7 @@ def test_tiles_by_rows_and_columns_are_quantized_each_on_its_own() -> None:
 )
 def test_tilings_that_do_not_fit_are_refused(tiles: tuple[TileSpec, ...], word: str) -> None:
     with pytest.raises(InputError, match=word):
-        column_sets(LayerSpec(tiles), (4, 6))
+        column_sets(builders.layer_spec(tiles=tiles), (4, 6))
 
 
 # ---- clip search
@@ -238,7 +241,7 @@ def clip_oracle(
 @pytest.mark.parametrize(("bits", "symmetric"), [(2, False), (3, True), (4, False)])
 def test_clip_search_is_brute_force(bits: int, symmetric: bool) -> None:
     weight, x = random_weight(4, 21) ** 3, inputs(50, 21)
-    columns = column_sets(LayerSpec.uniform(bits, 8, symmetric), (4, 21))[0]
+    columns = column_sets(builders.layer_spec(bits, 8, symmetric=symmetric), (4, 21))[0]
     for stats, h in [(statistics(x), (x.T @ x).numpy().astype(np.float64)), (None, np.eye(21))]:
         ratios = clip.search(weight, columns, stats)
         errors = clip_oracle(weight, h, bits, 8, symmetric)
@@ -250,7 +253,7 @@ def test_clip_search_is_brute_force(bits: int, symmetric: bool) -> None:
 
 def test_compensated_clip_search_is_brute_force() -> None:
     weight, cost = random_weight(4, 21) ** 3, torch.rand(21) + 0.1
-    columns = column_sets(LayerSpec.uniform(3, 8), (4, 21))[0]
+    columns = column_sets(builders.layer_spec(3, 8), (4, 21))[0]
     ratios = clip.search_compensated(weight, columns, cost)
     errors = clip_oracle(weight, np.diag(cost.numpy().astype(np.float64)), 3, 8, False)
     chosen = np.abs(np.array(clip.RATIOS)[:, None, None] - ratios.numpy()).argmin(0)
@@ -261,7 +264,7 @@ def test_compensated_clip_search_is_brute_force() -> None:
 
 def test_clip_search_of_exact_weights_clips_nothing() -> None:
     weight = torch.tensor([[0.0, 1, 2, 3], [0, 0, 0, 0]])
-    columns = column_sets(LayerSpec.uniform(2, 4), (2, 4))[0]
+    columns = column_sets(builders.layer_spec(2, 4), (2, 4))[0]
     assert clip.search(weight, columns, None).tolist() == [[1], [1]]
 
 
@@ -270,8 +273,8 @@ def test_clipping_lowers_the_loss() -> None:
     stats = statistics(x)
     assert stats.hessian is not None
     for method in (rtn.quantize, gptq.quantize):
-        plain = method(weight, stats, LayerSpec.uniform(3, 32))
-        clipped = method(weight, stats, LayerSpec.uniform(3, 32, clip=True))
+        plain = method(weight, stats, builders.layer_spec(3, 32))
+        clipped = method(weight, stats, builders.layer_spec(3, 32, clip=True))
         assert loss(weight, clipped, stats.hessian) < loss(weight, plain, stats.hessian)
 
 
@@ -287,7 +290,7 @@ class Group:
     symmetric: list[bool]
 
 
-def groups_in_order(energy: np.ndarray, rows: int, spec: LayerSpec) -> list[Group]:
+def groups_in_order(energy: np.ndarray, rows: int, spec: builders.LayerSpec) -> list[Group]:
     """What GPTQ walks through, from the options' definitions; energy [in] is the Hessian's diagonal."""
     groups: list[Group] = []
     for cols in dict.fromkeys(t.cols for t in spec.tiles):
@@ -320,7 +323,7 @@ def ratios_of(weight: Tensor, group: Group, cost: np.ndarray, clipped: bool) -> 
     return ratio
 
 
-def gptq_oracle(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> np.ndarray:
+def gptq_oracle(weight: Tensor, stats: LinearStats, spec: builders.LayerSpec) -> np.ndarray:
     """Optimal brain quantization, column by column, with the explicit inverse Hessian; dense [out, in]."""
     assert stats.hessian is not None
     w, h = weight.numpy().astype(np.float64), stats.hessian.numpy().astype(np.float64)
@@ -354,28 +357,30 @@ MIXED_ROWS = (TileSpec(8, 16, True, rows=(0, 3, 4)), TileSpec(4, 16, False, rows
 FIRST, REST = tuple(range(2, 50, 3)), tuple(j for j in range(50) if j not in range(2, 50, 3))
 MIXED_COLUMNS = (TileSpec(2, 16, False, cols=REST), TileSpec(4, -1, True, cols=FIRST))
 SPECS = {
-    "asymmetric": LayerSpec.uniform(4, 16, group_reorder=False),
-    "symmetric": LayerSpec.uniform(4, 16, True, group_reorder=False),
-    "two bits, whole rows": LayerSpec.uniform(2, -1),
-    "three bits, ragged": LayerSpec.uniform(3, 12, True),
-    "group reorder": LayerSpec.uniform(3, 8),
-    "group reorder, symmetric": LayerSpec.uniform(3, 8, True),
-    "group of one": LayerSpec.uniform(4, 1),
-    "eight bits": LayerSpec.uniform(8, 16),
-    "strong damping": LayerSpec.uniform(4, 16, damp=0.5),
-    "desc_act": LayerSpec.uniform(4, 16, desc_act=True),
-    "desc_act, whole rows": LayerSpec.uniform(3, -1, True, desc_act=True),
-    "clip": LayerSpec.uniform(3, 16, clip=True),
-    "clip, desc_act": LayerSpec.uniform(3, 16, True, clip=True, desc_act=True),
-    "8 and 4 bits by rows": LayerSpec(MIXED_ROWS),
-    "8 and 4 bits by rows, desc_act": LayerSpec(MIXED_ROWS, desc_act=True),
-    "2 and 4 bits by columns": LayerSpec(MIXED_COLUMNS),
-    "2 and 4 bits by columns, natural": LayerSpec(MIXED_COLUMNS, group_reorder=False, clip=True),
-    "2 and 4 bits by columns, desc_act": LayerSpec(MIXED_COLUMNS, desc_act=True),
+    "asymmetric": builders.layer_spec(4, 16, group_reorder=False),
+    "symmetric": builders.layer_spec(4, 16, symmetric=True, group_reorder=False),
+    "two bits, whole rows": builders.layer_spec(2, -1),
+    "three bits, ragged": builders.layer_spec(3, 12, symmetric=True),
+    "group reorder": builders.layer_spec(3, 8),
+    "group reorder, symmetric": builders.layer_spec(3, 8, symmetric=True),
+    "group of one": builders.layer_spec(4, 1),
+    "eight bits": builders.layer_spec(8, 16),
+    "strong damping": builders.layer_spec(4, 16, damp=0.5),
+    "desc_act": builders.layer_spec(4, 16, desc_act=True),
+    "desc_act, whole rows": builders.layer_spec(3, -1, symmetric=True, desc_act=True),
+    "clip": builders.layer_spec(3, 16, clip=True),
+    "clip, desc_act": builders.layer_spec(3, 16, symmetric=True, clip=True, desc_act=True),
+    "8 and 4 bits by rows": builders.layer_spec(tiles=MIXED_ROWS),
+    "8 and 4 bits by rows, desc_act": builders.layer_spec(tiles=MIXED_ROWS, desc_act=True),
+    "2 and 4 bits by columns": builders.layer_spec(tiles=MIXED_COLUMNS),
+    "2 and 4 bits by columns, natural": builders.layer_spec(
+        tiles=MIXED_COLUMNS, group_reorder=False, clip=True
+    ),
+    "2 and 4 bits by columns, desc_act": builders.layer_spec(tiles=MIXED_COLUMNS, desc_act=True),
 }
 
 
-def check_gptq(weight: Tensor, stats: LinearStats, spec: LayerSpec) -> QuantizedWeight:
+def check_gptq(weight: Tensor, stats: LinearStats, spec: builders.LayerSpec) -> QuantizedWeight:
     """GPTQ makes the oracle's matrix but for rare ties, with a loss that is as low."""
     assert stats.hessian is not None
     made = gptq.quantize(weight, stats, spec)
@@ -425,30 +430,30 @@ def test_weights_of_dead_channels_change_nothing() -> None:
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_gptq_with_a_rank_deficient_hessian(rank: int) -> None:
     x = inputs(rank, 50) if rank else torch.zeros(4, 50)
-    check_gptq(random_weight(8, 50), statistics(x), LayerSpec.uniform(4, 16, damp=0.01))
+    check_gptq(random_weight(8, 50), statistics(x), builders.layer_spec(4, 16, damp=0.01))
 
 
 def test_gptq_over_more_columns_than_a_block() -> None:
     assert gptq.BLOCK < 300
     weight, stats = random_weight(3, 300), statistics(inputs(600, 300))
     for spec in (
-        LayerSpec.uniform(4, -1),
-        LayerSpec.uniform(3, 200, True),
-        LayerSpec.uniform(4, 128, desc_act=True),
+        builders.layer_spec(4, -1),
+        builders.layer_spec(3, 200, symmetric=True),
+        builders.layer_spec(4, 128, desc_act=True),
     ):
         check_gptq(weight, stats, spec)
 
 
 def test_gptq_of_one_column() -> None:
-    made = check_gptq(random_weight(4, 1), statistics(inputs(9, 1)), LayerSpec.uniform(4, 128))
+    made = check_gptq(random_weight(4, 1), statistics(inputs(9, 1)), builders.layer_spec(4, 128))
     assert torch.equal(
-        made.dequantize(), rtn.quantize(random_weight(4, 1), None, LayerSpec.uniform(4)).dequantize()
+        made.dequantize(), rtn.quantize(random_weight(4, 1), None, builders.layer_spec(4)).dequantize()
     )
 
 
 def test_gptq_on_independent_channels_is_rtn() -> None:
     weight, stats = random_weight(6, 40), statistics(torch.eye(40) * 3)
-    for spec in (LayerSpec.uniform(4, 16), LayerSpec.uniform(3, 16, True)):
+    for spec in (builders.layer_spec(4, 16), builders.layer_spec(3, 16, symmetric=True)):
         assert torch.equal(
             gptq.quantize(weight, stats, spec).dequantize(), rtn.quantize(weight, None, spec).dequantize()
         )
@@ -472,10 +477,10 @@ def test_gptq_beats_rtn_on_correlated_inputs(bits: int) -> None:
     for seed in range(3):
         weight, stats = random_weight(16, 96, seed), statistics(inputs(400, 96, seed + 10))
         assert stats.hessian is not None
-        spec = LayerSpec.uniform(bits, 32)
+        spec = builders.layer_spec(bits, 32)
         rounded = loss(weight, rtn.quantize(weight, None, spec), stats.hessian)
         for options in ({}, {"desc_act": True}, {"group_reorder": False}):
-            made = gptq.quantize(weight, stats, LayerSpec.uniform(bits, 32, **options))
+            made = gptq.quantize(weight, stats, builders.layer_spec(bits, 32, **options))
             assert loss(weight, made, stats.hessian) < 0.95 * rounded
 
 
@@ -498,12 +503,12 @@ def test_methods_are_pure_and_deterministic(name: str) -> None:
 def test_gptq_refuses_what_it_cannot_use() -> None:
     weight = random_weight(2, 2)
     with pytest.raises(InputError, match="Hessian"):
-        gptq.quantize(weight, None, LayerSpec())
+        gptq.quantize(weight, None, builders.layer_spec())
     with pytest.raises(InputError, match="Hessian"):
-        gptq.quantize(weight, LinearStats.empty(2, hessian=False), LayerSpec())
+        gptq.quantize(weight, LinearStats.empty(2, hessian=False), builders.layer_spec())
     indefinite = torch.tensor([[1.0, 100.0], [100.0, 1.0]])
     with pytest.raises(InputError, match="positive definite"):
-        gptq.quantize(weight, LinearStats(1, indefinite.diagonal(), indefinite), LayerSpec())
+        gptq.quantize(weight, LinearStats(1, indefinite.diagonal(), indefinite), builders.layer_spec())
 
 
 def test_damping_is_raised_until_the_factorisation_works() -> None:
@@ -547,7 +552,7 @@ def test_the_native_block_is_the_reference_to_the_bit(rows: int, columns: int) -
 @pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
 def test_gptq_makes_the_same_bytes_without_the_native_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, stats = random_weight(9, 150), statistics(inputs(200, 150))
-    specs = [LayerSpec.uniform(4, 64), LayerSpec.uniform(3, -1, True, desc_act=True, clip=True)]
+    specs = [builders.layer_spec(4, 64), builders.layer_spec(3, -1, symmetric=True, desc_act=True, clip=True)]
     fast = [pack(gptq.quantize(weight, stats, spec)) for spec in specs]
     monkeypatch.setattr(cpu, "_native", None)
     for spec, expected in zip(specs, fast):

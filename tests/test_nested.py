@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import replace
 from typing import Any
 
+import builders
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anybit.calibration.stats import LinearStats
-from anybit.config import LayerSpec
 from anybit.errors import InputError
 from anybit.formats import Nested
 from anybit.formats import tables as shapes
@@ -344,7 +344,7 @@ def test_losses_are_those_of_the_stored_codes(rows: int, columns: int, kept: flo
     weight, stats = problem(rows, columns)
     assert stats.hessian is not None
     worth = torch.rand(rows, generator=torch.Generator().manual_seed(3)) + 0.1
-    made = nested.compress(weight, stats, LayerSpec(kept_channels=kept), worth)
+    made = nested.compress(weight, stats, builders.layer_spec(kept_channels=kept), worth)
     damped = stats.hessian + 0.01 * stats.hessian.diagonal().mean() * torch.eye(columns)
     for bits in BITS:
         tile = replace(made.tile, counts=(rows,) * bits, codes=made.tile.codes >> (8 - bits))
@@ -360,9 +360,9 @@ def test_every_width_is_compensated() -> None:
     weight, stats = problem(64, 96)
     assert stats.hessian is not None
     alone = LinearStats(stats.tokens, stats.squares, torch.diag(stats.hessian.diagonal()))
-    rounded = nested.compress(weight, alone, LayerSpec(kept_channels=0.0)).tile
+    rounded = nested.compress(weight, alone, builders.layer_spec(kept_channels=0.0)).tile
     for tuned in (2.0, 3.0, 5.0):
-        made = nested.compress(weight, stats, LayerSpec(kept_channels=0.0, tune_for=tuned)).tile
+        made = nested.compress(weight, stats, builders.layer_spec(kept_channels=0.0, tune_for=tuned)).tile
 
         def loss(tile: Nested, bits: int) -> float:
             cut = replace(tile, counts=(64,) * bits, codes=tile.codes >> (8 - bits))
@@ -379,7 +379,7 @@ def test_every_width_is_compensated() -> None:
 def test_rows_fall_in_sensitivity() -> None:
     weight, stats = problem(30, 48)
     worth = torch.linspace(1, 100, 30)
-    made = nested.compress(weight, stats, LayerSpec(kept_channels=0.0), worth)
+    made = nested.compress(weight, stats, builders.layer_spec(kept_channels=0.0), worth)
     mean = made.losses[:, 1:5].log().mean(1)
     assert (mean.diff() <= 0).all() and sorted(made.tile.order.tolist()) == list(range(30))
 
@@ -391,19 +391,21 @@ def test_dead_channels_and_rows_of_zeros() -> None:
     hessian = stats.hessian.clone()
     hessian[5], hessian[:, 5] = 0, 0
     weight[3] = 0
-    made = nested.compress(weight, LinearStats(stats.tokens, hessian.diagonal(), hessian), LayerSpec())
+    made = nested.compress(
+        weight, LinearStats(stats.tokens, hessian.diagonal(), hessian), builders.layer_spec()
+    )
     dense = made.tile.dequantize()
     assert torch.isfinite(dense).all() and (dense[3] == 0).all() and torch.isfinite(made.losses).all()
 
 
 def test_what_it_needs_is_asked_for() -> None:
     with pytest.raises(InputError, match="calibrate first"):
-        nested.compress(torch.ones(2, 2), None, LayerSpec())
+        nested.compress(torch.ones(2, 2), None, builders.layer_spec())
 
 
 def test_the_planned_layout_has_the_average_width() -> None:
     for bits, counts in ((2, [48, 48]), (3.5, [48, 48, 48, 24]), (8, [48] * 8)):
-        spec = replace(LayerSpec.uniform(2), tiles=(replace(LayerSpec().tiles[0], bits=bits),))
+        spec = builders.layer_spec(bits)
         layout = nested.layout(spec, (48, 256))
         assert layout["tiles"] == [Nested.description(counts, 2)]
         assert stored_tensors(layout)["plane_1"][1] == (48, 8)

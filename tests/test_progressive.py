@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import builders
 import numpy as np
 import pytest
 import torch
@@ -34,7 +35,7 @@ from anybit.calibration.streaming import StreamedModel
 from anybit.calibration.texts import calibration_set
 from anybit.checkpoint.directory import file_sha256, open_checkpoint
 from anybit.cli import main as cli
-from anybit.config import QuantizeConfig, parse_layer_spec
+from anybit.config import parse_layer_spec
 from anybit.errors import InputError
 from anybit.formats import Nested
 from anybit.formats import tables as shapes
@@ -47,7 +48,7 @@ from anybit.methods import ordering as progressive
 from anybit.methods import sensitivity as salience
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
-CONFIG = QuantizeConfig(method="anybit", samples=4, seq_len=32, kept_channels=0.05)
+CONFIG = builders.options("anybit", samples=4, seq_len=32, kept_channels=0.05)
 IDS = torch.arange(3, 40)[None]
 
 
@@ -364,7 +365,7 @@ def test_a_kill_at_any_moment_of_publishing_loses_nothing(
 
     monkeypatch.setattr(ArtifactWriter, "_publish", watched)
     whole, moments = index_of(artifact), 0
-    anybit.quantize(model_dir("llama"), out, QuantizeConfig(method="rtn"))
+    anybit.quantize(model_dir("llama"), out, builders.options("rtn"))
     again = {"calibration": str(text_file), "overwrite": True}
     for moment in range(1, 50):
         remaining = moment
@@ -382,7 +383,7 @@ def test_a_kill_at_any_moment_of_publishing_loses_nothing(
         anybit.quantize(model_dir("llama"), out, CONFIG, **again)
         assert index_of(out) == whole and verify(out) and not out.with_name("out.partial").exists()
         shutil.rmtree(out)
-        anybit.quantize(model_dir("llama"), out, QuantizeConfig(method="rtn"))
+        anybit.quantize(model_dir("llama"), out, builders.options("rtn"))
     assert moments >= 5
 
 
@@ -396,7 +397,7 @@ def test_a_cut_that_another_run_drops_leaves_nothing(
         patch.setattr(ArtifactWriter, "finish", killed)
         with pytest.raises(Killed):
             anybit.quantize(model_dir("llama"), tmp_path / "out", CONFIG, calibration=str(text_file))
-    anybit.quantize(model_dir("llama"), tmp_path / "out", QuantizeConfig(method="rtn"), overwrite=True)
+    anybit.quantize(model_dir("llama"), tmp_path / "out", builders.options("rtn"), overwrite=True)
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -655,7 +656,7 @@ def test_blocks_are_calibrated_behind_quantized_ones(
         return made
 
     monkeypatch.setattr(convert.nested, "compress", watched)
-    config = QuantizeConfig("anybit", samples=4, seq_len=32, tune_for=2.5, one_shot=one_shot)
+    config = builders.options("anybit", samples=4, seq_len=32, tune_for=2.5, one_shot=one_shot)
     with monkeypatch.context() as patch:  # keep all planes and losses
         patch.setattr(ArtifactWriter, "begin_cut", interrupt)
         with pytest.raises(Killed):
@@ -718,7 +719,7 @@ def test_moments_are_those_of_autograd(model_dir: Callable[[str], Path], tmp_pat
 def test_other_scores_rank_the_rows(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, kind: str
 ) -> None:
-    config = QuantizeConfig("anybit", samples=4, seq_len=32, salience=kind)
+    config = builders.options("anybit", samples=4, seq_len=32, salience=kind)
     anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     rungs = curve(tmp_path / "out")
     assert [r["loss"] for r in rungs] == sorted((r["loss"] for r in rungs), reverse=True)
@@ -734,7 +735,7 @@ def test_other_scores_rank_the_rows(
         anybit.quantize(model_dir("llama"), tmp_path / "again", config, **asked)
     assert curve(tmp_path / "again") == rungs
     with pytest.raises(InputError, match="output, full, diagonal"):
-        QuantizeConfig("anybit", salience="second-order")
+        builders.options("anybit", salience="second-order")
 
 
 def test_scores_are_the_loss_of_rounding(model_dir: Callable[[str], Path]) -> None:
@@ -772,7 +773,7 @@ def test_rows_are_rounded_to_the_nearest_entries() -> None:
 def test_whole_layers_have_one_width_at_every_size(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
-    config = QuantizeConfig(method="anybit", samples=4, seq_len=32, kept_channels=0.05, whole_layers=True)
+    config = builders.options("anybit", samples=4, seq_len=32, kept_channels=0.05, whole_layers=True)
     anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     assert verify(tmp_path / "out")
     model, base = load(tmp_path / "out"), logits(load(model_dir("llama")))
@@ -797,7 +798,7 @@ def test_whole_layers_have_one_width_at_every_size(
 def test_fewer_bits_make_a_shorter_ladder(
     artifact: Path, model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
-    config = QuantizeConfig(method="anybit", bits=3.25, samples=4, seq_len=32, kept_channels=0.05)
+    config = builders.options("anybit", bits=3.25, samples=4, seq_len=32, kept_channels=0.05)
     result = anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     rungs = curve(tmp_path / "out")
     assert len(rungs) == 14 and result.bits == pytest.approx(rungs[-1]["bits"])
@@ -829,7 +830,7 @@ def test_a_block_may_be_left_alone(model_dir: Callable[[str], Path], text_file: 
 def test_a_spec_says_nothing_of_widths(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
-    name, default = "model.layers.0.mlp.up_proj", CONFIG.layer_spec()
+    name, default = "model.layers.0.mlp.up_proj", builders.spec_of(CONFIG)
     with pytest.raises(InputError, match="leave bits and tiles out"):
         anybit.quantize(
             model_dir("llama"), tmp_path / "out", CONFIG,
@@ -858,13 +859,13 @@ def test_the_card_speaks_of_core_and_refinements(artifact: Path) -> None:
 
 def test_options_are_checked() -> None:
     with pytest.raises(InputError, match="tune_for 9"):
-        QuantizeConfig(method="anybit", tune_for=9.0)
+        builders.options("anybit", tune_for=9.0)
     with pytest.raises(InputError, match="group_size"):
-        QuantizeConfig(method="anybit", group_size=64)
+        builders.options("anybit", group_size=64)
     with pytest.raises(InputError, match=r"no 1\.5-bit width"):
-        QuantizeConfig(method="anybit", bits=1.5)
+        builders.options("anybit", bits=1.5)
     with pytest.raises(InputError, match="tune_for"):
-        QuantizeConfig(method="gptq", tune_for=4.0)
+        builders.options("gptq", tune_for=4.0)
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
@@ -932,7 +933,7 @@ def test_sizes_of_other_artifacts_are_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    anybit.quantize(model_dir("llama"), tmp_path / "rtn", QuantizeConfig(method="rtn"))
+    anybit.quantize(model_dir("llama"), tmp_path / "rtn", builders.options("rtn"))
     for option in ("--bpw=3", "--size=1MB"):
         for model in (tmp_path / "rtn", model_dir("llama")):
             code, shown = command(["eval", str(model), option], capsys, monkeypatch)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 import torch
 from conftest import FAMILIES
@@ -21,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 import anybit
 from anybit.artifact.reader import inspect, verify
-from anybit.config import LayerSpec, QuantizeConfig, TileSpec
+from anybit.config import TileSpec
 from anybit.errors import InputError
 from anybit.formats.weight import PackedWeight, at_width, stored_tensors, unpack
 from anybit.integrations.transformers import AnybitConfig, register
@@ -41,7 +42,7 @@ def artifact(
     def make(family: str, **options: Any) -> Path:
         out = root / "-".join([family, *(f"{key}{value}" for key, value in options.items())])
         if not out.exists():
-            config = QuantizeConfig(
+            config = builders.options(
                 **{"method": "rtn", "bits": 4, "group_size": 32, "samples": 3, "seq_len": 24, **options}
             )
             anybit.quantize(model_dir(family), out, config, calibration=str(text_file))
@@ -131,14 +132,14 @@ def test_mixed_widths_in_one_matrix(model_dir: Callable[[str], Path], tmp_path: 
     rows, columns = tuple(range(0, 48, 3)), tuple(reversed(range(16)))
     rest = tuple(i for i in range(48) if i not in rows)
     spec_map = {
-        "model.layers.0.self_attn.q_proj": LayerSpec(
-            (TileSpec(8, 16, rows=rows), TileSpec(3, 16, rows=rest))
+        "model.layers.0.self_attn.q_proj": builders.layer_spec(
+            tiles=(TileSpec(8, 16, rows=rows), TileSpec(3, 16, rows=rest))
         ),
-        "model.layers.1.self_attn.o_proj": LayerSpec(
-            (TileSpec(8, 16, cols=columns), TileSpec(4, 32, True, cols=tuple(range(16, 48))))
+        "model.layers.1.self_attn.o_proj": builders.layer_spec(
+            tiles=(TileSpec(8, 16, cols=columns), TileSpec(4, 32, True, cols=tuple(range(16, 48))))
         ),
     }
-    config = QuantizeConfig(method="rtn", group_size=32)
+    config = builders.options("rtn", group_size=32)
     anybit.quantize(model_dir("llama"), tmp_path / "out", config, spec_map=spec_map)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert len(model.model.layers[0].self_attn.q_proj.layout["tiles"]) == 2
@@ -665,7 +666,7 @@ def test_config_of_an_artifact_is_plain(
 
 
 def test_a_config_that_lost_a_layer_is_refused(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    anybit.quantize(model_dir("llama"), tmp_path / "out", anybit.QuantizeConfig(method="rtn"))
+    anybit.quantize(model_dir("llama"), tmp_path / "out", builders.options("rtn"))
     file = tmp_path / "out" / "config.json"
     config = json.loads(file.read_text())
     name = next(iter(config["quantization_config"]["layers"]))

@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 import torch
 from test_activations import outlier_inputs, random, stats_of
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import anybit
 from anybit.artifact.reader import inspect, verify
 from anybit.calibration.stats import LinearStats
-from anybit.config import LayerSpec, QuantizeConfig, TileSpec, bits_eq10
+from anybit.config import TileSpec, bits_eq10
 from anybit.errors import InputError
 from anybit.formats import BLOCK, TwoFour
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, stored_bytes, unpack, validate
@@ -33,9 +34,11 @@ from anybit.plan import fit_budget, make_plan
 SMALL: dict[str, Any] = {"samples": 3, "seq_len": 24}
 
 
-def spec(wide: float = 0.25, group_size: int = 16, outliers: float = 0.0, **options: Any) -> LayerSpec:
+def spec(
+    wide: float = 0.25, group_size: int = 16, outliers: float = 0.0, **options: Any
+) -> builders.LayerSpec:
     tile = TileSpec(bits_eq10(wide, group_size), group_size)
-    return LayerSpec(tiles=(tile,), exclusive_outliers=outliers, **options)
+    return builders.layer_spec(tiles=(tile,), exclusive_outliers=outliers, **options)
 
 
 def problem(out: int, in_: int) -> tuple[Tensor, LinearStats]:
@@ -308,7 +311,7 @@ def test_all_blocks_at_4_bits_are_gptq() -> None:
     """One scale per row from the original weights, natural order: GPTQ with whole rows as groups."""
     weight, stats = problem(16, 64)
     made = two_four_sixteen.quantize(weight, stats, spec(1.0))
-    plain = LayerSpec(tiles=(TileSpec(4, -1),), group_reorder=False)
+    plain = builders.layer_spec(tiles=(TileSpec(4, -1),), group_reorder=False)
     expected = gptq.quantize(weight, stats, plain)
     torch.testing.assert_close(made.dequantize(), expected.dequantize(), rtol=1e-3, atol=1e-3)
 
@@ -374,7 +377,7 @@ def test_a_short_last_block_has_two_bits(last_at_4: bool) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_artifacts(family: str, model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    config = QuantizeConfig("two-four-sixteen", wide_groups=0.5, exclusive_outliers=0.01, **SMALL)
+    config = builders.options("two-four-sixteen", wide_groups=0.5, exclusive_outliers=0.01, **SMALL)
     anybit.quantize(model_dir(family), tmp_path / "out", config)
     verify(tmp_path / "out")
     figures = inspect(tmp_path / "out")
@@ -396,11 +399,11 @@ def test_artifacts(family: str, model_dir: Callable[[str], Path], tmp_path: Path
 )
 def test_impossible_options_are_refused(options: dict[str, Any], word: str) -> None:
     with pytest.raises(InputError, match=word):
-        QuantizeConfig("two-four-sixteen", **options)
+        builders.options("two-four-sixteen", **options)
 
 
 def test_other_group_sizes_are_refused(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    config = QuantizeConfig("two-four-sixteen", group_size=32, **SMALL)
+    config = builders.options("two-four-sixteen", group_size=32, **SMALL)
     with pytest.raises(InputError, match="8 or 16"):
         anybit.quantize(model_dir("llama"), tmp_path / "out", config)
 
@@ -411,9 +414,9 @@ def test_a_budget_buys_the_widest_share(hidden: int, intermediate: int, tmp_path
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 1}
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8, num_attention_heads=4, **sizes))
     model.save_pretrained(tmp_path)
-    streamed, config = opened(tmp_path), QuantizeConfig("two-four-sixteen", exclusive_outliers=0.0)
+    streamed, config = opened(tmp_path), builders.options("two-four-sixteen", exclusive_outliers=0.0)
     widths = [bits_eq10(0, 16) + k / 100 for k in range(55)] + [two_four_sixteen.ALIGNED_BITS]
-    plans = [make_plan(streamed, config.with_bits(bits)) for bits in widths]
+    plans = [make_plan(streamed, builders.changed(config, bits=bits)) for bits in widths]
     aligned = plans[-1].bits_per_weight
     assert any(p.bits_per_weight > aligned and p.code_bits < plans[-1].code_bits for p in plans)
     for budget in (aligned - 0.001, aligned + 0.01, *(p.bits_per_weight for p in plans[10:45])):
