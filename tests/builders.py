@@ -1,9 +1,39 @@
-"""Every configuration that a test makes comes from here: what the library calls them stands in one place."""
+"""What tests build: configurations, which come from nowhere else, and weights, inputs, statistics and models."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from anybit.config import LayerSpec, QuantizeConfig, TileSpec
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
+from anybit.calibration.stats import LinearStats
+from anybit.calibration.streaming import StreamedModel
+from anybit.checkpoint.directory import open_checkpoint
+from anybit.config import LayerSpec, QuantizeConfig, TileSpec, bits_eq10
+
+MakeModel = Callable[[str], Path]  # the fixtures `model_dir` and `model_copy`
+FAMILIES = ("llama", "llama-tied", "qwen3", "gemma3", "gpt2", "opt")
+SPECIAL = ("<s>", "</s>", "<unk>")
+VOCABULARY = 256 + len(SPECIAL) + 5  # every byte, the special tokens, and rows that no token uses
+SIZES = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+COMMON = {**TOKENS, "max_position_embeddings": 128, "initializer_range": 0.2}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 Options = QuantizeConfig  # what `anybit.quantize` takes, as the tests' signatures name it
 
 
@@ -37,3 +67,93 @@ def layer_spec(
         assert (bits, group_size, symmetric) == (None, 128, False), "tiles say their own widths and groups"
         return LayerSpec(tiles=tiles, **rest)
     return LayerSpec(tiles=(TileSpec(4 if bits is None else bits, group_size, symmetric),), **rest)
+
+
+def two_four_spec(wide: float = 0.25, group_size: int = 16, outliers: float = 0.0, **rest: Any) -> LayerSpec:
+    """2/4/16 with this share of groups at 4 bits."""
+    tile = TileSpec(bits_eq10(wide, group_size), group_size)
+    return layer_spec(tiles=(tile,), exclusive_outliers=outliers, **rest)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def outlier_inputs(tokens: int, channels: int, seed: int = 3) -> Tensor:
+    """A few channels much larger than the others, as in language models."""
+    x = random(tokens, channels, seed=seed)
+    x[:, :: max(2, channels // 5)] *= 20
+    return x
+
+
+def stats_of(x: Tensor) -> LinearStats:
+    made = LinearStats.empty(x.shape[1], hessian=True, inputs=True)
+    for row in x.split(64):
+        made.add(row)
+    return made
+
+
+def weight_and_stats(out: int, in_: int) -> tuple[Tensor, LinearStats]:
+    """A weight matrix whose columns differ in size, and statistics of inputs that correlate."""
+    mixed = outlier_inputs(4 * in_ + 64, in_) @ (torch.eye(in_) + 0.3 * random(in_, in_, seed=5) / in_**0.5)
+    return random(out, in_, seed=2) * (1 + random(1, in_, seed=6).abs()), stats_of(mixed)
+
+
+def token_rows(samples: int, length: int) -> Tensor:
+    """Tokens [samples, length] of a vocabulary of 97."""
+    return torch.randint(0, 97, (samples, length), generator=torch.Generator().manual_seed(length))
+
+
+def opened(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
+    return StreamedModel(open_checkpoint(folder), dtype)
+
+
+def save_random(config: PreTrainedConfig, folder: Path) -> Path:
+    """A checkpoint of random float32 weights, biases too."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # they start at zero, where a lost one would not show
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder)
+    return folder
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes to tokens, one to one: it encodes any text and gives it back."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def config_of(family: str) -> PreTrainedConfig:
+    """Odd sizes on purpose: 48 and 80 channels are no multiples of the usual groups."""
+    if family in ("llama", "llama-tied"):
+        tied = family.endswith("tied")
+        return LlamaConfig(**COMMON, **SIZES, num_key_value_heads=2, tie_word_embeddings=tied)
+    if family == "qwen3":
+        return Qwen3Config(**COMMON, **SIZES, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False)
+    if family == "gemma3":
+        return Gemma3TextConfig(**COMMON, **SIZES, num_key_value_heads=1, head_dim=12, sliding_window=16)
+    if family == "gpt2":
+        return GPT2Config(**TOKENS, n_embd=48, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2)
+    if family == "opt":
+        return OPTConfig(
+            **TOKENS,
+            hidden_size=48,
+            ffn_dim=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+            word_embed_proj_dim=48,
+            init_std=0.2,
+        )
+    raise ValueError(family)

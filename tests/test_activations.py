@@ -11,10 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import builders
 import pytest
 import torch
-from test_calibrate import opened, token_rows
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -34,27 +32,11 @@ from anybit.methods import activations, atom, gptq, mixllm, registry, rtn, scali
 from anybit.methods import sensitivity as salience
 from anybit.methods.grid import split_groups
 from anybit.plan import fit_budget, make_plan
+from tests import builders
+from tests.builders import MakeModel, opened, outlier_inputs, random, stats_of, token_rows
+from tests.probes import isas
 
-MakeModel = Callable[[str], Path]
 SMALL: dict[str, Any] = {"samples": 3, "seq_len": 24}
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def stats_of(x: Tensor) -> LinearStats:
-    made = LinearStats.empty(x.shape[1], hessian=True, inputs=True)
-    for row in x.split(64):
-        made.add(row)
-    return made
-
-
-def outlier_inputs(tokens: int, channels: int, seed: int = 3) -> Tensor:
-    """A few channels much larger than the others, as in language models."""
-    x = random(tokens, channels, seed=seed)
-    x[:, :: max(2, channels // 5)] *= 20
-    return x
 
 
 # ---- rounding of activations
@@ -88,13 +70,6 @@ def test_activation_codes_follow_the_grid(bits: int, m: int, columns: int, group
     expected_codes, _ = reference.quantize_activations(x, bits, group, None, fixed)
     for isa in isas():
         assert torch.equal(cpu.quantize_activations(x, bits, group, None, fixed, isa)[0], expected_codes), isa
-
-
-def isas() -> tuple[str, ...]:
-    """What this machine can run; a build without the native extension can run nothing."""
-    if not cpu.available():
-        pytest.skip("the native extension is not built")
-    return cpu.matmul_isas()
 
 
 def native_tile(tile: GroupInt, isa: str) -> cpu.GroupInt:

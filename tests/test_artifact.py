@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import builders
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -22,6 +21,7 @@ from anybit.artifact.reader import inspect, is_artifact, open_artifact, read_con
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
 from anybit.checkpoint.directory import JSON_LIMIT, file_sha256
 from anybit.errors import InputError
+from tests import builders
 
 SHARD = "model-00002-of-00003.safetensors"
 Q = "model.layers.0.self_attn.q_proj"

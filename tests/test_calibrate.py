@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +23,19 @@ from transformers.pytorch_utils import Conv1D
 from anybit.calibration import moments as calibrate
 from anybit.calibration.moments import Activations, Collector, attention_received, gradient_statistics
 from anybit.calibration.stats import LinearStats
-from anybit.calibration.streaming import StreamedModel, linear_shape, run_block
-from anybit.checkpoint.directory import open_checkpoint
+from anybit.calibration.streaming import linear_shape, run_block
 from anybit.errors import InputError
+from tests.builders import MakeModel, opened, random, save_random, token_rows
 
-MakeModel = Callable[[str], Path]
 FAMILIES = ("llama", "llama-tied", "qwen3", "gemma3", "gpt2", "opt")
 SIZES = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
 COMMON = {"vocab_size": 97, "initializer_range": 0.2, "max_position_embeddings": 64, **SIZES}
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def token_rows(samples: int, length: int) -> Tensor:
-    return torch.randint(0, 97, (samples, length), generator=torch.Generator().manual_seed(length))
-
-
-def opened(folder: Path) -> StreamedModel:
-    return StreamedModel(open_checkpoint(folder), torch.float32)
 
 
 def whole_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-
-
-def save_random(config: PreTrainedConfig, folder: Path) -> Path:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.2)
-        model.save_pretrained(folder)
-    return folder
 
 
 # ---- hidden states between blocks

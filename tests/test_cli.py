@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import builders
 import pytest
 import torch
 import typer
@@ -24,6 +23,7 @@ from anybit.errors import InputError
 from anybit.generate import Echo, Generator
 from anybit.kernels import cpu
 from anybit.methods.registry import METHODS
+from tests import builders
 
 COMMANDS = ("quantize", "eval", "generate", "chat", "inspect", "verify", "plan", "compare", "demo", "bench")
 RTN = ("--method", "rtn", "--group-size", "32")

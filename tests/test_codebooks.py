@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import builders
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,8 +25,9 @@ from anybit.kernels.dispatch import Prepared
 from anybit.layers import PackedModule
 from anybit.loader import load
 from anybit.methods import cmpq, squeezellm
+from tests import builders
+from tests.builders import MakeModel
 
-MakeModel = Callable[[str], Path]
 SMALL: dict[str, Any] = {"samples": 2, "seq_len": 16}
 
 
@@ -218,7 +218,7 @@ def test_weights_that_have_no_codebook_are_refused(value: float) -> None:
 
 
 def test_spilled_gradients_are_the_same(model_dir: MakeModel, tmp_path: Path) -> None:
-    from test_calibrate import opened, token_rows
+    from tests.builders import opened, token_rows
 
     streamed, tokens = opened(model_dir("llama")), token_rows(3, 12)
     shapes = streamed.all_linears()
@@ -371,9 +371,8 @@ def test_channel_widths_are_shown(model_dir: MakeModel, tmp_path: Path) -> None:
 
 
 def test_a_size_finds_an_average_width(model_dir: MakeModel) -> None:
-    from test_calibrate import opened
-
     from anybit.plan import fit_budget, make_plan
+    from tests.builders import opened
 
     streamed = opened(model_dir("llama"))
     config = builders.options("cmpq", **SMALL)
@@ -445,10 +444,9 @@ def test_flipped_bytes_are_found(parent: Path, tmp_path: Path) -> None:
     ],
 )
 def test_specs_that_cannot_be(entry: dict[str, Any], word: str, model_dir: MakeModel, tmp_path: Path) -> None:
-    from test_calibrate import opened
-
     from anybit.config import read_spec_map
     from anybit.plan import make_plan
+    from tests.builders import opened
 
     config = builders.options("any-precision", **SMALL)
     (tmp_path / "map.json").write_text(json.dumps({"model.layers.0.self_attn.q_proj": entry}))

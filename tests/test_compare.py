@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import builders
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -38,6 +37,7 @@ from anybit.compare.rows import label, resolved
 from anybit.config import DESCRIPTIONS
 from anybit.errors import InputError
 from anybit.progress import no_other_bars
+from tests import builders
 
 BARS = {"name": "rtn", "method": "rtn", "bits": 3, "act_bits": 16, "kv_bits": 16, "peak_memory_bytes": 1}
 ENTRIES = ("rtn: group_size=16", "squeezellm", "any-precision", "mixllm: group_size=16, name='Mix <LLM>'")

@@ -1,7 +1,5 @@
 """The driver: stored bytes against oracles, and runs killed at every step that resume to the same bytes."""
 
-import hashlib
-import itertools
 import json
 import os
 import random
@@ -15,17 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import builders
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from anybit import driver as convert
 from anybit import plan
-from anybit.artifact import writer
 from anybit.artifact.reader import inspect, verify
 from anybit.calibration.moments import Activations, Collector
 from anybit.cli import main as cli
@@ -33,13 +27,11 @@ from anybit.config import TileSpec
 from anybit.errors import InputError
 from anybit.formats.weight import pack
 from anybit.methods import gptq, rtn
+from tests import builders
+from tests.probes import Recorder, digests, stop_at, stored
 
 GPTQ = builders.options("gptq", bits=3, group_size=32, samples=5, seq_len=40)
 RTN = builders.options("rtn", bits=4, group_size=32)
-
-
-def stored(path: Path) -> dict[str, Tensor]:
-    return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
 # ---- what is stored
@@ -273,23 +265,6 @@ def test_all_zero_channels_work(model_copy: Callable[[str], Path], text_file: Pa
 # ---- progress
 
 
-class Recorder(convert.Silent):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.done: dict[str, list[int]] = {}
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def task(self, description: str, total: int) -> Callable[[int], None]:
-        self.done[description] = [0, total]
-
-        def advance(steps: int) -> None:
-            self.done[description][0] += steps
-
-        return advance
-
-
 @pytest.mark.parametrize("config", [GPTQ, builders.changed(GPTQ, one_shot=True), RTN])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_bars_end_at_their_end(
@@ -313,19 +288,6 @@ def test_bars_end_at_their_end(
     assert any("quantizes 14 linear layers" in text for text in report.said)
     for description, (done, total) in report.done.items():
         assert done == total, description
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, shard: int) -> None:
-    """Let the disk be full at the shard of this number, counted from 1."""
-    count = itertools.count(1)
-
-    def save(*arguments: Any, **options: Any) -> None:
-        if next(count) == shard:
-            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        original(*arguments, **options)
-
-    original = writer.save_file
-    monkeypatch.setattr(writer, "save_file", save)
 
 
 # ---- a full disk
@@ -476,10 +438,6 @@ def runs(
     made.warm_up(arguments(folder / "warm", "gptq"))
     yield made
     made.server.communicate()
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.iterdir())}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import builders
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -11,6 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qw
 
 import anybit
 from anybit.kernels.gpu.cuda_graph import Step, capture, fits, graphed
+from tests import builders
 
 SIZES = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}

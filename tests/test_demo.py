@@ -12,13 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import builders
 import pytest
 
 from anybit import demo
 from anybit.errors import InputError
 from anybit.loader import evaluate, load
 from anybit.progress import SILENT, Terminal
+from tests import builders
 
 
 def test_the_demo_measures_the_base_and_every_run(

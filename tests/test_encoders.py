@@ -9,13 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import builders
 import pytest
 import torch
-from conftest import byte_tokenizer
 from safetensors.torch import load_file, save_file
 from scipy.stats import rankdata
-from test_streaming import save_random
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import (
@@ -47,6 +44,8 @@ from anybit.evaluation import embeddings
 from anybit.generate import Generator
 from anybit.loader import load, load_tokenizer
 from anybit.plan import make_plan
+from tests import builders
+from tests.builders import byte_tokenizer, save_random
 
 COMMON = {
     "vocab_size": 300,

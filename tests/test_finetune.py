@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import builders
 import pytest
 import torch
-from test_activations import random
-from test_convert import Recorder, digests, stop_at
-from test_two_four_sixteen import problem, spec
 from torch import Tensor, nn
 
 from anybit import driver as convert
@@ -23,6 +19,9 @@ from anybit.formats.weight import QuantizedWeight, layout_of, pack
 from anybit.methods import finetune, two_four_sixteen
 from anybit.methods.finetune import Task, Trainable
 from anybit.plan import estimate, make_plan
+from tests import builders
+from tests.builders import random, two_four_spec, weight_and_stats
+from tests.probes import Recorder, digests, stop_at
 
 SHAPES = [(20, 64), (33, 192), (5, 40), (16, 7), (1, 16)]
 CONFIG = builders.options(
@@ -31,8 +30,8 @@ CONFIG = builders.options(
 
 
 def started(shape: tuple[int, int], group_size: int = 16) -> Trainable:
-    weight, stats = problem(*shape)
-    return Trainable(*two_four_sixteen.compensate(weight, stats, spec(0.25, group_size, 0.02)))
+    weight, stats = weight_and_stats(*shape)
+    return Trainable(*two_four_sixteen.compensate(weight, stats, two_four_spec(0.25, group_size, 0.02)))
 
 
 def tile_of(weight: QuantizedWeight) -> TwoFour:
@@ -138,7 +137,7 @@ def tiny_task(windows: int = 16) -> tuple[Task, dict[str, Trainable]]:
     weights = {
         name: Trainable(
             *two_four_sixteen.compensate(
-                module.weight.detach(), collector.stats[name], spec(0.25, outliers=0.01)
+                module.weight.detach(), collector.stats[name], two_four_spec(0.25, outliers=0.01)
             )
         )
         for name, module in linears.items()

@@ -5,10 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import builders
 import pytest
 import torch
-from conftest import COMMON, SIZES, byte_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -19,6 +17,8 @@ from anybit.checkpoint.directory import open_checkpoint
 from anybit.config import SpecMap, TileSpec
 from anybit.errors import InputError
 from anybit.plan import Plan, make_plan
+from tests import builders
+from tests.builders import COMMON, SIZES, byte_tokenizer
 
 SHORT = {"samples": 3, "seq_len": 24, "group_size": 32}
 ROWS = builders.layer_spec(

@@ -9,7 +9,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import builders
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu, gpu, reference
 from anybit.kernels.dispatch import Prepared, info
 from anybit.layers import PackedModule, set_bits
+from tests import builders
 
 if not gpu.available():
     pytest.skip(f"the GPU's kernels do not run: {gpu.why_not()}", allow_module_level=True)

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import builders
 import pytest
 import torch
-from fake_device import NAME, Away, FakeDevice, held
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,6 +23,8 @@ from anybit.formats import tables as shapes
 from anybit.kernels import cpu, dispatch, reference
 from anybit.methods import anybit as nested
 from anybit.methods.gptq import inverse_factor
+from tests import builders
+from tests.fake_device import NAME, Away, FakeDevice, held
 
 pytest.importorskip("triton", reason="the GPU kernels need the package triton")
 

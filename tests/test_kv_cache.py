@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import builders
 import pytest
 import torch
 from torch import Tensor
@@ -19,13 +17,10 @@ from anybit.errors import InputError
 from anybit.generate import Generator
 from anybit.kv_cache import QuantizedCache, QuantizedLayer, QuantizedStates, quantized_attention
 from anybit.loader import load
+from tests import builders
+from tests.builders import MakeModel, random
 
-MakeModel = Callable[[str], Path]
 TOKENS = torch.arange(3, 43).view(2, 20)
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

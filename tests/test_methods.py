@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import builders
 import numpy as np
 import pytest
 import torch
@@ -17,6 +16,7 @@ from anybit.formats.weight import QuantizedWeight, pack, validate
 from anybit.kernels import cpu, reference
 from anybit.methods import clip, gptq, grid, rtn
 from anybit.methods.tiling import column_sets
+from tests import builders
 
 
 def random_weight(rows: int, columns: int, seed: int = 0) -> Tensor:

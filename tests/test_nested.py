@@ -6,7 +6,6 @@ import hashlib
 from dataclasses import replace
 from typing import Any
 
-import builders
 import numpy as np
 import pytest
 import torch
@@ -23,6 +22,7 @@ from anybit.kernels import cpu
 from anybit.kernels.dispatch import Prepared
 from anybit.methods import anybit as nested
 from anybit.methods.gptq import inverse_factor
+from tests import builders
 
 needs_native = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
 BITS = range(1, 9)

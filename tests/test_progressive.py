@@ -15,14 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import builders
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from test_convert import Recorder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -46,6 +44,8 @@ from anybit.loader import load, load_tokenizer
 from anybit.methods import anybit as nested
 from anybit.methods import ordering as progressive
 from anybit.methods import sensitivity as salience
+from tests import builders
+from tests.probes import Recorder
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
 CONFIG = builders.options("anybit", samples=4, seq_len=32, kept_channels=0.05)

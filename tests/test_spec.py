@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +15,13 @@ from safetensors.torch import load_file
 from anybit import plan as plan_module
 from anybit.calibration.stats import LinearStats
 from anybit.calibration.streaming import StreamedModel
-from anybit.checkpoint.directory import open_checkpoint
 from anybit.config import LayerSpec, QuantizeConfig, TileSpec, parse_layer_spec, read_spec_map
 from anybit.errors import InputError
 from anybit.formats.weight import pack, stored_bytes, stored_tensors, validate_layout
 from anybit.methods import gptq, rtn
 from anybit.plan import Plan, check_disk, estimate, make_plan, spec_layout, stored_dtype, widths_for_memory
+from tests.builders import MakeModel, opened
 
-MakeModel = Callable[[str], Path]
 DEFAULT = LayerSpec.uniform(3, 64, clip=True)
 
 
@@ -185,10 +183,6 @@ def test_a_map_that_is_not_there(tmp_path: Path) -> None:
 
 
 # ---- the plan
-
-
-def opened(folder: Path) -> StreamedModel:
-    return StreamedModel(open_checkpoint(folder), torch.float32)
 
 
 TILINGS = {

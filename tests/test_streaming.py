@@ -26,10 +26,9 @@ from transformers import (
 )
 
 from anybit.calibration.streaming import StreamedModel, run_block, selected
-from anybit.checkpoint.directory import open_checkpoint
 from anybit.errors import InputError
+from tests.builders import MakeModel, opened, save_random, token_rows
 
-MakeModel = Callable[[str], Path]
 VOCABULARY = 97
 SIZES = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4}
 COMMON = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "max_position_embeddings": 64, **SIZES}
@@ -49,25 +48,6 @@ def more_configs() -> dict[str, PreTrainedConfig]:
             **COMMON, num_key_value_heads=2, head_dim=8, sliding_window=8, query_pre_attn_scalar=8
         ),
     }
-
-
-def save_random(config: PreTrainedConfig, folder: Path) -> Path:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # they start at zero, where a lost one would not show
-                torch.nn.init.normal_(parameter, std=0.2)
-        model.save_pretrained(folder)
-    return folder
-
-
-def opened(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
-    return StreamedModel(open_checkpoint(folder), dtype)
-
-
-def token_rows(samples: int, length: int) -> Tensor:
-    return torch.randint(0, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(length))
 
 
 @torch.no_grad()

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import builders
 import pytest
 import torch
-from conftest import FAMILIES
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,6 +25,9 @@ from anybit.errors import InputError
 from anybit.formats.weight import PackedWeight, at_width, stored_tensors, unpack
 from anybit.integrations.transformers import AnybitConfig, register
 from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead
+from tests import builders
+from tests.builders import FAMILIES
+from tests.probes import stored
 
 IDS = torch.tensor([[7, 101, 30, 30, 99, 250, 3, 17, 64, 5, 200, 41, 77, 8, 9, 10, 11, 120, 13, 14, 15]])
 TIED = ("llama-tied", "gemma3", "gpt2", "opt")
@@ -49,10 +50,6 @@ def artifact(
         return out
 
     return make
-
-
-def stored(path: Path) -> dict[str, Tensor]:
-    return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
 def a_layer(path: Path) -> QuantLinear:

@@ -9,11 +9,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import builders
 import pytest
 import torch
-from test_activations import outlier_inputs, random, stats_of
-from test_calibrate import opened
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -30,28 +27,18 @@ from anybit.loader import load
 from anybit.methods import gptq, two_four_sixteen
 from anybit.methods.gptq import inverse_factor
 from anybit.plan import fit_budget, make_plan
+from tests import builders
+from tests.builders import opened, random, two_four_spec, weight_and_stats
 
 SMALL: dict[str, Any] = {"samples": 3, "seq_len": 24}
-
-
-def spec(
-    wide: float = 0.25, group_size: int = 16, outliers: float = 0.0, **options: Any
-) -> builders.LayerSpec:
-    tile = TileSpec(bits_eq10(wide, group_size), group_size)
-    return builders.layer_spec(tiles=(tile,), exclusive_outliers=outliers, **options)
-
-
-def problem(out: int, in_: int) -> tuple[Tensor, LinearStats]:
-    mixed = outlier_inputs(4 * in_ + 64, in_) @ (torch.eye(in_) + 0.3 * random(in_, in_, seed=5) / in_**0.5)
-    return random(out, in_, seed=2) * (1 + random(1, in_, seed=6).abs()), stats_of(mixed)
 
 
 @pytest.mark.parametrize("shape", [(20, 64), (33, 192), (16, 16), (1, 40), (5, 7), (40, 100), (3, 1)])
 @pytest.mark.parametrize("wide", [0.0, 0.1, 0.25, 0.6, 1.0])
 @pytest.mark.parametrize("group_size", [16, 8])
 def test_any_shape_round_trips(shape: tuple[int, int], wide: float, group_size: int) -> None:
-    weight, stats = problem(*shape)
-    made_spec = spec(wide, group_size, 0.01, clip=wide == 0.6)
+    weight, stats = weight_and_stats(*shape)
+    made_spec = two_four_spec(wide, group_size, 0.01, clip=wide == 0.6)
     made = two_four_sixteen.quantize(weight, stats, made_spec)
     packed = pack(made)
     assert packed.layout == two_four_sixteen.layout(made_spec, shape)
@@ -77,8 +64,8 @@ def test_any_shape_round_trips(shape: tuple[int, int], wide: float, group_size: 
 @pytest.mark.parametrize("wide", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("group_size", [16, 8])
 def test_native_products(shape: tuple[int, int], wide: float, group_size: int) -> None:
-    weight, stats = problem(*shape)
-    (tile,) = two_four_sixteen.quantize(weight, stats, spec(wide, group_size, clip=False)).tiles
+    weight, stats = weight_and_stats(*shape)
+    (tile,) = two_four_sixteen.quantize(weight, stats, two_four_spec(wide, group_size, clip=False)).tiles
     assert isinstance(tile, TwoFour)
     given, dense = random(17, shape[1], seed=9), tile.dequantize()
     for isa in cpu.matmul_isas():
@@ -101,8 +88,8 @@ def test_native_products(shape: tuple[int, int], wide: float, group_size: int) -
 @pytest.mark.skipif(not cpu.available(), reason="the native extension is not built")
 @pytest.mark.parametrize(("field", "value"), [("codes", 4), ("zeros", 4), ("scale_codes", 16)])
 def test_kernels_refuse_codes_that_do_not_fit(field: str, value: int) -> None:
-    weight, stats = problem(33, 64)
-    (tile,) = two_four_sixteen.quantize(weight, stats, spec(0.0, 16, clip=False)).tiles
+    weight, stats = weight_and_stats(33, 64)
+    (tile,) = two_four_sixteen.quantize(weight, stats, two_four_spec(0.0, 16, clip=False)).tiles
     assert isinstance(tile, TwoFour)
     getattr(tile, field)[5, 2] = value
     with pytest.raises(ValueError, match=f"{field} go beyond {value - 1}"):
@@ -114,7 +101,7 @@ def test_kernels_refuse_codes_that_do_not_fit(field: str, value: int) -> None:
 @pytest.mark.parametrize("outliers", [0.0, 0.002])
 def test_bits_per_weight_follow_eq_10(in_: int, wide: float, outliers: float) -> None:
     shape = (1024, in_)
-    layout = two_four_sixteen.layout(spec(wide, outliers=outliers), shape)
+    layout = two_four_sixteen.layout(two_four_spec(wide, outliers=outliers), shape)
     share = 1 - layout["tiles"][0]["narrow"] / in_
     assert abs(share - wide) <= 0.5 * BLOCK / in_
     expected = bits_eq10(share, 16) + 20 / in_ + 32 * outliers + (32 / in_ if outliers else 0)
@@ -130,7 +117,7 @@ def test_bits_per_weight_follow_eq_10(in_: int, wide: float, outliers: float) ->
 def test_shares_are_rounded_to_blocks_exactly(group_size: int) -> None:
     """The nearest number of blocks, halves to the even one, though the share is taken from eq. 10's average."""
     for percent in range(101):
-        options = spec(percent / 100, group_size)
+        options = two_four_spec(percent / 100, group_size)
         for in_ in (16, 40, 48, 80, 100, 240, 560, 576, 800, 1440, 1536, 4000, 4096, 14336, 28000):
             wide = in_ - two_four_sixteen.narrow_channels(options, in_)
             assert wide == 16 * min(in_ // 16, round(Fraction(percent * in_, 1600))), (percent, in_)
@@ -231,9 +218,9 @@ def test_the_stored_bytes_without_units() -> None:
 
 
 def test_sensitive_blocks_get_4_bits() -> None:
-    weight, stats = problem(24, 96)
+    weight, stats = weight_and_stats(24, 96)
     assert stats.hessian is not None
-    made = two_four_sixteen.quantize(weight, stats, spec(2 / 6))
+    made = two_four_sixteen.quantize(weight, stats, two_four_spec(2 / 6))
     (tile,) = made.tiles
     assert isinstance(tile, TwoFour)
     damped = stats.hessian + 0.01 * stats.hessian.diagonal().mean() * torch.eye(96)
@@ -246,8 +233,8 @@ def test_sensitive_blocks_get_4_bits() -> None:
 
 
 def test_outliers_are_the_largest_of_the_2_bit_blocks() -> None:
-    weight, stats = problem(30, 96)
-    made = two_four_sixteen.quantize(weight, stats, spec(2 / 6, outliers=0.01))
+    weight, stats = weight_and_stats(30, 96)
+    made = two_four_sixteen.quantize(weight, stats, two_four_spec(2 / 6, outliers=0.01))
     (tile,) = made.tiles
     assert isinstance(tile, TwoFour) and made.sparse is not None
     count = round(0.01 * weight.numel())
@@ -264,7 +251,7 @@ def test_outliers_are_the_largest_of_the_2_bit_blocks() -> None:
 @pytest.mark.parametrize("dead", [range(64, 80), range(5, 192, 16), range(60, 90)])
 def test_dead_channels_get_no_bits(dead: range) -> None:
     """Neither 4-bit blocks nor outliers: blocks are ranked by their live channels, and dead weights cost no range."""
-    weight, stats = problem(48, 192)
+    weight, stats = weight_and_stats(48, 192)
     live, gone = torch.ones(192).bool(), list(dead)
     live[gone] = False
     assert stats.hessian is not None
@@ -273,7 +260,7 @@ def test_dead_channels_get_no_bits(dead: range) -> None:
     weight[:, gone] = 0
     loud = weight.clone()
     loud[:, gone] = 50 * random(48, len(gone), seed=8)
-    options = spec(0.25, outliers=0.02, clip=True)
+    options = two_four_spec(0.25, outliers=0.02, clip=True)
     made, expected = (two_four_sixteen.quantize(w, stats, options) for w in (loud, weight))
     (tile,) = made.tiles
     assert isinstance(tile, TwoFour) and made.sparse is not None
@@ -295,11 +282,11 @@ def output_error(weight: Tensor, made: QuantizedWeight, stats: LinearStats) -> f
 
 
 def test_every_part_pays() -> None:
-    weight, stats = problem(64, 192)
+    weight, stats = weight_and_stats(64, 192)
     weight[:, 32:80] *= 4
 
     def error(**options: Any) -> float:
-        return output_error(weight, two_four_sixteen.quantize(weight, stats, spec(**options)), stats)
+        return output_error(weight, two_four_sixteen.quantize(weight, stats, two_four_spec(**options)), stats)
 
     assert error(wide=0.25) < 0.7 * error(wide=0.0)
     assert error(wide=0.25, outliers=0.01) < 0.9 * error(wide=0.25)
@@ -309,15 +296,15 @@ def test_every_part_pays() -> None:
 
 def test_all_blocks_at_4_bits_are_gptq() -> None:
     """One scale per row from the original weights, natural order: GPTQ with whole rows as groups."""
-    weight, stats = problem(16, 64)
-    made = two_four_sixteen.quantize(weight, stats, spec(1.0))
+    weight, stats = weight_and_stats(16, 64)
+    made = two_four_sixteen.quantize(weight, stats, two_four_spec(1.0))
     plain = builders.layer_spec(tiles=(TileSpec(4, -1),), group_reorder=False)
     expected = gptq.quantize(weight, stats, plain)
     torch.testing.assert_close(made.dequantize(), expected.dequantize(), rtol=1e-3, atol=1e-3)
 
 
 def test_sensitivity_uses_the_diagonal_of_the_inverse() -> None:
-    weight, stats = problem(4, 32)
+    weight, stats = weight_and_stats(4, 32)
     assert stats.hessian is not None
     factor = inverse_factor(stats.hessian, torch.arange(32), 0.01)
     inverse = (factor.T @ factor).diagonal()
