@@ -421,7 +421,7 @@ def test_widths_by_decoder_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The paper's inter-layer split: whole blocks at 4 bits, the first or those that alone lower the loss most."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench" / "papers")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench" / "papers")
     lab, paper = importlib.import_module("lab"), importlib.import_module("two_four_sixteen")
     asked = [str(model_dir("llama")), "--calibration", str(text_file), "--text", f"own={text_file}"]
     asked += ["--samples", "4", "--seq-len", "32", "--max-tokens", "64", "--work", str(tmp_path)]

@@ -17,7 +17,7 @@ from anybit.calibration.texts import calibration_set, default_bos, read_text, to
 from anybit.errors import InputError
 
 HALVES = {"builtin": "calibration.txt", "builtin-eval": "evaluation.txt"}
-WIKI = Path(__file__).parents[1] / "../shared/data/wikitext2/wiki.test.raw"
+WIKI = Path(__file__).parents[2] / "../shared/data/wikitext2/wiki.test.raw"
 WORDS = [f"w{i}" for i in range(100)]
 
 
