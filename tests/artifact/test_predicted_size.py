@@ -111,9 +111,6 @@ def test_values_beyond_float16_do_not_exceed_it(
     check_size(model, text_file, tmp_path / "out", builders.options("rtn", **SHORT))
 
 
-# ---- layers left as they are
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_bits_count_all_linear_layers_of_the_blocks(
     model_dir: Callable[[str], Path], tmp_path: Path, family: str

@@ -232,21 +232,6 @@ def test_the_estimate_knows_of_it(model_dir: Callable[[str], Path], tmp_path: Pa
     assert with_it["size_bytes"] == pytest.approx(without["size_bytes"], abs=100)
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "words"),
-    [
-        ("gptq", {"finetune": True}, r"finetune \(--finetune\) is for two-four-sixteen"),
-        ("two-four-sixteen", {"finetune_epochs": 3}, "add finetune"),
-        ("two-four-sixteen", {"finetune": True, "finetune_epochs": 0}, "expected 1 to"),
-        ("two-four-sixteen", {"finetune": True, "one_shot": True}, "one_shot"),
-        ("two-four-sixteen", {"finetune": True, "samples": 1}, "2 or more"),
-    ],
-)
-def test_options_that_do_not_go_together(method: str, options: dict[str, int], words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        builders.options(method, **options)  # type: ignore[arg-type]
-
-
 def test_one_window_is_not_enough(model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
     config = builders.options("two-four-sixteen", samples=2, seq_len=100, finetune=True)
     text = tmp_path / "short.txt"
