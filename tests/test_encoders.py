@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import byte_tokenizer
 from safetensors.torch import load_file, save_file
 from scipy.stats import rankdata
-from test_streaming import save_random
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import (
@@ -41,12 +39,14 @@ from anybit.artifact.verify import verify
 from anybit.calibration.streaming import StreamedModel, run_block
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.cli.main import app
-from anybit.config import ENCODER_METHODS, QuantizeConfig
 from anybit.errors import InputError
 from anybit.evaluation import embeddings
 from anybit.generate import Generator
 from anybit.loader import load, load_tokenizer
+from anybit.methods import METHODS
 from anybit.plan import make_plan
+from tests import builders
+from tests.builders import byte_tokenizer, save_random
 
 COMMON = {
     "vocab_size": 300,
@@ -102,7 +102,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def quantized(bert: Path) -> Path:
-    anybit.quantize(bert, bert.parent / "rtn", QuantizeConfig(method="rtn", bits=4, group_size=16))
+    anybit.quantize(bert, bert.parent / "rtn", builders.options("rtn", bits=4, group_size=16))
     return bert.parent / "rtn"
 
 
@@ -132,11 +132,11 @@ def embedded_alone(model: Any, folder: Path, sentence: str, pooling: str = "mean
 # ---- quantize and load
 
 
-@pytest.mark.parametrize("method", ENCODER_METHODS)
+@pytest.mark.parametrize("method", [name for name, m in METHODS.items() if m.options.for_encoders])
 def test_every_method_of_encoders_end_to_end(
     bert: Path, tmp_path: Path, text_file: Path, method: str
 ) -> None:
-    config = QuantizeConfig(method=method, samples=4, seq_len=32)
+    config = builders.options(method, samples=4, seq_len=32)
     out = tmp_path / method
     anybit.quantize(bert, out, config, calibration=str(text_file))
     assert verify(out)["layers"] == len(inspect(out)["layers"]) == 12
@@ -156,7 +156,7 @@ def test_gptq_moves_embeddings_less_than_rounding(bert: Path, tmp_path: Path, te
     rows = [{"sentence1": a, "sentence2": b, "score": i} for i, (a, b) in enumerate(pairwise(sentences))]
     pairs = pairs_file(tmp_path, rows)
     for method in ("rtn", "gptq"):
-        config = QuantizeConfig(method=method, bits=3, group_size=16, samples=16, seq_len=32)
+        config = builders.options(method, bits=3, group_size=16, samples=16, seq_len=32)
         anybit.quantize(bert, tmp_path / method, config, calibration=str(text_file))
         figures = anybit.evaluate(tmp_path / method, base=bert, pairs=pairs)
         errors[method] = 1 - figures["cosine_mean"]
@@ -176,7 +176,7 @@ def test_transformers_loads_it(bert: Path, quantized: Path) -> None:
 
 
 def test_a_quantized_embedding_table(bert: Path, tmp_path: Path) -> None:
-    config = QuantizeConfig(method="rtn", bits=8, embed_bits=8)
+    config = builders.options("rtn", bits=8, embed_bits=8)
     anybit.quantize(bert, tmp_path / "out", config)
     assert inspect(tmp_path / "out")["embeddings"][0]["name"] == "embeddings.word_embeddings"
     assert anybit.evaluate(tmp_path / "out", base=bert, pairs=pairs_file(tmp_path))["cosine_min"] > 0.99
@@ -192,7 +192,7 @@ def test_a_checkpoint_with_a_pretraining_head_and_prefixed_names(
     tensors = {f"bert.{name}": tensor for name, tensor in load_file(file).items()}
     save_file({**tensors, "cls.predictions.bias": torch.zeros(300)}, file, metadata={"format": "pt"})
     assert StreamedModel(open_checkpoint(copy), torch.float32).left_out() == ["cls.predictions.bias"]
-    anybit.quantize(copy, tmp_path / "out", QuantizeConfig(method="rtn", bits=8))
+    anybit.quantize(copy, tmp_path / "out", builders.options("rtn", bits=8))
     assert anybit.evaluate(tmp_path / "out", base=bert, pairs=pairs_file(tmp_path))["cosine_min"] > 0.99
 
 
@@ -205,7 +205,7 @@ def test_a_masked_language_model_has_no_pooler(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = "</s>"
     tokenizer.save_pretrained(tmp_path / "model")
-    anybit.quantize(tmp_path / "model", tmp_path / "out", QuantizeConfig(method="rtn", bits=8))
+    anybit.quantize(tmp_path / "model", tmp_path / "out", builders.options("rtn", bits=8))
     figures = anybit.evaluate(tmp_path / "out", base=tmp_path / "model", pairs=pairs_file(tmp_path))
     assert figures["cosine_min"] > 0.99
     states = AutoModel.from_pretrained(tmp_path / "out")(torch.tensor([[5, 9, 7]])).last_hidden_state
@@ -217,7 +217,7 @@ def test_a_window_beyond_the_positions_is_refused(bert: Path, tmp_path: Path) ->
     with pytest.raises(
         InputError, match="--seq-len 65 is beyond the model's 64 positions: choose at most 64"
     ):
-        anybit.quantize(bert, tmp_path / "out", QuantizeConfig("gptq", seq_len=65))
+        anybit.quantize(bert, tmp_path / "out", builders.options("gptq", seq_len=65))
 
 
 # ---- other families
@@ -244,8 +244,8 @@ def test_other_families_end_to_end(tmp_path: Path, text_file: Path, family: str)
     folder = save_encoder(configs()[family], tmp_path / family)
     length = 64 if family == "distilbert" else 62
     with pytest.raises(InputError, match=f"choose at most {length}"):
-        anybit.quantize(folder, tmp_path / "out", QuantizeConfig("gptq", seq_len=length + 1))
-    config = QuantizeConfig("gptq", samples=4, seq_len=length)
+        anybit.quantize(folder, tmp_path / "out", builders.options("gptq", seq_len=length + 1))
+    config = builders.options("gptq", samples=4, seq_len=length)
     anybit.quantize(folder, tmp_path / "out", config, calibration=str(text_file))
     figures = anybit.evaluate(tmp_path / "out", base=folder, pairs=pairs_file(tmp_path))
     assert 0.85 < figures["cosine_min"] < 0.9999999
@@ -265,7 +265,7 @@ def test_families_that_cannot_be_calibrated(tmp_path: Path, config: PreTrainedCo
     """Shared blocks, blocks that are only attention, blocks that return more, padded windows."""
     folder = save_encoder(config, tmp_path / "model")
     with pytest.raises(InputError, match=words):
-        anybit.quantize(folder, tmp_path / "out", QuantizeConfig("gptq", samples=2, seq_len=32))
+        anybit.quantize(folder, tmp_path / "out", builders.options("gptq", samples=2, seq_len=32))
 
 
 def test_an_encoder_with_a_head_for_a_task_is_refused(tmp_path: Path) -> None:
@@ -302,15 +302,15 @@ def test_a_norm_between_the_blocks_is_noticed(bert: Path, monkeypatch: pytest.Mo
 def test_methods_on_gradients_are_refused_before_any_work(bert: Path, tmp_path: Path, method: str) -> None:
     streamed = StreamedModel(open_checkpoint(bert), torch.float32)
     with pytest.raises(InputError, match=r"bert is an encoder: choose rtn, gptq, .* or cmpq"):
-        make_plan(streamed, QuantizeConfig(method=method))
+        make_plan(streamed, builders.options(method))
     with pytest.raises(InputError, match=f"{method} needs the loss"):
-        anybit.quantize(bert, tmp_path / "out", QuantizeConfig(method=method))
+        anybit.quantize(bert, tmp_path / "out", builders.options(method))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_kv_cache_is_refused(bert: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no KV-cache"):
-        anybit.quantize(bert, tmp_path / "out", QuantizeConfig(method="rtn", kv_bits=4))
+        anybit.quantize(bert, tmp_path / "out", builders.options("rtn", kv_bits=4))
 
 
 def test_generating_is_refused(quantized: Path) -> None:
@@ -358,7 +358,7 @@ def test_figures_against_sentences_one_by_one(copy: Path, tmp_path: Path, poolin
     (copy / "1_Pooling").mkdir()
     (copy / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": 48, **modes}))
     out = tmp_path / "out"
-    anybit.quantize(copy, out, QuantizeConfig(method="rtn", bits=4, group_size=16))
+    anybit.quantize(copy, out, builders.options("rtn", bits=4, group_size=16))
     figures = anybit.evaluate(out, base=copy, pairs=pairs_file(tmp_path))
     own = {s: embedded_alone(load(out), out, s, pooling) for s in SENTENCES}
     base = {s: embedded_alone(load(copy), copy, s, pooling) for s in SENTENCES}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import anybit
-from anybit import QuantizeConfig, formats
+from anybit import formats
 from anybit.bench.kernels import layouts, random_weight
 from anybit.errors import InputError
 from anybit.formats.bits import pack_planes
@@ -22,6 +22,7 @@ from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu, gpu, reference
 from anybit.kernels.dispatch import Prepared, info
 from anybit.layers import PackedModule, set_bits
+from tests import builders
 
 if not gpu.available():
     pytest.skip(f"the GPU's kernels do not run: {gpu.why_not()}", allow_module_level=True)
@@ -517,7 +518,7 @@ def test_a_model_computes_the_same_on_a_gpu(
     """Embeddings, tied heads and switched widths too."""
     if method in CLUSTERED and not cpu.available():
         pytest.skip(cpu.why_not() or "")
-    config = QuantizeConfig(method=method, samples=2, seq_len=32, **MODELS[method])  # type: ignore[arg-type]
+    config = builders.options(method, samples=2, seq_len=32, **MODELS[method])  # type: ignore[arg-type]
     anybit.quantize(model_dir("llama-tied"), tmp_path / "out", config, calibration=str(text_file))
     ids = torch.arange(20)[None]
     model = anybit.load(str(tmp_path / "out"))

@@ -11,20 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_device import NAME, Away, FakeDevice, held
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anybit import QuantizeConfig
 from anybit import driver as convert
 from anybit.bench import gpu_quantize
-from anybit.config import METHODS
 from anybit.errors import InputError
 from anybit.formats import tables as shapes
 from anybit.kernels import cpu, dispatch, reference
-from anybit.methods import anybit as nested
-from anybit.methods.gptq import inverse_factor
+from anybit.methods import METHODS, nested_codes
+from anybit.methods.compensation import inverse_factor
+from tests import builders
+from tests.fake_device import NAME, Away, FakeDevice, held
 
 pytest.importorskip("triton", reason="the GPU kernels need the package triton")
 
@@ -169,7 +168,7 @@ def test_nested_codes_of_pytorch_are_the_native_ones() -> None:
     scales = torch.rand(17, generator=generator) + 0.5
     scales[3] = 0
     kinds = torch.randint(0, 16, (17,), generator=generator, dtype=torch.uint8)
-    given = (targets, factor_of(40).contiguous(), shapes.tables(), kinds, scales, nested.profile(3.0))
+    given = (targets, factor_of(40).contiguous(), shapes.tables(), kinds, scales, nested_codes.profile(3.0))
     ours, native = reference.nested_codes(*given), cpu.nested_codes(*given)
     assert all(torch.equal(a, b) for a, b in zip(ours, native))
 
@@ -232,7 +231,7 @@ def test_every_method_keeps_to_its_device(
     if more and method not in MORE:
         pytest.skip(f"{method} has no other way")
     options = {"group_size": 16} if method in ("rtn", "gptq", "awq", "mixllm", "atom", "llm-mq") else {}
-    config = QuantizeConfig(method=method, samples=3, seq_len=32, **options, **(MORE[method] if more else {}))
+    config = builders.options(method, samples=3, seq_len=32, **options, **(MORE[method] if more else {}))
     for name, value in (
         ("_check_device", lambda device: None),
         ("compute_dtype", lambda device: torch.float32),
@@ -274,4 +273,4 @@ def test_without_a_gpu_it_is_said() -> None:
     with pytest.raises(InputError, match="needs a GPU"):
         gpu_quantize.quantize()
     with pytest.raises(InputError, match="finds no CUDA"):
-        convert.quantize("nowhere", "out", QuantizeConfig(method="rtn"), device="cuda")
+        convert.quantize("nowhere", "out", builders.options("rtn"), device="cuda")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,15 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import anybit
 from anybit.artifact.sizes import inspect
-from anybit.config import QuantizeConfig
 from anybit.errors import InputError
 from anybit.formats.states import QuantizedStates
 from anybit.generate import Generator
 from anybit.kv_cache import QuantizedCache, QuantizedLayer, quantized_attention
 from anybit.loader import load
+from tests import builders
+from tests.builders import MakeModel, random
 
-MakeModel = Callable[[str], Path]
 TOKENS = torch.arange(3, 43).view(2, 20)
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -139,7 +134,7 @@ def test_the_artifact_says_its_width(model_dir: MakeModel, tmp_path: Path, text_
     made = {}
     for kv_bits in (16, 2):
         out = tmp_path / str(kv_bits)
-        anybit.quantize(model_dir("llama"), out, QuantizeConfig("rtn", kv_bits=kv_bits))
+        anybit.quantize(model_dir("llama"), out, builders.options("rtn", kv_bits=kv_bits))
         assert inspect(out)["kv_bits"] == kv_bits
         made[kv_bits] = anybit.evaluate(out, text=str(text_file), seq_len=32, max_tokens=96)
         assert made[kv_bits]["kv_bits"] == kv_bits

@@ -22,7 +22,7 @@ from anybit.config import NESTED_WIDTHS, LayerSpec, TileSpec
 from anybit.formats.layout import at_width, stored_bytes
 from anybit.formats.weight import QuantizedWeight, pack, unpack
 from anybit.methods import squeezellm
-from anybit.methods.gptq import inverse_factor
+from anybit.methods.compensation import inverse_factor
 
 WIDTH_SETS = ((3, 6), (4, 8), (3, 4, 6), (3, 4, 8), (3, 4, 6, 8), NESTED_WIDTHS)
 LLAMA_7B = {(4096, 4096): 4 * 32, (11008, 4096): 2 * 32, (4096, 11008): 32}  # shape [out, in] -> how many

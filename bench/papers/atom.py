@@ -22,7 +22,7 @@ from anybit.formats.base import to_half
 from anybit.formats.states import QuantizedStates
 from anybit.formats.weight import QuantizedWeight
 from anybit.kv_cache import QuantizedCache
-from anybit.methods import atom, registry, rtn
+from anybit.methods import METHODS, atom, rtn
 
 KV_WIDTHS = (8, 4, 3, 2)
 
@@ -48,7 +48,7 @@ class Experiments:
     def made(self, method: str, layer: LayerSpec) -> Callable[[], Weights]:
         def run() -> Weights:
             return {
-                n: registry.quantize(method, self.lab.weight(n), self.stats()[n], layer)
+                n: METHODS[method].quantize(self.lab.weight(n), self.stats()[n], layer)
                 for n in self.lab.shapes
             }
 

@@ -23,7 +23,7 @@ from anybit.config import LayerSpec, QuantizeConfig, TileSpec
 from anybit.driver import compute_dtype
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels.reference import quantize_activations
-from anybit.methods import mixllm, registry, sensitivity
+from anybit.methods import METHODS, mixllm, sensitivity
 
 Rows = dict[str, tuple[int, ...]]
 SHARES = (0.0, 0.1, 0.2, 0.5, 1.0)
@@ -73,7 +73,7 @@ class Experiments:
         weights: dict[str, QuantizedWeight] = {}
         for name, (out, _) in self.lab.shapes.items():
             own = made if rows is None else mixllm.with_rows(made, rows[name], out)
-            weights[name] = registry.quantize(method, self.lab.weight(name), stats.get(name), own)
+            weights[name] = METHODS[method].quantize(self.lab.weight(name), stats.get(name), own)
         return weights
 
     def mixllm(self, share: float, search: str = "one-pass") -> Callable[[], Weights]:

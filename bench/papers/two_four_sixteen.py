@@ -13,11 +13,12 @@ from unittest.mock import patch
 from lab import Lab, Weights, arguments, run
 
 from anybit.calibration.stats import LinearStats
-from anybit.config import LayerSpec, TileSpec, bits_eq10
+from anybit.config import LayerSpec, TileSpec
 from anybit.evaluation import perplexity
 from anybit.formats import TwoFour
 from anybit.formats.weight import QuantizedWeight
 from anybit.methods import gptq, rtn, two_four_sixteen
+from anybit.methods.two_four_sixteen import bits_eq10
 
 SHARES = (0.25, 0.1)  # 2.84 and 2.61 bits
 OUTLIERS = (0.0, 0.002, 0.005)

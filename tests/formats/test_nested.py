@@ -1,0 +1,245 @@
+"""Nested tiles of the method anybit: tables, the stored format and its kernels."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from anybit.errors import InputError
+from anybit.formats import Nested
+from anybit.formats import tables as shapes
+from anybit.formats.validate import validate
+from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
+from anybit.kernels import cpu
+from anybit.kernels.dispatch import Prepared
+
+needs_native = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
+BITS = range(1, 9)
+
+
+def random_tile(r: int, c: int, k: int, counts: tuple[int, ...], seed: int = 0) -> Nested:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.zeros(r, c - k, dtype=torch.uint8)
+    for bits, first, last in Nested.spans(counts):
+        size = (last - first, c - k)
+        codes[first:last] = torch.randint(0, 2**bits, size, generator=generator, dtype=torch.uint8)
+    return Nested(
+        counts,
+        torch.randperm(r, generator=generator),
+        torch.rand(r, generator=generator).half(),
+        torch.randint(0, 16, (r,), generator=generator, dtype=torch.uint8),
+        codes,
+        torch.randperm(c, generator=generator)[:k].sort().values,
+        torch.randn(r, k, generator=generator).half(),
+    )
+
+
+# ---- shapes -------------------------------------------------------------------------------------------------------
+
+
+def test_the_shapes_are_those_of_the_format() -> None:
+    """They belong to the stored format: another table would make other models of the artifacts that there are."""
+    digest = hashlib.sha256(shapes.tables().half().numpy().tobytes()).hexdigest()
+    assert digest == "2b91d9ae9a932675479f179b74fa51d186e8708436caec3f16e70927d6361a3c"
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_tables_ascend_and_are_nested(bits: int) -> None:
+    table = shapes.table(bits)
+    assert table.shape == (len(shapes.EXPONENTS), 2**bits)
+    assert (table.diff(dim=1) > 0).all() and torch.equal(table, -table.flip(1))
+    if bits > 1:  # an entry is the mean of its cell, between those of its halves
+        parents, low, high = shapes.table(bits - 1), table[:, 0::2], table[:, 1::2]
+        assert ((low <= parents) & (parents <= high)).all()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_gaussian_shape_is_close_to_the_best_quantizer(bits: int) -> None:
+    """Max (1960) has the least squared errors of a Gaussian: 0.1175, 0.03454 and 0.009497 at 2, 3 and 4 bits."""
+    x = torch.distributions.Normal(0, 1).icdf((torch.arange(200_000) + 0.5) / 200_000)
+    table = shapes.table(bits)[shapes.EXPONENTS.index(2.0)]
+    nearest = (x[:, None] - table).square().amin(1).mean()
+    assert float(nearest) < {2: 0.1175, 3: 0.03454, 4: 0.009497}[bits] * 1.06
+
+
+# ---- the stored format --------------------------------------------------------------------------------------------
+
+
+def test_golden_bytes() -> None:
+    """The worked example of docs/formats.md."""
+    tile = Nested(
+        counts=(2, 2, 1),
+        order=torch.tensor([1, 0]),
+        scales=torch.tensor([2.0, 1.0]).half(),
+        shapes=torch.tensor([11, 5], dtype=torch.uint8),
+        codes=torch.tensor([[0, 7, 4], [3, 0, 1]], dtype=torch.uint8),
+        kept=torch.tensor([1]),
+        kept_values=torch.tensor([[0.5], [-1.0]]).half(),
+    )
+    packed = pack(QuantizedWeight((2, 4), (tile,)))
+    assert packed.layout == {
+        "shape": [2, 4],
+        "tiles": [{"format": "nested", "bits": 2.5, "counts": [2, 2, 1], "kept": 1}],
+    }
+    found = {field: tensor.view(torch.uint8).flatten().tolist() for field, tensor in packed.tensors.items()}
+    assert found == {
+        "order": [1, 0, 0, 0],
+        "scales": [0x00, 0x40, 0x00, 0x3C],
+        "shapes": [0x5B],
+        "kept": [1, 0],
+        "kept_values": [0x00, 0x38, 0x00, 0xBC],
+        "plane_1": [0b110, 0, 0, 0, 0b001, 0, 0, 0],
+        "plane_2": [0b010, 0, 0, 0, 0b101, 0, 0, 0],
+        "plane_3": [0b010, 0, 0, 0],
+    }
+    wide, narrow = shapes.table(3)[11], shapes.table(2)[5]
+    expected = torch.tensor(
+        [[narrow[3], -1.0, narrow[0], narrow[1]], [2 * wide[0], 0.5, 2 * wide[7], 2 * wide[4]]]
+    )
+    assert torch.equal(tile.dequantize(), expected)
+
+
+SHAPES: list[tuple[int, int, int, tuple[int, ...]]] = [
+    (33, 100, 3, (33, 33, 20, 9)),
+    (64, 576, 4, (64, 64, 64, 40, 16, 8, 8, 1)),
+    (5, 40, 0, (5, 5)),
+    (130, 333, 2, (130,)),
+    (1, 1, 0, (1, 1, 1, 1, 1, 1, 1, 1)),
+    (40, 257, 1, (40, 40, 40, 40, 40, 40, 40, 40)),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pack_and_unpack_are_inverse(shape: tuple[int, int, int, tuple[int, ...]]) -> None:
+    tile = random_tile(*shape)
+    packed = pack(QuantizedWeight(shape[:2], (tile,)))
+    validate("layer", packed)
+    again = unpack(packed)
+    assert torch.equal(again.dequantize(), tile.dequantize())
+    assert all(torch.equal(t, packed.tensors[f]) for f, t in pack(again).tensors.items())
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_fewer_planes_are_the_beginning_of_more(shape: tuple[int, int, int, tuple[int, ...]]) -> None:
+    """Codes of fewer bits are the leading bits, and the stored tensors those of more, cut short."""
+    tile = random_tile(*shape)
+    packed = pack(QuantizedWeight(shape[:2], (tile,)))
+    fewer = tuple(m for p, n in enumerate(shape[3]) if (m := n // 2 if p > 1 else n))
+    layout = {**packed.layout, "tiles": [Nested.description(fewer, shape[2])]}
+    narrow = packed.beginning(layout)
+    validate("layer", narrow)
+    widths = torch.zeros(shape[0], dtype=torch.uint8)
+    for bits, first, last in Nested.spans(shape[3]):
+        widths[first:last] = bits
+    left = torch.zeros(shape[0], dtype=torch.uint8)
+    for bits, first, last in Nested.spans(fewer):
+        left[first:last] = bits
+    cut = replace(tile, counts=fewer, codes=tile.codes >> (widths - left)[:, None])
+    assert torch.equal(unpack(narrow).dequantize(), cut.dequantize())
+
+
+def change(packed: PackedWeight, tile: dict[str, Any] | None = None, **tensors: Tensor) -> PackedWeight:
+    layout = {**packed.layout, "tiles": [{**packed.layout["tiles"][0], **(tile or {})}]}
+    return PackedWeight(layout, {**packed.tensors, **tensors})
+
+
+@pytest.mark.parametrize(
+    ("tile", "tensors", "word"),
+    [
+        ({"counts": [33, 20, 33, 9], "bits": 95 / 33}, {}, "not ascend"),
+        ({"counts": []}, {}, "1 to 8 planes"),
+        ({"counts": [33] * 9, "bits": 9}, {}, "1 to 8 planes"),
+        ({"counts": [33, 33, 20, 9.0]}, {}, "not ascend"),
+        ({"bits": 3}, {}, "average width"),
+        ({"kept": -1}, {}, "not a number"),
+        ({"rows": 33}, {}, "whole matrix"),
+        ({"counts": [30, 30], "bits": 2}, {}, "do not fit the matrix"),
+        ({}, {"order": torch.zeros(33, dtype=torch.int16).view(torch.uint16)}, "each of 33 output rows once"),
+        ({}, {"kept": torch.tensor([5, 5, 6], dtype=torch.int16).view(torch.uint16)}, "do not ascend"),
+        ({}, {"kept": torch.tensor([5, 6, 100], dtype=torch.int16).view(torch.uint16)}, "within 0..99"),
+        ({}, {"scales": torch.full((33,), -1.0).half()}, "negative"),
+        ({}, {"scales": torch.full((33,), torch.nan).half()}, "NaN"),
+        ({}, {"plane_1": torch.zeros(33, 3, dtype=torch.int32).view(torch.uint32)}, "expected"),
+    ],
+)
+def test_damaged_tiles_are_refused(tile: dict[str, Any], tensors: dict[str, Tensor], word: str) -> None:
+    packed = change(pack(QuantizedWeight((33, 100), (random_tile(*SHAPES[0]),))), tile, **tensors)
+    with pytest.raises(InputError, match=word):
+        validate("layer", packed)
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("isa", cpu.matmul_isas() if cpu.available() else ())
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_those_of_the_dense_matrix(
+    shape: tuple[int, int, int, tuple[int, ...]], isa: str
+) -> None:
+    packed = pack(QuantizedWeight(shape[:2], (random_tile(*shape),)))
+    prepared, dense = Prepared(packed, isa=isa), unpack(packed).dequantize()
+    assert torch.equal(prepared.dequantize(), dense)
+    generator = torch.Generator().manual_seed(2)
+    for tokens in (1, 2, 7, 16, 17, 40):
+        for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+            x = torch.randn(tokens, shape[1], generator=generator).to(dtype)
+            expected = x.double() @ dense.double().T
+            error = (prepared.matmul(x) - expected).abs().amax() / expected.abs().amax()
+            assert float(error) < most, (tokens, dtype)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", cpu.matmul_isas() if cpu.available() else ())
+@pytest.mark.parametrize("change", ["nothing", "an entry that is no float16 number", "an entry of one half"])
+def test_products_with_other_tables(change: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels may use what the format's tables are, but must not take it for granted."""
+    tables = shapes.tables().clone()
+    for bits in BITS if change != "nothing" else ():
+        tables[:, 2**bits - 2] *= 1.5 if change == "an entry of one half" else 1.0001
+        if change == "an entry that is no float16 number":
+            tables[:, 2 ** (bits + 1) - 3] *= 1.0001  # opposite it
+    monkeypatch.setattr(shapes, "tables", lambda: tables)
+    monkeypatch.setattr(cpu, "_shapes", cpu._shapes.__wrapped__)
+    packed = pack(QuantizedWeight((64, 555), (random_tile(64, 555, 0, (64, 60, 56, 50, 40, 30, 20, 10)),)))
+    prepared, dense = Prepared(packed, isa=isa), unpack(packed).dequantize()
+    assert prepared.layer is not None
+    x = torch.randn(20, 555, generator=torch.Generator().manual_seed(3))
+    expected, size = x.double() @ dense.double().T, x.double().abs() @ dense.double().abs().T
+    for tokens in (1, 7, 20):
+        y = prepared.layer.matmul(x[:tokens])
+        assert bool(((y - expected[:tokens]).abs() <= 1e-6 * size[:tokens]).all()), tokens
+        if tokens == 7:
+            rows = torch.cat([prepared.layer.matmul(x[k : k + 1], threads=1) for k in range(tokens)])
+            assert torch.equal(rows, y)
+
+
+@needs_native
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    columns=st.integers(1, 300),
+    fractions=st.lists(st.floats(0, 1), min_size=0, max_size=7),
+    tokens=st.integers(1, 20),
+    threads=st.integers(1, 3),
+)
+def test_any_shape_and_any_widths(
+    rows: int, columns: int, fractions: list[float], tokens: int, threads: int
+) -> None:
+    counts = (rows, *sorted((n for f in fractions if (n := int(f * rows))), reverse=True))
+    kept = min(columns - 1, columns // 50)
+    packed = pack(QuantizedWeight((rows, columns), (random_tile(rows, columns, kept, counts),)))
+    prepared = Prepared(packed)
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(rows))
+    assert prepared.layer is not None
+    y = prepared.layer.matmul(x, threads)
+    expected = x.double() @ unpack(packed).dequantize().double().T
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(y, prepared.layer.matmul(x, 1))

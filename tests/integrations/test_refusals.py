@@ -1,0 +1,137 @@
+"""Artifacts whose config.json lies are refused when they are loaded."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import anybit
+from anybit.errors import InputError
+from tests import builders
+
+
+def edited(path: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
+    copied = tmp_path / "edited"
+    copied.mkdir()
+    for file in path.iterdir():
+        (copied / file.name).write_bytes(file.read_bytes())
+    config = json.loads((copied / "config.json").read_text())
+    edit(config)
+    (copied / "config.json").write_text(json.dumps(config))
+    return copied
+
+
+def rename(old: str, new: str) -> Callable[[dict[str, Any]], None]:
+    def edit(config: dict[str, Any]) -> None:
+        layers = config["quantization_config"]["layers"]
+        layers[new] = layers.pop(old)
+
+    return edit
+
+
+def layer(name: str, **changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config["quantization_config"]["layers"][name].update(changes)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+TILE = {"format": "group_int", "bits": 4, "group_size": 32, "symmetric": False}
+LIES = {
+    "newer version": (lambda c: c["quantization_config"].update(format_version=2), "upgrade anybit"),
+    "version of another type": (lambda c: c["quantization_config"].update(format_version="1"), "damaged"),
+    "layers of another type": (
+        lambda c: c["quantization_config"].update(layers=[1]),
+        "object of layer names",
+    ),
+    "unknown layer": (rename(Q, "model.layers.7.self_attn.q_proj"), "does not have"),
+    "no linear layer": (rename(Q, "model.norm"), "not a Linear"),
+    "shape": (layer(Q, shape=[96, 24]), r"\[96, 24\]"),
+    "gigantic shape": (layer(Q, shape=[2**31 - 1, 2**31 - 1]), str(2**31 - 1)),
+    "overflowing shape": (layer(Q, shape=[2**62, 48]), "positive sizes"),
+    "negative shape": (layer(Q, shape=[-48, 48]), "positive sizes"),
+    "no tiles": (layer(Q, tiles=[]), "tiles"),
+    "unknown format": (layer(Q, tiles=[{**TILE, "format": "pickle"}]), "formats"),
+    "width": (layer(Q, tiles=[{**TILE, "bits": 64}]), "1..8"),
+    "group size": (layer(Q, tiles=[{**TILE, "group_size": 0}]), "group_size"),
+    "rows beyond the matrix": (layer(Q, tiles=[{**TILE, "rows": 49}]), "more rows"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lying_config_is_refused_when_loaded(
+    artifact_of: Callable[..., Path], tmp_path: Path, lie: str
+) -> None:
+    edit, message = LIES[lie]
+    path = edited(artifact_of("llama"), tmp_path, edit)
+    with pytest.raises(InputError, match=message):
+        AutoModelForCausalLM.from_pretrained(path)
+    with pytest.raises(InputError):
+        anybit.load(path)
+
+
+def test_embedding_that_is_none_is_refused(artifact_of: Callable[..., Path], tmp_path: Path) -> None:
+    def edit(config: dict[str, Any]) -> None:
+        embeddings = config["quantization_config"]["embeddings"]
+        embeddings["model.norm"] = embeddings.pop("model.embed_tokens")
+
+    with pytest.raises(InputError, match="RMSNorm"):
+        AutoModelForCausalLM.from_pretrained(edited(artifact_of("llama", embed_bits=8), tmp_path, edit))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": 64},
+        {"vocab_size": 300},
+        {"num_hidden_layers": 10**9},
+        {"num_attention_heads": 0},
+        {"hidden_size": 2**40},
+    ],
+    ids=str,
+)
+def test_load_refuses_a_config_that_is_not_the_weights(
+    artifact_of: Callable[..., Path], tmp_path: Path, change: dict[str, int]
+) -> None:
+    path = edited(artifact_of("llama"), tmp_path, lambda config: config.update(change))
+    with pytest.raises(InputError) as refusal:
+        anybit.load(path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_load_refuses_to_make_up_a_missing_tensor(artifact_of: Callable[..., Path], tmp_path: Path) -> None:
+    """Transformers itself warns and goes on with random numbers."""
+    path = edited(artifact_of("llama"), tmp_path, lambda config: None)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    file = path / index["weight_map"].pop("model.norm.weight")
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"model\.norm\.weight"):
+        anybit.load(path)
+
+
+def test_config_of_an_artifact_is_plain(
+    artifact_of: Callable[..., Path], model_dir: Callable[[str], Path]
+) -> None:
+    path = artifact_of("llama", embed_bits=8)
+    text = (path / "config.json").read_text() + (path / "README.md").read_text()
+    assert str(model_dir("llama").parent) not in text, "where the base lay is nobody's business"
+    config = AutoConfig.from_pretrained(path)
+    assert config.quantization_config["quant_method"] == "anybit"
+    assert config.architectures == ["LlamaForCausalLM"]
+
+
+def test_a_config_that_lost_a_layer_is_refused(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    anybit.quantize(model_dir("llama"), tmp_path / "out", builders.options("rtn"))
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    name = next(iter(config["quantization_config"]["layers"]))
+    for change in (lambda layers: layers.pop(name), lambda layers: layers.clear()):
+        change(config["quantization_config"]["layers"])
+        file.write_text(json.dumps(config))
+        with pytest.raises(InputError, match="says nothing of"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "out")

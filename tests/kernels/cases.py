@@ -1,0 +1,95 @@
+"""Products of the native kernels against plain numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from anybit.kernels import cpu
+
+
+def isas() -> list[str]:
+    features = cpu.cpu_features()
+    names = ["portable"]
+    names += ["avx2"] if all(features[f] for f in ("avx2", "fma", "f16c")) else []
+    wide = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+    return names + (["avx512"] if "avx2" in names and all(features[f] for f in wide) else [])
+
+
+ISAS = isas()
+PRODUCTS = cpu.matmul_isas()
+
+
+def pack(codes: np.ndarray, bits: int, padding: int, noise: np.random.Generator | None) -> np.ndarray:
+    """Codes [r, c] as stored, one bit at a time; what pads a row holds garbage (or 0)."""
+    r, c = codes.shape
+    width = bits if bits in (2, 4, 8) else 1
+    planes = [codes] if width == bits else [codes >> p & 1 for p in reversed(range(bits))]
+    row_bytes = -(-c * width // (8 * padding)) * padding
+    packed = np.zeros((len(planes), r, row_bytes * 8), np.uint8)
+    if noise is not None:
+        packed = noise.integers(0, 2, packed.shape, np.uint8)
+    for p, plane in enumerate(planes):
+        for j in range(c):
+            for t in range(width):
+                packed[p, :, j * width + t] = plane[:, j] >> t & 1
+    stored = np.packbits(packed, axis=-1, bitorder="little")
+    return stored[0] if bits in (2, 4, 8) else stored
+
+
+@dataclass
+class Case:
+    """A random tile, its stored form bound to the kernels, and its weights as numpy has them."""
+
+    tile: cpu.GroupInt
+    weight: np.ndarray  # float32 [r, c]
+    rows: np.ndarray  # output rows
+    out: int
+
+
+def make(  # noqa: PLR0913
+    bits: int,
+    r: int,
+    c: int,
+    group: int,
+    symmetric: bool = False,
+    indexed: bool = False,
+    padding: int = 16,
+    isa: str | None = None,
+) -> Case:
+    rng = np.random.default_rng([bits, r, c, group])
+    groups = -(-c // group)
+    codes = rng.integers(0, 2**bits, (r, c), dtype=np.uint8)
+    scales = rng.uniform(-1, 1, (r, groups)).astype(np.float16)
+    scales.flat[0] = np.float16(6e-8)  # subnormal
+    zeros = None if symmetric else rng.integers(0, 2**bits, (r, groups), dtype=np.uint8)
+    out = r + 5 if indexed else r
+    rows = np.sort(rng.permutation(out)[:r]).astype(np.int32)
+    column_group = np.arange(c) // group
+    zero = 2 ** (bits - 1) if zeros is None else zeros[:, column_group].astype(np.float32)
+    weight = (codes.astype(np.float32) - zero) * scales.astype(np.float32)[:, column_group]
+    tile = cpu.group_int(
+        torch.from_numpy(pack(codes, bits, padding, rng)),
+        torch.from_numpy(scales),
+        None if zeros is None else torch.from_numpy(zeros),
+        torch.from_numpy(rows) if indexed else None,
+        bits=bits,
+        group_size=group,
+        columns=c,
+        isa=isa,
+    )
+    return Case(tile, weight.astype(np.float32), rows, out)
+
+
+def activations(m: int, c: int) -> torch.Tensor:
+    x = torch.randn(m, c, generator=torch.Generator().manual_seed(m * c))
+    x[:, 0] *= 100  # a massive activation, and none of zero mean
+    return x + 0.5
+
+
+def product_of(case: Case, x: torch.Tensor, threads: int = 1) -> torch.Tensor:
+    y = torch.zeros(x.shape[0], case.out)
+    case.tile.matmul(x, y, threads)
+    return y

@@ -1,0 +1,279 @@
+"""The native kernels of integer groups against plain numpy, over shapes that fit nothing."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from anybit.kernels import cpu, info
+from anybit.kernels.dispatch import NEEDS
+from tests.kernels.cases import ISAS, PRODUCTS, Case, activations, make, pack, product_of
+
+if not cpu.available():
+    pytest.skip(str(cpu.why_not()), allow_module_level=True)
+
+from anybit import _native
+
+BF16 = [isa for isa in PRODUCTS if isa.endswith("_bf16")]
+
+
+def check_product(case: Case, x: torch.Tensor, y: torch.Tensor, bits: int) -> None:
+    exact = np.zeros((x.shape[0], case.out))
+    exact[:, case.rows] = x.numpy().astype(np.float64) @ case.weight.astype(np.float64).T
+    size = np.abs(x.numpy()) @ np.abs(case.weight).T + np.abs(x.numpy()).sum(-1, keepdims=True) * 2**bits
+    bound = np.full((x.shape[0], case.out), 1e-30)
+    bound[:, case.rows] = 1e-6 * size + 1e-6
+    assert (np.abs(y.numpy() - exact) <= bound).all()
+
+
+GROUPS = (16, 32, 64, 128, 100_000)
+SHAPES = [
+    (11, 1539, 128),
+    (9, 4200, 100_000),
+    (5, 2085, 30),
+    *(
+        (r, c, g)
+        for r, c in itertools.product((1, 3, 41, 64), (1, 15, 16, 17, 127, 576))
+        for g in GROUPS
+        if g <= c or g == 100_000
+    ),
+]
+
+
+@pytest.mark.parametrize("isa", PRODUCTS)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_dequantize_is_exact(bits: int, isa: str) -> None:
+    for i, (r, c, group) in enumerate(SHAPES):
+        case = make(bits, r, c, group, symmetric=i % 3 == 0, padding=(16, 1, 4)[i % 3], isa=isa)
+        got = case.tile.dequantize(torch.float32, 1)
+        assert np.array_equal(got.numpy().view(np.uint32), case.weight.view(np.uint32)), (r, c, group)
+        half = case.tile.dequantize(torch.bfloat16, 1)
+        assert torch.equal(half, torch.from_numpy(case.weight).bfloat16()), (r, c, group)
+        ids = torch.randint(0, r, (5,))
+        assert torch.equal(case.tile.dequantize_rows(ids), got[ids])
+
+
+@pytest.mark.parametrize("isa", PRODUCTS)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_what_is_stored_comes_back(bits: int, isa: str) -> None:
+    rng = np.random.default_rng(bits)
+    for i, (r, c, group) in enumerate(SHAPES):
+        groups = -(-c // group)
+        codes = rng.integers(0, 2**bits, (r, c), dtype=np.uint8)
+        stored = torch.from_numpy(pack(codes, bits, 16, None))
+        scales = torch.from_numpy(rng.uniform(-1, 1, (r, groups)).astype(np.float16))
+        zeros = torch.from_numpy(rng.integers(0, 2**bits, (r, groups), dtype=np.uint8)) if i % 2 else None
+        tile = cpu.group_int(
+            stored, scales, zeros, None, bits=bits, group_size=group, columns=c, threads=1 + i % 3, isa=isa
+        )
+        for made, given in zip(tile.restore(), (stored, scales, zeros)):
+            assert (made is None) if given is None else torch.equal(made, given), (r, c, group)
+
+
+@pytest.mark.parametrize("isa", PRODUCTS)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_matmul_agrees_with_numpy(bits: int, isa: str) -> None:
+    for i, (r, c, group) in enumerate(SHAPES):
+        case = make(
+            bits, r, c, group, symmetric=i % 3 == 0, indexed=i % 2 == 0, padding=(16, 1)[i % 2], isa=isa
+        )
+        x = activations(1 + i % 21, c)
+        check_product(case, x, product_of(case, x), bits)
+
+
+@pytest.mark.parametrize("isa", PRODUCTS)
+@pytest.mark.parametrize(("bits", "group"), [(2, 64), (4, 32), (4, 16), (8, 128), (3, 128)])
+def test_a_batch_equals_its_tokens(bits: int, group: int, isa: str) -> None:
+    case = make(bits, 19, 1539, group, isa=isa)
+    x = activations(19, 1539)
+    single, many = torch.cat([product_of(case, x[k : k + 1]) for k in range(19)]), product_of(case, x)
+    for m in range(1, 20):  # more than 16 are summed in an order of their own
+        assert torch.equal(product_of(case, x[:m]), (single if m <= 16 else many)[:m]), m
+
+
+@pytest.mark.parametrize("isa", BF16)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_products_in_bfloat16_are_exact(bits: int, isa: str) -> None:
+    for i, (r, c, group) in enumerate(SHAPES):
+        case = make(bits, r, c, group, symmetric=i % 3 == 0, indexed=i % 2 == 0, isa=isa)
+        x = activations(1 + i % cpu.few_tokens(torch.bfloat16, isa), c).bfloat16()
+        y = product_of(case, x, threads=1 + i % 2)
+        check_product(case, x.float(), y, bits=12)  # codes of 8 bits carry 17 * 128 through the sum
+        for k in range(len(x)):
+            assert torch.equal(product_of(case, x[k : k + 1]), y[k : k + 1])
+
+
+@pytest.mark.parametrize("isa", BF16)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_many_tokens_in_bfloat16_meet_rounded_weights(bits: int, isa: str) -> None:
+    for r, c, group in SHAPES[::3]:
+        case = make(bits, r, c, group, indexed=True, isa=isa)
+        weight = torch.from_numpy(case.weight)
+        for tokens in (cpu.few_tokens(torch.bfloat16, isa) + 1, 29):
+            x = activations(tokens, c).bfloat16()
+            y = product_of(case, x, threads=2)[:, case.rows]
+            expected = x.double() @ weight.bfloat16().double().T
+            size = x.double().abs() @ weight.double().abs().T
+            assert bool(((y - expected).abs() <= 2e-6 * size).all())
+
+
+def test_info_says_what_runs_and_why_nothing_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, features = info()["cpu"], cpu.cpu_features()
+    assert said["matmul_isa"] == said["matmul_isas"][-1] == cpu.matmul_isa()
+    assert all(features[need] for isa in said["matmul_isas"][1:] for need in NEEDS[isa])
+    poorer = {name: there and "avx512" not in name for name, there in features.items()}
+    monkeypatch.setattr(cpu, "cpu_features", lambda: poorer)
+    monkeypatch.setattr(cpu, "matmul_isas", lambda: ("portable", "avx2"))
+    said = info()["cpu"]
+    assert said["missing"]["avx512"] == ["avx512f", "avx512bw", "avx512vl", "avx512dq"]
+    assert "avx512_bf16 needs avx512f" in said["reason"] and "avx2" not in said["missing"]
+    monkeypatch.setattr(cpu, "cpu_features", lambda: dict.fromkeys(features, False))
+    monkeypatch.setattr(cpu, "matmul_isas", lambda: ("portable",))
+    assert info()["cpu"]["missing"] == {}  # another kind of processor
+
+
+def test_bfloat16_is_refused_where_the_kernels_have_none() -> None:
+    case = make(4, 3, 64, 32, isa="portable")
+    assert not case.tile.takes_bf16
+    with pytest.raises(ValueError, match="x is uint16"):
+        product_of(case, activations(1, 64).bfloat16())
+
+
+def test_matmul_accumulates_in_the_rows_of_the_tile_only() -> None:
+    case = make(4, 3, 64, 32, indexed=True)
+    x, y = activations(2, 64), torch.full((2, case.out), 7.0)
+    case.tile.matmul(x, y)
+    others = np.setdiff1d(np.arange(case.out), case.rows)
+    assert (y[:, others] == 7.0).all()
+    assert torch.allclose(y[:, case.rows] - 7.0, x @ torch.from_numpy(case.weight).T, rtol=1e-4, atol=1e-3)
+
+
+def test_rows_of_x_may_lie_apart() -> None:
+    case, wide = make(4, 8, 64, 32), activations(5, 100)
+    assert torch.equal(product_of(case, wide[:, :64]), product_of(case, wide[:, :64].contiguous()))
+
+
+def parts() -> dict[str, object]:
+    return {
+        "codes": torch.zeros(4, 32, dtype=torch.uint8),
+        "scales": torch.ones(4, 2, dtype=torch.float16),
+        "zeros": torch.zeros(4, 2, dtype=torch.uint8),
+        "rows": torch.tensor([0, 2, 3, 7], dtype=torch.int32),
+        "bits": 4,
+        "group_size": 32,
+        "columns": 64,
+        "threads": 1,
+    }
+
+
+FAULTS = [
+    ("codes", torch.zeros(4, 32)),
+    ("codes", torch.zeros(4, 31, dtype=torch.uint8)),
+    ("codes", torch.zeros(4, 1, 32, dtype=torch.uint8)),
+    ("codes", torch.zeros(4, 64, dtype=torch.uint8)[:, ::2]),
+    ("codes", torch.zeros(32, dtype=torch.uint8)),
+    ("codes", torch.zeros(0, 32, dtype=torch.uint8)),
+    ("scales", torch.ones(4, 2)),
+    ("scales", torch.ones(4, 3, dtype=torch.float16)),
+    ("scales", torch.ones(2, 4, dtype=torch.float16).T),
+    ("zeros", torch.zeros(4, 1, dtype=torch.uint8)),
+    ("zeros", torch.zeros(4, 2, dtype=torch.int8)),
+    ("rows", torch.tensor([0, 2, 2, 7], dtype=torch.int32)),
+    ("rows", torch.tensor([-1, 2, 3, 7], dtype=torch.int32)),
+    ("rows", torch.tensor([0, 2, 3], dtype=torch.int32)),
+    ("rows", torch.tensor([0, 2, 3, 7])),
+    ("bits", 3),
+    ("bits", 0),
+    ("bits", 9),
+    ("bits", 8),
+    ("group_size", 0),
+    ("group_size", 2**62),
+    ("columns", 0),
+    ("columns", 65),
+    ("columns", 2**62),
+    ("threads", 0),
+    ("isa", "avx1024"),
+]
+
+
+def test_the_parts_that_the_faults_break_are_good() -> None:
+    _native.GroupInt(**parts())
+
+
+@pytest.mark.parametrize(("name", "value"), FAULTS)
+def test_a_bad_part_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=r"expected|need|unknown"):
+        _native.GroupInt(**(parts() | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "threads"),
+    [
+        (torch.zeros(1, 63), torch.zeros(1, 8), 1),
+        (torch.zeros(1, 64).double(), torch.zeros(1, 8), 1),
+        (torch.zeros(64), torch.zeros(1, 8), 1),
+        (torch.zeros(1, 128)[:, ::2], torch.zeros(1, 8), 1),
+        (torch.zeros(2, 64), torch.zeros(1, 8), 1),
+        (torch.zeros(1, 64), torch.zeros(1, 7), 1),  # row 7 would be written past the end
+        (torch.zeros(2, 64), torch.zeros(8, 2).T, 1),
+        (torch.zeros(1, 64), torch.zeros(1, 8).half(), 1),
+        (torch.zeros(1, 64), torch.zeros(1, 8), 0),
+        (torch.zeros(1, 64), torch.zeros(1, 8), 10**12),
+    ],
+)
+def test_matmul_refuses_what_does_not_fit(x: torch.Tensor, y: torch.Tensor, threads: int) -> None:
+    for tile in (
+        _native.GroupInt(**parts()),
+        _native.GroupInt(**(parts() | {"rows": None})),
+    ):  # all: out is 4
+        with pytest.raises(ValueError, match=r"expected|up to"):
+            tile.matmul(x, y, threads)
+
+
+def test_no_threads_is_an_error_not_the_default() -> None:
+    case = make(4, 8, 64, 32)
+    for threads in (0, -1, 2000):
+        with pytest.raises(ValueError, match="threads is"):
+            case.tile.matmul(torch.zeros(1, 64), torch.zeros(1, 8), threads)
+
+
+def test_ids_beyond_32_bits_are_no_rows() -> None:
+    tile = make(4, 8, 64, 32).tile
+    for ids in ([2**32], [-1], [8], [0, 2**31]):
+        with pytest.raises(ValueError, match="of a tile of 8 rows"):
+            tile.dequantize_rows(torch.tensor(ids))
+
+
+def test_rows_changed_after_binding_change_nothing() -> None:
+    given = parts()
+    tile = _native.GroupInt(**given)
+    given["rows"].fill_(10**6)  # type: ignore[attr-defined]
+    tile.matmul(torch.ones(1, 64), torch.zeros(1, 8), 1)
+
+
+@pytest.mark.parametrize(
+    "out", [torch.zeros(4, 63), torch.zeros(4, 64).half(), torch.zeros(64, 4).T, torch.zeros(256)]
+)
+def test_dequantize_refuses_what_does_not_fit(out: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        _native.GroupInt(**parts()).dequantize(out, 1)
+
+
+def test_an_unknown_isa_is_refused_and_the_best_is_named() -> None:
+    assert cpu.isa() == ISAS[-1] and cpu.matmul_isa() == PRODUCTS[-1]
+    with pytest.raises(ValueError, match="sse9"):
+        make(4, 1, 16, 16, isa="sse9")
+
+
+def test_a_tile_without_rows_or_tokens_does_nothing() -> None:
+    empty = {
+        "codes": torch.zeros(0, 32, dtype=torch.uint8),
+        "scales": torch.ones(0, 2, dtype=torch.float16),
+        "zeros": None,
+        "rows": torch.zeros(0, dtype=torch.int32),
+    }
+    _native.GroupInt(**(parts() | empty)).matmul(torch.zeros(1, 64), torch.zeros(1, 8), 1)
+    _native.GroupInt(**parts()).matmul(torch.zeros(0, 64), torch.zeros(0, 8), 1)

@@ -1,0 +1,197 @@
+"""The method anybit, matrix by matrix: nested codes and what each width loses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from anybit.calibration.stats import LinearStats
+from anybit.config import LayerSpec
+from anybit.errors import InputError
+from anybit.formats import Nested
+from anybit.formats import tables as shapes
+from anybit.formats.layout import stored_tensors
+from anybit.kernels import cpu
+from anybit.methods import nested_codes
+from anybit.methods.compensation import inverse_factor
+from tests import builders
+
+needs_native = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
+BITS = range(1, 9)
+
+
+def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, LinearStats]:
+    """A weight matrix, and statistics of inputs that correlate."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(columns, columns, generator=generator) / columns**0.5 + torch.eye(columns)
+    x = torch.randn(4 * columns + 16, columns, generator=generator) @ mix
+    stats = LinearStats.empty(columns, hessian=True)
+    stats.add(x)
+    return torch.randn(rows, columns, generator=generator), stats
+
+
+def codes_oracle(
+    targets: np.ndarray, inverse: np.ndarray, table: dict[int, np.ndarray], scale: float, weights: np.ndarray
+) -> tuple[list[int], np.ndarray]:
+    """One row, number by number in float32, candidates in the order of the widths."""
+    targets, made = targets.copy(), []
+    errors = np.zeros_like(targets)
+    half, one = np.float32(0.5), np.float32(1)
+    for j in range(targets.shape[1]):
+        z = targets[:, j] / (scale if scale > 0 else one)
+        best: tuple[np.float32, int] | None = None
+        for b in BITS:
+            if weights[b - 1] == 0:
+                continue
+            middles = half * (table[b][:-1] + table[b][1:])
+            code = int((z[b - 1] > middles).sum())
+            for wider in range(b + 1, 9):
+                low, high = table[wider][2 * code], table[wider][2 * code + 1]
+                code = 2 * code + int(z[wider - 1] > half * (low + high))
+            cost = np.float32(0)
+            for own in BITS:
+                miss = z[own - 1] - table[own][code >> (8 - own)]
+                cost += weights[own - 1] * (miss * miss)
+            if best is None or cost < best[0]:
+                best = (cost, code)
+        assert best is not None
+        made.append(best[1])
+        for b in BITS:
+            value = np.float32(scale) * table[b][best[1] >> (8 - b)]
+            errors[b - 1, j] = (targets[b - 1, j] - value) / inverse[j, j]
+            targets[b - 1, j + 1 :] -= errors[b - 1, j] * inverse[j, j + 1 :]
+    return made, errors
+
+
+def compress(
+    weight: torch.Tensor, stats: LinearStats | None, spec: LayerSpec[Any], worth: torch.Tensor | None = None
+) -> SimpleNamespace:
+    """The tile and the losses of nested codes, whose rows errors are worth so much."""
+    made = nested_codes.quantize(weight, None if stats is None else replace(stats, outputs=worth), spec)
+    return SimpleNamespace(tile=made.tiles[0], losses=made.losses)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ["portable", cpu.isa() if cpu.available() else "portable"])
+def test_nested_codes_are_the_oracle(isa: str) -> None:
+    rows, columns = 7, 33
+    weight, stats = problem(rows, columns)
+    assert stats.hessian is not None
+    factor = inverse_factor(stats.hessian, torch.arange(columns), 0.01).contiguous()
+    kinds = torch.tensor([0, 3, 5, 8, 11, 13, 15], dtype=torch.uint8)
+    scales = torch.tensor([0.5, 1, 1.2, 1, 0.9, 1, 0])
+    weights = nested_codes.profile(3.0)
+    targets = weight.expand(8, rows, columns).clone()
+    codes, errors = cpu.nested_codes(
+        targets, factor, shapes.tables(), kinds, scales, weights, threads=2, isa=isa
+    )
+    for r in range(rows):
+        table = {b: shapes.table(b)[int(kinds[r])].numpy() for b in BITS}
+        made, expected = codes_oracle(
+            targets[:, r].numpy(), factor.numpy(), table, float(scales[r]), weights.numpy()
+        )
+        assert codes[r].tolist() == made
+        np.testing.assert_array_equal(errors[:, r].numpy(), expected)
+
+
+@needs_native
+def test_every_instruction_set_and_number_of_threads_gives_the_same_bytes() -> None:
+    weight, stats = problem(40, 150)
+    assert stats.hessian is not None
+    factor = inverse_factor(stats.hessian, torch.arange(150), 0.01)[:128, :128].contiguous()
+    targets = weight[:, :128].expand(8, 40, 128).clone()
+    kinds, scales = cpu.nested_fit(
+        weight[:, :128].contiguous(), torch.ones(128), shapes.table(3).contiguous()
+    )
+    found = [
+        cpu.nested_codes(
+            targets, factor, shapes.tables(), kinds, scales, nested_codes.profile(4.0), threads, isa
+        )
+        for threads in (1, 3)
+        for isa in ("portable", cpu.isa())
+    ]
+    assert all(torch.equal(c, found[0][0]) and torch.equal(e, found[0][1]) for c, e in found)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("rows", "columns", "kept"), [(24, 40, 0.0), (9, 200, 0.05), (3, 1, 0.0), (16, 300, 0.02)]
+)
+def test_losses_are_those_of_the_stored_codes(rows: int, columns: int, kept: float) -> None:
+    """`sum_j e_j^2` of GPTQ's scaled errors is `D H D^T` with the damped Hessian, at every width."""
+    weight, stats = problem(rows, columns)
+    assert stats.hessian is not None
+    worth = torch.rand(rows, generator=torch.Generator().manual_seed(3)) + 0.1
+    made = compress(weight, stats, builders.layer_spec(kept_channels=kept), worth)
+    damped = stats.hessian + 0.01 * stats.hessian.diagonal().mean() * torch.eye(columns)
+    for bits in BITS:
+        tile = replace(made.tile, counts=(rows,) * bits, codes=made.tile.codes >> (8 - bits))
+        error = tile.dequantize() - weight
+        error[:, tile.kept] = 0  # float16's rounding, which the losses leave out
+        expected = (worth / stats.tokens * ((error @ damped) * error).sum(1))[tile.order]
+        torch.testing.assert_close(made.losses[:, bits - 1], expected, rtol=1e-3, atol=1e-9)
+
+
+@needs_native
+def test_every_width_is_compensated() -> None:
+    """At each width the joint codes lose less than rounding to the same tables; tuned widths lose least."""
+    weight, stats = problem(64, 96)
+    assert stats.hessian is not None
+    alone = LinearStats(stats.tokens, stats.squares, torch.diag(stats.hessian.diagonal()))
+    rounded = compress(weight, alone, builders.layer_spec(kept_channels=0.0)).tile
+    for tuned in (2.0, 3.0, 5.0):
+        made = compress(weight, stats, builders.layer_spec(kept_channels=0.0, tune_for=tuned)).tile
+
+        def loss(tile: Nested, bits: int) -> float:
+            cut = replace(tile, counts=(64,) * bits, codes=tile.codes >> (8 - bits))
+            error = cut.dequantize() - weight
+            assert stats.hessian is not None
+            return float(((error @ stats.hessian) * error).sum())
+
+        for bits in range(max(2, round(tuned) - 2), round(tuned) + 3):
+            assert loss(made, bits) < loss(rounded, bits), (tuned, bits)
+        assert loss(made, round(tuned)) < 0.95 * loss(rounded, round(tuned))
+
+
+@needs_native
+def test_rows_fall_in_sensitivity() -> None:
+    weight, stats = problem(30, 48)
+    worth = torch.linspace(1, 100, 30)
+    made = compress(weight, stats, builders.layer_spec(kept_channels=0.0), worth)
+    mean = made.losses[:, 1:5].log().mean(1)
+    assert (mean.diff() <= 0).all() and sorted(made.tile.order.tolist()) == list(range(30))
+
+
+@needs_native
+def test_dead_channels_and_rows_of_zeros() -> None:
+    weight, stats = problem(10, 40)
+    assert stats.hessian is not None
+    hessian = stats.hessian.clone()
+    hessian[5], hessian[:, 5] = 0, 0
+    weight[3] = 0
+    made = compress(
+        weight,
+        LinearStats(stats.tokens, hessian.diagonal(), hessian),
+        builders.layer_spec(kept_channels=1 / 128),
+    )
+    dense = made.tile.dequantize()
+    assert torch.isfinite(dense).all() and (dense[3] == 0).all() and torch.isfinite(made.losses).all()
+
+
+def test_what_it_needs_is_asked_for() -> None:
+    with pytest.raises(InputError, match="calibrate first"):
+        compress(torch.ones(2, 2), None, builders.layer_spec(kept_channels=1 / 128))
+
+
+def test_the_planned_layout_has_the_average_width() -> None:
+    for bits, counts in ((2, [48, 48]), (3.5, [48, 48, 48, 24]), (8, [48] * 8)):
+        spec = builders.layer_spec(bits, kept_channels=1 / 128)
+        layout = nested_codes.layout(spec, (48, 256))
+        assert layout["tiles"] == [Nested.description(counts, 2)]
+        assert stored_tensors(layout)["plane_1"][1] == (48, 8)

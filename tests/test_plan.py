@@ -1,0 +1,152 @@
+"""What a run is predicted to store, and plans that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from anybit import plan as plan_module
+from anybit.artifact.contents import Plan
+from anybit.calibration.streaming import StreamedModel
+from anybit.config import LayerSpec
+from anybit.errors import InputError
+from anybit.formats.layout import stored_tensors
+from anybit.plan import check_disk, estimate, make_plan, stored_dtype, widths_for_memory
+from tests import builders
+from tests.builders import MakeModel, opened
+
+DEFAULT = builders.layer_spec(3, 64, clip=True)
+
+
+def check_complete(streamed: StreamedModel, made: Plan) -> None:
+    """Every tensor of the model is stored exactly once, quantized or as it is."""
+    quantized = {f"{name}.weight" for name in [*made.layouts, *made.embeddings]}
+    assert quantized.isdisjoint(made.kept) and quantized | made.kept.keys() == streamed.names.keys()
+    assert made.specs.keys() == made.layouts.keys()
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "opt", "gemma3"])
+@pytest.mark.parametrize("embed_bits", [16, 8, 4])
+def test_a_plan_accounts_for_every_tensor(model_dir: MakeModel, family: str, embed_bits: int) -> None:
+    streamed = opened(model_dir(family))
+    made = make_plan(streamed, builders.options("gptq", group_size=16, embed_bits=embed_bits))
+    check_complete(streamed, made)
+    stored = load_file(model_dir(family) / "model.safetensors")
+    assert made.model_weights == sum(t.numel() for t in stored.values())
+    shapes = streamed.all_linears()
+    assert made.linear_weights == sum(a * b for a, b in shapes.values())
+    assert {n: tuple(layout["shape"]) for n, layout in made.layouts.items()} == shapes
+    layouts = [*made.layouts.values(), *made.embeddings.values()]
+    tensors = [field for layout in layouts for field in stored_tensors(layout).values()] + list(
+        made.kept.values()
+    )
+    assert made.tensor_bytes == sum(torch.empty(shape, dtype=dtype).nbytes for dtype, shape in tensors)
+    assert made.size_bytes > made.tensor_bytes
+    assert made.code_bits == 4 and 4 < made.bits_per_weight < 8
+
+
+def test_embedding_and_head_are_stored_once(model_dir: MakeModel) -> None:
+    both = make_plan(opened(model_dir("llama")), builders.options("gptq", embed_bits=8)).embeddings
+    assert set(both) == {"model.embed_tokens", "lm_head"} and not any(e.get("tied") for e in both.values())
+    tied = make_plan(opened(model_dir("llama-tied")), builders.options("gptq", embed_bits=4)).embeddings
+    assert set(tied) == {"model.embed_tokens"} and tied["model.embed_tokens"]["tied"]
+    (tile,) = tied["model.embed_tokens"]["tiles"]
+    assert tile == {"format": "group_int", "bits": 4, "group_size": 128, "symmetric": False}
+    assert make_plan(opened(model_dir("llama")), builders.options("gptq")).embeddings == {}
+
+
+def test_matrices_take_sixteen_bits_and_vectors_stay() -> None:
+    assert stored_dtype(torch.float32, (4, 4)) == stored_dtype(torch.float64, (4, 4)) == torch.float16
+    assert stored_dtype(torch.bfloat16, (4, 4)) == torch.bfloat16
+    assert stored_dtype(torch.float32, (4,)) == torch.float32
+    assert stored_dtype(torch.int64, (4, 4)) == torch.int64
+
+
+def test_a_map_changes_the_layers_it_names(model_dir: MakeModel) -> None:
+    streamed, name = opened(model_dir("llama")), "model.layers.1.mlp.up_proj"
+    made = make_plan(
+        streamed, builders.options("gptq", group_size=16), {name: builders.layer_spec(8, 48, True)}
+    )
+    widths = {n: layout["tiles"][0]["bits"] for n, layout in made.layouts.items()}
+    assert widths == {n: 8 if n == name else 4 for n in streamed.all_linears()}
+    sizes = {n: a * b for n, (a, b) in streamed.all_linears().items()}
+    assert made.code_bits == pytest.approx(4 + 4 * sizes[name] / sum(sizes.values()))
+
+
+def test_include_and_exclude_leave_layers_as_they_are(model_dir: MakeModel) -> None:
+    streamed = opened(model_dir("llama"))
+    config = builders.options("gptq", include=("*.mlp.*",), exclude=("*.0.mlp.down_proj",))
+    made = make_plan(streamed, config)
+    check_complete(streamed, made)
+    assert len(made.layouts) == 5 and "model.layers.0.mlp.down_proj.weight" in made.kept
+    whole = make_plan(streamed, builders.options("gptq"))
+    assert "quantizes 14 linear layers" in whole.coverage()
+    share = 100 * whole.linear_weights / whole.model_weights
+    assert f"{share:.1f} % of all" in whole.coverage() and "quantizes 5 linear layers" in made.coverage()
+    assert "embedding and head" in make_plan(streamed, builders.options("gptq", embed_bits=8)).coverage()
+
+
+@pytest.mark.parametrize(
+    ("config", "spec_map", "words"),
+    [
+        (
+            builders.options("gptq"),
+            {"model.layers.9.mlp.up_proj": DEFAULT},
+            ["layers.9", "model.layers.0.self_attn.q_proj"],
+        ),
+        (builders.options("gptq"), {"lm_head": DEFAULT}, ["'lm_head'"]),
+        (builders.options("gptq", exclude=("*",)), {}, ["--exclude"]),
+        (builders.options("gptq", include=("nothing",)), {}, ["--include"]),
+        (
+            builders.options("gptq"),
+            {"model.layers.0.mlp.up_proj": builders.layer_spec(1)},
+            ["layers.0.mlp.up_proj", "1-bit"],
+        ),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(
+    model_dir: MakeModel, config: builders.Options, spec_map: dict[str, LayerSpec], words: list[str]
+) -> None:
+    with pytest.raises(InputError) as error:
+        make_plan(opened(model_dir("llama")), config, spec_map)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_an_estimate_grows_with_the_work(model_dir: MakeModel, tmp_path: Path) -> None:
+    streamed = opened(model_dir("llama"))
+    small, large = builders.options("rtn"), builders.options("gptq", samples=10**6)
+    few, many = (estimate(streamed, make_plan(streamed, c), c, tmp_path / "a" / "b") for c in (small, large))
+    for figures, config in ((few, small), (many, large)):
+        assert figures["size_bytes"] == make_plan(streamed, config).size_bytes
+    assert 0 < few["seconds"] < many["seconds"] and 0 < few["peak_memory_bytes"] < many["peak_memory_bytes"]
+    assert few["free_disk_bytes"] > 0 and few["bits"] == 4 and few["bits_per_weight"] > 4
+    json.dumps(few)
+
+
+def test_a_disk_too_small_is_refused(
+    model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_plan(opened(model_dir("llama")), builders.options("gptq"))
+    monkeypatch.setattr(
+        plan_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=made.size_bytes - 1)
+    )
+    with pytest.raises(InputError, match="MB free"):
+        check_disk(made, tmp_path / "not" / "there" / "yet")
+    check_disk(made, tmp_path, done_bytes=1)
+
+
+def test_what_fits_a_memory_budget(model_dir: MakeModel) -> None:
+    streamed = opened(model_dir("llama"))
+    base = {"group_size": 16}
+    rows = widths_for_memory(streamed, None, base)
+    assert len(rows) == 7 * 3 and all(row["fits"] for row in rows)
+    sizes = {(row["bits"], row["embed_bits"]): row["size_bytes"] for row in rows}
+    assert sizes[2, 4] == min(sizes.values()) and sizes[8, 4] < sizes[8, 8] < sizes[8, 16]
+    limit = sizes[4, 8]
+    limited = widths_for_memory(streamed, limit, base)
+    assert [row["fits"] for row in limited] == [row["size_bytes"] <= limit for row in rows]

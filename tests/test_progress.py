@@ -1,0 +1,42 @@
+"""What progress looks like, at a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from anybit.progress import Terminal
+
+
+def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Terminal()
+    report.say("[1] what it says is no markup")
+    advance = report.task("work", 20)
+    for _ in range(20):
+        advance(1)
+    report.task("one step", 1)(1)
+    report.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == ["[1] what it says is no markup", "work: 100 %, 0 s, ETA 0 s"]
+
+
+def test_bars_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    report = Terminal()
+    report.task("first", 3)(2)
+    report.task("second", 5)(5)
+    report.close()
+    report.close()  # ends nothing twice
+    shown = screen.getvalue()
+    for part in ("first", "2/3", "second", "5/5", "ETA"):
+        assert part in shown
+    report.task("third", 7)(1)  # begins again
+    report.close()
+    assert "1/7" in screen.getvalue()
