@@ -108,13 +108,16 @@ def search(model: Path) -> dict[str, float]:
     """In this process: peak memory of MixLLM's search over 1 x 2048 tokens, and what a block keeps for its gradient."""
     from anybit.calibration.streaming import StreamedModel
     from anybit.checkpoint.directory import open_checkpoint
-    from anybit.config import QuantizeConfig
     from anybit.driver import compute_dtype
     from anybit.methods import sensitivity
+    from anybit.methods.method import Search
+    from anybit.methods.mixllm import MixLLM
 
     streamed = StreamedModel(open_checkpoint(model), compute_dtype())
     tokens = torch.randint(0, 256, (1, 2048), generator=torch.Generator().manual_seed(0))
-    sensitivity.search(streamed, tokens, streamed.all_linears(), QuantizeConfig("mixllm", wide_rows=0.1))
+    sensitivity.salient_rows(
+        Search(streamed, tokens, streamed.all_linears(), MixLLM(wide_rows=0.1).resolve())
+    )
     peak = peak_mb(os.getpid())
     calls: list[tuple[tuple[torch.Tensor, ...], dict[str, object]]] = []
     block = streamed.blocks[0]

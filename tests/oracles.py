@@ -90,14 +90,14 @@ def groups_in_order(energy: np.ndarray, rows: int, spec: builders.LayerSpec) -> 
     for cols in dict.fromkeys(t.cols for t in spec.tiles):
         tiles = [t for t in spec.tiles if t.cols == cols]
         channels = list(range(len(energy)) if cols is None else cols)
-        if spec.desc_act:
+        if getattr(spec.options, "desc_act", False):
             channels.sort(key=lambda j: -energy[j])
         size = len(channels) if tiles[0].group_size == -1 else tiles[0].group_size
         of_row = {i: t for t in tiles for i in (range(rows) if t.rows is None else t.rows)}
         bits, symmetric = [of_row[i].bits for i in range(rows)], [of_row[i].symmetric for i in range(rows)]
         for start in range(0, len(channels), size):
             groups.append(Group(channels[start : start + size], bits, symmetric))
-    if spec.group_reorder and not spec.desc_act:
+    if spec.options.group_reorder and not getattr(spec.options, "desc_act", False):
         groups.sort(key=lambda g: -float(np.mean(energy[g.channels])))
     return groups
 
@@ -124,7 +124,7 @@ def gptq_oracle(weight: Tensor, stats: LinearStats, spec: builders.LayerSpec) ->
     diagonal = h.diagonal().copy()
     dead = diagonal == 0
     mean = diagonal.mean() if diagonal.any() else 1.0
-    h[np.diag_indices(len(h))] += np.where(dead, mean, spec.damp * mean)
+    h[np.diag_indices(len(h))] += np.where(dead, mean, spec.options.damp * mean)
     w[:, dead] = 0
     groups = groups_in_order(diagonal, len(w), spec)
     inverse, cost = np.linalg.inv(h), np.zeros(len(h))
@@ -132,7 +132,7 @@ def gptq_oracle(weight: Tensor, stats: LinearStats, spec: builders.LayerSpec) ->
         cost[j], inverse = 1 / inverse[j, j], eliminate(inverse, j)
     inverse, dense, left = np.linalg.inv(h), np.zeros_like(w), np.ones(len(h), bool)
     for group in groups:
-        ratio = ratios_of(torch.tensor(np.where(dead, 0, weight)), group, cost, spec.clip)
+        ratio = ratios_of(torch.tensor(np.where(dead, 0, weight)), group, cost, spec.options.clip)
         fitted = [
             scalar_grid(w[i, group.channels], group.bits[i], group.symmetric[i], ratio[i])
             for i in range(len(w))

@@ -142,11 +142,10 @@ def test_a_disk_too_small_is_refused(
 
 def test_what_fits_a_memory_budget(model_dir: MakeModel) -> None:
     streamed = opened(model_dir("llama"))
-    base = {"group_size": 16}
-    rows = widths_for_memory(streamed, None, base)
+    rows = widths_for_memory(streamed, None, 16, False)
     assert len(rows) == 7 * 3 and all(row["fits"] for row in rows)
     sizes = {(row["bits"], row["embed_bits"]): row["size_bytes"] for row in rows}
     assert sizes[2, 4] == min(sizes.values()) and sizes[8, 4] < sizes[8, 8] < sizes[8, 16]
     limit = sizes[4, 8]
-    limited = widths_for_memory(streamed, limit, base)
+    limited = widths_for_memory(streamed, limit, 16, False)
     assert [row["fits"] for row in limited] == [row["size_bytes"] <= limit for row in rows]

@@ -11,25 +11,27 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from lab import Lab, arguments
 from torch import Tensor
 
-from anybit.config import NESTED_WIDTHS, LayerSpec, TileSpec
+from anybit.config import LayerSpec, TileSpec
 from anybit.formats.layout import at_width, stored_bytes
 from anybit.formats.weight import QuantizedWeight, pack, unpack
-from anybit.methods import squeezellm
+from anybit.methods import any_precision
+from anybit.methods.any_precision import AnyPrecision
 from anybit.methods.compensation import inverse_factor
 
+NESTED_WIDTHS = AnyPrecision().widths
 WIDTH_SETS = ((3, 6), (4, 8), (3, 4, 6), (3, 4, 8), (3, 4, 6, 8), NESTED_WIDTHS)
 LLAMA_7B = {(4096, 4096): 4 * 32, (11008, 4096): 2 * 32, (4096, 11008): 32}  # shape [out, in] -> how many
 
 
-def spec(widths: tuple[int, ...], codebook_bits: int = 16) -> LayerSpec:
-    return LayerSpec(tiles=(TileSpec(widths[-1]),), widths=widths, codebook_bits=codebook_bits)
+def spec(widths: tuple[int, ...], codebook_bits: int = 16) -> LayerSpec[AnyPrecision]:
+    options = AnyPrecision(widths=widths, codebook_bits=codebook_bits).resolve()
+    return LayerSpec(options, (TileSpec(widths[-1]),))
 
 
 def of_width(parent: QuantizedWeight, bits: int) -> QuantizedWeight:
@@ -50,7 +52,7 @@ def table_1(lab: Lab) -> None:
     for title, shapes in models.items():
         print(f"\n{title}\n\n| widths | one file, MB | separate files, MB | saving |\n|---|---|---|---|")
         parents = {
-            shape: pack(squeezellm.quantize(random(shape), None, spec(NESTED_WIDTHS))) for shape in shapes
+            shape: pack(any_precision.quantize(random(shape), None, spec(NESTED_WIDTHS))) for shape in shapes
         }
         for widths in WIDTH_SETS:
             sets = {
@@ -143,7 +145,8 @@ def uniform_gptq(weight: Tensor, hessian: Tensor, bits: int, parents: Tensor | N
 def parents_of(lab: Lab) -> dict[str, QuantizedWeight]:
     fisher = lab.fisher(lab.tokens())
     return {
-        name: squeezellm.quantize(lab.weight(name), fisher[name], spec(NESTED_WIDTHS)) for name in lab.shapes
+        name: any_precision.quantize(lab.weight(name), fisher[name], spec(NESTED_WIDTHS))
+        for name in lab.shapes
     }
 
 
@@ -160,8 +163,10 @@ def table_3(lab: Lab) -> None:
     def independent(bits: int) -> Callable[[], dict[str, QuantizedWeight]]:
         def run() -> dict[str, QuantizedWeight]:
             fisher = lab.fisher(lab.tokens())
-            alone = replace(spec((bits,)), widths=())
-            return {name: squeezellm.quantize(lab.weight(name), fisher[name], alone) for name in lab.shapes}
+            alone = spec((bits,))
+            return {
+                name: any_precision.quantize(lab.weight(name), fisher[name], alone) for name in lab.shapes
+            }
 
         return run
 
@@ -195,7 +200,7 @@ def table_5(lab: Lab) -> None:
         for name in lab.shapes:
             weight = lab.weight(name)
             begun = time.perf_counter()
-            pack(squeezellm.quantize(weight, fisher[name], spec(widths)))
+            pack(any_precision.quantize(weight, fisher[name], spec(widths)))
             total += time.perf_counter() - begun
         seconds[label] = total
     lab.keep({"key": "table 5", **seconds})

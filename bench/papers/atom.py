@@ -27,8 +27,10 @@ from anybit.methods import METHODS, atom, rtn
 KV_WIDTHS = (8, 4, 3, 2)
 
 
-def spec(bits: int, group_size: int = 128, **options: object) -> LayerSpec:
-    return LayerSpec(tiles=(TileSpec(bits, group_size, True),), **{"act_bits": bits, **options})  # type: ignore[arg-type]
+def spec(bits: int, group_size: int = 128, **options: object) -> LayerSpec[atom.Atom]:
+    plain = {"act_bits": bits, "clip": False, "clip_ratio": 1.0, "act_clip": 1.0}
+    made = atom.Atom(**{**plain, **options}).resolve()  # type: ignore[arg-type]
+    return LayerSpec(made, (TileSpec(bits, group_size, True),))
 
 
 FIXED = {"clip_ratio": 0.85, "act_clip": 0.9}
@@ -45,7 +47,7 @@ class Experiments:
             self._stats = self.lab.inputs(self.lab.tokens(), hessian=True, attention=True, details=True)
         return self._stats
 
-    def made(self, method: str, layer: LayerSpec) -> Callable[[], Weights]:
+    def made(self, method: str, layer: LayerSpec[atom.Atom]) -> Callable[[], Weights]:
         def run() -> Weights:
             return {
                 n: METHODS[method].quantize(self.lab.weight(n), self.stats()[n], layer)
@@ -54,7 +56,7 @@ class Experiments:
 
         return run
 
-    def rounded(self, layer: LayerSpec, full_precision: bool = False) -> Callable[[], Weights]:
+    def rounded(self, layer: LayerSpec[atom.Atom], full_precision: bool = False) -> Callable[[], Weights]:
         """Plain rounding of Atom's two tiles; outlier channels optionally in 16 bits."""
 
         def run() -> Weights:
@@ -62,7 +64,7 @@ class Experiments:
             for name in self.lab.shapes:
                 weight, stats = self.lab.weight(name), self.stats()[name]
                 assert stats.inputs is not None
-                tiles = atom.split(layer, torch.argsort(stats.inputs.energy, stable=True))
+                tiles = atom.split(layer, stats.inputs.energy.argsort(stable=True).tolist())
                 quantized = rtn.quantize(weight, None, tiles)
                 if full_precision:
                     body, outliers = quantized.tiles
@@ -82,9 +84,9 @@ class Experiments:
             "+ outliers in 16 bits": self.rounded(row, full_precision=True),
             "+ outliers in 8 bits": self.rounded(row),
             "+ groups of 128": self.rounded(group),
-            "+ clipping": self.rounded(replace(group, **FIXED)),
-            "+ GPTQ": self.made("atom", replace(group, group_reorder=False, **FIXED)),
-            "+ group reorder, searched clipping of weights (ours)": self.made("atom", replace(group, **OWN)),
+            "+ clipping": self.rounded(group.but(**FIXED)),
+            "+ GPTQ": self.made("atom", group.but(group_reorder=False, **FIXED)),
+            "+ group reorder, searched clipping of weights (ours)": self.made("atom", group.but(**OWN)),
         }
         self.lab.measure("unquantized", lambda: None)
         keys = {"unquantized": "unquantized"} | {label: f"table 4: {label}" for label in steps}

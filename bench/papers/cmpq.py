@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from lab import Lab, Weights, arguments, run
@@ -21,7 +22,7 @@ from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec, TileSpec
 from anybit.formats import Float16, Tile
 from anybit.formats.weight import QuantizedWeight
-from anybit.methods import cmpq, gptq, rtn
+from anybit.methods import channel_codebooks, cmpq, gptq, rtn
 
 Stats = dict[str, LinearStats]
 SWEEP = [round(2 + 0.2 * i, 1) for i in range(11)]
@@ -29,8 +30,8 @@ RATIOS = (0.0005, 0.001, 0.002, 0.003, 0.0045)
 SAMPLES = (1, 2, 5, 10)
 
 
-def spec(bits: float, **options: object) -> LayerSpec:
-    return LayerSpec(tiles=(TileSpec(bits),), **options)  # type: ignore[arg-type]
+def spec(bits: float, **options: object) -> LayerSpec[cmpq.CMPQ]:
+    return LayerSpec(cmpq.CMPQ(**options).resolve(), (TileSpec(bits),))  # type: ignore[arg-type]
 
 
 class Experiments:
@@ -80,7 +81,7 @@ class Experiments:
             def run() -> Weights:
                 stats = self.hessians() if method == "gptq" else {}
                 quantize = rtn.quantize if method == "rtn" else gptq.quantize
-                made = spec(bits, clip=method == "gptq")
+                made = (rtn.RTN() if method == "rtn" else gptq.GPTQ()).with_bits(bits).resolve().layer_spec()
                 return {n: quantize(self.lab.weight(n), stats.get(n), made) for n in self.lab.shapes}
 
             return run
@@ -95,13 +96,22 @@ class Experiments:
             self.lab.measure(f"compensated {bits}", self.cmpq(bits, compensate=True))
         self.lab.table(rows)
 
+    @staticmethod
+    def without_extremes(make: Callable[[], Weights]) -> Callable[[], Weights]:
+        """All channels at one width."""
+
+        def run() -> Weights:
+            with patch.object(channel_codebooks, "EXTREMES", 0.0):
+                return make()
+
+        return run
+
     def table_3(self) -> None:
         """What each part adds at 3 bits."""
-        kept = {"error_outliers": 0.0, "extremes": False}
         steps = {
             "RTN": self.uniform_rows(0.0),
             "+ O_act": self.uniform_rows(0.0045),
-            "+ non-uniform": self.cmpq(3, **kept),
+            "+ non-uniform": self.without_extremes(self.cmpq(3, error_outliers=0.0)),
             "+ mixed precision": self.cmpq(3, error_outliers=0.0),
         }
         for label, make in steps.items():
@@ -203,7 +213,7 @@ class Experiments:
             made: dict[str, Tensor] = {}
             for name, (_, in_features) in self.lab.shapes.items():
                 weight = self.lab.weight(name)
-                counts, kept = cmpq.allocation(spec(bits, channel_outliers=0.005), in_features)
+                counts, kept = channel_codebooks.allocation(spec(bits, channel_outliers=0.005), in_features)
                 order = torch.argsort(stats[name].squares, stable=True)
                 made[name] = weight.half().float()
                 for width, chosen in zip(counts, order[: in_features - kept].split(list(counts.values()))):
@@ -217,7 +227,7 @@ class Experiments:
         """Bits per weight that `uniform_channels` would store: a float16 scale and a zero point per 128 outputs."""
         total = weights = 0.0
         for out, in_features in self.lab.shapes.values():
-            counts, kept = cmpq.allocation(spec(bits, channel_outliers=0.005), in_features)
+            counts, kept = channel_codebooks.allocation(spec(bits, channel_outliers=0.005), in_features)
             groups = -(-out // 128)
             total += 16 * out * kept + sum(
                 n * (width * out + (16 + width) * groups) for width, n in counts.items()

@@ -14,20 +14,19 @@ import random
 from pathlib import Path
 from typing import Any
 
-from anybit import evaluate, quantize
+from anybit import evaluate, methods, quantize
 from anybit.calibration import texts
-from anybit.config import QuantizeConfig
 from anybit.evaluation.embeddings import COLUMNS, embed, pooling_of, split_sentences
 from anybit.loader import load, load_tokenizer
 from anybit.progress import Terminal
 
 PAIRS = 250  # sentences that are paired, twice each
 ROWS: dict[str, dict[str, Any]] = {
-    "RTN 4": {"method": "rtn", "bits": 4},
-    "GPTQ 4": {"method": "gptq", "bits": 4},
-    "RTN 3": {"method": "rtn", "bits": 3},
-    "GPTQ 3": {"method": "gptq", "bits": 3},
-    "2/4/16, 25 % at 4 bits": {"method": "two-four-sixteen", "wide_groups": 0.25},
+    "RTN 4": {"name": "rtn", "bits": 4},
+    "GPTQ 4": {"name": "gptq", "bits": 4},
+    "RTN 3": {"name": "rtn", "bits": 3},
+    "GPTQ 3": {"name": "gptq", "bits": 3},
+    "2/4/16, 25 % at 4 bits": {"name": "two-four-sixteen", "wide_groups": 0.25},
 }
 
 
@@ -68,8 +67,8 @@ def main() -> None:
     print(f"| unquantized | 32 | 1 | 1 | {base['spearman']:.4f} |", flush=True)
     for label in args.only:
         out = args.work / label.replace("/", "-").replace(" ", "-")
-        config = QuantizeConfig(**ROWS[label], **windows)
-        quantize(args.model, out, config, calibration=args.calibration, overwrite=True, report=Terminal())
+        asked = methods.options(**ROWS[label], **windows)
+        quantize(args.model, out, asked, calibration=args.calibration, overwrite=True, report=Terminal())
         f = evaluate(out, base=args.model, pairs=pairs)
         cells = [f["bits_per_weight"], f["cosine_mean"], f["cosine_min"], f["spearman"]]
         print(f"| {label} | {cells[0]:.3f} | " + " | ".join(f"{x:.4f}" for x in cells[1:]) + " |", flush=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,11 +18,14 @@ from torch import Tensor
 
 from anybit.calibration.stats import LinearStats
 from anybit.calibration.streaming import StreamedModel
-from anybit.config import LayerSpec, QuantizeConfig, TileSpec
+from anybit.config import LayerSpec, TileSpec
 from anybit.driver import compute_dtype
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels.reference import quantize_activations
 from anybit.methods import METHODS, mixllm, sensitivity
+from anybit.methods.gptq import GPTQ
+from anybit.methods.method import Search
+from anybit.methods.mixllm import MixLLM
 
 Rows = dict[str, tuple[int, ...]]
 SHARES = (0.0, 0.1, 0.2, 0.5, 1.0)
@@ -31,8 +33,9 @@ KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 PAPER = (3.93, 12.36, 71.22, 18.70, 0.73, 1.46, 53.82)  # table 4, Llama 3.1 8B
 
 
-def spec(bits: int, group_size: int = 128, symmetric: bool = False, **options: object) -> LayerSpec:
-    return LayerSpec(tiles=(TileSpec(bits, group_size, symmetric),), **options)  # type: ignore[arg-type]
+def spec(bits: int, group_size: int = 128, symmetric: bool = False, **options: object) -> LayerSpec[GPTQ]:
+    made = GPTQ(**{"clip": False, **options}).resolve()  # type: ignore[arg-type]
+    return LayerSpec(made, (TileSpec(bits, group_size, symmetric),))
 
 
 def per_token(bits: int) -> Rounding:
@@ -59,17 +62,19 @@ class Experiments:
 
     def rows(self, share: float, kind: str = "full", search: str = "one-pass") -> Rows:
         """The wide rows; finished searches lie in the work folder."""
-        config = QuantizeConfig("mixllm", wide_rows=share, salience=kind, search=search)
+        config = MixLLM(wide_rows=share, salience=kind, search=search).resolve()
         folder = self.lab.folder / f"salience-{kind}-{search}"
         streamed = StreamedModel(self.lab.checkpoint, compute_dtype())
-        return sensitivity.search(
-            streamed, self.lab.tokens(), self.lab.shapes, config, folder, self.lab.report
+        return sensitivity.salient_rows(
+            Search(
+                streamed, self.lab.tokens(), self.lab.shapes, config, folder=folder, report=self.lab.report
+            )
         )
 
     def quantize(
-        self, method: str, made: LayerSpec, rows: Rows | None = None, attention: bool = True
+        self, method: str, made: LayerSpec[GPTQ], rows: Rows | None = None, attention: bool = True
     ) -> Weights:
-        stats = self.stats(attention) if method != "rtn" or made.clip else {}
+        stats = self.stats(attention) if method != "rtn" or made.options.clip else {}
         weights: dict[str, QuantizedWeight] = {}
         for name, (out, _) in self.lab.shapes.items():
             own = made if rows is None else mixllm.with_rows(made, rows[name], out)
@@ -101,9 +106,9 @@ class Experiments:
     def figure_6(self) -> None:
         """What each part adds; then what is this project's own, value tokens weighted by attention."""
         row_sym, row, group = spec(4, -1, True), spec(4, -1), spec(4)
-        a8, gptq = replace(group, act_bits=8), replace(group, act_bits=8, group_reorder=False)
-        reorder = replace(gptq, group_reorder=True)
-        clip = replace(reorder, clip=True)
+        a8, gptq = group.but(act_bits=8), group.but(act_bits=8, group_reorder=False)
+        reorder = gptq.but(group_reorder=True)
+        clip = reorder.but(clip=True)
         steps: dict[str, tuple[Callable[[], Weights], Rounding | None]] = {
             "W4A4 RTN per channel and token, symmetric": (
                 lambda: self.quantize("rtn", row_sym),
@@ -185,10 +190,12 @@ class Experiments:
         """Seconds of the search, one pass over the calibration tokens."""
         folder = self.lab.folder / "timing.json"
         if not folder.exists():
-            config = QuantizeConfig("mixllm", wide_rows=0.1)
+            config = MixLLM(wide_rows=0.1).resolve()
             streamed = StreamedModel(self.lab.checkpoint, compute_dtype())
             begun = time.perf_counter()
-            sensitivity.search(streamed, self.lab.tokens(), self.lab.shapes, config, None, self.lab.report)
+            sensitivity.salient_rows(
+                Search(streamed, self.lab.tokens(), self.lab.shapes, config, report=self.lab.report)
+            )
             folder.write_text(
                 json.dumps({"seconds": time.perf_counter() - begun, "threads": torch.get_num_threads()})
             )

@@ -14,20 +14,25 @@ from lab import Lab, Weights, arguments, run
 
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec, TileSpec
-from anybit.evaluation import perplexity
+from anybit.evaluation.perplexity import perplexity
 from anybit.formats import TwoFour
 from anybit.formats.weight import QuantizedWeight
 from anybit.methods import gptq, rtn, two_four_sixteen
-from anybit.methods.two_four_sixteen import bits_eq10
+from anybit.methods.gptq import GPTQ
+from anybit.methods.rtn import RTN
+from anybit.methods.two_four_sixteen import TwoFourSixteen, bits_eq10
 
 SHARES = (0.25, 0.1)  # 2.84 and 2.61 bits
 OUTLIERS = (0.0, 0.002, 0.005)
 WINDOWS = 4  # of calibration text, by which decoder blocks are chosen
 
 
-def spec(wide: float, outliers: float = 0.0, clip: bool = True, group_size: int = 16) -> LayerSpec:
+def spec(
+    wide: float, outliers: float = 0.0, clip: bool = True, group_size: int = 16
+) -> LayerSpec[TwoFourSixteen]:
     tile = TileSpec(bits_eq10(wide, group_size), group_size)
-    return LayerSpec(tiles=(tile,), exclusive_outliers=outliers, clip=clip)
+    options = TwoFourSixteen(exclusive_outliers=outliers, clip=clip).resolve()
+    return LayerSpec(options, (tile,))
 
 
 class Experiments:
@@ -41,17 +46,17 @@ class Experiments:
             self._stats = self.lab.inputs(self.lab.tokens(), hessian=True)
         return self._stats
 
-    def whole(self, layer: LayerSpec) -> Callable[[], Weights]:
+    def whole(self, layer: LayerSpec[TwoFourSixteen]) -> Callable[[], Weights]:
         return lambda: {n: self.quantize(n, layer) for n in self.lab.shapes}
 
-    def quantize(self, name: str, layer: LayerSpec) -> QuantizedWeight:
+    def quantize(self, name: str, layer: LayerSpec[TwoFourSixteen]) -> QuantizedWeight:
         return two_four_sixteen.quantize(self.lab.weight(name), self.stats()[name], layer)
 
     def table_1(self) -> None:
         """Beside 3-bit RTN and GPTQ in groups of 128."""
 
         def uniform(method: str) -> Callable[[], Weights]:
-            layer = LayerSpec(tiles=(TileSpec(3),), clip=method == "gptq")
+            layer = (RTN(bits=3) if method == "rtn" else GPTQ(bits=3)).resolve().layer_spec()
             make = rtn.quantize if method == "rtn" else gptq.quantize
             return lambda: {n: make(self.lab.weight(n), self.stats()[n], layer) for n in self.lab.shapes}
 

@@ -266,6 +266,10 @@ class LayerSpec(Generic[O_co]):
     options: O_co  # of the method, none left open
     tiles: tuple[TileSpec, ...]
 
+    def but(self, **changed: Any) -> Self:
+        """The same tiles with other options."""
+        return replace(self, options=replace(self.options, **changed))
+
 
 SpecMap = dict[str, LayerSpec[Any]]
 

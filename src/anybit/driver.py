@@ -120,7 +120,7 @@ def _prepare(model: str | Path, out: Path, options: Options, settings: Settings)
     report, device = settings.get("report", SILENT), settings.get("device", "cpu")
     _check_device(device)
     streamed = StreamedModel(open_checkpoint(model), compute_dtype(device), device)
-    options = fit_budget(streamed, options).resolve()
+    options = fit_budget(streamed, options)
     plan = make_plan(streamed, options, settings.get("spec_map"))
     check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, options))
     for note in (

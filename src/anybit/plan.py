@@ -99,13 +99,13 @@ def _check_for_encoder(kind: str, options: Options) -> None:
 
 
 def fit_budget(streamed: StreamedModel, options: Options) -> Options:
-    """The options with the largest width within their budget of bits per weight or bytes; as they are without one.
+    """The options, none left open, at the largest width within their budget of bits per weight or bytes, if any.
 
     Raises:
         InputError: the smallest width is too large.
     """
     if options.budget is None:
-        return options
+        return options.resolve()
     widths, bpw = options.widths_of, options.bpw
     size = parse_bytes(options.size) if isinstance(options.size, str) else options.size
     plans: dict[float, Plan] = {}
@@ -131,7 +131,7 @@ def fit_budget(streamed: StreamedModel, options: Options) -> Options:
             low, high = (middle, high) if fits(best + middle / BUDGET_STEPS) else (low, middle)
         best += low / BUDGET_STEPS
     best = max([best, *(bits for bits in widths.compact if bits > best and fits(bits))])
-    return options.with_bits(best)
+    return options.with_bits(best).resolve()
 
 
 def spec_layout(name: str, spec: LayerSpec[Any], shape: tuple[int, int], method: Method) -> dict[str, Any]:

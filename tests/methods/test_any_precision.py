@@ -192,14 +192,14 @@ def test_flipped_bytes_are_found(parent: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "word"),
     [
-        ({"bits": 4, "widths": [3, 4]}, "different widths"),
+        ({"bits": 4, "widths": [3, 4]}, "stores all of its widths"),
         ({"bits": 4}, "bits would be ignored"),
         ({"widths": [4, 3]}, "ascending"),
-        ({"widths": None}, "list of widths"),
+        ({"widths": None}, "widths"),
         ({"codebook_bits": 7}, "16, 8, 4"),
-        ({"group_size": 32, "damp": 0.5}, "damp is for anybit"),
-        ({"error_outliers": 0.01}, "error_outliers is for cmpq"),
-        ({"sensitive_outliers": -1}, "sensitive_outliers -1"),
+        ({"group_size": 32, "damp": 0.5}, "unknown field .damp. of any-precision"),
+        ({"error_outliers": 0.01}, "unknown field .error_outliers."),
+        ({"sensitive_outliers": 0.01}, "unknown field .sensitive_outliers."),
     ],
 )
 def test_specs_that_cannot_be(entry: dict[str, Any], word: str, model_dir: MakeModel, tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_a_spec_says_nothing_of_widths(
             model_dir("llama"), tmp_path / "out", ANYBIT,
             spec_map={name: parse_layer_spec(name, {"bits": 3}, default)}, calibration=str(text_file),
         )  # fmt: skip
-    with pytest.raises(InputError, match="tune_for 20"):
+    with pytest.raises(InputError, match=r"tune_for .--tune-for. 20"):
         parse_layer_spec(name, {"tune_for": 20.0}, default)
     own = parse_layer_spec(name, {"kept_channels": 0.0}, default)
     anybit.quantize(

@@ -36,21 +36,21 @@ def test_atom_keeps_outliers() -> None:
     assert outliers.act_clip is not None and (outliers.act_clip == 1).all()
     x = outlier_inputs(128, weight.shape[1], seed=8)
     plain = replace(spec, tiles=(TileSpec(4, 32, True),))
-    without = METHODS["rtn"].quantize(weight, stats, replace(plain, outlier_channels=None))
+    without = METHODS["rtn"].quantize(weight, stats, plain)
     assert output_error(weight, made, x) < 0.2 * output_error(weight, without, x)
 
 
 def test_atom_default_outliers() -> None:
     assert [atom.outlier_channels(n) for n in (32, 576, 1536, 4096, 11008)] == [16, 16, 48, 128, 128]
     with pytest.raises(InputError, match="leave none"):
-        atom.split(builders.layer_spec(), torch.arange(16))
+        atom.split(builders.layer_spec(outlier_channels=None), range(16))
 
 
 def test_outlier_channels_are_never_clipped() -> None:
     weight, stats, _, spec = rounded_layer("atom")
     for bits in (4, 8):
         for static in (False, True):
-            made = METHODS["atom"].quantize(weight, stats, replace(spec, act_bits=bits, act_static=static))
+            made = METHODS["atom"].quantize(weight, stats, spec.but(act_bits=bits, act_static=static))
             body, outliers = made.tiles
             assert isinstance(body, GroupInt) and isinstance(outliers, GroupInt) and stats.inputs is not None
             if static:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import anybit
+from anybit import methods
 from anybit.artifact.sizes import inspect
 from anybit.calibration.stats import LinearStats
 from anybit.errors import InputError
@@ -38,7 +39,7 @@ SMALL: dict[str, Any] = {"samples": 2, "seq_len": 16}
 )
 def test_channels_round_trip_and_multiply(shape: tuple[int, int], options: dict[str, Any]) -> None:
     weight = random_matrix(*shape)
-    made = codebook_spec(**options)
+    made = cmpq_spec(**options)
     quantized = cmpq.quantize(weight, correlated_moments(weight), made)
     check_whole_way(quantized, cmpq.layout(made, shape))
 
@@ -112,12 +113,11 @@ def test_a_size_finds_an_average_width(model_dir: MakeModel) -> None:
     from tests.builders import opened
 
     streamed = opened(model_dir("llama"))
-    config = builders.options("cmpq", **SMALL)
     sizes = {b: make_plan(streamed, builders.options("cmpq", bits=b, **SMALL)).size_bytes for b in (3, 4)}
     size = (sizes[3] + sizes[4]) // 2
-    found = fit_budget(streamed, config, None, size)
+    found = fit_budget(streamed, methods.options("cmpq", size=size, **SMALL))
     assert found.bits is not None
     assert 3 < found.bits < 4
     assert make_plan(streamed, found).size_bytes <= size
-    with pytest.raises(InputError, match="follows from its widths"):
-        fit_budget(streamed, builders.options("any-precision"), None, size)
+    with pytest.raises(InputError, match="size follows from widths"):
+        methods.options("any-precision", size=size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +77,7 @@ def test_a_spec_may_ask_for_inputs(
     folder = model_dir("llama")
     name = list(opened(folder).all_linears())[-1]
     config = builders.options(method, group_size=16, **SMALL)
-    anybit.quantize(
-        folder, tmp_path / "out", config, spec_map={name: replace(builders.spec_of(config), **option)}
-    )
+    anybit.quantize(folder, tmp_path / "out", config, spec_map={name: builders.spec_of(config).but(**option)})
     (line,) = [line for line in inspect(tmp_path / "out")["layers"] if line["name"] == name]
     fields = load(tmp_path / "out").get_submodule(name).packed.tensors
     assert "input_scale" in fields or "act_scales" in fields, line

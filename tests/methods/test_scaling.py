@@ -19,7 +19,7 @@ from tests.oracles import output_error
 def test_scaling_is_worth_it(kind: str) -> None:
     """Scaled, the output error falls; and what is stored is the factor times the scaled matrix."""
     weight, stats, made, spec = rounded_layer(kind)
-    plain = METHODS["rtn"].quantize(weight, stats, replace(spec, scaling="none"))
+    plain = METHODS["rtn"].quantize(weight, stats, spec.but(scaling="none"))
     x = outlier_inputs(128, weight.shape[1], seed=8)
     assert made.input_scale is not None and made.input_scale.float().std() > 0
     assert output_error(weight, made, x) < 0.9 * output_error(weight, plain, x)
@@ -29,9 +29,9 @@ def test_scaling_is_judged_on_the_rows_widths() -> None:
     """Rows of 4 bits decide alpha, though the first tile is one of 8."""
     weight, stats, _, spec = rounded_layer("mixllm")
     assert stats.hessian is not None
-    mixed = scaling.search(weight, stats, replace(spec, scaling="awq", act_bits=16))
-    narrow = replace(spec, tiles=(TileSpec(4, 32),), scaling="awq", act_bits=16)
-    wide = replace(spec, tiles=(TileSpec(8, 32, True),), scaling="awq", act_bits=16)
+    mixed = scaling.search(weight, stats, spec.but(scaling="awq", act_bits=16))
+    narrow = replace(spec.but(scaling="awq", act_bits=16), tiles=(TileSpec(4, 32),))
+    wide = replace(spec.but(scaling="awq", act_bits=16), tiles=(TileSpec(8, 32, True),))
     assert torch.equal(mixed, scaling.search(weight, stats, narrow))
     assert not torch.equal(mixed, scaling.search(weight, stats, wide))
 
@@ -70,5 +70,5 @@ def test_scaling_composes_with_gptq(kind: str) -> None:
     by_hand = LinearStats.empty(72, hessian=True)
     by_hand.hessian = stats.hessian * factor * factor[:, None]  # type: ignore[operator]
     by_hand.inputs = inputs
-    expected = gptq.quantize(weight / factor, by_hand, replace(spec, scaling="none"))
+    expected = gptq.quantize(weight / factor, by_hand, spec.but(scaling="none"))
     assert torch.equal(replace(made, input_scale=None).dequantize(), expected.dequantize())

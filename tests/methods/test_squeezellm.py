@@ -14,7 +14,7 @@ from anybit.errors import InputError
 from anybit.formats.validate import validate
 from anybit.formats.weight import pack
 from anybit.loader import load
-from anybit.methods import cmpq, row_codebooks, squeezellm
+from anybit.methods import METHODS, cmpq, row_codebooks, squeezellm
 from tests import builders
 from tests.builders import MakeModel, cmpq_spec, codebook_spec, correlated_moments, random_matrix
 from tests.probes import check_whole_way, logits
@@ -41,8 +41,8 @@ def fisher_of(weight: torch.Tensor, seed: int = 1) -> GradientStats:
 def test_rows_round_trip_and_multiply(shape: tuple[int, int], options: dict[str, Any]) -> None:
     weight = random_matrix(*shape)
     made = codebook_spec(**options)
-    quantized = squeezellm.quantize(weight, fisher_of(weight), made)
-    check_whole_way(quantized, squeezellm.layout(made, shape))
+    method = METHODS[made.options.name]
+    check_whole_way(method.quantize(weight, fisher_of(weight), made), method.layout(made, shape))
 
 
 def test_outliers_are_kept() -> None:

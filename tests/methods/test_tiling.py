@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from anybit.methods import METHODS
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec, TileSpec
 from anybit.errors import InputError
@@ -44,11 +45,11 @@ def test_tilings_that_do_not_fit_are_refused(tiles: tuple[TileSpec, ...], word: 
 
 
 TILINGS = {
-    "plain": LayerSpec.uniform(4, 16),
-    "planes": LayerSpec.uniform(3, 128, True),
-    "whole rows": LayerSpec.uniform(5, -1),
-    "desc_act": LayerSpec.uniform(4, 16, desc_act=True),
-    "rows": LayerSpec((TileSpec(8, 16, True, rows=(1, 4)), TileSpec(4, 16, rows=(0, 2, 3)))),
+    "plain": builders.layer_spec(4, 16),
+    "planes": builders.layer_spec(3, 128, True),
+    "whole rows": builders.layer_spec(5, -1),
+    "desc_act": builders.layer_spec(4, 16, desc_act=True),
+    "rows": builders.layer_spec(tiles=(TileSpec(8, 16, True, rows=(1, 4)), TileSpec(4, 16, rows=(0, 2, 3)))),
     "rows, desc_act": LayerSpec(
         (TileSpec(8, 16, rows=(1, 4)), TileSpec(4, 16, rows=(0, 2, 3))), desc_act=True
     ),
@@ -63,26 +64,25 @@ def test_the_layout_is_known_before_the_bytes(name: str) -> None:
     spec, weight = TILINGS[name], torch.randn(5, 41, generator=torch.Generator().manual_seed(0))
     stats = LinearStats.empty(41, hessian=True)
     stats.add(torch.randn(99, 41, generator=torch.Generator().manual_seed(1)))
-    planned = spec_layout("layer", spec, (5, 41), "gptq")
+    planned = spec_layout("layer", spec, (5, 41), METHODS["gptq"])
     validate_layout("layer", planned)
     packed = pack(gptq.quantize(weight, stats, spec))
     assert packed.layout == planned
     assert packed.nbytes == stored_bytes(planned)
-    if not spec.desc_act:
-        assert spec_layout("layer", spec, (5, 41), "rtn") == pack(rtn.quantize(weight, None, spec)).layout
+    if not spec.options.desc_act:
+        assert spec_layout("layer", spec, (5, 41), METHODS["rtn"]) == pack(rtn.quantize(weight, None, spec)).layout
 
 
 @pytest.mark.parametrize(
     ("spec", "method", "word"),
     [
-        (LayerSpec.uniform(1), "gptq", "1-bit"),
-        (LayerSpec((TileSpec(4, rows=(0,)), TileSpec(9, rows=(1, 2, 3, 4)))), "rtn", "9-bit"),
-        (LayerSpec.uniform(4, desc_act=True), "rtn", "desc_act"),
-        (LayerSpec((TileSpec(rows=(0, 1)),)), "gptq", "leave out 3"),
+        (builders.layer_spec(1), "gptq", "1-bit"),
+        (builders.layer_spec(tiles=(TileSpec(4, rows=(0,)), TileSpec(9, rows=(1, 2, 3, 4)))), "rtn", "9-bit"),
+        (builders.layer_spec(tiles=(TileSpec(rows=(0, 1)),)), "gptq", "leave out 3"),
     ],
 )
 def test_specs_that_do_not_fit_are_refused_with_the_layers_name(
     spec: LayerSpec, method: str, word: str
 ) -> None:
     with pytest.raises(InputError, match=rf"model\.q_proj.*{word}"):
-        spec_layout("model.q_proj", spec, (5, 41), method)
+        spec_layout("model.q_proj", spec, (5, 41), METHODS[method])

@@ -27,7 +27,7 @@ from anybit.formats.weight import QuantizedWeight, pack
 from anybit.loader import load
 from anybit.methods import gptq, two_four_blocks, two_four_sixteen
 from anybit.methods.compensation import inverse_factor
-from anybit.methods.two_four_sixteen import bits_eq10
+from anybit.methods.two_four_sixteen import TwoFourSixteen, bits_eq10
 from anybit.plan import fit_budget, make_plan
 from tests import builders
 from tests.builders import opened, random, two_four_spec, weight_and_stats
@@ -209,7 +209,7 @@ def test_a_budget_buys_the_widest_share(hidden: int, intermediate: int, tmp_path
     aligned = plans[-1].bits_per_weight
     assert any(p.bits_per_weight > aligned and p.code_bits < plans[-1].code_bits for p in plans)
     for budget in (aligned - 0.001, aligned + 0.01, *(p.bits_per_weight for p in plans[10:45])):
-        found = make_plan(streamed, fit_budget(streamed, config, budget, None))
+        found = make_plan(streamed, fit_budget(streamed, TwoFourSixteen(exclusive_outliers=0.0, bpw=budget)))
         assert found.bits_per_weight <= budget
         assert found.code_bits == max(p.code_bits for p in plans if p.bits_per_weight <= budget), budget
 

@@ -34,7 +34,9 @@ def _rows(options: type[Options]) -> Iterator[tuple[str, str, str, str]]:
         said = about(item)
         flags = "/".join(filter(None, flags_of(item))) if str(item.type) == "bool" else flag_of(item.name)
         decided = usual.defaults().get(item.name)
-        default = item.default if item.default not in (None, ()) else said.unset if decided is None else decided
+        default = (
+            item.default if item.default not in (None, ()) else said.unset if decided is None else decided
+        )
         if isinstance(item.default, bool):
             default = flags_of(item)[not item.default] if "/" in flags else "no"
         expected = f" ({said.expected})" if said.expected else ""

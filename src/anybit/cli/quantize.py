@@ -187,7 +187,7 @@ def _predict(model: str, options: Options, spec_map: Any, out: Path) -> dict[str
 
     check_output(out, overwrite=True)
     opened = streamed(model)
-    options = fit_budget(opened, options).resolve()
+    options = fit_budget(opened, options)
     made = make_plan(opened, options, spec_map)
     if made.statistics:
         opened.check_structure()

@@ -69,8 +69,7 @@ def search(weight: Tensor, stats: LinearStats, spec: LayerSpec[Uniform]) -> Tens
 
 def _plain(spec: LayerSpec[Uniform]) -> LayerSpec[Uniform]:
     """The grids of a layer for plain rounding, without what is searched later."""
-    options = replace(spec.options, clip=False, act_search=False, act_static=False)
-    return replace(spec, options=options)
+    return spec.but(clip=False, act_search=False, act_static=False)
 
 
 def _factor(weight: Tensor, inputs: InputStats, tokens: int, scaling: str, alpha: float) -> Tensor:
