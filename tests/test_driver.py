@@ -59,6 +59,7 @@ def test_conv1d_is_stored_as_out_by_in(model_dir: Callable[[str], Path], tmp_pat
     assert torch.equal(found[f"{name}.bias"], base[f"{name}.bias"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_shot", [False, True])
 def test_gptq_sees_the_inputs_it_should(
     model_dir: Callable[[str], Path],
@@ -181,6 +182,7 @@ def test_unusable_weights_are_named_before_any_work(
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.slow
 def test_clip_is_recorded_as_it_was_resolved(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
@@ -213,6 +215,7 @@ def test_hidden_states_spill_beside_the_artifact(
     assert not folders[0].exists()
 
 
+@pytest.mark.slow
 def test_other_tokens_or_libraries_are_another_run(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +260,7 @@ def test_all_zero_channels_work(model_copy: Callable[[str], Path], text_file: Pa
 # ---- progress
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [GPTQ, builders.changed(GPTQ, one_shot=True), RTN])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_bars_end_at_their_end(

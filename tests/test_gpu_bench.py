@@ -16,6 +16,8 @@ from anybit.kernels import gpu
 if not gpu.available():
     pytest.skip(f"the GPU's kernels do not run: {gpu.why_not()}", allow_module_level=True)
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:

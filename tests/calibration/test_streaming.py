@@ -296,6 +296,7 @@ def test_fused_experts_are_refused(tmp_path: Path, family: str) -> None:
     refused(save_random(config, tmp_path), "experts", "not supported")
 
 
+@pytest.mark.slow
 def test_no_causal_language_model(tmp_path: Path) -> None:
     config = T5Config(vocab_size=99, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)

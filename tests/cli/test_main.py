@@ -127,6 +127,7 @@ cli.main()
 """
 
 
+@pytest.mark.e2e
 def test_ctrl_c_ends_with_130_and_can_be_resumed(
     run: Run, llama: Path, gptq: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -191,6 +191,7 @@ print(type(model.model.layers[0].mlp.up_proj).__name__, total)
 """
 
 
+@pytest.mark.e2e
 def test_either_import_order_registers_and_none_only_warns(artifact_of: Callable[..., Path]) -> None:
     path = str(artifact_of("llama"))
     with torch.no_grad():

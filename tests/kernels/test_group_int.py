@@ -17,6 +17,8 @@ if not cpu.available():
 
 from anybit import _native
 
+pytestmark = pytest.mark.native
+
 BF16 = [isa for isa in PRODUCTS if isa.endswith("_bf16")]
 
 
