@@ -250,7 +250,7 @@ def test_a_map_is_read_with_or_without_a_heading(tmp_path: Path) -> None:
 def test_files_that_are_no_map_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "map.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=f"--spec {path}: |^spec of a: expected an object"):
         read_spec_map(path, DEFAULT)
 
 

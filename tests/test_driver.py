@@ -93,12 +93,10 @@ def test_gptq_sees_the_inputs_it_should(
             assert agreement > 0.99, (name, agreement)
             if not one_shot:
                 module.weight.data = weight.dequantize()
-    with pytest.raises(AssertionError):  # the other mode is another result: this test can tell them apart
-        other = tmp_path / "other"
-        config = builders.options("gptq", bits=3, group_size=32, samples=5, seq_len=40, one_shot=not one_shot)
-        convert.quantize(model_dir("llama"), other, config, calibration=str(text_file))
-        names = [f"{name}.codes" for name in linears]
-        assert all((stored(other)[n] == found[n]).float().mean() > 0.99 for n in names)
+    other = builders.changed(config, one_shot=not one_shot)  # another result: this test can tell them apart
+    convert.quantize(model_dir("llama"), tmp_path / "other", other, calibration=str(text_file))
+    made, names = stored(tmp_path / "other"), [f"{name}.codes" for name in linears]
+    assert min((made[n] == found[n]).float().mean() for n in names) < 0.99
 
 
 def test_same_input_same_bytes_wherever_it_lies(

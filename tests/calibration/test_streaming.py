@@ -347,9 +347,7 @@ def test_blocks_that_are_skipped_or_change_width_are_refused(model_dir: MakeMode
         streamed.first_inputs(token_rows(1, 5), lambda i, hidden: None)
 
 
-def test_tensors_outside_the_blocks_that_nobody_fills_are_refused(
-    model_dir: MakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_outside_the_blocks_that_nobody_fills_are_refused(model_dir: MakeModel) -> None:
     streamed = opened(model_dir("llama"))
     streamed.check_structure()
     streamed.model.model.register_buffer("position_ids", torch.empty(4, device="meta"), persistent=False)

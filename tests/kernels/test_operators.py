@@ -19,10 +19,10 @@ from anybit.formats.weight import at_width, stored_tensors, unpack
 from anybit.layers import QuantLinear
 from tests.probes import a_layer
 
+pytestmark = pytest.mark.slow  # compiling takes seconds
 IDS = torch.tensor([[7, 101, 30, 30, 99, 250, 3, 17, 64, 5, 200, 41, 77, 8, 9, 10, 11, 120, 13, 14, 15]])
 
 
-@pytest.mark.slow
 def test_a_model_is_compiled_whole(artifact_of: Callable[..., Path]) -> None:
     """Quantized layers and embeddings are operators to torch.compile, also those that have never run."""
     model = AutoModelForCausalLM.from_pretrained(artifact_of("llama", embed_bits=8))
@@ -31,7 +31,6 @@ def test_a_model_is_compiled_whole(artifact_of: Callable[..., Path]) -> None:
         torch.testing.assert_close(compiled(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("act_bits", [16, 8])
 def test_operators_keep_their_contract(artifact_of: Callable[..., Path], act_bits: int) -> None:
     layer = a_layer(artifact_of("llama", act_bits=act_bits))
@@ -91,7 +90,6 @@ class Logits(nn.Module):
         return self.model(ids, use_cache=False).logits
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_whole_model_is_exported_for_any_number_of_tokens(
     artifact_of: Callable[..., Path], tmp_path: Path, dtype: torch.dtype
