@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 
 from anybit import plan as plan_module
 from anybit.calibration.streaming import StreamedModel
-from anybit.config import LayerSpec, QuantizeConfig
 from anybit.errors import InputError
 from anybit.formats.weight import stored_tensors
 from anybit.plan import Plan, check_disk, estimate, make_plan, stored_dtype, widths_for_memory
+from tests import builders
 from tests.builders import MakeModel, opened
 
-DEFAULT = LayerSpec.uniform(3, 64, clip=True)
+DEFAULT = builders.layer_spec(3, 64, clip=True)
 
 
 def check_complete(streamed: StreamedModel, made: Plan) -> None:
@@ -32,7 +32,7 @@ def check_complete(streamed: StreamedModel, made: Plan) -> None:
 @pytest.mark.parametrize("embed_bits", [16, 8, 4])
 def test_a_plan_accounts_for_every_tensor(model_dir: MakeModel, family: str, embed_bits: int) -> None:
     streamed = opened(model_dir(family))
-    made = make_plan(streamed, QuantizeConfig("gptq", group_size=16, embed_bits=embed_bits))
+    made = make_plan(streamed, builders.options("gptq", group_size=16, embed_bits=embed_bits))
     check_complete(streamed, made)
     stored = load_file(model_dir(family) / "model.safetensors")
     assert made.model_weights == sum(t.numel() for t in stored.values())
@@ -49,13 +49,13 @@ def test_a_plan_accounts_for_every_tensor(model_dir: MakeModel, family: str, emb
 
 
 def test_embedding_and_head_are_stored_once(model_dir: MakeModel) -> None:
-    both = make_plan(opened(model_dir("llama")), QuantizeConfig("gptq", embed_bits=8)).embeddings
+    both = make_plan(opened(model_dir("llama")), builders.options("gptq", embed_bits=8)).embeddings
     assert set(both) == {"model.embed_tokens", "lm_head"} and not any(e.get("tied") for e in both.values())
-    tied = make_plan(opened(model_dir("llama-tied")), QuantizeConfig("gptq", embed_bits=4)).embeddings
+    tied = make_plan(opened(model_dir("llama-tied")), builders.options("gptq", embed_bits=4)).embeddings
     assert set(tied) == {"model.embed_tokens"} and tied["model.embed_tokens"]["tied"]
     (tile,) = tied["model.embed_tokens"]["tiles"]
     assert tile == {"format": "group_int", "bits": 4, "group_size": 128, "symmetric": False}
-    assert make_plan(opened(model_dir("llama")), QuantizeConfig("gptq")).embeddings == {}
+    assert make_plan(opened(model_dir("llama")), builders.options("gptq")).embeddings == {}
 
 
 def test_matrices_take_sixteen_bits_and_vectors_stay() -> None:
@@ -67,7 +67,9 @@ def test_matrices_take_sixteen_bits_and_vectors_stay() -> None:
 
 def test_a_map_changes_the_layers_it_names(model_dir: MakeModel) -> None:
     streamed, name = opened(model_dir("llama")), "model.layers.1.mlp.up_proj"
-    made = make_plan(streamed, QuantizeConfig("gptq", group_size=16), {name: LayerSpec.uniform(8, 48, True)})
+    made = make_plan(
+        streamed, builders.options("gptq", group_size=16), {name: builders.layer_spec(8, 48, symmetric=True)}
+    )
     widths = {n: layout["tiles"][0]["bits"] for n, layout in made.layouts.items()}
     assert widths == {n: 8 if n == name else 4 for n in streamed.all_linears()}
     sizes = {n: a * b for n, (a, b) in streamed.all_linears().items()}
@@ -76,42 +78,42 @@ def test_a_map_changes_the_layers_it_names(model_dir: MakeModel) -> None:
 
 def test_include_and_exclude_leave_layers_as_they_are(model_dir: MakeModel) -> None:
     streamed = opened(model_dir("llama"))
-    config = QuantizeConfig("gptq", include=("*.mlp.*",), exclude=("*.0.mlp.down_proj",))
+    config = builders.options("gptq", include=("*.mlp.*",), exclude=("*.0.mlp.down_proj",))
     made = make_plan(streamed, config)
     check_complete(streamed, made)
     assert len(made.layouts) == 5 and "model.layers.0.mlp.down_proj.weight" in made.kept
-    whole = make_plan(streamed, QuantizeConfig("gptq"))
+    whole = make_plan(streamed, builders.options("gptq"))
     assert "quantizes 14 linear layers" in whole.coverage()
     share = 100 * whole.linear_weights / whole.model_weights
     assert f"{share:.1f} % of all" in whole.coverage() and "quantizes 5 linear layers" in made.coverage()
-    assert "embedding and head" in make_plan(streamed, QuantizeConfig("gptq", embed_bits=8)).coverage()
+    assert "embedding and head" in make_plan(streamed, builders.options("gptq", embed_bits=8)).coverage()
 
 
 @pytest.mark.parametrize(
     ("config", "spec_map", "words"),
     [
         (
-            QuantizeConfig("gptq"),
+            builders.options("gptq"),
             {"model.layers.9.mlp.up_proj": DEFAULT},
             ["layers.9", "model.layers.0.self_attn.q_proj"],
         ),
-        (QuantizeConfig("gptq"), {"lm_head": DEFAULT}, ["'lm_head'"]),
-        (QuantizeConfig("gptq", exclude=("*",)), {}, ["--exclude"]),
-        (QuantizeConfig("gptq", include=("nothing",)), {}, ["--include"]),
+        (builders.options("gptq"), {"lm_head": DEFAULT}, ["'lm_head'"]),
+        (builders.options("gptq", exclude=("*",)), {}, ["--exclude"]),
+        (builders.options("gptq", include=("nothing",)), {}, ["--include"]),
         (
-            QuantizeConfig("rtn"),
-            {"model.layers.0.mlp.up_proj": LayerSpec.uniform(4, desc_act=True)},
+            builders.options("rtn"),
+            {"model.layers.0.mlp.up_proj": builders.layer_spec(4, desc_act=True)},
             ["layers.0.mlp.up_proj", "desc_act", "rtn"],
         ),
         (
-            QuantizeConfig("gptq"),
-            {"model.layers.0.mlp.up_proj": LayerSpec.uniform(1)},
+            builders.options("gptq"),
+            {"model.layers.0.mlp.up_proj": builders.layer_spec(1)},
             ["layers.0.mlp.up_proj", "1-bit"],
         ),
     ],
 )
 def test_plans_that_cannot_be_are_refused(
-    model_dir: MakeModel, config: QuantizeConfig, spec_map: dict[str, LayerSpec], words: list[str]
+    model_dir: MakeModel, config: builders.Options, spec_map: dict[str, builders.LayerSpec], words: list[str]
 ) -> None:
     with pytest.raises(InputError) as error:
         make_plan(opened(model_dir("llama")), config, spec_map)
@@ -120,7 +122,7 @@ def test_plans_that_cannot_be_are_refused(
 
 def test_an_estimate_grows_with_the_work(model_dir: MakeModel, tmp_path: Path) -> None:
     streamed = opened(model_dir("llama"))
-    small, large = QuantizeConfig("rtn"), QuantizeConfig("gptq", samples=10**6)
+    small, large = builders.options("rtn"), builders.options("gptq", samples=10**6)
     few, many = (estimate(streamed, make_plan(streamed, c), c, tmp_path / "a" / "b") for c in (small, large))
     for figures, config in ((few, small), (many, large)):
         assert figures["size_bytes"] == make_plan(streamed, config).size_bytes
@@ -132,7 +134,7 @@ def test_an_estimate_grows_with_the_work(model_dir: MakeModel, tmp_path: Path) -
 def test_a_disk_too_small_is_refused(
     model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make_plan(opened(model_dir("llama")), QuantizeConfig("gptq"))
+    made = make_plan(opened(model_dir("llama")), builders.options("gptq"))
     monkeypatch.setattr(
         plan_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=made.size_bytes - 1)
     )

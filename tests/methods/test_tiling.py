@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anybit.calibration.stats import LinearStats
-from anybit.config import LayerSpec, TileSpec
+from anybit.config import TileSpec
 from anybit.errors import InputError
 from anybit.formats.weight import pack, stored_bytes, validate_layout
 from anybit.methods import gptq, rtn
@@ -42,16 +42,16 @@ def test_tilings_that_do_not_fit_are_refused(tiles: tuple[TileSpec, ...], word: 
 
 
 TILINGS = {
-    "plain": LayerSpec.uniform(4, 16),
-    "planes": LayerSpec.uniform(3, 128, True),
-    "whole rows": LayerSpec.uniform(5, -1),
-    "desc_act": LayerSpec.uniform(4, 16, desc_act=True),
-    "rows": LayerSpec((TileSpec(8, 16, True, rows=(1, 4)), TileSpec(4, 16, rows=(0, 2, 3)))),
-    "rows, desc_act": LayerSpec(
-        (TileSpec(8, 16, rows=(1, 4)), TileSpec(4, 16, rows=(0, 2, 3))), desc_act=True
+    "plain": builders.layer_spec(4, 16),
+    "planes": builders.layer_spec(3, 128, symmetric=True),
+    "whole rows": builders.layer_spec(5, -1),
+    "desc_act": builders.layer_spec(4, 16, desc_act=True),
+    "rows": builders.layer_spec(tiles=(TileSpec(8, 16, True, rows=(1, 4)), TileSpec(4, 16, rows=(0, 2, 3)))),
+    "rows, desc_act": builders.layer_spec(
+        tiles=(TileSpec(8, 16, rows=(1, 4)), TileSpec(4, 16, rows=(0, 2, 3))), desc_act=True
     ),
-    "columns": LayerSpec(
-        (TileSpec(2, 8, cols=tuple(range(5, 41))), TileSpec(4, -1, True, cols=tuple(range(5))))
+    "columns": builders.layer_spec(
+        tiles=(TileSpec(2, 8, cols=tuple(range(5, 41))), TileSpec(4, -1, True, cols=tuple(range(5))))
     ),
 }
 
@@ -73,14 +73,14 @@ def test_the_layout_is_known_before_the_bytes(name: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "method", "word"),
     [
-        (LayerSpec.uniform(1), "gptq", "1-bit"),
-        (LayerSpec((TileSpec(4, rows=(0,)), TileSpec(9, rows=(1, 2, 3, 4)))), "rtn", "9-bit"),
-        (LayerSpec.uniform(4, desc_act=True), "rtn", "desc_act"),
-        (LayerSpec((TileSpec(rows=(0, 1)),)), "gptq", "leave out 3"),
+        (builders.layer_spec(1), "gptq", "1-bit"),
+        (builders.layer_spec(tiles=(TileSpec(4, rows=(0,)), TileSpec(9, rows=(1, 2, 3, 4)))), "rtn", "9-bit"),
+        (builders.layer_spec(4, desc_act=True), "rtn", "desc_act"),
+        (builders.layer_spec(tiles=(TileSpec(rows=(0, 1)),)), "gptq", "leave out 3"),
     ],
 )
 def test_specs_that_do_not_fit_are_refused_with_the_layers_name(
-    spec: LayerSpec, method: str, word: str
+    spec: builders.LayerSpec, method: str, word: str
 ) -> None:
     with pytest.raises(InputError, match=rf"model\.q_proj.*{word}"):
         spec_layout("model.q_proj", spec, (5, 41), method)
