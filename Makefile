@@ -10,13 +10,20 @@ SOURCES  := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 MODULES  := $(shell find src -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(MODULES)
 
-.PHONY: demo test check check-native bench clean
+PARALLEL := -n auto --maxprocesses 8 --dist worksteal
+
+.PHONY: demo test test-fast check check-native bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/anybit demo -o demo
 
+# Several processes where there are several cores; what measures threads, memory or time runs afterwards, alone.
 test: $(INSTALLED)-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL) -m "not alone"
+	$(BIN)/python -m pytest -m alone
+
+test-fast: $(INSTALLED)-dev
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not e2e and not alone"
 
 check: $(INSTALLED)-dev
 	$(BIN)/ruff check .
@@ -31,8 +38,7 @@ check-native: $(INSTALLED)-dev
 	  -C build-dir=build/sanitized-cmake -C cmake.define.ANYBIT_SANITIZE=ON .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ANYBIT_BUILD=build/sanitized \
-	  $(BIN)/python -m pytest tests/kernels tests/methods/test_anybit.py tests/methods/test_kmeans.py \
-	  tests/methods/test_two_four_sixteen.py -k "not fork and not model and not command"
+	  $(BIN)/python -m pytest -m native tests/kernels tests/formats tests/methods tests/bench -k "not fork and not model and not command"
 
 bench: $(INSTALLED)
 	$(BIN)/anybit bench kernels

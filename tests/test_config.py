@@ -55,7 +55,11 @@ def test_options_survive_their_artifact() -> None:
 
 def test_another_width_decides_anew() -> None:
     made = {bits: methods.options("atom").with_bits(bits).resolve() for bits in (3, 4, 8)}
-    assert {bits: (o.act_bits, o.act_clip) for bits, o in made.items()} == {3: (3, 0.9), 4: (4, 0.9), 8: (8, 1.0)}
+    assert {bits: (o.act_bits, o.act_clip) for bits, o in made.items()} == {
+        3: (3, 0.9),
+        4: (4, 0.9),
+        8: (8, 1.0),
+    }
     assert methods.options("atom", act_bits=6).with_bits(3).resolve().act_bits == 6
     assert methods.options("mixllm").with_bits(5.5).resolve().wide_rows is None
 
@@ -263,7 +267,7 @@ def test_a_map_is_read_with_or_without_a_heading(tmp_path: Path) -> None:
 def test_files_that_are_no_map_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "map.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=f"--spec {path}: |^spec of a: expected an object"):
         read_spec_map(path, DEFAULT)
 
 

@@ -12,6 +12,8 @@ import anybit
 from anybit.kernels.gpu.cuda_graph import Step, capture, fits, graphed
 from tests import builders
 
+pytestmark = pytest.mark.gpu
+
 SIZES = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "max_position_embeddings": 128}

@@ -21,6 +21,7 @@ from anybit.progress import SILENT
 from tests import builders
 
 
+@pytest.mark.e2e
 def test_the_demo_measures_the_base_and_every_run(
     model_dir: Callable[[str], Path],
     tmp_path: Path,

@@ -60,6 +60,7 @@ def test_conv1d_is_stored_as_out_by_in(model_dir: Callable[[str], Path], tmp_pat
     assert torch.equal(found[f"{name}.bias"], base[f"{name}.bias"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_shot", [False, True])
 def test_gptq_sees_the_inputs_it_should(
     model_dir: Callable[[str], Path],
@@ -93,12 +94,10 @@ def test_gptq_sees_the_inputs_it_should(
             assert agreement > 0.99, (name, agreement)
             if not one_shot:
                 module.weight.data = weight.dequantize()
-    with pytest.raises(AssertionError):  # the other mode is another result: this test can tell them apart
-        other = tmp_path / "other"
-        config = builders.options("gptq", bits=3, group_size=32, samples=5, seq_len=40, one_shot=not one_shot)
-        convert.quantize(model_dir("llama"), other, config, calibration=str(text_file))
-        names = [f"{name}.codes" for name in linears]
-        assert all((stored(other)[n] == found[n]).float().mean() > 0.99 for n in names)
+    other = builders.changed(config, one_shot=not one_shot)  # another result: this test can tell them apart
+    convert.quantize(model_dir("llama"), tmp_path / "other", other, calibration=str(text_file))
+    made, names = stored(tmp_path / "other"), [f"{name}.codes" for name in linears]
+    assert min((made[n] == found[n]).float().mean() for n in names) < 0.99
 
 
 def test_same_input_same_bytes_wherever_it_lies(
@@ -182,6 +181,7 @@ def test_unusable_weights_are_named_before_any_work(
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.slow
 def test_clip_is_recorded_as_it_was_resolved(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
@@ -214,6 +214,7 @@ def test_hidden_states_spill_beside_the_artifact(
     assert not folders[0].exists()
 
 
+@pytest.mark.slow
 def test_other_tokens_or_libraries_are_another_run(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +259,7 @@ def test_all_zero_channels_work(model_copy: Callable[[str], Path], text_file: Pa
 # ---- progress
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [GPTQ, builders.changed(GPTQ, one_shot=True), RTN])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_bars_end_at_their_end(

@@ -14,6 +14,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from anybit.kernels.gpu.activations import WIDEST, Grid, Norm, quantize, quantize_and_sum, reference
 
+pytestmark = pytest.mark.gpu
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

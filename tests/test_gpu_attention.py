@@ -17,6 +17,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from anybit.bench import gpu_attention
 from anybit.kernels.gpu.attention import PagedCache, Tile, paged_attention, reference, write
 
+pytestmark = pytest.mark.gpu
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 16
 LENGTHS = (1, PAGE - 1, PAGE, 70, 33)

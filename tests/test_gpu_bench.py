@@ -16,6 +16,8 @@ from anybit.kernels import gpu
 if not gpu.available():
     pytest.skip(f"the GPU's kernels do not run: {gpu.why_not()}", allow_module_level=True)
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
@@ -278,9 +280,7 @@ def test_every_part_stops_in_time(
     assert bench._panels(figures) == []
 
 
-def test_a_step_of_quantizing_that_fails_loses_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_step_of_quantizing_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def compared(*_: Any) -> Any:
         raise RuntimeError("no memory")
 
@@ -357,9 +357,7 @@ def test_a_decode_step(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch)
     assert ours["of_matrix_rate"] == pytest.approx(ours["tflops"] / (2 * 32**3 / 1e-9 / 1e12))
 
 
-def test_attention_and_inputs_are_timed(
-    clock: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_and_inputs_are_timed(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_attention, "MODELS", {"tiny": (4, 2, 64)})
     checked = {"int4": 0.0, "int8": 0.0, "fp16": 0.0}  # of 700 tokens
     monkeypatch.setattr(gpu_attention, "_check_attention", lambda *_: checked)

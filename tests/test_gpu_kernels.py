@@ -33,6 +33,8 @@ from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt
 from anybit.kernels.gpu.layer import Layer
 from anybit.kernels.gpu.words import pack_words, unpack_words
 
+pytestmark = pytest.mark.gpu
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 

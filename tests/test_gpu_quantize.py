@@ -30,6 +30,8 @@ pytest.importorskip("triton", reason="the GPU kernels need the package triton")
 from anybit.kernels.gpu import gptq
 from anybit.kernels.gpu import kmeans as gpu_kmeans
 
+pytestmark = pytest.mark.gpu
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_native = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
 

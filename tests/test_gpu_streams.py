@@ -12,6 +12,8 @@ import torch
 from anybit.kernels.gpu import streams
 from anybit.kernels.gpu.streams import concurrently
 
+pytestmark = pytest.mark.gpu
+
 CUDA = torch.device("cuda", 0)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # What a bare GPU machine lacks: the library must load and run without it.
 ABSENT = ("gguf", "typer", "rich", "matplotlib", "datasets", "lm_eval", "anybit._native")
 
@@ -22,10 +24,12 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.e2e
 def test_the_library_imports_with_few_packages() -> None:
     assert run(BARE) == "fine\n"
 
 
+@pytest.mark.e2e
 def test_the_api_is_there_after_import_anybit() -> None:
     code = (
         "import anybit; print(all(getattr(anybit, n) for n in anybit.__all__), bool(anybit.kernels.info()))"

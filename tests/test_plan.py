@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from anybit import plan as plan_module
 from anybit.artifact.contents import Plan
 from anybit.calibration.streaming import StreamedModel
-from anybit.config import LayerSpec
 from anybit.errors import InputError
 from anybit.formats.layout import stored_tensors
 from anybit.plan import check_disk, estimate, make_plan, stored_dtype, widths_for_memory
@@ -70,7 +69,7 @@ def test_matrices_take_sixteen_bits_and_vectors_stay() -> None:
 def test_a_map_changes_the_layers_it_names(model_dir: MakeModel) -> None:
     streamed, name = opened(model_dir("llama")), "model.layers.1.mlp.up_proj"
     made = make_plan(
-        streamed, builders.options("gptq", group_size=16), {name: builders.layer_spec(8, 48, True)}
+        streamed, builders.options("gptq", group_size=16), {name: builders.layer_spec(8, 48, symmetric=True)}
     )
     widths = {n: layout["tiles"][0]["bits"] for n, layout in made.layouts.items()}
     assert widths == {n: 8 if n == name else 4 for n in streamed.all_linears()}
@@ -110,7 +109,7 @@ def test_include_and_exclude_leave_layers_as_they_are(model_dir: MakeModel) -> N
     ],
 )
 def test_plans_that_cannot_be_are_refused(
-    model_dir: MakeModel, config: builders.Options, spec_map: dict[str, LayerSpec], words: list[str]
+    model_dir: MakeModel, config: builders.Options, spec_map: dict[str, builders.LayerSpec], words: list[str]
 ) -> None:
     with pytest.raises(InputError) as error:
         make_plan(opened(model_dir("llama")), config, spec_map)

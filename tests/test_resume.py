@@ -146,6 +146,7 @@ def runs(
     made.server.communicate()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("method", METHODS)
 def test_killed_at_any_step_it_resumes_to_the_same_bytes(
     runs: Runs, job: Job, tmp_path: Path, method: str
@@ -168,6 +169,7 @@ def test_killed_at_any_step_it_resumes_to_the_same_bytes(
         assert not out.with_name(f"{out.name}.partial").exists(), step
 
 
+@pytest.mark.e2e
 def test_killed_at_random_moments(runs: Runs, job: Job, tmp_path: Path) -> None:
     """Between file operations, where the time goes."""
     begun = time.monotonic()
@@ -195,6 +197,7 @@ def test_killed_at_random_moments(runs: Runs, job: Job, tmp_path: Path) -> None:
     assert killed > 0
 
 
+@pytest.mark.e2e
 def test_overwriting_is_as_safe(runs: Runs, job: Job, tmp_path: Path) -> None:
     """Killed at any step of the exchange, there is the old artifact, the new one, or a run that resumes."""
     assert runs.run(job("old", "rtn")) == runs.run(job("new", "gptq")) == 0
@@ -226,6 +229,7 @@ def run_here(
     return exit_.value.code, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_runs_and_other_options_are_refused(
     runs: Runs,
     job: Job,
@@ -274,6 +278,7 @@ def test_another_model_or_text_is_refused(
     verify(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [GPTQ, RTN])
 def test_a_damaged_finished_shard_is_made_again(
     model_dir: Callable[[str], Path],

@@ -28,6 +28,7 @@ def index_of(path: Path) -> dict[str, Any]:
     return json.loads((path / "anybit.index.json").read_text())
 
 
+@pytest.mark.e2e
 def test_a_kill_at_any_moment_of_publishing_loses_nothing(
     anybit_artifact: Path,
     model_dir: Callable[[str], Path],

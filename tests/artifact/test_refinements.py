@@ -103,9 +103,7 @@ def test_a_core_without_its_list_or_with_anothers_is_refused(anybit_copy: Path) 
 # ---- damage -------------------------------------------------------------------------------------------------------
 
 
-def test_a_prefix_loads_and_generates_and_is_named(
-    anybit_copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prefix_loads_and_generates_and_is_named(anybit_copy: Path) -> None:
     whole = load(anybit_copy, bits=4.0)
     for file in sorted(anybit_copy.glob("refine-*.safetensors"))[20:]:
         file.unlink()
@@ -213,7 +211,7 @@ def test_an_edited_curve_is_found(anybit_copy: Path) -> None:
             use(anybit_copy)
 
 
-def test_a_download_under_way_is_a_prefix(anybit_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_download_under_way_is_a_prefix(anybit_copy: Path) -> None:
     for number in range(21, 61):
         (anybit_copy / files.refinement_file(number, 60)).unlink()
     last = anybit_copy / files.refinement_file(20, 60)

@@ -20,6 +20,8 @@ from anybit.kernels.dispatch import Prepared
 from tests.builders import random
 from tests.probes import isas
 
+pytestmark = pytest.mark.native
+
 
 @pytest.fixture
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +31,7 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "READ", 1 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_cache")
 def test_the_benchmark_times_what_there_is() -> None:
     figures = kernels.kernels(shapes=("33x70",), tokens=(1, 3), threads=(1, 2), rounds=1)
@@ -143,6 +146,7 @@ def test_the_benchmark_has_every_width_and_draws_every_format() -> None:
     assert all(name.startswith(tuple(kernels.FAMILIES)) for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_cache")
 def test_panels_without_points_are_drawn(tmp_path: Path) -> None:
     figures = kernels.kernels(shapes=("8x8", "9x8"), rounds=1, only=("own",))

@@ -296,6 +296,7 @@ def test_fused_experts_are_refused(tmp_path: Path, family: str) -> None:
     refused(save_random(config, tmp_path), "experts", "not supported")
 
 
+@pytest.mark.slow
 def test_no_causal_language_model(tmp_path: Path) -> None:
     config = T5Config(vocab_size=99, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
@@ -346,9 +347,7 @@ def test_blocks_that_are_skipped_or_change_width_are_refused(model_dir: MakeMode
         streamed.first_inputs(token_rows(1, 5), lambda i, hidden: None)
 
 
-def test_tensors_outside_the_blocks_that_nobody_fills_are_refused(
-    model_dir: MakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_outside_the_blocks_that_nobody_fills_are_refused(model_dir: MakeModel) -> None:
     streamed = opened(model_dir("llama"))
     streamed.check_structure()
     streamed.model.model.register_buffer("position_ids", torch.empty(4, device="meta"), persistent=False)

@@ -131,6 +131,7 @@ def open_elsewhere(models: list[str], endpoint: str, cache: Path, **more: str) -
     return done.stdout.strip().splitlines()
 
 
+@pytest.mark.e2e
 def test_hub_id(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
     address, handler = hub
     local = open_checkpoint(handler.folder)
@@ -151,6 +152,7 @@ def test_hub_id(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
     assert open_elsewhere(["tiny/llama"], address, tmp_path / "cache", HF_HUB_OFFLINE="1") == [expected]
 
 
+@pytest.mark.e2e
 def test_hub_refusals(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
     address, _ = hub
     for names, endpoint, more, messages in (

@@ -31,6 +31,7 @@ def test_eval_writes_its_figures(run: Run, llama: Path, made: Path, text_file: P
     assert json.loads(alone.read_text())["kld_mean"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_eval_refuses(run: Run, made: Path, model_copy: Callable[[str], Path], tmp_path: Path) -> None:
     refused(run("eval", made, "--text", "a.txt", "--dataset", "wikitext2"), "--dataset")
     refused(run("eval", made, "--text", tmp_path / "nowhere.txt"), "nowhere.txt")

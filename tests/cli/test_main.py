@@ -48,11 +48,10 @@ def test_help_names_the_least_width_that_there_is(run: Run) -> None:
     for size, least in ((16, "2.46"), (8, "2.91")):
         assert f"{least} to 4" in " ".join(run("quantize", "--help").out.replace("│", " ").split())
         assert builders.options("two-four-sixteen", float(least), size).bits == float(least)
+        layout = METHODS["two-four-sixteen"].layout
         with pytest.raises(InputError, match=r"at least|no 2\.45-bit width"):
-            layout = METHODS["two-four-sixteen"].layout
-            layout(
-                builders.spec_of(builders.options("two-four-sixteen", float(least) - 0.01, size)), (64, 64)
-            )
+            less = builders.options("two-four-sixteen", float(least) - 0.01, size)
+            layout(builders.spec_of(less), (64, 64))
 
 
 def test_commands_are_all_listed(run: Run) -> None:
@@ -127,6 +126,7 @@ cli.main()
 """
 
 
+@pytest.mark.e2e
 def test_ctrl_c_ends_with_130_and_can_be_resumed(
     run: Run, llama: Path, gptq: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_dry_run_predicts_and_writes_nothing(
     assert off <= max(20_000, 0.02 * real["size_bytes"]), (predicted["size_bytes"], real["size_bytes"])
 
 
+@pytest.mark.slow
 def test_fewer_samples_than_asked_are_said(run: Run, llama: Path, text_file: Path, tmp_path: Path) -> None:
     arguments = ("--calibration", text_file, "--samples", "500", "--seq-len", "128")
     ran = run("quantize", llama, "-o", tmp_path / "out", *arguments)

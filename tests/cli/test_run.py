@@ -12,6 +12,7 @@ from anybit.generate import Echo, Generator
 from tests.cli.commands import Run, refused
 
 
+@pytest.mark.slow
 def test_generate_continues_the_prompt(run: Run, made: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     ran = run("generate", made, "-p", "abc", "--max-new-tokens", "6")
     assert ran.code == 0 and ran.out.startswith("abc")

@@ -74,6 +74,7 @@ def test_sizes_on_the_command_line(
     assert code == 0 and "abc" in shown
 
 
+@pytest.mark.slow
 def test_sizes_of_other_artifacts_are_refused(
     model_dir: Callable[[str], Path],
     tmp_path: Path,

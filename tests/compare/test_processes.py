@@ -21,6 +21,7 @@ from anybit.errors import InputError
 from tests.compare.runs import run
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("entries", "moment"),
     [
@@ -67,6 +68,7 @@ def test_a_killed_run_goes_on(
         assert [c.get(key) for c in found] == [c.get(key) for c in whole["cells"]]
 
 
+@pytest.mark.e2e
 def test_an_orphan_ends(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     child = (
@@ -89,6 +91,7 @@ def test_an_orphan_ends(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.e2e
 def test_a_process_whose_parent_is_gone_before_it_begins_ends(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -108,6 +111,7 @@ def _alive(pid: int) -> bool:
     return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_cell_that_fails_is_reported_and_the_others_are_made(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +131,7 @@ def test_a_cell_that_fails_is_reported_and_the_others_are_made(
     assert "no &lt;memory&gt;" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.e2e
 def test_what_can_happen_to_a_process_is_said(
     model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from tests.compare.runs import run
 BARS = {"name": "rtn", "method": "rtn", "bits": 3, "act_bits": 16, "kv_bits": 16, "peak_memory_bytes": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_report_shows_every_cell(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
@@ -45,6 +46,7 @@ def test_the_report_shows_every_cell(
     assert (tmp_path / "perplexity.png").stat().st_size > 1000 and (tmp_path / "kld.png").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_mixed_widths_have_a_heatmap(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
@@ -116,6 +118,7 @@ def test_bars_show_processor_seconds_and_cut_long_waits() -> None:
     assert [text.get_text() for text in time.texts] == ["900"] and time.get_xlim()[1] < 700
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_report_shows_cells_of_earlier_runs_that_compare(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
@@ -148,6 +151,7 @@ def test_the_report_shows_cells_of_earlier_runs_that_compare(
     assert "<td>plain [rtn]</td><td>W3A16</td>" in page and "gptq" not in page
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_name_of_an_earlier_run_that_is_taken_gives_way(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
@@ -157,6 +161,7 @@ def test_a_name_of_an_earlier_run_that_is_taken_gives_way(
     assert [c["name"] for c in results["cells"][1:]] == 2 * ["mine"] + 2 * ["rtn (group_size=16)"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_report_says_what_its_rows_are_and_how_to_make_them(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ from tests import builders
 from tests.compare.runs import ENTRIES, run
 
 
+@pytest.mark.e2e
 def test_every_cell_is_what_quantize_and_eval_give(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +54,7 @@ def test_every_cell_is_what_quantize_and_eval_give(
     assert not (tmp_path / "out" / "work").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_finished_cells_are_not_made_again(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -76,6 +78,7 @@ def test_finished_cells_are_not_made_again(
     assert len(jobs) == 6  # other calibration: other artifacts
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_gradients_are_gathered_once_and_counted_for_each(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
@@ -98,6 +101,7 @@ def test_gradients_are_gathered_once_and_counted_for_each(
     assert all(anybit.load(tmp_path / "work" / name) for name in kept)
 
 
+@pytest.mark.slow
 def test_shared_statistics_give_the_same_bytes(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +128,7 @@ def test_shared_statistics_give_the_same_bytes(
         assert files[0] == files[1] == files[2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_widths_that_an_entry_does_not_have_are_left_out(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
@@ -152,6 +157,7 @@ def test_widths_that_an_entry_does_not_have_are_left_out(
         compare(model_dir("llama"), tmp_path, [parse_entry("rtn: group_size=0")], (4,), settings)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("in_process")
 def test_kept_artifacts_outlive_later_runs_and_one_run_at_a_time(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path
@@ -174,6 +180,7 @@ def test_kept_artifacts_outlive_later_runs_and_one_run_at_a_time(
             run(model, tmp_path, settings, ("rtn",))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("change", ["tokenizer", "weights", "calibration", "seed"])
 def test_a_cell_belongs_to_all_that_its_figures_depend_on(
@@ -207,6 +214,7 @@ def test_encoders_are_refused(tmp_path: Path, settings: Settings, tokenizer: Pre
         run(tmp_path / "bert", tmp_path / "out", settings)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_another_name_quantizes_nothing_again(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,7 @@ def write_tasks(folder: Path, **tasks: list) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_prompts_are_those_of_lm_eval(tmp_path):
     write_tasks(tmp_path, a=[PLAIN, PLAIN | {"query": "Why?"}], b=[HELLASWAG])
     first, second = read_questions(tmp_path / "a.jsonl")

@@ -18,6 +18,8 @@ from anybit.methods import squeezellm
 from tests import builders
 from tests.builders import random, rounded_layer
 
+pytestmark = pytest.mark.native
+
 
 def test_the_stored_bytes_of_the_documentation() -> None:
     tile = GroupInt(

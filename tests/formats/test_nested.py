@@ -20,6 +20,8 @@ from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu
 from anybit.kernels.dispatch import Prepared
 
+pytestmark = pytest.mark.native
+
 needs_native = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
 BITS = range(1, 9)
 

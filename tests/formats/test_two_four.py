@@ -17,6 +17,8 @@ from anybit.kernels.dispatch import Prepared
 from anybit.methods import two_four_sixteen
 from tests.builders import random, two_four_spec, weight_and_stats
 
+pytestmark = pytest.mark.native
+
 
 @pytest.mark.parametrize("shape", [(20, 64), (33, 192), (16, 16), (1, 40), (5, 7), (40, 100), (3, 1)])
 @pytest.mark.parametrize("wide", [0.0, 0.1, 0.25, 0.6, 1.0])

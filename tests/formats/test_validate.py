@@ -113,8 +113,13 @@ def test_absurd_layouts_are_refused(layout: Any) -> None:
         validate_layout("layer", layout)
 
 
-def test_as_many_tiles_as_allowed() -> None:
-    validate_layout("layer", {"shape": [MAX_TILES, 1], "tiles": [{**TILE, "rows": 1}] * MAX_TILES})
+def test_as_many_tiles_as_allowed_and_no_more() -> None:
+    def layout(count: int) -> dict[str, Any]:
+        return {"shape": [count, 1], "tiles": [{**TILE, "rows": 1}] * count}
+
+    validate_layout("layer", layout(MAX_TILES))
+    with pytest.raises(InputError, match="tiles"):
+        validate_layout("layer", layout(MAX_TILES + 1))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 import anybit
 from anybit.artifact.sizes import inspect
@@ -193,6 +194,7 @@ print(type(model.model.layers[0].mlp.up_proj).__name__, total)
 """
 
 
+@pytest.mark.e2e
 def test_either_import_order_registers_and_none_only_warns(artifact_of: Callable[..., Path]) -> None:
     path = str(artifact_of("llama"))
     with torch.no_grad():
@@ -215,8 +217,10 @@ def test_import_costs_neither_torch_nor_transformers() -> None:
 
 
 def test_registering_again_is_harmless() -> None:
+    before = [dict(m) for m in (AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING)]
     register()
-    register()
+    assert before == [AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING]
+    assert before[0]["anybit"] is AnybitConfig
 
 
 def test_quantizing_on_load_is_refused(model_dir: Callable[[str], Path]) -> None:

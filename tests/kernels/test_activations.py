@@ -12,6 +12,8 @@ from anybit.kernels.dispatch import Prepared
 from tests.builders import random
 from tests.probes import isas
 
+pytestmark = pytest.mark.native
+
 # ---- rounding of activations
 
 

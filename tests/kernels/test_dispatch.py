@@ -12,6 +12,8 @@ from anybit.kernels.dispatch import Prepared
 from anybit.methods import METHODS
 from tests.builders import outlier_inputs, random, rounded_layer
 
+pytestmark = pytest.mark.native
+
 KINDS = ("mixllm", "atom", "atom searched", "smoothquant", "static", "awq")
 
 

@@ -14,6 +14,8 @@ if not cpu.available():
 
 from anybit import _native
 
+pytestmark = pytest.mark.native
+
 
 def gptq_oracle(w, hinv, scale, zero, maxq):  # type: ignore[no-untyped-def]
     """The inner loop of GPTQ as its text says it, in float32."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)
 
 from anybit import _native
+
+pytestmark = pytest.mark.native
 
 BF16 = [isa for isa in PRODUCTS if isa.endswith("_bf16")]
 
@@ -170,32 +173,32 @@ def parts() -> dict[str, object]:
 
 
 FAULTS = [
-    ("codes", torch.zeros(4, 32)),
-    ("codes", torch.zeros(4, 31, dtype=torch.uint8)),
-    ("codes", torch.zeros(4, 1, 32, dtype=torch.uint8)),
-    ("codes", torch.zeros(4, 64, dtype=torch.uint8)[:, ::2]),
-    ("codes", torch.zeros(32, dtype=torch.uint8)),
-    ("codes", torch.zeros(0, 32, dtype=torch.uint8)),
-    ("scales", torch.ones(4, 2)),
-    ("scales", torch.ones(4, 3, dtype=torch.float16)),
-    ("scales", torch.ones(2, 4, dtype=torch.float16).T),
-    ("zeros", torch.zeros(4, 1, dtype=torch.uint8)),
-    ("zeros", torch.zeros(4, 2, dtype=torch.int8)),
-    ("rows", torch.tensor([0, 2, 2, 7], dtype=torch.int32)),
-    ("rows", torch.tensor([-1, 2, 3, 7], dtype=torch.int32)),
-    ("rows", torch.tensor([0, 2, 3], dtype=torch.int32)),
-    ("rows", torch.tensor([0, 2, 3, 7])),
-    ("bits", 3),
-    ("bits", 0),
-    ("bits", 9),
-    ("bits", 8),
-    ("group_size", 0),
-    ("group_size", 2**62),
-    ("columns", 0),
-    ("columns", 65),
-    ("columns", 2**62),
-    ("threads", 0),
-    ("isa", "avx1024"),
+    ("codes", torch.zeros(4, 32), "codes is float32 [4, 32]"),
+    ("codes", torch.zeros(4, 31, dtype=torch.uint8), "codes have 31 bytes a row"),
+    ("codes", torch.zeros(4, 1, 32, dtype=torch.uint8), "codes has 3 dimensions"),
+    ("codes", torch.zeros(4, 64, dtype=torch.uint8)[:, ::2], "codes is uint8 [4, 32] with strides [64, 2]"),
+    ("codes", torch.zeros(32, dtype=torch.uint8), "codes has 1 dimensions"),
+    ("codes", torch.zeros(0, 32, dtype=torch.uint8), "expected float16 or uint16 [0, 2]"),
+    ("scales", torch.ones(4, 2), "scales is float32 [4, 2]"),
+    ("scales", torch.ones(4, 3, dtype=torch.float16), "scales is float16 [4, 3]"),
+    ("scales", torch.ones(2, 4, dtype=torch.float16).T, "scales is float16 [4, 2] with strides [1, 4]"),
+    ("zeros", torch.zeros(4, 1, dtype=torch.uint8), "zeros is uint8 [4, 1]"),
+    ("zeros", torch.zeros(4, 2, dtype=torch.int8), "zeros is int8 [4, 2]"),
+    ("rows", torch.tensor([0, 2, 2, 7], dtype=torch.int32), "rows hold 2 twice"),
+    ("rows", torch.tensor([-1, 2, 3, 7], dtype=torch.int32), "rows hold -1"),
+    ("rows", torch.tensor([0, 2, 3], dtype=torch.int32), "rows is int32 [3]"),
+    ("rows", torch.tensor([0, 2, 3, 7]), "rows is int64 [4]"),
+    ("bits", 3, "codes has 2 dimensions, expected 3"),
+    ("bits", 0, "bits is 0"),
+    ("bits", 9, "bits is 9"),
+    ("bits", 8, "64 columns need 64"),
+    ("group_size", 0, "group_size is 0"),
+    ("group_size", 2**62, "expected float16 or uint16 [4, 1]"),
+    ("columns", 0, "columns is 0"),
+    ("columns", 65, "65 columns need 33"),
+    ("columns", 2**62, "columns is 4611686018427387904"),
+    ("threads", 0, "threads is 0"),
+    ("isa", "avx1024", "isa 'avx1024' is unknown"),
 ]
 
 
@@ -203,9 +206,9 @@ def test_the_parts_that_the_faults_break_are_good() -> None:
     _native.GroupInt(**parts())
 
 
-@pytest.mark.parametrize(("name", "value"), FAULTS)
-def test_a_bad_part_is_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=r"expected|need|unknown"):
+@pytest.mark.parametrize(("name", "value", "message"), FAULTS)
+def test_a_bad_part_is_refused_by_name(name: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         _native.GroupInt(**(parts() | {name: value}))
 
 
@@ -248,10 +251,11 @@ def test_ids_beyond_32_bits_are_no_rows() -> None:
 
 
 def test_rows_changed_after_binding_change_nothing() -> None:
-    given = parts()
-    tile = _native.GroupInt(**given)
+    given = parts() | {"zeros": None}  # codes of 0 on a symmetric grid: every weight is -8
+    tile, y = _native.GroupInt(**given), torch.zeros(1, 8)
     given["rows"].fill_(10**6)  # type: ignore[attr-defined]
-    tile.matmul(torch.ones(1, 64), torch.zeros(1, 8), 1)
+    tile.matmul(torch.ones(1, 64), y, 1)
+    assert y.tolist() == [[-512, 0, -512, -512, 0, 0, 0, -512]]
 
 
 @pytest.mark.parametrize(
@@ -275,5 +279,8 @@ def test_a_tile_without_rows_or_tokens_does_nothing() -> None:
         "zeros": None,
         "rows": torch.zeros(0, dtype=torch.int32),
     }
-    _native.GroupInt(**(parts() | empty)).matmul(torch.zeros(1, 64), torch.zeros(1, 8), 1)
-    _native.GroupInt(**parts()).matmul(torch.zeros(0, 64), torch.zeros(0, 8), 1)
+    y, none = torch.full((1, 8), 3.0), torch.zeros(0, 8)
+    _native.GroupInt(**(parts() | empty)).matmul(torch.ones(1, 64), y, 1)
+    assert y.tolist() == [[3.0] * 8]
+    _native.GroupInt(**parts()).matmul(torch.zeros(0, 64), none, 1)
+    assert none.shape == (0, 8)

@@ -22,6 +22,8 @@ from anybit.kernels.dispatch import Prepared
 if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)
 
+pytestmark = pytest.mark.native
+
 # Every way to store a matrix that the benchmark knows, and columns of float16 beside codes.
 NAMES = [*(name for name in layouts(261, 128) if not name.endswith(" A8")), "float16 columns", "float16 rows"]
 LOWEST = torch.finfo(torch.bfloat16).eps / 2  # relative error of one rounding
@@ -246,6 +248,7 @@ def test_damaged_sparse_weights_are_refused(columns: list[int], row_ptr: list[in
     assert layer.matmul(x).tolist() == [[0, 0, 0, 63]]  # what was there before the refusal
 
 
+@pytest.mark.alone
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer keeps what is freed")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 def test_memory_between_steps_is_kept_within_bounds() -> None:

@@ -23,6 +23,8 @@ from tests.probes import isas
 if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)
 
+pytestmark = pytest.mark.native
+
 
 BY_ROW = {
     "bits": st.integers(1, 8),

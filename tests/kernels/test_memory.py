@@ -14,6 +14,8 @@ from anybit.kernels import cpu
 if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)
 
+pytestmark = [pytest.mark.native, pytest.mark.alone]
+
 
 MEMORY = """
 import resource
@@ -41,6 +43,7 @@ IN_OWN_MEMORY = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @IN_OWN_MEMORY
 def test_tiles_share_memory_and_give_it_back() -> None:
     program = """
@@ -56,6 +59,7 @@ assert resident() - before < 16e6
     subprocess.run([sys.executable, "-c", MEMORY + program], check=True, timeout=300)
 
 
+@pytest.mark.slow
 @IN_OWN_MEMORY
 def test_a_tile_that_finds_no_memory_harms_no_other() -> None:
     program = """

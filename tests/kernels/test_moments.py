@@ -10,6 +10,8 @@ from anybit.kernels import cpu
 if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)
 
+pytestmark = pytest.mark.native
+
 
 @pytest.mark.parametrize(("tokens", "n"), [(1, 1), (3, 5), (7, 47), (64, 48), (65, 49), (300, 577)])
 def test_moments_add_the_exact_products(tokens: int, n: int) -> None:

@@ -20,6 +20,7 @@ from anybit.formats.weight import unpack
 from anybit.layers import QuantLinear
 from tests.probes import a_layer
 
+pytestmark = pytest.mark.slow  # compiling takes seconds
 IDS = torch.tensor([[7, 101, 30, 30, 99, 250, 3, 17, 64, 5, 200, 41, 77, 8, 9, 10, 11, 120, 13, 14, 15]])
 
 
@@ -158,6 +159,7 @@ torch.save(program(inputs), sys.argv[3])
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_holds_its_weights(
     artifact_of: Callable[..., Path], tmp_path: Path, strict: bool

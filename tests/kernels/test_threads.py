@@ -19,6 +19,8 @@ from tests.kernels.cases import PRODUCTS, Case, activations, make, product_of
 if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)
 
+pytestmark = [pytest.mark.native, pytest.mark.alone]
+
 
 @pytest.mark.parametrize("isa", PRODUCTS)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -103,6 +105,7 @@ def run_script(text: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @on_linux
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="there is no other processor")
 def test_sleeping_workers_are_kept_from_their_wakers_processor_until_they_wake() -> None:
@@ -119,6 +122,7 @@ wait_for(lambda: all(mask == allowed for mask in workers()))
 """)
 
 
+@pytest.mark.slow
 @on_linux
 def test_workers_run_where_somebody_says_while_they_sleep() -> None:
     run_script("""
@@ -135,6 +139,7 @@ for threads in (8, 2, 4, 8):
 """)
 
 
+@pytest.mark.slow
 @on_linux
 def test_one_processor_for_several_threads() -> None:
     run_script("""
@@ -147,6 +152,7 @@ assert all(mask == one for mask in masks().values())
 """)
 
 
+@pytest.mark.slow
 def test_more_threads_in_pytorch_than_kernels_take() -> None:
     script = (
         "import torch; from anybit.kernels import cpu; torch.set_num_threads(2000); print(cpu._threads(None))"

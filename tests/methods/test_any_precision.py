@@ -36,6 +36,7 @@ def parent(model_dir: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
 TOKENS = torch.arange(3, 27).view(2, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "opt", "gemma3"])
 @pytest.mark.parametrize(
     ("method", "options"),
@@ -139,6 +140,7 @@ def test_a_width_loaded_alone_can_be_saved(parent: Path, tmp_path: Path) -> None
     assert inspect(tmp_path / "out")["bits"] == 4
 
 
+@pytest.mark.slow
 def test_eval_and_generate_take_a_width(parent: Path) -> None:
     figures = anybit.evaluate(parent, bits=3, seq_len=16, max_tokens=64)
     assert figures["bits"] == 3

@@ -22,6 +22,8 @@ from anybit.methods import nested_codes
 from anybit.methods.compensation import inverse_factor
 from tests import builders
 
+pytestmark = pytest.mark.native
+
 needs_native = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
 BITS = range(1, 9)
 

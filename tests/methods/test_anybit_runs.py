@@ -117,6 +117,7 @@ def test_moments_are_those_of_autograd(model_dir: Callable[[str], Path], tmp_pat
         assert torch.equal(again.tokens[name], found.tokens[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "diagonal"])
 def test_other_scores_rank_the_rows(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, kind: str

@@ -19,6 +19,8 @@ from tests import builders
 from tests.builders import MakeModel, outlier_inputs, rounded_layer
 from tests.oracles import output_error
 
+pytestmark = pytest.mark.native
+
 SMALL: dict[str, Any] = {"samples": 3, "seq_len": 24}
 
 
@@ -63,6 +65,7 @@ def test_outlier_channels_are_never_clipped() -> None:
                 assert body.act_clip is not None and (body.act_clip < 1).all()
 
 
+@pytest.mark.slow
 def test_atom_follows_its_activations(model_dir: MakeModel, tmp_path: Path) -> None:
     """Later blocks are calibrated on what quantized activations and weights of earlier ones hand them."""
     made = {}

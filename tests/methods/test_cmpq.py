@@ -98,6 +98,7 @@ def test_channels_with_fewer_weights_than_centroids_store_fewer() -> None:
     torch.testing.assert_close(made.dequantize(), weight, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_channel_widths_are_shown(model_dir: MakeModel, tmp_path: Path) -> None:
     anybit.quantize(model_dir("llama"), tmp_path / "out", builders.options("cmpq", bits=2.5, **SMALL))
     figures = inspect(tmp_path / "out")

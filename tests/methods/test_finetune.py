@@ -188,6 +188,7 @@ def test_windows_are_held_out(windows: int, held_out: list[int]) -> None:
 # ---- a whole model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_artifacts(family: str, model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
     report = Recorder()
@@ -199,6 +200,7 @@ def test_artifacts(family: str, model_dir: Callable[[str], Path], text_file: Pat
     assert "--finetune" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_it_resumes_to_the_same_bytes(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

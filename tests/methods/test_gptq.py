@@ -142,7 +142,7 @@ def test_desc_act_stores_its_permutation_and_group_reorder_none() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_gptq_beats_rtn_on_correlated_inputs(bits: int) -> None:
     for seed in range(3):
-        weight, stats = random(16, 96, seed), second_moments(correlated_inputs(400, 96, seed + 10))
+        weight, stats = random(16, 96, seed=seed), second_moments(correlated_inputs(400, 96, seed + 10))
         assert stats.hessian is not None
         spec = builders.layer_spec(bits, 32)
         rounded = output_loss(weight, rtn.quantize(weight, None, spec), stats.hessian)

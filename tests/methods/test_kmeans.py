@@ -13,6 +13,8 @@ from anybit.errors import InputError
 from anybit.kernels import cpu
 from anybit.methods.kmeans import cluster, codebook
 
+pytestmark = pytest.mark.native
+
 ISAS = [isa for isa in ("portable", "avx2", "avx512") if cpu.isa() >= isa or isa == "portable"]
 
 
@@ -47,6 +49,7 @@ def heavy_rows(rows: int, n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return weight, torch.randn(rows, n, generator=generator).mul(2).exp()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_near_the_optimum(bits: int, weighted: bool) -> None:

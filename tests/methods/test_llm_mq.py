@@ -67,6 +67,7 @@ def test_widths_fit_a_number_of_bytes() -> None:
         sensitivity.assign(scores, {"a": 10, "b": 10}, (2, 3, 4), 4, stored, 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bpw", [4.6, 5.0, 5.5])
 def test_llm_mq_keeps_to_a_budget(model_dir: MakeModel, tmp_path: Path, bpw: float) -> None:
     config = methods.options("llm-mq", bpw=bpw, group_size=16, **SMALL)
@@ -87,6 +88,7 @@ def test_scores_of_widths_are_first_order_changes(model_dir: MakeModel) -> None:
     assert 2.5 < average <= 2.7 and set(chosen.values()) <= {2, 3, 4}
 
 
+@pytest.mark.slow
 def test_llm_mq_artifacts(model_dir: MakeModel, tmp_path: Path) -> None:
     config = builders.options("llm-mq", bits=2.7, group_size=16, **SMALL)
     anybit.quantize(model_dir("llama"), tmp_path / "out", config)

@@ -67,6 +67,7 @@ def test_rows_are_chosen_globally() -> None:
     assert sensitivity.choose(tied, shapes, 2 / 7, by_rows=True) == {"a": (0, 1), "b": ()}
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on(
     model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,7 @@ def test_an_interrupted_search_goes_on(
     assert rows == int(0.2 * sum(out for out, _ in shapes.values()) + 1e-6)
 
 
+@pytest.mark.slow
 def test_wide_rows_are_the_salient_ones(model_dir: MakeModel, tmp_path: Path) -> None:
     config = builders.options("mixllm", wide_rows=0.25, group_size=16, **SMALL)
     anybit.quantize(model_dir("llama"), tmp_path / "out", config)
@@ -124,6 +126,7 @@ def test_a_plan_before_the_search_is_no_smaller_than_the_artifact(bits: float, m
         assert make_plan(streamed, config, specs).tensor_bytes <= 1.01 * planned.tensor_bytes
 
 
+@pytest.mark.slow
 def test_a_spec_takes_layers_out_of_the_search(model_dir: MakeModel, tmp_path: Path) -> None:
     folder, config = model_dir("llama"), builders.options("mixllm", wide_rows=0.3, group_size=16, **SMALL)
     names = list(opened(folder).all_linears())
@@ -144,6 +147,7 @@ def test_a_spec_takes_layers_out_of_the_search(model_dir: MakeModel, tmp_path: P
         )
 
 
+@pytest.mark.slow
 def test_a_refused_run_keeps_its_search(
     model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ from tests import builders
 from tests.builders import MakeModel, opened, token_rows
 from tests.probes import logits
 
+pytestmark = pytest.mark.native
+
 SMALL: dict[str, Any] = {"samples": 3, "seq_len": 24}
 METHODS = [
     ("mixllm", {"wide_rows": 0.1}),
@@ -35,6 +37,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "options"), METHODS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_artifacts_compute_what_they_say(
@@ -69,6 +72,7 @@ def oracle_forward(weight: QuantizedWeight, bias: Tensor | None) -> Any:
     return forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 @pytest.mark.parametrize("option", [{"scaling": "awq"}, {"act_bits": 8, "act_static": True}])
 def test_a_spec_may_ask_for_inputs(

@@ -14,6 +14,8 @@ from tests import builders
 from tests.builders import outlier_inputs, rounded_layer, stats_of
 from tests.oracles import output_error
 
+pytestmark = pytest.mark.native
+
 
 @pytest.mark.parametrize("kind", ["awq", "smoothquant"])
 def test_scaling_is_worth_it(kind: str) -> None:

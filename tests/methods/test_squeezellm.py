@@ -119,6 +119,7 @@ def test_hostile_codes_of_small_tables_are_refused(bits: int) -> None:
         validate("layer", packed)
 
 
+@pytest.mark.slow
 def test_one_width_may_be_named(model_dir: MakeModel, tmp_path: Path) -> None:
     anybit.quantize(model_dir("llama"), tmp_path / "out", builders.options("squeezellm", bits=3, **SMALL))
     assert torch.equal(logits(load(tmp_path / "out", bits=3), TOKENS), logits(load(tmp_path / "out"), TOKENS))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anybit.methods import METHODS
 from anybit.calibration.stats import LinearStats
-from anybit.config import LayerSpec, TileSpec
+from anybit.config import TileSpec
 from anybit.errors import InputError
 from anybit.formats.layout import stored_bytes
 from anybit.formats.validate import validate_layout
 from anybit.formats.weight import pack
-from anybit.methods import gptq, rtn
+from anybit.methods import METHODS, gptq, rtn
 from anybit.methods.tiling import column_sets
 from anybit.plan import spec_layout
 from tests import builders
@@ -46,15 +45,15 @@ def test_tilings_that_do_not_fit_are_refused(tiles: tuple[TileSpec, ...], word: 
 
 TILINGS = {
     "plain": builders.layer_spec(4, 16),
-    "planes": builders.layer_spec(3, 128, True),
+    "planes": builders.layer_spec(3, 128, symmetric=True),
     "whole rows": builders.layer_spec(5, -1),
     "desc_act": builders.layer_spec(4, 16, desc_act=True),
     "rows": builders.layer_spec(tiles=(TileSpec(8, 16, True, rows=(1, 4)), TileSpec(4, 16, rows=(0, 2, 3)))),
-    "rows, desc_act": LayerSpec(
-        (TileSpec(8, 16, rows=(1, 4)), TileSpec(4, 16, rows=(0, 2, 3))), desc_act=True
+    "rows, desc_act": builders.layer_spec(
+        tiles=(TileSpec(8, 16, rows=(1, 4)), TileSpec(4, 16, rows=(0, 2, 3))), desc_act=True
     ),
-    "columns": LayerSpec(
-        (TileSpec(2, 8, cols=tuple(range(5, 41))), TileSpec(4, -1, True, cols=tuple(range(5))))
+    "columns": builders.layer_spec(
+        tiles=(TileSpec(2, 8, cols=tuple(range(5, 41))), TileSpec(4, -1, True, cols=tuple(range(5))))
     ),
 }
 
@@ -70,7 +69,10 @@ def test_the_layout_is_known_before_the_bytes(name: str) -> None:
     assert packed.layout == planned
     assert packed.nbytes == stored_bytes(planned)
     if not spec.options.desc_act:
-        assert spec_layout("layer", spec, (5, 41), METHODS["rtn"]) == pack(rtn.quantize(weight, None, spec)).layout
+        assert (
+            spec_layout("layer", spec, (5, 41), METHODS["rtn"])
+            == pack(rtn.quantize(weight, None, spec)).layout
+        )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_the_layout_is_known_before_the_bytes(name: str) -> None:
     ],
 )
 def test_specs_that_do_not_fit_are_refused_with_the_layers_name(
-    spec: LayerSpec, method: str, word: str
+    spec: builders.LayerSpec, method: str, word: str
 ) -> None:
     with pytest.raises(InputError, match=rf"model\.q_proj.*{word}"):
         spec_layout("model.q_proj", spec, (5, 41), METHODS[method])

@@ -32,6 +32,8 @@ from anybit.plan import fit_budget, make_plan
 from tests import builders
 from tests.builders import opened, random, two_four_spec, weight_and_stats
 
+pytestmark = pytest.mark.native
+
 SMALL: dict[str, Any] = {"samples": 3, "seq_len": 24}
 
 
@@ -178,6 +180,7 @@ def test_a_short_last_block_has_two_bits(last_at_4: bool) -> None:
         validate("layer", packed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_artifacts(family: str, model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     config = builders.options("two-four-sixteen", wide_groups=0.5, exclusive_outliers=0.01, **SMALL)

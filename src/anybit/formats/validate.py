@@ -13,8 +13,7 @@ from anybit.errors import InputError
 from anybit.formats import FORMATS, GroupInt, Nested, Sparse
 from anybit.formats.base import Refuse, is_int
 from anybit.formats.layout import FORMAT_VERSION, stored_tensors, tile_prefix
-from anybit.formats.weight import PackedWeight
-from anybit.formats.weight import sparse_tensors, tile_tensors
+from anybit.formats.weight import PackedWeight, sparse_tensors, tile_tensors
 
 MAX_TILES = 256  # of one layer, far beyond what any method makes: a reader compares them pair by pair
 

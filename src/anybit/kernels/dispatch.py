@@ -13,8 +13,7 @@ from anybit.formats import Codebook, Float16, GroupInt, Nested, Sparse, TwoFour
 from anybit.formats.bits import pack_codes, unpack_codes
 from anybit.formats.codebook import decode_table
 from anybit.formats.layout import tile_prefix
-from anybit.formats.weight import PackedWeight, place
-from anybit.formats.weight import sparse_tensors, tile_tensors
+from anybit.formats.weight import PackedWeight, place, sparse_tensors, tile_tensors
 from anybit.kernels import cpu, gpu, reference
 
 TAKEN = {  # fields whose bytes the native object of a tile holds, in another order

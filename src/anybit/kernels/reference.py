@@ -10,8 +10,7 @@ from torch import Tensor
 
 from anybit.formats import GroupInt
 from anybit.formats.bits import safe, split_groups
-from anybit.formats.weight import PackedWeight, QuantizedWeight, unpack
-from anybit.formats.weight import tile_tensors
+from anybit.formats.weight import PackedWeight, QuantizedWeight, tile_tensors, unpack
 
 
 def matmul(x: Tensor, weight: PackedWeight) -> Tensor:

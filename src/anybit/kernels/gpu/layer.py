@@ -15,8 +15,7 @@ from anybit.formats import FORMATS
 from anybit.formats import tables as shapes
 from anybit.formats.codebook import decode_table
 from anybit.formats.layout import tile_prefix
-from anybit.formats.weight import PackedWeight, place
-from anybit.formats.weight import sparse_tensors, tile_tensors
+from anybit.formats.weight import PackedWeight, place, sparse_tensors, tile_tensors
 from anybit.kernels.gpu import activations, codebook, integer
 from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt, place_product
 from anybit.kernels.gpu.sparse import Sparse
