@@ -55,7 +55,7 @@ $(VENV)/.torch:
 # Editable: Python edits count at once; the native extension is rebuilt when its sources change.
 $(INSTALLED): $(VENV)/.torch $(SOURCES)
 	@sh .ci/preflight $(BIN)/python $(VENV) 500 500
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e .
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e ".[demo]"
 	rm -f $(VENV)/.installed*
 	touch $@
 

