@@ -19,7 +19,7 @@ import anybit
 from anybit.artifact import writer
 from anybit.artifact.reader import inspect, is_artifact, open_artifact, read_config, verify
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
-from anybit.checkpoint.directory import JSON_LIMIT, file_sha256
+from anybit.checkpoint.files import JSON_LIMIT, file_sha256
 from anybit.config import QuantizeConfig
 from anybit.errors import InputError
 

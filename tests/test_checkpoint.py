@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from anybit.checkpoint import directory as reader
-from anybit.checkpoint.directory import open_checkpoint, read_safetensors_header
+from anybit.checkpoint import safetensors as reader
+from anybit.checkpoint.directory import open_checkpoint
+from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.errors import InputError
 
 INDEX = "model.safetensors.index.json"

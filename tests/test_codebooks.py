@@ -16,7 +16,7 @@ import anybit
 from anybit.artifact.reader import inspect, verify
 from anybit.calibration.moments import gradient_statistics, spilled_statistics
 from anybit.calibration.stats import GradientStats, LinearStats
-from anybit.checkpoint import directory as checkpoint_module
+from anybit.checkpoint import safetensors as checkpoint_module
 from anybit.config import LayerSpec, QuantizeConfig, TileSpec
 from anybit.errors import InputError
 from anybit.formats import Codebook, Float16

@@ -32,7 +32,8 @@ from anybit.artifact.reader import curve, inspect, verify
 from anybit.artifact.writer import ArtifactWriter
 from anybit.calibration.streaming import StreamedModel
 from anybit.calibration.texts import calibration_set
-from anybit.checkpoint.directory import file_sha256, open_checkpoint
+from anybit.checkpoint.directory import open_checkpoint
+from anybit.checkpoint.files import file_sha256
 from anybit.cli import main as cli
 from anybit.config import QuantizeConfig, parse_layer_spec
 from anybit.errors import InputError

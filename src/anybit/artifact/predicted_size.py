@@ -17,7 +17,7 @@ from anybit.artifact.config_json import artifact_config, provenance
 from anybit.artifact.model_card import Beside, model_card
 from anybit.artifact.reader import is_tokenizer_file
 from anybit.artifact.writer import described_files, hash_list, shard_file
-from anybit.checkpoint.directory import DTYPES
+from anybit.checkpoint.safetensors import DTYPES
 from anybit.config import QuantizeConfig
 from anybit.formats.weight import stored_tensors
 from anybit.methods import ordering as progressive

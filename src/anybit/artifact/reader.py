@@ -18,7 +18,8 @@ import torch
 
 from anybit.artifact.config_json import check_layers, dense_layout
 from anybit.artifact.refinements import Progressive, read_progressive
-from anybit.checkpoint.directory import HASHES, INDEX, Checkpoint, check_sha256, open_checkpoint, read_json
+from anybit.checkpoint.directory import Checkpoint, open_checkpoint
+from anybit.checkpoint.files import HASHES, INDEX, check_sha256, read_json
 from anybit.config import bits_eq10, parse_bytes
 from anybit.errors import InputError
 from anybit.formats import TwoFour

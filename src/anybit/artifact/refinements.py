@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from anybit.checkpoint.directory import HASHES, INDEX, check_sha256, read_json, read_safetensors_header
+from anybit.checkpoint.files import HASHES, INDEX, check_sha256, read_json
+from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.errors import InputError
 from anybit.formats.weight import check_version, stored_tensors
 from anybit.methods.ordering import (

@@ -27,7 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from anybit.artifact.reader import dump_json, is_artifact, partial_folder
-from anybit.checkpoint.directory import HASHES, INDEX, file_sha256, read_safetensors_header
+from anybit.checkpoint.files import HASHES, INDEX, file_sha256
+from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.errors import InputError
 from anybit.formats.weight import FORMAT_VERSION
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anybit.calibration.texts import read_utf8, text_field
 from anybit.checkpoint.architectures import max_positions
-from anybit.checkpoint.directory import POOLING, read_json
+from anybit.checkpoint.files import POOLING, read_json
 from anybit.errors import InputError
 from anybit.progress import Advance, ignore
 

@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from anybit.artifact import refinements
 from anybit.artifact.config_json import check_layers
-from anybit.checkpoint.directory import HASHES
+from anybit.checkpoint.files import HASHES
 from anybit.errors import InputError
 from anybit.formats import is_int
 from anybit.formats.weight import QUANT_METHOD, check_version, validate
