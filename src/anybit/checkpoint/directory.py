@@ -32,7 +32,17 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from anybit.checkpoint.files import ASSETS, INDEX, LICENCES, PICKLES, POOLING, cause, matching, read_json
+from anybit.checkpoint.files import (
+    ASSETS,
+    INDEX,
+    LICENCES,
+    PICKLES,
+    POOLING,
+    cause,
+    check_link,
+    matching,
+    read_json,
+)
 from anybit.checkpoint.hub import download
 from anybit.checkpoint.safetensors import StoredTensor, read_safetensors_header
 from anybit.errors import InputError
@@ -139,13 +149,19 @@ class Checkpoint:
             ) from error
 
     def asset_files(self) -> list[Path]:
-        """The files that `copy_assets` copies as they are."""
+        """The files that `copy_assets` copies as they are. Raises `InputError` for links out of the model."""
         if self.gguf is None:
-            pooling = self.path / POOLING
-            return matching(self.path, ASSETS) + ([pooling] if pooling.is_file() else [])
-        if Path(self.source).is_dir():  # a folder made for this model; beside a bare file lies anything
-            return matching(self.path.parent, LICENCES)
-        return []
+            found = [*matching(self.path, ASSETS), *filter(Path.is_file, [self.path / POOLING])]
+        elif Path(self.source).is_dir():  # a folder made for this model; beside a bare file lies anything
+            found = matching(self.path.parent, LICENCES)
+        else:
+            found = []
+        for file in found:
+            check_link(file, self._folder())
+        return found
+
+    def _folder(self) -> Path:
+        return self.path.parent if self.gguf else self.path
 
     def copy_assets(self, out: Path) -> list[str]:
         """Put tokenizer, chat template, generation config and licence into `out`; returns the names.
@@ -154,9 +170,8 @@ class Checkpoint:
         """
         out.mkdir(parents=True, exist_ok=True)
         names = _rebuild_assets(self, out) if self.gguf else []
-        folder = self.path.parent if self.gguf else self.path
         for file in self.asset_files():
-            name = str(file.relative_to(folder))
+            name = str(file.relative_to(self._folder()))
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, out / name)
             names.append(name)
@@ -233,7 +248,7 @@ def _open_directory(source: str, folder: Path) -> Checkpoint:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """config.json, refused when it asks for code of its own or for a model nobody knows."""
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").exists():
         raise InputError(f"{folder} has no config.json; give a directory in the Hugging Face layout.")
     raw = read_json(folder / "config.json")
     kind = raw.get("model_type")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -27,11 +28,25 @@ HASHES = "anybit.index.json"  # size and SHA-256 of all shards, refinements, con
 POOLING = "1_Pooling/config.json"  # sentence-transformers': how token states become one embedding
 
 
+def regular_size(path: Path) -> int:
+    """Bytes of a file. Whoever opened a pipe or a device instead would wait for it.
+
+    Raises:
+        InputError: it is not a regular file, nor a link to one.
+        OSError: it cannot be found.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{path} is not a regular file; put the file itself there.")
+    return status.st_size
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of bounded size."""
     try:
-        if path.stat().st_size > JSON_LIMIT:
-            raise InputError(f"{path} has {path.stat().st_size} bytes, but {JSON_LIMIT} is the limit.")
+        size = regular_size(path)
+        if size > JSON_LIMIT:
+            raise InputError(f"{path} has {size} bytes, but {JSON_LIMIT} is the limit.")
         data = path.read_bytes()
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); check its permissions.") from error
@@ -84,9 +99,22 @@ def check_sha256(file: Path, expected: str) -> None:
 
 
 def matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """The files of `folder` that match, links to files (the hub's cache is made of them) among them."""
+    """The files of `folder` that match, links to files among them."""
     return [
         file
         for file in sorted(folder.iterdir())
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns)
     ]
+
+
+def check_link(file: Path, folder: Path) -> None:
+    """Refuse a file that is a link out of the model's `folder`: an artifact would publish what it leads to.
+
+    The hub's cache is made of links: `snapshots/REVISION/FILE` leads to `blobs/HASH`.
+    """
+    home, target = folder.resolve(), file.resolve()
+    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+    if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
+        raise InputError(
+            f"{file} leads to {target}, out of the model's directory: put the file itself there, or remove the link."
+        )

@@ -22,6 +22,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize
 
+from anybit.checkpoint.files import regular_size
 from anybit.errors import InputError
 
 HEADER_LIMIT = 128 * 2**20  # bytes; real headers (a vocabulary of 262 144 words) stay below 16 MB
@@ -159,8 +160,9 @@ def open_gguf(path: str | Path) -> GgufFile:
     """
     path = Path(path)
     try:
+        size = regular_size(path)
         with path.open("rb", buffering=2**20) as file:
-            header = _Header(file, path, path.stat().st_size)
+            header = _Header(file, path, size)
             tensor_count, metadata_count = _read_preamble(header)
             metadata = _read_metadata(header, metadata_count)
             entries = [_read_tensor_entry(header) for _ in range(tensor_count)]

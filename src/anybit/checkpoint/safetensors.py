@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from anybit.checkpoint.files import parse_object, unique_keys
+from anybit.checkpoint.files import parse_object, regular_size, unique_keys
 from anybit.errors import InputError
 
 HEADER_LIMIT = 100_000_000  # bytes of a safetensors header, as in the reference implementation
@@ -41,7 +41,7 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
     Raises `InputError` for anything the safetensors format forbids: see `_place`.
     """
     try:
-        size = path.stat().st_size
+        size = regular_size(path)
         with path.open("rb") as file:
             start = file.read(8)
             length = int.from_bytes(start, "little")
