@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -29,6 +30,21 @@ def test_an_extra_brings_its_package_and_dev_brings_every_extra(extra: str) -> N
     assert named == packages_distributions()[EXTRAS[extra]]
     everything = next(line for line in PROJECT["optional-dependencies"]["dev"] if line.startswith("anybit["))
     assert extra in everything.removeprefix("anybit[").rstrip("]").split(",")
+
+
+def test_everything_can_be_imported_without_the_extras() -> None:
+    code = f"""
+import pkgutil, sys
+for name in {[*EXTRAS.values()]!r}:
+    sys.modules[name] = None  # makes its import fail
+import anybit
+for module in pkgutil.walk_packages(anybit.__path__, "anybit."):
+    if module.name.split(".")[-1] != "__main__" and ".gpu" not in module.name:
+        __import__(module.name)
+print(anybit.evaluation.embeddings._ranks, anybit.compare.page, anybit.demo)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize(("extra", "package"), EXTRAS.items())
