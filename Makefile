@@ -6,6 +6,14 @@ PIP_ARGS ?=
 VENV     ?= .venv
 BIN      := $(VENV)/bin
 SOURCES  := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+# MB of free disk that setting up takes, and that pip takes in TMPDIR meanwhile; PyTorch for Linux comes with CUDA.
+ifneq (,$(findstring cpu,$(TORCH))$(filter Darwin,$(shell uname)))
+DISK_MB  ?= $(if $(filter test% check%,$(MAKECMDGOALS)),4000,2000)
+TMP_MB   ?= 500
+else
+DISK_MB  ?= 10000
+TMP_MB   ?= 3000
+endif
 # An editable install knows the modules that there were when it was made: one that came, went or moved makes it anew.
 MODULES  := $(shell find src -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(MODULES)
@@ -46,17 +54,20 @@ bench: $(INSTALLED)
 	$(BIN)/anybit bench quantize
 
 $(VENV)/.torch:
+	@sh .ci/preflight $(PYTHON) $(VENV) $(DISK_MB) $(TMP_MB)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) $(TORCH)
 	touch $@
 
 # Editable: Python edits count at once; the native extension is rebuilt when its sources change.
 $(INSTALLED): $(VENV)/.torch $(SOURCES)
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e .
+	@sh .ci/preflight $(BIN)/python $(VENV) 500 500
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e ".[demo]"
 	rm -f $(VENV)/.installed*
 	touch $@
 
 $(INSTALLED)-dev: $(VENV)/.torch $(SOURCES)
+	@sh .ci/preflight $(BIN)/python $(VENV) 2000 500
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e ".[dev]"
 	rm -f $(VENV)/.installed*
 	touch $@ $(INSTALLED)

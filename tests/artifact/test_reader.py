@@ -18,7 +18,7 @@ from anybit.artifact.files import is_artifact
 from anybit.artifact.reader import open_artifact, read_config
 from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
-from anybit.checkpoint.directory import JSON_LIMIT
+from anybit.checkpoint.files import JSON_LIMIT
 from anybit.errors import InputError
 from tests import builders
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from anybit.artifact import files, split
 from anybit.artifact.sizes import curve, inspect
 from anybit.artifact.verify import verify
-from anybit.checkpoint.directory import file_sha256
+from anybit.checkpoint.files import file_sha256
 from anybit.errors import InputError
 from anybit.kernels import cpu
 from anybit.loader import load

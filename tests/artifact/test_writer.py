@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import anybit
 from anybit.artifact import writer
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
-from anybit.checkpoint.directory import file_sha256
+from anybit.checkpoint.files import file_sha256
 from anybit.errors import InputError
 from tests import builders
 

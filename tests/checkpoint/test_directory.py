@@ -12,8 +12,9 @@ from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from anybit.checkpoint import directory as reader
-from anybit.checkpoint.directory import open_checkpoint, read_safetensors_header
+from anybit.checkpoint import safetensors as reader
+from anybit.checkpoint.directory import open_checkpoint
+from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.errors import InputError
 from tests.checkpoint.models import INDEX, TEMPLATE
 

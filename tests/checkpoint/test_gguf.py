@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from anybit.checkpoint import gguf as reader
+from anybit.checkpoint import gguf_header
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.errors import InputError
 
@@ -197,14 +198,14 @@ def test_permuted_biases(tmp_path: Path) -> None:
     assert torch.equal(bias, model.model.layers[0].self_attn.q_proj.bias)
 
 
-@pytest.mark.parametrize("type_name", [*reader._FLOATS, *reader._BLOCKS])
+@pytest.mark.parametrize("type_name", [*gguf_header.FLOATS, *gguf_header.BLOCKS])
 def test_every_accepted_type_can_be_dequantized(tmp_path: Path, type_name: str) -> None:
     """In pieces as in one: 3 rows of 256 weights, of random bytes."""
     kind = Kind[type_name]
     block, block_bytes = gguf_package.GGML_QUANT_SIZES[kind]
     raw = np.random.default_rng(0).integers(0, 256, (3, 256 // block * block_bytes), dtype=np.uint8)
     (tmp_path / "raw").write_bytes(b"\0" * 32 + raw.tobytes())
-    tensor = reader.GgufTensor("t", (3, 256), kind, 32, raw.size)
+    tensor = gguf_header.GgufTensor("t", (3, 256), kind, 32, raw.size)
     with np.errstate(all="ignore"):
         expected = gguf_package.quants.dequantize(raw, kind)
     found = reader._dequantized(tmp_path / "raw", tensor)
@@ -330,7 +331,7 @@ def test_hostile_file_is_refused(tmp_path: Path, case: str) -> None:
 
 def test_header_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Millions of empty strings are no reason to read on for minutes."""
-    monkeypatch.setattr(reader, "HEADER_LIMIT", 4096)
+    monkeypatch.setattr(gguf_header, "HEADER_LIMIT", 4096)
     words = string(b"k") + struct.pack("<IIQ", 9, 8, 1000) + b"\0" * 8000
     (tmp_path / "m.gguf").write_bytes(build(GOOD, [ARCHITECTURE, *NUMBERS, words]))
     with pytest.raises(InputError, match="a header ends by 4096"):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from anybit.checkpoint import directory as reader
-from anybit.checkpoint.directory import read_safetensors_header
+from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.errors import InputError
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from anybit.checkpoint.directory import read_json
+from anybit.checkpoint.files import read_json
 from anybit.errors import InputError
 from anybit.formats.layout import QUANT_METHOD
 

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from anybit.artifact.files import SECTION, link, list_hash
-from anybit.checkpoint.directory import HASHES, INDEX, check_sha256, read_json, read_safetensors_header
+from anybit.checkpoint.files import HASHES, INDEX, check_sha256, read_json
+from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.errors import InputError
 from anybit.formats.layout import stored_tensors
 from anybit.formats.validate import check_version

@@ -17,7 +17,7 @@ from anybit.artifact.config_json import artifact_config, provenance
 from anybit.artifact.files import is_tokenizer_file, shard_file
 from anybit.artifact.model_card import Enhancements, model_card
 from anybit.artifact.writer import described_files, hash_list
-from anybit.checkpoint.directory import DTYPES
+from anybit.checkpoint.safetensors import DTYPES
 from anybit.config import Options
 from anybit.formats.layout import stored_tensors
 from anybit.methods import METHODS, ordering

@@ -10,7 +10,8 @@ from typing import Any
 
 from anybit.artifact.config_json import check_layers
 from anybit.artifact.files import is_artifact, partial_folder
-from anybit.checkpoint.directory import Checkpoint, open_checkpoint, read_json
+from anybit.checkpoint.directory import Checkpoint, open_checkpoint
+from anybit.checkpoint.files import read_json
 from anybit.errors import InputError
 from anybit.formats.layout import (
     stored_tensors,

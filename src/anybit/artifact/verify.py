@@ -11,7 +11,8 @@ import torch
 
 from anybit.artifact.levels import Progressive, read_progressive
 from anybit.artifact.reader import open_artifact
-from anybit.checkpoint.directory import HASHES, INDEX, Checkpoint, check_sha256, read_json
+from anybit.checkpoint.directory import Checkpoint
+from anybit.checkpoint.files import HASHES, INDEX, check_sha256, read_json
 from anybit.errors import InputError
 from anybit.formats.layout import stored_tensors
 from anybit.formats.validate import check_version, validate

@@ -25,7 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from anybit.artifact.files import dump_json, is_artifact, partial_folder, shard_file
-from anybit.checkpoint.directory import HASHES, INDEX, file_sha256, read_safetensors_header
+from anybit.checkpoint.files import HASHES, INDEX, file_sha256
+from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.cost import Cost
 from anybit.errors import InputError
 from anybit.formats.layout import FORMAT_VERSION

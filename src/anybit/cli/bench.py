@@ -23,7 +23,7 @@ from anybit.cli.options import (
     set_threads,
     whole_numbers,
 )
-from anybit.errors import InputError
+from anybit.errors import InputError, require_extra
 
 
 def bench_quantize(
@@ -134,6 +134,8 @@ def bench_kernels(
         check_writable(file)
     if timed.plot is not None and timed.plot.suffix not in PICTURES:
         raise InputError(f"--plot {timed.plot}: expected a name that ends in {' or '.join(PICTURES)}")
+    if timed.plot is not None:
+        require_extra("plots", "--plot")
     if device == "cuda":
         refuse_ignored(cpu.given(), "it is for --device cpu")
         _on_gpu(timed, gpu, json_file)

@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
+
+
+def _print(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table of texts; `<` before a heading: its column is not numbers and stands to the left.
+
+    Rows fold at a terminal's edge; in a file or a pipe they stay whole.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for head in heads:
+        side: Any = "left" if head.startswith("<") else "right"
+        table.add_column(head.removeprefix("<"), justify=side, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    edge = None if sys.stdout.isatty() else 10_000
+    Console(width=edge, markup=False, emoji=False, highlight=False).print(table)
 
 
 def print_prediction(f: dict[str, Any]) -> None:
@@ -86,71 +106,78 @@ def print_inspection(f: dict[str, Any]) -> None:
         typer.echo(
             f"calibration       {calibration['samples']} x {calibration['seq_len']} tokens of {calibration['source']}"
         )
-    width = max((len(layer["name"]) for layer in f["layers"] + f["embeddings"]), default=0)
-    for layer in f["embeddings"] + f["layers"]:
-        shape = "x".join(map(str, layer["shape"]))
-        channels = Counter(layer.get("channel_bits", []))
-        parts = [f"{n} channels at {bits}" for bits, n in sorted(channels.items())]
-        parts += [f"{tile['rows']} rows at {tile['bits']}" for tile in layer["tiles"] if "rows" in tile]
-        mixed = ", ".join(parts)
-        line = f"{layer['name']:{width}}  {shape:>12}  {layer['bits']:.2f} bits  {layer['bits_per_weight']:.3f} bpw"
-        inputs = sorted({tile.get("act_bits", 16) for tile in layer["tiles"]})
-        line += f"  inputs {'+'.join(map(str, inputs))} bits" if inputs != [16] else ""
-        typer.echo(f"{line}  {mixed}".rstrip())
+    layers = [_layer_row(layer) for layer in f["embeddings"] + f["layers"]]
+    _print(("<layer", "shape", "bits", "bits per weight", "<parts"), layers)
+
+
+def _layer_row(layer: dict[str, Any]) -> tuple[str, ...]:
+    channels = Counter(layer.get("channel_bits", []))
+    parts = [f"{n} channels at {bits}" for bits, n in sorted(channels.items())]
+    parts += [f"{tile['rows']} rows at {tile['bits']}" for tile in layer["tiles"] if "rows" in tile]
+    inputs = sorted({tile.get("act_bits", 16) for tile in layer["tiles"]})
+    if inputs != [16]:
+        parts.insert(0, f"inputs {'+'.join(map(str, inputs))} bits")
+    shape = "x".join(map(str, layer["shape"]))
+    return layer["name"], shape, f"{layer['bits']:.2f}", f"{layer['bits_per_weight']:.3f}", ", ".join(parts)
 
 
 def print_comparison(f: dict[str, Any]) -> None:
     """The cells of `compare`; the report has more."""
-    width = max(len(cell["name"]) for cell in f["cells"])
-    typer.echo(f"{'method':{width}}   bits     bpw  perplexity  KLD mean  quantized in")
-    for cell in f["cells"]:
-        quality = f"{cell['perplexity']:10.2f}" if cell["perplexity"] is not None else "      none"
-        kld = "    none" if cell.get("kld_mean") is None else f"{cell['kld_mean']:8.4f}"
-        line = f"{cell['name']:{width}}  {cell['bits']:5g}"
-        if "bits_per_weight" in cell:
-            line += f"  {cell['bits_per_weight']:6.3f}  {quality}  {kld}  {cell['seconds']:10.0f} s"
-        else:
-            line += f"  {'':6}  {quality}"
-        typer.echo(line)
+    _print(
+        ("<method", "bits", "bits per weight", "perplexity", "KLD mean", "quantized in"),
+        [_cell_row(cell) for cell in f["cells"]],
+    )
     for row in f["left_out"]:
-        typer.echo(
-            f"{'failed' if row['failed'] else 'left out'}: {row['name']} at {row['bits']:g} bits: {row['reason']}"
-        )
+        kind = "failed" if row["failed"] else "left out"
+        typer.echo(f"{kind}: {row['name']} at {row['bits']:g} bits: {row['reason']}")
+
+
+def _cell_row(cell: dict[str, Any]) -> tuple[str, ...]:
+    """A cell of `compare`; of the unquantized model only what it has."""
+    quality = "none" if cell["perplexity"] is None else f"{cell['perplexity']:.2f}"
+    head = cell["name"], f"{cell['bits']:g}"
+    if "bits_per_weight" not in cell:
+        return *head, "", quality, "", ""
+    kld = "none" if cell.get("kld_mean") is None else f"{cell['kld_mean']:.4f}"
+    return *head, f"{cell['bits_per_weight']:.3f}", quality, kld, f"{cell['seconds']:.0f} s"
+
+
+BEST = "<- the best that fits"
 
 
 def print_plan(f: dict[str, Any]) -> None:
     """Every width, with what fits the budget."""
-    typer.echo("bits  embed bits  bits per weight      size")
+    rows = []
     for row in f["widths"]:
-        mark = "  <- the best that fits" if row == f["best"] else ("" if row["fits"] else "  too large")
-        size = f"{row['size_bytes'] / 1e6:.1f} MB"
-        typer.echo(
-            f"{row['bits']:4d}  {row['embed_bits']:10d}  {row['bits_per_weight']:15.3f}  {size:>8}{mark}"
-        )
+        mark = BEST if row == f["best"] else "" if row["fits"] else "too large"
+        widths = str(row["bits"]), str(row["embed_bits"])
+        rows.append((*widths, f"{row['bits_per_weight']:.3f}", f"{row['size_bytes'] / 1e6:.1f} MB", mark))
+    _print(("bits", "embed bits", "bits per weight", "size", "<"), rows)
 
 
 def print_curve(f: dict[str, Any]) -> None:
     """What an artifact of many sizes is at each of them."""
-    typer.echo("bits  bits per weight      size  expected increase of the loss (nats per token)")
+    rows = []
     for row in f["curve"]:
-        mark = "  not here" if not row["present"] else "  <- the best that fits" if row == f["best"] else ""
-        size = f"{row['size_bytes'] / 1e6:.1f} MB"
-        typer.echo(f"{row['bits']:4.2f}  {row['bits_per_weight']:15.3f}  {size:>8}  {row['loss']:.4f}{mark}")
+        mark = "not here" if not row["present"] else BEST if row == f["best"] else ""
+        rates = f"{row['bits']:.2f}", f"{row['bits_per_weight']:.3f}"
+        rows.append((*rates, f"{row['size_bytes'] / 1e6:.1f} MB", f"{row['loss']:.4f}", mark))
+    _print(("bits", "bits per weight", "size", "expected increase of the loss, nats per token", "<"), rows)
 
 
 def print_bench_quantize(f: dict[str, Any]) -> None:
     """Clustering rates, then the figures as one line of JSON."""
     typer.echo("million weights per second of one core; loss over the peer's")
-    typer.echo(f"rows x columns  bits    anybit  {f['peer'] or 'no peer':>15}   ratio    loss")
+    rows = []
     for row in f["rows"]:
         ours, peer = row["anybit_weights_per_second"], row.get("peer_weights_per_second")
-        beside = ""
+        beside = ("", "", "")
         if peer:
-            beside = f"{peer / 1e6:15.2f}  {ours / peer:5.1f}x  {row['anybit_loss'] / row['peer_loss']:6.4f}"
-        typer.echo(
-            f"{row['rows']:4d} x {row['columns']:5d}  {row['bits']:6d}  {ours / 1e6:8.2f}  {beside}".rstrip()
-        )
-    typer.echo(f"nested 3 to 8 bits      {f['nested']['weights_per_second'] / 1e6:8.2f}")
+            loss = row["anybit_loss"] / row["peer_loss"]
+            beside = f"{peer / 1e6:.2f}", f"{ours / peer:.1f}x", f"{loss:.4f}"
+        rows.append((f"{row['rows']} x {row['columns']}", str(row["bits"]), f"{ours / 1e6:.2f}", *beside))
+    rows.append(("nested", "3 to 8", f"{f['nested']['weights_per_second'] / 1e6:.2f}", "", "", ""))
+    _print(("<rows x columns", "bits", "anybit", f["peer"] or "no peer", "ratio", "loss"), rows)
     typer.echo(json.dumps(f))
 
 
@@ -164,17 +191,21 @@ def print_bench_kernels(f: dict[str, Any]) -> None:
         )
     for row in f["rows"]:
         low, high = row["read_gb_per_s_range"]
-        names = [
-            name for name in ("torch float32", "torch bfloat16", "own bfloat16") if name in row["variants"]
-        ]
-        over = "  ".join(f"{'x ' + name.removeprefix('torch '):>14}" for name in names)
         typer.echo(
             f"\n{row['out']} x {row['in']}, {row['tokens']} token(s), {row['threads']} thread(s); "
-            f"memory read at {row['read_gb_per_s']:.1f} GB/s ({low:.1f} to {high:.1f})\n"
-            f"{'':24}       us      GB/s  of limit  {'     rows' if cached else over}"
+            f"memory read at {row['read_gb_per_s']:.1f} GB/s ({low:.1f} to {high:.1f})"
         )
-        base = [row["variants"][name]["us"] for name in names]
-        for name, v in row["variants"].items():
-            last = f"{v['rows']:9d}" if cached else "  ".join(f"{us / v['us']:14.2f}" for us in base)
-            typer.echo(f"{name:24}{v['us']:9.1f} {v['gb_per_s']:9.1f} {100 * v['of_limit']:8.0f}% {last}")
+        _print_variants(row["variants"], cached)
     typer.echo(json.dumps(f))
+
+
+def _print_variants(variants: dict[str, dict[str, Any]], cached: bool) -> None:
+    """Times of one shape, over those of the dense products where these are there."""
+    bases = [name for name in ("torch float32", "torch bfloat16", "own bfloat16") if name in variants]
+    over = ["rows"] if cached else ["x " + name.removeprefix("torch ") for name in bases]
+    rows = []
+    for name, v in variants.items():
+        last = [str(v["rows"])] if cached else [f"{variants[base]['us'] / v['us']:.2f}" for base in bases]
+        rates = f"{v['us']:.1f}", f"{v['gb_per_s']:.1f}", f"{100 * v['of_limit']:.0f}%"
+        rows.append((name, *rates, *last))
+    _print(("<", "us", "GB/s", "of limit", *over), rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,12 +11,24 @@ import numpy as np
 
 from anybit.artifact.model_card import quantized_notice
 from anybit.compare import rows
-from anybit.compare.page import picture, table_row, write_page
+from anybit.compare.page import png, write_page
 from anybit.compare.rows import Row, by_entry, label
 from anybit.evaluation.perplexity import paired_bootstrap
 
 WORST = 10  # curves show perplexities up to this many times the unquantized model's
 CUT = 5  # bars of wall seconds reach so many times the median
+HEADS = (
+    "method",
+    "width",
+    "bpw",
+    "size, MB",
+    "perplexity",
+    "over the base, 95 %",
+    "KLD mean",
+    "KLD p99",
+    "top-1, %",
+)
+COSTS = ("wall, s", "processor, s", "peak, MB")
 MARKERS = "osD^vP*Xph<>"
 
 
@@ -37,23 +48,32 @@ def write_report(out: Path, results: Mapping[str, Any]) -> Path:
     }
     for name, figure in curves.items():
         figure.savefig(out / f"{name}.png", dpi=120)
+    before = results.get("quantized_before")
     marks = rows.machine_marks(results["cells"])
-    parts = [
-        f"<h1>{html.escape(results['model'])}: {len(cells)} compressed models compared</h1>",
-        _introduction(results, base),
-        f"<p class='note'>{html.escape(rows.made_on(results['cells'], marks))}</p>",
-        "<h2>All figures</h2>",
-        _table(base, cells, marks),
-        rows.section(results, cells) if cells else "",
-        "<h2>Quality against size</h2>",
-        *(picture(figure, f"{name} against bits per weight") for name, figure in curves.items()),
-        "<p class='note'>Models worse than ten times the unquantized perplexity are outside the first picture. The "
-        "grey line is the Pareto front: no other model here is both smaller and better than one on it.</p>",
-        _heatmaps(cells),
-        *_took(cells),
-        _left_out(results["left_out"]),
-    ]
-    return write_page(out / "report.html", f"anybit compare: {results['model']}", "\n".join(parts))
+    tasks = list(base["tasks"])
+    return write_page(
+        out / "report.html",
+        "report.html",
+        title=f"anybit compare: {results['model']}",
+        model=results["model"],
+        settings=results["settings"],
+        caveat=quantized_notice(before) if before else None,
+        base=base,
+        base_perplexity=_short(base["perplexity"]),
+        count=len(cells),
+        made_on=rows.made_on(results["cells"], marks),
+        heads=[*HEADS, *(f"{task}, %" for task in tasks), *COSTS],
+        rows=_rows(base, cells, tasks, marks),
+        unknown=any(c.get("processor_seconds") is None for c in cells),
+        resumed=any(c["resumed"] for c in cells),
+        what_the_rows_are=rows.section(results, cells) if cells else "",  # HTML
+        curves=[(name, png(figure)) for name, figure in curves.items()],
+        heatmaps=[(f"{label(cell)}, {width(cell)}", png(_heatmap(cell))) for cell in cells if _mixed(cell)],
+        bars=png(bars(cells)) if cells else None,
+        hatched=any(not known for *_, known in map(_timed, cells)),
+        cut=CUT,
+        left_out=results["left_out"],
+    )
 
 
 def pareto(cells: Sequence[Row], figure: str) -> set[int]:
@@ -68,65 +88,26 @@ def pareto(cells: Sequence[Row], figure: str) -> set[int]:
     return front
 
 
-def _introduction(results: Mapping[str, Any], base: Row) -> str:
-    s = results["settings"]
-    calibrated = f"{s['samples']} windows of {s['seq_len']} tokens of {s['calibration']} (seed {s['seed']})"
-    asked = (
-        f" {', '.join(s['tasks'])}: zero-shot, {s['limit'] or 'all'} questions each." if s["tasks"] else ""
-    )
-    before = results.get("quantized_before")
-    caveat = f"\n<p><b>{html.escape(quantized_notice(before))}</b></p>" if before else ""
-    return f"""<p>Every model was made from the same checkpoint by <code>anybit compare</code> and measured in the same
-way. Methods that calibrate saw {html.escape(calibrated)}; perplexity and divergence are over {base["tokens"]} tokens of
-{html.escape(s["text"])} in windows of {s["seq_len"]}. {html.escape(asked)}</p>{caveat}
-<ul>
-<li><b>bpw</b>: stored bits per weight of the linear layers, everything counted (codes, scales, zero points, tables,
-indices, padding); of a nested artifact what is read at this width, while size is that of the file with all widths.
-<b>width</b> is what the method was asked for: W4A8 has 4-bit weights and rounds the layers' inputs to 8 bits, KV4 has a
-KV-cache of 4 bits. two-four-sixteen counts its scales and zero points in the width (eq. 10 of its paper), the others do
-not.</li>
-<li><b>perplexity</b>: lower is better; the unquantized model has {_short(base["perplexity"])}. <b>KLD</b>: how far the
-next token's probabilities are from the unquantized model's, in nats; 0 is the same model. <b>top-1</b>: how often both
-would pick the same token.</li>
-<li>Shaded rows are on the Pareto front of perplexity: nothing else here is both smaller and better.</li>
-</ul>"""
-
-
-def _table(base: Row, cells: Sequence[Row], marks: Mapping[str, str]) -> str:
-    tasks = list(base["tasks"])
-    heads = ["method", "width", "bpw", "size, MB", "perplexity", "over the base, 95 %"]
-    heads += ["KLD mean", "KLD p99", "top-1, %"]
-    heads += [f"{task}, %" for task in tasks] + ["wall, s", "processor, s", "peak, MB"]
+def _rows(
+    base: Row, cells: Sequence[Row], tasks: Sequence[str], marks: Mapping[str, str]
+) -> list[tuple[str, list[str]]]:
+    """The table's rows: CSS classes and the texts under `heads`; the unquantized model is the first."""
     front = pareto(cells, "perplexity")
-    blank = [""]
-    first = [
+    unmeasured = [""] * 4
+    shown = [
         base["name"] + rows.mark(base, marks),
         "W16A16",
         "16",
         "",
         _short(base["perplexity"]),
-        *4 * blank,
+        *unmeasured,
     ]
-    lines = [table_row([*first, *_scores(base, tasks), *3 * blank])]
+    found = [("", [*shown, *_scores(base, tasks), *[""] * len(COSTS)])]
     for i, cell in enumerate(cells):
         kinds = ["best"] * (i in front) + ["first"] * (i == 0 or label(cells[i - 1]) != label(cell))
         name = label(cell) + rows.mark(cell, marks)
-        lines.append(table_row([name, *_line(cell, base, tasks)], " ".join(kinds)))
-    head = "".join(f"<th>{html.escape(h)}</th>" for h in heads)
-    stderr = (
-        "Accuracies are normalised by length where the task has that, ± one standard error. " if tasks else ""
-    )
-    resumed = (
-        " *: stopped and resumed; its seconds are those since then."
-        if any(c["resumed"] for c in cells)
-        else ""
-    )
-    unknown = " ?: not recorded then." if any(c.get("processor_seconds") is None for c in cells) else ""
-    note = (
-        f"<p class='note'>{stderr}Intervals: paired bootstrap over the windows of text. Wall and processor seconds and "
-        f"peak memory: of quantizing, see below.{unknown}{resumed}</p>"
-    )
-    return f"<div class='wide'><table><tr>{head}</tr>\n" + "\n".join(lines) + f"\n</table></div>{note}"
+        found.append((" ".join(kinds), [name, *_line(cell, base, tasks)]))
+    return found
 
 
 def _line(cell: Row, base: Row, tasks: Sequence[str]) -> list[str]:
@@ -208,14 +189,9 @@ def _curve(cells: Sequence[Row], key: str, label: str, base: float | None = None
     return figure
 
 
-def _heatmaps(cells: Sequence[Row]) -> str:
-    """Average widths by block and kind of layer, of every model whose layers differ."""
-    mixed = [cell for cell in cells if np.ptp([layer["bits"] for layer in cell["layers"]] or [0]) > 0.05]
-    if not mixed:
-        return ""
-    pictures = [picture(_heatmap(cell), f"widths of {label(cell)}, {width(cell)}") for cell in mixed]
-    note = "<p>Average code width of each layer, block by block; models whose layers are all alike are not shown.</p>"
-    return "\n".join(["<h2>Where the bits are</h2>", note, *pictures])
+def _mixed(cell: Row) -> bool:
+    """Whether the layers' widths differ."""
+    return bool(np.ptp([layer["bits"] for layer in cell["layers"]] or [0]) > 0.05)
 
 
 def _heatmap(cell: Row) -> Any:
@@ -251,26 +227,6 @@ def width_grid(layers: Sequence[Row]) -> tuple[list[str], np.ndarray]:
     for (block, kind), bits in places.items():
         grid[kinds.index(kind), block] = bits
     return kinds, grid
-
-
-def _took(cells: Sequence[Row]) -> list[str]:
-    """Pictures of time and memory, and how to read them."""
-    if not cells:
-        return []
-    timed = [_timed(cell) for cell in cells]
-    wall = any(not known for *_, known in timed)
-    hatched = (
-        "Hatched: wall seconds, of models made before processor seconds were recorded; other work on the machine "
-        f"makes them longer, and beyond {CUT} times the median they are cut. "
-    )
-    return [
-        "<h2>What quantizing took</h2>",
-        picture(bars(cells), "time and memory of quantizing"),
-        f"""<p class='note'>Processor seconds: of all threads together, whatever else the machine did; wall seconds far
-above these divided by the threads say that it was busy with other work. {hatched if wall else ""}Both include
-statistics that several models share (light), as if each had gathered its own. A nested artifact is made once for all of
-its widths. Memory is the peak of the process that quantizes, or of the one that gathered the statistics.</p>""",
-    ]
 
 
 def _timed(cell: Row) -> tuple[float, float, bool]:
@@ -313,13 +269,3 @@ def bars(cells: Sequence[Row]) -> Any:
     for axes in (time, memory):
         axes.grid(alpha=0.3, axis="x")
     return figure
-
-
-def _left_out(left_out: Sequence[Row]) -> str:
-    if not left_out:
-        return ""
-    lines = "".join(
-        f"<li>{html.escape(r['name'])} at {r['bits']:g} bits: {html.escape(r['reason'])}</li>"
-        for r in left_out
-    )
-    return f"<h2>Not there</h2><ul>{lines}</ul>"

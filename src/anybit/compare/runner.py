@@ -45,7 +45,7 @@ from anybit.compare.pace import Pace
 from anybit.compare.report import write_report
 from anybit.compare.work import Work, beside, by_key, read_json
 from anybit.config import Options
-from anybit.errors import InputError
+from anybit.errors import InputError, require_extra
 from anybit.evaluation.measure import evaluate
 from anybit.methods import METHODS, changed
 from anybit.progress import SILENT, Silent, Terminal, no_other_bars
@@ -90,8 +90,9 @@ def compare(
         has no figures, and why).
 
     Raises:
-        InputError: options, texts or tasks that cannot work; a folder that is not `compare`'s.
+        InputError: options, texts or tasks that cannot work; a folder that is not `compare`'s; no matplotlib.
     """
+    require_extra("plots", "the report of `anybit compare`")
     settings = settings or Settings()
     checkpoint = open_checkpoint(model)
     cells, left_out = plan_cells(checkpoint, entries, bits, settings)

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from anybit.calibration.texts import read_utf8, text_field
 from anybit.checkpoint.architectures import max_positions
-from anybit.checkpoint.directory import POOLING, read_json
+from anybit.checkpoint.files import POOLING, read_json
 from anybit.errors import InputError
 from anybit.progress import Advance, ignore
 
@@ -255,7 +256,13 @@ def compare(own: Embeddings, base: Embeddings) -> dict[str, float]:
 
 def rank_correlation(made: Embeddings, pairs: Pairs) -> float | None:
     """Spearman's correlation of the pairs' cosines with their scores; None where all cosines are the same."""
-    from scipy.stats import spearmanr  # what only this needs
-
     found = torch.stack([made[a] @ made[b] for a, b in zip(pairs.first, pairs.second)])
-    return None if (found == found[0]).all() else float(spearmanr(found.numpy(), pairs.scores).statistic)
+    if (found == found[0]).all():
+        return None
+    return float(np.corrcoef(_ranks(found.numpy()), _ranks(np.array(pairs.scores)))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """The place of each value among all; equal values share the mean of theirs."""
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[place]

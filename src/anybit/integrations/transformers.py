@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from anybit.artifact import files
 from anybit.artifact import levels as refinements
 from anybit.artifact.config_json import check_layers
-from anybit.checkpoint.directory import HASHES
+from anybit.checkpoint.files import HASHES
 from anybit.errors import InputError
 from anybit.formats.base import is_int
 from anybit.formats.layout import QUANT_METHOD

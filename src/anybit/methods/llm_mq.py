@@ -79,6 +79,7 @@ METHOD = Method(
     layout=layout,
     statistics=compensation_statistics,
     effort=lambda options: Effort(sweeps=1, passes=1),
+    extra="search",
     allocate=allocate,
     searched=lambda options: [options.group_size],
 )

@@ -120,6 +120,7 @@ class Method:
     layout: Callable[[Any, Shape], Layout]  # what `quantize` will store of a spec and a shape
     statistics: Callable[[Any], Statistics]  # what it wants, of a layer's options
     effort: Callable[[Any], Effort] = lambda options: Effort()
+    extra: str = ""  # of pyproject.toml, that it needs
     compared: str = ""  # how `anybit compare` lists it where it is asked for no methods; "": not at all
     # Decides on layers over the whole model. What is kept of it depends on `searched`, and not on the width.
     allocate: Callable[[Search], Allocation] | None = None

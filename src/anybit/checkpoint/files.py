@@ -1,0 +1,120 @@
+"""Files of a model: what they are called, JSON of bounded size, and hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from anybit.errors import InputError
+
+JSON_LIMIT = 100_000_000  # bytes of config.json or of an index
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+ASSETS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken"),
+    *("tokenizer.model", "spiece.model", "sentencepiece*.model"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    *LICENCES,
+)
+INDEX = "model.safetensors.index.json"  # which shard holds which tensor
+HASHES = "anybit.index.json"  # size and SHA-256 of all shards, refinements, config.json and the index
+POOLING = "1_Pooling/config.json"  # sentence-transformers': how token states become one embedding
+
+
+def regular_size(path: Path) -> int:
+    """Bytes of a file. Whoever opened a pipe or a device instead would wait for it.
+
+    Raises:
+        InputError: it is not a regular file, nor a link to one.
+        OSError: it cannot be found.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{path} is not a regular file; put the file itself there.")
+    return status.st_size
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size."""
+    try:
+        size = regular_size(path)
+        if size > JSON_LIMIT:
+            raise InputError(f"{path} has {size} bytes, but {JSON_LIMIT} is the limit.")
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); check its permissions.") from error
+    return parse_object(data, path, "the file", dict)
+
+
+def parse_object(data: bytes, path: Path, what: str, hook: Callable[[list], dict]) -> dict[str, Any]:
+    """Parse a JSON object; `hook` turns a list of keys and values into a dict."""
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=hook)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: {what} is not valid JSON ({cause(error)}); download it again.") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: {what} is not a JSON object; download it again.")
+    return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object that must not name a key twice."""
+    keys = dict(pairs)
+    if len(keys) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return keys
+
+
+def cause(error: Exception) -> str:
+    """The first line of an exception's message, without its final stop."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(". ")[:300]
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def check_sha256(file: Path, expected: str) -> None:
+    """Hold a file's bytes against their hash.
+
+    Raises:
+        InputError: it is missing, or they differ.
+    """
+    if not file.is_file():
+        raise InputError(f"{file} is missing: the artifact is incomplete; copy it again")
+    if file_sha256(file) != expected:
+        raise InputError(
+            f"{file} does not have the bytes that were written (SHA-256 differs): it was damaged or edited; "
+            "copy it again"
+        )
+
+
+def matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """The files of `folder` that match, links to files among them."""
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns)
+    ]
+
+
+def check_link(file: Path, folder: Path) -> None:
+    """Refuse a file that is a link out of the model's `folder`: an artifact would publish what it leads to.
+
+    The hub's cache is made of links: `snapshots/REVISION/FILE` leads to `blobs/HASH`.
+    """
+    home, target = folder.resolve(), file.resolve()
+    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+    if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
+        raise InputError(
+            f"{file} leads to {target}, out of the model's directory: put the file itself there, or remove the link."
+        )
