@@ -17,7 +17,10 @@ from anybit.calibration.texts import calibration_set, default_bos, read_text, to
 from anybit.errors import InputError
 
 HALVES = {"builtin": "calibration.txt", "builtin-eval": "evaluation.txt"}
-WIKI = Path(__file__).parents[2] / "../shared/data/wikitext2/wiki.test.raw"
+WIKI = (  # as the data set's file begins
+    " \n = Robert Boulter = \n \n Robert Boulter is an English film , television and theatre actor . \n"
+    " In 2002 he had a guest @-@ starring role , é \u2028 on one line . \n \n \n = = Career = = \n \n"
+)
 WORDS = [f"w{i}" for i in range(100)]
 
 
@@ -143,17 +146,9 @@ def test_hub_names_are_parsed(monkeypatch):
 
 
 def test_wikitext_rows_give_the_file_back(monkeypatch):
-    if not WIKI.exists():
-        pytest.skip("shared/data/wikitext2 is not here")
-    raw = (
-        WIKI.read_text(encoding="utf-8", newline="")
-        if sys.version_info >= (3, 13)
-        else WIKI.read_bytes().decode()
-    )
-    lines = raw.split("\n")[:2000]
-    rows = [{"text": f"{line}\n" if line.strip() else ""} for line in lines]
+    rows = [{"text": f"{line}\n" if line.strip() else ""} for line in WIKI.split("\n")[:-1]]
     monkeypatch.setitem(sys.modules, "datasets", HubStub(rows))
-    assert read_text("wikitext2") == "\n".join(lines) + "\n"
+    assert read_text("wikitext2") == WIKI
 
 
 def test_hub_failures_are_sentences(monkeypatch):

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from anybit.formats import Nested
+from anybit.formats.weight import stored_tensors
 from anybit.kernels import cpu
 from anybit.methods import ordering
 
@@ -123,3 +125,10 @@ def test_the_ladder() -> None:
     assert ordering.ladder(2.0) == [2.0]
     assert ordering.ladder(2.25) == pytest.approx([2.0, 2.1, 2.2, 2.25])
     assert len(ordering.ladder(8)) == 61 and ordering.ladder(8)[-1] == 8
+
+
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 64, 65])
+def test_a_plane_counts_as_the_words_that_it_is_stored_in(columns: int) -> None:
+    layout = {"shape": [3, columns], "tiles": [Nested.description([3] * 4, 0)]}
+    dtype, shape = stored_tensors(layout)["plane_2"]
+    assert (dtype, shape) == (torch.uint32, (3, ordering.plane_words(columns)))
