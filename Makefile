@@ -22,6 +22,7 @@ check: $(INSTALLED)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python bench/tables.py --check
 	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, with a build of their own.

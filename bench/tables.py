@@ -32,8 +32,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "curve": quality.curve,
     "methods": quality.methods,
     "all-methods": quality.all_methods,
-    "read-rate": lambda: speed.read_rate("decode-b"),
-    "read-rate-a": lambda: speed.read_rate("decode"),
+    "read-rate": lambda: speed.read_rate("decode-b", 2, speed.LARGE),
+    "read-rate-one-thread": lambda: speed.read_rate("decode-b", 1, speed.SHAPES),
+    "read-rate-a": lambda: speed.read_rate("decode", 2, speed.LARGE),
     "over-torch": speed.over_torch,
     "all-kernels": speed.all_kernels,
     "computing": speed.computing,
@@ -85,13 +86,13 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     pages = {file: file.read_text(encoding="utf-8") for file in files}
     wrong = [f"no page has the table {name!r}" for name in unused(pages.values())]
     try:
-        for file, text in pages.items():
-            result, stale = filled(text, str(file.relative_to(root)))
-            if not check:
-                file.write_text(result, encoding="utf-8")
-            wrong += [f"{file.relative_to(root)}: table {name!r} is stale" for name in stale if check]
+        made = {file: filled(text, str(file.relative_to(root))) for file, text in pages.items()}
     except TableError as error:
-        wrong.append(str(error))
+        made, wrong = {}, [*wrong, str(error)]
+    for file, (text, stale) in made.items():
+        if not check:
+            file.write_text(text, encoding="utf-8")
+        wrong += [f"{file.relative_to(root)}: table {name!r} is stale" for name in stale if check]
     if wrong:
         print(*wrong, "`python bench/tables.py` rewrites stale tables", sep="\n", file=sys.stderr)
     return int(bool(wrong))

@@ -69,15 +69,16 @@ def quality(cell: Cell) -> list[str]:
 
 
 def methods() -> str:
-    """The least perplexity of every method at no more than so many bits per weight."""
+    """The least perplexity of every method at no more than so many bits per weight; empty where that gains nothing."""
     limits = (2.5, 3, 3.5, 4, 4.5, 5.5, 6.5, 8.5)
     found: dict[str, list[Cell]] = {}
     for cell in (cell for path in WIKITEXT for cell in cells(path)):
         found.setdefault(cell["name"], []).append(cell)
     rows = []
     for name, same in sorted(found.items(), key=lambda item: (item[0] != "anybit", item[0].lower())):
-        best = (min(no_larger(same, b), key=lambda c: c["perplexity"], default=None) for b in limits)
-        rows.append([NAMES.get(name, name), *(perplexity(c["perplexity"]) if c else "" for c in best)])
+        best = [min((c["perplexity"] for c in no_larger(same, b)), default=None) for b in limits]
+        gains = [now if now != before else None for before, now in pairwise([None, *best])]
+        rows.append([NAMES.get(name, name), *("" if value is None else perplexity(value) for value in gains)])
     return markdown(["bits per weight, at most", *(f"{limit:g}" for limit in limits)], rows)
 
 
