@@ -38,6 +38,7 @@ check: $(INSTALLED)-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python bench/tables.py --check
 	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, with a build of their own.

@@ -567,7 +567,7 @@ def test_a_plot_of_nothing_is_refused() -> None:
 
 def test_the_commands_of_the_docs_run_from_a_source_tree() -> None:
     root = Path(__file__).parent.parent
-    text = (root / "docs/results.md").read_text(encoding="utf-8")
+    text = (root / "docs/results/gpu.md").read_text(encoding="utf-8")
     commands = [line for line in text.splitlines() if "anybit.bench.gpu " in line or "-m pytest -n" in line]
     assert all(line.startswith("PYTHONPATH=src python -m ") for line in commands)
     tests = {word for line in commands for word in line.split() if word.startswith("tests/")}

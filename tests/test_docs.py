@@ -1,0 +1,124 @@
+"""docs/results: tables that are made from bench/results, and pages whose links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The pages, the figures and the script of a checkout of their own."""
+    shutil.copytree(ROOT / "docs/results", tmp_path / "docs/results")
+    (tmp_path / "bench").mkdir()
+    for script in (ROOT / "bench").glob("*.py"):
+        shutil.copy(script, tmp_path / "bench")
+    shutil.copytree(
+        ROOT / "bench/results", tmp_path / "bench/results", ignore=shutil.ignore_patterns("cells", "*.html")
+    )
+    return tmp_path
+
+
+def tables(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Without site-packages: the standard library is all that the script has."""
+    command = [sys.executable, "-S", "-E", str(root / "bench/tables.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def test_the_committed_tables_are_not_stale() -> None:
+    done = tables(ROOT, "--check")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_edited_number_is_noticed_and_mended(copy: Path) -> None:
+    page = copy / "docs/results/quality.md"
+    before = page.read_text(encoding="utf-8")
+    edit(page, "| 2.3 | 2.468 | 58.68 |", "| 2.3 | 2.468 | 57.68 |")
+    done = tables(copy, "--check")
+    assert done.returncode == 1
+    assert "docs/results/quality.md: table 'sizes' is stale" in done.stderr.splitlines()
+    assert tables(copy).returncode == 0
+    assert page.read_text(encoding="utf-8") == before
+
+
+def test_a_new_figure_makes_its_table_stale(copy: Path) -> None:
+    edit(copy / "bench/results/typed/decode.json", "62.8", "62.80")
+    done = tables(copy, "--check")
+    assert done.returncode == 1
+    assert "docs/results/cpu.md: table 'decode/transformers' is stale" in done.stderr
+
+
+def test_a_target_that_is_missed_says_so(copy: Path) -> None:
+    cells = copy / "bench/results/c4.json"
+    cells.write_text(
+        re.sub(r'"perplexity": 97\.789\d*', '"perplexity": 200.5', cells.read_text(encoding="utf-8"))
+    )
+    assert tables(copy).returncode == 0
+    line = next(
+        line
+        for line in (copy / "docs/results/summary.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| perplexity on the C4 sample |")
+    )
+    assert "met: 3, 3.5, 4, 5; **missed**: 2.5" in line
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("<!-- table: c4 -->\n", "", "quality.md: 13 beginnings and 14 ends of tables"),
+        ("<!-- table: c4 -->", "<!-- table: c5 -->", "quality.md: no table 'c5'"),
+        ("<!-- table: encoders/minilm -->", "<!-- table: encoders/bert -->", "no table 'encoders/bert'"),
+    ],
+)
+def test_a_missing_marker_or_table_is_an_error(copy: Path, old: str, new: str, said: str) -> None:
+    page = copy / "docs/results/quality.md"
+    edit(page, old, new)
+    before = page.read_text(encoding="utf-8")
+    for options in ((), ("--check",)):
+        done = tables(copy, *options)
+        assert done.returncode == 1 and said in done.stderr
+        assert page.read_text(encoding="utf-8") == before
+
+
+def test_a_table_that_no_page_has_is_an_error(copy: Path) -> None:
+    page = copy / "docs/results/quality.md"
+    page.write_text(
+        re.sub(r"<!-- table: c4 -->.*?<!-- end -->\n", "", page.read_text(encoding="utf-8"), flags=re.S)
+    )
+    done = tables(copy, "--check")
+    assert done.returncode == 1 and "no page has the table 'c4'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name
+)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    for link in links:
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in headings(target), link
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    lines = (line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    return {re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in lines}
