@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ CASES = (  # the method, and its options: the defaults first
     "gptq --spec SPEC --no-group-reorder --kv-bits 4",
     "gptq --scaling awq --one-shot --act-bits 8 --act-static --include *.mlp.*",
     "awq --bits 3 --no-clip --no-attention-weights --embed-bits 4",
-    "mixllm --wide-rows 0.3 --salience diagonal --search progressive",
+    "mixllm --wide-rows 0.06 --salience diagonal --search progressive",
     "atom --bits 3 --act-search --outlier-channels 8",
     "llm-mq --bits 2.6 --group-size 64 --seed 1",
     "two-four-sixteen --finetune --finetune-epochs 1 --wide-groups 0.1 --exclusive-outliers 0.004",
@@ -112,7 +111,7 @@ MODELS = {"tiny": tiny, "smollm2": smollm2}
 
 
 def run_side(tree: Path, commands: dict[str, list[str]]) -> dict[str, Any]:
-    """In a process of its own: run every command with the sources of `tree`; what they print goes to a log."""
+    """In a process of its own: run every command as `python -m anybit` would, with the sources of `tree`."""
     # An editable install would import its own sources, whatever PYTHONPATH says.
     sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
     import anybit
@@ -123,7 +122,8 @@ def run_side(tree: Path, commands: dict[str, list[str]]) -> dict[str, Any]:
     failed = {}
     for case, argv in commands.items():
         begin, log = time.perf_counter(), Path(f"{argv[-1]}.log")
-        code = run_command(argv, log)
+        with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            code = run_command(argv)
         if code:
             failed[case] = f"{tree.name} ended with {code}: {' '.join(log.read_text().splitlines()[-3:])}"
         print(f"  {tree.name}: {case}, {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
@@ -131,49 +131,40 @@ def run_side(tree: Path, commands: dict[str, list[str]]) -> dict[str, Any]:
     return {"failed": failed, "kernels": {key: info[key] for key in ("available", "isa", "matmul_isa")}}
 
 
-def run_command(argv: list[str], log: Path) -> Any:
-    """`python -m anybit ARGV` without the seconds that importing torch anew takes; returns the exit code."""
+def run_command(argv: list[str]) -> Any:
+    """The command's exit code, or the exception that it did not catch."""
     sys.argv = ["anybit", *argv]
-    with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        try:
-            runpy.run_module("anybit", run_name="__main__")
-        except SystemExit as end:
-            return end.code
-        except Exception:
-            traceback.print_exc()
-            return 1
-    return 0
+    try:
+        runpy.run_module("anybit", run_name="__main__")
+    except SystemExit as end:
+        return end.code
+    except Exception as error:
+        return repr(error)
 
 
-def run_both(trees: list[Path], model: Path, cases: list[str], threads: int) -> list[dict[str, Any]]:
-    """What `run_side` says of both trees, which run at once; artifacts lie in TREE/MODEL-NUMBER."""
-    env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+def run_both(trees: list[Path], commands: list[dict[str, list[str]]], threads: int) -> list[dict[str, Any]]:
+    """What `run_side` says of both trees, which run at once."""
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
     running = []
     try:
-        for tree in trees:
-            commands = {case: arguments(tree, model, case, threads) for case in cases}
-            command = [sys.executable, __file__, "--run-side", str(tree), json.dumps(commands)]
-            env["PYTHONPATH"] = str(tree / "src")
-            running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+        for tree, of_tree in zip(trees, commands):
+            argv = [sys.executable, __file__, "--run-side", str(tree), json.dumps(of_tree)]
+            tree_env = env | {"PYTHONPATH": str(tree / "src")}
+            running.append(subprocess.Popen(argv, env=tree_env, stdout=subprocess.PIPE, text=True))
         said = [process.communicate()[0] for process in running]
     finally:
         for process in running:
             process.kill()
     if any(process.returncode for process in running):
-        raise SystemExit("a side ended early: its reason stands above")
+        raise SystemExit("a tree's process ended early: its reason stands above")
     return [json.loads(text) for text in said]
 
 
-def arguments(tree: Path, model: Path, case: str, threads: int) -> list[str]:
+def command(out: Path, model: Path, case: str, threads: int) -> list[str]:
     method, *options = case.replace("SPEC", str(model.parent / "spec.json")).split()
     if method != "rtn" or "--clip" in options:  # refused where nothing is calibrated
         options += ["--samples", "4", "--seq-len", "256"]
-    options += ["--threads", str(threads), "-o", str(artifact(tree, model, case))]
-    return ["quantize", str(model), "--method", method, *options]
-
-
-def artifact(tree: Path, model: Path, case: str) -> Path:
-    return tree / f"{model.name}-{CASES.index(case)}"
+    return ["quantize", str(model), "--method", method, *options, "--threads", str(threads), "-o", str(out)]
 
 
 def stored_tensors(artifact: Path) -> dict[str, tuple[str, list[int], np.ndarray]]:
@@ -204,21 +195,15 @@ def difference(
 
 
 def described(artifact: Path) -> dict[str, Any]:
-    """`{dotted key: value}` of the quantization_config without versions, and the names of all files."""
-
-    def flat(value: Any, path: str) -> dict[str, Any]:
-        if not isinstance(value, dict) or not value:
-            return {path: value}
-        parts = (flat(v, f"{path}.{k}") for k, v in value.items() if not k.endswith("_version"))
-        return {key: leaf for part in parts for key, leaf in part.items()}
-
+    """The quantization_config without versions, its options one by one, and the files' names."""
     config = json.loads((artifact / "config.json").read_text())["quantization_config"]
-    files = {f"file {path.relative_to(artifact)}": None for path in artifact.rglob("*")}
-    return flat(config, "quantization_config") | files
+    config |= {f"options.{name}": value for name, value in config.pop("options", {}).items()}
+    files = sorted(str(path.relative_to(artifact)) for path in artifact.rglob("*"))
+    return {key: value for key, value in config.items() if not key.endswith("_version")} | {"files": files}
 
 
 def compare(old: Path, new: Path) -> dict[str, Any]:
-    """Two artifacts: what was compared, `different` tensors, and the keys of `config` that differ."""
+    """Two artifacts: what was compared, the tensors that are `different`, the keys of `config` that are."""
     a, b, one, two = stored_tensors(old), stored_tensors(new), described(old), described(new)
     return {
         "tensors": len(b),
@@ -228,32 +213,34 @@ def compare(old: Path, new: Path) -> dict[str, Any]:
     }
 
 
-def show(row: dict[str, Any]) -> None:
-    place = f"{row['model']} {row['case']}"
-    if "failed" in row:
-        print(f"{place}: FAILED, {row['failed']}")
-        return
-    different, keys = list(row["different"].items()), row["config"]
-    verdict = f"{len(different)} DIFFER, first {': '.join(different[0])}" if different else "same"
-    print(f"{place}: {row['tensors']} tensors, {row['bytes']} bytes: {verdict}")
-    print(f"    config: {f'{len(keys)} keys DIFFER, such as ' + ', '.join(keys[:3]) if keys else 'same'}")
-
-
 def compare_model(trees: list[Path], model: Path, cases: list[str], threads: int) -> list[dict[str, Any]]:
     """A row per case, printed."""
-    old, new = run_both(trees, model, cases, threads)
+    outs = {case: [tree / f"{model.name}-{CASES.index(case)}" for tree in trees] for case in cases}
+    commands = [{case: command(outs[case][i], model, case, threads) for case in cases} for i in range(2)]
+    old, new = run_both(trees, commands, threads)
     if old["kernels"] != new["kernels"]:
         raise SystemExit(f"the old tree runs {old['kernels']}, the new one {new['kernels']}")
     print(f"{model.name}: {threads} threads, kernels {new['kernels']}")
     rows = []
     for case in cases:
-        failed = [side["failed"][case] for side in (old, new) if case in side["failed"]]
-        found = (
-            {"failed": "; ".join(failed)} if failed else compare(*(artifact(t, model, case) for t in trees))
+        failed = "; ".join(side["failed"][case] for side in (old, new) if case in side["failed"])
+        rows.append(
+            {"model": model.name, "case": case} | ({"failed": failed} if failed else compare(*outs[case]))
         )
-        rows.append({"model": model.name, "case": case, **found})
         show(rows[-1])
     return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    print(f"{row['model']} {row['case']}: ", end="")
+    if "failed" in row:
+        print(f"FAILED, {row['failed']}")
+        return
+    first = "".join(f" DIFFER, first {name}: {text}" for name, text in list(row["different"].items())[:1])
+    print(
+        f"{row['tensors']} tensors, {row['bytes']} bytes: {len(row['different']) if first else 'same'}{first}"
+    )
+    print(f"    config: {'DIFFERS in ' + ', '.join(row['config']) if row['config'] else 'same'}")
 
 
 @contextlib.contextmanager
@@ -299,27 +286,22 @@ def built(place: Path) -> Path:
     return next((place / "built/anybit").glob("_native*.so"))
 
 
-def parse() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("commit", nargs="?", default="HEAD~1", metavar="OLD_COMMIT")
     parser.add_argument("--model", choices=(*MODELS, "both"), default="both")
     parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated; default: all")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, choices=range(1, 257), metavar="N")
     parser.add_argument("--tensors-only", action="store_true", help="a config that differs is no error")
     parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
     args = parser.parse_args()
-    args.methods = args.methods.split(",")
-    if unknown := set(args.methods) - set(METHODS):
+    methods = args.methods.split(",")
+    if unknown := set(methods) - set(METHODS):
         parser.error(f"no method {sorted(unknown)[0]!r}: choose from {', '.join(METHODS)}")
-    return args
-
-
-def main() -> int:
-    args, rows = parse(), []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    cases = [case for case in CASES if case.split()[0] in args.methods]
+    cases, rows = [case for case in CASES if case.split()[0] in methods], []
     with two_trees(args.commit, args.keep) as trees:
         for name in MODELS if args.model == "both" else [args.model]:
             if model := MODELS[name](trees[0].parent):
