@@ -80,7 +80,7 @@ def one_of(choices: tuple[Any, ...]) -> dict[str, Any]:
 
 def within(low: float, high: float, what: str = "a number") -> dict[str, Any]:
     """`option` of numbers in a range, ends included."""
-    expected = f"{what} from {low:g} to {high:g}"
+    expected = f"{what} from {low} to {high}"
     return {"expected": expected, "valid": lambda value: low <= value <= high}
 
 

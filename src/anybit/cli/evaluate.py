@@ -18,6 +18,7 @@ from anybit.cli.options import (
     Source,
     Threads,
     ZeroShot,
+    check_seed,
     check_writable,
     emit,
     grouped,
@@ -25,7 +26,6 @@ from anybit.cli.options import (
     reporting,
     set_threads,
 )
-from anybit.config import MAX_SEED
 from anybit.errors import InputError
 from anybit.methods import DEFAULT
 
@@ -92,17 +92,28 @@ def evaluate(
 class Compared:
     """What all cells of a comparison have in common."""
 
-    calibration: Annotated[str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub dataset.")] = (
-        "builtin"
+    calibration: Annotated[
+        str,
+        typer.Option(help="builtin, a .txt or .jsonl file, or a hub dataset.", rich_help_panel="Calibration"),
+    ] = "builtin"
+    samples: Annotated[
+        int, typer.Option(help="Calibration windows.", min=1, rich_help_panel="Calibration")
+    ] = CALIBRATION["samples"]
+    seq_len: Annotated[
+        int,
+        typer.Option(
+            help="Tokens per window, of calibration and evaluation.", min=2, rich_help_panel="Calibration"
+        ),
+    ] = CALIBRATION["seq_len"]
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Picks the calibration windows.", callback=check_seed, rich_help_panel="Calibration"
+        ),
+    ] = CALIBRATION["seed"]
+    text: Annotated[str, typer.Option(help="Text to measure on.", rich_help_panel="Evaluation")] = (
+        "builtin-eval"
     )
-    samples: Annotated[int, typer.Option(help="Calibration windows.", min=1)] = CALIBRATION["samples"]
-    seq_len: Annotated[int, typer.Option(help="Tokens per window, of calibration and evaluation.", min=2)] = (
-        CALIBRATION["seq_len"]
-    )
-    seed: Annotated[int, typer.Option(help="Picks the calibration windows.", min=0, max=MAX_SEED)] = (
-        CALIBRATION["seed"]
-    )
-    text: Annotated[str, typer.Option(help="Text to measure on.")] = "builtin-eval"
     max_tokens: EvalTokens = None
 
 
@@ -115,17 +126,13 @@ class Cells:
         typer.Option(
             "-m",
             "--method",
-            help="A method, with options after a colon: `'gptq: clip=false, group_size=64'`. Repeatable. "
-            "`bits=[4.4, 5]` gives it widths of its own. [default: anybit, the five systems, rtn and gptq]",
+            help="A method, and its options after a colon. Repeatable. `bits=[4.4, 5]` among them: its own widths. "
+            "[default: anybit, the five systems, rtn and gptq]",
         ),
     ] = None
     bits: Annotated[str, typer.Option(help="Widths; a method is left out at those it does not have.")] = "3,4"
     keep: Annotated[
-        bool,
-        typer.Option(
-            "--keep",
-            help="Keep artifacts and statistics in OUT/work: other texts and more cells then start from them.",
-        ),
+        bool, typer.Option("--keep", help="Keep artifacts and statistics in OUT/work, for other texts.")
     ] = False
 
 

@@ -28,19 +28,21 @@ def methods(
 
 
 def _rows(options: type[Options]) -> Iterator[tuple[str, str, str, str]]:
-    """Panel, flags, default and help of every option of a method."""
+    """Panel, the flag that changes it, default and help of every option of a method."""
     usual = options()
     for item in fields(options):
         said = about(item)
-        flags = "/".join(filter(None, flags_of(item))) if str(item.type) == "bool" else flag_of(item.name)
         decided = usual.defaults().get(item.name)
         default = (
             item.default if item.default not in (None, ()) else said.unset if decided is None else decided
         )
+        flag = flag_of(item.name)
         if isinstance(item.default, bool):
-            default = flags_of(item)[not item.default] if "/" in flags else "no"
-        expected = f" ({said.expected})" if said.expected else ""
-        yield said.panel or "Method", flags, "" if default is None else _worded(default), said.help + expected
+            flag = flags_of(item)[item.default]
+            default = "on" if item.default else "off"
+        expected = f": {said.expected}" if said.expected else ""
+        help_ = f"{said.help.removesuffix('.')}{expected}"
+        yield said.panel or "Method", flag, "" if default is None else _worded(default), help_
 
 
 def _worded(default: Any) -> str:
@@ -51,11 +53,13 @@ def _worded(default: Any) -> str:
 
 def _print_all() -> None:
     table = Table(box=None, pad_edge=False)
-    for title in ("method", "bits", "what it does", "paper"):
-        table.add_column(title, overflow="fold")
+    table.add_column("method", no_wrap=True)
+    table.add_column("bits", no_wrap=True)
+    table.add_column("what it does")
     for method in METHODS.values():
-        table.add_row(method.name, str(method.options.widths_of), method.summary, method.paper)
-    Console().print(table)
+        widths = method.options.widths_of
+        table.add_row(method.name, f"{widths.low:.3g}-{widths.high}{'*' * widths.fractional}", method.summary)
+    Console(highlight=False).print(table, "* any average between them", sep="\n")
 
 
 def _print_one(method: Method) -> None:
@@ -66,11 +70,13 @@ def _print_one(method: Method) -> None:
         markup=False,
     )
     rows = list(_rows(method.options))
+    flags = max(len(row[1]) for row in rows)
     for panel in dict.fromkeys(row[0] for row in sorted(rows, key=lambda row: row[0] != "Method")):
-        table = Table(title=panel, title_justify="left", box=None, pad_edge=False)
-        for title in ("option", "default", ""):
-            table.add_column(title, no_wrap=title == "option")
+        table = Table(box=None, pad_edge=False)
+        table.add_column(panel, no_wrap=True, min_width=flags)
+        table.add_column("default", min_width=len("default"), max_width=16, overflow="fold")
+        table.add_column("")
         for row in rows:
             if row[0] == panel:
                 table.add_row(*row[1:])
-        console.print(table)
+        console.print("", table, sep="\n")

@@ -19,16 +19,30 @@ from anybit.errors import InputError
 
 THREADS_PER_PROCESSOR = 4  # more than this only costs memory, and far more ends the process
 
+
+def check_seed(seed: int) -> int:
+    """A callback, as help would print a range's 19 digits."""
+    if not 0 <= seed <= MAX_SEED:
+        raise typer.BadParameter(f"{seed} is not in the range 0 to {MAX_SEED}")
+    return seed
+
+
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="HF directory, hub id, .gguf file or anybit artifact.")
 ]
 Source = Annotated[str, typer.Argument(metavar="MODEL", help="HF directory, hub id or .gguf file.")]
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that `anybit quantize` made.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: PyTorch's.", min=1)]
-Seed = Annotated[int, typer.Option(help="For temperatures above 0.", min=0, max=MAX_SEED)]
+Seed = Annotated[int, typer.Option(help="For temperatures above 0.", callback=check_seed)]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 EvalTokens = Annotated[
-    int | None, typer.Option("--max-tokens", help="Use only this many tokens of the text.", min=1)
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        help="Use only this many tokens of the text.",
+        min=1,
+        rich_help_panel="Evaluation",
+    ),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
@@ -103,12 +117,25 @@ class ZeroShot:
     """Tasks to measure on."""
 
     tasks: Annotated[
-        str | None, typer.Option("--tasks", help="Zero-shot tasks, e.g. piqa,arc_easy (needs anybit[eval]).")
+        str | None,
+        typer.Option(
+            "--tasks",
+            help="Zero-shot tasks, e.g. piqa,arc_easy (needs anybit[eval]).",
+            rich_help_panel="Evaluation",
+        ),
     ] = None
     tasks_dir: Annotated[
-        Path | None, typer.Option("--tasks-dir", help="Folder of the tasks' JSON files: no network needed.")
+        Path | None,
+        typer.Option(
+            "--tasks-dir",
+            help="Folder of the tasks' JSON files: no network needed.",
+            rich_help_panel="Evaluation",
+        ),
     ] = None
-    limit: Annotated[int | None, typer.Option("--limit", help="Questions per task.", min=1)] = None
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", help="Questions per task.", min=1, rich_help_panel="Evaluation"),
+    ] = None
 
     def asked(self) -> dict[str, Any]:
         """As `anybit.evaluate` takes it."""
