@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from anybit import driver as convert
-from anybit import plan
+from anybit import driver, plan
 from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
 from anybit.calibration.moments import Activations, Collector
@@ -33,7 +32,7 @@ RTN = builders.options("rtn", bits=4, group_size=32)
 def test_rtn_stores_the_packed_rounding_of_every_matrix(
     model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    convert.quantize(model_dir("llama"), tmp_path / "out", RTN)
+    driver.quantize(model_dir("llama"), tmp_path / "out", RTN)
     found, base = stored(tmp_path / "out"), load_file(model_dir("llama") / "model.safetensors")
     for name, weight in base.items():
         if ".layers." in name and weight.ndim == 2:
@@ -48,7 +47,7 @@ def test_rtn_stores_the_packed_rounding_of_every_matrix(
 
 
 def test_conv1d_is_stored_as_out_by_in(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    convert.quantize(model_dir("gpt2"), tmp_path / "out", RTN)
+    driver.quantize(model_dir("gpt2"), tmp_path / "out", RTN)
     found, base = stored(tmp_path / "out"), load_file(model_dir("gpt2") / "model.safetensors")
     name = "transformer.h.1.mlp.c_fc"
     weight = base[f"{name}.weight"]  # [in, out] in GPT-2
@@ -71,11 +70,11 @@ def test_gptq_sees_the_inputs_it_should(
     one_shot: bool,
 ) -> None:
     """Statistics against the whole model in Transformers: as it was, or with all earlier blocks quantized."""
-    monkeypatch.setattr(convert, "compute_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(driver, "compute_dtype", lambda device: torch.float32)
     config = builders.options("gptq", bits=3, group_size=32, samples=5, seq_len=40, one_shot=one_shot)
-    convert.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    driver.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     found = stored(tmp_path / "out")
-    tokens = convert.calibration_set(tokenizer, str(text_file), 5, 40, 0).tokens
+    tokens = driver.calibration_set(tokenizer, str(text_file), 5, 40, 0).tokens
     model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=torch.float32)
     # the artifact keeps the embedding in float16, calibration reads the checkpoint
     for block in model.model.layers:
@@ -95,7 +94,7 @@ def test_gptq_sees_the_inputs_it_should(
             if not one_shot:
                 module.weight.data = weight.dequantize()
     other = builders.changed(config, one_shot=not one_shot)  # another result: this test can tell them apart
-    convert.quantize(model_dir("llama"), tmp_path / "other", other, calibration=str(text_file))
+    driver.quantize(model_dir("llama"), tmp_path / "other", other, calibration=str(text_file))
     made, names = stored(tmp_path / "other"), [f"{name}.codes" for name in linears]
     assert min((made[n] == found[n]).float().mean() for n in names) < 0.99
 
@@ -106,19 +105,19 @@ def test_same_input_same_bytes_wherever_it_lies(
     moved = model_copy("llama")
     moved = moved.rename(tmp_path / "llama")
     (tmp_path / "words.txt").write_bytes(text_file.read_bytes())
-    convert.quantize(model_dir("llama"), tmp_path / "a", GPTQ, calibration=str(text_file))
-    convert.quantize(moved, tmp_path / "b", GPTQ, calibration=str(tmp_path / "words.txt"))
+    driver.quantize(model_dir("llama"), tmp_path / "a", GPTQ, calibration=str(text_file))
+    driver.quantize(moved, tmp_path / "b", GPTQ, calibration=str(tmp_path / "words.txt"))
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
 
 def test_base_dtype_is_kept(model_copy: Callable[[str], Path], tmp_path: Path) -> None:
     """Calibration may compute in bfloat16; the artifact says what the base says."""
     model = model_copy("llama")
-    convert.quantize(model, tmp_path / "out", RTN)
+    driver.quantize(model, tmp_path / "out", RTN)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.dtype == torch.float32
     AutoModelForCausalLM.from_pretrained(model).to(torch.bfloat16).save_pretrained(model)
-    convert.quantize(model, tmp_path / "half", RTN)
+    driver.quantize(model, tmp_path / "half", RTN)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
     assert stored(tmp_path / "half")["model.embed_tokens.weight"].dtype == torch.bfloat16
 
@@ -130,7 +129,7 @@ def test_values_beyond_float16_are_kept_in_bfloat16(
     loaded = AutoModelForCausalLM.from_pretrained(model)
     loaded.model.embed_tokens.weight.data[3, 4] = 1e5
     loaded.save_pretrained(model)
-    convert.quantize(model, tmp_path / "out", RTN)
+    driver.quantize(model, tmp_path / "out", RTN)
     kept = stored(tmp_path / "out")["model.embed_tokens.weight"]
     assert kept.dtype == torch.bfloat16 and float(kept[3, 4]) == pytest.approx(1e5, rel=0.01)
     verify(tmp_path / "out")
@@ -138,7 +137,7 @@ def test_values_beyond_float16_are_kept_in_bfloat16(
 
 def test_include_and_exclude(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     config = builders.options("rtn", include=("*.mlp.*",), exclude=("*layers.1*", "*down_proj"))
-    convert.quantize(model_dir("llama"), tmp_path / "out", config)
+    driver.quantize(model_dir("llama"), tmp_path / "out", config)
     names = {layer["name"] for layer in inspect(tmp_path / "out")["layers"] if layer["bits"] == 4}
     assert names == {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"}
     assert stored(tmp_path / "out")["model.layers.1.mlp.up_proj.weight"].dtype == torch.float16
@@ -148,7 +147,7 @@ def test_blocks_without_layers_to_quantize(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
     config = builders.changed(GPTQ, include=("*layers.1.mlp*",))
-    convert.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    driver.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     assert {layer["name"] for layer in inspect(tmp_path / "out")["layers"] if layer["bits"] == 3} == {
         f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")
     }
@@ -156,10 +155,16 @@ def test_blocks_without_layers_to_quantize(
 
 def test_spec_map_overrides_the_config(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     name = "model.layers.1.mlp.down_proj"
-    spec_map = {name: builders.layer_spec(tiles=(TileSpec(8, 20),))}
-    convert.quantize(model_dir("llama"), tmp_path / "out", RTN, spec_map=spec_map)
+    spec_map = {name: replace(builders.spec_of(RTN), tiles=(TileSpec(8, 20),))}
+    driver.quantize(model_dir("llama"), tmp_path / "out", RTN, spec_map=spec_map)
     bits = {layer["name"]: layer["bits"] for layer in inspect(tmp_path / "out")["layers"]}
     assert bits.pop(name) == 8 and set(bits.values()) == {4}
+
+
+def test_specs_of_another_method_are_refused(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    spec_map = {"model.layers.1.mlp.down_proj": builders.spec_of(GPTQ)}
+    with pytest.raises(InputError, match=r"down_proj: its options are of gptq, and the method is rtn"):
+        driver.quantize(model_dir("llama"), tmp_path / "out", RTN, spec_map=spec_map)
 
 
 @pytest.mark.parametrize(("value", "words"), [(torch.nan, "NaN"), (-torch.inf, "Inf"), (1e6, "float16")])
@@ -177,7 +182,7 @@ def test_unusable_weights_are_named_before_any_work(
     loaded.model.layers[1].mlp.up_proj.weight.data[0, 0] = value
     loaded.save_pretrained(model)
     with pytest.raises(InputError, match=rf"layers\.1\.mlp\.up_proj.*{words}"):
-        convert.quantize(model, tmp_path / "out", config, calibration=str(text_file))
+        driver.quantize(model, tmp_path / "out", config, calibration=str(text_file))
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
@@ -187,12 +192,12 @@ def test_clip_is_recorded_as_it_was_resolved(
 ) -> None:
     for clip, given in ((None, ""), (True, ""), (False, "--no-clip")):
         out, config = tmp_path / str(clip), builders.changed(GPTQ, clip=clip)
-        convert.quantize(model_dir("llama"), out, config, calibration=str(text_file))
+        driver.quantize(model_dir("llama"), out, config, calibration=str(text_file))
         assert inspect(out)["options"]["clip"] is (clip is not False)
         card = (out / "README.md").read_text()
         assert ("clip" in card) == bool(given) and given in card and "--spec" not in card
     assert digests(tmp_path / "None") == digests(tmp_path / "True")
-    convert.quantize(model_dir("llama"), tmp_path / "rtn", RTN)
+    driver.quantize(model_dir("llama"), tmp_path / "rtn", RTN)
     assert inspect(tmp_path / "rtn")["options"]["clip"] is False
     assert "clip" not in (tmp_path / "rtn" / "README.md").read_text()
 
@@ -208,8 +213,8 @@ def test_hidden_states_spill_beside_the_artifact(
             folders.append(directory)
             super().__init__(samples, directory, budget=0, device=device)
 
-    monkeypatch.setattr(convert, "Activations", Watched)
-    convert.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(text_file))
+    monkeypatch.setattr(driver, "Activations", Watched)
+    driver.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(text_file))
     assert folders == [tmp_path / "out.partial"]
     assert not folders[0].exists()
 
@@ -221,14 +226,14 @@ def test_other_tokens_or_libraries_are_another_run(
     """The same text can become other tokens: another tokenizer beside the same weights."""
 
     def run(tokens: int) -> None:
-        original = convert.calibration_set
+        original = driver.calibration_set
 
         def shifted(*arguments: Any) -> Any:
             text = original(*arguments)
             return replace(text, tokens=(text.tokens + tokens) % 200)
 
-        monkeypatch.setattr(convert, "calibration_set", shifted)
-        convert.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(text_file))
+        monkeypatch.setattr(driver, "calibration_set", shifted)
+        driver.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(text_file))
 
     stop_at(monkeypatch, 3)
     with pytest.raises(InputError, match="disk is full"):
@@ -237,7 +242,7 @@ def test_other_tokens_or_libraries_are_another_run(
     with pytest.raises(InputError, match="unfinished run with another model, text"):
         run(1)
     monkeypatch.undo()
-    monkeypatch.setattr(convert.transformers, "__version__", "0")
+    monkeypatch.setattr("anybit.fingerprint.transformers.__version__", "0")
     with pytest.raises(InputError, match="unfinished run with another model, text"):
         run(0)
     monkeypatch.undo()
@@ -251,7 +256,7 @@ def test_all_zero_channels_work(model_copy: Callable[[str], Path], text_file: Pa
     loaded.model.layers[0].input_layernorm.weight.data[:7] = 0  # dead inputs
     loaded.model.layers[0].mlp.up_proj.weight.data[3] = 0  # dead row
     loaded.save_pretrained(model)
-    convert.quantize(model, tmp_path / "out", GPTQ, calibration=str(text_file))
+    driver.quantize(model, tmp_path / "out", GPTQ, calibration=str(text_file))
     result = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert torch.isfinite(result(torch.tensor([[5, 6, 7]])).logits).all()
 
@@ -274,10 +279,10 @@ def test_bars_end_at_their_end(
     if resumed:
         stop_at(monkeypatch, 3)
         with pytest.raises(InputError, match="disk is full"):
-            convert.quantize(model_dir("llama"), out, config, calibration=str(text_file))
+            driver.quantize(model_dir("llama"), out, config, calibration=str(text_file))
         monkeypatch.undo()
     report = Recorder()
-    result = convert.quantize(model_dir("llama"), out, config, calibration=str(text_file), report=report)
+    result = driver.quantize(model_dir("llama"), out, config, calibration=str(text_file), report=report)
     assert result.resumed_shards == (2 if resumed else 0)
     assert any("resumes: 2 of 3" in text for text in report.said) == resumed
     assert any("quantizes 14 linear layers" in text for text in report.said)
@@ -294,7 +299,7 @@ def test_too_small_a_disk_is_refused_before_work(
     free = shutil.disk_usage(tmp_path)._replace(free=50_000)
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free)
     with pytest.raises(InputError, match=r"0 MB free.*make room"):
-        convert.quantize(model_dir("llama"), tmp_path / "out", RTN)
+        driver.quantize(model_dir("llama"), tmp_path / "out", RTN)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -303,13 +308,13 @@ def test_finished_shards_need_no_room_again(
 ) -> None:
     stop_at(monkeypatch, 3)
     with pytest.raises(InputError, match="2 of 3 shards are kept"):
-        convert.quantize(model_dir("llama"), tmp_path / "out", RTN)
+        driver.quantize(model_dir("llama"), tmp_path / "out", RTN)
     monkeypatch.undo()
     free = shutil.disk_usage(tmp_path)._replace(free=40_000)  # for the last shard, not for all three
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free)
     with pytest.raises(InputError, match="make room"):
-        convert.quantize(model_dir("llama"), tmp_path / "elsewhere", RTN)
-    assert convert.quantize(model_dir("llama"), tmp_path / "out", RTN).resumed_shards == 2
+        driver.quantize(model_dir("llama"), tmp_path / "elsewhere", RTN)
+    assert driver.quantize(model_dir("llama"), tmp_path / "out", RTN).resumed_shards == 2
 
 
 METHODS = {

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anybit import driver as convert
+from anybit import driver
 from anybit.bench import gpu_quantize
 from anybit.errors import InputError
 from anybit.formats import tables as shapes
@@ -235,11 +235,11 @@ def test_every_method_keeps_to_its_device(
     options = {"group_size": 16} if method in ("rtn", "gptq", "awq", "mixllm", "atom", "llm-mq") else {}
     config = builders.options(method, samples=3, seq_len=32, **options, **(MORE[method] if more else {}))
     for name, value in (
-        ("_check_device", lambda device: None),
-        ("compute_dtype", lambda device: torch.float32),
-        ("_arithmetic", lambda streamed: [str(streamed.device)]),
+        ("driver._check_device", lambda device: None),
+        ("driver.compute_dtype", lambda device: torch.float32),
+        ("fingerprint._arithmetic", lambda streamed: [str(streamed.device)]),
     ):
-        monkeypatch.setattr(convert, name, value)
+        monkeypatch.setattr(f"anybit.{name}", value)
     native = dispatch.kmeans
 
     def kmeans(weight: Tensor, importance: Tensor | None, seed_bits: int, bits: int) -> tuple[Tensor, ...]:
@@ -254,7 +254,7 @@ def test_every_method_keeps_to_its_device(
     def run(device: str) -> dict[str, Tensor]:
         out = tmp_path / device
         with sdpa_kernel(SDPBackend.MATH):  # the only one that the fake device has
-            convert.quantize(model_dir("llama"), out, config, calibration=str(text_file), device=device)
+            driver.quantize(model_dir("llama"), out, config, calibration=str(text_file), device=device)
         return stored(out)
 
     expected = run("cpu")
@@ -275,4 +275,4 @@ def test_without_a_gpu_it_is_said() -> None:
     with pytest.raises(InputError, match="needs a GPU"):
         gpu_quantize.quantize()
     with pytest.raises(InputError, match="finds no CUDA"):
-        convert.quantize("nowhere", "out", builders.options("rtn"), device="cuda")
+        driver.quantize("nowhere", "out", builders.options("rtn"), device="cuda")

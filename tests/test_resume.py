@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from anybit import driver as convert
+from anybit import driver
 from anybit.artifact.verify import verify
 from anybit.cli import main as cli
 from anybit.errors import InputError
@@ -263,15 +263,15 @@ def test_another_model_or_text_is_refused(
 ) -> None:
     stop_at(monkeypatch, 2)
     with pytest.raises(InputError, match="disk is full"):
-        convert.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(text_file))
+        driver.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(text_file))
     monkeypatch.undo()
     other = tmp_path / "words.txt"
     other.write_text(text_file.read_text()[::-1])
     with pytest.raises(InputError, match="unfinished run with another model, text"):
-        convert.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(other))
+        driver.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(other))
     with pytest.raises(InputError, match="unfinished run with another model, text"):
-        convert.quantize(model_dir("qwen3"), tmp_path / "out", GPTQ, calibration=str(text_file))
-    made = convert.quantize(
+        driver.quantize(model_dir("qwen3"), tmp_path / "out", GPTQ, calibration=str(text_file))
+    made = driver.quantize(
         model_dir("qwen3"), tmp_path / "out", GPTQ, calibration=str(text_file), overwrite=True
     )
     assert made.resumed_shards == 0
@@ -287,15 +287,15 @@ def test_a_damaged_finished_shard_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
     config: builders.Options,
 ) -> None:
-    convert.quantize(model_dir("llama"), tmp_path / "whole", config, calibration=str(text_file))
+    driver.quantize(model_dir("llama"), tmp_path / "whole", config, calibration=str(text_file))
     stop_at(monkeypatch, 3)
     with pytest.raises(InputError, match="disk is full"):
-        convert.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+        driver.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     monkeypatch.undo()
     shard = tmp_path / "out.partial" / "artifact" / "model-00002-of-00003.safetensors"
     data = bytearray(shard.read_bytes())
     data[-5] ^= 4
     shard.write_bytes(data)
-    again = convert.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    again = driver.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     assert again.resumed_shards == 1
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from math import ceil
+from math import ceil, floor
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -40,7 +40,7 @@ class Widths:
     """What `bits` may be: whole widths from `low` to `high`, or any average between them."""
 
     low: float
-    high: int
+    high: float
     fractional: bool = False
     compact: tuple[float, ...] = ()  # averages that take fewer bytes than some below them
 
@@ -48,10 +48,11 @@ class Widths:
         return self.low <= bits <= self.high and (self.fractional or float(bits).is_integer())
 
     def __str__(self) -> str:
-        return f"{'any average from' if self.fractional else 'whole widths'} {self.low:g} to {self.high}"
+        low = ceil(self.low * 100) / 100  # what is named can be had
+        return f"{'any average from' if self.fractional else 'whole widths'} {low:g} to {self.high:g}"
 
     def whole(self) -> range:
-        return range(ceil(self.low), self.high + 1)
+        return range(ceil(self.low), floor(self.high) + 1)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def one_of(choices: tuple[Any, ...]) -> dict[str, Any]:
 
 def within(low: float, high: float, what: str = "a number") -> dict[str, Any]:
     """`option` of numbers in a range, ends included."""
-    expected = f"{what} from {low} to {high}"
+    expected = f"{what} from {low:g} to {high:g}" if high < 1e5 else f"{what} from {low} to {high}"
     return {"expected": expected, "valid": lambda value: low <= value <= high}
 
 
@@ -204,9 +205,10 @@ class Options:
         """The same options at another average width; what is open is decided by that width."""
         return replace(self, bits=bits, bpw=None, size=None)
 
-    def runs_at(self, bits: float) -> bool:
-        """Whether an artifact of `several` widths, made with these options, runs at one."""
-        return bits == self.bits
+    @property
+    def runs_at(self) -> Widths | tuple[float, ...]:
+        """The widths that one artifact runs at, made with these options, none of which is open."""
+        return (self.bits or self.default_bits,)
 
     @property
     def calibrated(self) -> bool:

@@ -51,6 +51,12 @@ def make_plan(streamed: StreamedModel, options: Options, spec_map: SpecMap | Non
         raise InputError(
             f"the spec names {name!r}, which is no linear layer of this model; e.g. {next(iter(shapes))!r} is"
         )
+    for name, spec in spec_map.items():
+        if type(spec.options) is not type(options):
+            raise InputError(
+                f"spec of {name}: its options are of {spec.options.name}, and the method is {options.name}: begin with "
+                "the layer_spec() of the options that you give"
+            )
     usual, method = options.layer_spec(), METHODS[options.name]
     if method.extra:
         require_extra(method.extra, f"the method {method.name}")

@@ -17,16 +17,14 @@ from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
-from anybit.config import SpecMap, TileSpec
+from anybit.config import LayerSpec, SpecMap, TileSpec
 from anybit.errors import InputError
 from anybit.plan import make_plan
 from tests import builders
 from tests.builders import COMMON, SIZES, byte_tokenizer
 
 SHORT = {"samples": 3, "seq_len": 24, "group_size": 32}
-ROWS = builders.layer_spec(
-    tiles=(TileSpec(8, 32, rows=tuple(range(8))), TileSpec(3, 32, rows=tuple(range(8, 48))))
-)
+ROWS = (TileSpec(8, 32, rows=tuple(range(8))), TileSpec(3, 32, rows=tuple(range(8, 48))))
 
 
 def planned(model: Path, config: builders.Options, spec_map: SpecMap | None = None) -> Plan:
@@ -88,8 +86,9 @@ def test_size_counts_the_licence(model_copy: Callable[[str], Path], text_file: P
 
 
 def test_size_with_several_tiles(model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
-    specs = {f"model.layers.{i}.self_attn.q_proj": ROWS for i in range(2)}
-    check_size(model_dir("llama"), text_file, tmp_path / "out", builders.options("rtn", **SHORT), specs)
+    config = builders.options("rtn", **SHORT)
+    specs = {f"model.layers.{i}.self_attn.q_proj": LayerSpec(config, ROWS) for i in range(2)}
+    check_size(model_dir("llama"), text_file, tmp_path / "out", config, specs)
 
 
 def test_size_of_many_layers(text_file: Path, tmp_path: Path) -> None:

@@ -275,12 +275,12 @@ def test_steps_that_do_not_fit_are_refused(anybit_copy: Path, steps: list[list[i
         load(anybit_copy, bits=2.2)
 
 
-def test_the_card_speaks_of_core_and_refinements(anybit_artifact: Path) -> None:
+def test_the_card_speaks_of_all_layers(anybit_artifact: Path) -> None:
     rungs, card = curve(anybit_artifact), (anybit_artifact / "README.md").read_text()
     low, high = rungs[0], rungs[-1]
     assert f"{low['bits']:.2f} to 8.00 bits (anybit)" in card
-    assert f"{low['bits_per_weight']:.3f} (core) to {high['bits_per_weight']:.3f} |" in card
-    assert f"{(high['size_bytes'] - low['size_bytes']) / 1e6:.1f} MB (refinements)" in card
+    assert f"{low['bits_per_weight']:.3f} (base layer) to {high['bits_per_weight']:.3f} |" in card
+    assert f"{(high['size_bytes'] - low['size_bytes']) / 1e6:.1f} MB (enhancement layers)" in card
     (bits,) = re.findall(r'anybit\.load\("PATH", bits=(\S+)\)', card)
     (fewer,) = re.findall(r"set_bits\((\S+)\)", card)
     assert load(anybit_artifact, bits=float(bits)).set_bits(float(fewer)) < float(bits)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import CohereConfig, GraniteConfig, LlamaConfig, PhiConfig, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from anybit.calibration import moments as calibrate
+from anybit.calibration import gradients
 from anybit.calibration.gradients import gradient_statistics, spilled_statistics
 from anybit.calibration.streaming import linear_shape
 from anybit.errors import InputError
@@ -114,8 +114,8 @@ def check_gradients(folder: Path, tokens: Tensor) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_autograds(model_dir: MakeModel, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "LOGIT_CHUNK", 5)
-    monkeypatch.setattr(calibrate, "GRADIENT_CHUNK", 700)
+    monkeypatch.setattr(gradients, "LOGIT_CHUNK", 5)
+    monkeypatch.setattr(gradients, "GRADIENT_CHUNK", 700)
     check_gradients(model_dir(family), token_rows(3, 13))
 
 
@@ -123,7 +123,7 @@ def test_gradients_are_autograds(model_dir: MakeModel, family: str, monkeypatch:
 def test_gradients_with_one_chunk_of_logits(
     model_dir: MakeModel, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "LOGIT_CHUNK", 6)
+    monkeypatch.setattr(gradients, "LOGIT_CHUNK", 6)
     check_gradients(model_dir("llama"), token_rows(2, length))
 
 
@@ -133,7 +133,7 @@ def test_gradients_with_one_chunk_of_logits(
 def test_gradients_of_capped_logits_and_of_biased_layers(
     config: PreTrainedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "LOGIT_CHUNK", 5)
+    monkeypatch.setattr(gradients, "LOGIT_CHUNK", 5)
     check_gradients(save_random(config, tmp_path), token_rows(2, 12))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from anybit.checkpoint import directory as reader
+from anybit.checkpoint import safetensors as reader
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.errors import InputError
 

@@ -17,7 +17,19 @@ from anybit.methods import METHODS
 from tests import builders
 from tests.cli.commands import Run, refused
 
-COMMANDS = ("quantize", "eval", "generate", "chat", "inspect", "verify", "plan", "compare", "demo", "bench")
+COMMANDS = (
+    "quantize",
+    "methods",
+    "eval",
+    "generate",
+    "chat",
+    "inspect",
+    "verify",
+    "plan",
+    "compare",
+    "demo",
+    "bench",
+)
 RTN = ("--method", "rtn", "--group-size", "32")
 
 
@@ -44,9 +56,10 @@ def test_help_of_every_command(run: Run, command: str) -> None:
     assert command in ran.out and "--help" in ran.out
 
 
-def test_help_names_the_least_width_that_there_is(run: Run) -> None:
-    for size, least in ((16, "2.46"), (8, "2.91")):
-        assert f"{least} to 4" in " ".join(run("quantize", "--help").out.replace("│", " ").split())
+def test_the_least_width_that_is_named_can_be_had(run: Run) -> None:
+    shown = " ".join(run("methods", "two-four-sixteen").out.split())
+    for size, least, words in ((16, "2.46", "from {} to 4"), (8, "2.91", "8 takes {} bits or more")):
+        assert words.format(least) in shown
         assert builders.options("two-four-sixteen", float(least), size).bits == float(least)
         layout = METHODS["two-four-sixteen"].layout
         with pytest.raises(InputError, match=r"at least|no 2\.45-bit width"):
@@ -154,14 +167,12 @@ def test_interrupts_and_system_errors_are_no_tracebacks(
 
         return call
 
-    monkeypatch.setattr("anybit.artifact.reader.inspect", raises(KeyboardInterrupt()))
+    monkeypatch.setattr("anybit.artifact.sizes.inspect", raises(KeyboardInterrupt()))
     ran = run("inspect", made)
     assert (ran.code, ran.err.strip()) == (130, "anybit: interrupted")
-    monkeypatch.setattr(
-        "anybit.artifact.reader.inspect", raises(OSError(28, "No space left on device", "/x"))
-    )
+    monkeypatch.setattr("anybit.artifact.sizes.inspect", raises(OSError(28, "No space left on device", "/x")))
     refused(run("inspect", made), "/x: No space left on device", "make room")
-    monkeypatch.setattr("anybit.artifact.reader.inspect", raises(InputError("so it is")))
+    monkeypatch.setattr("anybit.artifact.sizes.inspect", raises(InputError("so it is")))
     refused(run("inspect", made), "so it is")
 
 

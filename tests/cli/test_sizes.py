@@ -42,7 +42,7 @@ def test_the_curve_is_printed(
     code, shown = command(["plan", str(anybit_artifact), "--json"], capsys, monkeypatch)
     assert json.loads(shown)["curve"] == rungs
     code, shown = command(["plan", str(anybit_artifact), "--memory", "1kB"], capsys, monkeypatch)
-    assert code == 2 and "nothing fits 1kB: the core takes" in shown
+    assert code == 2 and "nothing fits 1kB: the base layer takes" in shown
     code, shown = command(["plan", str(anybit_artifact), "-o", "map.json"], capsys, monkeypatch)
     assert code == 2 and "is made" in shown
 

@@ -96,7 +96,7 @@ def test_a_process_whose_parent_is_gone_before_it_begins_ends(tmp_path: Path) ->
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     file = tmp_path / "job"
-    file.write_text(json.dumps(vars(Job("nowhere", "", {}, "", "", 1, False, gone.pid))))
+    file.write_text(json.dumps(vars(Job("nowhere", "", "", {}, "", "", 1, False, gone.pid))))
     slow = "import time, anybit.compare.job as job; job.run = lambda _: time.sleep(100)\n"
     ended = subprocess.run([sys.executable, "-c", slow + START, str(file)], check=False, timeout=60)
     assert ended.returncode == 1
@@ -117,7 +117,7 @@ def test_a_cell_that_fails_is_reported_and_the_others_are_made(
     model_dir: Callable[[str], Path], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails_at_3(job: Job, file: Path) -> dict[str, Any]:
-        if job.config["bits"] == 3:
+        if job.options["bits"] == 3:
             raise InputError("no <memory>")
         return compare_job.run(job)
 
@@ -135,11 +135,11 @@ def test_a_cell_that_fails_is_reported_and_the_others_are_made(
 def test_what_can_happen_to_a_process_is_said(
     model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def job(**options: Any) -> Job:
-        artifact = str(tmp_path / "artifact")
+    def job(method: str, **options: Any) -> Job:
         return Job(
             str(model_dir("llama")),
-            artifact,
+            str(tmp_path / "artifact"),
+            method,
             options,
             "builtin",
             str(tmp_path / "shared"),
@@ -152,12 +152,12 @@ def test_what_can_happen_to_a_process_is_said(
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
         (tmp_path / "python").write_text(f"#!/bin/sh\n{code}\n")
         (tmp_path / "python").chmod(0o755)
-        return lambda: compare_job.run_apart(job(method="rtn"), tmp_path / "job")
+        return lambda: compare_job.run_apart(job("rtn"), tmp_path / "job")
 
-    made = compare_job.run_apart(job(method="rtn", bits=3), tmp_path / "job")
+    made = compare_job.run_apart(job("rtn", bits=3), tmp_path / "job")
     assert made["seconds"] > 0 and made["peak_memory_bytes"] > 50e6 and made["shared_seconds"] == 0
     with pytest.raises(InputError, match="no 9-bit width"):
-        compare_job.run_apart(job(method="rtn", bits=9), tmp_path / "job")
+        compare_job.run_apart(job("rtn", bits=9), tmp_path / "job")
     with pytest.raises(InputError, match="killed by SIGKILL, perhaps for want of memory"):
         ends("kill -9 $$")()
     with pytest.raises(InputError, match="ended with code 3"):
@@ -174,6 +174,6 @@ def test_an_unforeseen_error_is_the_cells_own(tmp_path: Path, monkeypatch: pytes
         compare_job.threading, "Thread", lambda **_: type("T", (), {"start": lambda self: None})()
     )
     file = tmp_path / "job"
-    file.write_text(json.dumps(vars(Job("", "", {}, "", "", 1, False, os.getpid()))))
+    file.write_text(json.dumps(vars(Job("", "", "", {}, "", "", 1, False, os.getpid()))))
     compare_job.main(file)
     assert json.loads(file.read_text()) == {"error": "MemoryError: no room"}

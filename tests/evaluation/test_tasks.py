@@ -192,9 +192,9 @@ def test_tasks_are_checked_before_a_model_loads(tmp_path, monkeypatch):
     def load(*arguments, **options):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("anybit.loader.load", load)
-    monkeypatch.setattr("anybit.loader.load_tokenizer", load)
-    monkeypatch.setattr("anybit.loader.config_of", lambda model: LlamaConfig())
+    monkeypatch.setattr("anybit.evaluation.measure.load", load)
+    monkeypatch.setattr("anybit.evaluation.measure.load_tokenizer", load)
+    monkeypatch.setattr("anybit.evaluation.measure.config_of", lambda model: LlamaConfig())
     with pytest.raises(InputError, match="unknown task b"):
         evaluate("any", tasks=("a", "b"), tasks_dir=tmp_path)
     for option in ({"tasks_dir": tmp_path}, {"limit": 3}):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from anybit.config import TileSpec
 from anybit.errors import InputError
 from anybit.formats import Float16, GroupInt
 from anybit.formats.validate import validate
@@ -93,7 +92,9 @@ def test_damaged_descriptions_are_refused(kind: str, change: Any) -> None:
     if kind == "float16":
         packed = pack(QuantizedWeight((2, 3), (Float16(torch.ones(2, 3).half()),)))
     elif kind == "codebook":
-        packed = pack(squeezellm.quantize(random(4, 40), None, builders.layer_spec(tiles=(TileSpec(3),))))
+        packed = pack(
+            squeezellm.quantize(random(4, 40), None, builders.spec_of(builders.options("squeezellm", 3)))
+        )
     else:
         packed = pack(rounded_layer(kind)[2])
     layout = json.loads(json.dumps(packed.layout))

@@ -17,7 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 import anybit
 from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
-from anybit.config import TileSpec
+from anybit.config import LayerSpec, TileSpec
 from anybit.formats.layout import stored_tensors
 from anybit.formats.weight import PackedWeight, unpack
 from anybit.integrations.transformers import AnybitConfig, register
@@ -96,15 +96,15 @@ def test_every_kind_of_layer_loads(
 def test_mixed_widths_in_one_matrix(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     rows, columns = tuple(range(0, 48, 3)), tuple(reversed(range(16)))
     rest = tuple(i for i in range(48) if i not in rows)
-    spec_map = {
-        "model.layers.0.self_attn.q_proj": builders.layer_spec(
-            tiles=(TileSpec(8, 16, rows=rows), TileSpec(3, 16, rows=rest))
-        ),
-        "model.layers.1.self_attn.o_proj": builders.layer_spec(
-            tiles=(TileSpec(8, 16, cols=columns), TileSpec(4, 32, True, cols=tuple(range(16, 48))))
+    config = builders.options("rtn", group_size=32)
+    tiles = {
+        "model.layers.0.self_attn.q_proj": (TileSpec(8, 16, rows=rows), TileSpec(3, 16, rows=rest)),
+        "model.layers.1.self_attn.o_proj": (
+            TileSpec(8, 16, cols=columns),
+            TileSpec(4, 32, True, cols=tuple(range(16, 48))),
         ),
     }
-    config = builders.options("rtn", group_size=32)
+    spec_map = {name: LayerSpec(config, made) for name, made in tiles.items()}
     anybit.quantize(model_dir("llama"), tmp_path / "out", config, spec_map=spec_map)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert len(model.model.layers[0].self_attn.q_proj.layout["tiles"]) == 2

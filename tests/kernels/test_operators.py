@@ -66,7 +66,7 @@ def test_gradients_are_those_of_the_stored_matrix(artifact_of: Callable[..., Pat
 
 def test_gradients_are_of_the_weight_that_ran(artifact_of: Callable[..., Path]) -> None:
     """Though the layer runs at another width by then, or is gone; and of second order."""
-    layer = a_layer(artifact_of("llama", method="any-precision", bits=None, group_size=128))
+    layer = a_layer(artifact_of("llama", method="any-precision", bits=None, group_size=None))
     x = torch.randn(3, layer.in_features, requires_grad=True)
     dense = unpack(layer.packed.at_width(8)).dequantize()
     y = layer(x)
@@ -182,7 +182,7 @@ def test_an_exported_program_holds_its_weights(
 
 
 def test_an_exported_program_keeps_the_width_of_its_layer(artifact_of: Callable[..., Path]) -> None:
-    layer = a_layer(artifact_of("llama", method="any-precision", bits=None, group_size=128))
+    layer = a_layer(artifact_of("llama", method="any-precision", bits=None, group_size=None))
     x = torch.randn(4, layer.in_features)
     layer.run_as(at_width(layer.layout, 4))
     with torch.no_grad():

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import anybit
 from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
-from anybit.checkpoint import directory as checkpoint_module
+from anybit.checkpoint import safetensors as checkpoint_module
 from anybit.errors import InputError
 from anybit.layers import PackedModule
 from anybit.loader import load

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybit import driver as convert
+from anybit import driver
 from anybit.artifact.verify import verify
 from anybit.calibration.moments import Activations, Collector
 from anybit.calibration.streaming import BlockCall
@@ -192,7 +192,7 @@ def test_windows_are_held_out(windows: int, held_out: list[int]) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_artifacts(family: str, model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
     report = Recorder()
-    convert.quantize(model_dir(family), tmp_path / "out", CONFIG, calibration=str(text_file), report=report)
+    driver.quantize(model_dir(family), tmp_path / "out", CONFIG, calibration=str(text_file), report=report)
     verify(tmp_path / "out")
     assert sum("error on held-out windows" in text for text in report.said) == 2
     for description, (done, total) in report.done.items():
@@ -206,9 +206,7 @@ def test_it_resumes_to_the_same_bytes(
 ) -> None:
     def run(out: str, config: builders.Options = CONFIG) -> dict[str, str]:
         report = Recorder()
-        convert.quantize(
-            model_dir("llama"), tmp_path / out, config, calibration=str(text_file), report=report
-        )
+        driver.quantize(model_dir("llama"), tmp_path / out, config, calibration=str(text_file), report=report)
         assert all(done == total for done, total in report.done.values())
         return digests(tmp_path / out)
 
@@ -224,7 +222,7 @@ def test_it_resumes_to_the_same_bytes(
 
 
 def test_the_estimate_knows_of_it(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    streamed = convert.StreamedModel(convert.open_checkpoint(model_dir("llama")), torch.float32)
+    streamed = driver.StreamedModel(driver.open_checkpoint(model_dir("llama")), torch.float32)
     plain = builders.changed(CONFIG, finetune=False)
     with_it, without = (
         estimate(streamed, make_plan(streamed, config), config, tmp_path) for config in (CONFIG, plain)
@@ -239,5 +237,5 @@ def test_one_window_is_not_enough(model_dir: Callable[[str], Path], text_file: P
     text = tmp_path / "short.txt"
     text.write_text(text_file.read_text()[:150])
     with pytest.raises(InputError, match=r"one window of 100 tokens.*--seq-len"):
-        convert.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text))
+        driver.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text))
     assert not (tmp_path / "out.partial").exists()

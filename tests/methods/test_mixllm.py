@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import anybit
 from anybit.artifact.sizes import inspect
-from anybit.config import TileSpec
+from anybit.config import LayerSpec, TileSpec
 from anybit.errors import InputError
 from anybit.methods import mixllm, rtn, sensitivity
 from anybit.methods.method import Search
@@ -130,12 +130,12 @@ def test_a_plan_before_the_search_is_no_smaller_than_the_artifact(bits: float, m
 def test_a_spec_takes_layers_out_of_the_search(model_dir: MakeModel, tmp_path: Path) -> None:
     folder, config = model_dir("llama"), builders.options("mixllm", wide_rows=0.3, group_size=16, **SMALL)
     names = list(opened(folder).all_linears())
-    one = {names[0]: builders.layer_spec(tiles=(TileSpec(4, 16),), act_bits=8)}
+    one = {names[0]: LayerSpec(config, (TileSpec(4, 16),))}
     anybit.quantize(folder, tmp_path / "one", config, spec_map=one)
     lines = {line["name"]: line["tiles"] for line in inspect(tmp_path / "one")["layers"]}
     assert [tile["bits"] for tile in lines[names[0]]] == [4]
     assert any(len(tiles) == 2 for tiles in lines.values())
-    everything = dict.fromkeys(names, builders.layer_spec(tiles=(TileSpec(8, 16, True),), act_bits=8))
+    everything = dict.fromkeys(names, LayerSpec(config, (TileSpec(8, 16, True),)))
     anybit.quantize(folder, tmp_path / "all", config, spec_map=everything)
     assert inspect(tmp_path / "all")["bits"] == 8
     with pytest.raises(InputError, match="bits 4 or 8"):
@@ -143,7 +143,7 @@ def test_a_spec_takes_layers_out_of_the_search(model_dir: MakeModel, tmp_path: P
             folder,
             tmp_path / "no",
             config,
-            spec_map={names[0]: builders.layer_spec(tiles=(TileSpec(6, 16),))},
+            spec_map={names[0]: LayerSpec(config, (TileSpec(6, 16),))},
         )
 
 

@@ -58,7 +58,9 @@ def _print_all() -> None:
     table.add_column("what it does")
     for method in METHODS.values():
         widths = method.options.widths_of
-        table.add_row(method.name, f"{widths.low:.3g}-{widths.high}{'*' * widths.fractional}", method.summary)
+        table.add_row(
+            method.name, f"{widths.low:.3g}-{widths.high:g}{'*' * widths.fractional}", method.summary
+        )
     Console(highlight=False).print(table, "* any average between them", sep="\n")
 
 

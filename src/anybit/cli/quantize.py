@@ -51,8 +51,7 @@ def _annotated(items: list[Field[Any]]) -> Any:
         hidden=not of_all,
         show_default=False,
     )
-    hint: Any = kind if kind == list[str] else kind | None
-    return Annotated[hint, made]
+    return Annotated[kind | None, made]
 
 
 def _kind(annotation: str) -> Any:
@@ -66,13 +65,9 @@ def _kind(annotation: str) -> Any:
     return str if str in kinds else kinds[0]
 
 
-def _default(item: Field[Any]) -> Any:
-    return field(default_factory=list) if "tuple[str" in str(item.type) else field(default=None)
-
-
 MethodOptions = make_dataclass(
     "MethodOptions",
-    [(name, _annotated(items), _default(items[0])) for name, items in _declared().items()],
+    [(name, _annotated(items), field(default=None)) for name, items in _declared().items()],
     frozen=True,
 )
 MethodOptions.__doc__ = "All options of all methods; None: not given."

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from anybit import methods
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import Checkpoint
-from anybit.config import Options
+from anybit.config import Options, Widths, flag_of
 from anybit.driver import compute_dtype
 from anybit.errors import InputError
 from anybit.plan import make_plan
@@ -21,6 +21,9 @@ BASE = "unquantized"
 USUAL = [method.compared for method in methods.METHODS.values() if method.compared]
 SHARED = ("samples", "seq_len", "seed")  # options that all cells have in common
 SIZES = ("bpw", "size")  # that cells are not asked for by
+OF_ALL = {name: f"give it for all of them ({flag_of(name)})" for name in SHARED} | {
+    name: "ask for widths (--bits)" for name in SIZES
+}
 
 
 class NoSuchWidth(InputError):
@@ -77,7 +80,6 @@ def parse_entry(text: str) -> Entry:
         InputError: no such method or option, or what TOML cannot read.
     """
     method, _, given = (part.strip() for part in text.partition(":"))
-    known = {item.name for item in fields(methods.find(method).options)} - {*SHARED, *SIZES}
     try:
         options = tomllib.loads(f"options = {{{given}}}")["options"]
     except tomllib.TOMLDecodeError as error:
@@ -88,10 +90,9 @@ def parse_entry(text: str) -> Entry:
     name = options.pop("name", None)
     if name == BASE:
         raise InputError(f"method {text!r}: {BASE!r} is the name of the model itself; choose another")
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        expected = ", ".join(sorted(known))
-        raise InputError(f"method {text!r}: {unknown[0]!r} is no option of {method}; there are {expected}")
+    for of_all in sorted(options.keys() & {*SHARED, *SIZES}):
+        raise InputError(f"method {text!r}: {of_all} is no option of one row: {OF_ALL[of_all]}")
+    methods.check_names(method, options)
     bits = options.pop("bits", [])
     bits = bits if isinstance(bits, list) else [bits]
     if not all(type(b) in (int, float) for b in bits):
@@ -184,8 +185,9 @@ def _cell(entry: Entry, bits: float, settings: Settings) -> Cell:
     arguments = {**entry.options, **shared}
     made = methods.options(entry.method, **arguments).resolve()
     if made.several:
-        if not made.runs_at(bits):
-            raise NoSuchWidth(f"the artifact does not run at {bits:g} bits with these options")
+        if bits not in made.runs_at:
+            widths = made.runs_at if isinstance(made.runs_at, Widths) else ", ".join(map(str, made.runs_at))
+            raise NoSuchWidth(f"its artifact runs at {widths} bits")
         return Cell(entry, bits, made, arguments)
     if bits not in made.widths_of:
         raise NoSuchWidth(f"it has {made.widths_of} bits")

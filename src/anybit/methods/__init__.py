@@ -5,6 +5,7 @@ The methods' files need neither torch nor Transformers until something is quanti
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -63,9 +64,18 @@ def options(name: str, **given: Any) -> Options:
     Raises:
         InputError: no such method, an option that it has no use for, or a value that is out of place.
     """
-    method = find(name)
-    known = {item.name for item in fields(method.options)}
-    for unknown in given.keys() - known:
+    check_names(name, given)
+    return find(name).options(**given)
+
+
+def check_names(name: str, given: Iterable[str]) -> None:
+    """Refuse options that a method does not have.
+
+    Raises:
+        InputError: no such method, or an option that it has no use for, with the methods that have one.
+    """
+    known = {item.name for item in fields(find(name).options)}
+    for unknown in sorted({*given} - known):
         others = [m.name for m in METHODS.values() if unknown in {i.name for i in fields(m.options)}]
         if others:
             raise InputError(
@@ -73,7 +83,6 @@ def options(name: str, **given: Any) -> Options:
                 "for it"
             )
         raise InputError(f"{unknown!r} is no option of {name}: there are {', '.join(sorted(known))}")
-    return method.options(**given)
 
 
 def changed(options_: Options) -> dict[str, Any]:
@@ -88,4 +97,4 @@ def changed(options_: Options) -> dict[str, Any]:
     }
 
 
-__all__ = ["DEFAULT", "METHODS", "Method", "changed", "find", "options"]
+__all__ = ["DEFAULT", "METHODS", "Method", "changed", "check_names", "find", "options"]

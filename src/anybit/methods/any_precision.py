@@ -45,8 +45,9 @@ class AnyPrecision(Codebooks):
                 f"bits ({self.bits:g})"
             )
 
-    def runs_at(self, bits: float) -> bool:
-        return bits in self.widths
+    @property
+    def runs_at(self) -> tuple[int, ...]:
+        return self.widths
 
 
 def layout(spec: LayerSpec[AnyPrecision], shape: tuple[int, int]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ the loss that a byte of them saves; the artifact is split along that order into 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from anybit.config import LayerSpec, Widths, one_of, option, within
@@ -60,8 +60,9 @@ class AnyBit(Sequential, Damped):
         "output", "What ranks rows: what errors at outputs cost, or MixLLM's scores.", **one_of(SALIENCES)
     )
 
-    def runs_at(self, bits: float) -> bool:
-        return BASE_BITS <= bits <= (self.bits or BITS)
+    @property
+    def runs_at(self) -> Widths:
+        return replace(self.widths_of, high=self.bits or BITS)
 
     @property
     def exact_size(self) -> bool:

@@ -56,6 +56,9 @@ class MixLLM(Compensated):
         if abs((implied or 0) - (self.bits or 0)) > 1e-9:
             raise InputError("wide_rows (--wide-rows) and bits (--bits) set the same thing: give one of them")
 
+    def tile(self) -> TileSpec:
+        return replace(super().tile(), symmetric=self.bits == WIDE)
+
     @property
     def exact_size(self) -> bool:
         return self.wide_rows is None or self.wide_rows in (0, 1)

@@ -48,8 +48,9 @@ class TwoFourSixteen(Attentive, Damped):
     sized_by: ClassVar = ("wide_groups",)
 
     group_size: int = option(
-        16, "Input channels of a 2-bit group.", expected="16 or 8", valid=lambda value: value >= 1
-    )
+        16, "Input channels of a 2-bit group; 8 takes 2.91 bits or more.", expected="16 or 8",
+        valid=lambda value: value >= 1,
+    )  # fmt: skip
     clip: bool = option(True, "Search clipping ratios per group.", layer=True)
     wide_groups: float | None = option(
         None, "Share of blocks at 4 bits, instead of bits.", unset="0.25",
