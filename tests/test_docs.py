@@ -1,4 +1,4 @@
-"""docs/results: tables that are made from bench/results, and pages whose links lead somewhere."""
+"""The pages: tables that are made from bench/results, links and paths that lead somewhere, the README's own tables."""
 
 from __future__ import annotations
 
@@ -122,3 +122,55 @@ def headings(page: Path) -> set[str]:
     """The anchors that GitHub gives to a page's headings."""
     lines = (line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     return {re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in lines}
+
+
+def tracked() -> list[str]:
+    """Every file of the checkout that is no build output."""
+    skipped = {
+        ".git",
+        ".venv",
+        "build",
+        "__pycache__",
+        ".pytest_cache",
+        ".mypy_cache",
+        ".ruff_cache",
+        ".hypothesis",
+    }
+    files = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+    return [file.as_posix() for file in files if not skipped & set(file.parts)]
+
+
+NAMED = re.compile(r"`([\w.\-/]+(?:\.(?:py|pyi|h|cpp|md|toml|sh)|/))`")  # a file of the tree, or a folder
+
+
+def stale_paths(text: str, files: list[str]) -> list[str]:
+    """The paths in backticks that are no end of any file's path, nor a folder of the tree."""
+    folders = {f"/{'/'.join(f.split('/')[:i])}/" for f in files for i in range(1, f.count("/") + 1)}
+    stale = []
+    for name in NAMED.findall(text):
+        ends = (
+            any(folder.endswith(f"/{name}") for folder in folders)
+            if name.endswith("/")
+            else any(f"/{file}".endswith(f"/{name}") for file in files)
+        )
+        if not ends and not re.search(r"\b[A-Z]{2,}\b", name.removesuffix(".md")):  # NAME, OUT: of a user's
+            stale.append(name)
+    return stale
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        *PAGES,
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "csrc/README.md", "bench/README.md")),
+    ],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_paths_are_those_of_the_tree(page: Path) -> None:
+    if page.exists():
+        assert stale_paths(page.read_text(encoding="utf-8"), tracked()) == []
+
+
+def test_a_stale_path_is_noticed() -> None:
+    text = "`spec.py`, `methods/gptq.py`, `src/anybit/config.py`, `nowhere/`, `methods/`, `methods/NAME.py`, `out.txt`"
+    assert stale_paths(text, tracked()) == ["spec.py", "nowhere/"]

@@ -144,7 +144,7 @@ def test_the_journal_is_closed_before_its_name_goes(tmp_path: Path, monkeypatch:
 
         def remove(path: Path) -> None:
             if path.name == writer.JOURNAL:
-                closed.append(opened._journal.closed)
+                closed.append(opened._journal._file.closed)
             original(path)
 
         monkeypatch.setattr(writer, "_remove", remove)

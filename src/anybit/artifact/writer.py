@@ -1,15 +1,14 @@
 """Artifacts written shard by shard, so that a killed run resumes and ends in the same bytes.
 
-A run works in `OUT.partial`: `artifact/` gets the name OUT by one rename when everything is in it, and
-`journal.jsonl` notes which shards are whole. A shard is fsynced and renamed into place before it is noted, so
-neither half a shard nor half an artifact ever looks whole.
+A run works in `OUT.partial`: `artifact/` gets the name OUT by one rename when everything is in it, and the journal
+notes which shards are whole. A shard is fsynced and renamed into place before it is noted, so neither half a shard nor
+half an artifact ever looks whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -18,20 +17,20 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from anybit.artifact.files import dump_json, is_artifact, partial_folder, shard_file
+from anybit.artifact.journal import JOURNAL, Journal, entry_of
 from anybit.checkpoint.files import HASHES, INDEX, file_sha256
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.cost import Cost
 from anybit.errors import InputError
 from anybit.formats.layout import FORMAT_VERSION
 
-JOURNAL = "journal.jsonl"
 STATISTICS = "statistics"  # folder beside the artifact under way
 SEARCH = "search"
 COMPLETE = "complete"  # file in it that says that it is whole
@@ -79,9 +78,13 @@ class ArtifactWriter:
         self.work = self.folder / "artifact"  # what becomes OUT
         self.finished: dict[int, dict[str, Any]] = {}
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._journal = open(self.folder / JOURNAL, "a+b")  # noqa: SIM115 - closed in __exit__
         try:
-            self._lock()
+            self._journal = Journal(self.folder)
+        except BlockingIOError as error:
+            raise InputError(
+                f"another process is writing {self.out}: wait for it, or choose another -o"
+            ) from error
+        try:
             self.work.mkdir(exist_ok=True)
             self._resume(fingerprint, overwrite)
         except BaseException:
@@ -98,17 +101,9 @@ class ArtifactWriter:
                 self.folder, ignore_errors=True
             )  # refused before anything was made: nothing to resume
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise InputError(
-                f"another process is writing {self.out}: wait for it, or choose another -o"
-            ) from error
-
     def _resume(self, fingerprint: str, overwrite: bool) -> None:
         """Take over the shards that the journal vouches for, and clear away everything else."""
-        lines = _complete_lines(self._journal)
+        lines = self._journal.read()
         head = {"fingerprint": fingerprint, "shards": self.shards, "format_version": FORMAT_VERSION}
         if lines[:1] != [head]:
             begun = (len(lines) > 1 and any(self.work.iterdir())) or (lines and self._kept_here())
@@ -119,22 +114,16 @@ class ArtifactWriter:
                 )
             lines = []
             self._drop_statistics()
-            self._journal.truncate(0)
-            self._note(head)
+            self._journal.begin(head)
         for entry in lines[1:]:
             path = self.work / self.file(entry["shard"])
             whole = path.is_file() and file_sha256(path) == entry["sha256"]
-            if whole and entry == _entry(entry["shard"], path, entry["sha256"]):
+            if whole and entry == entry_of(entry["shard"], path, entry["sha256"]):
                 self.finished[entry["shard"]] = entry
         for path in self.work.iterdir():
             if path.name not in {self.file(shard) for shard in self.finished}:
                 _remove(path)
         _remove(self.folder / "cut")
-
-    def _note(self, entry: dict[str, Any]) -> None:
-        self._journal.write(json.dumps(entry).encode() + b"\n")
-        self._journal.flush()
-        os.fsync(self._journal.fileno())
 
     def file(self, shard: int) -> str:
         return shard_file(shard, self.shards)
@@ -147,8 +136,8 @@ class ArtifactWriter:
         """
         path = self.work / self.file(shard)
         self._save(path, tensors, {"format": "pt"})
-        entry = _entry(shard, path, file_sha256(path))
-        self._note(entry)
+        entry = entry_of(shard, path, file_sha256(path))
+        self._journal.note(entry)
         self.finished[shard] = entry
 
     def _save(self, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -266,7 +255,7 @@ class ArtifactWriter:
             sections: what else the list of hashes says.
         """
         files = [self.file(i) for i in range(self.shards)]
-        entries = {file: _entry(i, self.work / file, "") for i, file in enumerate(files)}
+        entries = {file: entry_of(i, self.work / file, "") for i, file in enumerate(files)}
         hashed = {i: entry["sha256"] for i, entry in self.finished.items()}
         cut = self.work != self.folder / "artifact"
         weight_map = {tensor: file for file, entry in entries.items() for tensor in entry["tensors"]}
@@ -358,43 +347,6 @@ def hash_list(
         data = text.encode()
         files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     return dump_json({"format_version": FORMAT_VERSION, "files": files, **(sections or {})})
-
-
-def _entry(shard: int, path: Path, sha256: str) -> dict[str, Any]:
-    """What the journal says of a finished shard."""
-    tensors = sorted(read_safetensors_header(path))
-    return {"shard": shard, "bytes": path.stat().st_size, "sha256": sha256, "tensors": tensors}
-
-
-def _complete_lines(journal: BinaryIO) -> list[dict[str, Any]]:
-    """The journal's entries up to the first that is cut short or damaged, which is dropped with all after it."""
-    journal.seek(0)
-    entries: list[dict[str, Any]] = []
-    end = 0
-    for line in journal.readlines():
-        entry = _parse_line(line)
-        if entry is None or (entries and not _is_entry(entry)):
-            break
-        entries.append(entry)
-        end += len(line)
-    journal.truncate(end)
-    return entries
-
-
-def _parse_line(line: bytes) -> dict[str, Any] | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return entry if isinstance(entry, dict) else None
-
-
-def _is_entry(entry: Mapping[str, Any]) -> bool:
-    """Whether a journal line has the fields of `_entry`, each of its type."""
-    types = {"shard": int, "bytes": int, "sha256": str, "tensors": list}
-    return entry.keys() == types.keys() and all(type(entry[key]) is kind for key, kind in types.items())
 
 
 def _data_bytes(path: Path) -> int:
