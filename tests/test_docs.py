@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from anybit.methods import METHODS
+from anybit.methods.method import Method
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
@@ -174,3 +177,61 @@ def test_paths_are_those_of_the_tree(page: Path) -> None:
 def test_a_stale_path_is_noticed() -> None:
     text = "`spec.py`, `methods/gptq.py`, `src/anybit/config.py`, `nowhere/`, `methods/`, `methods/NAME.py`, `out.txt`"
     assert stale_paths(text, tracked()) == ["spec.py", "nowhere/"]
+
+
+# ---- the README's own tables
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def rows_below(heading: str) -> list[list[str]]:
+    """The cells of the first table whose heading begins with these words."""
+    lines = README.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(heading))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_every_place_is_where_the_readme_says() -> None:
+    rows = rows_below("| where is |")
+    assert len(rows) > 10
+    for what, places, words in rows:
+        found = [(ROOT / path).read_text(encoding="utf-8") for path in re.findall(r"`([^`]+)`", places)]
+        assert found, what
+        assert all(words.strip("`") in text for text in found), what
+
+
+def test_the_tree_of_the_readme_is_the_tree() -> None:
+    _, _, block = README.partition("src/anybit/\n")
+    block = block.partition("```")[0]
+    shown = set(re.findall(r"\b([a-z_]+\.py|[a-z_]+/)(?=[ ;:,]|$)", block, re.M))
+    package = ROOT / "src/anybit"
+    there = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
+    there |= {path.name for path in package.glob("*.py")}
+    obvious = {"__init__.py", "__main__.py", "errors.py", "progress.py", "cost.py"}
+    top = {name for name in shown if (package / name).exists()}
+    assert there - obvious == top
+    assert {name for name in shown - top if not (ROOT / name).exists()} <= {"gpu/"}
+
+
+def row_of(method: Method) -> list[str]:
+    """What the README says of a method, by what the method says of itself."""
+    options = method.options().resolve()
+    gradients = method.statistics(options).fisher or method.effort(options).passes
+    needs = "gradients" if gradients else "text" if options.calibrated else "nothing"
+    kind, _, number = method.paper.partition(":")
+    links = {"arXiv": f"[{number}](https://arxiv.org/abs/{number})", "": "ours" if not method.title else ""}
+    paper = links.get(kind, f"[doi](https://doi.org/{kind})" if kind.startswith("10.") else method.paper)
+    extra = f", `.[{method.extra}]`" if method.extra else ""
+    return [f"`{method.name}`", paper, method.summary, str(method.options.widths_of), needs + extra]
+
+
+def test_the_table_of_methods_is_what_they_say_of_themselves() -> None:
+    expected = [row_of(method) for method in METHODS.values()]
+    table = "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in expected)
+    assert rows_below("| method | paper |") == expected, f"put this into README.md:\n{table}"

@@ -61,9 +61,7 @@ def test_a_line_cut_short_counts_for_nothing(
     assert journal.read_bytes() == last, "what follows must not be appended to half a line"
 
 
-@pytest.mark.parametrize(
-    "line", [b"{\n", b"\x80\n", b"[]\n", b'{"shard": 1}\n', b"[" * 100_000 + b"\n"]
-)
+@pytest.mark.parametrize("line", [b"{\n", b"\x80\n", b"[]\n", b'{"shard": 1}\n', b"[" * 100_000 + b"\n"])
 def test_nothing_behind_a_damaged_line_counts(
     journal: Path, entries: list[dict[str, object]], line: bytes
 ) -> None:

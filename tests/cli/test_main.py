@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import typer
 
 import anybit
 from anybit.cli import main as cli
+from anybit.config import flags_of
 from anybit.errors import InputError
 from anybit.methods import METHODS
 from tests import builders
@@ -54,6 +56,19 @@ def test_help_of_every_command(run: Run, command: str) -> None:
     ran = run(command, "--help")
     assert ran.code == 0
     assert command in ran.out and "--help" in ran.out
+    assert len(ran.out.strip().splitlines()) <= 60, "more than a screen: hide what one method alone has"
+
+
+def test_options_of_one_method_are_listed_by_its_name(run: Run) -> None:
+    everything = run("methods").out
+    for method in METHODS.values():
+        assert method.name in everything
+        ran = run("methods", method.name)
+        assert ran.code == 0 and method.title.partition(":")[0] in " ".join(ran.out.split())
+        for item in fields(method.options):
+            yes, no = flags_of(item)
+            assert yes in ran.out or (no and no in ran.out), (method.name, item.name)
+    refused(run("methods", "awesome"), "awesome", "gptq")
 
 
 def test_the_least_width_that_is_named_can_be_had(run: Run) -> None:

@@ -44,9 +44,7 @@ class Text:
     )
     pairs: Annotated[
         Path | None,
-        typer.Option(
-            help="Encoders: .jsonl, .tsv or .csv with sentence1, sentence2 and score, for Spearman."
-        ),
+        typer.Option(help="Encoders: sentence1, sentence2, score as .jsonl, .tsv or .csv."),
     ] = None
     seq_len: Annotated[
         int | None,

@@ -39,7 +39,7 @@ EvalTokens = Annotated[
     int | None,
     typer.Option(
         "--max-tokens",
-        help="Use only this many tokens of the text.",
+        help="Most tokens of the text.",
         min=1,
         rich_help_panel="Evaluation",
     ),
@@ -53,9 +53,7 @@ class Level:
 
     bits: Annotated[
         float | None,
-        typer.Option(
-            "--bits", help="Average width at which an artifact of several is read.", rich_help_panel="Width"
-        ),
+        typer.Option("--bits", help="Average width of an artifact of several.", rich_help_panel="Width"),
     ] = None
     bpw: Annotated[
         float | None,
