@@ -25,9 +25,9 @@ from tests.compare.runs import run
 @pytest.mark.parametrize(
     ("entries", "moment"),
     [
-        (("rtn", "gptq"), "cells/rtn-3-*.json"),
-        (("squeezellm", "any-precision"), "work/statistics/*"),
-        (("squeezellm", "any-precision"), "work/*.partial"),
+        (("rtn",), "cells/rtn-3-*.json"),
+        (("squeezellm",), "work/statistics/*"),
+        (("squeezellm",), "work/*.partial"),
         (("any-precision",), "cells/any-precision-3-*.json"),
     ],
     ids=["after a cell", "gathering gradients", "quantizing", "between nested widths"],
