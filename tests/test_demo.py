@@ -53,7 +53,10 @@ def test_the_demo_measures_the_base_and_every_run(
         *list(runs)[1:],
     ]
     assert [row["seconds"] is None for row in made] == [False, True, True, True, False, False]
-    for row in (made[0], *made[4:]):  # so small a model is mostly headers where it has many refinements
+    for row in (
+        made[0],
+        *made[4:],
+    ):  # so small a model is mostly headers where it has many enhancement layers
         assert row["bits_per_weight"] < 6 and row["size_bytes"] < base["size_bytes"]
     page, table = (tmp_path / "report.html").read_text(encoding="utf-8"), capsys.readouterr().out
     for row in shown[0]:

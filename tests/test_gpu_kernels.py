@@ -17,7 +17,9 @@ import anybit
 from anybit import formats
 from anybit.bench.kernels import layouts, random_weight
 from anybit.errors import InputError
+from anybit.formats import Float16Layout
 from anybit.formats.bits import pack_planes
+from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu, gpu, reference
 from anybit.kernels.dispatch import Prepared, info
@@ -259,13 +261,12 @@ def weights() -> list[tuple[str, tuple[int, int]]]:
     return [(name, shape) for shape in SHAPES for name in layouts(*shape) if not name.endswith(" A8")]
 
 
-def cmpq(out: int, columns: int) -> dict[str, Any]:
+def cmpq(out: int, columns: int) -> LayerLayout:
     """Channels of three widths, and weights added to them."""
     made, wide = layouts(out, columns), columns // 3
-    (three,), (four,) = made["by channel 3"]["tiles"], made["by channel 4"]["tiles"]
-    dense = {"format": "float16", "bits": 16, "cols": 20}
-    tiles = [{**four, "cols": wide}, {**three, "cols": columns - wide - 20}, dense]
-    return {"shape": [out, columns], "tiles": tiles, "sparse": out}
+    (three,), (four,) = made["by channel 3"].tiles, made["by channel 4"].tiles
+    tiles = replace(four, cols=wide), replace(three, cols=columns - wide - 20), Float16Layout(cols=20)
+    return LayerLayout((out, columns), tiles, sparse=out)
 
 
 def random_layer(name: str, shape: tuple[int, int]) -> PackedWeight:

@@ -15,8 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from anybit.artifact import files
-from anybit.artifact import levels as refinements
-from anybit.artifact.sizes import curve
+from anybit.artifact.config_json import StoredLayers
+from anybit.artifact.enhancements import read_enhancements
+from anybit.artifact.sizes import table_of_levels
 from anybit.errors import InputError
 from anybit.integrations import transformers as integration
 from anybit.kernels import cpu
@@ -60,13 +61,13 @@ def test_only_what_a_width_needs_is_read(anybit_copy: Path) -> None:
 
 
 def test_budgets_of_bytes(anybit_artifact: Path) -> None:
-    rungs = curve(anybit_artifact)
-    target = rungs[20]
+    levels = table_of_levels(anybit_artifact)
+    target = levels[20]
     for budget in ({"bpw": target["bits_per_weight"]}, {"size": target["size_bytes"]}):
         model = load(anybit_artifact, **budget)
-        assert model.ladder.bits[-1] == pytest.approx(target["bits"])
+        assert model.levels[-1].bits == pytest.approx(target["bits"])
         less = {key: value - 1e-3 if key == "bpw" else value - 1 for key, value in budget.items()}
-        assert load(anybit_artifact, **less).ladder.bits[-1] == pytest.approx(rungs[19]["bits"])
+        assert load(anybit_artifact, **less).levels[-1].bits == pytest.approx(levels[19]["bits"])
     for budget in ({"bpw": 0.5}, {"size": 1000}):
         with pytest.raises(InputError, match="not to be had"):
             load(anybit_artifact, **budget)
@@ -83,7 +84,7 @@ def test_widths_that_are_not_there_are_refused(anybit_artifact: Path, bits: floa
         model.set_bits(bits)
 
 
-def test_transformers_loads_all_refinements(anybit_artifact: Path) -> None:
+def test_transformers_loads_all_levels(anybit_artifact: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(anybit_artifact).eval()
     assert torch.equal(logits(model, IDS), logits(load(anybit_artifact), IDS))
     assert model.set_bits(3.0) == pytest.approx(3.0, abs=0.1)
@@ -96,10 +97,10 @@ def test_what_runs_can_be_saved_as_one_model(anybit_artifact: Path, tmp_path: Pa
     assert torch.equal(logits(again, IDS), logits(model, IDS))
 
 
-def test_the_core_alone_is_a_width(anybit_artifact: Path) -> None:
+def test_the_base_layer_alone_is_a_width(anybit_artifact: Path) -> None:
     model = load(anybit_artifact, bits=2.0)
     assert model.set_bits(2.0) == pytest.approx(2.0, abs=0.05)
-    with pytest.raises(InputError, match=r"to \d\.\d\d bits"):
+    with pytest.raises(InputError, match=r"one width, \d\.\d\d bits, not 4"):
         model.set_bits(4)
 
 
@@ -112,15 +113,15 @@ def test_copies_run_alike(anybit_artifact: Path) -> None:
 
 def test_numbers_of_numpy_are_numbers(anybit_artifact: Path) -> None:
     assert (
-        load(anybit_artifact, bits=np.float64(3.3)).ladder.bits[-1]
-        == load(anybit_artifact, bits=3.3).ladder.bits[-1]
+        load(anybit_artifact, bits=np.float64(3.3)).levels[-1].bits
+        == load(anybit_artifact, bits=3.3).levels[-1].bits
     )
-    assert load(anybit_artifact, size=np.int64(10**9)).ladder.bits[-1] == 8
+    assert load(anybit_artifact, size=np.int64(10**9)).levels[-1].bits == 8
 
 
 def test_a_width_between_two_is_said(anybit_artifact: Path) -> None:
     report = Recorder()
-    low, high = (curve(anybit_artifact)[i]["bits"] for i in (12, 13))
+    low, high = (table_of_levels(anybit_artifact)[i]["bits"] for i in (12, 13))
     load(anybit_artifact, bits=(low + high) / 2, report=report)
     assert report.said == [f"runs at {low:.2f} bits, the largest width up to {(low + high) / 2:g}"]
 
@@ -133,11 +134,11 @@ def test_budgets_of_another_kind_are_refused(anybit_artifact: Path, budget: dict
         load(anybit_artifact, **budget)
 
 
-@pytest.mark.parametrize(("upto", "there"), [(None, 60), (5, 60), (0, 60), (None, 7), (9, 7)])
-def test_of_a_hub_id_only_what_is_needed_is_fetched(
-    anybit_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upto: int | None, there: int
+@pytest.mark.parametrize("there", [60, 7])
+def test_of_a_hub_id_all_that_is_there_is_fetched(
+    anybit_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int
 ) -> None:
-    """Transformers has fetched the core; the list and as many refinements as asked for, and there, come after it."""
+    """Transformers has fetched the base layer; the list and the enhancement layers that are there come after it."""
     fetched: list[str] = []
     for file in anybit_artifact.glob("model-*"):
         shutil.copy(file, tmp_path)
@@ -153,9 +154,9 @@ def test_of_a_hub_id_only_what_is_needed_is_fetched(
     monkeypatch.setattr(integration, "cached_file", cached_file)
     quantization = json.loads((anybit_artifact / "config.json").read_text())["quantization_config"]
     model = SimpleNamespace(name_or_path="someone/model", config=SimpleNamespace(_commit_hash="abc"))
-    asked = integration.AnybitConfig(**{k: v for k, v in quantization.items() if k != "quant_method"})
-    folder = integration._fetch_refinements(model, asked, upto)
-    count = min(there, 60 if upto is None else upto)
-    expected = [files.refinement_file(n, 60) for n in range(1, count + 1)]
+    stated, layers = quantization[files.SECTION], StoredLayers.from_json("config.json", quantization).layers
+    folder = integration._fetch_enhancements(model, stated, layers)
+    expected = [files.enhancement_file(n, 60) for n in range(1, there + 1)]
     assert folder == tmp_path and fetched == ["anybit.index.json", *expected]
-    assert refinements.read_progressive(folder, quantization).present == count + 1
+    found = read_enhancements(folder, stated, layers)
+    assert found is not None and found.present == there + 1

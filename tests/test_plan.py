@@ -14,7 +14,6 @@ from anybit import plan as plan_module
 from anybit.artifact.contents import Plan
 from anybit.calibration.streaming import StreamedModel
 from anybit.errors import InputError
-from anybit.formats.layout import stored_tensors
 from anybit.plan import check_disk, estimate, make_plan, stored_dtype, widths_for_memory
 from tests import builders
 from tests.builders import MakeModel, opened
@@ -39,9 +38,9 @@ def test_a_plan_accounts_for_every_tensor(model_dir: MakeModel, family: str, emb
     assert made.model_weights == sum(t.numel() for t in stored.values())
     shapes = streamed.all_linears()
     assert made.linear_weights == sum(a * b for a, b in shapes.values())
-    assert {n: tuple(layout["shape"]) for n, layout in made.layouts.items()} == shapes
+    assert {n: layout.shape for n, layout in made.layouts.items()} == shapes
     layouts = [*made.layouts.values(), *made.embeddings.values()]
-    tensors = [field for layout in layouts for field in stored_tensors(layout).values()] + list(
+    tensors = [field for layout in layouts for field in layout.stored_tensors().values()] + list(
         made.kept.values()
     )
     assert made.tensor_bytes == sum(torch.empty(shape, dtype=dtype).nbytes for dtype, shape in tensors)
@@ -51,11 +50,11 @@ def test_a_plan_accounts_for_every_tensor(model_dir: MakeModel, family: str, emb
 
 def test_embedding_and_head_are_stored_once(model_dir: MakeModel) -> None:
     both = make_plan(opened(model_dir("llama")), builders.options("gptq", embed_bits=8)).embeddings
-    assert set(both) == {"model.embed_tokens", "lm_head"} and not any(e.get("tied") for e in both.values())
+    assert set(both) == {"model.embed_tokens", "lm_head"} and not any(e.tied for e in both.values())
     tied = make_plan(opened(model_dir("llama-tied")), builders.options("gptq", embed_bits=4)).embeddings
-    assert set(tied) == {"model.embed_tokens"} and tied["model.embed_tokens"]["tied"]
-    (tile,) = tied["model.embed_tokens"]["tiles"]
-    assert tile == {"format": "group_int", "bits": 4, "group_size": 128, "symmetric": False}
+    assert set(tied) == {"model.embed_tokens"} and tied["model.embed_tokens"].tied
+    (tile,) = tied["model.embed_tokens"].tiles
+    assert tile.to_json() == {"format": "group_int", "bits": 4, "group_size": 128, "symmetric": False}
     assert make_plan(opened(model_dir("llama")), builders.options("gptq")).embeddings == {}
 
 
@@ -71,7 +70,7 @@ def test_a_map_changes_the_layers_it_names(model_dir: MakeModel) -> None:
     made = make_plan(
         streamed, builders.options("gptq", group_size=16), {name: builders.layer_spec(8, 48, symmetric=True)}
     )
-    widths = {n: layout["tiles"][0]["bits"] for n, layout in made.layouts.items()}
+    widths = {n: layout.tiles[0].bits for n, layout in made.layouts.items()}
     assert widths == {n: 8 if n == name else 4 for n in streamed.all_linears()}
     sizes = {n: a * b for n, (a, b) in streamed.all_linears().items()}
     assert made.code_bits == pytest.approx(4 + 4 * sizes[name] / sum(sizes.values()))

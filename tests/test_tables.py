@@ -24,7 +24,7 @@ INSPECTION = {
         "bits_eq10": None,
         "bits_per_weight": 3.75,
         "weights": 10**8,
-        "widths": [],
+        "levels": [],
     },
     **{"kv_bits": 16, "size_bytes": 10**8, "calibration": None, "embeddings": []},
     "layers": [{"name": NAME, **LAYER}, {"name": "w2", **LAYER, "shape": [8, 8], "channel_bits": [3, 4, 4]}],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from lab import Lab, arguments
 from torch import Tensor
 
 from anybit.config import LayerSpec, TileSpec
-from anybit.formats.layout import at_width, stored_bytes
+from anybit.formats import CodebookLayout
 from anybit.formats.weight import QuantizedWeight, pack, unpack
 from anybit.methods import any_precision
 from anybit.methods.any_precision import AnyPrecision
@@ -56,16 +57,11 @@ def table_1(lab: Lab) -> None:
         }
         for widths in WIDTH_SETS:
             sets = {
-                shape: {
-                    **p.layout,
-                    "tiles": [{**p.layout["tiles"][0], "bits": widths[-1], "widths": list(widths)}],
-                }
+                shape: replace(p.layout, tiles=(CodebookLayout.of(widths, False, table_bits=16),))
                 for shape, p in parents.items()
             }
-            one = sum(n * stored_bytes(sets[shape]) for shape, n in shapes.items())
-            many = sum(
-                n * stored_bytes(at_width(parents[s].layout, b)) for s, n in shapes.items() for b in widths
-            )
+            one = sum(n * sets[shape].nbytes for shape, n in shapes.items())
+            many = sum(n * parents[s].layout.at_width(b).nbytes for s, n in shapes.items() for b in widths)
             lab.keep({"key": f"table 1: {title} {widths}", "one": one, "separate": many})
             print(f"| {widths} | {one / 1e6:.0f} | {many / 1e6:.0f} | {many / one:.2f}x |")
         real = sum(n * parents[shape].nbytes for shape, n in shapes.items())

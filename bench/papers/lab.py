@@ -27,9 +27,8 @@ from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.driver import compute_dtype
 from anybit.evaluation import perplexity as evaluation
-from anybit.formats.layout import stored_bytes
 from anybit.formats.weight import PackedWeight, QuantizedWeight, layout_of, pack
-from anybit.kernels.reference import round_inputs, rounds_inputs
+from anybit.kernels.reference import round_inputs
 from anybit.kv_cache import quantized_attention
 from anybit.loader import load
 from anybit.progress import Terminal
@@ -43,7 +42,7 @@ def own_rounding(weight: QuantizedWeight) -> Callable[[Tensor], Tensor] | None:
     packed = pack(weight)
     kept = ("act_clip", "act_scales", "cols", "input_scale")
     grids = PackedWeight(packed.layout, {f: t for f, t in packed.tensors.items() if f.endswith(kept)})
-    return functools.partial(round_inputs, weight=grids) if rounds_inputs(packed.layout) else None
+    return functools.partial(round_inputs, weight=grids) if packed.layout.rounds_inputs else None
 
 
 def _rounded(round_: Callable[[Tensor], Tensor], module: Any, args: tuple[Tensor, ...]) -> Any:
@@ -159,9 +158,7 @@ class Lab:
         with torch.no_grad():
             for name, weight in weights.items():
                 dense = weight if isinstance(weight, Tensor) else weight.dequantize()
-                bits = (
-                    16 * dense.numel() if isinstance(weight, Tensor) else 8 * stored_bytes(layout_of(weight))
-                )
+                bits = 16 * dense.numel() if isinstance(weight, Tensor) else 8 * layout_of(weight).nbytes
                 stored += bits
                 module = self.model.get_submodule(name)
                 module.weight.copy_(dense.T if isinstance(module, Conv1D) else dense)

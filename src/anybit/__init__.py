@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from anybit.driver import quantize
     from anybit.evaluation.measure import evaluate
     from anybit.kv_cache import QuantizedCache
+    from anybit.layers import set_bits
     from anybit.loader import load
     from anybit.methods import options
     from anybit.methods.any_precision import AnyPrecision
@@ -56,6 +57,7 @@ __all__ = [
     "load",
     "options",
     "quantize",
+    "set_bits",
 ]
 
 _API = {
@@ -63,6 +65,7 @@ _API = {
     "evaluate": "anybit.evaluation.measure",
     "load": "anybit.loader",
     "options": "anybit.methods",
+    "set_bits": "anybit.layers",
     "LayerSpec": "anybit.config",
     "QuantizedCache": "anybit.kv_cache",
     "TileSpec": "anybit.config",

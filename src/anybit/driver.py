@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from anybit.artifact import split
 from anybit.artifact.config_json import artifact_config, provenance
 from anybit.artifact.contents import Plan
-from anybit.artifact.model_card import Enhancements, model_card
+from anybit.artifact.model_card import model_card
 from anybit.artifact.sizes import inspect
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
 from anybit.calibration.gradients import gradient_statistics, spilled_statistics
@@ -36,10 +36,10 @@ from anybit.config import Options, SpecMap
 from anybit.cost import Cost
 from anybit.errors import InputError, about_layer
 from anybit.fingerprint import base_hash, fingerprint, statistics_key
-from anybit.formats.layout import stored_tensors
+from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels.dispatch import check_device
-from anybit.kernels.reference import round_inputs, rounds_inputs
+from anybit.kernels.reference import round_inputs
 from anybit.methods import DEFAULT, METHODS, Method
 from anybit.methods.finetune import Task, passes
 from anybit.methods.method import Allocation, Search, Start
@@ -180,7 +180,7 @@ class _Run(_Ready):
         layers = self._decided_on()
         if self.method.allocate is None or self.text is None or not layers:
             return self
-        shapes = {name: tuple(self.plan.layouts[name]["shape"]) for name in layers}
+        shapes = {name: self.plan.layouts[name].shape for name in layers}
         specs = {name: self.plan.specs[name] for name in layers}
         planned = {name: self.plan.layouts[name] for name in layers}
         found = self.method.allocate(
@@ -211,7 +211,7 @@ class _Run(_Ready):
         for name in self.streamed.tensor_names(None):
             layer = name.removesuffix(".weight")
             if layer in self.plan.embeddings:
-                bits = self.plan.embeddings[layer]["tiles"][0]["bits"]
+                bits = int(self.plan.embeddings[layer].tiles[0].bits)
                 packed = pack(quantize_rows(self.streamed.read(name), bits))
                 tensors |= {f"{layer}.{field}": t for field, t in packed.tensors.items()}
             else:
@@ -258,9 +258,7 @@ class _Run(_Ready):
         """The Fisher information of all layers, gathered or found."""
         assert self.text is not None
         folder = self.writer.statistics()
-        shapes = {
-            name: (layout["shape"][0], layout["shape"][1]) for name, layout in self.plan.layouts.items()
-        }
+        shapes = {name: layout.shape for name, layout in self.plan.layouts.items()}
         found = spilled_statistics(shapes, folder) if self.writer.has_statistics() else None
         if found is not None:
             self.report.say("resumes: the gradients are there")
@@ -319,7 +317,7 @@ class _Run(_Ready):
         for name, layout in self._layouts_after(linears, tensors).items():
             packed = _stored(name, layout, tensors, self.streamed.device)
             _overwrite_weight(linears[name], unpack(packed).dequantize())
-            if rounds_inputs(packed.layout):
+            if packed.layout.rounds_inputs:
                 hooks.append(linears[name].register_forward_pre_hook(_rounding_hook(packed)))
         try:
             yield
@@ -329,7 +327,7 @@ class _Run(_Ready):
 
     def _layouts_after(
         self, linears: Iterable[str], tensors: Mapping[str, Tensor]
-    ) -> Mapping[str, dict[str, Any]]:
+    ) -> Mapping[str, LayerLayout]:
         """How a block's layers are read for the sake of the blocks after it."""
         layouts = {name: self.plan.layouts[name] for name in linears}
         if self.method.running is None or not layouts:
@@ -454,15 +452,15 @@ class _Run(_Ready):
             self.report.say("orders the planes and writes base layer and enhancement layers")
             cut = split.cut(writer, plan.layouts, *self.method.ordered(self.options))
             plan = replace(plan, layouts=cut.layouts, enhancement_bytes=0)
-        beside = Enhancements(cut.bits, cut.file_bytes) if cut and cut.files else None
-        texts = {"README.md": model_card(checkpoint, plan, self.options, made, beside)}
+        sizes = plan.sizes() if cut is None else cut.sizes(plan.sizes()[0])
+        texts = {"README.md": model_card(checkpoint, plan, self.options, made, sizes)}
         checkpoint.copy_assets(writer.work)
         cost = writer.cost()
         described = artifact_config(self.streamed, plan, made)
         if cut is None:
             writer.finish(described, texts)
         else:
-            described["quantization_config"] |= {"bits": cut.bits, **cut.core}
+            described["quantization_config"] |= {"bits": cut.bits, **cut.stated}
             writer.finish(described, texts, cut.files, cut.section)
         return cost
 
@@ -512,10 +510,10 @@ def _overwrite_weight(module: nn.Module, weight: Tensor) -> None:
 
 
 def _stored(
-    name: str, layout: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
+    name: str, layout: LayerLayout, tensors: Mapping[str, Tensor], device: torch.device
 ) -> PackedWeight:
     """A layer's stored tensors among a shard's, as far as its layout reads them, on a device."""
-    fields = stored_tensors(layout).items()
+    fields = layout.stored_tensors().items()
     return PackedWeight(
         layout, {f: tensors[f"{name}.{f}"][: shape[0]].to(device) for f, (_, shape) in fields}
     )

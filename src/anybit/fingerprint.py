@@ -58,7 +58,7 @@ def statistics_key(
     parts = {
         "base": base,
         "tokens": _tokens(text),
-        "shapes": {name: plan.layouts[name]["shape"] for name in layers},
+        "shapes": {name: list(plan.layouts[name].shape) for name in layers},
         "search": [method.name, *method.searched(options)] if method.allocate else [],
         "made by": [anybit.__version__, torch.__version__, *_arithmetic(streamed), torch.get_num_threads()],
     }

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anybit.errors import InputError
-from anybit.formats.layout import at_width, code_bits, stored_tensors, stored_widths, widest
+from anybit.formats.layout import LayerLayout, code_bits
+from anybit.formats.levels import Level, largest
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import operators
 from anybit.kernels.dispatch import Prepared
@@ -27,13 +28,12 @@ class PackedModule(nn.Module):
     bytes, `buffers()` has not.
     """
 
-    def __init__(self, layout: Mapping[str, Any]) -> None:
+    def __init__(self, layout: LayerLayout) -> None:
         super().__init__()
-        self.layout: Mapping[str, Any] = layout
-        self.widths = stored_widths(layout)  # several: `bits` may be any of them
-        self._running: Mapping[str, Any] = widest(layout)  # what it runs as
+        self.layout = layout
+        self._running = layout.widest()  # what it runs as
         self._exact = True
-        for field, (dtype, shape) in stored_tensors(layout).items():
+        for field, (dtype, shape) in layout.stored_tensors().items():
             if "." in field and field.partition(".")[0] not in self._modules:
                 self.add_module(field.partition(".")[0], nn.Module())
             self._set(field, torch.empty(shape, dtype=dtype))
@@ -52,7 +52,7 @@ class PackedModule(nn.Module):
         A gradient passes through the stored matrix, straight through the rounding of inputs.
         """
         if torch.compiler.is_compiling():
-            return torch.ops.anybit.matmul(x, *self._operands(), self.layout["shape"][0])
+            return torch.ops.anybit.matmul(x, *self._operands(), self.layout.shape[0])
         if x.requires_grad and torch.is_grad_enabled():
             return operators.Product.apply(x, self.prepared())
         return self.prepared().matmul(x)
@@ -61,7 +61,7 @@ class PackedModule(nn.Module):
         """How operators get the weight: by name, or in a program of `torch.export` as what is stored."""
         if not torch.compiler.is_exporting():
             return [], self._name
-        fields = stored_tensors(self.layout)
+        fields = self.layout.stored_tensors()
         stored = [self.get_buffer(field) for field in fields]
         if any(tensor.shape != shape for tensor, (_, shape) in zip(stored, fields.values())):
             raise InputError(
@@ -77,13 +77,13 @@ class PackedModule(nn.Module):
     @property
     def packed(self) -> PackedWeight:
         """The stored bytes, as they are now on this module."""
-        fields = stored_tensors(self.layout)
+        fields = self.layout.stored_tensors()
         with _PREPARING:
             return PackedWeight(self.layout, {f: self.get_buffer(f) for f in fields} | self._restored())
 
     def _restored(self) -> dict[str, Tensor]:
         """The stored tensors whose buffers are empty: all that the kernels took, but of a nested layer nothing."""
-        return {} if self._prepared is None or len(self.widths) > 1 else self._prepared.restore()
+        return {} if self._prepared is None or self.layout.widths else self._prepared.restore()
 
     def prepared(self) -> Prepared:
         """The weight bound to its kernels: at the first call, and anew after the buffers moved or the width changed."""
@@ -93,13 +93,13 @@ class PackedModule(nn.Module):
         packed = self.packed
         with _PREPARING:
             if self._prepared is None:
-                made = Prepared(packed.beginning(self._running), self._exact)
-                for field in made.taken if len(self.widths) < 2 else ():
+                made = Prepared(packed.prefix(self._running), self._exact)
+                for field in () if self.layout.widths else made.taken:
                     self._set(field, torch.empty(0, dtype=packed.tensors[field].dtype))
                 self._prepared = made
             return self._prepared
 
-    def _give_back(self, running: Mapping[str, Any] | None = None) -> None:
+    def _give_back(self, running: LayerLayout | None = None) -> None:
         """Let the buffers hold everything again, and run as another layout from now on where one is given."""
         with _PREPARING:
             for field, tensor in self._restored().items():
@@ -111,17 +111,17 @@ class PackedModule(nn.Module):
     @property
     def bits(self) -> float:
         """The average width of the codes that the layer runs with."""
-        return code_bits({"": self._running})
+        return code_bits([self._running])
 
-    def run_as(self, layout: Mapping[str, Any]) -> None:
-        """Run with the beginnings of the stored tensors that a layout names, from the next call on; copies no plane."""
+    def set_level(self, layout: LayerLayout) -> None:
+        """Run with the first rows of the stored tensors that a layout names, from the next call on; copies no plane."""
         if layout != self._running:
             self._give_back(layout)
 
-    def grow(self, layout: Mapping[str, Any], fill: Any) -> None:
+    def extend(self, layout: LayerLayout, fill: Callable[[str, Tensor], None]) -> None:
         """Become `layout`, whose tensors begin with the stored ones; `fill(field, tensor)` gets all that got longer."""
         self._give_back()
-        for field, (dtype, shape) in stored_tensors(layout).items():
+        for field, (dtype, shape) in layout.stored_tensors().items():
             try:
                 old: Tensor | None = self.get_buffer(field)
             except AttributeError:
@@ -180,9 +180,9 @@ class PackedModule(nn.Module):
         self._name = operators.register(self)
 
     def extra_repr(self) -> str:
-        out_features, in_features = self.layout["shape"]
-        widths = "+".join(str(t["bits"]) for t in self.layout["tiles"])
-        widths += f" of {self.widths}" if len(self.widths) > 1 else ""
+        out_features, in_features = self.layout.shape
+        widths = "+".join(str(tile.bits) for tile in self.layout.tiles)
+        widths += f" of {self.layout.widths}" if self.layout.widths else ""
         return f"in_features={in_features}, out_features={out_features}, bits={widths}"
 
 
@@ -194,9 +194,9 @@ def _stored_bytes(module: PackedModule, state: dict[str, Any], prefix: str, _: A
 class QuantLinear(PackedModule):
     """`y = x W^T + b` with W quantized."""
 
-    def __init__(self, layout: Mapping[str, Any], bias: bool, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, layout: LayerLayout, bias: bool, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(layout)
-        self.out_features, self.in_features = layout["shape"]
+        self.out_features, self.in_features = layout.shape
         self.bias = (
             nn.Parameter(torch.empty(self.out_features, dtype=dtype), requires_grad=False) if bias else None
         )
@@ -209,11 +209,11 @@ class QuantLinear(PackedModule):
 class QuantEmbedding(PackedModule):
     """A quantized embedding table [vocabulary, hidden]; only the rows looked up are dequantized."""
 
-    def __init__(self, layout: Mapping[str, Any], scale: float, dtype: torch.dtype) -> None:
+    def __init__(self, layout: LayerLayout, scale: float, dtype: torch.dtype) -> None:
         super().__init__(layout)
         self.scale = scale  # Gemma multiplies its embeddings by sqrt(hidden)
         self.dtype = dtype
-        self.num_embeddings, self.embedding_dim = layout["shape"]
+        self.num_embeddings, self.embedding_dim = layout.shape
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
         """`.to(dtype)` changes what comes out, as of an embedding of floats."""
@@ -243,32 +243,31 @@ class TiedHead(nn.Module):
 
 
 def set_bits(model: nn.Module, bits: float) -> float:
-    """Run all nested layers of a model at one of their widths from the next call on; copies no plane.
+    """Run a model at the largest of its levels up to `bits`, from the next call on; copies no plane.
 
     `save_pretrained` saves what was loaded, whatever runs.
 
     Args:
-        model: made by `anybit` (any average width that is there) or `any-precision` (one of its widths).
-        bits: the width; of an average, the largest there is below it.
+        model: that anybit loaded.
+        bits: average width.
 
     Returns:
         the average width that the model now runs at.
 
     Raises:
-        InputError: a model without nested layers, or a width that they do not have; then nothing changes.
+        InputError: a model that is not quantized, or a width beyond its levels; then nothing changes.
     """
-    if (ladder := getattr(model, "ladder", None)) is not None:
-        return ladder.set_bits(model, bits)
-    nested = [m for m in model.modules() if isinstance(m, PackedModule) and len(m.widths) > 1]
-    if not nested:
+    levels: Sequence[Level] = getattr(model, "levels", ())
+    if not levels:
         raise InputError(
-            "this model has one width: artifacts of the methods anybit and any-precision can change theirs, and what "
-            "`save_pretrained` makes of one of anybit cannot any more"
+            "this model has no levels: load an artifact, such as `anybit quantize MODEL -o out` makes"
         )
-    layouts = [at_width(module.layout, int(bits) if bits == int(bits) else bits) for module in nested]
-    for module, layout in zip(nested, layouts):
-        module.run_as(layout)
-    return float(bits)
+    level = levels[largest([level.bits for level in levels], bits, "this model was loaded with")]
+    for name, layout in level.layouts.items():
+        module = model.get_submodule(name)
+        assert isinstance(module, PackedModule)
+        module.set_level(layout)
+    return level.bits
 
 
 def set_exact(model: nn.Module, exact: bool) -> None:

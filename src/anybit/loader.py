@@ -9,20 +9,19 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 import anybit.integrations.transformers  # noqa: F401 - registers the quantizer
-from anybit.artifact.files import is_artifact
-from anybit.artifact.reader import open_artifact, refuse_unfinished
-from anybit.artifact.sizes import check_width, choose_rung
+from anybit.artifact.files import SECTION, is_artifact
+from anybit.artifact.levels import Levels
+from anybit.artifact.reader import Artifact, open_artifact, refuse_unfinished
 from anybit.calibration.gradients import load_whole
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.architectures import auto_class, build_options
 from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.errors import InputError
-from anybit.formats.layout import QUANT_METHOD, at_width, stored_tensors
+from anybit.formats.layout import QUANT_METHOD
 from anybit.kernels.dispatch import check_device
 from anybit.layers import set_exact
 from anybit.progress import SILENT, Silent
 
-CLOSE_BITS = 0.02  # average widths that are called the same
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,11 +40,10 @@ def load(  # noqa: PLR0913 - mirrors the command's options
 
     Args:
         model: what to load; an artifact's headers, shapes and indices are checked first.
-        bits: the width to run at: any average width of an artifact of the method `anybit`, one of those of
-            `any-precision`. Nothing beyond it is read from disk. Without it all widths are loaded, and
-            `model.set_bits(b)` changes the one that runs.
-        bpw: of an artifact of the method `anybit`: the most stored bits per weight of the linear layers, instead.
-        size: the same in bytes of all files but the tokenizer, or as text such as "110MB".
+        bits: the average width to run at: the largest level of the artifact up to it. Nothing beyond it is read from
+            disk. Without it all levels are loaded. `model.set_bits(b)` changes the one that runs.
+        bpw: the most stored bits per weight of the linear layers, instead.
+        size: the most bytes of all files but the tokenizer, instead, or text such as "110MB".
         exact: False runs codebooks by row (SqueezeLLM, Any-Precision) on the CPU faster, with inputs and centroids
             rounded to 8 bits; `model.set_exact(e)` changes it.
         dtype: what it computes in ("float32", "bfloat16", "float16"); stored codes and scales keep theirs.
@@ -61,21 +59,7 @@ def load(  # noqa: PLR0913 - mirrors the command's options
     path = Path(model)
     refuse_unfinished(path)
     if is_artifact(path):
-        quantization, checkpoint = open_artifact(path)
-        found, rung = choose_rung(path, quantization, checkpoint, bits, bpw, size)
-        if found is not None:
-            served = bits is not None and rung is not None and bits - found.rungs[rung].bits <= CLOSE_BITS
-            if rung in (None, found.present - 1) and not served and (note := found.note()):
-                report.say(note)
-            if bits is not None and rung is not None and not served:
-                report.say(f"runs at {found.rungs[rung].bits:.2f} bits, the largest width up to {bits:g}")
-            config = checkpoint.config
-            config.quantization_config = {**quantization, "rung": found.present - 1 if rung is None else rung}
-            made = _from_pretrained(path, dtype, checkpoint, config=config)
-        elif bits is None:
-            made = _from_pretrained(path, dtype, checkpoint)
-        else:
-            made = _at_width(path, quantization, checkpoint, bits, dtype)
+        made = _load_artifact(Levels(open_artifact(path)), bits, bpw, size, dtype, report)
         set_exact(made, exact)
         return made.eval().to(device)
     checkpoint = open_checkpoint(model)
@@ -92,31 +76,48 @@ def load(  # noqa: PLR0913 - mirrors the command's options
     return loaded.eval().to(device)
 
 
-def _at_width(
-    path: Path, quantization: dict[str, Any], checkpoint: Checkpoint, bits: float, dtype: str
+def _load_artifact(
+    levels: Levels, bits: float | None, bpw: float | None, size: int | str | None, dtype: str, report: Silent
 ) -> Any:
-    """A nested artifact at one width; of its other planes and tables nothing is read."""
-    stored = quantization["layers"]
-    if len(check_width(path, stored, bits)) < 2:
-        return _from_pretrained(path, dtype, checkpoint)
-    layers = {name: at_width(layout, bits) for name, layout in stored.items()}
-    wanted = {f"{n}.{f}": shape for n, x in layers.items() for f, (_, shape) in stored_tensors(x).items()}
-    others = {f"{n}.{f}" for n, x in stored.items() for f in stored_tensors(x)} - wanted.keys()
+    """An artifact at the level that was asked for; of what is beyond it nothing is read."""
+    artifact, chosen = levels.artifact, levels.choose(bits, bpw, size)
+    for note in levels.notes(bits, chosen):
+        report.say(note)
+    level, found = levels.last if chosen is None else chosen, artifact.enhancements
+    if found is None:
+        if level == len(levels.sizes) - 1:
+            return _from_pretrained(artifact.path, dtype, artifact.checkpoint)
+        return _load_upto(artifact, levels.sizes[level].bits, dtype)
+    config = artifact.checkpoint.config
+    base = {key: value for key, value in artifact.quantization.items() if key != SECTION}
+    config.quantization_config = base  # the base layer alone, an artifact like others
+    model = _from_pretrained(artifact.path, dtype, artifact.checkpoint, config=config)
+    model.hf_quantizer.extend(model, found, level)
+    return model
+
+
+def _load_upto(artifact: Artifact, bits: float, dtype: str) -> Any:
+    """An artifact of several widths, those up to `bits`; of its other planes and tables nothing is read."""
+    checkpoint, stored = artifact.checkpoint, artifact.stored.layers
+    layers = {name: layout.upto(bits) for name, layout in stored.items()}
+    wanted = {f"{n}.{f}": shape for n, x in layers.items() for f, (_, shape) in x.stored_tensors().items()}
+    others = {f"{n}.{f}" for n, x in stored.items() for f in x.stored_tensors()} - wanted.keys()
     state = {
         name: checkpoint.read_beginning(name, wanted.get(name, checkpoint.shape(name)))
         for name in checkpoint.names()
         if name not in others
     }
     config = checkpoint.config
+    described = {name: layout.to_json() for name, layout in layers.items()}
     config.quantization_config = {
-        **quantization,
+        **artifact.quantization,
         "quant_method": QUANT_METHOD,
-        "layers": layers,
+        "layers": described,
         "bits": bits,
     }
     model = _from_pretrained(None, dtype, checkpoint, config=config, state_dict=state)
-    if (path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+    if (artifact.path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(artifact.path)
     return model
 
 
@@ -176,7 +177,7 @@ def config_of(model: str | Path) -> PreTrainedConfig:
 
 def opened(model: str | Path) -> Checkpoint:
     refuse_unfinished(Path(model))
-    return open_artifact(Path(model))[1] if is_artifact(Path(model)) else open_checkpoint(model)
+    return open_artifact(Path(model)).checkpoint if is_artifact(Path(model)) else open_checkpoint(model)
 
 
 def load_tokenizer(model: str | Path) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from anybit.artifact.config_json import dense_layout
 from anybit.artifact.contents import Plan
 from anybit.artifact.predicted_size import overhead_bytes
 from anybit.calibration.gradients import LOGIT_CHUNK
@@ -19,6 +18,9 @@ from anybit.calibration.moments import ACTIVATION_BUDGET
 from anybit.calibration.streaming import StreamedModel, selected
 from anybit.config import EMBED_BITS, EMBED_GROUP_SIZE, LayerSpec, Options, SpecMap, parse_bytes
 from anybit.errors import InputError, require_extra
+from anybit.formats import GroupIntLayout
+from anybit.formats.layout import LayerLayout
+from anybit.formats.unquantized import UnquantizedLayout
 from anybit.methods import METHODS, Method, finetune, ordering
 from anybit.methods.rtn import RTN
 
@@ -79,9 +81,13 @@ def make_plan(streamed: StreamedModel, options: Options, spec_map: SpecMap | Non
         for shape in [tuple(streamed.checkpoint.shape(source))]
     }
     total = sum(prod(streamed.checkpoint.shape(source)) for source in streamed.names.values())
-    dense = {n: dense_layout(s, kept[f"{n}.weight"][0]) for n, s in shapes.items() if n not in specs}
+    unquantized = {
+        name: LayerLayout(shape, (UnquantizedLayout.of(kept[f"{name}.weight"][0]),))
+        for name, shape in shapes.items()
+        if name not in specs
+    }
     linear = sum(prod(shape) for shape in shapes.values())
-    plan = Plan(specs, layouts, embeddings, kept, linear, total, dense)
+    plan = Plan(specs, layouts, embeddings, kept, linear, total, unquantized)
     if method.ordered is not None:
         bits, _ = method.ordered(options)
         plan = replace(plan, enhancement_bytes=ordering.overhead_bytes(bits, layouts))
@@ -142,7 +148,7 @@ def fit_budget(streamed: StreamedModel, options: Options) -> Options:
     return options.with_bits(best).resolve()
 
 
-def spec_layout(name: str, spec: LayerSpec[Any], shape: tuple[int, int], method: Method) -> dict[str, Any]:
+def spec_layout(name: str, spec: LayerSpec[Any], shape: tuple[int, int], method: Method) -> LayerLayout:
     """The stored layout that a spec leads to, the spec checked against the matrix [out, in]."""
     widths = method.options.widths_of
     for tile in spec.tiles:
@@ -243,7 +249,7 @@ def check_disk(plan: Plan, out: Path, done_bytes: int = 0, scratch_bytes: int = 
         )
 
 
-def _embedding_layouts(streamed: StreamedModel, bits: int) -> dict[str, dict[str, Any]]:
+def _embedding_layouts(streamed: StreamedModel, bits: int) -> dict[str, LayerLayout]:
     """Layouts of embedding and head at `--embed-bits`; a head that the checkpoint leaves out is tied."""
     if bits == 16:
         return {}
@@ -255,11 +261,12 @@ def _embedding_layouts(streamed: StreamedModel, bits: int) -> dict[str, dict[str
         name = names.get(id(module))
         if name is None or f"{name}.weight" not in streamed.names:
             continue
-        shape = list(streamed.checkpoint.shape(streamed.names[f"{name}.weight"]))
-        tile = {"format": "group_int", "bits": bits, "group_size": EMBED_GROUP_SIZE, "symmetric": False}
-        layouts[name] = {"shape": shape, "tiles": [tile]}
-    if names[id(embedding)] in layouts and head is not None and names[id(head)] not in layouts:
-        layouts[names[id(embedding)]]["tied"] = True
+        out, columns = streamed.checkpoint.shape(streamed.names[f"{name}.weight"])
+        tile = GroupIntLayout(bits=bits, group_size=EMBED_GROUP_SIZE, symmetric=False)
+        layouts[name] = LayerLayout((out, columns), (tile,))
+    first = names[id(embedding)]
+    if first in layouts and head is not None and names[id(head)] not in layouts:
+        layouts[first] = replace(layouts[first], tied=True)
     return layouts
 
 

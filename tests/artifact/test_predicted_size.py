@@ -66,10 +66,10 @@ def test_size_is_never_exceeded_and_close(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "llama-tied", "gemma3"])
 @pytest.mark.parametrize("bits", [2, 2.1, 2.25, 4.5, 8])
-def test_size_of_a_core_and_refinements(
+def test_size_of_base_and_enhancement_layers(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, family: str, bits: float
 ) -> None:
-    """Layers of the core may have any plane, and those whose rows are padded more may get more of the width."""
+    """Layers of the base layer may have any plane, and those whose rows are padded more may get more of the width."""
     config = builders.options("anybit", bits, samples=3, seq_len=24)
     plan = planned(model_dir(family), config)
     anybit.quantize(model_dir(family), tmp_path / "out", config, calibration=str(text_file))

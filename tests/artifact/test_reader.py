@@ -270,6 +270,6 @@ def test_one_file_is_preferred_to_an_index_as_in_transformers(copied: Path) -> N
     tensors = {n: t for f in copied.glob("*.safetensors") for n, t in load_file(f).items()}
     tensors[f"{Q}.codes"] = torch.zeros_like(tensors[f"{Q}.codes"])
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    _, checkpoint = open_artifact(copied)
+    checkpoint = open_artifact(copied).checkpoint
     assert not checkpoint.read(f"{Q}.codes").any()
     assert not anybit.load(copied).get_submodule(Q).codes.any()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import anybit
-from anybit.artifact.sizes import curve, inspect
+from anybit.artifact.sizes import inspect, table_of_levels
 from anybit.cli import main as cli
 from anybit.kernels import cpu
 from tests import builders
@@ -29,20 +29,20 @@ def command(
     return int(exit_.value.code or 0), shown.out + shown.err
 
 
-def test_the_curve_is_printed(
+def test_the_levels_are_printed(
     anybit_artifact: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rungs = curve(anybit_artifact)
-    budget = f"{rungs[10]['size_bytes']}B"
+    levels = table_of_levels(anybit_artifact)
+    budget = f"{levels[10]['size_bytes']}B"
     code, shown = command(["plan", str(anybit_artifact), "--memory", budget], capsys, monkeypatch)
     lines = shown.splitlines()
     assert code == 0 and len(lines) == 62
     (best,) = [line for line in lines if "the best that fits" in line]
-    assert best.startswith(f"{rungs[10]['bits']:.2f} ")
+    assert best.startswith(f"{levels[10]['bits']:.2f} ")
     code, shown = command(["plan", str(anybit_artifact), "--json"], capsys, monkeypatch)
-    assert json.loads(shown)["curve"] == rungs
+    assert json.loads(shown)["levels"] == levels
     code, shown = command(["plan", str(anybit_artifact), "--memory", "1kB"], capsys, monkeypatch)
-    assert code == 2 and "nothing fits 1kB: the base layer takes" in shown
+    assert code == 2 and "nothing fits 1kB: the smallest level takes" in shown
     code, shown = command(["plan", str(anybit_artifact), "-o", "map.json"], capsys, monkeypatch)
     assert code == 2 and "is made" in shown
 
@@ -67,7 +67,7 @@ def test_sizes_on_the_command_line(
     code, shown = command(["inspect", str(anybit_artifact), option, "--json"], capsys, monkeypatch)
     made = json.loads(shown)
     assert code == 0 and made["bits_per_weight"] == found["bits_per_weight"]
-    assert made["refinements"]["all"] == 60
+    assert len(made["levels"]) == 61 and made["levels"][-1]["bits"] == 8
     code, shown = command(
         ["generate", str(anybit_artifact), option, "-p", "abc", "--max-new-tokens", "2"], capsys, monkeypatch
     )
@@ -75,19 +75,25 @@ def test_sizes_on_the_command_line(
 
 
 @pytest.mark.slow
-def test_sizes_of_other_artifacts_are_refused(
+def test_an_artifact_of_one_width_has_one_level(
     model_dir: Callable[[str], Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     anybit.quantize(model_dir("llama"), tmp_path / "rtn", builders.options("rtn"))
-    for option in ("--bpw=3", "--size=1MB"):
-        for model in (tmp_path / "rtn", model_dir("llama")):
-            code, shown = command(["eval", str(model), option], capsys, monkeypatch)
-            assert code == 2 and ("artifacts of the method anybit" in shown or "no artifact of" in shown)
+    for option in ("--bpw=3", "--size=1kB"):
+        code, shown = command(["eval", str(tmp_path / "rtn"), option], capsys, monkeypatch)
+        assert code == 2 and "at its smallest, 4.00 bits, takes" in shown
+        code, shown = command(["eval", str(model_dir("llama")), option], capsys, monkeypatch)
+        assert code == 2 and "no artifact of" in shown
+    made = inspect(tmp_path / "rtn")
+    for budget in ({"bits": 4}, {"bpw": made["bits_per_weight"]}, {"size": made["size_bytes"]}):
+        assert inspect(tmp_path / "rtn", **budget) == made
     code, shown = command(["plan", str(tmp_path / "rtn")], capsys, monkeypatch)
-    assert code == 2 and "has one size" in shown
+    heads, row = shown.splitlines()
+    assert code == 0 and heads.split()[0] == "bits"
+    assert row.split()[:2] == ["4.00", f"{made['bits_per_weight']:.3f}"] and "not known" in row
 
 
 def test_the_prediction_holds(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from anybit.formats import GroupInt
+from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack
 
 
@@ -31,11 +30,11 @@ def hexes(tensor: Tensor) -> list[str]:
     return [bytes(row.tolist()).hex() for row in tensor.reshape(-1, tensor.shape[-1])]
 
 
-def split(first: list[int], second: list[int]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def split(first: list[int], second: list[int]) -> tuple[LayerLayout, dict[str, Tensor]]:
     """Layout and tensors of a [3, 3] matrix in two row tiles."""
     a = tile(8, [[0, 1, 2], [3, 4, 5]], 4)
     b = tile(4, [[1, 1, 1]], 4, [[2]])
     rows = [torch.tensor(first, dtype=torch.int32), torch.tensor(second, dtype=torch.int32)]
     tiles = tuple(GroupInt(t.bits, 4, t.codes, t.scales, t.zeros, r) for t, r in zip((a, b), rows))
     weight = packed(*tiles, shape=(3, 3))
-    return dict(weight.layout), dict(weight.tensors)
+    return weight.layout, dict(weight.tensors)

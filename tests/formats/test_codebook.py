@@ -10,8 +10,8 @@ from torch import Tensor
 
 from anybit.errors import InputError
 from anybit.formats import Codebook, Float16, Sparse
-from anybit.formats.layout import at_width
-from anybit.formats.validate import validate, validate_layout
+from anybit.formats.layout import LayerLayout
+from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from tests.formats.by_hand import hexes
 
@@ -29,7 +29,7 @@ def codebook_example() -> QuantizedWeight:
 
 def test_the_codebook_of_the_documentation() -> None:
     weight = pack(codebook_example())
-    assert weight.layout == {
+    assert weight.layout.to_json() == {
         "shape": [1, 5],
         "tiles": [
             {"format": "codebook", "bits": 2, "widths": [1, 2], "by_channel": False, "table_bits": 16},
@@ -126,26 +126,26 @@ def test_hostile_codebooks_are_refused(field: str, value: Tensor, word: str) -> 
     ],
 )
 def test_absurd_codebooks_are_refused(change: dict[str, Any]) -> None:
-    layout = pack(codebook_example()).layout
+    layout = pack(codebook_example()).layout.to_json()
     with pytest.raises(InputError, match="layer: "):
-        validate_layout("layer", {**layout, "tiles": [{**layout["tiles"][0], **change}]})
+        LayerLayout.from_json("layer", {**layout, "tiles": [{**layout["tiles"][0], **change}]})
     for count in (-1, 6, True, 1.0, None):
         with pytest.raises(InputError, match="layer: "):
-            validate_layout("layer", {**layout, "sparse": count})
+            LayerLayout.from_json("layer", {**layout, "sparse": count})
 
 
 def test_sparse_weights_beside_rounded_inputs_are_refused() -> None:
     tile = {"format": "group_int", "bits": 4, "group_size": 8, "symmetric": True}
     layout = {"shape": [2, 8], "tiles": [tile], "sparse": 1}
-    validate_layout("layer", layout)
+    LayerLayout.from_json("layer", layout)
     with pytest.raises(InputError, match="inputs are rounded"):
-        validate_layout("layer", {**layout, "tiles": [{**tile, "act_bits": 8}]})
+        LayerLayout.from_json("layer", {**layout, "tiles": [{**tile, "act_bits": 8}]})
 
 
 def test_a_width_that_is_not_stored() -> None:
     layout = pack(codebook_example()).layout
     with pytest.raises(InputError, match="1, 2, not 3"):
-        at_width(layout, 3)
+        layout.at_width(3)
 
 
 def test_sparse_columns_must_ascend_within_rows() -> None:

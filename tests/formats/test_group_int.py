@@ -14,7 +14,7 @@ def test_the_worked_example_of_the_documentation() -> None:
     assert hexes(weight.tensors["codes"]) == ["214305" + "00" * 13, "0f7809" + "00" * 13]
     assert hexes(weight.tensors["scales"].view(torch.uint8)) == ["003c0040", "00420044"]
     assert hexes(weight.tensors["zeros"]) == ["38", "f0"]
-    assert weight.layout == {
+    assert weight.layout.to_json() == {
         "shape": [2, 5],
         "tiles": [{"format": "group_int", "bits": 4, "group_size": 4, "symmetric": False}],
     }
@@ -91,5 +91,5 @@ def test_tiles_carry_their_rows_as_int32() -> None:
     assert list(weight.tensors) == first + second
     assert hexes(weight.tensors["0.rows"].view(torch.uint8)[None]) == ["0000000002000000"]
     described = {"format": "group_int", "bits": 8, "group_size": 4, "symmetric": True, "rows": 2}
-    assert weight.layout["tiles"][0] == described
+    assert weight.layout.tiles[0].to_json() == described
     assert unpack(weight).dequantize().tolist() == [[-128, -127, -126], [-1, -1, -1], [-250, -248, -246]]

@@ -10,6 +10,7 @@ import torch
 
 from anybit.errors import InputError
 from anybit.formats import Float16, GroupInt
+from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack
 from anybit.kernels.dispatch import Prepared
@@ -32,7 +33,7 @@ def test_the_stored_bytes_of_the_documentation() -> None:
     )
     scale = torch.tensor([1.0, 0.5, 2.0, 1.0, 4.0]).half()
     packed = pack(QuantizedWeight((2, 5), (tile,), input_scale=scale))
-    assert packed.layout == {
+    assert packed.layout.to_json() == {
         "shape": [2, 5],
         "tiles": [{"format": "group_int", "bits": 4, "group_size": 4, "symmetric": False, "act_bits": 8}],
         "input_scale": True,
@@ -97,7 +98,7 @@ def test_damaged_descriptions_are_refused(kind: str, change: Any) -> None:
         )
     else:
         packed = pack(rounded_layer(kind)[2])
-    layout = json.loads(json.dumps(packed.layout))
+    layout = json.loads(json.dumps(packed.layout.to_json()))
     change(layout)
     with pytest.raises(InputError, match="layer"):
-        validate("layer", PackedWeight(layout, packed.tensors))
+        validate("layer", PackedWeight(LayerLayout.from_json("layer", layout), packed.tensors))

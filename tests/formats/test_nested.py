@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.formats import Nested
+from anybit.formats import Nested, NestedLayout
 from anybit.formats import tables as shapes
+from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu
@@ -86,7 +87,7 @@ def test_golden_bytes() -> None:
         kept_values=torch.tensor([[0.5], [-1.0]]).half(),
     )
     packed = pack(QuantizedWeight((2, 4), (tile,)))
-    assert packed.layout == {
+    assert packed.layout.to_json() == {
         "shape": [2, 4],
         "tiles": [{"format": "nested", "bits": 2.5, "counts": [2, 2, 1], "kept": 1}],
     }
@@ -134,8 +135,8 @@ def test_fewer_planes_are_the_beginning_of_more(shape: tuple[int, int, int, tupl
     tile = random_tile(*shape)
     packed = pack(QuantizedWeight(shape[:2], (tile,)))
     fewer = tuple(m for p, n in enumerate(shape[3]) if (m := n // 2 if p > 1 else n))
-    layout = {**packed.layout, "tiles": [Nested.description(fewer, shape[2])]}
-    narrow = packed.beginning(layout)
+    layout = replace(packed.layout, tiles=(NestedLayout.of(fewer, shape[2]),))
+    narrow = packed.prefix(layout)
     validate("layer", narrow)
     widths = torch.zeros(shape[0], dtype=torch.uint8)
     for bits, first, last in Nested.spans(shape[3]):
@@ -148,8 +149,9 @@ def test_fewer_planes_are_the_beginning_of_more(shape: tuple[int, int, int, tupl
 
 
 def change(packed: PackedWeight, tile: dict[str, Any] | None = None, **tensors: Tensor) -> PackedWeight:
-    layout = {**packed.layout, "tiles": [{**packed.layout["tiles"][0], **(tile or {})}]}
-    return PackedWeight(layout, {**packed.tensors, **tensors})
+    described = packed.layout.to_json()
+    layout = {**described, "tiles": [{**described["tiles"][0], **(tile or {})}]}
+    return PackedWeight(LayerLayout.from_json("layer", layout), {**packed.tensors, **tensors})
 
 
 @pytest.mark.parametrize(
@@ -172,9 +174,9 @@ def change(packed: PackedWeight, tile: dict[str, Any] | None = None, **tensors: 
     ],
 )
 def test_damaged_tiles_are_refused(tile: dict[str, Any], tensors: dict[str, Tensor], word: str) -> None:
-    packed = change(pack(QuantizedWeight((33, 100), (random_tile(*SHAPES[0]),))), tile, **tensors)
+    packed = pack(QuantizedWeight((33, 100), (random_tile(*SHAPES[0]),)))
     with pytest.raises(InputError, match=word):
-        validate("layer", packed)
+        validate("layer", change(packed, tile, **tensors))
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------------

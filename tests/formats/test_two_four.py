@@ -10,6 +10,7 @@ import torch
 
 from anybit.errors import InputError
 from anybit.formats import TwoFour
+from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu
@@ -105,7 +106,9 @@ def aligned_example() -> TwoFour:
 
 def test_the_stored_bytes_of_the_documentation() -> None:
     packed = pack(QuantizedWeight((2, 64), (aligned_example(),)))
-    assert packed.layout["tiles"] == [{"format": "two_four", "bits": 2.5, "narrow": 48, "group_size": 16}]
+    assert packed.layout.to_json()["tiles"] == [
+        {"format": "two_four", "bits": 2.5, "narrow": 48, "group_size": 16}
+    ]
     stored = {
         field: bytes(t.contiguous().view(torch.uint8).flatten().tolist()).hex()
         for field, t in packed.tensors.items()
@@ -200,7 +203,7 @@ def test_damaged_tiles_are_refused(field: str, value: Any, word: str) -> None:
 )
 def test_damaged_descriptions_are_refused(change: dict[str, Any]) -> None:
     packed = pack(QuantizedWeight((2, 64), (aligned_example(),)))
-    layout = json.loads(json.dumps(packed.layout))
+    layout = json.loads(json.dumps(packed.layout.to_json()))
     layout["tiles"][0] |= change
     with pytest.raises(InputError, match="layer"):
-        validate("layer", PackedWeight(layout, packed.tensors))
+        validate("layer", PackedWeight(LayerLayout.from_json("layer", layout), packed.tensors))

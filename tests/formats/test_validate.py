@@ -9,13 +9,13 @@ import torch
 
 from anybit.errors import InputError
 from anybit.formats import GroupInt
-from anybit.formats.layout import FORMAT_VERSION
-from anybit.formats.validate import MAX_TILES, check_version, validate, validate_layout
+from anybit.formats.layout import FORMAT_VERSION, MAX_TILES, LayerLayout
+from anybit.formats.validate import check_version, validate
 from anybit.formats.weight import PackedWeight
 from tests.formats.by_hand import packed, split, tile
 
 
-def refused(layout: Any, tensors: dict[str, Any], *words: str) -> None:
+def refused(layout: LayerLayout, tensors: dict[str, Any], *words: str) -> None:
     with pytest.raises(InputError) as error:
         validate("model.q_proj", PackedWeight(layout, tensors))
     message = str(error.value)
@@ -94,9 +94,13 @@ def test_bad_columns_are_refused(cols: list[list[int]], word: str) -> None:
 
 
 def test_tiles_that_leave_weights_out_are_refused_before_any_tensor_is_looked_at() -> None:
-    layout, _ = split([0, 2], [1])
-    refused({"shape": layout["shape"], "tiles": layout["tiles"][:1]}, {}, "cover 6 of 9")
-    refused({"shape": [2**31 - 1, 2**31 - 1], "tiles": layout["tiles"]}, {}, "cover")
+    layout = split([0, 2], [1])[0].to_json()
+    for change, word in (
+        ({"tiles": layout["tiles"][:1]}, "cover 6 of 9"),
+        ({"shape": [2**31 - 1] * 2}, "cover"),
+    ):
+        with pytest.raises(InputError, match=rf"layer: .*{word}"):
+            LayerLayout.from_json("layer", {**layout, **change})
 
 
 TILE = {"format": "group_int", "bits": 4, "group_size": 128, "symmetric": False}
@@ -110,16 +114,16 @@ TILE = {"format": "group_int", "bits": 4, "group_size": 128, "symmetric": False}
 )
 def test_absurd_layouts_are_refused(layout: Any) -> None:
     with pytest.raises(InputError, match="layer"):
-        validate_layout("layer", layout)
+        LayerLayout.from_json("layer", layout)
 
 
 def test_as_many_tiles_as_allowed_and_no_more() -> None:
     def layout(count: int) -> dict[str, Any]:
         return {"shape": [count, 1], "tiles": [{**TILE, "rows": 1}] * count}
 
-    validate_layout("layer", layout(MAX_TILES))
+    LayerLayout.from_json("layer", layout(MAX_TILES))
     with pytest.raises(InputError, match="tiles"):
-        validate_layout("layer", layout(MAX_TILES + 1))
+        LayerLayout.from_json("layer", layout(MAX_TILES + 1))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,7 @@ def test_as_many_tiles_as_allowed_and_no_more() -> None:
 )
 def test_absurd_shapes_are_refused(shape: Any) -> None:
     with pytest.raises(InputError, match="shape"):
-        validate_layout("layer", {"shape": shape, "tiles": [TILE]})
+        LayerLayout.from_json("layer", {"shape": shape, "tiles": [TILE]})
 
 
 @pytest.mark.parametrize(
@@ -157,14 +161,14 @@ def test_absurd_shapes_are_refused(shape: Any) -> None:
     ],
 )
 def test_absurd_tiles_are_refused(key: str, values: list[Any]) -> None:
-    validate_layout("layer", {"shape": [4, 4], "tiles": [TILE]})
+    LayerLayout.from_json("layer", {"shape": [4, 4], "tiles": [TILE]})
     for value in values:
         with pytest.raises(InputError, match="layer: "):
-            validate_layout("layer", {"shape": [4, 4], "tiles": [{**TILE, key: value}]})
+            LayerLayout.from_json("layer", {"shape": [4, 4], "tiles": [{**TILE, key: value}]})
     if key in TILE:
         without = {k: v for k, v in TILE.items() if k != key}
         with pytest.raises(InputError, match="layer: "):
-            validate_layout("layer", {"shape": [4, 4], "tiles": [without]})
+            LayerLayout.from_json("layer", {"shape": [4, 4], "tiles": [without]})
 
 
 def test_versions() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anybit.formats import GroupInt
-from anybit.formats.layout import bits_per_weight, code_bits, stored_bytes, stored_tensors
+from anybit.formats import GroupInt, GroupIntLayout
+from anybit.formats.layout import bits_per_weight, code_bits
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, layout_of, pack, unpack
 from tests.formats.by_hand import packed, split, tile
@@ -100,12 +100,12 @@ def test_pack_and_unpack_are_inverse_to_the_bit(weight: QuantizedWeight) -> None
 @given(weights)
 def test_what_is_predicted_is_what_pack_makes(weight: QuantizedWeight) -> None:
     stored = pack(weight)
-    predicted = stored_tensors(layout_of(weight))
+    predicted = layout_of(weight).stored_tensors()
     assert {f: (t.dtype, tuple(t.shape)) for f, t in stored.tensors.items()} == predicted
     assert all(t.is_contiguous() for t in stored.tensors.values())
     size = sum(len(t.numpy().tobytes()) for t in stored.tensors.values())
-    assert size == stored_bytes(stored.layout) == stored.nbytes
-    assert bits_per_weight({"a": stored.layout}) == 8 * size / (weight.shape[0] * weight.shape[1])
+    assert size == stored.layout.nbytes == stored.nbytes
+    assert bits_per_weight([stored.layout]) == 8 * size / (weight.shape[0] * weight.shape[1])
 
 
 @settings(max_examples=40, deadline=None)
@@ -129,9 +129,11 @@ def padded_with(stored: PackedWeight, field: str, junk: int) -> Tensor:
     prefix, _, name = field.rpartition(".")
     if name not in ("codes", "zeros"):
         return tensor
-    t = stored.layout["tiles"][int(prefix or 0)]
-    c = t.get("cols", stored.layout["shape"][1])
-    used = (c if name == "codes" else -(-c // t["group_size"])) * (t["bits"] if t["bits"] in (2, 4, 8) else 1)
+    placed = list(stored.layout.placed())[int(prefix or 0)]
+    tile, c = placed.layout, placed.columns
+    assert isinstance(tile, GroupIntLayout)
+    used = c if name == "codes" else -(-c // tile.group_size)
+    used *= int(tile.bits) if tile.bits in (2, 4, 8) else 1
     bits = np.unpackbits(tensor.numpy(), axis=-1, bitorder="little")
     noise = np.unpackbits(np.full_like(tensor.numpy(), junk), axis=-1, bitorder="little")
     bits[..., used:] = noise[..., used:]
@@ -141,6 +143,6 @@ def padded_with(stored: PackedWeight, field: str, junk: int) -> Tensor:
 def test_average_widths_weigh_layers_by_their_weights() -> None:
     mixed = layout_of(unpack(PackedWeight(*split([0, 2], [1]))))
     plain = layout_of(unpack(packed(tile(2, [[1] * 9], 9))))
-    assert code_bits({"a": mixed}) == pytest.approx((2 * 8 + 4) / 3)
-    assert code_bits({"a": mixed, "b": plain}) == pytest.approx((6 * 8 + 3 * 4 + 9 * 2) / 18)
-    assert bits_per_weight({}) == code_bits({}) == 0.0
+    assert code_bits([mixed]) == pytest.approx((2 * 8 + 4) / 3)
+    assert code_bits([mixed, plain]) == pytest.approx((6 * 8 + 3 * 4 + 9 * 2) / 18)
+    assert bits_per_weight([]) == code_bits([]) == 0.0

@@ -18,7 +18,7 @@ import anybit
 from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
 from anybit.config import LayerSpec, TileSpec
-from anybit.formats.layout import stored_tensors
+from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, unpack
 from anybit.integrations.transformers import AnybitConfig, register
 from anybit.layers import QuantEmbedding, QuantLinear, TiedHead
@@ -38,8 +38,9 @@ def oracle(base: Path, path: Path) -> nn.Module:
     tensors = stored(path)
     state = {}
     for name, layout in layouts.items():
-        fields = {field: tensors.pop(f"{name}.{field}") for field in stored_tensors(layout)}
-        dense = unpack(PackedWeight(layout, fields)).dequantize()
+        parsed = LayerLayout.from_json(name, layout)
+        fields = {field: tensors.pop(f"{name}.{field}") for field in parsed.stored_tensors()}
+        dense = unpack(PackedWeight(parsed, fields)).dequantize()
         state[f"{name}.weight"] = dense.T if isinstance(model.get_submodule(name), Conv1D) else dense
     missing, unexpected = model.load_state_dict(state | tensors, strict=False)
     assert not unexpected
@@ -107,7 +108,7 @@ def test_mixed_widths_in_one_matrix(model_dir: Callable[[str], Path], tmp_path: 
     spec_map = {name: LayerSpec(config, made) for name, made in tiles.items()}
     anybit.quantize(model_dir("llama"), tmp_path / "out", config, spec_map=spec_map)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert len(model.model.layers[0].self_attn.q_proj.layout["tiles"]) == 2
+    assert len(model.model.layers[0].self_attn.q_proj.layout.tiles) == 2
     assert_same_function(model, oracle(model_dir("llama"), tmp_path / "out"))
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
@@ -144,7 +145,8 @@ def test_save_pretrained_round_trip(
 def packed_fields(path: Path) -> set[str]:
     quantization = json.loads((path / "config.json").read_text())["quantization_config"]
     layouts = {**quantization["layers"], **quantization["embeddings"]}
-    return {f"{name}.{field}" for name, layout in layouts.items() for field in stored_tensors(layout)}
+    parsed = {name: LayerLayout.from_json(name, layout) for name, layout in layouts.items()}
+    return {f"{name}.{field}" for name, layout in parsed.items() for field in layout.stored_tensors()}
 
 
 def test_artifact_files_are_readable_by_others(artifact_of: Callable[..., Path]) -> None:

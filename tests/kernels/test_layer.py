@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anybit.bench.kernels import layouts, random_weight
-from anybit.formats import Sparse
+from anybit.formats import Float16Layout, GroupIntLayout, Sparse
+from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import cpu, reference
 from anybit.kernels.dispatch import Prepared
@@ -29,13 +30,14 @@ NAMES = [*(name for name in layouts(261, 128) if not name.endswith(" A8")), "flo
 LOWEST = torch.finfo(torch.bfloat16).eps / 2  # relative error of one rounding
 
 
-def layout_of(name: str, out: int, columns: int) -> dict[str, Any]:
+def layout_of(name: str, out: int, columns: int) -> LayerLayout:
     if not name.startswith("float16"):
         return layouts(out, columns)[name]
     field, size = ("cols", columns) if name.endswith("columns") else ("rows", out)
     few = max(1, size // 8)
-    codes = {"format": "group_int", "bits": 3, "group_size": 32, "symmetric": False, field: size - few}
-    return {"shape": [out, columns], "tiles": [codes, {"format": "float16", field: few}]}
+    rest: dict[str, Any] = {field: size - few}
+    codes = GroupIntLayout(bits=3, group_size=32, symmetric=False, **rest)
+    return LayerLayout((out, columns), (codes, Float16Layout(**{field: few})))
 
 
 def sparse_weight(out: int, columns: int, generator: torch.Generator) -> Sparse:
@@ -95,7 +97,7 @@ def test_a_layer_is_the_product_with_its_dense_matrix(  # noqa: PLR0913
     assume(
         name.startswith("float16") or name in layouts(*shape)
     )  # of some, the bench has whole blocks and tables only
-    rounded = reference.rounds_inputs(layout_of(name, *shape))
+    rounded = layout_of(name, *shape).rounds_inputs
     weight = packed(name, shape, sparse and not rounded, scaled, seed)  # no method has both
     x = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(seed))
     x = x.bfloat16() if half else x

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from anybit.errors import InputError
-from anybit.formats.layout import at_width, stored_tensors
 from anybit.formats.weight import unpack
 from anybit.layers import QuantLinear
 from tests.probes import a_layer
@@ -70,7 +69,7 @@ def test_gradients_are_of_the_weight_that_ran(artifact_of: Callable[..., Path]) 
     x = torch.randn(3, layer.in_features, requires_grad=True)
     dense = unpack(layer.packed.at_width(8)).dequantize()
     y = layer(x)
-    layer.run_as(at_width(layer.layout, 3))
+    layer.set_level(layer.layout.at_width(3))
     del layer
     gc.collect()
     (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -139,7 +138,7 @@ def test_an_exported_program_sees_other_weights(artifact_of: Callable[..., Path]
 @pytest.mark.parametrize("change", ["{}", "no json", "another width", "another shape", "a tensor more"])
 def test_damaged_programs_are_refused(artifact_of: Callable[..., Path], change: str) -> None:
     layer = a_layer(artifact_of("llama"))
-    stored, weight = [layer.get_buffer(f) for f in stored_tensors(layer.layout)], layer._described
+    stored, weight = [layer.get_buffer(f) for f in layer.layout.stored_tensors()], layer._described
     given = json.loads(weight)
     if change == "another width":
         given["running"]["tiles"][0]["bits"] = 3
@@ -184,11 +183,11 @@ def test_an_exported_program_holds_its_weights(
 def test_an_exported_program_keeps_the_width_of_its_layer(artifact_of: Callable[..., Path]) -> None:
     layer = a_layer(artifact_of("llama", method="any-precision", bits=None, group_size=None))
     x = torch.randn(4, layer.in_features)
-    layer.run_as(at_width(layer.layout, 4))
+    layer.set_level(layer.layout.at_width(4))
     with torch.no_grad():
         program = torch.export.export(layer, (x,)).module()
     at_four = layer(x)
-    layer.run_as(layer.layout)
+    layer.set_level(layer.layout)
     assert torch.equal(program(x), at_four) and not torch.equal(layer(x), at_four)
 
 

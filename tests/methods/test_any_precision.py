@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit.artifact.sizes import inspect
+from anybit.artifact.sizes import inspect, table_of_levels
 from anybit.artifact.verify import verify
 from anybit.checkpoint import safetensors as checkpoint_module
 from anybit.errors import InputError
@@ -84,26 +84,26 @@ def test_only_the_planes_of_the_width_are_read(parent: Path, monkeypatch: pytest
 
     monkeypatch.setattr(checkpoint_module, "_read_span", counted)
     sizes = {}
-    for bits in (3, 8):
+    for bits in (3, 7):
         read.clear()
         model = load(parent, bits=bits)
         sizes[bits] = sum(read)
         packed = [m for m in model.modules() if isinstance(m, PackedModule)]
         assert packed
         assert all(m.planes.shape[0] == bits for m in packed)
-        assert not any(
-            hasattr(m, f"codebook_{other}") for m in packed for other in range(3, 9) if other != bits
-        )
-    figures = {bits: inspect(parent, bits) for bits in (3, 8)}
-    difference = (figures[8]["bits_per_weight"] - figures[3]["bits_per_weight"]) * figures[8]["weights"] / 8
-    assert sizes[8] - sizes[3] == pytest.approx(difference)
+        tables = [b for b in range(2, 9) if hasattr(packed[0], f"codebook_{b}")]
+        assert tables == list(range(3, bits + 1))
+        assert [level.bits for level in model.levels] == tables
+    figures = {bits: inspect(parent, bits) for bits in (3, 7)}
+    assert sizes[7] - sizes[3] == figures[7]["size_bytes"] - figures[3]["size_bytes"]
 
 
 def test_what_inspect_tells_of_widths(parent: Path) -> None:
     figures = inspect(parent)
     assert figures["bits"] == 8
-    assert [row["bits"] for row in figures["widths"]] == [3, 4, 5, 6, 7, 8]
-    assert figures["widths"][-1]["bits_per_weight"] == figures["bits_per_weight"]
+    assert [level["bits"] for level in figures["levels"]] == [3, 4, 5, 6, 7, 8]
+    assert figures["levels"][-1]["bits_per_weight"] == figures["bits_per_weight"]
+    assert figures["levels"][-1]["size_bytes"] == figures["size_bytes"]
     assert figures["file_bits_per_weight"] > figures["bits_per_weight"]
     assert inspect(parent, 4)["bits"] == 4
     stored = sum(
@@ -126,10 +126,36 @@ def test_widths_that_are_not_there(parent: Path, model_dir: MakeModel, tmp_path:
     with pytest.raises(InputError, match="no artifact of several widths"):
         load(model_dir("llama"), bits=4)
     anybit.quantize(model_dir("llama"), tmp_path / "rtn", builders.options("rtn"))
-    with pytest.raises(InputError, match="one width"):
-        load(tmp_path / "rtn", bits=4)
-    with pytest.raises(InputError, match="one width"):
-        load(tmp_path / "rtn").set_bits(4)
+    with pytest.raises(InputError, match=r"one width, 4\.00 bits, not 3"):
+        load(tmp_path / "rtn", bits=3)
+    model = load(tmp_path / "rtn", bits=4)
+    assert model.set_bits(4) == 4
+    with pytest.raises(InputError, match=r"one width, 4\.00 bits, not 5"):
+        model.set_bits(5)
+    with pytest.raises(InputError, match="no levels"):
+        anybit.set_bits(load(model_dir("llama")), 4)
+
+
+def test_budgets_pick_a_width(parent: Path) -> None:
+    """As of the method anybit: the largest level that fits, or an error with what the smallest takes."""
+    levels = table_of_levels(parent)
+    for i, level in enumerate(levels):
+        for budget in ({"bpw": level["bits_per_weight"]}, {"size": level["size_bytes"]}):
+            assert inspect(parent, **budget)["bits"] == level["bits"]
+            assert load(parent, **budget).levels[-1].bits == level["bits"]
+            less = {key: value - (1 if key == "size" else 1e-6) for key, value in budget.items()}
+            if i:
+                assert inspect(parent, **less)["bits"] == levels[i - 1]["bits"]
+            else:
+                with pytest.raises(InputError, match=r"not to be had.*at its smallest, 3\.00 bits, takes"):
+                    inspect(parent, **less)
+
+
+def test_a_width_between_two_runs_the_lower(parent: Path) -> None:
+    model = load(parent, bits=4.6)
+    assert model.levels[-1].bits == 4
+    assert anybit.set_bits(model, 3.9) == 3
+    assert torch.equal(logits(model, TOKENS), logits(load(parent, bits=3), TOKENS))
 
 
 def test_a_width_loaded_alone_can_be_saved(parent: Path, tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from torch import Tensor
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec
 from anybit.errors import InputError
-from anybit.formats import Nested
+from anybit.formats import Nested, NestedLayout
 from anybit.formats import tables as shapes
-from anybit.formats.layout import stored_tensors
 from anybit.kernels import cpu
 from anybit.methods import nested_codes
 from anybit.methods.compensation import inverse_factor
@@ -195,5 +194,5 @@ def test_the_planned_layout_has_the_average_width() -> None:
     for bits, counts in ((2, [48, 48]), (3.5, [48, 48, 48, 24]), (8, [48] * 8)):
         spec = builders.layer_spec(bits, kept_channels=1 / 128)
         layout = nested_codes.layout(spec, (48, 256))
-        assert layout["tiles"] == [Nested.description(counts, 2)]
-        assert stored_tensors(layout)["plane_1"][1] == (48, 8)
+        assert layout.tiles == (NestedLayout.of(counts, 2),)
+        assert layout.stored_tensors()["plane_1"][1] == (48, 8)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import anybit
 from anybit import driver
-from anybit.artifact.sizes import curve, inspect
+from anybit.artifact.sizes import inspect, table_of_levels
 from anybit.artifact.verify import verify
 from anybit.artifact.writer import ArtifactWriter
 from anybit.calibration.streaming import StreamedModel
@@ -23,7 +23,7 @@ from anybit.calibration.texts import calibration_set
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.config import parse_layer_spec
 from anybit.errors import InputError
-from anybit.formats import Nested
+from anybit.formats import NestedLayout
 from anybit.formats import tables as shapes
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels import cpu
@@ -76,8 +76,8 @@ def test_blocks_are_calibrated_behind_quantized_ones(
             if kept[name]:
                 tensors |= {f: stored[f"{name}.{f}"] for f in ("kept", "kept_values")}
             planes = {f"plane_{p}": stored[f"{name}.plane_{p}"][:n] for p, n in enumerate(counts, 1)}
-            tile = Nested.description(counts, kept[name])
-            dense = Nested.read(tile, tensors | planes, *shape).dequantize()
+            tile = NestedLayout.of(counts, kept[name])
+            dense = tile.read(tensors | planes, *shape).dequantize()
             model.get_submodule(name).weight.data.copy_(dense)
     inputs: list[Tensor] = []
     first = model.model.layers[1].self_attn.q_proj
@@ -124,21 +124,21 @@ def test_other_scores_rank_the_rows(
 ) -> None:
     config = builders.options("anybit", samples=4, seq_len=32, salience=kind)
     anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
-    rungs = curve(tmp_path / "out")
-    assert [r["loss"] for r in rungs] == sorted((r["loss"] for r in rungs), reverse=True)
+    levels = table_of_levels(tmp_path / "out")
+    assert [r["loss"] for r in levels] == sorted((r["loss"] for r in levels), reverse=True)
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), driver.compute_dtype())
     text = calibration_set(streamed.checkpoint.tokenizer(), str(text_file), 4, 32, 0)
     scores = sensitivity.width_scores(
         Search(streamed, text.tokens, streamed.all_linears(), builders.options("anybit", salience=kind))
     ).outputs
     last = sum(float(score[:, -1].double().sum()) for score in scores.values())
-    assert rungs[-1]["loss"] == pytest.approx(last, rel=0.05)  # but for what pooling moves
+    assert levels[-1]["loss"] == pytest.approx(last, rel=0.05)  # but for what pooling moves
     other = "diagonal" if kind == "full" else "full"
     for shared in ("output", other, kind):  # statistics are those of the score asked for
         config = replace(config, salience=shared)
         asked = {"calibration": str(text_file), "statistics": tmp_path / "shared", "overwrite": True}
         anybit.quantize(model_dir("llama"), tmp_path / "again", config, **asked)
-    assert curve(tmp_path / "again") == rungs
+    assert table_of_levels(tmp_path / "again") == levels
     with pytest.raises(InputError, match="output, full, diagonal"):
         builders.options("anybit", salience="second-order")
 
@@ -207,15 +207,15 @@ def test_whole_layers_have_one_width_at_every_size(
     assert errors == sorted(errors)
 
 
-def test_fewer_bits_make_a_shorter_ladder(
+def test_fewer_bits_make_fewer_levels(
     anybit_artifact: Path, model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
     config = builders.options("anybit", bits=3.25, samples=4, seq_len=32, kept_channels=0.05)
     result = anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
-    rungs = curve(tmp_path / "out")
-    assert len(rungs) == 14 and result.bits == pytest.approx(rungs[-1]["bits"])
-    assert rungs[-1]["bits"] == pytest.approx(3.25, abs=0.05)
-    for short, long in zip(rungs[:-1], curve(anybit_artifact)):
+    levels = table_of_levels(tmp_path / "out")
+    assert len(levels) == 14 and result.bits == pytest.approx(levels[-1]["bits"])
+    assert levels[-1]["bits"] == pytest.approx(3.25, abs=0.05)
+    for short, long in zip(levels[:-1], table_of_levels(anybit_artifact)):
         assert short["bits"] == long["bits"]
     assert torch.equal(
         logits(load(tmp_path / "out", bits=3.0), IDS), logits(load(anybit_artifact, bits=3.0), IDS)

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 import anybit
 from anybit.artifact.verify import verify
 from anybit.errors import InputError
-from anybit.formats.layout import stored_bytes
 from anybit.formats.weight import pack
 from anybit.methods import METHODS, options
 from tests.builders import random
@@ -71,7 +70,7 @@ def test_what_is_planned_is_what_is_stored(sigma: ModuleType) -> None:
         spec = sigma.Sigma(bits=3).resolve().layer_spec()
         packed = pack(sigma.METHOD.quantize(random(*shape), None, spec))
         assert packed.layout == sigma.METHOD.layout(spec, shape)
-        assert packed.nbytes == stored_bytes(packed.layout)
+        assert packed.nbytes == packed.layout.nbytes
 
 
 def test_its_options_are_checked(sigma: ModuleType) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anybit.formats import Nested
-from anybit.formats.weight import stored_tensors
+from anybit.formats import NestedLayout
+from anybit.formats.layout import LayerLayout
 from anybit.kernels import cpu
 from anybit.methods import ordering
 
@@ -121,14 +121,14 @@ def test_pooling_is_the_isotonic_regression() -> None:
     np.testing.assert_allclose(ordering.falling(values), expected)
 
 
-def test_the_ladder() -> None:
-    assert ordering.ladder(2.0) == [2.0]
-    assert ordering.ladder(2.25) == pytest.approx([2.0, 2.1, 2.2, 2.25])
-    assert len(ordering.ladder(8)) == 61 and ordering.ladder(8)[-1] == 8
+def test_the_widths_of_the_levels() -> None:
+    assert ordering.level_widths(2.0) == [2.0]
+    assert ordering.level_widths(2.25) == pytest.approx([2.0, 2.1, 2.2, 2.25])
+    assert len(ordering.level_widths(8)) == 61 and ordering.level_widths(8)[-1] == 8
 
 
 @pytest.mark.parametrize("columns", [1, 31, 32, 33, 64, 65])
 def test_a_plane_counts_as_the_words_that_it_is_stored_in(columns: int) -> None:
-    layout = {"shape": [3, columns], "tiles": [Nested.description([3] * 4, 0)]}
-    dtype, shape = stored_tensors(layout)["plane_2"]
+    layout = LayerLayout((3, columns), (NestedLayout.of([3] * 4, 0),))
+    dtype, shape = layout.stored_tensors()["plane_2"]
     assert (dtype, shape) == (torch.uint32, (3, ordering.plane_words(columns)))

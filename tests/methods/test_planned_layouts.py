@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anybit.calibration.stats import GradientStats, LinearStats
-from anybit.formats import Nested
-from anybit.formats.layout import stored_bytes
+from anybit.formats import NestedLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import pack
 from anybit.kernels import cpu
@@ -121,7 +120,7 @@ def test_what_is_planned_is_what_is_stored(method: str, data: st.DataObject) -> 
     planned = METHODS[method].layout(spec, shape)
     packed = pack(METHODS[method].quantize(weight, stats_for(method, weight), spec))
     assert packed.layout == planned
-    assert packed.nbytes == stored_bytes(planned)
+    assert packed.nbytes == planned.nbytes
     validate("layer", packed)
 
 
@@ -137,12 +136,13 @@ def test_a_plan_of_anybit_at_an_average_is_a_beginning_of_what_is_stored(
     whole = pack(METHODS["anybit"].quantize(weight, stats_for("anybit", weight), spec))
     average = replace(spec, tiles=(replace(spec.tiles[0], bits=bits),))
     planned = METHODS["anybit"].layout(average, shape)
-    part = whole.beginning(planned)
+    part = whole.prefix(planned)
     validate("layer", part)
-    assert part.nbytes == stored_bytes(planned)
-    (tile,) = planned["tiles"]
-    assert abs(sum(tile["counts"]) - bits * shape[0]) <= 0.5
-    assert tile == Nested.description(tile["counts"], whole.layout["tiles"][0]["kept"])
+    assert part.nbytes == planned.nbytes
+    (tile,), (stored,) = planned.tiles, whole.layout.tiles
+    assert isinstance(tile, NestedLayout) and isinstance(stored, NestedLayout)
+    assert abs(sum(tile.counts) - bits * shape[0]) <= 0.5
+    assert tile == NestedLayout.of(tile.counts, stored.kept)
 
 
 @settings(max_examples=25, deadline=None)
@@ -151,7 +151,7 @@ def test_a_plan_of_mixllm_at_an_average_has_as_many_wide_rows(shape: Shape, bits
     """Which rows they are is for the search; how many, in a layer of average worth, is the plan's."""
     spec = builders.spec_of(builders.options("mixllm", bits, 16))
     planned = METHODS["mixllm"].layout(spec, shape)
-    wide = sum(tile.get("rows", shape[0]) for tile in planned["tiles"] if tile["bits"] == 8)
+    wide = sum(tile.rows for tile in planned.placed() if tile.layout.bits == 8)
     assert 0 <= wide - (bits - 4) / 4 * shape[0] < 1
     last = mixllm.with_rows(spec, range(shape[0] - wide, shape[0]), shape[0])
     packed = pack(METHODS["mixllm"].quantize(weight := random(*shape), stats_for("mixllm", weight), last))
@@ -163,7 +163,7 @@ def test_a_plan_of_mixllm_at_an_average_has_as_many_wide_rows(shape: Shape, bits
 def test_a_plan_of_llm_mq_at_an_average_lies_between_its_widths(shape: Shape, bits: float) -> None:
     """Layers get whole widths; until these are chosen, a layer counts as rows of the two nearest."""
     spec = builders.spec_of(builders.options("llm-mq", bits, 16))
-    planned = stored_bytes(METHODS["llm-mq"].layout(spec, shape))
+    planned = METHODS["llm-mq"].layout(spec, shape).nbytes
     sizes = llm_mq.stored_sizes(spec, shape)
     nearest = sizes[floor(bits) - 2 : ceil(bits) - 1]  # of a few columns, padding makes 3 bits the smaller
     row_numbers = 4 * shape[0] if len(nearest) == 2 else 0  # int32, of the rows in two tiles

@@ -8,8 +8,7 @@ import torch
 from anybit.calibration.stats import LinearStats
 from anybit.config import TileSpec
 from anybit.errors import InputError
-from anybit.formats.layout import stored_bytes
-from anybit.formats.validate import validate_layout
+from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import pack
 from anybit.methods import METHODS, gptq, rtn
 from anybit.methods.tiling import column_sets
@@ -64,10 +63,10 @@ def test_the_layout_is_known_before_the_bytes(name: str) -> None:
     stats = LinearStats.empty(41, hessian=True)
     stats.add(torch.randn(99, 41, generator=torch.Generator().manual_seed(1)))
     planned = spec_layout("layer", spec, (5, 41), METHODS["gptq"])
-    validate_layout("layer", planned)
+    assert LayerLayout.from_json("layer", planned.to_json()) == planned
     packed = pack(gptq.quantize(weight, stats, spec))
     assert packed.layout == planned
-    assert packed.nbytes == stored_bytes(planned)
+    assert packed.nbytes == planned.nbytes
     if not spec.options.desc_act:
         assert (
             spec_layout("layer", spec, (5, 41), METHODS["rtn"])

@@ -19,8 +19,7 @@ from anybit.artifact.verify import verify
 from anybit.calibration.stats import LinearStats
 from anybit.config import TileSpec
 from anybit.errors import InputError
-from anybit.formats import TwoFour
-from anybit.formats.layout import stored_bytes
+from anybit.formats import TwoFour, TwoFourLayout
 from anybit.formats.two_four import BLOCK
 from anybit.formats.validate import validate
 from anybit.formats.weight import QuantizedWeight, pack
@@ -43,11 +42,13 @@ SMALL: dict[str, Any] = {"samples": 3, "seq_len": 24}
 def test_bits_per_weight_follow_eq_10(in_: int, wide: float, outliers: float) -> None:
     shape = (1024, in_)
     layout = two_four_sixteen.layout(two_four_spec(wide, outliers=outliers), shape)
-    share = 1 - layout["tiles"][0]["narrow"] / in_
+    (tile,) = layout.tiles
+    assert isinstance(tile, TwoFourLayout)
+    share = 1 - tile.narrow / in_
     assert abs(share - wide) <= 0.5 * BLOCK / in_
     expected = bits_eq10(share, 16) + 20 / in_ + 32 * outliers + (32 / in_ if outliers else 0)
-    bpw = 8 * stored_bytes(layout) / (shape[0] * in_)
-    aligned = TwoFour.is_aligned(layout["tiles"][0]["narrow"], in_, 16)
+    bpw = 8 * layout.nbytes / (shape[0] * in_)
+    aligned = TwoFour.is_aligned(tile.narrow, in_, 16)
     assert aligned == (wide == 0.25)
     saved = (6 / 16 - 16 / 48) * 0.75 if aligned else 0  # two of three scales are a bit shorter
     assert abs(bpw - (expected - saved)) < 0.02

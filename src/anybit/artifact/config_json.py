@@ -6,17 +6,16 @@ Imports nothing heavy: it is read while Transformers itself is still being impor
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 import anybit
 from anybit.config import EMBED_BITS, KV_BITS, Options
 from anybit.errors import InputError
-from anybit.formats import GroupInt
-from anybit.formats.layout import FORMAT_VERSION, QUANT_METHOD
-from anybit.formats.validate import validate_layout
+from anybit.formats import GroupIntLayout
+from anybit.formats.base import Json, is_int
+from anybit.formats.layout import FORMAT_VERSION, QUANT_METHOD, LayerLayout
 
 if TYPE_CHECKING:
     from anybit.artifact.contents import Plan
@@ -48,7 +47,7 @@ def artifact_config(streamed: StreamedModel, plan: Plan, made: Mapping[str, Any]
     config.pop("_name_or_path", None)  # where the base lies on this machine
     config["architectures"] = [type(streamed.model).__name__]
     config["dtype"] = str(config.get("dtype") or "float32").removeprefix("torch.")
-    if any(layout.get("tied") for layout in plan.embeddings.values()):
+    if any(layout.tied for layout in plan.embeddings.values()):
         config["tie_word_embeddings"] = False  # the head reads the quantized embedding itself
     config["quantization_config"] = {
         "quant_method": QUANT_METHOD,
@@ -56,47 +55,59 @@ def artifact_config(streamed: StreamedModel, plan: Plan, made: Mapping[str, Any]
         "bits": plan.code_bits,
         "kv_bits": made["options"]["kv_bits"],
         **made,
-        "embeddings": plan.embeddings,
-        "layers": plan.layouts,
-        "dense": {name: layout["shape"] for name, layout in plan.dense.items()},
+        "embeddings": {name: layout.to_json() for name, layout in plan.embeddings.items()},
+        "layers": {name: layout.to_json() for name, layout in plan.layouts.items()},
+        "dense": {name: list(layout.shape) for name, layout in plan.unquantized.items()},
     }
     return config
 
 
-def dense_layout(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-    """How a linear layer [out, in] is described whose weights are stored as they are."""
-    name = str(dtype).removeprefix("torch.")
-    return {"shape": list(shape), "tiles": [{"format": "dense", "dtype": name, "bits": 8 * dtype.itemsize}]}
+@dataclass(frozen=True)
+class StoredLayers:
+    """How the matrices of an artifact are stored, by name."""
 
+    layers: Mapping[str, LayerLayout]  # quantized linear layers
+    embeddings: Mapping[str, LayerLayout]  # quantized embedding and head
+    unquantized: Mapping[
+        str, tuple[int, int]
+    ]  # (out, in) of the linear layers of the blocks that stay as they were
 
-def check_layers(place: str, quantization: dict[str, Any]) -> None:
-    """Check `layers`, `embeddings` and `dense` of a `quantization_config`; what is absent becomes empty.
+    @staticmethod
+    def from_json(place: str, quantization: Json) -> StoredLayers:
+        """From `layers`, `embeddings` and `dense` of a `quantization_config`, any of which may be absent.
 
-    Raises:
-        InputError: a description that no writer makes.
-    """
-    for group in ("layers", "embeddings", "dense"):
-        if not isinstance(quantization.setdefault(group, {}), dict):
-            raise InputError(f"{place}: {group} must be an object of layer names to descriptions")
-    if quantization.get("kv_bits", 16) not in KV_BITS:
-        raise InputError(
-            f"{place}: kv_bits {quantization['kv_bits']!r} is not one of {', '.join(map(str, KV_BITS))}"
+        Raises:
+            InputError: a description that no writer makes.
+        """
+        groups = {group: quantization.get(group, {}) for group in ("layers", "embeddings", "dense")}
+        for group, found in groups.items():
+            if not isinstance(found, dict):
+                raise InputError(f"{place}: {group} must be an object of layer names to descriptions")
+        if quantization.get("kv_bits", 16) not in KV_BITS:
+            raise InputError(
+                f"{place}: kv_bits {quantization['kv_bits']!r} is not one of {', '.join(map(str, KV_BITS))}"
+            )
+        layers, embeddings = (
+            {name: LayerLayout.from_json(name, layout) for name, layout in groups[group].items()}
+            for group in ("layers", "embeddings")
         )
-    for name, layout in {**quantization["layers"], **quantization["embeddings"]}.items():
-        validate_layout(name, layout)
-    for name, layout in quantization["embeddings"].items():
-        _check_embedding(name, layout)
-    for name, shape in quantization["dense"].items():
-        if not (isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)):
-            raise InputError(f"{place}: dense layer {name!r} has the shape {shape!r}, expected [out, in]")
+        for name, layout in embeddings.items():
+            _check_embedding(name, layout)
+        for name, shape in groups["dense"].items():
+            if not (
+                isinstance(shape, list) and len(shape) == 2 and all(is_int(n, 1, 2**31 - 1) for n in shape)
+            ):
+                raise InputError(f"{place}: dense layer {name!r} has the shape {shape!r}, expected [out, in]")
+        return StoredLayers(layers, embeddings, {name: (n, k) for name, (n, k) in groups["dense"].items()})
 
 
-def _check_embedding(name: str, layout: Mapping[str, Any]) -> None:
+def _check_embedding(name: str, layout: LayerLayout) -> None:
     """Rows of an embedding are looked up one by one: each must hold all of its own data."""
-    (tile, *others), widths = layout["tiles"], [bits for bits in EMBED_BITS if bits < 16]
-    other = others or tile["format"] != GroupInt.NAME or {"sparse", "input_scale"} & layout.keys()
-    if other or "act_bits" in tile or tile["bits"] not in widths or "rows" in tile or "cols" in tile:
+    tile, widths = layout.tiles[0], [bits for bits in EMBED_BITS if bits < 16]
+    plain = isinstance(tile, GroupIntLayout) and not tile.rounds_inputs and tile.bits in widths
+    whole = len(layout.tiles) == 1 and tile.rows is None and tile.cols is None
+    if not (plain and whole) or layout.sparse is not None or layout.input_scale:
         raise InputError(
             f"{name}: an embedding is stored as one tile of {' or '.join(map(str, widths))} bits without rows or "
-            f"cols, not as {len(layout['tiles'])} like {tile!r}: the artifact is damaged"
+            f"cols, not as {len(layout.tiles)} like {tile.to_json()!r}: the artifact is damaged"
         )

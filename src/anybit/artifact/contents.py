@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
-from typing import Any
 
 import torch
 
+from anybit.artifact.levels import Size, sizes_of_widths
 from anybit.config import Options, SpecMap
-from anybit.formats.layout import code_bits, stored_bytes, widest
+from anybit.formats.layout import LayerLayout, code_bits
 from anybit.methods import METHODS
 from anybit.methods.method import Statistics
 
@@ -22,30 +22,28 @@ class Plan:
     """Everything that will be stored, by name."""
 
     specs: SpecMap  # linear layers to quantize, in the model's order
-    layouts: dict[str, dict[str, Any]]  # their stored layouts
-    embeddings: dict[str, dict[str, Any]]  # quantized embedding and head
+    layouts: dict[str, LayerLayout]  # how they are stored
+    embeddings: dict[str, LayerLayout]  # quantized embedding and head
     kept: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # tensors stored as they are
     linear_weights: int  # weights of all linear layers inside the blocks
     model_weights: int  # all weights of the model
-    dense: dict[
-        str, dict[str, Any]
-    ]  # descriptions of the linear layers inside the blocks that are left as they are
+    unquantized: dict[str, LayerLayout]  # linear layers inside the blocks that are left as they are
     overhead_bytes: int = 0  # of everything beside the tensors, the tokenizer apart
     enhancement_bytes: int = 0  # about what the files of enhancement layers have besides planes
 
     @property
     def bits_per_weight(self) -> float:
         """8 x bytes read / weights of all linear layers in the blocks, quantized or not; nested ones at the widest."""
-        return self._bits_per_weight({name: widest(layout) for name, layout in self.layouts.items()})
+        return self._bits_per_weight(layout.widest() for layout in self.layouts.values())
 
     @property
     def file_bits_per_weight(self) -> float:
         """The same of everything stored: of nested layers, all widths."""
-        return self._bits_per_weight(self.layouts)
+        return self._bits_per_weight(self.layouts.values())
 
-    def _bits_per_weight(self, layouts: Mapping[str, Mapping[str, Any]]) -> float:
-        packed = sum(stored_bytes(layout) for layout in layouts.values())
-        kept = sum(self._kept_bytes(f"{name}.weight") for name in self.dense)
+    def _bits_per_weight(self, layouts: Iterable[LayerLayout]) -> float:
+        packed = sum(layout.nbytes for layout in layouts)
+        kept = sum(layout.nbytes for layout in self.unquantized.values())
         return 8 * (packed + kept + self.enhancement_bytes) / self.linear_weights
 
     @property
@@ -57,7 +55,7 @@ class Plan:
     @property
     def code_bits(self) -> float:
         """Average width of the weights of all linear layers inside the blocks."""
-        return code_bits({**self.layouts, **self.dense})
+        return code_bits([*self.layouts.values(), *self.unquantized.values()])
 
     def _kept_bytes(self, name: str) -> int:
         dtype, shape = self.kept[name]
@@ -65,7 +63,7 @@ class Plan:
 
     @property
     def tensor_bytes(self) -> int:
-        packed = sum(stored_bytes(layout) for layout in {**self.layouts, **self.embeddings}.values())
+        packed = sum(layout.nbytes for layout in (*self.layouts.values(), *self.embeddings.values()))
         return packed + sum(self._kept_bytes(name) for name in self.kept)
 
     @property
@@ -75,7 +73,12 @@ class Plan:
 
     @property
     def quantized_weights(self) -> int:
-        return sum(prod(layout["shape"]) for layout in self.layouts.values())
+        return sum(layout.weights for layout in self.layouts.values())
+
+    def sizes(self) -> tuple[Size, ...]:
+        """The levels, where there are no enhancement layers."""
+        others = sum(layout.nbytes for layout in self.unquantized.values())
+        return sizes_of_widths(self.layouts, others, self.size_bytes)
 
     def warning(self, options: Options) -> str | None:
         """A sentence where the artifact stores more than bfloat16 would: tables outweigh narrow matrices."""
@@ -91,7 +94,7 @@ class Plan:
     def coverage(self) -> str:
         """One sentence: what share of the weights is quantized."""
         quantized = self.quantized_weights
-        head = sum(prod(layout["shape"]) for layout in self.embeddings.values())
+        head = sum(layout.weights for layout in self.embeddings.values())
         text = (
             f"quantizes {len(self.layouts)} linear layers: {quantized / 1e6:.1f} M of "
             f"{self.linear_weights / 1e6:.1f} M weights in the blocks, "

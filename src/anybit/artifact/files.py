@@ -51,13 +51,13 @@ def shard_file(shard: int, shards: int) -> str:
     return f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
 
 
-def refinement_file(number: int, count: int) -> str:
-    """Name of a refinement's file, counted from 1."""
+def enhancement_file(number: int, count: int) -> str:
+    """Name of an enhancement layer's file, counted from 1."""
     return f"refine-{number:05d}-of-{count:05d}.safetensors"
 
 
 def list_hash(section: Sequence[Mapping[str, Any]]) -> str:
-    """What config.json says of the list of refinements: whoever edits widths or losses in it is found out."""
+    """What config.json says of the list of enhancement layers: whoever edits widths or losses in it is found out."""
     return hashlib.sha256(json.dumps(section, sort_keys=True).encode()).hexdigest()
 
 

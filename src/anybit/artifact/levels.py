@@ -1,346 +1,206 @@
-"""Reading a progressive artifact: the core, and any first ones of the refinements that its index lists.
-
-What they are and who writes them: `progressive`; the bytes: docs/formats.md.
-"""
+"""The sizes that an artifact can be read at: what each takes, and the largest within a budget."""
 
 from __future__ import annotations
 
-import functools
-import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
+from functools import cached_property
+from numbers import Real
 from typing import Any
 
-import numpy as np
-import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
-
-from anybit.artifact.files import SECTION, link, list_hash
-from anybit.checkpoint.files import HASHES, INDEX, check_sha256, read_json
-from anybit.checkpoint.safetensors import read_safetensors_header
+from anybit.artifact.files import is_tokenizer_file
+from anybit.artifact.reader import Artifact
+from anybit.config import parse_bytes
 from anybit.errors import InputError
-from anybit.formats.layout import stored_tensors
-from anybit.formats.validate import check_version
-from anybit.methods.ordering import BITS, STEP, Counts, coded_columns, nested_names, plane_rows, with_counts
-
-SUFFIX = ".safetensors"
-MOST_HEADER = 1 << 24  # bytes of a refinement's header that are looked at
+from anybit.formats.layout import LayerLayout
+from anybit.formats.levels import CLOSE_BITS, largest, levels_of
+from anybit.formats.unquantized import UnquantizedLayout
 
 
 @dataclass(frozen=True)
-class Rung:
-    """The core, or a refinement: what the model is once it is there."""
+class Size:
+    """What an artifact takes at one of its levels."""
 
-    file: str  # "" for the core
-    bytes: int
-    sha256: str
-    bits: float  # average width
-    loss: float  # expected increase of the loss in nats per token
-    chain: str
+    bits: float  # average code width
+    layer_bytes: int  # of all linear layers of the blocks, as they run
+    size_bytes: int  # of all files but the tokenizer, as far as they are read
+    loss: float | None  # expected increase of the loss in nats per token; None: not known
+    present: bool  # whether its files are there
 
-    def is_there(self, path: Path, before: str) -> bool:
-        """Whether the file is in `path`; one that is shorter than it should be is still under way.
+
+@dataclass(frozen=True)
+class Levels:
+    """The levels of an opened artifact, the smallest first."""
+
+    artifact: Artifact
+
+    @cached_property
+    def unquantized(self) -> dict[str, LayerLayout]:
+        """The linear layers of the blocks that are stored as they were."""
+        dtypes, shapes = self.artifact.checkpoint, self.artifact.stored.unquantized
+        return {
+            name: LayerLayout(shape, (UnquantizedLayout.of(dtypes.dtype(f"{name}.weight")),))
+            for name, shape in shapes.items()
+        }
+
+    @cached_property
+    def weights(self) -> int:
+        """Of all linear layers of the blocks."""
+        return sum(layout.weights for layout in (*self._layers.values(), *self.unquantized.values()))
+
+    @property
+    def _layers(self) -> Mapping[str, LayerLayout]:
+        return self.artifact.stored.layers
+
+    @cached_property
+    def sizes(self) -> tuple[Size, ...]:
+        files, found = self.artifact.path.rglob("*"), self.artifact.enhancements
+        later = {entry.file for entry in found.entries[1:]} if found else set()
+        taken = sum(
+            file.stat().st_size
+            for file in files
+            if file.is_file() and not is_tokenizer_file(file.name) and file.name not in later
+        )
+        others = _nbytes(self.unquantized.values())
+        if found is None:
+            return sizes_of_widths(self._layers, others, taken)
+        added = [found.bytes_upto(i) for i in range(len(found.entries))]
+        base = _nbytes(self._layers.values()) + others
+        return tuple(
+            Size(entry.bits, base + more, taken + more, entry.loss, i < found.present)
+            for i, (entry, more) in enumerate(zip(found.entries, added))
+        )
+
+    @property
+    def last(self) -> int:
+        """The largest level that is there."""
+        return sum(size.present for size in self.sizes) - 1
+
+    def bits_per_weight(self, level: int) -> float:
+        """Stored bits per weight of all linear layers of the blocks, as they run at a level."""
+        return 8 * self.sizes[level].layer_bytes / self.weights if self.weights else 0.0
+
+    @property
+    def file_bits_per_weight(self) -> float:
+        """The same of all bytes that are there: more where widths have tables of their own."""
+        if self.artifact.enhancements is not None:
+            return self.bits_per_weight(self.last)
+        stored = _nbytes((*self._layers.values(), *self.unquantized.values()))
+        return 8 * stored / self.weights if self.weights else 0.0
+
+    def layouts(self, level: int) -> dict[str, LayerLayout]:
+        """The quantized layers as they run at a level.
+
+        Raises:
+            InputError: a file of an enhancement layer that does not fit the layers.
+        """
+        found = self.artifact.enhancements
+        if found is None:
+            return dict(levels_of(self._layers)[level].layouts)
+        return found.layouts_at(found.counts(level, check=False)[level])
+
+    def choose(self, bits: float | None, bpw: float | None, size: int | str | None) -> int | None:
+        """The largest level within a budget.
 
         Args:
-            path: folder.
-            before: the running hash of the rung before, which the file names.
+            bits: average code width, or
+            bpw: most stored bits per weight, or
+            size: most bytes of all files but the tokenizer, a number or text such as "110MB". None of them: None.
 
         Raises:
-            InputError: another file under this name.
+            InputError: a budget too small, more bits than are there, or several of the three.
         """
-        file = path / self.file
-        if not file.is_file():
-            return False
-        size = file.stat().st_size
-        if size > self.bytes or (size < self.bytes and _is_another(file, before)):
+        for name, value in (("bits", bits), ("bpw", bpw)):
+            if value is not None and not _is_number(value):
+                raise InputError(f"{name} {value!r}: expected a number")
+        if sum(value is not None for value in (bits, bpw, size)) > 1:
             raise InputError(
-                f"{file} is not what anybit.index.json lists under this name: refinements were exchanged; copy it again"
+                "bits, bpw and size (--bits, --bpw, --size) set the same thing: give one of them"
             )
-        return size == self.bytes
+        if bits is not None:
+            return self._of_bits(bits)
+        least = self.sizes[0]
+        if bpw is not None:
+            needs = f"{self.bits_per_weight(0):.3f} bits per weight"
+            takes = [found.layer_bytes for found in self.sizes]
+            return self._within(takes, bpw * self.weights / 8, f"{bpw:g} bits per weight", needs)
+        if size is not None:
+            most = parse_bytes(size) if isinstance(size, str) else size
+            if not _is_number(most):
+                raise InputError(f"size {size!r}: expected a number of bytes, or text such as '110MB'")
+            needs = f"{least.size_bytes / 1e6:.1f} MB"
+            return self._within([found.size_bytes for found in self.sizes], most, f"{most / 1e6:g} MB", needs)
+        return None
 
+    def _of_bits(self, bits: float) -> int:
+        widths = [size.bits for size in self.sizes]
+        level = largest(widths, bits, f"{self.artifact.path} has")
+        if bits > widths[self.last] + 0.05:
+            raise InputError(f"{self.note()}; {bits:g} bits need more")
+        return min(level, self.last)
 
-def _is_another(file: Path, before: str) -> bool:
-    """Whether a file is whole, or says that it follows another running hash than `before`; False where its header is
-    not there yet."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        text = stream.read(min(length, MOST_HEADER))
-    try:
-        header = json.loads(text)
-        after = header.pop("__metadata__")["after"]
-        end = max(int(entry["data_offsets"][1]) for entry in header.values())
-    except (AttributeError, IndexError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return False
-    return after != before or file.stat().st_size == 8 + length + end
-
-
-@dataclass(frozen=True)
-class Progressive:
-    """The refinements of an artifact: those that its index lists, of which the first `present` are there."""
-
-    path: Path
-    layouts: Mapping[str, dict[str, Any]]  # of all layers as the core has them
-    core: Mapping[str, str]  # the hashes of its shards and of what says which tensor is where
-    rungs: tuple[Rung, ...]  # the core first
-    present: int  # how many rungs can be read: the core counts
-
-    @staticmethod
-    def open(path: Path, layouts: Mapping[str, dict[str, Any]], index: Mapping[str, Any]) -> Progressive:
-        """The refinements that anybit.index.json lists.
-
-        Raises:
-            InputError: entries of another kind, or whose running hashes do not follow from one another: the list was
-                edited or reordered.
-        """
-        stated = f"{path}: the list of refinements in anybit.index.json is damaged"
-        try:
-            files = index["files"]
-            rungs = [
-                Rung(
-                    str(entry["file"]),
-                    int(files[entry["file"]]["bytes"]) if entry["file"] else 0,
-                    str(files[entry["file"]]["sha256"]) if entry["file"] else "",
-                    float(entry["bits"]),
-                    float(entry["loss"]),
-                    str(entry["chain"]),
-                )
-                for entry in index[SECTION]
-            ]
-            names = {rung.file for rung in rungs}
-            shards = sorted(name for name in files if name.endswith(SUFFIX) and name not in names)
-            core = {name: str(files[name]["sha256"]) for name in shards}
-            weight_map = str(files[INDEX]["sha256"])
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise InputError(stated) from error
-        finite = all(0 < r.bits <= BITS + 1e-9 and math.isfinite(r.loss) and r.bytes >= 0 for r in rungs)
-        if not rungs or not finite or rungs[0].file or not all(r.file for r in rungs[1:]):
-            raise InputError(stated)
-        if functools.reduce(link, core.values(), "") != rungs[0].chain:
+    def _within(self, takes: list[int], most: float, asked: str, needs: str) -> int:
+        """The last level that takes at most so many bytes."""
+        if not most >= takes[0]:  # nor is NaN
+            path, bits = self.artifact.path, self.sizes[0].bits
             raise InputError(
-                f"{path}: anybit.index.json lists other shards than the core was made of: copy it again"
+                f"{asked} is not to be had: {path} at its smallest, {bits:.2f} bits, takes {needs}"
             )
-        for before, rung in pairwise(rungs):
-            if rung.bits < before.bits:
-                raise InputError(stated)
-            if Path(rung.file).name != rung.file or rung.chain != link(before.chain, rung.sha256):
-                raise InputError(
-                    f"{path}: anybit.index.json lists {rung.file!r} where it does not belong (the running hash "
-                    "differs): refinements were reordered or the list was edited; copy the artifact again"
-                )
-        present = 1
-        while present < len(rungs) and rungs[present].is_there(path, rungs[present - 1].chain):
-            present += 1
-        return Progressive(path, layouts, {**core, INDEX: weight_map}, tuple(rungs), present)
+        return max(i for i in range(self.last + 1) if takes[i] <= most)
 
     def note(self) -> str | None:
-        """A sentence where refinements are missing."""
-        if self.present == len(self.rungs):
-            return None
-        return (
-            f"{self.path} has {self.present - 1} of {len(self.rungs) - 1} refinements ({self.rungs[self.present].file} "
-            f"is missing or not complete): it runs at up to {self.rungs[self.present - 1].bits:.2f} bits"
-        )
+        """A sentence where enhancement layers are missing."""
+        return self.artifact.enhancements.note() if self.artifact.enhancements else None
 
-    def upto_bits(self, bits: float) -> int:
-        """The last rung of at most so many bits, from 0.
+    def notes(self, bits: float | None, level: int | None) -> list[str]:
+        """What to say of a model at a level, where `bits` were asked for: it is less than that, or than all."""
+        served = bits is not None and level is not None and bits - self.sizes[level].bits <= CLOSE_BITS
+        if served:
+            return []
+        missing = self.note() if level in (None, self.last) else None
+        less = None
+        if bits is not None and level is not None:
+            less = f"runs at {self.sizes[level].bits:.2f} bits, the largest width up to {bits:g}"
+        return [note for note in (missing, less) if note]
 
-        Raises:
-            InputError: fewer bits than the core has, or more than there are.
-        """
-        widths = [rung.bits for rung in self.rungs]
-        last = _last_upto(widths, bits, f"{self.path} has")
-        if bits > widths[self.present - 1] + STEP / 2:
-            raise InputError(f"{self.note()}; {bits:g} bits need more")
-        return min(last, self.present - 1)
-
-    def upto_bytes(self, least: int, budget: float, asked: str, needs: str) -> int:
-        """The last rung whose files fit a budget of bytes, `least` being what the core takes (in words: `needs`).
-
-        Raises:
-            InputError: a budget that the core does not fit.
-        """
-        if not budget >= least:  # nor is NaN
-            raise InputError(
-                f"{asked} is not to be had: the core of {self.path}, {self.rungs[0].bits:.2f} bits, takes {needs}"
-            )
-        taken, found = least, 0
-        for i, rung in enumerate(self.rungs[1 : self.present], 1):
-            taken += rung.bytes
-            if taken > budget:
-                break
-            found = i
-        return found
-
-    def bytes_upto(self, rung: int) -> int:
-        """Bytes of the refinements up to a rung."""
-        return sum(r.bytes for r in self.rungs[1 : rung + 1])
-
-    def counts(self, upto: int, check: bool = True) -> list[dict[str, tuple[int, ...]]]:
-        """Rows of every plane of every layer at rungs 0 to `upto`; the files' bytes are held against their hashes.
-
-        Args:
-            upto: the last rung.
-            check: False leaves the hashes out, which would read all of the files.
-
-        Raises:
-            InputError: a file that is damaged or does not fit the layers.
-        """
-        names = nested_names(self.layouts)
-        widths = [stored_tensors(self.layouts[name])["plane_1"][1][1] for name in names]
-        now = np.zeros((len(names), BITS), np.int64)
-        for i, name in enumerate(names):
-            counts = self.layouts[name]["tiles"][0]["counts"]
-            now[i, : len(counts)] = counts
-        made = [_named_counts(names, now)]
-        coded = coded_columns({name: self.layouts[name] for name in names})
-        columns = np.array([coded[name] for name in names])
-
-        def is_as_stated(rung: int) -> bool:
-            return abs(now.sum(1) @ columns / (now[:, 0] @ columns) - self.rungs[rung].bits) <= 1e-6
-
-        if not is_as_stated(0):
-            raise InputError(
-                f"{self.path}: anybit.index.json states another width of the core: copy it again"
-            )
-        for rung in range(1, upto + 1):
-            if check:
-                check_sha256(self.path / self.rungs[rung].file, self.rungs[rung].sha256)
-            found, words, before = self._read(rung), 0, (-1, 0)
-            for layer, plane, rows in found["steps"].tolist():
-                if not (0 <= layer < len(names) and 2 <= plane <= BITS and rows > 0):
-                    raise self._damaged(rung, "names a layer or plane that there is not")
-                if (layer, plane) <= before:
-                    raise self._damaged(rung, "has steps out of order")
-                before = (layer, plane)
-                now[layer, plane - 1] += rows
-                words += rows * widths[layer]
-            if (np.diff(now, axis=1) > 0).any():
-                raise self._damaged(rung, "makes planes longer than those before them")
-            if words != len(found["words"]):
-                raise self._damaged(rung, f"holds {len(found['words'])} words, its steps need {words}")
-            if not is_as_stated(rung):
-                raise self._damaged(rung, "leads to another width than anybit.index.json states")
-            made.append(_named_counts(names, now))
-        return made
-
-    def planes(self, rung: int, counts: Counts, before: Counts) -> Iterator[tuple[str, int, int, Tensor]]:
-        """(layer, plane, first row, words uint32 [rows, words]) of a refinement that `counts` has read."""
-        words, at = self._read(rung)["words"], 0
-        for name, plane, first, last in plane_rows(counts, before):
-            width = stored_tensors(self.layouts[name])["plane_1"][1][1]
-            size = (last - first) * width
-            yield name, plane, first, words[at : at + size].view(last - first, width)
-            at += size
-
-    def check_core(self) -> None:
-        """Hold the bytes of the core's shards and of their index against their hashes.
-
-        Raises:
-            InputError: they differ, or one is missing.
-        """
-        for file, sha256 in self.core.items():
-            check_sha256(self.path / file, sha256)
-
-    def _read(self, rung: int) -> dict[str, Tensor]:
-        """`steps` int32 [n, 3] (number of the layer, plane, rows) and `words`, mapped from the file."""
-        path = self.path / self.rungs[rung].file
-        header = read_safetensors_header(path)
-        kinds = {"steps": (torch.int32, 2), "words": (torch.uint32, 1)}
-        for name, (dtype, dims) in kinds.items():
-            found = header.get(name)
-            if found is None or found.dtype != dtype or len(found.shape) != dims:
-                raise self._damaged(rung, f"has no {name} of the type {dtype}")
-        if header["steps"].shape[1] != 3:
-            raise self._damaged(rung, "has steps of another kind")
-        return load_file(path)
-
-    def _damaged(self, rung: int, what: str) -> InputError:
-        return InputError(f"{self.path / self.rungs[rung].file} {what}: copy it again")
+    def table(self) -> list[dict[str, Any]]:
+        """Of every level: `bits` (average width), `bits_per_weight`, `size_bytes`, `loss`, `present`. JSON-able."""
+        return [
+            {
+                "bits": size.bits,
+                "bits_per_weight": self.bits_per_weight(i),
+                "size_bytes": size.size_bytes,
+                "loss": size.loss,
+                "present": size.present,
+            }
+            for i, size in enumerate(self.sizes)
+        ]
 
 
-@dataclass(frozen=True)
-class Ladder:
-    """The average widths that a loaded model can run at, and the planes of each."""
+def sizes_of_widths(layers: Mapping[str, LayerLayout], others: int, taken: int) -> tuple[Size, ...]:
+    """The levels of an artifact all of whose widths lie in one file of each tensor.
 
-    bits: tuple[float, ...]
-    counts: tuple[Counts, ...]
-
-    def set_bits(self, model: nn.Module, bits: float) -> float:
-        """Run at the largest width of at most so many bits; returns it.
-
-        Raises:
-            InputError: fewer bits than the least, or more than were loaded.
-        """
-        at = _last_upto(self.bits, bits, "this model was loaded with")
-        for name, counts in self.counts[at].items():
-            module = model.get_submodule(name)
-            module.run_as(with_counts(module.layout, counts))  # type: ignore[operator, arg-type]
-        return self.bits[at]
-
-
-def _last_upto(widths: Sequence[float], bits: float, whose: str) -> int:
-    """The last of ascending average widths that is at most `bits`, the first at least.
-
-    Raises:
-        InputError: fewer bits than the first, or more than the last.
+    Args:
+        layers: the quantized layers, with all of their widths.
+        others: bytes of the linear layers that are not quantized.
+        taken: bytes of all files but the tokenizer.
     """
-    if not round(widths[0], 2) - 0.005 <= bits <= widths[-1] + STEP / 2:
-        raise InputError(
-            f"{whose} average widths from {widths[0]:.2f} to {widths[-1]:.2f} bits, not {bits:g}"
+    whole = _nbytes(layers.values())
+    return tuple(
+        Size(
+            level.bits,
+            level.bytes + others,
+            taken - whole + _nbytes(layout.upto(level.bits) for layout in layers.values()),
+            level.loss,
+            True,
         )
-    return max(i for i, width in enumerate(widths) if i == 0 or width <= bits + 1e-6)
+        for level in levels_of(layers)
+    )
 
 
-def refine(model: nn.Module, found: Progressive, upto: int) -> Ladder:
-    """Give the layers of a loaded core the planes of the refinements up to a rung.
-
-    Raises:
-        InputError: a file that is damaged or does not fit the layers.
-    """
-    found.check_core()
-    counts = found.counts(upto)
-    grown: dict[tuple[str, int], Tensor] = {}
-    for name in counts[0]:
-
-        def keep(field: str, tensor: Tensor, name: str = name) -> None:
-            grown[name, int(field.removeprefix("plane_"))] = tensor
-
-        layout = with_counts(found.layouts[name], counts[upto][name])
-        model.get_submodule(name).grow(layout, keep)  # type: ignore[operator]
-    for rung in range(1, upto + 1):
-        for name, plane, first, words in found.planes(rung, counts[rung], counts[rung - 1]):
-            grown[name, plane][first : first + len(words)] = words.to(grown[name, plane].device)
-    return Ladder(tuple(r.bits for r in found.rungs[: upto + 1]), tuple(counts))
+def _nbytes(layouts: Iterable[LayerLayout]) -> int:
+    return sum(layout.nbytes for layout in layouts)
 
 
-def read_progressive(path: Path, quantization: Mapping[str, Any]) -> Progressive | None:
-    """The refinements of an artifact, whose `quantization_config` it is; None for one that is not a core.
-
-    Raises:
-        InputError: see `Progressive.open`; a core without its list, or with that of another artifact.
-    """
-    core = quantization.get(SECTION)
-    if core is None:
-        return None
-    file = path / HASHES
-    index = read_json(file) if file.is_file() else {}
-    if not isinstance(index.get(SECTION), list):
-        raise InputError(
-            f"{path} is a core, and anybit.index.json, which lists its refinements, is missing: copy it, too"
-        )
-    check_version(index.get("format_version"))
-    found = Progressive.open(path, quantization["layers"], index)
-    if core != {"refinements": len(found.rungs) - 1, "list": list_hash(index[SECTION])}:
-        raise InputError(
-            f"{path}: config.json and anybit.index.json belong to different artifacts, or were edited: copy all files "
-            "of one again"
-        )
-    return found
-
-
-def _named_counts(names: Sequence[str], counts: np.ndarray) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(n for n in of if n) for name, of in zip(names, counts.tolist())}
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from anybit.checkpoint.architectures import is_encoder
@@ -13,19 +13,12 @@ from anybit.methods import changed
 
 if TYPE_CHECKING:
     from anybit.artifact.contents import Plan
+    from anybit.artifact.levels import Size
     from anybit.checkpoint.directory import Checkpoint
 
 
-@dataclass(frozen=True)
-class Enhancements:
-    """The enhancement layers beside a base layer."""
-
-    bits: float  # average width with all of them
-    bytes: int  # of their files
-
-
-REFINED = """
-That reads all enhancement layers that are there. The base layer and any first ones of them are a model:
+SEVERAL = """
+That loads all levels that are there. A model can be loaded at one of them, and change later:
 
 ```python
 model = anybit.load("PATH", bits={bits})  # or most bits per weight (bpw=), or bytes (size="...MB")
@@ -39,16 +32,16 @@ def model_card(
     plan: Plan,
     options: Options,
     provenance: Mapping[str, Any],
-    beside: Enhancements | None = None,
+    sizes: Sequence[Size],
 ) -> str:
     """Markdown: what this is, how it was made, its figures, how to use it.
 
     Args:
         checkpoint: of the base model.
-        plan: what is stored; of an artifact of enhancement layers the base layer.
+        plan: what is stored; where there are enhancement layers, the base layer.
         options: that made it, none of them open.
-        provenance: see `description.provenance`.
-        beside: the enhancement layers.
+        provenance: see `config_json.provenance`.
+        sizes: the levels of the artifact.
     """
     base, calibration = provenance["base"], provenance["calibration"]
     auto = "AutoModel" if is_encoder(checkpoint.config) else "AutoModelForCausalLM"
@@ -61,26 +54,10 @@ def model_card(
         )
     usual = options.layer_spec()
     mixed = any(spec != usual for spec in plan.specs.values())
-    stored = f"{plan.bits_per_weight:.3f}"
-    if plan.file_bits_per_weight != plan.bits_per_weight:
-        stored = f"{plan.file_bits_per_weight:.3f}, of which a run at the widest reads {stored}"
-    bits, width, tensors = (
-        f"{plan.code_bits:.2f}",
-        f"{plan.code_bits:.3f} bits",
-        f"{plan.tensor_bytes / 1e6:.1f} MB",
-    )
-    more = ""
-    if beside is not None:
-        whole = plan.bits_per_weight + 8 * beside.bytes / plan.linear_weights
-        bits = f"{bits} to {beside.bits:.2f}"
-        width = (
-            f"{plan.code_bits:.3f} (base layer) to {beside.bits:.3f} bits (with all enhancement layers), chosen at "
-            "load or later"
-        )
-        stored = f"{stored} (base layer) to {whole:.3f}"
-        tensors = f"{tensors} (base layer) and {beside.bytes / 1e6:.1f} MB (enhancement layers)"
-        step = (beside.bits - plan.code_bits) / 4
-        more = REFINED.format(bits=f"{plan.code_bits + 2 * step:.1f}", fewer=f"{plan.code_bits + step:.1f}")
+    first, last = sizes[0], sizes[-1]
+    bits = f"{plan.code_bits:.2f}" if len(sizes) == 1 else f"{first.bits:.2f} to {last.bits:.2f}"
+    step = (last.bits - first.bits) / 4
+    more = SEVERAL.format(bits=f"{first.bits + 2 * step:.1f}", fewer=f"{first.bits + step:.1f}")
     notice = ""
     if base["quantized_before"]:
         notice = f"\n> **Notice.** {quantized_notice(base['quantized_before'])}\n"
@@ -98,12 +75,11 @@ Made with anybit {provenance["anybit_version"]}:
 {notice}
 | | |
 |---|---|
-| average code width | {width} |
-| stored bits per weight (linear layers) | {stored} |
-| tensors | {tensors} |
 | embedding and head | {provenance["options"]["embed_bits"]} bits |
 | calibration | {text} |
 | base | `{name}`, SHA-256 `{base["sha256"][:16]}` |
+
+{_table(sizes, plan.linear_weights)}
 
 ## Use
 
@@ -113,9 +89,22 @@ from transformers import {auto}
 
 model = {auto}.from_pretrained("PATH")
 ```
-{more}
+{more if len(sizes) > 1 else ""}
 The licence of the base model applies.
 """
+
+
+def _table(sizes: Sequence[Size], weights: int) -> str:
+    """The levels as `anybit plan` lists them: average width, stored bits per weight, files but the tokenizer, loss."""
+    rows = [
+        "| bits | bits per weight | size | expected increase of the loss, nats per token |",
+        "|---|---|---|---|",
+    ]
+    for size in sizes:
+        loss = "not known" if size.loss is None else f"{size.loss:.4f}"
+        stored = 8 * size.layer_bytes / weights
+        rows.append(f"| {size.bits:.2f} | {stored:.3f} | {size.size_bytes / 1e6:.1f} MB | {loss} |")
+    return "\n".join(rows)
 
 
 def quantized_notice(before: str) -> str:

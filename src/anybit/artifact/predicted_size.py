@@ -15,11 +15,11 @@ import torch
 
 from anybit.artifact.config_json import artifact_config, provenance
 from anybit.artifact.files import is_tokenizer_file, shard_file
-from anybit.artifact.model_card import Enhancements, model_card
+from anybit.artifact.levels import Size
+from anybit.artifact.model_card import model_card
 from anybit.artifact.writer import described_files, hash_list
 from anybit.checkpoint.safetensors import DTYPES
 from anybit.config import Options
-from anybit.formats.layout import stored_tensors
 from anybit.methods import METHODS, ordering
 
 if TYPE_CHECKING:
@@ -34,9 +34,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def overhead_bytes(streamed: StreamedModel, plan: Plan, options: Options) -> int:
     """Upper bound of the bytes of shard headers, JSON files, model card and copied files but the tokenizer."""
-    beside = None
-    if METHODS[options.name].ordered is not None:  # a layer of the base layer may have any plane
-        beside = Enhancements(8.0, 10 * plan.tensor_bytes)
+    levels = plan.sizes()
+    if (ordered := METHODS[options.name].ordered) is not None:  # a layer of the base layer may have any plane
+        most = 10 * plan.tensor_bytes
+        levels = (Size(8.0, most, most, 9999.0, True),) * len(ordering.level_widths(ordered(options)[0]))
         plan = replace(plan, layouts=ordering.with_all_planes(plan.layouts), enhancement_bytes=0)
     shards = [_shard(streamed, plan, i) for i in (None, *range(len(streamed.blocks)))]
     headers = [_header_bytes(shard) for shard in shards]
@@ -47,7 +48,7 @@ def overhead_bytes(streamed: StreamedModel, plan: Plan, options: Options) -> int
     total = sum(_data_bytes(shard) for shard in shards)
     described = described_files(weight_map, total, artifact_config(streamed, plan, made))
     hashes = hash_list({name: {"bytes": n, "sha256": HASH} for name, n in zip(names, sizes)}, described)
-    card = model_card(streamed.checkpoint, plan, options, made, beside)
+    card = model_card(streamed.checkpoint, plan, options, made, levels)
     texts = sum(len(text.encode()) for text in (*described.values(), hashes, card))
     return sum(headers) + texts + _asset_bytes(streamed)
 
@@ -59,7 +60,7 @@ def _shard(streamed: StreamedModel, plan: Plan, i: int | None) -> Stored:
     for name in streamed.tensor_names(i):
         layer = name.removesuffix(".weight")
         if layer in layouts:
-            stored |= {f"{layer}.{f}": entry for f, entry in stored_tensors(layouts[layer]).items()}
+            stored |= {f"{layer}.{f}": entry for f, entry in layouts[layer].stored_tensors().items()}
         else:
             stored[name] = plan.kept[name]
     return stored

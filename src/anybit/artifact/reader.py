@@ -5,25 +5,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anybit.artifact.config_json import check_layers
-from anybit.artifact.files import is_artifact, partial_folder
+from anybit.artifact.config_json import StoredLayers
+from anybit.artifact.enhancements import Enhancements, read_enhancements
+from anybit.artifact.files import SECTION, is_artifact, partial_folder
 from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.checkpoint.files import read_json
 from anybit.errors import InputError
-from anybit.formats.layout import (
-    stored_tensors,
-)
+from anybit.formats.base import Json
 from anybit.formats.validate import check_version
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of an artifact, its version and its layers checked.
+    """config.json of an artifact, its version checked.
 
     Raises:
-        InputError: not an artifact, an unfinished one, a newer format, or damaged layer descriptions.
+        InputError: not an artifact, an unfinished one, a newer format, or calibration that is not described.
     """
     refuse_unfinished(path)
     if not path.exists():
@@ -35,7 +35,6 @@ def read_config(path: Path) -> dict[str, Any]:
     config = read_json(path / "config.json")
     quantization = config["quantization_config"]
     check_version(quantization.get("format_version"))
-    check_layers(f"{path}/config.json", quantization)
     calibration = quantization.get("calibration")
     if calibration is not None and not (
         isinstance(calibration, dict) and {"source", "samples", "seq_len"} <= calibration.keys()
@@ -57,16 +56,29 @@ def refuse_unfinished(path: Path) -> None:
         )
 
 
-def open_artifact(path: Path) -> tuple[dict[str, Any], Checkpoint]:
-    """An artifact's `quantization_config` and its opened files; every header fits what the config says.
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact whose headers fit what its config.json says."""
+
+    path: Path
+    quantization: Json  # `quantization_config` of its config.json
+    stored: StoredLayers
+    checkpoint: Checkpoint
+    enhancements: Enhancements | None  # None: it has one file of each tensor, and no more
+
+
+def open_artifact(path: Path) -> Artifact:
+    """An artifact, every header held against its config.json.
 
     Raises:
-        InputError: see `read_config` and `open_checkpoint`; a tensor that is missing or has another shape.
+        InputError: see `read_config`, `open_checkpoint` and `read_enhancements`; a tensor that is missing or has
+            another shape.
     """
     quantization = read_config(path)["quantization_config"]
+    stored = StoredLayers.from_json(f"{path}/config.json", quantization)
     checkpoint = open_checkpoint(path)
-    for name, layout in {**quantization["layers"], **quantization["embeddings"]}.items():
-        for field, (dtype, shape) in stored_tensors(layout).items():
+    for name, layout in {**stored.layers, **stored.embeddings}.items():
+        for field, (dtype, shape) in layout.stored_tensors().items():
             found = checkpoint.tensors.get(f"{name}.{field}")
             if found is None:
                 raise InputError(
@@ -77,11 +89,13 @@ def open_artifact(path: Path) -> tuple[dict[str, Any], Checkpoint]:
                     f"{path}: {name}.{field} is {found.dtype} {list(found.shape)}, but config.json asks for "
                     f"{dtype} {list(shape)}: the artifact is damaged; copy it again"
                 )
-    for name, shape in quantization["dense"].items():
+    for name, matrix in stored.unquantized.items():
         found = checkpoint.tensors.get(f"{name}.weight")
-        if found is None or sorted(found.shape) != sorted(shape):  # GPT-2 stores [in, out]
+        if found is None or sorted(found.shape) != sorted(matrix):  # GPT-2 stores [in, out]
             held = "no such tensor" if found is None else f"it as {list(found.shape)}"
             raise InputError(
-                f"{path} should hold {name}.weight as {shape} and has {held}: the artifact is damaged; copy it again"
+                f"{path} should hold {name}.weight as {list(matrix)} and has {held}: the artifact is damaged; copy it "
+                "again"
             )
-    return quantization, checkpoint
+    found_layers = read_enhancements(path, quantization.get(SECTION), stored.layers)
+    return Artifact(path, quantization, stored, checkpoint, found_layers)

@@ -1,11 +1,12 @@
 """What a run has written, all planes of all rows, split into a base layer and enhancement layers.
 
 The base layer is an ordinary HF directory. Enhancement layers of `STEP` bits each are files beside it; the base layer
-and any first ones of them are a valid model. Which planes go where: `methods.ordering`; who reads them: `levels`.
+and any first ones of them are a valid model. Which planes go where: `methods.ordering`; who reads them: `enhancements`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,40 +14,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.artifact.files import SECTION, link, list_hash, refinement_file
+from anybit.artifact.files import SECTION, enhancement_file, link, list_hash
+from anybit.artifact.levels import Size
 from anybit.artifact.writer import ArtifactWriter
-from anybit.formats.layout import stored_tensors
-from anybit.methods.ordering import BITS, coded_columns, ladder, nested_names, order, plane_rows, with_counts
+from anybit.formats.layout import LayerLayout
+from anybit.methods.ordering import (
+    BITS,
+    coded_columns,
+    level_widths,
+    nested_layers,
+    order,
+    plane_rows,
+    with_counts,
+)
 
 LOSSES = "losses"  # field beside a layer's tensors while the order is not known yet
 
 
 @dataclass(frozen=True)
 class Cut:
-    """An artifact that was cut into core and refinements."""
+    """An artifact that was split into base layer and enhancement layers."""
 
-    layouts: dict[str, dict[str, Any]]  # of all layers as the core has them
-    files: dict[str, dict[str, Any]]  # `bytes` and `sha256` of every refinement's file
+    layouts: dict[str, LayerLayout]  # of all layers as the base layer has them
+    files: dict[str, dict[str, Any]]  # `bytes` and `sha256` of every enhancement layer's file
     section: dict[str, Any]  # of anybit.index.json
-    core: dict[str, Any]  # what config.json says of it
-    bits: float  # average width with all refinements
+    stated: dict[str, Any]  # what config.json says of it
+    bits: float  # average width with all of them
 
-    @property
-    def file_bytes(self) -> int:
-        """Of all refinements."""
-        return sum(entry["bytes"] for entry in self.files.values())
+    def sizes(self, base: Size) -> tuple[Size, ...]:
+        """The levels, of which the first is `base`."""
+        taken = itertools.accumulate((entry["bytes"] for entry in self.files.values()), initial=0)
+        return tuple(
+            Size(level["bits"], base.layer_bytes + more, base.size_bytes + more, level["loss"], True)
+            for level, more in zip(self.section[SECTION], taken)
+        )
 
 
-def cut(writer: ArtifactWriter, layouts: Mapping[str, dict[str, Any]], bits: float, whole: bool) -> Cut:
-    """Write what a run has made, all planes of all rows, again as a core and refinements up to `bits` on average.
+def cut(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout], bits: float, whole: bool) -> Cut:
+    """Write what a run has made, all planes of all rows, again as base layer and enhancement layers up to `bits`.
 
     Args:
         writer: all of whose shards are finished, with the losses of every nested layer.
         layouts: of all layers; of nested ones only the kept channels matter.
-        bits: average width, at least `CORE_BITS`.
+        bits: average width, at least `BASE_BITS`.
         whole: see `order`.
     """
-    names = nested_names(layouts)
+    names = list(nested_layers(layouts))
     shard_of, losses = {}, {}
     for shard in range(writer.shards):
         for name, tensor in writer.read_field(shard, LOSSES).items():
@@ -54,45 +67,47 @@ def cut(writer: ArtifactWriter, layouts: Mapping[str, dict[str, Any]], bits: flo
     steps = order(
         {name: losses[name] for name in names}, coded_columns({n: layouts[n] for n in names}), whole
     )
-    ends = list(dict.fromkeys(steps.upto(rung) for rung in ladder(bits)))  # whole layers may skip some
+    ends = list(
+        dict.fromkeys(steps.upto(width) for width in level_widths(bits))
+    )  # whole layers may skip some
     counts = [steps.counts(end) for end in ends]
-    core = {n: with_counts(x, counts[0][n]) if n in counts[0] else x for n, x in layouts.items()}
+    base = {n: with_counts(x, counts[0][n]) if n in counts[0] else x for n, x in layouts.items()}
     writer.begin_cut()
     chain = ""
     for shard in range(writer.shards):
         tensors = writer.read_whole(shard)
         for name in (name for name in names if shard_of[name] == shard):
-            tensors = _core_tensors(name, core[name], tensors)
+            tensors = _base_tensors(name, base[name], tensors)
         chain = link(chain, writer.write_cut(writer.file(shard), tensors)["sha256"])
     section = [{"file": "", "bits": steps.bits(ends[0]), "loss": steps.loss_after(ends[0]), "chain": chain}]
     files: dict[str, dict[str, Any]] = {}
     for i in range(1, len(ends)):
-        file = refinement_file(i, len(ends) - 1)
-        tensors = _refinement(writer, names, shard_of, list(plane_rows(counts[i], counts[i - 1])))
+        file = enhancement_file(i, len(ends) - 1)
+        tensors = _enhancement(writer, names, shard_of, list(plane_rows(counts[i], counts[i - 1])))
         files[file] = writer.write_cut(file, tensors, {"after": chain})
         chain = link(chain, files[file]["sha256"])
-        rung = {"bits": steps.bits(ends[i]), "loss": steps.loss_after(ends[i])}
-        section.append({"file": file, **rung, "chain": chain})
+        level = {"bits": steps.bits(ends[i]), "loss": steps.loss_after(ends[i])}
+        section.append({"file": file, **level, "chain": chain})
     stated = {SECTION: {"refinements": len(files), "list": list_hash(section)}}
-    return Cut(core, files, {SECTION: section}, stated, steps.bits(ends[-1]))
+    return Cut(base, files, {SECTION: section}, stated, steps.bits(ends[-1]))
 
 
-def _core_tensors(name: str, layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a shard with those of a layer cut to its layout in the core."""
+def _base_tensors(name: str, layout: LayerLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a shard with those of a layer cut to its layout in the base layer."""
     own = {f"{name}.{LOSSES}", *(f"{name}.plane_{p}" for p in range(1, BITS + 1))}
     made = {field: tensor for field, tensor in tensors.items() if field not in own}
-    for field, (_, shape) in stored_tensors(layout).items():
+    for field, (_, shape) in layout.stored_tensors().items():
         made[f"{name}.{field}"] = tensors[f"{name}.{field}"][: shape[0]]
     return made
 
 
-def _refinement(
+def _enhancement(
     writer: ArtifactWriter,
     names: Sequence[str],
     shard_of: Mapping[str, int],
     added: Sequence[tuple[str, int, int, int]],  # layer, plane, first and last row
 ) -> dict[str, Tensor]:
-    """The tensors of a refinement's file: `steps` int32 [n, 3] (number of the layer, plane, rows), `words` uint32."""
+    """The tensors of an enhancement layer: `steps` int32 [n, 3] (number of the layer, plane, rows), `words` uint32."""
     words: dict[tuple[str, int], Tensor] = {}
     for shard in sorted({shard_of[name] for name, *_ in added}):
         here = {(n, p): (first, last) for n, p, first, last in added if shard_of[n] == shard}

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anybit.artifact.levels import Progressive, read_progressive
+from anybit.artifact.enhancements import Enhancements
 from anybit.artifact.reader import open_artifact
 from anybit.checkpoint.directory import Checkpoint
 from anybit.checkpoint.files import HASHES, INDEX, check_sha256, read_json
 from anybit.errors import InputError
-from anybit.formats.layout import stored_tensors
+from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import check_version, validate
 from anybit.formats.weight import PackedWeight
 
@@ -32,19 +32,19 @@ def verify(path: Path, progress: Any = None) -> dict[str, Any]:
         InputError: the first thing that is wrong.
     """
     hashes = _read_hashes(path)
-    quantization, checkpoint = open_artifact(path)
-    found = read_progressive(path, quantization)
+    artifact = open_artifact(path)
+    checkpoint, found = artifact.checkpoint, artifact.enhancements
     if found is not None and (note := found.note()):
         raise InputError(f"{note}; copy it and what follows to have all of it")
-    layouts = {**quantization["layers"], **quantization["embeddings"]}
-    fields = {name: [f"{name}.{field}" for field in stored_tensors(layouts[name])] for name in layouts}
+    layouts = {**artifact.stored.layers, **artifact.stored.embeddings}
+    fields = {name: [f"{name}.{field}" for field in layouts[name].stored_tensors()] for name in layouts}
     kept = set(checkpoint.names()).difference(*fields.values())
     checks: list[Callable[[], None]]
     checks = [functools.partial(check_sha256, path / file, hashes[file]) for file in hashes]
     checks += [functools.partial(_check_layer, name, layouts[name], checkpoint) for name in layouts]
     checks += [functools.partial(_check_kept, name, checkpoint) for name in sorted(kept)]
     if found is not None:
-        checks.append(functools.partial(_check_refinements, found))
+        checks.append(functools.partial(_check_enhancements, found))
     listed = (*(file.name for file in checkpoint.files), INDEX, "config.json")
     for name in listed if (path / HASHES).exists() else ():
         if name not in hashes:
@@ -59,13 +59,13 @@ def verify(path: Path, progress: Any = None) -> dict[str, Any]:
     return {"shards": len(checkpoint.files), "layers": len(layouts), "hashes_checked": bool(hashes)}
 
 
-def _check_refinements(found: Progressive) -> None:
-    """What the steps of all refinements say; their bytes were held against their hashes before."""
+def _check_enhancements(found: Enhancements) -> None:
+    """What the steps of all enhancement layers say; their bytes were held against their hashes before."""
     found.counts(found.present - 1, check=False)
 
 
-def _check_layer(name: str, layout: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    tensors = {field: checkpoint.read(f"{name}.{field}") for field in stored_tensors(layout)}
+def _check_layer(name: str, layout: LayerLayout, checkpoint: Checkpoint) -> None:
+    tensors = {field: checkpoint.read(f"{name}.{field}") for field in layout.stored_tensors()}
     validate(name, PackedWeight(layout, tensors))
 
 

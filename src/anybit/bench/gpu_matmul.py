@@ -18,7 +18,7 @@ from anybit.bench import graphs
 from anybit.bench.graphs import LIMIT, Run, Save, Variant, nobody
 from anybit.bench.kernels import FAST, chosen, layouts, random_weight
 from anybit.errors import InputError
-from anybit.formats.layout import stored_bytes
+from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, unpack
 from anybit.kernels import reference
 from anybit.kernels.dispatch import Prepared
@@ -238,7 +238,7 @@ def _error(name: str, tokens: Sequence[int], dtype: str, device: torch.device) -
     return max(errors)
 
 
-def _random(layout: dict[str, Any], device: torch.device | str) -> PackedWeight:
+def _random(layout: LayerLayout, device: torch.device | str) -> PackedWeight:
     """Valid bytes: random codes, and random floats."""
     weight = random_weight(layout)
     tensors = {
@@ -262,7 +262,7 @@ class _Weights:
         self.copy = graphs.copy(device)
         described = layouts(*shape)
         self.nbytes = {FP16: 2 * shape[0] * shape[1], BF16: 2 * shape[0] * shape[1]}
-        self.nbytes |= {name: stored_bytes(described[name]) for name in names if name in described}
+        self.nbytes |= {name: described[name].nbytes for name in names if name in described}
         self.dense = {
             name: [
                 torch.randn(*shape, device=device, dtype=dtype)
@@ -314,11 +314,11 @@ def _unit(name: str, dtype: str) -> str:
     """Which of `_rates` bounds a variant."""
     if name in (FP16, BF16):
         return "float16" if name == FP16 else "bfloat16"
-    tiles = layouts(*AWKWARD).get(name, {}).get("tiles", ())
-    return "int8" if tiles and all(tile.get("act_bits", 16) <= 8 for tile in tiles) else dtype
+    layout = layouts(*AWKWARD).get(name)
+    return "int8" if layout is not None and all(tile.rounds_inputs for tile in layout.tiles) else dtype
 
 
-def _prepared(layout: dict[str, Any], device: torch.device) -> Prepared:
+def _prepared(layout: LayerLayout, device: torch.device) -> Prepared:
     with device:
         return Prepared(_random(layout, device), on_gpu=True)
 
@@ -343,7 +343,7 @@ def _step(
             else:
                 layout = layouts(out, columns)[name]
                 runs.append(partial(_prepared(layout, device).matmul, x[columns]))
-                nbytes += stored_bytes(layout)
+                nbytes += layout.nbytes
 
     def step() -> None:
         for _ in range(BLOCKS // OWN_BLOCKS):

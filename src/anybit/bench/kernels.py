@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -27,8 +27,8 @@ from torch import Tensor
 from anybit.bench import ggml
 from anybit.compare.machine import machine
 from anybit.errors import InputError
-from anybit.formats import Nested, Sparse, TwoFour
-from anybit.formats.layout import stored_bytes, stored_tensors
+from anybit.formats import CodebookLayout, GroupIntLayout, NestedLayout, Sparse, TileLayout, TwoFourLayout
+from anybit.formats.layout import LayerLayout
 from anybit.formats.two_four import BLOCK
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import cpu, info
@@ -194,24 +194,17 @@ def chosen(only: Iterable[str], there: Collection[str]) -> list[str]:
     return [name for name in there if name in found]
 
 
-def layouts(out: int, columns: int) -> dict[str, dict[str, Any]]:
+def layouts(out: int, columns: int) -> dict[str, LayerLayout]:
     """What each variant stores of a matrix."""
 
-    def tile(bits: int, symmetric: bool, act_bits: int = 16, **more: Any) -> dict[str, Any]:
-        made = {"format": "group_int", "bits": bits, "group_size": GROUP, "symmetric": symmetric, **more}
-        return made if act_bits == 16 else made | {"act_bits": act_bits}
+    def tile(bits: int, symmetric: bool, act_bits: int = 16, **place: Any) -> TileLayout:
+        return GroupIntLayout(bits=bits, group_size=GROUP, symmetric=symmetric, act_bits=act_bits, **place)
 
-    def codebook(bits: int, by_channel: bool = False) -> dict[str, Any]:
-        return {
-            "format": "codebook",
-            "bits": bits,
-            "widths": [bits],
-            "table_bits": 16,
-            "by_channel": by_channel,
-        }
+    def codebook(bits: int, by_channel: bool = False) -> TileLayout:
+        return CodebookLayout.of([bits], by_channel, table_bits=16)
 
     wide, outliers = max(1, out // 10), min(ATOM_OUTLIERS, columns // 4)
-    tiles = {f"W{bits}": [tile(bits, bits == 8)] for bits in WIDTHS}
+    tiles: dict[str, list[TileLayout]] = {f"W{bits}": [tile(bits, bits == 8)] for bits in WIDTHS}
     tiles |= {f"W{bits}A8": [tile(bits, bits == 8, 8)] for bits in WIDTHS}
     tiles["W4A4"] = [tile(4, True, 4)]
     if out > 1:
@@ -219,28 +212,26 @@ def layouts(out: int, columns: int) -> dict[str, dict[str, Any]]:
     if outliers:
         tiles["Atom W4A4"] = [tile(4, True, 4, cols=columns - outliers), tile(8, True, 8, cols=outliers)]
     if columns % (4 * BLOCK) == 0:
-        tiles["2/4/16"] = [TwoFour.description(columns * 3 // 4, columns, BLOCK)]
+        tiles["2/4/16"] = [TwoFourLayout.of(columns * 3 // 4, columns, BLOCK)]
     tiles |= {f"codebook {bits}": [codebook(bits)] for bits in WIDTHS}
     whole = [bits for bits in WIDTHS if 2**bits <= out]  # whose tables have all entries
     tiles |= {f"by channel {bits}": [codebook(bits, by_channel=True)] for bits in whole}
     tiles |= {f"codebook {bits}{FAST}": [codebook(bits)] for bits in WIDTHS}
     kept = columns // 128
-    tiles |= {f"nested {bits}": [Nested.description([out] * bits, kept)] for bits in WIDTHS}
+    tiles |= {f"nested {bits}": [NestedLayout.of([out] * bits, kept)] for bits in WIDTHS}
     mixed = [out, out, out * 3 // 4, out // 2, out // 4]  # an average of 3.5 bits
-    tiles["nested 2 to 5"] = [Nested.description([n for n in mixed if n], kept)]
-    made: dict[str, dict[str, Any]] = {
-        name: {"shape": [out, columns], "tiles": entry} for name, entry in tiles.items()
-    }
-    made["codebook 4 + sparse"] = made["codebook 4"] | {"sparse": int(SPARSE * out * columns)}
+    tiles["nested 2 to 5"] = [NestedLayout.of([n for n in mixed if n], kept)]
+    made = {name: LayerLayout((out, columns), tuple(entry)) for name, entry in tiles.items()}
+    made["codebook 4 + sparse"] = replace(made["codebook 4"], sparse=int(SPARSE * out * columns))
     return made
 
 
-def random_weight(layout: dict[str, Any]) -> PackedWeight:
+def random_weight(layout: LayerLayout) -> PackedWeight:
     """Valid bytes of a layout: random codes, scales of one size, indices in a random order where order is free."""
-    out, columns = layout["shape"]
+    out, columns = layout.shape
     rows, cols = torch.randperm(out), torch.randperm(columns)
     tensors: dict[str, Tensor] = {}
-    for name, (dtype, shape) in stored_tensors(layout).items():
+    for name, (dtype, shape) in layout.stored_tensors().items():
         kind = name.rpartition(".")[2]
         if name.startswith("sparse."):
             continue
@@ -261,8 +252,8 @@ def random_weight(layout: dict[str, Any]) -> PackedWeight:
         else:
             random = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
             tensors[name] = random.view(dtype)[..., 0].contiguous()
-    if "sparse" in layout:
-        chosen = torch.randperm(out * columns)[: layout["sparse"]].sort().values
+    if layout.sparse is not None:
+        chosen = torch.randperm(out * columns)[: layout.sparse].sort().values
         counts = torch.bincount(chosen // columns, minlength=out)
         ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         part = Sparse(torch.ones(len(chosen)).half(), chosen % columns, ends.int())
@@ -326,7 +317,7 @@ def _quantized(name: str, x: Tensor, isa: str | None, out: int) -> Variant:
         prepared = Prepared(random_weight(layout), not name.endswith(FAST), isa)
         return lambda: prepared.matmul(x)
 
-    return Variant(stored_bytes(layout), make)
+    return Variant(layout.nbytes, make)
 
 
 def _peer(kind: str, x: Tensor, threads: int, out: int) -> Variant:

@@ -71,7 +71,7 @@ def plan(
 ) -> None:
     """Show how large MODEL becomes at each width, and which widths fit a memory budget.
 
-    Of an artifact of the method anybit: its curve, the size and the expected increase of the loss at each width.
+    Of an artifact: its levels, with the size and the expected increase of the loss at each.
 
     Examples:
 
@@ -103,16 +103,16 @@ def plan(
 
 def _plan_artifact(path: Path, memory: str | None, as_json: bool) -> None:
     """The levels of an artifact, and the largest that fits."""
-    from anybit.artifact.sizes import curve
+    from anybit.artifact.sizes import table_of_levels
 
-    levels = curve(path)
+    levels = table_of_levels(path)
     most = None if memory is None else parse_bytes(memory)
     fitting = [r for r in levels if r["present"] and (most is None or r["size_bytes"] <= most)]
     if not fitting:
         raise InputError(
-            f"nothing fits {memory}: the base layer takes {levels[0]['size_bytes'] / 1e6:.1f} MB"
+            f"nothing fits {memory}: the smallest level takes {levels[0]['size_bytes'] / 1e6:.1f} MB"
         )
-    emit({"curve": levels, "best": fitting[-1]}, None, show_json if as_json else tables.print_curve)
+    emit({"levels": levels, "best": fitting[-1]}, None, show_json if as_json else tables.print_levels)
 
 
 def _plan_model(

@@ -94,10 +94,12 @@ def print_inspection(f: dict[str, Any]) -> None:
     if f["bits_eq10"] is not None:
         typer.echo(f"bits by eq. 10    {f['bits_eq10']:.3f} (2/4/16: scales and zero points counted)")
     typer.echo(f"bits per weight   {f['bits_per_weight']:.3f} over {f['weights'] / 1e6:.1f} M weights")
-    for row in f["widths"]:
-        typer.echo(f"  read at {row['bits']} bits  {row['bits_per_weight']:.3f}")
-    if f["widths"]:
-        typer.echo(f"  all widths      {f['file_bits_per_weight']:.3f} in the file")
+    if len(f["levels"]) > 1:
+        there = [level["bits"] for level in f["levels"] if level["present"]]
+        typer.echo(
+            f"levels            {len(there)}, {there[0]:.2f} to {there[-1]:.2f} bits (`anybit plan` lists them)"
+        )
+        typer.echo(f"  all of them     {f['file_bits_per_weight']:.3f} bits per weight in the file")
     if f["kv_bits"] != 16:
         typer.echo(f"KV-cache          {f['kv_bits']} bits")
     typer.echo(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
@@ -155,13 +157,14 @@ def print_plan(f: dict[str, Any]) -> None:
     _print(("bits", "embed bits", "bits per weight", "size", "<"), rows)
 
 
-def print_curve(f: dict[str, Any]) -> None:
-    """What an artifact of many sizes is at each of them."""
+def print_levels(f: dict[str, Any]) -> None:
+    """What an artifact is at each of its levels."""
     rows = []
-    for row in f["curve"]:
+    for row in f["levels"]:
         mark = "not here" if not row["present"] else BEST if row == f["best"] else ""
         rates = f"{row['bits']:.2f}", f"{row['bits_per_weight']:.3f}"
-        rows.append((*rates, f"{row['size_bytes'] / 1e6:.1f} MB", f"{row['loss']:.4f}", mark))
+        loss = "not known" if row["loss"] is None else f"{row['loss']:.4f}"
+        rows.append((*rates, f"{row['size_bytes'] / 1e6:.1f} MB", loss, mark))
     _print(("bits", "bits per weight", "size", "expected increase of the loss, nats per token", "<"), rows)
 
 

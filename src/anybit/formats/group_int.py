@@ -9,15 +9,75 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from anybit.formats.base import Fields, Refuse, check_finite, is_int
+from anybit.formats.base import Fields, Refuse, TileLayout, check_finite, count, is_int
 from anybit.formats.bits import code_align, groups_of, pack_codes, packed_shape, unpack_codes
 
 
-def activations_of(bits: int, static: bool) -> dict[str, Any]:
-    """What a tile's description says of its activations; nothing where they stay as they come."""
-    if bits == 16:
-        return {}
-    return {"act_bits": bits, "act_static": True} if static else {"act_bits": bits}
+@dataclass(frozen=True, kw_only=True)
+class GroupIntLayout(TileLayout):
+    """How a tile in format "group int" is stored."""
+
+    NAME: ClassVar = "group_int"
+
+    group_size: int  # input channels per group
+    symmetric: bool  # without zero points
+    act_bits: int = 16  # 2..8; 16: inputs as they come
+    act_static: bool = False  # their scales are stored, instead of found for each token
+
+    @property
+    def rounds_inputs(self) -> bool:
+        return self.act_bits < 16
+
+    @property
+    def input_grid(self) -> tuple[Any, ...]:
+        return self.act_bits, self.act_static, self.group_size, self.cols is not None
+
+    def fields(self, r: int, c: int) -> Fields:
+        bits, groups = int(self.bits), groups_of(c, self.group_size)
+        fields: Fields = {
+            "codes": (torch.uint8, packed_shape(r, c, bits, code_align(bits))),
+            "scales": (torch.float16, (r, groups)),
+        }
+        if not self.symmetric:
+            fields["zeros"] = (torch.uint8, packed_shape(r, groups, bits, 1))
+        if self.rounds_inputs:
+            fields["act_scales" if self.act_static else "act_clip"] = (torch.float16, (groups,))
+        return fields
+
+    def read(self, tensors: Mapping[str, Tensor], r: int, c: int) -> GroupInt:
+        bits, zeros = int(self.bits), tensors.get("zeros")
+        return GroupInt(
+            bits,
+            self.group_size,
+            codes=unpack_codes(tensors["codes"], bits, c),
+            scales=tensors["scales"],
+            zeros=None if zeros is None else unpack_codes(zeros, bits, groups_of(c, self.group_size)),
+            rows=tensors.get("rows"),
+            cols=tensors.get("cols"),
+            act_bits=self.act_bits,
+            act_clip=tensors.get("act_clip"),
+            act_scales=tensors.get("act_scales"),
+        )
+
+    def check(self, r: int, c: int, refuse: Refuse) -> None:
+        if not is_int(self.bits, 1, 8):
+            refuse(f"width {self.bits!r} is not one of 1..8 bits")
+        if self.act_bits != 16 and not is_int(self.act_bits, 2, 8):
+            refuse(f"activations of {self.act_bits!r} bits are not of 2..8")
+        if not isinstance(self.act_static, bool):
+            refuse(f"act_static {self.act_static!r} is not true or false")
+        if self.act_static and not self.rounds_inputs:
+            refuse("act_static is about rounded inputs, and act_bits is not below 16")
+        if not is_int(self.group_size, 1, 2**31 - 1) or not isinstance(self.symmetric, bool):
+            refuse(f"{self} needs a positive group_size and symmetric true or false")
+
+    def check_tensors(self, tensors: Mapping[str, Tensor], r: int, c: int, refuse: Refuse) -> None:
+        check_finite("scales", tensors, refuse)
+        for field, most in (("act_clip", 1.0), ("act_scales", torch.inf)):
+            if field in tensors:
+                check_finite(field, tensors, refuse)
+                if not ((tensors[field] > 0) & (tensors[field] <= most)).all():
+                    refuse(f"{field} is not above 0" + (" and up to 1" if most == 1 else ""))
 
 
 @dataclass(frozen=True)
@@ -31,8 +91,6 @@ class GroupInt:
     that width in the same groups as the weights. The grid reaches `act_clip` times a group's largest magnitude
     (dynamic), or has the scale `act_scales` (static).
     """
-
-    NAME: ClassVar = "group_int"
 
     bits: int  # 1..8
     group_size: int  # input channels per group, in stored order
@@ -52,68 +110,19 @@ class GroupInt:
         zero = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.float()[:, group]
         return (self.codes.float() - zero) * self.scales.float()[:, group]
 
-    def describe(self) -> dict[str, Any]:
-        tile: dict[str, Any] = {
-            "format": self.NAME,
-            "bits": self.bits,
-            "group_size": self.group_size,
-            "symmetric": self.zeros is None,
-        }
-        return tile | activations_of(self.act_bits, self.act_scales is not None)
+    def layout(self) -> GroupIntLayout:
+        return GroupIntLayout(
+            bits=self.bits,
+            group_size=self.group_size,
+            symmetric=self.zeros is None,
+            act_bits=self.act_bits,
+            act_static=self.act_scales is not None,
+            rows=count(self.rows),
+            cols=count(self.cols),
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         fields = {"codes": pack_codes(self.codes, self.bits, code_align(self.bits)), "scales": self.scales}
         fields |= {} if self.zeros is None else {"zeros": pack_codes(self.zeros, self.bits, 1)}
         fields |= {} if self.act_clip is None else {"act_clip": self.act_clip}
         return fields if self.act_scales is None else fields | {"act_scales": self.act_scales}
-
-    @staticmethod
-    def fields(tile: Mapping[str, Any], r: int, c: int) -> Fields:
-        bits, groups = tile["bits"], groups_of(c, tile["group_size"])
-        fields: Fields = {
-            "codes": (torch.uint8, packed_shape(r, c, bits, code_align(bits))),
-            "scales": (torch.float16, (r, groups)),
-        }
-        if not tile["symmetric"]:
-            fields["zeros"] = (torch.uint8, packed_shape(r, groups, bits, 1))
-        if "act_bits" in tile:
-            fields["act_scales" if tile.get("act_static") else "act_clip"] = (torch.float16, (groups,))
-        return fields
-
-    @staticmethod
-    def read(tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int) -> GroupInt:
-        bits, group_size, zeros = tile["bits"], tile["group_size"], tensors.get("zeros")
-        return GroupInt(
-            bits,
-            group_size,
-            codes=unpack_codes(tensors["codes"], bits, c),
-            scales=tensors["scales"],
-            zeros=None if zeros is None else unpack_codes(zeros, bits, groups_of(c, group_size)),
-            rows=tensors.get("rows"),
-            cols=tensors.get("cols"),
-            act_bits=tile.get("act_bits", 16),
-            act_clip=tensors.get("act_clip"),
-            act_scales=tensors.get("act_scales"),
-        )
-
-    @staticmethod
-    def check_description(tile: Mapping[str, Any], refuse: Refuse) -> None:
-        if not is_int(tile.get("bits"), 1, 8):
-            refuse(f"width {tile.get('bits')!r} is not one of 1..8 bits")
-        if "act_bits" in tile and not is_int(tile["act_bits"], 2, 8):
-            refuse(f"activations of {tile['act_bits']!r} bits are not of 2..8")
-        if not isinstance(tile.get("act_static", False), bool):
-            refuse(f"act_static {tile['act_static']!r} is not true or false")
-        if not is_int(tile.get("group_size"), 1, 2**31 - 1) or not isinstance(tile.get("symmetric"), bool):
-            refuse(f"tile {dict(tile)!r} needs a positive group_size and symmetric true or false")
-
-    @staticmethod
-    def check_tensors(
-        tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int, refuse: Refuse
-    ) -> None:
-        check_finite("scales", tensors, refuse)
-        for field, most in (("act_clip", 1.0), ("act_scales", torch.inf)):
-            if field in tensors:
-                check_finite(field, tensors, refuse)
-                if not ((tensors[field] > 0) & (tensors[field] <= most)).all():
-                    refuse(f"{field} is not above 0" + (" and up to 1" if most == 1 else ""))

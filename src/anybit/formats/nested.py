@@ -10,8 +10,94 @@ import torch
 from torch import Tensor
 
 from anybit.formats import tables as shapes
-from anybit.formats.base import Fields, Refuse, check_finite, index, index_type, is_int, wide_index
+from anybit.formats.base import (
+    Fields,
+    Refuse,
+    TileLayout,
+    check_finite,
+    index,
+    index_type,
+    is_int,
+    wide_index,
+)
 from anybit.formats.bits import PLANE_ALIGN, groups_of, pack_bits, row_bytes, unpack_bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class NestedLayout(TileLayout):
+    """How a tile in format "nested" is stored."""
+
+    NAME: ClassVar = "nested"
+
+    counts: tuple[int, ...]  # rows of every plane, above 0 and not ascending
+    kept: int  # input channels that are stored as they are
+
+    @staticmethod
+    def of(counts: Sequence[int], kept: int) -> NestedLayout:
+        bits = sum(counts) / counts[0]
+        return NestedLayout(bits=int(bits) if bits.is_integer() else bits, counts=tuple(counts), kept=kept)
+
+    def coded(self, c: int) -> int:
+        return c - self.kept
+
+    def fields(self, r: int, c: int) -> Fields:
+        fields: Fields = {
+            "order": (index_type(r), (r,)),
+            "scales": (torch.float16, (r,)),
+            "shapes": (torch.uint8, (row_bytes(r, 4, 1),)),
+        }
+        if self.kept:
+            fields["kept"] = (index_type(c), (self.kept,))
+            fields["kept_values"] = (torch.float16, (r, self.kept))
+        words = groups_of(self.coded(c), 32)
+        return fields | {f"plane_{p}": (torch.uint32, (n, words)) for p, n in enumerate(self.counts, 1)}
+
+    def read(self, tensors: Mapping[str, Tensor], r: int, c: int) -> Nested:
+        device = tensors["scales"].device
+        codes = torch.zeros(r, self.coded(c), dtype=torch.uint8, device=device)
+        for p, n in enumerate(self.counts, 1):
+            codes[:n] = codes[:n] << 1 | unpack_bits(
+                tensors[f"plane_{p}"].view(torch.uint8), 1, self.coded(c)
+            )
+        order, kinds, scales, kept = self.read_grid(tensors, r)
+        none = torch.zeros(r, 0, dtype=torch.float16, device=device)
+        return Nested(
+            self.counts, order, scales, kinds, codes, kept, tensors["kept_values"] if self.kept else none
+        )
+
+    def read_grid(self, tensors: Mapping[str, Tensor], r: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What there is beside codes and values: order int64, shapes uint8, scales float16 [r], kept int64 [k]."""
+        nothing = torch.zeros(0, dtype=torch.int64, device=tensors["order"].device)
+        kept = wide_index(tensors["kept"]) if self.kept else nothing
+        kinds = unpack_bits(tensors["shapes"][None], 4, r)[0]
+        return wide_index(tensors["order"]), kinds, tensors["scales"], kept
+
+    def check(self, r: int, c: int, refuse: Refuse) -> None:
+        counts: Any = self.counts
+        if not isinstance(counts, tuple) or not 1 <= len(counts) <= 8:
+            refuse(f"counts {counts!r} are not the rows of 1 to 8 planes")
+        if not all(is_int(n, 1, 2**31 - 1) for n in counts) or list(counts) != sorted(counts, reverse=True):
+            refuse(f"counts {list(counts)!r} of planes must be above 0 and not ascend")
+        if self.rows is not None or self.cols is not None:
+            refuse("a nested tile holds the whole matrix")
+        if self.bits != sum(counts) / counts[0]:
+            refuse(f"average width {self.bits!r} is not that of the counts {list(counts)!r}")
+        if not is_int(self.kept, 0, 2**31 - 1):
+            refuse(f"{self.kept!r} kept channels are not a number of them")
+        if counts[0] != r or self.kept >= c:
+            refuse(f"counts and kept channels of {self} do not fit the matrix [{r}, {c}]")
+
+    def check_tensors(self, tensors: Mapping[str, Tensor], r: int, c: int, refuse: Refuse) -> None:
+        check_finite("scales", tensors, refuse)
+        if (tensors["scales"] < 0).any():
+            refuse("scales are negative")
+        if not torch.equal(wide_index(tensors["order"]).sort().values.cpu(), torch.arange(r)):
+            refuse(f"order does not name each of {r} output rows once")
+        if self.kept:
+            check_finite("kept_values", tensors, refuse)
+            kept = wide_index(tensors["kept"])
+            if int(kept.min()) < 0 or int(kept.max()) >= c or (kept.diff() <= 0).any():
+                refuse(f"kept channels do not ascend within 0..{c - 1}")
 
 
 @dataclass(frozen=True)
@@ -23,8 +109,6 @@ class Nested:
     beginnings of the same planes. A weight is its row's scale times an entry of the row's shape (`shapes`), but for
     some input channels, which are kept as they are.
     """
-
-    NAME: ClassVar = "nested"
 
     counts: tuple[int, ...]  # rows of every plane, above 0 and not ascending; the first is r
     order: Tensor  # int64 [r]: the output row of each stored row
@@ -67,18 +151,8 @@ class Nested:
         mask[kept] = False
         return mask.nonzero()[:, 0]
 
-    @staticmethod
-    def description(counts: Sequence[int], kept: int) -> dict[str, Any]:
-        bits = sum(counts) / counts[0]
-        return {
-            "format": Nested.NAME,
-            "bits": int(bits) if bits.is_integer() else bits,
-            "counts": list(counts),
-            "kept": kept,
-        }
-
-    def describe(self) -> dict[str, Any]:
-        return self.description(self.counts, len(self.kept))
+    def layout(self) -> NestedLayout:
+        return NestedLayout.of(self.counts, len(self.kept))
 
     def tensors(self) -> dict[str, Tensor]:
         r = len(self.order)
@@ -97,66 +171,3 @@ class Nested:
             bit = self.codes[:n] >> (widths[:n, None] - p) & 1
             fields[f"plane_{p}"] = pack_bits(bit, 1, PLANE_ALIGN).view(torch.uint32)
         return fields
-
-    @staticmethod
-    def fields(tile: Mapping[str, Any], r: int, c: int) -> Fields:
-        fields: Fields = {
-            "order": (index_type(r), (r,)),
-            "scales": (torch.float16, (r,)),
-            "shapes": (torch.uint8, (row_bytes(r, 4, 1),)),
-        }
-        if tile["kept"]:
-            fields["kept"] = (index_type(c), (tile["kept"],))
-            fields["kept_values"] = (torch.float16, (r, tile["kept"]))
-        words = groups_of(c - tile["kept"], 32)
-        return fields | {f"plane_{p}": (torch.uint32, (n, words)) for p, n in enumerate(tile["counts"], 1)}
-
-    @staticmethod
-    def read(tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int) -> Nested:
-        counts, k = tuple(tile["counts"]), tile["kept"]
-        device = tensors["scales"].device
-        codes = torch.zeros(r, c - k, dtype=torch.uint8, device=device)
-        for p, n in enumerate(counts, 1):
-            codes[:n] = codes[:n] << 1 | unpack_bits(tensors[f"plane_{p}"].view(torch.uint8), 1, c - k)
-        order, kinds, scales, kept = Nested.read_grid(tile, tensors, r)
-        values = tensors["kept_values"] if k else torch.zeros(r, 0, dtype=torch.float16, device=device)
-        return Nested(counts, order, scales, kinds, codes, kept, values)
-
-    @staticmethod
-    def read_grid(
-        tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What there is beside codes and values: order int64, shapes uint8, scales float16 [r], kept int64 [k]."""
-        nothing = torch.zeros(0, dtype=torch.int64, device=tensors["order"].device)
-        kept = wide_index(tensors["kept"]) if tile["kept"] else nothing
-        kinds = unpack_bits(tensors["shapes"][None], 4, r)[0]
-        return wide_index(tensors["order"]), kinds, tensors["scales"], kept
-
-    @staticmethod
-    def check_description(tile: Mapping[str, Any], refuse: Refuse) -> None:
-        counts: Any = tile.get("counts")
-        if not isinstance(counts, list | tuple) or not 1 <= len(counts) <= 8:
-            refuse(f"counts {counts!r} are not the rows of 1 to 8 planes")
-        if not all(is_int(n, 1, 2**31 - 1) for n in counts) or list(counts) != sorted(counts, reverse=True):
-            refuse(f"counts {counts!r} of planes must be above 0 and not ascend")
-        if "rows" in tile or "cols" in tile:
-            refuse("a nested tile holds the whole matrix")
-        if tile.get("bits") != sum(counts) / counts[0]:
-            refuse(f"average width {tile.get('bits')!r} is not that of the counts {counts!r}")
-        if not is_int(tile.get("kept"), 0, 2**31 - 1):
-            refuse(f"{tile.get('kept')!r} kept channels are not a number of them")
-
-    @staticmethod
-    def check_tensors(
-        tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int, refuse: Refuse
-    ) -> None:
-        check_finite("scales", tensors, refuse)
-        if (tensors["scales"] < 0).any():
-            refuse("scales are negative")
-        if not torch.equal(wide_index(tensors["order"]).sort().values.cpu(), torch.arange(r)):
-            refuse(f"order does not name each of {r} output rows once")
-        if tile["kept"]:
-            check_finite("kept_values", tensors, refuse)
-            kept = wide_index(tensors["kept"])
-            if int(kept.min()) < 0 or int(kept.max()) >= c or (kept.diff() <= 0).any():
-                refuse(f"kept channels do not ascend within 0..{c - 1}")

@@ -4,16 +4,120 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from anybit.formats.base import Fields, Refuse, check_finite, is_int
+from anybit.formats.base import Fields, Refuse, TileLayout, check_finite, is_int
 from anybit.formats.bits import groups_of, pack_bits, row_bytes, unpack_bits
 
 BLOCK = 16  # input channels that have one width in a "two_four" tile
 SECOND_GROUP = 16  # output rows whose scales share a second-order grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoFourLayout(TileLayout):
+    """How a tile in format "two_four" is stored."""
+
+    NAME: ClassVar = "two_four"
+
+    narrow: int  # input channels at 2 bits
+    group_size: int  # channels of a 2-bit group: 16 or 8
+
+    @staticmethod
+    def of(narrow: int, c: int, group_size: int) -> TwoFourLayout:
+        """Of a tile with `narrow` of its `c` channels at 2 bits."""
+        return TwoFourLayout(bits=_average_width(narrow, c), narrow=narrow, group_size=group_size)
+
+    def fields(self, r: int, c: int) -> Fields:
+        narrow, size = self.narrow, self.group_size
+        wide, groups, parts = c - narrow, TwoFour.groups(narrow, size), groups_of(r, SECOND_GROUP)
+        fields: Fields = {"blocks": (torch.uint8, (row_bytes(groups_of(c, BLOCK), 1, 1),))}
+        if narrow:
+            fields["scale_scales"] = (torch.float16, (parts, groups))
+            fields["scale_zeros"] = (torch.uint8, (parts, row_bytes(groups, 4, 1)))
+        if wide:
+            fields["wide_scales"] = (torch.float16, (r,))
+            fields["wide_zeros"] = (torch.uint8, (row_bytes(r, 4, 1),))
+        if TwoFour.is_aligned(narrow, c, size):
+            units = wide // BLOCK
+            return fields | {
+                "codes": (torch.uint8, (r, units, 16)),
+                "rest": (torch.uint8, (r, units, 4)),
+                "grids": (torch.uint16, (r, units)),
+            }
+        if narrow:
+            fields["narrow_codes"] = (torch.uint8, (r, row_bytes(narrow, 2, 4)))
+            fields["zeros"] = (torch.uint8, (r, row_bytes(groups, 2, 1)))
+            fields["scale_codes"] = (torch.uint8, (r, row_bytes(groups, 4, 1)))
+        if wide:
+            fields["wide_codes"] = (torch.uint8, (r, row_bytes(wide, 4, 4)))
+        return fields
+
+    def read(self, tensors: Mapping[str, Tensor], r: int, c: int) -> TwoFour:
+        narrow, size = self.narrow, self.group_size
+        groups, parts = TwoFour.groups(narrow, size), groups_of(r, SECOND_GROUP)
+        mask = unpack_bits(tensors["blocks"][None], 1, groups_of(c, BLOCK))[0].bool()
+        at_2, at_4 = TwoFour.channels(mask, c)
+        device = mask.device
+        nothing = torch.zeros(r, 0, dtype=torch.uint8, device=device)
+        low = high = zeros = scale_codes = nothing
+        if TwoFour.is_aligned(narrow, c, size):
+            first, rest = tensors["codes"], tensors["rest"]
+            low = unpack_bits(first[..., :12].reshape(r, -1), 2, narrow)
+            high = unpack_bits(torch.cat([first[..., 12:], rest], dim=-1).reshape(r, -1), 4, c - narrow)
+            grids = tensors["grids"].view(torch.int16).int() & 0xFFFF
+            zeros = torch.stack([grids & 3, grids >> 2 & 3, grids >> 4 & 3], -1).flatten(1).to(torch.uint8)
+            scales = torch.stack([grids >> 6 & 15, grids >> 10 & 7, grids >> 13], -1)
+            scale_codes = scales.flatten(1).to(torch.uint8)
+        else:
+            if narrow:
+                low = unpack_bits(tensors["narrow_codes"], 2, narrow)
+                zeros = unpack_bits(tensors["zeros"], 2, groups)
+                scale_codes = unpack_bits(tensors["scale_codes"], 4, groups)
+            if narrow < c:
+                high = unpack_bits(tensors["wide_codes"], 4, c - narrow)
+        codes = torch.empty(r, c, dtype=torch.uint8, device=device)
+        codes[:, at_2], codes[:, at_4] = low, high
+        none = torch.zeros(parts, 0, dtype=torch.uint8, device=device)
+        return TwoFour(
+            mask,
+            size,
+            codes,
+            zeros,
+            scale_codes,
+            tensors["scale_scales"] if narrow else none.half(),
+            unpack_bits(tensors["scale_zeros"], 4, groups) if narrow else none,
+            tensors["wide_scales"] if narrow < c else torch.zeros(r, device=device).half(),
+            unpack_bits(tensors["wide_zeros"][None], 4, r)[0]
+            if narrow < c
+            else torch.zeros(r, dtype=torch.uint8, device=device),
+        )
+
+    def check(self, r: int, c: int, refuse: Refuse) -> None:
+        if self.group_size not in (8, BLOCK):
+            refuse(f"group_size {self.group_size!r} of 2-bit groups is not 8 or {BLOCK}")
+        if not is_int(self.narrow, 0, c):
+            refuse(f"{self.narrow!r} channels at 2 bits are not a number of them up to {c}")
+        if self.rows is not None or self.cols is not None:
+            refuse("a tile of 2 and 4 bits holds the whole matrix")
+        if not isinstance(self.bits, int | float) or not 2 <= self.bits <= 4:
+            refuse(f"average width {self.bits!r} is not between 2 and 4")
+        if abs(self.bits - _average_width(self.narrow, c)) > 1e-9:
+            average = _average_width(self.narrow, c)
+            refuse(f"{self.narrow} of {c} channels at 2 bits are {average} bits, not {self.bits}")
+
+    def check_tensors(self, tensors: Mapping[str, Tensor], r: int, c: int, refuse: Refuse) -> None:
+        for field in ("scale_scales", "wide_scales"):
+            if field in tensors:
+                check_finite(field, tensors, refuse)
+        mask = unpack_bits(tensors["blocks"][None], 1, groups_of(c, BLOCK))[0].bool()
+        narrow = len(TwoFour.channels(mask, c)[0])
+        if narrow != self.narrow:
+            refuse(f"blocks give {narrow} channels 2 bits, the description {self.narrow}")
+        if c % BLOCK and bool(mask[-1]):
+            refuse(f"the last block has {c % BLOCK} of {BLOCK} channels, and 4 bits: it must have 2")
 
 
 @dataclass(frozen=True)
@@ -24,8 +128,6 @@ class TwoFour:
     `scale = scale_scales * (scale_code + scale_zero)`. All 4-bit channels of a row share one scale and zero point.
     Where there are three 2-bit blocks to each 4-bit block, codes are stored in units of 128 bits and grids of 16.
     """
-
-    NAME: ClassVar = "two_four"
 
     wide: Tensor  # bool [blocks]: those at 4 bits; the last block may have fewer channels
     group_size: int  # channels of a 2-bit group: 16 or 8
@@ -39,12 +141,6 @@ class TwoFour:
 
     rows: ClassVar = None
     cols: ClassVar = None
-
-    @property
-    def bits(self) -> float:
-        return _average_width(
-            int(self.channels(self.wide, self.codes.shape[1])[0].numel()), self.codes.shape[1]
-        )
 
     @staticmethod
     def channels(wide: Tensor, c: int) -> tuple[Tensor, Tensor]:
@@ -90,19 +186,9 @@ class TwoFour:
         of_channel[narrow] = self.group_of(len(narrow), self.group_size, scales.device)
         return (self.codes.float() - zeros.index_select(1, of_channel)) * scales.index_select(1, of_channel)
 
-    def describe(self) -> dict[str, Any]:
+    def layout(self) -> TwoFourLayout:
         c = self.codes.shape[1]
-        return self.description(len(self.channels(self.wide, c)[0]), c, self.group_size)
-
-    @staticmethod
-    def description(narrow: int, c: int, group_size: int) -> dict[str, Any]:
-        """The description of a tile with `narrow` of its `c` channels at 2 bits."""
-        return {
-            "format": TwoFour.NAME,
-            "bits": _average_width(narrow, c),
-            "narrow": narrow,
-            "group_size": group_size,
-        }
+        return TwoFourLayout.of(len(self.channels(self.wide, c)[0]), c, self.group_size)
 
     def tensors(self) -> dict[str, Tensor]:
         r, c = self.codes.shape
@@ -135,102 +221,6 @@ class TwoFour:
                 "scale_codes": pack_bits(self.scale_codes, 4, 1),
             }
         return fields | {"wide_codes": pack_bits(high, 4, 4)} if len(wide) else fields
-
-    @staticmethod
-    def fields(tile: Mapping[str, Any], r: int, c: int) -> Fields:
-        narrow, size = tile["narrow"], tile["group_size"]
-        wide, groups, parts = c - narrow, TwoFour.groups(narrow, size), groups_of(r, SECOND_GROUP)
-        fields: Fields = {"blocks": (torch.uint8, (row_bytes(groups_of(c, BLOCK), 1, 1),))}
-        if narrow:
-            fields["scale_scales"] = (torch.float16, (parts, groups))
-            fields["scale_zeros"] = (torch.uint8, (parts, row_bytes(groups, 4, 1)))
-        if wide:
-            fields["wide_scales"] = (torch.float16, (r,))
-            fields["wide_zeros"] = (torch.uint8, (row_bytes(r, 4, 1),))
-        if TwoFour.is_aligned(narrow, c, size):
-            units = wide // BLOCK
-            return fields | {
-                "codes": (torch.uint8, (r, units, 16)),
-                "rest": (torch.uint8, (r, units, 4)),
-                "grids": (torch.uint16, (r, units)),
-            }
-        if narrow:
-            fields["narrow_codes"] = (torch.uint8, (r, row_bytes(narrow, 2, 4)))
-            fields["zeros"] = (torch.uint8, (r, row_bytes(groups, 2, 1)))
-            fields["scale_codes"] = (torch.uint8, (r, row_bytes(groups, 4, 1)))
-        if wide:
-            fields["wide_codes"] = (torch.uint8, (r, row_bytes(wide, 4, 4)))
-        return fields
-
-    @staticmethod
-    def read(tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int) -> TwoFour:
-        narrow, size = tile["narrow"], tile["group_size"]
-        groups, parts = TwoFour.groups(narrow, size), groups_of(r, SECOND_GROUP)
-        mask = unpack_bits(tensors["blocks"][None], 1, groups_of(c, BLOCK))[0].bool()
-        at_2, at_4 = TwoFour.channels(mask, c)
-        device = mask.device
-        nothing = torch.zeros(r, 0, dtype=torch.uint8, device=device)
-        low = high = zeros = scale_codes = nothing
-        if TwoFour.is_aligned(narrow, c, size):
-            first, rest = tensors["codes"], tensors["rest"]
-            low = unpack_bits(first[..., :12].reshape(r, -1), 2, narrow)
-            high = unpack_bits(torch.cat([first[..., 12:], rest], dim=-1).reshape(r, -1), 4, c - narrow)
-            grids = tensors["grids"].view(torch.int16).int() & 0xFFFF
-            zeros = torch.stack([grids & 3, grids >> 2 & 3, grids >> 4 & 3], -1).flatten(1).to(torch.uint8)
-            scales = torch.stack([grids >> 6 & 15, grids >> 10 & 7, grids >> 13], -1)
-            scale_codes = scales.flatten(1).to(torch.uint8)
-        else:
-            if narrow:
-                low = unpack_bits(tensors["narrow_codes"], 2, narrow)
-                zeros = unpack_bits(tensors["zeros"], 2, groups)
-                scale_codes = unpack_bits(tensors["scale_codes"], 4, groups)
-            if narrow < c:
-                high = unpack_bits(tensors["wide_codes"], 4, c - narrow)
-        codes = torch.empty(r, c, dtype=torch.uint8, device=device)
-        codes[:, at_2], codes[:, at_4] = low, high
-        none = torch.zeros(parts, 0, dtype=torch.uint8, device=device)
-        return TwoFour(
-            mask,
-            size,
-            codes,
-            zeros,
-            scale_codes,
-            tensors["scale_scales"] if narrow else none.half(),
-            unpack_bits(tensors["scale_zeros"], 4, groups) if narrow else none,
-            tensors["wide_scales"] if narrow < c else torch.zeros(r, device=device).half(),
-            unpack_bits(tensors["wide_zeros"][None], 4, r)[0]
-            if narrow < c
-            else torch.zeros(r, dtype=torch.uint8, device=device),
-        )
-
-    @staticmethod
-    def check_description(tile: Mapping[str, Any], refuse: Refuse) -> None:
-        if tile.get("group_size") not in (8, BLOCK):
-            refuse(f"group_size {tile.get('group_size')!r} of 2-bit groups is not 8 or {BLOCK}")
-        if not is_int(tile.get("narrow"), 0, 2**31 - 1):
-            refuse(f"{tile.get('narrow')!r} channels at 2 bits are not a number of them")
-        if "rows" in tile or "cols" in tile:
-            refuse("a tile of 2 and 4 bits holds the whole matrix")
-        if not isinstance(tile.get("bits"), int | float) or not 2 <= tile["bits"] <= 4:
-            refuse(f"average width {tile.get('bits')!r} is not between 2 and 4")
-
-    @staticmethod
-    def check_tensors(
-        tile: Mapping[str, Any], tensors: Mapping[str, Tensor], r: int, c: int, refuse: Refuse
-    ) -> None:
-        for field in ("scale_scales", "wide_scales"):
-            if field in tensors:
-                check_finite(field, tensors, refuse)
-        mask = unpack_bits(tensors["blocks"][None], 1, groups_of(c, BLOCK))[0].bool()
-        narrow = len(TwoFour.channels(mask, c)[0])
-        if narrow != tile["narrow"]:
-            refuse(f"blocks give {narrow} channels 2 bits, the description {tile['narrow']}")
-        if c % BLOCK and bool(mask[-1]):
-            refuse(f"the last block has {c % BLOCK} of {BLOCK} channels, and 4 bits: it must have 2")
-        if abs(tile["bits"] - _average_width(narrow, c)) > 1e-9:
-            refuse(
-                f"{narrow} of {c} channels at 2 bits are {_average_width(narrow, c)} bits, not {tile['bits']}"
-            )
 
 
 def _by_part(of_parts: Tensor, rows: int) -> Tensor:

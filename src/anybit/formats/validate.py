@@ -1,21 +1,17 @@
-"""Descriptions and bytes that come from outside are checked here before anything else looks at them."""
+"""Bytes that come from outside are checked here before anything else looks at them; descriptions, in `layout`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.formats import FORMATS, GroupInt, Nested, Sparse
-from anybit.formats.base import Refuse, is_int
-from anybit.formats.layout import FORMAT_VERSION, stored_tensors, tile_prefix
-from anybit.formats.weight import PackedWeight, sparse_tensors, tile_tensors
-
-MAX_TILES = 256  # of one layer, far beyond what any method makes: a reader compares them pair by pair
+from anybit.formats import Sparse
+from anybit.formats.base import Refuse
+from anybit.formats.layout import FORMAT_VERSION
+from anybit.formats.weight import PackedWeight
 
 
 def check_version(version: Any) -> None:
@@ -35,64 +31,14 @@ def check_version(version: Any) -> None:
         )
 
 
-def validate_layout(name: str, layout: Any) -> None:
-    """Refuse a layer description that no writer of this version makes, before anything is sized from it.
-
-    Raises:
-        InputError: with the layer, what came and what is expected.
-    """
-
-    def refuse(what: str) -> None:
-        raise InputError(f"{name}: {what}; the artifact's config.json is damaged or from another version")
-
-    if not isinstance(layout, Mapping) or not isinstance(layout.get("shape"), list | tuple):
-        refuse("the layer description has no shape")
-    shape, tiles = layout["shape"], layout.get("tiles")
-    if len(shape) != 2 or not all(is_int(n, 1, 2**31 - 1) for n in shape):
-        refuse(f"shape {shape} is not [out, in] with positive sizes")
-    if not isinstance(tiles, list | tuple) or not 1 <= len(tiles) <= MAX_TILES:
-        refuse(f"the layer has no list of 1 to {MAX_TILES} tiles")
-    for tile in tiles:
-        if not isinstance(tile, Mapping) or tile.get("format") not in list(FORMATS):
-            refuse(f"tile {tile!r} is in none of the formats {', '.join(FORMATS)}")
-        FORMATS[tile["format"]].check_description(tile, refuse)
-        if not is_int(tile.get("rows", 1), 1, shape[0]) or not is_int(tile.get("cols", 1), 1, shape[1]):
-            refuse(f"tile {dict(tile)!r} has more rows or columns than the matrix {shape}")
-        if tile["format"] == Nested.NAME and (tile["counts"][0] != shape[0] or tile["kept"] >= shape[1]):
-            refuse(f"counts and kept channels of {dict(tile)!r} do not fit the matrix {shape}")
-    area = sum(tile.get("rows", shape[0]) * tile.get("cols", shape[1]) for tile in tiles)
-    if area != shape[0] * shape[1]:
-        refuse(f"tiles cover {area} of {shape[0] * shape[1]} weights")
-    if layout.get("input_scale", True) is not True:
-        refuse(f"input_scale {layout['input_scale']!r} is not true; leave it out where there is none")
-    check_activations(tiles, refuse)
-    if "sparse" in layout and any("act_bits" in tile for tile in tiles):
-        refuse("sparse weights beside tiles whose inputs are rounded: what they multiply is not defined")
-    if not is_int(layout.get("sparse", 0), 0, prod(shape)):
-        refuse(f"{layout['sparse']!r} sparse weights are not a number up to {prod(shape)}")
-
-
-def check_activations(tiles: Sequence[Mapping[str, Any]], refuse: Refuse) -> None:
-    """What inputs are rounded to is a matter of their channel: tiles by rows share it, tiles by columns need not."""
-    rounding = [tile for tile in tiles if {"act_bits", "act_static"} & tile.keys()]
-    if any(tile["format"] != GroupInt.NAME or "act_bits" not in tile for tile in rounding):
-        refuse("act_bits, and act_static beside it, belong to group_int tiles only")
-    if not rounding:
-        return
-    if any("rows" in tile for tile in tiles):
-        kinds = {(t.get("act_bits"), t.get("act_static"), t.get("group_size"), "cols" in t) for t in tiles}
-        if len(kinds) > 1 or "cols" in tiles[0]:
-            refuse("tiles by rows must round all input channels alike, in natural order")
-
-
 def validate(name: str, packed: PackedWeight) -> None:
     """Check every dtype, shape, bound and index of bytes that come from outside.
 
     Raises:
         InputError: with the layer, the field, what came and what is expected.
     """
-    validate_layout(name, packed.layout)
-    expected = stored_tensors(packed.layout)
+    layout = packed.layout
+    expected = layout.stored_tensors()
     for field in sorted(expected.keys() - packed.tensors.keys()):
         raise InputError(f"{name}.{field} is missing: the artifact is incomplete; run `anybit verify` on it")
     for field in sorted(packed.tensors.keys() - expected.keys()):
@@ -105,25 +51,22 @@ def validate(name: str, packed: PackedWeight) -> None:
                 "the artifact is damaged"
             )
     _validate_tiling(name, packed)
-    layout = packed.layout
-    for i, tile in enumerate(layout["tiles"]):
-        refuse = _refusal(f"{name}.{tile_prefix(i, len(layout['tiles']))}")
-        r, c = tile.get("rows", layout["shape"][0]), tile.get("cols", layout["shape"][1])
-        FORMATS[tile["format"]].check_tensors(tile, tile_tensors(packed, i), r, c, refuse)
+    for tile in layout.placed():
+        refuse = _refusal(f"{name}.{tile.prefix}")
+        tile.layout.check_tensors(packed.of_tile(tile), tile.rows, tile.columns, refuse)
     refuse = _refusal(f"{name}.")
     scale = packed.tensors.get("input_scale")
     if scale is not None and not ((scale > 0) & scale.isfinite()).all():
         refuse("input_scale is not above 0 and finite")
     for field in ("act_clip", "act_scales"):  # tiles by rows read the same inputs
         held = [t for f, t in packed.tensors.items() if f.endswith(field)]
-        if "rows" in layout["tiles"][0] and any(not torch.equal(t, held[0]) for t in held):
+        if layout.tiles[0].rows is not None and any(not torch.equal(t, held[0]) for t in held):
             refuse(f"{field} differs between tiles of the same inputs")
-    if "sparse" in layout:
-        refuse = _refusal(f"{name}.sparse.")
-        Sparse.check_tensors(sparse_tensors(packed), tuple(layout["shape"]), refuse)
+    if layout.sparse is not None:
+        Sparse.check_tensors(packed.of_sparse, layout.shape, _refusal(f"{name}.sparse."))
 
 
-def _refusal(place: str) -> Any:
+def _refusal(place: str) -> Refuse:
     def refuse(what: str) -> None:
         raise InputError(f"{place}{what}: the artifact is damaged")
 
@@ -132,13 +75,12 @@ def _refusal(place: str) -> Any:
 
 def _validate_tiling(name: str, packed: PackedWeight) -> None:
     """Index tensors are in range and the tiles are disjoint; as their areas add up, they cover the matrix."""
-    out_features, in_features = packed.layout["shape"]
-    tiles = len(packed.layout["tiles"])
+    out_features, in_features = packed.layout.shape
     sets: list[tuple[Tensor, Tensor]] = []
-    for i in range(tiles):
-        prefix = tile_prefix(i, tiles)
-        rows = _index_set(f"{name}.{prefix}rows", packed.tensors.get(prefix + "rows"), out_features, True)
-        cols = _index_set(f"{name}.{prefix}cols", packed.tensors.get(prefix + "cols"), in_features, False)
+    for i, tile in enumerate(packed.layout.placed()):
+        fields, place = packed.of_tile(tile), f"{name}.{tile.prefix}"
+        rows = _index_set(f"{place}rows", fields.get("rows"), out_features, True)
+        cols = _index_set(f"{place}cols", fields.get("cols"), in_features, False)
         if any((rows & r).any() and (cols & c).any() for r, c in sets):
             raise InputError(f"{name}: tile {i} overlaps another tile: the artifact is damaged")
         sets.append((rows, cols))

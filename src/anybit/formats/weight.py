@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.formats import FORMATS, Float16, Sparse, Tile
-from anybit.formats.layout import at_width, stored_tensors, tile_prefix
+from anybit.formats import Float16, Sparse, Tile
+from anybit.formats.layout import LayerLayout, PlacedTile
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class QuantizedWeight:
 class PackedWeight:
     """A quantized weight matrix as stored bytes."""
 
-    layout: Mapping[str, Any]  # {"shape": [out, in], "tiles": [{...}]}: what config.json says of the layer
+    layout: LayerLayout
     tensors: Mapping[str, Tensor]  # canonical tensors by field: "codes", or "0.codes" where tiles are several
 
     @property
@@ -54,12 +53,24 @@ class PackedWeight:
 
     def at_width(self, bits: int) -> PackedWeight:
         """The same weight at one of its widths: views of the planes and the table that it needs, nothing copied."""
-        return self.beginning(at_width(self.layout, bits))
+        return self.prefix(self.layout.at_width(bits))
 
-    def beginning(self, layout: Mapping[str, Any]) -> PackedWeight:
-        """The same weight as a layout whose tensors are beginnings of these: views, nothing copied."""
-        wanted = stored_tensors(layout)
+    def prefix(self, layout: LayerLayout) -> PackedWeight:
+        """The same weight as a layout whose tensors are the first rows of these: views, nothing copied."""
+        wanted = layout.stored_tensors()
         return PackedWeight(layout, {field: self.tensors[field][: wanted[field][1][0]] for field in wanted})
+
+    def of_tile(self, tile: PlacedTile) -> dict[str, Tensor]:
+        """The tensors of one tile by field."""
+        return self._with_prefix(tile.prefix)
+
+    @property
+    def of_sparse(self) -> dict[str, Tensor]:
+        """The tensors of the sparse part by field; empty where there is none."""
+        return self._with_prefix("sparse.")
+
+    def _with_prefix(self, prefix: str) -> dict[str, Tensor]:
+        return {f.removeprefix(prefix): t for f, t in self.tensors.items() if f.startswith(prefix)}
 
 
 def place(dense: Tensor, tile: Tensor, rows: Tensor | None, cols: Tensor | None) -> None:
@@ -80,56 +91,33 @@ def _device(tile: Tile) -> torch.device:
 
 def pack(weight: QuantizedWeight) -> PackedWeight:
     """Canonical bytes of a quantized weight."""
+    layout = layout_of(weight)
     tensors: dict[str, Tensor] = {}
-    for i, tile in enumerate(weight.tiles):
+    for tile, placed in zip(weight.tiles, layout.placed()):
         fields = tile.tensors()
         fields |= {} if tile.rows is None else {"rows": tile.rows}
         fields |= {} if tile.cols is None else {"cols": tile.cols}
-        prefix = tile_prefix(i, len(weight.tiles))
-        tensors |= {prefix + field: tensor.contiguous() for field, tensor in fields.items()}
+        tensors |= {placed.prefix + field: tensor.contiguous() for field, tensor in fields.items()}
     if weight.sparse is not None:
         fields = weight.sparse.tensors(weight.shape[1])
         tensors |= {f"sparse.{field}": tensor.contiguous() for field, tensor in fields.items()}
     tensors |= {} if weight.input_scale is None else {"input_scale": weight.input_scale}
-    return PackedWeight(layout_of(weight), tensors)
+    return PackedWeight(layout, tensors)
 
 
-def layout_of(weight: QuantizedWeight) -> dict[str, Any]:
-    """The JSON description that, with the tensors, makes a packed weight readable."""
-    tiles = []
-    for t in weight.tiles:
-        tile = t.describe()
-        tile |= {"rows": t.rows.numel()} if t.rows is not None else {}
-        tile |= {"cols": t.cols.numel()} if t.cols is not None else {}
-        tiles.append(tile)
-    layout: dict[str, Any] = {"shape": list(weight.shape), "tiles": tiles}
-    layout |= {} if weight.sparse is None else {"sparse": len(weight.sparse.values)}
-    return layout if weight.input_scale is None else layout | {"input_scale": True}
+def layout_of(weight: QuantizedWeight) -> LayerLayout:
+    """How a quantized weight is stored."""
+    return LayerLayout(
+        weight.shape,
+        tuple(tile.layout() for tile in weight.tiles),
+        None if weight.sparse is None else len(weight.sparse.values),
+        weight.input_scale is not None,
+    )
 
 
 def unpack(packed: PackedWeight) -> QuantizedWeight:
     """Inverse of `pack`. The bytes must have gone through `validate` if they come from a file."""
     layout = packed.layout
-    out_features, in_features = layout["shape"]
-    tiles = []
-    for i, tile in enumerate(layout["tiles"]):
-        r, c = tile.get("rows", out_features), tile.get("cols", in_features)
-        tiles.append(FORMATS[tile["format"]].read(tile, tile_tensors(packed, i), r, c))
-    sparse = Sparse.read(sparse_tensors(packed)) if "sparse" in layout else None
-    return QuantizedWeight(
-        (out_features, in_features), tuple(tiles), sparse, packed.tensors.get("input_scale")
-    )
-
-
-def tile_tensors(packed: PackedWeight, i: int) -> dict[str, Tensor]:
-    """The tensors of one tile by field."""
-    return _with_prefix(packed, tile_prefix(i, len(packed.layout["tiles"])))
-
-
-def sparse_tensors(packed: PackedWeight) -> dict[str, Tensor]:
-    """The tensors of the sparse part by field; empty where there is none."""
-    return _with_prefix(packed, "sparse.")
-
-
-def _with_prefix(packed: PackedWeight, prefix: str) -> dict[str, Tensor]:
-    return {f.removeprefix(prefix): t for f, t in packed.tensors.items() if f.startswith(prefix)}
+    tiles = (tile.layout.read(packed.of_tile(tile), tile.rows, tile.columns) for tile in layout.placed())
+    sparse = None if layout.sparse is None else Sparse.read(packed.of_sparse)
+    return QuantizedWeight(layout.shape, tuple(tiles), sparse, packed.tensors.get("input_scale"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,16 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from anybit.artifact import files
-from anybit.artifact import levels as refinements
-from anybit.artifact.config_json import check_layers
+from anybit.artifact.config_json import StoredLayers
+from anybit.artifact.enhancements import Enhancements, extend, read_enhancements
+from anybit.artifact.files import SECTION
 from anybit.checkpoint.files import HASHES
 from anybit.errors import InputError
-from anybit.formats.base import is_int
-from anybit.formats.layout import QUANT_METHOD
+from anybit.formats.base import Json
+from anybit.formats.layout import QUANT_METHOD, LayerLayout
+from anybit.formats.levels import levels_of
 from anybit.formats.validate import check_version, validate
 from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead, set_bits, set_exact
-from anybit.methods import ordering
 
 
 class AnybitConfig(QuantizationConfigMixin):
@@ -43,9 +44,13 @@ class AnybitConfig(QuantizationConfigMixin):
     def __init__(self, **fields: Any) -> None:
         fields.pop("quant_method", None)
         check_version(fields.get("format_version"))
-        check_layers("quantization_config", fields)
+        StoredLayers.from_json("quantization_config", fields)
         self.quant_method = QUANT_METHOD
-        self.__dict__.update(fields)
+        self.__dict__.update({"layers": {}, "embeddings": {}, "dense": {}, **fields})
+
+    def stored(self) -> StoredLayers:
+        """How the model's matrices are stored."""
+        return StoredLayers.from_json("quantization_config", self.__dict__)
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -60,23 +65,50 @@ class AnybitQuantizer(HfQuantizer):
     requires_calibration = True  # an existing artifact is loaded; `anybit quantize` makes one
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        dtype = model.dtype
-        for name, layout in self.quantization_config.layers.items():
+        dtype, self.stored = model.dtype, self.quantization_config.stored()
+        for name, layout in self.stored.layers.items():
             _swap_linear(model, name, layout, dtype)
-        for name, layout in self.quantization_config.embeddings.items():
+        for name, layout in self.stored.embeddings.items():
             _swap_embedding(model, name, layout, dtype)
-        _refuse_undescribed(model, self.quantization_config)
+        _refuse_undescribed(model, self.stored)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, module in model.named_modules():
             if isinstance(module, PackedModule) and module.packed.tensors:
                 validate(name, module.packed)
-        _refine(model, self.quantization_config)
+        model.levels = levels_of(self.stored.layers)
+        self._extend_by_all(model)
         model.set_bits = functools.partial(set_bits, model)
         model.set_exact = functools.partial(set_exact, model)
         model.kv_bits = getattr(self.quantization_config, "kv_bits", 16)
         return model
+
+    def extend(self, model: Any, found: Enhancements, level: int) -> None:
+        """Make a loaded base layer what it is with its enhancement layers up to a level.
+
+        Raises:
+            InputError: see `enhancements.extend`.
+        """
+        model.levels, config = extend(model, found, level), self.quantization_config
+        last = model.levels[-1]
+        config.layers = {**config.layers, **{name: layout.to_json() for name, layout in last.layouts.items()}}
+        config.bits = last.bits
+        config.__dict__.pop(SECTION, None)  # with its enhancement layers, it is no base layer any more
+
+    def _extend_by_all(self, model: Any) -> None:
+        """Add the enhancement layers that lie beside a base layer, all that are there."""
+        stated = getattr(self.quantization_config, SECTION, None)
+        if stated is None:
+            return
+        folder = Path(model.name_or_path)
+        if not folder.is_dir():  # a hub id, of which Transformers has fetched the base layer
+            folder = _fetch_enhancements(model, stated, self.stored.layers)
+        found = read_enhancements(folder, stated, self.stored.layers)
+        assert found is not None
+        if note := found.note():
+            warnings.warn(note, stacklevel=2)
+        self.extend(model, found, found.present - 1)
 
     def is_serializable(self) -> bool:
         return True
@@ -86,42 +118,16 @@ class AnybitQuantizer(HfQuantizer):
         return False
 
 
-def _refine(model: Any, config: AnybitConfig) -> None:
-    """Add the refinements that lie beside the core, all that are there or as many as `config.rung` says.
-
-    Raises:
-        InputError: see `refinements.read_progressive` and `refinements.refine`.
-    """
-    asked = config.__dict__.pop("rung", None)
-    if files.SECTION not in config.__dict__:
-        return
-    folder = Path(model.name_or_path)
-    if not folder.is_dir():  # a hub id, of which Transformers has fetched the core
-        folder = _fetch_refinements(model, config, asked)
-    found = refinements.read_progressive(folder, config.__dict__)
-    assert found is not None
-    if asked is None and (note := found.note()):
-        warnings.warn(note, stacklevel=2)
-    upto = found.present - 1 if asked is None else asked
-    if not is_int(upto, 0, found.present - 1):
-        raise InputError(f"rung {upto!r} of {folder}: expected 0 to {found.present - 1}")
-    model.ladder = refinements.refine(model, found, upto)
-    for name, counts in model.ladder.counts[-1].items():
-        config.layers[name] = ordering.with_counts(config.layers[name], counts)
-    config.bits = model.ladder.bits[-1]
-    del config.__dict__[files.SECTION]  # with its refinements, it is no core any more
-
-
-def _fetch_refinements(model: Any, config: AnybitConfig, upto: int | None) -> Path:
-    """Download the list and the refinements that it names, as far as they are there; returns their folder."""
+def _fetch_enhancements(model: Any, stated: Json, layers: Mapping[str, LayerLayout]) -> Path:
+    """Download the list and the files that it names, as far as they are there; returns their folder."""
     fetch = functools.partial(
         cached_file, model.name_or_path, revision=getattr(model.config, "_commit_hash", None)
     )
     index = fetch(HASHES)
     assert index is not None  # or an error says what is missing
-    listed = refinements.read_progressive(Path(index).parent, config.__dict__)
-    for rung in () if listed is None else listed.rungs[1 : None if upto is None else upto + 1]:
-        if fetch(rung.file, _raise_exceptions_for_missing_entries=False) is None:
+    listed = read_enhancements(Path(index).parent, stated, layers)
+    for entry in () if listed is None else listed.entries[1:]:
+        if fetch(entry.file, _raise_exceptions_for_missing_entries=False) is None:
             break
     return Path(index).parent
 
@@ -133,13 +139,13 @@ def register() -> None:
         register_quantizer(QUANT_METHOD)(AnybitQuantizer)
 
 
-def _refuse_undescribed(model: Any, config: AnybitConfig) -> None:
+def _refuse_undescribed(model: Any, stored: StoredLayers) -> None:
     """Refuse a config that lost layers: Transformers would give them random weights.
 
     Raises:
         InputError: a linear layer of a block that is neither quantized nor stored as it is.
     """
-    described = {**config.layers, **config.dense}
+    described = {*stored.layers, *stored.unquantized}
     blocks = {match.group(1) for name in described if (match := re.match(r"(.+?)\.\d+\.", name))}
     for name, module in model.named_modules():
         inside = any(re.match(rf"{re.escape(prefix)}\.\d+\.", name) for prefix in blocks) or not described
@@ -150,7 +156,7 @@ def _refuse_undescribed(model: Any, config: AnybitConfig) -> None:
             )
 
 
-def _swap_linear(model: Any, name: str, layout: dict[str, Any], dtype: torch.dtype) -> None:
+def _swap_linear(model: Any, name: str, layout: LayerLayout, dtype: torch.dtype) -> None:
     module = _module_to_swap(model, name, (nn.Linear, Conv1D))
     shape = tuple(module.weight.shape)
     _check_shape(name, layout, shape[::-1] if isinstance(module, Conv1D) else shape)
@@ -161,7 +167,7 @@ def _swap_linear(model: Any, name: str, layout: dict[str, Any], dtype: torch.dty
         parent._is_hf_initialized = True  # GPT-2 would initialise `c_proj.weight`, which is gone
 
 
-def _swap_embedding(model: Any, name: str, layout: dict[str, Any], dtype: torch.dtype) -> None:
+def _swap_embedding(model: Any, name: str, layout: LayerLayout, dtype: torch.dtype) -> None:
     """Replace the input embedding, and with it a head that the checkpoint does not hold."""
     module = _module_to_swap(model, name, (nn.Linear, nn.Embedding))
     if isinstance(module, nn.Linear):
@@ -173,7 +179,7 @@ def _swap_embedding(model: Any, name: str, layout: dict[str, Any], dtype: torch.
         embedding = QuantEmbedding(layout, scale, dtype)
     model.set_submodule(name, embedding)
     head = output_name(model)
-    if head is not None and layout.get("tied"):
+    if head is not None and layout.tied:
         model.set_submodule(head, TiedHead(embedding))
 
 
@@ -193,10 +199,10 @@ def _module_to_swap(model: Any, name: str, kinds: tuple[type, ...]) -> Any:
     return module
 
 
-def _check_shape(name: str, layout: dict[str, Any], shape: tuple[int, ...]) -> None:
-    if tuple(layout["shape"]) != shape:
+def _check_shape(name: str, layout: LayerLayout, shape: tuple[int, ...]) -> None:
+    if layout.shape != shape:
         raise InputError(
-            f"the artifact stores {name!r} as {list(layout['shape'])}, its config.json makes it {list(shape)}: "
+            f"the artifact stores {name!r} as {list(layout.shape)}, its config.json makes it {list(shape)}: "
             "config.json and the weights do not belong together"
         )
 

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.formats import Codebook, Float16, GroupInt, Nested, Sparse, TwoFour
+from anybit.formats import (
+    CodebookLayout,
+    Float16Layout,
+    GroupIntLayout,
+    NestedLayout,
+    Sparse,
+    TileLayout,
+    TwoFourLayout,
+)
 from anybit.formats.bits import pack_codes, unpack_codes
 from anybit.formats.codebook import decode_table
-from anybit.formats.layout import tile_prefix
-from anybit.formats.weight import PackedWeight, place, sparse_tensors, tile_tensors
+from anybit.formats.layout import PlacedTile
+from anybit.formats.weight import PackedWeight, place
 from anybit.kernels import cpu, gpu, reference
 
-TAKEN = {  # fields whose bytes the native object of a tile holds, in another order
-    GroupInt.NAME: {"codes", "scales", "zeros"},
-    TwoFour.NAME: {"codes", "rest", "grids", "narrow_codes", "zeros", "scale_codes", "wide_codes"},
+TAKEN: dict[
+    type[TileLayout], set[str]
+] = {  # fields whose bytes the native object of a tile holds, in another order
+    GroupIntLayout: {"codes", "scales", "zeros"},
+    TwoFourLayout: {"codes", "rest", "grids", "narrow_codes", "zeros", "scale_codes", "wide_codes"},
 }
 
 
@@ -105,76 +116,77 @@ class Prepared:
     def __init__(
         self, weight: PackedWeight, exact: bool = True, isa: str | None = None, on_gpu: bool | None = None
     ) -> None:
-        self.out_features, self.in_features = weight.layout["shape"]
-        described = weight.layout["tiles"]
+        self.out_features, self.in_features = weight.layout.shape
+        self.placed = tuple(weight.layout.placed())
         kinds = {tensor.device.type for tensor in weight.tensors.values()}
         self.on_gpu = (kinds == {"cuda"} if on_gpu is None else on_gpu) and gpu.available()
         self.native = kinds == {"cpu"} and not self.on_gpu and cpu.available()
-        fields = [tile_tensors(weight, i) for i in range(len(described))]
-        by_row = all(tile["format"] == Codebook.NAME and not tile["by_channel"] for tile in described)
+        fields = [weight.of_tile(tile) for tile in self.placed]
+        by_row = all(isinstance(t.layout, CodebookLayout) and not t.layout.by_channel for t in self.placed)
         self.exact = exact or not (self.native and by_row)
-        self.tiles = [self._bind(*pair, isa) for pair in zip(described, fields)] if self.native else []
+        self.tiles = [self._bind(*pair, isa) for pair in zip(self.placed, fields)] if self.native else []
         self.taken = tuple(
-            f"{tile_prefix(i, len(described))}{field}"
-            for i, tile in enumerate(described if self.native else [])
-            for field in fields[i]
-            if field in TAKEN.get(tile["format"], ()) or (field == "planes" and _by_lanes(tile))
+            f"{tile.prefix}{field}"
+            for tile, stored in zip(self.placed if self.native else (), fields)
+            for field in stored
+            if field in TAKEN.get(type(tile.layout), ()) or (field == "planes" and _by_lanes(tile.layout))
         )
         self.gpu_layer = gpu.bind(weight) if self.on_gpu else None
         if self.gpu_layer is not None:
             self.taken = self.gpu_layer.taken
         kept = {field: tensor for field, tensor in weight.tensors.items() if field not in self.taken}
         self.weight = PackedWeight(weight.layout, kept)
-        self.fields = [tile_tensors(self.weight, i) for i in range(len(described))]
+        self.fields = [self.weight.of_tile(tile) for tile in self.placed]
         scale = weight.tensors.get("input_scale")
         self.input_scale = None if scale is None else scale.float()
         self.layer = self._layer(isa) if self.native else None
 
     def _layer(self, isa: str | None) -> cpu.Layer:
         layer = cpu.Layer(self.out_features, self.in_features, isa)
-        for tile, described, fields in zip(self.tiles, self.weight.layout["tiles"], self.fields):
-            cols = fields.get("cols")
+        for tile, placed, fields in zip(self.tiles, self.placed, self.fields):
+            cols, layout = fields.get("cols"), placed.layout
             if isinstance(tile, cpu.Codebook) and not self.exact:
                 layer.add(tile, cols, *_lookup_grid(tile.columns))
-            elif "act_bits" in described:
-                grid = described["act_bits"], described["group_size"]
+            elif isinstance(layout, GroupIntLayout) and layout.rounds_inputs:
+                grid = layout.act_bits, layout.group_size
                 layer.add(tile, cols, *grid, fields.get("act_clip"), fields.get("act_scales"))
             else:
                 layer.add(tile, cols)
-        if "sparse" in self.weight.layout:
-            layer.add_sparse(**sparse_tensors(self.weight))
+        if self.weight.layout.sparse is not None:
+            layer.add_sparse(**self.weight.of_sparse)
         if self.input_scale is not None:
             layer.scale_inputs(self.input_scale)
         return layer
 
-    def _bind(self, tile: Mapping[str, Any], fields: Mapping[str, Tensor], isa: str | None) -> cpu.Tile:
-        columns, rows = tile.get("cols", self.in_features), fields.get("rows")
-        if tile["format"] == Float16.NAME:
+    def _bind(self, tile: PlacedTile, fields: Mapping[str, Tensor], isa: str | None) -> cpu.Tile:
+        layout, columns, rows = tile.layout, tile.columns, fields.get("rows")
+        if isinstance(layout, Float16Layout):
             return cpu.Float16(fields["values"], rows, isa)
-        if tile["format"] == TwoFour.NAME:
-            return cpu.TwoFour(TwoFour.read(tile, fields, self.out_features, columns), isa=isa)
-        if tile["format"] == Codebook.NAME:
-            m = tile.get("rows", self.out_features) if tile["by_channel"] else columns
-            table = Codebook.read_table(tile, fields, tile["bits"], m)
+        if isinstance(layout, TwoFourLayout):
+            return cpu.TwoFour(layout.read(fields, self.out_features, columns), isa=isa)
+        if isinstance(layout, CodebookLayout):
+            _, m = layout.tables(tile.rows, columns)
+            table = layout.read_table(fields, layout.widths[-1], m)
             table = decode_table(table, fields.get("codebook_scale"), fields.get("codebook_min"))
-            if _by_lanes(tile):
+            if _by_lanes(layout):
                 return cpu.Channels(fields["planes"], table, m, isa=isa)
             if not self.exact:
                 table = reference.byte_table(table)
-            by_channel = tile["by_channel"]
+            by_channel = layout.by_channel
             return cpu.codebook(fields["planes"], table, rows, columns=m, by_channel=by_channel, isa=isa)
-        if tile["format"] == Nested.NAME:
-            small = Nested.read_grid(tile, fields, self.out_features)
-            planes = [fields[f"plane_{p}"] for p in range(1, len(tile["counts"]) + 1)]
+        if isinstance(layout, NestedLayout):
+            small = layout.read_grid(fields, self.out_features)
+            planes = [fields[f"plane_{p}"] for p in range(1, len(layout.counts) + 1)]
             return cpu.Nested(planes, *small, fields.get("kept_values"), columns, isa)
-        zeros = fields.get("zeros")
+        assert isinstance(layout, GroupIntLayout), f"no kernel for tiles in the format {layout.NAME}"
+        zeros, bits = fields.get("zeros"), int(layout.bits)
         return cpu.group_int(
             fields["codes"],
             fields["scales"],
-            None if zeros is None else unpack_codes(zeros, tile["bits"], fields["scales"].shape[1]),
+            None if zeros is None else unpack_codes(zeros, bits, fields["scales"].shape[1]),
             rows,
-            bits=tile["bits"],
-            group_size=tile["group_size"],
+            bits=bits,
+            group_size=layout.group_size,
             columns=columns,
             isa=isa,
         )
@@ -184,12 +196,12 @@ class Prepared:
         if self.gpu_layer is not None:
             return self.gpu_layer.restore()
         made: dict[str, Tensor] = {}
-        for i, (tile, described) in enumerate(zip(self.tiles, self.weight.layout["tiles"])):
-            prefix = tile_prefix(i, len(self.tiles))
+        for tile, placed in zip(self.tiles, self.placed):
+            prefix = placed.prefix
             if isinstance(tile, cpu.GroupInt):
                 made[f"{prefix}codes"], made[f"{prefix}scales"], zeros = tile.restore()
                 if zeros is not None:
-                    made[f"{prefix}zeros"] = pack_codes(zeros, described["bits"], 1)
+                    made[f"{prefix}zeros"] = pack_codes(zeros, int(placed.layout.bits), 1)
             elif isinstance(tile, cpu.Channels):
                 made[f"{prefix}planes"] = tile.restore()
             elif isinstance(tile, cpu.TwoFour):
@@ -210,7 +222,7 @@ class Prepared:
             return tile.dequantize_rows(ids)
         if self.gpu_layer is not None:
             return self.gpu_layer.rows(ids)
-        layout = {**self.weight.layout, "shape": [len(ids), self.in_features]}
+        layout = replace(self.weight.layout, shape=(len(ids), self.in_features))
         return reference.dequantize(PackedWeight(layout, {f: t[ids] for f, t in self.weight.tensors.items()}))
 
     def matmul(self, x: Tensor) -> Tensor:
@@ -245,7 +257,7 @@ class Prepared:
         if not self.native and self.gpu_layer is None:
             return reference.dequantize(self.weight).to(dtype)
         whole = len(self.tiles) == 1 and not {"rows", "cols"} & self.fields[0].keys()
-        sparse = Sparse.read(sparse_tensors(self.weight)) if "sparse" in self.weight.layout else None
+        sparse = None if self.weight.layout.sparse is None else Sparse.read(self.weight.of_sparse)
         plain = sparse is None and self.input_scale is None
         exact = dtype if plain else torch.float32
         if self.gpu_layer is not None:
@@ -263,11 +275,11 @@ class Prepared:
         return dense.to(dtype)
 
 
-def _by_lanes(tile: Mapping[str, Any]) -> bool:
+def _by_lanes(layout: TileLayout) -> bool:
     """Whether a tile is a codebook by channel that has a kernel in which lanes are rows."""
-    if tile["format"] != Codebook.NAME or not tile["by_channel"]:
+    if not isinstance(layout, CodebookLayout) or not layout.by_channel:
         return False
-    return tile["bits"] <= cpu.Channels.FLOAT_BITS or tile["table_bits"] == 16
+    return layout.bits <= cpu.Channels.FLOAT_BITS or layout.table_bits == 16
 
 
 def _lookup_grid(columns: int) -> tuple[int, int, Tensor]:

@@ -11,7 +11,6 @@ import itertools
 import json
 import threading
 import weakref
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +18,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from anybit.errors import InputError
-from anybit.formats.layout import stored_tensors
-from anybit.formats.validate import validate, validate_layout
+from anybit.formats.layout import LayerLayout
+from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight
 from anybit.kernels.dispatch import Prepared
 
@@ -50,9 +49,9 @@ def register(owner: Owner) -> str:
     return name
 
 
-def describe(layout: Mapping[str, Any], running: Mapping[str, Any], exact: bool) -> str:
-    """What operators need to know of stored tensors: their layout, the one to run as (`at_width`), and how exactly."""
-    return json.dumps({"layout": layout, "running": running, "exact": exact})
+def describe(layout: LayerLayout, running: LayerLayout, exact: bool) -> str:
+    """What operators need to know of stored tensors: their layout, the one to run as, and how exactly."""
+    return json.dumps({"layout": layout.to_json(), "running": running.to_json(), "exact": exact})
 
 
 def _prepared(stored: list[Tensor], weight: str) -> Prepared:
@@ -89,18 +88,18 @@ def _prepare(stored: list[Tensor], weight: str) -> Prepared:
     """
     try:
         given = json.loads(weight)
-        layout, running, exact = given["layout"], given["running"], bool(given["exact"])
-        for described in (layout, running):
-            validate_layout("an exported layer", described)
+        layout, running = (
+            LayerLayout.from_json("an exported layer", given[key]) for key in ("layout", "running")
+        )
         # Copies: the kernels keep some, and may not keep alive the key under which they are found.
-        tensors = {field: t.clone() for field, t in zip(stored_tensors(layout), stored, strict=True)}
+        tensors = {field: t.clone() for field, t in zip(layout.stored_tensors(), stored, strict=True)}
         packed = PackedWeight(layout, tensors)
         validate("an exported layer", packed)
-        part = packed.beginning(running)
+        part = packed.prefix(running)
         validate("an exported layer", part)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"the exported program is damaged: {error}; export the model again") from error
-    return Prepared(part, exact)
+    return Prepared(part, bool(given["exact"]))
 
 
 class Product(torch.autograd.Function):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.formats import GroupInt
+from anybit.formats import GroupInt, GroupIntLayout
 from anybit.formats.bits import safe, split_groups
-from anybit.formats.weight import PackedWeight, QuantizedWeight, tile_tensors, unpack
+from anybit.formats.weight import PackedWeight, QuantizedWeight, unpack
 
 
 def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
@@ -42,38 +41,33 @@ def quantize_activations(
     return codes.flatten(1)[:, : x.shape[1]].to(torch.int8), scale.contiguous()
 
 
-def round_activations(x: Tensor, tile: Mapping[str, Any], fields: Mapping[str, Tensor]) -> Tensor:
+def round_activations(x: Tensor, tile: GroupIntLayout, fields: Mapping[str, Tensor]) -> Tensor:
     """Inputs [m, c] of a tile as it sees them: rounded and scaled back, float32."""
-    size = tile["group_size"]
+    size = tile.group_size
     codes, scales = quantize_activations(
-        x.float(), tile["act_bits"], size, fields.get("act_clip"), fields.get("act_scales")
+        x.float(), tile.act_bits, size, fields.get("act_clip"), fields.get("act_scales")
     )
     group = torch.arange(x.shape[1], device=x.device) // size
     return codes.float() * scales[:, group]
 
 
-def rounds_inputs(layout: Mapping[str, Any]) -> bool:
-    """Whether a layer computes with anything else than the inputs it gets."""
-    return any("act_bits" in tile for tile in layout["tiles"])
-
-
 def round_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
     """What takes the place of inputs x [..., in] when a layer multiplies with its dense matrix, in the dtype of x."""
-    if not rounds_inputs(weight.layout):
+    if not weight.layout.rounds_inputs:
         return x
     flat = x.reshape(-1, x.shape[-1]).float()
     scale = weight.tensors.get("input_scale")
     flat = flat if scale is None else flat * scale.float()
     made = flat.clone()
-    for i, tile in enumerate(weight.layout["tiles"]):
-        fields = tile_tensors(weight, i)
-        cols = fields.get("cols")
-        if "act_bits" not in tile:
+    for tile in weight.layout.placed():
+        if not isinstance(tile.layout, GroupIntLayout) or not tile.layout.rounds_inputs:
             continue
+        fields = weight.of_tile(tile)
+        cols = fields.get("cols")
         if cols is None:
-            made = round_activations(flat, tile, fields)
+            made = round_activations(flat, tile.layout, fields)
             break  # tiles by rows read the same
-        made[:, cols.long()] = round_activations(flat[:, cols.long()], tile, fields)
+        made[:, cols.long()] = round_activations(flat[:, cols.long()], tile.layout, fields)
     made = made if scale is None else made / scale.float()
     return made.to(x.dtype).view(x.shape)
 

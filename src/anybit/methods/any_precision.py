@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anybit.calibration.stats import GradientStats
+    from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
 
 
@@ -50,7 +51,7 @@ class AnyPrecision(Codebooks):
         return self.widths
 
 
-def layout(spec: LayerSpec[AnyPrecision], shape: tuple[int, int]) -> dict[str, Any]:
+def layout(spec: LayerSpec[AnyPrecision], shape: tuple[int, int]) -> LayerLayout:
     from anybit.methods import row_codebooks
 
     row_codebooks.whole_rows(spec)

@@ -7,7 +7,7 @@ the loss that a byte of them saves; the artifact is split along that order into 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from anybit.config import LayerSpec, Widths, one_of, option, within
 from anybit.errors import InputError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anybit.calibration.stats import LinearStats
+    from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
 
 BITS = 8  # planes of a row, at most
@@ -69,7 +70,7 @@ class AnyBit(Sequential, Damped):
         return False
 
 
-def layout(spec: LayerSpec[AnyBit], shape: tuple[int, int]) -> dict[str, Any]:
+def layout(spec: LayerSpec[AnyBit], shape: tuple[int, int]) -> LayerLayout:
     from anybit.methods import nested_codes
 
     return nested_codes.layout(spec, shape)
@@ -92,8 +93,8 @@ def allocate(search: Search) -> Allocation:
 
 
 def running(
-    options: AnyBit, layouts: Mapping[str, dict[str, Any]], losses: Mapping[str, Tensor]
-) -> dict[str, dict[str, Any]]:
+    options: AnyBit, layouts: Mapping[str, LayerLayout], losses: Mapping[str, Tensor]
+) -> dict[str, LayerLayout]:
     """Layouts at the width that the blocks after these layers are calibrated for."""
     from anybit.methods import ordering
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anybit.calibration.stats import LinearStats
+    from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
 
 OUTLIER_BITS = 8
@@ -49,7 +50,7 @@ class Atom(Compensated):
         }
 
 
-def layout(spec: LayerSpec[Atom], shape: tuple[int, int]) -> dict[str, Any]:
+def layout(spec: LayerSpec[Atom], shape: tuple[int, int]) -> LayerLayout:
     """What `quantize` will store of a matrix of this shape."""
     from anybit.methods import tiling
 

@@ -12,7 +12,6 @@ free: the largest norms first, and the float16 channels, which lose nothing, las
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +19,9 @@ from torch import Tensor
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec
 from anybit.errors import InputError
-from anybit.formats import Codebook, Float16, Sparse
+from anybit.formats import Codebook, CodebookLayout, Float16, Float16Layout, Sparse, TileLayout
 from anybit.formats.base import to_half
+from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import QuantizedWeight
 from anybit.methods import grid, kmeans
 from anybit.methods.cmpq import CMPQ
@@ -30,27 +30,18 @@ from anybit.methods.compensation import BLOCK, inverse_factor
 EXTREMES = 0.01  # share of channels that 3 bits on average give to 4 and to 2 bits
 
 
-def layout(spec: LayerSpec[CMPQ], shape: tuple[int, int]) -> dict[str, Any]:
+def layout(spec: LayerSpec[CMPQ], shape: tuple[int, int]) -> LayerLayout:
     """What `quantize` will store of a matrix of this shape: the counts follow from it, only the choice needs data."""
     counts, kept = allocation(spec, shape[1])
-    tiles: list[dict[str, Any]] = [
-        {
-            "format": Codebook.NAME,
-            "bits": bits,
-            "widths": [bits],
-            "by_channel": True,
-            "table_bits": spec.options.codebook_bits,
-            "cols": count,
-        }
-        for bits, count in counts.items()
+    table_bits = spec.options.codebook_bits
+    tiles: list[TileLayout] = [
+        CodebookLayout.of([bits], True, table_bits, cols=count) for bits, count in counts.items()
     ]
     if kept:
-        tiles.append({"format": Float16.NAME, "bits": 16, "cols": kept})
+        tiles.append(Float16Layout(cols=kept))
     if len(tiles) == 1:
-        del tiles[0]["cols"]  # all channels, in natural order
-    worst = _worst(spec, shape, kept)
-    made: dict[str, Any] = {"shape": list(shape), "tiles": tiles}
-    return made | {"sparse": worst} if worst else made
+        tiles = [replace(tiles[0], cols=None)]  # all channels, in natural order
+    return LayerLayout(shape, tuple(tiles), _worst(spec, shape, kept) or None)
 
 
 def allocation(spec: LayerSpec[CMPQ], in_features: int) -> tuple[dict[int, int], int]:

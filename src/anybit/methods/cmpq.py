@@ -7,7 +7,7 @@ Input channels get widths by their activation norm, each a codebook of its own, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from anybit.config import LayerSpec, Widths, option
 from anybit.methods.method import (
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anybit.calibration.stats import LinearStats
+    from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
 
 
@@ -44,7 +45,7 @@ class CMPQ(Codebooks, Attentive, Damped):
         return self.one_shot or not self.compensate
 
 
-def layout(spec: LayerSpec[CMPQ], shape: tuple[int, int]) -> dict[str, Any]:
+def layout(spec: LayerSpec[CMPQ], shape: tuple[int, int]) -> LayerLayout:
     from anybit.methods import channel_codebooks
 
     return channel_codebooks.layout(spec, shape)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anybit.calibration.stats import LinearStats
+    from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
 
 
@@ -29,7 +30,7 @@ class GPTQ(Compensated):
     )
 
 
-def layout(spec: LayerSpec[GPTQ], shape: tuple[int, int]) -> dict[str, Any]:
+def layout(spec: LayerSpec[GPTQ], shape: tuple[int, int]) -> LayerLayout:
     from anybit.methods import tiling
 
     return tiling.layout(spec, shape, ordered=spec.options.desc_act)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from anybit.config import LayerSpec, Widths, option
 from anybit.methods import gptq
@@ -22,6 +22,9 @@ from anybit.methods.method import (
     compensation_statistics,
 )
 
+if TYPE_CHECKING:
+    from anybit.formats.layout import LayerLayout
+
 
 @dataclass(frozen=True, kw_only=True)
 class LLMMQ(Compensated):
@@ -32,7 +35,7 @@ class LLMMQ(Compensated):
     symmetric: bool = option(False, "Without zero points.", flag="--symmetric/--asymmetric")
 
 
-def layout(spec: LayerSpec[Any], shape: tuple[int, int]) -> dict[str, Any]:
+def layout(spec: LayerSpec[Any], shape: tuple[int, int]) -> LayerLayout:
     """What will be stored of a matrix of this shape; before the widths are chosen, as if by rows of the two nearest."""
     from anybit.methods import tiling
 
@@ -49,9 +52,7 @@ def layout(spec: LayerSpec[Any], shape: tuple[int, int]) -> dict[str, Any]:
 
 def stored_sizes(spec: LayerSpec[Any], shape: tuple[int, int]) -> list[int]:
     """Bytes of a matrix of this shape at each of the method's widths."""
-    from anybit.formats.layout import stored_bytes
-
-    return [stored_bytes(layout(with_width(spec, bits), shape)) for bits in LLMMQ.widths_of.whole()]
+    return [layout(with_width(spec, bits), shape).nbytes for bits in LLMMQ.widths_of.whole()]
 
 
 def with_width(spec: LayerSpec[Any], bits: int) -> LayerSpec[Any]:
@@ -61,11 +62,10 @@ def with_width(spec: LayerSpec[Any], bits: int) -> LayerSpec[Any]:
 
 def allocate(search: Search) -> Allocation:
     """Widths by an integer program: the least estimated loss within the average width and the planned bytes."""
-    from anybit.formats.layout import stored_bytes
     from anybit.methods import sensitivity
 
     stored: Mapping[str, list[int]] = {n: stored_sizes(search.specs[n], s) for n, s in search.shapes.items()}
-    limit = sum(stored_bytes(search.layouts[n]) for n in stored)
+    limit = sum(search.layouts[n].nbytes for n in stored)
     widths = sensitivity.layer_widths(search, stored, limit)
     return Allocation({n: with_width(search.specs[n], bits) for n, bits in widths.items()})
 

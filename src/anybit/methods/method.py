@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anybit.calibration.streaming import StreamedModel
+    from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
     from anybit.methods.finetune import Task
     from anybit.progress import Advance
 
 SCALINGS = ("none", "awq", "smoothquant")
 Shape = tuple[int, int]  # (out, in)
-Layout = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Search:
     shapes: Mapping[str, Shape]  # of the layers that it may decide on
     options: Any  # the method's
     specs: Mapping[str, LayerSpec[Any]] = field(default_factory=dict)  # of those layers, as they are planned
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    layouts: Mapping[str, LayerLayout] = field(default_factory=dict)
     folder: Path | None = (
         None  # where finished parts are kept: a search that was interrupted goes on from there
     )
@@ -117,7 +117,7 @@ class Method:
     quantize: Callable[
         [Tensor, Any, Any], QuantizedWeight
     ]  # weight float32 [out, in], its statistics, its spec
-    layout: Callable[[Any, Shape], Layout]  # what `quantize` will store of a spec and a shape
+    layout: Callable[[Any, Shape], LayerLayout]  # what `quantize` will store of a spec and a shape
     statistics: Callable[[Any], Statistics]  # what it wants, of a layer's options
     effort: Callable[[Any], Effort] = lambda options: Effort()
     extra: str = ""  # of pyproject.toml, that it needs
@@ -133,7 +133,9 @@ class Method:
     # Its bitplanes are put in one order over the model: up to which average width, and whether layers step as a whole.
     ordered: Callable[[Any], tuple[float, bool]] | None = None
     # Of weights that carry losses: as what they run for the sake of the blocks after them.
-    running: Callable[[Any, Mapping[str, Layout], Mapping[str, Tensor]], Mapping[str, Layout]] | None = None
+    running: (
+        Callable[[Any, Mapping[str, LayerLayout], Mapping[str, Tensor]], Mapping[str, LayerLayout]] | None
+    ) = None
     # Refuses what a map of specs says of a layer: name, its spec, that of a layer it does not name.
     check_given: Callable[[str, Any, Any], None] = lambda name, spec, usual: None
 

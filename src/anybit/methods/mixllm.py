@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from anybit.config import LayerSpec, TileSpec, Widths, one_of, option, within
 from anybit.errors import InputError
@@ -22,6 +22,9 @@ from anybit.methods.method import (
     Search,
     compensation_statistics,
 )
+
+if TYPE_CHECKING:
+    from anybit.formats.layout import LayerLayout
 
 NARROW, WIDE = 4, 8
 SALIENCES = ("full", "diagonal", "second-order")
@@ -78,7 +81,7 @@ class MixLLM(Compensated):
         return ceil(self.wide_share / STEP - 1e-9) if self.search == "progressive" else 1
 
 
-def layout(spec: LayerSpec[Any], shape: tuple[int, int]) -> dict[str, Any]:
+def layout(spec: LayerSpec[Any], shape: tuple[int, int]) -> LayerLayout:
     """What will be stored of a matrix of this shape; before the search, as if layers got equal shares of wide rows.
 
     With `bits` the search spends what this takes, and never a row more; with `wide_rows` it may end some percent above,

@@ -12,17 +12,16 @@ largest second moments stay float16 and come first, as nothing need be undone fo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec
 from anybit.errors import InputError
-from anybit.formats import Nested
+from anybit.formats import Nested, NestedLayout
 from anybit.formats import tables as shapes
 from anybit.formats.base import to_half
+from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels import cpu, dispatch
 from anybit.methods import grid
@@ -38,12 +37,12 @@ LEAST = 0.03  # what errors far from the tuned width count: all planes must come
 RANKED = slice(1, 5)  # widths 2 to 5, whose losses rank rows
 
 
-def layout(spec: LayerSpec[AnyBit], shape: tuple[int, int]) -> dict[str, Any]:
+def layout(spec: LayerSpec[AnyBit], shape: tuple[int, int]) -> LayerLayout:
     """A matrix of the average width; which layers get more of it, and which less, is for data to say."""
     bits = spec.tiles[0].bits
     some = round((bits - int(bits)) * shape[0])
     counts = [shape[0]] * int(bits) + ([some] if some else [])
-    return {"shape": list(shape), "tiles": [Nested.description(counts, kept_channels(spec, shape[1]))]}
+    return LayerLayout(shape, (NestedLayout.of(counts, kept_channels(spec, shape[1])),))
 
 
 def kept_channels(spec: LayerSpec[AnyBit], in_features: int) -> int:

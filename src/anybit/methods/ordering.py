@@ -1,26 +1,27 @@
-"""One file, any size: all refinements of a nested model in one order, and the artifact that is cut along it.
+"""One file, any size: all bitplanes of a nested model in one order, and the artifact that is split along it.
 
 A step gives some rows of a layer one plane more. Steps are ranked by how much loss a byte of them saves, over the whole
 model (the global view of MixLLM, arXiv:2412.14590, on the nested widths of Any-Precision, arXiv:2402.10517); the model
-at any average width is then a prefix of the list. The artifact is a core, an ordinary HF directory, and refinements of
-`STEP` bits each, beside it in files of their own: the core and any first ones of them are a valid model.
+at any average width is then a prefix of the list. The artifact is a base layer, an ordinary HF
+directory, and enhancement layers of `STEP` bits each, beside it in files of their own: the base layer and any first
+ones of them are a valid model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
 from anybit.checkpoint.architectures import joined_layers
-from anybit.formats import Nested
+from anybit.formats import NestedLayout
+from anybit.formats.layout import LayerLayout
 from anybit.methods.anybit import BASE_BITS, BITS
 
-STEP = 0.1  # bits from one refinement to the next
+STEP = 0.1  # bits from one enhancement layer to the next
 ROWS = 8  # that get a plane together
 Counts = Mapping[str, Sequence[int]]  # layer -> rows of every plane
 
@@ -136,16 +137,16 @@ def plane_words(columns: int) -> int:
 
 
 def at_average(
-    layouts: Mapping[str, dict[str, Any]], losses: Mapping[str, Tensor], bits: float, whole: bool
-) -> dict[str, dict[str, Any]]:
+    layouts: Mapping[str, LayerLayout], losses: Mapping[str, Tensor], bits: float, whole: bool
+) -> dict[str, LayerLayout]:
     """The layouts of nested layers at an average width of all of them, by their `losses` (see `order`)."""
     steps = order(losses, coded_columns(layouts), whole)
     return {name: with_counts(layouts[name], n) for name, n in steps.counts(steps.upto(bits)).items()}
 
 
-def coded_columns(layouts: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+def coded_columns(layouts: Mapping[str, LayerLayout]) -> dict[str, int]:
     """How many input channels of nested layers have codes."""
-    return {name: x["shape"][1] - x["tiles"][0]["kept"] for name, x in layouts.items()}
+    return {name: layout.tiles[0].coded(layout.shape[1]) for name, layout in layouts.items()}
 
 
 def falling(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
@@ -166,23 +167,23 @@ def falling(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray
     return made
 
 
-def ladder(bits: float) -> list[float]:
-    """Average widths of the core and the refinements of an artifact that goes up to `bits`."""
+def level_widths(bits: float) -> list[float]:
+    """Average widths of the base layer and the enhancement layers of an artifact that goes up to `bits`."""
     count = math.ceil(round((bits - BASE_BITS) / STEP, 6))
     return [min(bits, BASE_BITS + STEP * i) for i in range(max(0, count) + 1)]
 
 
-def overhead_bytes(bits: float, layouts: Mapping[str, Mapping[str, Any]]) -> int:
+def overhead_bytes(bits: float, layouts: Mapping[str, LayerLayout]) -> int:
     """At most what an artifact of up to `bits` takes beyond the planes of `layouts`, where all layers have that width.
 
-    The files of refinements have headers, steps and entries of the index; and a layer whose rows are padded to words
-    more than others' may get more of the width.
+    The files of enhancement layers have headers, steps and entries of the index; and a layer whose rows are padded to
+    words more than others' may get more of the width.
     """
-    files = (len(ladder(bits)) - 1) * (600 + 12 * 3 * len(layouts))
+    files = (len(level_widths(bits)) - 1) * (600 + 12 * 3 * len(layouts))
     if bits >= BITS:  # every row has every plane
         return files
     columns = coded_columns(layouts)
-    weights = {name: layouts[name]["shape"][0] * columns[name] for name in layouts}
+    weights = {name: layouts[name].shape[0] * columns[name] for name in layouts}
     padded = {name: 32 * plane_words(columns[name]) / columns[name] for name in layouts}
     usual = sum(weights[name] * padded[name] for name in layouts)
     left, most = (bits - 1) * sum(weights.values()), usual  # one plane of every row, then those padded most
@@ -192,22 +193,20 @@ def overhead_bytes(bits: float, layouts: Mapping[str, Mapping[str, Any]]) -> int
     return files + math.ceil((most - bits * usual) / 8)
 
 
-def with_all_planes(layouts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def with_all_planes(layouts: Mapping[str, LayerLayout]) -> dict[str, LayerLayout]:
     """Nested layouts with every plane of every row."""
+    nested = nested_layers(layouts)
     return {
-        name: with_counts(x, [x["shape"][0]] * BITS) if is_nested(x) else dict(x)
-        for name, x in layouts.items()
+        name: with_counts(layout, [layout.shape[0]] * BITS) if name in nested else layout
+        for name, layout in layouts.items()
     }
 
 
-def with_counts(layout: Mapping[str, Any], counts: Sequence[int]) -> dict[str, Any]:
+def with_counts(layout: LayerLayout, counts: Sequence[int]) -> LayerLayout:
     """The layout of a nested layer with so many rows of every plane."""
-    tile = Nested.description(counts, layout["tiles"][0]["kept"])
-    return {**layout, "tiles": [tile]}
-
-
-def is_nested(layout: Mapping[str, Any]) -> bool:
-    return layout["tiles"][0]["format"] == Nested.NAME
+    (tile,) = layout.tiles
+    assert isinstance(tile, NestedLayout)
+    return replace(layout, tiles=(NestedLayout.of(counts, tile.kept),))
 
 
 def plane_rows(steps: Counts, before: Counts) -> Iterator[tuple[str, int, int, int]]:
@@ -219,6 +218,7 @@ def plane_rows(steps: Counts, before: Counts) -> Iterator[tuple[str, int, int, i
                 yield name, plane, had[plane - 1], last
 
 
-def nested_names(layouts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The layers that refinements number, by name."""
-    return sorted(name for name, layout in layouts.items() if is_nested(layout))
+def nested_layers(layouts: Mapping[str, LayerLayout]) -> dict[str, NestedLayout]:
+    """The nested layers by name, in the order in which files of enhancement layers number them."""
+    tiles = {name: layouts[name].tiles[0] for name in sorted(layouts)}
+    return {name: tile for name, tile in tiles.items() if isinstance(tile, NestedLayout)}

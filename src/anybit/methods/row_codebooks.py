@@ -16,7 +16,8 @@ from torch import Tensor
 from anybit.calibration.stats import GradientStats
 from anybit.config import LayerSpec, TileSpec
 from anybit.errors import InputError
-from anybit.formats import Codebook, Sparse
+from anybit.formats import CodebookLayout, Sparse
+from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import QuantizedWeight
 from anybit.methods import kmeans
 from anybit.methods.method import Codebooks
@@ -38,17 +39,10 @@ def layout(
     shape: tuple[int, int],
     widths: Sequence[int],
     outliers: tuple[int, int] = (0, 0),
-) -> dict[str, Any]:
+) -> LayerLayout:
     """What `quantize` will store of a matrix of this shape."""
-    tile = {
-        "format": Codebook.NAME,
-        "bits": widths[-1],
-        "widths": list(widths),
-        "by_channel": False,
-        "table_bits": spec.options.codebook_bits,
-    }
-    made: dict[str, Any] = {"shape": list(shape), "tiles": [tile]}
-    return made | {"sparse": sum(outliers)} if sum(outliers) else made
+    tile = CodebookLayout.of(widths, False, spec.options.codebook_bits)
+    return LayerLayout(shape, (tile,), sum(outliers) or None)
 
 
 def quantize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from anybit.config import LayerSpec, Widths, option
 from anybit.methods.method import Method, Uniform, rounding_statistics
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anybit.calibration.stats import LinearStats
+    from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
 
 
@@ -23,7 +24,7 @@ class RTN(Uniform):
     symmetric: bool = option(False, "Without zero points.", flag="--symmetric/--asymmetric")
 
 
-def layout(spec: LayerSpec[RTN], shape: tuple[int, int]) -> dict[str, Any]:
+def layout(spec: LayerSpec[RTN], shape: tuple[int, int]) -> LayerLayout:
     from anybit.methods import tiling
 
     return tiling.layout(spec, shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from anybit.config import LayerSpec, Widths, option
 from anybit.methods.method import SHARE, Codebooks, Effort, Method, Statistics, clustering_seconds
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anybit.calibration.stats import GradientStats
+    from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
 
 
@@ -34,7 +35,7 @@ def outliers(options: SqueezeLLM, weights: int) -> tuple[int, int]:
     return round(options.sensitive_outliers * weights), round(options.magnitude_outliers * weights)
 
 
-def layout(spec: LayerSpec[SqueezeLLM], shape: tuple[int, int]) -> dict[str, Any]:
+def layout(spec: LayerSpec[SqueezeLLM], shape: tuple[int, int]) -> LayerLayout:
     from anybit.methods import row_codebooks
 
     widths = (int(row_codebooks.whole_rows(spec).bits),)

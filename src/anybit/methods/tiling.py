@@ -16,11 +16,10 @@ from torch import Tensor
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec, TileSpec
 from anybit.errors import InputError
-from anybit.formats import GroupInt
+from anybit.formats import GroupInt, GroupIntLayout
 from anybit.formats.base import to_half
 from anybit.formats.bits import groups_of, split_groups
-from anybit.formats.group_int import activations_of
-from anybit.formats.validate import MAX_TILES, check_activations
+from anybit.formats.layout import MAX_TILES, LayerLayout
 from anybit.formats.weight import QuantizedWeight
 from anybit.methods.method import Uniform
 
@@ -73,24 +72,26 @@ def column_sets(
     return [s.to(device) for s in sets]
 
 
-def layout(spec: LayerSpec[Uniform], shape: tuple[int, int], ordered: bool = False) -> dict[str, Any]:
+def layout(spec: LayerSpec[Uniform], shape: tuple[int, int], ordered: bool = False) -> LayerLayout:
     """What uniform methods store of a matrix of this shape; `ordered`: columns in an order that is stored too."""
     tiles = []
     for s in column_sets(spec, shape):
         for tile in s.tiles:
-            entry: dict[str, Any] = {
-                "format": GroupInt.NAME,
-                "bits": tile.bits,
-                "group_size": s.group_size,
-                "symmetric": tile.symmetric,
-            }
-            entry |= activations_of(tile.act_bits or spec.options.act_bits or 16, spec.options.act_static)
-            entry |= {"rows": len(tile.rows)} if tile.rows is not None else {}
-            entry |= {"cols": len(s.cols)} if s.stored or ordered else {}
-            tiles.append(entry)
-    check_activations(tiles, _refuse)
-    scaled = {"input_scale": True} if spec.options.scaling != "none" else {}
-    return {"shape": list(shape), "tiles": tiles, **scaled}
+            act_bits = tile.act_bits or spec.options.act_bits or 16
+            tiles.append(
+                GroupIntLayout(
+                    bits=tile.bits,
+                    group_size=s.group_size,
+                    symmetric=tile.symmetric,
+                    act_bits=act_bits,
+                    act_static=spec.options.act_static and act_bits < 16,
+                    rows=None if tile.rows is None else len(tile.rows),
+                    cols=len(s.cols) if s.stored or ordered else None,
+                )
+            )
+    made = LayerLayout(shape, tuple(tiles), input_scale=spec.options.scaling != "none")
+    made.check(_refuse)
+    return made
 
 
 def _refuse(what: str) -> None:

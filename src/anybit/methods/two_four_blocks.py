@@ -7,16 +7,15 @@ compensated in later channels, block after block in natural order, as GPTQ does.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from anybit.calibration.stats import LinearStats
 from anybit.config import LayerSpec
 from anybit.errors import InputError
-from anybit.formats import Sparse, TwoFour
+from anybit.formats import Sparse, TwoFour, TwoFourLayout
 from anybit.formats.bits import safe, split_groups
+from anybit.formats.layout import LayerLayout
 from anybit.formats.two_four import BLOCK, SECOND_GROUP
 from anybit.formats.weight import QuantizedWeight
 from anybit.methods import clip, grid
@@ -24,15 +23,11 @@ from anybit.methods.compensation import inverse_factor
 from anybit.methods.two_four_sixteen import TwoFourSixteen, bits_eq10
 
 
-def layout(spec: LayerSpec[TwoFourSixteen], shape: tuple[int, int]) -> dict[str, Any]:
+def layout(spec: LayerSpec[TwoFourSixteen], shape: tuple[int, int]) -> LayerLayout:
     """What `compensate` will store of a matrix of this shape; which blocks and weights stand out is for data to say."""
     narrow = narrow_channels(spec, shape[1])
-    made: dict[str, Any] = {
-        "shape": list(shape),
-        "tiles": [TwoFour.description(narrow, shape[1], spec.tiles[0].group_size)],
-    }
-    outliers = _outliers(spec, shape, narrow)
-    return made | {"sparse": outliers} if outliers else made
+    tile = TwoFourLayout.of(narrow, shape[1], spec.tiles[0].group_size)
+    return LayerLayout(shape, (tile,), _outliers(spec, shape, narrow) or None)
 
 
 def share_of_wide(bits: float, group_size: int) -> float:

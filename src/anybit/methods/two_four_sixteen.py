@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anybit.calibration.stats import LinearStats
+    from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
     from anybit.methods.finetune import Task
     from anybit.progress import Advance
@@ -100,7 +101,7 @@ class TwoFourSixteen(Attentive, Damped):
         return self.finetune_epochs if self.finetune else 0
 
 
-def layout(spec: LayerSpec[TwoFourSixteen], shape: tuple[int, int]) -> dict[str, Any]:
+def layout(spec: LayerSpec[TwoFourSixteen], shape: tuple[int, int]) -> LayerLayout:
     from anybit.methods import two_four_blocks
 
     return two_four_blocks.layout(spec, shape)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from anybit import formats
-from anybit.formats import FORMATS
 from anybit.formats import tables as shapes
 from anybit.formats.codebook import decode_table
-from anybit.formats.layout import tile_prefix
-from anybit.formats.weight import PackedWeight, place, sparse_tensors, tile_tensors
+from anybit.formats.layout import PlacedTile
+from anybit.formats.weight import PackedWeight, place
 from anybit.kernels.gpu import activations, codebook, integer
 from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt, place_product
 from anybit.kernels.gpu.sparse import Sparse
@@ -219,20 +218,17 @@ class Layer:
 
     def __init__(self, weight: PackedWeight) -> None:
         self.device = next(iter(weight.tensors.values())).device
-        self.out_features, self.in_features = weight.layout["shape"]
-        described, scale = weight.layout["tiles"], weight.tensors.get("input_scale")
-        self._tiles = [
-            _bind(tile, tile_tensors(weight, i), (self.out_features, self.in_features), scale)
-            for i, tile in enumerate(described)
-        ]
-        self._prefixes = [tile_prefix(i, len(described)) for i in range(len(described))]
+        self.out_features, self.in_features = weight.layout.shape
+        scale, placed = weight.tensors.get("input_scale"), list(weight.layout.placed())
+        self._tiles = [_bind(tile, weight.of_tile(tile), scale) for tile in placed]
+        self._prefixes = [tile.prefix for tile in placed]
         self._input_scale = None if scale is None else scale.float()
         by_rows = any(bound.tile.rows is not None for bound in self._tiles)
         by_columns = any(bound.cols is not None for bound in self._tiles)
         self._mixed = by_rows and by_columns  # no addend writes all outputs
         self._products = self._multiplied(by_columns)
-        if "sparse" in weight.layout:
-            sparse = Sparse(formats.Sparse.read(sparse_tensors(weight)))
+        if weight.layout.sparse is not None:
+            sparse = Sparse(formats.Sparse.read(weight.of_sparse))
             self._products.append(Product(sparse, None, False, self._products[-1].addend + 1))
         self._addends = self._products[-1].addend + 1
         summed = self._addends > 1 or any(isinstance(bound.tile, Nested) for bound in self._tiles)
@@ -317,18 +313,15 @@ def _nothing(tile: formats.GroupInt) -> Tensor:
     return tile.codes.new_empty(len(tile.codes), 0)
 
 
-def _bind(
-    described: Mapping[str, Any], fields: Mapping[str, Tensor], shape: tuple[int, int], scale: Tensor | None
-) -> Bound:
-    r, c = described.get("rows", shape[0]), described.get("cols", shape[1])
+def _bind(placed: PlacedTile, fields: Mapping[str, Tensor], scale: Tensor | None) -> Bound:
+    layout, r, c = placed.layout, placed.rows, placed.columns
     cols = fields["cols"].long() if "cols" in fields else None
-    name = described["format"]
-    if name == formats.Nested.NAME:
-        nested = Nested(tuple(described["counts"]), fields, formats.Nested.read_grid(described, fields, r), c)
+    if isinstance(layout, formats.NestedLayout):
+        nested = Nested(layout.counts, fields, layout.read_grid(fields, r), c)
         return Bound(nested, cols, tuple(f for f in fields if f.startswith("plane_")), nested.planes)
-    if name == formats.Codebook.NAME:
-        return (_by_channel if described["by_channel"] else _by_row)(described, fields, r, c, cols)
-    tile = FORMATS[name].read(described, fields, r, c)
+    if isinstance(layout, formats.CodebookLayout):
+        return (_by_channel if layout.by_channel else _by_row)(layout, fields, r, c, cols)
+    tile = layout.read(fields, r, c)
     if isinstance(tile, formats.TwoFour):
         two_four = TwoFour(tile)
         return Bound(two_four, cols, TWO_FOUR_CODES & fields.keys(), lambda: two_four.restore().tensors())
@@ -343,9 +336,9 @@ def _bind(
 
 
 def _by_row(
-    described: Mapping[str, Any], fields: Mapping[str, Tensor], r: int, c: int, cols: Tensor | None
+    layout: formats.CodebookLayout, fields: Mapping[str, Tensor], r: int, c: int, cols: Tensor | None
 ) -> Bound:
-    table = formats.Codebook.read_table(described, fields, described["bits"], c)
+    table = layout.read_table(fields, layout.widths[-1], c)
     table = decode_table(table, fields.get("codebook_scale"), fields.get("codebook_min"))
     planes = codebook.pack_planes(fields["planes"], c)
     starts = [p * planes[0].numel() for p in range(len(planes))]
@@ -354,9 +347,9 @@ def _by_row(
 
 
 def _by_channel(
-    described: Mapping[str, Any], fields: Mapping[str, Tensor], r: int, c: int, cols: Tensor | None
+    layout: formats.CodebookLayout, fields: Mapping[str, Tensor], r: int, c: int, cols: Tensor | None
 ) -> Bound:
-    stored = formats.Codebook.read(described, fields, r, c)
+    stored = layout.read(fields, r, c)
     tile = codebook.ChannelCodebook(stored.codes.T.contiguous(), stored.values(stored.bits), stored.bits)
     small = replace(stored, codes=stored.codes.new_empty(0, stored.codes.shape[1]))
     return Bound(tile, cols, ("planes",), lambda: replace(small, codes=tile.codes().T.contiguous()).tensors())

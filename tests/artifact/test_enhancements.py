@@ -1,4 +1,4 @@
-"""The artifact of the method anybit on disk: a core, refinements beside it, and damage to either."""
+"""The artifact of the method anybit on disk: a base layer, enhancement layers beside it, and damage to either."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from anybit.artifact import files, split
-from anybit.artifact.sizes import curve, inspect
+from anybit.artifact.sizes import inspect, table_of_levels
 from anybit.artifact.verify import verify
 from anybit.checkpoint.files import file_sha256
 from anybit.errors import InputError
@@ -46,7 +46,9 @@ def index_of(path: Path) -> dict[str, Any]:
 # ---- the artifact -------------------------------------------------------------------------------------------------
 
 
-def test_the_core_is_an_ordinary_index_and_refinements_lie_beside_it(anybit_artifact: Path) -> None:
+def test_the_base_layer_is_an_ordinary_index_and_enhancement_layers_lie_beside_it(
+    anybit_artifact: Path,
+) -> None:
     weight_map = json.loads((anybit_artifact / "model.safetensors.index.json").read_text())["weight_map"]
     assert not any("refine" in file for file in weight_map.values())
     assert not any(name.endswith(split.LOSSES) for name in weight_map)
@@ -56,22 +58,22 @@ def test_the_core_is_an_ordinary_index_and_refinements_lie_beside_it(anybit_arti
     assert verify(anybit_artifact)["hashes_checked"]
 
 
-def test_the_curve_counts_every_byte(anybit_artifact: Path) -> None:
-    rungs = curve(anybit_artifact)
+def test_the_table_of_levels_counts_every_byte(anybit_artifact: Path) -> None:
+    levels = table_of_levels(anybit_artifact)
     files = [
         f
         for f in anybit_artifact.iterdir()
         if not f.name.startswith(("tokenizer", "special", "chat_template"))
     ]
-    assert rungs[-1]["size_bytes"] == sum(f.stat().st_size for f in files)
-    assert [r["bits"] for r in rungs] == sorted(r["bits"] for r in rungs)
-    assert all(b["loss"] <= a["loss"] and b["size_bytes"] > a["size_bytes"] for a, b in pairwise(rungs))
-    assert rungs[0]["bits"] == pytest.approx(2.0, abs=0.1) and rungs[-1]["bits"] == 8
+    assert levels[-1]["size_bytes"] == sum(f.stat().st_size for f in files)
+    assert [r["bits"] for r in levels] == sorted(r["bits"] for r in levels)
+    assert all(b["loss"] <= a["loss"] and b["size_bytes"] > a["size_bytes"] for a, b in pairwise(levels))
+    assert levels[0]["bits"] == pytest.approx(2.0, abs=0.1) and levels[-1]["bits"] == 8
     for at in (0, 13, 60):
-        made = inspect(anybit_artifact, rungs[at]["bits"])
-        assert made["bits"] == pytest.approx(rungs[at]["bits"])
-        assert made["bits_per_weight"] == pytest.approx(rungs[at]["bits_per_weight"])
-        assert made["size_bytes"] == rungs[at]["size_bytes"]
+        made = inspect(anybit_artifact, levels[at]["bits"])
+        assert made["bits"] == pytest.approx(levels[at]["bits"])
+        assert made["bits_per_weight"] == pytest.approx(levels[at]["bits_per_weight"])
+        assert made["size_bytes"] == levels[at]["size_bytes"]
 
 
 def test_all_planes_are_the_codes_that_were_made(
@@ -108,7 +110,7 @@ def test_a_prefix_loads_and_generates_and_is_named(anybit_copy: Path) -> None:
     for file in sorted(anybit_copy.glob("refine-*.safetensors"))[20:]:
         file.unlink()
     with pytest.raises(
-        InputError, match=r"20 of 60 refinements .*refine-00021-of-00060.*up to \d\.\d\d bits"
+        InputError, match=r"20 of 60 enhancement layers .*refine-00021-of-00060.*up to \d\.\d\d bits"
     ):
         verify(anybit_copy)
     model = load(anybit_copy)
@@ -116,16 +118,16 @@ def test_a_prefix_loads_and_generates_and_is_named(anybit_copy: Path) -> None:
     assert model.generate(IDS, max_new_tokens=3, do_sample=False).shape == (1, IDS.shape[1] + 3)
     with pytest.raises(InputError, match="refine-00021-of-00060"):
         load(anybit_copy, bits=5.0)
-    assert [r["present"] for r in curve(anybit_copy)] == [True] * 21 + [False] * 40
+    assert [r["present"] for r in table_of_levels(anybit_copy)] == [True] * 21 + [False] * 40
 
 
 def test_a_hole_ends_the_prefix(anybit_copy: Path) -> None:
-    (anybit_copy / files.refinement_file(7, 60)).unlink()
-    assert load(anybit_copy).ladder.bits[-1] == pytest.approx(curve(anybit_copy)[6]["bits"])
+    (anybit_copy / files.enhancement_file(7, 60)).unlink()
+    assert load(anybit_copy).levels[-1].bits == pytest.approx(table_of_levels(anybit_copy)[6]["bits"])
 
 
 def test_a_flipped_byte_is_found(anybit_copy: Path) -> None:
-    file = anybit_copy / files.refinement_file(5, 60)
+    file = anybit_copy / files.enhancement_file(5, 60)
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(bytes(data))
@@ -135,8 +137,8 @@ def test_a_flipped_byte_is_found(anybit_copy: Path) -> None:
     load(anybit_copy, bits=2.3)
 
 
-def test_reordered_refinements_are_found(anybit_copy: Path) -> None:
-    one, two = (anybit_copy / files.refinement_file(n, 60) for n in (3, 4))
+def test_reordered_enhancement_layers_are_found(anybit_copy: Path) -> None:
+    one, two = (anybit_copy / files.enhancement_file(n, 60) for n in (3, 4))
     data = one.read_bytes()
     one.write_bytes(two.read_bytes())
     two.write_bytes(data)
@@ -146,14 +148,14 @@ def test_reordered_refinements_are_found(anybit_copy: Path) -> None:
 
 def test_a_reordered_list_is_found(anybit_copy: Path) -> None:
     index = index_of(anybit_copy)
-    rungs = index[files.SECTION]
-    rungs[3], rungs[4] = rungs[4], rungs[3]
+    levels = index[files.SECTION]
+    levels[3], levels[4] = levels[4], levels[3]
     (anybit_copy / "anybit.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match="reordered or the list was edited"):
         load(anybit_copy)
 
 
-def test_a_flipped_byte_in_the_core_is_found(anybit_copy: Path) -> None:
+def test_a_flipped_byte_in_the_base_layer_is_found(anybit_copy: Path) -> None:
     file = anybit_copy / "model-00002-of-00003.safetensors"
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
@@ -201,30 +203,32 @@ def test_what_the_list_states_is_checked(anybit_copy: Path, change: Callable[[An
             use(anybit_copy)
 
 
-def test_an_edited_curve_is_found(anybit_copy: Path) -> None:
+def test_an_edited_list_is_found(anybit_copy: Path) -> None:
     index = index_of(anybit_copy)
     for entry in index[files.SECTION]:
         entry["loss"] = 0.0
     (anybit_copy / "anybit.index.json").write_text(json.dumps(index))
-    for use in (load, verify, curve):
+    for use in (load, verify, table_of_levels):
         with pytest.raises(InputError, match="or were edited"):
             use(anybit_copy)
 
 
 def test_a_download_under_way_is_a_prefix(anybit_copy: Path) -> None:
     for number in range(21, 61):
-        (anybit_copy / files.refinement_file(number, 60)).unlink()
-    last = anybit_copy / files.refinement_file(20, 60)
+        (anybit_copy / files.enhancement_file(number, 60)).unlink()
+    last = anybit_copy / files.enhancement_file(20, 60)
     for size in (last.stat().st_size // 2, 5, 0):
         last.write_bytes(last.read_bytes()[:size])
-        assert load(anybit_copy).ladder.bits[-1] == pytest.approx(curve(anybit_copy)[19]["bits"])
-        assert [r["present"] for r in curve(anybit_copy)] == [True] * 20 + [False] * 41
-    with pytest.raises(InputError, match=r"19 of 60 refinements .*refine-00020-of-00060.* not complete"):
+        assert load(anybit_copy).levels[-1].bits == pytest.approx(table_of_levels(anybit_copy)[19]["bits"])
+        assert [r["present"] for r in table_of_levels(anybit_copy)] == [True] * 20 + [False] * 41
+    with pytest.raises(
+        InputError, match=r"19 of 60 enhancement layers .*refine-00020-of-00060.* not complete"
+    ):
         verify(anybit_copy)
     for budget in ({"bpw": 16.0}, {"size": "1GB"}, {}):
         report = Recorder()
         load(anybit_copy, report=report, **budget)
-        assert any("19 of 60 refinements" in note for note in report.said), budget
+        assert any("19 of 60 enhancement layers" in note for note in report.said), budget
 
 
 @pytest.mark.parametrize(
@@ -262,7 +266,7 @@ def test_steps_that_do_not_fit_are_refused(anybit_copy: Path, steps: list[list[i
     """Whoever can write hashes can write these: sizes and bounds are checked before memory is touched."""
     from safetensors.torch import save_file
 
-    file = anybit_copy / files.refinement_file(1, 60)
+    file = anybit_copy / files.enhancement_file(1, 60)
     words = torch.zeros(4, dtype=torch.int32).view(torch.uint32)
     save_file({"steps": torch.tensor(steps, dtype=torch.int32), "words": words}, file)
     index = index_of(anybit_copy)
@@ -276,11 +280,17 @@ def test_steps_that_do_not_fit_are_refused(anybit_copy: Path, steps: list[list[i
 
 
 def test_the_card_speaks_of_all_layers(anybit_artifact: Path) -> None:
-    rungs, card = curve(anybit_artifact), (anybit_artifact / "README.md").read_text()
-    low, high = rungs[0], rungs[-1]
+    levels, card = table_of_levels(anybit_artifact), (anybit_artifact / "README.md").read_text()
+    low = levels[0]
     assert f"{low['bits']:.2f} to 8.00 bits (anybit)" in card
-    assert f"{low['bits_per_weight']:.3f} (base layer) to {high['bits_per_weight']:.3f} |" in card
-    assert f"{(high['size_bytes'] - low['size_bytes']) / 1e6:.1f} MB (enhancement layers)" in card
+    rows = [line.split(" | ") for line in card.splitlines() if line.startswith("| ") and " MB | " in line]
+    assert len(rows) == len(levels)
+    for row, level in zip(rows, levels):
+        assert row[0] == f"| {level['bits']:.2f}" and row[1] == f"{level['bits_per_weight']:.3f}"
+        assert (
+            abs(float(row[2].removesuffix(" MB")) - level["size_bytes"] / 1e6) <= 0.11
+        )  # it cannot count itself
+        assert row[3] == f"{level['loss']:.4f} |"
     (bits,) = re.findall(r'anybit\.load\("PATH", bits=(\S+)\)', card)
     (fewer,) = re.findall(r"set_bits\((\S+)\)", card)
     assert load(anybit_artifact, bits=float(bits)).set_bits(float(fewer)) < float(bits)

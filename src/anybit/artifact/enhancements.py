@@ -1,0 +1,308 @@
+"""Reading enhancement layers: the base layer, and any first ones of the files that its index lists.
+
+Who decides on them: `methods.ordering`; who writes them: `split`; the bytes: docs/formats.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from anybit.artifact.files import SECTION, link, list_hash
+from anybit.checkpoint.files import HASHES, INDEX, check_sha256, read_json
+from anybit.checkpoint.safetensors import read_safetensors_header
+from anybit.errors import InputError
+from anybit.formats.base import Json
+from anybit.formats.layout import LayerLayout
+from anybit.formats.levels import Level
+from anybit.formats.validate import check_version
+from anybit.layers import PackedModule
+from anybit.methods.ordering import BITS, Counts, coded_columns, nested_layers, plane_rows, with_counts
+
+SUFFIX = ".safetensors"
+MOST_HEADER = 1 << 24  # bytes of a file's header that are looked at
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The base layer, or an enhancement layer: what the model is once it is there."""
+
+    file: str  # "" for the base layer
+    bytes: int
+    sha256: str
+    bits: float  # average width
+    loss: float  # expected increase of the loss in nats per token
+    chain: str  # running hash
+
+    def is_there(self, path: Path, before: str) -> bool:
+        """Whether the file is in `path`; one that is shorter than it should be is still under way.
+
+        Args:
+            path: folder.
+            before: the running hash of the entry before, which the file names.
+
+        Raises:
+            InputError: another file under this name.
+        """
+        file = path / self.file
+        if not file.is_file():
+            return False
+        size = file.stat().st_size
+        if size > self.bytes or (size < self.bytes and _is_another(file, before)):
+            raise InputError(
+                f"{file} is not what anybit.index.json lists under this name: enhancement layers were exchanged; copy "
+                "it again"
+            )
+        return size == self.bytes
+
+
+def _is_another(file: Path, before: str) -> bool:
+    """Whether a file is whole, or says that it follows another running hash than `before`; False where its header is
+    not there yet."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        text = stream.read(min(length, MOST_HEADER))
+    try:
+        header = json.loads(text)
+        after = header.pop("__metadata__")["after"]
+        end = max(int(entry["data_offsets"][1]) for entry in header.values())
+    except (AttributeError, IndexError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return False
+    return after != before or file.stat().st_size == 8 + length + end
+
+
+@dataclass(frozen=True)
+class Enhancements:
+    """The enhancement layers of an artifact: those that its index lists, of which the first `present` are there."""
+
+    path: Path
+    layouts: Mapping[str, LayerLayout]  # of all layers as the base layer has them
+    base: Mapping[str, str]  # the hashes of its shards and of what says which tensor is where
+    entries: tuple[Entry, ...]  # the base layer first
+    present: int  # how many entries can be read: the base layer counts
+
+    @staticmethod
+    def open(path: Path, layouts: Mapping[str, LayerLayout], index: Json) -> Enhancements:
+        """The enhancement layers that anybit.index.json lists.
+
+        Raises:
+            InputError: entries of another kind, or whose running hashes do not follow from one another: the list was
+                edited or reordered.
+        """
+        stated = f"{path}: the list of enhancement layers in anybit.index.json is damaged"
+        try:
+            files = index["files"]
+            entries = [
+                Entry(
+                    str(entry["file"]),
+                    int(files[entry["file"]]["bytes"]) if entry["file"] else 0,
+                    str(files[entry["file"]]["sha256"]) if entry["file"] else "",
+                    float(entry["bits"]),
+                    float(entry["loss"]),
+                    str(entry["chain"]),
+                )
+                for entry in index[SECTION]
+            ]
+            names = {entry.file for entry in entries}
+            shards = sorted(name for name in files if name.endswith(SUFFIX) and name not in names)
+            base = {name: str(files[name]["sha256"]) for name in shards}
+            weight_map = str(files[INDEX]["sha256"])
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise InputError(stated) from error
+        finite = all(0 < r.bits <= BITS + 1e-9 and math.isfinite(r.loss) and r.bytes >= 0 for r in entries)
+        if not entries or not finite or entries[0].file or not all(r.file for r in entries[1:]):
+            raise InputError(stated)
+        if functools.reduce(link, base.values(), "") != entries[0].chain:
+            raise InputError(
+                f"{path}: anybit.index.json lists other shards than the base layer was made of: copy it again"
+            )
+        for before, entry in pairwise(entries):
+            if entry.bits < before.bits:
+                raise InputError(stated)
+            if Path(entry.file).name != entry.file or entry.chain != link(before.chain, entry.sha256):
+                raise InputError(
+                    f"{path}: anybit.index.json lists {entry.file!r} where it does not belong (the running hash "
+                    "differs): enhancement layers were reordered or the list was edited; copy the artifact again"
+                )
+        present = 1
+        while present < len(entries) and entries[present].is_there(path, entries[present - 1].chain):
+            present += 1
+        return Enhancements(path, layouts, {**base, INDEX: weight_map}, tuple(entries), present)
+
+    def note(self) -> str | None:
+        """A sentence where enhancement layers are missing."""
+        if self.present == len(self.entries):
+            return None
+        missing, last = self.entries[self.present].file, self.entries[self.present - 1]
+        return (
+            f"{self.path} has {self.present - 1} of {len(self.entries) - 1} enhancement layers ({missing} is missing "
+            f"or not complete): it runs at up to {last.bits:.2f} bits"
+        )
+
+    def bytes_upto(self, level: int) -> int:
+        """Bytes of the files up to a level."""
+        return sum(entry.bytes for entry in self.entries[1 : level + 1])
+
+    def counts(self, upto: int, check: bool = True) -> list[dict[str, tuple[int, ...]]]:
+        """Rows of every plane of every layer at levels 0 to `upto`; the files' bytes are held against their hashes.
+
+        Args:
+            upto: the last level.
+            check: False leaves the hashes out, which would read all of the files.
+
+        Raises:
+            InputError: a file that is damaged or does not fit the layers.
+        """
+        tiles = nested_layers(self.layouts)
+        names, widths = list(tiles), [self._words(name) for name in tiles]
+        now = np.zeros((len(names), BITS), np.int64)
+        for i, tile in enumerate(tiles.values()):
+            now[i, : len(tile.counts)] = tile.counts
+        made = [_named_counts(names, now)]
+        coded = coded_columns({name: self.layouts[name] for name in names})
+        columns = np.array([coded[name] for name in names])
+
+        def is_as_stated(level: int) -> bool:
+            return abs(now.sum(1) @ columns / (now[:, 0] @ columns) - self.entries[level].bits) <= 1e-6
+
+        if not is_as_stated(0):
+            raise InputError(
+                f"{self.path}: anybit.index.json states another width of the base layer: copy it again"
+            )
+        for level in range(1, upto + 1):
+            if check:
+                check_sha256(self.path / self.entries[level].file, self.entries[level].sha256)
+            found, words, before = self._read(level), 0, (-1, 0)
+            for layer, plane, rows in found["steps"].tolist():
+                if not (0 <= layer < len(names) and 2 <= plane <= BITS and rows > 0):
+                    raise self._damaged(level, "names a layer or plane that there is not")
+                if (layer, plane) <= before:
+                    raise self._damaged(level, "has steps out of order")
+                before = (layer, plane)
+                now[layer, plane - 1] += rows
+                words += rows * widths[layer]
+            if (np.diff(now, axis=1) > 0).any():
+                raise self._damaged(level, "makes planes longer than those before them")
+            if words != len(found["words"]):
+                raise self._damaged(level, f"holds {len(found['words'])} words, its steps need {words}")
+            if not is_as_stated(level):
+                raise self._damaged(level, "leads to another width than anybit.index.json states")
+            made.append(_named_counts(names, now))
+        return made
+
+    def planes(self, level: int, counts: Counts, before: Counts) -> Iterator[tuple[str, int, int, Tensor]]:
+        """(layer, plane, first row, words uint32 [rows, words]) of an enhancement layer that `counts` has read."""
+        words, at = self._read(level)["words"], 0
+        for name, plane, first, last in plane_rows(counts, before):
+            width = self._words(name)
+            size = (last - first) * width
+            yield name, plane, first, words[at : at + size].view(last - first, width)
+            at += size
+
+    def layouts_at(self, counts: Counts) -> dict[str, LayerLayout]:
+        """All layers with so many rows of every plane."""
+        refined = {name: with_counts(self.layouts[name], rows) for name, rows in counts.items()}
+        return {**self.layouts, **refined}
+
+    def check_base(self) -> None:
+        """Hold the bytes of the base layer's shards and of their index against their hashes.
+
+        Raises:
+            InputError: they differ, or one is missing.
+        """
+        for file, sha256 in self.base.items():
+            check_sha256(self.path / file, sha256)
+
+    def _words(self, name: str) -> int:
+        """32-bit words of a row of a layer's plane."""
+        return self.layouts[name].stored_tensors()["plane_1"][1][1]
+
+    def _read(self, level: int) -> dict[str, Tensor]:
+        """`steps` int32 [n, 3] (number of the layer, plane, rows) and `words`, mapped from the file."""
+        path = self.path / self.entries[level].file
+        header = read_safetensors_header(path)
+        kinds = {"steps": (torch.int32, 2), "words": (torch.uint32, 1)}
+        for name, (dtype, dims) in kinds.items():
+            found = header.get(name)
+            if found is None or found.dtype != dtype or len(found.shape) != dims:
+                raise self._damaged(level, f"has no {name} of the type {dtype}")
+        if header["steps"].shape[1] != 3:
+            raise self._damaged(level, "has steps of another kind")
+        return load_file(path)
+
+    def _damaged(self, level: int, what: str) -> InputError:
+        return InputError(f"{self.path / self.entries[level].file} {what}: copy it again")
+
+
+def extend(model: nn.Module, found: Enhancements, upto: int) -> tuple[Level, ...]:
+    """Give the layers of a loaded base layer the planes of the enhancement layers up to a level; returns its levels.
+
+    Raises:
+        InputError: a file that is damaged or does not fit the layers.
+    """
+    found.check_base()
+    counts = found.counts(upto)
+    planes: dict[tuple[str, int], Tensor] = {}
+    for name, layout in found.layouts_at(counts[upto]).items():
+        module = model.get_submodule(name)
+        assert isinstance(module, PackedModule)
+
+        def keep(field: str, tensor: Tensor, name: str = name) -> None:
+            planes[name, int(field.removeprefix("plane_"))] = tensor
+
+        if name in counts[upto]:
+            module.extend(layout, keep)
+    for level in range(1, upto + 1):
+        for name, plane, first, words in found.planes(level, counts[level], counts[level - 1]):
+            planes[name, plane][first : first + len(words)] = words.to(planes[name, plane].device)
+    base = sum(layout.nbytes for layout in found.layouts.values())
+    return tuple(
+        Level(entry.bits, base + found.bytes_upto(i), entry.loss, found.layouts_at(counts[i]))
+        for i, entry in enumerate(found.entries[: upto + 1])
+    )
+
+
+def read_enhancements(
+    path: Path, stated: Json | None, layouts: Mapping[str, LayerLayout]
+) -> Enhancements | None:
+    """The enhancement layers of an artifact; None for one that has none.
+
+    Args:
+        path: its folder.
+        stated: what its config.json says of them.
+        layouts: of its layers.
+
+    Raises:
+        InputError: see `Enhancements.open`; a base layer without its list, or with that of another artifact.
+    """
+    if stated is None:
+        return None
+    file = path / HASHES
+    index = read_json(file) if file.is_file() else {}
+    if not isinstance(index.get(SECTION), list):
+        raise InputError(
+            f"{path} is a base layer, and anybit.index.json, which lists its enhancement layers, is missing: copy it, "
+            "too"
+        )
+    check_version(index.get("format_version"))
+    found = Enhancements.open(path, layouts, index)
+    if stated != {"refinements": len(found.entries) - 1, "list": list_hash(index[SECTION])}:
+        raise InputError(
+            f"{path}: config.json and anybit.index.json belong to different artifacts, or were edited: copy all files "
+            "of one again"
+        )
+    return found
+
+
+def _named_counts(names: Sequence[str], counts: np.ndarray) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(n for n in of if n) for name, of in zip(names, counts.tolist())}

@@ -1,0 +1,29 @@
+"""A linear layer that is stored as it was, among those that are quantized: what sizes and widths need of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from anybit.formats.base import Fields, TileLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnquantizedLayout(TileLayout):
+    """How it is stored: in floats, under the name `weight`."""
+
+    NAME: ClassVar = "dense"
+
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(dtype: torch.dtype) -> UnquantizedLayout:
+        return UnquantizedLayout(bits=8 * dtype.itemsize, dtype=dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | {"dtype": str(self.dtype).removeprefix("torch.")}
+
+    def fields(self, r: int, c: int) -> Fields:
+        return {"weight": (self.dtype, (r, c))}
