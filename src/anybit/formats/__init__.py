@@ -7,7 +7,7 @@ to `FORMATS`; methods, files, sizes and `inspect` follow.
 
 from __future__ import annotations
 
-from anybit.formats.base import TileLayout
+from anybit.formats.base import Tile, TileLayout
 from anybit.formats.codebook import Codebook, CodebookLayout
 from anybit.formats.float16 import Float16, Float16Layout
 from anybit.formats.group_int import GroupInt, GroupIntLayout
@@ -15,7 +15,6 @@ from anybit.formats.nested import Nested, NestedLayout
 from anybit.formats.sparse import Sparse
 from anybit.formats.two_four import TwoFour, TwoFourLayout
 
-Tile = GroupInt | Codebook | Float16 | TwoFour | Nested
 FORMATS: dict[str, type[TileLayout]] = {
     layout.NAME: layout
     for layout in (GroupIntLayout, CodebookLayout, Float16Layout, TwoFourLayout, NestedLayout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +18,26 @@ Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # field -> dtype and sh
 Refuse = Callable[[str], None]  # raises InputError with a reason
 MAX_UINT16 = 65536  # input channels that 16-bit column indices reach
 PLACE = ("rows", "cols")  # fields of a layout that say where a tile lies
+
+
+class Tile(Protocol):
+    """A tile in readable form: codes, grids and tables as tensors."""
+
+    @property
+    def rows(self) -> Tensor | None:
+        """int32 [r], ascending output rows; None: all."""
+
+    @property
+    def cols(self) -> Tensor | None:
+        """int32 [c], original input channels in stored order; None: all, natural order."""
+
+    def layout(self) -> TileLayout: ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored, by field, as the layout's `fields` says."""
+
+    def dequantize(self) -> Tensor:
+        """The tile's weights, float32 [r, c], columns in stored order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +85,7 @@ class TileLayout:
         """Dtype and shape of its tensors, but for `rows` and `cols`."""
         raise NotImplementedError
 
-    def read(self, tensors: Mapping[str, Tensor], r: int, c: int) -> Any:
+    def read(self, tensors: Mapping[str, Tensor], r: int, c: int) -> Tile:
         """The tile in readable form, from tensors that are as `fields` says."""
         raise NotImplementedError
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.formats import Float16, Sparse, Tile
+from anybit.formats import Sparse, Tile
 from anybit.formats.layout import LayerLayout, PlacedTile
 
 
@@ -32,9 +32,12 @@ class QuantizedWeight:
 
     def dequantize(self) -> Tensor:
         """The matrix that the codes stand for, float32 [out, in]; of a nested one, at its widest."""
-        dense = torch.zeros(self.shape, device=_device(self.tiles[0]))
+        dense: Tensor | None = None
         for tile in self.tiles:
-            place(dense, tile.dequantize(), tile.rows, tile.cols)
+            part = tile.dequantize()
+            dense = torch.zeros(self.shape, device=part.device) if dense is None else dense
+            place(dense, part, tile.rows, tile.cols)
+        assert dense is not None, "a matrix has at least one tile"
         if self.sparse is not None:
             self.sparse.add_to(dense)
         return dense if self.input_scale is None else dense * self.input_scale.float()
@@ -83,10 +86,6 @@ def place(dense: Tensor, tile: Tensor, rows: Tensor | None, cols: Tensor | None)
         dense[:, cols.long()] = tile
     else:
         dense[rows.long()[:, None], cols.long()] = tile
-
-
-def _device(tile: Tile) -> torch.device:
-    return (tile.values if isinstance(tile, Float16) else tile.codes).device
 
 
 def pack(weight: QuantizedWeight) -> PackedWeight:

@@ -25,6 +25,13 @@ from anybit.formats.layout import PlacedTile
 from anybit.formats.weight import PackedWeight, place
 from anybit.kernels import cpu, gpu, reference
 
+BOUND = (
+    GroupIntLayout,
+    CodebookLayout,
+    Float16Layout,
+    TwoFourLayout,
+    NestedLayout,
+)  # formats with native kernels
 TAKEN: dict[
     type[TileLayout], set[str]
 ] = {  # fields whose bytes the native object of a tile holds, in another order
@@ -120,7 +127,8 @@ class Prepared:
         self.placed = tuple(weight.layout.placed())
         kinds = {tensor.device.type for tensor in weight.tensors.values()}
         self.on_gpu = (kinds == {"cuda"} if on_gpu is None else on_gpu) and gpu.available()
-        self.native = kinds == {"cpu"} and not self.on_gpu and cpu.available()
+        known = all(isinstance(tile.layout, BOUND) for tile in self.placed)
+        self.native = known and kinds == {"cpu"} and not self.on_gpu and cpu.available()
         fields = [weight.of_tile(tile) for tile in self.placed]
         by_row = all(isinstance(t.layout, CodebookLayout) and not t.layout.by_channel for t in self.placed)
         self.exact = exact or not (self.native and by_row)
