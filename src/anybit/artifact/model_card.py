@@ -47,7 +47,7 @@ def model_card(
         checkpoint: of the base model.
         plan: what is stored; of an artifact of enhancement layers the base layer.
         options: that made it, none of them open.
-        provenance: see `description.provenance`.
+        provenance: see `config_json.provenance`.
         beside: the enhancement layers.
     """
     base, calibration = provenance["base"], provenance["calibration"]
@@ -61,24 +61,9 @@ def model_card(
         )
     usual = options.layer_spec()
     mixed = any(spec != usual for spec in plan.specs.values())
-    stored = f"{plan.bits_per_weight:.3f}"
-    if plan.file_bits_per_weight != plan.bits_per_weight:
-        stored = f"{plan.file_bits_per_weight:.3f}, of which a run at the widest reads {stored}"
-    bits, width, tensors = (
-        f"{plan.code_bits:.2f}",
-        f"{plan.code_bits:.3f} bits",
-        f"{plan.tensor_bytes / 1e6:.1f} MB",
-    )
+    bits, width, stored, tensors = _figures(plan, beside)
     more = ""
     if beside is not None:
-        whole = plan.bits_per_weight + 8 * beside.bytes / plan.linear_weights
-        bits = f"{bits} to {beside.bits:.2f}"
-        width = (
-            f"{plan.code_bits:.3f} (base layer) to {beside.bits:.3f} bits (with all enhancement layers), chosen at "
-            "load or later"
-        )
-        stored = f"{stored} (base layer) to {whole:.3f}"
-        tensors = f"{tensors} (base layer) and {beside.bytes / 1e6:.1f} MB (enhancement layers)"
         step = (beside.bits - plan.code_bits) / 4
         more = REFINED.format(bits=f"{plan.code_bits + 2 * step:.1f}", fewer=f"{plan.code_bits + step:.1f}")
     notice = ""
@@ -116,6 +101,24 @@ model = {auto}.from_pretrained("PATH")
 {more}
 The licence of the base model applies.
 """
+
+
+def _figures(plan: Plan, beside: Enhancements | None) -> tuple[str, str, str, str]:
+    """Bits in short, the average width, stored bits per weight, bytes: also those of what lies beside a base layer."""
+    bits, width = f"{plan.code_bits:.2f}", f"{plan.code_bits:.3f} bits"
+    stored, tensors = f"{plan.bits_per_weight:.3f}", f"{plan.tensor_bytes / 1e6:.1f} MB"
+    if plan.file_bits_per_weight != plan.bits_per_weight:
+        stored = f"{plan.file_bits_per_weight:.3f}, of which a run at the widest reads {stored}"
+    if beside is None:
+        return bits, width, stored, tensors
+    whole = plan.bits_per_weight + 8 * beside.bytes / plan.linear_weights
+    return (
+        f"{bits} to {beside.bits:.2f}",
+        f"{plan.code_bits:.3f} (base layer) to {beside.bits:.3f} bits (with all enhancement layers), chosen at load or "
+        "later",
+        f"{stored} (base layer) to {whole:.3f}",
+        f"{tensors} (base layer) and {beside.bytes / 1e6:.1f} MB (enhancement layers)",
+    )
 
 
 def quantized_notice(before: str) -> str:

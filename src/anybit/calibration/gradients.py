@@ -70,16 +70,12 @@ def gradient_statistics(
     stats = {}
     for i, name in enumerate(layers):
         shape = linear_shape(model.get_submodule(name))
-        products = torch.zeros(len(deltas), len(tokens), shape[0], device=device)
         information = None
         if fisher and mapped is not None:
             information = _allocated(_spill_file(mapped, i), shape)
         elif fisher:
             information = torch.zeros(shape, device=device)
-        diagonal = torch.zeros(len(deltas), shape[0], device=device)
-        output_moment, token_moment = torch.zeros(shape[0], device=device), torch.zeros_like(tokens).float()
-        moments = output_moment, diagonal, token_moment
-        stats[name] = GradientStats(0, 0, information, products, *moments)
+        stats[name] = _empty(information, len(deltas), tokens, shape[0])
 
     def reduce(name: str, x: Tensor, gradient: Tensor) -> None:
         s = stats[name]
@@ -113,6 +109,14 @@ def gradient_statistics(
                 s.fisher
             )
     return stats
+
+
+def _empty(fisher: Tensor | None, deltas: int, tokens: Tensor, out: int) -> GradientStats:
+    """Sums of no sample yet: of `out` output channels, for so many perturbations and all `tokens`."""
+    products = torch.zeros(deltas, len(tokens), out, device=tokens.device)
+    diagonal = torch.zeros(deltas, out, device=tokens.device)
+    output_moment, token_moment = torch.zeros(out, device=tokens.device), torch.zeros_like(tokens).float()
+    return GradientStats(0, 0, fisher, products, output_moment, diagonal, token_moment)
 
 
 def spilled_statistics(layers: Mapping[str, tuple[int, int]], spill: Path) -> dict[str, GradientStats] | None:
