@@ -47,9 +47,13 @@ class Widths:
     def __contains__(self, bits: float) -> bool:
         return self.low <= bits <= self.high and (self.fractional or float(bits).is_integer())
 
+    @property
+    def least(self) -> float:
+        """`low` to two places, rounded up: what is named can be had."""
+        return ceil(self.low * 100) / 100
+
     def __str__(self) -> str:
-        low = ceil(self.low * 100) / 100  # what is named can be had
-        return f"{'any average from' if self.fractional else 'whole widths'} {low:g} to {self.high:g}"
+        return f"{'any average from' if self.fractional else 'whole widths'} {self.least:g} to {self.high:g}"
 
     def whole(self) -> range:
         return range(ceil(self.low), floor(self.high) + 1)
