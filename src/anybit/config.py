@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from math import ceil, floor
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -303,12 +303,6 @@ def check_value(item: Field[Any], value: Any) -> None:
 
 def _types(annotation: str) -> tuple[type, ...]:
     return tuple(kind for part in annotation.split(" | ") for kind in _ACCEPTED[part])
-
-
-def default_of(item: Field[Any]) -> Any:
-    """The default of a field; options have no others."""
-    assert item.default is not MISSING
-    return item.default
 
 
 def parse_bytes(text: str) -> int:
