@@ -235,3 +235,48 @@ def test_the_table_of_methods_is_what_they_say_of_themselves() -> None:
     expected = [row_of(method) for method in METHODS.values()]
     table = "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in expected)
     assert rows_below("| method | paper |") == expected, f"put this into README.md:\n{table}"
+
+
+# ---- plain words
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a page's prose: no tables, code or headings; code in backticks and links are one word each."""
+    text = re.sub(r"<!-- table: .*?<!-- end -->|^ *```.*?^ *```|^ *[|#<].*?$", "", text, flags=re.S | re.M)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "CODE", text))
+    found = []
+    for paragraph in re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", text, flags=re.M):
+        plain = " ".join(paragraph.replace("**", "").split())
+        found += re.split(r'(?<=[.?!])\s+(?=[A-Z0-9"(])|(?<=:)\s+(?=[A-Z"(])', plain)
+    return [sentence for sentence in found if sentence]
+
+
+PROSE = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_nine_sentences_of_ten_have_at_most_25_words(page: Path) -> None:
+    found = sentences(page.read_text(encoding="utf-8"))
+    long = [sentence for sentence in found if len(sentence.split()) > 25]
+    assert len(long) <= len(found) / 10, "\n".join(long)
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_prose_is_wrapped_at_120(page: Path) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    assert not [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")]
+
+
+def test_long_sentences_are_found() -> None:
+    words = " ".join(["word"] * 26)
+    text = f"# {words}\n\n| {words} |\n\nOne `{words}` here.\n- Two {words}.\n- Three: no.\n\n```\n{words}\n```\n"
+    assert [len(sentence.split()) for sentence in sentences(text)] == [3, 27, 2]
+
+
+def test_the_summary_is_a_screen() -> None:
+    text = (ROOT / "docs/results/summary.md").read_text(encoding="utf-8")
+    shown, heading, _ = text.partition("\n## ")
+    assert heading and len(shown.splitlines()) <= 60
+    assert "### " not in shown and shown.count("<!-- table: ") == 3
+    for header in re.findall(r"<!-- table: .*? -->\n\n(.*)", text):
+        assert header.startswith("| claim | target | measured | target met? |")

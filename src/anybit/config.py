@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from math import ceil, floor
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -47,9 +47,13 @@ class Widths:
     def __contains__(self, bits: float) -> bool:
         return self.low <= bits <= self.high and (self.fractional or float(bits).is_integer())
 
+    @property
+    def least(self) -> float:
+        """`low` to two places, rounded up: what is named can be had."""
+        return ceil(self.low * 100) / 100
+
     def __str__(self) -> str:
-        low = ceil(self.low * 100) / 100  # what is named can be had
-        return f"{'any average from' if self.fractional else 'whole widths'} {low:g} to {self.high:g}"
+        return f"{'any average from' if self.fractional else 'whole widths'} {self.least:g} to {self.high:g}"
 
     def whole(self) -> range:
         return range(ceil(self.low), floor(self.high) + 1)
@@ -299,12 +303,6 @@ def check_value(item: Field[Any], value: Any) -> None:
 
 def _types(annotation: str) -> tuple[type, ...]:
     return tuple(kind for part in annotation.split(" | ") for kind in _ACCEPTED[part])
-
-
-def default_of(item: Field[Any]) -> Any:
-    """The default of a field; options have no others."""
-    assert item.default is not MISSING
-    return item.default
 
 
 def parse_bytes(text: str) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from anybit.bench import ggml, kernels
+from anybit.bench import ggml, kernels, picture
+from anybit.bench.variants import ROWS, chosen
 from anybit.errors import InputError
 from anybit.formats.validate import validate
 from anybit.formats.weight import unpack
@@ -97,7 +98,7 @@ def test_the_rate_in_the_cache_is_without_the_cost_of_a_call(monkeypatch: pytest
     variants = figures["rows"][0]["variants"]
     for figure in variants.values():
         assert figure["gb_per_s"] == pytest.approx(2)
-        assert figure["rows"] % kernels.ROWS == 0
+        assert figure["rows"] % ROWS == 0
     assert variants["torch float32"]["rows"] == 256 and variants["W2"]["rows"] == 448  # of 512 KiB; of all
     monkeypatch.setattr(kernels, "CACHED", 1)
     figures = kernels.kernels(shapes=("128x64",), rounds=1, cached=True, only=("W4",))
@@ -134,8 +135,8 @@ def test_what_is_timed_is_warm_and_its_weights_are_only_where_they_shall_be(
 
 def test_variants_are_chosen_by_name_or_beginning() -> None:
     there = ["W4 @avx2", "W4 @avx512", "W4A8 @avx2", "W8", "codebook 4", "codebook 4 + sparse"]
-    assert kernels.chosen(["codebook 4", "W4"], there) == ["W4 @avx2", "W4 @avx512", "codebook 4"]
-    assert kernels.chosen(["code", "W4A8 @avx2"], there) == ["W4A8 @avx2", *there[4:]]
+    assert chosen(["codebook 4", "W4"], there) == ["W4 @avx2", "W4 @avx512", "codebook 4"]
+    assert chosen(["code", "W4A8 @avx2"], there) == ["W4A8 @avx2", *there[4:]]
 
 
 def test_the_benchmark_has_every_width_and_draws_every_format() -> None:
@@ -143,14 +144,14 @@ def test_the_benchmark_has_every_width_and_draws_every_format() -> None:
     for bits in range(2, 9):
         assert {f"W{bits}", f"W{bits}A8", f"by channel {bits}", f"nested {bits}"} <= names.keys()
         assert {f"codebook {bits}", f"codebook {bits} A8"} <= names.keys()
-    assert all(name.startswith(tuple(kernels.FAMILIES)) for name in names)
+    assert all(name.startswith(tuple(picture.FAMILIES)) for name in names)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_cache")
 def test_panels_without_points_are_drawn(tmp_path: Path) -> None:
     figures = kernels.kernels(shapes=("8x8", "9x8"), rounds=1, only=("own",))
-    kernels.plot(figures, tmp_path / "speed.svg")
+    picture.plot(figures, tmp_path / "speed.svg")
     assert "9 x 8" in (tmp_path / "speed.svg").read_text()
 
 
@@ -163,7 +164,7 @@ def test_the_benchmark_compares_instruction_sets_and_draws(tmp_path: Path) -> No
     (row,) = figures["rows"]
     assert {f"W4A8 @{best}", "W4A8 @portable", "codebook 4 + sparse @portable"} <= row["variants"].keys()
     assert not any(name.startswith("W8") for name in row["variants"]) and row["read_gb_per_s"] > 0
-    kernels.plot(figures, tmp_path / "speed.png")
+    picture.plot(figures, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 10_000
     wrongs: tuple[tuple[dict[str, Any], str], ...] = (
         ({"isas": ("avx9",)}, "avx9"),

@@ -30,7 +30,7 @@ def test_bench_kernels_draws_when_its_figures_are_out(
     assert json.loads(ran.out.splitlines()[-1]) == json.loads(figures.read_text())
     figures.unlink()
     drawn: list[str] = []
-    monkeypatch.setattr(kernels, "plot", lambda *_: drawn.append(figures.read_text()))
+    monkeypatch.setattr("anybit.bench.picture.plot", lambda *_: drawn.append(figures.read_text()))
     assert bench("--only", "W7", "--plot", picture, "--json", figures).code == 0
     assert "W7" in drawn[0]
 

@@ -65,6 +65,7 @@ def test_options_of_one_method_are_listed_by_its_name(run: Run) -> None:
         assert method.name in everything
         ran = run("methods", method.name)
         assert ran.code == 0 and method.title.partition(":")[0] in " ".join(ran.out.split())
+        assert "`" not in ran.out
         for item in fields(method.options):
             yes, no = flags_of(item)
             assert yes in ran.out or (no and no in ran.out), (method.name, item.name)
@@ -72,6 +73,7 @@ def test_options_of_one_method_are_listed_by_its_name(run: Run) -> None:
 
 
 def test_the_least_width_that_is_named_can_be_had(run: Run) -> None:
+    assert " 2.46-4* " in run("methods").out
     shown = " ".join(run("methods", "two-four-sixteen").out.split())
     for size, least, words in ((16, "2.46", "from {} to 4"), (8, "2.91", "8 takes {} bits or more")):
         assert words.format(least) in shown

@@ -79,7 +79,7 @@ def run(
     """
     from anybit.bench.gpu_targets import targets
     from anybit.bench.graphs import DeviceLostError
-    from anybit.bench.kernels import parse_shape
+    from anybit.bench.variants import parse_shape
     from anybit.kernels import gpu
 
     if part not in PARTS:
@@ -203,7 +203,7 @@ def check_plot(path: Path | None, small: bool) -> None:
     Raises:
         InputError: another kind of file; a run that times nothing.
     """
-    from anybit.bench.kernels import PICTURES
+    from anybit.bench.picture import PICTURES
 
     if path is not None and path.suffix not in PICTURES:
         raise InputError(f"--plot {path}: expected a name that ends in {' or '.join(PICTURES)}")
@@ -299,7 +299,7 @@ def _panels(figures: dict[str, Any]) -> list[Panel]:
 
 def _family(name: str) -> str | None:
     """What variants of several widths are drawn as; None: not at all."""
-    from anybit.bench.kernels import FAMILIES
+    from anybit.bench.picture import FAMILIES
 
     family = next((described[2] for begin, described in FAMILIES.items() if name.startswith(begin)), None)
     return family if family is None or "A8" not in name else f"{family}, 8-bit inputs"

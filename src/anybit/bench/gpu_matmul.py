@@ -16,7 +16,8 @@ from torch import Tensor
 
 from anybit.bench import graphs
 from anybit.bench.graphs import LIMIT, Run, Save, Variant, nobody
-from anybit.bench.kernels import FAST, chosen, layouts, random_weight
+from anybit.bench.kernels import FAST, layouts, random_weight
+from anybit.bench.variants import chosen
 from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, unpack

@@ -11,10 +11,9 @@ every call costs, 10 to 20 us, is about as much as kernels take for all that the
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from anybit.bench import ggml
+from anybit.bench.variants import ISA, OWN, ROWS, chosen, parse_shape
 from anybit.compare.machine import machine
 from anybit.errors import InputError
 from anybit.formats import CodebookLayout, GroupIntLayout, NestedLayout, Sparse, TileLayout, TwoFourLayout
@@ -39,12 +39,10 @@ Run = Callable[[], object]
 Make = Callable[[int], "Variant"]  # of a matrix of so many rows
 
 CACHE = 32 << 20  # bytes, where the machine does not say
-MOST_WEIGHTS = 1 << 30
 MOST_COPIES = 1024  # of a matrix, so that toy shapes do not take minutes to make
 READ = 256 << 20  # bytes read at a time to measure the bandwidth
 READ_COLUMNS = 1 << 14
 CACHED = 512 << 10  # bytes of a matrix that is to stay in the cache
-ROWS = 64  # of the least part of a matrix
 LEAST_SECONDS = 1e-7  # that can be measured
 WARM_UP = 3
 WARM = 1e-2  # seconds; clocks take some 5 ms to rise after a rest
@@ -67,11 +65,8 @@ ATOM_OUTLIERS = 128
 SPARSE = 0.005  # of the weights
 WIDTHS = range(2, 9)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # that the kernels take
-PICTURES = (".png", ".svg", ".pdf")
 FAST = " A8"  # codebooks with byte centroids and inputs of 8 bits
 LIMIT = "memory read"
-ISA = " @"  # between a variant and its instruction set
-OWN = "own bfloat16"  # a product that does nothing but read 16 bits a weight
 
 
 @dataclass
@@ -155,43 +150,6 @@ def kernels(  # noqa: PLR0913 - what can be varied
         "cached_bytes": CACHED if cached else None,
         "rows": rows,
     }
-
-
-def parse_shape(text: str, least: int = 1) -> tuple[int, int]:
-    """ "4096x11008" -> (4096, 11008), rows and columns.
-
-    Raises:
-        InputError: no such thing; more weights than there is room for; fewer rows.
-    """
-    sizes = text.split("x")
-    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise InputError(f"shape {text!r}: expected OUTxIN, such as 4096x11008")
-    if int(sizes[0]) * int(sizes[1]) > MOST_WEIGHTS:
-        raise InputError(
-            f"shape {text!r}: more than {MOST_WEIGHTS:.1e} weights, which a benchmark has no room for"
-        )
-    if int(sizes[0]) < least:
-        raise InputError(
-            f"shape {text!r}: with --cached, rows beyond the first {ROWS} count; give {least} or more"
-        )
-    return int(sizes[0]), int(sizes[1])
-
-
-def chosen(only: Iterable[str], there: Collection[str]) -> list[str]:
-    """The variants that have these names, with any instruction set; of a name that none has, those that begin so.
-
-    Raises:
-        InputError: there is none.
-    """
-    found: set[str] = set()
-    for given in only:
-        named = {name for name in there if given in (name, name.partition(ISA)[0])}
-        named = named or {name for name in there if given and name.startswith(given)}
-        if not named:
-            why = f" ({ggml.why_not()})" if given.startswith("ggml") and ggml.why_not() else ""
-            raise InputError(f"no variant begins with {given!r}{why}: there are {', '.join(there)}")
-        found |= named
-    return [name for name in there if name in found]
 
 
 def layouts(out: int, columns: int) -> dict[str, LayerLayout]:
@@ -408,61 +366,3 @@ def _times(variants: dict[str, Variant], rounds: int, cached: bool) -> dict[str,
             if variant.rest is not None:
                 variant.rest()
     return times
-
-
-def plot(figures: dict[str, Any], path: Path) -> None:
-    """Time against stored bits per weight, a panel for each shape and number of tokens and threads."""
-    from matplotlib.figure import Figure
-
-    rows = figures["rows"]
-    across = min(3, math.isqrt(len(rows) - 1) + 1)
-    down = -(-len(rows) // across)
-    figure = Figure(figsize=(5.2 * max(2, across), 1 + 3.5 * down), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False).ravel()
-    for axes, row in zip(panels, rows):
-        _panel(axes, row)
-    for axes in panels[len(rows) :]:
-        axes.set_visible(False)
-    entries = [zip(*reversed(axes.get_legend_handles_labels())) for axes in panels]
-    shown = {label: line for panel in entries for label, line in panel}  # not every panel has all
-    figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=5, fontsize="small")
-    figure.savefig(path, dpi=110)
-
-
-FAMILIES = {  # names that begin so: how they are drawn
-    "ggml": ("s", "C3", "ggml"),
-    "codebook": ("o", "C0", "codebooks by row"),
-    "by channel": ("v", "C2", "codebooks by channel"),
-    "nested": ("X", "C8", "nested"),
-    "2/4/16": ("D", "C4", "2/4/16"),
-    "MixLLM": ("*", "C5", "MixLLM"),
-    "Atom": ("P", "C6", "Atom"),
-    "W": ("^", "C1", "group int"),
-}
-
-
-def _panel(axes: Any, row: dict[str, Any]) -> None:
-    weights = row["out"] * row["in"]
-    shown: dict[str, list[tuple[float, float]]] = {}
-    for name, figure in row["variants"].items():
-        bits = 8 * figure["gb_per_s"] * figure["us"] * 1e3 / weights
-        family = next((f for f in FAMILIES if name.startswith(f)), None)
-        if family is not None:
-            label = FAMILIES[family][2] + (", 8-bit inputs" if "A8" in name else "")
-            shown.setdefault(label, []).append((bits, figure["us"]))
-    for label, points in shown.items():
-        marker, color, _ = next(v for v in FAMILIES.values() if label.startswith(v[2]))
-        fill = "full" if label.endswith("inputs") else "none"
-        axes.plot(*zip(*sorted(points)), marker, color=color, fillstyle=fill, label=label)
-    most = max((bits for points in shown.values() for bits, _ in points), default=16) + 0.5
-    limit = [weights / 8 * bits / row["read_gb_per_s"] / 1e3 for bits in (0, most)]
-    axes.plot((0, most), limit, color="#888", label="the memory's bandwidth")
-    for name, style in (("torch bfloat16", "--"), (OWN, ":")):
-        if name in row["variants"]:
-            axes.axhline(row["variants"][name]["us"], linestyle=style, color="#555", label=name)
-    many = f"{row['tokens']} token(s), {row['threads']} thread(s), {row['read_gb_per_s']:.0f} GB/s"
-    axes.set(
-        xlabel="stored bits per weight", ylabel="microseconds", title=f"{row['out']} x {row['in']}, {many}"
-    )
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)

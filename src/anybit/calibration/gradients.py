@@ -70,37 +70,15 @@ def gradient_statistics(
     stats = {}
     for i, name in enumerate(layers):
         shape = linear_shape(model.get_submodule(name))
-        products = torch.zeros(len(deltas), len(tokens), shape[0], device=device)
         information = None
         if fisher and mapped is not None:
             information = _allocated(_spill_file(mapped, i), shape)
         elif fisher:
             information = torch.zeros(shape, device=device)
-        diagonal = torch.zeros(len(deltas), shape[0], device=device)
-        output_moment, token_moment = torch.zeros(shape[0], device=device), torch.zeros_like(tokens).float()
-        moments = output_moment, diagonal, token_moment
-        stats[name] = GradientStats(0, 0, information, products, *moments)
+        stats[name] = _empty(information, len(deltas), tokens, shape[0])
 
     def reduce(name: str, x: Tensor, gradient: Tensor) -> None:
-        s = stats[name]
-        assert s.output_moment is not None
-        x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        s.tokens += len(x)
-        squared = gradient.float().square()
-        s.output_moment += squared.sum(0)
-        s.token_moment[s.samples] = squared.sum(1)
-        if s.fisher is not None or deltas:
-            rows = max(1, GRADIENT_CHUNK // x.shape[1])
-            for a in range(0, gradient.shape[1], rows):
-                b = min(a + rows, gradient.shape[1])
-                of_weight = (gradient[:, a:b].T @ x).float()  # [rows, in], freed at once
-                if s.fisher is not None:
-                    s.fisher[a:b].addcmul_(of_weight, of_weight)
-                for k, delta in enumerate(deltas):
-                    change = delta(name, a, b).mul_(of_weight)
-                    s.products[k, s.samples, a:b] = change.sum(1)
-                    s.diagonal[k, a:b] += change.square_().sum(1)
-        s.samples += 1
+        _add_sample(stats[name], name, x, gradient, deltas)
 
     with _reduced(model, stats, reduce), _recomputed(streamed.blocks):
         for row in tokens:
@@ -113,6 +91,42 @@ def gradient_statistics(
                 s.fisher
             )
     return stats
+
+
+def _empty(fisher: Tensor | None, deltas: int, tokens: Tensor, out: int) -> GradientStats:
+    """Sums of no sample yet: of `out` output channels, for so many perturbations and all `tokens`."""
+    products = torch.zeros(deltas, len(tokens), out, device=tokens.device)
+    diagonal = torch.zeros(deltas, out, device=tokens.device)
+    output_moment, token_moment = torch.zeros(out, device=tokens.device), torch.zeros_like(tokens).float()
+    return GradientStats(0, 0, fisher, products, output_moment, diagonal, token_moment)
+
+
+def _add_sample(
+    s: GradientStats,
+    name: str,
+    x: Tensor,
+    gradient: Tensor,
+    deltas: Sequence[Callable[[str, int, int], Tensor]],
+) -> None:
+    """Add a sample's inputs [..., in] and gradients [..., out] of a layer to its sums."""
+    assert s.output_moment is not None
+    x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+    s.tokens += len(x)
+    squared = gradient.float().square()
+    s.output_moment += squared.sum(0)
+    s.token_moment[s.samples] = squared.sum(1)
+    if s.fisher is not None or deltas:
+        rows = max(1, GRADIENT_CHUNK // x.shape[1])
+        for a in range(0, gradient.shape[1], rows):
+            b = min(a + rows, gradient.shape[1])
+            of_weight = (gradient[:, a:b].T @ x).float()  # [rows, in], freed at once
+            if s.fisher is not None:
+                s.fisher[a:b].addcmul_(of_weight, of_weight)
+            for k, delta in enumerate(deltas):
+                change = delta(name, a, b).mul_(of_weight)
+                s.products[k, s.samples, a:b] = change.sum(1)
+                s.diagonal[k, a:b] += change.square_().sum(1)
+    s.samples += 1
 
 
 def spilled_statistics(layers: Mapping[str, tuple[int, int]], spill: Path) -> dict[str, GradientStats] | None:

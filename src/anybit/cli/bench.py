@@ -128,7 +128,7 @@ def bench_kernels(
     that only reads bfloat16, and the memory's bandwidth. With --device cuda the GPU, beside cuBLAS and a copy.
 
     The default shapes take some 8 GB of memory and 10 minutes."""
-    from anybit.bench.kernels import PICTURES
+    from anybit.bench.picture import PICTURES
 
     for file in (json_file, timed.plot):
         check_writable(file)
@@ -185,4 +185,6 @@ def _on_cpu(timed: Timed, asked: OnCpu, json_file: Path | None) -> None:
         )
     emit(figures, json_file, tables.print_bench_kernels)
     if timed.plot is not None:
-        kernels.plot(figures, timed.plot)
+        from anybit.bench import picture
+
+        picture.plot(figures, timed.plot)

@@ -40,8 +40,8 @@ def _rows(options: type[Options]) -> Iterator[tuple[str, str, str, str]]:
         if isinstance(item.default, bool):
             flag = flags_of(item)[item.default]
             default = "on" if item.default else "off"
-        expected = f": {said.expected}" if said.expected else ""
-        help_ = f"{said.help.removesuffix('.')}{expected}"
+        expected = f". Takes {said.expected}" if said.expected else ""
+        help_ = f"{said.help.removesuffix('.')}{expected}".replace("`", "")
         yield said.panel or "Method", flag, "" if default is None else _worded(default), help_
 
 
@@ -59,7 +59,7 @@ def _print_all() -> None:
     for method in METHODS.values():
         widths = method.options.widths_of
         table.add_row(
-            method.name, f"{widths.low:.3g}-{widths.high:g}{'*' * widths.fractional}", method.summary
+            method.name, f"{widths.least:g}-{widths.high:g}{'*' * widths.fractional}", method.summary
         )
     Console(highlight=False).print(table, "* any average between them", sep="\n")
 

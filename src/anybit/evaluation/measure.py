@@ -65,68 +65,64 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     """
     check_device(device)
     check_kv_bits(kv_bits)
+    level: dict[str, Any] = {"bits": bits, "bpw": bpw, "size": size}
     if is_encoder(config_of(model)):
-        unused = {
-            "text": text,
-            "max_tokens": max_tokens,
-            "tasks": tasks,
-            "tasks_dir": tasks_dir,
-            "limit": limit,
-            "bits": bits,
-            "bpw": bpw,
-            "size": size,
-            "kv_bits": kv_bits,
-        }
-        _refuse_for_encoder(model, unused)
+        of_tasks = {"tasks": tasks, "tasks_dir": tasks_dir, "limit": limit}
+        of_text = {"text": text, "max_tokens": max_tokens}
+        _refuse_for_encoder(model, of_text | of_tasks | level | {"kv_bits": kv_bits})
         return _evaluate_encoder(model, base, pairs, seq_len, dtype, device, report)
     if pairs is not None:
         raise InputError(
             f"{model} is a language model, not an encoder: pairs (--pairs) would be ignored; leave it out"
         )
+    prepared = _prepared(tasks, tasks_dir, limit)
     text = text or "builtin-eval"
-    prepared: Any = None
-    if tasks:  # before the models load: a mistake here must not cost the figures that come first
-        from anybit.evaluation import tasks as lm_eval
-
-        prepared = lm_eval.prepare(tasks, tasks_dir=tasks_dir, limit=limit)
-    elif tasks_dir is not None or limit is not None:
-        option = "tasks_dir" if tasks_dir is not None else "limit"
-        raise InputError(f"{option} is for zero-shot tasks: name some with tasks (--tasks piqa,arc_easy)")
     tokenizer = load_tokenizer(model)
-    content = texts.read_text(text)
-    tokens = texts.token_ids(tokenizer, content)
-    loaded = load(
-        model, bits=bits, bpw=bpw, size=size, exact=exact, dtype=dtype, device=device, report=report
-    )
+    tokens = texts.token_ids(tokenizer, texts.read_text(text))
+    loaded = load(model, **level, exact=exact, dtype=dtype, device=device, report=report)
     reference = load(base, dtype=dtype, device=device, report=report) if base is not None else None
     if seq_len is None:
         seq_len = min(SEQ_LEN, max_positions(loaded) or SEQ_LEN)
+    kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
+    with quantized_attention(loaded, kv_bits), evaluation.recalled(reference, base_cache):
+        result = evaluation.perplexity(
+            loaded, tokens, seq_len=seq_len, max_tokens=max_tokens, bos=texts.default_bos(tokenizer),
+            base=reference, progress=_counting(report, f"perplexity on {text}"),
+        )  # fmt: skip
+    for note in result.notes:
+        report.say(note)
+    figures = {"model": str(model), "text": text, **result.as_dict(), "dtype": dtype, "kv_bits": kv_bits}
+    figures |= _stored(model, **level)
+    if prepared is not None:
+        from anybit.evaluation import tasks as lm_eval
+
+        with quantized_attention(loaded, kv_bits):
+            figures["tasks"] = lm_eval.run_prepared(loaded, tokenizer, prepared, batch_size=8)
+    return figures
+
+
+def _prepared(tasks: tuple[str, ...], tasks_dir: Path | None, limit: int | None) -> Any:
+    """The zero-shot tasks, ready before any model loads: a mistake must not cost the figures that come first."""
+    if tasks:
+        from anybit.evaluation import tasks as lm_eval
+
+        return lm_eval.prepare(tasks, tasks_dir=tasks_dir, limit=limit)
+    if tasks_dir is not None or limit is not None:
+        option = "tasks_dir" if tasks_dir is not None else "limit"
+        raise InputError(f"{option} is for zero-shot tasks: name some with tasks (--tasks piqa,arc_easy)")
+    return None
+
+
+def _counting(report: Silent, title: str) -> evaluation.Progress:
+    """A bar that appears with the first step, once the number of steps is known."""
     advance: Any = None
 
     def progress(done: int, total: int) -> None:
         nonlocal advance
-        advance = advance or report.task(f"perplexity on {text}", total)
+        advance = advance or report.task(title, total)
         advance(1)
 
-    kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
-    with quantized_attention(loaded, kv_bits), evaluation.recalled(reference, base_cache):
-        result = evaluation.perplexity(
-            loaded,
-            tokens,
-            seq_len=seq_len,
-            max_tokens=max_tokens,
-            bos=texts.default_bos(tokenizer),
-            base=reference,
-            progress=progress,
-        )
-    for note in result.notes:
-        report.say(note)
-    figures = {"model": str(model), "text": text, **result.as_dict(), "dtype": dtype, "kv_bits": kv_bits}
-    figures |= _stored(model, bits, bpw, size)
-    if prepared is not None:
-        with quantized_attention(loaded, kv_bits):
-            figures["tasks"] = lm_eval.run_prepared(loaded, tokenizer, prepared, batch_size=8)
-    return figures
+    return progress
 
 
 def _stored(

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from anybit.config import Options, default_of, flag_of
+from anybit.config import Options, flag_of
 from anybit.errors import InputError
 from anybit.methods import (
     any_precision,
@@ -93,7 +93,7 @@ def changed(options_: Options) -> dict[str, Any]:
     return {
         item.name: getattr(options_, item.name)
         for item in fields(options_)
-        if getattr(options_, item.name) not in (default_of(item), getattr(usual, item.name))
+        if getattr(options_, item.name) not in (item.default, getattr(usual, item.name))
     }
 
 
