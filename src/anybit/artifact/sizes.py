@@ -276,5 +276,10 @@ def _channel_bits(name: str, layout: Mapping[str, Any], checkpoint: Checkpoint) 
         return []
     bits = torch.zeros(layout["shape"][1], dtype=torch.int64)
     for i, tile in enumerate(tiles):
-        bits[checkpoint.read(f"{name}.{i}.cols").long()] = tile["bits"]
+        channels = checkpoint.read(f"{name}.{i}.cols").long()
+        if int(channels.min()) < 0 or int(channels.max()) >= len(bits):
+            raise InputError(
+                f"{name}.{i}.cols points outside 0..{len(bits) - 1}: the artifact is damaged; copy it again"
+            )
+        bits[channels] = tile["bits"]
     return bits.tolist()

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from anybit.config import MAX_GROUP
 from anybit.formats.base import Fields, Refuse, check_finite, is_int
 from anybit.formats.bits import code_align, groups_of, pack_codes, packed_shape, unpack_codes
 
@@ -104,8 +105,8 @@ class GroupInt:
             refuse(f"activations of {tile['act_bits']!r} bits are not of 2..8")
         if not isinstance(tile.get("act_static", False), bool):
             refuse(f"act_static {tile['act_static']!r} is not true or false")
-        if not is_int(tile.get("group_size"), 1, 2**31 - 1) or not isinstance(tile.get("symmetric"), bool):
-            refuse(f"tile {dict(tile)!r} needs a positive group_size and symmetric true or false")
+        if not is_int(tile.get("group_size"), 1, MAX_GROUP) or not isinstance(tile.get("symmetric"), bool):
+            refuse(f"tile {dict(tile)!r} needs a group_size of 1 to {MAX_GROUP} and symmetric true or false")
 
     @staticmethod
     def check_tensors(
