@@ -85,6 +85,11 @@ template <typename A> bool is_dense(const A& a, size_t dims) {
     return true;
 }
 
+// Whether the elements lie at multiples of their size, as the compiler takes for granted.
+template <typename A> bool is_aligned(const A& a) {
+    return a.size() == 0 || reinterpret_cast<uintptr_t>(a.data()) % a.itemsize() == 0;
+}
+
 enum class Layout { dense, dense_rows, any };
 
 // Throw ValueError unless `a` is a CPU array of this dtype, shape and layout.
@@ -95,15 +100,16 @@ void check(const char* name, const A& a, std::initializer_list<Type> types, Shap
     bool known = false;
     for (Type t : types) known = known || t == type;
     const size_t dims = layout == Layout::dense ? a.ndim() : layout == Layout::dense_rows ? 1 : 0;
-    good = good && known && (a.size() == 0 || is_dense(a, dims));
+    good = good && known && is_aligned(a) && (a.size() == 0 || is_dense(a, dims));
     if (good) return;
     std::string expected;
     for (Type t : types) expected += (expected.empty() ? "" : " or ") + std::string(TYPE_NAMES[int(t)]);
     expected += " " + words(shape.begin(), shape.size()) + " on the CPU";
     if (layout == Layout::dense) expected += ", contiguous";
     if (layout == Layout::dense_rows) expected += ", with contiguous rows";
+    const char* odd = is_aligned(a) ? "" : " at an address that is no multiple of its size";
     refuse(std::string(name) + " is " + TYPE_NAMES[int(type)] + " " + words(a.shape_ptr(), a.ndim()) +
-           " with strides " + words(a.stride_ptr(), a.ndim()) + ", expected " + expected);
+           " with strides " + words(a.stride_ptr(), a.ndim()) + odd + ", expected " + expected);
 }
 
 // One size of an array that the other arguments are held against.

@@ -22,6 +22,7 @@ EMBED_BITS = (4, 8, 16)
 EMBED_GROUP_SIZE = 128
 ACT_BITS = (2, 3, 4, 5, 6, 7, 8, 16)
 CODEBOOK_BITS = (16, 8, 4)
+MAX_GROUP = 2**20  # input channels that share a scale: far more than any model's rows have
 MAX_SEED = 2**63 - 1
 # Types that a field of these annotations takes; `type(value) in`, as True is an int to isinstance.
 _ACCEPTED: dict[str, tuple[type, ...]] = {
@@ -379,8 +380,8 @@ def _parse_tile(value: Any, default: TileSpec) -> TileSpec:
         raise InputError(f"act_bits {tile.act_bits} is not one of {', '.join(map(str, ACT_BITS))}")
     if not 1 <= tile.bits <= 8:
         raise InputError(f"{tile.bits} bits is outside 1..8")
-    if tile.group_size < 1 and tile.group_size != -1:
-        raise InputError(f"group_size {tile.group_size} is neither positive nor -1")
+    if not 1 <= tile.group_size <= MAX_GROUP and tile.group_size != -1:
+        raise InputError(f"group_size {tile.group_size} is neither from 1 to {MAX_GROUP} nor -1")
     return replace(tile, bits=int(tile.bits)) if float(tile.bits).is_integer() else tile
 
 

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from anybit.artifact import split
 from anybit.artifact.config_json import artifact_config, provenance
 from anybit.artifact.contents import Plan
+from anybit.artifact.files import resolved
 from anybit.artifact.model_card import model_card
 from anybit.artifact.sizes import inspect
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
@@ -95,7 +96,7 @@ def quantize(
         InputError: anything about the input that cannot work, before work that would be lost.
     """
     start = time.perf_counter()
-    out, overwrite = Path(out), settings.get("overwrite", False)
+    out, overwrite = resolved(Path(out)), settings.get("overwrite", False)
     check_output(out, overwrite)
     ready = _prepare(model, out, options or DEFAULT.options(), settings)
     folder, shards = ready.shared_statistics(settings.get("statistics")), len(ready.streamed.blocks) + 1

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from anybit.checkpoint.architectures import is_encoder
+from anybit.checkpoint.chat_template import render
+from anybit.checkpoint.tokenizer import check_ids, check_unicode, encode
 from anybit.errors import InputError
 from anybit.kernels.gpu import cuda_graph
 from anybit.kv_cache import QuantizedCache, check_kv_bits
@@ -65,27 +67,32 @@ class Generator:
         """Token ids [1, T] of a prompt.
 
         Raises:
-            InputError: a prompt of no tokens.
+            InputError: a prompt of no tokens, or no Unicode; a tokenizer of another model.
         """
-        ids = self.tokenizer(prompt, return_tensors="pt").input_ids
-        if ids.shape[1] == 0:
+        ids = encode(self.tokenizer, prompt)
+        if not ids:
             raise InputError("the prompt is empty: give some text to continue with -p")
-        return ids
+        return self._known(ids)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> Tensor:
         """Token ids [1, T] of a conversation, ready for the model's answer.
 
         Raises:
-            InputError: a model without a chat template.
+            InputError: a model without a chat template, or one that cannot be used; see also `encode`.
         """
         if not self.tokenizer.chat_template:
             raise InputError(
                 f"{self.name} has no chat template: it is not a chat model; use `anybit generate`"
             )
-        encoded = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        return encoded["input_ids"]
+        for message in messages:
+            check_unicode(message["content"])
+        text = render(self.name, self.tokenizer, messages)
+        return self._known(encode(self.tokenizer, text, special=False))  # the template has them
+
+    def _known(self, ids: list[int]) -> Tensor:
+        """Token ids [1, T] that the model has."""
+        check_ids(ids, getattr(self.model.config.get_text_config(), "vocab_size", None))
+        return torch.tensor([ids], dtype=torch.int64)
 
     def stream(self, ids: Tensor, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
         """Print the continuation of ids [1, T] as it is made, and return it."""
@@ -162,7 +169,10 @@ def converse(generator: Generator, max_new_tokens: int, temperature: float, seed
     while True:
         sys.stdout.write("> " if sys.stdin.isatty() else "")
         sys.stdout.flush()
-        line = sys.stdin.readline().strip()
+        try:
+            line = sys.stdin.readline().strip()
+        except UnicodeDecodeError as error:
+            raise InputError("standard input is not valid UTF-8: write it in UTF-8") from error
         if line in ("", "/exit"):
             return
         if line == "/new":

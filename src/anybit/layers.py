@@ -36,7 +36,7 @@ class PackedModule(nn.Module):
         for field, (dtype, shape) in layout.stored_tensors().items():
             if "." in field and field.partition(".")[0] not in self._modules:
                 self.add_module(field.partition(".")[0], nn.Module())
-            self._set(field, torch.empty(shape, dtype=dtype))
+            self._set(field, torch.zeros(shape, dtype=dtype))  # never what lay in memory before
         self._prepared: Prepared | None = None
         self.register_state_dict_post_hook(_stored_bytes)
         self._name = operators.register(self)
@@ -127,7 +127,7 @@ class PackedModule(nn.Module):
             except AttributeError:
                 old = None
             if old is None or tuple(old.shape) != shape:
-                new = torch.empty(shape, dtype=dtype, device=next(self.buffers()).device)
+                new = torch.zeros(shape, dtype=dtype, device=next(self.buffers()).device)
                 if old is not None:
                     new[: len(old)] = old
                 fill(field, new)

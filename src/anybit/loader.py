@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 import anybit.integrations.transformers  # noqa: F401 - registers the quantizer
 from anybit.artifact.files import SECTION, is_artifact
@@ -14,8 +14,9 @@ from anybit.artifact.levels import Levels
 from anybit.artifact.reader import Artifact, open_artifact, refuse_unfinished
 from anybit.calibration.gradients import load_whole
 from anybit.calibration.streaming import StreamedModel
-from anybit.checkpoint.architectures import auto_class, build_options
+from anybit.checkpoint.architectures import auto_class, build_options, refuse_unused
 from anybit.checkpoint.directory import Checkpoint, open_checkpoint
+from anybit.checkpoint.tokenizer import read_tokenizer
 from anybit.errors import InputError
 from anybit.formats.layout import QUANT_METHOD
 from anybit.kernels.dispatch import check_device
@@ -163,6 +164,10 @@ def _from_pretrained(name: Path | None, dtype: str, checkpoint: Checkpoint, **gi
             f"{path} lacks {sorted(wrong)[0]} in the shape that its config.json asks for, and {len(wrong) - 1} "
             "more tensors: config.json and the weights do not belong together"
         )
+    refuse_unused(path, model, found["unexpected_keys"])
+    model.config.return_dict = (
+        True  # whatever config.json says: what measures a model asks for logits by name
+    )
     return model
 
 
@@ -184,10 +189,5 @@ def load_tokenizer(model: str | Path) -> Any:
     """The tokenizer that belongs to a model of any kind."""
     refuse_unfinished(Path(model))
     if is_artifact(Path(model)):
-        try:
-            return AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-        except Exception as error:
-            raise InputError(
-                f"{model} has no usable tokenizer ({_first_line(error)}): copy the base model's tokenizer files"
-            ) from error
+        return read_tokenizer(str(model), model)
     return open_checkpoint(model).tokenizer()

@@ -74,7 +74,8 @@ def test_index_and_hashes_name_every_file(original: Path) -> None:
         sum(t.nbytes for held in tensors.values() for t in held.values()) == index["metadata"]["total_size"]
     )
     hashed = json.loads((original / "anybit.index.json").read_text())["files"]
-    assert hashed.keys() == {*tensors, "config.json", "model.safetensors.index.json"}
+    assert hashed.keys() == {f.name for f in original.iterdir()} - {"anybit.index.json", "README.md"}
+    assert {"tokenizer.json", "chat_template.jinja", "generation_config.json"} < hashed.keys()
     for name, entry in hashed.items():
         assert (original / name).stat().st_size == entry["bytes"]
 
@@ -137,6 +138,30 @@ def test_verify_finds_any_flipped_byte(copied: Path) -> None:
 def test_verify_finds_damage(copied: Path, change: Callable[[Path], Any], words: str) -> None:
     change(copied)
     refuses(verify, copied, words)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "generation_config.json"])
+def test_verify_covers_what_turns_text_into_tokens_and_back(copied: Path, name: str) -> None:
+    (copied / name).write_bytes((copied / name).read_bytes() + b" ")
+    refuses(verify, copied, f"{name} does not have the bytes")
+    (copied / name).unlink()
+    refuses(verify, copied, f"{name} is missing")
+
+
+def test_verify_finds_a_tokenizer_file_that_was_added(copied: Path) -> None:
+    (copied / "added_tokens.json").write_text("{}")
+    refuses(verify, copied, "does not list added_tokens.json")
+
+
+def test_artifacts_that_list_no_tokenizer_verify(copied: Path) -> None:
+    """As earlier versions made them."""
+
+    def forget(data: Any) -> None:
+        kept = ("config.json", "model.safetensors.index.json")
+        data["files"] = {n: e for n, e in data["files"].items() if n in kept or n.endswith(".safetensors")}
+
+    edit_json(copied / "anybit.index.json", forget)
+    assert verify(copied)["hashes_checked"]
 
 
 def test_verify_without_hashes_still_looks_inside(copied: Path) -> None:

@@ -356,10 +356,38 @@ def test_tensors_outside_the_blocks_that_nobody_fills_are_refused(model_dir: Mak
 
 
 def test_tensors_that_the_model_has_no_place_for(model_copy: MakeModel) -> None:
+    """A shorter model than the files hold would be another one, without a word."""
     folder = model_copy("llama")
     assert opened(folder).left_out() == []
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    left = opened(folder).left_out()
-    assert left
-    assert all(name.startswith("model.layers.1.") for name in left)
+    with pytest.raises(InputError, match=r"holds model\.layers\.1\.input_layernorm\.weight and 8 more"):
+        opened(folder)
+
+
+def added(folder: Path, **tensors: Tensor) -> Path:
+    """The model with more tensors in its file."""
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_tensors_that_no_model_needs_are_left_out(model_copy: MakeModel) -> None:
+    names = ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.embeddings.position_ids", "mtp.fc.weight"]
+    folder = added(model_copy("llama"), **{name: torch.ones(3) for name in names})
+    assert sorted(opened(folder).left_out()) == sorted(names)
+    added(folder, **{"model.layers.0.self_attn.q_proj.bias": torch.ones(48)})
+    with pytest.raises(InputError, match=r"q_proj\.bias, which a llama of its config\.json has no place for"):
+        opened(folder)
+
+
+def test_a_tied_head_must_be_the_embedding(model_copy: MakeModel) -> None:
+    folder = model_copy("llama-tied")
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    added(folder, **{"lm_head.weight": embedding.clone()})
+    opened(folder).check_weights(lambda steps: None)
+    added(folder, **{"lm_head.weight": embedding + 1})
+    with pytest.raises(
+        InputError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, to which"
+    ):
+        opened(folder).check_weights(lambda steps: None)

@@ -1,6 +1,7 @@
 """Artifacts whose config.json lies are refused when they are loaded."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import anybit
 from anybit.errors import InputError
+from anybit.layers import QuantLinear
 from tests import builders
 
 
@@ -135,3 +137,59 @@ def test_a_config_that_lost_a_layer_is_refused(model_dir: Callable[[str], Path],
         file.write_text(json.dumps(config))
         with pytest.raises(InputError, match="says nothing of"):
             AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def renamed(path: Path, old: str, new: str) -> None:
+    """Give a stored tensor another name, in its shard and in the index."""
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"][new] = index["weight_map"].pop(old)
+    shard = path / index["weight_map"][new]
+    save_file(
+        {new if n == old else n: t for n, t in load_file(shard).items()}, shard, metadata={"format": "pt"}
+    )
+    file.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("name", [f"{Q}.codes", f"{Q}.scales", "model.norm.weight"])
+def test_a_missing_tensor_is_refused(artifact_of: Callable[..., Path], tmp_path: Path, name: str) -> None:
+    """Transformers would run on what lay in memory, and `save_pretrained` would store it."""
+    path = edited(artifact_of("llama"), tmp_path, lambda config: None)
+    renamed(path, name, f"{name}.moved")
+    for load in (AutoModelForCausalLM.from_pretrained, anybit.load):
+        with pytest.raises(InputError, match=rf"lacks the tensor {re.escape(name)}|lacks {re.escape(name)}"):
+            load(path)
+
+
+def test_a_tensor_too_many_is_refused(artifact_of: Callable[..., Path], tmp_path: Path) -> None:
+    path = edited(artifact_of("llama"), tmp_path, lambda config: None)
+    shard = path / "model-00001-of-00003.safetensors"
+    save_file(
+        {**load_file(shard), "model.extra": load_file(shard)["model.norm.weight"]},
+        shard,
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(InputError, match=r"holds model\.extra"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_buffers_start_as_zeros() -> None:
+    layer = QuantLinear({"shape": [40, 80], "tiles": [TILE]}, bias=False)
+    assert all(not tensor.any() for tensor in layer.buffers())
+
+
+@pytest.mark.parametrize("detour", ["transformers_weights", "adapter"])
+def test_other_weights_beside_the_artifacts_are_refused(
+    artifact_of: Callable[..., Path], tmp_path: Path, detour: str
+) -> None:
+    """Transformers would load what nobody has checked."""
+    first = "model-00001-of-00003.safetensors"
+    change = {"transformers_weights": first} if detour == "transformers_weights" else {}
+    path = edited(artifact_of("llama"), tmp_path, lambda config: config.update(change))
+    if detour == "adapter":
+        (path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"transformers_weights|adapter_config\.json"):
+        anybit.load(path)
+    if detour == "transformers_weights":
+        with pytest.raises(InputError, match=r"lacks the tensor|names other weights"):
+            AutoModelForCausalLM.from_pretrained(path)

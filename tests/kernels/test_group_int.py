@@ -202,6 +202,23 @@ FAULTS = [
 ]
 
 
+def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers one byte further than such numbers may lie."""
+    raw = bytearray(tensor.nbytes + 17)
+    start = 1 + -torch.frombuffer(raw, dtype=torch.uint8).data_ptr() % 16
+    moved = torch.frombuffer(raw, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+    return moved.copy_(tensor)
+
+
+@pytest.mark.parametrize("name", ["scales", "rows"])
+def test_numbers_at_odd_addresses_are_refused(name: str) -> None:
+    """The kernels' vector loads may be let loose on them, the compiler's code may not."""
+    odd = at_odd_address(parts()[name])
+    with pytest.raises(ValueError, match=f"{name} is .* at an address that is no multiple of its size"):
+        _native.GroupInt(**(parts() | {name: odd}))
+    _native.GroupInt(**(parts() | {name: odd.clone()}))
+
+
 def test_the_parts_that_the_faults_break_are_good() -> None:
     _native.GroupInt(**parts())
 

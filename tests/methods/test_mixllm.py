@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -170,3 +172,24 @@ def test_a_refused_run_keeps_its_search(
     assert len(calls) == 4  # three parts of at most 4 samples; two were there
     anybit.quantize(model_dir("llama"), tmp_path / "again", config)
     assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "out" / "config.json").read_text()
+
+
+def test_a_disk_that_fills_during_the_search_is_a_sentence(
+    model_dir: MakeModel, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the same command goes on from the parts before."""
+
+    def full(found: Any, file: Path, **options: Any) -> None:
+        if "samples-4" in file.name:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save_file(found, file, **options)
+
+    monkeypatch.setattr(sensitivity, "save_file", full)
+    run = {"calibration": str(text_file)}
+    config = builders.options("mixllm", bits=4.4, samples=6, seq_len=24)
+    with pytest.raises(InputError, match=r"the disk is full .* make room and run the same command again"):
+        anybit.quantize(model_dir("llama"), tmp_path / "out", config, **run)
+    left = [file.name for file in (tmp_path / "out.partial").rglob("samples-*")]
+    assert left == ["samples-0.safetensors"]
+    monkeypatch.undo()
+    assert anybit.quantize(model_dir("llama"), tmp_path / "out", config, **run).path == tmp_path / "out"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from anybit.checkpoint.files import read_json
+from anybit.checkpoint.files import cause, read_json
 from anybit.errors import InputError
 from anybit.formats.layout import QUANT_METHOD
 
@@ -42,8 +42,20 @@ def is_tokenizer_file(name: str) -> bool:
 
 def partial_folder(out: Path) -> Path:
     """`OUT.partial`, where a run that makes OUT works and an unfinished one leaves its shards."""
-    out = out.resolve()
+    out = resolved(out)
     return out.parent / f"{out.name}.partial"
+
+
+def resolved(out: Path) -> Path:
+    """OUT without links and "..", of which not all need exist.
+
+    Raises:
+        InputError: links that lead in a circle.
+    """
+    try:
+        return out.resolve()
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"{out} is no place for a directory ({cause(error)}): choose another one") from error
 
 
 def shard_file(shard: int, shards: int) -> str:

@@ -108,6 +108,8 @@ def _channel_bits(name: str, layout: LayerLayout, checkpoint: Checkpoint) -> lis
         field = f"{name}.{placed.prefix}cols"
         cols = checkpoint.read(field).long()
         if int(cols.min()) < 0 or int(cols.max()) >= layout.shape[1]:
-            raise InputError(f"{field} points outside 0..{layout.shape[1] - 1}: the artifact is damaged")
+            raise InputError(
+                f"{field} points outside 0..{layout.shape[1] - 1}: the artifact is damaged; copy it again"
+            )
         bits[cols] = placed.layout.bits
     return [int(width) if width == int(width) else width for width in bits.tolist()]

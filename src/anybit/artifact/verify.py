@@ -12,7 +12,7 @@ import torch
 from anybit.artifact.enhancements import Enhancements
 from anybit.artifact.reader import open_artifact
 from anybit.checkpoint.directory import Checkpoint
-from anybit.checkpoint.files import HASHES, INDEX, check_sha256, read_json
+from anybit.checkpoint.files import HASHES, INDEX, POOLING, check_sha256, read_json
 from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import check_version, validate
@@ -21,6 +21,9 @@ from anybit.formats.weight import PackedWeight
 
 def verify(path: Path, progress: Any = None) -> dict[str, Any]:
     """Check an artifact byte by byte: headers, hashes, shapes, bounds, indices, scales.
+
+    Hashes cover the weights, config.json, the tokenizer, chat templates, the generation config and the licence. They
+    say that nothing was damaged on the way. Who made the files they cannot say: they lie beside them.
 
     Args:
         progress: called with (checks done, checks in all).
@@ -45,7 +48,9 @@ def verify(path: Path, progress: Any = None) -> dict[str, Any]:
     checks += [functools.partial(_check_kept, name, checkpoint) for name in sorted(kept)]
     if found is not None:
         checks.append(functools.partial(_check_enhancements, found))
-    listed = (*(file.name for file in checkpoint.files), INDEX, "config.json")
+    copied = [str(file.relative_to(path)) for file in checkpoint.asset_files()]
+    listed = [*(file.name for file in checkpoint.files), INDEX, "config.json"]
+    listed += copied if hashes.keys() & copied else ()  # earlier versions left all of them out
     for name in listed if (path / HASHES).exists() else ():
         if name not in hashes:
             raise InputError(
@@ -88,6 +93,6 @@ def _read_hashes(path: Path) -> dict[str, str]:
         raise InputError(f"{file} is not a valid list of hashes: the artifact is damaged") from error
     check_version(version)
     for name in hashes:
-        if Path(name).name != name:
+        if Path(name).name != name and name != POOLING:
             raise InputError(f"{file} names {name!r}, which is not a file of this directory: refused")
     return hashes

@@ -8,7 +8,6 @@ half an artifact ever looks whole.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -23,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from anybit.artifact.files import dump_json, is_artifact, partial_folder, shard_file
+from anybit.artifact.files import dump_json, is_artifact, partial_folder, resolved, shard_file
 from anybit.artifact.journal import JOURNAL, Journal, entry_of
-from anybit.checkpoint.files import HASHES, INDEX, file_sha256
+from anybit.checkpoint.files import HASHES, INDEX, file_sha256, unwritable
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.cost import Cost
 from anybit.errors import InputError
@@ -72,7 +71,7 @@ class ArtifactWriter:
         self, out: Path, fingerprint: str, shards: int, overwrite: bool, statistics: Path | None = None
     ) -> None:
         check_output(out, overwrite)
-        self.out, self.shards = out.resolve(), shards
+        self.out, self.shards = resolved(out), shards
         self.folder = partial_folder(out)
         self._shared = statistics
         self.work = self.folder / "artifact"  # what becomes OUT
@@ -147,16 +146,7 @@ class ArtifactWriter:
             _sync(temporary)
         except (SafetensorError, OSError) as error:
             temporary.unlink(missing_ok=True)
-            if "os error 28" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
-                free = shutil.disk_usage(self.work).free
-                raise InputError(
-                    f"the disk is full ({free / 1e6:.0f} MB free at {self.work}): make room and run the same "
-                    f"command again; {len(self.finished)} of {self.shards} shards are kept"
-                ) from error
-            raise InputError(
-                f"{path.name} cannot be written to {self.work} ({error}): mend that and run the same command again; "
-                f"{len(self.finished)} of {self.shards} shards are kept"
-            ) from error
+            raise unwritable(path, error, f"{len(self.finished)} of {self.shards} shards are kept") from error
         temporary.chmod(0o644)  # safetensors makes files that only their owner reads
         os.replace(temporary, path)
         _sync(self.work)
@@ -268,7 +258,12 @@ class ArtifactWriter:
             }
             for i, file in enumerate(files)
         }
-        hashes = hash_list({**listed, **(beside or {})}, described, sections)
+        copied = {
+            str(file.relative_to(self.work)): {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+            for file in sorted(self.work.rglob("*"))
+            if file.is_file() and file.suffix != ".safetensors"
+        }  # the tokenizer, templates, licence: nothing else is there yet
+        hashes = hash_list({**listed, **(beside or {}), **copied}, described, sections)
         for name, text in {**described, HASHES: hashes, **texts}.items():
             (self.work / name).write_text(text, encoding="utf-8")
         for path in [*self.work.rglob("*"), self.work]:
@@ -341,7 +336,7 @@ def hash_list(
     described: Mapping[str, str],
     sections: Mapping[str, Any] | None = None,
 ) -> str:
-    """anybit.index.json: size and SHA-256 of the shards (given) and of the texts beside them (by file name)."""
+    """anybit.index.json: size and SHA-256 of shards and other files (given), and of the texts beside them (by name)."""
     files = dict(shards)
     for name, text in described.items():
         data = text.encode()

@@ -205,7 +205,7 @@ def sample_loss(model: Any, tokens: Tensor) -> Tensor:
 
 def _final_hidden(model: Any, tokens: Tensor) -> Tensor:
     """What the head reads, [n, seq_len, hidden]."""
-    return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    return model.base_model(input_ids=tokens, use_cache=False, return_dict=True).last_hidden_state
 
 
 def _logits(model: Any, hidden: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def _logits(model: Any, hidden: Tensor) -> Tensor:
 @torch.no_grad()
 def _check_logits(model: Any, tokens: Tensor) -> None:
     """`_logits` are the model's: some architectures scale them, and their loss would silently be another."""
-    own = model(input_ids=tokens, use_cache=False).logits.float()
+    own = model(input_ids=tokens, use_cache=False, return_dict=True).logits.float()
     ours = _logits(model, _final_hidden(model, tokens))
     if not torch.allclose(ours, own, rtol=0.01, atol=0.01 * float(own.abs().max()), equal_nan=True):
         raise InputError(

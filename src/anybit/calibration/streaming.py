@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
-from anybit.checkpoint.architectures import auto_class, build_options, is_encoder
+from anybit.checkpoint.architectures import auto_class, build_options, is_encoder, refuse_unused
 from anybit.checkpoint.directory import Checkpoint
 from anybit.errors import InputError
 from anybit.formats.bits import FP16_MAX
@@ -60,6 +60,7 @@ class StreamedModel:
         self.block_prefix, self.blocks = _blocks(self.model)
         _refuse_fused_experts(self.model, self.blocks)
         self.names = _checkpoint_names(self.model, checkpoint)
+        refuse_unused(checkpoint.source, self.model, self.left_out())
 
     def block_name(self, i: int) -> str:
         return f"{self.block_prefix}.{i}"
@@ -106,8 +107,9 @@ class StreamedModel:
             advance: told of each tensor.
 
         Raises:
-            InputError: NaN, Inf, or a linear weight beyond what a float16 scale can hold.
+            InputError: NaN, Inf, a linear weight beyond what a float16 scale can hold, or a tied head of its own.
         """
+        self._check_tied()
         matrices = {f"{name}.weight" for name in self.all_linears()}
         for name in self.names:
             tensor = self.read(name)
@@ -117,6 +119,19 @@ class StreamedModel:
                     "that float16 scales can hold: is the checkpoint intact?"
                 )
             advance(1)
+
+    def _check_tied(self) -> None:
+        """Where the checkpoint holds a tied tensor, it must be the one that it is tied to: only that one is used."""
+        tied = self.model.all_tied_weights_keys
+        for name in self.left_out():
+            if (source := self.names.get(tied.get(name, ""))) is None:
+                continue
+            own, used = self.checkpoint.read(name), self.checkpoint.read(source)
+            if own.dtype != used.dtype or not torch.equal(own, used):
+                raise InputError(
+                    f"{name} differs from {source}, to which config.json ties it: set tie_word_embeddings to false, or "
+                    "use the config.json that belongs to the weights"
+                )
 
     def tensor_names(self, i: int | None) -> list[str]:
         """Names of the parameters and persistent buffers of block i, or of everything outside the blocks."""
@@ -147,7 +162,7 @@ class StreamedModel:
         self.first_inputs(torch.zeros(1, 2, dtype=torch.int64), lambda i, hidden: None)
 
     def left_out(self) -> list[str]:
-        """Tensors of the checkpoint that this model has no place for."""
+        """Tensors of the checkpoint that this model has no place for: known exceptions, see `refuse_unused`."""
         used = set(self.names.values())
         return [name for name in self.checkpoint.names() if name not in used]
 

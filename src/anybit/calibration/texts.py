@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from anybit.checkpoint.tokenizer import encode
 from anybit.errors import InputError
 
 # name -> file in anybit/data; the halves share no document (data/SOURCE.md)
@@ -69,8 +70,8 @@ def read_text(source: str, split: str = "test") -> str:
 
 def default_bos(tokenizer: Any) -> int | None:
     """The id that `tokenizer` puts before every text by default, or None if it puts none."""
-    plain = _encode(tokenizer, "a", special=False)
-    marked = _encode(tokenizer, "a", special=True)
+    plain = encode(tokenizer, "a", special=False)
+    marked = encode(tokenizer, "a", special=True)
     added = len(marked) > len(plain) and marked[: len(plain)] != plain
     return marked[0] if added else None
 
@@ -80,7 +81,7 @@ def token_ids(tokenizer: Any, text: str) -> torch.Tensor:
 
     The text is never split before tokenization: no cut is safe for every tokenizer.
     """
-    return torch.tensor(_encode(tokenizer, text, special=False), dtype=torch.int64)
+    return torch.tensor(encode(tokenizer, text, special=False), dtype=torch.int64)
 
 
 def calibration_set(tokenizer: Any, source: str, samples: int, seq_len: int, seed: int) -> CalibrationSet:
@@ -123,11 +124,6 @@ def _pick(windows: int, samples: int, seed: int) -> torch.Tensor:
         return torch.arange(windows)
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(windows, generator=generator)[:samples].sort().values
-
-
-def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
-    # verbose=False: a text longer than model_max_length is expected here, it is cut into windows afterwards
-    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
 def read_utf8(path: Path) -> str:

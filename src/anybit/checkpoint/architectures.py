@@ -14,6 +14,18 @@ from anybit.errors import InputError
 
 # Siblings that take the same input, which engines join into one matrix.
 JOINED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
+# Tensors that some checkpoints hold and no model needs: tables that it computes, masks, what predicts further tokens.
+NEEDLESS = (
+    *(
+        r"(^|\.)inv_freq$",
+        r"(^|\.)position_ids$",
+        r"(^|\.)attn\.(masked_)?bias$",
+        r"(^|\.)attention\.(masked_)?bias$",
+    ),
+    *(r"(^|\.)rope_freqs(\.|$)", r"^(model\.)?mtp\."),
+)
+# Of encoders also their pretraining heads.
+HEADS = (r"^(cls|lm_head|vocab_\w+|generator_\w+|discriminator_\w+|mlm\w*)\.", r"(^|\.)pooler\.")
 PRETRAINING_HEADS = ("ForMaskedLM", "ForPreTraining")  # an encoder is used without them
 
 
@@ -39,6 +51,32 @@ def auto_class(config: PreTrainedConfig) -> Any:
                 f"for their embeddings; save the encoder alone ({headed[1]}Model) and compress that"
             )
     return AutoModel
+
+
+def unused(model: Any, names: Iterable[str]) -> list[str]:
+    """Of tensors that a checkpoint holds and a model has no place for, those that are no known exception.
+
+    The exceptions: `NEEDLESS`, those of the model's class in Transformers, heads that are tied, and pretraining heads
+    of encoders.
+    """
+    patterns = [*NEEDLESS, *(model._keys_to_ignore_on_load_unexpected or ())]
+    patterns += HEADS if is_encoder(model.config) else ()
+    known = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+    return [name for name in names if not known.search(name) and name not in model.all_tied_weights_keys]
+
+
+def refuse_unused(source: Any, model: Any, names: Iterable[str]) -> None:
+    """Refuse a checkpoint of which a part would be left out: it is another model than its config.json says.
+
+    Raises:
+        InputError: the first of the tensors that are `unused`.
+    """
+    if found := sorted(unused(model, names)):
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise InputError(
+            f"{source} holds {found[0]}{more}, which a {model.config.model_type} of its config.json has no place for: "
+            "use the config.json that belongs to the weights"
+        )
 
 
 def build_options(config: PreTrainedConfig, tensors: Iterable[str]) -> dict[str, Any]:

@@ -23,15 +23,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from anybit.checkpoint.counts import check_counts
 from anybit.checkpoint.files import (
     ASSETS,
     INDEX,
@@ -45,12 +40,17 @@ from anybit.checkpoint.files import (
 )
 from anybit.checkpoint.hub import download
 from anybit.checkpoint.safetensors import StoredTensor, read_safetensors_header
+from anybit.checkpoint.tokenizer import read_tokenizer
 from anybit.errors import InputError
 
 if TYPE_CHECKING:
     from anybit.checkpoint.gguf import GgufFile
 
-_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+# What is made of a GGUF file's metadata, as far as they have it.
+REBUILT = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt", "generation_config.json"),
+)
 
 
 @dataclass(frozen=True)
@@ -138,15 +138,7 @@ class Checkpoint:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises `InputError` if there is none that can be used."""
         folder, extra = _transformers_address(self.path)
-        try:
-            return AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True, **extra
-            )
-        except Exception as error:  # whatever a broken tokenizer file makes Transformers and tokenizers raise
-            raise InputError(
-                f"{self.source} has no usable tokenizer ({cause(error)}); "
-                "put its tokenizer files beside the weights."
-            ) from error
+        return read_tokenizer(self.source, folder, **extra)
 
     def asset_files(self) -> list[Path]:
         """The files that `copy_assets` copies as they are. Raises `InputError` for links out of the model."""
@@ -159,6 +151,11 @@ class Checkpoint:
         for file in found:
             check_link(file, self._folder())
         return found
+
+    def asset_names(self) -> list[str]:
+        """At least the names that `copy_assets` returns."""
+        copied = [str(file.relative_to(self._folder())) for file in self.asset_files()]
+        return copied + list(REBUILT if self.gguf else ())
 
     def _folder(self) -> Path:
         return self.path.parent if self.gguf else self.path
@@ -241,7 +238,7 @@ def _open_directory(source: str, folder: Path) -> Checkpoint:
         for name, tensor in held.items()
         if not shards or shards.get(name) == file
     }
-    _check_layer_count(folder, raw, len(tensors))
+    check_counts(f"{folder}/config.json", raw, tensors.values())
     config = _load_config(source, folder)
     return Checkpoint(source, folder, config, tuple(stored), tensors)
 
@@ -251,6 +248,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").exists():
         raise InputError(f"{folder} has no config.json; give a directory in the Hugging Face layout.")
     raw = read_json(folder / "config.json")
+    _refuse_detours(folder, raw)
     kind = raw.get("model_type")
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
         return raw
@@ -263,6 +261,20 @@ def _read_config(folder: Path) -> dict[str, Any]:
         f"{folder}/config.json has the model type {kind!r}, which the installed Transformers does not know; "
         "upgrade Transformers or use another model."
     )
+
+
+def _refuse_detours(folder: Path, raw: dict[str, Any]) -> None:
+    """What would make Transformers load other weights than those that are checked here."""
+    if raw.get("transformers_weights") is not None:
+        raise InputError(
+            f"{folder}/config.json names other weights (transformers_weights: {raw['transformers_weights']!r}); "
+            "remove that line to use those in model.safetensors or its shards."
+        )
+    if (folder / "adapter_config.json").exists():
+        raise InputError(
+            f"{folder} holds an adapter (adapter_config.json), which Transformers may add to the weights; "
+            "merge it into its base, or remove the file."
+        )
 
 
 def _find_shards(folder: Path) -> dict[str, Path]:
@@ -308,18 +320,6 @@ def _check_index(shards: dict[str, Path], stored: dict[Path, dict[str, StoredTen
             raise InputError(
                 f"{file} lacks the tensor {name!r} that the index places there; download it again."
             )
-
-
-def _check_layer_count(path: Path, raw: dict[str, Any], tensors: int) -> None:
-    """A layer has at least one tensor; a huge count would make configuration classes build huge lists."""
-    text = raw.get("text_config")
-    for part in (raw, text if isinstance(text, dict) else {}):
-        for key in _LAYER_COUNTS:
-            if isinstance(part.get(key), int) and part[key] > tensors:
-                raise InputError(
-                    f"{path}/config.json: {key} is {part[key]}, but the files hold only {tensors} tensors; "
-                    "use the config.json that belongs to them."
-                )
 
 
 def _load_config(source: str, path: Path) -> PreTrainedConfig:

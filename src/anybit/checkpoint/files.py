@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import shutil
 import stat
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -72,7 +74,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return keys
 
 
-def cause(error: Exception) -> str:
+def cause(error: BaseException) -> str:
     """The first line of an exception's message, without its final stop."""
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(". ")[:300]
@@ -81,6 +83,23 @@ def cause(error: Exception) -> str:
 def file_sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def unwritable(file: Path, error: Exception, kept: str = "") -> InputError:
+    """What to say of a file that could not be written, and of what was written before.
+
+    Args:
+        file: the file.
+        error: an OSError, or safetensors' own.
+        kept: a clause, if any.
+    """
+    again = "run the same command again" + (f"; {kept}" if kept else "")
+    if "os error 28" in str(error) or getattr(error, "errno", None) == errno.ENOSPC:
+        free = shutil.disk_usage(file.parent).free
+        return InputError(
+            f"the disk is full ({free / 1e6:.0f} MB free at {file.parent}): make room and {again}"
+        )
+    return InputError(f"{file.name} cannot be written to {file.parent} ({error}): mend that and {again}")
 
 
 def check_sha256(file: Path, expected: str) -> None:

@@ -43,7 +43,10 @@ def inspect(
 
 
 def verify(out: Artifact) -> None:
-    """Check weights and config of the artifact OUT byte by byte: hashes, headers, shapes, indices, scales."""
+    """Check the artifact OUT byte by byte: hashes of weights, config and tokenizer; headers, shapes, indices, scales.
+
+    Hashes tell damage, not who made the files.
+    """
     from anybit.artifact.verify import verify as verify_artifact
 
     advance: Any = None

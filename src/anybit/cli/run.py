@@ -28,8 +28,9 @@ def generate(
 
     with reporting() as report:
         generator = Generator(model, report=report, **asked)
+    ids = generator.encode(prompt)
     typer.echo(prompt, nl=False)
-    generator.stream(generator.encode(prompt), max_new_tokens, temperature, seed)
+    generator.stream(ids, max_new_tokens, temperature, seed)
 
 
 @grouped

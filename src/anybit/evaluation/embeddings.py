@@ -201,7 +201,8 @@ def embed(
             raise InputError(
                 "the tokenizer has more tokens than the model's vocabulary: they do not belong together"
             )
-        states = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device)).last_hidden_state
+        given = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+        states = model(**given, return_dict=True).last_hidden_state
         made |= zip(batch, _pooled(states.double().cpu(), mask, pooling))
         advance(len(batch))
     embeddings = torch.stack([made[i] for i in range(len(sentences))])

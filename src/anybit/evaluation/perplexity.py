@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from anybit.calibration.texts import default_bos
 from anybit.checkpoint.architectures import max_positions
+from anybit.checkpoint.files import unwritable
 from anybit.errors import InputError
 
 __all__ = ["PerplexityResult", "default_bos", "paired_bootstrap", "perplexity"]
@@ -227,7 +229,7 @@ def _score_batch(models: Sequence[Any], ids: torch.Tensor, first: int, scores: _
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=ids.to(model.device), use_cache=False).logits
+    return model(input_ids=ids.to(model.device), use_cache=False, return_dict=True).logits
 
 
 def _score_window(
@@ -326,8 +328,12 @@ def recalled(model: Any, folder: Path | None) -> Iterator[None]:
             return _Recalled(last_hidden_state=load_file(file)["states"].to(ids.device))
         output = compute(*args, **options)
         unfinished = file.with_suffix(".new")
-        save_file({"states": output.last_hidden_state.contiguous()}, unfinished)
-        unfinished.rename(file)
+        try:
+            save_file({"states": output.last_hidden_state.contiguous()}, unfinished)
+            unfinished.rename(file)
+        except (OSError, SafetensorError) as error:
+            unfinished.unlink(missing_ok=True)
+            raise unwritable(file, error) from error
         return output
 
     body.forward = forward

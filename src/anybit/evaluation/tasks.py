@@ -76,7 +76,7 @@ def run_prepared(
     """
     if batch_size < 1:
         raise InputError(f"batch size {batch_size}: must be at least 1.")
-    with _environment_kept():
+    with _environment_kept(), _known_tokens():
         results = _evaluate(prepared.library, model, tokenizer, prepared.loaded, prepared.limit, batch_size)
     return {name: _figures(results, name) for name in results["results"]}
 
@@ -247,6 +247,17 @@ def _figures(results: Mapping[str, Any], name: str) -> dict[str, Any]:
             figures[key.removesuffix(",none")] = value if math.isfinite(value) else None
     samples = results.get("n-samples", {}).get(name)
     return figures if samples is None else figures | {"n": samples["effective"]}
+
+
+@contextmanager
+def _known_tokens() -> Iterator[None]:
+    """Say what a token means that the model's embedding does not have."""
+    try:
+        yield
+    except IndexError as error:
+        raise InputError(
+            f"the questions have tokens beyond the model's vocabulary ({error}): use the tokenizer that belongs to it"
+        ) from error
 
 
 @contextmanager

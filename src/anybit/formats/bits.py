@@ -19,8 +19,9 @@ def groups_of(columns: int, group_size: int) -> int:
 
 
 def split_groups(matrix: Tensor, group_size: int) -> Tensor:
-    """[r, c] -> [r, groups, group_size], the ragged last group padded with zeros."""
+    """[r, c] -> [r, groups, group_size], the ragged last group padded with zeros; a group has at most all columns."""
     r, c = matrix.shape
+    group_size = min(group_size, c)
     groups = groups_of(c, group_size)
     return functional.pad(matrix, (0, groups * group_size - c)).view(r, groups, group_size)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from anybit.config import MAX_GROUP
 from anybit.formats.base import Fields, Refuse, TileLayout, check_finite, count, is_int
 from anybit.formats.bits import code_align, groups_of, pack_codes, packed_shape, unpack_codes
 
@@ -68,8 +69,8 @@ class GroupIntLayout(TileLayout):
             refuse(f"act_static {self.act_static!r} is not true or false")
         if self.act_static and not self.rounds_inputs:
             refuse("act_static is about rounded inputs, and act_bits is not below 16")
-        if not is_int(self.group_size, 1, 2**31 - 1) or not isinstance(self.symmetric, bool):
-            refuse(f"{self} needs a positive group_size and symmetric true or false")
+        if not is_int(self.group_size, 1, MAX_GROUP) or not isinstance(self.symmetric, bool):
+            refuse(f"{self} needs a group_size of 1 to {MAX_GROUP} and symmetric true or false")
 
     def check_tensors(self, tensors: Mapping[str, Tensor], r: int, c: int, refuse: Refuse) -> None:
         check_finite("scales", tensors, refuse)

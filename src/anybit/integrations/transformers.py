@@ -24,7 +24,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from anybit.artifact.config_json import StoredLayers
 from anybit.artifact.enhancements import Enhancements, extend, read_enhancements
 from anybit.artifact.files import SECTION
+from anybit.checkpoint.architectures import refuse_unused
 from anybit.checkpoint.files import HASHES
+from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.errors import InputError
 from anybit.formats.base import Json
 from anybit.formats.layout import QUANT_METHOD, LayerLayout
@@ -71,6 +73,7 @@ class AnybitQuantizer(HfQuantizer):
         for name, layout in self.stored.embeddings.items():
             _swap_embedding(model, name, layout, dtype)
         _refuse_undescribed(model, self.stored)
+        _refuse_other_files(model, kwargs.get("checkpoint_files"))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -154,6 +157,31 @@ def _refuse_undescribed(model: Any, stored: StoredLayers) -> None:
                 f"config.json says nothing of {name}, a linear layer of this model: quantization_config is damaged; "
                 "copy the artifact again"
             )
+
+
+def _refuse_other_files(model: Any, checkpoint_files: list[str] | None) -> None:
+    """Refuse files that are not all of the model: Transformers would fill in what lay in memory, or numbers by chance.
+
+    Args:
+        model: with its layers swapped, nothing loaded.
+        checkpoint_files: what is to be loaded; None: tensors that were given.
+
+    Raises:
+        InputError: damaged files; a tensor that is missing, or one too many; an adapter beside them.
+    """
+    if checkpoint_files is None:
+        return
+    folder = Path(checkpoint_files[0]).parent
+    if (folder / "adapter_config.json").exists() or getattr(model.config, "transformers_weights", None):
+        raise InputError(f"{folder} names other weights beside its own: copy the artifact again")
+    found = {name for file in checkpoint_files for name in read_safetensors_header(Path(file))}
+    expected = set(model.state_dict())
+    if missing := sorted(expected - found - set(model.all_tied_weights_keys)):
+        raise InputError(
+            f"{folder} lacks the tensor {missing[0]}, and {len(missing) - 1} more: the artifact is incomplete; copy it "
+            "again"
+        )
+    refuse_unused(folder, model, found - expected)
 
 
 def _swap_linear(model: Any, name: str, layout: LayerLayout, dtype: torch.dtype) -> None:

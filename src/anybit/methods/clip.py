@@ -97,7 +97,7 @@ def least_of_rows(
 
 def _hessian_blocks(columns: ColumnSet, stats: LinearStats | None, weight: Tensor) -> Tensor:
     """Diagonal blocks of the Hessian by group, float32 [groups, n, n]; a ragged group is padded with zeros."""
-    n, groups = columns.group_size, columns.groups
+    n, groups = min(columns.group_size, len(columns.cols)), columns.groups
     blocks = torch.zeros(groups, n, n, device=weight.device)
     for g in range(groups):
         channels = columns.group(g)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anybit.config import (
     ACT_BITS,
     CODEBOOK_BITS,
+    MAX_GROUP,
     LayerSpec,
     Options,
     one_of,
@@ -183,7 +184,8 @@ class Uniform(Attentive):
 
     group_size: int = option(
         128, "Input channels that share a scale; -1: the whole row.",
-        expected="a positive number, or -1 for whole rows", valid=lambda value: value == -1 or value >= 1,
+        expected=f"a number from 1 to {MAX_GROUP}, or -1 for whole rows",
+        valid=lambda value: value == -1 or 1 <= value <= MAX_GROUP,
     )  # fmt: skip
     clip: bool = option(False, "Search clipping ratios per group.", layer=True)
     clip_ratio: float | None = option(

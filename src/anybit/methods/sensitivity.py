@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from anybit.calibration.gradients import gradient_statistics, load_whole
 from anybit.calibration.stats import GradientStats
 from anybit.calibration.streaming import StreamedModel
+from anybit.checkpoint.files import unwritable
 from anybit.config import LayerSpec, TileSpec
 from anybit.cost import Cost
 from anybit.errors import InputError
@@ -286,14 +288,27 @@ def _parts(
             stats = gradient_statistics(search.streamed, part, search.shapes, deltas=deltas, advance=advance)
             found = {name: reduce(s).cpu() for name, s in stats.items()}
             if file is not None:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                unfinished = file.with_suffix(".new")
-                cost = asdict(Cost.since(begun))
-                save_file(found, unfinished, metadata={key: str(value) for key, value in cost.items()})
-                with unfinished.open("rb") as stream:
-                    os.fsync(stream.fileno())
-                unfinished.rename(file)
+                _write_part(file, found, Cost.since(begun))
         yield found
+
+
+def _write_part(file: Path, found: Mapping[str, Tensor], cost: Cost) -> None:
+    """Keep a part, whole or not at all.
+
+    Raises:
+        InputError: the disk is full or refuses the file; parts that were finished stay.
+    """
+    unfinished = file.with_suffix(".new")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file(found, unfinished, metadata={key: str(value) for key, value in asdict(cost).items()})
+        with unfinished.open("rb") as stream:
+            os.fsync(stream.fileno())
+        unfinished.rename(file)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise unwritable(file, error, "statistics of the samples before are kept") from error
 
 
 def _read_part(file: Path, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor] | None:

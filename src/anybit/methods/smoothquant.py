@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from anybit.config import Widths, option
+from anybit.config import MAX_GROUP, Widths, option
 from anybit.methods import rtn
 from anybit.methods.method import Method, Uniform, rounding_statistics
 
@@ -18,7 +18,8 @@ class SmoothQuant(Uniform):
 
     group_size: int = option(
         -1, "Input channels that share a scale; -1: the whole row.",
-        expected="a positive number, or -1 for whole rows", valid=lambda value: value == -1 or value >= 1,
+        expected=f"a number from 1 to {MAX_GROUP}, or -1 for whole rows",
+        valid=lambda value: value == -1 or 1 <= value <= MAX_GROUP,
     )  # fmt: skip
     symmetric: bool = option(True, "Without zero points.", flag="--symmetric/--asymmetric")
     scaling: str = option(

@@ -1,0 +1,90 @@
+"""Numbers of a config.json, held against the files before any configuration class sees them.
+
+Configuration classes make lists and dictionaries as long as such numbers say, and model classes as many modules: a
+large one would take minutes and gigabytes before anything else is looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from anybit.checkpoint.safetensors import StoredTensor
+from anybit.errors import InputError
+
+LABELS = 10_000  # classes of a classifier
+FEW = 256  # modules of a kind that cost nothing, whatever the files hold
+SMALL = 2**16  # a size that costs nothing: of a window, of a default that the model does not use
+MOST = 2**31 - 1  # of anything else
+
+_BLOCKS = re.compile(r"num_hidden_layers|num_layers|n_layers?")
+_LAYERS = re.compile(r"(num_)?(encoder|decoder)_layers")
+_MODULES = re.compile(r"\w*(experts|layers|blocks|codebooks|stages)|attention_types")
+_SIZES = re.compile(r"\w*(_size|_dim|_heads?|_rank|_channels|_features|_states)|n_(embd|inner|head)|d_\w+")
+_NO_COUNTS = re.compile(
+    r"\w*(theta|base|seed)\w*"
+)  # frequencies and the like: some are written without a point
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What the files hold."""
+
+    tensors: int
+    bytes: int
+
+    def range_of(self, key: str) -> tuple[int, int, str]:
+        """The least and the largest number that can belong to a key, and why no more."""
+        if _BLOCKS.fullmatch(key):
+            return 1, self.tensors, f"the files hold only {self.tensors} tensors"
+        if _LAYERS.fullmatch(key):
+            return 0, self.tensors, f"the files hold only {self.tensors} tensors"
+        if key == "num_labels":
+            return 0, LABELS, f"{LABELS} is the limit"
+        if _MODULES.fullmatch(key):
+            return -MOST, max(self.tensors, FEW), f"the files hold only {self.tensors} tensors"
+        if _SIZES.fullmatch(key):
+            return -MOST, max(self.bytes, SMALL), f"the files hold only {self.bytes} bytes"
+        return -MOST, MOST, f"{MOST} is the limit"
+
+
+def check_counts(place: str, config: Mapping[str, Any], tensors: Collection[StoredTensor]) -> None:
+    """Refuse numbers that no model of these tensors has. What `quantization_config` says is checked by its reader.
+
+    Args:
+        place: config.json, to be named in errors.
+        config: what it holds.
+        tensors: all tensors of the weight files.
+
+    Raises:
+        InputError: the number, and what the files hold.
+    """
+    held = _Held(len(tensors), sum(t.dtype.itemsize * prod(t.shape) for t in tensors))
+    remedy = "use the config.json that belongs to them."
+    for key, value in _numbers({k: v for k, v in config.items() if k != "quantization_config"}):
+        least, most, why = held.range_of(key)
+        if _NO_COUNTS.fullmatch(key) or least <= value <= most:
+            continue
+        if value < least:
+            raise InputError(f"{place}: {key} is {value}, but at least {least} is expected; {remedy}")
+        raise InputError(f"{place}: {key} is {value}, but {why}; {remedy}")
+    for key in ("id2label", "label2id"):
+        names = config.get(key)
+        if isinstance(names, dict | list) and len(names) > LABELS:
+            raise InputError(f"{place}: {key} names {len(names)} labels, but {LABELS} is the limit; {remedy}")
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """All whole numbers, at any depth, each with the nearest key above it; true and false are none."""
+    rest: list[tuple[str, Any]] = list(config.items())
+    while rest:  # no recursion: a file may be nested as deeply as the parser goes
+        key, value = rest.pop()
+        if isinstance(value, dict):
+            rest += value.items()
+        elif isinstance(value, list):
+            rest += [(key, item) for item in value]
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield key, value

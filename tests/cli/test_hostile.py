@@ -1,0 +1,116 @@
+"""What the command says of models that came with more than weights: one line, exit code 2, at once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import anybit
+from tests import builders
+from tests.builders import MakeModel
+from tests.cli.commands import Run, refused
+
+
+def edit(file: Path, change: Callable[[Any], object]) -> None:
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "copied"))
+
+
+def test_a_prompt_that_is_no_utf8(run: Run, made: Path) -> None:
+    prompt = b"ab\xff".decode("utf-8", "surrogateescape")  # what Python makes of such an argument
+    refused(run("generate", made, "-p", prompt), "not valid UTF-8")
+
+
+def test_tokens_beyond_the_vocabulary(run: Run, copied: Path) -> None:
+    edit(copied / "tokenizer.json", lambda t: t["model"]["vocab"].update(a=9999))
+    refused(run("generate", copied, "-p", "abc"), "9999", "vocabulary")
+    refused(run("chat", copied, stdin="abc\n"), "9999", "vocabulary")
+    refused(run("eval", copied), "9999", "vocabulary")
+
+
+def test_a_pattern_that_never_ends(run: Run, copied: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    edit(copied / "tokenizer.json", lambda t: t.update(pre_tokenizer=split))
+    refused(run("generate", copied, "-p", "x" * 60), "tokenizer", "retry-limit")
+
+
+def test_a_template_out_of_its_sandbox(run: Run, copied: Path) -> None:
+    (copied / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
+    refused(run("chat", copied, stdin="hello\n"), "chat template", "SecurityError")
+
+
+def test_results_by_place_are_as_good_as_by_name(run: Run, copied: Path, made: Path) -> None:
+    """`return_dict` says how outputs come, not what they are."""
+    edit(copied / "config.json", lambda c: c.update(return_dict=False))
+    (copied / "anybit.index.json").unlink()
+    short = ["--seq-len", "32", "--max-tokens", "64"]
+    ran, whole = run("eval", copied, *short), run("eval", made, *short)
+    assert ran.code == whole.code == 0
+    assert ran.out.replace("copied", "made") == whole.out.replace(
+        str(made), str(copied).replace("copied", "made")
+    )
+
+
+def test_a_place_by_way_of_a_folder_that_is_missing(
+    run: Run, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = run("quantize", llama, "-o", "./missing/../x", "--method", "rtn", "--bits", "4")
+    assert ran.code == 0, ran.err
+    assert run("verify", tmp_path / "x").code == 0
+
+
+def test_a_place_that_leads_in_a_circle(run: Run, llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    refused(
+        run("quantize", llama, "-o", tmp_path / "circle" / "x", "--method", "rtn", "--bits", "4"), "circle"
+    )
+
+
+@pytest.mark.parametrize("size", ["0", "-2", "1048577", "2147483648", "99999999999999999999"])
+@pytest.mark.parametrize("method", ["rtn", "gptq", "smoothquant", "two-four-sixteen"])
+def test_group_sizes_beyond_any_row(run: Run, llama: Path, tmp_path: Path, method: str, size: str) -> None:
+    ran = run("quantize", llama, "-o", tmp_path / "out", "--method", method, "--group-size", size)
+    assert ran.code == 2 and "Traceback" not in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_groups_of_more_than_all_columns_take_no_memory(run: Run, llama: Path, tmp_path: Path) -> None:
+    """Padded in full, a matrix of 264 rows would take 1.1 GB for its codes alone."""
+    for method in ("rtn", "gptq"):
+        out = tmp_path / method
+        quantize = ["quantize", llama, "-o", out, "--method", method, "--bits", "4", "--clip"]
+        assert run(*quantize, "--group-size", 2**20, "--samples", "2", "--seq-len", "16").code == 0
+        assert run("generate", out, "-p", "a", "--max-new-tokens", "1").code == 0
+
+
+def test_columns_that_point_outside(run: Run, llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    anybit.quantize(llama, out, builders.options("atom", samples=2, seq_len=16, outlier_channels=8))
+    shard = out / "model-00002-of-00003.safetensors"
+    tensors = load_file(shard)
+    name = next(n for n in tensors if n.endswith("0.cols"))
+    for channel in (-1, 80, 2**31 - 1):
+        tensors[name][0] = channel
+        save_file(tensors, shard, metadata={"format": "pt"})
+        refused(run("inspect", out), "cols points outside 0..")
+
+
+def test_a_shorter_model_than_the_files_hold(run: Run, model_copy: MakeModel, tmp_path: Path) -> None:
+    model = model_copy("llama")
+    for layers, words in ((1, "model.layers.1."), (-1, "num_hidden_layers is -1")):
+        edit(model / "config.json", lambda c, layers=layers: c.update(num_hidden_layers=layers))
+        refused(run("eval", model), words)
+        refused(run("quantize", model, "-o", tmp_path / "out", "--dry-run"), words)
