@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from anybit.errors import InputError
 
+Json = dict[str, Any]  # an object as JSON has it: what files hold and commands print
 KV_BITS = (2, 3, 4, 8, 16)
 EMBED_BITS = (4, 8, 16)
 EMBED_GROUP_SIZE = 128

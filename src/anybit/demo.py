@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from anybit.compare.page import png, write_page
+from anybit.config import Json
 from anybit.driver import quantize
 from anybit.errors import InputError, require_extra
 from anybit.evaluation.measure import evaluate
@@ -104,7 +105,7 @@ def _unpack(wheel: Path, folder: Path) -> Path:
     return partial.rename(target)
 
 
-def _measure(name: str, model: Path, report: Silent, bits: float | None = None) -> dict[str, Any]:
+def _measure(name: str, model: Path, report: Silent, bits: float | None = None) -> Json:
     """One row of the table: figures, and a paragraph that the model writes."""
     figures = evaluate(model, seq_len=1024, max_tokens=EVAL_TOKENS, bits=bits, report=report)
     generator = Generator(str(model), bits=bits)
@@ -122,14 +123,14 @@ def _measure(name: str, model: Path, report: Silent, bits: float | None = None) 
     }
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(rows: list[Json]) -> None:
     """The report's table, at the terminal."""
     print(f"{'':24} {'bits/weight':>11} {'size':>9} {'perplexity':>10} {'time':>7}")
     for name, width, size, perplexity, taken in map(_texts, rows):
         print(f"{name:24} {width:>11} {size:>9} {perplexity:>10} {taken:>7}")
 
 
-def write_report(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_report(path: Path, rows: list[Json]) -> Path:
     """Write the page; the first row is the full-precision model's.
 
     Returns:
@@ -147,14 +148,14 @@ def write_report(path: Path, rows: list[dict[str, Any]]) -> Path:
     )
 
 
-def _texts(row: dict[str, Any]) -> tuple[str, ...]:
+def _texts(row: Json) -> tuple[str, ...]:
     """Name, bits per weight, size, perplexity and time, as both tables have them."""
     width = "" if row["bits_per_weight"] is None else f"{row['bits_per_weight']:.3f}"
     taken = "" if row["seconds"] is None else f"{row['seconds']:.0f} s"
     return row["name"], width, f"{row['size_bytes'] / 1e6:.1f} MB", f"{row['perplexity']:.2f}", taken
 
 
-def _plot(rows: list[dict[str, Any]]) -> Any:
+def _plot(rows: list[Json]) -> Any:
     """Perplexity against bits per weight; the base model is the dashed line."""
     from matplotlib.figure import Figure
 

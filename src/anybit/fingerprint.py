@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import transformers
@@ -16,7 +15,7 @@ from anybit.artifact.contents import Plan
 from anybit.calibration.streaming import StreamedModel
 from anybit.calibration.texts import CalibrationSet
 from anybit.checkpoint.directory import Checkpoint
-from anybit.config import Options
+from anybit.config import Json, Options
 from anybit.methods import METHODS
 from anybit.progress import Silent
 
@@ -72,6 +71,6 @@ def _tokens(text: CalibrationSet) -> str:
 def _arithmetic(streamed: StreamedModel) -> list[str]:
     """What computes, and in what: another device sums in another order."""
     if streamed.device.type == "cpu":
-        isa: dict[str, Any] = kernels.info()["cpu"]
+        isa: Json = kernels.info()["cpu"]
         return [str(streamed.dtype), isa["isa"]]
     return [str(streamed.dtype), str(streamed.device), torch.cuda.get_device_name(streamed.device)]

@@ -13,6 +13,7 @@ from transformers import TextStreamer
 from anybit.checkpoint.architectures import is_encoder
 from anybit.checkpoint.chat_template import render
 from anybit.checkpoint.tokenizer import check_ids, check_unicode, encode
+from anybit.config import Json
 from anybit.errors import InputError
 from anybit.kernels.gpu import cuda_graph
 from anybit.kv_cache import QuantizedCache, check_kv_bits
@@ -129,7 +130,7 @@ class Generator:
                 f"the prompt has {ids.shape[1]} tokens, the model's context holds {limit}: shorten it"
             )
         room = max_new_tokens if limit is None else min(max_new_tokens, limit - ids.shape[1])
-        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        sampling: Json = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if temperature > 0:
             sampling = {"do_sample": True, "temperature": temperature}
         pad = (

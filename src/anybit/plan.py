@@ -16,7 +16,7 @@ from anybit.artifact.predicted_size import overhead_bytes
 from anybit.calibration.gradients import LOGIT_CHUNK
 from anybit.calibration.moments import ACTIVATION_BUDGET
 from anybit.calibration.streaming import StreamedModel, selected
-from anybit.config import EMBED_BITS, EMBED_GROUP_SIZE, LayerSpec, Options, SpecMap, parse_bytes
+from anybit.config import EMBED_BITS, EMBED_GROUP_SIZE, Json, LayerSpec, Options, SpecMap, parse_bytes
 from anybit.errors import InputError, require_extra
 from anybit.formats import GroupIntLayout
 from anybit.formats.layout import LayerLayout
@@ -169,7 +169,7 @@ def stored_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.dtype:
     return dtype
 
 
-def estimate(streamed: StreamedModel, plan: Plan, options: Options, out: Path) -> dict[str, Any]:
+def estimate(streamed: StreamedModel, plan: Plan, options: Options, out: Path) -> Json:
     """Predicted figures of a run: bytes, bits per weight, seconds and peak memory (the last two roughly)."""
     free = shutil.disk_usage(next(p for p in [out, *out.absolute().parents] if p.exists())).free
     return {
@@ -283,7 +283,7 @@ def _matmul_speed() -> float:
 
 def widths_for_memory(
     streamed: StreamedModel, memory: int | None, group_size: int, symmetric: bool
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Size of the artifact at each width, and whether it fits into `memory` bytes: the table of `anybit plan`."""
     rows = []
     for bits in range(2, 9):

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anybit
-from anybit.config import EMBED_BITS, KV_BITS, Options
+from anybit.config import EMBED_BITS, KV_BITS, Json, Options
 from anybit.errors import InputError
 from anybit.formats import GroupIntLayout
-from anybit.formats.base import Json, is_int
+from anybit.formats.base import is_int
 from anybit.formats.layout import FORMAT_VERSION, QUANT_METHOD, LayerLayout
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from anybit.checkpoint.directory import Checkpoint
 
 
-def provenance(
-    checkpoint: Checkpoint, base_hash: str, options: Options, calibration: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def provenance(checkpoint: Checkpoint, base_hash: str, options: Options, calibration: Json | None) -> Json:
     """What the artifact says of its making; no times and no machine, so that equal runs give equal bytes."""
     path = Path(checkpoint.source).resolve()
     return {
@@ -41,7 +39,7 @@ def provenance(
     }
 
 
-def artifact_config(streamed: StreamedModel, plan: Plan, made: Mapping[str, Any]) -> dict[str, Any]:
+def artifact_config(streamed: StreamedModel, plan: Plan, made: Json) -> Json:
     """The artifact's config.json; `made` is its `provenance`."""
     config = streamed.checkpoint.config.to_dict()
     config.pop("_name_or_path", None)  # where the base lies on this machine

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from anybit.artifact.files import SECTION, link, list_hash
 from anybit.checkpoint.files import HASHES, INDEX, check_sha256, read_json
 from anybit.checkpoint.safetensors import read_safetensors_header
+from anybit.config import Json
 from anybit.errors import InputError
-from anybit.formats.base import Json
 from anybit.formats.layout import LayerLayout
 from anybit.formats.levels import Level
 from anybit.formats.validate import check_version

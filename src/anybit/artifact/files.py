@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from anybit.checkpoint.files import cause, read_json
+from anybit.config import Json
 from anybit.errors import InputError
 from anybit.formats.layout import QUANT_METHOD
 
@@ -68,7 +69,7 @@ def enhancement_file(number: int, count: int) -> str:
     return f"refine-{number:05d}-of-{count:05d}.safetensors"
 
 
-def list_hash(section: Sequence[Mapping[str, Any]]) -> str:
+def list_hash(section: Sequence[Json]) -> str:
     """What config.json says of the list of enhancement layers: whoever edits widths or losses in it is found out."""
     return hashlib.sha256(json.dumps(section, sort_keys=True).encode()).hexdigest()
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from anybit.checkpoint.safetensors import read_safetensors_header
+from anybit.config import Json
 
 JOURNAL = "journal.jsonl"
 
@@ -39,10 +38,10 @@ class Journal:
         """Close the file, and with it give the lock away."""
         self._file.close()
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Json]:
         """The head and the entries, up to the first line that is cut short or damaged; that and what follows goes."""
         self._file.seek(0)
-        found: list[dict[str, Any]] = []
+        found: list[Json] = []
         end = 0
         for line in self._file.readlines():
             entry = _parse(line)
@@ -53,31 +52,31 @@ class Journal:
         self._file.truncate(end)
         return found
 
-    def begin(self, head: Mapping[str, Any]) -> None:
+    def begin(self, head: Json) -> None:
         """Empty it, for another run."""
         self._file.truncate(0)
         self.note(head)
 
-    def note(self, entry: Mapping[str, Any]) -> None:
+    def note(self, entry: Json) -> None:
         """Add a line; it is on the disk when this returns."""
         self._file.write(json.dumps(entry).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
 
-def entry_of(shard: int, path: Path, sha256: str) -> dict[str, Any]:
+def entry_of(shard: int, path: Path, sha256: str) -> Json:
     """What the journal says of a finished shard."""
     tensors = sorted(read_safetensors_header(path))
     return {"shard": shard, "bytes": path.stat().st_size, "sha256": sha256, "tensors": tensors}
 
 
-def _is_entry(entry: Mapping[str, Any]) -> bool:
+def _is_entry(entry: Json) -> bool:
     """Whether a line has the fields of `entry_of`, each of its type."""
     types = {"shard": int, "bytes": int, "sha256": str, "tensors": list}
     return entry.keys() == types.keys() and all(type(entry[key]) is kind for key, kind in types.items())
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> Json | None:
     if not line.endswith(b"\n"):
         return None
     try:

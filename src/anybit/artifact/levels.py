@@ -10,7 +10,7 @@ from typing import Any
 
 from anybit.artifact.files import is_tokenizer_file
 from anybit.artifact.reader import Artifact
-from anybit.config import parse_bytes
+from anybit.config import Json, parse_bytes
 from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
 from anybit.formats.levels import CLOSE_BITS, largest, levels_of
@@ -163,7 +163,7 @@ class Levels:
             less = f"runs at {self.sizes[level].bits:.2f} bits, the largest width up to {bits:g}"
         return [note for note in (missing, less) if note]
 
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> list[Json]:
         """Of every level: `bits` (average width), `bits_per_weight`, `size_bytes`, `loss`, `present`. JSON-able."""
         return [
             {

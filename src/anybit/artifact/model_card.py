@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from anybit.checkpoint.architectures import is_encoder
-from anybit.config import Options, flag_of, flags_of
+from anybit.config import Json, Options, flag_of, flags_of
 from anybit.methods import changed
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def model_card(
     checkpoint: Checkpoint,
     plan: Plan,
     options: Options,
-    provenance: Mapping[str, Any],
+    provenance: Json,
     sizes: Sequence[Size],
 ) -> str:
     """Markdown: what this is, how it was made, its figures, how to use it.
@@ -115,7 +115,7 @@ def quantized_notice(before: str) -> str:
     )
 
 
-def _command(name: str, options: Options, calibration: Mapping[str, Any] | None) -> str:
+def _command(name: str, options: Options, calibration: Json | None) -> str:
     """The command line that makes these options from the defaults."""
     words = ["anybit", "quantize", name, "-o", "OUT", "--method", options.name]
     sized = any(getattr(options, size) is not None for size in options.sized_by)

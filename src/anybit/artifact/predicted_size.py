@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +19,7 @@ from anybit.artifact.levels import Size
 from anybit.artifact.model_card import model_card
 from anybit.artifact.writer import described_files, hash_list
 from anybit.checkpoint.safetensors import DTYPES
-from anybit.config import Options
+from anybit.config import Json, Options
 from anybit.methods import METHODS, ordering
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _data_bytes(shard: Stored) -> int:
 def _header_bytes(shard: Stored) -> int:
     """Bytes of a safetensors header; every offset is taken to be as long as the largest."""
     end = _data_bytes(shard)
-    header: dict[str, Any] = {
+    header: Json = {
         # BF16: values beyond float16 make it so
         name: {
             "dtype": DTYPE_NAMES[torch.bfloat16 if dtype == torch.float16 else dtype],
@@ -88,7 +88,7 @@ def _header_bytes(shard: Stored) -> int:
     return 8 + (length + 7) // 8 * 8
 
 
-def _widest_calibration(plan: Plan, options: Options) -> dict[str, Any] | None:
+def _widest_calibration(plan: Plan, options: Options) -> Json | None:
     """A description at least as long as that of any text: a plan does not know which one it will be."""
     if not plan.statistics:
         return None

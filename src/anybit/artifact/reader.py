@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from anybit.artifact.config_json import StoredLayers
 from anybit.artifact.enhancements import Enhancements, read_enhancements
 from anybit.artifact.files import SECTION, is_artifact, partial_folder
 from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.checkpoint.files import read_json
+from anybit.config import Json
 from anybit.errors import InputError
-from anybit.formats.base import Json
 from anybit.formats.validate import check_version
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> Json:
     """config.json of an artifact, its version checked.
 
     Raises:

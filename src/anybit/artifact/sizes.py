@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from anybit.artifact.levels import Levels
 from anybit.artifact.reader import open_artifact
 from anybit.checkpoint.directory import Checkpoint
+from anybit.config import Json
 from anybit.errors import InputError
 from anybit.formats import TwoFourLayout
 from anybit.formats.layout import LayerLayout, code_bits
 from anybit.methods.two_four_sixteen import bits_eq10
 
 
-def table_of_levels(path: Path) -> list[dict[str, Any]]:
+def table_of_levels(path: Path) -> list[Json]:
     """What an artifact is at each of its levels: see `Levels.table`.
 
     Raises:
@@ -28,7 +28,7 @@ def table_of_levels(path: Path) -> list[dict[str, Any]]:
 
 def inspect(
     path: Path, bits: float | None = None, bpw: float | None = None, size: int | str | None = None
-) -> dict[str, Any]:
+) -> Json:
     """What an artifact is made of, its sizes taken from its files.
 
     Args:
@@ -80,7 +80,7 @@ def _bits_eq10(layouts: Mapping[str, LayerLayout]) -> float | None:
     return bits / weights if weights else None
 
 
-def _describe(name: str, layout: LayerLayout, checkpoint: Checkpoint) -> dict[str, Any]:
+def _describe(name: str, layout: LayerLayout, checkpoint: Checkpoint) -> Json:
     """One layer's line of `inspect`."""
     line = {
         "name": name,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from anybit.artifact.files import SECTION, enhancement_file, link, list_hash
 from anybit.artifact.levels import Size
 from anybit.artifact.writer import ArtifactWriter
+from anybit.config import Json
 from anybit.formats.layout import LayerLayout
 from anybit.methods.ordering import (
     BITS,
@@ -36,9 +36,9 @@ class Cut:
     """An artifact that was split into base layer and enhancement layers."""
 
     layouts: dict[str, LayerLayout]  # of all layers as the base layer has them
-    files: dict[str, dict[str, Any]]  # `bytes` and `sha256` of every enhancement layer's file
-    section: dict[str, Any]  # of anybit.index.json
-    stated: dict[str, Any]  # what config.json says of it
+    files: dict[str, Json]  # `bytes` and `sha256` of every enhancement layer's file
+    section: Json  # of anybit.index.json
+    stated: Json  # what config.json says of it
     bits: float  # average width with all of them
 
     def sizes(self, base: Size) -> tuple[Size, ...]:
@@ -80,7 +80,7 @@ def cut(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout], bits: float,
             tensors = _base_tensors(name, base[name], tensors)
         chain = link(chain, writer.write_cut(writer.file(shard), tensors)["sha256"])
     section = [{"file": "", "bits": steps.bits(ends[0]), "loss": steps.loss_after(ends[0]), "chain": chain}]
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, Json] = {}
     for i in range(1, len(ends)):
         file = enhancement_file(i, len(ends) - 1)
         tensors = _enhancement(writer, names, shard_of, list(plane_rows(counts[i], counts[i - 1])))

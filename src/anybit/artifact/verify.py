@@ -13,13 +13,14 @@ from anybit.artifact.enhancements import Enhancements
 from anybit.artifact.reader import open_artifact
 from anybit.checkpoint.directory import Checkpoint
 from anybit.checkpoint.files import HASHES, INDEX, POOLING, check_sha256, read_json
+from anybit.config import Json
 from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import check_version, validate
 from anybit.formats.weight import PackedWeight
 
 
-def verify(path: Path, progress: Any = None) -> dict[str, Any]:
+def verify(path: Path, progress: Any = None) -> Json:
     """Check an artifact byte by byte: headers, hashes, shapes, bounds, indices, scales.
 
     Hashes cover the weights, config.json, the tokenizer, chat templates, the generation config and the licence. They

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -26,6 +25,7 @@ from anybit.artifact.files import dump_json, is_artifact, partial_folder, resolv
 from anybit.artifact.journal import JOURNAL, Journal, entry_of
 from anybit.checkpoint.files import HASHES, INDEX, file_sha256, unwritable
 from anybit.checkpoint.safetensors import read_safetensors_header
+from anybit.config import Json
 from anybit.cost import Cost
 from anybit.errors import InputError
 from anybit.formats.layout import FORMAT_VERSION
@@ -75,7 +75,7 @@ class ArtifactWriter:
         self.folder = partial_folder(out)
         self._shared = statistics
         self.work = self.folder / "artifact"  # what becomes OUT
-        self.finished: dict[int, dict[str, Any]] = {}
+        self.finished: dict[int, Json] = {}
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._journal = Journal(self.folder)
@@ -221,7 +221,7 @@ class ArtifactWriter:
 
     def write_cut(
         self, file: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Write a file of the cut artifact; returns its `bytes` and `sha256`."""
         path = self.work / file
         self._save(
@@ -231,10 +231,10 @@ class ArtifactWriter:
 
     def finish(
         self,
-        config: Mapping[str, Any],
+        config: Json,
         texts: Mapping[str, str],
-        beside: Mapping[str, Mapping[str, Any]] | None = None,
-        sections: Mapping[str, Any] | None = None,
+        beside: Mapping[str, Json] | None = None,
+        sections: Json | None = None,
     ) -> None:
         """Write index, hashes, config and other text files, then give the directory its name.
 
@@ -325,16 +325,16 @@ def finished_bytes(out: Path) -> int:
     return shards + sum(512 * path.stat().st_blocks for path in folder.glob(f"{STATISTICS}/*"))
 
 
-def described_files(weight_map: Mapping[str, str], total: int, config: Mapping[str, Any]) -> dict[str, str]:
+def described_files(weight_map: Mapping[str, str], total: int, config: Json) -> dict[str, str]:
     """The index and config.json as they are written, by file name; `total`: bytes of all tensors."""
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return {INDEX: dump_json(index), "config.json": dump_json(config)}
 
 
 def hash_list(
-    shards: Mapping[str, Mapping[str, Any]],
+    shards: Mapping[str, Json],
     described: Mapping[str, str],
-    sections: Mapping[str, Any] | None = None,
+    sections: Json | None = None,
 ) -> str:
     """anybit.index.json: size and SHA-256 of shards and other files (given), and of the texts beside them (by name)."""
     files = dict(shards)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anybit.config import Json
 from anybit.errors import InputError
 from anybit.kernels import cpu
 
@@ -18,7 +19,7 @@ Clusterer = Callable[[Tensor, Tensor, int], Tensor]  # weights and importances [
 SHAPES = ((512, 576), (256, 1536), (128, 4096), (64, 11008))  # rows and weights per row of what is clustered
 
 
-def quantize(rounds: int = 3) -> dict[str, Any]:
+def quantize(rounds: int = 3) -> Json:
     """Clustering rows by weighted k-means on one thread, beside `flash1dkmeans` where it is installed.
 
     Rows are drawn as an LLM's are shaped: normal with a heavy tail, importances log-normal over some orders of
@@ -36,9 +37,9 @@ def quantize(rounds: int = 3) -> dict[str, Any]:
     return {"bench": "quantize", "peer": name, "rows": rows, "nested": _nested()}
 
 
-def _measure(contenders: dict[str, Clusterer], n: int, m: int, bits: int, rounds: int) -> dict[str, Any]:
+def _measure(contenders: dict[str, Clusterer], n: int, m: int, bits: int, rounds: int) -> Json:
     weight, importance = _rows(n, m)
-    row: dict[str, Any] = {"rows": n, "columns": m, "bits": bits}
+    row: Json = {"rows": n, "columns": m, "bits": bits}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anybit.config import Json
 from anybit.errors import InputError
 
 COLUMNS = {  # of a table: the figure, its heading, its factor
@@ -31,7 +32,7 @@ COLUMNS = {  # of a table: the figure, its heading, its factor
 }
 
 
-def _parts() -> dict[str, Callable[..., dict[str, Any]]]:
+def _parts() -> dict[str, Callable[..., Json]]:
     from anybit.bench import gpu_attention, gpu_matmul, gpu_quantize
 
     return {
@@ -59,7 +60,7 @@ def run(
     small: bool = False,
     json_file: Path | None = None,
     **options: Any,
-) -> dict[str, Any]:
+) -> Json:
     """The figures of a part.
 
     Args:
@@ -97,13 +98,13 @@ def run(
     if rounds is not None:
         given["rounds"] = rounds
 
-    def whole(figures: dict[str, Any]) -> dict[str, Any]:
+    def whole(figures: Json) -> Json:
         figures = {"bench": "gpu", "part": part} | figures
         return figures if small else figures | {"targets": targets(figures)}
 
-    last: dict[str, Any] = {}
+    last: Json = {}
 
-    def save(figures: dict[str, Any]) -> None:
+    def save(figures: Json) -> None:
         nonlocal last
         last = figures
         if not small:
@@ -119,13 +120,13 @@ def run(
     return whole(last)
 
 
-def _write(file: Path | None, figures: dict[str, Any]) -> None:
+def _write(file: Path | None, figures: Json) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
-def lines(figures: dict[str, Any]) -> Iterator[str]:
+def lines(figures: Json) -> Iterator[str]:
     """A table of the figures, and they as one line of JSON."""
     yield f"{figures['part']} on {figures.get('device', 'no GPU: correctness only')}"
     if figures["part"] == "quantize":
@@ -165,7 +166,7 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
     yield json.dumps(figures)
 
 
-def _quantizing(figures: dict[str, Any]) -> Iterator[str]:
+def _quantizing(figures: Json) -> Iterator[str]:
     layer, clusters = figures.get("gptq"), figures["kmeans"]
     if layer is not None:
         plain = f"columns in plain PyTorch: {layer['plain_ms']:.0f} ms"
@@ -211,7 +212,7 @@ def check_plot(path: Path | None, small: bool) -> None:
         raise InputError("--plot would be ignored: with --small there are no times; leave it out")
 
 
-def plot(figures: dict[str, Any], path: Path) -> None:
+def plot(figures: Json, path: Path) -> None:
     """What a part is about, drawn: see `_panels`. Without matplotlib it is said that nothing is."""
     try:
         from matplotlib.figure import Figure
@@ -262,7 +263,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.grid(alpha=0.3)
 
 
-def _panels(figures: dict[str, Any]) -> list[Panel]:
+def _panels(figures: Json) -> list[Panel]:
     """One per shape or model: speeds against stored bits (one token) or tokens; of a decode step tokens per second; of
     rounding inputs microseconds; of quantizing bars."""
     part = figures["part"]
@@ -305,7 +306,7 @@ def _family(name: str) -> str | None:
     return family if family is None or "A8" not in name else f"{family}, 8-bit inputs"
 
 
-def _bars(figures: dict[str, Any]) -> list[Panel]:
+def _bars(figures: Json) -> list[Panel]:
     layer = figures.get("gptq")
     rows = {"x".join(map(str, row["shape"])): row["ms"] for row in figures["kmeans"]["rows"]}
     panels = [

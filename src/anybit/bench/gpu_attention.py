@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from anybit.bench import graphs
 from anybit.bench.graphs import LIMIT, Run, Save, Variant, nobody
+from anybit.config import Json
 from anybit.errors import InputError
 from anybit.kernels.gpu.activations import Grid, Norm
 from anybit.kernels.gpu.activations import quantize as quantize_inputs
@@ -40,7 +40,7 @@ def attention(  # noqa: PLR0913 - what can be varied
     tune: bool = False,
     small: bool = False,
     save: Save = nobody,
-) -> dict[str, Any]:
+) -> Json:
     """Microseconds of one step of attention with keys and values of 4, 8 and 16 bits.
 
     Args:
@@ -87,7 +87,7 @@ def attention(  # noqa: PLR0913 - what can be varied
     return found
 
 
-def _begun(device: torch.device, failed: dict[str, str]) -> dict[str, Any]:
+def _begun(device: torch.device, failed: dict[str, str]) -> Json:
     name = torch.cuda.get_device_name(device)
     return {"device": name, "checked": {}, "failed": failed, "rows": [], "left_out": []}
 
@@ -98,7 +98,7 @@ def quantize(
     rounds: int = 20,
     small: bool = False,
     save: Save = nobody,
-) -> dict[str, Any]:
+) -> Json:
     """Microseconds of rounding inputs to 8 bits in groups of 128: alone, after a norm, and reordered too.
 
     Returns:
@@ -195,7 +195,7 @@ def _attention_row(  # noqa: PLR0913 - what a row depends on, and where it fails
     device: torch.device,
     failed: dict[str, str],
     where: str,
-) -> dict[str, Any]:
+) -> Json:
     heads, kv_heads, d = shape
     batch, length, _ = sizes
     query = torch.randn(batch, heads, d, device=device).half()
@@ -206,7 +206,7 @@ def _attention_row(  # noqa: PLR0913 - what a row depends on, and where it fails
     variants["sdpa"] = _sdpa(query, kv_heads, length)
     times = graphs.times(variants, rounds, failed, f", {where}")
     copy = graphs.copied(times)
-    figures: dict[str, Any] = {}
+    figures: Json = {}
     for name in sorted(times, key=times.__getitem__):  # the fastest of a width comes first
         figure = graphs.rates(times[name], variants[name].nbytes, copy)
         kind, _, tile = name.partition(" ")
@@ -281,7 +281,7 @@ def _grid(c: int, device: torch.device) -> Grid:
     return Grid(8, GROUP, clip=torch.full((-(-c // GROUP),), 0.9, device=device).half())
 
 
-def _fusions(c: int, device: torch.device) -> dict[str, dict[str, Any]]:
+def _fusions(c: int, device: torch.device) -> dict[str, Json]:
     norm = Norm(torch.rand(c, device=device).half() + 0.5, 1e-5)
     cols = torch.randperm(c, device=device).int()
     return {"alone": {}, "norm": {"norm": norm}, "norm, reordered": {"norm": norm, "cols": cols}}
@@ -294,13 +294,13 @@ def _quantize_row(
     device: torch.device,
     failed: dict[str, str],
     where: str,
-) -> dict[str, Any]:
+) -> Json:
     m, c = shape
     grid, nbytes = _grid(c, device), 3 * m * c + 4 * m * -(-c // GROUP)
     inputs = [torch.randn(m, c, device=device).half() for _ in range(graphs.copies(nbytes))]
     variants = {LIMIT: graphs.copy(device)}
 
-    def run(function: Callable[..., object], x: Tensor, fields: dict[str, Any]) -> Run:
+    def run(function: Callable[..., object], x: Tensor, fields: Json) -> Run:
         return lambda: function(x, grid, **fields)
 
     for name, fields in _fusions(c, device).items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from anybit.bench import graphs
 from anybit.bench.graphs import LIMIT, Run, Save, Variant, nobody
 from anybit.bench.kernels import FAST, layouts, random_weight
 from anybit.bench.variants import chosen
+from anybit.config import Json
 from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, unpack
@@ -74,7 +74,7 @@ def gemv(
     dtype: str = "float16",
     only: Sequence[str] = (),
     save: Save = nobody,
-) -> dict[str, Any]:
+) -> Json:
     """One token, every layout: microseconds, GB/s of stored bytes, share of a copy's, speed over cuBLAS.
 
     Args:
@@ -98,7 +98,7 @@ def gemm(
     dtype: str = "float16",
     only: Sequence[str] = (),
     save: Save = nobody,
-) -> dict[str, Any]:
+) -> Json:
     """Several tokens; as `gemv`, with shares of the matrix units' rate and the average speed over shapes and tokens.
 
     Args:
@@ -114,7 +114,7 @@ def decode(
     dtype: str = "float16",
     only: Sequence[str] = (),
     save: Save = nobody,
-) -> dict[str, Any]:
+) -> Json:
     """Tokens per second of all linears of a Llama-7B, one step as a CUDA graph, at every batch of `tokens`.
 
     Args:
@@ -164,7 +164,7 @@ def _run(
     rounds: int,
     small: bool,
     save: Save,
-) -> dict[str, Any]:
+) -> Json:
     begun = time.monotonic()
     found = _checked(names, tokens, dtype, small, save)
     if small:
@@ -191,9 +191,7 @@ def _run(
     return found
 
 
-def _checked(
-    names: Sequence[str], tokens: Sequence[int], dtype: str, small: bool, save: Save
-) -> dict[str, Any]:
+def _checked(names: Sequence[str], tokens: Sequence[int], dtype: str, small: bool, save: Save) -> Json:
     """What figures begin with: the largest error of every variant at awkward shapes, and why others `failed`.
 
     Raises:
@@ -206,7 +204,7 @@ def _checked(
         graphs.cuda()  # or say that there is none, before all the work
     ms = sorted({_awkward(m) for m in tokens})
     where = {} if small else {"device": torch.cuda.get_device_name(device)}
-    found: dict[str, Any] = {**where, "dtype": dtype, "checked": {}, "failed": {}, "rows": []}
+    found: Json = {**where, "dtype": dtype, "checked": {}, "failed": {}, "rows": []}
     save(found)
     for name in names:
         with graphs.noted(found["failed"], name):
@@ -277,9 +275,7 @@ class _Weights:
             if name in described
         }
 
-    def times(
-        self, x: Tensor, rounds: int, rates: Mapping[str, float], failed: dict[str, str]
-    ) -> dict[str, Any]:
+    def times(self, x: Tensor, rounds: int, rates: Mapping[str, float], failed: dict[str, str]) -> Json:
         """Figures of every variant that runs with these inputs."""
         variants = {LIMIT: self.copy}
         for name, dense in self.dense.items():
@@ -370,7 +366,7 @@ def _rates(rounds: int, device: torch.device, failed: dict[str, str]) -> dict[st
     return {name: 2 * RATE**3 / taken / 1e12 for name, taken in seconds.items()}
 
 
-def _averages(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, float]:
+def _averages(rows: Sequence[Json], names: Sequence[str]) -> dict[str, float]:
     """Speed over cuBLAS float16, averaged over shapes and tokens."""
     speeds = {
         name: [

@@ -19,7 +19,7 @@ from torch import Tensor
 from anybit.bench import graphs
 from anybit.bench.graphs import Save, nobody
 from anybit.calibration.stats import GradientStats, LinearStats
-from anybit.config import Options
+from anybit.config import Json, Options
 from anybit.errors import InputError
 from anybit.formats import GroupInt
 from anybit.kernels import cpu, dispatch, reference
@@ -40,7 +40,7 @@ TOLERANCES = {"GPTQ": 1e-3, "k-means": 1e-3, "cut": 2e-2}  # of the weighted err
 Clusters = tuple[Tensor, dict[int, Tensor]]  # as `kmeans.cluster` makes them
 
 
-def quantize(rounds: int = 3, small: bool = False, save: Save = nobody) -> dict[str, Any]:
+def quantize(rounds: int = 3, small: bool = False, save: Save = nobody) -> Json:
     """Times of 4-bit GPTQ and of k-means at 3 bits with cuts up to 8, on the GPU.
 
     Weights are drawn as an LLM's are shaped, Hessians are of correlated inputs. Times are medians in ms, the first call
@@ -68,10 +68,10 @@ def quantize(rounds: int = 3, small: bool = False, save: Save = nobody) -> dict[
     square = (2, 48) if small else (4096, 4096)
     rounds = 1 if small else rounds
     begun, clusters = time.monotonic(), {}
-    kmeans: dict[str, Any] = {"rows": []}
+    kmeans: Json = {"rows": []}
     speeds: dict[str, float] = {}
-    agreement: list[dict[str, Any]] = []
-    found: dict[str, Any] = {
+    agreement: list[Json] = []
+    found: Json = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "Triton's interpreter",
         "kmeans": kmeans,
         "seconds_per_billion": speeds,
@@ -115,7 +115,7 @@ def quantize(rounds: int = 3, small: bool = False, save: Save = nobody) -> dict[
     return found
 
 
-def _gptq(shape: tuple[int, int], rounds: int, device: str) -> dict[str, Any]:
+def _gptq(shape: tuple[int, int], rounds: int, device: str) -> Json:
     """A whole layer, Cholesky factor, clip search and assembly included."""
     weight, stats = _layer(shape, device)
     spec = GPTQ(bits=4).resolve().layer_spec()
@@ -139,7 +139,7 @@ def _blocks_by(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
         dispatch.gptq_block = usual
 
 
-def _gptq_beside_cpu(shape: tuple[int, int], device: str) -> dict[str, Any]:
+def _gptq_beside_cpu(shape: tuple[int, int], device: str) -> Json:
     """The kernel's results and those of the same method on the CPU, its factorisation included."""
     from anybit.kernels.gpu.gptq import gptq_block
 
@@ -160,9 +160,7 @@ def _gptq_beside_cpu(shape: tuple[int, int], device: str) -> dict[str, Any]:
     return _compared("GPTQ, 4 bits", "the CPU", codes, errors, TOLERANCES["GPTQ"])
 
 
-def _kmeans_beside_cpu(
-    shape: tuple[int, int], nested: Clusters | None, device: str
-) -> Iterator[dict[str, Any]]:
+def _kmeans_beside_cpu(shape: tuple[int, int], nested: Clusters | None, device: str) -> Iterator[Json]:
     """Some rows of one width, and of the nested clusters of all rows the seed and the widest cut."""
     weight, importance = (t[:COMPARED] for t in _rows(shape, device))
     one = _clustered(weight, importance, 4, 4, device)
@@ -186,9 +184,7 @@ def _kmeans_beside_cpu(
                 yield _compared(what, peer, codes, errors, tolerance)
 
 
-def _compared(
-    what: str, peer: str, codes: list[Tensor], errors: list[float], tolerance: float
-) -> dict[str, Any]:
+def _compared(what: str, peer: str, codes: list[Tensor], errors: list[float], tolerance: float) -> Json:
     """Ours beside theirs."""
     return {
         "what": what,
@@ -256,7 +252,7 @@ def _best_cuts(mass: Tensor, moment: Tensor, edges: Tensor) -> Tensor:
     return torch.tensor(made)
 
 
-def _kmeans(shape: tuple[int, int], layers: int, rounds: int, device: str) -> tuple[dict[str, Any], Clusters]:
+def _kmeans(shape: tuple[int, int], layers: int, rounds: int, device: str) -> tuple[Json, Clusters]:
     """Figures of a layer's nested clusters, and these."""
     weight, importance = _rows(shape, device)
     made: list[Clusters] = []

@@ -11,9 +11,10 @@ from statistics import mean
 from typing import Any
 
 from anybit.bench.gpu_matmul import TOKENS
+from anybit.config import Json
 
-Row = dict[str, Any]
-Target = dict[str, Any]  # "target", "wanted" (">= 0.8"), "measured", "met"
+Row = Json
+Target = Json  # "target", "wanted" (">= 0.8"), "measured", "met"
 
 LARGE = 11008 * 4096  # weights of a matrix, from which one token is to be fast
 FAMILIES = {"W{}": "group int", "codebook {}": "codebooks by row"}  # of all widths
@@ -25,12 +26,12 @@ ONE_TOKEN = {
 WIDTHS = range(3, 9)
 
 
-def targets(figures: dict[str, Any]) -> list[Target]:
+def targets(figures: Json) -> list[Target]:
     """The targets of a part that its figures are enough for, in their order."""
     return list(OF_PARTS.get(figures["part"], _none)(figures))
 
 
-def _none(figures: dict[str, Any]) -> Iterator[Target]:
+def _none(figures: Json) -> Iterator[Target]:
     yield from ()
 
 
@@ -57,7 +58,7 @@ def _with(rows: Sequence[Row], *names: str) -> list[Row]:
     return [row for row in rows if all(name in row["variants"] for name in names)]
 
 
-def _gemv(figures: dict[str, Any]) -> Iterator[Target]:
+def _gemv(figures: Json) -> Iterator[Target]:
     large = [row for row in figures["rows"] if row["tokens"] == 1 and row["out"] * row["in"] >= LARGE]
     for pattern, family in FAMILIES.items():
         for bits, (share, speed) in ONE_TOKEN.items():
@@ -89,7 +90,7 @@ def _packed_share(row: Row, name: str, bits: int) -> float:
     return rate / row["copy_gb_per_s"]
 
 
-def _gemm(figures: dict[str, Any]) -> Iterator[Target]:
+def _gemm(figures: Json) -> Iterator[Target]:
     rows = figures["rows"]
     over = f"{TOKENS[0]} to {TOKENS[-1]} tokens: speed over cuBLAS float16"
     for name, wanted in (("W4A8", 1.9), ("W8A8", 2.0)):
@@ -118,7 +119,7 @@ def _average(rows: Sequence[Row], name: str) -> Any:
     return mean(map(mean, whole)) if whole else None
 
 
-def _attention(figures: dict[str, Any]) -> Iterator[Target]:
+def _attention(figures: Json) -> Iterator[Target]:
     for row in _with(figures["rows"], "int4", "fp16"):
         if (row["batch"], row["length"]) == (128, 1024):
             variants = row["variants"]
@@ -129,7 +130,7 @@ def _attention(figures: dict[str, Any]) -> Iterator[Target]:
             yield _least(what, 3.3, peer / variants["int4"]["us"])
 
 
-def _quantize(figures: dict[str, Any]) -> Iterator[Target]:
+def _quantize(figures: Json) -> Iterator[Target]:
     if "model_seconds" in figures["kmeans"]:
         yield _most("k-means of a 7B model, 3 to 8 bits: seconds", 60, figures["kmeans"]["model_seconds"])
     if (layer := figures.get("gptq")) is not None:
@@ -141,7 +142,7 @@ def _quantize(figures: dict[str, Any]) -> Iterator[Target]:
         yield _most(what, row["tolerance"], abs(row["error"]))
 
 
-OF_PARTS: dict[str, Callable[[dict[str, Any]], Iterator[Target]]] = {
+OF_PARTS: dict[str, Callable[[Json], Iterator[Target]]] = {
     "gemv": _gemv,
     "gemm": _gemm,
     "attention": _attention,

@@ -11,17 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from anybit.config import Json
 from anybit.errors import InputError
 
 Run = Callable[[], object]
-Save = Callable[[dict[str, Any]], None]  # what gets figures on the way
+Save = Callable[[Json], None]  # what gets figures on the way
 
 
-def nobody(figures: dict[str, Any]) -> None:
+def nobody(figures: Json) -> None:
     """Keeps no figures on the way."""
 
 
@@ -157,7 +157,7 @@ def rates(taken: float, nbytes: int, copy: float | None) -> dict[str, float]:
     return made if copy is None else made | {"of_copy": made["gb_per_s"] / copy}
 
 
-def of_row(copy: float | None, variants: dict[str, Any]) -> dict[str, Any]:
+def of_row(copy: float | None, variants: Json) -> Json:
     """What the figures of a row end with; a copy that failed is not among them."""
     return ({} if copy is None else {"copy_gb_per_s": copy}) | {"variants": variants}
 

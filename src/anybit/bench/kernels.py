@@ -26,6 +26,7 @@ from torch import Tensor
 from anybit.bench import ggml
 from anybit.bench.variants import ISA, OWN, ROWS, chosen, parse_shape
 from anybit.compare.machine import machine
+from anybit.config import Json
 from anybit.errors import InputError
 from anybit.formats import CodebookLayout, GroupIntLayout, NestedLayout, Sparse, TileLayout, TwoFourLayout
 from anybit.formats.layout import LayerLayout
@@ -90,7 +91,7 @@ def kernels(  # noqa: PLR0913 - what can be varied
     only: Sequence[str] = (),
     cached: bool = False,
     report: Silent = SILENT,
-) -> dict[str, Any]:
+) -> Json:
     """Microseconds of every stored format at every shape `OUTxIN`, number of tokens and number of threads.
 
     Args:
@@ -314,7 +315,7 @@ def rotating(variant: Variant, copies: int) -> Run:
     return run
 
 
-def _measure(makes: dict[str, Make], out: int, reader: Variant, rounds: int, cached: bool) -> dict[str, Any]:
+def _measure(makes: dict[str, Make], out: int, reader: Variant, rounds: int, cached: bool) -> Json:
     """Median microseconds and bytes per second, beside those of reading, with its least and most."""
     parts = {name: make(ROWS) for name, make in makes.items()} if cached else {}
     rows = {
@@ -326,7 +327,7 @@ def _measure(makes: dict[str, Make], out: int, reader: Variant, rounds: int, cac
     times = _times({LIMIT: reader} | wholes | least, rounds, cached)
     read = [READ / seconds / 1e9 for seconds in times[LIMIT]]
     limit = statistics.median(read)
-    figures: dict[str, dict[str, Any]] = {}
+    figures: dict[str, Json] = {}
     for name, whole in wholes.items():
         nbytes, seconds = whole.nbytes, statistics.median(times[name])
         figures[name] = {"rows": rows[name], "us": 1e6 * seconds}

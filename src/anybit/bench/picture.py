@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from anybit.bench.variants import OWN
+from anybit.config import Json
 
 PICTURES = (".png", ".svg", ".pdf")
 FAMILIES = {  # names that begin so: how they are drawn
@@ -21,7 +22,7 @@ FAMILIES = {  # names that begin so: how they are drawn
 }
 
 
-def plot(figures: dict[str, Any], path: Path) -> None:
+def plot(figures: Json, path: Path) -> None:
     """Time against stored bits per weight, a panel for each shape and number of tokens and threads."""
     from matplotlib.figure import Figure
 
@@ -40,7 +41,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _panel(axes: Any, row: dict[str, Any]) -> None:
+def _panel(axes: Any, row: Json) -> None:
     weights = row["out"] * row["in"]
     shown: dict[str, list[tuple[float, float]]] = {}
     for name, figure in row["variants"].items():

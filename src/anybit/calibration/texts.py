@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from anybit.checkpoint.tokenizer import encode
+from anybit.config import Json
 from anybit.errors import InputError
 
 # name -> file in anybit/data; the halves share no document (data/SOURCE.md)
@@ -33,7 +34,7 @@ class CalibrationSet:
     requested: int  # samples asked for; `tokens` holds fewer where the text is too short
     seed: int
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         """What an artifact records of its calibration (plain JSON types): of a file only its name."""
         samples, seq_len = self.tokens.shape
         is_file = os.path.isfile(os.path.expanduser(self.source))

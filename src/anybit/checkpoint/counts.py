@@ -7,12 +7,13 @@ large one would take minutes and gigabytes before anything else is looked at.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from anybit.checkpoint.safetensors import StoredTensor
+from anybit.config import Json
 from anybit.errors import InputError
 
 LABELS = 10_000  # classes of a classifier
@@ -51,7 +52,7 @@ class _Held:
         return -MOST, MOST, f"{MOST} is the limit"
 
 
-def check_counts(place: str, config: Mapping[str, Any], tensors: Collection[StoredTensor]) -> None:
+def check_counts(place: str, config: Json, tensors: Collection[StoredTensor]) -> None:
     """Refuse numbers that no model of these tensors has. What `quantization_config` says is checked by its reader.
 
     Args:
@@ -77,7 +78,7 @@ def check_counts(place: str, config: Mapping[str, Any], tensors: Collection[Stor
             raise InputError(f"{place}: {key} names {len(names)} labels, but {LABELS} is the limit; {remedy}")
 
 
-def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _numbers(config: Json) -> Iterator[tuple[str, int]]:
     """All whole numbers, at any depth, each with the nearest key above it; true and false are none."""
     rest: list[tuple[str, Any]] = list(config.items())
     while rest:  # no recursion: a file may be nested as deeply as the parser goes

@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -41,6 +41,7 @@ from anybit.checkpoint.files import (
 from anybit.checkpoint.hub import download
 from anybit.checkpoint.safetensors import StoredTensor, read_safetensors_header
 from anybit.checkpoint.tokenizer import read_tokenizer
+from anybit.config import Json
 from anybit.errors import InputError
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ def _open_directory(source: str, folder: Path) -> Checkpoint:
     return Checkpoint(source, folder, config, tuple(stored), tensors)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> Json:
     """config.json, refused when it asks for code of its own or for a model nobody knows."""
     if not (folder / "config.json").exists():
         raise InputError(f"{folder} has no config.json; give a directory in the Hugging Face layout.")
@@ -263,7 +264,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     )
 
 
-def _refuse_detours(folder: Path, raw: dict[str, Any]) -> None:
+def _refuse_detours(folder: Path, raw: Json) -> None:
     """What would make Transformers load other weights than those that are checked here."""
     if raw.get("transformers_weights") is not None:
         raise InputError(
@@ -377,7 +378,7 @@ def _rebuild_assets(checkpoint: Checkpoint, out: Path) -> list[str]:
     return sorted(names)
 
 
-def _special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
+def _special_ids(metadata: Json) -> Json:
     """What ends and begins a text, as far as the file says: end of text and end of turn both stop."""
     found = {
         role: metadata[key]

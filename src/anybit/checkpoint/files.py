@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from anybit.config import Json
 from anybit.errors import InputError
 
 JSON_LIMIT = 100_000_000  # bytes of config.json or of an index
@@ -43,7 +44,7 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """A JSON object from a file of bounded size."""
     try:
         size = regular_size(path)
@@ -55,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_object(data, path, "the file", dict)
 
 
-def parse_object(data: bytes, path: Path, what: str, hook: Callable[[list], dict]) -> dict[str, Any]:
+def parse_object(data: bytes, path: Path, what: str, hook: Callable[[list], dict]) -> Json:
     """Parse a JSON object; `hook` turns a list of keys and values into a dict."""
     try:
         value = json.loads(data.decode(), object_pairs_hook=hook)
@@ -66,7 +67,7 @@ def parse_object(data: bytes, path: Path, what: str, hook: Callable[[list], dict
     return value
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> Json:
     """A JSON object that must not name a key twice."""
     keys = dict(pairs)
     if len(keys) < len(pairs):

@@ -10,7 +10,6 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from gguf import GGUFValueType, GGUFWriter
 from gguf.quants import dequantize
 
 from anybit.checkpoint.gguf_header import BLOCKS, GgufArray, GgufTensor, bad_gguf, read_header
+from anybit.config import Json
 from anybit.errors import InputError
 
 CHUNK_WEIGHTS = 2**22  # weights dequantized at a time: bounds what lies beside the result at 2 × 16 MiB
@@ -28,7 +28,7 @@ class GgufFile:
     """A checked header."""
 
     path: Path
-    metadata: dict[str, Any]  # numbers, strings and `GgufArray`s
+    metadata: Json  # numbers, strings and `GgufArray`s
     tensors: dict[str, GgufTensor]  # by the file's names, in the file's order
 
     @property

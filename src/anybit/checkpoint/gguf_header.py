@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from anybit.checkpoint.files import regular_size
+from anybit.config import Json
 from anybit.errors import InputError
 
 HEADER_LIMIT = 128 * 2**20  # bytes; real headers (a vocabulary of 262 144 words) stay below 16 MB
@@ -52,7 +53,7 @@ class GgufTensor:
     n_bytes: int
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+def read_header(path: Path) -> tuple[Json, dict[str, GgufTensor]]:
     """`(metadata, tensors by name, in file order)`. Tensor data is not touched.
 
     Raises `InputError` for anything that is not a well-formed, little-endian, single-file GGUF of
@@ -133,8 +134,8 @@ def _read_preamble(header: _Header) -> tuple[int, int]:
     return tensor_count, metadata_count
 
 
-def _read_metadata(header: _Header, count: int) -> dict[str, Any]:
-    metadata: dict[str, Any] = {}
+def _read_metadata(header: _Header, count: int) -> Json:
+    metadata: Json = {}
     for index in range(count):
         key = header.text(f"metadata key {index}", KEY_LIMIT)
         if key in metadata:
@@ -194,7 +195,7 @@ def _weight_type(path: Path, name: str, kind: int) -> GGMLQuantizationType:
     return known[kind]
 
 
-def _alignment(path: Path, metadata: dict[str, Any]) -> int:
+def _alignment(path: Path, metadata: Json) -> int:
     value = metadata.get("general.alignment", 32)
     if type(value) is not int or not 8 <= value <= 2**16 or value & (value - 1):
         raise bad_gguf(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from anybit.checkpoint.files import parse_object, regular_size, unique_keys
+from anybit.config import Json
 from anybit.errors import InputError
 
 HEADER_LIMIT = 100_000_000  # bytes of a safetensors header, as in the reference implementation
@@ -67,7 +68,7 @@ def _check_metadata(path: Path, metadata: Any) -> None:
         raise _bad(path, "__metadata__ is not an object of strings")
 
 
-def _place(path: Path, header: dict[str, Any], start: int, size: int) -> dict[str, StoredTensor]:
+def _place(path: Path, header: Json, start: int, size: int) -> dict[str, StoredTensor]:
     """Tensors by ascending offset; they must fill the data section without gap or overlap."""
     spans = sorted((*_check_entry(path, name, entry), name) for name, entry in header.items())
     tensors, position = {}, 0

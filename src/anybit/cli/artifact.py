@@ -20,7 +20,7 @@ from anybit.cli.options import (
     show_json,
     streamed,
 )
-from anybit.config import parse_bytes
+from anybit.config import Json, parse_bytes
 from anybit.errors import InputError
 
 GROUP_SIZE = 128  # that `plan` takes
@@ -118,9 +118,7 @@ def _plan_artifact(path: Path, memory: str | None, as_json: bool) -> None:
     emit({"levels": levels, "best": fitting[-1]}, None, show_json if as_json else tables.print_levels)
 
 
-def _plan_model(
-    opened: Any, memory: str | None, group_size: int, symmetric: bool, as_json: bool
-) -> dict[str, Any]:
+def _plan_model(opened: Any, memory: str | None, group_size: int, symmetric: bool, as_json: bool) -> Json:
     """The sizes of a model at each width, and the widest that fits."""
     from anybit.plan import widths_for_memory
 

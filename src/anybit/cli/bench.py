@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -23,6 +23,7 @@ from anybit.cli.options import (
     set_threads,
     whole_numbers,
 )
+from anybit.config import Json
 from anybit.errors import InputError, require_extra
 
 
@@ -72,7 +73,7 @@ class Timed:
         ),
     ] = None
 
-    def common(self) -> dict[str, Any]:
+    def common(self) -> Json:
         """As the benchmarks of both devices take it."""
         return {"shapes": named("shapes", self.shapes), "only": named("only", self.only)}
 
@@ -94,7 +95,7 @@ class OnCpu:
         ),
     ] = False
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> Json:
         return given(threads=self.threads, isa=self.isa, cached=self.cached or None)
 
 
@@ -116,7 +117,7 @@ class OnGpu:
         ),
     ] = False
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> Json:
         return given(part=self.part, small=self.small or None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -26,10 +26,11 @@ from anybit.cli.options import (
     reporting,
     set_threads,
 )
+from anybit.config import Json
 from anybit.errors import InputError
 from anybit.methods import DEFAULT
 
-CALIBRATION: dict[str, Any] = {item.name: item.default for item in fields(DEFAULT.options)}
+CALIBRATION: Json = {item.name: item.default for item in fields(DEFAULT.options)}
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Text:
         None
     )
 
-    def asked(self) -> dict[str, Any]:
+    def asked(self) -> Json:
         """As `anybit.evaluate` takes it."""
         if self.text and self.dataset:
             raise InputError("--text and --dataset name the same thing: give one of them")

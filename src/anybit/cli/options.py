@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from anybit.config import MAX_SEED, parse_bytes
+from anybit.config import MAX_SEED, Json, parse_bytes
 from anybit.errors import InputError
 
 THREADS_PER_PROCESSOR = 4  # more than this only costs memory, and far more ends the process
@@ -68,7 +68,7 @@ class Level:
         ),
     ] = None
 
-    def asked(self) -> dict[str, Any]:
+    def asked(self) -> Json:
         """As `anybit.load` takes it."""
         return {
             "bits": self.bits,
@@ -104,7 +104,7 @@ class Running:
         int | None, typer.Option(help="CPU threads. Default: PyTorch's.", min=1, rich_help_panel="Computing")
     ] = None
 
-    def asked(self) -> dict[str, Any]:
+    def asked(self) -> Json:
         """As `anybit.evaluate` takes it; the threads are set."""
         set_threads(self.threads)
         return {name: getattr(self, name) for name in ("exact", "kv_bits", "dtype", "device")}
@@ -135,7 +135,7 @@ class ZeroShot:
         typer.Option("--limit", help="Questions per task.", min=1, rich_help_panel="Evaluation"),
     ] = None
 
-    def asked(self) -> dict[str, Any]:
+    def asked(self) -> Json:
         """As `anybit.evaluate` takes it."""
         return {"tasks": names_in(self.tasks), "tasks_dir": self.tasks_dir, "limit": self.limit}
 
@@ -182,14 +182,14 @@ def reporting() -> Iterator[Any]:
         report.close()
 
 
-def emit(figures: dict[str, Any], file: Path | None, show: Callable[[dict[str, Any]], None]) -> None:
+def emit(figures: Json, file: Path | None, show: Callable[[Json], None]) -> None:
     """Print figures, and write them where asked."""
     show(figures)
     if file is not None:
         file.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def show_json(figures: dict[str, Any]) -> None:
+def show_json(figures: Json) -> None:
     typer.echo(json.dumps(figures, indent=2))
 
 
@@ -215,12 +215,12 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
-def given(**options: Any) -> dict[str, Any]:
+def given(**options: Any) -> Json:
     """The options that were given; the others keep the API's defaults."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def refuse_ignored(ignored: dict[str, Any], reason: str) -> None:
+def refuse_ignored(ignored: Json, reason: str) -> None:
     """Refuse options that would have no effect."""
     for name in ignored:
         raise InputError(f"--{name.replace('_', '-')} would be ignored: {reason}; leave it out")

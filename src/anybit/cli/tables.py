@@ -10,6 +10,8 @@ from typing import Any
 
 import typer
 
+from anybit.config import Json
+
 
 def _print(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table of texts; `<` before a heading: its column is not numbers and stands to the left.
@@ -29,7 +31,7 @@ def _print(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     Console(width=edge, markup=False, emoji=False, highlight=False).print(table)
 
 
-def print_prediction(f: dict[str, Any]) -> None:
+def print_prediction(f: Json) -> None:
     """What `quantize --dry-run` foresees."""
     typer.echo(f["coverage"])
     if f["warning"]:
@@ -46,7 +48,7 @@ def print_prediction(f: dict[str, Any]) -> None:
     typer.echo(f"time              about {f['seconds']:.0f} s on this machine")
 
 
-def print_evaluation(f: dict[str, Any]) -> None:
+def print_evaluation(f: Json) -> None:
     """Perplexity, divergence and tasks."""
     shown = "none (nothing to score)" if f["perplexity"] is None else f"{f['perplexity']:.4f}"
     typer.echo(f"perplexity        {shown} over {f['tokens']} tokens in windows of {f['seq_len']}")
@@ -67,7 +69,7 @@ def print_evaluation(f: dict[str, Any]) -> None:
         )
 
 
-def print_embeddings(f: dict[str, Any]) -> None:
+def print_embeddings(f: Json) -> None:
     """An encoder beside its base and the scores of sentence pairs."""
     typer.echo(f"embeddings        of {f['sentences']} sentences, pooling {f['pooling']}")
     _print_stored(f)
@@ -79,7 +81,7 @@ def print_embeddings(f: dict[str, Any]) -> None:
             typer.echo(f"{label:17} {shown} over {f['pairs']} pairs")
 
 
-def _print_stored(f: dict[str, Any]) -> None:
+def _print_stored(f: Json) -> None:
     """What an artifact stores; nothing for another model."""
     if f["bits_per_weight"] is not None:
         more = f["file_bits_per_weight"] - f["bits_per_weight"]
@@ -87,7 +89,7 @@ def _print_stored(f: dict[str, Any]) -> None:
         typer.echo(f"bits per weight   {f['bits_per_weight']:.3f}{stored}, {f['size_bytes'] / 1e6:.1f} MB")
 
 
-def print_inspection(f: dict[str, Any]) -> None:
+def print_inspection(f: Json) -> None:
     """An artifact as a whole, then layer by layer."""
     typer.echo(f"method            {f['method']}")
     typer.echo(f"bits              {f['bits']:.3f} (average code width)")
@@ -112,8 +114,8 @@ def print_inspection(f: dict[str, Any]) -> None:
     _print(("<layer", "shape", "bits", "bits per weight", "<parts"), layers)
 
 
-def _layer_row(layer: dict[str, Any]) -> tuple[str, ...]:
-    channels = Counter(layer.get("channel_bits", []))
+def _layer_row(layer: Json) -> tuple[str, ...]:
+    channels: Counter[float] = Counter(layer.get("channel_bits", []))
     parts = [f"{n} channels at {bits}" for bits, n in sorted(channels.items())]
     parts += [f"{tile['rows']} rows at {tile['bits']}" for tile in layer["tiles"] if "rows" in tile]
     inputs = sorted({tile.get("act_bits", 16) for tile in layer["tiles"]})
@@ -123,7 +125,7 @@ def _layer_row(layer: dict[str, Any]) -> tuple[str, ...]:
     return layer["name"], shape, f"{layer['bits']:.2f}", f"{layer['bits_per_weight']:.3f}", ", ".join(parts)
 
 
-def print_comparison(f: dict[str, Any]) -> None:
+def print_comparison(f: Json) -> None:
     """The cells of `compare`; the report has more."""
     _print(
         ("<method", "bits", "bits per weight", "perplexity", "KLD mean", "quantized in"),
@@ -134,7 +136,7 @@ def print_comparison(f: dict[str, Any]) -> None:
         typer.echo(f"{kind}: {row['name']} at {row['bits']:g} bits: {row['reason']}")
 
 
-def _cell_row(cell: dict[str, Any]) -> tuple[str, ...]:
+def _cell_row(cell: Json) -> tuple[str, ...]:
     """A cell of `compare`; of the unquantized model only what it has."""
     quality = "none" if cell["perplexity"] is None else f"{cell['perplexity']:.2f}"
     head = cell["name"], f"{cell['bits']:g}"
@@ -147,7 +149,7 @@ def _cell_row(cell: dict[str, Any]) -> tuple[str, ...]:
 BEST = "<- the best that fits"
 
 
-def print_plan(f: dict[str, Any]) -> None:
+def print_plan(f: Json) -> None:
     """Every width, with what fits the budget."""
     rows = []
     for row in f["widths"]:
@@ -157,7 +159,7 @@ def print_plan(f: dict[str, Any]) -> None:
     _print(("bits", "embed bits", "bits per weight", "size", "<"), rows)
 
 
-def print_levels(f: dict[str, Any]) -> None:
+def print_levels(f: Json) -> None:
     """What an artifact is at each of its levels."""
     rows = []
     for row in f["levels"]:
@@ -168,7 +170,7 @@ def print_levels(f: dict[str, Any]) -> None:
     _print(("bits", "bits per weight", "size", "expected increase of the loss, nats per token", "<"), rows)
 
 
-def print_bench_quantize(f: dict[str, Any]) -> None:
+def print_bench_quantize(f: Json) -> None:
     """Clustering rates, then the figures as one line of JSON."""
     typer.echo("million weights per second of one core; loss over the peer's")
     rows = []
@@ -184,7 +186,7 @@ def print_bench_quantize(f: dict[str, Any]) -> None:
     typer.echo(json.dumps(f))
 
 
-def print_bench_kernels(f: dict[str, Any]) -> None:
+def print_bench_kernels(f: Json) -> None:
     """Times and ratios, then the figures as one line of JSON."""
     typer.echo(f"inputs {f['dtype']}; {', '.join(f['isas'])}; {f['peer'] or 'ggml is not installed'}")
     cached = f["cached_bytes"]
@@ -202,7 +204,7 @@ def print_bench_kernels(f: dict[str, Any]) -> None:
     typer.echo(json.dumps(f))
 
 
-def _print_variants(variants: dict[str, dict[str, Any]], cached: bool) -> None:
+def _print_variants(variants: dict[str, Json], cached: bool) -> None:
     """Times of one shape, over those of the dense products where these are there."""
     bases = [name for name in ("torch float32", "torch bfloat16", "own bfloat16") if name in variants]
     over = ["rows"] if cached else ["x " + name.removeprefix("torch ") for name in bases]

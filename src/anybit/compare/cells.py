@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from anybit import methods
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import Checkpoint
-from anybit.config import Options, Widths, flag_of
+from anybit.config import Json, Options, Widths, flag_of
 from anybit.driver import compute_dtype
 from anybit.errors import InputError
 from anybit.plan import make_plan
@@ -36,7 +35,7 @@ class Entry:
 
     name: str
     method: str
-    options: Mapping[str, Any]  # of the method
+    options: Json  # of the method
     bits: tuple[float, ...] = ()  # widths of its own
 
     @property
@@ -67,7 +66,7 @@ class Cell:
     entry: Entry
     bits: float
     options: Options  # none open
-    arguments: Mapping[str, Any]  # that they were made of
+    arguments: Json  # that they were made of
 
 
 def parse_entry(text: str) -> Entry:
@@ -101,26 +100,26 @@ def parse_entry(text: str) -> Entry:
     return Entry(name, method, as_options(options), tuple(float(b) for b in bits))
 
 
-def as_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def as_options(given: Json) -> Json:
     """Options of TOML or JSON as methods take them: their lists are tuples."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
-def default_name(method: str, options: Mapping[str, Any]) -> str:
+def default_name(method: str, options: Json) -> str:
     return f"{method} ({toml(options)})" if options else method
 
 
-def toml(options: Mapping[str, Any]) -> str:
+def toml(options: Json) -> str:
     """Options as `parse_entry` reads them."""
     return ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in options.items())
 
 
-def entry_of(row: Mapping[str, Any]) -> Entry:
+def entry_of(row: Json) -> Entry:
     """The entry that a finished cell is of, at that cell's width."""
     return Entry(row["name"], row["method"], as_options(row["options"]), (row["bits"],))
 
 
-def cell_of(row: Mapping[str, Any], settings: Settings) -> Cell:
+def cell_of(row: Json, settings: Settings) -> Cell:
     """A finished cell as it would be asked for now.
 
     Raises:
@@ -131,7 +130,7 @@ def cell_of(row: Mapping[str, Any], settings: Settings) -> Cell:
 
 def plan_cells(
     checkpoint: Checkpoint, entries: Sequence[Entry], bits: Sequence[float], settings: Settings
-) -> tuple[list[Cell], list[dict[str, Any]]]:
+) -> tuple[list[Cell], list[Json]]:
     """The cells there will be, each checked against the model, and those that a method does not have.
 
     Raises:
@@ -150,7 +149,7 @@ def plan_cells(
             "`anybit eval --base --pairs` for each width"
         )
     cells: list[Cell] = []
-    left_out: list[dict[str, Any]] = []
+    left_out: list[Json] = []
     for entry in entries:
         made, errors = [], []
         for width in dict.fromkeys(entry.bits or bits):
@@ -171,7 +170,7 @@ def plan_cells(
     return cells, left_out
 
 
-def left_out_row(entry: Entry, bits: float, reason: str, failed: bool) -> dict[str, Any]:
+def left_out_row(entry: Entry, bits: float, reason: str, failed: bool) -> Json:
     return {"name": entry.name, "bits": bits, "reason": reason, "failed": failed}
 
 

@@ -11,11 +11,11 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from anybit.compare.cells import as_options
+from anybit.config import Json
 from anybit.cost import Cost
 from anybit.driver import quantize
 from anybit.errors import InputError
@@ -32,7 +32,7 @@ class Job:
     model: str
     artifact: str
     method: str
-    options: dict[str, Any]
+    options: Json
     calibration: str
     statistics: str  # folder of gradients that artifacts share
     threads: int
@@ -40,7 +40,7 @@ class Job:
     parent: int  # process that this one ends with
 
 
-def run_apart(job: Job, file: Path) -> dict[str, Any]:
+def run_apart(job: Job, file: Path) -> Json:
     """What `run` gives, from a process of its own; `file` carries the job there and the result back.
 
     Raises:
@@ -62,7 +62,7 @@ def run_apart(job: Job, file: Path) -> dict[str, Any]:
     return found
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Job) -> Json:
     """Quantize; returns wall and processor seconds and peak memory, what shared statistics took included.
 
     Processor seconds are None where those of statistics that an earlier version gathered are not known.

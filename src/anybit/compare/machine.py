@@ -7,15 +7,15 @@ import importlib.util
 import platform
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 
 import anybit
+from anybit.config import Json
 
 
-def machine() -> dict[str, Any]:
+def machine() -> Json:
     """Processor, threads and versions."""
     return {
         "processor": _processor(),

@@ -13,6 +13,7 @@ from anybit.artifact.model_card import quantized_notice
 from anybit.compare import rows
 from anybit.compare.page import png, write_page
 from anybit.compare.rows import Row, by_entry, label
+from anybit.config import Json
 from anybit.evaluation.perplexity import paired_bootstrap
 
 WORST = 10  # curves show perplexities up to this many times the unquantized model's
@@ -32,7 +33,7 @@ COSTS = ("wall, s", "processor, s", "peak, MB")
 MARKERS = "osD^vP*Xph<>"
 
 
-def write_report(out: Path, results: Mapping[str, Any]) -> Path:
+def write_report(out: Path, results: Json) -> Path:
     """Write `report.html`, `perplexity.png` and, where it was measured, `kld.png` from `compare`'s results."""
     base, *cells = results["cells"]
     labels = {
@@ -247,7 +248,7 @@ def bars(cells: Sequence[Row]) -> Any:
     totals = [own + shared for own, shared, _ in map(_timed, cells)]
     reach = max([CUT * float(np.median(totals)), *(t for t, c in zip(totals, cells) if _timed(c)[2])])
     for y, (own, shared, known) in enumerate(_timed(cell) for cell in cells):
-        style: dict[str, Any] = {} if known else {"hatch": "///", "edgecolor": "white", "linewidth": 0}
+        style: Json = {} if known else {"hatch": "///", "edgecolor": "white", "linewidth": 0}
         time.barh(y, own, color="C0", **style)
         time.barh(y, shared, left=own, color="C0", alpha=0.4, **style)
         if own + shared > reach:

@@ -7,12 +7,12 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from anybit.compare.cells import Settings, cell_of, default_name, entry_of, toml
+from anybit.config import Json
 from anybit.methods import METHODS, changed
 
-Row = Mapping[str, Any]
+Row = Json
 TOLD = (  # whatever they are
     *("group_size", "outlier_channels", "exclusive_outliers", "sensitive_outliers", "magnitude_outliers"),
     *("channel_outliers", "error_outliers", "kept_channels"),
@@ -35,7 +35,7 @@ def by_entry(cells: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def section(results: Mapping[str, Any], cells: Sequence[Row]) -> str:
+def section(results: Json, cells: Sequence[Row]) -> str:
     """HTML: every entry in a sentence, with its options, and the command that makes them all."""
     lines = []
     for name, (cell, *_) in by_entry(cells).items():
@@ -57,14 +57,14 @@ them all:</p>
 <pre>{html.escape(command(results, cells))}</pre>"""
 
 
-def resolved(cell: Row) -> dict[str, Any]:
+def resolved(cell: Row) -> Json:
     """Group size and outliers of a cell's method, and its options that are not the method's own."""
     made = cell_of(cell, Settings()).options
     shown = {name: getattr(made, name) for name in TOLD if hasattr(made, name)} | changed(made)
     return {name: value for name, value in shown.items() if name not in ELSEWHERE}
 
 
-def command(results: Mapping[str, Any], cells: Sequence[Row]) -> str:
+def command(results: Json, cells: Sequence[Row]) -> str:
     """The command line that makes these cells; models and texts by their names."""
     s = results["settings"]
     words = ["anybit", "compare", results["model"], "-o", "OUT"]

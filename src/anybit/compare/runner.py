@@ -13,7 +13,7 @@ import importlib.metadata
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -44,7 +44,7 @@ from anybit.compare.machine import machine, source
 from anybit.compare.pace import Pace
 from anybit.compare.report import write_report
 from anybit.compare.work import Work, beside, by_key, read_json
-from anybit.config import Options
+from anybit.config import Json, Options
 from anybit.errors import InputError, require_extra
 from anybit.evaluation.measure import evaluate
 from anybit.methods import METHODS, changed
@@ -72,7 +72,7 @@ def compare(
     *,
     keep: bool = False,
     report: Silent = SILENT,
-) -> dict[str, Any]:
+) -> Json:
     """Quantize and measure a model by several methods at several widths, and write `OUT/report.html`.
 
     Args:
@@ -118,9 +118,7 @@ def compare(
     return results
 
 
-def _run(
-    runner: _Runner, cells: Sequence[Cell], keep: bool
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _run(runner: _Runner, cells: Sequence[Cell], keep: bool) -> tuple[list[Json], list[Json]]:
     """The rows of all cells, the unquantized model's first, and what failed."""
     missing = [cell for cell in cells if not runner.file(cell).exists()]
     rows, pace = [runner.base()], Pace(missing)
@@ -150,9 +148,7 @@ def _run(
     return rows, [left_out_row(c.entry, c.bits, failed[runner.artifact(c)], failed=True) for c in wrong]
 
 
-def _in_order(
-    entries: Sequence[Entry], rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def _in_order(entries: Sequence[Entry], rows: Sequence[Json], others: Sequence[Json]) -> list[Json]:
     """Rows by entry and width, this run's entries first; those of earlier runs go by the names of this one's."""
     names = {entry.identity: entry.name for entry in reversed(entries)}
     order = [entry.name for entry in entries]
@@ -196,7 +192,7 @@ class _Inputs:
 
     model: list[Any]  # and the software
     calibration: str
-    measured: Mapping[str, Any]  # on what, and how
+    measured: Json  # on what, and how
 
     @property
     def of_base(self) -> list[Any]:
@@ -223,12 +219,12 @@ class _Runner:
     source: str  # state of the code
     report: Silent
 
-    def base(self) -> dict[str, Any]:
+    def base(self) -> Json:
         """The unquantized model's cell."""
         file = self._file(BASE, 16, _key(self.inputs.of_base))
         return read_json(file) or self._keep(file, {"name": BASE, "bits": 16.0, **self._measure(self.model)})
 
-    def cell(self, cell: Cell) -> dict[str, Any]:
+    def cell(self, cell: Cell) -> Json:
         """A cell, from its file or made now."""
         file = self.file(cell)
         if found := read_json(file):
@@ -253,7 +249,7 @@ class _Runner:
             file, {**head, **sizes, **made, **figures, "code_bits": stored["bits"], "layers": layers}
         )
 
-    def others(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def others(self, rows: Sequence[Json]) -> list[Json]:
         """Cells of earlier runs, not among `rows`, whose figures compare with theirs: the inputs are the same."""
         seen = {self.file(cell_of(row, self.settings)) for row in rows}
         found = []
@@ -276,7 +272,7 @@ class _Runner:
         key = _key(self.inputs.of_artifact, cell.options)
         return by_key(self.work.folder, name, f"-{key}")
 
-    def _made(self, cell: Cell, artifact: Path) -> dict[str, Any]:
+    def _made(self, cell: Cell, artifact: Path) -> Json:
         """What quantizing took; the artifact is there afterwards."""
         found = read_json(beside(artifact)) if artifact.exists() else None
         if found:
@@ -298,7 +294,7 @@ class _Runner:
         beside(artifact).write_text(dump_json(made), encoding="utf-8")
         return made
 
-    def _measure(self, model: str, bits: float | None = None) -> dict[str, Any]:
+    def _measure(self, model: str, bits: float | None = None) -> Json:
         begun = time.perf_counter()
         s = self.settings
         with no_other_bars():
@@ -321,7 +317,7 @@ class _Runner:
     def _file(self, name: str, bits: float, key: str) -> Path:
         return by_key(self.out / CELLS, name, f"-{bits:g}-{key}.json")
 
-    def _keep(self, file: Path, cell: dict[str, Any]) -> dict[str, Any]:
+    def _keep(self, file: Path, cell: Json) -> Json:
         """Write a cell's file whole or not at all."""
         cell = {**cell, "machine": machine(), "source": self.source}
         unfinished = file.with_suffix(".new")
@@ -374,7 +370,7 @@ def _check_tasks(settings: Settings) -> list[str]:
     return [importlib.metadata.version("lm_eval"), *hashes]
 
 
-def _shown(settings: Settings) -> dict[str, Any]:
+def _shown(settings: Settings) -> Json:
     """The settings as JSON; of files and folders only their names."""
     named = replace(settings, calibration=_file_name(settings.calibration), text=_file_name(settings.text))
     folder = settings.tasks_dir

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from anybit.artifact.files import dump_json, partial_folder
+from anybit.config import Json
 
 KEPT = "kept.json"  # names of what stays
 
@@ -77,7 +77,7 @@ def beside(artifact: Path) -> Path:
     return artifact.with_name(artifact.name + ".json")
 
 
-def read_json(file: Path) -> dict[str, Any] | None:
+def read_json(file: Path) -> Json | None:
     """A JSON object that was written before; None where there is none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))

@@ -11,6 +11,7 @@ from anybit.artifact.files import is_artifact
 from anybit.artifact.sizes import inspect
 from anybit.calibration import texts
 from anybit.checkpoint.architectures import is_encoder, max_positions
+from anybit.config import Json
 from anybit.errors import InputError
 from anybit.evaluation import embeddings
 from anybit.evaluation import perplexity as evaluation
@@ -42,7 +43,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     dtype: str = "float32",
     device: str = "cpu",
     report: Silent = SILENT,
-) -> dict[str, Any]:
+) -> Json:
     """Perplexity of a model on a text, its divergence from `base`, and zero-shot tasks; of an encoder its embeddings.
 
     `text` is the built-in evaluation text by default; `bits`, `bpw`, `size` and `exact`: see `load`; `seq_len` is
@@ -65,7 +66,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     """
     check_device(device)
     check_kv_bits(kv_bits)
-    level: dict[str, Any] = {"bits": bits, "bpw": bpw, "size": size}
+    level: Json = {"bits": bits, "bpw": bpw, "size": size}
     if is_encoder(config_of(model)):
         of_tasks = {"tasks": tasks, "tasks_dir": tasks_dir, "limit": limit}
         of_text = {"text": text, "max_tokens": max_tokens}
@@ -127,7 +128,7 @@ def _counting(report: Silent, title: str) -> evaluation.Progress:
 
 def _stored(
     model: str | Path, bits: float | None = None, bpw: float | None = None, size: int | str | None = None
-) -> dict[str, Any]:
+) -> Json:
     """What `evaluate` says of an artifact's size."""
     if not is_artifact(Path(model)):
         return {"bits_per_weight": None}
@@ -136,7 +137,7 @@ def _stored(
     return {key: made[key] for key in keys}
 
 
-def _refuse_for_encoder(model: str | Path, options: dict[str, Any]) -> None:
+def _refuse_for_encoder(model: str | Path, options: Json) -> None:
     """Refuse options that only a language model has a use for."""
     for name, value in options.items():
         if value is not None and value != ():
@@ -154,7 +155,7 @@ def _evaluate_encoder(
     dtype: str,
     device: str,
     report: Silent,
-) -> dict[str, Any]:
+) -> Json:
     """Embeddings against those of the base, and against the scores of pairs."""
     if base is None and pairs is None:
         raise InputError(

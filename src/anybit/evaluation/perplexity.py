@@ -25,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from anybit.calibration.texts import default_bos
 from anybit.checkpoint.architectures import max_positions
 from anybit.checkpoint.files import unwritable
+from anybit.config import Json
 from anybit.errors import InputError
 
 __all__ = ["PerplexityResult", "default_bos", "paired_bootstrap", "perplexity"]
@@ -65,7 +66,7 @@ class PerplexityResult:
         """Scored positions of each window."""
         return self.tokens // self.windows
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """JSON types only: without a base, its keys are absent; a figure that is not finite becomes None."""
         record = asdict(self)
         if self.base_window_nll is None:
@@ -271,8 +272,8 @@ def _kl_divergence(base: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     return terms.sum(dim=-1).clamp_min(0.0)  # below 0 only by rounding
 
 
-def _base_figures(base: Any, scores: _Scores, count: int) -> dict[str, Any]:
-    figures: dict[str, Any] = {
+def _base_figures(base: Any, scores: _Scores, count: int) -> Json:
+    figures: Json = {
         "base_perplexity": _perplexity(scores.base_nll, count),
         "base_window_nll": tuple(scores.base_nll),
         "base_dtype": str(base.dtype).removeprefix("torch."),

@@ -13,13 +13,14 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from anybit.config import Json
 from anybit.errors import InputError
 
 METRICS = ("acc", "acc_norm")  # acc_norm: log-likelihood divided by the bytes of the choice
@@ -39,7 +40,7 @@ class Prepared:
     """Tasks that are known to work: what is left needs a model."""
 
     library: SimpleNamespace
-    loaded: dict[str, Any]  # lm-eval's task objects with their data
+    loaded: Json  # lm-eval's task objects with their data
     limit: int | None
 
 
@@ -67,9 +68,7 @@ def prepare(tasks: Sequence[str], *, tasks_dir: Path | None = None, limit: int |
         return Prepared(library, _load(manager, specs, names), limit)
 
 
-def run_prepared(
-    model: Any, tokenizer: Any, prepared: Prepared, *, batch_size: int = 1
-) -> dict[str, dict[str, Any]]:
+def run_prepared(model: Any, tokenizer: Any, prepared: Prepared, *, batch_size: int = 1) -> dict[str, Json]:
     """Zero-shot scores per task: `acc`, `acc_stderr`, `acc_norm`, `acc_norm_stderr` and the questions `n`.
 
     Model and tokenizer come out as they went in.
@@ -89,7 +88,7 @@ def run_tasks(
     tasks_dir: Path | None = None,
     limit: int | None = None,
     batch_size: int = 1,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Json]:
     """`prepare` and `run_prepared` in one."""
     prepared = prepare(tasks, tasks_dir=tasks_dir, limit=limit)
     return run_prepared(model, tokenizer, prepared, batch_size=batch_size)
@@ -131,7 +130,7 @@ def _plain_prompt(query: str) -> str:
     return f"Question: {query.strip().removeprefix('Question: ')}\nAnswer:"
 
 
-def _hellaswag_prompt(row: Mapping[str, Any]) -> str:
+def _hellaswag_prompt(row: Json) -> str:
     """lm-eval's prompt of hellaswag: activity, context, and the begun sentence with a capital letter."""
     parts = (row.get("ctx_a"), row.get("ctx_b"))
     context = f"{parts[0]} {str(parts[1]).capitalize()}" if None not in parts else str(row["ctx"])
@@ -180,11 +179,11 @@ def _import_lm_eval() -> SimpleNamespace:
     return SimpleNamespace(Dataset=Dataset, HFLM=HFLM, TaskManager=TaskManager, evaluate=evaluate)
 
 
-def _spec(library: SimpleNamespace, name: str, questions: Sequence[Question]) -> dict[str, Any]:
+def _spec(library: SimpleNamespace, name: str, questions: Sequence[Question]) -> Json:
     """lm-eval's description of a task whose questions are in memory: no files, no cache, no network."""
     rows = [asdict(question) | {"choices": list(question.choices)} for question in questions]
 
-    def custom_dataset(**_: Any) -> dict[str, Any]:
+    def custom_dataset(**_: Any) -> Json:
         return {"validation": library.Dataset.from_list(rows)}
 
     return {
@@ -199,7 +198,7 @@ def _spec(library: SimpleNamespace, name: str, questions: Sequence[Question]) ->
     }
 
 
-def _load(manager: Any, specs: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+def _load(manager: Any, specs: Sequence[Any], names: Sequence[str]) -> Json:
     """lm-eval's task objects with their data, set to no examples in the prompt."""
     try:
         loaded = manager.load(list(specs))
@@ -217,10 +216,10 @@ def _evaluate(
     library: SimpleNamespace,
     model: Any,
     tokenizer: Any,
-    loaded: dict[str, Any],
+    loaded: Json,
     limit: int | None,
     batch_size: int,
-) -> dict[str, Any]:
+) -> Json:
     training = model.training
     questions = [len(task.eval_docs) for task in loaded["tasks"].values()]
     one = min([limit or 2, *questions]) == 1  # one question has no standard error: lm-eval divides by n - 1
@@ -239,9 +238,9 @@ def _evaluate(
         model.train(training)
 
 
-def _figures(results: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _figures(results: Json, name: str) -> Json:
     """lm-eval's "acc,none" as "acc", numbers only, and the number of questions."""
-    figures: dict[str, Any] = {}
+    figures: Json = {}
     for key, value in results["results"][name].items():
         if isinstance(value, int | float) and "," in key:
             figures[key.removesuffix(",none")] = value if math.isfinite(value) else None

@@ -9,11 +9,9 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
+from anybit.config import Json
 from anybit.errors import InputError
 
-Json = Mapping[
-    str, Any
-]  # an object of a JSON file: what came is checked before it becomes a value with types
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # field -> dtype and shape
 Refuse = Callable[[str], None]  # raises InputError with a reason
 MAX_UINT16 = 65536  # input channels that 16-bit column indices reach
@@ -97,7 +95,7 @@ class TileLayout:
         """Refuse bytes that no writer makes, of tensors that are as `fields` says."""
         raise NotImplementedError
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Its description in config.json: `format` and `bits` first, the place last, nothing that is as by default."""
         items = {item.name: item for item in fields(self)}
         own = [name for name in items if name not in ("bits", *PLACE)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from anybit.config import Json
 from anybit.errors import InputError
 from anybit.formats import FORMATS, Sparse, TileLayout
 from anybit.formats.base import Fields, Refuse, is_int
@@ -103,8 +104,8 @@ class LayerLayout:
         """The layout read at its widest."""
         return self.at_width(max(self.widths, default=0))
 
-    def to_json(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"shape": list(self.shape), "tiles": [tile.to_json() for tile in self.tiles]}
+    def to_json(self) -> Json:
+        made: Json = {"shape": list(self.shape), "tiles": [tile.to_json() for tile in self.tiles]}
         made |= {} if self.sparse is None else {"sparse": self.sparse}
         made |= {"input_scale": True} if self.input_scale else {}
         return made | ({"tied": True} if self.tied else {})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
+from anybit.config import Json
 from anybit.formats.base import Fields, TileLayout
 
 
@@ -22,7 +23,7 @@ class UnquantizedLayout(TileLayout):
     def of(dtype: torch.dtype) -> UnquantizedLayout:
         return UnquantizedLayout(bits=8 * dtype.itemsize, dtype=dtype)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return super().to_json() | {"dtype": str(self.dtype).removeprefix("torch.")}
 
     def fields(self, r: int, c: int) -> Fields:

@@ -27,8 +27,8 @@ from anybit.artifact.files import SECTION
 from anybit.checkpoint.architectures import refuse_unused
 from anybit.checkpoint.files import HASHES
 from anybit.checkpoint.safetensors import read_safetensors_header
+from anybit.config import Json
 from anybit.errors import InputError
-from anybit.formats.base import Json
 from anybit.formats.layout import QUANT_METHOD, LayerLayout
 from anybit.formats.levels import levels_of
 from anybit.formats.validate import check_version, validate
@@ -54,10 +54,10 @@ class AnybitConfig(QuantizationConfigMixin):
         """How the model's matrices are stored."""
         return StoredLayers.from_json("quantization_config", self.__dict__)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return dict(self.__dict__)
 
-    def to_diff_dict(self) -> dict[str, Any]:
+    def to_diff_dict(self) -> Json:
         return self.to_dict()
 
 
