@@ -53,19 +53,15 @@ class Level:
 
     bits: Annotated[
         float | None,
-        typer.Option("--bits", help="Average width of an artifact of several.", rich_help_panel="Width"),
+        typer.Option("--bits", help="The level to read: its largest average width.", rich_help_panel="Width"),
     ] = None
     bpw: Annotated[
         float | None,
-        typer.Option(
-            "--bpw", help="The same by most stored bits per weight (method anybit).", rich_help_panel="Width"
-        ),
+        typer.Option("--bpw", help="The same by most stored bits per weight.", rich_help_panel="Width"),
     ] = None
     size: Annotated[
         str | None,
-        typer.Option(
-            "--size", help="The same by most bytes, e.g. 120MB (method anybit).", rich_help_panel="Width"
-        ),
+        typer.Option("--size", help="The same by most bytes, e.g. 120MB.", rich_help_panel="Width"),
     ] = None
 
     def asked(self) -> Json:
