@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def packed(name: str, shape: tuple[int, int], sparse: bool, scaled: bool, seed: 
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     made = random_weight(layout_of(name, *shape))
-    layout, tensors = dict(made.layout), dict(made.tensors)
+    layout, tensors = made.layout, dict(made.tensors)
     for field, tensor in tensors.items():
         if tensor.dtype == torch.float16:
             tensors[field] = torch.randn(tensor.shape, generator=generator).half().clamp(-2, 2)
@@ -57,10 +58,10 @@ def packed(name: str, shape: tuple[int, int], sparse: bool, scaled: bool, seed: 
             tensors[field] = torch.full_like(tensor, 0.9)
     if sparse:
         part = sparse_weight(*shape, generator)
-        layout["sparse"] = len(part.values)
+        layout = replace(layout, sparse=len(part.values))
         tensors |= {f"sparse.{field}": tensor for field, tensor in part.tensors(shape[1]).items()}
     if scaled:
-        layout["input_scale"] = True
+        layout = replace(layout, input_scale=True)
         tensors["input_scale"] = torch.rand(shape[1], generator=generator).half() + 0.5
     return PackedWeight(layout, tensors)
 
