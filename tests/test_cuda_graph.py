@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qw
 
 import anybit
 from anybit.kernels.gpu.cuda_graph import Step, capture, fits, graphed
+from anybit.kv_cache import CACHE
 from tests import builders
 
 pytestmark = pytest.mark.gpu
@@ -41,9 +42,7 @@ def test_replayed_steps_generate_the_same(kind: type, batch: int) -> None:
         for tokens in (7, 4):  # another prompt, another cache
             ids = torch.randint(2, 100, (batch, tokens), device=device)
             how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 15, "min_new_tokens": 15}
-            replayed = model.generate(
-                ids, past_key_values=make_cache(tokens + 15), disable_compile=True, **how
-            )
+            replayed = model.generate(ids, **{CACHE: make_cache(tokens + 15)}, disable_compile=True, **how)
             assert torch.equal(replayed, model.generate(ids, **how))  # whose cache grows: no graph
     assert len(made) == 2
     assert "forward" not in vars(model)
@@ -70,9 +69,9 @@ def test_a_graph_has_the_branches_of_quantized_layers(
     how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 15, "min_new_tokens": 15}
     how |= {"disable_compile": True, "do_sample": False}
     with torch.no_grad():
-        eager = model.generate(ids, past_key_values=StaticCache(model.config, max_cache_len=22), **how)
+        eager = model.generate(ids, **{CACHE: StaticCache(model.config, max_cache_len=22)}, **how)
         with graphed(model) as make_cache:
-            replayed = model.generate(ids, past_key_values=make_cache(22), **how)
+            replayed = model.generate(ids, **{CACHE: make_cache(22)}, **how)
     assert torch.equal(replayed, eager) and max(forks) > 1
 
 

@@ -16,7 +16,7 @@ from anybit.artifact.sizes import inspect
 from anybit.errors import InputError
 from anybit.formats.states import QuantizedStates
 from anybit.generate import Generator
-from anybit.kv_cache import QuantizedCache, QuantizedLayer, quantized_attention
+from anybit.kv_cache import CACHE, QuantizedCache, QuantizedLayer, quantized_attention
 from anybit.loader import load
 from tests import builders
 from tests.builders import MakeModel, random
@@ -50,7 +50,7 @@ def test_more_bits_are_nearer() -> None:
 
 @torch.no_grad()
 def run(model: Any, tokens: Tensor, cache: Any = None, **options: Any) -> Tensor:
-    return model(input_ids=tokens, past_key_values=cache, use_cache=cache is not None, **options).logits
+    return model(input_ids=tokens, use_cache=cache is not None, **{CACHE: cache}, **options).logits
 
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "opt"]
@@ -95,7 +95,7 @@ def test_cache_takes_less_memory(model: Any) -> None:
 def test_beams_and_batches_move_together(model: Any) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "pad_token_id": 1}
-    made = model.generate(TOKENS, past_key_values=QuantizedCache(model.config, 8), **options)
+    made = model.generate(TOKENS, **{CACHE: QuantizedCache(model.config, 8)}, **options)
     assert made.shape[0] == 2 and made.shape[1] > 20
     cache = QuantizedCache(model.config, 8)
     run(model, TOKENS, cache)
@@ -148,7 +148,7 @@ def test_the_artifact_says_its_width(model_dir: MakeModel, tmp_path: Path, text_
     ids = generator.encode("ab")
     seen: list[Any] = []
     handle = generator.model.register_forward_pre_hook(
-        lambda m, a, k: seen.append(k["past_key_values"]), with_kwargs=True
+        lambda m, a, k: seen.append(k[CACHE]), with_kwargs=True
     )
     generator.generate(ids, 4)
     handle.remove()

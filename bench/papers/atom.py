@@ -21,7 +21,7 @@ from anybit.formats import Float16
 from anybit.formats.base import to_half
 from anybit.formats.states import QuantizedStates
 from anybit.formats.weight import QuantizedWeight
-from anybit.kv_cache import QuantizedCache
+from anybit.kv_cache import CACHE, QuantizedCache
 from anybit.methods import METHODS, atom, rtn
 
 KV_WIDTHS = (8, 4, 3, 2)
@@ -145,7 +145,7 @@ class Experiments:
                 else QuantizedCache(self.lab.model.config, bits)
             )
             with torch.no_grad():
-                self.lab.model(input_ids=self.lab.tokens()[:1], past_key_values=cache, use_cache=True)
+                self.lab.model(input_ids=self.lab.tokens()[:1], use_cache=True, **{CACHE: cache})
             print(
                 f"{bits:2d} bits: {cache_bytes(cache) / 1e6:.2f} MB for {self.lab.tokens().shape[1]} tokens"
             )
@@ -153,7 +153,7 @@ class Experiments:
         with torch.no_grad():
             kept: list[tuple[Tensor, Tensor]] = []
             handle = QuantizedCacheSpy(self.lab.model.config, kept)
-            self.lab.model(input_ids=self.lab.tokens()[:1], past_key_values=handle, use_cache=True)
+            self.lab.model(input_ids=self.lab.tokens()[:1], use_cache=True, **{CACHE: handle})
         for name, states in (("K", [k for k, _ in kept]), ("V", [v for _, v in kept])):
             errors = torch.stack([head_errors(s) for s in states])
             print(

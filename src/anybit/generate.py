@@ -16,7 +16,7 @@ from anybit.checkpoint.tokenizer import check_ids, check_unicode, encode
 from anybit.config import Json
 from anybit.errors import InputError
 from anybit.kernels.gpu import cuda_graph
-from anybit.kv_cache import QuantizedCache, check_kv_bits
+from anybit.kv_cache import CACHE, QuantizedCache, check_kv_bits
 from anybit.loader import config_of, load, load_tokenizer
 from anybit.progress import SILENT, Silent
 
@@ -145,10 +145,10 @@ class Generator:
             stack.enter_context(torch.no_grad())
             torch.manual_seed(seed)
             if self.kv_bits != 16:
-                sampling["past_key_values"] = QuantizedCache(self.model.config, self.kv_bits)
+                sampling[CACHE] = QuantizedCache(self.model.config, self.kv_bits)
             elif on_gpu and cuda_graph.fits(self.model.config):
                 make_cache = stack.enter_context(cuda_graph.graphed(self.model))
-                sampling |= {"past_key_values": make_cache(ids.shape[1] + room), "disable_compile": True}
+                sampling |= {CACHE: make_cache(ids.shape[1] + room), "disable_compile": True}
             output = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

@@ -13,10 +13,14 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from anybit.config import KV_BITS
 from anybit.errors import InputError
 from anybit.formats.states import QuantizedStates
+
+# What models, `generate` and outputs call a cache: Transformers 5.24 renamed it.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 def check_kv_bits(bits: int | None) -> None:
@@ -122,7 +126,9 @@ class QuantizedLayer(CacheLayerMixin):
 
 
 class QuantizedCache(Cache):
-    """A KV-cache of 8, 4, 3 or 2 bits: `model.generate(..., past_key_values=QuantizedCache(model.config, bits=4))`.
+    """A KV-cache of 8, 4, 3 or 2 bits: `model.generate(..., cache=QuantizedCache(model.config, bits=4))`.
+
+    Before Transformers 5.24 the argument is called `past_key_values`.
 
     Each head of each token takes `d * bits / 8` bytes and 4 for its scale and minimum, `d` its dimension.
 
@@ -164,8 +170,8 @@ def quantized_attention(model: Any, bits: int) -> Iterator[None]:
     """
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if kwargs.get("past_key_values") is None:
-            kwargs = {**kwargs, "past_key_values": QuantizedCache(module.config, bits), "use_cache": True}
+        if kwargs.get(CACHE) is None:
+            kwargs = {**kwargs, CACHE: QuantizedCache(module.config, bits), "use_cache": True}
         return args, kwargs
 
     handle = model.register_forward_pre_hook(hook, with_kwargs=True) if bits != 16 else None

@@ -17,6 +17,7 @@ from anybit.formats.bits import pack_planes
 from anybit.formats.weight import QuantizedWeight, pack
 from anybit.kernels import cpu
 from anybit.kernels.dispatch import Prepared
+from anybit.kv_cache import CACHE
 from tests import builders
 from tests.probes import isas
 
@@ -309,7 +310,7 @@ def test_a_model_runs_fast_or_exactly(
     many = torch.arange(60)[None] % 7  # as prefill: the same numbers, from the dense matrix
     again = model(many).logits[:, -1]
     steps = model(many[:, :-4], use_cache=True)
-    last = model(many[:, -4:], past_key_values=steps.past_key_values).logits[:, -1]
+    last = model(many[:, -4:], **{CACHE: steps[CACHE]}).logits[:, -1]
     torch.testing.assert_close(again, last, rtol=1e-3, atol=1e-3 * float(last.abs().max()))
     model.set_exact(True)
     assert torch.equal(model(ids).logits, exact)

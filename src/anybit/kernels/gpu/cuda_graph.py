@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -64,15 +65,18 @@ def graphed(model: PreTrainedModel, capture: Callable[[Step], Step] = capture) -
 
     steps: dict[int, tuple[Tensor, Step]] = {}  # by batch: the tokens that a step reads, and the step
 
-    def run(input_ids: Tensor | None = None, past_key_values: Any = None, **rest: Any) -> Any:
-        ours = caches and past_key_values is caches[0] and past_key_values.layers[0].is_initialized
-        if input_ids is None or input_ids.shape[1] != 1 or not ours:
-            return forward(input_ids=input_ids, past_key_values=past_key_values, **rest)
+    @wraps(forward)  # `generate` looks at what it takes
+    def run(input_ids: Tensor | None = None, **rest: Any) -> Any:
+        # By its value: "cache" since Transformers 5.24, "past_key_values" before.
+        ours = {name: value for name, value in rest.items() if caches and value is caches[0]}
+        begun = ours and caches[0].layers[0].is_initialized
+        if input_ids is None or input_ids.shape[1] != 1 or not begun:
+            return forward(input_ids=input_ids, **rest)
         if len(input_ids) not in steps:
-            steps[len(input_ids)] = _prepare(forward, input_ids, past_key_values, capture)
+            steps[len(input_ids)] = _prepare(partial(forward, **ours), input_ids, caches[0], capture)
         given, step = steps[len(input_ids)]
         given.copy_(input_ids)
-        return CausalLMOutputWithPast(logits=step().clone(), past_key_values=past_key_values)
+        return CausalLMOutputWithPast(logits=step().clone(), **ours)
 
     model.forward = run
     try:
@@ -84,11 +88,11 @@ def graphed(model: PreTrainedModel, capture: Callable[[Step], Step] = capture) -
 def _prepare(
     forward: Callable[..., Any], ids: Tensor, cache: StaticCache, capture: Callable[[Step], Step]
 ) -> tuple[Tensor, Step]:
-    """A step that reads its tokens from one place; the cache stays as it was."""
+    """A step of `forward` with its `cache` that reads its tokens from one place; the cache stays as it was."""
     given = ids.clone()
 
     def step() -> Tensor:
-        return forward(input_ids=given, past_key_values=cache, use_cache=True).logits
+        return forward(input_ids=given, use_cache=True).logits
 
     lengths = [layer.cumulative_length.clone() for layer in cache.layers]
 
