@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from anybit import driver, plan
+from anybit import driver, plan, prepare
 from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
 from anybit.calibration.moments import Activations, Collector
@@ -70,11 +70,11 @@ def test_gptq_sees_the_inputs_it_should(
     one_shot: bool,
 ) -> None:
     """Statistics against the whole model in Transformers: as it was, or with all earlier blocks quantized."""
-    monkeypatch.setattr(driver, "compute_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(prepare, "compute_dtype", lambda device: torch.float32)
     config = builders.options("gptq", bits=3, group_size=32, samples=5, seq_len=40, one_shot=one_shot)
     driver.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     found = stored(tmp_path / "out")
-    tokens = driver.calibration_set(tokenizer, str(text_file), 5, 40, 0).tokens
+    tokens = prepare.calibration_set(tokenizer, str(text_file), 5, 40, 0).tokens
     model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=torch.float32)
     # the artifact keeps the embedding in float16, calibration reads the checkpoint
     for block in model.model.layers:
@@ -226,13 +226,13 @@ def test_other_tokens_or_libraries_are_another_run(
     """The same text can become other tokens: another tokenizer beside the same weights."""
 
     def run(tokens: int) -> None:
-        original = driver.calibration_set
+        original = prepare.calibration_set
 
         def shifted(*arguments: Any) -> Any:
             text = original(*arguments)
             return replace(text, tokens=(text.tokens + tokens) % 200)
 
-        monkeypatch.setattr(driver, "calibration_set", shifted)
+        monkeypatch.setattr(prepare, "calibration_set", shifted)
         driver.quantize(model_dir("llama"), tmp_path / "out", GPTQ, calibration=str(text_file))
 
     stop_at(monkeypatch, 3)

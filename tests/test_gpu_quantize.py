@@ -235,8 +235,8 @@ def test_every_method_keeps_to_its_device(
     options = {"group_size": 16} if method in ("rtn", "gptq", "awq", "mixllm", "atom", "llm-mq") else {}
     config = builders.options(method, samples=3, seq_len=32, **options, **(MORE[method] if more else {}))
     for name, value in (
-        ("driver._check_device", lambda device: None),
-        ("driver.compute_dtype", lambda device: torch.float32),
+        ("prepare._check_device", lambda device: None),
+        ("prepare.compute_dtype", lambda device: torch.float32),
         ("fingerprint._arithmetic", lambda streamed: [str(streamed.device)]),
     ):
         monkeypatch.setattr(f"anybit.{name}", value)

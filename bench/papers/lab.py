@@ -25,12 +25,12 @@ from anybit.calibration.moments import Collector
 from anybit.calibration.stats import GradientStats, LinearStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
-from anybit.driver import compute_dtype
 from anybit.evaluation import perplexity as evaluation
 from anybit.formats.weight import PackedWeight, QuantizedWeight, layout_of, pack
 from anybit.kernels.reference import round_inputs
 from anybit.kv_cache import quantized_attention
 from anybit.loader import load
+from anybit.prepare import compute_dtype
 from anybit.progress import Terminal
 
 Weights = Mapping[str, QuantizedWeight | Tensor]

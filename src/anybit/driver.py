@@ -6,48 +6,41 @@ method does at each of these is in its file (`methods`): nothing here knows one 
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from anybit.artifact import split
 from anybit.artifact.config_json import artifact_config, provenance
-from anybit.artifact.contents import Plan
 from anybit.artifact.files import resolved
 from anybit.artifact.model_card import model_card
 from anybit.artifact.sizes import inspect
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
+from anybit.calibration.as_stored import as_stored
 from anybit.calibration.gradients import gradient_statistics, spilled_statistics
 from anybit.calibration.moments import Activations, Collector
 from anybit.calibration.stats import GradientStats, LinearStats
-from anybit.calibration.streaming import BlockCall, StreamedModel, run_block
-from anybit.calibration.texts import CalibrationSet, calibration_set
-from anybit.checkpoint.architectures import max_positions
-from anybit.checkpoint.directory import open_checkpoint
-from anybit.config import Options, SpecMap
+from anybit.calibration.streaming import BlockCall, run_block
+from anybit.config import Options
 from anybit.cost import Cost
-from anybit.errors import InputError, about_layer
-from anybit.fingerprint import base_hash, fingerprint, statistics_key
+from anybit.errors import InputError, about_layer, refuse_unknown
 from anybit.formats.layout import LayerLayout
-from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
-from anybit.kernels.dispatch import check_device
-from anybit.kernels.reference import round_inputs
-from anybit.methods import DEFAULT, METHODS, Method
+from anybit.formats.weight import PackedWeight, QuantizedWeight, pack
+from anybit.methods import DEFAULT
 from anybit.methods.finetune import Task, passes
 from anybit.methods.method import Allocation, Search, Start
 from anybit.methods.ordering import with_all_planes
 from anybit.methods.rounding import quantize_rows
-from anybit.plan import check_disk, fit_budget, make_plan, scratch_bytes
-from anybit.progress import SILENT, Advance, Silent, ignore
+from anybit.plan import check_disk, make_plan, scratch_bytes
+from anybit.prepare import Ready, Settings, prepare
+from anybit.progress import Advance, ignore
 
 
 @dataclass(frozen=True)
@@ -64,21 +57,6 @@ class QuantizeResult:
     taken_over: Cost | None = None  # of that, in earlier runs
 
 
-class Settings(TypedDict, total=False):
-    """What `quantize` takes besides model, place and options."""
-
-    calibration: str  # "builtin", a `.txt` or `.jsonl` file, or a hub dataset; "builtin" by default
-    spec_map: SpecMap  # {layer name: LayerSpec}, which overrides the options layer by layer
-    overwrite: bool  # replace an artifact at `out`
-    statistics: Path  # folder where gradients of the unquantized model stay for other runs on the same model and text,
-    # one run at a time; without it every run gathers its own
-    device: (
-        str  # "cpu" or "cuda": where calibration runs, its statistics are summed and matrices are quantized.
-    )
-    # Devices round and sum differently, so the bytes are not the same (docs/architecture.md has by how much)
-    report: Silent  # where progress goes
-
-
 def quantize(
     model: str | Path, out: str | Path, options: Options | None = None, **settings: Unpack[Settings]
 ) -> QuantizeResult:
@@ -90,15 +68,17 @@ def quantize(
         model: HF directory, hub id or `.gguf` file.
         out: directory to make.
         options: a method with its options, such as `anybit.GPTQ(bits=4)`; `anybit.AnyBit()` by default.
-        settings: see `Settings`.
+        settings: see `prepare.Settings`.
 
     Raises:
         InputError: anything about the input that cannot work, before work that would be lost.
+        TypeError: a setting that there is not.
     """
+    refuse_unknown(settings, Settings)
     start = time.perf_counter()
     out, overwrite = resolved(Path(out)), settings.get("overwrite", False)
     check_output(out, overwrite)
-    ready = _prepare(model, out, options or DEFAULT.options(), settings)
+    ready = prepare(model, out, options or DEFAULT.options(), settings)
     folder, shards = ready.shared_statistics(settings.get("statistics")), len(ready.streamed.blocks) + 1
     with _in_memory(), ArtifactWriter(out, ready.fingerprint, shards, overwrite, folder) as writer:
         resumed, earlier = len(writer.finished), writer.cost()
@@ -116,61 +96,8 @@ def quantize(
     )
 
 
-def _prepare(model: str | Path, out: Path, options: Options, settings: Settings) -> _Ready:
-    """Everything that is known before any work, checked."""
-    report, device = settings.get("report", SILENT), settings.get("device", "cpu")
-    _check_device(device)
-    streamed = StreamedModel(open_checkpoint(model), compute_dtype(device), device)
-    options = fit_budget(streamed, options)
-    plan = make_plan(streamed, options, settings.get("spec_map"))
-    check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, options))
-    for note in (
-        *streamed.checkpoint.notes(),
-        plan.coverage(),
-        plan.warning(options),
-        streamed.note_of_left_out(),
-    ):
-        if note:
-            report.say(note)
-    text = None
-    if plan.statistics:
-        streamed.check_structure()
-        text = _calibration(streamed, options, settings.get("calibration", "builtin"), report)
-    streamed.check_weights(report.task("checking the weights", len(streamed.names)))
-    base = base_hash(streamed.checkpoint, report)
-    mark = fingerprint(base, options, plan, text, streamed)
-    given = settings.get("spec_map") or {}
-    return _Ready(streamed, METHODS[options.name], options, plan, text, base, mark, report, given)
-
-
 @dataclass(frozen=True)
-class _Ready:
-    """A run that can begin."""
-
-    streamed: StreamedModel
-    method: Method
-    options: Options
-    plan: Plan
-    text: CalibrationSet | None
-    base: str  # hash of the base model
-    fingerprint: str
-    report: Silent
-    given: SpecMap
-
-    def shared_statistics(self, folder: Path | None) -> Path | None:
-        """Where gradients lie that other runs may use too."""
-        if folder is None or self.text is None or not self.method.effort(self.options).passes:
-            return None
-        layers = self._decided_on() if self.method.allocate else self.plan.layouts
-        return folder / statistics_key(self.base, self.options, self.plan, layers, self.text, self.streamed)
-
-    def _decided_on(self) -> list[str]:
-        """The layers that the method may decide on: those that no spec is given for."""
-        return [name for name in self.plan.layouts if name not in self.given or self.method.ordered]
-
-
-@dataclass(frozen=True)
-class _Run(_Ready):
+class _Run(Ready):
     """A run that writes."""
 
     writer: ArtifactWriter
@@ -178,7 +105,7 @@ class _Run(_Ready):
 
     def allocate(self) -> _Run:
         """With what the method finds out over the whole model: once, then kept with the unfinished artifact."""
-        layers = self._decided_on()
+        layers = self.decided_on()
         if self.method.allocate is None or self.text is None or not layers:
             return self
         shapes = {name: self.plan.layouts[name].shape for name in layers}
@@ -305,26 +232,10 @@ class _Run(_Ready):
                 if targets is not None:
                     advance(passes(len(hidden), self.options.epochs))
             if not self.options.unquantized and i + 1 < len(self.streamed.blocks):
-                with self._running_quantized(linears, tensors):
+                layouts = self._layouts_after(linears, tensors)
+                with as_stored(linears, layouts, tensors, self.streamed.device):
                     del tensors
                     self._forward(block, hidden, call, True, advance)
-
-    @contextmanager
-    def _running_quantized(
-        self, linears: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
-    ) -> Iterator[None]:
-        """A block with the weights that its linears are stored as, its inputs rounded as they will be."""
-        hooks = []
-        for name, layout in self._layouts_after(linears, tensors).items():
-            packed = _stored(name, layout, tensors, self.streamed.device)
-            _overwrite_weight(linears[name], unpack(packed).dequantize())
-            if packed.layout.rounds_inputs:
-                hooks.append(linears[name].register_forward_pre_hook(_rounding_hook(packed)))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _layouts_after(
         self, linears: Iterable[str], tensors: Mapping[str, Tensor]
@@ -466,32 +377,6 @@ class _Run(_Ready):
         return cost
 
 
-def compute_dtype(device: str = "cpu") -> torch.dtype:
-    """What calibration forwards compute in: bfloat16 where the device multiplies it, else float32."""
-    if device != "cpu":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
-        return torch.bfloat16
-    return torch.float32
-
-
-def _check_device(device: str) -> None:
-    """Refuse a device that calibration cannot run on here.
-
-    Raises:
-        InputError: see `dispatch.check_device`; no Triton, or sums of moments that would be rounded to TF32.
-    """
-    check_device(device)
-    if device == "cpu":
-        return
-    if importlib.util.find_spec("triton") is None:
-        raise InputError(f"device {device!r} needs the package triton: install it, or use cpu")
-    if torch.backends.cuda.matmul.allow_tf32:
-        raise InputError(
-            "TF32 is on, which leaves second moments 10 bits: call torch.set_float32_matmul_precision('highest')"
-        )
-
-
 @contextmanager
 def _in_memory() -> Iterator[None]:
     """Say what to do where a GPU's memory is too small."""
@@ -502,61 +387,3 @@ def _in_memory() -> Iterator[None]:
             f"the GPU's memory is full ({str(error).partition('. ')[0]}): use --device cpu, or fewer or shorter "
             "windows (--samples, --seq-len)"
         ) from error
-
-
-def _overwrite_weight(module: nn.Module, weight: Tensor) -> None:
-    target = module.weight
-    assert isinstance(target, Tensor)
-    target.copy_(weight.T if isinstance(module, Conv1D) else weight)
-
-
-def _stored(
-    name: str, layout: LayerLayout, tensors: Mapping[str, Tensor], device: torch.device
-) -> PackedWeight:
-    """A layer's stored tensors among a shard's, as far as its layout reads them, on a device."""
-    fields = layout.stored_tensors().items()
-    return PackedWeight(
-        layout, {f: tensors[f"{name}.{f}"][: shape[0]].to(device) for f, (_, shape) in fields}
-    )
-
-
-def _rounding_hook(packed: PackedWeight) -> Any:
-    """A forward pre-hook that rounds a layer's inputs as the artifact will; keeps none of its codes."""
-    small = {
-        f: t
-        for f, t in packed.tensors.items()
-        if f.endswith(("act_clip", "act_scales", "cols", "input_scale"))
-    }
-    grids = PackedWeight(packed.layout, small)
-    return lambda module, args: (round_inputs(args[0], grids), *args[1:])
-
-
-def _calibration(streamed: StreamedModel, options: Options, source: str, report: Silent) -> CalibrationSet:
-    """The windows that the run is calibrated on.
-
-    Raises:
-        InputError: windows longer than the model reaches, a tokenizer of another model, too little text.
-    """
-    checkpoint, limit = streamed.checkpoint, max_positions(streamed.model)
-    if limit is not None and options.seq_len > limit:
-        raise InputError(
-            f"--seq-len {options.seq_len} is beyond the model's {limit} positions: choose at most {limit}"
-        )
-    report.say(f"tokenizing {source}")
-    text = calibration_set(checkpoint.tokenizer(), source, options.samples, options.seq_len, options.seed)
-    samples = len(text.tokens)
-    if samples < options.samples:
-        report.say(
-            f"calibration text {source} has {samples} windows of {options.seq_len} tokens, not {options.samples}"
-        )
-    if int(text.tokens.max()) >= checkpoint.config.get_text_config().vocab_size:
-        raise InputError(
-            "the tokenizer has more tokens than the model's vocabulary: they do not belong together"
-        )
-    if options.epochs and samples < 2:
-        raise InputError(
-            f"calibration text {source} has one window of {options.seq_len} tokens, and finetuning needs another to "
-            "stop by: give more text, or shorter windows (--seq-len)"
-        )
-    report.say(f"calibrates on {samples} x {options.seq_len} tokens of {source}")
-    return text

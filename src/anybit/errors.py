@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 EXTRAS = {"search": "scipy", "plots": "matplotlib"}  # what pyproject.toml's extras bring
@@ -15,6 +15,17 @@ class InputError(ValueError):
     The message says what came, what was expected and what to do. The command line prints it as one
     line without a traceback; every other exception is a defect and keeps its traceback.
     """
+
+
+def refuse_unknown(given: Mapping[str, object], known: type) -> None:
+    """Refuse keyword arguments that a `TypedDict` does not have, as Python refuses them of a plain signature.
+
+    Raises:
+        TypeError: with the first of them, and what there is.
+    """
+    names = known.__annotations__  # those of its bases too
+    for name in given.keys() - names.keys():
+        raise TypeError(f"unexpected keyword argument {name!r}: expected some of {', '.join(names)}")
 
 
 @contextmanager

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from transformers import TextStreamer
 
+from anybit.artifact.levels import Budget
 from anybit.checkpoint.architectures import is_encoder
 from anybit.checkpoint.chat_template import render
 from anybit.checkpoint.tokenizer import check_ids, check_unicode, encode
@@ -36,18 +37,16 @@ class Echo(TextStreamer):
 class Generator:
     """A loaded model and its tokenizer."""
 
-    def __init__(  # noqa: PLR0913 - mirrors the command's options
+    def __init__(
         self,
         model: str,
+        *,
+        kv_bits: int | None = None,  # None: what the artifact asks for
+        codebook_precision: str = "fp16",  # this and what follows: see `load`
         dtype: str = "float32",
         device: str = "cpu",
         report: Silent = SILENT,
-        *,
-        bits: float | None = None,  # this and the next three: see `load`
-        bpw: float | None = None,
-        size: int | str | None = None,
-        exact: bool = True,
-        kv_bits: int | None = None,  # None: what the artifact asks for
+        **at: Unpack[Budget],
     ) -> None:
         self.name = model
         check_kv_bits(kv_bits)
@@ -57,9 +56,8 @@ class Generator:
             )
         self.tokenizer = load_tokenizer(model)
         try:
-            self.model = load(
-                model, bits=bits, bpw=bpw, size=size, exact=exact, dtype=dtype, device=device, report=report
-            )
+            how = {"codebook_precision": codebook_precision, "dtype": dtype, "device": device}
+            self.model = load(model, **how, report=report, **at)
         finally:
             report.close()
         self.kv_bits = getattr(self.model, "kv_bits", 16) if kv_bits is None else kv_bits

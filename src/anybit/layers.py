@@ -17,6 +17,7 @@ from anybit.formats.weight import PackedWeight
 from anybit.kernels import operators
 from anybit.kernels.dispatch import Prepared
 
+CODEBOOK_PRECISIONS = ("fp16", "int8")  # that codebooks by row are multiplied in
 _PREPARING = threading.Lock()  # of any module: the first call may come from several threads at once
 
 
@@ -270,8 +271,23 @@ def set_bits(model: nn.Module, bits: float) -> float:
     return level.bits
 
 
-def set_exact(model: nn.Module, exact: bool) -> None:
-    """From the next call on, run codebooks by row exactly, or with inputs and centroids of 8 bits (see `Prepared`)."""
+def check_codebook_precision(precision: str) -> None:
+    """Refuse a precision that codebooks do not run in.
+
+    Raises:
+        InputError: with those that there are.
+    """
+    if precision not in CODEBOOK_PRECISIONS:
+        raise InputError(f"codebook precision {precision!r}: expected {' or '.join(CODEBOOK_PRECISIONS)}")
+
+
+def set_codebook_precision(model: nn.Module, precision: str) -> None:
+    """From the next call on, run codebooks by row as stored ("fp16"), or inputs and centroids of 8 bits ("int8").
+
+    Raises:
+        InputError: another precision.
+    """
+    check_codebook_precision(precision)
     for module in model.modules():
         if isinstance(module, PackedModule):
-            module.exact = exact
+            module.exact = precision == "fp16"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 import anybit.integrations.transformers  # noqa: F401 - registers the quantizer
 from anybit.artifact.files import SECTION, is_artifact
-from anybit.artifact.levels import Levels
+from anybit.artifact.levels import Budget, Levels
 from anybit.artifact.reader import Artifact, open_artifact, refuse_unfinished
 from anybit.calibration.gradients import load_whole
 from anybit.calibration.streaming import StreamedModel
@@ -20,54 +20,52 @@ from anybit.checkpoint.tokenizer import read_tokenizer
 from anybit.errors import InputError
 from anybit.formats.layout import QUANT_METHOD
 from anybit.kernels.dispatch import check_device
-from anybit.layers import set_exact
+from anybit.layers import check_codebook_precision, set_codebook_precision
 from anybit.progress import SILENT, Silent
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(  # noqa: PLR0913 - mirrors the command's options
+def load(
     model: str | Path,
     *,
-    bits: float | None = None,
-    bpw: float | None = None,
-    size: int | str | None = None,
-    exact: bool = True,
+    codebook_precision: str = "fp16",
     dtype: str = "float32",
     device: str = "cpu",
     report: Silent = SILENT,
+    **at: Unpack[Budget],
 ) -> Any:
     """A Transformers model, ready to run, from an artifact, an HF directory, a hub id or a `.gguf` file.
 
     Args:
         model: what to load; an artifact's headers, shapes and indices are checked first.
-        bits: the average width to run at: the largest level of the artifact up to it. Nothing beyond it is read from
-            disk. Without it all levels are loaded. `model.set_bits(b)` changes the one that runs.
-        bpw: the most stored bits per weight of the linear layers, instead.
-        size: the most bytes of all files but the tokenizer, instead, or text such as "110MB".
-        exact: False runs codebooks by row (SqueezeLLM, Any-Precision) on the CPU faster, with inputs and centroids
-            rounded to 8 bits; `model.set_exact(e)` changes it.
+        codebook_precision: "int8" runs codebooks by row (SqueezeLLM, Any-Precision) on the CPU faster, with inputs
+            and centroids rounded to 8 bits; `model.set_codebook_precision(p)` changes it.
         dtype: what it computes in ("float32", "bfloat16", "float16"); stored codes and scales keep theirs.
         device: "cpu" or "cuda".
         report: where progress goes.
+        at: the budget of the level to run at: `bits` (average width), `bpw` (stored bits per weight of the linear
+            layers) or `size` (bytes of all files but the tokenizer, or text such as "110MB"). Nothing beyond it is
+            read from disk. Without it all levels are loaded. `model.set_bits(b)` changes the one that runs.
 
     Raises:
-        InputError: see `artifact.open_artifact`, `checkpoint.open_checkpoint`; an unknown dtype or device.
+        InputError: see `artifact.open_artifact`, `checkpoint.open_checkpoint`; an unknown dtype, device or precision.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     check_device(device)
+    check_codebook_precision(codebook_precision)
     path = Path(model)
     refuse_unfinished(path)
     if is_artifact(path):
-        made = _load_artifact(Levels(open_artifact(path)), bits, bpw, size, dtype, report)
-        set_exact(made, exact)
+        made = _load_artifact(Levels(open_artifact(path)), at, dtype, report)
+        set_codebook_precision(made, codebook_precision)
         return made.eval().to(device)
     checkpoint = open_checkpoint(model)
     if checkpoint.gguf is None and is_artifact(checkpoint.path):  # from the hub
-        at: dict[str, Any] = {"bits": bits, "bpw": bpw, "size": size}
-        return load(checkpoint.path, **at, exact=exact, dtype=dtype, device=device, report=report)
-    if (bits, bpw, size) != (None, None, None):
+        how = {"codebook_precision": codebook_precision, "dtype": dtype, "device": device}
+        return load(checkpoint.path, **how, report=report, **at)
+    if any(value is not None for value in at.values()):
         raise InputError(
             f"{model} is no artifact of several widths: leave bits, bpw and size (--bits, ...) out"
         )
@@ -77,12 +75,10 @@ def load(  # noqa: PLR0913 - mirrors the command's options
     return loaded.eval().to(device)
 
 
-def _load_artifact(
-    levels: Levels, bits: float | None, bpw: float | None, size: int | str | None, dtype: str, report: Silent
-) -> Any:
+def _load_artifact(levels: Levels, at: Budget, dtype: str, report: Silent) -> Any:
     """An artifact at the level that was asked for; of what is beyond it nothing is read."""
-    artifact, chosen = levels.artifact, levels.choose(bits, bpw, size)
-    for note in levels.notes(bits, chosen):
+    artifact, chosen = levels.artifact, levels.choose(**at)
+    for note in levels.notes(at.get("bits"), chosen):
         report.say(note)
     level, found = levels.last if chosen is None else chosen, artifact.enhancements
     if found is None:

@@ -35,7 +35,7 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_cache")
 def test_the_benchmark_times_what_there_is() -> None:
-    figures = kernels.kernels(shapes=("33x70",), tokens=(1, 3), threads=(1, 2), rounds=1)
+    figures = kernels.kernels(kernels.Sweep(shapes=("33x70",), tokens=(1, 3), threads=(1, 2), rounds=1))
     assert [(r["out"], r["in"], r["tokens"], r["threads"]) for r in figures["rows"]] == [
         (33, 70, m, n) for m in (1, 3) for n in (1, 2)
     ]
@@ -48,9 +48,9 @@ def test_the_benchmark_times_what_there_is() -> None:
         low, high = row["read_gb_per_s_range"]
         assert 0 < low <= row["read_gb_per_s"] <= high
     with pytest.raises(InputError, match="OUTxIN"):
-        kernels.kernels(shapes=("33",))
+        kernels.kernels(kernels.Sweep(shapes=("33",)))
     with pytest.raises(InputError, match="more than"):
-        kernels.kernels(shapes=("99999999999x4096",))
+        kernels.kernels(kernels.Sweep(shapes=("99999999999x4096",)))
 
 
 def test_the_benchmark_takes_other_weights_each_time() -> None:
@@ -81,7 +81,7 @@ def test_the_benchmark_reads_far_more_than_the_cache_holds_on_all_threads(
     assert kernels._reader().func.__self__.nbytes == kernels.READ  # type: ignore[attr-defined]
     monkeypatch.setattr(kernels, "_reader", reader)
     monkeypatch.setattr(kernels, "WARM", 0)
-    kernels.kernels(shapes=("8x8",), threads=(1, 2), rounds=2, only=("W4",))
+    kernels.kernels(kernels.Sweep(shapes=("8x8",), threads=(1, 2), rounds=2, only=("W4",)))
     # Three rounds of warming up, two that count, and before each another call.
     assert used == [(i % 5, 1 + (i >= 10)) for i in range(20)]
 
@@ -93,7 +93,7 @@ def test_the_rate_in_the_cache_is_without_the_cost_of_a_call(monkeypatch: pytest
         return {name: [1e-3 + v.nbytes / 2e9] * rounds for name, v in variants.items()}
 
     monkeypatch.setattr(kernels, "_times", times)
-    figures = kernels.kernels(shapes=("500x512",), rounds=1, cached=True)
+    figures = kernels.kernels(kernels.Sweep(shapes=("500x512",), rounds=1, cached=True))
     assert figures["cached_bytes"] == kernels.CACHED
     variants = figures["rows"][0]["variants"]
     for figure in variants.values():
@@ -101,7 +101,7 @@ def test_the_rate_in_the_cache_is_without_the_cost_of_a_call(monkeypatch: pytest
         assert figure["rows"] % ROWS == 0
     assert variants["torch float32"]["rows"] == 256 and variants["W2"]["rows"] == 448  # of 512 KiB; of all
     monkeypatch.setattr(kernels, "CACHED", 1)
-    figures = kernels.kernels(shapes=("128x64",), rounds=1, cached=True, only=("W4",))
+    figures = kernels.kernels(kernels.Sweep(shapes=("128x64",), rounds=1, cached=True, only=("W4",)))
     assert figures["rows"][0]["variants"]["W4"]["rows"] == 128
 
 
@@ -150,7 +150,7 @@ def test_the_benchmark_has_every_width_and_draws_every_format() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_cache")
 def test_panels_without_points_are_drawn(tmp_path: Path) -> None:
-    figures = kernels.kernels(shapes=("8x8", "9x8"), rounds=1, only=("own",))
+    figures = kernels.kernels(kernels.Sweep(shapes=("8x8", "9x8"), rounds=1, only=("own",)))
     picture.plot(figures, tmp_path / "speed.svg")
     assert "9 x 8" in (tmp_path / "speed.svg").read_text()
 
@@ -159,7 +159,9 @@ def test_panels_without_points_are_drawn(tmp_path: Path) -> None:
 def test_the_benchmark_compares_instruction_sets_and_draws(tmp_path: Path) -> None:
     best = isas()[-1]
     figures = kernels.kernels(
-        shapes=("32x256",), rounds=1, dtype="float32", isas=("portable", best), only=("W4A8", "codebook")
+        kernels.Sweep(
+            shapes=("32x256",), rounds=1, dtype="float32", isas=("portable", best), only=("W4A8", "codebook")
+        )
     )
     (row,) = figures["rows"]
     assert {f"W4A8 @{best}", "W4A8 @portable", "codebook 4 + sparse @portable"} <= row["variants"].keys()
@@ -175,7 +177,7 @@ def test_the_benchmark_compares_instruction_sets_and_draws(tmp_path: Path) -> No
     )
     for wrong, match in wrongs:
         with pytest.raises(InputError, match=match):
-            kernels.kernels(shapes=("32x256",), **wrong)
+            kernels.kernels(kernels.Sweep(shapes=("32x256",), **wrong))
 
 
 @pytest.mark.skipif(ggml.library() is None, reason="llama-cpp-python is not installed")

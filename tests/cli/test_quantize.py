@@ -170,7 +170,10 @@ def test_budget_takes_the_largest_width_within(
         (("--size", "12parsec"), ("12parsec", "120MB")),
         (("--bpw", "1"), ("bits per weight", "smallest width")),
         (("--embed-bits", "5"), ("(--embed-bits) 5", "4, 8, 16")),
-        (("--method", "rtn", "--group-size", "0"), ("(--group-size) 0", "positive")),
+        (
+            ("--method", "rtn", "--group-size", "0"),
+            ("(--group-size) 0", "from 1 to 1048576, or -1 for the whole row"),
+        ),
         (("--group-size", "64"), ("(--group-size) would be ignored", "anybit has no use for it")),
         (("--bits", "nan"), ("anybit", "nan", "any average")),
         (("--damp", "2"), ("damp",)),

@@ -108,11 +108,11 @@ def oracle(model, base, tokens: list[int], seq_len: int, bos: int | None) -> dic
 
 
 @pytest.mark.parametrize("bos", [None, 5])
-@pytest.mark.parametrize(("batch_size", "chunk"), [(1, 1 << 24), (3, 1 << 24), (100, 4 * VOCABULARY)])
-def test_figures_equal_brute_force(monkeypatch, bos, batch_size, chunk):
+@pytest.mark.parametrize("chunk", [1 << 24, 4 * VOCABULARY])
+def test_figures_equal_brute_force(monkeypatch, bos, chunk):
     monkeypatch.setattr(evaluation, "CHUNK_ELEMENTS", chunk)
     base, model, tokens = tiny_llama(1), noisy(tiny_llama(1)), random_tokens(47)
-    result = perplexity(model, tokens, seq_len=9, bos=bos, base=base, batch_size=batch_size).as_dict()
+    result = perplexity(model, tokens, seq_len=9, bos=bos, base=base).as_dict()
     for key, value in oracle(model, base, tokens.tolist(), 9, bos).items():
         assert result[key] == pytest.approx(value, rel=1e-4), key
     assert (result["windows"], result["tail_tokens"], result["seq_len"], result["bos"]) == (5, 2, 9, bos)
@@ -179,7 +179,6 @@ def test_bos_takes_a_position_of_a_full_window(make):
         ({"tokens": random_tokens(40) + 40}, "vocabulary has 61"),
         ({"bos": 61}, "vocabulary has 61"),
         ({"seq_len": 0}, "seq_len is 0"),
-        ({"batch_size": 0}, "batch_size is 0"),
         ({"base": tiny_llama(1, vocabulary=70)}, "61 logits and the base 70"),
     ],
 )
@@ -195,7 +194,7 @@ def test_logits_that_are_not_numbers_name_the_window(bad):
     with torch.no_grad():
         broken.get_input_embeddings().weight[25] = bad  # token 25 is in the third window
     with pytest.raises(InputError, match="of the model are NaN or infinite in window 2 "):
-        perplexity(broken, tokens, seq_len=10, batch_size=4)
+        perplexity(broken, tokens, seq_len=10)
     with pytest.raises(InputError, match="of the base model are NaN or infinite in window 2 "):
         perplexity(tiny_llama(1), tokens, seq_len=10, base=broken)
 
@@ -234,10 +233,8 @@ def test_models_keep_their_mode_and_generators_their_state():
 
 def test_progress_counts_windows():
     seen: list[tuple[int, int]] = []
-    perplexity(
-        tiny_llama(1), random_tokens(57), seq_len=10, batch_size=2, progress=lambda *args: seen.append(args)
-    )
-    assert seen == [(2, 5), (4, 5), (5, 5)]
+    perplexity(tiny_llama(1), random_tokens(37), seq_len=10, progress=lambda *args: seen.append(args))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_half_precision_logits_are_scored_in_fp32():

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import driver
+from anybit import prepare
 from anybit.artifact.sizes import inspect, table_of_levels
 from anybit.artifact.verify import verify
 from anybit.artifact.writer import ArtifactWriter
@@ -63,7 +63,7 @@ def test_blocks_are_calibrated_behind_quantized_ones(
         patch.setattr(ArtifactWriter, "begin_cut", interrupt)
         with pytest.raises(Killed):
             anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
-    model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=driver.compute_dtype())
+    model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=prepare.compute_dtype())
     if not one_shot:
         stored = load_file(next((tmp_path / "out.partial" / "artifact").glob("model-00002-of-*.safetensors")))
         losses = {n.removesuffix(".losses"): t for n, t in stored.items() if n.endswith(".losses")}
@@ -86,7 +86,7 @@ def test_blocks_are_calibrated_behind_quantized_ones(
     with torch.no_grad():
         for row in tokens:
             model(input_ids=row[None])
-    streamed = StreamedModel(open_checkpoint(model_dir("llama")), driver.compute_dtype())
+    streamed = StreamedModel(open_checkpoint(model_dir("llama")), prepare.compute_dtype())
     weights = sensitivity.output_moments(Search(streamed, tokens, streamed.all_linears(), config)).tokens
     of_layer = weights["model.layers.1.self_attn.q_proj"]
     expected = sum((x.T * w) @ x for x, w in zip(inputs, of_layer))
@@ -126,7 +126,7 @@ def test_other_scores_rank_the_rows(
     anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     levels = table_of_levels(tmp_path / "out")
     assert [r["loss"] for r in levels] == sorted((r["loss"] for r in levels), reverse=True)
-    streamed = StreamedModel(open_checkpoint(model_dir("llama")), driver.compute_dtype())
+    streamed = StreamedModel(open_checkpoint(model_dir("llama")), prepare.compute_dtype())
     text = calibration_set(streamed.checkpoint.tokenizer(), str(text_file), 4, 32, 0)
     scores = sensitivity.width_scores(
         Search(streamed, text.tokens, streamed.all_linears(), builders.options("anybit", salience=kind))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from anybit import driver
 from anybit.artifact.verify import verify
 from anybit.calibration.moments import Activations, Collector
-from anybit.calibration.streaming import BlockCall
+from anybit.calibration.streaming import BlockCall, StreamedModel
+from anybit.checkpoint.directory import open_checkpoint
 from anybit.errors import InputError
 from anybit.formats import TwoFour
 from anybit.formats.weight import QuantizedWeight, layout_of, pack
@@ -222,7 +223,7 @@ def test_it_resumes_to_the_same_bytes(
 
 
 def test_the_estimate_knows_of_it(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    streamed = driver.StreamedModel(driver.open_checkpoint(model_dir("llama")), torch.float32)
+    streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
     plain = builders.changed(CONFIG, finetune=False)
     with_it, without = (
         estimate(streamed, make_plan(streamed, config), config, tmp_path) for config in (CONFIG, plain)

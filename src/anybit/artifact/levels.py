@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any
+from typing import Any, TypedDict
 
 from anybit.artifact.files import is_tokenizer_file
 from anybit.artifact.reader import Artifact
@@ -15,6 +15,14 @@ from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
 from anybit.formats.levels import CLOSE_BITS, largest, levels_of
 from anybit.formats.unquantized import UnquantizedLayout
+
+
+class Budget(TypedDict, total=False):
+    """How large a level may be: at most one of these, none for all that is there."""
+
+    bits: float | None  # average code width
+    bpw: float | None  # stored bits per weight of the linear layers
+    size: int | str | None  # bytes of all files but the tokenizer, or text such as "110MB"
 
 
 @dataclass(frozen=True)
@@ -99,13 +107,10 @@ class Levels:
             return dict(levels_of(self._layers)[level].layouts)
         return found.layouts_at(found.counts(level, check=False)[level])
 
-    def choose(self, bits: float | None, bpw: float | None, size: int | str | None) -> int | None:
-        """The largest level within a budget.
-
-        Args:
-            bits: average code width, or
-            bpw: most stored bits per weight, or
-            size: most bytes of all files but the tokenizer, a number or text such as "110MB". None of them: None.
+    def choose(
+        self, bits: float | None = None, bpw: float | None = None, size: int | str | None = None
+    ) -> int | None:
+        """The largest level within a `Budget`; None without one.
 
         Raises:
             InputError: a budget too small, more bits than are there, or several of the three.

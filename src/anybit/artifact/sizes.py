@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Unpack
 
 import torch
 
-from anybit.artifact.levels import Levels
+from anybit.artifact.levels import Budget, Levels
 from anybit.artifact.reader import open_artifact
 from anybit.checkpoint.directory import Checkpoint
 from anybit.config import Json
@@ -26,15 +27,12 @@ def table_of_levels(path: Path) -> list[Json]:
     return Levels(open_artifact(path)).table()
 
 
-def inspect(
-    path: Path, bits: float | None = None, bpw: float | None = None, size: int | str | None = None
-) -> Json:
+def inspect(path: Path, **at: Unpack[Budget]) -> Json:
     """What an artifact is made of, its sizes taken from its files.
 
     Args:
         path: the artifact.
-        bits: the average width at which it is read; the largest that is there by default. See `Levels.choose` for it,
-        bpw, size: what it may take, instead.
+        at: the budget of the level that is looked at; the largest that is there by default.
 
     Returns:
         `method`, `bits` (average width), `bits_eq10` (2/4/16: the same with its scales), `bits_per_weight` (8 x bytes
@@ -48,7 +46,7 @@ def inspect(
     """
     artifact = open_artifact(path)
     levels, quantization, checkpoint = Levels(artifact), artifact.quantization, artifact.checkpoint
-    chosen = levels.choose(bits, bpw, size)
+    chosen = levels.choose(**at)
     level = levels.last if chosen is None else chosen
     layers = {**levels.layouts(level), **levels.unquantized}
     return {

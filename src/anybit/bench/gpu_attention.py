@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,12 +32,11 @@ PAGE = 16
 CLOSE = 4e-3  # of the largest entry: float16's rounding of weights
 
 
-def attention(  # noqa: PLR0913 - what can be varied
+def attention(
     batches: Sequence[int] = (1, 16, 128),
     lengths: Sequence[int] = (1024, 4096),
     models: Sequence[str] = tuple(MODELS),
     rounds: int = 20,
-    page_size: int = PAGE,
     tune: bool = False,
     small: bool = False,
     save: Save = nobody,
@@ -65,12 +65,10 @@ def attention(  # noqa: PLR0913 - what can be varied
         graphs.check_all(failed)
         return {"checked": checked, "rows": []}
     begun, device = time.monotonic(), graphs.cuda()
-    found = _begun(device, failed) | {"page_size": page_size}
+    found = _begun(device, failed) | {"page_size": PAGE}
     save(found)
     for name in models:
-        found["checked"][name] = _check_attention(
-            MODELS[name], (1, page_size, 700), device, failed, f", {name}", page_size
-        )
+        found["checked"][name] = _check_attention(MODELS[name], (1, PAGE, 700), device, failed, f", {name}")
     for name in models:
         for length in lengths:
             for batch in batches:
@@ -79,8 +77,9 @@ def attention(  # noqa: PLR0913 - what can be varied
                     found["left_out"].append(where)
                     continue
                 with graphs.noted(failed, where):
-                    sizes, widths = (batch, length, page_size), tuple(found["checked"][name])
-                    row = _attention_row(MODELS[name], sizes, widths, rounds, tune, device, failed, where)
+                    timed = partial(graphs.times, rounds=rounds, failed=failed, where=f", {where}")
+                    widths = tuple(found["checked"][name])
+                    row = _attention_row(MODELS[name], (batch, length), widths, tune, device, timed)
                     found["rows"].append({"model": name, "batch": batch, "length": length} | row)
                 torch.cuda.empty_cache()
                 save(found)
@@ -137,14 +136,13 @@ def _check_attention(
     device: torch.device,
     failed: dict[str, str],
     where: str = "",
-    page_size: int = PAGE,
 ) -> dict[str, float]:
     """Largest difference from the reference at each width, of the largest entry; written by the kernel."""
     heads, kv_heads, d = shape
     generator = torch.Generator().manual_seed(0)
-    each = -(-max(lengths) // page_size)
+    each = -(-max(lengths) // PAGE)
     tables = torch.randperm(len(lengths) * each, generator=generator).int().view(len(lengths), each)
-    slots = torch.cat([(tables[i].long()[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
+    slots = torch.cat([(tables[i].long()[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
                        for i, length in enumerate(lengths)])  # fmt: skip
     keys, values = (torch.randn(len(slots), kv_heads, d, generator=generator).half() for _ in range(2))
     query = torch.randn(len(lengths), heads, d, generator=generator).half().to(device)
@@ -153,7 +151,7 @@ def _check_attention(
     errors: dict[str, float] = {}
     for bits in WIDTHS:
         with graphs.noted(failed, _name(bits) + where):
-            cache = PagedCache.empty(tables.numel(), kv_heads, d, bits, page_size, device=device)
+            cache = PagedCache.empty(tables.numel(), kv_heads, d, bits, PAGE, device=device)
             write(cache, keys.to(device), values.to(device), slots.to(device))
             wanted = reference(query, cache, tables, long, d**-0.5).float()
             worst = 0.0
@@ -186,25 +184,23 @@ def _name(bits: int) -> str:
     return "fp16" if bits == 16 else f"int{bits}"
 
 
-def _attention_row(  # noqa: PLR0913 - what a row depends on, and where it fails
+def _attention_row(
     shape: tuple[int, int, int],
-    sizes: tuple[int, int, int],  # batch, length, page_size
+    sizes: tuple[int, int],  # batch, length
     widths: Sequence[str],
-    rounds: int,
     tune: bool,
     device: torch.device,
-    failed: dict[str, str],
-    where: str,
+    timed: Callable[[dict[str, Variant]], dict[str, float]],
 ) -> Json:
     heads, kv_heads, d = shape
-    batch, length, _ = sizes
+    batch, length = sizes
     query = torch.randn(batch, heads, d, device=device).half()
     variants = {LIMIT: graphs.copy(device)}
     for bits in WIDTHS:
         if _name(bits) in widths:
             variants |= _paged(query, kv_heads, sizes, bits, tune)
     variants["sdpa"] = _sdpa(query, kv_heads, length)
-    times = graphs.times(variants, rounds, failed, f", {where}")
+    times = timed(variants)
     copy = graphs.copied(times)
     figures: Json = {}
     for name in sorted(times, key=times.__getitem__):  # the fastest of a width comes first
@@ -220,16 +216,14 @@ def _attention_row(  # noqa: PLR0913 - what a row depends on, and where it fails
     return graphs.of_row(copy, figures)
 
 
-def _paged(
-    query: Tensor, kv_heads: int, sizes: tuple[int, int, int], bits: int, tune: bool
-) -> dict[str, Variant]:
+def _paged(query: Tensor, kv_heads: int, sizes: tuple[int, int], bits: int, tune: bool) -> dict[str, Variant]:
     """Calls with one tile or several, that share caches."""
-    batch, length, page_size = sizes
-    d, each = query.shape[2], -(-length // page_size)
-    nbytes = batch * each * page_size * _row_bytes(bits, d) * kv_heads
+    batch, length = sizes
+    d, each = query.shape[2], -(-length // PAGE)
+    nbytes = batch * each * PAGE * _row_bytes(bits, d) * kv_heads
     caches, tables = [], []
     for _ in range(graphs.copies(nbytes)):
-        cache = PagedCache.empty(batch * each, kv_heads, d, bits, page_size, device=query.device)
+        cache = PagedCache.empty(batch * each, kv_heads, d, bits, PAGE, device=query.device)
         for rows in (cache.keys, cache.values):
             rows.normal_() if bits == 16 else rows.random_(-(1 << 15), 1 << 15)
         for grid in (cache.key_grid, cache.value_grid):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -81,74 +81,84 @@ class Variant:
     about: dict[str, str] = field(default_factory=dict)  # what is known once it is made
 
 
-def kernels(  # noqa: PLR0913 - what can be varied
-    shapes: Sequence[str] = SHAPES,
-    tokens: Sequence[int] = (1,),
-    threads: Sequence[int] = (1,),
-    rounds: int = 20,
-    dtype: str = "bfloat16",
-    isas: Sequence[str] = (),
-    only: Sequence[str] = (),
-    cached: bool = False,
-    report: Silent = SILENT,
-) -> Json:
-    """Microseconds of every stored format at every shape `OUTxIN`, number of tokens and number of threads.
-
-    Args:
-        tokens: multiplied at once, from 1 up.
-        threads: from 1 up.
-        dtype: what the model computes in, a key of `DTYPES`.
-        isas: instruction sets to compare, of `cpu.matmul_isas()`. Default: the best.
-        only: variants of these names, or where there is none, whose name begins so. Default: all.
-        cached: parts of the matrices that stay in the cache.
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What is timed: every stored format at every shape, number of tokens and number of threads.
 
     Raises:
         InputError: no native extension, a shape that is none or too small for `cached`, another dtype, an instruction
-            set or a variant that is not here.
+            set that is not here.
     """
-    if not cpu.available():
-        raise InputError(f"the native extension is not there: {cpu.why_not()}")
-    sizes = [parse_shape(shape, 2 * ROWS if cached else 1) for shape in shapes]
-    if dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r}: the kernels take {' and '.join(DTYPES)}")
-    for isa in isas:
-        if isa not in cpu.matmul_isas():
-            raise InputError(f"instruction set {isa!r}: this machine has {', '.join(cpu.matmul_isas())}")
 
-    def variants(out: int, columns: int, m: int = 1, n: int = 1) -> dict[str, Make]:
-        return _variants((ROWS if cached else out, columns), m, n, DTYPES[dtype], isas)
+    shapes: Sequence[str] = SHAPES  # `OUTxIN`
+    tokens: Sequence[int] = (1,)  # multiplied at once, from 1 up
+    threads: Sequence[int] = (1,)  # from 1 up
+    rounds: int = 20
+    dtype: str = "bfloat16"  # what the model computes in, a key of `DTYPES`
+    isas: Sequence[str] = ()  # instruction sets to compare, of `cpu.matmul_isas()`; the best by default
+    only: Sequence[
+        str
+    ] = ()  # variants of these names, or where there is none, whose name begins so; all by default
+    cached: bool = False  # parts of the matrices that stay in the cache
 
-    there = dict.fromkeys(name for size in sizes for name in variants(*size))
-    kept = chosen(only, there) if only else there
+    def __post_init__(self) -> None:
+        if not cpu.available():
+            raise InputError(f"the native extension is not there: {cpu.why_not()}")
+        _ = self.sizes  # refuses what is no shape
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype {self.dtype!r}: the kernels take {' and '.join(DTYPES)}")
+        for isa in self.isas:
+            if isa not in cpu.matmul_isas():
+                raise InputError(f"instruction set {isa!r}: this machine has {', '.join(cpu.matmul_isas())}")
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """The shapes as (out, in)."""
+        return [parse_shape(shape, 2 * ROWS if self.cached else 1) for shape in self.shapes]
+
+    def variants(self, out: int, columns: int, m: int = 1, n: int = 1) -> dict[str, Make]:
+        """Of a shape, for m tokens and n threads."""
+        rows = ROWS if self.cached else out
+        return _variants((rows, columns), m, n, DTYPES[self.dtype], self.isas)
+
+
+def kernels(sweep: Sweep, report: Silent = SILENT) -> Json:
+    """Microseconds of what a sweep names.
+
+    Raises:
+        InputError: a variant that is not here.
+    """
+    sizes = sweep.sizes
+    there = dict.fromkeys(name for size in sizes for name in sweep.variants(*size))
+    kept = chosen(sweep.only, there) if sweep.only else there
     before, rows = torch.get_num_threads(), []
     reading = rotating(Variant(READ, _reader), -(-_cold() // READ))
     reader = Variant(READ, lambda: reading, rest=_settle)
-    advance = report.task("kernels", len(sizes) * len(tokens) * len(threads))
+    advance = report.task("kernels", len(sizes) * len(sweep.tokens) * len(sweep.threads))
     try:
         for out, columns in sizes:
-            for m in tokens:
-                for n in threads:
-                    torch.set_num_threads(n)
-                    makes = {
-                        name: make
-                        for name, make in variants(out, columns, m, n).items()
-                        if name in kept or name.startswith("torch")
-                    }
-                    row = {"out": out, "in": columns, "tokens": m, "threads": n}
-                    rows.append({**row, **_measure(makes, out, reader, rounds, cached)})
-                    advance(1)
+            for m, n in product(sweep.tokens, sweep.threads):
+                torch.set_num_threads(n)
+                makes = {
+                    name: make
+                    for name, make in sweep.variants(out, columns, m, n).items()
+                    if name in kept or name.startswith("torch")
+                }
+                row = {"out": out, "in": columns, "tokens": m, "threads": n}
+                rows.append({**row, **_measure(makes, out, reader, sweep.rounds, sweep.cached)})
+                advance(1)
     finally:
         torch.set_num_threads(before)
     return {
         "bench": "kernels",
         **info()["cpu"],
         "machine": machine(),
-        "dtype": dtype,
-        "isas": list(isas) or [cpu.matmul_isa()],
-        "rounds": rounds,
+        "dtype": sweep.dtype,
+        "isas": list(sweep.isas) or [cpu.matmul_isa()],
+        "rounds": sweep.rounds,
         "group_size": GROUP,
         "peer": ggml.version(),
-        "cached_bytes": CACHED if cached else None,
+        "cached_bytes": CACHED if sweep.cached else None,
         "rows": rows,
     }
 

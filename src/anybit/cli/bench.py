@@ -173,7 +173,7 @@ def _on_cpu(timed: Timed, asked: OnCpu, json_file: Path | None) -> None:
         set_threads(count)
     common = timed.common()
     with reporting() as report:
-        figures = kernels.kernels(
+        sweep = kernels.Sweep(
             shapes=common["shapes"] or kernels.SHAPES,
             tokens=whole_numbers("tokens", timed.tokens or "1"),
             threads=counts,
@@ -182,8 +182,8 @@ def _on_cpu(timed: Timed, asked: OnCpu, json_file: Path | None) -> None:
             isas=named("isa", asked.isa),
             only=common["only"],
             cached=asked.cached,
-            report=report,
         )
+        figures = kernels.kernels(sweep, report)
     emit(figures, json_file, tables.print_bench_kernels)
     if timed.plot is not None:
         from anybit.bench import picture

@@ -12,9 +12,9 @@ from anybit import methods
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import Checkpoint
 from anybit.config import Json, Options, Widths, flag_of
-from anybit.driver import compute_dtype
 from anybit.errors import InputError
 from anybit.plan import make_plan
+from anybit.prepare import compute_dtype
 
 BASE = "unquantized"
 USUAL = [method.compared for method in methods.METHODS.values() if method.compared]

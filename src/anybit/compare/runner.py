@@ -233,7 +233,7 @@ class _Runner:
         made = self._made(cell, artifact)
         width = cell.bits if cell.options.several else None
         figures = self._measure(str(artifact), width)
-        stored = inspect(artifact, width)
+        stored = inspect(artifact, bits=width)
         head = {
             "name": cell.entry.name,
             "bits": cell.bits,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from anybit.artifact.files import is_artifact
+from anybit.artifact.levels import Budget
 from anybit.artifact.sizes import inspect
 from anybit.calibration import texts
 from anybit.checkpoint.architectures import is_encoder, max_positions
 from anybit.config import Json
-from anybit.errors import InputError
+from anybit.errors import InputError, refuse_unknown
 from anybit.evaluation import embeddings
 from anybit.evaluation import perplexity as evaluation
 from anybit.kernels.dispatch import check_device
@@ -23,36 +24,40 @@ from anybit.progress import SILENT, Silent
 SEQ_LEN = 2048
 
 
-def evaluate(  # noqa: PLR0913 - mirrors the command's options
-    model: str | Path,
-    *,
-    text: str | None = None,
-    pairs: Path | None = None,
-    seq_len: int | None = None,
-    max_tokens: int | None = None,
-    base: str | Path | None = None,
-    base_cache: Path | None = None,
-    tasks: tuple[str, ...] = (),
-    tasks_dir: Path | None = None,
-    limit: int | None = None,
-    bits: float | None = None,
-    bpw: float | None = None,
-    size: int | str | None = None,
-    exact: bool = True,
-    kv_bits: int | None = None,
-    dtype: str = "float32",
-    device: str = "cpu",
-    report: Silent = SILENT,
-) -> Json:
-    """Perplexity of a model on a text, its divergence from `base`, and zero-shot tasks; of an encoder its embeddings.
+class Settings(Budget, total=False):
+    """What `evaluate` takes besides the model, and of which level of an artifact: see `Budget`."""
 
-    `text` is the built-in evaluation text by default; `bits`, `bpw`, `size` and `exact`: see `load`; `seq_len` is
-    2048 by default, or what the model reaches. `base_cache` is a folder where what `base` computes is kept for the next
-    model that is compared with it (see `evaluation.recalled`). With `kv_bits` below 16 (default: what the artifact asks
-    for) attention reads nothing but quantized keys and values.
+    text: str | None  # a `.txt` or `.jsonl` file or a hub dataset; the built-in evaluation text by default
+    pairs: (
+        Path | None
+    )  # of an encoder: sentence pairs with scores (see `embeddings.read_pairs`), compared by rank
+    seq_len: (
+        int | None
+    )  # tokens of a window, of an encoder of a sentence; 2048 by default, or what the model reaches
+    max_tokens: int | None  # most tokens of the text
+    base: str | Path | None  # the model to compare with: by divergence, of an encoder by embeddings
+    base_cache: (
+        Path | None
+    )  # folder that keeps what `base` computes, for the next model (see `evaluation.recalled`)
+    tasks: tuple[str, ...]  # zero-shot tasks
+    tasks_dir: Path | None  # folder of their files; without it they are fetched
+    limit: int | None  # questions of each
+    kv_bits: int | None  # of the keys and values that attention reads; what the artifact asks for by default
+    codebook_precision: str  # this and what follows: see `load`
+    dtype: str
+    device: str
+    report: Silent
 
-    An encoder's embeddings are compared with those of `base`, and with `pairs`, a file of sentence pairs with scores
-    (see `embeddings.read_pairs`), by rank; `seq_len` then cuts sentences.
+
+OF_TEXT = ("text", "max_tokens", "tasks", "tasks_dir", "limit", "kv_bits", *Budget.__annotations__)
+
+
+def evaluate(model: str | Path, **settings: Unpack[Settings]) -> Json:
+    """Perplexity of a model on a text, its divergence from a base, and zero-shot tasks; of an encoder its embeddings.
+
+    Args:
+        model: what `load` takes.
+        settings: see `Settings`.
 
     Returns:
         JSON-able: `perplexity`, `tokens` (scored), `seq_len`, `bits_per_weight` (None for a model that is no
@@ -63,43 +68,59 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     Raises:
         InputError: see `load`, `texts.read_text`, `evaluation.perplexity`, `lm_eval.prepare` and `embeddings`; options
             that this kind of model has no use for.
+        TypeError: a setting that there is not.
     """
-    check_device(device)
-    check_kv_bits(kv_bits)
-    level: Json = {"bits": bits, "bpw": bpw, "size": size}
+    refuse_unknown(settings, Settings)
+    check_device(settings.get("device", "cpu"))
+    check_kv_bits(settings.get("kv_bits"))
     if is_encoder(config_of(model)):
-        of_tasks = {"tasks": tasks, "tasks_dir": tasks_dir, "limit": limit}
-        of_text = {"text": text, "max_tokens": max_tokens}
-        _refuse_for_encoder(model, of_text | of_tasks | level | {"kv_bits": kv_bits})
-        return _evaluate_encoder(model, base, pairs, seq_len, dtype, device, report)
-    if pairs is not None:
+        _refuse_for_encoder(model, settings)
+        return _evaluate_encoder(model, settings)
+    if settings.get("pairs") is not None:
         raise InputError(
             f"{model} is a language model, not an encoder: pairs (--pairs) would be ignored; leave it out"
         )
-    prepared = _prepared(tasks, tasks_dir, limit)
-    text = text or "builtin-eval"
+    return _evaluate_decoder(model, settings)
+
+
+def _evaluate_decoder(model: str | Path, settings: Settings) -> Json:
+    """Perplexity, divergence from the base, zero-shot tasks."""
+    prepared = _prepared(settings.get("tasks", ()), settings.get("tasks_dir"), settings.get("limit"))
+    text, report = settings.get("text") or "builtin-eval", settings.get("report", SILENT)
     tokenizer = load_tokenizer(model)
     tokens = texts.token_ids(tokenizer, texts.read_text(text))
-    loaded = load(model, **level, exact=exact, dtype=dtype, device=device, report=report)
-    reference = load(base, dtype=dtype, device=device, report=report) if base is not None else None
+    how, base = _some(settings, "dtype", "device", "report"), settings.get("base")
+    loaded = load(model, **how, **_some(settings, "codebook_precision", *Budget.__annotations__))
+    reference = None if base is None else load(base, **how)
+    seq_len, kv_bits = settings.get("seq_len"), settings.get("kv_bits")
     if seq_len is None:
         seq_len = min(SEQ_LEN, max_positions(loaded) or SEQ_LEN)
     kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
-    with quantized_attention(loaded, kv_bits), evaluation.recalled(reference, base_cache):
+    with (
+        quantized_attention(loaded, kv_bits),
+        evaluation.recalled(reference, settings.get("base_cache")),
+    ):
         result = evaluation.perplexity(
-            loaded, tokens, seq_len=seq_len, max_tokens=max_tokens, bos=texts.default_bos(tokenizer),
-            base=reference, progress=_counting(report, f"perplexity on {text}"),
+            loaded, tokens, seq_len=seq_len, max_tokens=settings.get("max_tokens"),
+            bos=texts.default_bos(tokenizer), base=reference,
+            progress=_counting(report, f"perplexity on {text}"),
         )  # fmt: skip
     for note in result.notes:
         report.say(note)
+    dtype = settings.get("dtype", "float32")
     figures = {"model": str(model), "text": text, **result.as_dict(), "dtype": dtype, "kv_bits": kv_bits}
-    figures |= _stored(model, **level)
+    figures |= _stored(model, settings)
     if prepared is not None:
         from anybit.evaluation import tasks as lm_eval
 
         with quantized_attention(loaded, kv_bits):
             figures["tasks"] = lm_eval.run_prepared(loaded, tokenizer, prepared, batch_size=8)
     return figures
+
+
+def _some(settings: Settings, *names: str) -> Any:
+    """Those of the settings that are given."""
+    return {name: value for name, value in settings.items() if name in names}
 
 
 def _prepared(tasks: tuple[str, ...], tasks_dir: Path | None, limit: int | None) -> Any:
@@ -126,20 +147,18 @@ def _counting(report: Silent, title: str) -> evaluation.Progress:
     return progress
 
 
-def _stored(
-    model: str | Path, bits: float | None = None, bpw: float | None = None, size: int | str | None = None
-) -> Json:
+def _stored(model: str | Path, settings: Settings) -> Json:
     """What `evaluate` says of an artifact's size."""
     if not is_artifact(Path(model)):
         return {"bits_per_weight": None}
-    made = inspect(Path(model), bits, bpw, size)
+    made = inspect(Path(model), **_some(settings, *Budget.__annotations__))
     keys = ("method", "bits", "bits_per_weight", "file_bits_per_weight", "size_bytes")
     return {key: made[key] for key in keys}
 
 
-def _refuse_for_encoder(model: str | Path, options: Json) -> None:
+def _refuse_for_encoder(model: str | Path, settings: Settings) -> None:
     """Refuse options that only a language model has a use for."""
-    for name, value in options.items():
+    for name, value in _some(settings, *OF_TEXT).items():
         if value is not None and value != ():
             raise InputError(
                 f"{model} is an encoder, and {name} (--{name.replace('_', '-')}) is for language models; its "
@@ -147,16 +166,10 @@ def _refuse_for_encoder(model: str | Path, options: Json) -> None:
             )
 
 
-def _evaluate_encoder(
-    model: str | Path,
-    base: str | Path | None,
-    pairs: Path | None,
-    seq_len: int | None,
-    dtype: str,
-    device: str,
-    report: Silent,
-) -> Json:
+def _evaluate_encoder(model: str | Path, settings: Settings) -> Json:
     """Embeddings against those of the base, and against the scores of pairs."""
+    base, pairs = settings.get("base"), settings.get("pairs")
+    report, seq_len = settings.get("report", SILENT), settings.get("seq_len")
     if base is None and pairs is None:
         raise InputError(
             f"{model} is an encoder: name the model to compare it with (--base), or sentence pairs (--pairs), or both"
@@ -172,14 +185,15 @@ def _evaluate_encoder(
     tokenizer = load_tokenizer(model)
 
     def embedded(source: str | Path) -> dict[str, Tensor]:
-        loaded = load(source, dtype=dtype, device=device, report=report)
+        loaded = load(source, **_some(settings, "dtype", "device", "report"))
         advance = report.task(f"embeddings of {source}", len(sentences))
         made = embeddings.embed(
             loaded, tokenizer, sentences, pooling=pooling, seq_len=seq_len, advance=advance
         )
         return dict(zip(sentences, made))
 
-    figures = {"model": str(model), "sentences": len(sentences), "pooling": pooling, "dtype": dtype}
+    figures = {"model": str(model), "sentences": len(sentences), "pooling": pooling}
+    figures["dtype"] = settings.get("dtype", "float32")
     own = embedded(model)
     reference = None if base is None else embedded(base)
     if reference is not None:
@@ -188,4 +202,4 @@ def _evaluate_encoder(
         figures |= {"pairs": len(scored.scores), "spearman": embeddings.rank_correlation(own, scored)}
         if reference is not None:
             figures["base_spearman"] = embeddings.rank_correlation(reference, scored)
-    return figures | _stored(model)
+    return figures | _stored(model, {})

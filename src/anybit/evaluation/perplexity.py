@@ -74,7 +74,7 @@ class PerplexityResult:
         return {key: _jsonable(value) for key, value in record.items()}
 
 
-def perplexity(  # noqa: PLR0913 - the knobs of one definition; a dataclass would only be taken apart again
+def perplexity(
     model: Any,
     tokens: torch.Tensor,
     *,
@@ -82,7 +82,6 @@ def perplexity(  # noqa: PLR0913 - the knobs of one definition; a dataclass woul
     max_tokens: int | None = None,
     bos: int | None = None,
     base: Any = None,
-    batch_size: int = 1,
     progress: Progress | None = None,
 ) -> PerplexityResult:
     """Score the text `tokens` (int64 [T], no special tokens) with `model`, and against `base` if given.
@@ -95,18 +94,16 @@ def perplexity(  # noqa: PLR0913 - the knobs of one definition; a dataclass woul
     body, notes = _window_length(models, seq_len, bos)
     windows, tail = _windows(tokens, body, max_tokens)
     _check_ids(models, windows, bos)
-    if batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}; at least one window is scored at a time.")
     if bos is not None:
         windows = torch.cat([torch.full((len(windows), 1), bos, dtype=torch.int64), windows], dim=1)
     elif body == 1:
         notes += ("a window of one token without BOS has nothing to score",)
     scores = _Scores()
     with _eval_mode(models), torch.no_grad():
-        for first in range(0, len(windows), batch_size):
-            _score_batch(models, windows[first : first + batch_size], first, scores)
+        for i, window in enumerate(windows):
+            _score_window(models, window, i, scores)
             if progress is not None:
-                progress(min(first + batch_size, len(windows)), len(windows))
+                progress(i + 1, len(windows))
     count = len(windows) * (windows.shape[1] - 1)
     return PerplexityResult(
         perplexity=_perplexity(scores.nll, count),
@@ -213,27 +210,26 @@ def _check_ids(models: Sequence[Any], windows: torch.Tensor, bos: int | None) ->
             )
 
 
-def _score_batch(models: Sequence[Any], ids: torch.Tensor, first: int, scores: _Scores) -> None:
-    """Score the windows `ids` (int64 [B, L], BOS included); `first` is the index of the first of them."""
-    if ids.shape[1] == 1:
-        scores.nll.extend([0.0] * len(ids))
-        scores.base_nll.extend([0.0] * (len(ids) if len(models) > 1 else 0))
+def _score_window(models: Sequence[Any], ids: torch.Tensor, window: int, scores: _Scores) -> None:
+    """Score a window `ids` (int64 [L], BOS included), number `window` of the text."""
+    if len(ids) == 1:
+        scores.nll.append(0.0)
+        scores.base_nll.extend([0.0] * (len(models) - 1))
         return
-    logits = [_logits(model, ids) for model in models]  # [B, L, V] each, in the model's dtype
+    logits = [_logits(model, ids) for model in models]  # [L, V] each, in the model's dtype
     if len(logits) > 1 and logits[0].shape != logits[1].shape:
         raise InputError(
             f"the model gives {logits[0].shape[-1]} logits and the base {logits[1].shape[-1]}; "
             f"the base must have the same vocabulary."
         )
-    for row in range(len(ids)):
-        _score_window([each[row, :-1] for each in logits], ids[row, 1:], first + row, scores)
+    _score_logits([each[:-1] for each in logits], ids[1:], window, scores)
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=ids.to(model.device), use_cache=False, return_dict=True).logits
+    return model(input_ids=ids[None].to(model.device), use_cache=False, return_dict=True).logits[0]
 
 
-def _score_window(
+def _score_logits(
     logits: Sequence[torch.Tensor], targets: torch.Tensor, window: int, scores: _Scores
 ) -> None:
     """Add one window: `logits` [N, V] of the model (and of the base), `targets` int64 [N]."""

@@ -178,15 +178,20 @@ class Damped(Options):
     )  # fmt: skip
 
 
+def group_size_of(default: int) -> Any:
+    """The option of all uniform grids."""
+    return option(
+        default, "Input channels that share a scale; -1: the whole row.",
+        expected=f"a whole number from 1 to {MAX_GROUP}, or -1 for the whole row",
+        valid=lambda value: value == -1 or 1 <= value <= MAX_GROUP,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Attentive):
     """Methods that round weights, and perhaps inputs, to uniform grids."""
 
-    group_size: int = option(
-        128, "Input channels that share a scale; -1: the whole row.",
-        expected=f"a number from 1 to {MAX_GROUP}, or -1 for whole rows",
-        valid=lambda value: value == -1 or 1 <= value <= MAX_GROUP,
-    )  # fmt: skip
+    group_size: int = group_size_of(128)
     clip: bool = option(False, "Search clipping ratios per group.", layer=True)
     clip_ratio: float | None = option(
         None, "Clipping ratio where none is searched.", unset="1", layer=True, **within(0.1, 1, "a ratio")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from anybit.config import MAX_GROUP, Widths, option
+from anybit.config import Widths, option
 from anybit.methods import rtn
-from anybit.methods.method import Method, Uniform, rounding_statistics
+from anybit.methods.method import Method, Uniform, group_size_of, rounding_statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,11 +16,7 @@ class SmoothQuant(Uniform):
     widths_of: ClassVar = Widths(2, 8)
     default_bits: ClassVar = 8
 
-    group_size: int = option(
-        -1, "Input channels that share a scale; -1: the whole row.",
-        expected=f"a number from 1 to {MAX_GROUP}, or -1 for whole rows",
-        valid=lambda value: value == -1 or 1 <= value <= MAX_GROUP,
-    )  # fmt: skip
+    group_size: int = group_size_of(-1)
     symmetric: bool = option(True, "Without zero points.", flag="--symmetric/--asymmetric")
     scaling: str = option(
         "smoothquant", "The method is a scaling.", layer=True,
