@@ -17,6 +17,7 @@ from anybit.artifact.verify import verify
 from anybit.calibration.moments import Activations, Collector
 from anybit.config import TileSpec
 from anybit.errors import InputError
+from anybit.evaluation.measure import evaluate
 from anybit.formats.weight import pack
 from anybit.methods import gptq, rtn
 from tests import builders
@@ -315,6 +316,18 @@ def test_finished_shards_need_no_room_again(
     with pytest.raises(InputError, match="make room"):
         driver.quantize(model_dir("llama"), tmp_path / "elsewhere", RTN)
     assert driver.quantize(model_dir("llama"), tmp_path / "out", RTN).resumed_shards == 2
+
+
+def test_settings_that_there_are_not_are_refused(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    for call in (
+        lambda: driver.quantize(model_dir("llama"), tmp_path / "out", RTN, overwite=True),  # type: ignore[call-arg]
+        lambda: evaluate(model_dir("llama"), txt="my.txt"),  # type: ignore[call-arg]
+    ):
+        with pytest.raises(
+            TypeError, match=r"unexpected keyword argument '(overwite|txt)': expected some of"
+        ):
+            call()
+    assert not list(tmp_path.iterdir())
 
 
 METHODS = {

@@ -17,7 +17,7 @@ from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.architectures import auto_class, build_options, refuse_unused
 from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.checkpoint.tokenizer import read_tokenizer
-from anybit.errors import InputError
+from anybit.errors import InputError, refuse_unknown
 from anybit.formats.layout import QUANT_METHOD
 from anybit.kernels.dispatch import check_device
 from anybit.layers import check_codebook_precision, set_codebook_precision
@@ -51,6 +51,7 @@ def load(
     Raises:
         InputError: see `artifact.open_artifact`, `checkpoint.open_checkpoint`; an unknown dtype, device or precision.
     """
+    refuse_unknown(at, Budget)
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     check_device(device)

@@ -36,6 +36,7 @@ def test_eval_refuses(run: Run, made: Path, model_copy: Callable[[str], Path], t
     refused(run("eval", made, "--text", "a.txt", "--dataset", "wikitext2"), "--dataset")
     refused(run("eval", made, "--text", tmp_path / "nowhere.txt"), "nowhere.txt")
     refused(run("eval", made, "--dtype", "float8"), "float8", "bfloat16")
+    refused(run("eval", made, "--codebook-precision", "int4"), "'int4'", "fp16 or int8")
     refused(run("eval", made, "--tasks-dir", tmp_path), "tasks_dir", "--tasks")
     refused(run("eval", made, "--limit", "3"), "limit", "--tasks")
     for command in (("eval", made), ("generate", made, "-p", "x"), ("chat", made)):

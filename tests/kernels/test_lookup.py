@@ -302,15 +302,15 @@ def test_a_model_runs_fast_or_exactly(
     anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     model, ids = anybit.load(tmp_path / "out").requires_grad_(False), torch.arange(6)[None]
     exact = model(ids).logits
-    model.set_exact(False)
+    model.set_codebook_precision("int8")
     fast = model(ids).logits
     assert 0 < float((fast - exact).norm() / exact.norm()) < 0.05
-    other = anybit.load(tmp_path / "out", exact=False).requires_grad_(False)
+    other = anybit.load(tmp_path / "out", codebook_precision="int8").requires_grad_(False)
     assert torch.equal(other(ids).logits, fast)
     many = torch.arange(60)[None] % 7  # as prefill: the same numbers, from the dense matrix
     again = model(many).logits[:, -1]
     steps = model(many[:, :-4], use_cache=True)
     last = model(many[:, -4:], **{CACHE: steps[CACHE]}).logits[:, -1]
     torch.testing.assert_close(again, last, rtol=1e-3, atol=1e-3 * float(last.abs().max()))
-    model.set_exact(True)
+    model.set_codebook_precision("fp16")
     assert torch.equal(model(ids).logits, exact)
