@@ -17,11 +17,11 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from anybit.artifact import split
 from anybit.artifact.config_json import artifact_config, provenance
 from anybit.artifact.files import resolved
 from anybit.artifact.model_card import model_card
 from anybit.artifact.sizes import inspect
+from anybit.artifact.split import LOSSES, Split, split
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
 from anybit.calibration.as_stored import as_stored
 from anybit.calibration.gradients import gradient_statistics, spilled_statistics
@@ -244,7 +244,7 @@ class _Run(Ready):
         layouts = {name: self.plan.layouts[name] for name in linears}
         if self.method.running is None or not layouts:
             return layouts
-        losses = {name: tensors[f"{name}.{split.LOSSES}"] for name in layouts}
+        losses = {name: tensors[f"{name}.{LOSSES}"] for name in layouts}
         return self.method.running(self.options, layouts, losses)
 
     def _linears(self, i: int) -> dict[str, nn.Module]:
@@ -292,7 +292,7 @@ class _Run(Ready):
             self._check_made(name, weight, packed)
             tensors |= {f"{name}.{field}": t.cpu() for field, t in packed.tensors.items()}
             if weight.losses is not None:
-                tensors[f"{name}.{split.LOSSES}"] = weight.losses.cpu()
+                tensors[f"{name}.{LOSSES}"] = weight.losses.cpu()
             advance(1)
         quantized = {f"{name}.weight" for name in linears}
         tensors |= {n: self._kept(n) for n in self.streamed.tensor_names(i) if n not in quantized}
@@ -359,21 +359,21 @@ class _Run(Ready):
         """Write what describes the artifact, and give it its name; what shared statistics took."""
         writer, checkpoint, plan = self.writer, self.streamed.checkpoint, self.plan
         made = provenance(checkpoint, self.base, self.options, self.text.describe() if self.text else None)
-        cut: split.Cut | None = None
+        parts: Split | None = None
         if self.method.ordered is not None:
             self.report.say("orders the planes and writes base layer and enhancement layers")
-            cut = split.cut(writer, plan.layouts, *self.method.ordered(self.options))
-            plan = replace(plan, layouts=cut.layouts, enhancement_bytes=0)
-        sizes = plan.sizes() if cut is None else cut.sizes(plan.sizes()[0])
+            parts = split(writer, plan.layouts, *self.method.ordered(self.options))
+            plan = replace(plan, layouts=parts.layouts, enhancement_bytes=0)
+        sizes = plan.sizes() if parts is None else parts.sizes(plan.sizes()[0])
         texts = {"README.md": model_card(checkpoint, plan, self.options, made, sizes)}
         checkpoint.copy_assets(writer.work)
         cost = writer.cost()
         described = artifact_config(self.streamed, plan, made)
-        if cut is None:
+        if parts is None:
             writer.finish(described, texts)
         else:
-            described["quantization_config"] |= {"bits": cut.bits, **cut.stated}
-            writer.finish(described, texts, cut.files, cut.section)
+            described["quantization_config"] |= {"bits": parts.bits, **parts.stated}
+            writer.finish(described, texts, parts.files, parts.section)
         return cost
 
 

@@ -95,7 +95,7 @@ def test_a_cut_that_another_run_drops_leaves_nothing(
     assert not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize("at", ["write_shard", "write_cut", "finish"])
+@pytest.mark.parametrize("at", ["write_shard", "write_split", "finish"])
 def test_a_killed_run_resumes_and_ends_in_the_same_bytes(
     anybit_artifact: Path,
     model_dir: Callable[[str], Path],

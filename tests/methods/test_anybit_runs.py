@@ -60,7 +60,7 @@ def test_blocks_are_calibrated_behind_quantized_ones(
     monkeypatch.setattr(nested_codes, "quantize", watched)
     config = builders.options("anybit", samples=4, seq_len=32, tune_for=2.5, one_shot=one_shot)
     with monkeypatch.context() as patch:  # keep all planes and losses
-        patch.setattr(ArtifactWriter, "begin_cut", interrupt)
+        patch.setattr(ArtifactWriter, "begin_split", interrupt)
         with pytest.raises(Killed):
             anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=prepare.compute_dtype())

@@ -32,7 +32,7 @@ LOSSES = "losses"  # field beside a layer's tensors while the order is not known
 
 
 @dataclass(frozen=True)
-class Cut:
+class Split:
     """An artifact that was split into base layer and enhancement layers."""
 
     layouts: dict[str, LayerLayout]  # of all layers as the base layer has them
@@ -50,7 +50,7 @@ class Cut:
         )
 
 
-def cut(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout], bits: float, whole: bool) -> Cut:
+def split(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout], bits: float, whole: bool) -> Split:
     """Write what a run has made, all planes of all rows, again as base layer and enhancement layers up to `bits`.
 
     Args:
@@ -72,28 +72,28 @@ def cut(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout], bits: float,
     )  # whole layers may skip some
     counts = [steps.counts(end) for end in ends]
     base = {n: with_counts(x, counts[0][n]) if n in counts[0] else x for n, x in layouts.items()}
-    writer.begin_cut()
+    writer.begin_split()
     chain = ""
     for shard in range(writer.shards):
         tensors = writer.read_whole(shard)
         for name in (name for name in names if shard_of[name] == shard):
             tensors = _base_tensors(name, base[name], tensors)
-        chain = link(chain, writer.write_cut(writer.file(shard), tensors)["sha256"])
+        chain = link(chain, writer.write_split(writer.file(shard), tensors)["sha256"])
     section = [{"file": "", "bits": steps.bits(ends[0]), "loss": steps.loss_after(ends[0]), "chain": chain}]
     files: dict[str, Json] = {}
     for i in range(1, len(ends)):
         file = enhancement_file(i, len(ends) - 1)
         tensors = _enhancement(writer, names, shard_of, list(plane_rows(counts[i], counts[i - 1])))
-        files[file] = writer.write_cut(file, tensors, {"after": chain})
+        files[file] = writer.write_split(file, tensors, {"after": chain})
         chain = link(chain, files[file]["sha256"])
         level = {"bits": steps.bits(ends[i]), "loss": steps.loss_after(ends[i])}
         section.append({"file": file, **level, "chain": chain})
     stated = {SECTION: {"refinements": len(files), "list": list_hash(section)}}
-    return Cut(base, files, {SECTION: section}, stated, steps.bits(ends[-1]))
+    return Split(base, files, {SECTION: section}, stated, steps.bits(ends[-1]))
 
 
 def _base_tensors(name: str, layout: LayerLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a shard with those of a layer cut to its layout in the base layer."""
+    """The tensors of a shard with those of a layer as the base layer has it."""
     own = {f"{name}.{LOSSES}", *(f"{name}.plane_{p}" for p in range(1, BITS + 1))}
     made = {field: tensor for field, tensor in tensors.items() if field not in own}
     for field, (_, shape) in layout.stored_tensors().items():

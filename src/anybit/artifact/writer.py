@@ -122,7 +122,7 @@ class ArtifactWriter:
         for path in self.work.iterdir():
             if path.name not in {self.file(shard) for shard in self.finished}:
                 _remove(path)
-        _remove(self.folder / "cut")
+        _remove(self.folder / "split")
 
     def file(self, shard: int) -> str:
         return shard_file(shard, self.shards)
@@ -195,14 +195,14 @@ class ArtifactWriter:
             if folder.exists():
                 _remove(folder)
 
-    def begin_cut(self) -> None:
+    def begin_split(self) -> None:
         """From now on, write the shards anew, and files beside them: the artifact will be made of those alone."""
-        self.work = self.folder / "cut"
+        self.work = self.folder / "split"
         _remove(self.work)
         self.work.mkdir()
 
     def read_whole(self, shard: int) -> dict[str, Tensor]:
-        """A shard as the run wrote it, before and after `begin_cut`."""
+        """A shard as the run wrote it, before and after `begin_split`."""
         return load_file(self._whole(shard))
 
     def read_field(self, shard: int, field: str) -> dict[str, Tensor]:
@@ -219,10 +219,10 @@ class ArtifactWriter:
     def _whole(self, shard: int) -> Path:
         return self.folder / "artifact" / self.file(shard)
 
-    def write_cut(
+    def write_split(
         self, file: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
     ) -> Json:
-        """Write a file of the cut artifact; returns its `bytes` and `sha256`."""
+        """Write a file of the artifact that is split; returns its `bytes` and `sha256`."""
         path = self.work / file
         self._save(
             path, tensors, dict(metadata or {"format": "pt"})
@@ -247,14 +247,14 @@ class ArtifactWriter:
         files = [self.file(i) for i in range(self.shards)]
         entries = {file: entry_of(i, self.work / file, "") for i, file in enumerate(files)}
         hashed = {i: entry["sha256"] for i, entry in self.finished.items()}
-        cut = self.work != self.folder / "artifact"
+        split = self.work != self.folder / "artifact"
         weight_map = {tensor: file for file, entry in entries.items() for tensor in entry["tensors"]}
         total = sum(_data_bytes(self.work / file) for file in files)
         described = described_files(weight_map, total, config)
         listed = {
             file: {
                 "bytes": entries[file]["bytes"],
-                "sha256": file_sha256(self.work / file) if cut else hashed[i],
+                "sha256": file_sha256(self.work / file) if split else hashed[i],
             }
             for i, file in enumerate(files)
         }
@@ -281,7 +281,7 @@ class ArtifactWriter:
         _sync(self.out.parent)
         _remove(replaced)
         self._journal.close()  # some network file systems keep the name of an open file
-        if self.work.name != "artifact":  # what it was cut from
+        if self.work.name != "artifact":  # what was split
             _remove(self.folder / "artifact")
         _remove(self.folder / JOURNAL)
         with contextlib.suppress(OSError):  # OUT is complete, whatever else lies in the folder

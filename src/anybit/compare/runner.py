@@ -40,10 +40,10 @@ from anybit.compare.cells import (
     left_out_row,
     plan_cells,
 )
+from anybit.compare.eta import Eta
 from anybit.compare.machine import machine, source
-from anybit.compare.pace import Pace
 from anybit.compare.report import write_report
-from anybit.compare.work import Work, beside, by_key, read_json
+from anybit.compare.workspace import Workspace, by_key, read_json, record_of
 from anybit.config import Json, Options
 from anybit.errors import InputError, require_extra
 from anybit.evaluation.measure import evaluate
@@ -98,7 +98,7 @@ def compare(
     cells, left_out = plan_cells(checkpoint, entries, bits, settings)
     inputs = _inputs(checkpoint, settings, report)
     with _locked(out):
-        work = Work(out / WORK)
+        work = Workspace(out / WORK)
         work.open()
         runner = _Runner(str(model), out, work, settings, inputs, source(), report)
         (base, *rows), failed = _run(runner, cells, keep)
@@ -121,18 +121,18 @@ def compare(
 def _run(runner: _Runner, cells: Sequence[Cell], keep: bool) -> tuple[list[Json], list[Json]]:
     """The rows of all cells, the unquantized model's first, and what failed."""
     missing = [cell for cell in cells if not runner.file(cell).exists()]
-    rows, pace = [runner.base()], Pace(missing)
+    rows, eta = [runner.base()], Eta(missing)
     failed: dict[Path, str] = {}  # artifact -> reason
     for i, cell in enumerate(cells):
         artifact = runner.artifact(cell)
         if cell in missing:
-            runner.report.say(f"{pace.begin()}: {cell.entry.name}, {cell.bits:g} bits")
+            runner.report.say(f"{eta.begin()}: {cell.entry.name}, {cell.bits:g} bits")
         try:
             if artifact in failed:
                 raise InputError(failed[artifact])
             rows.append(runner.cell(cell))
             if cell in missing:
-                pace.end()
+                eta.end()
         except InputError as error:
             failed[artifact] = str(error)
             runner.report.say(f"{cell.entry.name} at {cell.bits:g} bits failed: {error}")
@@ -213,7 +213,7 @@ class _Runner:
 
     model: str
     out: Path
-    work: Work
+    work: Workspace
     settings: Settings
     inputs: _Inputs
     source: str  # state of the code
@@ -274,7 +274,7 @@ class _Runner:
 
     def _made(self, cell: Cell, artifact: Path) -> Json:
         """What quantizing took; the artifact is there afterwards."""
-        found = read_json(beside(artifact)) if artifact.exists() else None
+        found = read_json(record_of(artifact)) if artifact.exists() else None
         if found:
             return found
         asked = job.Job(
@@ -291,7 +291,7 @@ class _Runner:
         resumed = partial_folder(artifact).exists()
         made = job.run_apart(asked, artifact.with_name(artifact.name + ".job"))
         made["resumed"] = resumed
-        beside(artifact).write_text(dump_json(made), encoding="utf-8")
+        record_of(artifact).write_text(dump_json(made), encoding="utf-8")
         return made
 
     def _measure(self, model: str, bits: float | None = None) -> Json:

@@ -12,7 +12,7 @@ from anybit.compare.cells import Cell
 Kind = tuple[str, bool, bool]  # method, whether calibrated, whether the cell before left its artifact
 
 
-class Pace:
+class Eta:
     """Counts the cells that are made, and foresees the rest from those like them."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:

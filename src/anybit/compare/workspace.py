@@ -17,7 +17,7 @@ KEPT = "kept.json"  # names of what stays
 
 
 @dataclass(frozen=True)
-class Work:
+class Workspace:
     """The folder, and what in it is no run's to delete."""
 
     folder: Path
@@ -43,7 +43,7 @@ class Work:
         if not self._stays(artifact):
             for folder in (artifact, partial_folder(artifact)):
                 shutil.rmtree(folder, ignore_errors=True)
-            beside(artifact).unlink(missing_ok=True)
+            record_of(artifact).unlink(missing_ok=True)
 
     def remove_statistics(self) -> None:
         """Delete the statistics that do not stay, and folders in which nothing is left."""
@@ -72,7 +72,7 @@ def by_key(folder: Path, name: str, tail: str) -> Path:
     return folder / f"{made[0].partition(tail)[0] if made else slug}{tail}"
 
 
-def beside(artifact: Path) -> Path:
+def record_of(artifact: Path) -> Path:
     """Where it stands what making an artifact took."""
     return artifact.with_name(artifact.name + ".json")
 
