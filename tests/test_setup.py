@@ -104,6 +104,7 @@ def test_where_all_is_there_setting_up_begins(path: Path, target: str) -> None:
         ("python3", OLD, ["Python 3.11 or later", "is 3.10)"]),
         ("python3", WITHOUT_VENV, ["ensurepip", "apt install python3-venv"]),
         ("python3", WITHOUT_HEADERS, ["(/nowhere/Python.h is not there)", "python3-dev"]),
+        ("python3", "#!/bin/sh\nexit 1\n", ["(python3 does not run)"]),
     ],
 )
 def test_a_missing_program_is_named(

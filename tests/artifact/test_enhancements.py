@@ -70,7 +70,7 @@ def test_the_table_of_levels_counts_every_byte(anybit_artifact: Path) -> None:
     assert all(b["loss"] <= a["loss"] and b["size_bytes"] > a["size_bytes"] for a, b in pairwise(levels))
     assert levels[0]["bits"] == pytest.approx(2.0, abs=0.1) and levels[-1]["bits"] == 8
     for at in (0, 13, 60):
-        made = inspect(anybit_artifact, levels[at]["bits"])
+        made = inspect(anybit_artifact, bits=levels[at]["bits"])
         assert made["bits"] == pytest.approx(levels[at]["bits"])
         assert made["bits_per_weight"] == pytest.approx(levels[at]["bits_per_weight"])
         assert made["size_bytes"] == levels[at]["size_bytes"]

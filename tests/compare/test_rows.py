@@ -42,7 +42,7 @@ def test_mistakes_show_before_any_work(
     model, out = model_dir("llama"), tmp_path / "out"
     for entries, match in (
         (("rtn: damp=0.1",), "no use for it"),
-        (("gptq: group_size=0",), "group_size .*0: expected a positive"),
+        (("gptq: group_size=0",), "group_size .*0: expected a whole number from 1"),
         (("gptq", "gptq"), "same name"),
         ((), "nothing to compare"),
     ):

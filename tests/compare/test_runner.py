@@ -154,7 +154,7 @@ def test_widths_that_an_entry_does_not_have_are_left_out(
         assert words in reason
     with pytest.raises(InputError, match=r"no method has any of the widths asked for .*llm-mq: it has"):
         compare(model_dir("llama"), tmp_path, [parse_entry("llm-mq")], (7,), settings)
-    with pytest.raises(InputError, match=r"rtn .*group_size .*0: expected a positive number"):
+    with pytest.raises(InputError, match=r"rtn .*group_size .*0: expected a whole number from 1"):
         compare(model_dir("llama"), tmp_path, [parse_entry("rtn: group_size=0")], (4,), settings)
 
 

@@ -94,7 +94,7 @@ def test_only_the_planes_of_the_width_are_read(parent: Path, monkeypatch: pytest
         tables = [b for b in range(2, 9) if hasattr(packed[0], f"codebook_{b}")]
         assert tables == list(range(3, bits + 1))
         assert [level.bits for level in model.levels] == tables
-    figures = {bits: inspect(parent, bits) for bits in (3, 7)}
+    figures = {bits: inspect(parent, bits=bits) for bits in (3, 7)}
     assert sizes[7] - sizes[3] == figures[7]["size_bytes"] - figures[3]["size_bytes"]
 
 
@@ -105,7 +105,7 @@ def test_what_inspect_tells_of_widths(parent: Path) -> None:
     assert figures["levels"][-1]["bits_per_weight"] == figures["bits_per_weight"]
     assert figures["levels"][-1]["size_bytes"] == figures["size_bytes"]
     assert figures["file_bits_per_weight"] > figures["bits_per_weight"]
-    assert inspect(parent, 4)["bits"] == 4
+    assert inspect(parent, bits=4)["bits"] == 4
     stored = sum(
         tensor.numel() * tensor.element_size()
         for file in parent.glob("*.safetensors")
@@ -114,7 +114,7 @@ def test_what_inspect_tells_of_widths(parent: Path) -> None:
     )
     assert figures["file_bits_per_weight"] == pytest.approx(8 * stored / figures["weights"])
     with pytest.raises(InputError, match="3, 4, 5, 6, 7, 8"):
-        inspect(parent, 2)
+        inspect(parent, bits=2)
 
 
 def test_widths_that_are_not_there(parent: Path, model_dir: MakeModel, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_width_loaded_alone_can_be_saved(parent: Path, tmp_path: Path) -> None
 def test_eval_and_generate_take_a_width(parent: Path) -> None:
     figures = anybit.evaluate(parent, bits=3, seq_len=16, max_tokens=64)
     assert figures["bits"] == 3
-    assert figures["bits_per_weight"] == inspect(parent, 3)["bits_per_weight"]
+    assert figures["bits_per_weight"] == inspect(parent, bits=3)["bits_per_weight"]
 
 
 @pytest.mark.parametrize(
