@@ -20,7 +20,7 @@ from anybit.errors import InputError
 Json = dict[str, Any]  # an object as JSON has it: what files hold and commands print
 KV_BITS = (2, 3, 4, 8, 16)
 EMBED_BITS = (4, 8, 16)
-EMBED_GROUP_SIZE = 128
+GROUP_SIZE = 128  # input channels that share a scale, where nothing else is said
 ACT_BITS = (2, 3, 4, 5, 6, 7, 8, 16)
 CODEBOOK_BITS = (16, 8, 4)
 MAX_GROUP = 2**20  # input channels that share a scale: far more than any model's rows have
@@ -126,9 +126,7 @@ class Options:
     name: ClassVar[str] = ""
     widths_of: ClassVar[Widths]
     default_bits: ClassVar[float] = 4
-    sized_by: ClassVar[
-        tuple[str, ...]
-    ] = ()  # options that say how large an artifact is, instead of the width
+    sized_by: ClassVar[tuple[str, ...]] = ()  # options that say how large an artifact is, but for the width
     several: ClassVar[bool] = False  # whether one artifact runs at several widths
     for_encoders: ClassVar[bool] = True  # False: calibrated on the loss of a language model
 
@@ -260,7 +258,7 @@ class TileSpec:
     """One tile of a matrix: which rows and columns, on which grid."""
 
     bits: float = 4  # 1..8; a fraction is an average, where the method mixes widths itself
-    group_size: int = 128  # input channels per scale; -1: the whole row
+    group_size: int = GROUP_SIZE  # input channels per scale; -1: the whole row
     symmetric: bool = False
     rows: tuple[int, ...] | None = None  # ascending output rows; None: all
     cols: tuple[int, ...] | None = None  # original input channels in stored order; None: all, natural order

@@ -16,7 +16,7 @@ from anybit.artifact.predicted_size import overhead_bytes
 from anybit.calibration.gradients import LOGIT_CHUNK
 from anybit.calibration.moments import ACTIVATION_BUDGET
 from anybit.calibration.streaming import StreamedModel, selected
-from anybit.config import EMBED_BITS, EMBED_GROUP_SIZE, Json, LayerSpec, Options, SpecMap, parse_bytes
+from anybit.config import EMBED_BITS, GROUP_SIZE, Json, LayerSpec, Options, SpecMap, parse_bytes
 from anybit.errors import InputError, require_extra
 from anybit.formats import GroupIntLayout
 from anybit.formats.layout import LayerLayout
@@ -191,9 +191,7 @@ def _seconds(streamed: StreamedModel, plan: Plan, options: Options) -> float:
     block_weights = plan.linear_weights / blocks
     tokens = options.samples * options.seq_len if wanted else 0
     forwards = 0.0 if wanted.fisher else 1.0 if options.unquantized else 2.0
-    forwards += (
-        4 * effort.passes
-    )  # forward twice, as blocks are recomputed, and backward for inputs and weights
+    forwards += 4 * effort.passes  # forward twice, as blocks are recomputed; backward for inputs and weights
     moments = sweep = training = 0.0
     if wanted.hessian:
         moments = 2 * tokens * sum(n**2 for n in {shape[1] for shape in shapes.values()}) * 1.5
@@ -262,7 +260,7 @@ def _embedding_layouts(streamed: StreamedModel, bits: int) -> dict[str, LayerLay
         if name is None or f"{name}.weight" not in streamed.names:
             continue
         out, columns = streamed.checkpoint.shape(streamed.names[f"{name}.weight"])
-        tile = GroupIntLayout(bits=bits, group_size=EMBED_GROUP_SIZE, symmetric=False)
+        tile = GroupIntLayout(bits=bits, group_size=GROUP_SIZE, symmetric=False)
         layouts[name] = LayerLayout((out, columns), (tile,))
     first = names[id(embedding)]
     if first in layouts and head is not None and names[id(head)] not in layouts:

@@ -66,9 +66,7 @@ class StoredLayers:
 
     layers: Mapping[str, LayerLayout]  # quantized linear layers
     embeddings: Mapping[str, LayerLayout]  # quantized embedding and head
-    unquantized: Mapping[
-        str, tuple[int, int]
-    ]  # (out, in) of the linear layers of the blocks that stay as they were
+    unquantized: Mapping[str, tuple[int, int]]  # (out, in) of linear layers that stay as they were
 
     @staticmethod
     def from_json(place: str, quantization: Json) -> StoredLayers:

@@ -96,9 +96,7 @@ class Sweep:
     rounds: int = 20
     dtype: str = "bfloat16"  # what the model computes in, a key of `DTYPES`
     isas: Sequence[str] = ()  # instruction sets to compare, of `cpu.matmul_isas()`; the best by default
-    only: Sequence[
-        str
-    ] = ()  # variants of these names, or where there is none, whose name begins so; all by default
+    only: Sequence[str] = ()  # variants of these names, or that begin so where there is none; all by default
     cached: bool = False  # parts of the matrices that stay in the cache
 
     def __post_init__(self) -> None:

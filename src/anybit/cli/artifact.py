@@ -20,10 +20,8 @@ from anybit.cli.options import (
     show_json,
     streamed,
 )
-from anybit.config import Json, parse_bytes
+from anybit.config import GROUP_SIZE, Json, parse_bytes
 from anybit.errors import InputError
-
-GROUP_SIZE = 128  # that `plan` takes
 
 
 @grouped

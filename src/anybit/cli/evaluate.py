@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -26,11 +26,8 @@ from anybit.cli.options import (
     reporting,
     set_threads,
 )
-from anybit.config import Json
+from anybit.config import Json, Options
 from anybit.errors import InputError
-from anybit.methods import DEFAULT
-
-CALIBRATION: Json = {item.name: item.default for item in fields(DEFAULT.options)}
 
 
 @dataclass(frozen=True)
@@ -97,19 +94,19 @@ class Compared:
     ] = "builtin"
     samples: Annotated[
         int, typer.Option(help="Calibration windows.", min=1, rich_help_panel="Calibration")
-    ] = CALIBRATION["samples"]
+    ] = Options.samples
     seq_len: Annotated[
         int,
         typer.Option(
             help="Tokens per window, of calibration and evaluation.", min=2, rich_help_panel="Calibration"
         ),
-    ] = CALIBRATION["seq_len"]
+    ] = Options.seq_len
     seed: Annotated[
         int,
         typer.Option(
             help="Picks the calibration windows.", callback=check_seed, rich_help_panel="Calibration"
         ),
-    ] = CALIBRATION["seed"]
+    ] = Options.seed
     text: Annotated[str, typer.Option(help="Text to measure on.", rich_help_panel="Evaluation")] = (
         "builtin-eval"
     )

@@ -49,9 +49,9 @@ class Settings:
     """What all cells have in common: how they are calibrated and what they are measured on."""
 
     calibration: str = "builtin"
-    samples: int = 128
-    seq_len: int = 2048  # of calibration and of evaluation
-    seed: int = 0
+    samples: int = Options.samples
+    seq_len: int = Options.seq_len  # of calibration and of evaluation
+    seed: int = Options.seed
     text: str = "builtin-eval"
     max_tokens: int | None = None
     tasks: tuple[str, ...] = ()

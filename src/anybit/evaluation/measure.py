@@ -28,17 +28,11 @@ class Settings(Budget, total=False):
     """What `evaluate` takes besides the model, and of which level of an artifact: see `Budget`."""
 
     text: str | None  # a `.txt` or `.jsonl` file or a hub dataset; the built-in evaluation text by default
-    pairs: (
-        Path | None
-    )  # of an encoder: sentence pairs with scores (see `embeddings.read_pairs`), compared by rank
-    seq_len: (
-        int | None
-    )  # tokens of a window, of an encoder of a sentence; 2048 by default, or what the model reaches
+    pairs: Path | None  # of an encoder: sentence pairs with scores, see `embeddings.read_pairs`
+    seq_len: int | None  # tokens of a window or a sentence; 2048 by default, or what the model reaches
     max_tokens: int | None  # most tokens of the text
     base: str | Path | None  # the model to compare with: by divergence, of an encoder by embeddings
-    base_cache: (
-        Path | None
-    )  # folder that keeps what `base` computes, for the next model (see `evaluation.recalled`)
+    base_cache: Path | None  # folder that keeps what `base` computes for the next model, see `recalled`
     tasks: tuple[str, ...]  # zero-shot tasks
     tasks_dir: Path | None  # folder of their files; without it they are fetched
     limit: int | None  # questions of each

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anybit.config import (
     ACT_BITS,
     CODEBOOK_BITS,
+    GROUP_SIZE,
     MAX_GROUP,
     LayerSpec,
     Options,
@@ -92,9 +93,7 @@ class Allocation:
 
     specs: Mapping[str, LayerSpec[Any]] = field(default_factory=dict)  # layer -> how it is quantized
     outputs: Mapping[str, Tensor] = field(default_factory=dict)  # layer -> what its rows' errors are worth
-    tokens: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # layer -> weight of each token, [samples, seq_len]
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)  # layer -> token weights [samples, seq_len]
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,8 @@ class Method:
     title: str  # of the paper
     paper: str  # where it is
     summary: str  # in a few words, for help and reports
-    quantize: Callable[
-        [Tensor, Any, Any], QuantizedWeight
-    ]  # weight float32 [out, in], its statistics, its spec
+    # Of a weight float32 [out, in], its statistics, its spec.
+    quantize: Callable[[Tensor, Any, Any], QuantizedWeight]
     layout: Callable[[Any, Shape], LayerLayout]  # what `quantize` will store of a spec and a shape
     statistics: Callable[[Any], Statistics]  # what it wants, of a layer's options
     effort: Callable[[Any], Effort] = lambda options: Effort()
@@ -191,7 +189,7 @@ def group_size_of(default: int) -> Any:
 class Uniform(Attentive):
     """Methods that round weights, and perhaps inputs, to uniform grids."""
 
-    group_size: int = group_size_of(128)
+    group_size: int = group_size_of(GROUP_SIZE)
     clip: bool = option(False, "Search clipping ratios per group.", layer=True)
     clip_ratio: float | None = option(
         None, "Clipping ratio where none is searched.", unset="1", layer=True, **within(0.1, 1, "a ratio")
