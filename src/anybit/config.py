@@ -19,6 +19,7 @@ from anybit.errors import InputError
 
 Json = dict[str, Any]  # an object as JSON has it: what files hold and commands print
 KV_BITS = (2, 3, 4, 8, 16)
+SAMPLES = 128  # windows that a method is calibrated on, where nothing else is said
 EMBED_BITS = (4, 8, 16)
 GROUP_SIZE = 128  # input channels that share a scale, where nothing else is said
 ACT_BITS = (2, 3, 4, 5, 6, 7, 8, 16)
@@ -142,7 +143,7 @@ class Options:
     kv_bits: int = option(16, "KV-cache when the artifact runs.", panel="Size", **one_of(KV_BITS))
     include: tuple[str, ...] = option((), "Only layers of this pattern, e.g. `'*.mlp.*'`.", panel="Layers")
     exclude: tuple[str, ...] = option((), "No layers of this pattern. Both: repeatable.", panel="Layers")
-    samples: int = option(128, "Calibration windows.", panel="Calibration", **at_least(1))
+    samples: int = option(SAMPLES, "Calibration windows.", panel="Calibration", **at_least(1))
     seq_len: int = option(2048, "Tokens per calibration window.", panel="Calibration", **at_least(1))
     seed: int = option(
         0, "Picks the calibration windows.", panel="Calibration", **within(0, MAX_SEED, "a whole number")

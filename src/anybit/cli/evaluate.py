@@ -26,7 +26,7 @@ from anybit.cli.options import (
     reporting,
     set_threads,
 )
-from anybit.config import Json, Options
+from anybit.config import SAMPLES, Json, Options
 from anybit.errors import InputError
 
 
@@ -94,7 +94,7 @@ class Compared:
     ] = "builtin"
     samples: Annotated[
         int, typer.Option(help="Calibration windows.", min=1, rich_help_panel="Calibration")
-    ] = Options.samples
+    ] = SAMPLES
     seq_len: Annotated[
         int,
         typer.Option(

@@ -11,7 +11,7 @@ from pathlib import Path
 from anybit import methods
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import Checkpoint
-from anybit.config import Json, Options, Widths, flag_of
+from anybit.config import SAMPLES, Json, Options, Widths, flag_of
 from anybit.errors import InputError
 from anybit.plan import make_plan
 from anybit.prepare import compute_dtype
@@ -49,7 +49,7 @@ class Settings:
     """What all cells have in common: how they are calibrated and what they are measured on."""
 
     calibration: str = "builtin"
-    samples: int = Options.samples
+    samples: int = SAMPLES
     seq_len: int = Options.seq_len  # of calibration and of evaluation
     seed: int = Options.seed
     text: str = "builtin-eval"

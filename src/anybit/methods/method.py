@@ -93,7 +93,9 @@ class Allocation:
 
     specs: Mapping[str, LayerSpec[Any]] = field(default_factory=dict)  # layer -> how it is quantized
     outputs: Mapping[str, Tensor] = field(default_factory=dict)  # layer -> what its rows' errors are worth
-    tokens: Mapping[str, Tensor] = field(default_factory=dict)  # layer -> token weights [samples, seq_len]
+    tokens: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # layer -> weight of each token, [samples, seq_len]
 
 
 @dataclass(frozen=True)
