@@ -30,7 +30,7 @@ from anybit.layers import QuantLinear
 
 SHAPE = (1024, 4096)
 FEW, MANY = 4, 32
-MODES = ("float32, few", "float32, many", "bfloat16, few", "bfloat16, many", "A8 codebook", "torch")
+MODES = ("float32, few", "float32, many", "bfloat16, few", "bfloat16, many", "int8", "torch")
 
 
 def errors(weight: PackedWeight, x: Tensor) -> dict[str, float]:
@@ -50,7 +50,7 @@ def errors(weight: PackedWeight, x: Tensor) -> dict[str, float]:
         "bfloat16, many": error(prepared.matmul, half),
         "torch": error(lambda a: linear(reference.round_inputs(a, weight), dense.bfloat16()), half),
     }
-    return found if fast.exact else found | {"A8 codebook": error(fast.matmul, x)}
+    return found if fast.exact else found | {"int8": error(fast.matmul, x)}
 
 
 def random_errors() -> dict[str, dict[str, float]]:

@@ -271,7 +271,7 @@ def set_bits(model: nn.Module, bits: float) -> float:
     return level.bits
 
 
-def check_codebook_precision(precision: str) -> None:
+def check_precision(precision: str) -> None:
     """Refuse a precision that codebooks do not run in.
 
     Raises:
@@ -287,7 +287,7 @@ def set_codebook_precision(model: nn.Module, precision: str) -> None:
     Raises:
         InputError: another precision.
     """
-    check_codebook_precision(precision)
+    check_precision(precision)
     for module in model.modules():
         if isinstance(module, PackedModule):
             module.exact = precision == "fp16"

@@ -20,7 +20,7 @@ from anybit.checkpoint.tokenizer import read_tokenizer
 from anybit.errors import InputError, refuse_unknown
 from anybit.formats.layout import QUANT_METHOD
 from anybit.kernels.dispatch import check_device
-from anybit.layers import check_codebook_precision, set_codebook_precision
+from anybit.layers import check_precision, set_codebook_precision
 from anybit.progress import SILENT, Silent
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,7 +55,7 @@ def load(
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     check_device(device)
-    check_codebook_precision(codebook_precision)
+    check_precision(codebook_precision)
     path = Path(model)
     refuse_unfinished(path)
     if is_artifact(path):

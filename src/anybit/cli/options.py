@@ -80,7 +80,7 @@ class Running:
     codebook_precision: Annotated[
         str,
         typer.Option(
-            help="fp16, or int8: codebooks by row with inputs and centroids of 8 bits, faster.",
+            help="Codebooks by row: fp16, as stored, or int8: inputs and centroids are rounded, which is faster.",
             rich_help_panel="Computing",
         ),
     ] = "fp16"
