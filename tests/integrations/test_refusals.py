@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import anybit
 from anybit.errors import InputError
+from anybit.formats.layout import LayerLayout
 from anybit.layers import QuantLinear
 from tests import builders
 
@@ -174,7 +175,7 @@ def test_a_tensor_too_many_is_refused(artifact_of: Callable[..., Path], tmp_path
 
 
 def test_buffers_start_as_zeros() -> None:
-    layer = QuantLinear({"shape": [40, 80], "tiles": [TILE]}, bias=False)
+    layer = QuantLinear(LayerLayout.from_json("layer", {"shape": [40, 80], "tiles": [TILE]}), bias=False)
     assert all(not tensor.any() for tensor in layer.buffers())
 
 

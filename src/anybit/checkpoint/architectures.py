@@ -79,12 +79,17 @@ def refuse_unused(source: Any, model: Any, names: Iterable[str]) -> None:
         )
 
 
+def lacks_pooler(config: PreTrainedConfig, tensors: Iterable[str]) -> bool:
+    """Whether a checkpoint is of an encoder that has a pooler by default, and holds none: as roberta-base."""
+    if not is_encoder(config) or any("pooler." in name for name in tensors):
+        return False
+    known = inspect.signature(AutoModel._model_mapping[type(config)].__init__).parameters
+    return "add_pooling_layer" in known
+
+
 def build_options(config: PreTrainedConfig, tensors: Iterable[str]) -> dict[str, Any]:
     """How a checkpoint's model is built besides its config: an encoder without the pooler that it does not hold."""
-    if not is_encoder(config) or any("pooler." in name for name in tensors):
-        return {}
-    known = inspect.signature(AutoModel._model_mapping[type(config)].__init__).parameters
-    return {"add_pooling_layer": False} if "add_pooling_layer" in known else {}
+    return {"add_pooling_layer": False} if lacks_pooler(config, tensors) else {}
 
 
 def max_positions(model: Any) -> int | None:

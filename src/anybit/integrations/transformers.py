@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from anybit.artifact.config_json import StoredLayers
 from anybit.artifact.enhancements import Enhancements, extend, read_enhancements
 from anybit.artifact.files import SECTION
-from anybit.checkpoint.architectures import refuse_unused
+from anybit.checkpoint.architectures import lacks_pooler, refuse_unused
 from anybit.checkpoint.files import HASHES
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.config import Json
@@ -80,7 +80,9 @@ class AnybitQuantizer(HfQuantizer):
         for name, layout in self.stored.embeddings.items():
             _swap_embedding(model, name, layout, dtype)
         _refuse_undescribed(model, self.stored)
-        _refuse_other_files(model, kwargs.get("checkpoint_files"))
+        files = kwargs.get("checkpoint_files")
+        if files is not None:  # None: tensors that were given
+            _refuse_other_files(model, [Path(file) for file in files])
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -166,22 +168,22 @@ def _refuse_undescribed(model: Any, stored: StoredLayers) -> None:
             )
 
 
-def _refuse_other_files(model: Any, checkpoint_files: list[str] | None) -> None:
+def _refuse_other_files(model: Any, files: list[Path]) -> None:
     """Refuse files that are not all of the model: Transformers would fill in what lay in memory, or numbers by chance.
 
     Args:
-        model: with its layers swapped, nothing loaded.
-        checkpoint_files: what is to be loaded; None: tensors that were given.
+        model: with its layers swapped, nothing loaded; a pooler that the files do not hold leaves it.
+        files: what is to be loaded.
 
     Raises:
         InputError: damaged files; a tensor that is missing, or one too many; an adapter beside them.
     """
-    if checkpoint_files is None:
-        return
-    folder = Path(checkpoint_files[0]).parent
+    folder = files[0].parent
     if (folder / "adapter_config.json").exists() or getattr(model.config, "transformers_weights", None):
         raise InputError(f"{folder} names other weights beside its own: copy the artifact again")
-    found = {name for file in checkpoint_files for name in read_safetensors_header(Path(file))}
+    found = {name for file in files for name in read_safetensors_header(file)}
+    if lacks_pooler(model.config, found):
+        model.pooler = None
     expected = set(model.state_dict())
     if missing := sorted(expected - found - set(model.all_tied_weights_keys)):
         raise InputError(
