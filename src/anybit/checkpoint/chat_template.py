@@ -20,7 +20,7 @@ from anybit.errors import InputError
 
 SECONDS = 2.0  # that a template may take
 MEMORY = 512 << 20  # bytes that it may take, beyond those of this process
-LONGEST = 16 << 20  # bytes of what it makes
+LONGEST = 4 << 20  # bytes of what it makes: a tokenizer takes a hundred times as much
 
 _GOOD, _BAD = b"+", b"-"  # before what a child sends: a text, or what went wrong
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -26,7 +27,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from anybit.checkpoint.counts import check_counts
+from anybit.checkpoint.counts import check_counts, leaves
 from anybit.checkpoint.files import (
     ASSETS,
     INDEX,
@@ -37,6 +38,7 @@ from anybit.checkpoint.files import (
     check_link,
     matching,
     read_json,
+    refuse_pipes,
 )
 from anybit.checkpoint.hub import download
 from anybit.checkpoint.safetensors import StoredTensor, read_safetensors_header
@@ -227,6 +229,8 @@ def _sole_gguf(folder: Path) -> Path | None:
 
 
 def _open_directory(source: str, folder: Path) -> Checkpoint:
+    refuse_pipes(folder)
+    _check_generation(folder)
     raw = _read_config(folder)
     shards = _find_shards(folder)
     stored = {file: read_safetensors_header(file) for file in sorted(set(shards.values()))}
@@ -242,6 +246,20 @@ def _open_directory(source: str, folder: Path) -> Checkpoint:
     check_counts(f"{folder}/config.json", raw, tensors.values())
     config = _load_config(source, folder)
     return Checkpoint(source, folder, config, tuple(stored), tensors)
+
+
+def _check_generation(folder: Path) -> None:
+    """An artifact gets the file as it is, and must load with it."""
+    if not (folder / "generation_config.json").exists():
+        return
+    read_json(folder / "generation_config.json")
+    try:
+        GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise InputError(
+            f"{folder}/generation_config.json is not what Transformers reads ({cause(error)}); download it again, or "
+            "remove it."
+        ) from error
 
 
 def _read_config(folder: Path) -> Json:
@@ -271,6 +289,12 @@ def _refuse_detours(folder: Path, raw: Json) -> None:
             f"{folder}/config.json names other weights (transformers_weights: {raw['transformers_weights']!r}); "
             "remove that line to use those in model.safetensors or its shards."
         )
+    for key, value in leaves(raw):
+        if key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
+            raise InputError(
+                f"{folder}/config.json names code of the hub ({key}: {value!r}), which anybit never runs; remove that "
+                "line."
+            )
     if (folder / "adapter_config.json").exists():
         raise InputError(
             f"{folder} holds an adapter (adapter_config.json), which Transformers may add to the weights; "
@@ -327,12 +351,21 @@ def _load_config(source: str, path: Path) -> PreTrainedConfig:
     """The configuration as Transformers builds it from config.json or from GGUF metadata."""
     folder, extra = _transformers_address(path)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **extra)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **extra)
+        type(config).from_dict(json.loads(config.to_json_string()))  # as an artifact will have it
     except Exception as error:  # validation errors of config classes have no common base class
         raise InputError(
             f"{source} has a configuration that Transformers refuses ({cause(error)}); "
             "download the model again or upgrade Transformers."
         ) from error
+    plain_outputs(config)
+    return config
+
+
+def plain_outputs(config: PreTrainedConfig) -> None:
+    """Whatever config.json says: what measures and runs a model asks for logits by name, and for nothing else."""
+    config.return_dict, config.output_hidden_states = True, False
+    config.output_attentions = False
 
 
 def _transformers_address(path: Path) -> tuple[str, dict[str, str]]:
