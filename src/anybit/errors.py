@@ -19,9 +19,9 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message[: 2 * LONGEST])
         half = LONGEST // 2
-        super().__init__(plain if len(plain) <= LONGEST else f"{plain[:half]} ... {plain[-half:]}")
+        ends = message if len(message) <= LONGEST else f"{message[:half]} ... {message[-half:]}"
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in ends))
 
 
 @contextmanager

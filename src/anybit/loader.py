@@ -17,7 +17,8 @@ from anybit.artifact.reader import Artifact, open_artifact, refuse_unfinished
 from anybit.calibration.gradients import load_whole
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.architectures import auto_class, build_options, refuse_unusable, refuse_unused
-from anybit.checkpoint.directory import Checkpoint, open_checkpoint, plain_outputs
+from anybit.checkpoint.configuration import plain_outputs
+from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.checkpoint.tokenizer import read_tokenizer
 from anybit.errors import InputError
 from anybit.formats.layout import QUANT_METHOD

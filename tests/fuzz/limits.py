@@ -131,7 +131,7 @@ def _child(run: Run, folder: Path) -> None:
     watching[0] = False
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     outside += [f"left in TMPDIR: {path.name}" for path in (folder / "tmp").iterdir()]
-    if outside and outcome in GOOD:
+    if outside and outcome in (*GOOD, "traceback"):
         outcome, said = "outside", "\n".join(outside[:5])
     sys.stdout.flush()
     sys.stderr.flush()

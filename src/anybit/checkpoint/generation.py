@@ -7,10 +7,12 @@ caches, other models. One sequence is made here, token by token, so only what is
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
+from anybit.checkpoint.files import cause, read_json
 from anybit.errors import InputError
 
 # What changes how the next token is drawn: the least and the largest value that has a meaning.
@@ -21,6 +23,20 @@ DRAWING = {
     "typical_p": (0.0, 1.0),
     "repetition_penalty": (1e-3, 1e3),
 }
+
+
+def check_generation(folder: Path) -> None:
+    """An artifact gets the file as it is, and must load with it."""
+    if not (folder / "generation_config.json").exists():
+        return
+    read_json(folder / "generation_config.json")
+    try:
+        GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise InputError(
+            f"{folder}/generation_config.json is not what Transformers reads ({cause(error)}); download it again, or "
+            "remove it."
+        ) from error
 
 
 def for_one_sequence(
