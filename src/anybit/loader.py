@@ -157,6 +157,11 @@ def _from_pretrained(name: Path | None, dtype: str, checkpoint: Checkpoint, **gi
         )
     refuse_unused(path, model, found["unexpected_keys"])
     refuse_unusable(path, model)
+    for key, _ in model.named_parameters():
+        if key in checkpoint and not (stored := checkpoint.dtype(key)).is_floating_point:
+            raise InputError(
+                f"{path}: {key} is stored as {stored}, expected a floating-point type: its file is damaged"
+            )
     plain_outputs(model.config)
     return model
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import anybit
 from anybit.errors import InputError
+from anybit.formats.layout import LayerLayout
 from anybit.layers import QuantLinear
 from tests import builders
 
@@ -199,7 +200,8 @@ def test_headers_of_any_length_are_as_good(
 
 
 @pytest.mark.parametrize(
-    ("kept", "words"), [(torch.nan, "NaN or Inf"), (-torch.inf, "NaN or Inf"), (None, "int32, not of floats")]
+    ("kept", "words"),
+    [(torch.nan, "NaN or Inf"), (-torch.inf, "NaN or Inf"), (None, "int32, expected a floating")],
 )
 def test_weights_that_nothing_can_be_computed_with(
     artifact_of: Callable[..., Path], tmp_path: Path, kept: float | None, words: str
@@ -218,7 +220,7 @@ def test_weights_that_nothing_can_be_computed_with(
 
 
 def test_buffers_start_as_zeros() -> None:
-    layer = QuantLinear({"shape": [40, 80], "tiles": [TILE]}, bias=False)
+    layer = QuantLinear(LayerLayout.from_json("layer", {"shape": [40, 80], "tiles": [TILE]}), bias=False)
     assert all(not tensor.any() for tensor in layer.buffers())
 
 

@@ -61,7 +61,6 @@ class StreamedModel:
         _refuse_fused_experts(self.model, self.blocks)
         self.names = _checkpoint_names(self.model, checkpoint)
         refuse_unused(checkpoint.source, self.model, self.left_out())
-        self._refuse_integers()
 
     def block_name(self, i: int) -> str:
         return f"{self.block_prefix}.{i}"
@@ -100,15 +99,6 @@ class StreamedModel:
                 "download it again"
             )
         return tensor
-
-    def _refuse_integers(self) -> None:
-        """Where the model computes with floats, the checkpoint holds floats."""
-        floats = {name for name, tensor in self.model.state_dict().items() if tensor.is_floating_point()}
-        for name, stored in self.names.items():
-            if name in floats and not (dtype := self.checkpoint.dtype(stored)).is_floating_point:
-                raise InputError(
-                    f"{stored} is of {dtype}, not of floats: the checkpoint is damaged, or of a kind that is not read"
-                )
 
     def check_weights(self, advance: Advance) -> None:
         """Read every tensor once, so that what cannot be quantized is refused before hours of work.

@@ -89,7 +89,9 @@ def refuse_unusable(source: Any, model: Any) -> None:
         if tensor.is_meta:
             continue
         if not tensor.is_floating_point():
-            raise InputError(f"{source}: {name} is of {tensor.dtype}, not of floats: its file is damaged")
+            raise InputError(
+                f"{source}: {name} is stored as {tensor.dtype}, expected a floating-point type: its file is damaged"
+            )
         # A finite sum proves that all values are finite, at a fraction of the exact test's cost.
         if not tensor.detach().sum().isfinite() and not tensor.isfinite().all():
             raise InputError(f"{source}: {name} holds NaN or Inf: its file is damaged")
