@@ -98,6 +98,9 @@ def main() -> int:
             if verdict.outcome not in GOOD or args.cases == 1:
                 print((child.folder / "log").read_text(errors="replace"), flush=True)
             shutil.rmtree(child.folder)
+            done = sum(found.total() for found in counts.values())
+            if done % 500 == 0:
+                print(f"{done} cases, {bad} of them bad, {time.monotonic() - begun:.0f} s", flush=True)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     figures = {
