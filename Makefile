@@ -20,7 +20,7 @@ INSTALLED := $(VENV)/.installed-$(MODULES)
 
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-fast check check-native bench clean
+.PHONY: demo test test-fast check check-native fuzz bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/anybit demo -o demo
@@ -48,6 +48,11 @@ check-native: $(INSTALLED)-dev
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ANYBIT_BUILD=build/sanitized \
 	  $(BIN)/python -m pytest -m native tests/kernels tests/formats tests/methods tests/bench -k "not fork and not model and not command"
+
+# N mutations of everything that comes from outside, with new seeds; a failing case prints the command that repeats it.
+N ?= 1000
+fuzz: $(INSTALLED)-dev
+	$(BIN)/python -m tests.fuzz --cases $(N)
 
 bench: $(INSTALLED)
 	$(BIN)/anybit bench kernels

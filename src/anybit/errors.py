@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+LONGEST = 2000  # characters of a message
 EXTRAS = {"search": "scipy", "plots": "matplotlib"}  # what pyproject.toml's extras bring
 
 
@@ -13,8 +14,14 @@ class InputError(ValueError):
     """Bad input: a file, an option, a model or a shape that cannot be used.
 
     The message says what came, what was expected and what to do. The command line prints it as one
-    line without a traceback; every other exception is a defect and keeps its traceback.
+    line without a traceback; every other exception is a defect and keeps its traceback. What is quoted of a file may be
+    of any length and hold anything: the message is cut, and what would steer a terminal is written out.
     """
+
+    def __init__(self, message: str) -> None:
+        half = LONGEST // 2
+        ends = message if len(message) <= LONGEST else f"{message[:half]} ... {message[-half:]}"
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in ends))
 
 
 def refuse_unknown(given: Mapping[str, object], known: type) -> None:

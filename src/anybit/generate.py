@@ -13,6 +13,7 @@ from transformers import TextStreamer
 from anybit.artifact.levels import Budget
 from anybit.checkpoint.architectures import is_encoder
 from anybit.checkpoint.chat_template import render
+from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, check_unicode, encode
 from anybit.config import Json
 from anybit.errors import InputError
@@ -60,6 +61,9 @@ class Generator:
             self.model = load(model, **how, report=report, **at)
         finally:
             report.close()
+        self.vocabulary = getattr(self.model.config.get_text_config(), "vocab_size", None)
+        stored = getattr(self.model, "generation_config", None)
+        self.model.generation_config = for_one_sequence(model, stored, self.vocabulary)
         self.kv_bits = getattr(self.model, "kv_bits", 16) if kv_bits is None else kv_bits
 
     def encode(self, prompt: str) -> Tensor:
@@ -86,11 +90,16 @@ class Generator:
         for message in messages:
             check_unicode(message["content"])
         text = render(self.name, self.tokenizer, messages)
-        return self._known(encode(self.tokenizer, text, special=False))  # the template has them
+        ids = encode(self.tokenizer, text, special=False)  # the template has them
+        if not ids:
+            raise InputError(
+                f"the chat template of {self.name} makes an empty text of the conversation: use `anybit generate`"
+            )
+        return self._known(ids)
 
     def _known(self, ids: list[int]) -> Tensor:
         """Token ids [1, T] that the model has."""
-        check_ids(ids, getattr(self.model.config.get_text_config(), "vocab_size", None))
+        check_ids(ids, self.vocabulary)
         return torch.tensor([ids], dtype=torch.int64)
 
     def stream(self, ids: Tensor, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> str:

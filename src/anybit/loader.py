@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -14,7 +16,8 @@ from anybit.artifact.levels import Budget, Levels
 from anybit.artifact.reader import Artifact, open_artifact, refuse_unfinished
 from anybit.calibration.gradients import load_whole
 from anybit.calibration.streaming import StreamedModel
-from anybit.checkpoint.architectures import auto_class, build_options, refuse_unused
+from anybit.checkpoint.architectures import auto_class, build_options, refuse_unusable, refuse_unused
+from anybit.checkpoint.configuration import plain_outputs
 from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.checkpoint.tokenizer import read_tokenizer
 from anybit.errors import InputError, refuse_unknown
@@ -115,7 +118,8 @@ def _load_upto(artifact: Artifact, bits: float, dtype: str) -> Any:
     }
     model = _from_pretrained(None, dtype, checkpoint, config=config, state_dict=state)
     if (artifact.path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(artifact.path)
+        with _in_words(artifact.path):
+            model.generation_config = GenerationConfig.from_pretrained(artifact.path)
     return model
 
 
@@ -127,7 +131,7 @@ def _from_pretrained(name: Path | None, dtype: str, checkpoint: Checkpoint, **gi
             describes no model.
     """
     path = checkpoint.path
-    try:
+    with _in_words(path):
         source = auto_class(checkpoint.config)
         if name is None:  # tensors are given: the Auto class would look for files
             source = source._model_mapping[type(given["config"])]
@@ -142,6 +146,28 @@ def _from_pretrained(name: Path | None, dtype: str, checkpoint: Checkpoint, **gi
             **build_options(checkpoint.config, checkpoint.names()),
             **given,
         )
+    wrong = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
+    if wrong:
+        raise InputError(
+            f"{path} lacks {sorted(wrong)[0]} in the shape that its config.json asks for, and {len(wrong) - 1} "
+            "more tensors: config.json and the weights do not belong together"
+        )
+    refuse_unused(path, model, found["unexpected_keys"])
+    refuse_unusable(path, model)
+    for key, _ in model.named_parameters():
+        if key in checkpoint and not (stored := checkpoint.dtype(key)).is_floating_point:
+            raise InputError(
+                f"{path}: {key} is stored as {stored}, expected a floating-point type: its file is damaged"
+            )
+    plain_outputs(model.config)
+    return model
+
+
+@contextmanager
+def _in_words(path: Path) -> Iterator[None]:
+    """Say what Transformers and torch raise of a model's files."""
+    try:
+        yield
     except InputError:
         raise
     except ImportError as error:
@@ -155,17 +181,6 @@ def _from_pretrained(name: Path | None, dtype: str, checkpoint: Checkpoint, **gi
             f"{path} does not load ({type(error).__name__}: {_first_line(error)}): "
             "its config.json or its files are damaged; copy it again"
         ) from error
-    wrong = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
-    if wrong:
-        raise InputError(
-            f"{path} lacks {sorted(wrong)[0]} in the shape that its config.json asks for, and {len(wrong) - 1} "
-            "more tensors: config.json and the weights do not belong together"
-        )
-    refuse_unused(path, model, found["unexpected_keys"])
-    model.config.return_dict = (
-        True  # whatever config.json says: what measures a model asks for logits by name
-    )
-    return model
 
 
 def _first_line(error: Exception) -> str:

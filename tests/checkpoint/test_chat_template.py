@@ -8,7 +8,8 @@ import time
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from anybit.checkpoint.chat_template import SECONDS, render
+from anybit.checkpoint import chat_template
+from anybit.checkpoint.chat_template import PATIENCE, render
 from anybit.errors import InputError
 from tests.builders import byte_tokenizer
 
@@ -26,6 +27,20 @@ def test_a_template_is_rendered_as_transformers_does(tokenizer: PreTrainedTokeni
     assert render("m", tokenizer, ASKED) == expected == "[user]h\u00e9llo[assistant]"
 
 
+def test_a_busy_machine_is_no_reason_to_refuse(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template takes no time, but gets none either."""
+    real = chat_template._limit_memory
+
+    def late() -> None:
+        time.sleep(2.5)
+        real()
+
+    monkeypatch.setattr(chat_template, "_limit_memory", late)
+    assert render("m", tokenizer, ASKED) == "[user]h\u00e9llo[assistant]"
+
+
 FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = (
     "{% set x = namespace(a='aaaaaaaa') %}{% for i in range(60) %}{% set x.a = x.a ~ x.a %}{% endfor %}"
@@ -35,8 +50,8 @@ DOUBLING = (
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (FOREVER, "more than 2 s"),
-        (DOUBLING, "[Mm]emory|more than 2 s"),  # whichever a busy machine runs out of first
+        (FOREVER, "more than 20? s"),
+        (DOUBLING, "[Mm]emory|more than 20? s"),  # whichever a busy machine runs out of first
         ("{{ 'a' * 20_000_000 }}", "memory"),  # longer than any conversation
         ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
         ("{{ raise_exception('not like this') }}", "not like this"),
@@ -49,7 +64,7 @@ def test_templates_that_cannot_be_used(template: str, words: str) -> None:
     begun = time.monotonic()
     with pytest.raises(InputError, match=words) as refusal:
         render("some model", having(template), ASKED)
-    assert time.monotonic() - begun < SECONDS + 8
+    assert time.monotonic() - begun < PATIENCE + 8
     message = str(refusal.value)
     assert message.startswith("the chat template of some model cannot be used") and "\n" not in message
     assert multiprocessing.active_children() == []

@@ -51,9 +51,64 @@ def test_a_template_out_of_its_sandbox(run: Run, copied: Path) -> None:
     refused(run("chat", copied, stdin="hello\n"), "chat template", "SecurityError")
 
 
+@pytest.mark.parametrize("template", ["", "{{ messages[7] }}"])
+def test_a_template_that_gives_no_text(run: Run, copied: Path, template: str) -> None:
+    (copied / "chat_template.jinja").write_text(template)
+    refused(run("chat", copied, stdin="hello\n"), "chat template")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"num_beams": 4}, {"num_return_sequences": 10**9}, {"output_hidden_states": 0.5}, {"do_sample": "x"}],
+)
+def test_what_a_generation_config_asks_for_beyond_one_sequence(
+    run: Run, copied: Path, made: Path, asked: dict[str, Any]
+) -> None:
+    prompt = ["-p", "abc", "--max-new-tokens", "3"]
+    expected = run("generate", made, *prompt)
+    edit(copied / "generation_config.json", lambda c: c.update(asked))
+    ran = run("generate", copied, *prompt)
+    if ran.code:  # Transformers itself refuses some
+        refused(ran, "generation_config.json")
+    else:
+        assert ran.out == expected.out
+
+
+def test_code_of_the_hub_is_never_run(run: Run, copied: Path, model_copy: MakeModel, tmp_path: Path) -> None:
+    model = model_copy("llama")
+    for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
+        for folder in (copied, model):
+            edit(folder / "config.json", lambda c, key=key: c.update({key: "someone/kernel"}))
+            refused(run("generate", folder, "-p", "a"), "code of the hub", "someone/kernel")
+            edit(folder / "config.json", lambda c, key=key: c.pop(key))
+
+
+@pytest.mark.parametrize("change", [{"dtype": "65536"}, {"name": "\ud800"}])
+def test_what_could_not_be_read_back_is_refused_before_any_work(
+    run: Run, model_copy: MakeModel, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    model = model_copy("gpt2")
+    edit(model / "config.json", lambda c: c.update(change))
+    ran = run("quantize", model, "-o", tmp_path / "out", "--method", "rtn", "--bits", "4")
+    refused(ran, "config")
+    assert [path.name for path in tmp_path.iterdir() if path != model] == []
+
+
+def test_a_model_of_whole_numbers(run: Run, model_copy: MakeModel, tmp_path: Path) -> None:
+    model = model_copy("llama")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].int()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    for command in (
+        ["eval", model, "--max-tokens", "64"],
+        ["quantize", model, "-o", tmp_path / "out", "--dry-run"],
+    ):
+        refused(run(*command), "model.norm.weight is stored as torch.int32")
+
+
 def test_results_by_place_are_as_good_as_by_name(run: Run, copied: Path, made: Path) -> None:
     """`return_dict` says how outputs come, not what they are."""
-    edit(copied / "config.json", lambda c: c.update(return_dict=False))
+    edit(copied / "config.json", lambda c: c.update(return_dict=False, output_hidden_states=0.5))
     (copied / "anybit.index.json").unlink()
     short = ["--seq-len", "32", "--max-tokens", "64"]
     ran, whole = run("eval", copied, *short), run("eval", made, *short)
@@ -61,6 +116,14 @@ def test_results_by_place_are_as_good_as_by_name(run: Run, copied: Path, made: P
     assert ran.out.replace("copied", "made") == whole.out.replace(
         str(made), str(copied).replace("copied", "made")
     )
+
+
+def test_results_by_place_of_a_model_to_compress(run: Run, model_copy: MakeModel, tmp_path: Path) -> None:
+    model = model_copy("gpt2")
+    edit(model / "config.json", lambda c: c.update(return_dict=False, output_attentions=True))
+    assert run("eval", model, "--seq-len", "32", "--max-tokens", "64").code == 0
+    few = ["--samples", "2", "--seq-len", "16"]
+    assert run("quantize", model, "-o", tmp_path / "out", *few).code == 0
 
 
 def test_a_place_by_way_of_a_folder_that_is_missing(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -172,6 +173,50 @@ def test_a_tensor_too_many_is_refused(artifact_of: Callable[..., Path], tmp_path
     )
     with pytest.raises(InputError, match=r"holds model\.extra"):
         AutoModelForCausalLM.from_pretrained(path)
+
+
+def rewritten(path: Path, header: Callable[[bytes], bytes]) -> None:
+    """Change the headers of all shards, as text; the data stays."""
+    for shard in path.glob("*.safetensors"):
+        data = shard.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        text = header(data[8:end])
+        shard.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+@pytest.mark.parametrize("spaces", range(1, 8))
+def test_headers_of_any_length_are_as_good(
+    artifact_of: Callable[..., Path], tmp_path: Path, spaces: int
+) -> None:
+    """safetensors asks for no alignment, and Transformers maps the files: numbers lie at odd addresses."""
+    path = edited(artifact_of("llama-tied", embed_bits=8), tmp_path, lambda config: None)
+    ids = torch.arange(6)[None]
+    expected = AutoModelForCausalLM.from_pretrained(path)(ids).logits
+    rewritten(path, lambda text: text + b" " * spaces)
+    for load in (AutoModelForCausalLM.from_pretrained, anybit.load):
+        model = load(path)
+        assert torch.equal(model(ids).logits, expected)
+        assert all(t.data_ptr() % t.itemsize == 0 for t in model.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [(torch.nan, "NaN or Inf"), (-torch.inf, "NaN or Inf"), (None, "int32, expected a floating")],
+)
+def test_weights_that_nothing_can_be_computed_with(
+    artifact_of: Callable[..., Path], tmp_path: Path, kept: float | None, words: str
+) -> None:
+    path = edited(artifact_of("llama"), tmp_path, lambda config: None)
+    shard = next(f for f in path.glob("*.safetensors") if "model.norm.weight" in load_file(f))
+    tensors = load_file(shard)
+    if kept is None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].view(torch.int32)
+    else:
+        tensors["model.norm.weight"][3] = kept
+    save_file(tensors, shard, metadata={"format": "pt"})
+    for load in (AutoModelForCausalLM.from_pretrained, anybit.load):
+        with pytest.raises(InputError, match=rf"model\.norm\.weight .*{words}"):
+            load(path)
 
 
 def test_buffers_start_as_zeros() -> None:

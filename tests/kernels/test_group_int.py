@@ -11,7 +11,7 @@ import torch
 
 from anybit.kernels import cpu, info
 from anybit.kernels.dispatch import NEEDS
-from tests.kernels.cases import ISAS, PRODUCTS, Case, activations, make, pack, product_of
+from tests.kernels.cases import ISAS, PRODUCTS, Case, activations, at_odd_address, make, pack, product_of
 
 if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)
@@ -200,14 +200,6 @@ FAULTS = [
     ("threads", 0, "threads is 0"),
     ("isa", "avx1024", "isa 'avx1024' is unknown"),
 ]
-
-
-def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers one byte further than such numbers may lie."""
-    raw = bytearray(tensor.nbytes + 17)
-    start = 1 + -torch.frombuffer(raw, dtype=torch.uint8).data_ptr() % 16
-    moved = torch.frombuffer(raw, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
-    return moved.copy_(tensor)
 
 
 @pytest.mark.parametrize("name", ["scales", "rows"])

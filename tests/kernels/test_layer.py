@@ -20,6 +20,7 @@ from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import cpu, reference
 from anybit.kernels.dispatch import Prepared
+from tests.kernels.cases import at_odd_address
 
 if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)
@@ -116,6 +117,26 @@ def test_a_layer_is_the_product_with_its_dense_matrix(  # noqa: PLR0913
     for k in range(tokens if tokens <= few else 0):  # more are summed in another order
         assert torch.equal(prepared.layer.matmul(x[k : k + 1].contiguous(), threads=threads)[0], y[k])
     assert torch.equal(prepared.matmul(x), y)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_at_odd_addresses_are_refused_or_copied(name: str) -> None:
+    """In every format and every field of it: the compiler's code takes addresses for multiples of a number's size."""
+    weight = packed(name, (261, 256), not layout_of(name, 261, 256).rounds_inputs, scaled=True, seed=2)
+    x = torch.randn(3, 256)
+    expected = Prepared(weight).matmul(x)
+    for field, tensor in weight.tensors.items():
+        if tensor.itemsize == 1 or not tensor.numel():
+            continue
+        moved = PackedWeight(weight.layout, {**weight.tensors, field: at_odd_address(tensor)})
+        try:
+            assert torch.equal(Prepared(moved).matmul(x), expected), field
+        except ValueError as error:
+            assert "at an address that is no multiple of its size" in str(error), field
+    with pytest.raises(ValueError, match="no multiple of its size"):
+        layer = Prepared(weight).layer
+        assert layer is not None
+        layer.matmul(at_odd_address(x))
 
 
 @pytest.mark.parametrize("half", [False, True])

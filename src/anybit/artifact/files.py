@@ -55,7 +55,7 @@ def resolved(out: Path) -> Path:
     """
     try:
         return out.resolve()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise InputError(f"{out} is no place for a directory ({cause(error)}): choose another one") from error
 
 

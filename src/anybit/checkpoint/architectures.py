@@ -79,6 +79,24 @@ def refuse_unused(source: Any, model: Any, names: Iterable[str]) -> None:
         )
 
 
+def refuse_unusable(source: Any, model: Any) -> None:
+    """Refuse weights that cannot be computed with.
+
+    Raises:
+        InputError: a parameter that holds whole numbers, NaN or Inf.
+    """
+    for name, tensor in model.named_parameters():
+        if tensor.is_meta:
+            continue
+        if not tensor.is_floating_point():
+            raise InputError(
+                f"{source}: {name} is stored as {tensor.dtype}, expected a floating-point type: its file is damaged"
+            )
+        # A finite sum proves that all values are finite, at a fraction of the exact test's cost.
+        if not tensor.detach().sum().isfinite() and not tensor.isfinite().all():
+            raise InputError(f"{source}: {name} holds NaN or Inf: its file is damaged")
+
+
 def lacks_pooler(config: PreTrainedConfig, tensors: Iterable[str]) -> bool:
     """Whether a checkpoint is of an encoder that has a pooler by default, and holds none: as roberta-base."""
     if not is_encoder(config) or any("pooler." in name for name in tensors):

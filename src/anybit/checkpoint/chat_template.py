@@ -18,9 +18,10 @@ from typing import Any
 from anybit.checkpoint.files import cause
 from anybit.errors import InputError
 
-SECONDS = 2.0  # that a template may take
+SECONDS = 2  # of a processor that a template may take
+PATIENCE = 20.0  # seconds of a clock: the machine may be busy
 MEMORY = 512 << 20  # bytes that it may take, beyond those of this process
-LONGEST = 16 << 20  # bytes of what it makes
+LONGEST = 4 << 20  # bytes of what it makes: a tokenizer takes a hundred times as much
 
 _GOOD, _BAD = b"+", b"-"  # before what a child sends: a text, or what went wrong
 
@@ -42,11 +43,15 @@ def render(source: str, tokenizer: Any, messages: Sequence[dict[str, str]]) -> s
     process.start()
     sender.close()
     try:
-        if not receiver.poll(SECONDS):
-            raise _bad(source, f"it takes more than {SECONDS:g} s")
+        if not receiver.poll(PATIENCE):
+            raise _bad(source, f"it takes more than {PATIENCE:g} s")
         answer = receiver.recv_bytes(LONGEST + 1)
-    except (EOFError, OSError) as error:  # it was killed, or sends too much
-        raise _bad(source, "it takes too much memory") from error
+    except (EOFError, OSError) as error:  # it was ended, or sends too much
+        process.join(0.5)
+        slow = process.exitcode == -signal.SIGXCPU
+        raise _bad(
+            source, f"it takes more than {SECONDS} s" if slow else "it takes too much memory"
+        ) from error
     finally:
         process.kill()
         process.join()
@@ -66,6 +71,7 @@ def _bad(source: str, why: str) -> InputError:
 def _render(sender: Connection, tokenizer: Any, messages: Sequence[dict[str, str]]) -> None:
     """In the child: send the text, or what went wrong."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the parent
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     _limit_memory()
     try:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)

@@ -65,7 +65,9 @@ def check_counts(place: str, config: Json, tensors: Collection[StoredTensor]) ->
     """
     held = _Held(len(tensors), sum(t.dtype.itemsize * prod(t.shape) for t in tensors))
     remedy = "use the config.json that belongs to them."
-    for key, value in _numbers({k: v for k, v in config.items() if k != "quantization_config"}):
+    for key, value in leaves({k: v for k, v in config.items() if k != "quantization_config"}):
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
         least, most, why = held.range_of(key)
         if _NO_COUNTS.fullmatch(key) or least <= value <= most:
             continue
@@ -78,8 +80,8 @@ def check_counts(place: str, config: Json, tensors: Collection[StoredTensor]) ->
             raise InputError(f"{place}: {key} names {len(names)} labels, but {LABELS} is the limit; {remedy}")
 
 
-def _numbers(config: Json) -> Iterator[tuple[str, int]]:
-    """All whole numbers, at any depth, each with the nearest key above it; true and false are none."""
+def leaves(config: Json) -> Iterator[tuple[str, Any]]:
+    """All numbers, texts and so on, at any depth, each with the nearest key above it."""
     rest: list[tuple[str, Any]] = list(config.items())
     while rest:  # no recursion: a file may be nested as deeply as the parser goes
         key, value = rest.pop()
@@ -87,5 +89,5 @@ def _numbers(config: Json) -> Iterator[tuple[str, int]]:
             rest += value.items()
         elif isinstance(value, list):
             rest += [(key, item) for item in value]
-        elif isinstance(value, int) and not isinstance(value, bool):
+        else:
             yield key, value

@@ -23,9 +23,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from anybit.checkpoint.configuration import load_config, read_config, transformers_address
 from anybit.checkpoint.counts import check_counts
 from anybit.checkpoint.files import (
     ASSETS,
@@ -33,11 +33,12 @@ from anybit.checkpoint.files import (
     LICENCES,
     PICKLES,
     POOLING,
-    cause,
     check_link,
     matching,
     read_json,
+    refuse_pipes,
 )
+from anybit.checkpoint.generation import check_generation
 from anybit.checkpoint.hub import download
 from anybit.checkpoint.safetensors import StoredTensor, read_safetensors_header
 from anybit.checkpoint.tokenizer import read_tokenizer
@@ -138,7 +139,7 @@ class Checkpoint:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises `InputError` if there is none that can be used."""
-        folder, extra = _transformers_address(self.path)
+        folder, extra = transformers_address(self.path)
         return read_tokenizer(self.source, folder, **extra)
 
     def asset_files(self) -> list[Path]:
@@ -227,7 +228,9 @@ def _sole_gguf(folder: Path) -> Path | None:
 
 
 def _open_directory(source: str, folder: Path) -> Checkpoint:
-    raw = _read_config(folder)
+    refuse_pipes(folder)
+    check_generation(folder)
+    raw = read_config(folder)
     shards = _find_shards(folder)
     stored = {file: read_safetensors_header(file) for file in sorted(set(shards.values()))}
     if not shards:
@@ -240,42 +243,8 @@ def _open_directory(source: str, folder: Path) -> Checkpoint:
         if not shards or shards.get(name) == file
     }
     check_counts(f"{folder}/config.json", raw, tensors.values())
-    config = _load_config(source, folder)
+    config = load_config(source, folder)
     return Checkpoint(source, folder, config, tuple(stored), tensors)
-
-
-def _read_config(folder: Path) -> Json:
-    """config.json, refused when it asks for code of its own or for a model nobody knows."""
-    if not (folder / "config.json").exists():
-        raise InputError(f"{folder} has no config.json; give a directory in the Hugging Face layout.")
-    raw = read_json(folder / "config.json")
-    _refuse_detours(folder, raw)
-    kind = raw.get("model_type")
-    if isinstance(kind, str) and kind in CONFIG_MAPPING:
-        return raw
-    if "auto_map" in raw:
-        raise InputError(
-            f"{folder}: the model type {kind!r} needs code that comes with the model (auto_map), and anybit "
-            "never runs such code; use a version of the model that Transformers supports itself."
-        )
-    raise InputError(
-        f"{folder}/config.json has the model type {kind!r}, which the installed Transformers does not know; "
-        "upgrade Transformers or use another model."
-    )
-
-
-def _refuse_detours(folder: Path, raw: Json) -> None:
-    """What would make Transformers load other weights than those that are checked here."""
-    if raw.get("transformers_weights") is not None:
-        raise InputError(
-            f"{folder}/config.json names other weights (transformers_weights: {raw['transformers_weights']!r}); "
-            "remove that line to use those in model.safetensors or its shards."
-        )
-    if (folder / "adapter_config.json").exists():
-        raise InputError(
-            f"{folder} holds an adapter (adapter_config.json), which Transformers may add to the weights; "
-            "merge it into its base, or remove the file."
-        )
 
 
 def _find_shards(folder: Path) -> dict[str, Path]:
@@ -323,23 +292,6 @@ def _check_index(shards: dict[str, Path], stored: dict[Path, dict[str, StoredTen
             )
 
 
-def _load_config(source: str, path: Path) -> PreTrainedConfig:
-    """The configuration as Transformers builds it from config.json or from GGUF metadata."""
-    folder, extra = _transformers_address(path)
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **extra)
-    except Exception as error:  # validation errors of config classes have no common base class
-        raise InputError(
-            f"{source} has a configuration that Transformers refuses ({cause(error)}); "
-            "download the model again or upgrade Transformers."
-        ) from error
-
-
-def _transformers_address(path: Path) -> tuple[str, dict[str, str]]:
-    """How `from_pretrained` wants a directory or a GGUF file named."""
-    return (str(path.parent), {"gguf_file": path.name}) if path.is_file() else (str(path), {})
-
-
 # ---- GGUF
 
 
@@ -357,7 +309,7 @@ def _open_gguf(source: str, path: Path) -> Checkpoint:
     with TemporaryDirectory() as folder:
         summary = Path(folder) / "metadata.gguf"
         gguf_reader.write_summary(gguf, summary)
-        config = _load_config(source, summary)
+        config = load_config(source, summary)
     config.name_or_path = str(path.parent)
     tensors = {
         name: StoredTensor(

@@ -44,6 +44,21 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
+def refuse_pipes(folder: Path) -> None:
+    """Refuse a folder in which Transformers would open what is no file, and wait for it.
+
+    Raises:
+        InputError: a pipe, a socket or a device.
+    """
+    for path in (*folder.iterdir(), *folder.glob("*/*")):
+        try:
+            kind = path.stat().st_mode
+        except OSError:  # a link that leads nowhere is as good as no file
+            continue
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+            raise InputError(f"{path} is not a regular file; put the file itself there.")
+
+
 def read_json(path: Path) -> Json:
     """A JSON object from a file of bounded size."""
     try:
@@ -59,7 +74,10 @@ def read_json(path: Path) -> Json:
 def parse_object(data: bytes, path: Path, what: str, hook: Callable[[list], dict]) -> Json:
     """Parse a JSON object; `hook` turns a list of keys and values into a dict."""
     try:
-        value = json.loads(data.decode(), object_pairs_hook=hook)
+        text = data.decode()
+        value = json.loads(text, object_pairs_hook=hook)
+        if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair is no text, and no file can hold it
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {what} is not valid JSON ({cause(error)}); download it again.") from error
     if not isinstance(value, dict):

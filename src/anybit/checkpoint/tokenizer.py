@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from anybit.checkpoint.files import cause
+from anybit.checkpoint.files import cause, refuse_pipes
 from anybit.errors import InputError
 
 
@@ -24,6 +24,8 @@ def read_tokenizer(source: str, folder: Path | str, **extra: Any) -> PreTrainedT
     Raises:
         InputError: there is none that can be used.
     """
+    if Path(folder).is_dir():
+        refuse_pipes(Path(folder))
     with _in_words(f"{source} has no usable tokenizer", "put its tokenizer files beside the weights"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **extra)
 

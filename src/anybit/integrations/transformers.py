@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from anybit.artifact.config_json import StoredLayers
 from anybit.artifact.enhancements import Enhancements, extend, read_enhancements
 from anybit.artifact.files import SECTION
-from anybit.checkpoint.architectures import lacks_pooler, refuse_unused
+from anybit.checkpoint.architectures import lacks_pooler, refuse_unusable, refuse_unused
 from anybit.checkpoint.files import HASHES
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.config import Json
@@ -86,6 +86,8 @@ class AnybitQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        _align(model)
+        refuse_unusable(model.name_or_path, model)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule) and module.packed.tensors:
                 validate(name, module.packed)
@@ -191,6 +193,21 @@ def _refuse_other_files(model: Any, files: list[Path]) -> None:
             "again"
         )
     refuse_unused(folder, model, found - expected)
+
+
+def _align(model: nn.Module) -> None:
+    """Move tensors to where such numbers may lie: Transformers maps files, whose headers end at any byte."""
+    moved: dict[int, Any] = {}  # tied parameters stay tied
+    for module in model.modules():
+        held: Any
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or tensor.is_meta or tensor.data_ptr() % tensor.itemsize == 0:
+                    continue
+                if id(tensor) not in moved:
+                    copy, is_parameter = tensor.detach().clone(), isinstance(tensor, nn.Parameter)
+                    moved[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+                held[name] = moved[id(tensor)]
 
 
 def _swap_linear(model: Any, name: str, layout: LayerLayout, dtype: torch.dtype) -> None:

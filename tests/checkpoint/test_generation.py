@@ -1,0 +1,54 @@
+"""Generation configs: what counts where one sequence is made, and what no such file says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from anybit.checkpoint.directory import open_checkpoint
+from anybit.checkpoint.generation import DRAWING, for_one_sequence
+from anybit.errors import InputError
+from tests.builders import MakeModel
+
+
+def test_what_counts_is_kept_and_the_rest_is_not() -> None:
+    stored = GenerationConfig(
+        eos_token_id=[1, 7], top_k=20, top_p=0.8, repetition_penalty=1.05, num_beams=4, num_return_sequences=3,
+        output_hidden_states=True, stop_strings=["x"], bos_token_id=10**9, pad_token_id=-1, max_length=5,
+    )  # fmt: skip
+    made = for_one_sequence("m", stored, 8).to_diff_dict()
+    made.pop("transformers_version", None)
+    assert made == {"eos_token_id": [1, 7], "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+
+
+def test_there_need_be_none() -> None:
+    assert for_one_sequence("m", None, None).eos_token_id is None
+
+
+@pytest.mark.parametrize("stops", [8, -1, [1, 8], "x", [[1]], 1.5, True, [None]])
+def test_tokens_that_the_model_does_not_have(stops: Any) -> None:
+    stored = GenerationConfig()
+    stored.eos_token_id = stops
+    with pytest.raises(InputError, match="the vocabulary has 8"):
+        for_one_sequence("m", stored, 8)
+
+
+@pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "x", [], True, 10**12])
+def test_numbers_without_a_meaning(name: str, value: Any) -> None:
+    stored = GenerationConfig()
+    setattr(stored, name, value)
+    with pytest.raises(InputError, match=rf"{name} in generation_config\.json is"):
+        for_one_sequence("m", stored, 8)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"top_k": ' + "1" * 5000 + "}", '{"x": "\\ud800"}'])
+def test_a_file_that_no_artifact_could_load(model_copy: MakeModel, text: str) -> None:
+    """It would be copied as it is."""
+    folder: Path = model_copy("llama")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(InputError, match=r"generation_config\.json"):
+        open_checkpoint(folder)

@@ -1,0 +1,1 @@
+"""Mutations of everything that comes from outside; `python -m tests.fuzz --help`."""
