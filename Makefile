@@ -5,7 +5,7 @@ TORCH    ?= torch==2.13.0
 PIP_ARGS ?=
 VENV     ?= .venv
 BIN      := $(VENV)/bin
-SOURCES  := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+SOURCES  := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 # MB of free disk that setting up takes, and that pip takes in TMPDIR meanwhile; PyTorch for Linux comes with CUDA.
 ifneq (,$(findstring cpu,$(TORCH))$(filter Darwin,$(shell uname)))
 DISK_MB  ?= $(if $(filter test% check%,$(MAKECMDGOALS)),4000,2000)
@@ -39,7 +39,7 @@ check: $(INSTALLED)-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python bench/tables.py --check
-	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
+	$(BIN)/clang-format --dry-run --Werror csrc/*/*.h csrc/*/*.cpp
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, with a build of their own.
 check-native: $(INSTALLED)-dev

@@ -40,7 +40,7 @@ TAKEN: dict[
 }
 
 
-# What each way to multiply asks of an x86 processor, the best last, as csrc/dispatch.cpp chooses.
+# What each way to multiply asks of an x86 processor, the best last, as csrc/common/dispatch.cpp chooses.
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 NEEDS = {

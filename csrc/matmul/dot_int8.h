@@ -1,7 +1,7 @@
 // Dot products of unsigned bytes with signed ones, on whole vectors: VNNI, AVX-512, AVX2, SSE2 or plain C++.
 #pragma once
 
-#include "simd.h"
+#include "common/simd.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

@@ -1,11 +1,11 @@
 // The Python module anybit._native: functions on arrays, which it checks; it releases the GIL and splits the rows over
 // threads. Tiles bound to kernels are in tile.h and the files named so, layers of
 // them in layer.h.
-#include "codebook_tiles.h"
-#include "layer.h"
-#include "moments.h"
-#include "nested_tiles.h"
-#include "uniform_tiles.h"
+#include "module/codebook_tiles.h"
+#include "module/layer.h"
+#include "quantize/moments.h"
+#include "module/nested_tiles.h"
+#include "module/uniform_tiles.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>

@@ -1,7 +1,7 @@
 // Tiles in format "codebook": by input channel, and by rows.
 #pragma once
 
-#include "tile.h"
+#include "module/tile.h"
 
 #include <cmath>
 #include <mutex>

@@ -1,8 +1,8 @@
 // Many tokens at once: the weights of LANES rows are decoded a panel of columns at a time, once for all tokens.
 #pragma once
 
-#include "bf16_dot.h"
-#include "products.h"
+#include "matmul/dot_bfloat16.h"
+#include "matmul/ops.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

@@ -1,6 +1,6 @@
 // Which kernels run here: asked of the processor at run time, so that one build serves every machine.
-#include "kernels.h"
-#include "products.h"
+#include "quantize/ops.h"
+#include "matmul/ops.h"
 
 #include <cstring>
 #ifdef ANYBIT_X86

@@ -6,8 +6,8 @@
 // width. Everything reads prefix sums of the sorted values.
 //
 // Plain IEEE double operations in one order and no contraction: every instruction set gives the same bits.
-#include "kernels.h"
-#include "simd.h"
+#include "quantize/ops.h"
+#include "common/simd.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

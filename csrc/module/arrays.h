@@ -1,10 +1,10 @@
 // Arrays from Python: checked for dtype, shape and layout before a kernel sees their pointers, with errors in words.
 #pragma once
 
-#include "kernels.h"
-#include "large_pages.h"
-#include "products.h"
-#include "thread_pool.h"
+#include "quantize/ops.h"
+#include "common/large_pages.h"
+#include "matmul/ops.h"
+#include "common/thread_pool.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

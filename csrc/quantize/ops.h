@@ -1,4 +1,4 @@
-// What the kernels of every instruction set look like; those that multiply with most stored tiles are in products.h.
+// What the kernels of every instruction set look like; those that multiply with most stored tiles are in matmul/ops.h.
 // Raw pointers only: whoever calls them has checked dtypes, shapes and bounds (bindings.cpp). Functions work on a range
 // of rows and never on shared state, so the caller may split the rows over threads without changing a bit of the
 // result.

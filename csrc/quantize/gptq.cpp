@@ -3,8 +3,8 @@
 // Sixteen rows stand side by side in the lanes of a vector (the block is transposed into scratch), so the
 // serial chain divide, round, propagate of a column is paid once for sixteen rows. Plain IEEE operations in
 // one order and no contraction (the build passes -ffp-contract=off): every instruction set gives the same bits.
-#include "kernels.h"
-#include "simd.h"
+#include "quantize/ops.h"
+#include "common/simd.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

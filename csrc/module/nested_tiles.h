@@ -1,7 +1,7 @@
 // Tiles in format "nested": rows of falling width whose tables are those of a few shapes.
 #pragma once
 
-#include "tile.h"
+#include "module/tile.h"
 
 namespace anybit {
 

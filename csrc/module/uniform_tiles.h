@@ -1,7 +1,7 @@
 // Tiles of codes on a uniform grid - "group int", and the 2-bit channels of "two_four" - and of 16-bit weights.
 #pragma once
 
-#include "tile.h"
+#include "module/tile.h"
 
 namespace anybit {
 

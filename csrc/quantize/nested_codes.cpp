@@ -5,8 +5,8 @@
 // their squared errors. Entries of a row are its scale times those of a shape, which many rows share.
 //
 // Plain IEEE operations in one order and no contraction: every instruction set gives the same bits.
-#include "kernels.h"
-#include "simd.h"
+#include "quantize/ops.h"
+#include "common/simd.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

@@ -1,6 +1,6 @@
 // Format "group int" times bfloat16: exact codes, products and sums in float32.
-#include "bf16_dot.h"
-#include "interleaved.h"
+#include "matmul/dot_bfloat16.h"
+#include "matmul/group_int.h"
 
 #ifdef __AVX512BF16__
 namespace anybit::ANYBIT_ISA {

@@ -1,9 +1,9 @@
 // What every tile of stored weights has that is bound to the kernels of one instruction set.
 #pragma once
 
-#include "arrays.h"
+#include "module/arrays.h"
 #define ANYBIT_ISA baseline
-#include "simd.h"
+#include "common/simd.h"
 
 #include <algorithm>
 #include <cstring>

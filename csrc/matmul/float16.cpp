@@ -1,5 +1,5 @@
 // Weights of 16 bits: whole rows (format "float16", and bfloat16 to compare with), and single ones beside tiles (CSR).
-#include "gemm.h"
+#include "matmul/gemm.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

@@ -1,6 +1,6 @@
 // Format "group int": into the kernels' layout and back, matrix times a few vectors of floats, dequantization.
-#include "gemm.h"
-#include "interleaved.h"
+#include "matmul/gemm.h"
+#include "matmul/group_int.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

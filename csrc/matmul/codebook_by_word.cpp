@@ -1,7 +1,7 @@
 // Products with tiles in format "codebook". Weights are looked up 32 at a time (a word of each bitplane) into a row
 // of floats, which then meets the activations.
-#include "gemm.h"
-#include "kernels.h"
+#include "matmul/gemm.h"
+#include "quantize/ops.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

@@ -1,7 +1,7 @@
 // Second moments of bfloat16 activations, H += X^T X, on the processor's bf16 dot product (AVX512-BF16).
 // Products of bf16 are exact in float32 and sums are kept there, so nothing is lost against a float32 GEMM of the
 // same activations; the symmetric half is computed once.
-#include "moments.h"
+#include "quantize/moments.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>

@@ -11,8 +11,8 @@
 // that nobody writes.
 #pragma once
 
-#include "byte_dot.h"
-#include "products.h"
+#include "matmul/dot_int8.h"
+#include "matmul/ops.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

@@ -3,8 +3,8 @@
 //
 // Codes are unsigned and activations signed, which is what the machine's instructions want; the zero point enters
 // through the sum of the group's activations, so the sum of a group is exact before it meets a float.
-#include "gemm.h"
-#include "interleaved.h"
+#include "matmul/gemm.h"
+#include "matmul/group_int.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

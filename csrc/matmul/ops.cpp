@@ -1,6 +1,6 @@
 // The table of one instruction set's products.
-#include "products.h"
-#include "simd.h"
+#include "matmul/ops.h"
+#include "common/simd.h"
 
 #define ANYBIT_NAME(ISA) ANYBIT_QUOTED(ISA)
 #define ANYBIT_QUOTED(ISA) #ISA

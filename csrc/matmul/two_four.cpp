@@ -1,8 +1,8 @@
 // The 2-bit channels of format "two_four": groups of 16 or 8 channels whose scales are themselves rounded, over 16 rows
-// at a time. Laid out as 2-bit codes of format "group int" (interleaved.h), a cell of 16 channels at a time; beside
+// at a time. Laid out as 2-bit codes of format "group int" (group_int.h), a cell of 16 channels at a time; beside
 // each group lies a byte for every row, its zero point in the low 2 bits and its scale's code above.
-#include "gemm.h"
-#include "interleaved.h"
+#include "matmul/gemm.h"
+#include "matmul/group_int.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

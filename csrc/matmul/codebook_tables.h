@@ -5,7 +5,7 @@
 // above them that the lookup does not see.
 #pragma once
 
-#include "bf16_dot.h"
+#include "matmul/dot_bfloat16.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

@@ -1,13 +1,13 @@
 // Products of stored tiles with a few vectors: compiled per way of multiplying bytes, chosen at run time. As in
-// kernels.h: raw pointers that the caller has checked, ranges of rows, no shared state.
+// quantize/ops.h: raw pointers that the caller has checked, ranges of rows, no shared state.
 #pragma once
 
-#include "kernels.h"
+#include "quantize/ops.h"
 
 namespace anybit {
 
 // One tile in format "group int": w[i, j] = scale[i, j / group_size] * (code[i, j] - zero[i, j / group_size]), its
-// arrays in the order that `group_int_interleave` of one instruction set gives them (interleaved.h).
+// arrays in the order that `group_int_interleave` of one instruction set gives them (group_int.h).
 struct GroupInt {
     const uint8_t* codes;
     const uint16_t* scales;  // fp16 bit patterns [blocks of rows, groups, lanes]
@@ -29,7 +29,7 @@ struct StoredGroupInt {
 // The 2-bit channels of a tile in format "two_four", all rows: w[i, j] = scale[i, g] (code[i, j] - zero[i, g]) with
 // scale[i, g] = scales[i / SECOND_ROWS, g] (scale_code[i, g] + zeros[i / SECOND_ROWS, g]), g = j / group_size.
 struct SecondOrder {
-    const uint8_t* bytes; // codes, zero points and codes of scales in the kernels' order (second_order.cpp)
+    const uint8_t* bytes; // codes, zero points and codes of scales in the kernels' order (two_four.cpp)
     const float* scales;  // [rows / SECOND_ROWS, groups], rounded up
     const uint8_t* zeros; // the same
     int64_t rows, columns, group_size, groups; // group_size 16 or 8
@@ -42,7 +42,7 @@ struct StoredSecondOrder {
 
 // One tile in format "codebook" by input channel: w[i, j] = table[j, code[j, i]], all output rows.
 struct ChannelCodebook {
-    const uint8_t* bytes;   // codes in the kernels' order (channel_lookup.cpp)
+    const uint8_t* bytes;   // codes in the kernels' order (codebook_by_channel.cpp)
     const float* table;     // [channel_columns, channel_entries], what pads it finite; of more bits
     const uint16_t* halves; // the same as float16, and two bytes more
     const uint8_t* planes;  // the table as `channel_planes` makes it, or null
@@ -62,7 +62,7 @@ struct FloatInputs {
 
 // The same in bfloat16.
 struct PairInputs {
-    const uint16_t* x; // in the order of pairs (bf16_dot.h)
+    const uint16_t* x; // in the order of pairs (dot_bfloat16.h)
     const float* sums;
     int64_t tokens;
 };

@@ -1,6 +1,6 @@
-#include "thread_pool.h"
+#include "common/thread_pool.h"
 
-#include "products.h"
+#include "matmul/ops.h"
 
 #include <algorithm>
 #include <atomic>

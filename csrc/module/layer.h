@@ -2,7 +2,7 @@
 // part.
 #pragma once
 
-#include "tile.h"
+#include "module/tile.h"
 
 namespace anybit {
 

@@ -1,13 +1,13 @@
-// Format "codebook" by rows: a row's codes are looked up in its table (lookup_tables.h), of bytes that meet activations
-// of 8 bits, of bfloat16 or of floats.
+// Format "codebook" by rows: the codes of a row are looked up in its table (codebook_tables.h), of bytes that meet
+// activations of 8 bits, of bfloat16 or of floats.
 //
 // The stored planes are read as they lie; it is the activations that are put in the order of the vectors, once per
 // call. With bytes, lane l of a vector meets the 32 weights from 32 l on: the activations of each such group have a
 // scale of their own.
-#include "lookup_tables.h"
+#include "matmul/codebook_tables.h"
 
-#include "gemm.h"
-#include "products.h"
+#include "matmul/gemm.h"
+#include "matmul/ops.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

@@ -1,10 +1,10 @@
-// Format "codebook" by input channel: lanes are output rows, laid out as codes of format "group int" (interleaved.h)
+// Format "codebook" by input channel: lanes are output rows, laid out as codes of format "group int" (group_int.h)
 // with the channels as columns. A channel's table of few bits fits a few registers, its weights for all lanes
 // are permutations of them; of more bits, they are gathered. One multiply-add with the channel's input follows.
 // AVX2 permutes bytes faster than floats: there four blocks of rows are looked up at once, as the two bytes of float16.
-#include "gemm.h"
-#include "interleaved.h"
-#include "lookup_tables.h"
+#include "matmul/gemm.h"
+#include "matmul/group_int.h"
+#include "matmul/codebook_tables.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
