@@ -1,8 +1,9 @@
-// Which kernels run here: asked of the processor at run time, so that one build serves every machine.
-#include "quantize/ops.h"
-#include "matmul/ops.h"
+// Where an instruction set is chosen: asked of the processor at run time, so that one build serves every machine.
+#include "common/dispatch.h"
 
-#include <cstring>
+#include "matmul/ops.h"
+#include "quantize/ops.h"
+
 #ifdef ANYBIT_X86
 #include <cpuid.h>
 #endif
@@ -13,21 +14,38 @@
 
 namespace anybit {
 
-#define ANYBIT_TABLE(ISA)         \
-    {#ISA,                        \
-     ISA::gptq,                   \
-     ISA::codebook_rows,          \
-     ISA::codebook_channels,      \
-     ISA::codebook_channels_many, \
-     ISA::codebook_decode,        \
-     ISA::kmeans_scratch,         \
-     ISA::kmeans,                 \
-     ISA::nested_codes,           \
-     ISA::nested_fit}
+// One factory of each kind per instruction set (matmul/ops.cpp, quantize/ops.cpp).
+namespace portable {
+MatmulOps make_matmul_ops();
+QuantizeOps make_quantize_ops();
+} // namespace portable
+namespace avx2 {
+MatmulOps make_matmul_ops();
+QuantizeOps make_quantize_ops();
+} // namespace avx2
+namespace avx512 {
+MatmulOps make_matmul_ops();
+QuantizeOps make_quantize_ops();
+} // namespace avx512
+namespace avx_vnni {
+MatmulOps make_matmul_ops();
+}
+namespace avx512_vnni {
+MatmulOps make_matmul_ops();
+}
+namespace avx512_vbmi {
+MatmulOps make_matmul_ops();
+}
+namespace avx512_bf16 {
+MatmulOps make_matmul_ops();
+}
+namespace amx_bf16 {
+MatmulOps make_matmul_ops();
+}
 
-#ifdef ANYBIT_X86
 namespace {
 
+#ifdef ANYBIT_X86
 // AVX-VNNI: bit 4 of EAX in leaf 7, subleaf 1. Compilers learned its name late; its registers are AVX2's.
 bool has_avx_vnni() {
     unsigned a = 0, b = 0, c = 0, d = 0;
@@ -46,13 +64,57 @@ bool has_amx([[maybe_unused]] int kind) {
     return false;
 #endif
 }
+#endif
 
-// What the flags of the kernels' build ask of the machine (CMakeLists.txt).
-bool runs_avx2(const Features& f) { return f.avx2 && f.fma && f.f16c; }
-bool runs_avx512(const Features& f) { return runs_avx2(f) && f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq; }
+// Whether the machine has what the flags of an instruction set's build ask for (CMakeLists.txt).
+bool runs(Isa isa) {
+    static const Features f = cpu_features();
+    const bool avx2 = f.avx2 && f.fma && f.f16c;
+    const bool avx512 = avx2 && f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq;
+    const bool vnni = avx512 && f.avx512_vnni, vbmi = vnni && f.avx512_vbmi, bf16 = vbmi && f.avx512_bf16;
+    switch (isa) {
+    case Isa::portable: return true;
+    case Isa::avx2: return avx2;
+    case Isa::avx_vnni: return avx2 && f.avx_vnni;
+    case Isa::avx512: return avx512;
+    case Isa::avx512_vnni: return vnni;
+    case Isa::avx512_vbmi: return vbmi;
+    case Isa::avx512_bf16: return bf16;
+    case Isa::amx_bf16: return bf16 && f.amx_bf16 && f.amx_int8;
+    }
+    return false;
+}
+
+// The best that `find` has kernels of.
+template <typename K> const K& best(const K* (*find)(Isa)) {
+    const K* found = nullptr;
+    for (Isa isa : EVERY_ISA)
+        if (const K* own = find(isa)) found = own;
+    return *found; // the portable ones at least
+}
+
+// What a factory makes, made once. Factories are compiled with the flags of their instruction set: only a machine that
+// runs it may come here.
+template <auto MAKE> auto* made() {
+    static const auto ops = MAKE();
+    return &ops;
+}
 
 } // namespace
-#endif
+
+const char* isa_name(Isa isa) {
+    switch (isa) {
+    case Isa::portable: return "portable";
+    case Isa::avx2: return "avx2";
+    case Isa::avx_vnni: return "avx_vnni";
+    case Isa::avx512: return "avx512";
+    case Isa::avx512_vnni: return "avx512_vnni";
+    case Isa::avx512_vbmi: return "avx512_vbmi";
+    case Isa::avx512_bf16: return "avx512_bf16";
+    case Isa::amx_bf16: return "amx_bf16";
+    }
+    return "";
+}
 
 Features cpu_features() {
     Features f{};
@@ -75,36 +137,45 @@ Features cpu_features() {
     return f;
 }
 
-const Kernels* kernels_for(const char* isa) {
-    static const Kernels portable = ANYBIT_TABLE(portable);
-    const auto wanted = [isa](const char* name) { return isa == nullptr || std::strcmp(isa, name) == 0; };
+const MatmulOps* matmul_ops(Isa isa) {
+    if (!runs(isa)) return nullptr;
+    switch (isa) {
+    case Isa::portable: return made<portable::make_matmul_ops>();
 #ifdef ANYBIT_X86
-    static const Kernels avx2 = ANYBIT_TABLE(avx2);
-    static const Kernels avx512 = ANYBIT_TABLE(avx512);
-    static const Features f = cpu_features();
-    if (runs_avx512(f) && wanted("avx512")) return &avx512;
-    if (runs_avx2(f) && wanted("avx2")) return &avx2;
+    case Isa::avx2: return made<avx2::make_matmul_ops>();
+    case Isa::avx_vnni: return made<avx_vnni::make_matmul_ops>();
+    case Isa::avx512: return made<avx512::make_matmul_ops>();
+    case Isa::avx512_vnni: return made<avx512_vnni::make_matmul_ops>();
+    case Isa::avx512_vbmi: return made<avx512_vbmi::make_matmul_ops>();
+    case Isa::avx512_bf16: return made<avx512_bf16::make_matmul_ops>();
 #endif
-    return wanted("portable") ? &portable : nullptr;
+#ifdef ANYBIT_AMX
+    case Isa::amx_bf16: return made<amx_bf16::make_matmul_ops>();
+#endif
+    default: return nullptr;
+    }
 }
 
-const Products* products_for(const char* isa) {
-    const auto wanted = [isa](const char* name) { return isa == nullptr || std::strcmp(isa, name) == 0; };
+const QuantizeOps* quantize_ops(Isa isa) {
+    if (!runs(isa)) return nullptr;
+    switch (isa) {
+    case Isa::portable: return made<portable::make_quantize_ops>();
 #ifdef ANYBIT_X86
-    static const Features f = cpu_features();
-    const bool vnni = runs_avx512(f) && f.avx512_vnni;
-    const bool vbmi = vnni && f.avx512_vbmi;
-#ifdef ANYBIT_AMX
-    if (vbmi && f.avx512_bf16 && f.amx_bf16 && f.amx_int8 && wanted("amx_bf16")) return &amx_bf16::products;
+    case Isa::avx2: return made<avx2::make_quantize_ops>();
+    case Isa::avx512: return made<avx512::make_quantize_ops>();
 #endif
-    if (vbmi && f.avx512_bf16 && wanted("avx512_bf16")) return &avx512_bf16::products;
-    if (vbmi && wanted("avx512_vbmi")) return &avx512_vbmi::products;
-    if (vnni && wanted("avx512_vnni")) return &avx512_vnni::products;
-    if (runs_avx512(f) && wanted("avx512")) return &avx512::products;
-    if (runs_avx2(f) && f.avx_vnni && wanted("avx_vnni")) return &avx_vnni::products;
-    if (runs_avx2(f) && wanted("avx2")) return &avx2::products;
-#endif
-    return wanted("portable") ? &portable::products : nullptr;
+    default: return nullptr;
+    }
+}
+
+const MatmulOps& best_matmul_ops() {
+    static const MatmulOps& ops = best(matmul_ops);
+    return ops;
+}
+
+const QuantizeOps& best_quantize_ops() {
+    static const QuantizeOps& ops = best(quantize_ops);
+    return ops;
 }
 
 } // namespace anybit

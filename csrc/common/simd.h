@@ -131,7 +131,7 @@ inline Halves to_bf16(Floats values) {
 #endif
 }
 
-// bfloat16 as floats, and the other way for a float that is one.
+// bfloat16 as floats.
 inline void widen(const uint16_t* from, int64_t n, float* to) {
     for (int64_t i = 0; i < n; ++i) {
         const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
@@ -139,31 +139,8 @@ inline void widen(const uint16_t* from, int64_t n, float* to) {
     }
 }
 
-inline uint16_t upper_half(float value) { return static_cast<uint16_t>(load_as<uint32_t>(&value) >> 16); }
-
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-
-template <int N> struct Number {
-    static constexpr int value = N;
-};
-
-// use(Number<M>, first) for the tokens `first` to `first + M`: MOST at a time, the rest by halves of it.
-template <int MOST, typename F> inline void by_tokens(int64_t tokens, F&& use, int64_t first = 0) {
-    for (; tokens - first >= MOST; first += MOST) use(Number<MOST>{}, first);
-    if constexpr (MOST > 1) by_tokens<MOST / 2>(tokens, use, first);
-}
-
-// use(Number<R>, Number<M>, block, first) for blocks of rows: several tokens meet one at a time, one token two where
-// PAIRS, so that two lines of memory are under way and not one.
-template <int MOST, bool PAIRS, typename F>
-inline void by_blocks(int64_t tokens, int64_t begin, int64_t end, F&& use) {
-    int64_t block = begin;
-    if (PAIRS && tokens == 1)
-        for (; block + 2 <= end; block += 2) use(Number<2>{}, Number<1>{}, block, 0);
-    for (; block < end; ++block)
-        by_tokens<MOST>(tokens, [&](auto m, int64_t first) { use(Number<1>{}, m, block, first); });
-}
 
 } // namespace
 } // namespace anybit::ANYBIT_ISA

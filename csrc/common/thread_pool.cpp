@@ -1,14 +1,11 @@
 #include "common/thread_pool.h"
 
-#include "matmul/ops.h"
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -201,23 +198,6 @@ Pool& pool() {
 }
 
 } // namespace
-
-void* thread_memory(int64_t bytes, int which) {
-    struct Free {
-        void operator()(char* p) const { ::operator delete[](p, std::align_val_t(64)); }
-    };
-    struct Memory {
-        std::unique_ptr<char[], Free> bytes;
-        int64_t size = 0;
-    };
-    thread_local Memory memories[2];
-    Memory& memory = memories[which];
-    if (bytes > memory.size) {
-        memory.bytes.reset(new (std::align_val_t(64)) char[static_cast<size_t>(bytes)]);
-        memory.size = bytes;
-    }
-    return memory.bytes.get();
-}
 
 void parallel_ranges(int64_t n, int64_t grain, int threads, RangeFunction function, void* context) {
     if (n <= 0) return;

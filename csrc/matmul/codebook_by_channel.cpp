@@ -5,12 +5,13 @@
 #include "matmul/gemm.h"
 #include "matmul/group_int.h"
 #include "matmul/codebook_tables.h"
+#include "matmul/unroll.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-int64_t cells_of(const ChannelCodebook& t) { return ceil_div(t.columns, cell_columns(t.bits)); }
-int64_t block_bytes(const ChannelCodebook& t) { return cells_of(t) * cell_vectors(t.bits) * BYTES; }
+int64_t cells_of(const CodebookByChannel& t) { return ceil_div(t.columns, cell_columns(t.bits)); }
+int64_t block_bytes(const CodebookByChannel& t) { return cells_of(t) * cell_vectors(t.bits) * BYTES; }
 
 #if defined(__AVX512F__)
 constexpr int MOST_PERMUTED = 6; // bits
@@ -107,23 +108,23 @@ template <int BITS> struct ReadHalves {
     }
 };
 
-template <int BITS> inline auto table_of(const ChannelCodebook& t, int64_t channel) {
-    const int64_t at = channel * channel_entries(BITS);
+template <int BITS> inline auto table_of(const CodebookByChannel& t, int64_t channel) {
+    const int64_t at = channel * CodebookByChannel::entries(BITS);
 #if defined(__AVX2__)
     if constexpr (BITS <= MOST_PERMUTED) return PermutedTable<BITS>(t.table + at);
     else
 #endif
-        if constexpr (BITS <= CHANNEL_FLOAT_BITS)
+        if constexpr (BITS <= CodebookByChannel::FLOAT_BITS)
         return ReadTable<BITS>(t.table + at);
     else return ReadHalves<BITS>(t.halves + at);
 }
 
-template <int BITS> inline float entry_of(const ChannelCodebook& t, int64_t channel, uint8_t code) {
-    const int64_t at = channel * channel_entries(BITS) + code;
-    return BITS <= CHANNEL_FLOAT_BITS ? t.table[at] : half_to_float(t.halves[at]);
+template <int BITS> inline float entry_of(const CodebookByChannel& t, int64_t channel, uint8_t code) {
+    const int64_t at = channel * CodebookByChannel::entries(BITS) + code;
+    return BITS <= CodebookByChannel::FLOAT_BITS ? t.table[at] : half_to_float(t.halves[at]);
 }
 
-inline void add_rows(const ChannelCodebook& t, int64_t block, Floats sums, float* y) {
+inline void add_rows(const CodebookByChannel& t, int64_t block, Floats sums, float* y) {
     const int64_t first = block * LANES, rows = least(LANES, t.rows - first);
     if (rows == LANES) return store(y + first, load(y + first) + sums);
     for (int64_t l = 0; l < rows; ++l) y[first + l] += sums[l];
@@ -132,8 +133,8 @@ inline void add_rows(const ChannelCodebook& t, int64_t block, Floats sums, float
 // The cells `first` to `last` of R blocks of rows, and M tokens at once. A sum runs over the channels in order,
 // whatever R and M are.
 template <int BITS, int R, int M>
-void multiply_blocks(const ChannelCodebook& t, const float* x, int64_t x_stride, float* y, int64_t y_stride,
-                     int64_t block, int64_t first, int64_t last) {
+void gemv_blocks(const CodebookByChannel& t, const float* x, int64_t x_stride, float* y, int64_t y_stride,
+                 int64_t block, int64_t first, int64_t last) {
     constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
     const uint8_t* from = t.bytes + block * block_bytes(t);
     Floats sum[R][M] = {};
@@ -219,17 +220,17 @@ inline void add_channels(const uint16_t* halves, int64_t channels, const float* 
 
 constexpr int64_t MOST_TOKENS = 16; // that meet weights looked up once
 
-// The same as multiply_blocks, of four blocks and so many tokens.
+// The same as gemv_blocks, of four blocks and so many tokens.
 template <int BITS>
-void multiply_halves(const ChannelCodebook& t, const float* x, int64_t x_stride, int64_t tokens, float* y,
-                     int64_t y_stride, int64_t block, int64_t first, int64_t last) {
+void gemv_halves(const CodebookByChannel& t, const float* x, int64_t x_stride, int64_t tokens, float* y,
+                 int64_t y_stride, int64_t block, int64_t first, int64_t last) {
     constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
     const int64_t stride = block_bytes(t);
     uint16_t halves[COLUMNS * ROWS];
     Floats sums[4 * MOST_TOKENS] = {};
     for (int64_t c = first; c < last; ++c) {
         look_up_cell<BITS>(t.bytes + block * stride + c * SIZE, stride,
-                           t.planes + c * COLUMNS * 2 * channel_entries(BITS), halves);
+                           t.planes + c * COLUMNS * 2 * CodebookByChannel::entries(BITS), halves);
         by_tokens<2>(tokens, [&](auto m, int64_t k) {
             add_channels<m.value>(halves, COLUMNS, x + k * x_stride + c * COLUMNS, x_stride, sums + 4 * k);
         });
@@ -246,39 +247,39 @@ void multiply_halves(const ChannelCodebook& t, const float* x, int64_t x_stride,
 constexpr int64_t TILE_BYTES = 256 << 10; // of tables that all rows meet before the next ones: they stay in the cache
 
 template <int BITS>
-void multiply(const ChannelCodebook& t, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
-              int64_t end) {
-    constexpr int64_t ENTRY = BITS <= CHANNEL_FLOAT_BITS ? 4 : 2;
-    constexpr int64_t TILE = TILE_BYTES / (ENTRY * channel_entries(BITS) * cell_columns(BITS)); // cells
-    const int64_t cells = cells_of(t), stride = cells * cell_columns(BITS);
+void gemv_bits(const CodebookByChannel& t, const Inputs<float>& in, float* y, int64_t y_stride, int64_t begin,
+               int64_t end) {
+    constexpr int64_t ENTRY = BITS <= CodebookByChannel::FLOAT_BITS ? 4 : 2;
+    constexpr int64_t TILE = TILE_BYTES / (ENTRY * CodebookByChannel::entries(BITS) * cell_columns(BITS)); // cells
+    const int64_t cells = cells_of(t), stride = in.stride;
     for (int64_t first = 0; first < cells; first += TILE)
         for (int64_t block = begin; block < end;) {
             const int64_t blocks = end - block >= 4 ? 4 : 1, last = least(cells, first + TILE);
 #ifdef ANYBIT_LOOKS_UP_HALVES
-            if constexpr (BITS >= 4 && BITS <= CHANNEL_FLOAT_BITS)
+            if constexpr (BITS >= 4 && BITS <= CodebookByChannel::FLOAT_BITS)
                 if (blocks == 4 && t.planes != nullptr) {
-                    for (int64_t k = 0; k < tokens; k += MOST_TOKENS)
-                        multiply_halves<BITS>(t, x + k * stride, stride, least(MOST_TOKENS, tokens - k),
-                                              y + k * y_stride, y_stride, block, first, last);
+                    for (int64_t k = 0; k < in.tokens; k += MOST_TOKENS)
+                        gemv_halves<BITS>(t, in.x + k * stride, stride, least(MOST_TOKENS, in.tokens - k),
+                                          y + k * y_stride, y_stride, block, first, last);
                     block += blocks;
                     continue;
                 }
 #endif
-            by_tokens<4>(tokens, [&](auto m, int64_t k) {
+            by_tokens<4>(in.tokens, [&](auto m, int64_t k) {
                 constexpr int R = m.value == 4 ? 2 : 4; // eight sums fit the registers of every instruction set
-                const float* from = x + k * stride;
+                const float* from = in.x + k * stride;
                 float* to = y + k * y_stride;
-                if (blocks == 1) multiply_blocks<BITS, 1, m.value>(t, from, stride, to, y_stride, block, first, last);
+                if (blocks == 1) gemv_blocks<BITS, 1, m.value>(t, from, stride, to, y_stride, block, first, last);
                 else
                     for (int64_t b = block; b < block + blocks; b += R)
-                        multiply_blocks<BITS, R, m.value>(t, from, stride, to, y_stride, b, first, last);
+                        gemv_blocks<BITS, R, m.value>(t, from, stride, to, y_stride, b, first, last);
             });
             block += blocks;
         }
 }
 
 template <int BITS>
-void interleave(const ChannelCodebook& t, const uint32_t* planes, uint8_t* bytes, int64_t begin, int64_t end) {
+void interleave_bits(const CodebookByChannel& t, const uint32_t* planes, uint8_t* bytes, int64_t begin, int64_t end) {
     constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
     const int64_t words = ceil_div(t.rows, 32);
     for (int64_t block = begin; block < end; ++block)
@@ -297,7 +298,7 @@ void interleave(const ChannelCodebook& t, const uint32_t* planes, uint8_t* bytes
 }
 
 // Codes of a cell, lane by lane.
-template <int BITS> void decode(const ChannelCodebook& t, int64_t block, int64_t c, uint8_t (&out)[LANES][32]) {
+template <int BITS> void decode(const CodebookByChannel& t, int64_t block, int64_t c, uint8_t (&out)[LANES][32]) {
     constexpr int64_t COLUMNS = cell_columns(BITS);
     Codes code[COLUMNS / 4];
     cell_codes<BITS>(t.bytes + block * block_bytes(t) + c * cell_vectors(BITS) * BYTES, code);
@@ -306,7 +307,7 @@ template <int BITS> void decode(const ChannelCodebook& t, int64_t block, int64_t
             __builtin_memcpy(out[l] + 4 * s, reinterpret_cast<const uint8_t*>(code + s) + 4 * l, 4);
 }
 
-template <int BITS> void restore(const ChannelCodebook& t, uint32_t* planes, int64_t begin, int64_t end) {
+template <int BITS> void restore_bits(const CodebookByChannel& t, uint32_t* planes, int64_t begin, int64_t end) {
     constexpr int64_t COLUMNS = cell_columns(BITS);
     const int64_t words = ceil_div(t.rows, 32);
     for (int64_t block = begin; block < end; ++block)
@@ -324,7 +325,7 @@ template <int BITS> void restore(const ChannelCodebook& t, uint32_t* planes, int
         }
 }
 
-template <int BITS> void dequantize(const ChannelCodebook& t, float* out, int64_t begin, int64_t end) {
+template <int BITS> void dequantize_bits(const CodebookByChannel& t, float* out, int64_t begin, int64_t end) {
     constexpr int64_t COLUMNS = cell_columns(BITS);
     for (int64_t block = begin; block < end; ++block)
         for (int64_t c = 0; c < cells_of(t); ++c) {
@@ -337,7 +338,7 @@ template <int BITS> void dequantize(const ChannelCodebook& t, float* out, int64_
         }
 }
 
-template <int BITS> int64_t decode_cells(const ChannelCodebook& t, int64_t block, int64_t column, Floats* panel) {
+template <int BITS> int64_t decode_cells(const CodebookByChannel& t, int64_t block, int64_t column, Floats* panel) {
     constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
     const int64_t begin = column / COLUMNS, end = least(cells_of(t), begin + PANEL / COLUMNS);
     for (int64_t c = begin; c < end; ++c, panel += COLUMNS) {
@@ -352,66 +353,74 @@ template <int BITS> int64_t decode_cells(const ChannelCodebook& t, int64_t block
     return (end - begin) * COLUMNS;
 }
 
-int64_t decode_panel(const ChannelCodebook& t, int64_t block, int64_t column, Floats* panel) {
-    ANYBIT_BY_WIDTH(decode_cells, t.bits, t, block, column, panel);
+int64_t decode_panel(const CodebookByChannel& t, int64_t block, int64_t column, Floats* panel) {
+    return by_width(t.bits, [&](auto bits) { return decode_cells<bits.value>(t, block, column, panel); });
 }
 
-} // namespace
+int64_t bytes(const CodebookByChannel& t) { return ceil_div(t.rows, LANES) * block_bytes(t); }
 
-int64_t channel_bytes(const ChannelCodebook& t) { return ceil_div(t.rows, LANES) * block_bytes(t); }
-
-int64_t channel_columns(const ChannelCodebook& t) { return cells_of(t) * cell_columns(t.bits); }
+int64_t columns(const CodebookByChannel& t) { return cells_of(t) * cell_columns(t.bits); }
 
 #ifdef ANYBIT_LOOKS_UP_HALVES
-int64_t channel_planes_bytes(const ChannelCodebook& t) {
-    if (t.bits < 4 || t.bits > CHANNEL_FLOAT_BITS) return 0;
-    const int64_t entries = channel_columns(t) * channel_entries(t.bits);
+int64_t table_planes_bytes(const CodebookByChannel& t) {
+    if (t.bits < 4 || t.bits > CodebookByChannel::FLOAT_BITS) return 0;
+    const int64_t entries = columns(t) * CodebookByChannel::entries(t.bits);
     for (int64_t e = 0; e < entries; ++e)
         if (!is_half(t.table[e])) return 0;
     return 2 * entries;
 }
 
-void channel_planes(const ChannelCodebook& t, uint8_t* planes) {
-    const int64_t entries = channel_columns(t) * channel_entries(t.bits);
+void table_planes(const CodebookByChannel& t, uint8_t* planes) {
+    const int64_t entries = columns(t) * CodebookByChannel::entries(t.bits);
     for (int64_t e = 0; e < entries; ++e) {
         int half = to_half(t.table[e]);
-        if (e % channel_entries(t.bits) >= 16) half ^= to_half(t.table[e - 16]);
+        if (e % CodebookByChannel::entries(t.bits) >= 16) half ^= to_half(t.table[e - 16]);
         for (int64_t k = 0; k < 2; ++k) planes[e / 16 * 32 + 16 * k + e % 16] = static_cast<uint8_t>(half >> 8 * k);
     }
 }
 #else
-int64_t channel_planes_bytes(const ChannelCodebook&) { return 0; }
+int64_t table_planes_bytes(const CodebookByChannel&) { return 0; }
 
-void channel_planes(const ChannelCodebook&, uint8_t*) {}
+void table_planes(const CodebookByChannel&, uint8_t*) {}
 #endif
 
-void channel_interleave(const ChannelCodebook& t, const uint32_t* planes, uint8_t* bytes, int64_t begin, int64_t end) {
-    ANYBIT_BY_WIDTH(interleave, t.bits, t, planes, bytes, begin, end);
+void interleave(const CodebookByChannel& t, const CodebookByChannel::Stored& from, const CodebookByChannel::Packed& to,
+                uint8_t*, int64_t begin, int64_t end) {
+    by_width(t.bits, [&](auto bits) { interleave_bits<bits.value>(t, from.planes, to.bytes, begin, end); });
 }
 
-void channel_restore(const ChannelCodebook& t, uint32_t* planes, int64_t begin, int64_t end) {
-    ANYBIT_BY_WIDTH(restore, t.bits, t, planes, begin, end);
+void restore(const CodebookByChannel& t, const CodebookByChannel::Restored& to, uint8_t*, int64_t begin, int64_t end) {
+    by_width(t.bits, [&](auto bits) { restore_bits<bits.value>(t, to.planes, begin, end); });
 }
 
-void channel_matmul(const ChannelCodebook& t, const float* x, int64_t tokens, float* y, int64_t y_stride, int64_t begin,
-                    int64_t end) {
-    ANYBIT_BY_WIDTH(multiply, t.bits, t, x, tokens, y, y_stride, begin, end);
+void gemv(const CodebookByChannel& t, const Inputs<float>& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    by_width(t.bits, [&](auto bits) { gemv_bits<bits.value>(t, in, y, y_stride, begin, end); });
 }
 
-void channel_dequantize(const ChannelCodebook& t, float* out, int64_t begin, int64_t end) {
-    ANYBIT_BY_WIDTH(dequantize, t.bits, t, out, begin, end);
+template <typename X>
+void gemm(const CodebookByChannel& t, const Inputs<X>& in, const Outputs& y, int64_t begin, int64_t end) {
+    gemm(t, decode_panel, columns(t), in, y, begin, end);
 }
 
-void channel_gemm(const ChannelCodebook& t, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y,
-                  int64_t begin, int64_t end) {
-    multiply_many(t, decode_panel, x, x_stride, channel_columns(t), tokens, y, begin, end);
+void dequantize(const CodebookByChannel& t, float* out, int64_t begin, int64_t end) {
+    by_width(t.bits, [&](auto bits) { dequantize_bits<bits.value>(t, out, begin, end); });
 }
 
+} // namespace
+
+void add_codebook_by_channel(MatmulOps& ops) {
+    CodebookByChannelOps& own = ops.codebook_by_channel;
+    own.columns = columns;
+    own.f32 = {nullptr, gemv, gemm<float>};
 #ifdef __AVX512BF16__
-void channel_gemm_bf16(const ChannelCodebook& t, const uint16_t* x, int64_t x_stride, int64_t tokens, const Outputs& y,
-                       int64_t begin, int64_t end) {
-    multiply_many(t, decode_panel, x, x_stride, channel_columns(t), tokens, y, begin, end);
-}
+    own.bf16.gemm = gemm<uint16_t>;
 #endif
+    own.dequantize = dequantize;
+    own.bytes = bytes;
+    own.interleave = interleave;
+    own.restore = restore;
+    own.table_planes_bytes = table_planes_bytes;
+    own.table_planes = table_planes;
+}
 
 } // namespace anybit::ANYBIT_ISA

@@ -8,6 +8,8 @@
 
 #include "matmul/gemm.h"
 #include "matmul/ops.h"
+#include "matmul/transpose.h"
+#include "matmul/unroll.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
@@ -19,12 +21,16 @@ constexpr int MOST_TOKENS = 4; // in registers at once
 constexpr int MOST_TOKENS = 2;
 #endif
 
+// Blocks that a token's inputs fill: 32 * LANES codes each.
+inline int64_t blocks_of(const CodebookByRow& c) { return ceil_div(4 * c.words, BYTES); }
+
 // sums[i] += the dot product of four centroids with four activations, the centroids less CENTRE.
 #if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512F__)
-constexpr int32_t CENTRE = BYTE_ZERO; // centred, they fit pairs of 16 bits that are signed
+constexpr int32_t CENTRE = CodebookByRow::BYTE_ZERO; // centred, they fit pairs of 16 bits that are signed
 
 inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
-    const __m256i from = load_as<__m256i>(x), centred = reinterpret_cast<__m256i>(centroids ^ fill(BYTE_ZERO));
+    const __m256i from = load_as<__m256i>(x),
+                  centred = reinterpret_cast<__m256i>(centroids ^ fill(CodebookByRow::BYTE_ZERO));
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(from), _mm256_sign_epi8(centred, from));
     return sums + reinterpret_cast<Ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
@@ -39,13 +45,13 @@ inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
 // ---- what centroids are multiplied as: M tokens with the codes of a row, block by block ---------------------------
 
 // Bytes, with activations of 8 bits.
-template <int B, int M> class ByteSums {
+template <int B, int M> class ByBytes {
 public:
-    using Inputs = LookupInputs;
+    using Input = int8_t;
     static constexpr int64_t MOST_BLOCKS = 32; // whose activations stay close while rows take turns
 
-    ByteSums(const ByteCodebook& c, const Inputs& in, int64_t row)
-        : table_(c.table + (row << B)), x_(in.codes), scales_(in.scales), blocks_(lookup_blocks(c)) {}
+    ByBytes(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row)
+        : table_(c.table + (row << B)), x_(in.x), scales_(in.scales), blocks_(blocks_of(c)) {}
 
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
         Ints sums[CHAINS][M] = {};
@@ -63,13 +69,17 @@ public:
         }
     }
 
-    static float finish(const ByteCodebook& c, const Inputs& in, int64_t row, int64_t k, float sum) {
-        return c.scales[row] * (sum - static_cast<float>(BYTE_ZERO - CENTRE) * in.sums[k]);
+    static float finish(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row, int64_t k, float sum) {
+        return c.scales[row] * (sum - static_cast<float>(CodebookByRow::BYTE_ZERO - CENTRE) * in.weighted[k]);
     }
 
-    static Inputs skip(const ByteCodebook& c, const Inputs& in, int64_t tokens) {
-        const int64_t blocks = tokens * lookup_blocks(c);
-        return {in.codes + blocks * PHASES * BYTES, in.scales + blocks * LANES, in.sums + tokens, in.tokens - tokens};
+    static Inputs<int8_t> skip(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t tokens) {
+        return {in.x + tokens * in.stride,
+                in.tokens - tokens,
+                in.stride,
+                in.scales + tokens * blocks_of(c) * LANES,
+                nullptr,
+                in.weighted + tokens};
     }
 
 private:
@@ -80,24 +90,24 @@ private:
 };
 
 // Activations of T in the kernels' order, and nothing to do at the end.
-template <typename T> struct Plain {
-    using Inputs = LookupPlain<T>;
-    static constexpr int64_t MOST_BLOCKS = 32 / sizeof(T);
+template <typename X> struct Plain {
+    using Input = X;
+    static constexpr int64_t MOST_BLOCKS = 32 / sizeof(X);
 
-    static float finish(const ByteCodebook& c, const Inputs&, int64_t row, int64_t, float sum) {
+    static float finish(const CodebookByRow& c, const Inputs<X>&, int64_t row, int64_t, float sum) {
         return c.row_scale(row) * sum;
     }
 
-    static Inputs skip(const ByteCodebook& c, const Inputs& in, int64_t tokens) {
-        return {in.x + tokens * lookup_blocks(c) * PHASES * BYTES, in.tokens - tokens};
+    static Inputs<X> skip(const CodebookByRow&, const Inputs<X>& in, int64_t tokens) {
+        return {in.x + tokens * in.stride, in.tokens - tokens, in.stride, nullptr};
     }
 };
 
 // Floats, exactly.
-template <typename Table, int M> class ExactSums : public Plain<float> {
+template <typename Table, int M> class ByTable : public Plain<float> {
 public:
-    ExactSums(const ByteCodebook& c, const Inputs& in, int64_t row)
-        : table_(c.table, c.kind(row)), x_(in.x), blocks_(lookup_blocks(c)) {}
+    ByTable(const CodebookByRow& c, const Inputs<float>& in, int64_t row)
+        : table_(c.table, c.kind(row)), x_(in.x), blocks_(blocks_of(c)) {}
 
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
         Floats sums[4][M] = {};
@@ -119,16 +129,15 @@ private:
     const float* x_;
     int64_t blocks_;
 };
-template <int B, int M> using FloatSums = ExactSums<FloatTable<B>, M>;
-
-template <int B, int M> using MirroredSums = ExactSums<MirroredFloats<B>, M>;
+template <int B, int M> using ByFloats = ByTable<FloatTable<B>, M>;
+template <int B, int M> using ByMirroredFloats = ByTable<MirroredFloats<B>, M>;
 
 #ifdef __AVX2__
 // Pairs of bfloat16.
-template <int B, int M> class PairSums : public Plain<uint16_t> {
+template <int B, int M> class ByPairs : public Plain<uint16_t> {
 public:
-    PairSums(const ByteCodebook& c, const Inputs& in, int64_t row)
-        : table_(c.table, c.kind(row)), x_(in.x), blocks_(lookup_blocks(c)) {}
+    ByPairs(const CodebookByRow& c, const Inputs<uint16_t>& in, int64_t row)
+        : table_(c.table, c.kind(row)), x_(in.x), blocks_(blocks_of(c)) {}
 
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
         Floats sums[2][M] = {};
@@ -166,30 +175,30 @@ inline Codes load_plane(const uint8_t* from, int64_t left) {
 #endif
 }
 
-inline const uint8_t* plane_bytes(const ByteCodebook& c, int p) {
+inline const uint8_t* plane_bytes(const CodebookByRow& c, int p) {
     return reinterpret_cast<const uint8_t*>(c.planes[p]);
 }
 
 // Codes of the upper half of a mirrored table become those of the entries opposite, below their highest bit.
-template <int B> inline void fold(const ByteCodebook& c, Codes (&plane)[B]) {
+template <int B> inline void fold(const CodebookByRow& c, Codes (&plane)[B]) {
     if constexpr (looks_up_mirrored(B))
         if (c.mirrored)
             for (int p = 0; p < B - 1; ++p) plane[p] ^= plane[B - 1];
 }
 
-// Up to LOOKUP_ROWS rows, tile by tile of columns: the activations of a tile stay close, and what the same row needs
-// next is fetched meanwhile.
-template <template <int, int> typename Sums, int B, int M>
-void look_up_rows(const ByteCodebook& c, const typename Sums<B, M>::Inputs& in, float* y, int64_t y_stride,
-                  int64_t first, int64_t last) {
-    const int64_t bytes = 4 * c.words, blocks = lookup_blocks(c);
-    const int64_t tile = ceil_div(blocks, ceil_div(blocks * M, Sums<B, M>::MOST_BLOCKS)); // as equal as can be
-    Floats total[LOOKUP_ROWS][M] = {};
+// Up to CodebookByRow::TOGETHER rows, tile by tile of columns: the activations of a tile stay close, and what the same
+// row needs next is fetched meanwhile.
+template <template <int, int> typename By, int B, int M>
+void gemv_rows(const CodebookByRow& c, const Inputs<typename By<B, M>::Input>& in, float* y, int64_t y_stride,
+               int64_t first, int64_t last) {
+    const int64_t bytes = 4 * c.words, blocks = blocks_of(c);
+    const int64_t tile = ceil_div(blocks, ceil_div(blocks * M, By<B, M>::MOST_BLOCKS)); // as equal as can be
+    Floats total[CodebookByRow::TOGETHER][M] = {};
     for (int64_t begin = 0; begin < blocks; begin += tile) {
         const int64_t end = least(blocks, begin + tile);
-        const int64_t next = end < blocks ? tile * BYTES : LOOKUP_ROWS * bytes - begin * BYTES;
+        const int64_t next = end < blocks ? tile * BYTES : CodebookByRow::TOGETHER * bytes - begin * BYTES;
         for (int64_t row = first; row < last; ++row) {
-            const Sums<B, M> sums(c, in, row);
+            const By<B, M> sums(c, in, row);
             Floats own[M];
             for (int k = 0; k < M; ++k) own[k] = total[row - first][k];
             for (int64_t b = begin; b < end; ++b) {
@@ -209,48 +218,49 @@ void look_up_rows(const ByteCodebook& c, const typename Sums<B, M>::Inputs& in, 
     for (int64_t row = first; row < last; ++row)
         for (int64_t k = 0; k < M; ++k)
             y[k * y_stride + (c.out_rows == nullptr ? row : c.out_rows[row])] +=
-                Sums<B, M>::finish(c, in, row, k, reduce(total[row - first][k]));
+                By<B, M>::finish(c, in, row, k, reduce(total[row - first][k]));
 }
 
-template <template <int, int> typename Sums, int B>
-void look_up(const ByteCodebook& c, const typename Sums<B, 1>::Inputs& in, float* y, int64_t y_stride, int64_t begin,
-             int64_t end) {
-    for (int64_t first = begin; first < end; first += LOOKUP_ROWS) {
-        const int64_t last = least(end, first + LOOKUP_ROWS);
+template <template <int, int> typename By, int B>
+void gemv_bits(const CodebookByRow& c, const Inputs<typename By<B, 1>::Input>& in, float* y, int64_t y_stride,
+               int64_t begin, int64_t end) {
+    for (int64_t first = begin; first < end; first += CodebookByRow::TOGETHER) {
+        const int64_t last = least(end, first + CodebookByRow::TOGETHER);
         by_tokens<MOST_TOKENS>(in.tokens, [&](auto m, int64_t k) {
-            look_up_rows<Sums, B, m.value>(c, Sums<B, 1>::skip(c, in, k), y + k * y_stride, y_stride, first, last);
+            gemv_rows<By, B, m.value>(c, By<B, 1>::skip(c, in, k), y + k * y_stride, y_stride, first, last);
         });
     }
 }
 
-template <int B>
-void look_up_bytes(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin,
-                   int64_t end) {
-    look_up<ByteSums, B>(c, in, y, y_stride, begin, end);
+void gemv_int8(const CodebookByRow& c, const Inputs<int8_t>& in, float* y, int64_t y_stride, int64_t begin,
+               int64_t end) {
+    by_width(c.bits, [&](auto bits) { gemv_bits<ByBytes, bits.value>(c, in, y, y_stride, begin, end); });
 }
 
-template <int B>
-void look_up_exactly(const ByteCodebook& c, const LookupPlain<float>& in, float* y, int64_t y_stride, int64_t begin,
-                     int64_t end) {
-    if constexpr (looks_up_mirrored(B))
-        if (c.mirrored) return look_up<MirroredSums, B>(c, in, y, y_stride, begin, end);
-    if constexpr (floating(B) != Floating::none) look_up<FloatSums, B>(c, in, y, y_stride, begin, end);
+void gemv_f32(const CodebookByRow& c, const Inputs<float>& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    by_width(c.bits, [&](auto bits) {
+        constexpr int B = bits.value;
+        if constexpr (looks_up_mirrored(B))
+            if (c.mirrored) return gemv_bits<ByMirroredFloats, B>(c, in, y, y_stride, begin, end);
+        if constexpr (floating(B) != Floating::none) gemv_bits<ByFloats, B>(c, in, y, y_stride, begin, end);
+    });
 }
 
 #ifdef __AVX2__
-template <int B>
-void look_up_pairs(const ByteCodebook& c, const LookupPlain<uint16_t>& in, float* y, int64_t y_stride, int64_t begin,
-                   int64_t end) {
-    if constexpr (looks_up_halves(B)) look_up<PairSums, B>(c, in, y, y_stride, begin, end);
+void gemv_bf16(const CodebookByRow& c, const Inputs<uint16_t>& in, float* y, int64_t y_stride, int64_t begin,
+               int64_t end) {
+    by_width(c.bits, [&](auto bits) {
+        if constexpr (looks_up_halves(bits.value)) gemv_bits<ByPairs, bits.value>(c, in, y, y_stride, begin, end);
+    });
 }
 #endif
 
 // Columns that many tokens meet: those of whole words, then an even number of kept ones.
-inline int64_t gemm_columns(const ByteCodebook& c) { return 32 * c.words + c.kept_columns + c.kept_columns % 2; }
+inline int64_t gemm_columns(const CodebookByRow& c) { return 32 * c.words + c.kept_columns + c.kept_columns % 2; }
 
 // Weights of a block of columns of LANES rows, whose table is as a Table wants it; whole floats where there is none.
 template <int B, typename Table>
-void decode_block(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+void decode_block(const CodebookByRow& c, int64_t block, int64_t column, Floats* panel) {
     const int64_t bytes = 4 * c.words, at = column / PHASES;
     Floats values[LANES][PHASES][4];
     for (int64_t lane = 0; lane < LANES; ++lane) {
@@ -284,7 +294,7 @@ void decode_block(const ByteCodebook& c, int64_t block, int64_t column, Floats* 
             }
 }
 
-template <int B> void decode_floats(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+template <int B> void decode_floats(const CodebookByRow& c, int64_t block, int64_t column, Floats* panel) {
     if constexpr (looks_up_mirrored(B))
         if (c.mirrored) return decode_block<B, MirroredFloats<B>>(c, block, column, panel);
     return decode_block<B, FloatTable<B>>(c, block, column, panel);
@@ -292,7 +302,7 @@ template <int B> void decode_floats(const ByteCodebook& c, int64_t block, int64_
 
 // What is left of a panel from `column` on when its coded columns are there: put(i, columns, n) for the kept ones that
 // are columns i to i + n of it. Returns how many columns there are.
-template <typename F> int64_t decode_kept(const ByteCodebook& c, int64_t block, int64_t column, F&& put) {
+template <typename F> int64_t decode_kept(const CodebookByRow& c, int64_t block, int64_t column, F&& put) {
     constexpr int64_t SOME = 2 * LANES;
     const int64_t n = least(PANEL, gemm_columns(c) - column), coded = 32 * c.words, row = block * LANES;
     for (int64_t i = coded > column ? coded - column : 0; i < n; i += SOME) {
@@ -305,9 +315,8 @@ template <typename F> int64_t decode_kept(const ByteCodebook& c, int64_t block, 
     return n;
 }
 
-int64_t decode_panel(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
-    const auto decode = [&] { ANYBIT_BY_WIDTH(decode_floats, c.bits, c, block, column, panel); };
-    if (column < 32 * c.words) decode();
+int64_t decode_panel(const CodebookByRow& c, int64_t block, int64_t column, Floats* panel) {
+    if (column < 32 * c.words) by_width(c.bits, [&](auto bits) { decode_floats<bits.value>(c, block, column, panel); });
     return decode_kept(c, block, column, [&](int64_t i, const Floats* columns, int64_t n) {
         for (int64_t j = 0; j < n; ++j) panel[i + j] = columns[j];
     });
@@ -315,7 +324,7 @@ int64_t decode_panel(const ByteCodebook& c, int64_t block, int64_t column, Float
 
 #ifdef __AVX512BF16__
 // A row's table in bfloat16: as it is stored, or floats times the row's scale.
-template <int B> HalfTable<B> half_table(const ByteCodebook& c, int64_t row) {
+template <int B> HalfTable<B> half_table(const CodebookByRow& c, int64_t row) {
     if (c.halves) return HalfTable<B>(c.table, c.kind(row));
     constexpr int64_t ENTRIES = 1 << B;
     const auto* from = reinterpret_cast<const float*>(c.table) + c.kind(row) * ENTRIES;
@@ -336,7 +345,7 @@ template <int B> HalfTable<B> half_table(const ByteCodebook& c, int64_t row) {
 }
 
 // The same as `decode_block`, two columns to a vector.
-template <int B> void decode_half_block(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
+template <int B> void decode_half_block(const CodebookByRow& c, int64_t block, int64_t column, Floats* panel) {
     typedef uint32_t Words __attribute__((vector_size(BYTES)));
     const int64_t bytes = 4 * c.words, at = column / PHASES;
     Floats values[PHASES / 2][2][2][LANES]; // pairs of phases, vectors of halves, whether even lanes of it or odd
@@ -371,9 +380,9 @@ template <int B> void decode_half_block(const ByteCodebook& c, int64_t block, in
             }
 }
 
-int64_t decode_half_panel(const ByteCodebook& c, int64_t block, int64_t column, Floats* panel) {
-    const auto decode = [&] { ANYBIT_BY_WIDTH(decode_half_block, c.bits, c, block, column, panel); };
-    if (column < 32 * c.words) decode();
+int64_t decode_half_panel(const CodebookByRow& c, int64_t block, int64_t column, Floats* panel) {
+    if (column < 32 * c.words)
+        by_width(c.bits, [&](auto bits) { decode_half_block<bits.value>(c, block, column, panel); });
     return decode_kept(c, block, column, [&](int64_t i, const Floats* columns, int64_t n) {
         prepare_panel(panel + i / 2, columns, n, static_cast<const uint16_t*>(nullptr));
     });
@@ -382,10 +391,10 @@ int64_t decode_half_panel(const ByteCodebook& c, int64_t block, int64_t column, 
 
 // A token's activations as the vectors of T meet them: `place` says which byte of the codes a lane of a vector has.
 template <typename T>
-void arrange(const ByteCodebook& c, const T* x, int64_t (*place)(int64_t, int64_t), int64_t lanes, T* out) {
+void arrange(const CodebookByRow& c, const T* x, int64_t (*place)(int64_t, int64_t), int64_t lanes, T* out) {
     int64_t at[BYTES];
     for (int64_t i = 0; i < BYTES; ++i) at[i] = PHASES * place(i / lanes, i % lanes);
-    for (int64_t b = 0; b < lookup_blocks(c); ++b)
+    for (int64_t b = 0; b < blocks_of(c); ++b)
         for (int64_t s = 0; s < PHASES; ++s)
             for (int64_t i = 0; i < BYTES; ++i) {
                 const int64_t j = b * PHASES * BYTES + at[i] + s;
@@ -393,13 +402,12 @@ void arrange(const ByteCodebook& c, const T* x, int64_t (*place)(int64_t, int64_
             }
 }
 
-} // namespace
+int64_t columns(const CodebookByRow& c) { return blocks_of(c) * PHASES * BYTES; }
 
-int64_t lookup_blocks(const ByteCodebook& c) { return ceil_div(4 * c.words, BYTES); }
-
-void lookup_prepare(const ByteCodebook& c, const int8_t* x, const float* scales, int8_t* codes, float* lane_scales,
-                    float* sum) {
-    const int64_t blocks = lookup_blocks(c);
+void prepare_int8(const CodebookByRow& c, const int8_t* x, const float* scales,
+                  const Products<CodebookByRow, int8_t>::Prepared& to) {
+    const int64_t blocks = blocks_of(c);
+    int8_t* codes = to.x;
     for (int64_t b = 0; b < blocks; ++b)
         for (int64_t s = 0; s < PHASES; ++s)
             for (int64_t m = 0; m < BYTES; ++m) {
@@ -408,16 +416,17 @@ void lookup_prepare(const ByteCodebook& c, const int8_t* x, const float* scales,
             }
     float weighted = 0;
     for (int64_t l = 0; l < blocks * LANES; ++l) {
-        const int64_t begin = l * LOOKUP_GROUP, end = least(c.columns, begin + LOOKUP_GROUP);
+        const int64_t begin = l * CodebookByRow::INPUT_GROUP,
+                      end = least(c.columns, begin + CodebookByRow::INPUT_GROUP);
         int32_t own = 0;
         for (int64_t j = begin; j < end; ++j) own += x[j];
-        lane_scales[l] = begin < c.columns ? scales[l] : 0.0f;
-        weighted += lane_scales[l] * static_cast<float>(own);
+        to.scales[l] = begin < c.columns ? scales[l] : 0.0f;
+        weighted += to.scales[l] * static_cast<float>(own);
     }
-    *sum = weighted;
+    *to.weighted = weighted;
 }
 
-TableForm lookup_float_form(int bits, bool mirrored) {
+TableForm f32_form(int bits, bool mirrored) {
     if (mirrored && looks_up_mirrored(bits)) return TableForm::mirrored;
     switch (floating(bits)) {
     case Floating::none: return TableForm::none;
@@ -426,49 +435,49 @@ TableForm lookup_float_form(int bits, bool mirrored) {
     }
 }
 
-void lookup_prepare_floats(const ByteCodebook& c, const float* x, float* out) {
+void prepare_f32(const CodebookByRow& c, const float* x, float* out, float*) {
     if (c.mirrored && looks_up_mirrored(c.bits)) return arrange(c, x, MirroredFloats<2>::place, LANES, out);
     const bool bytes = floating(c.bits) == Floating::bytes; // gathered entries lie as whole ones
     arrange(c, x, bytes ? ByteFloats<1>::place : WholeFloats<1>::place, LANES, out);
 }
 
-void lookup_float_matmul(const ByteCodebook& c, const LookupPlain<float>& in, float* y, int64_t y_stride, int64_t begin,
-                         int64_t end) {
-    ANYBIT_BY_WIDTH(look_up_exactly, c.bits, c, in, y, y_stride, begin, end);
-}
-
-void lookup_matmul(const ByteCodebook& c, const LookupInputs& in, float* y, int64_t y_stride, int64_t begin,
-                   int64_t end) {
-    ANYBIT_BY_WIDTH(look_up_bytes, c.bits, c, in, y, y_stride, begin, end);
-}
-
 #ifdef __AVX2__
-TableForm lookup_bf16_form(int bits) {
+TableForm bf16_form(int bits) {
     if (!looks_up_halves(bits)) return TableForm::none;
     return bits <= MOST_WHOLE_HALVES ? TableForm::whole : TableForm::bytes;
 }
 
-void lookup_prepare_bf16(const ByteCodebook& c, const uint16_t* x, uint16_t* out) {
+void prepare_bf16(const CodebookByRow& c, const uint16_t* x, uint16_t* out, float*) {
     const auto place = c.bits <= MOST_WHOLE_HALVES ? WholeHalves<1>::place : ByteHalves<1>::place;
     arrange(c, x, place, 2 * LANES, out);
 }
-
-void lookup_bf16_matmul(const ByteCodebook& c, const LookupPlain<uint16_t>& in, float* y, int64_t y_stride,
-                        int64_t begin, int64_t end) {
-    ANYBIT_BY_WIDTH(look_up_pairs, c.bits, c, in, y, y_stride, begin, end);
-}
 #endif
 
-void lookup_gemm(const ByteCodebook& c, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y,
-                 int64_t begin, int64_t end) {
-    multiply_many(c, decode_panel, x, x_stride, gemm_columns(c), tokens, y, begin, end);
+void gemm_f32(const CodebookByRow& c, const Inputs<float>& in, const Outputs& y, int64_t begin, int64_t end) {
+    gemm(c, decode_panel, gemm_columns(c), in, y, begin, end);
 }
 
 #ifdef __AVX512BF16__
-void lookup_gemm_bf16(const ByteCodebook& c, const uint16_t* x, int64_t x_stride, int64_t tokens, const Outputs& y,
-                      int64_t begin, int64_t end) {
-    multiply_many<true>(c, decode_half_panel, x, x_stride, gemm_columns(c), tokens, y, begin, end);
+void gemm_bf16(const CodebookByRow& c, const Inputs<uint16_t>& in, const Outputs& y, int64_t begin, int64_t end) {
+    gemm<true>(c, decode_half_panel, gemm_columns(c), in, y, begin, end);
 }
 #endif
+
+} // namespace
+
+void add_codebook_by_row(MatmulOps& ops) {
+    CodebookByRowOps& own = ops.codebook_by_row;
+    own.columns = columns;
+    own.f32_form = f32_form;
+    own.f32 = {prepare_f32, gemv_f32, gemm_f32};
+#ifdef __AVX2__
+    own.bf16_form = bf16_form;
+    own.bf16 = {prepare_bf16, gemv_bf16, nullptr};
+#endif
+#ifdef __AVX512BF16__
+    own.bf16.gemm = gemm_bf16;
+#endif
+    own.int8 = {prepare_int8, gemv_int8, nullptr};
+}
 
 } // namespace anybit::ANYBIT_ISA

@@ -1,7 +1,8 @@
-// Products with tiles in format "codebook". Weights are looked up 32 at a time (a word of each bitplane) into a row
+// Format "codebook" word by word: what every width and every instruction set has, for whatever the other files have no
+// kernel of, and for dequantization. Weights are looked up 32 at a time (a word of each bitplane) into a row
 // of floats, which then meets the activations.
 #include "matmul/gemm.h"
-#include "quantize/ops.h"
+#include "matmul/ops.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
@@ -13,7 +14,7 @@ struct Table {
     alignas(64) float entry[256];
 };
 
-void load_table(const Codebook& c, int64_t row, Table& table) {
+void load_table(const CodebookByWord& c, int64_t row, Table& table) {
     if (c.kinds != nullptr) {
         for (int64_t e = 0; e < c.entries; ++e)
             table.entry[e] = c.row_scales[row] * c.table32[c.kinds[row] * c.entries + e];
@@ -48,7 +49,7 @@ inline Floats look_up(const Table& table, int bits, Ints code) {
 }
 
 // Weights of the words `begin` to `end` of a row.
-void decode(const Codebook& c, int64_t row, const Table& table, int64_t begin, int64_t end, float* out) {
+void decode(const CodebookByWord& c, int64_t row, const Table& table, int64_t begin, int64_t end, float* out) {
     Ints lane;
     for (int l = 0; l < LANES; ++l) lane[l] = l;
     for (int64_t w = begin; w < end; ++w)
@@ -71,13 +72,13 @@ float dot(const float* w, const float* x, int64_t n) {
 
 // A tile by channel as rows of outputs.
 struct Channels {
-    const Codebook& c;
+    const CodebookByWord& c;
     int64_t rows; // outputs
 };
 
 // The channels from `column` on of a block of outputs, a lane for each.
 int64_t decode_panel(const Channels& t, int64_t block, int64_t column, Floats* panel) {
-    const Codebook& c = t.c;
+    const CodebookByWord& c = t.c;
     const int64_t n = least(PANEL, c.rows - column), first = block * LANES; // LANES divides 32: it lies in one word
     Ints lane;
     for (int l = 0; l < LANES; ++l) lane[l] = l;
@@ -101,46 +102,49 @@ int64_t decode_panel(const Channels& t, int64_t block, int64_t column, Floats* p
     return n;
 }
 
-} // namespace
-
-void codebook_rows(const Codebook& c, const float* x, int64_t tokens, float* y, int64_t y_stride, float* scratch,
-                   int64_t begin, int64_t end) {
+void gemv_by_row(const CodebookByWord& c, const Inputs<float>& in, float* y, int64_t y_stride, float* scratch,
+                 int64_t begin, int64_t end) {
     Table table{};
     const int64_t width = c.words * WORD;
     for (int64_t row = begin; row < end; ++row) {
         load_table(c, row, table);
         decode(c, row, table, 0, c.words, scratch);
         const int64_t out = c.out_rows ? c.out_rows[row] : row;
-        for (int64_t t = 0; t < tokens; ++t) y[t * y_stride + out] += dot(scratch, x + t * width, width);
+        for (int64_t t = 0; t < in.tokens; ++t) y[t * y_stride + out] += dot(scratch, in.x + t * in.stride, width);
     }
 }
 
-void codebook_channels(const Codebook& c, const float* x, int64_t tokens, float* y, int64_t y_stride, float* scratch,
-                       int64_t begin, int64_t end) {
+void gemv_by_channel(const CodebookByWord& c, const Inputs<float>& in, float* y, int64_t y_stride, float* scratch,
+                     int64_t begin, int64_t end) {
     Table table{};
     const int64_t first = begin * WORD, last = least(end * WORD, c.columns);
     for (int64_t row = 0; row < c.rows; ++row) {
         load_table(c, row, table);
         decode(c, row, table, begin, end, scratch);
-        for (int64_t t = 0; t < tokens; ++t) {
-            const float scale = x[t * c.rows + row];
+        for (int64_t t = 0; t < in.tokens; ++t) {
+            const float scale = in.x[t * in.stride + row];
             for (int64_t j = first; j < last; ++j) y[t * y_stride + j] += scale * scratch[j - first];
         }
     }
 }
 
-void codebook_channels_many(const Codebook& c, const float* x, int64_t x_stride, int64_t tokens, float* y,
-                            int64_t y_stride, int64_t begin, int64_t end) {
-    multiply_many(Channels{c, c.columns}, decode_panel, x, x_stride, c.rows, tokens, Outputs{y, y_stride}, begin, end);
+void gemm_by_channel(const CodebookByWord& c, const Inputs<float>& in, const Outputs& y, int64_t begin, int64_t end) {
+    gemm(Channels{c, c.columns}, decode_panel, c.rows, in, y, begin, end);
 }
 
-void codebook_decode(const Codebook& c, float* out, float* scratch, int64_t begin, int64_t end) {
+void dequantize(const CodebookByWord& c, float* out, float* scratch, int64_t begin, int64_t end) {
     Table table{};
     for (int64_t row = begin; row < end; ++row) {
         load_table(c, row, table);
         decode(c, row, table, 0, c.words, scratch);
         __builtin_memcpy(out + row * c.columns, scratch, static_cast<size_t>(c.columns) * sizeof(float));
     }
+}
+
+} // namespace
+
+void add_codebook_by_word(MatmulOps& ops) {
+    ops.codebook_by_word = {gemv_by_row, gemv_by_channel, gemm_by_channel, dequantize};
 }
 
 } // namespace anybit::ANYBIT_ISA

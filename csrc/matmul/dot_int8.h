@@ -13,7 +13,9 @@ typedef int8_t Bytes __attribute__((vector_size(BYTES)));
 
 inline Codes fill(int byte) { return static_cast<uint8_t>(byte) - Codes{}; }
 
-// sums[i] += the dot product of four codes with four activations.
+inline Bytes broadcast_four(const int8_t* x) { return reinterpret_cast<Bytes>(load_as<int32_t>(x) - Ints{}); }
+
+// sums[i] += the dot product of four codes with four inputs.
 inline Ints dot(Ints sums, Codes codes, Bytes x) {
 #if defined(__AVX512VNNI__)
     return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(codes),
@@ -68,16 +70,3 @@ inline Ints dot_small(Ints sums, Codes codes, Bytes x) {
 
 } // namespace
 } // namespace anybit::ANYBIT_ISA
-
-// F<BITS>(...) for a width of 1 to 8.
-#define ANYBIT_BY_WIDTH(F, BITS, ...)  \
-    switch (BITS) {                    \
-    case 1: return F<1>(__VA_ARGS__);  \
-    case 2: return F<2>(__VA_ARGS__);  \
-    case 3: return F<3>(__VA_ARGS__);  \
-    case 4: return F<4>(__VA_ARGS__);  \
-    case 5: return F<5>(__VA_ARGS__);  \
-    case 6: return F<6>(__VA_ARGS__);  \
-    case 7: return F<7>(__VA_ARGS__);  \
-    default: return F<8>(__VA_ARGS__); \
-    }

@@ -1,5 +1,6 @@
-// Weights of 16 bits: whole rows (format "float16", and bfloat16 to compare with), and single ones beside tiles (CSR).
+// Format "float16": rows of 16-bit weights, and of bfloat16 to compare with.
 #include "matmul/gemm.h"
+#include "matmul/transpose.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
@@ -51,113 +52,58 @@ inline void dot_rows(const uint16_t* w, const float* x, int64_t columns, float (
 }
 
 template <typename Half, int R>
-void multiply_rows(const HalfRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
-                   int64_t row) {
-    for (int64_t k = 0; k < tokens; ++k) {
+void gemv_rows(const Float16& t, const Inputs<float>& in, float* y, int64_t y_stride, int64_t row) {
+    for (int64_t k = 0; k < in.tokens; ++k) {
         float dots[R];
-        dot_rows<Half>(t.values + row * t.columns, x + k * x_stride, t.columns, dots);
+        dot_rows<Half>(t.values + row * t.columns, in.x + k * in.stride, t.columns, dots);
         for (int r = 0; r < R; ++r)
             y[k * y_stride + (t.out_rows == nullptr ? row + r : t.out_rows[row + r])] += dots[r];
     }
 }
 
 template <typename Half>
-void multiply(const HalfRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
-              int64_t begin, int64_t end) {
+void gemv_half(const Float16& t, const Inputs<float>& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
     int64_t row = begin;
-    for (; row + TOGETHER_ROWS <= end; row += TOGETHER_ROWS)
-        multiply_rows<Half, TOGETHER_ROWS>(t, x, x_stride, tokens, y, y_stride, row);
-    for (; row < end; ++row) multiply_rows<Half, 1>(t, x, x_stride, tokens, y, y_stride, row);
+    for (; row + TOGETHER_ROWS <= end; row += TOGETHER_ROWS) gemv_rows<Half, TOGETHER_ROWS>(t, in, y, y_stride, row);
+    for (; row < end; ++row) gemv_rows<Half, 1>(t, in, y, y_stride, row);
 }
 
 // The columns from `column` on of a block of rows, a lane for each row.
-template <typename Half> int64_t decode_panel(const HalfRows& t, int64_t block, int64_t column, Floats* panel) {
+template <typename Half> int64_t decode_panel(const Float16& t, int64_t block, int64_t column, Floats* panel) {
     const int64_t n = least(PANEL, t.columns - column), first = block * LANES;
     decode_halves<Half::load>(t.values + first * t.columns + column, t.columns, least(LANES, t.rows - first), n, panel);
     return n;
 }
 
 // The same with an even number of columns, the last one of zeros where the tile's is odd.
-template <typename Half> int64_t decode_even(const HalfRows& t, int64_t block, int64_t column, Floats* panel) {
+template <typename Half> int64_t decode_even(const Float16& t, int64_t block, int64_t column, Floats* panel) {
     const int64_t n = decode_panel<Half>(t, block, column, panel);
     if (n % 2 != 0) panel[n] = Floats{};
     return n + n % 2;
 }
 
-template <typename I>
-void multiply_sparse(const SparseRows& t, const I* columns, const float* x, int64_t x_stride, int64_t tokens, float* y,
-                     int64_t y_stride, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-        for (int64_t k = 0; k < tokens; ++k) {
-            const float* from = x + k * x_stride;
-            float sum = 0;
-            for (int64_t i = t.row_ptr[row]; i < t.row_ptr[row + 1]; i += LANES) {
-                const int64_t count = least(LANES, t.row_ptr[row + 1] - i);
-                const Floats value =
-                    count == LANES ? load_halves(t.values + i) : load_halves(PartialHalves(t.values + i, count).halves);
-                for (int64_t l = 0; l < count; ++l) sum += value[l] * from[columns[i + l]];
-            }
-            y[k * y_stride + row] += sum;
-        }
+void gemv(const Float16& t, const Inputs<float>& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    if (t.bf16) gemv_half<Bf16>(t, in, y, y_stride, begin, end);
+    else gemv_half<Fp16>(t, in, y, y_stride, begin, end);
 }
 
-// x [blocks of LANES tokens, columns, LANES]: tokens are lanes. Those of a block meet all rows before the next, since
-// one block's inputs fit the second cache.
-template <typename I>
-void multiply_sparse_many(const SparseRows& t, const I* columns, const float* x, int64_t width, int64_t tokens,
-                          float* y, int64_t y_stride, int64_t begin, int64_t end) {
-    for (int64_t k = 0; k < tokens; k += LANES, x += width * LANES)
-        for (int64_t row = begin; row < end; row += LANES) {
-            const int64_t rows = least(LANES, end - row), count = least(LANES, tokens - k);
-            Floats sums[LANES] = {};
-            for (int64_t r = 0; r < rows; ++r)
-                for (int64_t i = t.row_ptr[row + r]; i < t.row_ptr[row + r + 1]; ++i)
-                    sums[r] += half_to_float(t.values[i]) * load(x + static_cast<int64_t>(columns[i]) * LANES);
-            transpose(sums);
-            for (int64_t l = 0; l < count; ++l) {
-                float* to = y + (k + l) * y_stride + row;
-                if (rows == LANES) store(to, load(to) + sums[l]);
-                else
-                    for (int64_t r = 0; r < rows; ++r) to[r] += sums[l][r];
-            }
-        }
-}
-
-} // namespace
-
-void half_matmul(const HalfRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
-                 int64_t begin, int64_t end) {
-    if (t.bf16) multiply<Bf16>(t, x, x_stride, tokens, y, y_stride, begin, end);
-    else multiply<Fp16>(t, x, x_stride, tokens, y, y_stride, begin, end);
-}
-
-void half_gemm(const HalfRows& t, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y, int64_t begin,
-               int64_t end) {
-    multiply_many(t, t.bf16 ? decode_panel<Bf16> : decode_panel<Fp16>, x, x_stride, t.columns, tokens, y, begin, end);
+void gemm_f32(const Float16& t, const Inputs<float>& in, const Outputs& y, int64_t begin, int64_t end) {
+    gemm(t, t.bf16 ? decode_panel<Bf16> : decode_panel<Fp16>, t.columns, in, y, begin, end);
 }
 
 #ifdef __AVX512BF16__
-void half_gemm_bf16(const HalfRows& t, const uint16_t* x, int64_t x_stride, int64_t tokens, const Outputs& y,
-                    int64_t begin, int64_t end) {
-    multiply_many(t, t.bf16 ? decode_even<Bf16> : decode_even<Fp16>, x, x_stride, t.columns + t.columns % 2, tokens, y,
-                  begin, end);
+void gemm_bf16(const Float16& t, const Inputs<uint16_t>& in, const Outputs& y, int64_t begin, int64_t end) {
+    gemm(t, t.bf16 ? decode_even<Bf16> : decode_even<Fp16>, t.columns + t.columns % 2, in, y, begin, end);
 }
 #endif
 
-void narrow(const float* x, int64_t n, uint16_t* bf16) {
-    for (int64_t i = 0; i < n; ++i) bf16[i] = to_bf16(x[i]);
-}
+} // namespace
 
-void sparse_matmul(const SparseRows& t, const float* x, int64_t x_stride, int64_t tokens, float* y, int64_t y_stride,
-                   int64_t begin, int64_t end) {
-    if (t.columns16 != nullptr) multiply_sparse(t, t.columns16, x, x_stride, tokens, y, y_stride, begin, end);
-    else multiply_sparse(t, t.columns32, x, x_stride, tokens, y, y_stride, begin, end);
-}
-
-void sparse_gemm(const SparseRows& t, const float* x, int64_t width, int64_t tokens, float* y, int64_t y_stride,
-                 int64_t begin, int64_t end) {
-    if (t.columns16 != nullptr) multiply_sparse_many(t, t.columns16, x, width, tokens, y, y_stride, begin, end);
-    else multiply_sparse_many(t, t.columns32, x, width, tokens, y, y_stride, begin, end);
+void add_float16(MatmulOps& ops) {
+    ops.float16.f32 = {nullptr, gemv, gemm_f32};
+#ifdef __AVX512BF16__
+    ops.float16.bf16.gemm = gemm_bf16;
+#endif
 }
 
 } // namespace anybit::ANYBIT_ISA

@@ -12,7 +12,7 @@
 #pragma once
 
 #include "matmul/dot_int8.h"
-#include "matmul/ops.h"
+#include "matmul/formats.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

@@ -2,98 +2,62 @@
 // at a time. Laid out as 2-bit codes of format "group int" (group_int.h), a cell of 16 channels at a time; beside
 // each group lies a byte for every row, its zero point in the low 2 bits and its scale's code above.
 #include "matmul/gemm.h"
+#include "matmul/gemv.h"
 #include "matmul/group_int.h"
+#include "matmul/unroll.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
 
 constexpr int64_t CELL = 16;                            // channels
 constexpr int64_t CODE_BYTES = cell_vectors(2) * BYTES; // of a cell
-constexpr int CHAINS = 4;
-#if defined(__AVX512F__)
-constexpr int MOST_TOKENS = 4; // in registers at once
-#else
-constexpr int MOST_TOKENS = 2;
-#endif
-
-int64_t cells_of(const SecondOrder& t) { return ceil_div(t.columns, CELL); }
-int64_t cell_groups(const SecondOrder& t) { return CELL / t.group_size; }
-int64_t cell_bytes(const SecondOrder& t) { return CODE_BYTES + cell_groups(t) * LANES; }
+int64_t cells_of(const TwoFour& t) { return ceil_div(t.columns, CELL); }
+int64_t cell_groups(const TwoFour& t) { return CELL / t.group_size; }
+int64_t cell_bytes(const TwoFour& t) { return CODE_BYTES + cell_groups(t) * LANES; }
 
 // Where part of the rows' grid for a group is.
-int64_t grid_at(const SecondOrder& t, int64_t block, int64_t g) { return block * LANES / SECOND_ROWS * t.groups + g; }
-
-// What multiplies four codes of every row with activations of M tokens, and how the sums of a group begin and end.
-struct ByFloats {
-    using Input = float;
-    static constexpr float BIAS = 0; // that codes carry
-
-    template <int M> static void add(Floats (&sum)[CHAINS][M], Codes code, const float* x, int64_t stride) {
-        const Ints four = reinterpret_cast<Ints>(code);
-        for (int b = 0; b < 4; ++b) {
-            const Floats w = to_float(b == 3 ? four >> 24 : four >> 8 * b & 255);
-            for (int k = 0; k < M; ++k) sum[b][k] += w * broadcast(x[k * stride + b]);
-        }
-    }
-};
-
-#ifdef __AVX512BF16__
-struct ByPairs {
-    using Input = uint16_t;
-    static constexpr float BIAS = CODE_BIAS;
-
-    template <int M> static void add(Floats (&sum)[CHAINS][M], Codes code, const uint16_t* x, int64_t stride) {
-        for (int odd = 0; odd < 2; ++odd) {
-            const Codes pair = biased<3>(odd ? shifted<-8>(code) : code);
-            for (int k = 0; k < M; ++k) {
-                sum[odd][k] = dot_pairs(sum[odd][k], pair, broadcast_pair(x + k * stride + 2 * odd));
-            }
-        }
-    }
-};
-#endif
+int64_t grid_at(const TwoFour& t, int64_t block, int64_t g) {
+    return block * LANES / TwoFour::SCALE_ROWS * t.groups + g;
+}
 
 template <typename By, int M>
-void multiply_block(const SecondOrder& t, const typename By::Input* x, const float* sums, float* y, int64_t y_stride,
-                    int64_t block) {
-    const int64_t cells = cells_of(t), per_cell = cell_groups(t), stride = cells * CELL;
+void gemv_block(const TwoFour& t, const Inputs<typename By::Input>& in, int64_t first, float* y, int64_t y_stride,
+                int64_t block) {
+    const int64_t cells = cells_of(t), per_cell = cell_groups(t);
     const uint8_t* cell = t.bytes + block * cells * cell_bytes(t);
+    const auto* x = in.x + first * in.stride;
     Floats total[M] = {};
     for (int64_t c = 0; c < cells; ++c, cell += cell_bytes(t)) {
         Codes code[CELL / 4];
         cell_codes<2>(cell, code);
-        Floats sum[CHAINS][M] = {};
+        typename By::template Sums<2, 1, M> sums;
         for (int64_t s = 0; s < CELL / 4; ++s) {
-            By::add(sum, code[s], x + c * CELL + 4 * s, stride);
+            const Codes four[1] = {code[s]};
+            sums.add(four, 0, x + c * CELL + 4 * s, in.stride);
             const int64_t g = c * per_cell + (s * 4 + 3) / t.group_size;
             if ((s + 1) * 4 % t.group_size != 0 || g >= t.groups) continue;
             const Ints grid = load_bytes(cell + CODE_BYTES + (g - c * per_cell) * LANES);
             const int64_t at = grid_at(t, block, g);
             const Floats scale = t.scales[at] * (to_float(grid >> 2) + static_cast<float>(t.zeros[at]));
-            const Floats zero = to_float(grid & 3) + By::BIAS;
-            for (int k = 0; k < M; ++k) {
-                const Floats all = (sum[0][k] + sum[1][k]) + (sum[2][k] + sum[3][k]);
-                total[k] += scale * (all - zero * broadcast(sums[k * t.groups + g]));
-                for (auto& chain : sum) chain[k] = Floats{};
-            }
+            for (int k = 0; k < M; ++k)
+                total[k] += sums.of_group(0, k, scale, grid & 3, in, (first + k) * t.groups + g);
+            sums = {};
         }
     }
-    const int64_t first = block * LANES, rows = least(LANES, t.rows - first);
+    const int64_t row = block * LANES, rows = least(LANES, t.rows - row);
     for (int k = 0; k < M; ++k)
-        for (int64_t l = 0; l < rows; ++l) y[k * y_stride + first + l] += total[k][l];
+        for (int64_t l = 0; l < rows; ++l) y[(first + k) * y_stride + row + l] += total[k][l];
 }
 
 template <typename By>
-void multiply(const SecondOrder& t, const typename By::Input* x, const float* sums, int64_t tokens, float* y,
-              int64_t y_stride, int64_t begin, int64_t end) {
-    const int64_t stride = cells_of(t) * CELL;
-    for (int64_t block = begin; block < end; ++block)
-        by_tokens<MOST_TOKENS>(tokens, [&](auto m, int64_t k) {
-            multiply_block<By, m.value>(t, x + k * stride, sums + k * t.groups, y + k * y_stride, y_stride, block);
-        });
+void gemv(const TwoFour& t, const Inputs<typename By::Input>& in, float* y, int64_t y_stride, int64_t begin,
+          int64_t end) {
+    by_blocks<By::TOKENS, false>(in.tokens, begin, end, [&](auto, auto m, int64_t block, int64_t first) {
+        gemv_block<By, m.value>(t, in, first, y, y_stride, block);
+    });
 }
 
-void decode_cell(const SecondOrder& t, int64_t block, int64_t c, uint8_t (&out)[LANES][CELL]) {
+void decode_cell(const TwoFour& t, int64_t block, int64_t c, uint8_t (&out)[LANES][CELL]) {
     Codes code[CELL / 4];
     cell_codes<2>(t.bytes + (block * cells_of(t) + c) * cell_bytes(t), code);
     for (int64_t s = 0; s < CELL / 4; ++s)
@@ -101,7 +65,7 @@ void decode_cell(const SecondOrder& t, int64_t block, int64_t c, uint8_t (&out)[
             __builtin_memcpy(out[l] + 4 * s, reinterpret_cast<const uint8_t*>(code + s) + 4 * l, 4);
 }
 
-int64_t decode_panel(const SecondOrder& t, int64_t block, int64_t column, Floats* panel) {
+int64_t decode_panel(const TwoFour& t, int64_t block, int64_t column, Floats* panel) {
     const int64_t cells = cells_of(t), per_cell = cell_groups(t), begin = column / CELL;
     const int64_t end = least(cells, begin + PANEL / CELL);
     for (int64_t c = begin; c < end; ++c, panel += CELL) {
@@ -119,18 +83,16 @@ int64_t decode_panel(const SecondOrder& t, int64_t block, int64_t column, Floats
     return (end - begin) * CELL;
 }
 
-} // namespace
+int64_t bytes(const TwoFour& t) { return ceil_div(t.rows, LANES) * cells_of(t) * cell_bytes(t); }
 
-int64_t second_order_bytes(const SecondOrder& t) { return ceil_div(t.rows, LANES) * cells_of(t) * cell_bytes(t); }
+int64_t columns(const TwoFour& t) { return cells_of(t) * CELL; }
 
-int64_t second_order_columns(const SecondOrder& t) { return cells_of(t) * CELL; }
-
-void second_order_interleave(const SecondOrder& t, const StoredSecondOrder& from, uint8_t* bytes, int64_t begin,
-                             int64_t end) {
+void interleave(const TwoFour& t, const TwoFour::Stored& from, const TwoFour::Packed& to, uint8_t*, int64_t begin,
+                int64_t end) {
     const int64_t cells = cells_of(t), per_cell = cell_groups(t);
     for (int64_t block = begin; block < end; ++block)
         for (int64_t c = 0; c < cells; ++c) {
-            uint8_t* cell = bytes + (block * cells + c) * cell_bytes(t);
+            uint8_t* cell = to.bytes + (block * cells + c) * cell_bytes(t);
             const int64_t count = least(CELL, t.columns - c * CELL);
             for (int64_t l = 0; l < LANES; ++l) {
                 const int64_t row = block * LANES + l;
@@ -147,8 +109,7 @@ void second_order_interleave(const SecondOrder& t, const StoredSecondOrder& from
         }
 }
 
-void second_order_restore(const SecondOrder& t, uint8_t* codes, uint8_t* zeros, uint8_t* scale_codes, int64_t begin,
-                          int64_t end) {
+void restore(const TwoFour& t, const TwoFour::Restored& to, uint8_t*, int64_t begin, int64_t end) {
     const int64_t cells = cells_of(t), per_cell = cell_groups(t);
     for (int64_t block = begin; block < end; ++block)
         for (int64_t c = 0; c < cells; ++c) {
@@ -157,58 +118,41 @@ void second_order_restore(const SecondOrder& t, uint8_t* codes, uint8_t* zeros, 
             decode_cell(t, block, c, own);
             for (int64_t l = 0; l < least(LANES, t.rows - block * LANES); ++l) {
                 const int64_t row = block * LANES + l, count = least(CELL, t.columns - c * CELL);
-                __builtin_memcpy(codes + row * t.columns + c * CELL, own[l], static_cast<size_t>(count));
+                __builtin_memcpy(to.codes + row * t.columns + c * CELL, own[l], static_cast<size_t>(count));
                 for (int64_t i = 0; i < per_cell && c * per_cell + i < t.groups; ++i) {
                     const uint8_t grid = cell[CODE_BYTES + i * LANES + l];
-                    zeros[row * t.groups + c * per_cell + i] = grid & 3;
-                    scale_codes[row * t.groups + c * per_cell + i] = grid >> 2;
+                    to.zeros[row * t.groups + c * per_cell + i] = grid & 3;
+                    to.scale_codes[row * t.groups + c * per_cell + i] = grid >> 2;
                 }
             }
         }
 }
 
-void second_order_prepare(const SecondOrder& t, const float* x, float* out, float* sums) {
-    for (int64_t j = 0; j < second_order_columns(t); ++j) out[j] = j < t.columns ? x[j] : 0.0f;
+void prepare_f32(const TwoFour& t, const float* x, float* out, float* sums) {
+    for (int64_t j = 0; j < columns(t); ++j) out[j] = j < t.columns ? x[j] : 0.0f;
     for (int64_t g = 0; g < t.groups; ++g) {
         sums[g] = 0;
         for (int64_t j = g * t.group_size; j < least(t.columns, (g + 1) * t.group_size); ++j) sums[g] += x[j];
     }
 }
 
-void second_order_matmul(const SecondOrder& t, const FloatInputs& in, float* y, int64_t y_stride, int64_t begin,
-                         int64_t end) {
-    multiply<ByFloats>(t, in.x, in.sums, in.tokens, y, y_stride, begin, end);
-}
-
 #ifdef __AVX512BF16__
-void second_order_prepare_bf16(const SecondOrder& t, const uint16_t* x, uint16_t* out, float* sums) {
-    order_pairs(x, t.columns, second_order_columns(t), out);
+void prepare_bf16(const TwoFour& t, const uint16_t* x, uint16_t* out, float* sums) {
+    order_pairs(x, t.columns, columns(t), out);
     for (int64_t g = 0; g < t.groups; ++g) {
         sums[g] = 0;
         for (int64_t j = g * t.group_size; j < least(t.columns, (g + 1) * t.group_size); ++j)
             sums[g] += bf16_to_float(x[j]);
     }
 }
-
-void second_order_bf16_matmul(const SecondOrder& t, const PairInputs& in, float* y, int64_t y_stride, int64_t begin,
-                              int64_t end) {
-    multiply<ByPairs>(t, in.x, in.sums, in.tokens, y, y_stride, begin, end);
-}
 #endif
 
-void second_order_gemm(const SecondOrder& t, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y,
-                       int64_t begin, int64_t end) {
-    multiply_many(t, decode_panel, x, x_stride, second_order_columns(t), tokens, y, begin, end);
+template <typename X>
+void gemm(const TwoFour& t, const Inputs<X>& in, const Outputs& y, int64_t begin, int64_t end) {
+    gemm(t, decode_panel, columns(t), in, y, begin, end);
 }
 
-#ifdef __AVX512BF16__
-void second_order_gemm_bf16(const SecondOrder& t, const uint16_t* x, int64_t x_stride, int64_t tokens, const Outputs& y,
-                            int64_t begin, int64_t end) {
-    multiply_many(t, decode_panel, x, x_stride, second_order_columns(t), tokens, y, begin, end);
-}
-#endif
-
-void second_order_dequantize(const SecondOrder& t, float* out, int64_t begin, int64_t end) {
+void dequantize(const TwoFour& t, float* out, int64_t begin, int64_t end) {
     const int64_t cells = cells_of(t), per_cell = cell_groups(t);
     for (int64_t block = begin; block < end; ++block)
         for (int64_t c = 0; c < cells; ++c) {
@@ -224,6 +168,21 @@ void second_order_dequantize(const SecondOrder& t, float* out, int64_t begin, in
                         static_cast<float>(own[l][j] - (grid & 3)) * scale;
                 }
         }
+}
+
+} // namespace
+
+void add_two_four(MatmulOps& ops) {
+    PackedOps<TwoFour>& own = ops.two_four;
+    own.columns = columns;
+    own.f32 = {prepare_f32, gemv<ByFloats>, gemm<float>};
+#ifdef __AVX512BF16__
+    own.bf16 = {prepare_bf16, gemv<ByPairs>, gemm<uint16_t>};
+#endif
+    own.dequantize = dequantize;
+    own.bytes = bytes;
+    own.interleave = interleave;
+    own.restore = restore;
 }
 
 } // namespace anybit::ANYBIT_ISA

@@ -1,10 +1,12 @@
 // Arrays from Python: checked for dtype, shape and layout before a kernel sees their pointers, with errors in words.
 #pragma once
 
-#include "quantize/ops.h"
+#include "common/dispatch.h"
 #include "common/large_pages.h"
-#include "matmul/ops.h"
+#include "common/thread_memory.h"
 #include "common/thread_pool.h"
+#include "matmul/ops.h"
+#include "quantize/ops.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -126,14 +128,21 @@ inline int check_threads(int64_t threads) {
     return static_cast<int>(threads);
 }
 
-template <typename K> const K& find_kernels(const K* (*find)(const char*), const std::optional<std::string>& isa) {
-    const K* kernels = find(isa ? isa->c_str() : nullptr);
-    if (kernels == nullptr) refuse("isa '" + *isa + "' is unknown or not what this machine has");
-    return *kernels;
+// The kernels of a named instruction set, or the best.
+template <typename K> const K& find_ops(const K* (*find)(Isa), const K& best, const std::optional<std::string>& name) {
+    if (!name) return best;
+    for (Isa isa : EVERY_ISA)
+        if (*name == isa_name(isa))
+            if (const K* ops = find(isa)) return *ops;
+    refuse("isa '" + *name + "' is unknown or not what this machine has");
 }
 
-inline const Kernels& check_isa(const std::optional<std::string>& isa) { return find_kernels(kernels_for, isa); }
-inline const Products& check_products(const std::optional<std::string>& isa) { return find_kernels(products_for, isa); }
+inline const QuantizeOps& find_quantize_ops(const std::optional<std::string>& isa) {
+    return find_ops(quantize_ops, best_quantize_ops(), isa);
+}
+inline const MatmulOps& find_matmul_ops(const std::optional<std::string>& isa) {
+    return find_ops(matmul_ops, best_matmul_ops(), isa);
+}
 
 inline int64_t row_stride(int64_t rows, int64_t stride, int64_t columns) { return rows > 1 ? stride : columns; }
 

@@ -48,7 +48,7 @@ void check_codes_fit(const GptqBlock& b) {
 
 void gptq_block(const Output& weight, const Input& hinv, const Input& scales, const Input& zeros, const Input& maxq,
                 const Output& codes, const Output& error, int64_t threads, const std::optional<std::string>& isa) {
-    const Kernels& kernels = check_isa(isa);
+    const QuantizeOps& kernels = find_quantize_ops(isa);
     const int used = check_threads(threads);
     check("weight", weight, {Type::f32}, {-1, -1}, Layout::dense_rows);
     GptqBlock b{};
@@ -91,7 +91,7 @@ void check_values(const char* name, const float* data, int64_t rows, int64_t col
 
 void kmeans(const Input& weight, const std::optional<Input>& importance, int64_t seed_bits, int64_t bits,
             const Output& codes, const Output& centroids, int64_t threads, const std::optional<std::string>& isa) {
-    const Kernels& kernels = check_isa(isa);
+    const QuantizeOps& kernels = find_quantize_ops(isa);
     const int used = check_threads(threads);
     if (seed_bits < 1 || seed_bits > bits || bits > 8)
         refuse("seed_bits and bits are " + std::to_string(seed_bits) + " and " + std::to_string(bits) +
@@ -130,7 +130,7 @@ void kmeans(const Input& weight, const std::optional<Input>& importance, int64_t
 void nested_codes(const Input& targets, const Input& inverse, const Input& tables, const Input& shapes,
                   const Input& scales, const Input& weights, int64_t low, const Output& codes, const Output& errors,
                   int64_t threads, const std::optional<std::string>& isa) {
-    const Kernels& kernels = check_isa(isa);
+    const QuantizeOps& kernels = find_quantize_ops(isa);
     const int used = check_threads(threads);
     check("targets", targets, {Type::f32}, {-1, -1, -1}, Layout::any);
     NestedBlock n{};
@@ -175,7 +175,7 @@ void nested_codes(const Input& targets, const Input& inverse, const Input& table
 
 void nested_fit(const Input& weight, const Input& importance, const Input& tables, const Output& shapes,
                 const Output& scales, int64_t threads, const std::optional<std::string>& isa) {
-    const Kernels& kernels = check_isa(isa);
+    const QuantizeOps& kernels = find_quantize_ops(isa);
     const int used = check_threads(threads);
     check("weight", weight, {Type::f32}, {-1, -1}, Layout::dense_rows);
     NestedFit f{};
@@ -208,7 +208,7 @@ void nested_fit(const Input& weight, const Input& importance, const Input& table
 void quantize_activations(const Input& x, const std::optional<Input>& clip, const std::optional<Input>& fixed,
                           int64_t bits, int64_t group_size, const Output& codes, const Output& scales,
                           const std::optional<std::string>& isa) {
-    const Products& kernels = check_products(isa);
+    const MatmulOps& kernels = find_matmul_ops(isa);
     if (bits < 2 || bits > 8) refuse("bits is " + std::to_string(bits) + ", expected 2 to 8");
     if (group_size < 1) refuse("group_size is " + std::to_string(group_size) + ", expected at least 1");
     if (bool(clip) == bool(fixed)) refuse("give either clip or fixed");
@@ -220,14 +220,13 @@ void quantize_activations(const Input& x, const std::optional<Input>& clip, cons
     const Input& given = clip ? *clip : *fixed;
     check(clip ? "clip" : "fixed", given, {Type::f16, Type::u16}, {groups}, Layout::dense);
     const auto* table = static_cast<const uint16_t*>(given.data());
-    const ActivationGrid grid{static_cast<int>(bits), columns, group_size, clip ? table : nullptr,
-                              clip ? nullptr : table};
+    const InputGrid grid{static_cast<int>(bits), columns, group_size, clip ? table : nullptr, clip ? nullptr : table};
     const int64_t stride = row_stride(m, x.stride(0), columns);
     const float* from = static_cast<const float*>(x.data());
     auto* q = static_cast<int8_t*>(codes.data());
     float* s = static_cast<float*>(scales.data());
     nb::gil_scoped_release release;
-    for (int64_t k = 0; k < m; ++k) kernels.quantize_row(from + k * stride, grid, q + k * columns, s + k * groups);
+    for (int64_t k = 0; k < m; ++k) kernels.quantize_inputs(from + k * stride, grid, q + k * columns, s + k * groups);
 }
 
 bool has_moments() {
@@ -288,22 +287,23 @@ nb::dict features() {
 NB_MODULE(_native, m) {
     m.doc() = "Kernels of anybit for the CPU. Arguments of the wrong dtype, shape or layout raise ValueError.";
     m.def("cpu_features", &features, "What this processor has of what kernels could use: {name: bool}.");
-    m.def("isa", [] { return kernels_for(nullptr)->isa; }, "The instruction set chosen for this machine.");
+    m.def("isa", [] { return isa_name(best_quantize_ops().isa); }, "The instruction set chosen for this machine.");
     m.def(
-        "matmul_isa", [] { return products_for(nullptr)->isa; }, "How products with stored tiles run on this machine.");
+        "matmul_isa", [] { return isa_name(best_matmul_ops().isa); },
+        "How products with stored tiles run on this machine.");
     m.def(
         "few_tokens",
         [](bool bf16, const std::optional<std::string>& isa) {
-            const Products& products = check_products(isa);
-            return bf16 ? products.few_bf16 : FEW_TOKENS;
+            const MatmulOps& ops = find_matmul_ops(isa);
+            return bf16 ? ops.gemv_tokens_bf16 : GEMV_TOKENS;
         },
         nb::arg("bf16"), nb::arg("isa") = nb::none(), "Tokens beyond which weights are decoded once for all.");
     m.def(
         "matmul_isas",
         [] {
             std::vector<std::string> found;
-            for (const char* isa : PRODUCT_ISAS)
-                if (products_for(isa) != nullptr) found.emplace_back(isa);
+            for (Isa isa : EVERY_ISA)
+                if (matmul_ops(isa) != nullptr) found.emplace_back(isa_name(isa));
             return found;
         },
         "The ways to multiply that this machine has, the best last.");

@@ -25,22 +25,24 @@ public:
         const int64_t entries = size_of("table", table, 1, 2);
         if (entries < 1 || entries > int64_t(1) << bits)
             refuse("table has " + std::to_string(entries) + " entries, expected up to 2^" + std::to_string(bits));
-        const bool narrow = bits > CHANNEL_FLOAT_BITS;
+        const bool narrow = bits > CodebookByChannel::FLOAT_BITS;
         if (narrow) check("table", table, {Type::f16, Type::u16}, {t_.columns, entries}, Layout::dense);
         else check("table", table, {Type::f32}, {t_.columns, entries}, Layout::dense);
         const auto* from = static_cast<const uint32_t*>(planes.data());
         if (narrow) copy_table(static_cast<const uint16_t*>(table.data()), entries, halves_);
         else copy_table(static_cast<const float*>(table.data()), entries, table_);
-        bytes_ = make_weights(kernels_.channel_bytes(t_));
+        bytes_ = make_weights(kernels_.codebook_by_channel.bytes(t_));
         nb::gil_scoped_release release;
         uint8_t* to = bytes_.get();
-        by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.channel_interleave(t_, from, to, begin, end); });
+        by_blocks(used, [&](int64_t begin, int64_t end) {
+            kernels_.codebook_by_channel.interleave(t_, {from}, {to}, nullptr, begin, end);
+        });
         t_.bytes = to;
         t_.table = table_.data();
         t_.halves = halves_.data();
-        table_planes_.resize(static_cast<size_t>(kernels_.channel_planes_bytes(t_)));
+        table_planes_.resize(static_cast<size_t>(kernels_.codebook_by_channel.table_planes_bytes(t_)));
         if (table_planes_.empty()) return;
-        kernels_.channel_planes(t_, table_planes_.data());
+        kernels_.codebook_by_channel.table_planes(t_, table_planes_.data());
         t_.planes = table_planes_.data();
     }
 
@@ -53,8 +55,9 @@ public:
         nb::gil_scoped_release release;
         std::fill_n(to, size, 0u);
         by_blocks(
-            used, [&](int64_t begin, int64_t end) { kernels_.channel_restore(t_, to, begin, end); },
-            CHANNEL_ROWS / kernels_.lanes);
+            used,
+            [&](int64_t begin, int64_t end) { kernels_.codebook_by_channel.restore(t_, {to}, nullptr, begin, end); },
+            CodebookByChannel::WHOLE_ROWS / kernels_.lanes);
     }
 
     void dequantize(const Output& out, int64_t threads) const {
@@ -62,20 +65,21 @@ public:
         check("out", out, {Type::f32}, {t_.rows, t_.columns}, Layout::dense);
         float* to = static_cast<float*>(out.data());
         nb::gil_scoped_release release;
-        by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.channel_dequantize(t_, to, begin, end); });
+        by_blocks(used,
+                  [&](int64_t begin, int64_t end) { kernels_.codebook_by_channel.dequantize(t_, to, begin, end); });
     }
 
     bool takes_bf16(int64_t tokens) const override {
         // Up to 6 bits a channel's entries are looked up in registers.
-        const int64_t few_here = t_.bits <= 6 ? std::min(FEW_TOKENS, 2 * few(true)) : few(true);
-        return tokens > few_here && kernels_.channel_gemm_bf16 != nullptr;
+        const int64_t few_here = t_.bits <= 6 ? std::min(GEMV_TOKENS, 2 * few(true)) : few(true);
+        return tokens > few_here && kernels_.codebook_by_channel.bf16.gemm != nullptr;
     }
 
 private:
     // With room for all entries of a width for every channel of a cell, and one more.
     template <typename T> void copy_table(const T* from, int64_t entries, std::vector<T>& to) const {
-        const int64_t room = channel_entries(t_.bits);
-        to.assign(static_cast<size_t>(kernels_.channel_columns(t_) * room + 1), T(0));
+        const int64_t room = CodebookByChannel::entries(t_.bits);
+        to.assign(static_cast<size_t>(kernels_.codebook_by_channel.columns(t_) * room + 1), T(0));
         for (int64_t j = 0; j < t_.columns; ++j) std::copy_n(from + j * entries, entries, to.begin() + j * room);
     }
 
@@ -84,16 +88,16 @@ private:
     }
 
     void add_product(const Tokens& x, const Outputs& y, int threads) const override {
-        const int64_t m = x.count, width = kernels_.channel_columns(t_);
-        if (m > few(x.bf16))
-            return add_many(t_, x, width, plain(width), kernels_.channel_gemm, kernels_.channel_gemm_bf16, y, threads);
+        const int64_t m = x.count, width = kernels_.codebook_by_channel.columns(t_);
+        if (m > few(x.bf16)) return add_many(t_, kernels_.codebook_by_channel, x, width, plain(width), y, threads);
         const Scratch padded = make_scratch(m * width);
         const auto pad = plain(width);
         for (int64_t k = 0; k < m; ++k) pad(x.floats(k), padded.get() + k * width);
         by_blocks(
             threads,
             [&](int64_t begin, int64_t end) {
-                kernels_.channel_matmul(t_, padded.get(), m, y.sums, y.stride, begin, end);
+                kernels_.codebook_by_channel.f32.gemv(t_, {padded.get(), m, width, nullptr}, y.sums, y.stride, begin,
+                                                      end);
             },
             4); // which the kernel works on together
     }
@@ -102,7 +106,7 @@ private:
     std::vector<float> table_;
     std::vector<uint16_t> halves_;
     std::vector<uint8_t> table_planes_;
-    ChannelCodebook t_{};
+    CodebookByChannel t_{};
 };
 
 // A tile in format "codebook" bound to the arrays that hold it; the tables that products look up are made at the first.
@@ -110,10 +114,7 @@ class BoundCodebook : public Tile {
 public:
     BoundCodebook(Input planes, Input table, std::optional<Input> rows, int64_t columns, bool by_channel,
                   const std::optional<std::string>& isa)
-        : Tile(isa), planes_(planes), table_(table), by_channel_(by_channel),
-          by_words_(*kernels_for(kernels_.lanes == 16  ? "avx512"
-                                 : kernels_.lanes == 8 ? "avx2"
-                                                       : "portable")) {
+        : Tile(isa), planes_(planes), table_(table), by_channel_(by_channel) {
         if (columns < 1 || columns >= MAX_SIZE)
             refuse("columns is " + std::to_string(columns) + ", expected 1 to 2^31 - 1");
         const int64_t bits = size_of("planes", planes, 0, 3);
@@ -149,14 +150,14 @@ public:
         const int64_t piece = piece_of(c_.rows, 1, c_.rows * c_.columns, used), width = c_.words * 32;
         const Scratch scratch = make_scratch(((c_.rows - 1) / piece + 1) * width);
         parallel_for(c_.rows, piece, used, [&](int64_t begin, int64_t end) {
-            by_words_.codebook_decode(c_, to, scratch.get() + begin / piece * width, begin, end);
+            kernels_.codebook_by_word.dequantize(c_, to, scratch.get() + begin / piece * width, begin, end);
         });
     }
 
     bool takes_bf16(int64_t tokens) const override {
-        if (by_channel_ || kernels_.lookup_bf16_form == nullptr) return false;
-        return tokens > few(true) ? kernels_.lookup_gemm_bf16 != nullptr
-                                  : kernels_.lookup_bf16_form(c_.bits) != TableForm::none;
+        if (by_channel_ || kernels_.codebook_by_row.bf16_form == nullptr) return false;
+        return tokens > few(true) ? kernels_.codebook_by_row.bf16.gemm != nullptr
+                                  : kernels_.codebook_by_row.bf16_form(c_.bits) != TableForm::none;
     }
     bool takes_ints() const override { return !by_channel_; }
     bool finishes(int64_t tokens, bool bf16) const override { return !by_channel_ && Tile::finishes(tokens, bf16); }
@@ -177,9 +178,10 @@ private:
             by_blocks(
                 threads,
                 [&](int64_t begin, int64_t end) {
-                    by_words_.codebook_channels_many(c_, x.floats(0), x.stride, x.count, y.sums, y.stride, begin, end);
+                    kernels_.codebook_by_word.gemm_by_channel(c_, {x.floats(0), x.count, x.stride, nullptr},
+                                                              {y.sums, y.stride}, begin, end);
                 },
-                MANY_BLOCKS, x.count);
+                GEMM_BLOCKS, x.count);
             return;
         }
         const int64_t piece = piece_of(c_.words, 1, c_.rows * c_.columns * (1 + x.count), threads);
@@ -187,8 +189,8 @@ private:
         for (int64_t k = 0; k < x.count; ++k) std::copy_n(x.floats(k), c_.rows, dense.get() + k * c_.rows);
         const Scratch scratch = make_scratch(((c_.words - 1) / piece + 1) * piece * 32);
         parallel_for(c_.words, piece, threads, [&](int64_t begin, int64_t end) {
-            by_words_.codebook_channels(c_, dense.get(), x.count, y.sums, y.stride, scratch.get() + begin * 32, begin,
-                                        end);
+            kernels_.codebook_by_word.gemv_by_channel(c_, {dense.get(), x.count, c_.rows, nullptr}, y.sums, y.stride,
+                                                      scratch.get() + begin * 32, begin, end);
         });
     }
 
@@ -200,76 +202,84 @@ private:
         const auto pad = plain(width);
         for (int64_t k = 0; k < m; ++k) pad(x.floats(k), padded + k * width);
         parallel_for(c_.rows, piece, threads, [&](int64_t begin, int64_t end) {
-            by_words_.codebook_rows(c_, padded, m, y.sums, y.stride, padded + (m + begin / piece) * width, begin, end);
+            kernels_.codebook_by_word.gemv_by_row(c_, {padded, m, width, nullptr}, y.sums, y.stride,
+                                                  padded + (m + begin / piece) * width, begin, end);
         });
     }
 
     void look_up_many(const Tokens& x, const Outputs& y, int threads) const {
-        const ByteCodebook b = x.bf16 ? half_codebook() : float_codebook();
+        const CodebookByRow b = x.bf16 ? half_codebook() : float_codebook();
         const int64_t width = 32 * b.words;
-        add_many(b, x, width, plain(width), kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, y, threads);
+        add_many(b, kernels_.codebook_by_row, x, width, plain(width), y, threads);
     }
 
-    TableForm float_form() const { return kernels_.lookup_float_form(c_.bits, false); }
+    TableForm float_form() const { return kernels_.codebook_by_row.f32_form(c_.bits, false); }
 
-    ByteCodebook float_codebook() const {
+    CodebookByRow float_codebook() const {
         std::call_once(floats_made_, [this] { float_bytes_ = table_of<uint32_t>(float_form()); });
         return byte_codebook(float_bytes_, nullptr);
     }
 
-    ByteCodebook half_codebook() const {
-        std::call_once(halves_made_, [this] { half_bytes_ = table_of<uint16_t>(kernels_.lookup_bf16_form(c_.bits)); });
-        ByteCodebook b = byte_codebook(half_bytes_, nullptr);
+    CodebookByRow half_codebook() const {
+        std::call_once(halves_made_,
+                       [this] { half_bytes_ = table_of<uint16_t>(kernels_.codebook_by_row.bf16_form(c_.bits)); });
+        CodebookByRow b = byte_codebook(half_bytes_, nullptr);
         b.halves = true;
         return b;
     }
 
     void look_up_floats(const Tokens& x, const Outputs& y, int threads) const {
-        const ByteCodebook b = float_codebook();
-        const int64_t m = x.count, width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
+        const CodebookByRow b = float_codebook();
+        const int64_t m = x.count, width = kernels_.codebook_by_row.columns(b);
         const Scratch scratch = make_scratch(m * width);
-        for (int64_t k = 0; k < m; ++k) kernels_.lookup_prepare_floats(b, x.floats(k), scratch.get() + k * width);
+        const auto& f32 = kernels_.codebook_by_row.f32;
+        for (int64_t k = 0; k < m; ++k) f32.prepare(b, x.floats(k), scratch.get() + k * width, nullptr);
         by_rows(threads, [&](int64_t begin, int64_t end) {
-            kernels_.lookup_float_matmul(b, {scratch.get(), m}, y.sums, y.stride, begin, end);
+            f32.gemv(b, {scratch.get(), m, width, nullptr}, y.sums, y.stride, begin, end);
         });
     }
 
     void look_up_bf16(const Tokens& x, const Outputs& y, int threads) const {
-        const ByteCodebook b = half_codebook();
-        const int64_t m = x.count, width = kernels_.lookup_blocks(b) * kernels_.lanes * LOOKUP_GROUP;
+        const CodebookByRow b = half_codebook();
+        const int64_t m = x.count, width = kernels_.codebook_by_row.columns(b);
         const Scratch scratch = make_scratch(m * width / 2);
         auto* halves = reinterpret_cast<uint16_t*>(scratch.get());
-        for (int64_t k = 0; k < m; ++k) kernels_.lookup_prepare_bf16(b, x.halves(k), halves + k * width);
+        const auto& bf16 = kernels_.codebook_by_row.bf16;
+        for (int64_t k = 0; k < m; ++k) bf16.prepare(b, x.halves(k), halves + k * width, nullptr);
         by_rows(threads, [&](int64_t begin, int64_t end) {
-            kernels_.lookup_bf16_matmul(b, {halves, m}, y.sums, y.stride, begin, end);
+            bf16.gemv(b, {halves, m, width, nullptr}, y.sums, y.stride, begin, end);
         });
     }
 
     void add_int_product(const IntTokens& x, const Outputs& y, int threads) const override {
         std::call_once(bytes_made_, [this] { make_bytes(); });
-        const ByteCodebook b = byte_codebook(bytes_, byte_scales_.data());
-        const int64_t m = x.count, lanes = kernels_.lookup_blocks(b) * kernels_.lanes, width = lanes * LOOKUP_GROUP;
+        const CodebookByRow b = byte_codebook(bytes_, byte_scales_.data());
+        const int64_t m = x.count, width = kernels_.codebook_by_row.columns(b);
+        const int64_t lanes = width / CodebookByRow::INPUT_GROUP;
         const Scratch scratch = make_scratch(m * (width / 4 + lanes + 1));
         auto* codes = reinterpret_cast<int8_t*>(scratch.get());
         float* lane_scales = scratch.get() + m * width / 4;
         float* sums = lane_scales + m * lanes;
         for (int64_t k = 0; k < m; ++k)
-            kernels_.lookup_prepare(b, x.codes + k * c_.columns, x.scales + k * input_groups(), codes + k * width,
-                                    lane_scales + k * lanes, sums + k);
-        const LookupInputs inputs{codes, lane_scales, sums, m};
-        by_rows(threads,
-                [&](int64_t begin, int64_t end) { kernels_.lookup_matmul(b, inputs, y.sums, y.stride, begin, end); });
+            kernels_.codebook_by_row.int8.prepare(b, x.codes + k * c_.columns, x.scales + k * input_groups(),
+                                                  {codes + k * width, lane_scales + k * lanes, nullptr, sums + k});
+        const Inputs<int8_t> inputs{codes, m, width, lane_scales, nullptr, sums};
+        by_rows(threads, [&](int64_t begin, int64_t end) {
+            kernels_.codebook_by_row.int8.gemv(b, inputs, y.sums, y.stride, begin, end);
+        });
     }
 
-    int64_t input_group_size() const override { return LOOKUP_GROUP; }
-    int64_t input_groups() const override { return (c_.columns + LOOKUP_GROUP - 1) / LOOKUP_GROUP; }
+    int64_t input_group_size() const override { return CodebookByRow::INPUT_GROUP; }
+    int64_t input_groups() const override {
+        return (c_.columns + CodebookByRow::INPUT_GROUP - 1) / CodebookByRow::INPUT_GROUP;
+    }
 
     template <typename F> void by_rows(int threads, F&& f) const {
-        parallel_for(c_.rows, piece_of(c_.rows, LOOKUP_ROWS, c_.rows * c_.columns, threads), threads, f);
+        parallel_for(c_.rows, piece_of(c_.rows, CodebookByRow::TOGETHER, c_.rows * c_.columns, threads), threads, f);
     }
 
-    ByteCodebook byte_codebook(const std::vector<uint8_t>& table, const float* scales) const {
-        ByteCodebook b{};
+    CodebookByRow byte_codebook(const std::vector<uint8_t>& table, const float* scales) const {
+        CodebookByRow b{};
         std::copy_n(c_.planes, c_.bits, b.planes);
         b.table = table.data();
         b.scales = scales;
@@ -295,7 +305,7 @@ private:
     // Centroids as bytes: each row's largest one becomes 127 steps.
     void make_bytes() const {
         const int64_t entries = int64_t(1) << c_.bits;
-        bytes_.assign(static_cast<size_t>(c_.rows * entries), uint8_t(BYTE_ZERO));
+        bytes_.assign(static_cast<size_t>(c_.rows * entries), uint8_t(CodebookByRow::BYTE_ZERO));
         byte_scales_.assign(static_cast<size_t>(c_.rows), 0.0f);
         for (int64_t row = 0; row < c_.rows; ++row) {
             float most = 0;
@@ -308,14 +318,13 @@ private:
             if (!(scale > 0)) continue;
             for (int64_t e = 0; e < c_.entries; ++e)
                 bytes_[static_cast<size_t>(row * entries + e)] =
-                    static_cast<uint8_t>(BYTE_ZERO + std::lrint(entry(row, e) / scale));
+                    static_cast<uint8_t>(CodebookByRow::BYTE_ZERO + std::lrint(entry(row, e) / scale));
         }
     }
 
     Input planes_, table_;
     bool by_channel_;
-    const Kernels& by_words_; // what decodes word by word
-    Codebook c_{};
+    CodebookByWord c_{};
     mutable std::once_flag bytes_made_, floats_made_, halves_made_;
     mutable std::vector<uint8_t> bytes_, float_bytes_, half_bytes_;
     mutable std::vector<float> byte_scales_;

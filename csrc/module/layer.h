@@ -26,7 +26,7 @@ class Layer {
 public:
     // isa: what rounds inputs and multiplies sparse weights; tiles have their own.
     Layer(int64_t out, int64_t in, const std::optional<std::string>& isa)
-        : kernels_(check_products(isa)), out_(out), in_(in) {
+        : kernels_(find_matmul_ops(isa)), out_(out), in_(in) {
         if (in < 1 || out < 1 || in >= MAX_SIZE || out >= MAX_SIZE)
             refuse("a layer of " + std::to_string(out) + " x " + std::to_string(in) + ": expected 1 to 2^31 - 1");
     }
@@ -181,14 +181,14 @@ private:
             auto* halves = reinterpret_cast<uint16_t*>(floats + size);
             for_tokens(m, in_, threads, [&](int64_t k) {
                 for (int64_t j = 0; j < in_; ++j) floats[k * in_ + j] *= scale_.data()[j];
-                kernels_.narrow(floats + k * in_, in_, halves + k * in_);
+                kernels_.to_bfloat16(floats + k * in_, in_, halves + k * in_);
             });
             x = halves;
         }
         if (!fresh) clear(sums, m, out_, threads);
         add(floats, x, m, {sums, out_, fresh, last ? y : nullptr}, threads);
         if (!last)
-            for_tokens(m, out_, threads, [&](int64_t k) { kernels_.narrow(sums + k * out_, out_, y + k * out_); });
+            for_tokens(m, out_, threads, [&](int64_t k) { kernels_.to_bfloat16(sums + k * out_, out_, y + k * out_); });
     }
 
     // Whether each part is all there is of its rows, and every row has one.
@@ -238,8 +238,9 @@ private:
                 const float* rounded = restore(part, m, codes.get(), scales.get(), gathered, threads);
                 if (halves != nullptr && part.tile->takes_bf16(m)) {
                     uint16_t* to = gathered_halves.of(m * columns);
-                    for_tokens(m, columns, threads,
-                               [&](int64_t k) { kernels_.narrow(rounded + k * columns, columns, to + k * columns); });
+                    for_tokens(m, columns, threads, [&](int64_t k) {
+                        kernels_.to_bfloat16(rounded + k * columns, columns, to + k * columns);
+                    });
                     part.tile->add_product({to, true, m, columns}, y, threads);
                 } else part.tile->add_product({rounded, false, m, columns}, y, threads);
             } else if (halves != nullptr && part.tile->takes_bf16(m))
@@ -250,9 +251,9 @@ private:
         if (sparse_.rows == 0) return;
         const int64_t lanes = kernels_.lanes, blocks = (m + lanes - 1) / lanes;
         const int64_t piece = piece_of(out_, lanes, m * static_cast<int64_t>(row_ptr_.back()) * SPARSE_WORK, threads);
-        if (m <= FEW_TOKENS)
+        if (m <= GEMV_TOKENS)
             return parallel_for(out_, piece, threads, [&](int64_t begin, int64_t end) {
-                kernels_.sparse_matmul(sparse_, floats, in_, m, all.sums, out_, begin, end);
+                kernels_.sparse.f32.gemv(sparse_, {floats, m, in_, nullptr}, all.sums, out_, begin, end);
             });
         const Scratch turned = make_scratch(blocks * in_ * lanes);
         for_tokens(blocks, in_ * lanes, threads, [&](int64_t b) {
@@ -263,7 +264,7 @@ private:
                 for (int64_t l = 0; l < lanes; ++l) to[l] = l < there ? from[l * in_ + j] : 0.0f;
         });
         parallel_for(out_, piece, threads, [&](int64_t begin, int64_t end) {
-            kernels_.sparse_gemm(sparse_, turned.get(), in_, m, all.sums, out_, begin, end);
+            kernels_.sparse.f32.gemm(sparse_, {turned.get(), m, in_, nullptr}, {all.sums, out_}, begin, end);
         });
     }
 
@@ -295,9 +296,8 @@ private:
     void round(const Part& part, const float* floats, const uint16_t* halves, int64_t m, Room<int8_t>& codes,
                Room<float>& scales, int threads) const {
         const int64_t columns = part.tile->columns(), groups = (columns - 1) / part.group_size + 1;
-        const ActivationGrid grid{part.act_bits, columns, part.group_size,
-                                  part.clip.empty() ? nullptr : part.clip.data(),
-                                  part.fixed.empty() ? nullptr : part.fixed.data()};
+        const InputGrid grid{part.act_bits, columns, part.group_size, part.clip.empty() ? nullptr : part.clip.data(),
+                             part.fixed.empty() ? nullptr : part.fixed.data()};
         int8_t* to = codes.of(m * columns);
         float* to_scales = scales.of(m * groups);
         for_tokens(m, columns, threads, [&](int64_t k) {
@@ -313,7 +313,7 @@ private:
                 }
                 row = own;
             }
-            kernels_.quantize_row(row, grid, to + k * columns, to_scales + k * groups);
+            kernels_.quantize_inputs(row, grid, to + k * columns, to_scales + k * groups);
         });
     }
 
@@ -345,7 +345,7 @@ private:
     static constexpr size_t LEAST_RUN = 8;    // inputs beside each other, on average, that are copied as such
     static constexpr int64_t SPARSE_WORK = 8; // multiply-adds of a dense matrix that one here costs, about
 
-    const Products& kernels_;
+    const MatmulOps& kernels_;
     int64_t out_, in_;
     std::vector<Part> parts_;
     std::vector<bool> met_; // rows that parts have

@@ -9,7 +9,7 @@ namespace anybit {
 class ShapeTables {
 public:
     // tables float32 [shapes, 2 + 4 + ... + 256]
-    ShapeTables(const Input& tables, const std::optional<std::string>& isa) : kernels_(check_products(isa)) {
+    ShapeTables(const Input& tables, const std::optional<std::string>& isa) : kernels_(find_matmul_ops(isa)) {
         count_ = size_of("tables", tables, 0, 2);
         if (count_ < 1 || count_ > 256) refuse("tables are of 1 to 256 shapes");
         check("tables", tables, {Type::f32}, {count_, ENTRIES}, Layout::dense);
@@ -23,15 +23,15 @@ public:
         for (int b = 1; b <= 8; ++b) {
             plain_[b] = made<uint32_t>(from, b, TableForm::whole);
             floats_[b] = made<uint32_t>(from, b, float_form(b));
-            if (kernels_.lookup_gemm_bf16 != nullptr)
-                halves_[b] = made<uint16_t>(from, b, kernels_.lookup_bf16_form(b));
+            if (kernels_.codebook_by_row.bf16.gemm != nullptr)
+                halves_[b] = made<uint16_t>(from, b, kernels_.codebook_by_row.bf16_form(b));
         }
     }
 
     int64_t count() const { return count_; }
-    const Products& kernels() const { return kernels_; }
-    bool mirrored() const { return mirrored_; } // as in ByteCodebook
-    TableForm float_form(int bits) const { return kernels_.lookup_float_form(bits, mirrored_); }
+    const MatmulOps& kernels() const { return kernels_; }
+    bool mirrored() const { return mirrored_; } // as in CodebookByRow
+    TableForm float_form(int bits) const { return kernels_.codebook_by_row.f32_form(bits, mirrored_); }
     const uint8_t* plain(int bits) const { return plain_[bits].data(); }
     const uint8_t* floats(int bits) const { return floats_[bits].data(); }
     const uint8_t* halves(int bits) const { return halves_[bits].data(); }
@@ -46,7 +46,7 @@ private:
                              [&](int64_t kind, int64_t e) { return from[kind * ENTRIES + entries - 2 + e]; });
     }
 
-    const Products& kernels_;
+    const MatmulOps& kernels_;
     int64_t count_;
     bool mirrored_ = true;
     std::vector<uint8_t> plain_[9], floats_[9], halves_[9];
@@ -60,10 +60,7 @@ public:
     BoundNested(std::vector<Input> planes, const Input& order, Input kinds, Input scales, std::optional<Input> kept,
                 int64_t columns, nb::object shapes, const std::optional<std::string>& isa)
         : Tile(isa), keeper_(shapes), tables_(*nb::cast<const ShapeTables*>(shapes)), planes_(std::move(planes)),
-          kinds_(kinds), scales_(scales), kept_values_(kept), coded_(columns),
-          by_words_(*kernels_for(kernels_.lanes == 16  ? "avx512"
-                                 : kernels_.lanes == 8 ? "avx2"
-                                                       : "portable")) {
+          kinds_(kinds), scales_(scales), kept_values_(kept), coded_(columns) {
         if (&tables_.kernels() != &kernels_) refuse("the shapes are those of another instruction set");
         if (columns < 1 || columns >= MAX_SIZE)
             refuse("columns is " + std::to_string(columns) + ", expected 1 to 2^31 - 1");
@@ -97,7 +94,7 @@ public:
         for (size_t bits = planes_.size(); bits > 0; --bits) {
             const int64_t first = counts[bits], last = counts[bits - 1];
             if (first == last) continue;
-            ByteCodebook b{};
+            CodebookByRow b{};
             for (size_t p = 0; p < bits; ++p)
                 b.planes[p] = static_cast<const uint32_t*>(planes_[p].data()) + first * words;
             b.kinds = of_rows + first;
@@ -120,31 +117,32 @@ public:
         check("out", out, {Type::f32}, {rows_, coded_}, Layout::dense);
         float* to = static_cast<float*>(out.data());
         nb::gil_scoped_release release;
-        for_spans([&](const ByteCodebook& b, int64_t first) {
+        for_spans([&](const CodebookByRow& b, int64_t first) {
             const int64_t piece = piece_of(b.rows, 1, b.rows * coded_, used), width = b.words * 32;
             const Scratch scratch = make_scratch(((b.rows - 1) / piece + 1) * width);
-            const Codebook c = by_words(b);
+            const CodebookByWord c = by_words(b);
             parallel_for(b.rows, piece, used, [&](int64_t begin, int64_t end) {
-                by_words_.codebook_decode(c, to + first * coded_, scratch.get() + begin / piece * width, begin, end);
+                kernels_.codebook_by_word.dequantize(c, to + first * coded_, scratch.get() + begin / piece * width,
+                                                     begin, end);
             });
         });
     }
 
     // Of any width, as its rows are.
-    bool takes_bf16(int64_t) const override { return kernels_.lookup_gemm_bf16 != nullptr; }
+    bool takes_bf16(int64_t) const override { return kernels_.codebook_by_row.bf16.gemm != nullptr; }
 
 private:
     // f(codebook, its first row) for all spans.
     template <typename F> void for_spans(F&& f) const {
         int64_t first = 0;
-        for (const ByteCodebook& span : spans_) {
+        for (const CodebookByRow& span : spans_) {
             f(span, first);
             first += span.rows;
         }
     }
 
-    Codebook by_words(const ByteCodebook& b) const {
-        Codebook c{};
+    CodebookByWord by_words(const CodebookByRow& b) const {
+        CodebookByWord c{};
         std::copy_n(b.planes, b.bits, c.planes);
         c.table32 = reinterpret_cast<const float*>(tables_.plain(b.bits));
         c.kinds = b.kinds;
@@ -159,7 +157,7 @@ private:
     }
 
     void add_product(const Tokens& x, const Outputs& y, int threads) const override {
-        const int64_t m = x.count, width = kernels_.lookup_blocks(spans_[0]) * kernels_.lanes * LOOKUP_GROUP;
+        const int64_t m = x.count, width = kernels_.codebook_by_row.columns(spans_[0]);
         if (m > few(x.bf16)) {
             const int64_t words = 32 * spans_[0].words;
             const auto pad = [this, words](const auto* from, auto* to) {
@@ -169,48 +167,49 @@ private:
             };
             const Many padded = pad_many(x, words + kept_.columns, pad, threads);
             return place(m, y, threads, [&](const Outputs& to) {
-                for_spans([&](ByteCodebook b, int64_t first) {
+                for_spans([&](CodebookByRow b, int64_t first) {
                     b.table = x.bf16 ? tables_.plain(b.bits) : tables_.floats(b.bits);
-                    multiply_padded(b, first, b.rows, padded, kernels_.lookup_gemm, kernels_.lookup_gemm_bf16, to,
-                                    threads);
+                    multiply_padded(b, kernels_.codebook_by_row, first, b.rows, padded, to, threads);
                 });
             });
         }
+        const CodebookByRowOps& rows = kernels_.codebook_by_row;
         const bool pairs = x.bf16;
-        const auto form = [&](int bits) { return pairs ? kernels_.lookup_bf16_form(bits) : tables_.float_form(bits); };
+        const auto form = [&](int bits) { return pairs ? rows.bf16_form(bits) : tables_.float_form(bits); };
         const int64_t piece = piece_of(rows_, WHOLE_ROWS, rows_ * columns_, threads), line = spans_[0].words * 32;
         const Scratch scratch = make_scratch(3 * m * width + ((rows_ - 1) / piece + 1) * line + m * kept_.columns);
         float* at[4] = {}; // by form
         float* free = scratch.get();
-        for (const ByteCodebook& b : spans_) {
+        for (const CodebookByRow& b : spans_) {
             float*& to = at[static_cast<int>(form(b.bits))];
             if (to != nullptr) continue;
             to = free;
             free += m * width;
             for (int64_t k = 0; k < m; ++k)
-                if (pairs) kernels_.lookup_prepare_bf16(b, x.halves(k), reinterpret_cast<uint16_t*>(to) + k * width);
+                if (pairs) rows.bf16.prepare(b, x.halves(k), reinterpret_cast<uint16_t*>(to) + k * width, nullptr);
                 else if (form(b.bits) == TableForm::none) pad(x.floats(k), line, to + k * line);
-                else kernels_.lookup_prepare_floats(b, x.floats(k), to + k * width);
+                else rows.f32.prepare(b, x.floats(k), to + k * width, nullptr);
         }
         float* kept = scratch.get() + 3 * m * width + ((rows_ - 1) / piece + 1) * line;
         for (int64_t k = 0; k < m; ++k)
             if (pairs) baseline::widen(x.halves(k) + coded_, kept_.columns, kept + k * kept_.columns);
             else std::copy_n(x.floats(k) + coded_, kept_.columns, kept + k * kept_.columns);
         parallel_for(rows_, piece, threads, [&](int64_t begin, int64_t end) {
-            for_spans([&](ByteCodebook b, int64_t first) {
+            for_spans([&](CodebookByRow b, int64_t first) {
                 const int64_t from = std::max(begin - first, int64_t(0)), to = std::min(end - first, b.rows);
                 if (from >= to) return;
                 float* inputs = at[static_cast<int>(form(b.bits))];
                 if (pairs) {
                     b.table = tables_.halves(b.bits);
-                    kernels_.lookup_bf16_matmul(b, {reinterpret_cast<uint16_t*>(inputs), m}, y.sums, y.stride, from,
-                                                to);
+                    rows.bf16.gemv(b, {reinterpret_cast<uint16_t*>(inputs), m, width, nullptr}, y.sums, y.stride, from,
+                                   to);
                 } else if (form(b.bits) == TableForm::none) {
                     float* own = scratch.get() + 3 * m * width + begin / piece * line;
-                    by_words_.codebook_rows(by_words(b), inputs, m, y.sums, y.stride, own, from, to);
+                    kernels_.codebook_by_word.gemv_by_row(by_words(b), {inputs, m, line, nullptr}, y.sums, y.stride,
+                                                          own, from, to);
                 } else {
                     b.table = tables_.floats(b.bits);
-                    kernels_.lookup_float_matmul(b, {inputs, m}, y.sums, y.stride, from, to);
+                    rows.f32.gemv(b, {inputs, m, width, nullptr}, y.sums, y.stride, from, to);
                 }
             });
             add_kept(kept, m, y, begin, end);
@@ -225,24 +224,24 @@ private:
     // y += the product of the kept channels x [m, kept], for the rows begin <= i < end.
     void add_kept(const float* x, int64_t m, const Outputs& y, int64_t begin, int64_t end) const {
         const int64_t columns = kept_.columns, lanes = kernels_.lanes;
-        if (columns > NARROW) kernels_.half_matmul(kept_, x, columns, m, y.sums, y.stride, begin, end);
+        const Inputs<float> inputs{x, m, columns, nullptr};
+        if (columns > NARROW) kernels_.float16.f32.gemv(kept_, inputs, y.sums, y.stride, begin, end);
         else if (columns > 0)
-            kernels_.half_gemm(kept_, x, columns, m, {y.sums, y.stride, false, nullptr, kept_.out_rows}, begin / lanes,
-                               (end + lanes - 1) / lanes);
+            kernels_.float16.f32.gemm(kept_, inputs, {y.sums, y.stride, false, nullptr, kept_.out_rows}, begin / lanes,
+                                      (end + lanes - 1) / lanes);
     }
 
-    static constexpr int64_t WHOLE_ROWS = 16; // of `LOOKUP_ROWS` and of blocks that a thread takes at a time
-    static_assert(WHOLE_ROWS % LOOKUP_ROWS == 0);
+    static constexpr int64_t WHOLE_ROWS = 16; // of `TOGETHER` and of blocks that a thread takes at a time
+    static_assert(WHOLE_ROWS % CodebookByRow::TOGETHER == 0);
 
     nb::object keeper_; // of the shapes
     const ShapeTables& tables_;
     std::vector<Input> planes_;
     Input kinds_, scales_;
     std::optional<Input> kept_values_;
-    HalfRows kept_{};
-    int64_t coded_;                   // channels
-    const Kernels& by_words_;         // what decodes word by word
-    std::vector<ByteCodebook> spans_; // the rows of every width, without tables
+    Float16 kept_{};
+    int64_t coded_;                    // channels
+    std::vector<CodebookByRow> spans_; // the rows of every width, without tables
 };
 
 } // namespace anybit

@@ -140,31 +140,27 @@ public:
 
 protected:
     // Of more tokens than this, weights are decoded once for all.
-    int64_t few(bool bf16) const { return bf16 ? kernels_.few_bf16 : FEW_TOKENS; }
+    int64_t few(bool bf16) const { return bf16 ? kernels_.gemv_tokens_bf16 : GEMV_TOKENS; }
 
-    explicit Tile(const std::optional<std::string>& isa) : kernels_(check_products(isa)) {}
+    explicit Tile(const std::optional<std::string>& isa) : kernels_(find_matmul_ops(isa)) {}
 
     // Products of few tokens with inputs that the kernels want arranged, their sums by group beside them.
     template <typename T>
-    void add_few(const T& tile, const Tokens& x, int64_t width, void (*prepare)(const T&, const float*, float*, float*),
-                 void (*prepare_bf16)(const T&, const uint16_t*, uint16_t*, float*),
-                 void (*matmul)(const T&, const FloatInputs&, float*, int64_t, int64_t, int64_t),
-                 void (*matmul_bf16)(const T&, const PairInputs&, float*, int64_t, int64_t, int64_t), const Outputs& y,
-                 int threads) const {
-        const int64_t m = x.count;
+    void add_few(const T& tile, const Ops<T>& ops, const Tokens& x, const Outputs& y, int threads) const {
+        const int64_t m = x.count, width = ops.columns(tile);
         const Scratch scratch = make_scratch(m * (width + tile.groups));
         float *floats = scratch.get(), *sums = floats + m * width;
         auto* halves = reinterpret_cast<uint16_t*>(floats);
         for (int64_t k = 0; k < m; ++k)
-            if (x.bf16) prepare_bf16(tile, x.halves(k), halves + k * width, sums + k * tile.groups);
-            else prepare(tile, x.floats(k), floats + k * width, sums + k * tile.groups);
+            if (x.bf16) ops.bf16.prepare(tile, x.halves(k), halves + k * width, sums + k * tile.groups);
+            else ops.f32.prepare(tile, x.floats(k), floats + k * width, sums + k * tile.groups);
         by_blocks(
             threads,
             [&](int64_t begin, int64_t end) {
-                if (x.bf16) matmul_bf16(tile, {halves, sums, m}, y.sums, y.stride, begin, end);
-                else matmul(tile, {floats, sums, m}, y.sums, y.stride, begin, end);
+                if (x.bf16) ops.bf16.gemv(tile, {halves, m, width, sums}, y.sums, y.stride, begin, end);
+                else ops.f32.gemv(tile, {floats, m, width, sums}, y.sums, y.stride, begin, end);
             },
-            MANY_BLOCKS);
+            GEMM_BLOCKS);
     }
 
     // Many tokens' inputs, padded, each row of `stride` elements, 0 to its end.
@@ -215,33 +211,29 @@ protected:
         });
     }
 
-    // Products of many tokens by `floats` or `halves`, the kernels' functions, of so many rows from `first` on.
+    // Products of many tokens, of so many rows from `first` on.
     template <typename T>
-    void multiply_padded(const T& tile, int64_t first, int64_t rows, const Many& x,
-                         void (*floats)(const T&, const float*, int64_t, int64_t, const Outputs&, int64_t, int64_t),
-                         void (*halves)(const T&, const uint16_t*, int64_t, int64_t, const Outputs&, int64_t, int64_t),
-                         const Outputs& y, int threads) const {
+    void multiply_padded(const T& tile, const Ops<T>& ops, int64_t first, int64_t rows, const Many& x, const Outputs& y,
+                         int threads) const {
         Outputs to = y;
         if (to.rows != nullptr) to.rows += first;
         else if (to.sums != nullptr) to.sums += first;
         if (to.rows == nullptr && to.rounded != nullptr) to.rounded += first;
         const int64_t blocks = (rows + kernels_.lanes - 1) / kernels_.lanes;
-        const int64_t piece = piece_of(blocks, MANY_BLOCKS, x.count * rows * columns_, threads);
+        const int64_t piece = piece_of(blocks, GEMM_BLOCKS, x.count * rows * columns_, threads);
         parallel_for(blocks, piece, threads, [&](int64_t begin, int64_t end) {
-            if (x.bf16) halves(tile, x.halves(), x.stride, x.count, to, begin, end);
-            else floats(tile, x.data.get(), x.stride, x.count, to, begin, end);
+            if (x.bf16) ops.bf16.gemm(tile, {x.halves(), x.count, x.stride, nullptr}, to, begin, end);
+            else ops.f32.gemm(tile, {x.data.get(), x.count, x.stride, nullptr}, to, begin, end);
         });
     }
 
     // All of that.
     template <typename T, typename P>
-    void add_many(const T& tile, const Tokens& x, int64_t width, P&& pad,
-                  void (*floats)(const T&, const float*, int64_t, int64_t, const Outputs&, int64_t, int64_t),
-                  void (*halves)(const T&, const uint16_t*, int64_t, int64_t, const Outputs&, int64_t, int64_t),
-                  const Outputs& y, int threads) const {
+    void add_many(const T& tile, const Ops<T>& ops, const Tokens& x, int64_t width, P&& pad, const Outputs& y,
+                  int threads) const {
         const Many padded = pad_many(x, width, pad, threads);
         place(x.count, y, threads,
-              [&](const Outputs& to) { multiply_padded(tile, 0, rows_, padded, floats, halves, to, threads); });
+              [&](const Outputs& to) { multiply_padded(tile, ops, 0, rows_, padded, to, threads); });
     }
 
     // Inputs as they are, then zeros.
@@ -263,7 +255,7 @@ protected:
 
     static constexpr int64_t NARROW = 64; // 16-bit columns up to which decoding a block costs less than summing up rows
 
-    const Products& kernels_;
+    const MatmulOps& kernels_;
     int64_t rows_ = 0, columns_ = 0; // of the matrix
     OutRows out_rows_;
 

@@ -22,7 +22,7 @@ public:
         t_.group_size = group_size < columns ? group_size : columns;
         t_.groups = (columns - 1) / t_.group_size + 1;
         t_.rows = rows_ = size_of("codes", codes, is_packed() ? 0 : 1, is_packed() ? 2 : 3);
-        StoredGroupInt from{};
+        GroupInt::Stored from{};
         from.row_bytes = check_codes(codes);
         check("scales", scales, {Type::f16, Type::u16}, {t_.rows, t_.groups}, Layout::dense);
         if (zeros) check("zeros", *zeros, {Type::u8}, {t_.rows, t_.groups}, Layout::dense);
@@ -31,14 +31,14 @@ public:
         from.scales = static_cast<const uint16_t*>(scales.data());
         from.zeros = zeros ? static_cast<const uint8_t*>(zeros->data()) : nullptr;
         const int64_t entries = blocks() * kernels_.lanes * t_.groups;
-        codes_ = make_weights(kernels_.group_int_bytes(t_));
+        codes_ = make_weights(kernels_.group_int.bytes(t_));
         grid_ = make_weights(entries * (zeros ? 3 : 2));
         nb::gil_scoped_release release;
         uint8_t* to_codes = codes_.get();
         auto* to_scales = reinterpret_cast<uint16_t*>(grid_.get());
         auto* to_zeros = zeros ? reinterpret_cast<uint8_t*>(to_scales + entries) : nullptr;
         with_scratch(used, [&](uint8_t* scratch, int64_t begin, int64_t end) {
-            kernels_.group_int_interleave(t_, from, to_codes, to_scales, to_zeros, scratch, begin, end);
+            kernels_.group_int.interleave(t_, from, {to_codes, to_scales, to_zeros}, scratch, begin, end);
         });
         t_.codes = to_codes;
         t_.scales = to_scales;
@@ -60,7 +60,7 @@ public:
         nb::gil_scoped_release release;
         std::fill_n(to_codes, bytes, uint8_t(0)); // padding
         with_scratch(used, [&](uint8_t* scratch, int64_t begin, int64_t end) {
-            kernels_.group_int_restore(t_, to_codes, row_bytes, to_scales, to_zeros, scratch, begin, end);
+            kernels_.group_int.restore(t_, {to_codes, to_scales, to_zeros, row_bytes}, scratch, begin, end);
         });
     }
 
@@ -71,8 +71,8 @@ public:
         void* to = out.data();
         nb::gil_scoped_release release;
         by_blocks(used, [&](int64_t begin, int64_t end) {
-            if (full) kernels_.group_int_dequantize_f32(t_, static_cast<float*>(to), begin, end);
-            else kernels_.group_int_dequantize_bf16(t_, static_cast<uint16_t*>(to), begin, end);
+            if (full) kernels_.group_int.dequantize(t_, static_cast<float*>(to), begin, end);
+            else kernels_.group_int.dequantize_bf16(t_, static_cast<uint16_t*>(to), begin, end);
         });
     }
 
@@ -87,15 +87,16 @@ public:
                 refuse("row " + std::to_string(row) + " of a tile of " + std::to_string(t_.rows) + " rows");
         float* to = static_cast<float*>(out.data());
         nb::gil_scoped_release release;
-        for (int64_t i = 0; i < n; ++i) kernels_.group_int_row(t_, wanted[static_cast<size_t>(i)], to + i * t_.columns);
+        for (int64_t i = 0; i < n; ++i)
+            kernels_.group_int.dequantize_row(t_, wanted[static_cast<size_t>(i)], to + i * t_.columns);
     }
 
-    bool takes_bf16(int64_t) const override { return kernels_.group_int_bf16_matmul != nullptr; }
+    bool takes_bf16(int64_t) const override { return kernels_.group_int.bf16.gemv != nullptr; }
     bool takes_ints() const override { return t_.group_size <= MAX_INT_GROUP; }
 
 private:
     void add_product(const Tokens& x, const Outputs& y, int threads) const override {
-        const int64_t m = x.count, width = kernels_.group_int_columns(t_);
+        const int64_t m = x.count, width = kernels_.group_int.columns(t_);
         if (m > few(x.bf16)) {
             const auto pad = [this, width](const auto* from, auto* to) {
                 for (int64_t g = 0, room = width / t_.groups; g < t_.groups; ++g, to += room) {
@@ -104,32 +105,36 @@ private:
                     std::fill_n(to + count, room - count, 0);
                 }
             };
-            return add_many(t_, x, width, pad, kernels_.group_int_gemm, kernels_.group_int_gemm_bf16, y, threads);
+            return add_many(t_, kernels_.group_int, x, width, pad, y, threads);
         }
-        add_few(t_, x, width, kernels_.group_int_prepare, kernels_.group_int_prepare_bf16, kernels_.group_int_matmul,
-                kernels_.group_int_bf16_matmul, y, threads);
+        add_few(t_, kernels_.group_int, x, y, threads);
     }
 
     void add_int_product(const IntTokens& x, const Outputs& y, int threads) const override {
-        const int64_t m = x.count, stride = odd_lines(kernels_.group_int_columns(t_), 1);
+        const int64_t m = x.count, stride = odd_lines(kernels_.group_int.columns(t_), 1);
         const Scratch scratch = make_scratch(m * (stride / 4 + t_.groups) + INTS_BEHIND / 4);
         auto* codes = reinterpret_cast<int8_t*>(scratch.get());
         auto* sums = reinterpret_cast<int32_t*>(codes + m * stride);
         for_tokens(m, columns_, threads, [&](int64_t k) {
-            kernels_.group_int_prepare_ints(t_, x.codes + k * columns_, codes + k * stride, sums + k * t_.groups);
+            kernels_.group_int.int8.prepare(t_, x.codes + k * columns_, nullptr,
+                                            {codes + k * stride, nullptr, sums + k * t_.groups, nullptr});
         });
-        const IntInputs inputs{codes, x.scales, sums, m, stride};
+        const Inputs<int8_t> inputs{codes, m, stride, x.scales, sums, nullptr};
         const auto product = [&](const Outputs& outputs) {
             by_blocks(
                 threads,
-                [&](int64_t begin, int64_t end) { kernels_.group_int_int_matmul(t_, inputs, outputs, begin, end); },
-                MANY_BLOCKS, m);
+                [&](int64_t begin, int64_t end) {
+                    const auto& int8 = kernels_.group_int.int8;
+                    if (m > kernels_.gemv_tokens_int8) int8.gemm(t_, inputs, outputs, begin, end);
+                    else int8.gemv(t_, inputs, outputs.sums, outputs.stride, begin, end);
+                },
+                GEMM_BLOCKS, m);
         };
         if (finishes_ints(m)) place(m, y, threads, product);
         else product({y.sums, y.stride, false, nullptr, t_.out_rows});
     }
 
-    bool finishes_ints(int64_t tokens) const override { return tokens > FEW_TOKENS; }
+    bool finishes_ints(int64_t tokens) const override { return tokens > GEMV_TOKENS; }
     int64_t input_groups() const override { return t_.groups; }
     int64_t input_group_size() const override { return t_.group_size; }
     bool is_packed() const { return t_.bits == 2 || t_.bits == 4 || t_.bits == 8; }
@@ -150,7 +155,7 @@ private:
     }
 
     template <typename F> void with_scratch(int threads, F&& f) const {
-        const int64_t n = blocks(), step = piece(threads), bytes = kernels_.group_int_scratch(t_);
+        const int64_t n = blocks(), step = piece(threads), bytes = kernels_.group_int.scratch(t_);
         const Scratch scratch = make_scratch(((n + step - 1) / step * bytes + 3) / 4);
         by_blocks(threads, [&](int64_t begin, int64_t end) {
             f(reinterpret_cast<uint8_t*>(scratch.get()) + begin / step * bytes, begin, end);
@@ -175,23 +180,24 @@ public:
         t_.rows = rows_ = size_of("codes", codes, 0, 2);
         t_.columns = columns_ = size_of("codes", codes, 1, 2);
         t_.groups = (t_.columns + group_size - 1) / group_size;
-        const int64_t parts = (t_.rows + SECOND_ROWS - 1) / SECOND_ROWS;
+        const int64_t parts = (t_.rows + TwoFour::SCALE_ROWS - 1) / TwoFour::SCALE_ROWS;
         check_bytes(codes, zeros, scale_codes);
         check("scales", scales, {Type::f32}, {parts, t_.groups}, Layout::dense);
         check("scale_zeros", scale_zeros, {Type::u8}, {parts, t_.groups}, Layout::dense);
         const auto bytes_of = [](const Input& a) { return static_cast<const uint8_t*>(a.data()); };
-        const StoredSecondOrder from{bytes_of(codes), bytes_of(zeros), bytes_of(scale_codes)};
+        const TwoFour::Stored from{bytes_of(codes), bytes_of(zeros), bytes_of(scale_codes)};
         check_below("codes", from.codes, t_.rows * t_.columns, 4);
         check_below("zeros", from.zeros, t_.rows * t_.groups, 4);
         check_below("scale_codes", from.scale_codes, t_.rows * t_.groups, 16);
         const auto* given = static_cast<const float*>(scales.data());
         scales_.assign(given, given + parts * t_.groups);
         zeros_.assign(bytes_of(scale_zeros), bytes_of(scale_zeros) + parts * t_.groups);
-        bytes_ = make_weights(kernels_.second_order_bytes(t_));
+        bytes_ = make_weights(kernels_.two_four.bytes(t_));
         nb::gil_scoped_release release;
         uint8_t* to = bytes_.get();
-        by_blocks(used,
-                  [&](int64_t begin, int64_t end) { kernels_.second_order_interleave(t_, from, to, begin, end); });
+        by_blocks(used, [&](int64_t begin, int64_t end) {
+            kernels_.two_four.interleave(t_, from, {to}, nullptr, begin, end);
+        });
         t_.bytes = to;
         t_.scales = scales_.data();
         t_.zeros = zeros_.data();
@@ -204,7 +210,7 @@ public:
              *to_scales = static_cast<uint8_t*>(scale_codes.data());
         nb::gil_scoped_release release;
         by_blocks(used, [&](int64_t begin, int64_t end) {
-            kernels_.second_order_restore(t_, to, to_zeros, to_scales, begin, end);
+            kernels_.two_four.restore(t_, {to, to_zeros, to_scales}, nullptr, begin, end);
         });
     }
 
@@ -213,10 +219,10 @@ public:
         check("out", out, {Type::f32}, {t_.rows, t_.columns}, Layout::dense);
         float* to = static_cast<float*>(out.data());
         nb::gil_scoped_release release;
-        by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.second_order_dequantize(t_, to, begin, end); });
+        by_blocks(used, [&](int64_t begin, int64_t end) { kernels_.two_four.dequantize(t_, to, begin, end); });
     }
 
-    bool takes_bf16(int64_t) const override { return kernels_.second_order_bf16_matmul != nullptr; }
+    bool takes_bf16(int64_t) const override { return kernels_.two_four.bf16.gemv != nullptr; }
 
 private:
     template <typename A> void check_bytes(const A& codes, const A& zeros, const A& scale_codes) const {
@@ -233,18 +239,15 @@ private:
     }
 
     void add_product(const Tokens& x, const Outputs& y, int threads) const override {
-        const int64_t m = x.count, width = kernels_.second_order_columns(t_);
-        if (m > few(x.bf16))
-            return add_many(t_, x, width, plain(width), kernels_.second_order_gemm, kernels_.second_order_gemm_bf16, y,
-                            threads);
-        add_few(t_, x, width, kernels_.second_order_prepare, kernels_.second_order_prepare_bf16,
-                kernels_.second_order_matmul, kernels_.second_order_bf16_matmul, y, threads);
+        const int64_t m = x.count, width = kernels_.two_four.columns(t_);
+        if (m > few(x.bf16)) return add_many(t_, kernels_.two_four, x, width, plain(width), y, threads);
+        add_few(t_, kernels_.two_four, x, y, threads);
     }
 
     Weights bytes_;
     std::vector<float> scales_;
     std::vector<uint8_t> zeros_;
-    SecondOrder t_{};
+    TwoFour t_{};
 };
 
 // A tile in format "float16" (or one of bfloat16, which no artifact has), bound to the array that holds it.
@@ -261,31 +264,32 @@ public:
         t_.out_rows = out_rows_.data();
     }
 
-    bool takes_bf16(int64_t tokens) const override { return tokens > few(true) && kernels_.half_gemm_bf16 != nullptr; }
+    bool takes_bf16(int64_t tokens) const override {
+        return tokens > few(true) && kernels_.float16.bf16.gemm != nullptr;
+    }
 
 private:
     void add_product(const Tokens& x, const Outputs& y, int threads) const override {
         if (x.bf16) {
             const int64_t width = columns_ + columns_ % 2;
-            return add_many(t_, x, width, plain(width), kernels_.half_gemm, kernels_.half_gemm_bf16, y, threads);
+            return add_many(t_, kernels_.float16, x, width, plain(width), y, threads);
         }
-        if (x.count > FEW_TOKENS || columns_ <= NARROW)
+        const Inputs<float> inputs{x.floats(0), x.count, x.stride, nullptr};
+        if (x.count > GEMV_TOKENS || columns_ <= NARROW)
             return place(x.count, y, threads, [&](const Outputs& outputs) {
                 by_blocks(
                     threads,
-                    [&](int64_t begin, int64_t end) {
-                        kernels_.half_gemm(t_, x.floats(0), x.stride, x.count, outputs, begin, end);
-                    },
-                    MANY_BLOCKS, x.count);
+                    [&](int64_t begin, int64_t end) { kernels_.float16.f32.gemm(t_, inputs, outputs, begin, end); },
+                    GEMM_BLOCKS, x.count);
             });
         const int64_t piece = piece_of(rows_, kernels_.lanes, rows_ * columns_, threads); // it takes few rows at a time
         parallel_for(rows_, piece, threads, [&](int64_t begin, int64_t end) {
-            kernels_.half_matmul(t_, x.floats(0), x.stride, x.count, y.sums, y.stride, begin, end);
+            kernels_.float16.f32.gemv(t_, inputs, y.sums, y.stride, begin, end);
         });
     }
 
     Input values_;
-    HalfRows t_{};
+    Float16 t_{};
 };
 
 } // namespace anybit

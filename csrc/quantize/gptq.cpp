@@ -67,8 +67,6 @@ void propagate(float* w, const float* error, const float* hinv, int64_t begin, i
     }
 }
 
-} // namespace
-
 void gptq(const GptqBlock& b, float* w, int64_t begin, int64_t end) {
     Column c;
     for (int64_t row = begin; row < end; row += N) {
@@ -87,5 +85,9 @@ void gptq(const GptqBlock& b, float* w, int64_t begin, int64_t end) {
             for (int64_t j = 0; j < b.columns; ++j) b.weight[(row + l) * b.weight_stride + j] = w[j * N + l];
     }
 }
+
+} // namespace
+
+void add_gptq(QuantizeOps& ops) { ops.gptq = gptq; }
 
 } // namespace anybit::ANYBIT_ISA

@@ -371,8 +371,6 @@ uintptr_t lay_out(uintptr_t at, int64_t columns, int seed_bits, Workspace& w) {
     return at;
 }
 
-} // namespace
-
 void kmeans(const Clustering& c, char* scratch, int64_t begin, int64_t end) {
     Workspace w;
     lay_out(reinterpret_cast<uintptr_t>(scratch), c.columns, c.seed_bits, w);
@@ -400,6 +398,13 @@ void kmeans(const Clustering& c, char* scratch, int64_t begin, int64_t end) {
 int64_t kmeans_scratch(int64_t columns, int seed_bits) {
     Workspace w;
     return static_cast<int64_t>(lay_out(0, columns, seed_bits, w));
+}
+
+} // namespace
+
+void add_kmeans(QuantizeOps& ops) {
+    ops.kmeans_scratch = kmeans_scratch;
+    ops.kmeans = kmeans;
 }
 
 } // namespace anybit::ANYBIT_ISA

@@ -70,8 +70,6 @@ float misfit(const float* w, const float* importance, int64_t n, const float* ta
     return reduce(sum);
 }
 
-} // namespace
-
 void nested_codes(const NestedBlock& n, int64_t begin, int64_t end) {
     const int widths = n.high - n.low + 1, entries = (2 << n.high) - (1 << n.low);
     float targets[MOST_BITS][NESTED_COLUMNS];
@@ -134,6 +132,13 @@ void nested_fit(const NestedFit& f, float* scratch, int64_t begin, int64_t end) 
         f.chosen[row] = static_cast<uint8_t>(shape);
         f.scales[row] = scale;
     }
+}
+
+} // namespace
+
+void add_nested_codes(QuantizeOps& ops) {
+    ops.nested_codes = nested_codes;
+    ops.nested_fit = nested_fit;
 }
 
 } // namespace anybit::ANYBIT_ISA

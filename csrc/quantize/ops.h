@@ -1,25 +1,13 @@
-// What the kernels of every instruction set look like; those that multiply with most stored tiles are in matmul/ops.h.
-// Raw pointers only: whoever calls them has checked dtypes, shapes and bounds (bindings.cpp). Functions work on a range
-// of rows and never on shared state, so the caller may split the rows over threads without changing a bit of the
-// result.
+// What the kernels that quantize have in every instruction set. Raw pointers only: whoever calls them has checked
+// dtypes, shapes and bounds (module/bindings.cpp). Functions work on a range of rows and never on shared state, so the
+// caller may split the rows over threads without changing a bit of the result.
 #pragma once
+
+#include "common/dispatch.h"
 
 #include <cstdint>
 
 namespace anybit {
-
-// One tile in format "codebook": w[i, j] = table[i, code[i, j]], codes as bitplanes, most significant first, weight
-// j of a row at bit j % 32 of word j / 32. A row is an output row, or (by channel) an input channel.
-struct Codebook {
-    const uint32_t* planes[8];             // `bits` of them, [rows, words] each
-    const uint16_t* table16;               // fp16 bit patterns [rows, entries], or null for
-    const float* table32;                  // [rows, entries]
-    const uint8_t* kinds;                  // [rows] which table a row has, which then is times
-    const float* row_scales;               // [rows]; both null: row i has table i as it is
-    const int32_t* out_rows;               // [rows] output rows, all different; null: row i is output row i
-    int bits;                              // 1..8
-    int64_t rows, columns, words, entries; // entries <= 2^bits; a code beyond stands for 0
-};
 
 // A float matrix anywhere in memory; strides in floats.
 struct Matrix {
@@ -77,55 +65,18 @@ struct NestedFit {
 
 constexpr int64_t GPTQ_ROWS = 16; // rows that `gptq` works on together: split rows at its multiples
 
-struct Kernels {
-    const char* isa;
-    // scratch: GPTQ_ROWS * columns floats. Identical results in every instruction set.
+// All that one instruction set has; made by `make_quantize_ops` (ops.cpp), found by `quantize_ops` (common/dispatch.h).
+// Identical results in every instruction set.
+struct QuantizeOps {
+    Isa isa;
+    // scratch: GPTQ_ROWS * columns floats.
     void (*gptq)(const GptqBlock&, float* scratch, int64_t begin, int64_t end);
-    // y[t, out_rows[i]] += sum_j w[i, j] x[t, j] for the rows begin <= i < end; x [tokens, 32 * words], its padding
-    // zeros. Scratch of this and the next: 32 * words floats.
-    void (*codebook_rows)(const Codebook&, const float* x, int64_t tokens, float* y, int64_t y_stride, float* scratch,
-                          int64_t begin, int64_t end);
-    // y[t, j] += sum_i w[i, j] x[t, i], x [tokens, rows], for the columns j in the words begin <= j / 32 < end.
-    void (*codebook_channels)(const Codebook&, const float* x, int64_t tokens, float* y, int64_t y_stride,
-                              float* scratch, int64_t begin, int64_t end);
-    // The same of many tokens for the blocks of `lanes` columns begin <= b < end.
-    void (*codebook_channels_many)(const Codebook&, const float* x, int64_t x_stride, int64_t tokens, float* y,
-                                   int64_t y_stride, int64_t begin, int64_t end);
-    void (*codebook_decode)(const Codebook&, float* out, float* scratch, int64_t begin, int64_t end);
-    // scratch: kmeans_scratch(columns, seed_bits) bytes, aligned to 64. Identical results in every instruction set.
+    // scratch: kmeans_scratch(columns, seed_bits) bytes, aligned to 64.
     int64_t (*kmeans_scratch)(int64_t columns, int seed_bits);
     void (*kmeans)(const Clustering&, char* scratch, int64_t begin, int64_t end);
-    // Identical results in every instruction set. Scratch of `nested_fit`: 2 * (columns + 16) floats.
     void (*nested_codes)(const NestedBlock&, int64_t begin, int64_t end);
+    // scratch: 2 * (columns + 16) floats.
     void (*nested_fit)(const NestedFit&, float* scratch, int64_t begin, int64_t end);
 };
-
-// The kernels of a named instruction set, or the best of this machine for null. Null if it has no such.
-const Kernels* kernels_for(const char* isa);
-
-struct Features {
-    bool avx2, fma, f16c, avx512f, avx512bw, avx512vl, avx512dq, avx512_vnni, avx512_bf16, avx512_vbmi, avx_vnni,
-        amx_bf16, amx_int8;
-};
-Features cpu_features();
-
-#define ANYBIT_DECLARE(ISA)                                                                                          \
-    namespace ISA {                                                                                                  \
-    void gptq(const GptqBlock&, float*, int64_t, int64_t);                                                           \
-    void codebook_rows(const Codebook&, const float*, int64_t, float*, int64_t, float*, int64_t, int64_t);           \
-    void codebook_channels(const Codebook&, const float*, int64_t, float*, int64_t, float*, int64_t, int64_t);       \
-    void codebook_channels_many(const Codebook&, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t); \
-    void codebook_decode(const Codebook&, float*, float*, int64_t, int64_t);                                         \
-    int64_t kmeans_scratch(int64_t, int);                                                                            \
-    void kmeans(const Clustering&, char*, int64_t, int64_t);                                                         \
-    void nested_codes(const NestedBlock&, int64_t, int64_t);                                                         \
-    void nested_fit(const NestedFit&, float*, int64_t, int64_t);                                                     \
-    }
-ANYBIT_DECLARE(portable)
-#ifdef ANYBIT_X86
-ANYBIT_DECLARE(avx2)
-ANYBIT_DECLARE(avx512)
-#endif
-#undef ANYBIT_DECLARE
 
 } // namespace anybit

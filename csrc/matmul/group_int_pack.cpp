@@ -1,17 +1,12 @@
-// Format "group int": into the kernels' layout and back, matrix times a few vectors of floats, dequantization.
-#include "matmul/gemm.h"
+// Format "group int": into the kernels' order and back, and dequantization.
 #include "matmul/group_int.h"
+#include "matmul/ops.h"
+#include "matmul/unroll.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-constexpr int CHAINS = 4;      // sums under way at once: a multiply-add takes as many cycles or more
 constexpr int64_t CHUNK = 512; // columns of all lanes that are decoded to bytes at a time
-#if defined(__AVX512F__)
-constexpr int MOST_TOKENS = 4; // in registers at once
-#else
-constexpr int MOST_TOKENS = 2;
-#endif
 
 // ---- stored rows: codes of 2, 4 and 8 bits side by side, others in bitplanes ------------------------------
 
@@ -24,7 +19,7 @@ uint64_t spread_bits(uint8_t byte) {
 }
 
 // Codes of a whole row; room for `columns` rounded up to a multiple of 8.
-void unpack_row(const GroupInt& t, const StoredGroupInt& from, int64_t row, uint8_t* codes) {
+void unpack_row(const GroupInt& t, const GroupInt::Stored& from, int64_t row, uint8_t* codes) {
     const uint8_t* bytes = from.codes + row * from.row_bytes;
     const int64_t n = ceil_div(t.columns * (is_packed(t.bits) ? t.bits : 1), 8);
     if (t.bits == 8) __builtin_memcpy(codes, bytes, static_cast<size_t>(n));
@@ -107,50 +102,7 @@ template <int BITS, typename F> void for_codes(const GroupInt& t, int64_t block,
     }
 }
 
-// ---- products ---------------------------------------------------------------------------------------------
-
-// y[k, out row] += sum_g scale (sum_j code x - zero sum_j x), R blocks of LANES rows and M tokens at once. Each sum
-// runs in the same order whatever M is, so a batch equals its single tokens to the bit.
-template <int BITS, int R, int M>
-void multiply_blocks(const GroupInt& t, const FloatInputs& in, int64_t first, float* y, int64_t y_stride,
-                     int64_t block) {
-    constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
-    const int64_t cells = cells_of(t), stride = t.groups * cells * COLUMNS, apart = t.groups * cells * SIZE;
-    const uint8_t* cell = t.codes + block * apart;
-    const float* x = in.x + first * stride;
-    Floats total[R][M] = {};
-    for (int64_t g = 0; g < t.groups; ++g) {
-        Floats sum[R][CHAINS][M] = {};
-        for (int64_t c = 0; c < cells; ++c, cell += SIZE, x += COLUMNS) {
-            Codes code[R][COLUMNS / 4];
-            for (int r = 0; r < R; ++r) cell_codes<BITS>(cell + r * apart, code[r]);
-            for (int s = 0; s < COLUMNS / 4; ++s)
-                for (int b = 0; b < 4; ++b)
-                    for (int r = 0; r < R; ++r) {
-                        const Ints four = reinterpret_cast<Ints>(code[r][s]);
-                        const Floats w = to_float(b == 3 && BITS < 8 ? four >> 24 : four >> 8 * b & 255);
-                        for (int k = 0; k < M; ++k) sum[r][b][k] += w * broadcast(x[k * stride + 4 * s + b]);
-                    }
-        }
-        for (int r = 0; r < R; ++r) {
-            const Floats scale = load_scales(t, block + r, g);
-            const Floats zero = to_float(load_zeros(t, block + r, g));
-            for (int k = 0; k < M; ++k) {
-                const Floats all = (sum[r][0][k] + sum[r][1][k]) + (sum[r][2][k] + sum[r][3][k]);
-                total[r][k] += scale * (all - zero * broadcast(in.sums[(first + k) * t.groups + g]));
-            }
-        }
-    }
-    for (int r = 0; r < R; ++r)
-        for (int k = 0; k < M; ++k) add_lanes(t, block + r, total[r][k], y + (first + k) * y_stride);
-}
-
-template <int BITS>
-void multiply(const GroupInt& t, const FloatInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
-    by_blocks<MOST_TOKENS, true>(in.tokens, begin, end, [&](auto r, auto m, int64_t block, int64_t k) {
-        multiply_blocks<BITS, r.value, m.value>(t, in, k, y, y_stride, block);
-    });
-}
+// ---- dequantization ----------------------------------------------------------------------------------------
 
 // Weights of one lane's codes.
 void to_weights(const uint8_t* codes, int zero, float scale, int64_t count, float* out) {
@@ -186,7 +138,7 @@ void dequantize_rows(const GroupInt& t, int64_t block, int64_t begin, int64_t en
 }
 
 template <typename T> void dequantize_lanes(const GroupInt& t, int64_t block, int64_t begin, int64_t end, T* out) {
-    ANYBIT_BY_WIDTH(dequantize_rows, t.bits, t, block, begin, end, out);
+    by_width(t.bits, [&](auto bits) { dequantize_rows<bits.value>(t, block, begin, end, out); });
 }
 
 template <int BITS> void restore_block(const GroupInt& t, int64_t block, uint8_t* rows, int64_t stride) {
@@ -201,38 +153,22 @@ template <typename T> void dequantize(const GroupInt& t, T* out, int64_t begin, 
         dequantize_lanes(t, block, 0, least(LANES, t.rows - block * LANES), out + block * LANES * t.columns);
 }
 
-// Weights of the cells from `column` on.
-template <int BITS> int64_t decode_cells(const GroupInt& t, int64_t block, int64_t column, Floats* panel) {
-    constexpr int64_t COLUMNS = cell_columns(BITS), SIZE = cell_vectors(BITS) * BYTES;
-    const int64_t cells = cells_of(t), begin = column / COLUMNS;
-    const int64_t end = least(t.groups * cells, begin + PANEL / COLUMNS);
-    for (int64_t c = begin; c < end; ++c, panel += COLUMNS) {
-        const int64_t g = block * t.groups + c / cells;
-        const Floats scale = load_halves(t.scales + g * LANES);
-        const Ints zero = load_zeros(t, block, c / cells);
-        Codes code[COLUMNS / 4];
-        cell_codes<BITS>(t.codes + (block * t.groups * cells + c) * SIZE, code);
-        for (int s = 0; s < COLUMNS / 4; ++s)
-            for (int b = 0; b < 4; ++b)
-                panel[4 * s + b] = to_float((reinterpret_cast<Ints>(code[s]) >> 8 * b & 255) - zero) * scale;
-    }
-    return (end - begin) * COLUMNS;
+void dequantize_row(const GroupInt& t, int64_t row, float* out) {
+    dequantize_lanes(t, row / LANES, row % LANES, row % LANES + 1, out);
 }
 
-int64_t decode_panel(const GroupInt& t, int64_t block, int64_t column, Floats* panel) {
-    ANYBIT_BY_WIDTH(decode_cells, t.bits, t, block, column, panel);
-}
+// ---- all of it ----------------------------------------------------------------------------------------------------
 
 int64_t row_room(const GroupInt& t) { return ceil_div(t.columns, 8) * 8; }
 
-} // namespace
+int64_t bytes(const GroupInt& t) { return ceil_div(t.rows, LANES) * t.groups * group_bytes(t); }
 
-int64_t group_int_bytes(const GroupInt& t) { return ceil_div(t.rows, LANES) * t.groups * group_bytes(t); }
+int64_t scratch_bytes(const GroupInt& t) { return LANES * row_room(t); }
 
-int64_t group_int_scratch(const GroupInt& t) { return LANES * row_room(t); }
+int64_t columns(const GroupInt& t) { return t.groups * cells_of(t) * cell_columns(t.bits); }
 
-void group_int_interleave(const GroupInt& t, const StoredGroupInt& from, uint8_t* codes, uint16_t* scales,
-                          uint8_t* zeros, uint8_t* scratch, int64_t begin, int64_t end) {
+void interleave(const GroupInt& t, const GroupInt::Stored& from, const GroupInt::Packed& to, uint8_t* scratch,
+                int64_t begin, int64_t end) {
     const int64_t room = row_room(t);
     for (int64_t block = begin; block < end; ++block) {
         const int64_t first = block * LANES, lanes = least(LANES, t.rows - first);
@@ -240,75 +176,44 @@ void group_int_interleave(const GroupInt& t, const StoredGroupInt& from, uint8_t
             if (l < lanes) unpack_row(t, from, first + l, scratch + l * room);
             else __builtin_memset(scratch + l * room, 0, static_cast<size_t>(room));
             for (int64_t g = 0; g < t.groups; ++g) {
-                const int64_t to = (block * t.groups + g) * LANES + l, at = (first + l) * t.groups + g;
-                scales[to] = l < lanes ? from.scales[at] : uint16_t(0);
-                if (zeros != nullptr) zeros[to] = l < lanes ? from.zeros[at] : uint8_t(0);
+                const int64_t own = (block * t.groups + g) * LANES + l, at = (first + l) * t.groups + g;
+                to.scales[own] = l < lanes ? from.scales[at] : uint16_t(0);
+                if (to.zeros != nullptr) to.zeros[own] = l < lanes ? from.zeros[at] : uint8_t(0);
             }
         }
-        const auto run = [&] { ANYBIT_BY_WIDTH(interleave_block, t.bits, t, scratch, room, block, codes); };
-        run();
+        by_width(t.bits, [&](auto bits) { interleave_block<bits.value>(t, scratch, room, block, to.codes); });
     }
 }
 
-void group_int_restore(const GroupInt& t, uint8_t* codes, int64_t row_bytes, uint16_t* scales, uint8_t* zeros,
-                       uint8_t* scratch, int64_t begin, int64_t end) {
+void restore(const GroupInt& t, const GroupInt::Restored& to, uint8_t* scratch, int64_t begin, int64_t end) {
     const int64_t room = row_room(t);
     for (int64_t block = begin; block < end; ++block) {
         const int64_t first = block * LANES;
         __builtin_memset(scratch, 0, static_cast<size_t>(LANES * room));
-        const auto run = [&] { ANYBIT_BY_WIDTH(restore_block, t.bits, t, block, scratch, room); };
-        run();
+        by_width(t.bits, [&](auto bits) { restore_block<bits.value>(t, block, scratch, room); });
         for (int64_t l = 0; l < least(LANES, t.rows - first); ++l) {
-            pack_row(t, scratch + l * room, first + l, row_bytes, codes);
+            pack_row(t, scratch + l * room, first + l, to.row_bytes, to.codes);
             for (int64_t g = 0; g < t.groups; ++g) {
                 const int64_t from = (block * t.groups + g) * LANES + l, at = (first + l) * t.groups + g;
-                scales[at] = t.scales[from];
-                if (zeros != nullptr) zeros[at] = t.zeros[from];
+                to.scales[at] = t.scales[from];
+                if (to.zeros != nullptr) to.zeros[at] = t.zeros[from];
             }
         }
     }
 }
 
-int64_t group_int_columns(const GroupInt& t) { return t.groups * cells_of(t) * cell_columns(t.bits); }
+} // namespace
 
-void group_int_prepare(const GroupInt& t, const float* x, float* out, float* sums) {
-    const int64_t width = cells_of(t) * cell_columns(t.bits);
-    for (int64_t g = 0; g < t.groups; ++g, out += width) {
-        const int64_t begin = g * t.group_size, count = least(t.columns - begin, t.group_size);
-        for (int64_t j = 0; j < width; ++j) out[j] = j < count ? x[begin + j] : 0.0f;
-        Floats sum{};
-        for (int64_t j = 0; j < width; j += LANES) sum += load(out + j);
-        sums[g] = reduce(sum);
-    }
-}
-
-void group_int_matmul(const GroupInt& t, const FloatInputs& in, float* y, int64_t y_stride, int64_t begin,
-                      int64_t end) {
-    ANYBIT_BY_WIDTH(multiply, t.bits, t, in, y, y_stride, begin, end);
-}
-
-void group_int_gemm(const GroupInt& t, const float* x, int64_t x_stride, int64_t tokens, const Outputs& y,
-                    int64_t begin, int64_t end) {
-    multiply_many(t, decode_panel, x, x_stride, group_int_columns(t), tokens, y, begin, end);
-}
-
-#ifdef __AVX512BF16__
-void group_int_gemm_bf16(const GroupInt& t, const uint16_t* x, int64_t x_stride, int64_t tokens, const Outputs& y,
-                         int64_t begin, int64_t end) {
-    multiply_many(t, decode_panel, x, x_stride, group_int_columns(t), tokens, y, begin, end);
-}
-#endif
-
-void group_int_dequantize_f32(const GroupInt& t, float* out, int64_t begin, int64_t end) {
-    dequantize(t, out, begin, end);
-}
-
-void group_int_dequantize_bf16(const GroupInt& t, uint16_t* out, int64_t begin, int64_t end) {
-    dequantize(t, out, begin, end);
-}
-
-void group_int_row(const GroupInt& t, int64_t row, float* out) {
-    dequantize_lanes(t, row / LANES, row % LANES, row % LANES + 1, out);
+void add_group_int_pack(MatmulOps& ops) {
+    GroupIntOps& own = ops.group_int;
+    own.columns = columns;
+    own.bytes = bytes;
+    own.scratch = scratch_bytes;
+    own.interleave = interleave;
+    own.restore = restore;
+    own.dequantize = dequantize<float>;
+    own.dequantize_bf16 = dequantize<uint16_t>;
+    own.dequantize_row = dequantize_row;
 }
 
 } // namespace anybit::ANYBIT_ISA

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <cstdint>
+
+namespace anybit {
+
+// Memory of this thread in whole cache lines, too much for the stack of a small one; the next call may give the same.
+void* thread_memory(int64_t bytes, int which = 0);
+
+} // namespace anybit
