@@ -94,7 +94,11 @@ def products(isas: list[str], formats: list[str]) -> Iterator[tuple[str, str]]:
     from anybit.bench.kernels import layouts
     from anybit.kernels import dispatch
 
-    bind = getattr(dispatch, "BoundWeight", None) or dispatch.Prepared
+    def bind(stored: Any, int8: bool, isa: str) -> Any:
+        if hasattr(dispatch, "BoundWeight"):
+            return dispatch.BoundWeight(stored, "int8" if int8 else "fp16", isa)
+        return dispatch.Prepared(stored, not int8, isa)
+
     for at, (out, columns) in enumerate(SHAPES):
         for name, layout in (layouts(out, columns) | more_layouts(out, columns)).items():
             if formats and not any(name.startswith(one) for one in formats):
@@ -104,9 +108,10 @@ def products(isas: list[str], formats: list[str]) -> Iterator[tuple[str, str]]:
             yield f"{case} stored", digest(*stored.tensors.values())
             inputs = torch.randn(MANY, columns, generator=torch.Generator().manual_seed(at))
             for isa in isas:
-                bound = bind(stored, not name.endswith(" A8"), isa)
+                bound = bind(stored, name.endswith(" A8"), isa)
                 yield f"{case} @{isa} dense", digest(bound.dequantize(), bound.dequantize(torch.bfloat16))
-                yield f"{case} @{isa} restored", digest(*bound.restore().values())
+                restored = bound.unpack() if hasattr(bound, "unpack") else bound.restore()
+                yield f"{case} @{isa} restored", digest(*restored.values())
                 for dtype in DTYPES:
                     for m in (*TOKENS, MANY) if at == 0 else TOKENS:
                         x = inputs[:m].to(getattr(torch, dtype))

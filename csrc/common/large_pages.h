@@ -7,6 +7,8 @@
 #include <memory>
 #include <mutex>
 #include <new>
+
+#include <pthread.h>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -41,8 +43,7 @@ inline Weights allocate(size_t bytes) {
 }
 
 // Memory for a tile, taken as it is filled. Tiles lie one after another in regions, so that small ones have large pages
-// too. A region is freed with the last of its tiles; what those before leave is not used again. Call it with the GIL,
-// which keeps others from forking meanwhile.
+// too. A region is freed with the last of its tiles; what those before leave is not used again.
 inline Weights make_weights(int64_t bytes) {
     struct Regions {
         std::mutex mutex;
@@ -50,6 +51,10 @@ inline Weights make_weights(int64_t bytes) {
         size_t used = 0;
     };
     static Regions& regions = *new Regions; // never destroyed: at exit, threads may still make tiles
+    // A forked child must not find the mutex locked by a thread that it does not have.
+    static const int at_fork = pthread_atfork([] { regions.mutex.lock(); }, [] { regions.mutex.unlock(); },
+                                              [] { regions.mutex.unlock(); });
+    (void)at_fork;
     const size_t needed = static_cast<size_t>(bytes);
     if (needed >= REGION / 2) return allocate(needed);
     const std::lock_guard<std::mutex> lock(regions.mutex);

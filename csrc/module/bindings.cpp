@@ -1,11 +1,9 @@
 // The Python module anybit._native: functions on arrays, which it checks; it releases the GIL and splits the rows over
-// threads. Tiles bound to kernels are in tile.h and the files named so, layers of
-// them in layer.h.
-#include "module/codebook_tiles.h"
-#include "module/layer.h"
+// threads. Layers are in layer_module.cpp. Types for mypy: src/anybit/_native.pyi.
+#include "common/scratch.h"
+#include "module/arrays.h"
+#include "module/layer_module.h"
 #include "quantize/moments.h"
-#include "module/nested_tiles.h"
-#include "module/uniform_tiles.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -338,92 +336,5 @@ NB_MODULE(_native, m) {
           nb::arg("threads"), nb::arg("isa") = nb::none(),
           "Shape uint8 and scale float32 [rows] of the rows of weight float32 [rows, n], importance float32 [n]:\n"
           "scale * tables[shape], float32 [shapes, entries], come closest.");
-    nb::class_<Tile>(m, "Tile", "A tile of stored weights bound to the kernels of one instruction set.")
-        .def("matmul", &Tile::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("threads"),
-             "y[:, rows] += x @ W.T; x float32, or bfloat16 or its bits as uint16 where `takes_bf16`, [m, columns]\n"
-             "with contiguous rows; y float32 [m, out].")
-        .def("int_matmul", &Tile::int_matmul, nb::arg("x").noconvert(), nb::arg("scales").noconvert(),
-             nb::arg("y").noconvert(), nb::arg("threads"),
-             "y[:, rows] += (x * scales by group) @ W.T; x int8 [m, columns], scales float32 [m, groups]. Codebooks\n"
-             "round their centroids to bytes and take groups of 32 inputs.")
-        .def("takes_bf16", &Tile::takes_bf16, nb::arg("tokens"), "Whether `matmul` takes bfloat16 of so many tokens.")
-        .def("takes_ints", &Tile::takes_ints, "Whether the tile has `int_matmul`.");
-    nb::class_<PackedGroupInt, Tile>(m, "GroupInt",
-                                     "A tile in format \"group int\" in the kernels' order; holds its bytes.")
-        .def(nb::init<const Input&, const Input&, const std::optional<Input>&, const std::optional<Input>&, int64_t,
-                      int64_t, int64_t, int64_t, const std::optional<std::string>&>(),
-             nb::arg("codes").noconvert(), nb::arg("scales").noconvert(), nb::arg("zeros").noconvert().none(),
-             nb::arg("rows").noconvert().none(), nb::arg("bits"), nb::arg("group_size"), nb::arg("columns"),
-             nb::arg("threads"), nb::arg("isa") = nb::none(),
-             "codes uint8 [r, bytes] (bits 2, 4, 8) or [bits, r, bytes], scales float16 [r, groups], zeros\n"
-             "uint8 [r, groups] or None (symmetric), rows int32 [r] or None (all).")
-        .def("restore", &PackedGroupInt::restore, nb::arg("codes").noconvert(), nb::arg("scales").noconvert(),
-             nb::arg("zeros").noconvert().none(), nb::arg("threads"), "Fill the arrays that the tile was made of.")
-        .def("dequantize", &PackedGroupInt::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
-             "out[r, columns] = W; float32, bfloat16 or its bits as uint16.")
-        .def("dequantize_rows", &PackedGroupInt::dequantize_rows, nb::arg("ids").noconvert(),
-             nb::arg("out").noconvert(), "out float32 [n, columns] = W[ids], ids int32 [n].");
-    nb::class_<PackedSecondOrder, Tile>(m, "SecondOrder",
-                                        "The 2-bit channels of a tile in format \"two_four\"; holds its bytes.")
-        .def(
-            nb::init<const Input&, const Input&, const Input&, const Input&, const Input&, int64_t, int64_t,
-                     const std::optional<std::string>&>(),
-            nb::arg("codes").noconvert(), nb::arg("zeros").noconvert(), nb::arg("scale_codes").noconvert(),
-            nb::arg("scales").noconvert(), nb::arg("scale_zeros").noconvert(), nb::arg("group_size"),
-            nb::arg("threads"), nb::arg("isa") = nb::none(),
-            "codes uint8 [r, c], zeros and scale_codes uint8 [r, g], scales float32 and scale_zeros uint8 [r / 16, g].")
-        .def("restore", &PackedSecondOrder::restore, nb::arg("codes").noconvert(), nb::arg("zeros").noconvert(),
-             nb::arg("scale_codes").noconvert(), nb::arg("threads"), "Fill the arrays that the tile was made of.")
-        .def("dequantize", &PackedSecondOrder::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
-             "out float32 [r, c] = W.");
-    nb::class_<PackedChannels, Tile>(m, "Channels", "A tile in format \"codebook\" by input channel; holds its bytes.")
-        .def(
-            nb::init<const Input&, const Input&, int64_t, int64_t, const std::optional<std::string>&>(),
-            nb::arg("planes").noconvert(), nb::arg("table").noconvert(), nb::arg("rows"), nb::arg("threads"),
-            nb::arg("isa") = nb::none(),
-            "planes uint32 [bits, channels, rows / 32], 1 to 8 bits; table [channels, entries], float32 or, of more than\n"
-            "6 bits, float16; every code must be below `entries`.")
-        .def("restore", &PackedChannels::restore, nb::arg("planes").noconvert(), nb::arg("threads"),
-             "Fill the planes that the tile was made of.")
-        .def("dequantize", &PackedChannels::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
-             "out float32 [rows, channels] = W.");
-    nb::class_<BoundCodebook, Tile>(m, "Codebook", "A tile in format \"codebook\", bound to the arrays that hold it.")
-        .def(nb::init<Input, Input, std::optional<Input>, int64_t, bool, const std::optional<std::string>&>(),
-             nb::arg("planes").noconvert(), nb::arg("table").noconvert(), nb::arg("rows").noconvert().none(),
-             nb::arg("columns"), nb::arg("by_channel"), nb::arg("isa") = nb::none(),
-             "planes uint32 [bits, n, words], table float16 or float32 [n, entries], rows int32 [n] or None (all);\n"
-             "every code must be below `entries`. W is the table's rows, or by channel its transpose.")
-        .def("dequantize", &BoundCodebook::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
-             "out float32 [n, columns] = the table's rows.");
-    nb::class_<ShapeTables>(m, "Shapes", "The tables of all shapes, for nested tiles.")
-        .def(nb::init<const Input&, const std::optional<std::string>&>(), nb::arg("tables").noconvert(),
-             nb::arg("isa") = nb::none(), "tables float32 [shapes, 2 + 4 + ... + 256].");
-    nb::class_<BoundNested, Tile>(m, "Nested", "A tile in format \"nested\", bound to the arrays that hold it.")
-        .def(nb::init<std::vector<Input>, const Input&, Input, Input, std::optional<Input>, int64_t, nb::object,
-                      const std::optional<std::string>&>(),
-             nb::arg("planes"), nb::arg("order").noconvert(), nb::arg("kinds").noconvert(),
-             nb::arg("scales").noconvert(), nb::arg("kept").noconvert().none(), nb::arg("columns"), nb::arg("shapes"),
-             nb::arg("isa") = nb::none(),
-             "planes: up to 8 arrays uint32 [rows that have the bit, words]; order int32, kinds uint8, scales float32\n"
-             "[rows]; kept float16 [rows, channels] or None: of the inputs behind the `columns` coded ones; shapes: a\n"
-             "Shapes of the same instruction set.")
-        .def("dequantize", &BoundNested::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
-             "out float32 [rows, columns] of the coded ones, rows as they are stored.");
-    nb::class_<BoundHalves, Tile>(m, "Halves", "A tile in format \"float16\", bound to the array that holds it.")
-        .def(nb::init<Input, const std::optional<Input>&, const std::optional<std::string>&>(),
-             nb::arg("values").noconvert(), nb::arg("rows").noconvert().none(), nb::arg("isa") = nb::none(),
-             "values float16 or bfloat16 [r, columns], rows int32 [r] or None (all).");
-    nb::class_<Layer>(m, "Layer", "A linear layer: tiles, what they read of the inputs, and a sparse part.")
-        .def(nb::init<int64_t, int64_t, const std::optional<std::string>&>(), nb::arg("out"), nb::arg("in_"),
-             nb::arg("isa") = nb::none(), "isa: of what rounds inputs and of the sparse part; tiles have their own.")
-        .def("add_tile", &Layer::add_tile, nb::arg("tile"), nb::arg("cols").noconvert().none(), nb::arg("act_bits"),
-             nb::arg("group_size"), nb::arg("clip").noconvert().none(), nb::arg("fixed").noconvert().none(),
-             "cols int32 [columns] or None (all inputs); act_bits 0 or what inputs are rounded to, in groups of\n"
-             "group_size by clip or fixed float16 [groups].")
-        .def("set_sparse", &Layer::set_sparse, nb::arg("values").noconvert(), nb::arg("columns").noconvert(),
-             nb::arg("row_ptr").noconvert(),
-             "values float16 [n], columns uint16 or uint32 [n], row_ptr int32 [out + 1].")
-        .def("set_input_scale", &Layer::set_input_scale, nb::arg("scale").noconvert(), "float32 [in].")
-        .def("matmul", &Layer::matmul, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("threads"),
-             "y [m, out] = x [m, in] @ W.T, both float32 or both bfloat16 (or its bits as uint16).");
+    add_layer(m);
 }

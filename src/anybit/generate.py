@@ -46,7 +46,7 @@ class Generator:
         bits: float | None = None,  # this and the next three: see `load`
         bpw: float | None = None,
         size: int | str | None = None,
-        exact: bool = True,
+        codebook_precision: str = "fp16",
         kv_bits: int | None = None,  # None: what the artifact asks for
     ) -> None:
         self.name = model
@@ -58,7 +58,14 @@ class Generator:
         self.tokenizer = load_tokenizer(model)
         try:
             self.model = load(
-                model, bits=bits, bpw=bpw, size=size, exact=exact, dtype=dtype, device=device, report=report
+                model,
+                bits=bits,
+                bpw=bpw,
+                size=size,
+                codebook_precision=codebook_precision,
+                dtype=dtype,
+                device=device,
+                report=report,
             )
         finally:
             report.close()

@@ -19,8 +19,8 @@ from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.checkpoint.tokenizer import read_tokenizer
 from anybit.errors import InputError
 from anybit.formats.layout import QUANT_METHOD
-from anybit.kernels.dispatch import check_device
-from anybit.layers import set_exact
+from anybit.kernels.dispatch import check_device, check_precision
+from anybit.layers import set_codebook_precision
 from anybit.progress import SILENT, Silent
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,7 +32,7 @@ def load(  # noqa: PLR0913 - mirrors the command's options
     bits: float | None = None,
     bpw: float | None = None,
     size: int | str | None = None,
-    exact: bool = True,
+    codebook_precision: str = "fp16",
     dtype: str = "float32",
     device: str = "cpu",
     report: Silent = SILENT,
@@ -45,15 +45,16 @@ def load(  # noqa: PLR0913 - mirrors the command's options
             disk. Without it all levels are loaded. `model.set_bits(b)` changes the one that runs.
         bpw: the most stored bits per weight of the linear layers, instead.
         size: the most bytes of all files but the tokenizer, instead, or text such as "110MB".
-        exact: False runs codebooks by row (SqueezeLLM, Any-Precision) on the CPU faster, with inputs and centroids
-            rounded to 8 bits; `model.set_exact(e)` changes it.
+        codebook_precision: "int8" runs codebooks by row (SqueezeLLM, Any-Precision) on the CPU faster, with inputs and
+            centroids rounded to 8 bits; `model.set_codebook_precision(p)` changes it.
         dtype: what it computes in ("float32", "bfloat16", "float16"); stored codes and scales keep theirs.
         device: "cpu" or "cuda".
         report: where progress goes.
 
     Raises:
-        InputError: see `artifact.open_artifact`, `checkpoint.open_checkpoint`; an unknown dtype or device.
+        InputError: see `artifact.open_artifact`, `checkpoint.open_checkpoint`; an unknown dtype, device or precision.
     """
+    check_precision(codebook_precision)
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     check_device(device)
@@ -61,12 +62,12 @@ def load(  # noqa: PLR0913 - mirrors the command's options
     refuse_unfinished(path)
     if is_artifact(path):
         made = _load_artifact(Levels(open_artifact(path)), bits, bpw, size, dtype, report)
-        set_exact(made, exact)
+        set_codebook_precision(made, codebook_precision)
         return made.eval().to(device)
     checkpoint = open_checkpoint(model)
     if checkpoint.gguf is None and is_artifact(checkpoint.path):  # from the hub
-        at: dict[str, Any] = {"bits": bits, "bpw": bpw, "size": size}
-        return load(checkpoint.path, **at, exact=exact, dtype=dtype, device=device, report=report)
+        at: dict[str, Any] = {"bits": bits, "bpw": bpw, "size": size, "codebook_precision": codebook_precision}
+        return load(checkpoint.path, **at, dtype=dtype, device=device, report=report)
     if (bits, bpw, size) != (None, None, None):
         raise InputError(
             f"{model} is no artifact of several widths: leave bits, bpw and size (--bits, ...) out"

@@ -77,14 +77,13 @@ class Level:
 class Running:
     """How a loaded model computes."""
 
-    exact: Annotated[
-        bool,
+    codebook_precision: Annotated[
+        str,
         typer.Option(
-            "--exact/--fast",
-            help="Codebooks by row: as stored, or with inputs and centroids rounded to 8 bits.",
+            help="Codebooks by row: fp16, as stored, or int8: inputs and centroids are rounded, which is faster.",
             rich_help_panel="Computing",
         ),
-    ] = True
+    ] = "fp16"
     kv_bits: Annotated[
         int | None,
         typer.Option(
@@ -103,7 +102,7 @@ class Running:
     def asked(self) -> Json:
         """As `anybit.evaluate` takes it; the threads are set."""
         set_threads(self.threads)
-        return {name: getattr(self, name) for name in ("exact", "kv_bits", "dtype", "device")}
+        return {name: getattr(self, name) for name in ("codebook_precision", "kv_bits", "dtype", "device")}
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     bits: float | None = None,
     bpw: float | None = None,
     size: int | str | None = None,
-    exact: bool = True,
+    codebook_precision: str = "fp16",
     kv_bits: int | None = None,
     dtype: str = "float32",
     device: str = "cpu",
@@ -46,8 +46,8 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
 ) -> Json:
     """Perplexity of a model on a text, its divergence from `base`, and zero-shot tasks; of an encoder its embeddings.
 
-    `text` is the built-in evaluation text by default; `bits`, `bpw`, `size` and `exact`: see `load`; `seq_len` is
-    2048 by default, or what the model reaches. `base_cache` is a folder where what `base` computes is kept for the next
+    `text` is the built-in evaluation text by default; `bits`, `bpw`, `size` and `codebook_precision`: see `load`;
+    `seq_len` is 2048 by default, or what the model reaches. `base_cache` is a folder where what `base` computes is kept for the next
     model that is compared with it (see `evaluation.recalled`). With `kv_bits` below 16 (default: what the artifact asks
     for) attention reads nothing but quantized keys and values.
 
@@ -80,7 +80,7 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     text = text or "builtin-eval"
     tokenizer = load_tokenizer(model)
     tokens = texts.token_ids(tokenizer, texts.read_text(text))
-    loaded = load(model, **level, exact=exact, dtype=dtype, device=device, report=report)
+    loaded = load(model, **level, codebook_precision=codebook_precision, dtype=dtype, device=device, report=report)
     reference = load(base, dtype=dtype, device=device, report=report) if base is not None else None
     if seq_len is None:
         seq_len = min(SEQ_LEN, max_positions(loaded) or SEQ_LEN)

@@ -32,7 +32,7 @@ from anybit.errors import InputError
 from anybit.formats.layout import QUANT_METHOD, LayerLayout
 from anybit.formats.levels import levels_of
 from anybit.formats.validate import check_version, validate
-from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead, set_bits, set_exact
+from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead, set_bits, set_codebook_precision
 
 
 class AnybitConfig(QuantizationConfigMixin):
@@ -83,7 +83,7 @@ class AnybitQuantizer(HfQuantizer):
         model.levels = levels_of(self.stored.layers)
         self._extend_by_all(model)
         model.set_bits = functools.partial(set_bits, model)
-        model.set_exact = functools.partial(set_exact, model)
+        model.set_codebook_precision = functools.partial(set_codebook_precision, model)
         model.kv_bits = getattr(self.quantization_config, "kv_bits", 16)
         return model
 
