@@ -227,7 +227,7 @@ std::shared_ptr<const Tile> LookupTile::at(const TileLayout& layout) const {
         return std::make_shared<const LookupTile>(ops_, bytes_, centroids_, counts);
     }
     for (const auto& [bits, centroids] : widths)
-        if (layout.widths == std::vector<int>{bits}) {
+        if (!layout.widths.empty() && layout.widths.back() == bits) {
             const std::vector<int64_t> counts(static_cast<size_t>(bits), rows_);
             auto made = std::make_shared<LookupTile>(ops_, bytes_, centroids, counts);
             made->widths = widths;

@@ -111,7 +111,7 @@ template <typename A> Array as_array(const std::string& name, nb::handle object)
     A given;
     if (!nb::try_cast(object, given)) refuse(name + " is no array");
     const auto is_cpu = given.device_type() == nb::device::cpu::value;
-    if (!is_cpu || !is_dense(given, given.ndim()))
+    if (!is_cpu || (given.size() > 0 && !is_dense(given, given.ndim())))
         refuse(name + " is " + TYPE_NAMES[int(type_of(given.dtype()))] + " " + words(given.shape_ptr(), given.ndim()) +
                " with strides " + words(given.stride_ptr(), given.ndim()) +
                (is_cpu ? "" : " on another device") + ", expected it contiguous on the CPU");

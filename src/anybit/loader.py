@@ -66,7 +66,12 @@ def load(  # noqa: PLR0913 - mirrors the command's options
         return made.eval().to(device)
     checkpoint = open_checkpoint(model)
     if checkpoint.gguf is None and is_artifact(checkpoint.path):  # from the hub
-        at: dict[str, Any] = {"bits": bits, "bpw": bpw, "size": size, "codebook_precision": codebook_precision}
+        at: dict[str, Any] = {
+            "bits": bits,
+            "bpw": bpw,
+            "size": size,
+            "codebook_precision": codebook_precision,
+        }
         return load(checkpoint.path, **at, dtype=dtype, device=device, report=report)
     if (bits, bpw, size) != (None, None, None):
         raise InputError(

@@ -47,9 +47,9 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     """Perplexity of a model on a text, its divergence from `base`, and zero-shot tasks; of an encoder its embeddings.
 
     `text` is the built-in evaluation text by default; `bits`, `bpw`, `size` and `codebook_precision`: see `load`;
-    `seq_len` is 2048 by default, or what the model reaches. `base_cache` is a folder where what `base` computes is kept for the next
-    model that is compared with it (see `evaluation.recalled`). With `kv_bits` below 16 (default: what the artifact asks
-    for) attention reads nothing but quantized keys and values.
+    `seq_len` is 2048 by default, or what the model reaches. `base_cache` is a folder where what `base` computes is kept
+    for the next model that is compared with it (see `evaluation.recalled`). With `kv_bits` below 16 (default: what the
+    artifact asks for) attention reads nothing but quantized keys and values.
 
     An encoder's embeddings are compared with those of `base`, and with `pairs`, a file of sentence pairs with scores
     (see `embeddings.read_pairs`), by rank; `seq_len` then cuts sentences.
@@ -80,7 +80,9 @@ def evaluate(  # noqa: PLR0913 - mirrors the command's options
     text = text or "builtin-eval"
     tokenizer = load_tokenizer(model)
     tokens = texts.token_ids(tokenizer, texts.read_text(text))
-    loaded = load(model, **level, codebook_precision=codebook_precision, dtype=dtype, device=device, report=report)
+    loaded = load(
+        model, **level, codebook_precision=codebook_precision, dtype=dtype, device=device, report=report
+    )
     reference = load(base, dtype=dtype, device=device, report=report) if base is not None else None
     if seq_len is None:
         seq_len = min(SEQ_LEN, max_positions(loaded) or SEQ_LEN)

@@ -32,7 +32,14 @@ from anybit.errors import InputError
 from anybit.formats.layout import QUANT_METHOD, LayerLayout
 from anybit.formats.levels import levels_of
 from anybit.formats.validate import check_version, validate
-from anybit.layers import PackedModule, QuantEmbedding, QuantLinear, TiedHead, set_bits, set_codebook_precision
+from anybit.layers import (
+    PackedModule,
+    QuantEmbedding,
+    QuantLinear,
+    TiedHead,
+    set_bits,
+    set_codebook_precision,
+)
 
 
 class AnybitConfig(QuantizationConfigMixin):

@@ -137,8 +137,10 @@ class Layer:
         """
         y = self.native.matmul(x.contiguous(), _threads(threads))
         if y is None:
-            raise ValueError(f"x is {x.dtype} {list(x.shape)} on {x.device}: expected float32 or bfloat16 "
-                             f"[..., {self._layout.shape[1]}] on the CPU")
+            raise ValueError(
+                f"x is {x.dtype} {list(x.shape)} on {x.device}: expected float32 or bfloat16 "
+                f"[..., {self._layout.shape[1]}] on the CPU"
+            )
         return y
 
     def product(

@@ -130,7 +130,9 @@ class BoundWeight:
         elif known and kinds == {"cpu"} and cpu.available():
             self.layer = cpu.Layer(weight.layout, weight.tensors, codebook_precision, isa=isa)
         by_row = all(isinstance(tile, CodebookLayout) and not tile.by_channel for tile in weight.layout.tiles)
-        self.codebook_precision = codebook_precision if by_row and isinstance(self.layer, cpu.Layer) else "fp16"
+        self.codebook_precision = (
+            codebook_precision if by_row and isinstance(self.layer, cpu.Layer) else "fp16"
+        )
         self.repacked = () if self.layer is None else self.layer.repacked
         kept = {field: tensor for field, tensor in weight.tensors.items() if field not in self.repacked}
         self._stored = self.weight = PackedWeight(weight.layout, kept)
@@ -207,7 +209,9 @@ class BoundWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense matrix [out, in]."""
         return (
-            reference.dequantize(self.weight).to(dtype) if self.layer is None else self.layer.dequantize(dtype)
+            reference.dequantize(self.weight).to(dtype)
+            if self.layer is None
+            else self.layer.dequantize(dtype)
         )
 
 
