@@ -1,13 +1,14 @@
 """Is every product as fast as it was? An old commit's kernels against this working tree's, turn about.
 
-    python bench/same_speed.py [OLD_COMMIT] [--shapes 4096x4096,1536x576] [--tokens 1] [--threads 1,2] [--rounds 60]
+    python bench/same_speed.py [OLD_COMMIT] [--shapes 4096x4096,1536x576] [--tokens 1] [--threads 1,2] [--rounds 40]
         [--formats W4,nested] [--dtypes bfloat16,float32] [--isa avx2] [--old-build FOLDER]
 
 Two processes, one with each tree's sources and native extension, bind the same weights and wait. Then they take turns:
 a variant is timed in one and right afterwards in the other, who begins changes from round to round. So what else the
-machine does meets both alike. Weights rotate, so that they come from memory, unless they fit the cache as often as
---copies says. What counts is the median over the rounds of new time over old time; of many variants some differ by
-chance. The last line is JSON. Exit code: 0 it ran, 2 wrong usage.
+machine does meets both alike. Weights rotate, so that they come from memory, unless so many copies fit the cache. What
+counts is the median over the rounds of new time over old time. Where weights lie in memory differs from process to
+process and is worth some percent, so both start anew --starts times, whose ratios are shown from least to most and
+count by their geometric mean. The last line is JSON. Exit code: 0 it ran, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -143,24 +144,35 @@ def ask(process: Any, at: int) -> float:
     return float(process.stdout.readline())
 
 
-def compare(sides: list[Any], variants: list[Variant], rounds: int) -> list[dict[str, Any]]:
-    """A row per variant, printed."""
+def medians(sides: list[Any], variants: list[Variant], rounds: int) -> list[tuple[float, float, float]]:
+    """Per variant the median microseconds of the old and the new side, and of new over old time."""
     times: list[list[tuple[float, float]]] = [[] for _ in variants]
     for i in range(rounds):
         for at in range(len(variants)):
             first = ask(sides[i % 2], at)
             second = ask(sides[1 - i % 2], at)
             times[at].append((second, first) if i % 2 else (first, second))
-    rows = []
-    for variant, pairs in zip(variants, times):
-        old, new = (1e6 * statistics.median(side) for side in zip(*pairs))
-        ratios = sorted(b / a for a, b in pairs)
-        row = variant._asdict() | {"old_us": old, "new_us": new, "ratio": statistics.median(ratios)}
-        row["least_ratio"] = min(b for _, b in pairs) / min(a for a, _ in pairs)
-        rows.append(row)
-        print(
-            f"{variant}: {old:.1f} -> {new:.1f} us, ratio {row['ratio']:.3f}, of least {row['least_ratio']:.3f}"
+    middle = statistics.median
+    return [
+        (
+            1e6 * middle(a for a, _ in pairs),
+            1e6 * middle(b for _, b in pairs),
+            middle(b / a for a, b in pairs),
         )
+        for pairs in times
+    ]
+
+
+def compare(variants: list[Variant], starts: list[list[tuple[float, float, float]]]) -> list[dict[str, Any]]:
+    """A row per variant, printed."""
+    rows = []
+    for variant, figures in zip(variants, zip(*starts)):
+        old, new, ratios = (list(column) for column in zip(*figures))
+        row = variant._asdict() | {"old_us": min(old), "new_us": min(new), "ratios": sorted(ratios)}
+        row["ratio"] = statistics.geometric_mean(ratios)
+        rows.append(row)
+        span = " to ".join(f"{ratio:.3f}" for ratio in (min(ratios), max(ratios)))
+        print(f"{variant}: {min(old):.1f} -> {min(new):.1f} us, ratio {row['ratio']:.3f} ({span})")
     return rows
 
 
@@ -175,7 +187,8 @@ def main() -> int:
     parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--formats", default=",".join(FORMATS), help="names of `anybit bench kernels`")
     parser.add_argument("--isa", default="", help="default: the best of this machine")
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--starts", type=int, default=3, help="of both processes")
     parser.add_argument("--copies", type=int, default=8, help="of every matrix, which rotate")
     parser.add_argument("--old-build", type=Path, metavar="FOLDER", help="where the old extension is")
     args = parser.parse_args()
@@ -188,11 +201,12 @@ def main() -> int:
             args.formats.split(","), shapes, args.dtypes.split(","), *numbers
         )
     ]
-    with (
-        two_trees(args.commit, False, args.old_build) as trees,
-        both_sides(trees, variants, args.isa, args.copies) as sides,
-    ):
-        rows = compare(sides, variants, args.rounds)
+    starts = []
+    with two_trees(args.commit, False, args.old_build) as trees:
+        for _ in range(args.starts):
+            with both_sides(trees, variants, args.isa, args.copies) as sides:
+                starts.append(medians(sides, variants, args.rounds))
+    rows = compare(variants, starts)
     ratio = statistics.geometric_mean(row["ratio"] for row in rows)
     print(f"geometric mean of the ratios: {ratio:.4f}; {sum(row['ratio'] > 1.02 for row in rows)} above 1.02")
     print(json.dumps({"ratio": ratio, "isa": args.isa or None, "rounds": args.rounds, "rows": rows}))
