@@ -1,5 +1,5 @@
-// Format "group int" times many tokens of 8 bits: gemm by AMX (multiply_codes), or by dot products of bytes. The sums,
-// and the bits, are those of gemv.
+// Format "group int" times many tokens of 8 bits: gemm by AMX tiles (multiply_byte_tiles), or by dot products of bytes.
+// The sums, and the bits, are those of gemv.
 #include "common/thread_memory.h"
 #include "matmul/gemm_panels.h"
 #include "matmul/group_int.h"
@@ -59,7 +59,7 @@ void decode_panel(const GroupInt& t, int64_t block, int64_t blocks, const Part& 
 
 // R blocks of rows times tokens, MORE of them than 16, `steps` times STEP columns. Sums [R, 32] begin ANEW or go on.
 template <int R, bool MORE>
-void multiply_codes(const Codes* codes, int64_t steps, const int8_t* x, int64_t stride, bool anew, Ints* sums) {
+void multiply_byte_tiles(const Codes* codes, int64_t steps, const int8_t* x, int64_t stride, bool anew, Ints* sums) {
     if (anew) {
         _tile_zero(0);
         if (R == 2) _tile_zero(1);
@@ -114,8 +114,8 @@ inline void multiply_panel(const GroupInt& t, const Inputs<int8_t>& in, const Pa
     const bool more = tokens > 16, whole = (part.first + part.steps) * STEP >= width;
     for (int64_t r = 0; r < blocks; r += 2) {
         const int64_t pair = least(2, blocks - r);
-        const auto multiply = pair == 1 ? (more ? multiply_codes<1, true> : multiply_codes<1, false>)
-                                        : (more ? multiply_codes<2, true> : multiply_codes<2, false>);
+        const auto multiply = pair == 1 ? (more ? multiply_byte_tiles<1, true> : multiply_byte_tiles<1, false>)
+                                        : (more ? multiply_byte_tiles<2, true> : multiply_byte_tiles<2, false>);
         Ints* own = width > STEPS * STEP ? sums + r * BATCH + 2 * (k % BATCH) : sums;
         for (int64_t i = 0; i < part.count; ++i)
             multiply(panel.codes[r] + i * part.steps * 16, part.steps, x + i * width, in.stride, part.first == 0,

@@ -70,7 +70,7 @@ void prepare_bf16(const GroupInt& t, const uint16_t* x, uint16_t* out, float* su
 }
 #endif
 
-void prepare_int8(const GroupInt& t, const int8_t* x, const float*, const Products<GroupInt, int8_t>::Prepared& to) {
+void prepare_int8(const GroupInt& t, const int8_t* x, const float*, const InputOps<GroupInt, int8_t>::Prepared& to) {
     const int64_t width = cells_of(t) * cell_columns(t.bits);
     int8_t* out = to.x;
     for (int64_t g = 0; g < t.groups; ++g, out += width) {

@@ -1,7 +1,9 @@
-// What the kernels of one instruction set can do with the tiles of every format: gemv (one token, or a few, each weight
-// decoded for them), gemm (many tokens, for which the weights are decoded once), dequantize, and the way into the
-// kernels' order and back. Functions work on a range of rows and never on shared state, so the caller may split the
-// rows over threads without changing a bit of the result.
+// What the kernels of one instruction set can do with the tiles of every format:
+//   gemv: times one token or a few, whose weights go from the stored bytes into registers;
+//   gemm: times many tokens, whose weights are decoded once for all, a panel of columns at a time;
+//   dequantize; interleave and restore: into an order of the kernels' own, and back.
+// Functions work on a range of rows and never on shared state, so the caller may split the rows over threads without
+// changing a bit of the result. csrc/README.md says which file has which.
 #pragma once
 
 #include "common/dispatch.h"
@@ -9,20 +11,21 @@
 
 namespace anybit {
 
-// Products of tiles T with inputs X: float, uint16_t (bfloat16) or int8_t. Null where there is none.
-template <typename T, typename X> struct Products {
-    // A token's inputs [columns] in the order that `gemv` reads them, [Ops::columns], and their sums by group.
+// Products of tiles T with inputs X: float, uint16_t (bfloat16) or int8_t; null where there are none.
+template <typename T, typename X> struct InputOps {
+    // A token's inputs [T::columns] in the order of `gemv`, [Ops::columns], and their sums by group, where the format
+    // has zero points. Null: it reads them as they are, or (codebooks by channel) followed by zeros.
     void (*prepare)(const T&, const X* x, X* out, float* sums);
     // y[t, out_rows[i]] += sum_j w[i, j] x[t, j] for the blocks of rows begin <= b < end.
     void (*gemv)(const T&, const Inputs<X>&, float* y, int64_t y_stride, int64_t begin, int64_t end);
-    // The same for many tokens. x [tokens, columns] in plain order with padding 0; follows the outputs' rows, not the
-    // tile's.
+    // The same for many tokens: x [tokens, columns] in plain order with padding 0 (group int: each group padded to
+    // whole cells). Sums go to the rows that the outputs name, not the tile.
     void (*gemm)(const T&, const Inputs<X>&, const Outputs& y, int64_t begin, int64_t end);
 };
 
-// The sum of a group is exact.
-template <typename T> struct Products<T, int8_t> {
-    struct Prepared { // of one token, what Inputs<int8_t> of the format has
+// The sum of a group is exact. Both products take prepared inputs.
+template <typename T> struct InputOps<T, int8_t> {
+    struct Prepared { // of one token, what Inputs<int8_t> of the format have
         int8_t* x;
         float* scales;
         int32_t* sums;
@@ -36,37 +39,36 @@ template <typename T> struct Products<T, int8_t> {
 // A format's kernels. Blocks are of MatmulOps::lanes rows, or else as the format says.
 template <typename T> struct Ops {
     int64_t (*columns)(const T&); // of inputs in the kernels' order
-    Products<T, float> f32;
-    Products<T, uint16_t> bf16; // null without AVX512-BF16, but for the gemv of codebooks by row
-    Products<T, int8_t> int8;
+    InputOps<T, float> f32;
+    InputOps<T, uint16_t> bf16; // null without AVX512-BF16, but for the gemv of codebooks by row
+    InputOps<T, int8_t> int8;
     void (*dequantize)(const T&, float* out, int64_t begin, int64_t end); // out [rows, columns] = w, exactly rounded
 };
 
 // Of a format that has an order of the kernels' own.
 template <typename T> struct PackedOps : Ops<T> {
     int64_t (*bytes)(const T&); // of the codes in the kernels' order
-    // Into that order and back; only the sizes of the tile are read by the first.
+    // Into that order, which reads only the sizes of the tile, and back.
     void (*interleave)(const T&, const typename T::Stored&, const typename T::Packed&, uint8_t* scratch, int64_t begin,
                        int64_t end);
     void (*restore)(const T&, const typename T::Restored&, uint8_t* scratch, int64_t begin, int64_t end);
     int64_t (*scratch)(const T&); // bytes that these two want; null: none
 };
 
-// Blocks of bf16 and f32.gemm: each group is padded to whole cells, as `prepare` does.
 struct GroupIntOps : PackedOps<GroupInt> {
     void (*dequantize_bf16)(const GroupInt&, uint16_t* out, int64_t begin, int64_t end); // rounded to nearest even
     void (*dequantize_row)(const GroupInt&, int64_t row, float* out);
 };
 
 struct CodebookByChannelOps : PackedOps<CodebookByChannel> {
-    // The bytes of float16 entries [columns, parts of 16 entries, lower and upper bytes, 16], exclusive-or those of the
-    // part before; 0 bytes where kernels have no use for them or entries are no float16 numbers.
+    // The table as `planes`: bytes of float16 entries [columns, parts of 16 entries, lower and upper bytes, 16],
+    // exclusive-or those of the part before; 0 bytes where kernels have no use for them or entries are no float16
+    // numbers.
     int64_t (*table_planes_bytes)(const CodebookByChannel&);
     void (*table_planes)(const CodebookByChannel&, uint8_t* planes);
 };
 
-// gemv takes ranges of rows, gemm of blocks. Inputs are as wide as Ops::columns for the first, 32 * words and the kept
-// columns for the second.
+// gemv takes ranges of rows, gemm ranges of blocks and inputs of 32 * words columns, then the kept ones.
 struct CodebookByRowOps : Ops<CodebookByRow> {
     // How tables lie; `none`: no gemv of that width.
     TableForm (*f32_form)(int bits, bool mirrored);

@@ -20,28 +20,31 @@ int64_t grid_at(const TwoFour& t, int64_t block, int64_t g) {
     return block * LANES / TwoFour::SCALE_ROWS * t.groups + g;
 }
 
-template <typename By, int M>
+// GROUP columns share a scale.
+template <typename By, int GROUP, int M>
 void gemv_block(const TwoFour& t, const Inputs<typename By::Input>& in, int64_t first, float* y, int64_t y_stride,
                 int64_t block) {
-    const int64_t cells = cells_of(t), per_cell = cell_groups(t);
-    const uint8_t* cell = t.bytes + block * cells * cell_bytes(t);
+    constexpr int STEPS = GROUP / 4, GROUPS = CELL / GROUP;
+    const int64_t cells = cells_of(t), size = cell_bytes(t);
+    const uint8_t* cell = t.bytes + block * cells * size;
     const auto* x = in.x + first * in.stride;
     Floats total[M] = {};
-    for (int64_t c = 0; c < cells; ++c, cell += cell_bytes(t)) {
+    for (int64_t c = 0; c < cells; ++c, cell += size) {
         Codes code[CELL / 4];
         cell_codes<2>(cell, code);
-        typename By::template Sums<2, 1, M> sums;
-        for (int64_t s = 0; s < CELL / 4; ++s) {
-            const Codes four[1] = {code[s]};
-            sums.add(four, 0, x + c * CELL + 4 * s, in.stride);
-            const int64_t g = c * per_cell + (s * 4 + 3) / t.group_size;
-            if ((s + 1) * 4 % t.group_size != 0 || g >= t.groups) continue;
-            const Ints grid = load_bytes(cell + CODE_BYTES + (g - c * per_cell) * LANES);
+        for (int i = 0; i < GROUPS; ++i, x += GROUP) {
+            const int64_t g = c * GROUPS + i;
+            if (g >= t.groups) break;
+            typename By::template Sums<2, 1, M> sums;
+            for (int s = 0; s < STEPS; ++s) {
+                const Codes four[1] = {code[i * STEPS + s]};
+                sums.add(four, 0, x + 4 * s, in.stride);
+            }
+            const Ints grid = load_bytes(cell + CODE_BYTES + i * LANES);
             const int64_t at = grid_at(t, block, g);
             const Floats scale = t.scales[at] * (to_float(grid >> 2) + static_cast<float>(t.zeros[at]));
             for (int k = 0; k < M; ++k)
                 total[k] += sums.of_group(0, k, scale, grid & 3, in, (first + k) * t.groups + g);
-            sums = {};
         }
     }
     const int64_t row = block * LANES, rows = least(LANES, t.rows - row);
@@ -53,7 +56,8 @@ template <typename By>
 void gemv(const TwoFour& t, const Inputs<typename By::Input>& in, float* y, int64_t y_stride, int64_t begin,
           int64_t end) {
     by_blocks<By::TOKENS, false>(in.tokens, begin, end, [&](auto, auto m, int64_t block, int64_t first) {
-        gemv_block<By, m.value>(t, in, first, y, y_stride, block);
+        if (t.group_size == 16) gemv_block<By, 16, m.value>(t, in, first, y, y_stride, block);
+        else gemv_block<By, 8, m.value>(t, in, first, y, y_stride, block);
     });
 }
 
