@@ -20,7 +20,7 @@ INSTALLED := $(VENV)/.installed-$(MODULES)
 
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-fast check check-native bench clean
+.PHONY: demo test test-fast check check-native check-threads bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/anybit demo -o demo
@@ -44,10 +44,17 @@ check: $(INSTALLED)-dev
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, with a build of their own.
 check-native: $(INSTALLED)-dev
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/sanitized \
-	  -C build-dir=build/sanitized-cmake -C cmake.define.ANYBIT_SANITIZE=ON .
+	  -C build-dir=build/sanitized-cmake -C cmake.define.ANYBIT_SANITIZE=address,undefined .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ANYBIT_BUILD=build/sanitized \
 	  $(BIN)/python -m pytest -m native tests/kernels tests/formats tests/methods tests/bench -k "not fork and not model and not command"
+
+# The pool's tests under ThreadSanitizer, with a build of their own. What follows a fork is not for it.
+check-threads: $(INSTALLED)-dev
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/threads \
+	  -C build-dir=build/threads-cmake -C cmake.define.ANYBIT_SANITIZE=thread .
+	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS="halt_on_error=1 suppressions=.ci/tsan.txt" \
+	  ANYBIT_BUILD=build/threads $(BIN)/python -m pytest tests/kernels/test_threads.py -k "not fork and not idle"
 
 bench: $(INSTALLED)
 	$(BIN)/anybit bench kernels

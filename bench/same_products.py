@@ -87,17 +87,20 @@ def weight(layout: Any, seed: int) -> Any:
     return PackedWeight(made.layout, tensors)
 
 
+def bind(stored: Any, int8: bool, isa: str | None) -> Any:
+    """A weight bound to its kernels, as either tree calls it."""
+    from anybit.kernels import dispatch
+
+    if hasattr(dispatch, "BoundWeight"):
+        return dispatch.BoundWeight(stored, "int8" if int8 else "fp16", isa)
+    return dispatch.Prepared(stored, not int8, isa)
+
+
 def products(isas: list[str], formats: list[str]) -> Iterator[tuple[str, str]]:
     """`(case, digest)` of every format's products."""
     import torch
 
     from anybit.bench.kernels import layouts
-    from anybit.kernels import dispatch
-
-    def bind(stored: Any, int8: bool, isa: str) -> Any:
-        if hasattr(dispatch, "BoundWeight"):
-            return dispatch.BoundWeight(stored, "int8" if int8 else "fp16", isa)
-        return dispatch.Prepared(stored, not int8, isa)
 
     for at, (out, columns) in enumerate(SHAPES):
         for name, layout in (layouts(out, columns) | more_layouts(out, columns)).items():

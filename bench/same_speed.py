@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from same_bytes import two_trees
+from same_products import bind
 
 FORMATS = (
     "W2",
@@ -90,13 +91,10 @@ def bound(name: str, out: int, columns: int, isa: str | None, copies: int) -> li
     import torch
 
     from anybit.bench.kernels import layouts, random_weight
-    from anybit.kernels import dispatch
 
-    bind = getattr(dispatch, "BoundWeight", None) or dispatch.Prepared
     torch.manual_seed(0)
-    return [
-        bind(random_weight(layouts(out, columns)[name]), not name.endswith(" A8"), isa) for _ in range(copies)
-    ]
+    layout, int8 = layouts(out, columns)[name], name.endswith(" A8")
+    return [bind(random_weight(layout), int8, isa) for _ in range(copies)]
 
 
 def rotating(weights: Sequence[Any], x: Any) -> Callable[[], object]:

@@ -52,8 +52,8 @@ inline Weights make_weights(int64_t bytes) {
     };
     static Regions& regions = *new Regions; // never destroyed: at exit, threads may still make tiles
     // A forked child must not find the mutex locked by a thread that it does not have.
-    static const int at_fork = pthread_atfork([] { regions.mutex.lock(); }, [] { regions.mutex.unlock(); },
-                                              [] { regions.mutex.unlock(); });
+    static const int at_fork =
+        pthread_atfork([] { regions.mutex.lock(); }, [] { regions.mutex.unlock(); }, [] { regions.mutex.unlock(); });
     (void)at_fork;
     const size_t needed = static_cast<size_t>(bytes);
     if (needed >= REGION / 2) return allocate(needed);

@@ -18,7 +18,9 @@ void gemm(const T& t, int64_t (*decode)(const T&, int64_t, int64_t, Floats*), in
           const Outputs& y, int64_t begin, int64_t end) {
     constexpr bool PLAIN = PAIRED || sizeof(X) == 4; // panels are used as they are decoded
     Floats decoded[PLAIN ? 1 : PANEL];
-    auto* total = static_cast<Floats*>(thread_memory(HELD<X> * (BATCH + HELD_VECTORS<X>)*BYTES));
+    constexpr int64_t MEMORY = HELD<X> * (BATCH + HELD_VECTORS<X>)*BYTES;
+    static_assert(MEMORY <= GEMM_MEMORY);
+    auto* total = static_cast<Floats*>(thread_memory(MEMORY));
     Floats* panels = total + HELD<X> * BATCH;
     for (int64_t block = begin; block < end; block += HELD<X>)
         for (int64_t first = 0; first < in.tokens; first += BATCH) {

@@ -134,7 +134,9 @@ template <int BITS>
 void gemm_bits(const GroupInt& t, const Inputs<int8_t>& in, const Outputs& y, int64_t begin, int64_t end) {
     const int64_t width = cells_of(t) * cell_columns(BITS), steps = ceil_div(width, STEP);
     const int64_t together = steps < STEPS ? STEPS / steps : 1; // groups of a panel
-    auto* total = static_cast<Floats*>(thread_memory(2 * PANEL_ROWS * BATCH * BYTES + sizeof(Panel)));
+    constexpr int64_t MEMORY = 2 * PANEL_ROWS * BATCH * BYTES + sizeof(Panel);
+    static_assert(MEMORY <= GEMM_MEMORY);
+    auto* total = static_cast<Floats*>(thread_memory(MEMORY));
     auto* sums = reinterpret_cast<Ints*>(total + PANEL_ROWS * BATCH);
     Panel& panel = *reinterpret_cast<Panel*>(sums + PANEL_ROWS * BATCH);
     for (int64_t block = begin; block < end; block += PANEL_ROWS)

@@ -1,8 +1,8 @@
 // Layers in Python: their description and arrays as they come, and products on the pool's threads.
 #include "module/layer_module.h"
 
-#include "matmul/centroids.h"
-#include "matmul/run.h"
+#include "layer/centroids.h"
+#include "layer/run.h"
 #include "module/arrays.h"
 #include "module/tensor.h"
 
@@ -39,12 +39,14 @@ public:
     }
     template <typename T> std::vector<T> numbers(const char* key) const {
         std::vector<T> made;
-        for (const nb::handle& item : nb::cast<nb::sequence>(sequence(key))) made.push_back(static_cast<T>(whole(item, key)));
+        for (const nb::handle& item : nb::cast<nb::sequence>(sequence(key)))
+            made.push_back(static_cast<T>(whole(item, key)));
         return made;
     }
     nb::object sequence(const char* key) const {
         nb::object found = get(key, false);
-        if (!nb::isinstance<nb::list>(found) && !nb::isinstance<nb::tuple>(found)) refuse(name_ + ": " + key + " is no list");
+        if (!nb::isinstance<nb::list>(found) && !nb::isinstance<nb::tuple>(found))
+            refuse(name_ + ": " + key + " is no list");
         return found;
     }
 
@@ -113,8 +115,8 @@ template <typename A> Array as_array(const std::string& name, nb::handle object)
     const auto is_cpu = given.device_type() == nb::device::cpu::value;
     if (!is_cpu || (given.size() > 0 && !is_dense(given, given.ndim())))
         refuse(name + " is " + TYPE_NAMES[int(type_of(given.dtype()))] + " " + words(given.shape_ptr(), given.ndim()) +
-               " with strides " + words(given.stride_ptr(), given.ndim()) +
-               (is_cpu ? "" : " on another device") + ", expected it contiguous on the CPU");
+               " with strides " + words(given.stride_ptr(), given.ndim()) + (is_cpu ? "" : " on another device") +
+               ", expected it contiguous on the CPU");
     Array made;
     made.data = const_cast<void*>(static_cast<const void*>(given.data()));
     made.type = type_of(given.dtype());
@@ -218,7 +220,8 @@ public:
 
     bool has_rows() const { return layer_->has_rows(); }
     void rows(const Input& ids, const Output& out) const {
-        if (!layer_->has_rows()) refuse("single rows are those of a layer of one tile over all of it: dequantize this one");
+        if (!layer_->has_rows())
+            refuse("single rows are those of a layer of one tile over all of it: dequantize this one");
         const int64_t n = size_of("ids", ids, 0, 1);
         check("ids", ids, {Type::i64}, {n}, Layout::dense);
         check("out", out, {Type::f32}, {n, layer_->in()}, Layout::dense);

@@ -2,7 +2,7 @@
 // product takes microseconds. Nothing of PyTorch is linked.
 #pragma once
 
-#include "matmul/tile.h"
+#include "layer/tile.h"
 
 #include <nanobind/nanobind.h>
 
@@ -70,9 +70,9 @@ private:
             const nb::module_ torch = nb::module_::import_("torch");
             const auto own = [&](const char* name) { return nb::object(torch.attr(name)).release().ptr(); };
             const auto name = PyUnicode_InternFromString;
-            const auto* made = new Torch{own("Tensor"),  own("float32"), own("bfloat16"),       name("dtype"),
-                                         name("shape"),  name("is_cpu"), name("is_contiguous"), name("data_ptr"),
-                                         name("new_empty")};
+            const auto* made =
+                new Torch{own("Tensor"),  own("float32"),        own("bfloat16"),  name("dtype"),    name("shape"),
+                          name("is_cpu"), name("is_contiguous"), name("data_ptr"), name("new_empty")};
             found.store(made, std::memory_order_release);
             return *made;
         }
@@ -82,7 +82,9 @@ private:
         if (made == nullptr) throw nb::python_error();
         return nb::steal(made);
     }
-    static nb::object attribute(nb::handle object, PyObject* name) { return checked(PyObject_GetAttr(object.ptr(), name)); }
+    static nb::object attribute(nb::handle object, PyObject* name) {
+        return checked(PyObject_GetAttr(object.ptr(), name));
+    }
     static nb::object call(nb::handle object, PyObject* name) {
         PyObject* arguments[] = {object.ptr()};
         return checked(PyObject_VectorcallMethod(name, arguments, 1, nullptr));

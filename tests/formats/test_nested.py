@@ -18,7 +18,7 @@ from anybit.formats import tables as shapes
 from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
-from anybit.kernels import cpu
+from anybit.kernels import cpu, cpu_layer
 from anybit.kernels.dispatch import BoundWeight
 
 pytestmark = pytest.mark.native
@@ -211,7 +211,7 @@ def test_products_with_other_tables(change: str, isa: str, monkeypatch: pytest.M
         if change == "an entry that is no float16 number":
             tables[:, 2 ** (bits + 1) - 3] *= 1.0001  # opposite it
     monkeypatch.setattr(shapes, "tables", lambda: tables)
-    monkeypatch.setattr(cpu, "_tables", cpu._tables.__wrapped__)
+    monkeypatch.setattr(cpu_layer, "_tables", cpu_layer._tables.__wrapped__)
     packed = pack(QuantizedWeight((64, 555), (random_tile(64, 555, 0, (64, 60, 56, 50, 40, 30, 20, 10)),)))
     bound, dense = BoundWeight(packed, isa=isa), unpack(packed).dequantize()
     assert bound.layer is not None

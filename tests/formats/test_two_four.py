@@ -14,6 +14,7 @@ from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu
+from anybit.kernels.cpu_layer import Layer
 from anybit.kernels.dispatch import BoundWeight
 from anybit.methods import two_four_sixteen
 from tests.builders import random, two_four_spec, weight_and_stats
@@ -80,7 +81,7 @@ def test_kernels_refuse_blocks_that_are_not_those_of_the_description() -> None:
     packed = pack(two_four_sixteen.quantize(weight, stats, two_four_spec(0.25, 16, clip=False)))
     tensors = dict(packed.tensors) | {"blocks": packed.tensors["blocks"] ^ 3}
     with pytest.raises(ValueError, match="blocks give"):
-        cpu.Layer(packed.layout, tensors)
+        Layer(packed.layout, tensors)
 
 
 def aligned_example() -> TwoFour:

@@ -13,6 +13,7 @@ from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import QuantizedWeight
 from anybit.formats.weight import pack as pack_weight
 from anybit.kernels import cpu
+from anybit.kernels.cpu_layer import Layer
 
 
 def isas() -> list[str]:
@@ -48,7 +49,7 @@ def pack(codes: np.ndarray, bits: int, padding: int, noise: np.random.Generator 
 class Case:
     """A random tile, its stored form bound to the kernels, and its weights as numpy has them."""
 
-    layer: cpu.Layer
+    layer: Layer
     weight: np.ndarray  # float32 [r, c]
     rows: np.ndarray  # output rows
     out: int
@@ -96,22 +97,22 @@ def group_int(  # noqa: PLR0913
     shape: tuple[int, int],  # of the matrix that the rows are of
     threads: int = 1,
     isa: str | None = None,
-) -> cpu.Layer:
+) -> Layer:
     """A layer of one tile "group int"."""
     place = {} if rows is None else {"rows": len(rows)}
     layout = GroupIntLayout(bits=bits, group_size=group_size, symmetric=zeros is None, **place)
     fields = {"codes": codes, "scales": scales}
     fields |= {} if zeros is None else {"zeros": pack_codes(zeros, bits, 1)}
     fields |= {} if rows is None else {"rows": rows}
-    return cpu.Layer(LayerLayout(shape, (layout,)), fields, threads=threads, isa=isa)
+    return Layer(LayerLayout(shape, (layout,)), fields, threads=threads, isa=isa)
 
 
 def layer_of(
     tile: Tile, shape: tuple[int, int], precision: str = "fp16", threads: int = 1, isa: str | None = None
-) -> cpu.Layer:
+) -> Layer:
     """A layer of one tile, packed as a method's is."""
     packed = pack_weight(QuantizedWeight(shape, (tile,)))
-    return cpu.Layer(packed.layout, packed.tensors, precision, threads, isa)
+    return Layer(packed.layout, packed.tensors, precision, threads, isa)
 
 
 def activations(m: int, c: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from anybit.formats import GroupInt
 from anybit.formats.weight import QuantizedWeight, pack
 from anybit.kernels import cpu, reference
+from anybit.kernels.cpu_layer import Layer
 from tests.builders import random
 from tests.kernels.cases import layer_of
 from tests.probes import isas
@@ -49,7 +50,7 @@ def test_activation_codes_follow_the_grid(bits: int, m: int, columns: int, group
         assert torch.equal(cpu.quantize_activations(x, bits, group, None, fixed, isa)[0], expected_codes), isa
 
 
-def native_layer(tile: GroupInt, isa: str) -> cpu.Layer:
+def native_layer(tile: GroupInt, isa: str) -> Layer:
     rows, columns = tile.codes.shape
     return layer_of(tile, (rows, columns), isa=isa)
 
@@ -219,7 +220,7 @@ def test_layers_that_pick_or_scale_inputs_round_them_themselves() -> None:
     packed = pack(QuantizedWeight((4, 8), (tile,)))
     scaled = pack(QuantizedWeight((4, 8), (replace(tile, cols=None),), input_scale=torch.ones(8).half()))
     for weight in (packed, scaled):
-        layer = cpu.Layer(weight.layout, weight.tensors)
+        layer = Layer(weight.layout, weight.tensors)
         assert layer.native.int8_group_size == 0
         with pytest.raises(ValueError, match="scales, picks or rounds"):
             layer.product(torch.zeros(1, 8, dtype=torch.int8), torch.zeros(1, 4), torch.zeros(1, 2))

@@ -20,6 +20,7 @@ from anybit.formats import Float16Layout, GroupIntLayout, Sparse
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import cpu, reference
+from anybit.kernels.cpu_layer import Layer
 from anybit.kernels.dispatch import BoundWeight
 
 if not cpu.available():
@@ -175,7 +176,7 @@ def test_float16_tiles_of_any_shape(shape: tuple[int, int], dtype: torch.dtype, 
     values = torch.randn(shape, generator=generator).to(dtype)
     rows = torch.randperm(2 * shape[0], generator=generator)[: shape[0]].sort().values.int()
     layout = LayerLayout((2 * shape[0], shape[1]), (Float16Layout(rows=shape[0]),))
-    layer = cpu.Layer(layout, {"values": values, "rows": rows}, isa=isa)
+    layer = Layer(layout, {"values": values, "rows": rows}, isa=isa)
     for tokens in (1, 16, 17, 25, 530):
         x, y = torch.randn(tokens, shape[1], generator=generator), torch.ones(tokens, 2 * shape[0])
         expected = y.double().index_add(1, rows.long(), x.double() @ values.double().T)
@@ -195,7 +196,7 @@ def test_sparse_columns_beyond_16_bits() -> None:
     assert tensors["columns"].dtype == torch.uint32
     layout = LayerLayout((3, 70_000), (Float16Layout(),), sparse=len(part.values))
     fields = {"values": torch.zeros(3, 70_000).half()} | {f"sparse.{name}": t for name, t in tensors.items()}
-    layer, x = cpu.Layer(layout, fields), torch.randn(2, 70_000)
+    layer, x = Layer(layout, fields), torch.randn(2, 70_000)
     dense = torch.zeros(3, 70_000)
     part.add_to(dense)
     torch.testing.assert_close(layer.matmul(x), x @ dense.T, rtol=1e-4, atol=1e-3)
@@ -209,7 +210,7 @@ def test_a_product_may_be_added(name: str) -> None:
     rounded = layout_of(name, 70, 320).rounds_inputs
     weight = packed(name, (70, 320), sparse=not rounded, scaled=True, seed=3)
     for isa in cpu.matmul_isas():
-        layer = cpu.Layer(weight.layout, weight.tensors, isa=isa)
+        layer = Layer(weight.layout, weight.tensors, isa=isa)
         for tokens in (1, 6, 40, 520):
             x = torch.randn(tokens, 320, generator=torch.Generator().manual_seed(tokens))
             for inputs in (x, x.bfloat16()):
@@ -222,15 +223,15 @@ def test_a_product_may_be_added(name: str) -> None:
                     assert torch.equal(layer.matmul(inputs), y.bfloat16())
 
 
-def float16_layer(shape: tuple[int, int], in_features: int = 64, **changes: Any) -> cpu.Layer:
+def float16_layer(shape: tuple[int, int], in_features: int = 64, **changes: Any) -> Layer:
     """Of ones, with one thing that does not fit."""
     out = changes.pop("out", 4)
     fields = {"values": torch.ones(shape).half(), **changes.pop("fields", {})}
     layer = changes.pop("layer", {})
-    return cpu.Layer(LayerLayout((out, in_features), (Float16Layout(**changes),), **layer), fields)
+    return Layer(LayerLayout((out, in_features), (Float16Layout(**changes),), **layer), fields)
 
 
-def codes_layer(**changes: Any) -> cpu.Layer:
+def codes_layer(**changes: Any) -> Layer:
     """W8A8 in groups of 40, with one thing that does not fit."""
     layout = GroupIntLayout(**({"bits": 8, "group_size": 40, "symmetric": True, "act_bits": 8} | changes))
     fields = {
@@ -238,7 +239,7 @@ def codes_layer(**changes: Any) -> cpu.Layer:
         "scales": torch.ones(4, 2).half(),
         "act_clip": torch.ones(1).half(),
     }
-    return cpu.Layer(LayerLayout((4, 64), (layout,)), fields)
+    return Layer(LayerLayout((4, 64), (layout,)), fields)
 
 
 def test_a_layer_refuses_what_does_not_fit() -> None:
@@ -281,7 +282,7 @@ def test_a_layer_refuses_what_does_not_fit() -> None:
     ],
 )
 def test_damaged_sparse_weights_are_refused(columns: list[int], row_ptr: list[int], match: str) -> None:
-    def layer(columns: list[int], row_ptr: list[int]) -> cpu.Layer:
+    def layer(columns: list[int], row_ptr: list[int]) -> Layer:
         sparse = {
             "sparse.values": torch.ones(2).half(),
             "sparse.columns": torch.tensor(columns, dtype=torch.int16).view(torch.uint16),
@@ -304,7 +305,7 @@ def test_memory_between_steps_is_kept_within_bounds() -> None:
 
     def run(rows: int) -> None:
         fields = {"values": torch.ones(rows, 8).half(), "rows": torch.randperm(rows).int()}
-        layer = cpu.Layer(LayerLayout((rows, 8), (Float16Layout(rows=rows),)), fields)
+        layer = Layer(LayerLayout((rows, 8), (Float16Layout(rows=rows),)), fields)
         y = layer.matmul(torch.ones(512, 8), threads=1)
         assert torch.equal(y, torch.full((512, rows), 8.0))
 

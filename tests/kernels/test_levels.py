@@ -9,6 +9,7 @@ from anybit.formats import Codebook, CodebookLayout, NestedLayout
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu
+from anybit.kernels.cpu_layer import Layer
 from tests.formats.test_nested import random_tile
 
 if not cpu.available():
@@ -50,12 +51,12 @@ def levels_of(weight: PackedWeight) -> list[LayerLayout]:
 @pytest.mark.parametrize("kind", ["nested", "nested, kept", "codebook 16", "codebook 8"])
 def test_a_level_is_a_layer_of_the_same_beginnings(kind: str, isa: str) -> None:
     weight = nested(5 if "kept" in kind else 0) if kind.startswith("nested") else codebook(int(kind[9:]))
-    layer = cpu.Layer(weight.layout, weight.tensors, isa=isa)
+    layer = Layer(weight.layout, weight.tensors, isa=isa)
     x = torch.randn(20, 300, generator=torch.Generator().manual_seed(1))
     at = layer
     for layout in [*levels_of(weight), weight.layout]:  # each from the one before, up and down
         part = weight.prefix(layout)
-        at, alone = at.at(layout), cpu.Layer(layout, part.tensors, isa=isa)
+        at, alone = at.at(layout), Layer(layout, part.tensors, isa=isa)
         assert torch.equal(at.dequantize(), unpack(part).dequantize())
         for tokens in (1, 3, 20):
             for inputs in (x[:tokens], x[:tokens].bfloat16()):
@@ -71,7 +72,7 @@ def test_a_level_is_a_layer_of_the_same_beginnings(kind: str, isa: str) -> None:
 )
 def test_levels_beyond_what_is_stored_are_refused(counts: tuple[int, ...]) -> None:
     weight = nested()
-    layer = cpu.Layer(weight.layout, weight.tensors)
+    layer = Layer(weight.layout, weight.tensors)
     tile = NestedLayout(bits=1, counts=counts, kept=0)
     with pytest.raises(ValueError, match="counts of planes"):
         layer.at(LayerLayout((70, 300), (tile,)))
@@ -79,7 +80,7 @@ def test_levels_beyond_what_is_stored_are_refused(counts: tuple[int, ...]) -> No
 
 def test_widths_that_are_not_stored_are_refused() -> None:
     weight = codebook(16)
-    layer = cpu.Layer(weight.layout, weight.tensors)
+    layer = Layer(weight.layout, weight.tensors)
     with pytest.raises(ValueError, match="no such width"):
         layer.at(LayerLayout((70, 300), (CodebookLayout.of((5,), False, 16),)))
     with pytest.raises(ValueError, match="several tiles"):

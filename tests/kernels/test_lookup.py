@@ -18,6 +18,7 @@ from anybit.errors import InputError
 from anybit.formats import Codebook
 from anybit.formats.weight import QuantizedWeight, pack
 from anybit.kernels import cpu
+from anybit.kernels.cpu_layer import Layer
 from anybit.kernels.dispatch import BoundWeight
 from tests import builders
 from tests.kernels.cases import layer_of
@@ -277,7 +278,7 @@ def test_codes_beyond_a_table_by_channel_stand_for_nothing(wide: bool, isa: str)
     tile = by_channel(make(channels, rows, 8, 1, wide))
     assert tile.tables[0].shape[1] == rows
     packed = pack(QuantizedWeight((rows, channels), (replace(tile, codes=torch.full_like(tile.codes, 255)),)))
-    layer = cpu.Layer(packed.layout, packed.tensors, isa=isa)
+    layer = Layer(packed.layout, packed.tensors, isa=isa)
     for tokens in (1, 20):
         assert not layer.matmul(torch.ones(tokens, channels)).any()
 

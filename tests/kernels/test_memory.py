@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 from anybit.formats import GroupIntLayout
 from anybit.formats.layout import LayerLayout
-from anybit.kernels import cpu
+from anybit.kernels.cpu_layer import Layer
 
 def tile(rows=256):
     codes, scales = torch.full((rows, 4096), 129, dtype=torch.uint8), torch.ones(rows, 32).half()
     layout = LayerLayout((rows, 4096), (GroupIntLayout(bits=8, group_size=128, symmetric=True),))
-    return cpu.Layer(layout, {"codes": codes, "scales": scales})
+    return Layer(layout, {"codes": codes, "scales": scales})
 
 def product_of(tile):
     return set(tile.matmul(torch.ones(1, 4096), 1).ravel().tolist())

@@ -70,13 +70,13 @@ MASKS = """
 import os, sys, time, torch
 from anybit.formats import Float16Layout
 from anybit.formats.layout import LayerLayout
-from anybit.kernels import cpu
+from anybit.kernels.cpu_layer import Layer
 
 def masks():
     return {task: os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")}
 
 torch.set_num_threads(1)
-layer = cpu.Layer(LayerLayout((501, 700), (Float16Layout(),)), {"values": torch.randn(501, 700).bfloat16()})
+layer = Layer(LayerLayout((501, 700), (Float16Layout(),)), {"values": torch.randn(501, 700).bfloat16()})
 x = torch.randn(1, 700)
 want, others = layer.matmul(x, threads=1), masks()
 
@@ -155,9 +155,7 @@ assert all(mask == one for mask in masks().values())
 
 @pytest.mark.slow
 def test_more_threads_in_pytorch_than_kernels_take() -> None:
-    script = (
-        "import torch; from anybit.kernels import cpu; torch.set_num_threads(2000); print(cpu._threads(None))"
-    )
+    script = "import torch; from anybit.kernels import cpu; torch.set_num_threads(2000); print(cpu.used_threads(None))"
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert done.stdout == "1024\n"
 

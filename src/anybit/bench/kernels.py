@@ -41,6 +41,7 @@ from anybit.formats.layout import LayerLayout
 from anybit.formats.two_four import BLOCK
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import cpu, info
+from anybit.kernels.cpu_layer import Layer
 from anybit.kernels.dispatch import BoundWeight
 from anybit.progress import SILENT, Silent
 
@@ -272,7 +273,7 @@ def _own(x: Tensor, out: int) -> Variant:
     def make() -> Run:
         layout = LayerLayout((out, x.shape[1]), (Float16Layout(),))
         values = torch.empty(layout.shape, dtype=torch.bfloat16).uniform_(-1, 1)
-        layer = cpu.Layer(layout, {"values": values})
+        layer = Layer(layout, {"values": values})
         return lambda: layer.matmul(x)
 
     return Variant(2 * out * x.shape[1], make)

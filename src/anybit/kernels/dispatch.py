@@ -13,7 +13,7 @@ from anybit.errors import InputError
 from anybit.formats import CodebookLayout, Float16Layout, GroupIntLayout, NestedLayout, TwoFourLayout
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight
-from anybit.kernels import cpu, gpu, reference
+from anybit.kernels import cpu, cpu_layer, gpu, reference
 
 if TYPE_CHECKING:
     from anybit.kernels.gpu.layer import Layer
@@ -124,19 +124,19 @@ class BoundWeight:
         kinds = {tensor.device.type for tensor in weight.tensors.values()}
         self.on_gpu = (kinds == {"cuda"} if on_gpu is None else on_gpu) and gpu.available()
         known = all(isinstance(tile, BOUND) for tile in weight.layout.tiles)
-        self.layer: cpu.Layer | Layer | None = None
+        self.layer: cpu_layer.Layer | Layer | None = None
         if self.on_gpu:
             self.layer = gpu.bind(weight)
         elif known and kinds == {"cpu"} and cpu.available():
-            self.layer = cpu.Layer(weight.layout, weight.tensors, codebook_precision, isa=isa)
+            self.layer = cpu_layer.Layer(weight.layout, weight.tensors, codebook_precision, isa=isa)
         by_row = all(isinstance(tile, CodebookLayout) and not tile.by_channel for tile in weight.layout.tiles)
         self.codebook_precision = (
-            codebook_precision if by_row and isinstance(self.layer, cpu.Layer) else "fp16"
+            codebook_precision if by_row and isinstance(self.layer, cpu_layer.Layer) else "fp16"
         )
         self.repacked = () if self.layer is None else self.layer.repacked
         kept = {field: tensor for field, tensor in weight.tensors.items() if field not in self.repacked}
         self._stored = self.weight = PackedWeight(weight.layout, kept)
-        self._multiply = self.layer.native.matmul if isinstance(self.layer, cpu.Layer) else None
+        self._multiply = self.layer.native.matmul if isinstance(self.layer, cpu_layer.Layer) else None
 
     def at(self, layout: LayerLayout) -> BoundWeight:
         """The same weight at one of its levels, `layout`; copies nothing. Both go on working."""
@@ -147,7 +147,7 @@ class BoundWeight:
         made.weight = PackedWeight(layout, {f: kept[f][: wanted[f][1][0]] for f in wanted if f in kept})
         if self.layer is not None:
             made.layer = self.layer.at(layout)
-            made._multiply = made.layer.native.matmul if isinstance(made.layer, cpu.Layer) else None
+            made._multiply = made.layer.native.matmul if isinstance(made.layer, cpu_layer.Layer) else None
         return made
 
     @property
@@ -191,10 +191,10 @@ class BoundWeight:
             raise InputError(
                 f"inputs {list(x.shape)} of {x.dtype}: this layer takes floats [..., {self.in_features}]"
             )
-        if isinstance(self.layer, cpu.Layer) and x.device.type == "cpu":
+        if isinstance(self.layer, cpu_layer.Layer) and x.device.type == "cpu":
             taken = x if x.dtype == torch.bfloat16 else x.float()
             return self.layer.matmul(taken).to(x.dtype)
-        if self.layer is None or isinstance(self.layer, cpu.Layer):
+        if self.layer is None or isinstance(self.layer, cpu_layer.Layer):
             return self._matmul_dense(x)
         if x.device != self.layer.device:
             raise InputError(f"inputs are on {x.device}, this layer is on {self.layer.device}: move one")

@@ -1,7 +1,7 @@
 // Stored tiles of every format (docs/formats.md), checked and put into the kernels' order.
-#include "matmul/bind.h"
+#include "layer/bind.h"
 
-#include "matmul/codebook_tiles.h"
+#include "layer/codebook_tiles.h"
 
 namespace anybit {
 namespace {
@@ -86,7 +86,8 @@ StoredTable stored_table(const TileLayout& layout, int width, int64_t n, int64_t
         made.table = fields.of(field, HALF, {n, made.entries});
         return made;
     }
-    if (made.bits != 4 && made.bits != 8) refuse("table_bits is " + std::to_string(made.bits) + ", expected 4, 8 or 16");
+    if (made.bits != 4 && made.bits != 8)
+        refuse("table_bits is " + std::to_string(made.bits) + ", expected 4, 8 or 16");
     made.table = fields.of(field, BYTES, {n, packed_bytes(made.entries, made.bits)});
     made.scale = fields.of("codebook_scale", HALF, {n});
     made.minimum = fields.of("codebook_min", HALF, {n});
@@ -101,7 +102,8 @@ BoundTile bind_channels(const TileLayout& layout, int64_t r, int64_t c, const Ar
     Table table{stored.table, {}, stored.entries};
     if (stored.bits != 16) table.floats = stored.decode();
     if (bits > CodebookByChannel::FLOAT_BITS && stored.bits != 16)
-        return {{{std::make_shared<const StoredChannelTile>(ops, bits, r, c, planes, std::move(table)), nullptr}}, {}, {}};
+        return {
+            {{std::make_shared<const StoredChannelTile>(ops, bits, r, c, planes, std::move(table)), nullptr}}, {}, {}};
     auto tile = std::make_shared<const ChannelTile>(ops, bits, r, c, planes.as<uint32_t>(), table, options.threads);
     BoundTile bound{{{tile, nullptr}}, {"planes"}, nullptr};
     bound.unpack = [tile, bits, r, c, prefix](const Fields& to, int threads) {
@@ -130,8 +132,9 @@ BoundTile bind_codebook(const TileLayout& layout, int64_t r, int64_t c, OutRows 
     bytes->out_rows = std::move(rows);
     std::vector<std::pair<int, std::shared_ptr<const Centroids>>> tables;
     for (int width : widths)
-        tables.emplace_back(width, std::make_shared<const RowTables>(*options.ops, stored_table(layout, width, n, m, fields),
-                                                                     width, options.int8_codebooks));
+        tables.emplace_back(width,
+                            std::make_shared<const RowTables>(*options.ops, stored_table(layout, width, n, m, fields),
+                                                              width, options.int8_codebooks));
     const std::vector<int64_t> counts(static_cast<size_t>(layout.bits), r);
     auto tile = std::make_shared<LookupTile>(*options.ops, std::move(bytes), tables.back().second, counts);
     tile->widths = std::move(tables);
@@ -162,7 +165,8 @@ BoundTile bind_nested(const TileLayout& layout, int64_t r, int64_t c, int64_t ou
     const std::vector<int32_t> order = fields.index("order", r, r);
     bytes->out_rows = OutRows(order, out);
     bytes->stored_rows.resize(order.size());
-    for (size_t i = 0; i < order.size(); ++i) bytes->stored_rows[static_cast<size_t>(order[i])] = static_cast<int32_t>(i);
+    for (size_t i = 0; i < order.size(); ++i)
+        bytes->stored_rows[static_cast<size_t>(order[i])] = static_cast<int32_t>(i);
     BoundTile bound;
     if (layout.kept > 0) {
         bytes->kept = fields.of("kept_values", HALF, {r, layout.kept});

@@ -1,7 +1,7 @@
 // A part of a layer: a tile, and what it reads of the layer's inputs.
 #pragma once
 
-#include "matmul/tile.h"
+#include "layer/tile.h"
 
 namespace anybit {
 
@@ -40,7 +40,8 @@ struct Rounding {
     std::vector<uint16_t> clip, fixed; // float16
 
     InputGrid grid(int64_t columns) const {
-        return {bits, columns, group_size, clip.empty() ? nullptr : clip.data(), fixed.empty() ? nullptr : fixed.data()};
+        return {bits, columns, group_size, clip.empty() ? nullptr : clip.data(),
+                fixed.empty() ? nullptr : fixed.data()};
     }
     // What the codes of a token stand for.
     void restore(const int8_t* codes, const float* scales, int64_t columns, float* to) const {

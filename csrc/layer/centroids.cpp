@@ -1,7 +1,7 @@
 // Products and sums of floats stand in statements of their own here, so that every machine rounds both.
-#include "matmul/centroids.h"
+#include "layer/centroids.h"
 
-#include "matmul/stored_bits.h"
+#include "layer/stored_bits.h"
 
 namespace anybit {
 

@@ -1,7 +1,7 @@
 // How a layer multiplies so many tokens: planned once, then run in parts on the threads of whoever calls.
 #pragma once
 
-#include "matmul/tile.h"
+#include "layer/tile.h"
 
 namespace anybit {
 

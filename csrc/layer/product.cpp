@@ -1,5 +1,5 @@
 // One product, a part of a step at a time.
-#include "matmul/layer.h"
+#include "layer/layer.h"
 
 #include <cstring>
 

@@ -1,12 +1,12 @@
 // Format "two_four": 2-bit channels and 4-bit ones, each a tile of the kernels'.
-#include "matmul/bind.h"
+#include "layer/bind.h"
 
 namespace anybit {
 namespace {
 
-constexpr int64_t BLOCK = 16;        // channels that have one width
-constexpr int64_t ALIGN = 4;         // bytes of a row of codes
-constexpr int64_t UNIT_NARROW = 48;  // 2-bit channels of a unit of 128 bits and a grid
+constexpr int64_t BLOCK = 16;                                  // channels that have one width
+constexpr int64_t ALIGN = 4;                                   // bytes of a row of codes
+constexpr int64_t UNIT_NARROW = 48;                            // 2-bit channels of a unit of 128 bits and a grid
 constexpr int UNIT_CODES = 16, UNIT_REST = 4, UNIT_FIRST = 12; // bytes: in `codes` and `rest`; of 2 bits in `codes`
 
 struct TwoFourSizes {
@@ -152,8 +152,7 @@ BoundTile bind_two_four(const TileLayout& layout, int64_t r, int64_t c, const Ti
     const TwoFourSizes s(layout, r, c);
     const std::vector<uint8_t> blocks = fields.bytes("blocks", 1, 1, (c + BLOCK - 1) / BLOCK);
     std::vector<int32_t> channels[2];
-    for (int64_t j = 0; j < c; ++j)
-        channels[blocks[static_cast<size_t>(j / BLOCK)]].push_back(static_cast<int32_t>(j));
+    for (int64_t j = 0; j < c; ++j) channels[blocks[static_cast<size_t>(j / BLOCK)]].push_back(static_cast<int32_t>(j));
     if (static_cast<int64_t>(channels[0].size()) != s.narrow)
         refuse(prefix + "blocks give " + std::to_string(channels[0].size()) + " channels 2 bits, expected " +
                std::to_string(s.narrow));
@@ -175,8 +174,7 @@ BoundTile bind_two_four(const TileLayout& layout, int64_t r, int64_t c, const Ti
             narrow->restore({made.narrow.data(), made.zeros.data(), made.scale_codes.data()}, threads);
         std::vector<uint16_t> scales(static_cast<size_t>(s.r));
         std::vector<uint8_t> zeros(static_cast<size_t>(s.r));
-        if (wide != nullptr)
-            wide->restore({made.wide.data(), scales.data(), zeros.data(), s.wide_bytes()}, threads);
+        if (wide != nullptr) wide->restore({made.wide.data(), scales.data(), zeros.data(), s.wide_bytes()}, threads);
         write_two_four(s, made, TileFields(to, prefix));
     };
     return bound;

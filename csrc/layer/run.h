@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/thread_memory.h"
-#include "matmul/layer.h"
+#include "layer/layer.h"
 
 namespace anybit {
 

@@ -6,7 +6,7 @@
 //     auto narrow = layer.at(layout_of_a_level); // the same weights at fewer bits: no bytes are copied
 //     const Plan& plan = layer.plan(tokens, Numbers::bf16, Written::set); // kept: made at the first call of its kind
 //     void* scratch = ...;                       // plan.bytes(tokens), at a multiple of 64; all threads share it
-//     Product product(layer, plan, inputs, outputs, scratch);
+//     Product product(layer, plan, tokens, inputs, outputs, scratch);
 //     for (int step = 0; step < plan.steps(); ++step) {
 //         // on each of the caller's threads, for parts of [0, plan.units(step, tokens)) that no other has:
 //         product.run(step, begin, end, own);    // own: plan.own_bytes() of this thread, at a multiple of 64
@@ -19,9 +19,9 @@
 // (`warm_thread` does that beforehand), and does not throw.
 #pragma once
 
-#include "matmul/layout.h"
-#include "matmul/part.h"
-#include "matmul/plan.h"
+#include "layer/layout.h"
+#include "layer/part.h"
+#include "layer/plan.h"
 
 #include <atomic>
 #include <functional>
@@ -33,7 +33,7 @@ namespace anybit {
 constexpr const char* NO_INT8 =
     "this layer scales, picks or rounds its inputs itself, or has no kernel for rounded ones: give it others";
 
-class Tables; // of nested tiles (codebook_tiles.h)
+class Tables; // of nested tiles (centroids.h)
 
 using Fields = std::map<std::string, Array>; // the stored arrays by field: "codes", "1.codes", "sparse.values"
 
@@ -44,7 +44,7 @@ struct BoundTile {
         std::shared_ptr<const std::vector<int32_t>> columns; // of the stored tile's; null: all
     };
     std::vector<Piece> pieces;
-    std::vector<std::string> repacked;                       // fields that kernels hold in an order of their own
+    std::vector<std::string> repacked;                             // fields that kernels hold in an order of their own
     std::function<void(const Fields& fields, int threads)> unpack; // fills arrays of these
 };
 
@@ -63,8 +63,8 @@ public:
     // index out of range; numbers at odd addresses.
     Layer(const LayerLayout& layout, const Fields& fields, const Options& options);
 
-    // The same weights at fewer bits: nested tiles by the rows that each plane has, codebooks by the width. Microseconds,
-    // but for a codebook's tables, which the first plan at a width makes.
+    // The same weights at fewer bits: nested tiles by the rows that each plane has, codebooks by the width.
+    // Microseconds, but for a codebook's tables, which the first plan at a width makes.
     //
     // Throws std::invalid_argument: another layout than that of this layer with less.
     std::shared_ptr<const Layer> at(const LayerLayout& layout) const;
@@ -80,7 +80,7 @@ public:
     // How so many tokens are multiplied, up to BATCH: more are multiplied a range at a time. Plans live as long as the
     // layer. Written::add is for float32 outputs.
     //
-    // Throws std::invalid_argument: inputs rounded by the caller, where `takes_int8` says no.
+    // Throws std::invalid_argument: more tokens; inputs rounded by the caller where `int8_group_size` is 0.
     const Plan& plan(int64_t tokens, Numbers inputs, Written written) const;
 
     // Inputs that share a scale, where the layer multiplies inputs that its caller has rounded to 8 bits: all of them,
@@ -103,8 +103,8 @@ private:
     struct Stored {
         std::vector<std::pair<std::string, BoundTile>> tiles; // by the prefix of their fields
         std::vector<std::string> repacked;
-        std::vector<float> scale; // that inputs are multiplied with first; or nothing
-        Array values;             // of the sparse part
+        std::vector<float> scale;        // that inputs are multiplied with first; or nothing
+        Array values;                    // of the sparse part
         std::vector<uint16_t> columns16; // what was checked stays what the kernels index with
         std::vector<uint32_t> columns32;
         std::vector<int32_t> row_ptr;
@@ -115,7 +115,9 @@ private:
     void bind_sparse(Stored& stored, const Fields& fields, int64_t n) const;
     void add_parts(const TileLayout& layout, const BoundTile& bound, const Fields& fields, const std::string& prefix,
                    bool int8_codebook);
-    void settle();
+    bool parts_are_alone() const;
+    int64_t common_group_size() const;
+    std::vector<int64_t> token_kinds() const;
     template <typename X> void dequantize_as(X* out, int threads) const;
     void add_sparse_and_scale(float* dense, int threads) const;
     // Whether each part is all there is of its rows, and every row has one.

@@ -1,9 +1,9 @@
 // What binding the formats' tiles has in common: their stored arrays, checked.
 #pragma once
 
-#include "matmul/layer.h"
-#include "matmul/stored_bits.h"
-#include "matmul/uniform_tiles.h"
+#include "layer/layer.h"
+#include "layer/stored_bits.h"
+#include "layer/uniform_tiles.h"
 
 #include <cstring>
 
@@ -62,7 +62,9 @@ inline OutRows rows_of(const TileLayout& layout, int64_t r, int64_t out, const T
     return OutRows(std::vector<int32_t>(from, from + r), out);
 }
 
-inline void zero(const Array& array) { std::memset(array.data, 0, static_cast<size_t>(array.count() * size_of(array.type))); }
+inline void zero(const Array& array) {
+    std::memset(array.data, 0, static_cast<size_t>(array.count() * size_of(array.type)));
+}
 
 GroupInt group_int_sizes(int bits, int64_t group_size, int64_t r, int64_t c);
 

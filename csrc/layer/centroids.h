@@ -1,7 +1,7 @@
 // Tables of centroids in the forms in which kernels look them up.
 #pragma once
 
-#include "matmul/tile.h"
+#include "layer/tile.h"
 
 #include <cmath>
 #include <cstring>

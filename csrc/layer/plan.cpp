@@ -1,5 +1,5 @@
 // What a layer does for so many tokens, decided once.
-#include "matmul/layer.h"
+#include "layer/layer.h"
 
 #include <numeric>
 
@@ -37,9 +37,11 @@ private:
             return Plan::Planned{&part, way, source, copied, placed};
         };
         const Numbers inputs = plan_.inputs_;
-        const auto rounded = tile.way(tokens_, Numbers::i8);
+        const bool may_round = inputs == Numbers::i8 || part.rounding != nullptr; // else it needs no tables of bytes
+        const auto rounded = may_round ? tile.way(tokens_, Numbers::i8) : std::nullopt;
         if (inputs == Numbers::i8) return made(*rounded, Source::codes);
-        if (part.rounding != nullptr && rounded && tile.prefers_int8(tokens_, inputs)) return made(*rounded, Source::codes);
+        if (part.rounding != nullptr && rounded && tile.prefers_int8(tokens_, inputs))
+            return made(*rounded, Source::codes);
         const auto halves = inputs == Numbers::bf16 ? tile.way(tokens_, Numbers::bf16) : std::nullopt;
         const Way way = halves ? *halves : *tile.way(tokens_, Numbers::f32);
         return made(way, part.rounding != nullptr ? Source::restored : halves ? Source::halves : Source::floats);
@@ -128,7 +130,8 @@ private:
         const auto keeps = [](const Plan::Planned& p) {
             return p.part->gather != nullptr || p.part->rounding != nullptr;
         };
-        if (std::any_of(plan_.parts_.begin(), plan_.parts_.end(), keeps)) plan_.own_ = Product::own_row_bytes(layer_.in_);
+        if (std::any_of(plan_.parts_.begin(), plan_.parts_.end(), keeps))
+            plan_.own_ = Product::own_row_bytes(layer_.in_);
         for (const Plan::Planned& p : plan_.parts_) plan_.own_ = std::max(plan_.own_, p.way.own);
     }
 

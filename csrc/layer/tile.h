@@ -3,7 +3,7 @@
 
 #include "common/array.h"
 #include "common/scratch.h"
-#include "matmul/layout.h"
+#include "layer/layout.h"
 #include "matmul/ops.h"
 
 #define ANYBIT_ISA baseline
@@ -34,8 +34,8 @@ public:
         for (size_t i = 0; i < sorted.size(); ++i)
             if (sorted[i] < 0 || sorted[i] >= out || (i > 0 && sorted[i] == sorted[i - 1]))
                 refuse("rows hold " + std::to_string(sorted[i]) +
-                       (i > 0 && sorted[i] == sorted[i - 1] ? " twice" : "") + ": expected different output rows from 0 to " +
-                       std::to_string(out - 1));
+                       (i > 0 && sorted[i] == sorted[i - 1] ? " twice" : "") +
+                       ": expected different output rows from 0 to " + std::to_string(out - 1));
         ascend_ = sorted == *rows_;
     }
     bool given() const { return rows_ != nullptr; }
@@ -83,7 +83,7 @@ public:
     virtual std::optional<Way> way(int64_t tokens, Numbers inputs) const = 0;
     // Whether rounded inputs take less time than as many in another form.
     virtual bool prefers_int8(int64_t, [[maybe_unused]] Numbers instead) const { return true; }
-    // Inputs that share a scale where they are rounded.
+    // Inputs that share a scale where it takes rounded ones; 0: it does not.
     virtual int64_t input_group_size() const { return 0; }
 
     // Bytes of arranged inputs.
@@ -91,8 +91,8 @@ public:
     // Put token k of so many into the kernels' order: x [columns], and where it is rounded a scale for each group. Any
     // thread may take any token.
     virtual void arrange(const Way&, const void*, const float*, int64_t, int64_t, char*) const {}
-    // The product with the rows begin <= i < end, `begin` a multiple of the way's unit (or where `unit_row` says), added
-    // to `y.sums` or finished as `y` says; `y.rows` are the tile's, or null if its rows lie side by side in `y`.
+    // The product with the rows begin <= i < end, `begin` a multiple of the way's unit (or where `unit_row` says),
+    // added to `y.sums` or finished as `y` says; `y.rows` are the tile's, or null if its rows lie side by side in `y`.
     virtual void multiply(const Way&, const TileInputs& x, const Outputs& y, int64_t begin, int64_t end,
                           char* own) const = 0;
     // The first row of a unit.

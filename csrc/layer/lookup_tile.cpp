@@ -1,4 +1,4 @@
-#include "matmul/lookup_tile.h"
+#include "layer/lookup_tile.h"
 
 #include "common/thread_memory.h"
 
@@ -126,8 +126,8 @@ void LookupTile::multiply_few(const Way& way, const TileInputs& x, const Outputs
     centroids_->fill(c, way.inputs, false);
     if (way.inputs == Numbers::i8)
         return kernels.int8.gemv(c,
-                                 {x.codes(), x.tokens, at.stride, reinterpret_cast<const float*>(base + at.scales), nullptr,
-                                  reinterpret_cast<const float*>(base + at.weighted)},
+                                 {x.codes(), x.tokens, at.stride, reinterpret_cast<const float*>(base + at.scales),
+                                  nullptr, reinterpret_cast<const float*>(base + at.weighted)},
                                  y.sums, y.stride, from, to);
     const Forms& forms = forms_of(way);
     base += static_cast<int64_t>(forms.numbers[span]) * at.form;
@@ -151,16 +151,14 @@ void LookupTile::multiply_many(const Way& way, const TileInputs& x, Outputs y, c
     else if (y.sums != nullptr) y.sums += span.first;
     if (y.rows == nullptr && y.rounded != nullptr) y.rounded += span.first;
     const int64_t first = from / ops_.lanes, last = blocks_of(to);
-    if (way.inputs == Numbers::bf16)
-        kernels.bf16.gemm(c, {x.halves(), x.tokens, at.stride, nullptr}, y, first, last);
+    if (way.inputs == Numbers::bf16) kernels.bf16.gemm(c, {x.halves(), x.tokens, at.stride, nullptr}, y, first, last);
     else kernels.f32.gemm(c, {x.floats(), x.tokens, at.stride, nullptr}, y, first, last);
 }
 
 // The product of the kept channels, inputs [tokens, kept].
 void LookupTile::add_kept(const float* x, int64_t tokens, const Outputs& y, int64_t begin, int64_t end) const {
     const Inputs<float> inputs{x, tokens, kept_.columns, nullptr};
-    if (kept_.columns > NARROW)
-        return ops_.float16.f32.gemv(kept_, inputs, y.sums, y.stride, begin, end);
+    if (kept_.columns > NARROW) return ops_.float16.f32.gemv(kept_, inputs, y.sums, y.stride, begin, end);
     ops_.float16.f32.gemm(kept_, inputs, {y.sums, y.stride, false, nullptr, kept_.out_rows}, begin / ops_.lanes,
                           blocks_of(end));
 }

@@ -2,7 +2,7 @@
 // "group int", "two_four" (its 2-bit channels), "codebook" by input channel, and "float16".
 #pragma once
 
-#include "matmul/tile.h"
+#include "layer/tile.h"
 
 #include <type_traits>
 
@@ -26,7 +26,7 @@ public:
     }
 
     int64_t input_group_size() const override {
-        if constexpr (GROUPED) return t_.group_size;
+        if constexpr (GROUPED) return takes_int8() ? t_.group_size : 0;
         return 0;
     }
 
@@ -63,9 +63,9 @@ public:
         case Numbers::f32: return run(kernels().f32, Inputs<float>{x.floats(), x.tokens, stride, sums});
         case Numbers::bf16: return run(kernels().bf16, Inputs<uint16_t>{x.halves(), x.tokens, stride, sums});
         case Numbers::i8:
-            return run(kernels().int8, Inputs<int8_t>{x.codes(), x.tokens, stride,
-                                                      reinterpret_cast<const float*>(from + at.scales),
-                                                      reinterpret_cast<const int32_t*>(from + at.sums), nullptr});
+            return run(kernels().int8,
+                       Inputs<int8_t>{x.codes(), x.tokens, stride, reinterpret_cast<const float*>(from + at.scales),
+                                      reinterpret_cast<const int32_t*>(from + at.sums), nullptr});
         }
     }
 

@@ -1,4 +1,4 @@
-#include "matmul/layer.h"
+#include "layer/layer.h"
 
 #include "common/thread_memory.h"
 
@@ -35,17 +35,19 @@ Layer::Layer(const LayerLayout& layout, const Fields& fields, const Options& opt
         for (int64_t j = 0; j < in_; ++j) stored->scale.push_back(baseline::half_to_float(from[j]));
     }
     stored_ = std::move(stored);
-    settle();
+    alone_ = parts_are_alone();
+    int8_group_size_ = common_group_size();
+    kinds_ = token_kinds();
 }
 
 Layer::Layer(const Layer& other, const LayerLayout& layout)
-    : ops_(other.ops_), out_(other.out_), in_(other.in_), stored_(other.stored_), parts_(other.parts_) {
+    : ops_(other.ops_), out_(other.out_), in_(other.in_), stored_(other.stored_), parts_(other.parts_),
+      alone_(other.alone_), int8_group_size_(other.int8_group_size_), kinds_(other.kinds_) {
     // Formats that have several widths are one part of the layer.
     if (layout.tiles.size() != 1 || parts_.size() != 1) refuse("a layer of several tiles has one width");
     auto tile = parts_[0].tile->at(layout.tiles[0]);
     if (tile == nullptr) refuse("a tile in the format " + layout.tiles[0].format + " has one width");
     parts_[0].tile = std::move(tile);
-    settle();
 }
 
 std::shared_ptr<const Layer> Layer::at(const LayerLayout& layout) const {
@@ -99,10 +101,11 @@ std::shared_ptr<const Rounding> rounding_of(const TileLayout& layout, int64_t c,
 
 } // namespace
 
-void Layer::add_parts(const TileLayout& layout, const BoundTile& bound, const Fields& fields,
-                      const std::string& prefix, bool int8_codebook) {
+void Layer::add_parts(const TileLayout& layout, const BoundTile& bound, const Fields& fields, const std::string& prefix,
+                      bool int8_codebook) {
     const bool named = layout.cols != ALL;
-    const std::vector<int32_t> columns = named ? named_columns(prefix, fields, layout.cols, in_) : std::vector<int32_t>();
+    const std::vector<int32_t> columns =
+        named ? named_columns(prefix, fields, layout.cols, in_) : std::vector<int32_t>();
     for (const BoundTile::Piece& piece : bound.pieces) {
         Part part{piece.tile, gather_of(named ? &columns : nullptr, piece.columns.get()), nullptr};
         part.rounding = rounding_of(layout, piece.tile->columns(), fields, prefix, int8_codebook);
@@ -150,33 +153,39 @@ void Layer::bind_sparse(Stored& stored, const Fields& fields, int64_t n) const {
                      narrow ? nullptr : stored.columns32.data(), stored.row_ptr.data(), n == 0 ? 0 : out_};
 }
 
-// What follows from the parts.
-void Layer::settle() {
+bool Layer::parts_are_alone() const {
     std::vector<bool> met(static_cast<size_t>(out_));
     int64_t n = 0;
-    alone_ = true;
     for (const Part& part : parts_) {
         const Tile& tile = *part.tile;
         const int32_t* rows = tile.out_rows().data();
-        alone_ = alone_ && tile.columns() == in_;
-        for (int64_t i = 0; alone_ && i < tile.rows(); ++i, ++n) {
+        if (tile.columns() != in_) return false;
+        for (int64_t i = 0; i < tile.rows(); ++i, ++n) {
             auto own = met[static_cast<size_t>(rows != nullptr ? rows[i] : i)];
-            alone_ = !own;
+            if (own) return false;
             own = true;
         }
     }
-    alone_ = alone_ && n == out_;
-    int8_group_size_ = stored_->scale.empty() && stored_->sparse.rows == 0 && !parts_.empty()
-                           ? parts_[0].tile->input_group_size()
-                           : 0;
-    for (const Part& part : parts_)
-        if (part.gather != nullptr || !part.tile->way(1, Numbers::i8) ||
-            part.tile->input_group_size() != int8_group_size_)
-            int8_group_size_ = 0;
+    return n == out_;
+}
+
+int64_t Layer::common_group_size() const {
+    if (!scale().empty() || sparse().rows > 0 || parts_.empty()) return 0;
+    const int64_t size = parts_[0].tile->input_group_size();
+    const auto alike = [size](const Part& part) {
+        return part.gather == nullptr && part.tile->input_group_size() == size;
+    };
+    return std::all_of(parts_.begin(), parts_.end(), alike) ? size : 0;
+}
+
+// Numbers of tokens that plans tell apart.
+std::vector<int64_t> Layer::token_kinds() const {
     const int64_t few = ops_.gemv_tokens_bf16;
-    kinds_ = {few, std::min(GEMV_TOKENS, 2 * few), 2 * few, GEMV_TOKENS, 2 * GEMV_TOKENS, ops_.gemv_tokens_int8};
-    std::sort(kinds_.begin(), kinds_.end());
-    kinds_.erase(std::unique(kinds_.begin(), kinds_.end()), kinds_.end());
+    std::vector<int64_t> kinds{
+        few, std::min(GEMV_TOKENS, 2 * few), 2 * few, GEMV_TOKENS, 2 * GEMV_TOKENS, ops_.gemv_tokens_int8};
+    std::sort(kinds.begin(), kinds.end());
+    kinds.erase(std::unique(kinds.begin(), kinds.end()), kinds.end());
+    return kinds;
 }
 
 void Layer::unpack(const Fields& fields, int threads) const {

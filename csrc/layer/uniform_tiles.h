@@ -1,7 +1,7 @@
 // Tiles of codes on a uniform grid, "group int" and the 2-bit channels of "two_four", and of 16-bit weights.
 #pragma once
 
-#include "matmul/packed_tile.h"
+#include "layer/packed_tile.h"
 
 namespace anybit {
 
@@ -73,7 +73,8 @@ public:
         columns_ = t_.columns;
         bytes_ = make_weights(kernels().bytes(t_));
         const TwoFour::Packed to{bytes_.get()};
-        by_blocks(threads, [&](int64_t begin, int64_t end) { kernels().interleave(t_, from, to, nullptr, begin, end); });
+        by_blocks(threads,
+                  [&](int64_t begin, int64_t end) { kernels().interleave(t_, from, to, nullptr, begin, end); });
         t_.bytes = to.bytes;
         t_.scales = scales_.data();
         t_.zeros = zeros_.data();

@@ -1,8 +1,8 @@
 // Tiles in format "codebook": by input channel, in the kernels' order or as they are stored, and by rows.
 #pragma once
 
-#include "matmul/lookup_tile.h"
-#include "matmul/packed_tile.h"
+#include "layer/lookup_tile.h"
+#include "layer/packed_tile.h"
 
 namespace anybit {
 

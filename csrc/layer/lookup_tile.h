@@ -2,7 +2,7 @@
 // are of falling width. Both are read as they are stored.
 #pragma once
 
-#include "matmul/centroids.h"
+#include "layer/centroids.h"
 
 namespace anybit {
 
@@ -17,9 +17,9 @@ inline void decode_rows(const MatmulOps& ops, const CodebookByWord& c, float* ou
 
 // What tiles of all widths share.
 struct LookupBytes {
-    std::vector<Array> planes; // uint32 [rows that have the bit, words], the most significant first
-    int64_t coded = 0;         // channels that have codes; those that are kept follow
-    Array kept;                // float16 [rows, channels]; none: no shape
+    std::vector<Array> planes;  // uint32 [rows that have the bit, words], the most significant first
+    int64_t coded = 0;          // channels that have codes; those that are kept follow
+    Array kept;                 // float16 [rows, channels]; none: no shape
     std::vector<uint8_t> kinds; // nested: [rows]
     std::vector<float> scales;  // nested: [rows]
     OutRows out_rows;
@@ -29,8 +29,8 @@ struct LookupBytes {
 class LookupTile final : public Tile {
 public:
     // counts: rows of every plane, of as many planes as there are bits in the widest row.
-    LookupTile(const MatmulOps& ops, std::shared_ptr<const LookupBytes> bytes, std::shared_ptr<const Centroids> centroids,
-               const std::vector<int64_t>& counts)
+    LookupTile(const MatmulOps& ops, std::shared_ptr<const LookupBytes> bytes,
+               std::shared_ptr<const Centroids> centroids, const std::vector<int64_t>& counts)
         : Tile(ops), bytes_(std::move(bytes)), centroids_(std::move(centroids)) {
         rows_ = counts[0];
         const bool keeps = !bytes_->kept.shape.empty();
@@ -108,7 +108,8 @@ private:
     Room room(const Way& way, int64_t tokens) const;
     void multiply_few(const Way& way, const TileInputs& x, const Outputs& y, size_t span, int64_t from, int64_t to,
                       char* own) const;
-    void multiply_many(const Way& way, const TileInputs& x, Outputs y, const Span& span, int64_t from, int64_t to) const;
+    void multiply_many(const Way& way, const TileInputs& x, Outputs y, const Span& span, int64_t from,
+                       int64_t to) const;
     void add_kept(const float* x, int64_t tokens, const Outputs& y, int64_t begin, int64_t end) const;
 
     int64_t line() const { return spans_[0].c.words * 32; }
