@@ -29,19 +29,7 @@ from typing import Any, NamedTuple
 
 from same_bytes import two_trees
 
-FORMATS = (
-    "W2",
-    "W4",
-    "W8",
-    "W4A8",
-    "2/4/16",
-    "codebook 3",
-    "codebook 4",
-    "codebook 4 A8",
-    "by channel 4",
-    "nested 4",
-)
-FORMATS += ("nested 2 to 5", "codebook 4 + sparse")
+FORMATS = "W2,W4,W8,W4A8,2/4/16,codebook 3,codebook 4,codebook 4 A8,by channel 4,nested 4,nested 2 to 5,codebook 4 + sparse"
 WARM = 2e-3  # seconds before every figure
 LEAST = 1e-3  # seconds that a figure takes, in calls
 
@@ -185,19 +173,19 @@ def main() -> int:
     parser.add_argument("--tokens", default="1")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--dtypes", default="bfloat16,float32")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="names of `anybit bench kernels`")
+    parser.add_argument("--formats", default=FORMATS, help="names of `anybit bench kernels`")
     parser.add_argument("--isa", default="", help="default: the best of this machine")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--starts", type=int, default=3, help="of both processes")
     parser.add_argument("--copies", type=int, default=8, help="of every matrix, which rotate")
     parser.add_argument("--old-build", type=Path, metavar="FOLDER", help="where the old extension is")
     args = parser.parse_args()
-    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
+    shapes = [[int(n) for n in shape.split("x")] for shape in args.shapes.split(",")]
     numbers = [[int(n) for n in text.split(",")] for text in (args.tokens, args.threads)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     variants = [
-        Variant(name, *shape, dtype, tokens, threads)
-        for name, shape, dtype, tokens, threads in product(
+        Variant(name, out, columns, dtype, tokens, threads)
+        for name, (out, columns), dtype, tokens, threads in product(
             args.formats.split(","), shapes, args.dtypes.split(","), *numbers
         )
     ]
