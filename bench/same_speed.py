@@ -29,7 +29,10 @@ from typing import Any, NamedTuple
 
 from same_bytes import two_trees
 
-FORMATS = "W2,W4,W8,W4A8,2/4/16,codebook 3,codebook 4,codebook 4 A8,by channel 4,nested 4,nested 2 to 5,codebook 4 + sparse"
+FORMATS = (
+    *("W2", "W4", "W8", "W4A8", "2/4/16", "by channel 4", "nested 4", "nested 2 to 5"),
+    *("codebook 3", "codebook 4", "codebook 4 A8", "codebook 4 + sparse"),
+)
 WARM = 2e-3  # seconds before every figure
 LEAST = 1e-3  # seconds that a figure takes, in calls
 
@@ -173,7 +176,7 @@ def main() -> int:
     parser.add_argument("--tokens", default="1")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--dtypes", default="bfloat16,float32")
-    parser.add_argument("--formats", default=FORMATS, help="names of `anybit bench kernels`")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="names of `anybit bench kernels`")
     parser.add_argument("--isa", default="", help="default: the best of this machine")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--starts", type=int, default=3, help="of both processes")
