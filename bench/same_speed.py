@@ -5,10 +5,11 @@
 
 Two processes, one with each tree's sources and native extension, bind the same weights and wait. Then they take turns:
 a variant is timed in one and right afterwards in the other, who begins changes from round to round. So what else the
-machine does meets both alike. Weights rotate, so that they come from memory, unless so many copies fit the cache. What
-counts is the median over the rounds of new time over old time. Where weights lie in memory differs from process to
-process and is worth some percent, so both start anew --starts times, whose ratios are shown from least to most and
-count by their geometric mean. The last line is JSON. Exit code: 0 it ran, 2 wrong usage.
+machine does meets both alike. Of one thread it is the processor's time that counts, of more the clock's. Weights rotate,
+so that they come from memory, unless so many copies fit the cache. What counts is the median over the rounds of new time
+over old time. Where weights lie in memory differs from process to process and is worth some percent. So both start anew
+--starts times, whose ratios are shown from least to most and count by their geometric mean. The last line is JSON.
+Exit code: 0 it ran, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def serve(tree: Path, variants: Sequence[Variant], isa: str | None, copies: int)
     for line in sys.stdin:
         at = int(line)
         torch.set_num_threads(variants[at].threads)
-        print(seconds(runs[at]), flush=True)
+        clock = time.thread_time if variants[at].threads == 1 else time.perf_counter
+        print(seconds(runs[at], clock), flush=True)
 
 
 def bound(name: str, out: int, columns: int, isa: str | None, copies: int) -> list[Any]:
@@ -95,17 +97,17 @@ def rotating(weights: Sequence[Any], x: Any) -> Callable[[], object]:
     return lambda: next(turns).matmul(x)
 
 
-def seconds(run: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+def seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    begun = clock()
     calls = 0
-    while time.perf_counter() - begun < WARM:
+    while clock() - begun < WARM:
         run()
         calls += 1
     calls = max(1, int(calls * LEAST / WARM))
-    begun = time.perf_counter()
+    begun = clock()
     for _ in range(calls):
         run()
-    return (time.perf_counter() - begun) / calls
+    return (clock() - begun) / calls
 
 
 # ---- both ---------------------------------------------------------------------------------------------------
