@@ -3,13 +3,14 @@
     python bench/same_speed.py [OLD_COMMIT] [--shapes 4096x4096,1536x576] [--tokens 1] [--threads 1,2] [--rounds 40]
         [--formats W4,nested] [--dtypes bfloat16,float32] [--isa avx2] [--old-build FOLDER]
 
-Two processes, one with each tree's sources and native extension, bind the same weights and wait. Then they take turns:
-a variant is timed in one and right afterwards in the other, who begins changes from round to round. So what else the
-machine does meets both alike. Of one thread it is the processor's time that counts, of more the clock's. Weights rotate,
-so that they come from memory, unless so many copies fit the cache. What counts is the median over the rounds of new time
-over old time. Where weights lie in memory differs from process to process and is worth some percent. So both start anew
---starts times, whose ratios are shown from least to most and count by their geometric mean. The last line is JSON.
-Exit code: 0 it ran, 2 wrong usage.
+Two processes, one with each tree's sources and native extension, bind the same weights and wait. Then they take
+turns: a variant is timed in one and right afterwards in the other, who begins changes from round to round. So what
+else the machine does meets both alike. Of one thread it is the processor's time that counts, of more the clock's.
+Weights rotate, so that they come from memory, unless so many copies fit the cache. What counts is the median over the
+rounds of new time over old time. Where weights lie in memory differs from process to process and is worth some
+percent. So both start anew --starts times, whose ratios are shown from least to most and count by their geometric
+mean.
+The last line is JSON. Exit code: 0 it ran, 2 wrong usage.
 """
 
 from __future__ import annotations
