@@ -52,7 +52,7 @@ def more_layouts(out: int, columns: int) -> dict[str, Any]:
     from anybit.formats import Float16Layout, GroupIntLayout
     from anybit.formats.layout import LayerLayout
 
-    def group_int(bits: int, group_size: int, act_bits: int = 16, **place: int) -> Any:
+    def group_int(bits: int, group_size: int, act_bits: int = 16, **place: Any) -> Any:
         return GroupIntLayout(bits=bits, group_size=group_size, symmetric=False, act_bits=act_bits, **place)
 
     few = columns // 8

@@ -3,12 +3,14 @@
     python bench/same_speed.py [OLD_COMMIT] [--shapes 4096x4096,1536x576] [--tokens 1] [--threads 1,2] [--rounds 40]
         [--formats W4,nested] [--dtypes bfloat16,float32] [--isa avx2] [--old-build FOLDER]
 
-Two processes, one with each tree's sources and native extension, bind the same weights and wait. Then they take turns:
-a variant is timed in one and right afterwards in the other, who begins changes from round to round. So what else the
-machine does meets both alike. Weights rotate, so that they come from memory, unless so many copies fit the cache. What
-counts is the median over the rounds of new time over old time. Where weights lie in memory differs from process to
-process and is worth some percent, so both start anew --starts times, whose ratios are shown from least to most and
-count by their geometric mean. The last line is JSON. Exit code: 0 it ran, 2 wrong usage.
+Two processes, one with each tree's sources and native extension, bind the same weights and wait. Then they take
+turns: a variant is timed in one and right afterwards in the other, who begins changes from round to round. So what
+else the machine does meets both alike. Of one thread it is the processor's time that counts, of more the clock's.
+Weights rotate, so that they come from memory, unless so many copies fit the cache. What counts is the median over the
+rounds of new time over old time. Where weights lie in memory differs from process to process and is worth some
+percent. So both start anew --starts times, whose ratios are shown from least to most and count by their geometric
+mean.
+The last line is JSON. Exit code: 0 it ran, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -31,18 +33,9 @@ from same_bytes import two_trees
 from same_products import bind
 
 FORMATS = (
-    "W2",
-    "W4",
-    "W8",
-    "W4A8",
-    "2/4/16",
-    "codebook 3",
-    "codebook 4",
-    "codebook 4 A8",
-    "by channel 4",
-    "nested 4",
+    *("W2", "W4", "W8", "W4A8", "2/4/16", "by channel 4", "nested 4", "nested 2 to 5"),
+    *("codebook 3", "codebook 4", "codebook 4 A8", "codebook 4 + sparse"),
 )
-FORMATS += ("nested 2 to 5", "codebook 4 + sparse")
 WARM = 2e-3  # seconds before every figure
 LEAST = 1e-3  # seconds that a figure takes, in calls
 
@@ -84,7 +77,8 @@ def serve(tree: Path, variants: Sequence[Variant], isa: str | None, copies: int)
     for line in sys.stdin:
         at = int(line)
         torch.set_num_threads(variants[at].threads)
-        print(seconds(runs[at]), flush=True)
+        clock = time.thread_time if variants[at].threads == 1 else time.perf_counter
+        print(seconds(runs[at], clock), flush=True)
 
 
 def bound(name: str, out: int, columns: int, isa: str | None, copies: int) -> list[Any]:
@@ -102,17 +96,17 @@ def rotating(weights: Sequence[Any], x: Any) -> Callable[[], object]:
     return lambda: next(turns).matmul(x)
 
 
-def seconds(run: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+def seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    begun = clock()
     calls = 0
-    while time.perf_counter() - begun < WARM:
+    while clock() - begun < WARM:
         run()
         calls += 1
     calls = max(1, int(calls * LEAST / WARM))
-    begun = time.perf_counter()
+    begun = clock()
     for _ in range(calls):
         run()
-    return (time.perf_counter() - begun) / calls
+    return (clock() - begun) / calls
 
 
 # ---- both ---------------------------------------------------------------------------------------------------
@@ -190,12 +184,12 @@ def main() -> int:
     parser.add_argument("--copies", type=int, default=8, help="of every matrix, which rotate")
     parser.add_argument("--old-build", type=Path, metavar="FOLDER", help="where the old extension is")
     args = parser.parse_args()
-    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
+    shapes = [[int(n) for n in shape.split("x")] for shape in args.shapes.split(",")]
     numbers = [[int(n) for n in text.split(",")] for text in (args.tokens, args.threads)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     variants = [
-        Variant(name, *shape, dtype, tokens, threads)
-        for name, shape, dtype, tokens, threads in product(
+        Variant(name, out, columns, dtype, tokens, threads)
+        for name, (out, columns), dtype, tokens, threads in product(
             args.formats.split(","), shapes, args.dtypes.split(","), *numbers
         )
     ]

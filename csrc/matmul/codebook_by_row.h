@@ -12,7 +12,7 @@ namespace {
 inline int64_t blocks_of(const CodebookByRow& c) { return ceil_div(4 * c.words, BYTES); }
 
 // Bytes of a plane from `from` on, of which `left`, a multiple of 4, lie in the row; those behind are 0 and meet
-// activations of 0.
+// inputs of 0.
 inline Codes load_plane(const uint8_t* from, int64_t left) {
     if (left >= BYTES) return load_as<Codes>(from);
 #if defined(__AVX512F__)

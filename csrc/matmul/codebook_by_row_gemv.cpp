@@ -16,7 +16,7 @@ constexpr int MOST_TOKENS = 4; // in registers at once
 constexpr int MOST_TOKENS = 2;
 #endif
 
-// sums[i] += the dot product of four centroids with four activations, the centroids less CENTRE.
+// sums[i] += the dot product of four centroids with four inputs, the centroids less CENTRE.
 #if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512F__)
 constexpr int32_t CENTRE = CodebookByRow::BYTE_ZERO; // centred, they fit pairs of 16 bits that are signed
 
@@ -36,11 +36,11 @@ inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
 
 // ---- what centroids are multiplied as: M tokens with the codes of a row, block by block ---------------------------
 
-// Bytes, with activations of 8 bits.
+// Bytes, with inputs of 8 bits.
 template <int B, int M> class ByBytes {
 public:
     using Input = int8_t;
-    static constexpr int64_t MOST_BLOCKS = 32; // whose activations stay close while rows take turns
+    static constexpr int64_t MOST_BLOCKS = 32; // whose inputs stay close while rows take turns
 
     ByBytes(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row)
         : table_(c.table + (row << B)), x_(in.x), scales_(in.scales), blocks_(blocks_of(c)) {}
@@ -154,7 +154,7 @@ private:
 
 // ---- rows ---------------------------------------------------------------------------------------------------------
 
-// Up to CodebookByRow::TOGETHER rows, tile by tile of columns: the activations of a tile stay close, and what the same
+// Up to CodebookByRow::TOGETHER rows, tile by tile of columns: the inputs of a tile stay close, and what the same
 // row needs next is fetched meanwhile.
 template <template <int, int> typename By, int B, int M>
 void gemv_rows(const CodebookByRow& c, const Inputs<typename By<B, M>::Input>& in, float* y, int64_t y_stride,
@@ -223,7 +223,7 @@ void gemv_bf16(const CodebookByRow& c, const Inputs<uint16_t>& in, float* y, int
 }
 #endif
 
-// A token's activations as the vectors of T meet them: `place` says which byte of the codes a lane of a vector has.
+// A token's inputs as the vectors of T meet them: `place` says which byte of the codes a lane of a vector has.
 template <typename T>
 void arrange(const CodebookByRow& c, const T* x, int64_t (*place)(int64_t, int64_t), int64_t lanes, T* out) {
     int64_t at[BYTES];

@@ -1,7 +1,7 @@
 // Dot products of pairs of bfloat16, summed in float32: by AVX512-BF16, or as products of floats on other vectors.
 //
 // A code below 128 becomes a bfloat16 by filling in the bits above it: 0x4300 is 128, whose last place is 1, so
-// 0x4300 | code is 128 + code exactly. The 128 leaves again with the zero point, through the sum of the activations.
+// 0x4300 | code is 128 + code exactly. The 128 leaves again with the zero point, through the sum of the inputs.
 #pragma once
 
 #include "matmul/dot_int8.h"
@@ -41,7 +41,7 @@ inline float bf16_to_float(uint16_t half) {
     return load_as<float>(&bits);
 }
 
-// `count` activations, and zeros up to `width` (a multiple of 4), in the order in which pairs of codes come out of four
+// `count` inputs, and zeros up to `width` (a multiple of 4), in the order in which pairs of codes come out of four
 // bytes: 0 and 2, then 1 and 3. Returns their sum.
 inline float order_pairs(const uint16_t* x, int64_t count, int64_t width, uint16_t* out) {
     float sum[4] = {};

@@ -6,8 +6,7 @@
 
 namespace anybit {
 
-// ---- tiles
-// ------------------------------------------------------------------------------------------------------------
+// ---- tiles --------------------------------------------------------------------------------------------------------
 
 // One tile in format "group int": w[i, j] = scale[i, j / group_size] * (code[i, j] - zero[i, j / group_size]), its
 // arrays in the order that one instruction set's `interleave` gives them (group_int.h).
@@ -130,7 +129,7 @@ struct CodebookByWord {
     int64_t rows, columns, words, entries; // entries <= 2^bits; a code beyond stands for 0
 };
 
-// One tile in format "float16": w[i, j] = values[i, j].
+// One tile in format "float16", or what a nested tile keeps as it is: w[i, j] = values[i, j].
 struct Float16 {
     const uint16_t* values;  // bit patterns [rows, columns]
     const int32_t* out_rows; // as above

@@ -25,7 +25,8 @@ struct ByFloats {
     template <int BITS, int R, int M> struct Sums {
         Floats sum[R][CHAINS][M] = {};
 
-        // Codes of the columns 4 s to 4 s + 3, inputs of the first token from column 4 s on.
+        // Codes of four columns, and inputs from the first of them on; s: which four of a cell, or 0 if all are to meet
+        // the same chains.
         inline void add(const Codes (&code)[R], int, const float* x, int64_t stride) {
             for (int b = 0; b < 4; ++b)
                 for (int r = 0; r < R; ++r) {

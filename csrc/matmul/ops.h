@@ -36,13 +36,14 @@ template <typename T> struct InputOps<T, int8_t> {
     void (*gemm)(const T&, const Inputs<int8_t>&, const Outputs& y, int64_t begin, int64_t end);
 };
 
-// A format's kernels. Blocks are of MatmulOps::lanes rows, or else as the format says.
+// A format's kernels. Ranges are of blocks of MatmulOps::lanes rows, unless the format says otherwise.
 template <typename T> struct Ops {
     int64_t (*columns)(const T&); // of inputs in the kernels' order
     InputOps<T, float> f32;
     InputOps<T, uint16_t> bf16; // null without AVX512-BF16, but for the gemv of codebooks by row
     InputOps<T, int8_t> int8;
-    void (*dequantize)(const T&, float* out, int64_t begin, int64_t end); // out [rows, columns] = w, exactly rounded
+    // out [rows, columns] = w, exactly rounded. Null for formats that codebook_by_word or PyTorch dequantizes.
+    void (*dequantize)(const T&, float* out, int64_t begin, int64_t end);
 };
 
 // Of a format that has an order of the kernels' own.
@@ -100,8 +101,8 @@ struct MatmulOps {
     CodebookByChannelOps codebook_by_channel;
     CodebookByRowOps codebook_by_row;
     CodebookByWordOps codebook_by_word;
-    Ops<Float16> float16;   // gemv takes ranges of rows; bf16.gemm an even number of columns
-    Ops<SparseRows> sparse; // so does its gemm, of inputs [tokens / lanes rounded up, stride, lanes]
+    Ops<Float16> float16;   // gemv takes ranges of rows, bf16.gemm inputs of an even number of columns
+    Ops<SparseRows> sparse; // both take ranges of rows, gemm inputs [tokens / lanes rounded up, stride, lanes]
 
     // Identical results in every instruction set; the second rounds to nearest even.
     void (*quantize_inputs)(const float* x, const InputGrid&, int8_t* codes, float* scales);
