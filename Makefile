@@ -5,7 +5,7 @@ TORCH    ?= torch==2.13.0
 PIP_ARGS ?=
 VENV     ?= .venv
 BIN      := $(VENV)/bin
-SOURCES  := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+SOURCES  := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 # MB of free disk that setting up takes, and that pip takes in TMPDIR meanwhile; PyTorch for Linux comes with CUDA.
 ifneq (,$(findstring cpu,$(TORCH))$(filter Darwin,$(shell uname)))
 DISK_MB  ?= $(if $(filter test% check%,$(MAKECMDGOALS)),4000,2000)
@@ -20,7 +20,7 @@ INSTALLED := $(VENV)/.installed-$(MODULES)
 
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-fast check check-native fuzz bench clean
+.PHONY: demo test test-fast check check-native check-threads fuzz bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/anybit demo -o demo
@@ -39,15 +39,22 @@ check: $(INSTALLED)-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python bench/tables.py --check
-	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
+	$(BIN)/clang-format --dry-run --Werror csrc/*/*.h csrc/*/*.cpp
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, with a build of their own.
 check-native: $(INSTALLED)-dev
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/sanitized \
-	  -C build-dir=build/sanitized-cmake -C cmake.define.ANYBIT_SANITIZE=ON .
+	  -C build-dir=build/sanitized-cmake -C cmake.define.ANYBIT_SANITIZE=address,undefined .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ANYBIT_BUILD=build/sanitized \
 	  $(BIN)/python -m pytest -m native tests/kernels tests/formats tests/methods tests/bench -k "not fork and not model and not command"
+
+# The pool's tests under ThreadSanitizer, with a build of their own. What follows a fork is not for it.
+check-threads: $(INSTALLED)-dev
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/threads \
+	  -C build-dir=build/threads-cmake -C cmake.define.ANYBIT_SANITIZE=thread .
+	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS="halt_on_error=1 suppressions=.ci/tsan.txt" \
+	  ANYBIT_BUILD=build/threads $(BIN)/python -m pytest tests/kernels/test_threads.py -k "not fork and not idle"
 
 # N mutations of everything that comes from outside, with new seeds; a failing case prints the command that repeats it.
 N ?= 1000

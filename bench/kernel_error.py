@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from anybit.bench.kernels import FAST, layouts, random_weight
+from anybit.bench.kernels import INT8, layouts, random_weight
 from anybit.calibration.texts import read_text
 from anybit.formats.weight import PackedWeight
 from anybit.generate import Generator
 from anybit.kernels import reference
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels.dispatch import BoundWeight
 from anybit.layers import QuantLinear
 
 SHAPE = (1024, 4096)
@@ -37,20 +37,20 @@ def errors(weight: PackedWeight, x: Tensor) -> dict[str, float]:
     """Relative error of every way to multiply x float32 [MANY, in]."""
     dense = reference.dequantize(weight)
     exact = reference.round_inputs(x, weight).double() @ dense.double().T
-    prepared, fast, half = Prepared(weight), Prepared(weight, exact=False), x.bfloat16()
+    bound, fast, half = BoundWeight(weight), BoundWeight(weight, "int8"), x.bfloat16()
 
     def error(product: Callable[[Tensor], Tensor], inputs: Tensor) -> float:
         wanted = exact[: len(inputs)]
         return float((product(inputs).double() - wanted).norm() / wanted.norm())
 
     found = {
-        "float32, few": error(prepared.matmul, x[:FEW]),
-        "float32, many": error(prepared.matmul, x),
-        "bfloat16, few": error(prepared.matmul, half[:FEW]),
-        "bfloat16, many": error(prepared.matmul, half),
+        "float32, few": error(bound.matmul, x[:FEW]),
+        "float32, many": error(bound.matmul, x),
+        "bfloat16, few": error(bound.matmul, half[:FEW]),
+        "bfloat16, many": error(bound.matmul, half),
         "torch": error(lambda a: linear(reference.round_inputs(a, weight), dense.bfloat16()), half),
     }
-    return found if fast.exact else found | {"int8": error(fast.matmul, x)}
+    return found if fast.codebook_precision == "fp16" else found | {"int8": error(fast.matmul, x)}
 
 
 def random_errors() -> dict[str, dict[str, float]]:
@@ -59,7 +59,7 @@ def random_errors() -> dict[str, dict[str, float]]:
     x = torch.randn(MANY, SHAPE[1])
     made = {}
     for name, layout in layouts(*SHAPE).items():
-        if not name.endswith(FAST):
+        if not name.endswith(INT8):
             weight = random_weight(layout)
             for field, tensor in weight.tensors.items():
                 if "codebook" in field and tensor.is_floating_point():

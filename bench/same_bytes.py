@@ -244,8 +244,12 @@ def show(row: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def two_trees(commit: str, keep: bool) -> Iterator[list[Path]]:
-    """Temporary folders `old`, a worktree of the commit, and `new`, a copy of this tree's sources."""
+def two_trees(commit: str, keep: bool, old_build: Path | None = None) -> Iterator[list[Path]]:
+    """Temporary folders `old`, a worktree of the commit, and `new`, a copy of this tree's sources.
+
+    Args:
+        old_build: where the old tree's extension is, if it need not be built.
+    """
     place = Path(tempfile.mkdtemp(prefix="same-bytes-"))
     try:
         if git("worktree", "add", "--quiet", "--detach", str(place / "old"), commit):
@@ -254,7 +258,10 @@ def two_trees(commit: str, keep: bool) -> Iterator[list[Path]]:
         (place / "spec.json").write_text(json.dumps(SPEC))
         shutil.copy(extension(), place / "new/src/anybit")
         other = git("diff", "--quiet", commit, "--", "csrc", "CMakeLists.txt")
-        shutil.copy(built(place) if other else extension(), place / "old/src/anybit")
+        if old_build is not None:
+            shutil.copy(next(old_build.rglob("_native*.so")), place / "old/src/anybit")
+        else:
+            shutil.copy(built(place) if other else extension(), place / "old/src/anybit")
         yield [place / "old", place / "new"]
     finally:
         if keep:

@@ -17,7 +17,7 @@ from anybit.artifact import writer
 from anybit.formats.validate import validate
 from anybit.formats.weight import pack, unpack
 from anybit.kernels import cpu
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels.dispatch import BoundWeight
 from anybit.layers import QuantLinear
 from anybit.progress import Silent
 
@@ -93,11 +93,11 @@ def check_whole_way(quantized: Any, planned: dict[str, Any]) -> None:
     for field, tensor in packed.tensors.items():
         assert torch.equal(again.tensors[field].view(torch.uint8), tensor.view(torch.uint8)), field
     dense = quantized.dequantize()
-    prepared = Prepared(packed)
-    assert torch.equal(prepared.dequantize(), dense)
+    bound = BoundWeight(packed)
+    assert torch.equal(bound.dequantize(), dense)
     for tokens in (1, 3, 20):
         x = torch.randn(tokens, dense.shape[1], generator=torch.Generator().manual_seed(tokens))
-        torch.testing.assert_close(prepared.matmul(x), x @ dense.T, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(bound.matmul(x), x @ dense.T, rtol=1e-4, atol=1e-4)
 
 
 def a_layer(path: Path) -> QuantLinear:

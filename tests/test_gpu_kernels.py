@@ -22,7 +22,7 @@ from anybit.formats.bits import pack_planes
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu, gpu, reference
-from anybit.kernels.dispatch import Prepared, info
+from anybit.kernels.dispatch import BoundWeight, info
 from anybit.layers import PackedModule, set_bits
 from tests import builders
 
@@ -289,12 +289,12 @@ def on_cpu(weight: PackedWeight) -> PackedWeight:
 @pytest.mark.parametrize("name, shape", [*weights(), ("CMPQ", SHAPES[1])])
 def test_every_layout_multiplies_as_the_reference_does(name: str, shape: tuple[int, int]) -> None:
     weight = random_layer(name, shape)
-    layer, readable = Layer(weight), unpack(on_cpu(weight))
+    layer, readable = Layer(weight.layout, weight.tensors), unpack(on_cpu(weight))
     for tokens, dtype, error in ((1, torch.float32, 2e-5), (3, torch.float16, 2e-3)):
         x = torch.randn(tokens, shape[1], device=DEVICE).to(dtype)
         close(layer.matmul(x).cpu(), reference.int_matmul(x.cpu().float(), readable), error)
-    restored = layer.restore()
-    assert restored.keys() == set(layer.taken)
+    restored = layer.unpack()
+    assert restored.keys() == set(layer.repacked)
     for field, tensor in restored.items():
         assert tensor.dtype == weight.tensors[field].dtype
         assert torch.equal(tensor.contiguous().view(torch.uint8), weight.tensors[field].view(torch.uint8))
@@ -339,7 +339,7 @@ def test_parts_of_the_columns_add_up(name: str, parts: int, monkeypatch: pytest.
     """Of more or fewer steps than parts, the last part with fewer steps than the others or with none."""
     shape = (33, 2496)
     weight = random_layer(name, shape)
-    layer, readable = Layer(weight), unpack(on_cpu(weight))
+    layer, readable = Layer(weight.layout, weight.tensors), unpack(on_cpu(weight))
     monkeypatch.setattr(split, "splits", lambda *_: parts)
     monkeypatch.setattr(torch, "empty", poisoned_empty)
     for tokens, dtype, error in ((1, torch.float32, 2e-5), (3, torch.float16, 2e-3)):
@@ -358,7 +358,7 @@ def test_tiles_by_rows_write_as_many_parts_as_both_can(monkeypatch: pytest.Monke
             for bits, size, some in ((3, 32, rows[:20]), (8, second, rows[20:]))
         ]
         weight = packed((40, 700), *tiles)
-        layer = Layer(weight)
+        layer = Layer(weight.layout, weight.tensors)
         for tokens in (1, 3):
             x = torch.randn(tokens, 700, device=DEVICE).half()
             assert layer._counts(x) == [parts]
@@ -372,7 +372,8 @@ def poisoned_empty(*shape: Any, dtype: torch.dtype | None = None, device: Any = 
 
 @pytest.mark.parametrize("name", ["codebook 4 + sparse", "CMPQ", "nested 2 to 5"])
 def test_products_of_a_layer_do_not_wait_for_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = Layer(random_layer(name, (40, 640))), torch.randn(2, 640, device=DEVICE).half()
+    weight = random_layer(name, (40, 640))
+    layer, x = Layer(weight.layout, weight.tensors), torch.randn(2, 640, device=DEVICE).half()
     want, launched = layer.matmul(x), []
 
     def backwards(device: torch.device, *runs: Callable[[], None]) -> None:
@@ -400,19 +401,19 @@ def test_products_of_a_layer_do_not_wait_for_each_other(name: str, monkeypatch: 
 )
 def test_prefill_and_other_types(name: str) -> None:
     weight = random_layer(name, (48, 640))
-    prepared, readable = Prepared(weight, on_gpu=True), unpack(on_cpu(weight))
+    bound, readable = BoundWeight(weight, on_gpu=True), unpack(on_cpu(weight))
     dense = reference.dequantize(on_cpu(weight))
-    assert torch.equal(prepared.dequantize().cpu(), dense)
+    assert torch.equal(bound.dequantize().cpu(), dense)
     x = torch.randn(2, FUSED_TOKENS, 640, device=DEVICE)
-    y = prepared.matmul(x).cpu()
+    y = bound.matmul(x).cpu()
     assert y.shape == (2, FUSED_TOKENS, 48)
     close(y.view(-1, 48), reference.int_matmul(x.cpu().view(-1, 640), readable), 2e-5)
     for dtype in FLOATS[1:]:
         x = torch.randn(2, 640, device=DEVICE).to(dtype)
-        y = prepared.matmul(x)
+        y = bound.matmul(x)
         assert y.dtype == dtype
         close(y.cpu(), reference.int_matmul(x.float().cpu(), readable), 2e-2)
-    assert prepared.matmul(x[:0]).shape == (0, 48)
+    assert bound.matmul(x[:0]).shape == (0, 48)
 
 
 def test_eight_bits_with_zero_points_beside_others() -> None:
@@ -425,7 +426,11 @@ def test_eight_bits_with_zero_points_beside_others() -> None:
     by_columns = [tile(8, cols=of_columns[:100]), tile(5, cols=of_columns[100:])]
     for shape, tiles in (((40, 100), by_rows), ((20, 200), by_columns)):
         weight, x = packed(shape, *tiles), torch.randn(3, shape[1], device=DEVICE)
-        close(Layer(weight).matmul(x).cpu(), reference.int_matmul(x.cpu(), unpack(on_cpu(weight))), 2e-6)
+        close(
+            Layer(weight.layout, weight.tensors).matmul(x).cpu(),
+            reference.int_matmul(x.cpu(), unpack(on_cpu(weight))),
+            2e-6,
+        )
 
 
 def test_group_sizes_without_a_kernel_are_still_right() -> None:
@@ -435,7 +440,11 @@ def test_group_sizes_without_a_kernel_are_still_right() -> None:
         plain, rounding = packed((12, 200), tile), packed((12, 200), rounds)
         for weight in (plain, rounding):
             x = torch.randn(3, 200, device=DEVICE)
-            close(Layer(weight).matmul(x).cpu(), reference.int_matmul(x.cpu(), unpack(on_cpu(weight))), 2e-6)
+            close(
+                Layer(weight.layout, weight.tensors).matmul(x).cpu(),
+                reference.int_matmul(x.cpu(), unpack(on_cpu(weight))),
+                2e-6,
+            )
 
 
 def packed(shape: tuple[int, int], *tiles: formats.GroupInt) -> PackedWeight:
@@ -451,9 +460,9 @@ def packed(shape: tuple[int, int], *tiles: formats.GroupInt) -> PackedWeight:
 def test_no_other_copy_of_the_codes_is_kept(name: str) -> None:
     weight = random_layer(name, (256, 4096))  # little to pad
     before = storages()
-    layer = Layer(weight)
+    layer = Layer(weight.layout, weight.tensors)
     made = sum(size for key, size in storages().items() if key not in before)
-    assert layer.taken and made < 1.3 * weight.nbytes
+    assert layer.repacked and made < 1.3 * weight.nbytes
 
 
 def storages() -> dict[int, int]:
@@ -464,11 +473,11 @@ def storages() -> dict[int, int]:
 
 
 def test_inputs_of_another_device_or_width_are_refused() -> None:
-    prepared = Prepared(random_layer("W4", (33, 200)), on_gpu=True)
+    bound = BoundWeight(random_layer("W4", (33, 200)), on_gpu=True)
     with pytest.raises(InputError, match="this layer takes floats"):
-        prepared.matmul(torch.randn(1, 100, device=DEVICE))
+        bound.matmul(torch.randn(1, 100, device=DEVICE))
     with pytest.raises(InputError, match="move one"):
-        prepared.matmul(torch.randn(1, 200, device="meta"))
+        bound.matmul(torch.randn(1, 200, device="meta"))
 
 
 def test_info_says_where_kernels_run() -> None:
@@ -477,11 +486,11 @@ def test_info_says_where_kernels_run() -> None:
 
 def force(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers choose the GPU's kernels wherever their tensors are."""
-    before = Prepared.__init__
+    before = BoundWeight.__init__
     monkeypatch.setattr(
-        Prepared,
+        BoundWeight,
         "__init__",
-        lambda self, weight, exact=True, isa=None: before(self, weight, exact, isa, True),
+        lambda self, weight, precision="fp16", isa=None: before(self, weight, precision, isa, True),
     )
 
 
@@ -493,7 +502,7 @@ def test_modules_hold_bytes_once_and_give_them_back(name: str, monkeypatch: pyte
     module.load_state_dict(weight.tensors)
     x = torch.randn(2, 640, device=DEVICE)
     want = module.matmul(x)
-    assert all(module.get_buffer(field).numel() == 0 for field in module.prepared().taken)
+    assert all(module.get_buffer(field).numel() == 0 for field in module.bound().repacked)
     for field, tensor in module.state_dict().items():
         assert torch.equal(tensor.view(torch.uint8), weight.tensors[field].view(torch.uint8))
     assert torch.equal(module.matmul(x), want)

@@ -102,7 +102,7 @@ def test_a_state_dict_is_whole_while_another_thread_runs_the_model(artifact_of: 
             logits(model, IDS)
             for module in model.modules():
                 if isinstance(module, PackedModule):
-                    module._give_back()  # what a copy does, so that the next run takes the bytes again
+                    module.release()  # what a copy does, so that the next run takes the bytes again
 
     worker = threading.Thread(target=runs)
     worker.start()

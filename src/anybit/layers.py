@@ -15,10 +15,9 @@ from anybit.formats.layout import LayerLayout, code_bits
 from anybit.formats.levels import Level, largest
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import operators
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels.dispatch import BoundWeight, check_precision
 
-CODEBOOK_PRECISIONS = ("fp16", "int8")  # that codebooks by row are multiplied in
-_PREPARING = threading.Lock()  # of any module: the first call may come from several threads at once
+_BINDING = threading.Lock()  # of any module: the first call may come from several threads at once
 
 
 class PackedModule(nn.Module):
@@ -33,30 +32,30 @@ class PackedModule(nn.Module):
         super().__init__()
         self.layout = layout
         self._running = layout.widest()  # what it runs as
-        self._exact = True
+        self._precision = "fp16"
         for field, (dtype, shape) in layout.stored_tensors().items():
             if "." in field and field.partition(".")[0] not in self._modules:
                 self.add_module(field.partition(".")[0], nn.Module())
             self._set(field, torch.zeros(shape, dtype=dtype))  # never what lay in memory before
-        self._prepared: Prepared | None = None
+        self._bound: BoundWeight | None = None
         self.register_state_dict_post_hook(_stored_bytes)
         self._name = operators.register(self)
         self._describe()
 
     def _describe(self) -> None:
         """Note what a traced program is told of the layer (made beforehand: tracing is no time for it)."""
-        self._described = operators.describe(self.layout, self._running, self._exact)
+        self._described = operators.describe(self.layout, self._running, self._precision)
 
     def matmul(self, x: Tensor) -> Tensor:
-        """`x [..., in] @ W^T -> [..., out]` in the dtype of x; see `kernels.dispatch.Prepared.matmul`.
+        """`x [..., in] @ W^T -> [..., out]` in the dtype of x; see `kernels.dispatch.BoundWeight.matmul`.
 
         A gradient passes through the stored matrix, straight through the rounding of inputs.
         """
         if torch.compiler.is_compiling():
             return torch.ops.anybit.matmul(x, *self._operands(), self.layout.shape[0])
         if x.requires_grad and torch.is_grad_enabled():
-            return operators.Product.apply(x, self.prepared())
-        return self.prepared().matmul(x)
+            return operators.Product.apply(x, self.bound())
+        return (self._bound or self.bound()).matmul(x)
 
     def _operands(self) -> tuple[list[Tensor], str]:
         """How operators get the weight: by name, or in a program of `torch.export` as what is stored."""
@@ -79,35 +78,33 @@ class PackedModule(nn.Module):
     def packed(self) -> PackedWeight:
         """The stored bytes, as they are now on this module."""
         fields = self.layout.stored_tensors()
-        with _PREPARING:
-            return PackedWeight(self.layout, {f: self.get_buffer(f) for f in fields} | self._restored())
+        with _BINDING:
+            return PackedWeight(self.layout, {f: self.get_buffer(f) for f in fields} | self._unpacked())
 
-    def _restored(self) -> dict[str, Tensor]:
-        """The stored tensors whose buffers are empty: all that the kernels took, but of a nested layer nothing."""
-        return {} if self._prepared is None or self.layout.widths else self._prepared.restore()
+    def _unpacked(self) -> dict[str, Tensor]:
+        """The stored tensors whose buffers are empty: those that the kernels hold in an order of their own."""
+        return {} if self._bound is None else self._bound.unpack()
 
-    def prepared(self) -> Prepared:
-        """The weight bound to its kernels: at the first call, and anew after the buffers moved or the width changed."""
-        found = self._prepared
+    def bound(self) -> BoundWeight:
+        """The weight bound to its kernels at the level that it runs at: at the first call, and anew after `release`."""
+        found = self._bound
         if found is not None:
             return found
         packed = self.packed
-        with _PREPARING:
-            if self._prepared is None:
-                made = Prepared(packed.prefix(self._running), self._exact)
-                for field in () if self.layout.widths else made.taken:
+        with _BINDING:
+            if self._bound is None:
+                made = BoundWeight(packed, self._precision)
+                for field in made.repacked:
                     self._set(field, torch.empty(0, dtype=packed.tensors[field].dtype))
-                self._prepared = made
-            return self._prepared
+                self._bound = made.at(self._running)
+            return self._bound
 
-    def _give_back(self, running: LayerLayout | None = None) -> None:
-        """Let the buffers hold everything again, and run as another layout from now on where one is given."""
-        with _PREPARING:
-            for field, tensor in self._restored().items():
+    def release(self) -> None:
+        """Let the buffers hold all stored tensors again; the next call binds them anew."""
+        with _BINDING:
+            for field, tensor in self._unpacked().items():
                 self._set(field, tensor)
-            self._prepared = None
-            self._running = running or self._running
-        self._describe()
+            self._bound = None
 
     @property
     def bits(self) -> float:
@@ -115,13 +112,17 @@ class PackedModule(nn.Module):
         return code_bits([self._running])
 
     def set_level(self, layout: LayerLayout) -> None:
-        """Run with the first rows of the stored tensors that a layout names, from the next call on; copies no plane."""
-        if layout != self._running:
-            self._give_back(layout)
+        """Run at a level, `layout`, from the next call on; copies nothing."""
+        if layout == self._running:
+            return
+        with _BINDING:
+            self._running = layout
+            self._bound = None if self._bound is None else self._bound.at(layout)
+        self._describe()
 
     def extend(self, layout: LayerLayout, fill: Callable[[str, Tensor], None]) -> None:
         """Become `layout`, whose tensors begin with the stored ones; `fill(field, tensor)` gets all that got longer."""
-        self._give_back()
+        self.release()
         for field, (dtype, shape) in layout.stored_tensors().items():
             try:
                 old: Tensor | None = self.get_buffer(field)
@@ -137,19 +138,20 @@ class PackedModule(nn.Module):
         self._describe()
 
     @property
-    def exact(self) -> bool:
-        """Whether the layer multiplies what is stored, or what `kernels.dispatch.Prepared` rounds it to."""
-        return self._exact
+    def codebook_precision(self) -> str:
+        """What codebooks by row and the inputs that they meet are rounded to; see `kernels.dispatch.BoundWeight`."""
+        return self._precision
 
-    @exact.setter
-    def exact(self, exact: bool) -> None:
-        if exact != self._exact:
-            self._exact = exact
-            self._give_back()
+    @codebook_precision.setter
+    def codebook_precision(self, precision: str) -> None:
+        if check_precision(precision) != self._precision:
+            self._precision = precision
+            self.release()
+            self._describe()
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
         """Move devices, but keep every stored dtype: scales are float16 whatever the model computes in."""
-        self._give_back()
+        self.release()
         stored = {id(buffer) for buffer in self.buffers()}
 
         def move(tensor: Tensor) -> Tensor:
@@ -160,17 +162,17 @@ class PackedModule(nn.Module):
         return super()._apply(move, recurse)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._give_back()
+        self.release()
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """All stored tensors and no native object, made anew in a copy; other threads may run this one meanwhile."""
-        with _PREPARING:
-            state = self.__dict__ | {"_prepared": None, "_buffers": dict(self._buffers)}
+        with _BINDING:
+            state = self.__dict__ | {"_bound": None, "_buffers": dict(self._buffers)}
             state["_modules"] = {name: copy.copy(module) for name, module in self._modules.items()}
             for module in state["_modules"].values():
                 module.__dict__["_buffers"] = dict(module._buffers)
-            for field, tensor in self._restored().items():
+            for field, tensor in self._unpacked().items():
                 holder, _, name = field.rpartition(".")
                 part = state["_modules"][holder].__dict__ if holder else state
                 part["_buffers"][name] = tensor
@@ -203,7 +205,11 @@ class QuantLinear(PackedModule):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.matmul(x)
+        # A narrow layer's product takes microseconds, as much as two calls more of Python's.
+        if torch.compiler.is_compiling() or x.requires_grad or self._bound is None:
+            y = self.matmul(x)
+        else:
+            y = self._bound.matmul(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -226,7 +232,7 @@ class QuantEmbedding(PackedModule):
         if torch.compiler.is_compiling():
             values = torch.ops.anybit.rows(flat, *self._operands(), self.embedding_dim)
         else:
-            values = self.prepared().rows(flat)
+            values = self.bound().rows(flat)
         return (values.to(self.dtype) * self.scale).view(*ids.shape, self.embedding_dim)
 
 
@@ -271,23 +277,13 @@ def set_bits(model: nn.Module, bits: float) -> float:
     return level.bits
 
 
-def check_precision(precision: str) -> None:
-    """Refuse a precision that codebooks do not run in.
-
-    Raises:
-        InputError: with those that there are.
-    """
-    if precision not in CODEBOOK_PRECISIONS:
-        raise InputError(f"codebook precision {precision!r}: expected {' or '.join(CODEBOOK_PRECISIONS)}")
-
-
 def set_codebook_precision(model: nn.Module, precision: str) -> None:
-    """From the next call on, run codebooks by row as stored ("fp16"), or inputs and centroids of 8 bits ("int8").
+    """From the next call on, run codebooks by row as they are stored ("fp16"), or with centroids and inputs of 8 bits.
 
     Raises:
-        InputError: another precision.
+        InputError: neither "fp16" nor "int8"; then nothing changes.
     """
     check_precision(precision)
     for module in model.modules():
         if isinstance(module, PackedModule):
-            module.exact = precision == "fp16"
+            module.codebook_precision = precision

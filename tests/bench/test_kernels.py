@@ -17,7 +17,7 @@ from anybit.errors import InputError
 from anybit.formats.validate import validate
 from anybit.formats.weight import unpack
 from anybit.kernels import reference
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels.dispatch import BoundWeight
 from tests.builders import random
 from tests.probes import isas
 
@@ -206,4 +206,4 @@ def test_the_benchmark_multiplies_valid_weights(shape: tuple[int, int], name: st
     validate("layer", packed)
     x = random(2, shape[1])
     expected = reference.int_matmul(x, unpack(packed))
-    torch.testing.assert_close(Prepared(packed).matmul(x), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(BoundWeight(packed).matmul(x), expected, rtol=1e-4, atol=1e-3)

@@ -24,7 +24,7 @@ from anybit.formats import FORMATS
 from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels.dispatch import BoundWeight
 from anybit.methods import METHODS
 from tests.builders import random
 
@@ -94,7 +94,7 @@ def test_it_multiplies(ternary: ModuleType) -> None:
     packed = pack(QuantizedWeight((7, 33), (ternary.Ternary(*rounded(weight)),)))
     codes, scales = rounded(weight)
     expected = x @ ((codes.float() - 1) * scales.float()[:, None]).T
-    torch.testing.assert_close(Prepared(packed).matmul(x), expected)
+    torch.testing.assert_close(BoundWeight(packed).matmul(x), expected)
 
 
 def test_an_artifact_of_it(artifact: Path, model_dir: Callable[[str], Path]) -> None:

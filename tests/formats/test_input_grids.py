@@ -13,7 +13,7 @@ from anybit.formats import Float16, GroupInt
 from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels.dispatch import BoundWeight
 from anybit.methods import squeezellm
 from tests import builders
 from tests.builders import random, rounded_layer
@@ -50,7 +50,7 @@ def test_the_stored_bytes_of_the_documentation() -> None:
     codes = [127, round(-1 / step), 0, round(1 / step)]
     first = step * sum(q * (c - 8) for q, c in zip(codes, (1, 2, 3, 4)))
     expected = first * 1 + 127 * last * 2 * (5 - 3)
-    torch.testing.assert_close(Prepared(packed).matmul(x)[0, 0], torch.tensor(expected), rtol=1e-5, atol=0)
+    torch.testing.assert_close(BoundWeight(packed).matmul(x)[0, 0], torch.tensor(expected), rtol=1e-5, atol=0)
 
 
 def damage(packed: PackedWeight, field: str, value: Any) -> PackedWeight:

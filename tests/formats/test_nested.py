@@ -18,8 +18,8 @@ from anybit.formats import tables as shapes
 from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
-from anybit.kernels import cpu
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels import cpu, cpu_layer
+from anybit.kernels.dispatch import BoundWeight
 
 pytestmark = pytest.mark.native
 
@@ -189,14 +189,14 @@ def test_products_are_those_of_the_dense_matrix(
     shape: tuple[int, int, int, tuple[int, ...]], isa: str
 ) -> None:
     packed = pack(QuantizedWeight(shape[:2], (random_tile(*shape),)))
-    prepared, dense = Prepared(packed, isa=isa), unpack(packed).dequantize()
-    assert torch.equal(prepared.dequantize(), dense)
+    bound, dense = BoundWeight(packed, isa=isa), unpack(packed).dequantize()
+    assert torch.equal(bound.dequantize(), dense)
     generator = torch.Generator().manual_seed(2)
     for tokens in (1, 2, 7, 16, 17, 40):
         for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
             x = torch.randn(tokens, shape[1], generator=generator).to(dtype)
             expected = x.double() @ dense.double().T
-            error = (prepared.matmul(x) - expected).abs().amax() / expected.abs().amax()
+            error = (bound.matmul(x) - expected).abs().amax() / expected.abs().amax()
             assert float(error) < most, (tokens, dtype)
 
 
@@ -211,17 +211,17 @@ def test_products_with_other_tables(change: str, isa: str, monkeypatch: pytest.M
         if change == "an entry that is no float16 number":
             tables[:, 2 ** (bits + 1) - 3] *= 1.0001  # opposite it
     monkeypatch.setattr(shapes, "tables", lambda: tables)
-    monkeypatch.setattr(cpu, "_shapes", cpu._shapes.__wrapped__)
+    monkeypatch.setattr(cpu_layer, "_tables", cpu_layer._tables.__wrapped__)
     packed = pack(QuantizedWeight((64, 555), (random_tile(64, 555, 0, (64, 60, 56, 50, 40, 30, 20, 10)),)))
-    prepared, dense = Prepared(packed, isa=isa), unpack(packed).dequantize()
-    assert prepared.layer is not None
+    bound, dense = BoundWeight(packed, isa=isa), unpack(packed).dequantize()
+    assert bound.layer is not None
     x = torch.randn(20, 555, generator=torch.Generator().manual_seed(3))
     expected, size = x.double() @ dense.double().T, x.double().abs() @ dense.double().abs().T
     for tokens in (1, 7, 20):
-        y = prepared.layer.matmul(x[:tokens])
+        y = bound.layer.matmul(x[:tokens])
         assert bool(((y - expected[:tokens]).abs() <= 1e-6 * size[:tokens]).all()), tokens
         if tokens == 7:
-            rows = torch.cat([prepared.layer.matmul(x[k : k + 1], threads=1) for k in range(tokens)])
+            rows = torch.cat([bound.layer.matmul(x[k : k + 1], threads=1) for k in range(tokens)])
             assert torch.equal(rows, y)
 
 
@@ -240,10 +240,10 @@ def test_any_shape_and_any_widths(
     counts = (rows, *sorted((n for f in fractions if (n := int(f * rows))), reverse=True))
     kept = min(columns - 1, columns // 50)
     packed = pack(QuantizedWeight((rows, columns), (random_tile(rows, columns, kept, counts),)))
-    prepared = Prepared(packed)
+    bound = BoundWeight(packed)
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(rows))
-    assert prepared.layer is not None
-    y = prepared.layer.matmul(x, threads)
+    assert bound.layer is not None
+    y = bound.layer.matmul(x, threads)
     expected = x.double() @ unpack(packed).dequantize().double().T
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(y, prepared.layer.matmul(x, 1))
+    assert torch.equal(y, bound.layer.matmul(x, 1))

@@ -14,9 +14,11 @@ from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels.cpu_layer import Layer
+from anybit.kernels.dispatch import BoundWeight
 from anybit.methods import two_four_sixteen
 from tests.builders import random, two_four_spec, weight_and_stats
+from tests.kernels.cases import layer_of
 
 pytestmark = pytest.mark.native
 
@@ -38,11 +40,11 @@ def test_any_shape_round_trips(shape: tuple[int, int], wide: float, group_size: 
     dense = made.dequantize()
     assert torch.equal(unpack(packed).dequantize(), dense)
     x = random(3, shape[1], seed=9)
-    prepared = Prepared(packed)
-    torch.testing.assert_close(prepared.matmul(x), x @ dense.T, rtol=1e-4, atol=1e-4)
-    assert torch.equal(prepared.dequantize(), dense)
-    restored = prepared.restore()
-    assert restored.keys() == set(prepared.taken) and (prepared.taken or not cpu.available())
+    bound = BoundWeight(packed)
+    torch.testing.assert_close(bound.matmul(x), x @ dense.T, rtol=1e-4, atol=1e-4)
+    assert torch.equal(bound.dequantize(), dense)
+    restored = bound.unpack()
+    assert restored.keys() == set(bound.repacked) and (bound.repacked or not cpu.available())
     for field, tensor in restored.items():
         assert torch.equal(tensor.view(torch.uint8), packed.tensors[field].view(torch.uint8)), field
 
@@ -57,9 +59,9 @@ def test_native_products(shape: tuple[int, int], wide: float, group_size: int) -
     assert isinstance(tile, TwoFour)
     given, dense = random(17, shape[1], seed=9), tile.dequantize()
     for isa in cpu.matmul_isas():
-        native = cpu.TwoFour(tile, isa=isa)
-        assert torch.equal(native.dequantize(), dense)
-        for dtype in (torch.float32, torch.bfloat16)[: 1 + native.takes_bf16]:
+        layer = layer_of(tile, shape, isa=isa)
+        assert torch.equal(layer.dequantize(), dense)
+        for dtype in (torch.float32, torch.bfloat16)[: 1 + isa.endswith("_bf16")]:
             x, bound = given.to(dtype), 1e-6 if dtype == torch.float32 else 1e-5
             for m in (1, 2, 17):
                 met = (
@@ -67,21 +69,19 @@ def test_native_products(shape: tuple[int, int], wide: float, group_size: int) -
                 ).double()  # many tokens meet weights in their own dtype
                 expected, size = x[:m].double() @ met.T, x[:m].double().abs() @ met.abs().T
                 y, threaded = torch.zeros(m, shape[0]), torch.zeros(m, shape[0])
-                native.matmul(x[:m], y, threads=1)
+                layer.product(x[:m], y, threads=1)
                 assert bool(((y - expected).abs() <= bound * size.amax() + 1e-30).all()), (isa, m)
-                native.matmul(x[:m], threaded, threads=3)
+                layer.product(x[:m], threaded, threads=3)
                 assert torch.equal(y, threaded)
 
 
 @pytest.mark.skipif(not cpu.available(), reason="the native extension is not built")
-@pytest.mark.parametrize(("field", "value"), [("codes", 4), ("zeros", 4), ("scale_codes", 16)])
-def test_kernels_refuse_codes_that_do_not_fit(field: str, value: int) -> None:
+def test_kernels_refuse_blocks_that_are_not_those_of_the_description() -> None:
     weight, stats = weight_and_stats(33, 64)
-    (tile,) = two_four_sixteen.quantize(weight, stats, two_four_spec(0.0, 16, clip=False)).tiles
-    assert isinstance(tile, TwoFour)
-    getattr(tile, field)[5, 2] = value
-    with pytest.raises(ValueError, match=f"{field} go beyond {value - 1}"):
-        cpu.TwoFour(tile)
+    packed = pack(two_four_sixteen.quantize(weight, stats, two_four_spec(0.25, 16, clip=False)))
+    tensors = dict(packed.tensors) | {"blocks": packed.tensors["blocks"] ^ 3}
+    with pytest.raises(ValueError, match="blocks give"):
+        Layer(packed.layout, tensors)
 
 
 def aligned_example() -> TwoFour:

@@ -22,7 +22,7 @@ from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, pack, unpack
 from anybit.kernels import cpu
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels.dispatch import BoundWeight
 from tests.fuzz.bases import Bases
 from tests.fuzz.doors import refusals, same_product
 from tests.fuzz.limits import Finding
@@ -69,15 +69,15 @@ def case(rng: Random, bases: Bases, folder: Path) -> str:
     x = torch.randn(rng.choice(TOKENS), layout.shape[1])
     x = x * rng.choice((1e-3, 1, 1, 100))
     for isa in cpu.matmul_isas():
-        prepared = Prepared(weight, isa=isa)
-        y = prepared.matmul(x)
+        bound = BoundWeight(weight, isa=isa)
+        y = bound.matmul(x)
         with refusals() as refused:
             same_product(isa, weight, x, y)
-        if refused or not torch.equal(prepared.matmul(x), y):
+        if refused or not torch.equal(bound.matmul(x), y):
             raise Finding(f"{isa}: {refused or 'another product the second time'}")
-        if not torch.equal(prepared.dequantize(), Prepared(again, isa=isa).dequantize()):
+        if not torch.equal(bound.dequantize(), BoundWeight(again, isa=isa).dequantize()):
             raise Finding(f"{isa}: packed again, it is another matrix")
-        for field, tensor in prepared.restore().items():
+        for field, tensor in bound.unpack().items():
             if layout.sparse is None and not same_bytes(field, tensor, weight):
                 raise Finding(f"{isa}: {field} is not given back as it was stored")
     return "right"

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from anybit.formats import GroupIntLayout, Tile
+from anybit.formats.bits import pack_codes
+from anybit.formats.layout import LayerLayout
+from anybit.formats.weight import QuantizedWeight
+from anybit.formats.weight import pack as pack_weight
 from anybit.kernels import cpu
+from anybit.kernels.cpu_layer import Layer
 
 
 def isas() -> list[str]:
@@ -43,7 +49,7 @@ def pack(codes: np.ndarray, bits: int, padding: int, noise: np.random.Generator 
 class Case:
     """A random tile, its stored form bound to the kernels, and its weights as numpy has them."""
 
-    tile: cpu.GroupInt
+    layer: Layer
     weight: np.ndarray  # float32 [r, c]
     rows: np.ndarray  # output rows
     out: int
@@ -70,17 +76,43 @@ def make(  # noqa: PLR0913
     column_group = np.arange(c) // group
     zero = 2 ** (bits - 1) if zeros is None else zeros[:, column_group].astype(np.float32)
     weight = (codes.astype(np.float32) - zero) * scales.astype(np.float32)[:, column_group]
-    tile = cpu.group_int(
-        torch.from_numpy(pack(codes, bits, padding, rng)),
-        torch.from_numpy(scales),
-        None if zeros is None else torch.from_numpy(zeros),
-        torch.from_numpy(rows) if indexed else None,
-        bits=bits,
-        group_size=group,
-        columns=c,
+    given = pack(codes, bits, padding, rng), scales, zeros, rows if indexed else None
+    layer = group_int(
+        *(None if array is None else torch.from_numpy(array) for array in given),
+        bits,
+        group,
+        (out, c),
         isa=isa,
     )
-    return Case(tile, weight.astype(np.float32), rows, out)
+    return Case(layer, weight.astype(np.float32), rows, out)
+
+
+def group_int(  # noqa: PLR0913
+    codes: torch.Tensor,  # as they are stored
+    scales: torch.Tensor,  # float16 [r, groups]
+    zeros: torch.Tensor | None,  # uint8 [r, groups], a byte each; None: symmetric
+    rows: torch.Tensor | None,  # int32 [r]; None: all
+    bits: int,
+    group_size: int,
+    shape: tuple[int, int],  # of the matrix that the rows are of
+    threads: int = 1,
+    isa: str | None = None,
+) -> Layer:
+    """A layer of one tile "group int"."""
+    place = {} if rows is None else {"rows": len(rows)}
+    layout = GroupIntLayout(bits=bits, group_size=group_size, symmetric=zeros is None, **place)
+    fields = {"codes": codes, "scales": scales}
+    fields |= {} if zeros is None else {"zeros": pack_codes(zeros, bits, 1)}
+    fields |= {} if rows is None else {"rows": rows}
+    return Layer(LayerLayout(shape, (layout,)), fields, threads=threads, isa=isa)
+
+
+def layer_of(
+    tile: Tile, shape: tuple[int, int], precision: str = "fp16", threads: int = 1, isa: str | None = None
+) -> Layer:
+    """A layer of one tile, packed as a method's is."""
+    packed = pack_weight(QuantizedWeight(shape, (tile,)))
+    return Layer(packed.layout, packed.tensors, precision, threads, isa)
 
 
 def activations(m: int, c: int) -> torch.Tensor:
@@ -90,8 +122,9 @@ def activations(m: int, c: int) -> torch.Tensor:
 
 
 def product_of(case: Case, x: torch.Tensor, threads: int = 1) -> torch.Tensor:
+    """Float32, of inputs in either dtype."""
     y = torch.zeros(x.shape[0], case.out)
-    case.tile.matmul(x, y, threads)
+    case.layer.product(x, y, threads=threads)
     return y
 
 

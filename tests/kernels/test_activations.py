@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from anybit.formats import GroupInt
 from anybit.formats.weight import QuantizedWeight, pack
 from anybit.kernels import cpu, reference
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels.cpu_layer import Layer
 from tests.builders import random
+from tests.kernels.cases import layer_of
 from tests.probes import isas
 
 pytestmark = pytest.mark.native
@@ -47,17 +50,9 @@ def test_activation_codes_follow_the_grid(bits: int, m: int, columns: int, group
         assert torch.equal(cpu.quantize_activations(x, bits, group, None, fixed, isa)[0], expected_codes), isa
 
 
-def native_tile(tile: GroupInt, isa: str) -> cpu.GroupInt:
-    return cpu.group_int(
-        tile.tensors()["codes"],
-        tile.scales,
-        tile.zeros,
-        tile.rows,
-        bits=tile.bits,
-        group_size=tile.group_size,
-        columns=tile.codes.shape[1],
-        isa=isa,
-    )
+def native_layer(tile: GroupInt, isa: str) -> Layer:
+    rows, columns = tile.codes.shape
+    return layer_of(tile, (rows, columns), isa=isa)
 
 
 def test_damaged_inputs_stay_damaged() -> None:
@@ -119,17 +114,18 @@ def test_native_products_match_the_reference(shape: tuple[int, int, int], bits: 
     tile = group_tile(rows, columns, group, bits, symmetric=bits % 3 == 0, seed=7)
     made = QuantizedWeight((rows, columns), (tile,))
     for isa in isas():
-        native = native_tile(tile, isa)
-        assert native.takes_ints
+        layer = native_layer(tile, isa)
+        assert layer.native.int8_group_size == min(group, columns)
         for m in (1, 3, 15):
             x = random(m, columns, seed=m)
             expected = reference.int_matmul(x, made)
             codes, scales = reference.quantize_activations(x, 8, group, tile.act_clip, None)
             y, threaded = torch.zeros(m, rows), torch.zeros(m, rows)
-            native.int_matmul(codes, scales, y)
+            layer.product(codes, y, scales)
             torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
-            native.int_matmul(codes, scales, threaded, threads=3)
+            layer.product(codes, threaded, scales, threads=3)
             assert torch.equal(y, threaded)
+            assert torch.equal(layer.matmul(x), y)  # the layer rounds its inputs alike
 
 
 def test_extreme_codes_do_not_overflow() -> None:
@@ -143,7 +139,7 @@ def test_extreme_codes_do_not_overflow() -> None:
         for isa in isas():
             for m in (1, 9):
                 y = torch.zeros(m, 2)
-                native_tile(tile, isa).int_matmul(x[:m], torch.ones(m, 1), y)
+                native_layer(tile, isa).product(x[:m], y, torch.ones(m, 1))
                 assert y.tolist() == [[-128.0 * (2**bits - 1) * columns] * 2] * m, (bits, isa, m)
 
 
@@ -155,18 +151,20 @@ def test_many_tokens_have_the_bits_of_one_by_one(bits: int) -> None:
         generator = torch.Generator().manual_seed(bits)
         tile = group_tile(rows, columns, group, bits, symmetric=(i + bits) % 3 == 0, seed=i)
         tile.codes[:: 1 + bits % 2, columns // 2 :] = 2**bits - 1
-        if tile.zeros is not None and bits % 2 == 0:  # beyond the codes, and beyond signed bytes
-            tile.zeros[:] = torch.tensor([0, 127, 128, 255], dtype=torch.uint8)[torch.arange(rows) % 4, None]
+        if tile.zeros is not None and bits % 2 == 0:  # at the ends; of 8 bits beyond signed bytes
+            half = 2 ** (bits - 1)
+            ends = torch.tensor([0, half - 1, half, 2 * half - 1], dtype=torch.uint8)
+            tile.zeros[:] = ends[torch.arange(rows) % 4, None]
         tokens = (9, 17, 31, 33, 47, 64, 65)[(i + bits) % 7]
         x = torch.randint(-128, 128, (tokens, columns), generator=generator).to(torch.int8)
         x[0], x[-1] = -128, 127
         scales = torch.rand(tokens, tile.scales.shape[1], generator=generator)
         for isa in isas():
-            native = native_tile(tile, isa)
+            layer = native_layer(tile, isa)
             many, single = torch.ones(tokens, rows), torch.ones(tokens, rows)
-            native.int_matmul(x, scales, many, threads=1 + i % 3)
+            layer.product(x, many, scales, add=True, threads=1 + i % 3)
             for k in range(tokens):
-                native.int_matmul(x[k : k + 1], scales[k : k + 1], single[k : k + 1], threads=1)
+                layer.product(x[k : k + 1], single[k : k + 1], scales[k : k + 1], add=True, threads=1)
             assert torch.equal(many, single), (isa, rows, columns, group)
 
 
@@ -176,11 +174,11 @@ def test_more_tokens_than_one_batch_have_the_bits_of_fewer() -> None:
         x = torch.randint(-128, 128, (513, 700), generator=torch.Generator().manual_seed(1)).to(torch.int8)
         scales = random(513, tile.scales.shape[1])
         for isa in isas():
-            native = native_tile(tile, isa)
+            layer = native_layer(tile, isa)
             all_at_once, parts = torch.zeros(513, 40), torch.zeros(513, 40)
-            native.int_matmul(x, scales, all_at_once)
+            layer.product(x, all_at_once, scales)
             for k in range(0, 513, 8):
-                native.int_matmul(x[k : k + 8], scales[k : k + 8], parts[k : k + 8])
+                layer.product(x[k : k + 8], parts[k : k + 8], scales[k : k + 8])
             assert torch.equal(all_at_once, parts), (isa, group)
 
 
@@ -194,7 +192,7 @@ def test_sums_of_one_sign_are_exact(columns: int) -> None:
     oracle = (x.long() @ (codes.long() - 128).T).float()
     for isa in isas():
         y = torch.zeros(3, 6)
-        native_tile(tile, isa).int_matmul(x, torch.ones(3, 1), y)
+        native_layer(tile, isa).product(x, y, torch.ones(3, 1))
         assert torch.equal(y, oracle), isa
 
 
@@ -202,12 +200,11 @@ def test_native_products_refuse_what_they_cannot_take() -> None:
     isas()
     long = 65537
     wrong = GroupInt(8, long, torch.zeros(2, long, dtype=torch.uint8), torch.ones(2, 1).half())
-    tile = native_tile(wrong, "portable")
-    assert not tile.takes_ints  # its sums could leave 32 bits
-    with pytest.raises(ValueError, match="leave 32 bits"):
-        tile.int_matmul(torch.zeros(1, long, dtype=torch.int8), torch.zeros(1, 1), torch.zeros(1, 2))
-    good = Prepared(pack(QuantizedWeight((2, 8), (group_tile(2, 8, 4, 4, True, 0),)))).tiles[0]
-    assert isinstance(good, cpu.GroupInt)
+    layer = native_layer(wrong, "portable")
+    assert layer.native.int8_group_size == 0  # its sums could leave 32 bits
+    with pytest.raises(ValueError, match="no kernel for rounded ones"):
+        layer.product(torch.zeros(1, long, dtype=torch.int8), torch.zeros(1, 2), torch.zeros(1, 1))
+    good = native_layer(group_tile(2, 8, 4, 4, True, 0), "portable")
     for x, scales, y in (
         (torch.zeros(1, 8, dtype=torch.uint8), torch.zeros(1, 2), torch.zeros(1, 2)),
         (torch.zeros(1, 7, dtype=torch.int8), torch.zeros(1, 2), torch.zeros(1, 2)),
@@ -215,4 +212,15 @@ def test_native_products_refuse_what_they_cannot_take() -> None:
         (torch.zeros(1, 8, dtype=torch.int8), torch.zeros(1, 2), torch.zeros(1, 3)),
     ):
         with pytest.raises(ValueError, match="expected"):
-            good.int_matmul(x, scales, y)
+            good.product(x, y, scales)
+
+
+def test_layers_that_pick_or_scale_inputs_round_them_themselves() -> None:
+    tile = replace(group_tile(4, 8, 4, 4, True, 0), cols=torch.arange(8).flip(0).int())
+    packed = pack(QuantizedWeight((4, 8), (tile,)))
+    scaled = pack(QuantizedWeight((4, 8), (replace(tile, cols=None),), input_scale=torch.ones(8).half()))
+    for weight in (packed, scaled):
+        layer = Layer(weight.layout, weight.tensors)
+        assert layer.native.int8_group_size == 0
+        with pytest.raises(ValueError, match="scales, picks or rounds"):
+            layer.product(torch.zeros(1, 8, dtype=torch.int8), torch.zeros(1, 4), torch.zeros(1, 2))

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import itertools
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from anybit.formats.bits import code_align, pack_codes
 from anybit.kernels import cpu, info
 from anybit.kernels.dispatch import NEEDS
-from tests.kernels.cases import ISAS, PRODUCTS, Case, activations, at_odd_address, make, pack, product_of
+from tests.kernels.cases import (
+    ISAS,
+    PRODUCTS,
+    Case,
+    activations,
+    at_odd_address,
+    group_int,
+    make,
+    pack,
+    product_of,
+)
 
 if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)
@@ -51,12 +63,12 @@ SHAPES = [
 def test_dequantize_is_exact(bits: int, isa: str) -> None:
     for i, (r, c, group) in enumerate(SHAPES):
         case = make(bits, r, c, group, symmetric=i % 3 == 0, padding=(16, 1, 4)[i % 3], isa=isa)
-        got = case.tile.dequantize(torch.float32, 1)
+        got = case.layer.dequantize(torch.float32, 1)
         assert np.array_equal(got.numpy().view(np.uint32), case.weight.view(np.uint32)), (r, c, group)
-        half = case.tile.dequantize(torch.bfloat16, 1)
+        half = case.layer.dequantize(torch.bfloat16, 1)
         assert torch.equal(half, torch.from_numpy(case.weight).bfloat16()), (r, c, group)
         ids = torch.randint(0, r, (5,))
-        assert torch.equal(case.tile.dequantize_rows(ids), got[ids])
+        assert torch.equal(case.layer.rows(ids), got[ids])
 
 
 @pytest.mark.parametrize("isa", PRODUCTS)
@@ -66,14 +78,16 @@ def test_what_is_stored_comes_back(bits: int, isa: str) -> None:
     for i, (r, c, group) in enumerate(SHAPES):
         groups = -(-c // group)
         codes = rng.integers(0, 2**bits, (r, c), dtype=np.uint8)
-        stored = torch.from_numpy(pack(codes, bits, 16, None))
+        stored = torch.from_numpy(pack(codes, bits, code_align(bits), None))
         scales = torch.from_numpy(rng.uniform(-1, 1, (r, groups)).astype(np.float16))
         zeros = torch.from_numpy(rng.integers(0, 2**bits, (r, groups), dtype=np.uint8)) if i % 2 else None
-        tile = cpu.group_int(
-            stored, scales, zeros, None, bits=bits, group_size=group, columns=c, threads=1 + i % 3, isa=isa
-        )
-        for made, given in zip(tile.restore(), (stored, scales, zeros)):
-            assert (made is None) if given is None else torch.equal(made, given), (r, c, group)
+        layer = group_int(stored, scales, zeros, None, bits, group, (r, c), threads=1 + i % 3, isa=isa)
+        expected = {"codes": stored, "scales": scales}
+        expected |= {} if zeros is None else {"zeros": pack_codes(zeros, bits, 1)}
+        made = layer.unpack(1 + i % 2)
+        assert made.keys() == expected.keys() == set(layer.repacked)
+        for field, given in expected.items():
+            assert torch.equal(made[field], given), (r, c, group, field)
 
 
 @pytest.mark.parametrize("isa", PRODUCTS)
@@ -138,17 +152,16 @@ def test_info_says_what_runs_and_why_nothing_better(monkeypatch: pytest.MonkeyPa
     assert info()["cpu"]["missing"] == {}  # another kind of processor
 
 
-def test_bfloat16_is_refused_where_the_kernels_have_none() -> None:
+def test_bfloat16_where_kernels_have_none_is_multiplied_in_float32() -> None:
     case = make(4, 3, 64, 32, isa="portable")
-    assert not case.tile.takes_bf16
-    with pytest.raises(ValueError, match="x is uint16"):
-        product_of(case, activations(1, 64).bfloat16())
+    x = activations(1, 64).bfloat16()
+    assert torch.equal(product_of(case, x), product_of(case, x.float()))
 
 
 def test_matmul_accumulates_in_the_rows_of_the_tile_only() -> None:
     case = make(4, 3, 64, 32, indexed=True)
     x, y = activations(2, 64), torch.full((2, case.out), 7.0)
-    case.tile.matmul(x, y)
+    case.layer.product(x, y, add=True)
     others = np.setdiff1d(np.arange(case.out), case.rows)
     assert (y[:, others] == 7.0).all()
     assert torch.allclose(y[:, case.rows] - 7.0, x @ torch.from_numpy(case.weight).T, rtol=1e-4, atol=1e-3)
@@ -159,44 +172,72 @@ def test_rows_of_x_may_lie_apart() -> None:
     assert torch.equal(product_of(case, wide[:, :64]), product_of(case, wide[:, :64].contiguous()))
 
 
-def parts() -> dict[str, object]:
+def parts() -> dict[str, Any]:
+    """A good tile: what its description says, its stored arrays, and how it is bound."""
     return {
         "codes": torch.zeros(4, 32, dtype=torch.uint8),
         "scales": torch.ones(4, 2, dtype=torch.float16),
-        "zeros": torch.zeros(4, 2, dtype=torch.uint8),
+        "zeros": torch.zeros(4, 1, dtype=torch.uint8),
         "rows": torch.tensor([0, 2, 3, 7], dtype=torch.int32),
         "bits": 4,
         "group_size": 32,
-        "columns": 64,
+        "symmetric": False,
+        "shape": [8, 64],
         "threads": 1,
     }
 
 
-FAULTS = [
+def bind(**given: Any) -> _native.Layer:
+    """Those parts, of which some are others; arrays that are None are left out."""
+    made = parts() | given
+    fields = {name: made[name] for name in ("codes", "scales", "zeros", "rows") if made[name] is not None}
+    tile = {name: made[name] for name in ("bits", "group_size", "symmetric")} | {"format": "group_int"}
+    tile |= {} if made["rows"] is None else {"rows": made.get("row_count", 4)}
+    layout = {"shape": made["shape"], "tiles": [tile | made.get("tile", {})]}
+    return _native.Layer(layout, fields, threads=made["threads"], isa=made.get("isa"))
+
+
+FAULTS: list[tuple[str, Any, str]] = [
     ("codes", torch.zeros(4, 32), "codes is float32 [4, 32]"),
     ("codes", torch.zeros(4, 31, dtype=torch.uint8), "codes have 31 bytes a row"),
-    ("codes", torch.zeros(4, 1, 32, dtype=torch.uint8), "codes has 3 dimensions"),
+    ("codes", torch.zeros(4, 1, 32, dtype=torch.uint8), "codes is uint8 [4, 1, 32], expected uint8 [4, 32]"),
     ("codes", torch.zeros(4, 64, dtype=torch.uint8)[:, ::2], "codes is uint8 [4, 32] with strides [64, 2]"),
-    ("codes", torch.zeros(32, dtype=torch.uint8), "codes has 1 dimensions"),
-    ("codes", torch.zeros(0, 32, dtype=torch.uint8), "expected float16 or uint16 [0, 2]"),
+    ("codes", torch.zeros(32, dtype=torch.uint8), "codes is uint8 [32]"),
+    ("codes", torch.zeros(0, 32, dtype=torch.uint8), "codes is uint8 [0, 32]"),
+    ("codes", None, "field codes is missing"),
+    ("codes", "text", "codes is no array"),
     ("scales", torch.ones(4, 2), "scales is float32 [4, 2]"),
     ("scales", torch.ones(4, 3, dtype=torch.float16), "scales is float16 [4, 3]"),
     ("scales", torch.ones(2, 4, dtype=torch.float16).T, "scales is float16 [4, 2] with strides [1, 4]"),
-    ("zeros", torch.zeros(4, 1, dtype=torch.uint8), "zeros is uint8 [4, 1]"),
-    ("zeros", torch.zeros(4, 2, dtype=torch.int8), "zeros is int8 [4, 2]"),
+    ("zeros", torch.zeros(4, 2, dtype=torch.uint8), "zeros is uint8 [4, 2]"),
+    ("zeros", torch.zeros(4, 1, dtype=torch.int8), "zeros is int8 [4, 1]"),
     ("rows", torch.tensor([0, 2, 2, 7], dtype=torch.int32), "rows hold 2 twice"),
     ("rows", torch.tensor([-1, 2, 3, 7], dtype=torch.int32), "rows hold -1"),
+    ("rows", torch.tensor([0, 2, 3, 8], dtype=torch.int32), "rows hold 8"),
     ("rows", torch.tensor([0, 2, 3], dtype=torch.int32), "rows is int32 [3]"),
     ("rows", torch.tensor([0, 2, 3, 7]), "rows is int64 [4]"),
-    ("bits", 3, "codes has 2 dimensions, expected 3"),
+    ("bits", 3, "expected uint8 [3, 4, 32]"),
     ("bits", 0, "bits is 0"),
     ("bits", 9, "bits is 9"),
     ("bits", 8, "64 columns need 64"),
+    ("bits", 2.5, "bits is no number"),
+    ("bits", True, "bits is no number"),
     ("group_size", 0, "group_size is 0"),
-    ("group_size", 2**62, "expected float16 or uint16 [4, 1]"),
-    ("columns", 0, "columns is 0"),
-    ("columns", 65, "65 columns need 33"),
-    ("columns", 2**62, "columns is 4611686018427387904"),
+    ("group_size", 2**62, "group_size is no number"),
+    ("group_size", 2**31 - 1, "expected float16 or uint16 [4, 1]"),
+    ("symmetric", 1, "symmetric is neither true nor false"),
+    ("shape", [8, 0], "a layer of 8 x 0"),
+    ("shape", [8, 65], "65 columns need 33"),
+    ("shape", [8, 2**62], "shape is no number"),
+    ("shape", [8], "shape is not [out, in]"),
+    ("shape", "8x64", "shape is no list"),
+    ("row_count", 9, "rows is 9, expected 0 to 8"),
+    ("row_count", -1, "rows is no number"),
+    ("tile", {"format": "ternary"}, "no kernel for tiles in the format ternary"),
+    ("tile", {"format": 4}, "format is no text"),
+    ("tile", {"act_bits": 9}, "act_bits is 9, expected 2 to 8"),
+    ("tile", {"act_bits": 8}, "field act_clip is missing"),
+    ("tile", {"cols": 64}, "field cols is missing"),
     ("threads", 0, "threads is 0"),
     ("isa", "avx1024", "isa 'avx1024' is unknown"),
 ]
@@ -207,18 +248,29 @@ def test_numbers_at_odd_addresses_are_refused(name: str) -> None:
     """The kernels' vector loads may be let loose on them, the compiler's code may not."""
     odd = at_odd_address(parts()[name])
     with pytest.raises(ValueError, match=f"{name} is .* at an address that is no multiple of its size"):
-        _native.GroupInt(**(parts() | {name: odd}))
-    _native.GroupInt(**(parts() | {name: odd.clone()}))
+        bind(**{name: odd})
+    bind(**{name: odd.clone()})
+
+
+def test_inputs_at_odd_addresses_are_refused() -> None:
+    layer, x = bind(), at_odd_address(torch.zeros(1, 64))
+    for multiply in (
+        lambda: layer.matmul(x, 1),
+        lambda: layer.product(x, None, torch.zeros(1, 8), False, 1),
+        lambda: layer.product(torch.zeros(1, 64), None, at_odd_address(torch.zeros(1, 8)), False, 1),
+    ):
+        with pytest.raises(ValueError, match="at an address that is no multiple of its size"):
+            multiply()
 
 
 def test_the_parts_that_the_faults_break_are_good() -> None:
-    _native.GroupInt(**parts())
+    bind()
 
 
 @pytest.mark.parametrize(("name", "value", "message"), FAULTS)
 def test_a_bad_part_is_refused_by_name(name: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        _native.GroupInt(**(parts() | {name: value}))
+        bind(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -231,48 +283,51 @@ def test_a_bad_part_is_refused_by_name(name: str, value: object, message: str) -
         (torch.zeros(2, 64), torch.zeros(1, 8), 1),
         (torch.zeros(1, 64), torch.zeros(1, 7), 1),  # row 7 would be written past the end
         (torch.zeros(2, 64), torch.zeros(8, 2).T, 1),
+        (torch.zeros(1, 64).half(), torch.zeros(1, 8), 1),
+        (torch.zeros(1, 64).to(torch.int8), torch.zeros(1, 8), 1),
         (torch.zeros(1, 64), torch.zeros(1, 8).half(), 1),
         (torch.zeros(1, 64), torch.zeros(1, 8), 0),
         (torch.zeros(1, 64), torch.zeros(1, 8), 10**12),
     ],
 )
 def test_matmul_refuses_what_does_not_fit(x: torch.Tensor, y: torch.Tensor, threads: int) -> None:
-    for tile in (
-        _native.GroupInt(**parts()),
-        _native.GroupInt(**(parts() | {"rows": None})),
-    ):  # all: out is 4
-        with pytest.raises(ValueError, match=r"expected|up to"):
-            tile.matmul(x, y, threads)
+    with pytest.raises(ValueError, match="expected"):
+        bind().product(x, None, y, False, threads)
 
 
 def test_no_threads_is_an_error_not_the_default() -> None:
     case = make(4, 8, 64, 32)
     for threads in (0, -1, 2000):
         with pytest.raises(ValueError, match="threads is"):
-            case.tile.matmul(torch.zeros(1, 64), torch.zeros(1, 8), threads)
+            case.layer.product(torch.zeros(1, 64), torch.zeros(1, 8), threads=threads)
+        if threads < 1:
+            with pytest.raises(ValueError, match="threads is"):
+                case.layer.matmul(torch.zeros(1, 64), threads)
 
 
 def test_ids_beyond_32_bits_are_no_rows() -> None:
-    tile = make(4, 8, 64, 32).tile
+    layer = make(4, 8, 64, 32).layer
     for ids in ([2**32], [-1], [8], [0, 2**31]):
-        with pytest.raises(ValueError, match="of a tile of 8 rows"):
-            tile.dequantize_rows(torch.tensor(ids))
+        with pytest.raises(ValueError, match="of a layer of 8 rows"):
+            layer.rows(torch.tensor(ids))
+    with pytest.raises(ValueError, match="single rows are those of"):
+        make(4, 8, 64, 32, indexed=True).layer.rows(torch.tensor([0]))
 
 
 def test_rows_changed_after_binding_change_nothing() -> None:
-    given = parts() | {"zeros": None}  # codes of 0 on a symmetric grid: every weight is -8
-    tile, y = _native.GroupInt(**given), torch.zeros(1, 8)
-    given["rows"].fill_(10**6)  # type: ignore[attr-defined]
-    tile.matmul(torch.ones(1, 64), y, 1)
+    rows = parts()["rows"]  # codes of 0 on a symmetric grid: every weight is -8
+    layer, y = bind(zeros=None, symmetric=True, rows=rows), torch.zeros(1, 8)
+    rows.fill_(10**6)
+    layer.product(torch.ones(1, 64), None, y, False, 1)
     assert y.tolist() == [[-512, 0, -512, -512, 0, 0, 0, -512]]
 
 
 @pytest.mark.parametrize(
-    "out", [torch.zeros(4, 63), torch.zeros(4, 64).half(), torch.zeros(64, 4).T, torch.zeros(256)]
+    "out", [torch.zeros(8, 63), torch.zeros(8, 64).half(), torch.zeros(64, 8).T, torch.zeros(512)]
 )
 def test_dequantize_refuses_what_does_not_fit(out: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="expected"):
-        _native.GroupInt(**parts()).dequantize(out, 1)
+        bind().dequantize(out, 1)
 
 
 def test_an_unknown_isa_is_refused_and_the_best_is_named() -> None:
@@ -286,10 +341,44 @@ def test_a_tile_without_rows_or_tokens_does_nothing() -> None:
         "codes": torch.zeros(0, 32, dtype=torch.uint8),
         "scales": torch.ones(0, 2, dtype=torch.float16),
         "zeros": None,
+        "symmetric": True,
         "rows": torch.zeros(0, dtype=torch.int32),
+        "row_count": 0,
     }
     y, none = torch.full((1, 8), 3.0), torch.zeros(0, 8)
-    _native.GroupInt(**(parts() | empty)).matmul(torch.ones(1, 64), y, 1)
+    bind(**empty).product(torch.ones(1, 64), None, y, True, 1)
     assert y.tolist() == [[3.0] * 8]
-    _native.GroupInt(**parts()).matmul(torch.zeros(0, 64), none, 1)
-    assert none.shape == (0, 8)
+    bind(**empty).product(torch.ones(1, 64), None, y, False, 1)
+    assert y.tolist() == [[0.0] * 8]
+    bind().product(torch.zeros(0, 64), None, none, False, 1)
+    assert bind().matmul(torch.zeros(0, 64), 1).shape == none.shape == (0, 8)
+
+
+def test_outputs_are_set_added_to_or_rounded() -> None:
+    for isa in PRODUCTS:
+        case, x = make(4, 19, 200, 32, indexed=True, isa=isa), activations(23, 200)
+        for inputs in (x[:1], x[:5], x):
+            for given in (inputs, inputs.bfloat16()):
+                want, y = product_of(case, given), torch.full((len(given), case.out + 3), 2.0)
+                case.layer.product(given, y[:, : case.out], add=True, threads=2)
+                torch.testing.assert_close(y[:, : case.out], want + 2, rtol=1e-5, atol=1e-3)
+                assert (y[:, case.out :] == 2).all()
+                half = torch.ones(len(given), case.out + 3, dtype=torch.bfloat16)
+                case.layer.product(given, half[:, : case.out], threads=2)
+                assert torch.equal(half[:, : case.out], want.bfloat16()) and (half[:, case.out :] == 1).all()
+
+
+def test_what_matmul_does_not_take_as_it_is_comes_back_as_none() -> None:
+    layer = bind()
+    for x in (
+        torch.zeros(1, 63),
+        torch.zeros(1, 64).double(),
+        torch.zeros(1, 64).half(),
+        torch.zeros(64, 2).T,
+        torch.zeros(1, 64, device="meta"),
+        torch.tensor(1.0),
+        np.zeros((1, 64), np.float32),
+    ):
+        assert layer.matmul(x, 1) is None
+    y = layer.matmul(torch.ones(2, 3, 64), 1)
+    assert y.shape == (2, 3, 8) and y.dtype == torch.float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from anybit.formats import Float16Layout, GroupIntLayout, Sparse
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import cpu, reference
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels.cpu_layer import Layer
+from anybit.kernels.dispatch import BoundWeight
 from tests.kernels.cases import at_odd_address
 
 if not cpu.available():
@@ -103,20 +105,20 @@ def test_a_layer_is_the_product_with_its_dense_matrix(  # noqa: PLR0913
     weight = packed(name, shape, sparse and not rounded, scaled, seed)  # no method has both
     x = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(seed))
     x = x.bfloat16() if half else x
-    prepared = Prepared(weight, isa=isa)
-    assert prepared.layer is not None
-    y = prepared.layer.matmul(x, threads=threads)
+    bound = BoundWeight(weight, isa=isa)
+    assert bound.layer is not None
+    y = bound.layer.matmul(x, threads=threads)
     assert y.dtype == x.dtype
     expected, size = oracle(weight, x)
     # What is rounded to bfloat16: the result; centroids; inputs once more where they are scaled. Roundings are random,
     # so they add up as `size` does: a single weight left out is several times that.
-    bound = 2e-5 * size.amax() + (2 * LOWEST * expected.abs() + 8 * LOWEST * size if half else 0)
-    assert bool(((y.double() - expected).abs() <= bound).all())
-    assert torch.equal(prepared.layer.matmul(x, threads=1), y)
+    most = 2e-5 * size.amax() + (2 * LOWEST * expected.abs() + 8 * LOWEST * size if half else 0)
+    assert bool(((y.double() - expected).abs() <= most).all())
+    assert torch.equal(bound.layer.matmul(x, threads=1), y)
     few = cpu.few_tokens(x.dtype, isa)
     for k in range(tokens if tokens <= few else 0):  # more are summed in another order
-        assert torch.equal(prepared.layer.matmul(x[k : k + 1].contiguous(), threads=threads)[0], y[k])
-    assert torch.equal(prepared.matmul(x), y)
+        assert torch.equal(bound.layer.matmul(x[k : k + 1].contiguous(), threads=threads)[0], y[k])
+    assert torch.equal(bound.matmul(x), y)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -124,17 +126,17 @@ def test_numbers_at_odd_addresses_are_refused_or_copied(name: str) -> None:
     """In every format and every field of it: the compiler's code takes addresses for multiples of a number's size."""
     weight = packed(name, (261, 256), not layout_of(name, 261, 256).rounds_inputs, scaled=True, seed=2)
     x = torch.randn(3, 256)
-    expected = Prepared(weight).matmul(x)
+    expected = BoundWeight(weight).matmul(x)
     for field, tensor in weight.tensors.items():
         if tensor.itemsize == 1 or not tensor.numel():
             continue
         moved = PackedWeight(weight.layout, {**weight.tensors, field: at_odd_address(tensor)})
         try:
-            assert torch.equal(Prepared(moved).matmul(x), expected), field
+            assert torch.equal(BoundWeight(moved).matmul(x), expected), field
         except ValueError as error:
             assert "at an address that is no multiple of its size" in str(error), field
     with pytest.raises(ValueError, match="no multiple of its size"):
-        layer = Prepared(weight).layer
+        layer = BoundWeight(weight).layer
         assert layer is not None
         layer.matmul(at_odd_address(x))
 
@@ -158,14 +160,14 @@ def test_tokens_beyond_one_turn(name: str, half: bool) -> None:
     """A prompt is multiplied in turns: each token's sums are those it has among a few."""
     weight = packed(name, (300, 1216), sparse=name == "codebook 4", scaled=name == "W3", seed=1)
     x = torch.randn(1030, 1216, generator=torch.Generator().manual_seed(1))
-    prepared = Prepared(weight)
-    y = prepared.matmul(x.bfloat16() if half else x)
+    bound = BoundWeight(weight)
+    y = bound.matmul(x.bfloat16() if half else x)
     for begin, end in ((0, 17), (300, 400), (500, 530), (1000, 1030)):
         part = x[begin:end].bfloat16() if half else x[begin:end]
-        assert torch.equal(prepared.matmul(part), y[begin:end])
+        assert torch.equal(bound.matmul(part), y[begin:end])
     expected, size = oracle(weight, x.bfloat16() if half else x)
-    bound = 2e-5 * size.amax() + (2 * LOWEST * expected.abs() + 8 * LOWEST * size if half else 0)
-    assert bool(((y.double() - expected).abs() <= bound).all())
+    most = 2e-5 * size.amax() + (2 * LOWEST * expected.abs() + 8 * LOWEST * size if half else 0)
+    assert bool(((y.double() - expected).abs() <= most).all())
 
 
 @pytest.mark.skipif(os.getenv("ANYBIT_BUILD") is not None, reason="sanitizers need more of a stack")
@@ -174,9 +176,9 @@ def test_a_thread_of_half_a_megabyte_has_stack_enough() -> None:
 
     def multiply() -> None:
         for name in ("W4", "W4A8", "codebook 4", "nested 4"):
-            prepared = Prepared(packed(name, (130, 520), sparse=False, scaled=False, seed=1))
+            bound = BoundWeight(packed(name, (130, 520), sparse=False, scaled=False, seed=1))
             x = torch.randn(520, 520)
-            done.append(torch.stack([prepared.matmul(x), prepared.matmul(x.bfloat16())]))
+            done.append(torch.stack([bound.matmul(x), bound.matmul(x.bfloat16())]))
 
     try:
         thread = threading.Thread(target=multiply)
@@ -194,16 +196,17 @@ def test_float16_tiles_of_any_shape(shape: tuple[int, int], dtype: torch.dtype, 
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(shape, generator=generator).to(dtype)
     rows = torch.randperm(2 * shape[0], generator=generator)[: shape[0]].sort().values.int()
-    tile = cpu.Float16(values, rows, isa)
+    layout = LayerLayout((2 * shape[0], shape[1]), (Float16Layout(rows=shape[0]),))
+    layer = Layer(layout, {"values": values, "rows": rows}, isa=isa)
     for tokens in (1, 16, 17, 25, 530):
         x, y = torch.randn(tokens, shape[1], generator=generator), torch.ones(tokens, 2 * shape[0])
         expected = y.double().index_add(1, rows.long(), x.double() @ values.double().T)
         alone, own = torch.ones_like(y), torch.ones_like(y[:1])
-        tile.matmul(x, y, threads=2)
+        layer.product(x, y, add=True, threads=2)
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
-        tile.matmul(x, alone, threads=1)
+        layer.product(x, alone, add=True, threads=1)
         assert torch.equal(alone, y)
-        tile.matmul(x[-1:], own)
+        layer.product(x[-1:], own, add=True)
         assert tokens > cpu.few_tokens(x.dtype, isa) or torch.equal(own[0], y[-1])
 
 
@@ -212,40 +215,78 @@ def test_sparse_columns_beyond_16_bits() -> None:
     part = sparse_weight(3, 70_000, torch.Generator().manual_seed(1))
     tensors = part.tensors(70_000)
     assert tensors["columns"].dtype == torch.uint32
-    layer, x = cpu.Layer(3, 70_000), torch.randn(2, 70_000)
-    layer.add_sparse(**tensors)
+    layout = LayerLayout((3, 70_000), (Float16Layout(),), sparse=len(part.values))
+    fields = {"values": torch.zeros(3, 70_000).half()} | {f"sparse.{name}": t for name, t in tensors.items()}
+    layer, x = Layer(layout, fields), torch.randn(2, 70_000)
     dense = torch.zeros(3, 70_000)
     part.add_to(dense)
     torch.testing.assert_close(layer.matmul(x), x @ dense.T, rtol=1e-4, atol=1e-3)
 
 
-def layer_of(columns: int = 64) -> tuple[cpu.Layer, cpu.Float16]:
-    return cpu.Layer(4, 64), cpu.Float16(torch.ones(4, columns).half(), None)
+@pytest.mark.parametrize(
+    "name", ["W4", "W4A8", "MixLLM p10", "2/4/16", "codebook 4", "nested 2 to 5", *NAMES[-2:]]
+)
+def test_a_product_may_be_added(name: str) -> None:
+    """Sparse weights, scaled inputs and rows in any order beside, of few tokens and of many."""
+    rounded = layout_of(name, 70, 320).rounds_inputs
+    weight = packed(name, (70, 320), sparse=not rounded, scaled=True, seed=3)
+    for isa in cpu.matmul_isas():
+        layer = Layer(weight.layout, weight.tensors, isa=isa)
+        for tokens in (1, 6, 40, 520):
+            x = torch.randn(tokens, 320, generator=torch.Generator().manual_seed(tokens))
+            for inputs in (x, x.bfloat16()):
+                y, before = torch.empty(tokens, 70), torch.full((tokens, 70), 3.0)
+                layer.product(inputs, y, threads=2)
+                layer.product(inputs, before, add=True, threads=2)
+                size = float(y.abs().max())
+                torch.testing.assert_close(before, y + 3, rtol=0, atol=1e-6 * size + 1e-5)
+                if inputs.dtype == torch.bfloat16:
+                    assert torch.equal(layer.matmul(inputs), y.bfloat16())
+
+
+def float16_layer(shape: tuple[int, int], in_features: int = 64, **changes: Any) -> Layer:
+    """Of ones, with one thing that does not fit."""
+    out = changes.pop("out", 4)
+    fields = {"values": torch.ones(shape).half(), **changes.pop("fields", {})}
+    layer = changes.pop("layer", {})
+    return Layer(LayerLayout((out, in_features), (Float16Layout(**changes),), **layer), fields)
+
+
+def codes_layer(**changes: Any) -> Layer:
+    """W8A8 in groups of 40, with one thing that does not fit."""
+    layout = GroupIntLayout(**({"bits": 8, "group_size": 40, "symmetric": True, "act_bits": 8} | changes))
+    fields = {
+        "codes": torch.zeros(4, 64).byte(),
+        "scales": torch.ones(4, 2).half(),
+        "act_clip": torch.ones(1).half(),
+    }
+    return Layer(LayerLayout((4, 64), (layout,)), fields)
 
 
 def test_a_layer_refuses_what_does_not_fit() -> None:
-    layer, tile = layer_of()
-    narrow = cpu.Float16(torch.ones(4, 8).half(), None)
-    ones = torch.ones(1).half()
-    grid = {"bits": 8, "group_size": 40, "columns": 64}
-    codes = cpu.group_int(torch.zeros(4, 64).byte(), torch.ones(4, 2).half(), None, None, **grid)
-    cases = [
-        (lambda: layer.add(narrow), "needs `cols`"),
-        (lambda: layer.add(narrow, torch.arange(57, 65, dtype=torch.int32)), "cols hold 64"),
-        (lambda: layer.add(narrow, torch.arange(7, dtype=torch.int32)), "cols is int32"),
-        (lambda: layer.add(cpu.Float16(torch.ones(5, 64).half(), None)), "expected 5"),
-        (lambda: layer.add(tile, None, 9, 64, ones), "act_bits is 9"),
-        (lambda: layer.add(tile, None, 8, 32, ones), "clip is float16"),
-        (lambda: layer.add(codes, None, 8, 48, torch.ones(2).half()), "groups of 48"),
+    layer = float16_layer((4, 64))
+    columns = torch.arange(57, 65, dtype=torch.int32)
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: float16_layer((4, 8)), "expected float16 or bfloat16 .4, 64."),
+        (lambda: float16_layer((4, 8), cols=8), "field cols is missing"),
+        (lambda: float16_layer((4, 8), cols=8, fields={"cols": columns}), "cols hold 64"),
+        (lambda: float16_layer((4, 8), cols=8, fields={"cols": columns[1:]}), "cols is int32 .7."),
+        (lambda: float16_layer((5, 64)), "values is float16 .5, 64."),
+        (lambda: float16_layer((4, 0), in_features=0), "a layer of 4 x 0"),
+        (lambda: codes_layer(act_bits=9), "act_bits is 9"),
+        (codes_layer, "act_clip is float16 .1., expected float16 or uint16 .2."),
+        (lambda: codes_layer(act_static=True), "field act_scales is missing"),
+        (lambda: float16_layer((4, 64), layer={"input_scale": True}), "field input_scale is missing"),
         (
-            lambda: layer.add(cpu.Float16(torch.ones(4, 0).half(), None), torch.ones(0).int(), 8, 1, ones),
-            "without",
+            lambda: float16_layer(
+                (4, 64), layer={"input_scale": True}, fields={"input_scale": torch.ones(63).half()}
+            ),
+            "input_scale is float16 .63.",
         ),
-        (lambda: layer.add(tile, None, 8, 64, ones, ones), "either clip or fixed"),
-        (lambda: layer.scale_inputs(torch.ones(63)), "scale is float32"),
-        (lambda: layer.matmul(torch.ones(1, 63)), "x is float32"),
-        (lambda: layer.matmul(torch.ones(1, 64).half()), "x is float16"),
+        (lambda: layer.matmul(torch.ones(1, 63)), "x is torch.float32"),
+        (lambda: layer.matmul(torch.ones(1, 64).half()), "x is torch.float16"),
         (lambda: layer.matmul(torch.ones(1, 64), threads=-1), "threads is -1"),
+        (lambda: layer.at(layer._layout), "has one width"),
     ]
     for run, match in cases:
         with pytest.raises(ValueError, match=match):
@@ -262,14 +303,18 @@ def test_a_layer_refuses_what_does_not_fit() -> None:
     ],
 )
 def test_damaged_sparse_weights_are_refused(columns: list[int], row_ptr: list[int], match: str) -> None:
-    layer, _ = layer_of()
-    index = torch.tensor(columns, dtype=torch.int16).view(torch.uint16)
-    good = torch.tensor([0, 63], dtype=torch.int16).view(torch.uint16)
-    layer.add_sparse(torch.ones(2).half(), good, torch.tensor([0, 1, 1, 1, 2], dtype=torch.int32))
+    def layer(columns: list[int], row_ptr: list[int]) -> Layer:
+        sparse = {
+            "sparse.values": torch.ones(2).half(),
+            "sparse.columns": torch.tensor(columns, dtype=torch.int16).view(torch.uint16),
+            "sparse.row_ptr": torch.tensor(row_ptr, dtype=torch.int32),
+        }
+        zeros = {"values": torch.zeros(4, 64).half()}
+        return float16_layer((4, 64), layer={"sparse": 2}, fields=zeros | sparse)
+
+    assert layer([0, 63], [0, 1, 1, 1, 2]).matmul(torch.arange(64.0)[None]).tolist() == [[0, 0, 0, 63]]
     with pytest.raises(ValueError, match=match):
-        layer.add_sparse(torch.ones(2).half(), index, torch.tensor(row_ptr, dtype=torch.int32))
-    x = torch.arange(64.0)[None]
-    assert layer.matmul(x).tolist() == [[0, 0, 0, 63]]  # what was there before the refusal
+        layer(columns, row_ptr)
 
 
 @pytest.mark.alone
@@ -280,8 +325,8 @@ def test_memory_between_steps_is_kept_within_bounds() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") // 2**20
 
     def run(rows: int) -> None:
-        layer = cpu.Layer(rows, 8)
-        layer.add(cpu.Float16(torch.ones(rows, 8).half(), torch.randperm(rows).int()))
+        fields = {"values": torch.ones(rows, 8).half(), "rows": torch.randperm(rows).int()}
+        layer = Layer(LayerLayout((rows, 8), (Float16Layout(rows=rows),)), fields)
         y = layer.matmul(torch.ones(512, 8), threads=1)
         assert torch.equal(y, torch.full((512, rows), 8.0))
 

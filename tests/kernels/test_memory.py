@@ -21,16 +21,17 @@ MEMORY = """
 import resource
 from pathlib import Path
 import torch
-from anybit.kernels import cpu
+from anybit.formats import GroupIntLayout
+from anybit.formats.layout import LayerLayout
+from anybit.kernels.cpu_layer import Layer
 
 def tile(rows=256):
     codes, scales = torch.full((rows, 4096), 129, dtype=torch.uint8), torch.ones(rows, 32).half()
-    return cpu.group_int(codes, scales, None, None, bits=8, group_size=128, columns=4096)
+    layout = LayerLayout((rows, 4096), (GroupIntLayout(bits=8, group_size=128, symmetric=True),))
+    return Layer(layout, {"codes": codes, "scales": scales})
 
 def product_of(tile):
-    y = torch.zeros(1, tile.rows)
-    tile.matmul(torch.ones(1, 4096), y, 1)
-    return set(y.ravel().tolist())
+    return set(tile.matmul(torch.ones(1, 4096), 1).ravel().tolist())
 
 def resident(index=1):
     return int(Path("/proc/self/statm").read_text().split()[index]) * resource.getpagesize()

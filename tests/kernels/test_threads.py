@@ -29,7 +29,7 @@ def test_any_number_of_threads_gives_the_same_bits(bits: int, isa: str) -> None:
     x = activations(5, 1539)
     for threads in (2, 3, 7):
         assert torch.equal(product_of(case, x, threads), product_of(case, x, 1))
-        assert torch.equal(case.tile.dequantize(threads=threads), case.tile.dequantize(threads=1))
+        assert torch.equal(case.layer.dequantize(threads=threads), case.layer.dequantize(threads=1))
 
 
 def test_several_python_threads_at_once() -> None:
@@ -68,14 +68,15 @@ def test_idle_workers_leave_the_processor_alone() -> None:
 
 MASKS = """
 import os, sys, time, torch
-from anybit.kernels import cpu
+from anybit.formats import Float16Layout
+from anybit.formats.layout import LayerLayout
+from anybit.kernels.cpu_layer import Layer
 
 def masks():
     return {task: os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")}
 
 torch.set_num_threads(1)
-layer = cpu.Layer(501, 700)
-layer.add(cpu.Float16(torch.randn(501, 700).bfloat16(), None))
+layer = Layer(LayerLayout((501, 700), (Float16Layout(),)), {"values": torch.randn(501, 700).bfloat16()})
 x = torch.randn(1, 700)
 want, others = layer.matmul(x, threads=1), masks()
 
@@ -154,9 +155,7 @@ assert all(mask == one for mask in masks().values())
 
 @pytest.mark.slow
 def test_more_threads_in_pytorch_than_kernels_take() -> None:
-    script = (
-        "import torch; from anybit.kernels import cpu; torch.set_num_threads(2000); print(cpu._threads(None))"
-    )
+    script = "import torch; from anybit.kernels import cpu; torch.set_num_threads(2000); print(cpu.used_threads(None))"
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert done.stdout == "1024\n"
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from anybit.bench import graphs
 from anybit.bench.graphs import LIMIT, Run, Save, Variant, nobody
-from anybit.bench.kernels import FAST, layouts, random_weight
+from anybit.bench.kernels import INT8, layouts, random_weight
 from anybit.bench.variants import chosen
 from anybit.config import Json
 from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, unpack
 from anybit.kernels import reference
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels.dispatch import BoundWeight
 
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (14336, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 512, 1024)
@@ -150,7 +150,7 @@ def decode(
 
 def _names(only: Sequence[str], usual: Sequence[str] = ()) -> list[str]:
     """The variants of these names, or that begin so, or the usual ones of a part (none: all)."""
-    there = [name for name in layouts(*AWKWARD) if not name.endswith(FAST)]  # an option of the CPU's kernels
+    there = [name for name in layouts(*AWKWARD) if not name.endswith(INT8)]  # an option of the CPU's kernels
     if only:
         return chosen(only, there)
     return [name for name in there if not usual or name in usual]
@@ -226,12 +226,12 @@ def _error(name: str, tokens: Sequence[int], dtype: str, device: torch.device) -
         ValueError: it is too large.
     """
     weight = _random(layouts(*AWKWARD)[name], device)
-    prepared, readable = Prepared(weight, on_gpu=True), unpack(_moved(weight, "cpu"))
+    bound, readable = BoundWeight(weight, on_gpu=True), unpack(_moved(weight, "cpu"))
     errors = []
     for m in tokens:
         x = torch.randn(m, AWKWARD[1], device=device).to(DTYPES[dtype])
         wanted = reference.int_matmul(x.cpu().float(), readable).double()
-        errors.append(float((prepared.matmul(x).cpu().double() - wanted).norm() / wanted.norm()))
+        errors.append(float((bound.matmul(x).cpu().double() - wanted).norm() / wanted.norm()))
         if not errors[-1] < ERRORS[dtype]:
             raise ValueError(f"{AWKWARD}, {m} token(s): {errors[-1]:.2g} off; do not use it")
     return max(errors)
@@ -270,7 +270,7 @@ class _Weights:
             for name, dtype in ((FP16, torch.float16), (BF16, torch.bfloat16))
         }
         self.quantized = {
-            name: [_prepared(described[name], device) for _ in range(graphs.copies(nbytes))]
+            name: [_bound(described[name], device) for _ in range(graphs.copies(nbytes))]
             for name, nbytes in self.nbytes.items()
             if name in described
         }
@@ -283,8 +283,8 @@ class _Weights:
             variants[name] = Variant(
                 self.nbytes[name], [partial(torch.nn.functional.linear, given, w) for w in dense]
             )
-        for name, prepared in self.quantized.items():
-            variants[name] = Variant(self.nbytes[name], [partial(w.matmul, x) for w in prepared])
+        for name, bound in self.quantized.items():
+            variants[name] = Variant(self.nbytes[name], [partial(w.matmul, x) for w in bound])
         out, columns = self.shape
         seconds = graphs.times(variants, rounds, failed, f", {out}x{columns}, {len(x)} token(s)")
         copy, figures = graphs.copied(seconds), {}
@@ -315,9 +315,9 @@ def _unit(name: str, dtype: str) -> str:
     return "int8" if layout is not None and all(tile.rounds_inputs for tile in layout.tiles) else dtype
 
 
-def _prepared(layout: LayerLayout, device: torch.device) -> Prepared:
+def _bound(layout: LayerLayout, device: torch.device) -> BoundWeight:
     with device:
-        return Prepared(_random(layout, device), on_gpu=True)
+        return BoundWeight(_random(layout, device), on_gpu=True)
 
 
 def _step(
@@ -339,7 +339,7 @@ def _step(
                 nbytes += 2 * weight.numel()
             else:
                 layout = layouts(out, columns)[name]
-                runs.append(partial(_prepared(layout, device).matmul, x[columns]))
+                runs.append(partial(_bound(layout, device).matmul, x[columns]))
                 nbytes += layout.nbytes
 
     def step() -> None:

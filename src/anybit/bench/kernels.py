@@ -28,12 +28,21 @@ from anybit.bench.variants import ISA, OWN, ROWS, chosen, parse_shape
 from anybit.compare.machine import machine
 from anybit.config import Json
 from anybit.errors import InputError
-from anybit.formats import CodebookLayout, GroupIntLayout, NestedLayout, Sparse, TileLayout, TwoFourLayout
+from anybit.formats import (
+    CodebookLayout,
+    Float16Layout,
+    GroupIntLayout,
+    NestedLayout,
+    Sparse,
+    TileLayout,
+    TwoFourLayout,
+)
 from anybit.formats.layout import LayerLayout
 from anybit.formats.two_four import BLOCK
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import cpu, info
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels.cpu_layer import Layer
+from anybit.kernels.dispatch import BoundWeight
 from anybit.progress import SILENT, Silent
 
 Run = Callable[[], object]
@@ -66,7 +75,7 @@ ATOM_OUTLIERS = 128
 SPARSE = 0.005  # of the weights
 WIDTHS = range(2, 9)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # that the kernels take
-FAST = " A8"  # codebooks with byte centroids and inputs of 8 bits
+INT8 = " A8"  # codebooks with byte centroids and inputs of 8 bits
 LIMIT = "memory read"
 
 
@@ -183,7 +192,7 @@ def layouts(out: int, columns: int) -> dict[str, LayerLayout]:
     tiles |= {f"codebook {bits}": [codebook(bits)] for bits in WIDTHS}
     whole = [bits for bits in WIDTHS if 2**bits <= out]  # whose tables have all entries
     tiles |= {f"by channel {bits}": [codebook(bits, by_channel=True)] for bits in whole}
-    tiles |= {f"codebook {bits}{FAST}": [codebook(bits)] for bits in WIDTHS}
+    tiles |= {f"codebook {bits}{INT8}": [codebook(bits)] for bits in WIDTHS}
     kept = columns // 128
     tiles |= {f"nested {bits}": [NestedLayout.of([out] * bits, kept)] for bits in WIDTHS}
     mixed = [out, out, out * 3 // 4, out // 2, out // 4]  # an average of 3.5 bits
@@ -270,8 +279,9 @@ def _dense(x: Tensor, out: int) -> Variant:
 
 def _own(x: Tensor, out: int) -> Variant:
     def make() -> Run:
-        layer = cpu.Layer(out, x.shape[1])
-        layer.add(cpu.Float16(torch.empty(out, x.shape[1], dtype=torch.bfloat16).uniform_(-1, 1), None))
+        layout = LayerLayout((out, x.shape[1]), (Float16Layout(),))
+        values = torch.empty(layout.shape, dtype=torch.bfloat16).uniform_(-1, 1)
+        layer = Layer(layout, {"values": values})
         return lambda: layer.matmul(x)
 
     return Variant(2 * out * x.shape[1], make)
@@ -281,8 +291,8 @@ def _quantized(name: str, x: Tensor, isa: str | None, out: int) -> Variant:
     layout = layouts(out, x.shape[1])[name]
 
     def make() -> Run:
-        prepared = Prepared(random_weight(layout), not name.endswith(FAST), isa)
-        return lambda: prepared.matmul(x)
+        bound = BoundWeight(random_weight(layout), "int8" if name.endswith(INT8) else "fp16", isa)
+        return lambda: bound.matmul(x)
 
     return Variant(layout.nbytes, make)
 

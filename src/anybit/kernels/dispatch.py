@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.formats import (
-    CodebookLayout,
-    Float16Layout,
-    GroupIntLayout,
-    NestedLayout,
-    Sparse,
-    TileLayout,
-    TwoFourLayout,
-)
-from anybit.formats.bits import pack_codes, unpack_codes
-from anybit.formats.codebook import decode_table
-from anybit.formats.layout import PlacedTile
-from anybit.formats.weight import PackedWeight, place
-from anybit.kernels import cpu, gpu, reference
+from anybit.formats import CodebookLayout, Float16Layout, GroupIntLayout, NestedLayout, TwoFourLayout
+from anybit.formats.layout import LayerLayout
+from anybit.formats.weight import PackedWeight
+from anybit.kernels import cpu, cpu_layer, gpu, reference
 
-BOUND = (
-    GroupIntLayout,
-    CodebookLayout,
-    Float16Layout,
-    TwoFourLayout,
-    NestedLayout,
-)  # formats with native kernels
-TAKEN: dict[
-    type[TileLayout], set[str]
-] = {  # fields whose bytes the native object of a tile holds, in another order
-    GroupIntLayout: {"codes", "scales", "zeros"},
-    TwoFourLayout: {"codes", "rest", "grids", "narrow_codes", "zeros", "scale_codes", "wide_codes"},
-}
+if TYPE_CHECKING:
+    from anybit.kernels.gpu.layer import Layer
 
+CODEBOOK_PRECISIONS = ("fp16", "int8")  # what codebooks by row, and what they meet, are rounded to
+# Formats with native kernels.
+BOUND = (GroupIntLayout, CodebookLayout, Float16Layout, TwoFourLayout, NestedLayout)
 
-# What each way to multiply asks of an x86 processor, the best last, as csrc/dispatch.cpp chooses.
+# What each way to multiply asks of an x86 processor, the best last, as csrc/common/dispatch.cpp chooses.
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 NEEDS = {
@@ -80,6 +62,17 @@ def check_device(device: str) -> None:
         raise InputError("device 'cuda': PyTorch finds no CUDA here; use cpu")
 
 
+def check_precision(codebook_precision: str) -> str:
+    """The same, refusing what is none.
+
+    Raises:
+        InputError: neither fp16 nor int8.
+    """
+    if codebook_precision not in CODEBOOK_PRECISIONS:
+        raise InputError(f"codebook precision {codebook_precision!r}: expected fp16 or int8")
+    return codebook_precision
+
+
 def _cpu_info() -> dict[str, Any]:
     if not cpu.available():
         how: dict[str, Any] = {
@@ -104,132 +97,79 @@ def _cpu_info() -> dict[str, Any]:
     }
 
 
-class Prepared:
-    """A packed weight made ready to multiply with: a native object per tile, and one for the layer; on a GPU one layer.
+class BoundWeight:
+    """A packed weight and the kernels that multiply with it: native ones, a GPU's, or none, where the reference runs.
 
-    Some formats (`TAKEN`) are put into an order of the kernels, which then hold the bytes: whoever holds the stored
-    tensors of the fields `taken` may drop them, and `restore` makes them again. All others stay referenced. A nested
-    weight is run at the widest of its layout's widths.
+    Formats with kernels of their own order are put into it, and the kernels then hold the bytes: whoever holds the
+    stored tensors of the fields `repacked` may drop them, and `unpack` makes them again. All others stay referenced.
 
     Args:
         weight: the stored bytes.
-        exact: False has codebooks by row multiply inputs of 8 bits (a scale per token and 32 of them) with centroids of
-            8 bits (127 steps to the largest of a row), which is faster. Without native kernels everything is exact.
+        codebook_precision: "fp16", or "int8", which has codebooks by row multiply inputs of 8 bits (a scale per token
+            and 32 of them) with centroids of 8 bits (127 steps to the largest of a row). That is faster. Native kernels
+            have it; without them, and where other tiles are beside, everything is as it is stored.
         isa: one of `cpu.matmul_isas()` instead of the best, for tests and comparisons.
         on_gpu: whether to use the GPU's kernels; default: where the tensors are on one. True for tensors on the CPU
             needs Triton's interpreter.
     """
 
     def __init__(
-        self, weight: PackedWeight, exact: bool = True, isa: str | None = None, on_gpu: bool | None = None
+        self,
+        weight: PackedWeight,
+        codebook_precision: str = "fp16",
+        isa: str | None = None,
+        on_gpu: bool | None = None,
     ) -> None:
         self.out_features, self.in_features = weight.layout.shape
-        self.placed = tuple(weight.layout.placed())
         kinds = {tensor.device.type for tensor in weight.tensors.values()}
         self.on_gpu = (kinds == {"cuda"} if on_gpu is None else on_gpu) and gpu.available()
-        known = all(isinstance(tile.layout, BOUND) for tile in self.placed)
-        self.native = known and kinds == {"cpu"} and not self.on_gpu and cpu.available()
-        fields = [weight.of_tile(tile) for tile in self.placed]
-        by_row = all(isinstance(t.layout, CodebookLayout) and not t.layout.by_channel for t in self.placed)
-        self.exact = exact or not (self.native and by_row)
-        self.tiles = [self._bind(*pair, isa) for pair in zip(self.placed, fields)] if self.native else []
-        self.taken = tuple(
-            f"{tile.prefix}{field}"
-            for tile, stored in zip(self.placed if self.native else (), fields)
-            for field in stored
-            if field in TAKEN.get(type(tile.layout), ()) or (field == "planes" and _by_lanes(tile.layout))
+        known = all(isinstance(tile, BOUND) for tile in weight.layout.tiles)
+        self.layer: cpu_layer.Layer | Layer | None = None
+        if self.on_gpu:
+            self.layer = gpu.bind(weight)
+        elif known and kinds == {"cpu"} and cpu.available():
+            self.layer = cpu_layer.Layer(weight.layout, weight.tensors, codebook_precision, isa=isa)
+        by_row = all(isinstance(tile, CodebookLayout) and not tile.by_channel for tile in weight.layout.tiles)
+        self.codebook_precision = (
+            codebook_precision if by_row and isinstance(self.layer, cpu_layer.Layer) else "fp16"
         )
-        self.gpu_layer = gpu.bind(weight) if self.on_gpu else None
-        if self.gpu_layer is not None:
-            self.taken = self.gpu_layer.taken
-        kept = {field: tensor for field, tensor in weight.tensors.items() if field not in self.taken}
-        self.weight = PackedWeight(weight.layout, kept)
-        self.fields = [self.weight.of_tile(tile) for tile in self.placed]
-        scale = weight.tensors.get("input_scale")
-        self.input_scale = None if scale is None else scale.float()
-        self.layer = self._layer(isa) if self.native else None
+        self.repacked = () if self.layer is None else self.layer.repacked
+        kept = {field: tensor for field, tensor in weight.tensors.items() if field not in self.repacked}
+        self._stored = self.weight = PackedWeight(weight.layout, kept)
+        self._multiply = self.layer.native.matmul if isinstance(self.layer, cpu_layer.Layer) else None
 
-    def _layer(self, isa: str | None) -> cpu.Layer:
-        layer = cpu.Layer(self.out_features, self.in_features, isa)
-        for tile, placed, fields in zip(self.tiles, self.placed, self.fields):
-            cols, layout = fields.get("cols"), placed.layout
-            if isinstance(tile, cpu.Codebook) and not self.exact:
-                layer.add(tile, cols, *_lookup_grid(tile.columns))
-            elif isinstance(layout, GroupIntLayout) and layout.rounds_inputs:
-                grid = layout.act_bits, layout.group_size
-                layer.add(tile, cols, *grid, fields.get("act_clip"), fields.get("act_scales"))
-            else:
-                layer.add(tile, cols)
-        if self.weight.layout.sparse is not None:
-            layer.add_sparse(**self.weight.of_sparse)
-        if self.input_scale is not None:
-            layer.scale_inputs(self.input_scale)
-        return layer
+    def at(self, layout: LayerLayout) -> BoundWeight:
+        """The same weight at one of its levels, `layout`; copies nothing. Both go on working."""
+        if layout == self.weight.layout:
+            return self
+        made = copy.copy(self)
+        wanted, kept = layout.stored_tensors(), self._stored.tensors
+        made.weight = PackedWeight(layout, {f: kept[f][: wanted[f][1][0]] for f in wanted if f in kept})
+        if self.layer is not None:
+            made.layer = self.layer.at(layout)
+            made._multiply = made.layer.native.matmul if isinstance(made.layer, cpu_layer.Layer) else None
+        return made
 
-    def _bind(self, tile: PlacedTile, fields: Mapping[str, Tensor], isa: str | None) -> cpu.Tile:
-        layout, columns, rows = tile.layout, tile.columns, fields.get("rows")
-        if isinstance(layout, Float16Layout):
-            return cpu.Float16(fields["values"], rows, isa)
-        if isinstance(layout, TwoFourLayout):
-            return cpu.TwoFour(layout.read(fields, self.out_features, columns), isa=isa)
-        if isinstance(layout, CodebookLayout):
-            _, m = layout.tables(tile.rows, columns)
-            table = layout.read_table(fields, layout.widths[-1], m)
-            table = decode_table(table, fields.get("codebook_scale"), fields.get("codebook_min"))
-            if _by_lanes(layout):
-                return cpu.Channels(fields["planes"], table, m, isa=isa)
-            if not self.exact:
-                table = reference.byte_table(table)
-            by_channel = layout.by_channel
-            return cpu.codebook(fields["planes"], table, rows, columns=m, by_channel=by_channel, isa=isa)
-        if isinstance(layout, NestedLayout):
-            small = layout.read_grid(fields, self.out_features)
-            planes = [fields[f"plane_{p}"] for p in range(1, len(layout.counts) + 1)]
-            return cpu.Nested(planes, *small, fields.get("kept_values"), columns, isa)
-        assert isinstance(layout, GroupIntLayout), f"no kernel for tiles in the format {layout.NAME}"
-        zeros, bits = fields.get("zeros"), int(layout.bits)
-        return cpu.group_int(
-            fields["codes"],
-            fields["scales"],
-            None if zeros is None else unpack_codes(zeros, bits, fields["scales"].shape[1]),
-            rows,
-            bits=bits,
-            group_size=layout.group_size,
-            columns=columns,
-            isa=isa,
-        )
+    @property
+    def native(self) -> bool:
+        """Whether the native kernels run it."""
+        return self._multiply is not None
 
-    def restore(self) -> dict[str, Tensor]:
-        """The stored tensors of the fields `taken`."""
-        if self.gpu_layer is not None:
-            return self.gpu_layer.restore()
-        made: dict[str, Tensor] = {}
-        for tile, placed in zip(self.tiles, self.placed):
-            prefix = placed.prefix
-            if isinstance(tile, cpu.GroupInt):
-                made[f"{prefix}codes"], made[f"{prefix}scales"], zeros = tile.restore()
-                if zeros is not None:
-                    made[f"{prefix}zeros"] = pack_codes(zeros, int(placed.layout.bits), 1)
-            elif isinstance(tile, cpu.Channels):
-                made[f"{prefix}planes"] = tile.restore()
-            elif isinstance(tile, cpu.TwoFour):
-                made |= {f"{prefix}{field}": tensor for field, tensor in tile.restore().tensors().items()}
-        return {field: made[field] for field in self.taken}
+    def unpack(self) -> dict[str, Tensor]:
+        """The stored tensors of the fields `repacked`, of all levels."""
+        return {} if self.layer is None else self.layer.unpack()
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` [n] of the matrix, float32 [n, in]; of a weight of one tile "group int" that holds all rows.
+        """Rows `ids` [n] of the matrix, float32 [n, in]; of a weight of one tile that holds all of it.
 
         Raises:
             InputError: ids that are no integers.
+            ValueError: an id that is no row.
         """
         if ids.is_floating_point():
             raise InputError(f"ids of {ids.dtype}: expected integers")
-        if self.native:
-            (tile,) = self.tiles
-            assert isinstance(tile, cpu.GroupInt)
-            return tile.dequantize_rows(ids)
-        if self.gpu_layer is not None:
-            return self.gpu_layer.rows(ids)
+        if self.layer is not None:
+            return self.layer.rows(ids)
         layout = replace(self.weight.layout, shape=(len(ids), self.in_features))
         return reference.dequantize(PackedWeight(layout, {f: t[ids] for f, t in self.weight.tensors.items()}))
 
@@ -239,21 +179,27 @@ class Prepared:
         Raises:
             InputError: inputs of another width, or none of floats.
         """
+        if self._multiply is not None:  # nothing else stands between a module and the kernels
+            y = self._multiply(x, torch.get_num_threads())
+            if y is not None:
+                return y
+        return self._matmul(x)
+
+    def _matmul(self, x: Tensor) -> Tensor:
+        """The same for whatever the native kernels do not take as it comes."""
         if x.shape[-1:] != (self.in_features,) or not x.is_floating_point():
             raise InputError(
                 f"inputs {list(x.shape)} of {x.dtype}: this layer takes floats [..., {self.in_features}]"
             )
-        flat = x.reshape(-1, self.in_features)
-        if self.gpu_layer is not None:
-            if x.device != self.gpu_layer.device:
-                raise InputError(
-                    f"inputs are on {x.device}, this layer is on {self.gpu_layer.device}: move one"
-                )
-            return self.gpu_layer.matmul(flat.contiguous()).view(*x.shape[:-1], self.out_features)
-        if self.layer is None or x.device.type != "cpu":
+        if isinstance(self.layer, cpu_layer.Layer) and x.device.type == "cpu":
+            taken = x if x.dtype == torch.bfloat16 else x.float()
+            return self.layer.matmul(taken).to(x.dtype)
+        if self.layer is None or isinstance(self.layer, cpu_layer.Layer):
             return self._matmul_dense(x)
-        flat = (flat if flat.dtype == torch.bfloat16 else flat.float()).contiguous()
-        return self.layer.matmul(flat).to(x.dtype).view(*x.shape[:-1], self.out_features)
+        if x.device != self.layer.device:
+            raise InputError(f"inputs are on {x.device}, this layer is on {self.layer.device}: move one")
+        flat = x.reshape(-1, self.in_features)
+        return self.layer.matmul(flat.contiguous()).view(*x.shape[:-1], self.out_features)
 
     def _matmul_dense(self, x: Tensor) -> Tensor:
         """The same through the dense matrix, exactly: on other devices and without native kernels."""
@@ -262,37 +208,11 @@ class Prepared:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense matrix [out, in]."""
-        if not self.native and self.gpu_layer is None:
-            return reference.dequantize(self.weight).to(dtype)
-        whole = len(self.tiles) == 1 and not {"rows", "cols"} & self.fields[0].keys()
-        sparse = None if self.weight.layout.sparse is None else Sparse.read(self.weight.of_sparse)
-        plain = sparse is None and self.input_scale is None
-        exact = dtype if plain else torch.float32
-        if self.gpu_layer is not None:
-            dense = self.gpu_layer.dequantize(exact)
-        elif whole and plain:
-            return self.tiles[0].dequantize(dtype)
-        else:
-            dense = torch.empty(self.out_features, self.in_features, dtype=exact)
-            for tile, fields in zip(self.tiles, self.fields):
-                place(dense, tile.dequantize(exact), fields.get("rows"), fields.get("cols"))
-        if sparse is not None:
-            sparse.add_to(dense)
-        if self.input_scale is not None:
-            dense *= self.input_scale
-        return dense.to(dtype)
-
-
-def _by_lanes(layout: TileLayout) -> bool:
-    """Whether a tile is a codebook by channel that has a kernel in which lanes are rows."""
-    if not isinstance(layout, CodebookLayout) or not layout.by_channel:
-        return False
-    return layout.bits <= cpu.Channels.FLOAT_BITS or layout.table_bits == 16
-
-
-def _lookup_grid(columns: int) -> tuple[int, int, Tensor]:
-    """How inputs [m, columns] are rounded for codebooks of bytes: 8 bits, groups of 32, nothing clipped."""
-    return 8, cpu.LOOKUP_GROUP, torch.ones(-(-columns // cpu.LOOKUP_GROUP), dtype=torch.float16)
+        return (
+            reference.dequantize(self.weight).to(dtype)
+            if self.layer is None
+            else self.layer.dequantize(dtype)
+        )
 
 
 def gptq_block(

@@ -21,13 +21,13 @@ from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight
-from anybit.kernels.dispatch import Prepared
+from anybit.kernels.dispatch import BoundWeight, check_precision
 
 
 class Owner(Protocol):
     """Who has a weight bound to its kernels."""
 
-    def prepared(self) -> Prepared: ...
+    def bound(self) -> BoundWeight: ...
 
 
 _LIBRARY = torch.library.Library("anybit", "FRAGMENT")
@@ -37,9 +37,9 @@ _LIBRARY.define("rows(Tensor ids, Tensor[] stored, str weight, int in_features) 
 
 _NUMBERS = itertools.count()
 _OWNERS: weakref.WeakValueDictionary[str, Owner] = weakref.WeakValueDictionary()
-# Of exported programs: first stored tensor -> (description, all tensors and their versions, Prepared).
+# Of exported programs: first stored tensor -> (description, all tensors and their versions, BoundWeight).
 _EXPORTED = WeakIdKeyDictionary()
-_PREPARING = threading.Lock()
+_BINDING = threading.Lock()
 
 
 def register(owner: Owner) -> str:
@@ -49,24 +49,25 @@ def register(owner: Owner) -> str:
     return name
 
 
-def describe(layout: LayerLayout, running: LayerLayout, exact: bool) -> str:
-    """What operators need to know of stored tensors: their layout, the one to run as, and how exactly."""
-    return json.dumps({"layout": layout.to_json(), "running": running.to_json(), "exact": exact})
+def describe(layout: LayerLayout, running: LayerLayout, codebook_precision: str) -> str:
+    """What operators need to know of stored tensors: their layout, the level to run at, and how precisely."""
+    described = {"layout": layout.to_json(), "running": running.to_json()}
+    return json.dumps(described | {"codebook_precision": codebook_precision})
 
 
-def _prepared(stored: list[Tensor], weight: str) -> Prepared:
+def _bound(stored: list[Tensor], weight: str) -> BoundWeight:
     if not stored:
         if (owner := _OWNERS.get(weight)) is None:
             raise InputError(
                 f"a traced program asks for {weight}, which is gone: what torch.compile made runs only while its model "
                 "lives, in its process; torch.export makes programs that hold their weights"
             )
-        return owner.prepared()
-    with _PREPARING:
+        return owner.bound()
+    with _BINDING:
         found = _EXPORTED.get(stored[0])
         if found is None or found[0] != weight or not _unchanged(found[1], stored):
             versions = [(weakref.ref(tensor), _version(tensor)) for tensor in stored]
-            found = _EXPORTED[stored[0]] = weight, versions, _prepare(stored, weight)
+            found = _EXPORTED[stored[0]] = weight, versions, _bind(stored, weight)
         return found[2]
 
 
@@ -81,7 +82,7 @@ def _unchanged(before: list[tuple[weakref.ref[Tensor], int]], stored: list[Tenso
     )
 
 
-def _prepare(stored: list[Tensor], weight: str) -> Prepared:
+def _bind(stored: list[Tensor], weight: str) -> BoundWeight:
     """The weight that an exported program brings, checked as an artifact is.
 
     Beside the program's tensors, which nobody may take away, the kernels have the bytes in their own order.
@@ -95,39 +96,38 @@ def _prepare(stored: list[Tensor], weight: str) -> Prepared:
         tensors = {field: t.clone() for field, t in zip(layout.stored_tensors(), stored, strict=True)}
         packed = PackedWeight(layout, tensors)
         validate("an exported layer", packed)
-        part = packed.prefix(running)
-        validate("an exported layer", part)
+        validate("an exported layer", packed.prefix(running))
+        return BoundWeight(packed, check_precision(given["codebook_precision"])).at(running)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"the exported program is damaged: {error}; export the model again") from error
-    return Prepared(part, bool(given["exact"]))
 
 
 class Product(torch.autograd.Function):
     """`x [..., in] @ W^T` of a weight bound to its kernels; the gradient of x is that of the weight that ran."""
 
     @staticmethod
-    def forward(x: Tensor, prepared: Prepared) -> Tensor:
-        return prepared.matmul(x)
+    def forward(x: Tensor, bound: BoundWeight) -> Tensor:
+        return bound.matmul(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Prepared], output: Tensor) -> None:
-        ctx.prepared = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, BoundWeight], output: Tensor) -> None:
+        ctx.bound = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _times_stored(grad, ctx.prepared), None
+        return _times_stored(grad, ctx.bound), None
 
 
-def _times_stored(grad: Tensor, prepared: Prepared) -> Tensor:
-    return grad @ prepared.dequantize(grad.dtype).to(grad.device)
+def _times_stored(grad: Tensor, bound: BoundWeight) -> Tensor:
+    return grad @ bound.dequantize(grad.dtype).to(grad.device)
 
 
 @torch.library.impl(_LIBRARY, "matmul", "CompositeExplicitAutograd")
 def _matmul(x: Tensor, stored: list[Tensor], weight: str, out_features: int) -> Tensor:
-    prepared = _prepared(stored, weight)
-    if out_features != prepared.out_features:
-        raise InputError(f"{prepared.out_features} output features, not {out_features}")
-    return prepared.matmul(x)
+    bound = _bound(stored, weight)
+    if out_features != bound.out_features:
+        raise InputError(f"{bound.out_features} output features, not {out_features}")
+    return bound.matmul(x)
 
 
 @torch.library.register_fake("anybit::matmul", lib=_LIBRARY)
@@ -137,7 +137,7 @@ def _(x: Tensor, stored: list[Tensor], weight: str, out_features: int) -> Tensor
 
 @torch.library.impl(_LIBRARY, "matmul_backward", "CompositeExplicitAutograd")
 def _matmul_backward(grad: Tensor, stored: list[Tensor], weight: str, in_features: int) -> Tensor:
-    return _times_stored(grad, _prepared(stored, weight))
+    return _times_stored(grad, _bound(stored, weight))
 
 
 @torch.library.register_fake("anybit::matmul_backward", lib=_LIBRARY)
@@ -147,7 +147,7 @@ def _(grad: Tensor, stored: list[Tensor], weight: str, in_features: int) -> Tens
 
 @torch.library.impl(_LIBRARY, "rows", "CompositeExplicitAutograd")
 def _rows(ids: Tensor, stored: list[Tensor], weight: str, in_features: int) -> Tensor:
-    return _prepared(stored, weight).rows(ids)
+    return _bound(stored, weight).rows(ids)
 
 
 @torch.library.register_fake("anybit::rows", lib=_LIBRARY)

@@ -1,7 +1,7 @@
 """Weighted k-means in one dimension, row by row: codebooks of one width, or nested over several.
 
-The work is native (csrc/kmeans.cpp) or a GPU's (kernels/gpu/kmeans.py); here is its contract, and how codebooks are
-stored.
+The work is native (csrc/quantize/kmeans.cpp) or a GPU's (kernels/gpu/kmeans.py); here is its contract, and how
+codebooks are stored.
 """
 
 from __future__ import annotations

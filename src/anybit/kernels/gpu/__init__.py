@@ -46,4 +46,4 @@ def bind(weight: PackedWeight) -> Layer:
     """A packed weight bound to the kernels of its device."""
     from anybit.kernels.gpu.layer import Layer
 
-    return Layer(weight)
+    return Layer(weight.layout, weight.tensors)

@@ -1,4 +1,4 @@
-"""Nested weighted k-means of the values of each row on a GPU: what csrc/kmeans.cpp computes, all rows at once.
+"""Nested weighted k-means of the values of each row on a GPU: what csrc/quantize/kmeans.cpp computes, all rows at once.
 
 Clusters are intervals of the sorted values. With prefix sums of importance (mass) and importance times value (moment)
 any interval's part of the squared error that clusters take away is `moment^2 / mass`, so everything but the sort and
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-KNOTS_PER_CLUSTER, MORE_KNOTS = 12, 64  # as csrc/kmeans.cpp has them
+KNOTS_PER_CLUSTER, MORE_KNOTS = 12, 64  # as csrc/quantize/kmeans.cpp has them
 PASSES = 100  # over the edges, at most, per step
 PLACES = 8  # around an edge
 LEAST_SHARE = 2.0**-24  # of importance, where a row's mean is 1

@@ -1,7 +1,8 @@
-"""A packed weight bound to its GPU kernels: what `kernels.dispatch.Prepared` holds for tensors on a GPU."""
+"""A stored weight bound to its GPU kernels: what `kernels.dispatch.BoundWeight` holds for tensors on a GPU."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor
 from anybit import formats
 from anybit.formats import tables as shapes
 from anybit.formats.codebook import decode_table
-from anybit.formats.layout import PlacedTile
+from anybit.formats.layout import LayerLayout, PlacedTile
 from anybit.formats.weight import PackedWeight, place
 from anybit.kernels.gpu import activations, codebook, integer
 from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt, place_product
@@ -47,8 +48,9 @@ class Bound:
 
     tile: Tile
     cols: Tensor | None  # int64 [c] input channels; None: all
-    taken: Collection[str]  # stored fields that the kernels hold in another order
-    restore: Callable[[], dict[str, Tensor]]  # all stored fields of the tile
+    repacked: Collection[str]  # stored fields that the kernels hold in another order
+    unpack: Callable[[], dict[str, Tensor]]  # all stored fields of the tile
+    at: Callable[[formats.TileLayout], Tile] | None = None  # the same weights at fewer bits; None: one width
 
 
 class Dense:
@@ -120,8 +122,8 @@ class Nested:
     def __init__(
         self, counts: tuple[int, ...], fields: Mapping[str, Tensor], small: tuple[Tensor, ...], c: int
     ) -> None:
-        order, kinds, scales, kept = small
-        self.c, self._counts, self._kept = c, counts, kept
+        self._order, self._kinds, self._scales, kept = small
+        self.c, self._stored, self._kept = c, counts, kept
         self._coded = formats.Nested.coded(c, kept) if len(kept) else None
         coded = c - len(kept)
         packed = [
@@ -132,23 +134,34 @@ class Nested:
         starts = [0]
         for n in counts:
             starts.append(starts[-1] + n * per_row)
-        self._starts = starts
-        self._parts = [
-            codebook.RowCodebook(
-                self._planes,
-                [start + first * per_row for start in starts[:bits]],
-                shapes.table(bits).to(scales.device),
-                coded,
-                order[first:last].int(),
-                kinds[first:last],
-                scales[first:last].float(),
-            )
-            for bits, first, last in formats.Nested.spans(counts)
-        ]
+        self._starts, self._per_row = starts, per_row
+        self._cut(counts)
         self._values: Tensor | None = None
         if len(kept):
             self._values = torch.empty_like(fields["kept_values"])
-            self._values[order] = fields["kept_values"]
+            self._values[self._order] = fields["kept_values"]
+
+    def _cut(self, counts: tuple[int, ...]) -> None:
+        """Multiply with so many rows of every plane."""
+        self._parts = [
+            codebook.RowCodebook(
+                self._planes,
+                [start + first * self._per_row for start in self._starts[:bits]],
+                shapes.table(bits).to(self._scales.device),
+                self.c - len(self._kept),
+                self._order[first:last].int(),
+                self._kinds[first:last],
+                self._scales[first:last].float(),
+            )
+            for bits, first, last in formats.Nested.spans(counts)
+        ]
+
+    def at(self, layout: formats.TileLayout) -> Nested:
+        """The same planes, of which fewer rows are multiplied with."""
+        assert isinstance(layout, formats.NestedLayout)
+        made = copy.copy(self)
+        made._cut(layout.counts)
+        return made
 
     def splits(self, x: Tensor) -> int:
         return codebook.splits_of(self._parts, x)
@@ -167,7 +180,7 @@ class Nested:
         torch.mm(x.index_select(1, self._kept), self._values.to(x.dtype).T, out=y)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        dense = torch.empty(self._counts[0], self.c, dtype=dtype, device=self._planes.device)
+        dense = torch.empty(self._stored[0], self.c, dtype=dtype, device=self._planes.device)
         for part in self._parts:
             place(dense, part.dequantize(dtype), part.rows, self._coded)
         if self._values is not None:
@@ -178,7 +191,7 @@ class Nested:
         """The stored planes."""
         coded = self.c - len(self._kept)
         made = {}
-        for p, n in enumerate(self._counts, 1):
+        for p, n in enumerate(self._stored, 1):
             packed = self._planes[self._starts[p - 1] : self._starts[p]].view(1, n, -1, LANES)
             made[f"plane_{p}"] = codebook.unpack_planes(packed, coded)[0]
         return made
@@ -214,22 +227,32 @@ class Product:
 
 
 class Layer:
-    """A weight's tiles, its sparse part and its input scale."""
+    """A stored weight in the hands of the GPU's kernels, whole: tiles, the sparse part, the input scale.
 
-    def __init__(self, weight: PackedWeight) -> None:
-        self.device = next(iter(weight.tensors.values())).device
-        self.out_features, self.in_features = weight.layout.shape
-        scale, placed = weight.tensors.get("input_scale"), list(weight.layout.placed())
+    It has what `cpu.Layer` has: stored fields that it holds in another order (`repacked`) may go, `unpack` makes them
+    again; all others stay referenced.
+    """
+
+    def __init__(self, layout: LayerLayout, fields: Mapping[str, Tensor]) -> None:
+        self.device = next(iter(fields.values())).device
+        self.out_features, self.in_features = layout.shape
+        weight = PackedWeight(layout, fields)
+        scale, placed = fields.get("input_scale"), list(layout.placed())
         self._tiles = [_bind(tile, weight.of_tile(tile), scale) for tile in placed]
         self._prefixes = [tile.prefix for tile in placed]
         self._input_scale = None if scale is None else scale.float()
+        self._sparse = None if layout.sparse is None else formats.Sparse.read(weight.of_sparse)
+        self._settle()
+
+    def _settle(self) -> None:
+        """What follows from the tiles."""
         by_rows = any(bound.tile.rows is not None for bound in self._tiles)
         by_columns = any(bound.cols is not None for bound in self._tiles)
         self._mixed = by_rows and by_columns  # no addend writes all outputs
         self._products = self._multiplied(by_columns)
-        if weight.layout.sparse is not None:
-            sparse = Sparse(formats.Sparse.read(weight.of_sparse))
-            self._products.append(Product(sparse, None, False, self._products[-1].addend + 1))
+        if self._sparse is not None:
+            sparse = Product(Sparse(self._sparse), None, False, self._products[-1].addend + 1)
+            self._products.append(sparse)
         self._addends = self._products[-1].addend + 1
         summed = self._addends > 1 or any(isinstance(bound.tile, Nested) for bound in self._tiles)
         self._direct = not summed  # each output is written once
@@ -245,19 +268,28 @@ class Layer:
             for i, bound in enumerate(self._tiles)
         ]
 
+    def at(self, layout: LayerLayout) -> Layer:
+        """The same weight at one of its levels; copies no codes."""
+        made = copy.copy(self)
+        (bound,), (tile,) = self._tiles, layout.tiles
+        assert bound.at is not None, f"a tile in the format {tile.NAME} has one width"
+        made._tiles = [replace(bound, tile=bound.at(tile))]
+        made._settle()
+        return made
+
     @property
-    def taken(self) -> tuple[str, ...]:
+    def repacked(self) -> tuple[str, ...]:
         """Stored fields that the kernels hold in another order."""
         return tuple(
-            prefix + field for prefix, bound in zip(self._prefixes, self._tiles) for field in bound.taken
+            prefix + field for prefix, bound in zip(self._prefixes, self._tiles) for field in bound.repacked
         )
 
-    def restore(self) -> dict[str, Tensor]:
-        """The stored tensors of the fields `taken`."""
+    def unpack(self) -> dict[str, Tensor]:
+        """The stored tensors of the fields `repacked`, of all levels."""
         made: dict[str, Tensor] = {}
         for prefix, bound in zip(self._prefixes, self._tiles):
-            stored = bound.restore() if bound.taken else {}
-            made |= {prefix + field: stored[field] for field in bound.taken}
+            stored = bound.unpack() if bound.repacked else {}
+            made |= {prefix + field: stored[field] for field in bound.repacked}
         return made
 
     def matmul(self, x: Tensor) -> Tensor:
@@ -295,11 +327,15 @@ class Layer:
         return bound.tile.dequantize()[ids]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The tiles' weights [out, in]; without the sparse part and the input scale."""
-        dense = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.device)
+        """The dense matrix [out, in]."""
+        plain = self._sparse is None and self._input_scale is None
+        exact = dtype if plain else torch.float32
+        dense = torch.empty(self.out_features, self.in_features, dtype=exact, device=self.device)
         for bound in self._tiles:
-            place(dense, bound.tile.dequantize(dtype), bound.tile.rows, bound.cols)
-        return dense
+            place(dense, bound.tile.dequantize(exact), bound.tile.rows, bound.cols)
+        if self._sparse is not None:
+            self._sparse.add_to(dense)
+        return (dense if self._input_scale is None else dense * self._input_scale).to(dtype)
 
 
 def _multiply(product: Product, x: Tensor, given: Tensor, y: Tensor, add: bool) -> None:
@@ -318,7 +354,8 @@ def _bind(placed: PlacedTile, fields: Mapping[str, Tensor], scale: Tensor | None
     cols = fields["cols"].long() if "cols" in fields else None
     if isinstance(layout, formats.NestedLayout):
         nested = Nested(layout.counts, fields, layout.read_grid(fields, r), c)
-        return Bound(nested, cols, tuple(f for f in fields if f.startswith("plane_")), nested.planes)
+        planes = tuple(field for field in fields if field.startswith("plane_"))
+        return Bound(nested, cols, planes, nested.planes, nested.at)
     if isinstance(layout, formats.CodebookLayout):
         return (_by_channel if layout.by_channel else _by_row)(layout, fields, r, c, cols)
     tile = layout.read(fields, r, c)
@@ -338,12 +375,17 @@ def _bind(placed: PlacedTile, fields: Mapping[str, Tensor], scale: Tensor | None
 def _by_row(
     layout: formats.CodebookLayout, fields: Mapping[str, Tensor], r: int, c: int, cols: Tensor | None
 ) -> Bound:
-    table = layout.read_table(fields, layout.widths[-1], c)
-    table = decode_table(table, fields.get("codebook_scale"), fields.get("codebook_min"))
     planes = codebook.pack_planes(fields["planes"], c)
-    starts = [p * planes[0].numel() for p in range(len(planes))]
-    tile = codebook.RowCodebook(planes, starts, table, c, fields.get("rows"))
-    return Bound(tile, cols, ("planes",), lambda: {"planes": codebook.unpack_planes(planes, c)})
+    small = {field: tensor for field, tensor in fields.items() if field != "planes"}
+
+    def at(level: formats.TileLayout) -> codebook.RowCodebook:
+        width = int(level.bits)
+        table = layout.read_table(small, width, c)
+        table = decode_table(table, small.get("codebook_scale"), small.get("codebook_min"))
+        starts = [p * planes[0].numel() for p in range(width)]
+        return codebook.RowCodebook(planes, starts, table, c, small.get("rows"))
+
+    return Bound(at(layout), cols, ("planes",), lambda: {"planes": codebook.unpack_planes(planes, c)}, at)
 
 
 def _by_channel(

@@ -1,0 +1,237 @@
+#include "layer/lookup_tile.h"
+
+#include "common/thread_memory.h"
+
+namespace anybit {
+
+LookupTile::Span LookupTile::span(int bits, int64_t first, int64_t last) const {
+    const LookupBytes& b = *bytes_;
+    CodebookByRow c{};
+    c.words = (b.coded + 31) / 32;
+    for (int p = 0; p < bits; ++p) c.planes[p] = b.planes[static_cast<size_t>(p)].as<uint32_t>() + first * c.words;
+    c.kinds = b.kinds.empty() ? nullptr : b.kinds.data() + first;
+    c.row_scales = b.scales.empty() ? nullptr : b.scales.data() + first;
+    c.out_rows = out_rows_.given() ? out_rows_.data() + first : nullptr;
+    c.bits = bits;
+    c.rows = last - first;
+    c.columns = b.coded;
+    c.kept = kept_.values == nullptr ? nullptr : kept_.values + first * kept_.columns;
+    c.kept_columns = kept_.columns;
+    return {c, first};
+}
+
+CodebookByWord LookupTile::by_word(const CodebookByRow& c) const {
+    CodebookByWord w{};
+    std::copy_n(c.planes, c.bits, w.planes);
+    w.kinds = c.kinds;
+    w.row_scales = c.row_scales;
+    w.out_rows = c.out_rows;
+    w.bits = c.bits;
+    w.rows = c.rows;
+    w.columns = c.columns;
+    w.words = c.words;
+    centroids_->fill(w);
+    return w;
+}
+
+void LookupTile::find_forms(Forms& forms, Numbers inputs) const {
+    for (size_t s = 0; s < spans_.size(); ++s) {
+        const TableForm own = centroids_->form(spans_[s].c.bits, inputs);
+        const auto met = std::find(forms.tables.begin(), forms.tables.end(), own);
+        if (met == forms.tables.end()) {
+            forms.numbers.push_back(forms.first.size());
+            forms.first.push_back(s);
+        } else forms.numbers.push_back(forms.numbers[static_cast<size_t>(met - forms.tables.begin())]);
+        forms.tables.push_back(own);
+    }
+}
+
+LookupTile::Room LookupTile::room(const Way& way, int64_t tokens) const {
+    Room room{};
+    const int64_t size = size_of(way.inputs);
+    if (way.kernel == Way::Kernel::gemm) {
+        room.stride = odd_lines(line() + kept_.columns, size);
+        room.bytes = tokens * room.stride * size;
+        return room;
+    }
+    const size_t forms = way.inputs == Numbers::i8 ? 1 : forms_of(way).first.size();
+    room.stride = width();
+    room.form = lines(tokens * room.stride * size);
+    room.kept = room.scales = static_cast<int64_t>(forms) * room.form;
+    room.bytes = room.kept + tokens * kept_.columns * 4;
+    if (way.inputs != Numbers::i8) return room;
+    room.weighted = room.scales + lines(tokens * width() / CodebookByRow::INPUT_GROUP * 4);
+    room.bytes = room.weighted + tokens * 4;
+    return room;
+}
+
+void LookupTile::arrange(const Way& way, const void* x, const float* scales, int64_t k, int64_t tokens,
+                         char* to) const {
+    const Room at = room(way, tokens);
+    const int64_t coded = bytes_->coded, kept = kept_.columns;
+    const CodebookByRowOps& kernels = ops_.codebook_by_row;
+    const auto pad = [&](const auto* from, auto* row, int64_t stride) {
+        auto* const end = row + stride;
+        row = std::copy_n(from, coded, row);
+        row = std::fill_n(row, line() - coded, 0);
+        if (stride > line()) std::fill(std::copy_n(from + coded, kept, row), end, 0);
+    };
+    if (way.inputs == Numbers::i8) {
+        auto* lane_scales = reinterpret_cast<float*>(to + at.scales) + k * width() / CodebookByRow::INPUT_GROUP;
+        return kernels.int8.prepare(spans_[0].c, static_cast<const int8_t*>(x), scales,
+                                    {reinterpret_cast<int8_t*>(to) + k * at.stride, lane_scales, nullptr,
+                                     reinterpret_cast<float*>(to + at.weighted) + k});
+    }
+    const auto* floats = static_cast<const float*>(x);
+    const auto* halves = static_cast<const uint16_t*>(x);
+    const bool pairs = way.inputs == Numbers::bf16;
+    if (way.kernel == Way::Kernel::gemm) {
+        if (pairs) return pad(halves, reinterpret_cast<uint16_t*>(to) + k * at.stride, at.stride);
+        return pad(floats, reinterpret_cast<float*>(to) + k * at.stride, at.stride);
+    }
+    const Forms& forms = forms_of(way);
+    for (size_t n = 0; n < forms.first.size(); ++n, to += at.form) {
+        CodebookByRow c = spans_[forms.first[n]].c;
+        centroids_->fill(c, way.inputs, false);
+        auto* floats_to = reinterpret_cast<float*>(to);
+        if (pairs) kernels.bf16.prepare(c, halves, reinterpret_cast<uint16_t*>(to) + k * at.stride, nullptr);
+        else if (forms.tables[forms.first[n]] == TableForm::none) pad(floats, floats_to + k * line(), line());
+        else kernels.f32.prepare(c, floats, floats_to + k * at.stride, nullptr);
+    }
+    float* own = reinterpret_cast<float*>(to) + k * kept; // behind the forms
+    if (pairs) baseline::widen(halves + coded, kept, own);
+    else std::copy_n(floats + coded, kept, own);
+}
+
+void LookupTile::multiply(const Way& way, const TileInputs& x, const Outputs& y, int64_t begin, int64_t end,
+                          char* own) const {
+    for (size_t s = 0; s < spans_.size(); ++s) {
+        const Span& span = spans_[s];
+        const int64_t from = std::max(begin - span.first, int64_t(0)), to = std::min(end - span.first, span.c.rows);
+        if (from >= to) continue;
+        if (way.kernel == Way::Kernel::gemm) multiply_many(way, x, y, span, from, to);
+        else multiply_few(way, x, y, s, from, to, own);
+    }
+    if (way.kernel == Way::Kernel::gemm || kept_.columns == 0) return;
+    const auto* kept = static_cast<const char*>(x.data) + room(way, x.tokens).kept;
+    add_kept(reinterpret_cast<const float*>(kept), x.tokens, y, begin, end);
+}
+
+void LookupTile::multiply_few(const Way& way, const TileInputs& x, const Outputs& y, size_t span, int64_t from,
+                              int64_t to, char* own) const {
+    const Room at = room(way, x.tokens);
+    const CodebookByRowOps& kernels = ops_.codebook_by_row;
+    const auto* base = static_cast<const char*>(x.data);
+    CodebookByRow c = spans_[span].c;
+    centroids_->fill(c, way.inputs, false);
+    if (way.inputs == Numbers::i8)
+        return kernels.int8.gemv(c,
+                                 {x.codes(), x.tokens, at.stride, reinterpret_cast<const float*>(base + at.scales),
+                                  nullptr, reinterpret_cast<const float*>(base + at.weighted)},
+                                 y.sums, y.stride, from, to);
+    const Forms& forms = forms_of(way);
+    base += static_cast<int64_t>(forms.numbers[span]) * at.form;
+    if (way.inputs == Numbers::bf16)
+        return kernels.bf16.gemv(c, {reinterpret_cast<const uint16_t*>(base), x.tokens, at.stride, nullptr}, y.sums,
+                                 y.stride, from, to);
+    const auto* floats = reinterpret_cast<const float*>(base);
+    if (forms.tables[span] != TableForm::none)
+        return kernels.f32.gemv(c, {floats, x.tokens, at.stride, nullptr}, y.sums, y.stride, from, to);
+    ops_.codebook_by_word.gemv_by_row(by_word(c), {floats, x.tokens, line(), nullptr}, y.sums, y.stride,
+                                      reinterpret_cast<float*>(own), from, to);
+}
+
+void LookupTile::multiply_many(const Way& way, const TileInputs& x, Outputs y, const Span& span, int64_t from,
+                               int64_t to) const {
+    const Room at = room(way, x.tokens);
+    const CodebookByRowOps& kernels = ops_.codebook_by_row;
+    CodebookByRow c = span.c;
+    centroids_->fill(c, way.inputs, true);
+    if (y.rows != nullptr) y.rows += span.first;
+    else if (y.sums != nullptr) y.sums += span.first;
+    if (y.rows == nullptr && y.rounded != nullptr) y.rounded += span.first;
+    const int64_t first = from / ops_.lanes, last = blocks_of(to);
+    if (way.inputs == Numbers::bf16) kernels.bf16.gemm(c, {x.halves(), x.tokens, at.stride, nullptr}, y, first, last);
+    else kernels.f32.gemm(c, {x.floats(), x.tokens, at.stride, nullptr}, y, first, last);
+}
+
+// The product of the kept channels, inputs [tokens, kept].
+void LookupTile::add_kept(const float* x, int64_t tokens, const Outputs& y, int64_t begin, int64_t end) const {
+    const Inputs<float> inputs{x, tokens, kept_.columns, nullptr};
+    if (kept_.columns > NARROW) return ops_.float16.f32.gemv(kept_, inputs, y.sums, y.stride, begin, end);
+    ops_.float16.f32.gemm(kept_, inputs, {y.sums, y.stride, false, nullptr, kept_.out_rows}, begin / ops_.lanes,
+                          blocks_of(end));
+}
+
+int64_t LookupTile::units(const Way& way) const {
+    if (way.kernel != Way::Kernel::gemm) return Tile::units(way);
+    int64_t n = 0;
+    for (const Span& span : spans_) n += (span.c.rows + way.unit - 1) / way.unit;
+    return n;
+}
+
+int64_t LookupTile::unit_row(const Way& way, int64_t unit) const {
+    if (way.kernel != Way::Kernel::gemm) return Tile::unit_row(way, unit);
+    for (const Span& span : spans_) {
+        const int64_t units = (span.c.rows + way.unit - 1) / way.unit;
+        if (unit < units) return span.first + unit * way.unit;
+        unit -= units;
+    }
+    return rows_;
+}
+
+// Kept channels behind the others, rows as they are stored.
+void LookupTile::dequantize(float* out, int threads) const {
+    const int64_t coded = bytes_->coded, kept = kept_.columns;
+    for (const Span& span : spans_) {
+        float* to = out + span.first * columns_;
+        if (kept == 0) {
+            decode_rows(ops_, by_word(span.c), to, threads);
+            continue;
+        }
+        const Scratch made = make_scratch(span.c.rows * coded);
+        decode_rows(ops_, by_word(span.c), made.get(), threads);
+        for (int64_t i = 0; i < span.c.rows; ++i) {
+            std::copy_n(made.get() + i * coded, coded, to + i * columns_);
+            for (int64_t j = 0; j < kept; ++j)
+                to[i * columns_ + coded + j] = baseline::half_to_float(span.c.kept[i * kept + j]);
+        }
+    }
+}
+
+void LookupTile::row(int64_t i, float* out) const {
+    const int64_t stored = out_rows_.given() ? bytes_->stored_rows[static_cast<size_t>(i)] : i;
+    for (const Span& span : spans_) {
+        const int64_t at = stored - span.first;
+        if (at < 0 || at >= span.c.rows) continue;
+        const CodebookByRow own = this->span(span.c.bits, stored, stored + 1).c;
+        CodebookByWord c = by_word(own);
+        if (c.kinds == nullptr && c.table16 != nullptr) c.table16 += stored * c.entries;
+        if (c.kinds == nullptr && c.table32 != nullptr) c.table32 += stored * c.entries;
+        auto* line = static_cast<float*>(thread_memory(this->line() * 4, 1));
+        ops_.codebook_by_word.dequantize(c, out, line, 0, 1);
+        for (int64_t j = 0; j < kept_.columns; ++j) out[bytes_->coded + j] = baseline::half_to_float(own.kept[j]);
+    }
+}
+
+std::shared_ptr<const Tile> LookupTile::at(const TileLayout& layout) const {
+    if (layout.format == "nested") {
+        const std::vector<int64_t>& counts = layout.counts;
+        const auto& planes = bytes_->planes;
+        bool fits = !counts.empty() && counts.size() <= planes.size() && counts[0] == rows_;
+        for (size_t p = 0; fits && p < counts.size(); ++p)
+            fits = counts[p] > 0 && counts[p] <= planes[p].shape[0] && (p == 0 || counts[p] <= counts[p - 1]);
+        if (!fits) refuse("counts of planes are not some of this tile's, falling from all of its rows");
+        return std::make_shared<const LookupTile>(ops_, bytes_, centroids_, counts);
+    }
+    for (const auto& [bits, centroids] : widths)
+        if (!layout.widths.empty() && layout.widths.back() == bits) {
+            const std::vector<int64_t> counts(static_cast<size_t>(bits), rows_);
+            auto made = std::make_shared<LookupTile>(ops_, bytes_, centroids, counts);
+            made->widths = widths;
+            return made;
+        }
+    refuse("a codebook has no such width");
+}
+
+} // namespace anybit

@@ -1,0 +1,307 @@
+// Format "codebook" by rows times few tokens: gemv of 8-bit inputs (tables are of bytes), of bfloat16 and of floats.
+//
+// It is the inputs that are put in the order of the vectors, once per call. With bytes, lane l of a vector meets the 32
+// weights from 32 l on: the inputs of each such group have a scale of their own.
+#include "matmul/codebook_by_row.h"
+#include "matmul/ops.h"
+#include "matmul/unroll.h"
+
+namespace anybit::ANYBIT_ISA {
+namespace {
+
+constexpr int CHAINS = 4; // sums under way at once: a dot product takes as many cycles or more
+#if defined(__AVX512F__)
+constexpr int MOST_TOKENS = 4; // in registers at once
+#else
+constexpr int MOST_TOKENS = 2;
+#endif
+
+// sums[i] += the dot product of four centroids with four inputs, the centroids less CENTRE.
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512F__)
+constexpr int32_t CENTRE = CodebookByRow::BYTE_ZERO; // centred, they fit pairs of 16 bits that are signed
+
+inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
+    const __m256i from = load_as<__m256i>(x),
+                  centred = reinterpret_cast<__m256i>(centroids ^ fill(CodebookByRow::BYTE_ZERO));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(from), _mm256_sign_epi8(centred, from));
+    return sums + reinterpret_cast<Ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#else
+constexpr int32_t CENTRE = 0;
+
+inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
+    return dot(sums, centroids, load_as<Bytes>(x));
+}
+#endif
+
+// ---- what centroids are multiplied as: M tokens with the codes of a row, block by block ---------------------------
+
+// Bytes, with inputs of 8 bits.
+template <int B, int M> class ByBytes {
+public:
+    using Input = int8_t;
+    static constexpr int64_t MOST_BLOCKS = 32; // whose inputs stay close while rows take turns
+
+    ByBytes(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row)
+        : table_(c.table + (row << B)), x_(in.x), scales_(in.scales), blocks_(blocks_of(c)) {}
+
+    void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
+        Ints sums[CHAINS][M] = {};
+        for (int64_t s = 0; s < PHASES; ++s) {
+            const Codes weights = table_(code[s]);
+            for (int64_t k = 0; k < M; ++k) {
+                const int8_t* x = x_ + ((k * blocks_ + b) * PHASES + s) * BYTES;
+                sums[s % CHAINS][k] = dot_centroids(sums[s % CHAINS][k], weights, x);
+            }
+        }
+        for (int64_t k = 0; k < M; ++k) {
+            Ints sum = sums[0][k];
+            for (int i = 1; i < CHAINS; ++i) sum += sums[i][k];
+            total[k] += to_float(sum) * load(scales_ + (k * blocks_ + b) * LANES);
+        }
+    }
+
+    static float finish(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row, int64_t k, float sum) {
+        return c.scales[row] * (sum - static_cast<float>(CodebookByRow::BYTE_ZERO - CENTRE) * in.weighted[k]);
+    }
+
+    static Inputs<int8_t> skip(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t tokens) {
+        return {in.x + tokens * in.stride,
+                in.tokens - tokens,
+                in.stride,
+                in.scales + tokens * blocks_of(c) * LANES,
+                nullptr,
+                in.weighted + tokens};
+    }
+
+private:
+    Table<B> table_;
+    const int8_t* x_;
+    const float* scales_;
+    int64_t blocks_;
+};
+
+// Activations of T in the kernels' order, and nothing to do at the end.
+template <typename X> struct Plain {
+    using Input = X;
+    static constexpr int64_t MOST_BLOCKS = 32 / sizeof(X);
+
+    static float finish(const CodebookByRow& c, const Inputs<X>&, int64_t row, int64_t, float sum) {
+        return c.row_scale(row) * sum;
+    }
+
+    static Inputs<X> skip(const CodebookByRow&, const Inputs<X>& in, int64_t tokens) {
+        return {in.x + tokens * in.stride, in.tokens - tokens, in.stride, nullptr};
+    }
+};
+
+// Floats, exactly.
+template <typename Table, int M> class ByTable : public Plain<float> {
+public:
+    ByTable(const CodebookByRow& c, const Inputs<float>& in, int64_t row)
+        : table_(c.table, c.kind(row)), x_(in.x), blocks_(blocks_of(c)) {}
+
+    void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
+        Floats sums[4][M] = {};
+#if !defined(__AVX512F__)
+#pragma GCC unroll 8 // so that codes need not be stored
+#endif
+        for (int64_t s = 0; s < PHASES; ++s) {
+            Floats weights[4];
+            table_(code[s], weights);
+            for (int64_t k = 0; k < M; ++k)
+                for (int j = 0; j < 4; ++j)
+                    sums[j][k] += weights[j] * load(x_ + ((k * blocks_ + b) * PHASES + s) * BYTES + j * LANES);
+        }
+        for (int64_t k = 0; k < M; ++k) total[k] += (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
+    }
+
+private:
+    Table table_;
+    const float* x_;
+    int64_t blocks_;
+};
+template <int B, int M> using ByFloats = ByTable<FloatTable<B>, M>;
+template <int B, int M> using ByMirroredFloats = ByTable<MirroredFloats<B>, M>;
+
+#ifdef __AVX2__
+// Pairs of bfloat16.
+template <int B, int M> class ByPairs : public Plain<uint16_t> {
+public:
+    ByPairs(const CodebookByRow& c, const Inputs<uint16_t>& in, int64_t row)
+        : table_(c.table, c.kind(row)), x_(in.x), blocks_(blocks_of(c)) {}
+
+    void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
+        Floats sums[2][M] = {};
+        for (int64_t s = 0; s < PHASES; ++s) {
+            Codes weights[2];
+            table_(code[s], weights);
+            for (int64_t k = 0; k < M; ++k)
+                for (int64_t v = 0; v < 2; ++v) {
+                    const uint16_t* pairs = x_ + ((k * blocks_ + b) * PHASES + s) * BYTES + v * BYTES / 2;
+                    sums[v][k] = dot_pairs(sums[v][k], weights[v], load_as<Codes>(pairs));
+                }
+        }
+        for (int64_t k = 0; k < M; ++k) total[k] += sums[0][k] + sums[1][k];
+    }
+
+private:
+    HalfTable<B> table_;
+    const uint16_t* x_;
+    int64_t blocks_;
+};
+#endif
+
+// ---- rows ---------------------------------------------------------------------------------------------------------
+
+// Up to CodebookByRow::TOGETHER rows, tile by tile of columns: the inputs of a tile stay close, and what the same
+// row needs next is fetched meanwhile.
+template <template <int, int> typename By, int B, int M>
+void gemv_rows(const CodebookByRow& c, const Inputs<typename By<B, M>::Input>& in, float* y, int64_t y_stride,
+               int64_t first, int64_t last) {
+    const int64_t bytes = 4 * c.words, blocks = blocks_of(c);
+    const int64_t tile = ceil_div(blocks, ceil_div(blocks * M, By<B, M>::MOST_BLOCKS)); // as equal as can be
+    Floats total[CodebookByRow::TOGETHER][M] = {};
+    for (int64_t begin = 0; begin < blocks; begin += tile) {
+        const int64_t end = least(blocks, begin + tile);
+        const int64_t next = end < blocks ? tile * BYTES : CodebookByRow::TOGETHER * bytes - begin * BYTES;
+        for (int64_t row = first; row < last; ++row) {
+            const By<B, M> sums(c, in, row);
+            Floats own[M];
+            for (int k = 0; k < M; ++k) own[k] = total[row - first][k];
+            for (int64_t b = begin; b < end; ++b) {
+                Codes plane[B], code[PHASES];
+                for (int p = 0; p < B; ++p) {
+                    const uint8_t* from = plane_bytes(c, B - 1 - p) + row * bytes + b * BYTES;
+                    __builtin_prefetch(from + next);
+                    plane[p] = load_plane(from, bytes - b * BYTES);
+                }
+                fold<B>(c, plane);
+                codes_of<B>(plane, code);
+                sums.add(code, b, own);
+            }
+            for (int k = 0; k < M; ++k) total[row - first][k] = own[k];
+        }
+    }
+    for (int64_t row = first; row < last; ++row)
+        for (int64_t k = 0; k < M; ++k)
+            y[k * y_stride + (c.out_rows == nullptr ? row : c.out_rows[row])] +=
+                By<B, M>::finish(c, in, row, k, reduce(total[row - first][k]));
+}
+
+template <template <int, int> typename By, int B>
+void gemv_bits(const CodebookByRow& c, const Inputs<typename By<B, 1>::Input>& in, float* y, int64_t y_stride,
+               int64_t begin, int64_t end) {
+    for (int64_t first = begin; first < end; first += CodebookByRow::TOGETHER) {
+        const int64_t last = least(end, first + CodebookByRow::TOGETHER);
+        by_tokens<MOST_TOKENS>(in.tokens, [&](auto m, int64_t k) {
+            gemv_rows<By, B, m.value>(c, By<B, 1>::skip(c, in, k), y + k * y_stride, y_stride, first, last);
+        });
+    }
+}
+
+void gemv_int8(const CodebookByRow& c, const Inputs<int8_t>& in, float* y, int64_t y_stride, int64_t begin,
+               int64_t end) {
+    by_width(c.bits, [&](auto bits) { gemv_bits<ByBytes, bits.value>(c, in, y, y_stride, begin, end); });
+}
+
+void gemv_f32(const CodebookByRow& c, const Inputs<float>& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    by_width(c.bits, [&](auto bits) {
+        constexpr int B = bits.value;
+        if constexpr (looks_up_mirrored(B))
+            if (c.mirrored) return gemv_bits<ByMirroredFloats, B>(c, in, y, y_stride, begin, end);
+        if constexpr (floating(B) != Floating::none) gemv_bits<ByFloats, B>(c, in, y, y_stride, begin, end);
+    });
+}
+
+#ifdef __AVX2__
+void gemv_bf16(const CodebookByRow& c, const Inputs<uint16_t>& in, float* y, int64_t y_stride, int64_t begin,
+               int64_t end) {
+    by_width(c.bits, [&](auto bits) {
+        if constexpr (looks_up_halves(bits.value)) gemv_bits<ByPairs, bits.value>(c, in, y, y_stride, begin, end);
+    });
+}
+#endif
+
+// A token's inputs as the vectors of T meet them: `place` says which byte of the codes a lane of a vector has.
+template <typename T>
+void arrange(const CodebookByRow& c, const T* x, int64_t (*place)(int64_t, int64_t), int64_t lanes, T* out) {
+    int64_t at[BYTES];
+    for (int64_t i = 0; i < BYTES; ++i) at[i] = PHASES * place(i / lanes, i % lanes);
+    for (int64_t b = 0; b < blocks_of(c); ++b)
+        for (int64_t s = 0; s < PHASES; ++s)
+            for (int64_t i = 0; i < BYTES; ++i) {
+                const int64_t j = b * PHASES * BYTES + at[i] + s;
+                *out++ = j < c.columns ? x[j] : T(0);
+            }
+}
+
+int64_t columns(const CodebookByRow& c) { return blocks_of(c) * PHASES * BYTES; }
+
+void prepare_int8(const CodebookByRow& c, const int8_t* x, const float* scales,
+                  const InputOps<CodebookByRow, int8_t>::Prepared& to) {
+    const int64_t blocks = blocks_of(c);
+    int8_t* codes = to.x;
+    for (int64_t b = 0; b < blocks; ++b)
+        for (int64_t s = 0; s < PHASES; ++s)
+            for (int64_t m = 0; m < BYTES; ++m) {
+                const int64_t j = PHASES * (b * BYTES + m) + s;
+                *codes++ = j < c.columns ? x[j] : int8_t(0);
+            }
+    float weighted = 0;
+    for (int64_t l = 0; l < blocks * LANES; ++l) {
+        const int64_t begin = l * CodebookByRow::INPUT_GROUP,
+                      end = least(c.columns, begin + CodebookByRow::INPUT_GROUP);
+        int32_t own = 0;
+        for (int64_t j = begin; j < end; ++j) own += x[j];
+        to.scales[l] = begin < c.columns ? scales[l] : 0.0f;
+        weighted += to.scales[l] * static_cast<float>(own);
+    }
+    *to.weighted = weighted;
+}
+
+TableForm f32_form(int bits, bool mirrored) {
+    if (mirrored && looks_up_mirrored(bits)) return TableForm::mirrored;
+    switch (floating(bits)) {
+    case Floating::none: return TableForm::none;
+    case Floating::bytes: return TableForm::bytes;
+    default: return TableForm::whole;
+    }
+}
+
+void prepare_f32(const CodebookByRow& c, const float* x, float* out, float*) {
+    if (c.mirrored && looks_up_mirrored(c.bits)) return arrange(c, x, MirroredFloats<2>::place, LANES, out);
+    const bool bytes = floating(c.bits) == Floating::bytes; // gathered entries lie as whole ones
+    arrange(c, x, bytes ? ByteFloats<1>::place : WholeFloats<1>::place, LANES, out);
+}
+
+#ifdef __AVX2__
+TableForm bf16_form(int bits) {
+    if (!looks_up_halves(bits)) return TableForm::none;
+    return bits <= MOST_WHOLE_HALVES ? TableForm::whole : TableForm::bytes;
+}
+
+void prepare_bf16(const CodebookByRow& c, const uint16_t* x, uint16_t* out, float*) {
+    const auto place = c.bits <= MOST_WHOLE_HALVES ? WholeHalves<1>::place : ByteHalves<1>::place;
+    arrange(c, x, place, 2 * LANES, out);
+}
+#endif
+
+} // namespace
+
+void add_codebook_by_row_gemv(MatmulOps& ops) {
+    CodebookByRowOps& own = ops.codebook_by_row;
+    own.columns = columns;
+    own.f32_form = f32_form;
+    own.f32.prepare = prepare_f32;
+    own.f32.gemv = gemv_f32;
+#ifdef __AVX2__
+    own.bf16_form = bf16_form;
+    own.bf16.prepare = prepare_bf16;
+    own.bf16.gemv = gemv_bf16;
+#endif
+    own.int8.prepare = prepare_int8;
+    own.int8.gemv = gemv_int8;
+}
+
+} // namespace anybit::ANYBIT_ISA

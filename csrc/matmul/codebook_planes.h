@@ -1,0 +1,60 @@
+// From bitplanes to codes.
+//
+// A vector of each plane holds the bits of 8 * BYTES weights: byte m, bit s belongs to weight 8 m + s. Shifting and
+// merging turns the planes into eight vectors whose byte m has the code of weight 8 m + s in its low bits, and junk
+// above them that the lookup does not see.
+#pragma once
+
+#include "matmul/dot_int8.h"
+
+namespace anybit::ANYBIT_ISA {
+namespace {
+
+typedef uint16_t Pairs __attribute__((vector_size(BYTES)));
+
+constexpr int64_t PHASES = 8; // vectors of codes that a vector of each plane becomes
+
+// Shifts within pairs of bytes: the bits that cross into the neighbour are junk or masked by whoever shifts.
+template <int N> inline Codes left(Codes v) { return reinterpret_cast<Codes>(reinterpret_cast<Pairs>(v) << N); }
+template <int N> inline Codes right(Codes v) { return reinterpret_cast<Codes>(reinterpret_cast<Pairs>(v) >> N); }
+
+inline Codes merge(int mask, Codes where_set, Codes elsewhere) {
+    return (where_set & fill(mask)) | (elsewhere & fill(~mask));
+}
+
+// The codes of a block in their low B bits, from its planes (the least significant first).
+template <int B> inline void codes_of(const Codes (&plane)[B], Codes (&code)[PHASES]) {
+    constexpr int P = (B + 1) / 2, Q = (B + 3) / 4;
+    Codes even[P], odd[P]; // fields of 2 bits
+    for (int i = 0; i < P; ++i) {
+        const Codes low = plane[2 * i];
+        if (2 * i + 1 < B) {
+            const Codes high = plane[2 * i + 1];
+            even[i] = merge(0x55, low, left<1>(high));
+            odd[i] = merge(0x55, right<1>(low), high);
+        } else even[i] = low, odd[i] = right<1>(low);
+    }
+    if constexpr (B <= 2) {
+        code[0] = even[0], code[2] = right<2>(even[0]), code[4] = right<4>(even[0]), code[6] = right<6>(even[0]);
+        code[1] = odd[0], code[3] = right<2>(odd[0]), code[5] = right<4>(odd[0]), code[7] = right<6>(odd[0]);
+    } else {
+        Codes field[4][Q]; // of 4 bits: phase s in the low half of the byte, phase s + 4 in the high one
+        for (int i = 0; i < Q; ++i)
+            for (int o = 0; o < 2; ++o) {
+                const Codes low = (o == 0 ? even : odd)[2 * i];
+                if (2 * i + 1 < P) {
+                    const Codes high = (o == 0 ? even : odd)[2 * i + 1];
+                    field[o][i] = merge(0x33, low, left<2>(high));
+                    field[o + 2][i] = merge(0x33, right<2>(low), high);
+                } else field[o][i] = low, field[o + 2][i] = right<2>(low);
+            }
+        for (int s = 0; s < 4; ++s) {
+            const Codes low = field[s][0], high = field[s][Q - 1];
+            code[s] = Q == 1 ? low : merge(0x0f, low, left<4>(high));
+            code[s + 4] = Q == 1 ? right<4>(low) : merge(0x0f, right<4>(low), high);
+        }
+    }
+}
+
+} // namespace
+} // namespace anybit::ANYBIT_ISA

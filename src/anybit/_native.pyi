@@ -1,0 +1,101 @@
+"""The native extension (csrc/module): kernels for the CPU, on contiguous tensors of it unless it says otherwise.
+
+Arguments of a wrong dtype, shape, layout or address raise ValueError.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from anybit.config import Json
+
+class Tables:
+    """The tables of nested tiles, as one instruction set's kernels look them up."""
+
+    def __init__(self, tables: Tensor, isa: str | None = None) -> None: ...
+
+class Layer:
+    """A stored layer, checked and bound to kernels; see csrc/layer/layer.h."""
+
+    def __init__(
+        self,
+        layout: Json,
+        fields: Mapping[str, Tensor],
+        int8_codebooks: bool = False,
+        tables: Tables | None = None,
+        threads: int = 1,
+        isa: str | None = None,
+    ) -> None: ...
+    def at(self, layout: Json) -> Layer: ...
+    @property
+    def repacked(self) -> list[str]: ...
+    @property
+    def int8_group_size(self) -> int: ...
+    @property
+    def has_rows(self) -> bool: ...
+    def unpack(self, fields: Mapping[str, Tensor], threads: int) -> None: ...
+    def matmul(self, x: Tensor, threads: int) -> Tensor | None: ...
+    def product(self, x: Tensor, scales: Tensor | None, y: Tensor, add: bool, threads: int) -> None: ...
+    def dequantize(self, out: Tensor, threads: int) -> None: ...
+    def rows(self, ids: Tensor, out: Tensor) -> None: ...
+
+def cpu_features() -> dict[str, bool]: ...
+def isa() -> str: ...
+def matmul_isa() -> str: ...
+def matmul_isas() -> list[str]: ...
+def few_tokens(bf16: bool, isa: str | None = None) -> int: ...
+def quantize_activations(
+    x: Tensor,
+    clip: Tensor | None,
+    fixed: Tensor | None,
+    bits: int,
+    group_size: int,
+    codes: Tensor,
+    scales: Tensor,
+    isa: str | None = None,
+) -> None: ...
+def has_moments() -> bool: ...
+def moments(x: Tensor, h: Tensor, threads: int) -> None: ...
+def gptq_block(
+    weight: Tensor,
+    hinv: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    maxq: Tensor,
+    codes: Tensor,
+    error: Tensor,
+    threads: int,
+    isa: str | None = None,
+) -> None: ...
+def kmeans(
+    weight: Tensor,
+    importance: Tensor | None,
+    seed_bits: int,
+    bits: int,
+    codes: Tensor,
+    centroids: Tensor,
+    threads: int,
+    isa: str | None = None,
+) -> None: ...
+def nested_codes(
+    targets: Tensor,
+    inverse: Tensor,
+    tables: Tensor,
+    shapes: Tensor,
+    scales: Tensor,
+    weights: Tensor,
+    low: int,
+    codes: Tensor,
+    errors: Tensor,
+    threads: int,
+    isa: str | None = None,
+) -> None: ...
+def nested_fit(
+    weight: Tensor,
+    importance: Tensor,
+    tables: Tensor,
+    shapes: Tensor,
+    scales: Tensor,
+    threads: int,
+    isa: str | None = None,
+) -> None: ...
