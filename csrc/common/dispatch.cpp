@@ -23,6 +23,7 @@ namespace anybit {
      ISA::kmeans_scratch,         \
      ISA::kmeans,                 \
      ISA::nested_codes,           \
+     ISA::nested_descent,         \
      ISA::nested_fit}
 
 #ifdef ANYBIT_X86

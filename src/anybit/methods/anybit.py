@@ -52,6 +52,13 @@ class AnyBit(Sequential, Damped):
         layer=True,
         **within(BASE_BITS, BITS, "an average width"),
     )
+    descent: int = option(
+        2,
+        "Passes over the codes after the first, each code chosen anew.",
+        layer=True,
+        expected="a whole number from 0 to 100",
+        valid=lambda value: 0 <= value <= 100,
+    )
     kept_channels: float = option(1 / 128, "Share of input channels kept in 16 bits.", layer=True, **SHARE)
     whole_layers: bool = option(
         False, "One width for a whole layer, the same for q, k and v and for gate and up, instead of one per row.",
