@@ -296,7 +296,7 @@ class _Run(_Ready):
                 with self._collector(linears) as collector:
                     self._forward(block, hidden, call, self.options.unquantized, advance, collector)
                 task = None if targets is None else Task(block, call, hidden, targets)
-                tensors = self._quantize_block(i, linears, collector.stats, advance, task)
+                tensors = self._quantize_block(i, linears, collector.collected(), advance, task)
             else:
                 tensors = self.writer.read_shard(i + 1)
                 advance(len(linears) + (0 if self.options.unquantized else len(hidden)))
@@ -543,11 +543,11 @@ def _calibration(streamed: StreamedModel, options: Options, source: str, report:
             f"--seq-len {options.seq_len} is beyond the model's {limit} positions: choose at most {limit}"
         )
     report.say(f"tokenizing {source}")
-    text = calibration_set(checkpoint.tokenizer(), source, options.samples, options.seq_len, options.seed)
+    text = calibration_set(checkpoint.tokenizer(), source, options.windows, options.seq_len, options.seed)
     samples = len(text.tokens)
-    if samples < options.samples:
+    if samples < options.windows:
         report.say(
-            f"calibration text {source} has {samples} windows of {options.seq_len} tokens, not {options.samples}"
+            f"calibration text {source} has {samples} windows of {options.seq_len} tokens, not {options.windows}"
         )
     if int(text.tokens.max()) >= checkpoint.config.get_text_config().vocab_size:
         raise InputError(

@@ -26,7 +26,7 @@ from anybit.cli.options import (
     reporting,
     set_threads,
 )
-from anybit.config import Json
+from anybit.config import SAMPLES, Json
 from anybit.errors import InputError
 from anybit.methods import DEFAULT
 
@@ -97,7 +97,7 @@ class Compared:
     ] = "builtin"
     samples: Annotated[
         int, typer.Option(help="Calibration windows.", min=1, rich_help_panel="Calibration")
-    ] = CALIBRATION["samples"]
+    ] = SAMPLES
     seq_len: Annotated[
         int,
         typer.Option(
