@@ -147,6 +147,21 @@ def c4_models() -> str:
     return markdown(["model", "perplexity, KLD (bpw)"], rows)
 
 
+def paired() -> str:
+    """Artifacts made in different ways, at some widths over the same windows; the criterion is against the first."""
+    found = load("paired.json")
+    rows = []
+    for name, widths in found["cells"].items():
+        figures = [
+            f"{perplexity(math.exp(statistics.mean(of['nll'])))}, {statistics.mean(of['kld']):.4f}"
+            for of in widths.values()
+        ]
+        mean, low, high = (100 * math.expm1(value) for value in found["criteria"][name])
+        rows.append([name, *figures, f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})" if mean else ""])
+    head = ["", *(f"{bits} bits" for bits in next(iter(found["cells"].values())))]
+    return markdown([*head, "KLD, geometric mean over the widths (95 %)"], rows)
+
+
 def step(cell: Cell, after: Cell) -> tuple[float, float]:
     """By how much the loss changes to the next width, and two standard errors of it, in 1e-4 nats a token."""
     windows = len(cell["window_nll"])

@@ -25,7 +25,7 @@ from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.config import LayerSpec, Options, TileSpec
 from anybit.formats.weight import QuantizedWeight
-from anybit.methods import METHODS, mixllm
+from anybit.methods import METHODS, mixllm, nested_codes
 from anybit.methods.two_four_sixteen import bits_eq10
 
 CLASSES = [
@@ -112,6 +112,11 @@ ANYBIT = options("anybit", samples=4, seq_len=32, kept_channels=0.05)
 
 
 # ---- matrices and statistics
+
+
+def width_weights(tuned: float, rows: int) -> Tensor:
+    """What errors at widths 1 to 8 count where an average of so many bits matters most, float32 [rows, 8]."""
+    return nested_codes.profile(tuned).repeat(rows, 1)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anybit import GPTQ, methods
+from anybit import GPTQ, AnyBit, methods
 from anybit.config import LayerSpec, TileSpec, parse_layer_spec, read_spec_map
 from anybit.errors import InputError
 from anybit.kernels import cpu
@@ -135,6 +135,28 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert json.loads(json.dumps(config.stored()))["method"] == "gptq"
 
 
+@pytest.mark.parametrize(
+    ("given", "windows", "gradients", "passes"),
+    [
+        ({}, 32, 8, 2),
+        ({"effort": "quick"}, 8, 4, 1),
+        ({"effort": "best"}, 64, 16, 4),
+        ({"seq_len": 1024}, 64, 16, 2),
+        ({"seq_len": 10**6}, 1, 1, 2),
+        ({"samples": 16, "seq_len": 1024, "effort": "best"}, 16, 16, 4),
+        ({"samples": 500, "descent": 0}, 500, 8, 0),
+        ({"effort": "quick", "gradient_samples": 1}, 8, 1, 1),
+    ],
+)
+def test_effort_says_what_is_left_open(
+    given: dict[str, Any], windows: int, gradients: int, passes: int
+) -> None:
+    made = AnyBit(**given).resolve()
+    assert (made.samples, made.gradient_samples, made.descent) == (windows, gradients, passes)
+    stored = made.stored()
+    assert (stored["samples"], stored["effort"]) == (windows, given.get("effort", "normal"))
+
+
 def test_every_option_of_a_layer_reaches_its_spec() -> None:
     config = builders.options("gptq", 3, 32, symmetric=True, desc_act=True, group_reorder=False, damp=0.1)
     spec = config.layer_spec()
@@ -180,7 +202,10 @@ def test_which_methods_look_at_activations() -> None:
         ({"method": "cmpq", "error_outliers": 0.5}, ["error_outliers", "0.1"]),
         ({"bits": True}, ["bits", "float", "True"]),
         ({"group_size": "64"}, ["group_size", "int", "'64'"]),
-        ({"samples": None}, ["samples", "int", "None"]),
+        ({"seq_len": None}, ["seq_len", "int", "None"]),
+        ({"method": "anybit", "effort": "much"}, ["effort (--effort) much", "quick, normal, best"]),
+        ({"method": "anybit", "samples": 4, "gradient_samples": 5}, ["gradient_samples (5)", "4 samples"]),
+        ({"method": "anybit", "descent": -1}, ["descent (--descent) -1", "0 to 100"]),
         ({"damp": "1"}, ["damp", "float", "'1'"]),
         ({"clip": 1}, ["clip", "bool", "1"]),
         ({"symmetric": "no"}, ["symmetric", "bool", "'no'"]),

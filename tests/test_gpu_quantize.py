@@ -20,7 +20,7 @@ from anybit.bench import gpu_quantize
 from anybit.errors import InputError
 from anybit.formats import tables as shapes
 from anybit.kernels import cpu, dispatch, reference
-from anybit.methods import METHODS, nested_codes
+from anybit.methods import METHODS
 from anybit.methods.compensation import inverse_factor
 from tests import builders
 from tests.fake_device import NAME, Away, FakeDevice, held
@@ -170,7 +170,14 @@ def test_nested_codes_of_pytorch_are_the_native_ones() -> None:
     scales = torch.rand(17, generator=generator) + 0.5
     scales[3] = 0
     kinds = torch.randint(0, 16, (17,), generator=generator, dtype=torch.uint8)
-    given = (targets, factor_of(40).contiguous(), shapes.tables(), kinds, scales, nested_codes.profile(3.0))
+    given = (
+        targets,
+        factor_of(40).contiguous(),
+        shapes.tables(),
+        kinds,
+        scales,
+        builders.width_weights(3.0, len(kinds)),
+    )
     ours, native = reference.nested_codes(*given), cpu.nested_codes(*given)
     assert all(torch.equal(a, b) for a, b in zip(ours, native))
 

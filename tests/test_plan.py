@@ -126,6 +126,26 @@ def test_an_estimate_grows_with_the_work(model_dir: MakeModel, tmp_path: Path) -
     json.dumps(few)
 
 
+def test_an_estimate_follows_the_effort(model_dir: MakeModel, tmp_path: Path) -> None:
+    streamed, seconds = opened(model_dir("llama")), []
+    for effort in ("quick", "normal", "best"):
+        config = builders.options("anybit", effort=effort)
+        made = make_plan(streamed, config)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan_module, "_matmul_speed", lambda: (1e9, 1.0))
+            idle = estimate(streamed, made, config, tmp_path)
+            patch.setattr(plan_module, "_matmul_speed", lambda: (1e9, 0.25))
+            busy = estimate(streamed, made, config, tmp_path)
+        assert busy["seconds"] == idle["seconds"] and busy["processor_share"] == 0.25
+        seconds.append(idle["seconds"])
+    assert seconds[0] < 0.7 * seconds[1] < 0.7 * 0.7 * seconds[2]
+
+
+def test_speed_is_that_of_the_time_that_a_process_gets() -> None:
+    speed, share = plan_module._matmul_speed()
+    assert 1e8 < speed < 1e14 and 0 < share <= 1
+
+
 def test_a_disk_too_small_is_refused(
     model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,12 +29,12 @@ Matrix grid_matrix(const char* name, const Input& a, int64_t rows, int64_t colum
     return {static_cast<const float*>(a.data()), a.stride(0), a.ndim() == 1 ? 0 : a.stride(1)};
 }
 
-void check_pivots(const float* hinv, int64_t stride, int64_t columns) {
+void check_pivots(const char* name, const float* hinv, int64_t stride, int64_t columns) {
     for (int64_t j = 0; j < columns; ++j) {
         const float pivot = hinv[j * (stride + 1)];
         if (!(pivot > 0.0f) || std::isinf(pivot))
-            refuse("hinv[" + std::to_string(j) + ", " + std::to_string(j) + "] is " + std::to_string(pivot) +
-                   ", expected a positive number: raise the damping");
+            refuse(std::string(name) + "[" + std::to_string(j) + ", " + std::to_string(j) + "] is " +
+                   std::to_string(pivot) + ", expected a positive number: raise the damping");
     }
 }
 
@@ -66,7 +66,7 @@ void gptq_block(const Output& weight, const Input& hinv, const Input& scales, co
     b.maxq = static_cast<const float*>(maxq.data());
     b.codes = static_cast<uint8_t*>(codes.data());
     b.error = static_cast<float*>(error.data());
-    check_pivots(b.hinv, b.hinv_stride, b.columns);
+    check_pivots("hinv", b.hinv, b.hinv_stride, b.columns);
     check_codes_fit(b);
     nb::gil_scoped_release release;
     const int64_t piece = piece_of(b.rows, GPTQ_ROWS, b.rows * b.columns * b.columns / 2, used);
@@ -148,7 +148,7 @@ void nested_codes(const Input& targets, const Input& inverse, const Input& table
     check("tables", tables, {Type::f32}, {kinds, (2 << n.high) - (1 << n.low)}, Layout::dense);
     check("shapes", shapes, {Type::u8}, {n.rows}, Layout::dense);
     check("scales", scales, {Type::f32}, {n.rows}, Layout::dense);
-    check("weights", weights, {Type::f32}, {widths}, Layout::dense);
+    check("weights", weights, {Type::f32}, {n.rows, widths}, Layout::dense);
     check("codes", codes, {Type::u8}, {n.rows, n.columns}, Layout::dense);
     check("errors", errors, {Type::f32}, {widths, n.rows, n.columns}, Layout::dense);
     if (n.rows == 0 || n.columns == 0) return;
@@ -164,11 +164,66 @@ void nested_codes(const Input& targets, const Input& inverse, const Input& table
     for (int64_t i = 0; i < n.rows; ++i)
         if (n.shapes[i] >= kinds) refuse("shapes[" + std::to_string(i) + "] is not below " + std::to_string(kinds));
     check_values("scales", n.scales, 1, n.rows, 0, 0);
-    check_values("weights", n.weights, 1, widths, 0, 0);
-    check_pivots(n.inverse, n.inverse_stride, n.columns);
+    check_values("weights", n.weights, 1, n.rows * widths, 0, 0);
+    check_pivots("inverse", n.inverse, n.inverse_stride, n.columns);
     nb::gil_scoped_release release;
     const int64_t piece = piece_of(n.rows, 1, n.rows * n.columns * NESTED_WORK, used);
     parallel_for(n.rows, piece, used, [&](int64_t begin, int64_t end) { kernels.nested_codes(n, begin, end); });
+}
+
+void nested_descent(const Input& slopes, const Input& hessian, const Input& weight, const Input& tables,
+                    const Input& shapes, const Input& scales, const Input& weights, const Output& codes,
+                    const Output& errors, const Output& losses, int64_t threads,
+                    const std::optional<std::string>& isa) {
+    const QuantizeOps& kernels = find_quantize_ops(isa);
+    const int used = check_threads(threads);
+    NestedDescent n{};
+    const int64_t widths = size_of("slopes", slopes, 0, 3);
+    n.rows = size_of("slopes", slopes, 1, 3);
+    n.columns = size_of("slopes", slopes, 2, 3);
+    if (widths < 1 || widths > 8) refuse(std::to_string(widths) + " widths, expected 1 to 8");
+    if (n.columns > NESTED_COLUMNS) refuse("slopes have more than " + std::to_string(NESTED_COLUMNS) + " columns");
+    n.low = 1;
+    n.high = static_cast<int>(widths);
+    check("slopes", slopes, {Type::f32}, {widths, n.rows, n.columns}, Layout::dense);
+    check("hessian", hessian, {Type::f32}, {n.columns, n.columns}, Layout::dense_rows);
+    check("weight", weight, {Type::f32}, {n.rows, n.columns}, Layout::dense_rows);
+    const int64_t kinds = size_of("tables", tables, 0, 2);
+    check("tables", tables, {Type::f32}, {kinds, (2 << n.high) - 2}, Layout::dense);
+    check("shapes", shapes, {Type::u8}, {n.rows}, Layout::dense);
+    check("scales", scales, {Type::f32}, {n.rows}, Layout::dense);
+    check("weights", weights, {Type::f32}, {n.rows, widths}, Layout::dense);
+    check("codes", codes, {Type::u8}, {n.rows, n.columns}, Layout::dense_rows);
+    check("errors", errors, {Type::f32}, {widths, n.rows, n.columns}, Layout::dense_rows);
+    check("losses", losses, {Type::f32}, {n.rows, widths}, Layout::dense);
+    if (n.rows == 0 || n.columns == 0) return;
+    n.slopes = static_cast<const float*>(slopes.data());
+    n.hessian = static_cast<const float*>(hessian.data());
+    n.hessian_stride = row_stride(n.columns, hessian.stride(0), n.columns);
+    n.weight = static_cast<const float*>(weight.data());
+    n.weight_stride = row_stride(n.rows, weight.stride(0), n.columns);
+    n.tables = static_cast<const float*>(tables.data());
+    n.shapes = static_cast<const uint8_t*>(shapes.data());
+    n.scales = static_cast<const float*>(scales.data());
+    n.weights = static_cast<const float*>(weights.data());
+    n.codes = static_cast<uint8_t*>(codes.data());
+    n.code_stride = row_stride(n.rows, codes.stride(0), n.columns);
+    n.errors = static_cast<float*>(errors.data());
+    n.width_stride = errors.stride(0);
+    n.row_stride = errors.stride(1);
+    n.losses = static_cast<float*>(losses.data());
+    for (int64_t i = 0; i < n.rows; ++i)
+        if (n.shapes[i] >= kinds) refuse("shapes[" + std::to_string(i) + "] is not below " + std::to_string(kinds));
+    for (int64_t i = 0; i < n.rows; ++i)
+        for (int64_t j = 0; j < n.columns; ++j)
+            if (n.codes[i * n.code_stride + j] >> n.high != 0)
+                refuse("codes[" + std::to_string(i) + ", " + std::to_string(j) + "] is wider than the tables");
+    check_values("scales", n.scales, 1, n.rows, 0, 0);
+    check_values("weights", n.weights, 1, n.rows * widths, 0, 0);
+    check_pivots("hessian", n.hessian, n.hessian_stride, n.columns);
+    nb::gil_scoped_release release;
+    const int64_t piece = piece_of(n.rows, 1, n.rows * n.columns * NESTED_WORK, used);
+    parallel_for(n.rows, piece, used, [&](int64_t begin, int64_t end) { kernels.nested_descent(n, begin, end); });
 }
 
 void nested_fit(const Input& weight, const Input& importance, const Input& tables, const Output& shapes,
@@ -330,7 +385,15 @@ NB_MODULE(_native, m) {
           nb::arg("threads"), nb::arg("isa") = nb::none(),
           "One code per weight for all widths: targets float32 [widths, rows, n], inverse float32 [n, n] upper\n"
           "triangular, tables float32 [shapes, sum of 2^b], shapes uint8 and scales float32 [rows], weights float32\n"
-          "[widths]; fills codes uint8 [rows, n] and errors float32 [widths, rows, n].");
+          "[rows, widths]; fills codes uint8 [rows, n] and errors float32 [widths, rows, n].");
+    m.def("nested_descent", &nested_descent, nb::arg("slopes").noconvert(), nb::arg("hessian").noconvert(),
+          nb::arg("weight").noconvert(), nb::arg("tables").noconvert(), nb::arg("shapes").noconvert(),
+          nb::arg("scales").noconvert(), nb::arg("weights").noconvert(), nb::arg("codes").noconvert(),
+          nb::arg("errors").noconvert(), nb::arg("losses").noconvert(), nb::arg("threads"),
+          nb::arg("isa") = nb::none(),
+          "Choose the codes of nested_codes anew, column after column: slopes float32 [widths, rows, n], hessian\n"
+          "float32 [n, n], weight float32 [rows, n], tables, shapes, scales and weights as there; changes codes uint8\n"
+          "[rows, n], errors float32 [widths, rows, n] and losses float32 [rows, widths].");
     m.def("nested_fit", &nested_fit, nb::arg("weight").noconvert(), nb::arg("importance").noconvert(),
           nb::arg("tables").noconvert(), nb::arg("shapes").noconvert(), nb::arg("scales").noconvert(),
           nb::arg("threads"), nb::arg("isa") = nb::none(),

@@ -44,13 +44,30 @@ struct NestedBlock {
     const float* tables;   // [shapes, sum of 2^b for b in low..high], ascending at every width
     const uint8_t* shapes; // [rows]
     const float* scales;   // [rows], not below 0
-    const float* weights;  // [widths], not below 0, one of them above
+    const float* weights;  // [rows, widths], not below 0, one of every row above
     uint8_t* codes;        // [rows, columns], out: at `high`; those of a smaller width are their leading bits
     float* errors;         // [widths, rows, columns], out
     int64_t rows, columns, width_stride, row_stride, inverse_stride;
     int low, high; // 1..8
 };
 constexpr int64_t NESTED_COLUMNS = 128; // of a block, at most
+
+// A block of columns of nested codes to go over again. The loss of a row at a width is `E H E^T`, E its errors.
+struct NestedDescent {
+    const float* slopes;   // [widths, rows, columns]: E H of all columns, of the codes as they come
+    const float* hessian;  // [columns, columns] of stride hessian_stride, symmetric, its diagonal above 0
+    const float* weight;   // [rows, columns] of stride weight_stride
+    const float* tables;   // [shapes, sum of 2^b for b in low..high], ascending at every width
+    const uint8_t* shapes; // [rows]
+    const float* scales;   // [rows], not below 0
+    const float* weights;  // [rows, widths], not below 0, one of every row above
+    uint8_t* codes;        // [rows, columns] of stride code_stride, changed
+    float* errors;         // [widths, rows, columns] of strides width_stride and row_stride, changed as the codes are
+    float* losses;         // [rows, widths], to which it adds what changes; never something above 0, rounding apart,
+                           // of a row's sum over the widths by weights
+    int64_t rows, columns, width_stride, row_stride, hessian_stride, weight_stride, code_stride;
+    int low, high; // 1..8
+};
 
 // The shape and scale of every row: scale times the shape's entries come close to the row's weights.
 struct NestedFit {
@@ -75,6 +92,7 @@ struct QuantizeOps {
     int64_t (*kmeans_scratch)(int64_t columns, int seed_bits);
     void (*kmeans)(const Clustering&, char* scratch, int64_t begin, int64_t end);
     void (*nested_codes)(const NestedBlock&, int64_t begin, int64_t end);
+    void (*nested_descent)(const NestedDescent&, int64_t begin, int64_t end);
     // scratch: 2 * (columns + 16) floats.
     void (*nested_fit)(const NestedFit&, float* scratch, int64_t begin, int64_t end);
 };

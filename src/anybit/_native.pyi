@@ -90,6 +90,20 @@ def nested_codes(
     threads: int,
     isa: str | None = None,
 ) -> None: ...
+def nested_descent(
+    slopes: Tensor,
+    hessian: Tensor,
+    weight: Tensor,
+    tables: Tensor,
+    shapes: Tensor,
+    scales: Tensor,
+    weights: Tensor,
+    codes: Tensor,
+    errors: Tensor,
+    losses: Tensor,
+    threads: int,
+    isa: str | None = None,
+) -> None: ...
 def nested_fit(
     weight: Tensor,
     importance: Tensor,

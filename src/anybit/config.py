@@ -19,7 +19,7 @@ from anybit.errors import InputError
 
 Json = dict[str, Any]  # an object as JSON has it: what files hold and commands print
 KV_BITS = (2, 3, 4, 8, 16)
-SAMPLES = 128  # windows that a method is calibrated on, where nothing else is said
+SAMPLES = 128  # windows that a method is calibrated on, where neither it nor the user says another number
 EMBED_BITS = (4, 8, 16)
 GROUP_SIZE = 128  # input channels that share a scale, where nothing else is said
 ACT_BITS = (2, 3, 4, 5, 6, 7, 8, 16)
@@ -143,7 +143,9 @@ class Options:
     kv_bits: int = option(16, "KV-cache when the artifact runs.", panel="Size", **one_of(KV_BITS))
     include: tuple[str, ...] = option((), "Only layers of this pattern, e.g. `'*.mlp.*'`.", panel="Layers")
     exclude: tuple[str, ...] = option((), "No layers of this pattern. Both: repeatable.", panel="Layers")
-    samples: int = option(SAMPLES, "Calibration windows.", panel="Calibration", **at_least(1))
+    samples: int | None = option(
+        None, "Calibration windows.", panel="Calibration", unset=str(SAMPLES), **at_least(1)
+    )
     seq_len: int = option(2048, "Tokens per calibration window.", panel="Calibration", **at_least(1))
     seed: int = option(
         0, "Picks the calibration windows.", panel="Calibration", **within(0, MAX_SEED, "a whole number")
@@ -174,7 +176,7 @@ class Options:
 
     def defaults(self) -> dict[str, Any]:
         """What the method decides where it is left open; values may depend on the options that are given."""
-        return {"bits": self.default_bits}
+        return {"bits": self.default_bits, "samples": SAMPLES}
 
     def check(self) -> None:
         """Refuse options, none of which is open, that do not go together.
@@ -205,6 +207,11 @@ class Options:
     def budget(self) -> float | int | str | None:
         """`bpw` or `size`, whichever is given: the width follows from it."""
         return self.size if self.bpw is None else self.bpw
+
+    @property
+    def windows(self) -> int:
+        """Calibration windows, of options none of which is open."""
+        return self.samples or SAMPLES
 
     def with_bits(self, bits: float) -> Self:
         """The same options at another average width; what is open is decided by that width."""

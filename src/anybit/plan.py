@@ -21,7 +21,8 @@ from anybit.errors import InputError, require_extra
 from anybit.formats import GroupIntLayout
 from anybit.formats.layout import LayerLayout
 from anybit.formats.unquantized import UnquantizedLayout
-from anybit.methods import METHODS, Method, finetune, ordering
+from anybit.methods import METHODS, Method, finetune, nested_codes, ordering
+from anybit.methods.anybit import BITS
 from anybit.methods.rtn import RTN
 
 BUDGET_STEPS = 100  # a budget finds the average width to a hundredth of a bit
@@ -170,39 +171,52 @@ def stored_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.dtype:
 
 
 def estimate(streamed: StreamedModel, plan: Plan, options: Options, out: Path) -> Json:
-    """Predicted figures of a run: bytes, bits per weight, seconds and peak memory (the last two roughly)."""
+    """Predicted figures of a run: bytes, bits per weight, seconds and peak memory (the last two roughly).
+
+    `seconds` are those of a machine that does nothing else; `processor_share` says how much of its threads' time this
+    process got while it measured the machine's speed.
+    """
     free = shutil.disk_usage(next(p for p in [out, *out.absolute().parents] if p.exists())).free
+    speed, share = _matmul_speed()
     return {
         "bits": plan.code_bits,
         "bits_per_weight": plan.bits_per_weight,
         "file_bits_per_weight": plan.file_bits_per_weight,
         "size_bytes": plan.size_bytes,
-        "seconds": _seconds(streamed, plan, options),
+        "seconds": _seconds(streamed, plan, options, speed),
+        "processor_share": share,
         "peak_memory_bytes": _peak_memory(streamed, plan, options),
         "scratch_disk_bytes": scratch_bytes(plan, options),
         "free_disk_bytes": free,
     }
 
 
-def _seconds(streamed: StreamedModel, plan: Plan, options: Options) -> float:
+def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speed: float) -> float:
     """Of blocks' forward and backward passes, moments and sweeps at this machine's speed, and of what is clustered."""
     effort, wanted, shapes = METHODS[options.name].effort(options), plan.statistics, streamed.all_linears()
     blocks, threads = len(streamed.blocks), torch.get_num_threads()
     block_weights = plan.linear_weights / blocks
-    tokens = options.samples * options.seq_len if wanted else 0
+    tokens = options.windows * options.seq_len if wanted else 0
     forwards = 0.0 if wanted.fisher else 1.0 if options.unquantized else 2.0
     forwards += 4 * effort.passes  # forward twice, as blocks are recomputed; backward for inputs and weights
     moments = sweep = training = 0.0
     if wanted.hessian:
         moments = 2 * tokens * sum(n**2 for n in {shape[1] for shape in shapes.values()}) * 1.5
-        sweep = 2.0 * effort.sweeps * sum(s[0] * s[1] ** 2 + s[1] ** 3 for s in shapes.values()) / blocks
+        sweep = 2.0 * sum(effort.sweeps * s[0] * s[1] ** 2 + s[1] ** 3 for s in shapes.values()) / blocks
     if effort.epochs:
         forwards += 1 + 3 * effort.epochs
-        steps = effort.epochs * options.samples / finetune.batch_size(options.samples, options.seq_len)
+        steps = effort.epochs * options.windows / finetune.batch_size(options.windows, options.seq_len)
         training = finetune.STEP_SECONDS * steps * plan.quantized_weights / threads
     flops = forwards * 2 * block_weights * tokens + moments + sweep + 200 * block_weights
+    head = 4 * effort.passes * tokens * _head_weights(streamed)  # logits once, and their gradient
     clustering = (effort.clustering / threads + effort.serial) * plan.quantized_weights
-    return blocks * flops / _matmul_speed() + clustering + training + plan.model_weights / 2e8
+    return (blocks * flops + head) / speed + clustering + training + plan.model_weights / 2e8
+
+
+def _head_weights(streamed: StreamedModel) -> int:
+    """Of the matrix that makes logits."""
+    text = streamed.model.config.get_text_config()
+    return 0 if streamed.encoder else int(text.vocab_size * text.hidden_size)
 
 
 def _peak_memory(streamed: StreamedModel, plan: Plan, options: Options) -> int:
@@ -210,12 +224,17 @@ def _peak_memory(streamed: StreamedModel, plan: Plan, options: Options) -> int:
     effort, wanted, shapes = METHODS[options.name].effort(options), plan.statistics, streamed.all_linears()
     size, text = streamed.dtype.itemsize, streamed.model.config.get_text_config()
     block_weights = plan.linear_weights / len(streamed.blocks)
-    tokens = options.samples * options.seq_len if wanted else 0
+    tokens = options.windows * options.seq_len if wanted else 0
     activations = min(tokens * text.hidden_size * size, ACTIVATION_BUDGET)
     embedding = max(prod(streamed.checkpoint.shape(n)) for n in streamed.names.values()) * 4
     working = block_weights * size + max(prod(shape) for shape in shapes.values()) * 4 * 5
     if wanted.hessian:
         working += max(shape[1] for shape in shapes.values()) ** 2 * 4 * 5
+    if (
+        METHODS[options.name].ordered is not None
+    ):  # moments by gradient and plain ones of a block; errors of all widths
+        working += 2 * 4 * sum(shape[1] ** 2 for shape in shapes.values()) / len(streamed.blocks)
+        working += 2 * 4 * min(nested_codes.CHUNK, BITS * max(prod(shape) for shape in shapes.values()))
     if effort.passes:
         logits = 3 * 4 * min(options.seq_len, LOGIT_CHUNK) * text.vocab_size  # float32 softmax, and gradients
         working += plan.model_weights * size + logits
@@ -268,15 +287,20 @@ def _embedding_layouts(streamed: StreamedModel, bits: int) -> dict[str, LayerLay
     return layouts
 
 
-def _matmul_speed() -> float:
-    """Floating-point operations per second of this machine's float32 GEMM, from a tenth of a second's work."""
+def _matmul_speed() -> tuple[float, float]:
+    """This machine's float32 GEMM from a tenth of a second's work: floating-point operations per second that it would
+    do if it did nothing else, and the share of its threads' time that this process got.
+    """
     a = torch.ones(768, 768)
     (a @ a).sum()
-    start, rounds = time.perf_counter(), 0
+    start, begun, rounds = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - start < 0.1:
         a @ a
         rounds += 1
-    return 2 * 768**3 * rounds / (time.perf_counter() - start)
+    threads = torch.get_num_threads()
+    got = (time.process_time() - begun) / threads
+    share = min(1.0, got / (time.perf_counter() - start))
+    return 2 * 768**3 * rounds / max(got, 1e-3), share
 
 
 def widths_for_memory(

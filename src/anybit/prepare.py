@@ -127,11 +127,11 @@ def _calibration(streamed: StreamedModel, options: Options, source: str, report:
             f"--seq-len {options.seq_len} is beyond the model's {limit} positions: choose at most {limit}"
         )
     report.say(f"tokenizing {source}")
-    text = calibration_set(checkpoint.tokenizer(), source, options.samples, options.seq_len, options.seed)
+    text = calibration_set(checkpoint.tokenizer(), source, options.windows, options.seq_len, options.seed)
     samples = len(text.tokens)
-    if samples < options.samples:
+    if samples < options.windows:
         report.say(
-            f"calibration text {source} has {samples} windows of {options.seq_len} tokens, not {options.samples}"
+            f"calibration text {source} has {samples} windows of {options.seq_len} tokens, not {options.windows}"
         )
     if int(text.tokens.max()) >= checkpoint.config.get_text_config().vocab_size:
         raise InputError(

@@ -126,6 +126,35 @@ def test_the_hooks_are_gone_after_an_error() -> None:
     assert not block.a._forward_pre_hooks and not collector.stats  # the second call was not seen
 
 
+@pytest.mark.parametrize("hessian", [True, False])
+def test_half_of_the_moments_are_those_of_weighted_tokens(hessian: bool) -> None:
+    """Half the mean over the tokens of some samples, by weights of each layer's own, half the mean over all."""
+    block, xs = Pair(), [random(1, 5, 6, seed=seed) for seed in (1, 2, 3)]
+    weights = {name: {1: random(5, seed=seed).square()} for name, seed in (("a", 4), ("b", 5))}
+    with Collector(dict(block.named_children()), hessian, importance=weights) as collector, torch.no_grad():
+        for x in xs:
+            block(x)
+            collector.finish_forward()
+    stats = collector.collected()
+    plain = sum(moment(x) for x in xs)
+    assert isinstance(plain, Tensor)
+    check_moment(stats["copy"], plain, 15)
+    for name, of in weights.items():
+        check_moment(stats[name], plain / 2 + moment(xs[1], of[1]) * (15 / 5 / 2), 15)
+
+
+def test_weighted_inputs_in_bfloat16_are_rounded_once_more() -> None:
+    block, x = nn.Linear(6, 4).bfloat16(), random(1, 50, 6).bfloat16()
+    weights = {"": {0: random(50, seed=1).square()}}
+    with Collector({"": block}, True, importance=weights) as collector, torch.no_grad():
+        block(x)
+        collector.finish_forward()
+    found = collector.collected()[""].hessian
+    expected = (moment(x) + moment(x, weights[""][0])) / 2
+    assert found is not None
+    torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0.01 * float(expected.max()))
+
+
 def test_norms_alone_and_half_precision_inputs() -> None:
     x = random(9, 6).bfloat16()
     stats = LinearStats.empty(6, hessian=False)
@@ -160,16 +189,21 @@ def block_inputs(folder: Path, tokens: Tensor) -> tuple[dict[str, Tensor], Tenso
     return rows, torch.cat(attention)
 
 
-def collected(folder: Path, tokens: Tensor, attention: bool) -> dict[str, LinearStats]:
+def collected(
+    folder: Path, tokens: Tensor, attention: bool, importance: dict[int, Tensor] | None = None
+) -> dict[str, LinearStats]:
+    """`importance` is that of all layers."""
     streamed = opened(folder)
     states: dict[int, Tensor] = {}
     calls = streamed.first_inputs(tokens, states.__setitem__)
-    collector = Collector(streamed.linears(0), hessian=True, attention=attention)
+    linears = streamed.linears(0)
+    weights = None if importance is None else dict.fromkeys(linears, importance)
+    collector = Collector(linears, hessian=True, attention=attention, importance=weights)
     with streamed.block(0) as block, torch.no_grad(), collector:
         for state in states.values():
             run_block(block, state, calls[0])
             collector.finish_forward()
-    return collector.stats
+    return collector.collected()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -196,6 +230,14 @@ def test_value_projections_weigh_tokens_by_the_attention_they_receive(
     for name, x in inputs.items():
         weights = received if name.endswith("v_proj") else None
         check_moment(stats[name], moment(x, weights), 48)
+
+
+def test_importance_takes_the_place_of_attention(model_dir: MakeModel) -> None:
+    tokens, weights = token_rows(2, 24), random(24, seed=7).square()
+    inputs, _ = block_inputs(model_dir("llama"), tokens)
+    stats = collected(model_dir("llama"), tokens, attention=True, importance={1: weights})
+    for name, x in inputs.items():
+        check_moment(stats[name], moment(x) / 2 + moment(x[24:], weights) * (48 / 24 / 2), 48)
 
 
 def test_attention_that_is_not_pytorchs_counts_all_tokens_alike(tmp_path: Path) -> None:

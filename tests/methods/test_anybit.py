@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from anybit.config import LayerSpec
 from anybit.errors import InputError
 from anybit.formats import Nested, NestedLayout
 from anybit.formats import tables as shapes
-from anybit.kernels import cpu
+from anybit.kernels import cpu, reference
 from anybit.methods import nested_codes
 from anybit.methods.compensation import inverse_factor
 from tests import builders
@@ -37,34 +38,42 @@ def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, LinearStats
     return torch.randn(rows, columns, generator=generator), stats
 
 
+def code_oracle(
+    z: np.ndarray, table: dict[int, np.ndarray], weights: np.ndarray, known: tuple[int, ...] = ()
+) -> int:
+    """One code, number by number in float32: what is known first, then candidates in the order of the widths."""
+    half = np.float32(0.5)
+    candidates = list(known)
+    for b in BITS:
+        if weights[b - 1] == 0:
+            continue
+        middles = half * (table[b][:-1] + table[b][1:])
+        code = int((z[b - 1] > middles).sum())
+        for wider in range(b + 1, 9):
+            low, high = table[wider][2 * code], table[wider][2 * code + 1]
+            code = 2 * code + int(z[wider - 1] > half * (low + high))
+        candidates.append(code)
+
+    def cost(code: int) -> np.float32:
+        total = np.float32(0)
+        for own in BITS:
+            miss = z[own - 1] - table[own][code >> (8 - own)]
+            total += weights[own - 1] * (miss * miss)
+        return total
+
+    return min(candidates, key=cost)  # the first of equals
+
+
 def codes_oracle(
     targets: np.ndarray, inverse: np.ndarray, table: dict[int, np.ndarray], scale: float, weights: np.ndarray
 ) -> tuple[list[int], np.ndarray]:
-    """One row, number by number in float32, candidates in the order of the widths."""
+    """One row, number by number in float32."""
     targets, made = targets.copy(), []
     errors = np.zeros_like(targets)
-    half, one = np.float32(0.5), np.float32(1)
     for j in range(targets.shape[1]):
-        z = targets[:, j] / (scale if scale > 0 else one)
-        best: tuple[np.float32, int] | None = None
+        made.append(code_oracle(targets[:, j] / np.float32(scale if scale > 0 else 1), table, weights))
         for b in BITS:
-            if weights[b - 1] == 0:
-                continue
-            middles = half * (table[b][:-1] + table[b][1:])
-            code = int((z[b - 1] > middles).sum())
-            for wider in range(b + 1, 9):
-                low, high = table[wider][2 * code], table[wider][2 * code + 1]
-                code = 2 * code + int(z[wider - 1] > half * (low + high))
-            cost = np.float32(0)
-            for own in BITS:
-                miss = z[own - 1] - table[own][code >> (8 - own)]
-                cost += weights[own - 1] * (miss * miss)
-            if best is None or cost < best[0]:
-                best = (cost, code)
-        assert best is not None
-        made.append(best[1])
-        for b in BITS:
-            value = np.float32(scale) * table[b][best[1] >> (8 - b)]
+            value = np.float32(scale) * table[b][made[-1] >> (8 - b)]
             errors[b - 1, j] = (targets[b - 1, j] - value) / inverse[j, j]
             targets[b - 1, j + 1 :] -= errors[b - 1, j] * inverse[j, j + 1 :]
     return made, errors
@@ -87,7 +96,8 @@ def test_nested_codes_are_the_oracle(isa: str) -> None:
     factor = inverse_factor(stats.hessian, torch.arange(columns), 0.01).contiguous()
     kinds = torch.tensor([0, 3, 5, 8, 11, 13, 15], dtype=torch.uint8)
     scales = torch.tensor([0.5, 1, 1.2, 1, 0.9, 1, 0])
-    weights = nested_codes.profile(3.0)
+    weights = builders.width_weights(3.0, rows)
+    weights[2] = torch.tensor([3.0, 0, 0, 1, 0, 2, 0, 0])
     targets = weight.expand(8, rows, columns).clone()
     codes, errors = cpu.nested_codes(
         targets, factor, shapes.tables(), kinds, scales, weights, threads=2, isa=isa
@@ -95,7 +105,7 @@ def test_nested_codes_are_the_oracle(isa: str) -> None:
     for r in range(rows):
         table = {b: shapes.table(b)[int(kinds[r])].numpy() for b in BITS}
         made, expected = codes_oracle(
-            targets[:, r].numpy(), factor.numpy(), table, float(scales[r]), weights.numpy()
+            targets[:, r].numpy(), factor.numpy(), table, float(scales[r]), weights[r].numpy()
         )
         assert codes[r].tolist() == made
         np.testing.assert_array_equal(errors[:, r].numpy(), expected)
@@ -110,14 +120,151 @@ def test_every_instruction_set_and_number_of_threads_gives_the_same_bytes() -> N
     kinds, scales = cpu.nested_fit(
         weight[:, :128].contiguous(), torch.ones(128), shapes.table(3).contiguous()
     )
+    weights = builders.width_weights(4.0, 40)
     found = [
-        cpu.nested_codes(
-            targets, factor, shapes.tables(), kinds, scales, nested_codes.profile(4.0), threads, isa
-        )
+        cpu.nested_codes(targets, factor, shapes.tables(), kinds, scales, weights, threads, isa)
         for threads in (1, 3)
         for isa in ("portable", cpu.isa())
     ]
     assert all(torch.equal(c, found[0][0]) and torch.equal(e, found[0][1]) for c, e in found)
+
+
+def descent_problem(rows: int, columns: int) -> dict[str, Tensor]:
+    """What `nested_descent` is given, of codes that are not bad, a row of zeros among them."""
+    weight, stats = problem(rows, columns)
+    assert stats.hessian is not None
+    weight[-1] = 0
+    hessian = (stats.hessian / stats.tokens).contiguous()
+    kinds, scales = cpu.nested_fit(weight, hessian.diagonal().contiguous(), shapes.table(3).contiguous())
+    kinds[: min(rows, 16)] = torch.arange(min(rows, 16), dtype=torch.uint8)
+    scales[-1] = 0
+    weights = builders.width_weights(3.0, rows)
+    weights[0] = torch.tensor([3.0, 0, 0, 1, 0, 2, 0, 0])
+    targets = weight.expand(8, rows, columns).clone()
+    codes = torch.empty(rows, columns, dtype=torch.uint8)
+    eye = torch.eye(min(columns, 128))
+    for a in range(0, columns, 128):
+        part = targets[:, :, a : a + 128]
+        size = part.shape[2]
+        codes[:, a : a + 128] = cpu.nested_codes(
+            part, eye[:size, :size].contiguous(), shapes.tables(), kinds, scales, weights
+        )[0]
+    errors = values_of(codes, kinds, scales) - weight
+    losses = ((errors @ hessian) * errors).sum(2).T.contiguous()
+    return {
+        "slopes": errors @ hessian, "hessian": hessian, "weight": weight, "tables": shapes.tables(),
+        "kinds": kinds, "scales": scales, "weights": weights, "codes": codes, "errors": errors, "losses": losses,
+    }  # fmt: skip
+
+
+def values_of(codes: Tensor, kinds: Tensor, scales: Tensor) -> Tensor:
+    """What codes at 8 bits stand for at every width, float32 [8, rows, n]."""
+    tables = [shapes.table(b)[kinds.long()] * scales[:, None] for b in BITS]
+    return torch.stack([t.gather(1, (codes >> (8 - b)).long()) for b, t in zip(BITS, tables)])
+
+
+def descended(given: dict[str, Tensor], by: Any = cpu, **how: Any) -> dict[str, Tensor]:
+    """What `nested_descent` makes of copies."""
+    copies = {name: tensor.clone() for name, tensor in given.items()}
+    by.nested_descent(*copies.values(), **how)
+    return copies
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ["portable", cpu.isa() if cpu.available() else "portable"])
+def test_descent_is_the_oracle(isa: str) -> None:
+    """Number by number in float32: the best code where all others stay, and what that changes."""
+    rows, columns = 18, 33
+    given = descent_problem(rows, columns)
+    made = descended(given, isa=isa, threads=2)
+    hessian, weight = given["hessian"].numpy(), given["weight"].numpy()
+    for r in range(rows):
+        table = {b: shapes.table(b)[int(given["kinds"][r])].numpy() for b in BITS}
+        scale, weights = given["scales"][r].numpy(), given["weights"][r].numpy()
+        slopes, losses = given["slopes"][:, r].numpy().copy(), given["losses"][r].numpy().copy()
+        for j in range(columns):
+            old = int(given["codes"][r, j])
+            before = np.array([scale * table[b][old >> (8 - b)] for b in BITS])
+            z = (before - slopes[:, j] / hessian[j, j]) / np.float32(scale if scale > 0 else 1)
+            code = code_oracle(z, table, weights, (old,))
+            assert made["codes"][r, j] == code
+            value = np.array([scale * table[b][code >> (8 - b)] for b in BITS])
+            step = value - before
+            losses += step * (np.float32(2) * slopes[:, j] + step * hessian[j, j])
+            slopes[:, j + 1 :] += step[:, None] * hessian[j, j + 1 :]
+            np.testing.assert_array_equal(made["errors"][:, r, j], value - weight[r, j])
+        np.testing.assert_array_equal(made["losses"][r], losses)
+
+
+@needs_native
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 7), (40, 128)])
+def test_descent_of_pytorch_is_the_native_one(rows: int, columns: int) -> None:
+    given = descent_problem(rows, columns)
+    native, ours = descended(given), descended(given, reference)
+    assert (native["codes"] != given["codes"]).any() or columns < 7
+    for name, tensor in native.items():
+        assert torch.equal(tensor, ours[name]), name
+
+
+@needs_native
+def test_descent_gives_the_same_bytes_everywhere() -> None:
+    given = descent_problem(40, 128)
+    found = [
+        descended(given, isa=isa, threads=threads) for threads in (1, 3) for isa in ("portable", cpu.isa())
+    ]
+    for other in found[1:]:
+        assert all(torch.equal(tensor, other[name]) for name, tensor in found[0].items())
+
+
+@needs_native
+def test_descent_works_on_views_of_larger_matrices() -> None:
+    given = descent_problem(6, 40)
+    alone = descended(given)
+    wide = {n: torch.zeros(*t.shape[:-1], 90, dtype=t.dtype) for n, t in given.items()}
+    views = dict(given)
+    for name in ("hessian", "weight", "codes", "errors"):
+        wide[name][..., 20:60] = given[name]
+        views[name] = wide[name][..., 20:60]
+    views["losses"] = given["losses"].clone()
+    cpu.nested_descent(*views.values())
+    for name in ("codes", "errors", "losses"):
+        assert torch.equal(views[name], alone[name])
+    assert (wide["codes"][:, :20] == 0).all() and (wide["errors"][..., 60:] == 0).all()
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("hessian", lambda t: -t, r"hessian\[0, 0\] is -.*expected a positive number"),
+        ("kinds", lambda t: t + 16, r"shapes\[0\] is not below 16"),
+        ("weights", lambda t: t[:1], "weights is float32"),
+        ("codes", lambda t: t.int(), "codes is int32"),
+        ("errors", lambda t: t[:7], "errors is float32"),
+        ("losses", lambda t: t.T, "losses is float32"),
+    ],
+)
+def test_descent_refuses_what_does_not_fit(name: str, change: Any, words: str) -> None:
+    given = descent_problem(20, 30)
+    with pytest.raises(ValueError, match=words):
+        cpu.nested_descent(*(given | {name: change(given[name])}).values())
+
+
+@needs_native
+@pytest.mark.parametrize(("rows", "columns"), [(24, 40), (9, 300)])
+def test_every_pass_of_descent_lowers_the_objective(rows: int, columns: int) -> None:
+    """By weights over the widths, row by row; the more passes, the lower, and less with each."""
+    weight, stats = problem(rows, columns)
+    found = []
+    for passes in (0, 1, 2, 4):
+        spec = builders.layer_spec(kept_channels=0.02, descent=passes)
+        made = compress(weight, stats, spec)
+        losses = torch.empty(rows, 8)
+        losses[made.tile.order] = made.losses
+        found.append((losses * nested_codes.profile(3.0)).sum(1))
+    assert all((after <= before * (1 + 1e-5)).all() for before, after in itertools.pairwise(found))
+    means = [float(f.mean()) for f in found]
+    assert means[1] < 0.97 * means[0] and means[0] - means[1] > means[1] - means[2] > 0
 
 
 @needs_native
@@ -125,7 +272,7 @@ def test_every_instruction_set_and_number_of_threads_gives_the_same_bytes() -> N
     ("rows", "columns", "kept"), [(24, 40, 0.0), (9, 200, 0.05), (3, 1, 0.0), (16, 300, 0.02)]
 )
 def test_losses_are_those_of_the_stored_codes(rows: int, columns: int, kept: float) -> None:
-    """`sum_j e_j^2` of GPTQ's scaled errors is `D H D^T` with the damped Hessian, at every width."""
+    """`sum_j e_j^2` of GPTQ's scaled errors, and what descent takes off, is `D H D^T` with the damped Hessian."""
     weight, stats = problem(rows, columns)
     assert stats.hessian is not None
     worth = torch.rand(rows, generator=torch.Generator().manual_seed(3)) + 0.1

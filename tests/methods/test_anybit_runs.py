@@ -39,6 +39,11 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native extensio
 IDS = torch.arange(3, 40)[None]
 
 
+def search_of(streamed: StreamedModel, tokens: Tensor, options: Any) -> Search:
+    """A search over all layers."""
+    return Search(streamed, tokens, streamed.all_linears(), options)
+
+
 @pytest.mark.parametrize("one_shot", [False, True])
 def test_blocks_are_calibrated_behind_quantized_ones(
     model_dir: Callable[[str], Path],
@@ -58,7 +63,9 @@ def test_blocks_are_calibrated_behind_quantized_ones(
         return made
 
     monkeypatch.setattr(nested_codes, "quantize", watched)
-    config = builders.options("anybit", samples=4, seq_len=32, tune_for=2.5, one_shot=one_shot)
+    config = builders.options(
+        "anybit", samples=4, gradient_samples=2, seq_len=32, tune_for=2.5, one_shot=one_shot
+    )
     with monkeypatch.context() as patch:  # keep all planes and losses
         patch.setattr(ArtifactWriter, "begin_split", interrupt)
         with pytest.raises(Killed):
@@ -87,19 +94,22 @@ def test_blocks_are_calibrated_behind_quantized_ones(
         for row in tokens:
             model(input_ids=row[None])
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), prepare.compute_dtype())
-    weights = sensitivity.output_moments(Search(streamed, tokens, streamed.all_linears(), config)).tokens
+    weights = sensitivity.output_moments(search_of(streamed, tokens, config)).tokens
     of_layer = weights["model.layers.1.self_attn.q_proj"]
-    expected = sum((x.T * w) @ x for x, w in zip(inputs, of_layer))
+    assert list(of_layer) == [0, 2]  # two of four samples, spread over the text
+    weighted = sum((inputs[i].T * w) @ inputs[i] for i, w in of_layer.items())
+    expected = weighted * (4 / 2 / 2) + sum(x.T @ x for x in inputs) / 2
     torch.testing.assert_close(seen["7"], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 def test_moments_are_those_of_autograd(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     """Also part by part, and read back from finished parts."""
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
-    shapes = streamed.all_linears()
     tokens = torch.randint(3, 100, (6, 24), generator=torch.Generator().manual_seed(0))
-    found = sensitivity.output_moments(Search(streamed, tokens, shapes, ANYBIT, folder=tmp_path))
-    again = sensitivity.output_moments(Search(streamed, tokens, shapes, ANYBIT, folder=tmp_path))
+    search = replace(
+        search_of(streamed, tokens, replace(ANYBIT, gradient_samples=6, samples=6)), folder=tmp_path
+    )
+    found, again = sensitivity.output_moments(search), sensitivity.output_moments(search)
     model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=torch.float32)
     for name in ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"):
         outputs: list[Tensor] = []
@@ -112,9 +122,10 @@ def test_moments_are_those_of_autograd(model_dir: Callable[[str], Path], tmp_pat
         squared = torch.stack(gradients).square()  # [samples, seq_len, out]
         by_token = squared.sum(2)
         torch.testing.assert_close(found.outputs[name], 12 * squared.sum(1).mean(0), rtol=1e-3, atol=1e-9)
-        torch.testing.assert_close(found.tokens[name], by_token / by_token.mean(), rtol=1e-3, atol=1e-4)
+        tokens_of = torch.stack(list(found.tokens[name].values()))
+        torch.testing.assert_close(tokens_of, by_token / by_token.mean(), rtol=1e-3, atol=1e-4)
         assert torch.equal(again.outputs[name], found.outputs[name])
-        assert torch.equal(again.tokens[name], found.tokens[name])
+        assert torch.equal(torch.stack(list(again.tokens[name].values())), tokens_of)
 
 
 @pytest.mark.slow
@@ -129,7 +140,7 @@ def test_other_scores_rank_the_rows(
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), prepare.compute_dtype())
     text = calibration_set(streamed.checkpoint.tokenizer(), str(text_file), 4, 32, 0)
     scores = sensitivity.width_scores(
-        Search(streamed, text.tokens, streamed.all_linears(), builders.options("anybit", salience=kind))
+        search_of(streamed, text.tokens, builders.options("anybit", salience=kind))
     ).outputs
     last = sum(float(score[:, -1].double().sum()) for score in scores.values())
     assert levels[-1]["loss"] == pytest.approx(last, rel=0.05)  # but for what pooling moves
@@ -146,11 +157,10 @@ def test_other_scores_rank_the_rows(
 def test_scores_are_the_loss_of_rounding(model_dir: Callable[[str], Path]) -> None:
     """By autograd: `|p + p^2 / 2|` and `sum (g d)^2 / 2` of every row and width, mean over samples."""
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
-    shapes = streamed.all_linears()
     tokens = torch.randint(3, 100, (3, 24), generator=torch.Generator().manual_seed(0))
     found = {
         k: sensitivity.width_scores(
-            Search(streamed, tokens, shapes, builders.options("anybit", salience=k))
+            search_of(streamed, tokens, builders.options("anybit", salience=k))
         ).outputs
         for k in ("full", "diagonal")
     }
@@ -226,7 +236,8 @@ def test_fewer_bits_make_fewer_levels(
 def test_other_families(
     family: str, model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
-    anybit.quantize(model_dir(family), tmp_path / "out", ANYBIT, calibration=str(text_file))
+    config = builders.options("anybit", samples=16, seq_len=32, kept_channels=0.05)
+    anybit.quantize(model_dir(family), tmp_path / "out", config, calibration=str(text_file))
     base, model = logits(load(model_dir(family)), IDS), load(tmp_path / "out")
     errors = []
     for bits in (8.0, 5.0, 2.5):

@@ -92,8 +92,8 @@ def _widest_calibration(plan: Plan, options: Options) -> Json | None:
     """A description at least as long as that of any text: a plan does not know which one it will be."""
     if not plan.statistics:
         return None
-    counts = {"samples": options.samples, "seq_len": options.seq_len, "seed": options.seed}
-    return {"source": "'" * 255, "sha256": HASH, **counts, "requested": options.samples}
+    counts = {"samples": options.windows, "seq_len": options.seq_len, "seed": options.seed}
+    return {"source": "'" * 255, "sha256": HASH, **counts, "requested": options.windows}
 
 
 def _asset_bytes(streamed: StreamedModel) -> int:

@@ -188,19 +188,39 @@ def load_whole(streamed: StreamedModel, report: Silent = SILENT) -> Any:
 
 
 def sample_loss(model: Any, tokens: Tensor) -> Tensor:
-    """Mean negative log-likelihood of tokens [seq_len], logits made in chunks of positions and recomputed backward."""
+    """Mean negative log-likelihood of tokens [seq_len]; logits are made once, in chunks of positions."""
     hidden = _final_hidden(model, tokens[None])[0, :-1]
+    loss: Tensor = _HeadLoss.apply(hidden, tokens[1:], model)
+    return loss
 
-    def chunk_loss(h: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(_logits(model, h), target, reduction="sum")
 
-    total = hidden.new_zeros((), dtype=torch.float32)
-    for a in range(0, len(hidden), LOGIT_CHUNK):
-        target = tokens[1 + a : 1 + a + LOGIT_CHUNK]
-        total = total + recompute(
-            chunk_loss, hidden[a : a + LOGIT_CHUNK], target, use_reentrant=False, preserve_rng_state=False
-        )
-    return total / len(hidden)
+class _HeadLoss(torch.autograd.Function):
+    """Mean negative log-likelihood of what the head makes of hidden states.
+
+    The gradient of a chunk is made together with its loss, while its logits are there: they are neither kept for the
+    backward pass, [seq_len, vocabulary] in all, nor made a second time in it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, model: Any) -> Tensor:
+        gradient = torch.empty_like(hidden)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        share = torch.ones_like(total) / len(hidden)
+        for a in range(0, len(hidden), LOGIT_CHUNK):
+            with torch.enable_grad():
+                chunk = hidden[a : a + LOGIT_CHUNK].detach().requires_grad_()
+                loss = nn.functional.cross_entropy(
+                    _logits(model, chunk), targets[a : a + LOGIT_CHUNK], reduction="sum"
+                )
+                (gradient[a : a + LOGIT_CHUNK],) = torch.autograd.grad(loss, chunk, share)
+            total += loss.detach()
+        ctx.save_for_backward(gradient)
+        return total / len(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0], None, None
 
 
 def _final_hidden(model: Any, tokens: Tensor) -> Tensor:

@@ -31,6 +31,9 @@ def _print(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     Console(width=edge, markup=False, emoji=False, highlight=False).print(table)
 
 
+BUSY = 0.8  # share of the processors' time below which other work is what a run will wait for
+
+
 def print_prediction(f: Json) -> None:
     """What `quantize --dry-run` foresees."""
     typer.echo(f["coverage"])
@@ -45,7 +48,12 @@ def print_prediction(f: Json) -> None:
         typer.echo(f"scratch disk      {f['scratch_disk_bytes'] / 1e6:.0f} MB until the run ends")
     typer.echo(f"free disk         {f['free_disk_bytes'] / 1e6:.0f} MB")
     typer.echo(f"peak memory       about {f['peak_memory_bytes'] / 1e6:.0f} MB")
-    typer.echo(f"time              about {f['seconds']:.0f} s on this machine")
+    typer.echo(f"time              about {f['seconds']:.0f} s on this machine, if it does nothing else")
+    if (share := f["processor_share"]) < BUSY:
+        typer.echo(
+            f"  the machine is busy: a run got {100 * share:.0f} % of the processors just now; if that stays so, about "
+            f"{f['seconds'] / max(share, 0.01):.0f} s"
+        )
 
 
 def print_evaluation(f: Json) -> None:

@@ -74,7 +74,7 @@ def nested_codes(  # noqa: PLR0913 - what the algorithm reads
     tables: Tensor,  # float32 [shapes, 2 + 4 + ... + 2**widths], ascending at every width
     kinds: Tensor,  # uint8 [rows]: shapes
     scales: Tensor,  # float32 [rows]
-    weights: Tensor,  # float32 [widths], not below 0, of the squared error at every width
+    weights: Tensor,  # float32 [rows, widths], not below 0, of the squared error at every width
     threads: int | None = None,
     isa: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -92,6 +92,32 @@ def nested_codes(  # noqa: PLR0913 - what the algorithm reads
     threads = used_threads(threads)
     _native.nested_codes(targets, inverse, tables, kinds, scales, weights, 1, codes, errors, threads, isa)
     return codes, errors
+
+
+def nested_descent(  # noqa: PLR0913 - what the algorithm reads and changes
+    slopes: Tensor,  # float32 [widths, rows, n], n up to 128: `errors @ hessian` over all columns of the matrix
+    hessian: Tensor,  # float32 [n, n]: of these columns
+    weight: Tensor,  # float32 [rows, n]
+    tables: Tensor,  # float32 [shapes, 2 + 4 + ... + 2**widths], ascending at every width
+    kinds: Tensor,  # uint8 [rows]: shapes
+    scales: Tensor,  # float32 [rows]
+    weights: Tensor,  # float32 [rows, widths], not below 0
+    codes: Tensor,  # uint8 [rows, n], changed
+    errors: Tensor,  # float32 [widths, rows, n]: dequantized codes less `weight`, changed
+    losses: Tensor,  # float32 [rows, widths]: `errors @ hessian @ errors^T` of every row, changed
+    threads: int | None = None,
+    isa: str | None = None,
+) -> None:
+    """Choose nested codes anew, one column after the other, each the best while all others stay.
+
+    A row's sum of `losses` by `weights` does not rise. The same bits for every instruction set and number of threads.
+
+    Raises:
+        ValueError: wrong dtype, shape, layout or device; a diagonal of `hessian` that is not positive.
+    """
+    _native.nested_descent(
+        slopes, hessian, weight, tables, kinds, scales, weights, codes, errors, losses, _threads(threads), isa
+    )
 
 
 def nested_fit(

@@ -243,6 +243,23 @@ def nested_codes(
     return kernels.nested_codes(targets, inverse, tables, kinds, scales, weights)
 
 
+def nested_descent(  # noqa: PLR0913 - what the algorithm reads and changes
+    slopes: Tensor,
+    hessian: Tensor,
+    weight: Tensor,
+    tables: Tensor,
+    kinds: Tensor,
+    scales: Tensor,
+    weights: Tensor,
+    codes: Tensor,
+    errors: Tensor,
+    losses: Tensor,
+) -> None:
+    """See `cpu.nested_descent`; elsewhere than on the CPU in plain PyTorch, the same bits up to fused operations."""
+    kernels = cpu if _native(slopes) else reference
+    kernels.nested_descent(slopes, hessian, weight, tables, kinds, scales, weights, codes, errors, losses)
+
+
 def nested_fit(weight: Tensor, importance: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     """See `cpu.nested_fit`; elsewhere than on the CPU in plain PyTorch, whose sums are of another order."""
     return (cpu if _native(weight) else reference).nested_fit(weight, importance, tables)

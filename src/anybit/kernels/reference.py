@@ -150,37 +150,90 @@ def nested_codes(
     tables: Tensor,  # float32 [shapes, 2 + 4 + ... + 2**widths]
     kinds: Tensor,  # uint8 [rows]: shapes
     scales: Tensor,  # float32 [rows]
-    weights: Tensor,  # float32 [widths]
+    weights: Tensor,  # float32 [rows, widths]
 ) -> tuple[Tensor, Tensor]:
     """One code per weight for all widths from 1 bit up: see `cpu.nested_codes`."""
-    widths, rows, n = targets.shape
     targets = targets.clone()
-    codes = torch.empty(rows, n, dtype=torch.uint8, device=targets.device)
+    codes = torch.empty(targets.shape[1:], dtype=torch.uint8, device=targets.device)
     errors = torch.empty_like(targets)
-    of_width = [
-        tables[kinds.long(), 2**b - 2 : 2 ** (b + 1) - 2] for b in range(1, widths + 1)
-    ]  # [rows, 2**b]
-    middles = [(0.5 * (t[:, :-1] + t[:, 1:])).contiguous() for t in of_width]
-    counted = (weights != 0).tolist()
+    search = _CodeSearch(tables, kinds, weights)
     divisor = torch.where(scales > 0, scales, 1.0)
-    for j in range(n):
-        z = targets[:, :, j] / divisor
-        chosen = torch.empty(rows, 0, dtype=torch.int64, device=z.device)  # candidates [rows, c]
-        for own, middle, counts in zip(z, middles, counted):
-            chosen = 2 * chosen + (own[:, None] > middle.gather(1, 2 * chosen))  # their better children
-            if counts:  # and the nearest of all
-                chosen = torch.cat([chosen, torch.searchsorted(middle, own[:, None])], 1)
-        cost = torch.zeros(chosen.shape, device=z.device)
-        for at, (own, table) in enumerate(zip(z, of_width)):
-            miss = own[:, None] - table.gather(1, chosen >> (widths - 1 - at))
-            cost = cost + weights[at] * (miss * miss)
-        code = chosen.gather(1, cost.argmin(1, keepdim=True))
-        codes[:, j] = code[:, 0]
-        values = torch.stack([t.gather(1, code >> (widths - 1 - at))[:, 0] for at, t in enumerate(of_width)])
-        error = (targets[:, :, j] - scales * values) / inverse[j, j]
-        errors[:, :, j] = error
+    for j in range(targets.shape[2]):
+        code = search.best(targets[:, :, j] / divisor)
+        error = (targets[:, :, j] - scales * search.entries(code)) / inverse[j, j]
         targets[:, :, j + 1 :] -= error[..., None] * inverse[j, j + 1 :]
+        codes[:, j], errors[:, :, j] = code, error
     return codes, errors
+
+
+def nested_descent(  # noqa: PLR0913 - what the algorithm reads and changes
+    slopes: Tensor,  # float32 [widths, rows, n]
+    hessian: Tensor,  # float32 [n, n]
+    weight: Tensor,  # float32 [rows, n]
+    tables: Tensor,  # float32 [shapes, 2 + 4 + ... + 2**widths]
+    kinds: Tensor,  # uint8 [rows]: shapes
+    scales: Tensor,  # float32 [rows]
+    weights: Tensor,  # float32 [rows, widths]
+    codes: Tensor,  # uint8 [rows, n], changed
+    errors: Tensor,  # float32 [widths, rows, n], changed
+    losses: Tensor,  # float32 [rows, widths], changed
+) -> None:
+    """Choose nested codes anew, one column after the other: see `cpu.nested_descent`."""
+    slopes = slopes.clone()
+    search = _CodeSearch(tables, kinds, weights)
+    divisor = torch.where(scales > 0, scales, 1.0)
+    for j in range(slopes.shape[2]):
+        old = codes[:, j].long()
+        before = scales * search.entries(old)
+        code = search.best((before - slopes[:, :, j] / hessian[j, j]) / divisor, old)
+        value = scales * search.entries(code)
+        step = value - before
+        losses += (step * (2.0 * slopes[:, :, j] + step * hessian[j, j])).T
+        errors[:, :, j] = torch.where(step == 0, errors[:, :, j], value - weight[:, j])
+        slopes[:, :, j + 1 :] += step[..., None] * hessian[j, j + 1 :]
+        codes[:, j] = code
+
+
+class _CodeSearch:
+    """The best code of every row for targets at all widths."""
+
+    def __init__(self, tables: Tensor, kinds: Tensor, weights: Tensor) -> None:
+        self._widths = weights.shape[1]
+        self._of_width = [
+            tables[kinds.long(), 2**b - 2 : 2 ** (b + 1) - 2] for b in range(1, self._widths + 1)
+        ]  # [rows, 2**b]
+        self._middles = [(0.5 * (t[:, :-1] + t[:, 1:])).contiguous() for t in self._of_width]
+        self._weights = weights
+
+    def best(self, z: Tensor, known: Tensor | None = None) -> Tensor:
+        """int64 [rows] for z [widths, rows], in units of a row's scale; `known` [rows] where none costs less."""
+        chosen = torch.empty(z.shape[1], 0, dtype=torch.int64, device=z.device)  # candidates [rows, c]
+        out_of_reach = []  # of a row, the nearest at a width that counts nothing
+        for own, middle, weight in zip(z, self._middles, self._weights.T):
+            chosen = 2 * chosen + (own[:, None] > middle.gather(1, 2 * chosen))  # their better children
+            chosen = torch.cat(
+                [chosen, torch.searchsorted(middle, own[:, None])], 1
+            )  # and the nearest of all
+            out_of_reach.append(weight == 0)
+        left_out = torch.stack(out_of_reach, 1)
+        if known is not None:
+            chosen = torch.cat([known[:, None], chosen], 1)
+            left_out = torch.cat([torch.zeros_like(left_out[:, :1]), left_out], 1)
+        cost = torch.zeros(chosen.shape, device=z.device)
+        for at, (own, table) in enumerate(zip(z, self._of_width)):
+            miss = own[:, None] - table.gather(1, chosen >> (self._widths - 1 - at))
+            cost = cost + self._weights[:, at, None] * (miss * miss)
+        cost = cost.masked_fill(left_out, torch.inf)
+        return chosen.gather(1, cost.argmin(1, keepdim=True))[:, 0]
+
+    def entries(self, code: Tensor) -> Tensor:
+        """Of the tables at every width, [widths, rows]."""
+        return torch.stack(
+            [
+                t.gather(1, code[:, None] >> (self._widths - 1 - at))[:, 0]
+                for at, t in enumerate(self._of_width)
+            ]
+        )
 
 
 def nested_fit(

@@ -36,7 +36,7 @@ class AnyPrecision(Codebooks):
     )  # fmt: skip
 
     def defaults(self) -> dict[str, Any]:
-        return {"bits": max(self.widths)}
+        return super().defaults() | {"bits": max(self.widths)}
 
     def check(self) -> None:
         super().check()

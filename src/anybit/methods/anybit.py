@@ -7,9 +7,9 @@ the loss that a byte of them saves; the artifact is split along that order into 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from anybit.config import LayerSpec, Widths, one_of, option, within
+from anybit.config import LayerSpec, Widths, at_least, one_of, option, within
 from anybit.errors import InputError
 from anybit.methods.method import (
     SHARE,
@@ -34,7 +34,24 @@ if TYPE_CHECKING:
 BITS = 8  # planes of a row, at most
 BASE_BITS = 2.0  # average width of the base layer
 SALIENCES = ("output", "full", "diagonal")
-CODING = 5e-7  # seconds per weight and thread
+CODING = 3e-7  # seconds per weight, thread and pass,
+FITTING = 2e-7  # and of its scale
+
+
+@dataclass(frozen=True)
+class Pains:
+    """What is taken for a level of `--effort`."""
+
+    tokens: int  # that second moments are gathered from
+    gradient_tokens: int  # of those, that are weighted by gradients
+    descent: int  # passes over the codes after the first
+
+
+EFFORTS = {
+    "quick": Pains(16_384, 8_192, 1),
+    "normal": Pains(65_536, 16_384, 2),
+    "best": Pains(131_072, 32_768, 4),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +69,26 @@ class AnyBit(Sequential, Damped):
         layer=True,
         **within(BASE_BITS, BITS, "an average width"),
     )
+    effort: str = option(
+        "normal",
+        "How many tokens are read and how often codes are revisited, where options do not say.",
+        **one_of(tuple(EFFORTS)),
+    )
+    samples: int | None = option(
+        None, "Calibration windows.", panel="Calibration", unset="by effort", **at_least(1)
+    )
+    gradient_samples: int | None = option(
+        None, "Of those, windows whose tokens count by their gradients.", panel="Calibration",
+        unset="by effort", **at_least(1),
+    )  # fmt: skip
+    descent: int | None = option(
+        None,
+        "Passes over the codes after the first, each code chosen anew.",
+        layer=True,
+        unset="by effort",
+        expected="a whole number from 0 to 100",
+        valid=lambda value: 0 <= value <= 100,
+    )
     kept_channels: float = option(1 / 128, "Share of input channels kept in 16 bits.", layer=True, **SHARE)
     whole_layers: bool = option(
         False, "One width for a whole layer, the same for q, k and v and for gate and up, instead of one per row.",
@@ -60,6 +97,23 @@ class AnyBit(Sequential, Damped):
     salience: str = option(
         "output", "What ranks rows: what errors at outputs cost, or MixLLM's scores.", **one_of(SALIENCES)
     )
+
+    def defaults(self) -> dict[str, Any]:
+        pains = EFFORTS[self.effort]
+        samples = self.samples or max(1, pains.tokens // self.seq_len)
+        return super().defaults() | {
+            "samples": samples,
+            "gradient_samples": min(samples, max(1, pains.gradient_tokens // self.seq_len)),
+            "descent": pains.descent,
+        }
+
+    def check(self) -> None:
+        super().check()
+        if (self.gradient_samples or 0) > self.windows:
+            raise InputError(
+                f"gradient_samples ({self.gradient_samples}) are some of the {self.windows} samples: give no more "
+                "(--gradient-samples), or raise --samples"
+            )
 
     @property
     def runs_at(self) -> Widths:
@@ -110,6 +164,16 @@ def check_given(name: str, spec: LayerSpec[AnyBit], usual: LayerSpec[AnyBit]) ->
         )
 
 
+def _effort(options: AnyBit) -> Effort:
+    """A first pass compensates what follows, the next ones look at all columns."""
+    descent = options.descent or 0
+    return Effort(
+        sweeps=BITS * (0.5 + descent),
+        clustering=CODING * (1 + descent) + FITTING,
+        passes=(options.gradient_samples or 0) / options.windows,
+    )
+
+
 METHOD = Method(
     AnyBit,
     title="",
@@ -119,9 +183,9 @@ METHOD = Method(
     quantize=quantize,
     layout=layout,
     statistics=lambda options: Statistics(norms=True, hessian=True, attention=True),
-    effort=lambda options: Effort(sweeps=BITS, clustering=CODING, passes=1),
+    effort=_effort,
     allocate=allocate,
-    searched=lambda options: [options.salience],
+    searched=lambda options: [options.salience, options.gradient_samples],
     ordered=lambda options: (float(options.bits), options.whole_layers),
     running=running,
     check_given=check_given,

@@ -84,9 +84,17 @@ def _group_order(sets: list[ColumnSet], diagonal: Tensor, by_importance: bool) -
 def inverse_factor(hessian: Tensor, order: Tensor, damp: float) -> Tensor:
     """Upper R with `R^T R = H^-1`, H [in, in] taken in `order` and damped by `damp` times its mean diagonal.
 
-    Each failure of the factorisation damps ten times more. With J the reversal, `J H J = L L^T` gives
-    `H = (J L J)(J L J)^T`, J L J upper, so `R = J L^-1 J`: one factorisation, one triangular inverse, and three
-    matrices of this size alive at most besides `hessian`.
+    See `damped_factor`.
+    """
+    return damped_factor(hessian, order, damp)[0]
+
+
+def damped_factor(hessian: Tensor, order: Tensor, damp: float) -> tuple[Tensor, Tensor]:
+    """Upper R with `R^T R = H^-1`, H [in, in] taken in `order`, and what its diagonal was damped by, in `order`, too.
+
+    That is `damp` times the mean diagonal; each failure of the factorisation damps ten times more. With J the reversal,
+    `J H J = L L^T` gives `H = (J L J)(J L J)^T`, J L J upper, so `R = J L^-1 J`: one factorisation, one triangular
+    inverse, and three matrices of this size alive at most besides `hessian`.
 
     Raises:
         InputError: not positive definite at a thousandfold damping.
@@ -96,9 +104,9 @@ def inverse_factor(hessian: Tensor, order: Tensor, damp: float) -> Tensor:
     mean = diagonal.mean() if not dead.all() else diagonal.new_ones(())
     reverse = order.flip(0).to(hessian.device)
     for attempt in range(DAMP_RETRIES + 1):
-        ridge = torch.where(dead, mean, damp * 10**attempt * mean)
+        ridge = torch.where(dead, mean, damp * 10**attempt * mean)[reverse]
         damped = hessian.index_select(0, reverse).index_select(1, reverse)
-        damped.diagonal().add_(ridge[reverse])
+        damped.diagonal().add_(ridge)
         lower, failed = torch.linalg.cholesky_ex(damped)
         del damped
         if not failed:
@@ -106,7 +114,7 @@ def inverse_factor(hessian: Tensor, order: Tensor, damp: float) -> Tensor:
             inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
             del lower, identity
             if torch.isfinite(inverse.sum()):
-                return inverse.flip(0, 1)
+                return inverse.flip(0, 1), ridge.flip(0)
     raise InputError(
         f"the Hessian is not positive definite even with {damp * 10**DAMP_RETRIES:g} damping: use more "
         "calibration tokens, or raise damp"

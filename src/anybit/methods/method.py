@@ -67,7 +67,7 @@ class Effort:
     sweeps: float = 0  # over the columns of every matrix, errors compensated in the rest of it
     clustering: float = 0  # seconds per weight and thread,
     serial: float = 0  # and on one thread alone
-    passes: int = 0  # of all samples through the whole model, forward and backward
+    passes: float = 0  # of all samples through the whole model, forward and backward; of some, their share
     epochs: int = 0  # of finetuning
 
 
@@ -93,9 +93,9 @@ class Allocation:
 
     specs: Mapping[str, LayerSpec[Any]] = field(default_factory=dict)  # layer -> how it is quantized
     outputs: Mapping[str, Tensor] = field(default_factory=dict)  # layer -> what its rows' errors are worth
-    tokens: Mapping[str, Tensor] = field(
+    tokens: Mapping[str, Mapping[int, Tensor]] = field(
         default_factory=dict
-    )  # layer -> weight of each token, [samples, seq_len]
+    )  # layer -> sample -> weight of each token, [seq_len]
 
 
 @dataclass(frozen=True)

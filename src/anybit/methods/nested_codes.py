@@ -6,11 +6,17 @@ here every width keeps its own account. It has its own targets (the weights, and
 them), and a column's code is the one whose leading bits miss the targets of all widths least, by a weighted sum. Any
 width then is compensated, those with the larger weights more.
 
+That pass looks only ahead. The next ones revisit every column with all others fixed: cyclic coordinate descent, as
+LNQ does in GuidedQuant (arXiv:2505.07004), here on the weighted sum over the widths of `E H E^T`, which never rises.
+
 Rows share the tables of a few shapes (`anybit.formats.tables`) and have a scale each. The input channels with the
 largest second moments stay float16 and come first, as nothing need be undone for them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +32,7 @@ from anybit.formats.weight import QuantizedWeight
 from anybit.kernels import cpu, dispatch
 from anybit.methods import grid
 from anybit.methods.anybit import BITS, AnyBit
-from anybit.methods.compensation import BLOCK, inverse_factor
+from anybit.methods.compensation import BLOCK, damped_factor
 
 CHUNK = 1 << 24  # targets held at a time
 DEVICE_CHUNK = (
@@ -67,7 +73,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec[AnyBit])
     Args:
         weight: float32 [out, in]; not changed.
         stats: with the Hessian [in, in] of the layer's inputs, and what ranks rows (`LinearStats.outputs`).
-        spec: `kept_channels`, `tune_for`, `damp`.
+        spec: `kept_channels`, `tune_for`, `damp`, `descent`.
 
     Returns:
         the weight, with the `losses` of every stored row at widths 1 to 8.
@@ -80,33 +86,25 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec[AnyBit])
     if weight.device.type == "cpu" and not cpu.available():
         raise InputError(f"the method anybit needs the native extension, which is not there: {cpu.why_not()}")
     out_features, in_features = weight.shape
-    diagonal = stats.hessian.to(weight.device).diagonal()
+    hessian = stats.hessian.to(weight.device)
+    diagonal = hessian.diagonal()
     kept = diagonal.topk(kept_channels(spec, in_features)).indices.sort().values
     coded = Nested.coded(in_features, kept)
-    coded_order = torch.argsort(diagonal[coded], descending=True, stable=True)
-    factor = inverse_factor(
-        stats.hessian.to(weight.device), torch.cat([kept, coded[coded_order]]), spec.options.damp
-    )
+    processed = torch.argsort(diagonal[coded], descending=True, stable=True)
+    columns = coded[processed]
+    factor, ridge = damped_factor(hessian, torch.cat([kept, columns]), spec.options.damp)
     factor = factor[len(kept) :, len(kept) :].contiguous()
-    work = grid.without_dead(weight, diagonal)[:, coded[coded_order]]
-    cost = factor.diagonal().square().reciprocal()
-    kinds, scales = dispatch.nested_fit(work, cost, _fitting_table(weight))
+    hessian = hessian[columns][:, columns]
+    hessian.diagonal().add_(ridge[len(kept) :])
+    work = grid.without_dead(weight, diagonal)[:, columns]
+    kinds, scales = dispatch.nested_fit(work, factor.diagonal().square().reciprocal(), _fitting_table(weight))
     scales = to_half(scales)
-    codes = torch.empty_like(work, dtype=torch.uint8)
-    losses = work.new_empty(out_features, BITS)
+    grids = _Grids(kinds, scales.float(), shapes.tables().to(weight.device))
     weights = profile(spec.options.tune_for).to(weight.device)
-    chunk = CHUNK if work.device.type == "cpu" else DEVICE_CHUNK
-    rows = max(1, chunk // (BITS * work.shape[1]))
-    for a in range(0, out_features, rows):
-        part = slice(a, min(a + rows, out_features))
-        codes[part], losses[part] = _sweep(work[part], factor, kinds[part], scales[part].float(), weights)
+    codes, losses = _coded(work, factor, hessian, grids, weights, spec.options.descent or 0)
     natural = torch.empty_like(codes)
-    natural[:, coded_order] = codes
-    sensitivity = None if stats.outputs is None else stats.outputs.to(weight.device)
-    if sensitivity is not None and sensitivity.ndim == 2:
-        losses = sensitivity
-    else:
-        losses *= 1 / stats.tokens if sensitivity is None else sensitivity[:, None] / stats.tokens
+    natural[:, processed] = codes
+    losses = _in_nats(losses, stats)
     worth = losses[:, RANKED].clamp(min=1e-30).log().mean(1)
     order = torch.argsort(worth, descending=True, stable=True)
     tile = Nested(
@@ -119,6 +117,35 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec[AnyBit])
         to_half(weight[:, kept])[order],
     )
     return QuantizedWeight((out_features, in_features), (tile,), losses=losses[order])
+
+
+def _in_nats(losses: Tensor, stats: LinearStats) -> Tensor:
+    """What rows cost at every width, [out, 8], from `E H E^T` and from what an output's error is worth."""
+    worth = None if stats.outputs is None else stats.outputs.to(losses.device)
+    if worth is None:
+        return losses / stats.tokens
+    return worth if worth.ndim == 2 else losses * (worth / stats.tokens)[:, None]
+
+
+def _coded(
+    work: Tensor,  # float32 [out, n]
+    factor: Tensor,  # float32 [n, n], upper
+    hessian: Tensor,  # float32 [n, n], damped
+    grids: _Grids,
+    weights: Tensor,  # float32 [8]
+    passes: int,
+) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [out, n] at 8 bits and losses float32 [out, 8], some rows at a time."""
+    codes = torch.empty_like(work, dtype=torch.uint8)
+    losses = work.new_empty(len(work), BITS)
+    chunk = CHUNK if work.device.type == "cpu" else DEVICE_CHUNK
+    rows = max(1, chunk // (BITS * work.shape[1]))
+    for a in range(0, len(work), rows):
+        part = slice(a, min(a + rows, len(work)))
+        of_row = weights.repeat(part.stop - a, 1)
+        codes[part], losses[part] = _sweep(work[part], factor, grids[part], of_row)
+        _descend(work[part], hessian, grids[part], of_row, codes[part], losses[part], passes)
+    return codes, losses
 
 
 def fit(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,24 +168,68 @@ def _fitting_table(weight: Tensor) -> Tensor:
     return shapes.table(FIT_BITS).contiguous().to(weight.device)
 
 
+@dataclass(frozen=True)
+class _Grids:
+    """Where the entries of some rows lie: scale times a shape's table."""
+
+    kinds: Tensor  # uint8 [r]: shapes
+    scales: Tensor  # float32 [r]
+    tables: Tensor  # float32 [shapes, 2 + 4 + ... + 256]
+
+    def __getitem__(self, rows: slice) -> _Grids:
+        return _Grids(self.kinds[rows], self.scales[rows], self.tables)
+
+    def values(self, codes: Tensor, bits: int) -> Tensor:
+        """What codes uint8 [r, n] at 8 bits stand for at a width, float32 [r, n]."""
+        table = self.tables[self.kinds.long(), 2**bits - 2 : 2 ** (bits + 1) - 2] * self.scales[:, None]
+        return table.gather(1, (codes >> (BITS - bits)).long())
+
+
 def _sweep(
     work: Tensor,  # float32 [r, n]
     factor: Tensor,  # float32 [n, n], upper
-    kinds: Tensor,  # uint8 [r]
-    scales: Tensor,  # float32 [r]
-    weights: Tensor,  # float32 [8]
+    grids: _Grids,
+    weights: Tensor,  # float32 [r, 8]
 ) -> tuple[Tensor, Tensor]:
     """Codes uint8 [r, n] at 8 bits, and the loss of every row at every width, float32 [r, 8]."""
     targets = work.expand(BITS, *work.shape).clone()
     codes = torch.empty_like(work, dtype=torch.uint8)
     losses = work.new_zeros(len(work), BITS)
-    tables, n = shapes.tables().to(work.device), work.shape[1]
-    for a in range(0, n, BLOCK):
-        b = min(a + BLOCK, n)
+    for a, b in _blocks(work.shape[1]):
         codes[:, a:b], errors = dispatch.nested_codes(
-            targets[:, :, a:b], factor[a:b, a:b], tables, kinds, scales, weights
+            targets[:, :, a:b], factor[a:b, a:b], grids.tables, grids.kinds, grids.scales, weights
         )
         losses += errors.square().sum(2).T
         for width, error in enumerate(errors):
             targets[width, :, b:].addmm_(error, factor[a:b, b:], alpha=-1)
     return codes, losses
+
+
+def _descend(
+    work: Tensor,  # float32 [r, n]
+    hessian: Tensor,  # float32 [n, n], damped
+    grids: _Grids,
+    weights: Tensor,  # float32 [r, 8]
+    codes: Tensor,  # uint8 [r, n], changed
+    losses: Tensor,  # float32 [r, 8], changed
+    passes: int,
+) -> None:
+    """Coordinate descent on the sum over the widths of `weights * E H E^T`, E [r, n] the errors of a width.
+
+    The gradient `E H` is made for a block of columns at a time, from the errors as they then are.
+    """
+    if passes == 0:
+        return
+    errors = torch.stack([grids.values(codes, bits) - work for bits in range(1, BITS + 1)])
+    for _ in range(passes):
+        for a, b in _blocks(work.shape[1]):
+            slopes = (errors.view(-1, work.shape[1]) @ hessian[:, a:b]).view(BITS, -1, b - a)
+            dispatch.nested_descent(
+                slopes, hessian[a:b, a:b], work[:, a:b], grids.tables, grids.kinds, grids.scales, weights,
+                codes[:, a:b], errors[:, :, a:b], losses,
+            )  # fmt: skip
+
+
+def _blocks(columns: int) -> Iterator[tuple[int, int]]:
+    """First and last column, exclusive, of every block."""
+    return ((a, min(a + BLOCK, columns)) for a in range(0, columns, BLOCK))

@@ -78,9 +78,9 @@ def output_moments(search: Search) -> Allocation:
     sum of `g^2` over a layer's outputs (as in GuidedQuant, arXiv:2505.07004, with one group of outputs). What is
     raised: see `salient_rows`.
     """
-    tokens, shapes = search.tokens, search.shapes
-    advance = search.report.task(f"gradients at the outputs of {len(shapes)} layers", len(tokens))
-    length = tokens.shape[1]
+    search, picked = _of_gradients(search)
+    shapes, (samples, length) = search.shapes, search.tokens.shape
+    advance = search.report.task(f"gradients at the outputs of {len(shapes)} layers", samples)
 
     def reduce(stats: GradientStats) -> Tensor:
         assert stats.output_moment is not None
@@ -92,19 +92,32 @@ def output_moments(search: Search) -> Allocation:
     parts = list(_parts(search, [], reduce, size, advance))
     outputs, weights = {}, {}
     for name, (out, _) in shapes.items():
-        outputs[name] = torch.stack([part[name][:out] for part in parts]).sum(0) * (length / 2 / len(tokens))
-        moments = torch.cat([part[name][out:] for part in parts]).view(tokens.shape)
+        outputs[name] = torch.stack([part[name][:out] for part in parts]).sum(0) * (length / 2 / samples)
+        moments = torch.cat([part[name][out:] for part in parts]).view(samples, length)
         mean = moments.double().mean()
-        weights[name] = (moments / mean).float() if mean > 0 else torch.ones_like(moments)
+        weight = (moments / mean).float() if mean > 0 else torch.ones_like(moments)
+        weights[name] = dict(zip(picked, weight))
     return Allocation(outputs=outputs, tokens=weights)
+
+
+def _of_gradients(search: Search) -> tuple[Search, list[int]]:
+    """The search over those of the samples whose gradients are taken, and their numbers."""
+    picked = _spread(len(search.tokens), search.options.gradient_samples)
+    return replace(search, tokens=search.tokens[picked]), picked
+
+
+def _spread(samples: int, count: int) -> list[int]:
+    """`count` of the first `samples` numbers, or all of them, evenly spaced."""
+    count = min(samples, count)
+    return [i * samples // count for i in range(count)]
 
 
 def width_scores(search: Search) -> Allocation:
     """What every output row costs at widths 1 to 8, float32 [out, 8], by `score` of its nested codes without
     compensation: an alternative to `output_moments`. What is raised: see `salient_rows`.
     """
-    shapes = search.shapes
-    widths = range(1, nested.BITS + 1)
+    search, _ = _of_gradients(search)
+    shapes, widths = search.shapes, range(1, nested.BITS + 1)
     advance = search.report.task(
         f"scores of {sum(out for out, _ in shapes.values())} rows", len(search.tokens)
     )

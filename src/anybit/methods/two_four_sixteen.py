@@ -91,7 +91,7 @@ class TwoFourSixteen(Attentive, Damped):
                 "finetuning makes each block undo what the blocks before it lost, which one_shot (--one-shot) hides "
                 "from it: give one of them"
             )
-        if self.finetune and self.samples < 2:
+        if self.finetune and self.windows < 2:
             raise InputError(
                 "finetuning trains on some windows and stops by others: raise samples (--samples) to 2 or more"
             )
