@@ -115,8 +115,9 @@ def nested_descent(  # noqa: PLR0913 - what the algorithm reads and changes
     Raises:
         ValueError: wrong dtype, shape, layout or device; a diagonal of `hessian` that is not positive.
     """
+    threads = used_threads(threads)
     _native.nested_descent(
-        slopes, hessian, weight, tables, kinds, scales, weights, codes, errors, losses, _threads(threads), isa
+        slopes, hessian, weight, tables, kinds, scales, weights, codes, errors, losses, threads, isa
     )
 
 
