@@ -31,7 +31,7 @@ if not gpu.available():
 
 from anybit.kernels.gpu import activations, codebook, integer, split
 from anybit.kernels.gpu import layer as layers
-from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt
+from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupIntKernel
 from anybit.kernels.gpu.layer import Layer
 from anybit.kernels.gpu.words import pack_words, unpack_words
 
@@ -72,10 +72,10 @@ def test_words_hold_every_code(bits: int, lanes: int) -> None:
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_tiles_without_rows(bits: int) -> None:
     stored = torch.zeros(0, 256).byte(), torch.zeros(0, 2).half(), torch.zeros(0, 2).byte(), None, bits, 128
-    for tile in (GroupInt(*stored), integer.IntegerTile(*stored)):
+    for tile in (GroupIntKernel(*stored), integer.IntegerTile(*stored)):
         assert tile.codes().shape == (0, 256)
     for m in (1, 3, 300):
-        GroupInt(*stored).matmul(torch.ones(m, 256).half(), torch.zeros(m, 0).half())
+        GroupIntKernel(*stored).matmul(torch.ones(m, 256).half(), torch.zeros(m, 0).half())
 
 
 def test_words_lie_as_described() -> None:
@@ -114,7 +114,7 @@ GRIDS = [  # bits, group size, r, c, symmetric
 @pytest.mark.parametrize("grid", GRIDS)
 def test_group_int_multiplies_what_is_stored(grid: tuple[int, int, int, int, bool]) -> None:
     tile = group_int(*grid)
-    made = GroupInt(tile.codes, tile.scales, tile.zeros, None, tile.bits, tile.group_size)
+    made = GroupIntKernel(tile.codes, tile.scales, tile.zeros, None, tile.bits, tile.group_size)
     dense = tile.dequantize()
     assert torch.equal(made.codes(), tile.codes)
     assert torch.equal(made.dequantize(), dense)
@@ -137,7 +137,7 @@ def test_group_int_multiplies_what_is_stored(grid: tuple[int, int, int, int, boo
 def test_few_tokens_meet_every_width_and_group(bits: int, group_size: int) -> None:
     c = 300 if group_size < 128 else 600
     tile = group_int(bits, group_size, 20, c, group_size == 32)
-    made = GroupInt(tile.codes, tile.scales, tile.zeros, None, bits, group_size)
+    made = GroupIntKernel(tile.codes, tile.scales, tile.zeros, None, bits, group_size)
     dense = tile.dequantize().double()
     for dtype in FLOATS[1:]:
         for tokens in (1, 2, 8, 9, 17):
@@ -155,7 +155,7 @@ def test_every_code_less_every_zero_point_is_exact(bits: int, dtype: torch.dtype
     tile = formats.GroupInt(bits, 256, codes, scales, codes.T[:, :1].contiguous())
     x, y = torch.eye(2**bits, device=DEVICE, dtype=dtype), poisoned(2**bits, 2**bits)
     for tokens in (1, 2**bits):
-        GroupInt(codes, scales, tile.zeros, None, bits, 256).matmul(x[:tokens], y[:tokens])
+        GroupIntKernel(codes, scales, tile.zeros, None, bits, 256).matmul(x[:tokens], y[:tokens])
         assert torch.allclose(
             y[:tokens], tile.dequantize().T[:tokens], rtol=0, atol=1e-30
         )  # in the interpreter, zeros come out as 1e-38
@@ -163,7 +163,7 @@ def test_every_code_less_every_zero_point_is_exact(bits: int, dtype: torch.dtype
 
 def test_outputs_go_where_the_rows_say_and_nowhere_else() -> None:
     tile, rows = group_int(4, 128, 37, 600, False), torch.randperm(80, device=DEVICE)[:37].sort().values.int()
-    made = GroupInt(tile.codes, tile.scales, tile.zeros, rows, 4, 128)
+    made = GroupIntKernel(tile.codes, tile.scales, tile.zeros, rows, 4, 128)
     others = torch.ones(80, dtype=torch.bool, device=DEVICE)
     others[rows.long()] = False
     for tokens in (1, 3, FUSED_TOKENS + 1):
@@ -298,6 +298,32 @@ def test_every_layout_multiplies_as_the_reference_does(name: str, shape: tuple[i
     for field, tensor in restored.items():
         assert tensor.dtype == weight.tensors[field].dtype
         assert torch.equal(tensor.contiguous().view(torch.uint8), weight.tensors[field].view(torch.uint8))
+
+
+def test_a_level_is_a_layer_of_the_same_beginnings() -> None:
+    """Nested tiles and codebooks of several widths, up and down; what is stored is whole at every level."""
+    codes = torch.randint(0, 16, (40, 640), dtype=torch.uint8)
+    wide = torch.randn(40, 16).sort(1).values.half()
+    tables = (wide[:, ::2].contiguous(), wide)
+    codebook = pack(
+        QuantizedWeight((40, 640), (formats.Codebook(widths=(3, 4), codes=codes, tables=tables),))
+    )
+    nested = on_cpu(random_layer("nested 2 to 5", (48, 640)))
+    (tile,) = nested.layout.tiles
+    assert isinstance(tile, formats.NestedLayout)
+    fewer = replace(nested.layout, tiles=(formats.NestedLayout.of((48, 40, 8), tile.kept),))
+    x = torch.randn(3, 640, device=DEVICE)
+    for weight, levels in ((codebook, [codebook.layout.at_width(b) for b in (3, 4, 3)]), (nested, [fewer])):
+        stored = {field: tensor.to(DEVICE) for field, tensor in weight.tensors.items()}
+        at = Layer(weight.layout, stored)
+        for level in [*levels, weight.layout.widest()]:
+            at, part = at.at(level), PackedWeight(weight.layout, stored).prefix(level)
+            alone = Layer(level, part.tensors)
+            assert torch.equal(at.dequantize(), alone.dequantize()) and torch.equal(
+                at.matmul(x), alone.matmul(x)
+            )
+            for field, tensor in at.unpack().items():
+                assert torch.equal(tensor.cpu().view(torch.uint8), weight.tensors[field].view(torch.uint8))
 
 
 def test_splits_fill_a_gpu_with_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,11 +322,11 @@ class RowCodebook:
         return Tiling(1, 32, 2) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4)
 
     def splits(self, x: Tensor) -> int:
-        """See `group_int.GroupInt.splits`."""
+        """See `group_int.GroupIntKernel.splits`."""
         return splits_of([self], x)
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
-        """`y[:, rows] = x @ W.T`, or `+=`; see `group_int.GroupInt.matmul`.
+        """`y[:, rows] = x @ W.T`, or `+=`; see `group_int.GroupIntKernel.matmul`.
 
         One token is multiplied in float32, several in the type of x.
         """
@@ -513,7 +513,7 @@ class ChannelCodebook:
         return Tiling(1, 64, 4) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4)
 
     def splits(self, x: Tensor) -> int:
-        """See `group_int.GroupInt.splits`."""
+        """See `group_int.GroupIntKernel.splits`."""
         if len(x) > 1 and not fused(x):
             return 1
         tiling, steps = self._tiling(len(x)), -(-len(self._words) // CHANNEL_CHUNKS)

@@ -322,7 +322,7 @@ def _tiling(x: Tensor) -> Tiling:
     return Tiling(64, 128, 8) if m > 32 else Tiling(32, 64, 4)
 
 
-class GroupInt:
+class GroupIntKernel:
     """A tile in the kernels' order.
 
     Args:

@@ -17,11 +17,11 @@ from anybit.formats.codebook import decode_table
 from anybit.formats.layout import LayerLayout, PlacedTile
 from anybit.formats.weight import PackedWeight, place
 from anybit.kernels.gpu import activations, codebook, integer
-from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupInt, place_product
-from anybit.kernels.gpu.sparse import Sparse
+from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupIntKernel, place_product
+from anybit.kernels.gpu.sparse import SparseKernel
 from anybit.kernels.gpu.split import sum_parts
 from anybit.kernels.gpu.streams import concurrently
-from anybit.kernels.gpu.two_four import TwoFour
+from anybit.kernels.gpu.two_four import TwoFourKernel
 from anybit.kernels.gpu.words import LANES
 
 TWO_FOUR_CODES = {"codes", "rest", "grids", "narrow_codes", "zeros", "scale_codes", "wide_codes"}
@@ -114,7 +114,7 @@ class Rounded:
         return self.tile().dequantize().to(dtype)
 
 
-class Nested:
+class NestedKernel:
     """A nested tile: a codebook of shared tables for the rows of every width, and the channels that are kept."""
 
     rows = None
@@ -156,7 +156,7 @@ class Nested:
             for bits, first, last in formats.Nested.spans(counts)
         ]
 
-    def at(self, layout: formats.TileLayout) -> Nested:
+    def at(self, layout: formats.TileLayout) -> NestedKernel:
         """The same planes, of which fewer rows are multiplied with."""
         assert isinstance(layout, formats.NestedLayout)
         made = copy.copy(self)
@@ -251,10 +251,10 @@ class Layer:
         self._mixed = by_rows and by_columns  # no addend writes all outputs
         self._products = self._multiplied(by_columns)
         if self._sparse is not None:
-            sparse = Product(Sparse(self._sparse), None, False, self._products[-1].addend + 1)
+            sparse = Product(SparseKernel(self._sparse), None, False, self._products[-1].addend + 1)
             self._products.append(sparse)
         self._addends = self._products[-1].addend + 1
-        summed = self._addends > 1 or any(isinstance(bound.tile, Nested) for bound in self._tiles)
+        summed = self._addends > 1 or any(isinstance(bound.tile, NestedKernel) for bound in self._tiles)
         self._direct = not summed  # each output is written once
 
     def _multiplied(self, by_columns: bool) -> list[Product]:
@@ -322,7 +322,7 @@ class Layer:
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` [n], float32 [n, in], of a weight of one tile "group int" that holds all rows."""
         (bound,) = self._tiles
-        if isinstance(bound.tile, GroupInt):
+        if isinstance(bound.tile, GroupIntKernel):
             return bound.tile.dequantize_rows(ids)
         return bound.tile.dequantize()[ids]
 
@@ -353,20 +353,20 @@ def _bind(placed: PlacedTile, fields: Mapping[str, Tensor], scale: Tensor | None
     layout, r, c = placed.layout, placed.rows, placed.columns
     cols = fields["cols"].long() if "cols" in fields else None
     if isinstance(layout, formats.NestedLayout):
-        nested = Nested(layout.counts, fields, layout.read_grid(fields, r), c)
+        nested = NestedKernel(layout.counts, fields, layout.read_grid(fields, r), c)
         planes = tuple(field for field in fields if field.startswith("plane_"))
         return Bound(nested, cols, planes, nested.planes, nested.at)
     if isinstance(layout, formats.CodebookLayout):
         return (_by_channel if layout.by_channel else _by_row)(layout, fields, r, c, cols)
     tile = layout.read(fields, r, c)
     if isinstance(tile, formats.TwoFour):
-        two_four = TwoFour(tile)
+        two_four = TwoFourKernel(tile)
         return Bound(two_four, cols, TWO_FOUR_CODES & fields.keys(), lambda: two_four.restore().tensors())
     if isinstance(tile, formats.GroupInt) and tile.act_bits < 16:
         rounded = Rounded(tile, scale)
         return Bound(rounded, cols, ("codes",), lambda: rounded.tile().tensors())
-    if isinstance(tile, formats.GroupInt) and GroupInt.takes(c, tile.group_size):
-        group_int = GroupInt(tile.codes, tile.scales, tile.zeros, tile.rows, tile.bits, tile.group_size)
+    if isinstance(tile, formats.GroupInt) and GroupIntKernel.takes(c, tile.group_size):
+        group_int = GroupIntKernel(tile.codes, tile.scales, tile.zeros, tile.rows, tile.bits, tile.group_size)
         small = replace(tile, codes=_nothing(tile))
         return Bound(group_int, cols, ("codes",), lambda: replace(small, codes=group_int.codes()).tensors())
     return Bound(Dense(tile), cols, (), dict)

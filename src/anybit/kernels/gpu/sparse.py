@@ -42,7 +42,7 @@ def _sparse(
     tl.store(to, rounded(sums, y.dtype.element_ty), mask=m < tokens)
 
 
-class Sparse:
+class SparseKernel:
     """Weights that are added to the tiles', compressed by rows."""
 
     def __init__(self, sparse: formats.Sparse) -> None:

@@ -126,7 +126,7 @@ def _tiling(m: int) -> Tiling:
     return Tiling(1, 32, 2) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4)
 
 
-class TwoFour:
+class TwoFourKernel:
     """A tile of 2- and 4-bit blocks in the kernels' order."""
 
     rows = None
@@ -144,7 +144,7 @@ class TwoFour:
         self._given = replace(tile, codes=nothing, zeros=nothing, scale_codes=nothing)  # what is small
 
     def splits(self, x: Tensor) -> int:
-        """See `group_int.GroupInt.splits`."""
+        """See `group_int.GroupIntKernel.splits`."""
         if len(x) > 1 and not fused(x):
             return 1
         tiling = _tiling(len(x))
@@ -152,7 +152,7 @@ class TwoFour:
         return split.splits(tiling.warps_of(self.r, len(x)), tiling.each, steps, x.device)
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
-        """`y = x @ W.T`, or `+=`; see `group_int.GroupInt.matmul`."""
+        """`y = x @ W.T`, or `+=`; see `group_int.GroupIntKernel.matmul`."""
         if len(x) > 1 and not fused(x):
             return place_product(x @ self.dequantize(x.dtype).T, y, None, add)
         given, tiling = self._given, _tiling(len(x))
