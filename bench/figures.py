@@ -38,5 +38,10 @@ def typed(name: str) -> str:
     rows = markdown(table["columns"], table["rows"])
     if "command" not in table:
         return rows
-    made = f"`{table['command']}`" + (f", machine {table['machine']}:" if "machine" in table else ":")
-    return textwrap.fill(made, WIDTH, break_long_words=False, break_on_hyphens=False) + "\n\n" + rows
+    return how(table) + rows
+
+
+def how(made: Any) -> str:
+    """The line above a table that says by which command its figures were made, and where."""
+    text = f"`{made['command']}`" + (f", machine {made['machine']}:" if "machine" in made else ":")
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False) + "\n\n"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from figures import CLAIM, load, markdown, verdict
+from figures import CLAIM, how, load, markdown, verdict
 
 Cell = dict[str, Any]
 
@@ -159,7 +159,7 @@ def paired() -> str:
         mean, low, high = (100 * math.expm1(value) for value in found["criteria"][name])
         rows.append([name, *figures, f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})" if mean else ""])
     head = ["", *(f"{bits} bits" for bits in next(iter(found["cells"].values())))]
-    return markdown([*head, "KLD, geometric mean over the widths (95 %)"], rows)
+    return how(found) + markdown([*head, "KLD, geometric mean over the widths (95 %)"], rows)
 
 
 def step(cell: Cell, after: Cell) -> tuple[float, float]:
