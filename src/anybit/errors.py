@@ -18,10 +18,10 @@ class InputError(ValueError):
     of any length and hold anything: the message is cut, and what would steer a terminal is written out.
     """
 
-    def __init__(self, message: str) -> None:
-        half = LONGEST // 2
+    def __str__(self) -> str:  # no `__init__`: torch.compile and torch.export trace where one is raised
+        message, half = super().__str__(), LONGEST // 2
         ends = message if len(message) <= LONGEST else f"{message[:half]} ... {message[-half:]}"
-        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in ends))
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in ends)
 
 
 def refuse_unknown(given: Mapping[str, object], known: type) -> None:

@@ -352,6 +352,8 @@ def _respace(rng: Random, file: Path) -> None:
 
 def rehash(folder: Path) -> None:
     """All hashes of an artifact, made anew from its files as far as they are there."""
+    if not all((folder / name).is_file() for name in (HASHES, "config.json")):
+        return  # a pipe would be waited for
     try:
         index, config = (json.loads((folder / name).read_text()) for name in (HASHES, "config.json"))
         files = index["files"]

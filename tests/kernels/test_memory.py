@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.native, pytest.mark.alone]
 
 
 MEMORY = """
+import mmap
 import resource
 from pathlib import Path
 import torch
@@ -26,7 +27,8 @@ from anybit.formats.layout import LayerLayout
 from anybit.kernels.cpu_layer import Layer
 
 def tile(rows=256):
-    codes, scales = torch.full((rows, 4096), 129, dtype=torch.uint8), torch.ones(rows, 32).half()
+    codes = torch.frombuffer(mmap.mmap(-1, rows * 4096), dtype=torch.uint8).view(rows, 4096).fill_(129)
+    scales = torch.ones(rows, 32).half()  # and codes go back to the system: what a tile keeps is all that counts
     layout = LayerLayout((rows, 4096), (GroupIntLayout(bits=8, group_size=128, symmetric=True),))
     return Layer(layout, {"codes": codes, "scales": scales})
 
