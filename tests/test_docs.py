@@ -21,6 +21,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 def copy(tmp_path: Path) -> Path:
     """The pages, the figures and the script of a checkout of their own."""
     shutil.copytree(ROOT / "docs/results", tmp_path / "docs/results")
+    shutil.copy(ROOT / "docs/security.md", tmp_path / "docs")
     (tmp_path / "bench").mkdir()
     for script in (ROOT / "bench").glob("*.py"):
         shutil.copy(script, tmp_path / "bench")
