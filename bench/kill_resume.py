@@ -175,6 +175,7 @@ def main() -> int:
     finally:
         shutil.rmtree(place, ignore_errors=True)
     figures = {"seed": args.seed, "kills": kills.total(), "runs": trials.total(), "by_method": dict(kills)}
+    figures["runs_by_method"] = dict(trials)
     print(json.dumps(figures | {"files_compared": {m: len(d) for m, d in whole.items()}, "faults": faults}))
     return int(bool(faults))
 

@@ -1,4 +1,4 @@
-"""The tables of docs/results/*.md, made from the figures in bench/results; the standard library is all it needs.
+"""The tables of docs/results/*.md and docs/security.md, made from bench/results; the standard library is all it needs.
 
 python bench/tables.py            # rewrites every table that stands between its two markers
 python bench/tables.py --check    # exits 1 and names the file and the table that is stale
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import tables_quality as quality
+import tables_security as security
 import tables_speed as speed
 from figures import typed
 
@@ -43,6 +44,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens": lambda: speed.tokens("tokens-b"),
     "tokens-a": lambda: speed.tokens("tokens"),
     "narrow-prefill": speed.narrow_prefill,
+    "mutations": security.mutations,
+    "kills": security.kills,
 }
 
 
@@ -83,7 +86,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description="The tables of docs/results/*.md, made from bench/results.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a table is stale")
     check = parser.parse_args(arguments).check
-    files = sorted((root / "docs/results").glob("*.md"))
+    files = [*sorted((root / "docs/results").glob("*.md")), root / "docs/security.md"]
     pages = {file: file.read_text(encoding="utf-8") for file in files}
     wrong = [f"no page has the table {name!r}" for name in unused(pages.values())]
     try:

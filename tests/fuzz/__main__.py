@@ -11,6 +11,8 @@ line is JSON. Ends with 1 where something else happened; the command that does i
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import secrets
 import shutil
@@ -40,6 +42,16 @@ Case = tuple[str, int]  # kind, seed
 def run(case: Case, bases: Bases) -> Callable[[Path], str]:
     kind, seed = case
     return lambda folder: KINDS[kind][0](Random(f"{kind} {seed}"), bases, folder)
+
+
+def warm_up(bases: Bases, root: Path) -> None:
+    """What commands import on their way, imported once, instead of in every case."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        for through in artifacts.COMMANDS.values():
+            through(bases.artifacts["rtn"], bases.text)
+        for model in (bases.models["llama"], bases.ggufs["float"]):
+            checkpoints.enter("dry run", model, root, bases.text)
+            checkpoints.enter("plan", model, root, bases.text)
 
 
 def verdicts(
@@ -84,6 +96,7 @@ def main() -> int:
     counts, slowest, bad = {kind: Counter[str]() for kind in args.kind or KINDS}, {}, 0
     try:
         bases = Bases.make(root / "bases")
+        warm_up(bases, root)
         print(f"seeds from {seed}, bases made in {time.monotonic() - begun:.0f} s", flush=True)
         for case, child, verdict in verdicts(
             planned(list(counts), seed, args.cases), bases, root, args.workers

@@ -24,7 +24,8 @@ def verify(path: Path, progress: Any = None) -> Json:
     """Check an artifact byte by byte: headers, hashes, shapes, bounds, indices, scales.
 
     Hashes cover the weights, config.json, the tokenizer, chat templates, the generation config and the licence. They
-    say that nothing was damaged on the way. Who made the files they cannot say: they lie beside them.
+    are integrity, not authenticity: they find damage, but lie beside the files, and whoever changes one can make its
+    hash anew.
 
     Args:
         progress: called with (checks done, checks in all).

@@ -43,7 +43,7 @@ def inspect(
 def verify(out: Artifact) -> None:
     """Check the artifact OUT byte by byte: hashes of weights, config and tokenizer; headers, shapes, indices, scales.
 
-    Hashes tell damage, not who made the files.
+    Hashes are integrity, not authenticity: they find damage, and do not say who made the files.
     """
     from anybit.artifact.verify import verify as verify_artifact
 
