@@ -391,8 +391,7 @@ NB_MODULE(_native, m) {
     m.def("nested_descent", &nested_descent, nb::arg("slopes").noconvert(), nb::arg("hessian").noconvert(),
           nb::arg("weight").noconvert(), nb::arg("tables").noconvert(), nb::arg("shapes").noconvert(),
           nb::arg("scales").noconvert(), nb::arg("weights").noconvert(), nb::arg("codes").noconvert(),
-          nb::arg("errors").noconvert(), nb::arg("losses").noconvert(), nb::arg("threads"),
-          nb::arg("isa") = nb::none(),
+          nb::arg("errors").noconvert(), nb::arg("losses").noconvert(), nb::arg("threads"), nb::arg("isa") = nb::none(),
           "Choose the codes of nested_codes anew, column after column: slopes float32 [widths, rows, n], hessian\n"
           "float32 [n, n], weight float32 [rows, n], tables, shapes, scales and weights as there; changes codes uint8\n"
           "[rows, n], errors float32 [widths, rows, n] and losses float32 [rows, widths].");

@@ -52,8 +52,9 @@ inline bool is_nearest(const float* table, int bits, float z, int q) {
            (q + 1 == 1 << bits || !(z > 0.5f * (table[q] + table[q + 1])));
 }
 
-// The code at the widest that costs least among these: `best`, if it is none below 0; the nearest of each width, and its
-// nearest children downwards. Where the last of them meets the nearest of a width, it is also what comes of that one.
+// The code at the widest that costs least among these: `best`, if it is none below 0; the nearest of each width, and
+// its nearest children downwards. Where the last of them meets the nearest of a width, it is also what comes of that
+// one.
 int choose(const Shape& shape, const float* z, const float* weights, int low, int high, int best) {
     bool found = best >= 0;
     float least_cost = found ? cost_of(shape, z, weights, low, high, best) : 0.0f;
@@ -124,8 +125,7 @@ void nested_descent(const NestedDescent& n, int64_t begin, int64_t end) {
         const float scale = n.scales[row], divisor = scale > 0.0f ? scale : 1.0f;
         uint8_t* codes = n.codes + row * n.code_stride;
         for (int b = 0; b < widths; ++b)
-            for (int64_t j = 0; j < n.columns; ++j)
-                slopes[b][j] = n.slopes[(b * n.rows + row) * n.columns + j];
+            for (int64_t j = 0; j < n.columns; ++j) slopes[b][j] = n.slopes[(b * n.rows + row) * n.columns + j];
         for (int64_t j = 0; j < n.columns; ++j) {
             const float* hessian = n.hessian + j * n.hessian_stride;
             const int old = codes[j];
