@@ -31,6 +31,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "c4-models": quality.c4_models,
     "sizes": quality.sizes,
     "curve": quality.curve,
+    "descent": quality.descent,
     "paired": quality.paired,
     "methods": quality.methods,
     "all-methods": quality.all_methods,

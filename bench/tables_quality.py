@@ -147,6 +147,19 @@ def c4_models() -> str:
     return markdown(["model", "perplexity, KLD (bpw)"], rows)
 
 
+def descent() -> str:
+    """The artifact of one pass over the codes beside that of today's defaults."""
+    found = load("descent.json")
+    old = {cell["bits"]: cell for cell in cells() if cell["name"] == "anybit"}
+    rows = []
+    for cell in cells("descent.json"):
+        before = old[cell["bits"]]
+        change = 100 * (cell["kld_mean"] / before["kld_mean"] - 1)
+        figures = [f"{perplexity(c['perplexity'])}, {c['kld_mean']:.4f}" for c in (before, cell)]
+        rows.append([f"{cell['bits']:g}", f"{cell['bits_per_weight']:.3f}", *figures, f"{change:+.1f} %"])
+    return how(found) + markdown(["average bits", "bpw", "one pass", "now", "KLD"], rows)
+
+
 def paired() -> str:
     """Artifacts made in different ways, at some widths over the same windows; the criterion is against the first."""
     found = load("paired.json")
