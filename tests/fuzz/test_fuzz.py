@@ -123,12 +123,11 @@ def test_hashes_made_anew_are_those_of_the_files(anybit_copy: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_fixed_set_of_mutations_gives_errors_or_right_results() -> None:
-    command = [sys.executable, "-m", "tests.fuzz", "--seed", "1", "--cases", str(CASES), "--workers", "2"]
+    command = [sys.executable, "-m", "tests.fuzz", "--seed", "3", "--cases", str(CASES), "--workers", "2"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["bad"] == 0
-    for kind in ("artifacts", "checkpoints", "commands"):  # both ways are exercised
+    for kind in ("artifacts", "checkpoints", "ggufs", "commands"):  # both ways are exercised
         assert found["cases"][kind].get("error", 0) > 2 and found["cases"][kind].get("right", 0) > 0, found
-    assert found["cases"]["ggufs"]["error"] > 2  # few end in a right result, and none of these
     assert found["cases"]["layouts"]["right"] > 5

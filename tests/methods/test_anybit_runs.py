@@ -236,15 +236,13 @@ def test_fewer_bits_make_fewer_levels(
 def test_other_families(
     family: str, model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
-    config = builders.options("anybit", samples=16, seq_len=32, kept_channels=0.05)
-    anybit.quantize(model_dir(family), tmp_path / "out", config, calibration=str(text_file))
+    anybit.quantize(model_dir(family), tmp_path / "out", ANYBIT, calibration=str(text_file))
     base, model = logits(load(model_dir(family)), IDS), load(tmp_path / "out")
     errors = []
     for bits in (8.0, 5.0, 2.5):
         model.set_bits(bits)
         errors.append(float((logits(model, IDS) - base).norm() / base.norm()))
-    # On 512 tokens of random models descent gives some of 8 bits' accuracy for that around 3 (0.26 of llama-tied's).
-    assert errors == sorted(errors) and errors[0] < 0.3 * errors[2]
+    assert errors == sorted(errors) and errors[0] < 0.25 * errors[2]
 
 
 def test_a_block_may_be_left_alone(model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
