@@ -69,7 +69,10 @@ private:
                        (alone ? finish : !parts.empty() && whole(parts[0]) && parts[0].way.finishes());
         natural_ = !parts.empty() && std::all_of(parts.begin(), parts.end(), [](const auto& p) { return in_order(p); });
         const bool placed = std::any_of(parts.begin(), parts.end(), [](const auto& p) { return p.placed; });
-        fused_ = (natural_ || (alone && layer_.sparse().rows == 0)) && !placed;
+        // Rows in no order are not: threads would write into each other's cache lines.
+        const bool apart = alone && layer_.sparse().rows == 0 &&
+                           std::all_of(parts.begin(), parts.end(), [](const auto& p) { return ascends(p); });
+        fused_ = (natural_ || apart) && !placed;
         clears_ = plan_.written_ != Written::add && !plan_.fresh_;
         narrows_ = rounded && !plan_.direct_;
         plan_.cleared_ = clears_ && !fused_;
@@ -78,6 +81,7 @@ private:
     // Whether a part has all rows, and whether in order.
     bool whole(const Plan::Planned& p) const { return p.part->tile->rows() == layer_.out_; }
     static bool in_order(const Plan::Planned& p) { return !p.part->tile->out_rows().given(); }
+    static bool ascends(const Plan::Planned& p) { return p.part->tile->out_rows().ascend(); }
 
     bool prepares() const {
         const auto reads_rows = [](const Plan::Planned& p) { return p.way.direct && !p.copied; };
