@@ -138,7 +138,7 @@ class Lab:
         streamed = StreamedModel(self.checkpoint, compute_dtype())
         advance = self.report.task("gradients", len(tokens))
         begun = time.perf_counter()
-        stats = gradient_statistics(streamed, tokens, self.shapes, fisher=True, spill=folder, advance=advance)
+        stats = gradient_statistics(streamed, tokens, self.shapes, fisher=folder, advance=advance)
         (folder / "complete").write_text(f"{time.perf_counter() - begun:.1f} s")
         return stats
 

@@ -139,7 +139,7 @@ class Options:
     size: int | str | None = option(
         None, "Most bytes, tokenizer apart, e.g. 120MB.", panel="Size", stored=False
     )
-    embed_bits: int = option(16, "Embedding and head.", panel="Size", **one_of(EMBED_BITS))
+    embed_bits: int | None = option(16, "Embedding and head.", panel="Size", **one_of(EMBED_BITS))
     kv_bits: int = option(16, "KV-cache when the artifact runs.", panel="Size", **one_of(KV_BITS))
     include: tuple[str, ...] = option((), "Only layers of this pattern, e.g. `'*.mlp.*'`.", panel="Layers")
     exclude: tuple[str, ...] = option((), "No layers of this pattern. Both: repeatable.", panel="Layers")
@@ -176,7 +176,7 @@ class Options:
 
     def defaults(self) -> dict[str, Any]:
         """What the method decides where it is left open; values may depend on the options that are given."""
-        return {"bits": self.default_bits, "samples": SAMPLES}
+        return {"bits": self.default_bits, "samples": SAMPLES, "embed_bits": 16}
 
     def check(self) -> None:
         """Refuse options, none of which is open, that do not go together.

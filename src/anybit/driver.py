@@ -21,7 +21,7 @@ from anybit.artifact.config_json import artifact_config, provenance
 from anybit.artifact.files import resolved
 from anybit.artifact.model_card import model_card
 from anybit.artifact.sizes import inspect
-from anybit.artifact.split import LOSSES, Split, split
+from anybit.artifact.split import LOSSES, Cut, Split, split
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
 from anybit.calibration.as_stored import as_stored
 from anybit.calibration.gradients import gradient_statistics, spilled_statistics
@@ -36,9 +36,9 @@ from anybit.formats.weight import PackedWeight, QuantizedWeight, pack
 from anybit.methods import DEFAULT
 from anybit.methods.finetune import Task, passes
 from anybit.methods.method import Allocation, Search, Start
-from anybit.methods.ordering import with_all_planes
+from anybit.methods.ordering import nested_layers, with_all_planes
 from anybit.methods.rounding import quantize_rows
-from anybit.plan import check_disk, make_plan, scratch_bytes
+from anybit.plan import check_disk, make_plan, plane_room, scratch_bytes
 from anybit.prepare import Ready, Settings, prepare
 from anybit.progress import Advance, ignore
 
@@ -120,6 +120,7 @@ class _Run(Ready):
                 specs,
                 planned,
                 self.writer.search(),
+                bool(nested_layers(self.plan.embeddings)),
                 self.report,
             )
         )
@@ -139,12 +140,29 @@ class _Run(Ready):
         for name in self.streamed.tensor_names(None):
             layer = name.removesuffix(".weight")
             if layer in self.plan.embeddings:
-                bits = int(self.plan.embeddings[layer].tiles[0].bits)
-                packed = pack(quantize_rows(self.streamed.read(name), bits))
-                tensors |= {f"{layer}.{field}": t for field, t in packed.tensors.items()}
+                tensors |= self._embedded(layer, name)
             else:
                 tensors[name] = self._kept(name)
         self.writer.write_shard(0, tensors)
+
+    def _embedded(self, layer: str, name: str) -> dict[str, Tensor]:
+        """What is stored of the embedding or the head `layer`, of whose weight the model's files say `name`."""
+        layout, costs = self.plan.embeddings[layer], self.allocation.vocabulary
+        weight = self.streamed.read(name)
+        if self.options.embed_bits is not None:
+            made = quantize_rows(weight, int(layout.tiles[0].bits))
+        else:
+            assert self.method.embed is not None
+            assert costs is not None
+            head = self.streamed.model.get_submodule(layer) is self.streamed.model.get_output_embeddings()
+            cost = costs.cost(read=not head, multiplied=head or layout.tied)
+            with about_layer(layer):
+                made = self.method.embed(weight.float().to(self.streamed.device), cost, self.options)
+        packed = pack(made)
+        tensors = {f"{layer}.{field}": t.cpu() for field, t in packed.tensors.items()}
+        if made.losses is not None:
+            tensors[f"{layer}.{LOSSES}"] = made.losses.cpu()
+        return tensors
 
     def all_blocks(self) -> None:
         """Shards 1 to n: statistics, quantization, and the way to the next block."""
@@ -195,7 +213,7 @@ class _Run(Ready):
         folder.mkdir(parents=True, exist_ok=True)
         tokens = self.text.tokens
         advance = self.report.task("gradients", len(tokens))
-        made = gradient_statistics(self.streamed, tokens, shapes, fisher=True, spill=folder, advance=advance)
+        made = gradient_statistics(self.streamed, tokens, shapes, fisher=folder, advance=advance)
         self.streamed.model.to("meta")
         self.writer.keep_statistics(Cost.since(begun))
         return made
@@ -355,17 +373,28 @@ class _Run(Ready):
             dtype = torch.bfloat16
         return tensor.to(dtype)
 
+    def _cut(self) -> Cut:
+        """How far the order of planes goes."""
+        assert self.method.ordered is not None
+        bits, whole = self.method.ordered(self.options)
+        beside = nested_layers(self.plan.embeddings).keys()
+        if self.plan.most_bytes is None:
+            return Cut(bits, whole, beside)
+        return Cut(self.options.widths_of.high, whole, beside, plane_room(self.plan))
+
     def finish(self) -> Cost | None:
         """Write what describes the artifact, and give it its name; what shared statistics took."""
-        writer, checkpoint, plan = self.writer, self.streamed.checkpoint, self.plan
-        made = provenance(checkpoint, self.base, self.options, self.text.describe() if self.text else None)
+        writer, checkpoint, plan, options = self.writer, self.streamed.checkpoint, self.plan, self.options
         parts: Split | None = None
         if self.method.ordered is not None:
             self.report.say("orders the planes and writes base layer and enhancement layers")
-            parts = split(writer, plan.layouts, *self.method.ordered(self.options))
-            plan = replace(plan, layouts=parts.layouts, enhancement_bytes=0)
+            parts = split(writer, {**plan.layouts, **plan.embeddings}, self._cut())
+            plan = plan.with_layouts(parts.layouts)
+            if self.plan.most_bytes is not None:  # the width followed from them
+                options = options.with_bits(max(parts.bits, options.widths_of.low))
+        made = provenance(checkpoint, self.base, options, self.text.describe() if self.text else None)
         sizes = plan.sizes() if parts is None else parts.sizes(plan.sizes()[0])
-        texts = {"README.md": model_card(checkpoint, plan, self.options, made, sizes)}
+        texts = {"README.md": model_card(checkpoint, plan, options, made, sizes)}
         checkpoint.copy_assets(writer.work)
         cost = writer.cost()
         described = artifact_config(self.streamed, plan, made)

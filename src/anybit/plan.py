@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil, floor, prod
 from pathlib import Path
@@ -25,6 +26,7 @@ from anybit.methods import METHODS, Method, finetune, nested_codes, ordering
 from anybit.methods.anybit import BITS
 from anybit.methods.rtn import RTN
 
+WIDER = 1  # bits that embeddings are expected to have more than layers
 BUDGET_STEPS = 100  # a budget finds the average width to a hundredth of a bit
 IMPORT_BYTES = 450_000_000  # PyTorch, Transformers and a tokenizer before any tensor is read
 
@@ -73,7 +75,7 @@ def make_plan(streamed: StreamedModel, options: Options, spec_map: SpecMap | Non
     for name in spec_map.keys() & specs.keys():
         method.check_given(name, specs[name], usual)
     layouts = {name: spec_layout(name, spec, shapes[name], method) for name, spec in specs.items()}
-    embeddings = _embedding_layouts(streamed, options.embed_bits)
+    embeddings = _embedding_layouts(streamed, options, method)
     quantized = {f"{name}.weight" for name in [*layouts, *embeddings]}
     kept = {
         name: (stored_dtype(streamed.checkpoint.dtype(source), streamed.checkpoint.shape(source)), shape)
@@ -91,7 +93,9 @@ def make_plan(streamed: StreamedModel, options: Options, spec_map: SpecMap | Non
     plan = Plan(specs, layouts, embeddings, kept, linear, total, unquantized)
     if method.ordered is not None:
         bits, _ = method.ordered(options)
-        plan = replace(plan, enhancement_bytes=ordering.overhead_bytes(bits, layouts))
+        every = {**layouts, **{name: embeddings[name] for name in ordering.nested_layers(embeddings)}}
+        most = ordering.most_bits(bits, layouts, embeddings)
+        plan = replace(plan, enhancement_bytes=ordering.overhead_bytes(most, every))
     return replace(plan, overhead_bytes=overhead_bytes(streamed, plan, options))
 
 
@@ -121,12 +125,12 @@ def fit_budget(streamed: StreamedModel, options: Options) -> Options:
     """
     if options.budget is None:
         return options.resolve()
-    widths, bpw = options.widths_of, options.bpw
-    size = parse_bytes(options.size) if isinstance(options.size, str) else options.size
+    widths, bpw, size = options.widths_of, options.bpw, _most_bytes(options)
     plans: dict[float, Plan] = {}
 
     def fits(bits: float) -> bool:
-        made = plans[bits] = make_plan(streamed, options.with_bits(bits).resolve())
+        made = make_plan(streamed, options.with_bits(bits).resolve())
+        made = plans[bits] = replace(made, embeddings=_expected(made.embeddings, bits))
         return (bpw is None or made.bits_per_weight <= bpw) and (size is None or made.size_bytes <= size)
 
     whole = next((bits for bits in reversed(widths.whole()) if fits(bits)), None)
@@ -135,7 +139,7 @@ def fit_budget(streamed: StreamedModel, options: Options) -> Options:
         least = plans[min(plans)]
         raise InputError(
             f"{asked} is not to be had: {options.name} at its smallest width takes {least.bits_per_weight:.3f} bits "
-            f"per weight, {least.size_bytes / 1e6:.1f} MB (the embedding at {options.embed_bits} bits included; see "
+            f"per weight, {least.size_bytes / 1e6:.1f} MB with the embedding{_said(options.embed_bits)} (see "
             "--embed-bits)"
         )
     best = float(widths.low if whole is None else whole)
@@ -147,6 +151,51 @@ def fit_budget(streamed: StreamedModel, options: Options) -> Options:
         best += low / BUDGET_STEPS
     best = max([best, *(bits for bits in widths.compact if bits > best and fits(bits))])
     return options.with_bits(best).resolve()
+
+
+def plan_within(
+    streamed: StreamedModel, options: Options, spec_map: SpecMap | None = None
+) -> tuple[Options, Plan]:
+    """The options, none left open, and the plan, within the options' budget.
+
+    Where the planes of embeddings are in one order with those of the layers, what a size leaves for which is known when
+    the order is: the width is an estimate, and the artifact is cut to the size.
+
+    Raises:
+        InputError: see `fit_budget` and `make_plan`.
+    """
+    fitted = fit_budget(streamed, options)
+    plan = make_plan(streamed, fitted, spec_map)
+    if ordering.nested_layers(plan.embeddings):
+        plan = replace(plan, most_bytes=_most_bytes(options))
+    return fitted, plan
+
+
+def plane_room(plan: Plan) -> int:
+    """How many bytes of planes, of all nested matrices together, a plan of so many bytes has room for."""
+    assert plan.most_bytes is not None
+    nested = {**plan.layouts, **plan.embeddings}
+    fixed = plan.tensor_bytes - ordering.plane_bytes(nested) + plan.overhead_bytes
+    weights = sum(layout.weights for layout in nested.values())
+    highest = min(float(BITS), 8 * plan.most_bytes / weights)
+    return plan.most_bytes - fixed - ordering.file_bytes(highest, len(nested))
+
+
+def _most_bytes(options: Options) -> int | None:
+    return parse_bytes(options.size) if isinstance(options.size, str) else options.size
+
+
+def _expected(embeddings: Mapping[str, LayerLayout], bits: float) -> dict[str, LayerLayout]:
+    """Embeddings as they are expected to be where layers have `bits` on average: a little wider."""
+    made = dict(embeddings)
+    for name in ordering.nested_layers(embeddings):
+        whole = min(BITS, floor(bits) + WIDER)
+        made[name] = ordering.with_counts(made[name], [made[name].shape[0]] * whole)
+    return made
+
+
+def _said(embed_bits: int | None) -> str:
+    return "" if embed_bits is None else f" at {embed_bits} bits"
 
 
 def spec_layout(name: str, spec: LayerSpec[Any], shape: tuple[int, int], method: Method) -> LayerLayout:
@@ -209,7 +258,8 @@ def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speed: float
         training = finetune.STEP_SECONDS * steps * plan.quantized_weights / threads
     flops = forwards * 2 * block_weights * tokens + moments + sweep + 200 * block_weights
     head = 4 * effort.passes * tokens * _head_weights(streamed)  # logits once, and their gradient
-    clustering = (effort.clustering / threads + effort.serial) * plan.quantized_weights
+    nested = sum(plan.embeddings[name].weights for name in ordering.nested_layers(plan.embeddings))
+    clustering = (effort.clustering / threads + effort.serial) * (plan.quantized_weights + nested)
     return (blocks * flops + head) / speed + clustering + training + plan.model_weights / 2e8
 
 
@@ -266,9 +316,13 @@ def check_disk(plan: Plan, out: Path, done_bytes: int = 0, scratch_bytes: int = 
         )
 
 
-def _embedding_layouts(streamed: StreamedModel, bits: int) -> dict[str, LayerLayout]:
-    """Layouts of embedding and head at `--embed-bits`; a head that the checkpoint leaves out is tied."""
-    if bits == 16:
+def _embedding_layouts(streamed: StreamedModel, options: Options, method: Method) -> dict[str, LayerLayout]:
+    """Layouts of embedding and head: at `--embed-bits`, or as the method says where that is left open.
+
+    A head that the checkpoint leaves out is tied.
+    """
+    bits, layout_of = options.embed_bits, method.embedding_layout
+    if bits == 16 or (bits is None and layout_of is None):
         return {}
     model = streamed.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -279,7 +333,10 @@ def _embedding_layouts(streamed: StreamedModel, bits: int) -> dict[str, LayerLay
         if name is None or f"{name}.weight" not in streamed.names:
             continue
         out, columns = streamed.checkpoint.shape(streamed.names[f"{name}.weight"])
-        tile = GroupIntLayout(bits=bits, group_size=GROUP_SIZE, symmetric=False)
+        if bits is None and layout_of is not None:
+            layouts[name] = layout_of(options, (out, columns))
+            continue
+        tile = GroupIntLayout(bits=bits or 16, group_size=GROUP_SIZE, symmetric=False)
         layouts[name] = LayerLayout((out, columns), (tile,))
     first = names[id(embedding)]
     if first in layouts and head is not None and names[id(head)] not in layouts:

@@ -20,7 +20,7 @@ from anybit.errors import InputError
 from anybit.fingerprint import base_hash, fingerprint, statistics_key
 from anybit.kernels.dispatch import check_device
 from anybit.methods import METHODS, Method
-from anybit.plan import check_disk, fit_budget, make_plan, scratch_bytes
+from anybit.plan import check_disk, plan_within, scratch_bytes
 from anybit.progress import SILENT, Silent
 
 
@@ -67,8 +67,7 @@ def prepare(model: str | Path, out: Path, options: Options, settings: Settings) 
     report, device = settings.get("report", SILENT), settings.get("device", "cpu")
     _check_device(device)
     streamed = StreamedModel(open_checkpoint(model), compute_dtype(device), device)
-    options = fit_budget(streamed, options)
-    plan = make_plan(streamed, options, settings.get("spec_map"))
+    options, plan = plan_within(streamed, options, settings.get("spec_map"))
     check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, options))
     for note in (
         *streamed.checkpoint.notes(),

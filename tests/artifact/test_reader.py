@@ -130,7 +130,7 @@ def test_verify_finds_any_flipped_byte(copied: Path) -> None:
             "not a file of this directory",
         ),
         (
-            lambda p: edit_json(p / "anybit.index.json", lambda d: d.update(format_version=2)),
+            lambda p: edit_json(p / "anybit.index.json", lambda d: d.update(format_version=3)),
             "upgrade anybit",
         ),
     ],
@@ -198,7 +198,7 @@ def traversal(name: str) -> Callable[[Path], None]:
 NO_CONFIG = "not an anybit artifact|not valid JSON|not a JSON object"  # `load` also takes base models
 ENTRY = {"dtype": "F16", "shape": [48, 2], "data_offsets": [0, 192]}
 HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "newer version": (quantization(lambda q: q.update(format_version=2)), "upgrade anybit"),
+    "newer version": (quantization(lambda q: q.update(format_version=3)), "upgrade anybit"),
     "no version": (quantization(lambda q: q.pop("format_version")), "format_version"),
     "layers not an object": (quantization(lambda q: q.update(layers=[])), "object of layer names"),
     "calibration not an object": (quantization(lambda q: q.update(calibration="x")), "calibration"),

@@ -27,9 +27,7 @@ def test_spilled_gradients_are_the_same(model_dir: MakeModel, tmp_path: Path) ->
     shapes = streamed.all_linears()
     in_memory = gradient_statistics(streamed, tokens, shapes, fisher=True)
     ticks: list[int] = []
-    gradient_statistics(
-        opened(model_dir("llama")), tokens, shapes, fisher=True, spill=tmp_path, advance=ticks.append
-    )
+    gradient_statistics(opened(model_dir("llama")), tokens, shapes, fisher=tmp_path, advance=ticks.append)
     again = spilled_statistics(shapes, tmp_path)
     assert ticks == [1, 1, 1]
     for name in shapes:

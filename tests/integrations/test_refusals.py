@@ -44,7 +44,7 @@ def layer(name: str, **changes: Any) -> Callable[[dict[str, Any]], None]:
 Q = "model.layers.0.self_attn.q_proj"
 TILE = {"format": "group_int", "bits": 4, "group_size": 32, "symmetric": False}
 LIES = {
-    "newer version": (lambda c: c["quantization_config"].update(format_version=2), "upgrade anybit"),
+    "newer version": (lambda c: c["quantization_config"].update(format_version=3), "upgrade anybit"),
     "version of another type": (lambda c: c["quantization_config"].update(format_version="1"), "damaged"),
     "layers of another type": (
         lambda c: c["quantization_config"].update(layers=[1]),

@@ -133,7 +133,7 @@ def test_moments_are_those_of_autograd(model_dir: Callable[[str], Path], tmp_pat
 def test_other_scores_rank_the_rows(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, kind: str
 ) -> None:
-    config = builders.options("anybit", samples=4, seq_len=32, salience=kind)
+    config = builders.options("anybit", samples=4, seq_len=32, salience=kind, embed_bits=16)
     anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     levels = table_of_levels(tmp_path / "out")
     assert [r["loss"] for r in levels] == sorted((r["loss"] for r in levels), reverse=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import anybit
 from anybit.config import EMBED_BITS, KV_BITS, Json, Options
 from anybit.errors import InputError
-from anybit.formats import GroupIntLayout
+from anybit.formats import GroupIntLayout, NestedLayout
 from anybit.formats.base import is_int
 from anybit.formats.layout import FORMAT_VERSION, QUANT_METHOD, LayerLayout
 
@@ -68,6 +68,11 @@ class StoredLayers:
     embeddings: Mapping[str, LayerLayout]  # quantized embedding and head
     unquantized: Mapping[str, tuple[int, int]]  # (out, in) of linear layers that stay as they were
 
+    @property
+    def packed(self) -> dict[str, LayerLayout]:
+        """Layers, embedding and head."""
+        return {**self.layers, **self.embeddings}
+
     @staticmethod
     def from_json(place: str, quantization: Json) -> StoredLayers:
         """From `layers`, `embeddings` and `dense` of a `quantization_config`, any of which may be absent.
@@ -100,10 +105,11 @@ class StoredLayers:
 def _check_embedding(name: str, layout: LayerLayout) -> None:
     """Rows of an embedding are looked up one by one: each must hold all of its own data."""
     tile, widths = layout.tiles[0], [bits for bits in EMBED_BITS if bits < 16]
-    plain = isinstance(tile, GroupIntLayout) and not tile.rounds_inputs and tile.bits in widths
+    uniform = isinstance(tile, GroupIntLayout) and not tile.rounds_inputs and tile.bits in widths
+    plain = uniform or isinstance(tile, NestedLayout)
     whole = len(layout.tiles) == 1 and tile.rows is None and tile.cols is None
     if not (plain and whole) or layout.sparse is not None or layout.input_scale:
         raise InputError(
-            f"{name}: an embedding is stored as one tile of {' or '.join(map(str, widths))} bits without rows or "
-            f"cols, not as {len(layout.tiles)} like {tile.to_json()!r}: the artifact is damaged"
+            f"{name}: an embedding is stored as one tile, nested or of {' or '.join(map(str, widths))} bits, without "
+            f"rows or cols, not as {len(layout.tiles)} like {tile.to_json()!r}: the artifact is damaged"
         )

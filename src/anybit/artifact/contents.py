@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
 
@@ -30,6 +30,7 @@ class Plan:
     unquantized: dict[str, LayerLayout]  # linear layers inside the blocks that are left as they are
     overhead_bytes: int = 0  # of everything beside the tensors, the tokenizer apart
     enhancement_bytes: int = 0  # about what the files of enhancement layers have besides planes
+    most_bytes: int | None = None  # what is stored is cut so that it takes no more than these
 
     @property
     def bits_per_weight(self) -> float:
@@ -69,7 +70,15 @@ class Plan:
     @property
     def size_bytes(self) -> int:
         """Bytes of all files but the tokenizer: never less than they turn out to be, and a few kB more at most."""
-        return self.tensor_bytes + self.overhead_bytes + self.enhancement_bytes
+        taken = self.tensor_bytes + self.overhead_bytes + self.enhancement_bytes
+        return taken if self.most_bytes is None else min(taken, self.most_bytes)
+
+    def with_layouts(self, layouts: Mapping[str, LayerLayout]) -> Plan:
+        """The plan of a base layer: layers and embeddings with the planes that are there."""
+        layers, embeddings = (
+            {name: layouts[name] for name in group} for group in (self.layouts, self.embeddings)
+        )
+        return replace(self, layouts=layers, embeddings=embeddings, enhancement_bytes=0, most_bytes=None)
 
     @property
     def quantized_weights(self) -> int:

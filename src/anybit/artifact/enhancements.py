@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from anybit.artifact.files import SECTION, link, list_hash
+from anybit.artifact.config_json import StoredLayers
+from anybit.artifact.files import EMBEDDING, SECTION, link, list_hash
 from anybit.checkpoint.files import HASHES, INDEX, check_sha256, read_json
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.config import Json
@@ -43,6 +44,7 @@ class Entry:
     bits: float  # average width
     loss: float  # expected increase of the loss in nats per token
     chain: str  # running hash
+    embedding_bytes: int  # of its bytes, planes of embeddings
 
     def is_there(self, path: Path, before: str) -> bool:
         """Whether the file is in `path`; one that is shorter than it should be is still under way.
@@ -86,13 +88,14 @@ class Enhancements:
     """The enhancement layers of an artifact: those that its index lists, of which the first `present` are there."""
 
     path: Path
-    layouts: Mapping[str, LayerLayout]  # of all layers as the base layer has them
+    layouts: Mapping[str, LayerLayout]  # of all layers, and of embeddings, as the base layer has them
+    beside: Collection[str]  # those of them that do not count for the average width: embeddings
     base: Mapping[str, str]  # the hashes of its shards and of what says which tensor is where
     entries: tuple[Entry, ...]  # the base layer first
     present: int  # how many entries can be read: the base layer counts
 
     @staticmethod
-    def open(path: Path, layouts: Mapping[str, LayerLayout], index: Json) -> Enhancements:
+    def open(path: Path, stored: StoredLayers, index: Json) -> Enhancements:
         """The enhancement layers that anybit.index.json lists.
 
         Raises:
@@ -110,6 +113,7 @@ class Enhancements:
                     float(entry["bits"]),
                     float(entry["loss"]),
                     str(entry["chain"]),
+                    int(entry.get(EMBEDDING, 0)),
                 )
                 for entry in index[SECTION]
             ]
@@ -119,7 +123,10 @@ class Enhancements:
             weight_map = str(files[INDEX]["sha256"])
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(stated) from error
-        finite = all(0 < r.bits <= BITS + 1e-9 and math.isfinite(r.loss) and r.bytes >= 0 for r in entries)
+        finite = all(
+            0 < r.bits <= BITS + 1e-9 and math.isfinite(r.loss) and min(r.bytes, r.embedding_bytes) >= 0
+            for r in entries
+        )
         if not entries or not finite or entries[0].file or not all(r.file for r in entries[1:]):
             raise InputError(stated)
         if functools.reduce(link, base.values(), "") != entries[0].chain:
@@ -137,7 +144,8 @@ class Enhancements:
         present = 1
         while present < len(entries) and entries[present].is_there(path, entries[present - 1].chain):
             present += 1
-        return Enhancements(path, layouts, {**base, INDEX: weight_map}, tuple(entries), present)
+        hashes = {**base, INDEX: weight_map}
+        return Enhancements(path, stored.packed, stored.embeddings.keys(), hashes, tuple(entries), present)
 
     def note(self) -> str | None:
         """A sentence where enhancement layers are missing."""
@@ -152,6 +160,10 @@ class Enhancements:
     def bytes_upto(self, level: int) -> int:
         """Bytes of the files up to a level."""
         return sum(entry.bytes for entry in self.entries[1 : level + 1])
+
+    def embedding_bytes_upto(self, level: int) -> int:
+        """Those of them that are planes of embeddings."""
+        return sum(entry.embedding_bytes for entry in self.entries[1 : level + 1])
 
     def counts(self, upto: int, check: bool = True) -> list[dict[str, tuple[int, ...]]]:
         """Rows of every plane of every layer at levels 0 to `upto`; the files' bytes are held against their hashes.
@@ -170,10 +182,15 @@ class Enhancements:
             now[i, : len(tile.counts)] = tile.counts
         made = [_named_counts(names, now)]
         coded = coded_columns({name: self.layouts[name] for name in names})
-        columns = np.array([coded[name] for name in names])
+        beside = np.array([name in self.beside for name in names], dtype=bool)
+        columns = np.array([coded[name] for name in names]) * ~beside
+        embedding = 4 * np.array(widths) * beside
 
         def is_as_stated(level: int) -> bool:
-            return abs(now.sum(1) @ columns / (now[:, 0] @ columns) - self.entries[level].bits) <= 1e-6
+            entry, average = self.entries[level], now.sum(1) @ columns / max(1, now[:, 0] @ columns)
+            return abs(average - entry.bits) <= 1e-6 and added == entry.embedding_bytes
+
+        added = 0
 
         if not is_as_stated(0):
             raise InputError(
@@ -182,7 +199,7 @@ class Enhancements:
         for level in range(1, upto + 1):
             if check:
                 check_sha256(self.path / self.entries[level].file, self.entries[level].sha256)
-            found, words, before = self._read(level), 0, (-1, 0)
+            found, words, added, before = self._read(level), 0, 0, (-1, 0)
             for layer, plane, rows in found["steps"].tolist():
                 if not (0 <= layer < len(names) and 2 <= plane <= BITS and rows > 0):
                     raise self._damaged(level, "names a layer or plane that there is not")
@@ -191,6 +208,7 @@ class Enhancements:
                 before = (layer, plane)
                 now[layer, plane - 1] += rows
                 words += rows * widths[layer]
+                added += int(rows * embedding[layer])
             if (np.diff(now, axis=1) > 0).any():
                 raise self._damaged(level, "makes planes longer than those before them")
             if words != len(found["words"]):
@@ -272,15 +290,13 @@ def extend(model: nn.Module, found: Enhancements, upto: int) -> tuple[Level, ...
     )
 
 
-def read_enhancements(
-    path: Path, stated: Json | None, layouts: Mapping[str, LayerLayout]
-) -> Enhancements | None:
+def read_enhancements(path: Path, stated: Json | None, stored: StoredLayers) -> Enhancements | None:
     """The enhancement layers of an artifact; None for one that has none.
 
     Args:
         path: its folder.
         stated: what its config.json says of them.
-        layouts: of its layers.
+        stored: its layers.
 
     Raises:
         InputError: see `Enhancements.open`; a base layer without its list, or with that of another artifact.
@@ -295,7 +311,7 @@ def read_enhancements(
             "too"
         )
     check_version(index.get("format_version"))
-    found = Enhancements.open(path, layouts, index)
+    found = Enhancements.open(path, stored, index)
     if stated != {"refinements": len(found.entries) - 1, "list": list_hash(index[SECTION])}:
         raise InputError(
             f"{path}: config.json and anybit.index.json belong to different artifacts, or were edited: copy all files "

@@ -75,7 +75,13 @@ class Levels:
         added = [found.bytes_upto(i) for i in range(len(found.entries))]
         base = _nbytes(self._layers.values()) + others
         return tuple(
-            Size(entry.bits, base + more, taken + more, entry.loss, i < found.present)
+            Size(
+                entry.bits,
+                base + more - found.embedding_bytes_upto(i),
+                taken + more,
+                entry.loss,
+                i < found.present,
+            )
             for i, (entry, more) in enumerate(zip(found.entries, added))
         )
 
@@ -105,7 +111,20 @@ class Levels:
         found = self.artifact.enhancements
         if found is None:
             return dict(levels_of(self._layers)[level].layouts)
-        return found.layouts_at(found.counts(level, check=False)[level])
+        read = found.layouts_at(found.counts(level, check=False)[level])
+        return {name: read[name] for name in self._layers}
+
+    def embeddings(self, level: int) -> dict[str, LayerLayout]:
+        """The quantized embedding and head as they run at a level.
+
+        Raises:
+            InputError: see `layouts`.
+        """
+        found, stored = self.artifact.enhancements, self.artifact.stored.embeddings
+        if found is None:
+            return dict(stored)
+        read = found.layouts_at(found.counts(level, check=False)[level])
+        return {name: read[name] for name in stored}
 
     def choose(
         self, bits: float | None = None, bpw: float | None = None, size: int | str | None = None

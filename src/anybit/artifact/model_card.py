@@ -75,7 +75,7 @@ Made with anybit {provenance["anybit_version"]}:
 {notice}
 | | |
 |---|---|
-| embedding and head | {provenance["options"]["embed_bits"]} bits |
+| embedding and head | {_embedding(options)} |
 | calibration | {text} |
 | base | `{name}`, SHA-256 `{base["sha256"][:16]}` |
 
@@ -92,6 +92,13 @@ model = {auto}.from_pretrained("PATH")
 {more if len(sizes) > 1 else ""}
 The licence of the base model applies.
 """
+
+
+def _embedding(options: Options) -> str:
+    """What `embed_bits` leads to, in words."""
+    if options.embed_bits is None:
+        return "nested, their planes in one order with those of the layers"
+    return f"{options.embed_bits} bits"
 
 
 def _table(sizes: Sequence[Size], weights: int) -> str:

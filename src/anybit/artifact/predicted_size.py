@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -37,8 +36,9 @@ def overhead_bytes(streamed: StreamedModel, plan: Plan, options: Options) -> int
     levels = plan.sizes()
     if (ordered := METHODS[options.name].ordered) is not None:  # a layer of the base layer may have any plane
         most = 10 * plan.tensor_bytes
-        levels = (Size(8.0, most, most, 9999.0, True),) * len(ordering.level_widths(ordered(options)[0]))
-        plan = replace(plan, layouts=ordering.with_all_planes(plan.layouts), enhancement_bytes=0)
+        highest = ordering.most_bits(ordered(options)[0], plan.layouts, plan.embeddings)
+        levels = (Size(8.0, most, most, 9999.0, True),) * len(ordering.level_widths(highest))
+        plan = plan.with_layouts(ordering.with_all_planes({**plan.layouts, **plan.embeddings}))
     shards = [_shard(streamed, plan, i) for i in (None, *range(len(streamed.blocks)))]
     headers = [_header_bytes(shard) for shard in shards]
     sizes = [header + _data_bytes(shard) for header, shard in zip(headers, shards)]

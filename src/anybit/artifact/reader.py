@@ -76,7 +76,7 @@ def open_artifact(path: Path) -> Artifact:
     quantization = read_config(path)["quantization_config"]
     stored = StoredLayers.from_json(f"{path}/config.json", quantization)
     checkpoint = open_checkpoint(path)
-    for name, layout in {**stored.layers, **stored.embeddings}.items():
+    for name, layout in stored.packed.items():
         for field, (dtype, shape) in layout.stored_tensors().items():
             found = checkpoint.tensors.get(f"{name}.{field}")
             if found is None:
@@ -96,5 +96,5 @@ def open_artifact(path: Path) -> Artifact:
                 f"{path} should hold {name}.weight as {list(matrix)} and has {held}: the artifact is damaged; copy it "
                 "again"
             )
-    found_layers = read_enhancements(path, quantization.get(SECTION), stored.layers)
+    found_layers = read_enhancements(path, quantization.get(SECTION), stored)
     return Artifact(path, quantization, stored, checkpoint, found_layers)

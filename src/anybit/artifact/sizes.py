@@ -62,7 +62,7 @@ def inspect(path: Path, **at: Unpack[Budget]) -> Json:
         "calibration": quantization.get("calibration"),
         "base": quantization.get("base"),
         "options": quantization.get("options"),
-        "embeddings": [_describe(name, x, checkpoint) for name, x in artifact.stored.embeddings.items()],
+        "embeddings": [_describe(name, x, checkpoint) for name, x in levels.embeddings(level).items()],
         "layers": [_describe(name, x, checkpoint) for name, x in layers.items()],
     }
 

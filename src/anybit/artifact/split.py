@@ -7,24 +7,26 @@ and any first ones of them are a valid model. Which planes go where: `methods.or
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from anybit.artifact.files import SECTION, enhancement_file, link, list_hash
+from anybit.artifact.files import EMBEDDING, SECTION, enhancement_file, link, list_hash
 from anybit.artifact.levels import Size
 from anybit.artifact.writer import ArtifactWriter
 from anybit.config import Json
 from anybit.formats.layout import LayerLayout
 from anybit.methods.ordering import (
     BITS,
+    Steps,
     coded_columns,
     level_widths,
     nested_layers,
     order,
     plane_rows,
+    plane_words,
     with_counts,
 )
 
@@ -35,7 +37,7 @@ LOSSES = "losses"  # field beside a layer's tensors while the order is not known
 class Split:
     """An artifact that was split into base layer and enhancement layers."""
 
-    layouts: dict[str, LayerLayout]  # of all layers as the base layer has them
+    layouts: dict[str, LayerLayout]  # of all layers, and of embeddings, as the base layer has them
     files: dict[str, Json]  # `bytes` and `sha256` of every enhancement layer's file
     section: Json  # of anybit.index.json
     stated: Json  # what config.json says of it
@@ -43,33 +45,54 @@ class Split:
 
     def sizes(self, base: Size) -> tuple[Size, ...]:
         """The levels, of which the first is `base`."""
-        taken = itertools.accumulate((entry["bytes"] for entry in self.files.values()), initial=0)
+        taken = [0, *itertools.accumulate(entry["bytes"] for entry in self.files.values())]
+        levels = self.section[SECTION]
+        beside = itertools.accumulate(level.get(EMBEDDING, 0) for level in levels)
         return tuple(
-            Size(level["bits"], base.layer_bytes + more, base.size_bytes + more, level["loss"], True)
-            for level, more in zip(self.section[SECTION], taken)
+            Size(level["bits"], base.layer_bytes + more - other, base.size_bytes + more, level["loss"], True)
+            for level, more, other in zip(levels, taken, beside)
         )
 
 
-def split(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout], bits: float, whole: bool) -> Split:
-    """Write what a run has made, all planes of all rows, again as base layer and enhancement layers up to `bits`.
+@dataclass(frozen=True)
+class Cut:
+    """How far the order of planes goes: up to an average width of the layers, and up to so many bytes of planes."""
+
+    bits: float  # at least `BASE_BITS`
+    whole: bool  # see `order`
+    beside: Collection[str] = ()  # matrices that do not count for the average: embedding and head
+    plane_bytes: int | None = None  # of all planes; None: any
+
+    def last(self, steps: Steps) -> int:
+        """How many of the steps are taken."""
+        end = steps.upto(self.bits)
+        if self.plane_bytes is None:
+            return end
+        return min(end, steps.upto_bytes(self.plane_bytes - steps.first_bytes()))
+
+    def ends(self, steps: Steps) -> list[int]:
+        """How many steps there are up to each level."""
+        last = self.last(steps)
+        widths = level_widths(steps.all_bits(last))
+        return list(dict.fromkeys([*map(steps.upto_all, widths[:-1]), last]))  # whole layers may skip some
+
+
+def split(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout], cut: Cut) -> Split:
+    """Write what a run has made, all planes of all rows, again as base layer and enhancement layers.
 
     Args:
         writer: all of whose shards are finished, with the losses of every nested layer.
-        layouts: of all layers; of nested ones only the kept channels matter.
-        bits: average width, at least `BASE_BITS`.
-        whole: see `order`.
+        layouts: of all layers, and of embeddings; of nested ones only the kept channels matter.
+        cut: how far.
     """
     names = list(nested_layers(layouts))
     shard_of, losses = {}, {}
     for shard in range(writer.shards):
         for name, tensor in writer.read_field(shard, LOSSES).items():
             shard_of[name], losses[name] = shard, tensor
-    steps = order(
-        {name: losses[name] for name in names}, coded_columns({n: layouts[n] for n in names}), whole
-    )
-    ends = list(
-        dict.fromkeys(steps.upto(width) for width in level_widths(bits))
-    )  # whole layers may skip some
+    columns = coded_columns({name: layouts[name] for name in names})
+    steps = order({name: losses[name] for name in names}, columns, cut.whole, cut.beside)
+    ends = cut.ends(steps)
     counts = [steps.counts(end) for end in ends]
     base = {n: with_counts(x, counts[0][n]) if n in counts[0] else x for n, x in layouts.items()}
     writer.begin_split()
@@ -83,10 +106,14 @@ def split(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout], bits: floa
     files: dict[str, Json] = {}
     for i in range(1, len(ends)):
         file = enhancement_file(i, len(ends) - 1)
-        tensors = _enhancement(writer, names, shard_of, list(plane_rows(counts[i], counts[i - 1])))
+        added = list(plane_rows(counts[i], counts[i - 1]))
+        tensors = _enhancement(writer, names, shard_of, added)
         files[file] = writer.write_split(file, tensors, {"after": chain})
         chain = link(chain, files[file]["sha256"])
         level = {"bits": steps.bits(ends[i]), "loss": steps.loss_after(ends[i])}
+        if cut.beside:
+            rows = [(name, last - first) for name, _, first, last in added if name in cut.beside]
+            level[EMBEDDING] = sum(4 * n * plane_words(columns[name]) for name, n in rows)
         section.append({"file": file, **level, "chain": chain})
     stated = {SECTION: {"refinements": len(files), "list": list_hash(section)}}
     return Split(base, files, {SECTION: section}, stated, steps.bits(ends[-1]))

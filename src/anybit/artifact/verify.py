@@ -41,7 +41,7 @@ def verify(path: Path, progress: Any = None) -> Json:
     checkpoint, found = artifact.checkpoint, artifact.enhancements
     if found is not None and (note := found.note()):
         raise InputError(f"{note}; copy it and what follows to have all of it")
-    layouts = {**artifact.stored.layers, **artifact.stored.embeddings}
+    layouts = artifact.stored.packed
     fields = {name: [f"{name}.{field}" for field in layouts[name].stored_tensors()] for name in layouts}
     kept = set(checkpoint.names()).difference(*fields.values())
     checks: list[Callable[[], None]]

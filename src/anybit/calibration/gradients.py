@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers.pytorch_utils import Conv1D
 
-from anybit.calibration.stats import GradientStats
+from anybit.calibration.stats import GradientStats, VocabularyStats
 from anybit.calibration.streaming import StreamedModel, linear_shape, map_large_arrays
 from anybit.errors import InputError
 from anybit.progress import SILENT, Advance, Silent, ignore
@@ -31,9 +31,9 @@ def gradient_statistics(
     tokens: Tensor,  # int64 [samples, seq_len], seq_len >= 2
     layers: Iterable[str],
     *,
-    fisher: bool = False,
+    fisher: bool | Path = False,
     deltas: Sequence[Callable[[str, int, int], Tensor]] = (),
-    spill: Path | None = None,
+    vocabulary: VocabularyStats | None = None,
     advance: Advance = ignore,
 ) -> dict[str, GradientStats]:
     """Global mode: gradients of each sample's mean negative log-likelihood, reduced layer by layer.
@@ -46,12 +46,12 @@ def gradient_statistics(
         streamed: the model; materialised by this call.
         tokens: one backward pass per row.
         layers: names of the linear layers.
-        fisher: accumulate the diagonal Fisher information, float32 [out, in] per layer.
+        fisher: accumulate the diagonal Fisher information, float32 [out, in] per layer. Where this is a directory, it
+            is in the end mapped from files there instead of held in memory; `spilled_statistics` finds it again.
         deltas: perturbations, each a function `delta(name, first, last)` of some rows of a layer's weight, float32
             [rows, in]; they give `products`, one number per perturbation, sample and output channel (MixLLM,
             arXiv:2412.14590, eq. 4), and `diagonal`.
-        spill: directory for the Fisher information, which is in the end mapped from files instead of held in memory;
-            `spilled_statistics` finds it again.
+        vocabulary: gets what embedding and head do on these samples.
         advance: called with 1 after each sample.
 
     Raises:
@@ -63,6 +63,7 @@ def gradient_statistics(
     known = not any(parameter.is_meta for parameter in streamed.model.parameters())
     map_large_arrays()
     model, device = load_whole(streamed), streamed.device
+    spill = fisher if isinstance(fisher, Path) else None
     mapped = spill if device.type == "cpu" else None  # gathered in the files themselves
     tokens = tokens.to(device)
     if not known:
@@ -80,9 +81,11 @@ def gradient_statistics(
     def reduce(name: str, x: Tensor, gradient: Tensor) -> None:
         _add_sample(stats[name], name, x, gradient, deltas)
 
-    with _reduced(model, stats, reduce), _recomputed(streamed.blocks):
+    with _reduced(model, stats, reduce) as embedded, _recomputed(streamed.blocks):
         for row in tokens:
-            sample_loss(model, row).backward()
+            sample_loss(model, row, vocabulary).backward()
+            if vocabulary is not None:
+                vocabulary.add_sample(row, _gradient_of_embedding(model, embedded[0]))
             advance(1)
     for i, (name, s) in enumerate(stats.items()):
         s.check(name)
@@ -187,11 +190,21 @@ def load_whole(streamed: StreamedModel, report: Silent = SILENT) -> Any:
     return model.requires_grad_(False)
 
 
-def sample_loss(model: Any, tokens: Tensor) -> Tensor:
-    """Mean negative log-likelihood of tokens [seq_len]; logits are made once, in chunks of positions."""
+def sample_loss(model: Any, tokens: Tensor, vocabulary: VocabularyStats | None = None) -> Tensor:
+    """Mean negative log-likelihood of tokens [seq_len]; logits are made once, in chunks of positions.
+
+    `vocabulary` gets what the head does.
+    """
     hidden = _final_hidden(model, tokens[None])[0, :-1]
-    loss: Tensor = _HeadLoss.apply(hidden, tokens[1:], model)
+    loss: Tensor = _HeadLoss.apply(hidden, tokens[1:], model, vocabulary)
     return loss
+
+
+def _gradient_of_embedding(model: Any, embedded: Tensor) -> Tensor:
+    """The gradient [seq_len, hidden] at what is looked up, of what the embedding gave: Gemma's is scaled."""
+    assert embedded.grad is not None
+    scale = float(getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0))
+    return embedded.grad[0].float() * scale
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -202,25 +215,30 @@ class _HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, targets: Tensor, model: Any) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, model: Any, vocabulary: VocabularyStats | None
+    ) -> Tensor:
         gradient = torch.empty_like(hidden)
         total = hidden.new_zeros((), dtype=torch.float32)
-        share = torch.ones_like(total) / len(hidden)
         for a in range(0, len(hidden), LOGIT_CHUNK):
+            part, aims = slice(a, a + LOGIT_CHUNK), targets[a : a + LOGIT_CHUNK, None]
             with torch.enable_grad():
-                chunk = hidden[a : a + LOGIT_CHUNK].detach().requires_grad_()
-                loss = nn.functional.cross_entropy(
-                    _logits(model, chunk), targets[a : a + LOGIT_CHUNK], reduction="sum"
-                )
-                (gradient[a : a + LOGIT_CHUNK],) = torch.autograd.grad(loss, chunk, share)
-            total += loss.detach()
+                chunk = hidden[part].detach().requires_grad_()
+                logits = _logits(model, chunk)
+            slope = logits.detach().log_softmax(-1)
+            total -= slope.gather(1, aims).sum()
+            slope.exp_()
+            if vocabulary is not None:
+                vocabulary.add_head(chunk.detach(), slope)
+            slope.scatter_add_(1, aims, slope.new_full(aims.shape, -1.0)).div_(len(hidden))
+            (gradient[part],) = torch.autograd.grad(logits, chunk, slope)
         ctx.save_for_backward(gradient)
         return total / len(hidden)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0], None, None
+        return gradient * gradients[0], None, None, None
 
 
 def _final_hidden(model: Any, tokens: Tensor) -> Tensor:
@@ -264,9 +282,17 @@ class _ReducedLinear(torch.autograd.Function):
 
 
 @contextmanager
-def _reduced(model: Any, names: Iterable[str], reduce: Any) -> Iterator[None]:
-    """Route the named linears through `_ReducedLinear`, and make the embeddings the root of the graph."""
-    patched = []
+def _reduced(model: Any, names: Iterable[str], reduce: Any) -> Iterator[list[Tensor]]:
+    """Route the named linears through `_ReducedLinear`, and make the embeddings the root of the graph.
+
+    The list has what the embedding gave last, whose gradient is there after a backward pass.
+    """
+    patched: list[Any] = []
+    embedded: list[Tensor] = []
+
+    def root(module: Any, arguments: Any, out: Tensor) -> Tensor:
+        embedded[:] = [out.detach().requires_grad_()]
+        return embedded[0]
 
     def forward_of(name: str, module: Any) -> Any:
         weight = module.weight.T if isinstance(module, Conv1D) else module.weight
@@ -276,11 +302,9 @@ def _reduced(model: Any, names: Iterable[str], reduce: Any) -> Iterator[None]:
         module = model.get_submodule(name)
         module.forward = forward_of(name, module)
         patched.append(module)
-    handle = model.get_input_embeddings().register_forward_hook(
-        lambda m, a, out: out.detach().requires_grad_()
-    )
+    handle = model.get_input_embeddings().register_forward_hook(root)
     try:
-        yield
+        yield embedded
     finally:
         handle.remove()
         for module in patched:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -128,3 +130,91 @@ class GradientStats:
             raise InputError(
                 f"{name}: its gradients hold NaN or Inf on the calibration text; is the checkpoint intact?"
             )
+
+
+@dataclass
+class VocabularyStats:
+    """What embedding and head do on some samples: sums over their tokens."""
+
+    length: int  # tokens of a sample
+    samples: Tensor  # float32 [1]: how many
+    hidden: Tensor  # float32 [hidden, hidden]: sum of h h^T, h the head's inputs
+    probability: Tensor  # float32 [vocabulary]: sum of p, the probabilities that the model gives
+    squared: Tensor  # float32 [vocabulary]: sum of p^2
+    read: Tensor  # float32 [vocabulary]: how often a row is looked up
+    gradient: (
+        Tensor  # float32 [hidden]: sum of g^2, g the gradient of a sample's mean loss at what is looked up
+    )
+
+    FIELDS: ClassVar = ("samples", "hidden", "probability", "squared", "read", "gradient")
+
+    @staticmethod
+    def empty(
+        vocabulary: int, hidden: int, length: int, device: torch.device | str = "cpu"
+    ) -> VocabularyStats:
+        shapes = [(1,), (hidden, hidden), (vocabulary,), (vocabulary,), (vocabulary,), (hidden,)]
+        return VocabularyStats(length, *(torch.zeros(shape, device=device) for shape in shapes))
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor], length: int) -> VocabularyStats:
+        return VocabularyStats(length, **{name: tensors[name] for name in VocabularyStats.FIELDS})
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.FIELDS}
+
+    def add_head(self, hidden: Tensor, probabilities: Tensor) -> None:
+        """Accumulate inputs [tokens, hidden] of the head and what it makes of them, [tokens, vocabulary]."""
+        dispatch.add_moments(self.hidden, hidden)
+        self.probability += probabilities.sum(0)
+        self.squared += torch.linalg.vector_norm(probabilities, dim=0).square()
+
+    def add_sample(self, tokens: Tensor, gradient: Tensor) -> None:
+        """Accumulate a sample's tokens int64 [seq_len], and the gradient [seq_len, hidden] at their embeddings."""
+        self.samples += 1
+        self.read += torch.bincount(tokens, minlength=len(self.read))
+        self.gradient += gradient.float().square().sum(0)
+
+    def cost(self, read: bool, multiplied: bool) -> VocabularyCost:
+        """What errors cost of a matrix that is looked up, or multiplied with, or both.
+
+        How often rows are read is known of few tokens: half of it is how often the model expects to read them.
+        """
+        samples = float(self.samples)
+        tokens, scored = samples * self.length, samples * (self.length - 1)
+        nothing = torch.zeros_like(self.read)
+        return VocabularyCost(
+            moment=self.hidden / scored,
+            multiplied=(self.probability - self.squared).clamp(min=0) / scored if multiplied else nothing,
+            gradient=self.gradient * (self.length / 2 / samples),
+            read=(self.read / tokens + self.probability / scored) / 2 if read else nothing,
+        )
+
+
+@dataclass(frozen=True)
+class VocabularyCost:
+    """What errors of the rows of an embedding, a head or a matrix that is both cost, in nats per token.
+
+    An error e of row v, where the head multiplies with it, adds `h e` to a logit: with a second moment of
+    `s = e E[h h^T] e^T`. To second order that costs `E[p (1 - p)] s / 2`, p being the probability of v. If s is not
+    small, rows of little probability cost more, as they make the sum larger that logits are normalised by: for a
+    Gaussian `h e` by a factor of `exp(s / 2)`. So the cost is `E[p (1 - p)] (exp(s / 2) - 1)`. Where row v is looked
+    up, its error costs what errors at the outputs of linear layers do (`methods.sensitivity.output_moments`).
+    """
+
+    moment: Tensor  # float32 [hidden, hidden]: E[h h^T]
+    multiplied: Tensor  # float32 [vocabulary]: E[p (1 - p)]; 0 of a matrix that is only looked up
+    gradient: Tensor  # float32 [hidden]: what a squared error of what is looked up costs at every token
+    read: Tensor  # float32 [vocabulary]: share of the tokens that look a row up; 0 of a head
+
+    MOST: ClassVar = 30.0  # of s / 2: beyond, a row has no use anyway
+
+    def hessian(self) -> Tensor:
+        """Of a row's error, to second order, rows by their shares; float32 [hidden, hidden]."""
+        return self.moment * (self.multiplied.sum() / 2) + torch.diag(self.gradient * self.read.sum())
+
+    def of(self, errors: Tensor, rows: slice) -> Tensor:
+        """Of errors float32 [r, hidden] of these rows, float32 [r]."""
+        half = ((errors @ self.moment.to(errors.device)) * errors).sum(1) / 2
+        multiplied, read = (share[rows].to(errors.device) for share in (self.multiplied, self.read))
+        found = multiplied * half.clamp(0, self.MOST).expm1()
+        return found + read * (errors.square() @ self.gradient.to(errors.device))

@@ -178,12 +178,11 @@ def _options(method: str, of_method: Any, run: Run) -> Options:
 
 def _predict(model: str, options: Options, spec_map: Any, out: Path) -> dict[str, Any]:
     from anybit.artifact.writer import check_output
-    from anybit.plan import estimate, fit_budget, make_plan
+    from anybit.plan import estimate, plan_within
 
     check_output(out, overwrite=True)
     opened = streamed(model)
-    options = fit_budget(opened, options)
-    made = make_plan(opened, options, spec_map)
+    options, made = plan_within(opened, options, spec_map)
     if made.statistics:
         opened.check_structure()
     return {

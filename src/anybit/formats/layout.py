@@ -15,7 +15,7 @@ from anybit.formats import FORMATS, Sparse, TileLayout
 from anybit.formats.base import Fields, Refuse, is_int
 
 QUANT_METHOD = "anybit"  # what config.json calls us
-FORMAT_VERSION = 1  # of the stored bytes and their description
+FORMAT_VERSION = 2  # of the stored bytes and their description
 MAX_TILES = 256  # of one layer, far beyond what any method makes: a reader compares them pair by pair
 
 

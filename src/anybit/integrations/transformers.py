@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,8 @@ class AnybitQuantizer(HfQuantizer):
         """
         model.levels, config = extend(model, found, level), self.quantization_config
         last = model.levels[-1]
-        config.layers = {**config.layers, **{name: layout.to_json() for name, layout in last.layouts.items()}}
+        for group in (config.layers, config.embeddings):
+            group |= {name: layout.to_json() for name, layout in last.layouts.items() if name in group}
         config.bits = last.bits
         config.__dict__.pop(SECTION, None)  # with its enhancement layers, it is no base layer any more
 
@@ -117,8 +117,8 @@ class AnybitQuantizer(HfQuantizer):
             return
         folder = Path(model.name_or_path)
         if not folder.is_dir():  # a hub id, of which Transformers has fetched the base layer
-            folder = _fetch_enhancements(model, stated, self.stored.layers)
-        found = read_enhancements(folder, stated, self.stored.layers)
+            folder = _fetch_enhancements(model, stated, self.stored)
+        found = read_enhancements(folder, stated, self.stored)
         assert found is not None
         if note := found.note():
             warnings.warn(note, stacklevel=2)
@@ -132,14 +132,14 @@ class AnybitQuantizer(HfQuantizer):
         return False
 
 
-def _fetch_enhancements(model: Any, stated: Json, layers: Mapping[str, LayerLayout]) -> Path:
+def _fetch_enhancements(model: Any, stated: Json, stored: StoredLayers) -> Path:
     """Download the list and the files that it names, as far as they are there; returns their folder."""
     fetch = functools.partial(
         cached_file, model.name_or_path, revision=getattr(model.config, "_commit_hash", None)
     )
     index = fetch(HASHES)
     assert index is not None  # or an error says what is missing
-    listed = read_enhancements(Path(index).parent, stated, layers)
+    listed = read_enhancements(Path(index).parent, stated, stored)
     for entry in () if listed is None else listed.entries[1:]:
         if fetch(entry.file, _raise_exceptions_for_missing_entries=False) is None:
             break

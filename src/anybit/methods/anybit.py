@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from anybit.config import LayerSpec, Widths, at_least, one_of, option, within
+from anybit.config import EMBED_BITS, LayerSpec, Widths, at_least, one_of, option, within
 from anybit.errors import InputError
 from anybit.methods.method import (
     SHARE,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from anybit.calibration.stats import LinearStats
+    from anybit.calibration.stats import LinearStats, VocabularyCost
     from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
 
@@ -62,7 +62,13 @@ class AnyBit(Sequential, Damped):
     several: ClassVar = True
     for_encoders: ClassVar = False
 
-    embed_bits: int = option(8, "Embedding and head.", panel="Size", **one_of((4, 8, 16)))
+    embed_bits: int | None = option(
+        None,
+        "Embedding and head.",
+        panel="Size",
+        unset="in the order of the layers' planes",
+        **one_of(EMBED_BITS),
+    )
     tune_for: float = option(
         3.0,
         "Average width at which errors are compensated best.",
@@ -101,7 +107,8 @@ class AnyBit(Sequential, Damped):
     def defaults(self) -> dict[str, Any]:
         pains = EFFORTS[self.effort]
         samples = self.samples or max(1, pains.tokens // self.seq_len)
-        return super().defaults() | {
+        usual = {name: value for name, value in super().defaults().items() if name != "embed_bits"}
+        return usual | {
             "samples": samples,
             "gradient_samples": min(samples, max(1, pains.gradient_tokens // self.seq_len)),
             "descent": pains.descent,
@@ -135,6 +142,21 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec[AnyBit])
     from anybit.methods import nested_codes
 
     return nested_codes.quantize(weight, stats, spec)
+
+
+def embedding_layout(options: AnyBit, shape: tuple[int, int]) -> LayerLayout:
+    """All planes of all rows; which are read at which size, the order of all planes says."""
+    from anybit.methods import nested_codes
+
+    spec = options.layer_spec()
+    return nested_codes.layout(LayerSpec(options, (replace(spec.tiles[0], bits=BITS),)), shape)
+
+
+def embed(weight: Tensor, cost: VocabularyCost, options: AnyBit) -> QuantizedWeight:
+    """An embedding or a head, like a layer."""
+    from anybit.methods import nested_codes
+
+    return nested_codes.quantize_vocabulary(weight, cost, options)
 
 
 def allocate(search: Search) -> Allocation:
@@ -185,7 +207,9 @@ METHOD = Method(
     statistics=lambda options: Statistics(norms=True, hessian=True, attention=True),
     effort=_effort,
     allocate=allocate,
-    searched=lambda options: [options.salience, options.gradient_samples],
+    embedding_layout=embedding_layout,
+    embed=embed,
+    searched=lambda options: [options.salience, options.gradient_samples, options.embed_bits is None],
     ordered=lambda options: (float(options.bits), options.whole_layers),
     running=running,
     check_given=check_given,

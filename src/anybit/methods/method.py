@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from anybit.calibration.stats import VocabularyCost, VocabularyStats
     from anybit.calibration.streaming import StreamedModel
     from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
@@ -84,6 +85,7 @@ class Search:
     folder: Path | None = (
         None  # where finished parts are kept: a search that was interrupted goes on from there
     )
+    vocabulary: bool = False  # whether it is to say what embedding and head do
     report: Silent = SILENT
 
 
@@ -96,6 +98,7 @@ class Allocation:
     tokens: Mapping[str, Mapping[int, Tensor]] = field(
         default_factory=dict
     )  # layer -> sample -> weight of each token, [seq_len]
+    vocabulary: VocabularyStats | None = None  # what embedding and head do, where the method asks
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,10 @@ class Method:
     ) = None
     # Its bitplanes are put in one order over the model: up to which average width, and whether layers step as a whole.
     ordered: Callable[[Any], tuple[float, bool]] | None = None
+    # How embedding and head are stored where `embed_bits` is left open, and what they become, of a weight and of what
+    # its errors cost; None: the method rounds them.
+    embedding_layout: Callable[[Any, Shape], LayerLayout] | None = None
+    embed: Callable[[Tensor, VocabularyCost, Any], QuantizedWeight] | None = None
     # Of weights that carry losses: as what they run for the sake of the blocks after them.
     running: (
         Callable[[Any, Mapping[str, LayerLayout], Mapping[str, Tensor]], Mapping[str, LayerLayout]] | None

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.calibration.stats import LinearStats
+from anybit.calibration.stats import LinearStats, VocabularyCost
 from anybit.config import LayerSpec
 from anybit.errors import InputError
 from anybit.formats import Nested, NestedLayout
@@ -83,40 +83,93 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec[AnyBit])
     """
     if stats is None or stats.hessian is None:
         raise InputError("the method anybit needs the Hessian of the layer's inputs: calibrate first")
+    made = _made(weight, stats.hessian.to(weight.device), spec)
+    return made.weight(_in_nats(made.losses, stats))
+
+
+def quantize_vocabulary(weight: Tensor, cost: VocabularyCost, options: AnyBit) -> QuantizedWeight:
+    """Nested codes of an embedding, of a head, or of a matrix that is both: `weight` [vocabulary, hidden].
+
+    Args:
+        weight: float32; not changed.
+        cost: of errors, by what the matrix does.
+        options: see `quantize`.
+
+    Returns:
+        the weight, whose `losses` are in nats per token, as those of linear layers.
+
+    Raises:
+        InputError: see `quantize`.
+    """
+    made = _made(weight, cost.hessian().to(weight.device), options.layer_spec())
+    losses = torch.empty_like(made.losses)
+    for bits in range(1, BITS + 1):
+        for rows in _row_slices(weight, made.codes.shape[1]):
+            errors = torch.zeros_like(weight[rows])
+            errors[:, made.coded] = made.grids[rows].values(made.codes[rows], bits)
+            errors[:, made.coded] -= weight[rows][:, made.coded]
+            losses[rows, bits - 1] = cost.of(errors, rows)
+    return made.weight(losses)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Codes of all rows, which are in their own order still."""
+
+    codes: Tensor  # uint8 [out, n] at 8 bits, channels in natural order
+    losses: Tensor  # float32 [out, 8]: E H E^T
+    grids: _Grids
+    coded: Tensor  # int64 [n] channels that have codes
+    kept: Tensor  # int64 [k] others
+    kept_values: Tensor  # float16 [out, k]
+
+    def weight(self, losses: Tensor) -> QuantizedWeight:
+        """The stored matrix, of rows that cost float32 [out, 8]."""
+        worth = losses[:, RANKED].clamp(min=1e-30).log().mean(1)
+        order = torch.argsort(worth, descending=True, stable=True)
+        grids, codes = self.grids, self.codes[order]
+        counts = (len(order),) * BITS
+        scales = to_half(grids.scales)[order]
+        tile = Nested(counts, order, scales, grids.kinds[order], codes, self.kept, self.kept_values[order])
+        shape = (len(order), len(self.coded) + len(self.kept))
+        return QuantizedWeight(shape, (tile,), losses=losses[order])
+
+
+def _made(weight: Tensor, hessian: Tensor, spec: LayerSpec[AnyBit]) -> _Made:
+    """Codes of a matrix, some rows at a time: a row's depend on no other."""
     if weight.device.type == "cpu" and not cpu.available():
         raise InputError(f"the method anybit needs the native extension, which is not there: {cpu.why_not()}")
-    out_features, in_features = weight.shape
-    hessian = stats.hessian.to(weight.device)
     diagonal = hessian.diagonal()
-    kept = diagonal.topk(kept_channels(spec, in_features)).indices.sort().values
-    coded = Nested.coded(in_features, kept)
+    kept = diagonal.topk(kept_channels(spec, weight.shape[1])).indices.sort().values
+    coded = Nested.coded(weight.shape[1], kept)
     processed = torch.argsort(diagonal[coded], descending=True, stable=True)
     columns = coded[processed]
     factor, ridge = damped_factor(hessian, torch.cat([kept, columns]), spec.options.damp)
     factor = factor[len(kept) :, len(kept) :].contiguous()
-    hessian = hessian[columns][:, columns]
-    hessian.diagonal().add_(ridge[len(kept) :])
-    work = grid.without_dead(weight, diagonal)[:, columns]
-    kinds, scales = dispatch.nested_fit(work, factor.diagonal().square().reciprocal(), _fitting_table(weight))
-    scales = to_half(scales)
-    grids = _Grids(kinds, scales.float(), shapes.tables().to(weight.device))
-    weights = profile(spec.options.tune_for).to(weight.device)
-    codes, losses = _coded(work, factor, hessian, grids, weights, spec.options.descent or 0)
-    natural = torch.empty_like(codes)
-    natural[:, processed] = codes
-    losses = _in_nats(losses, stats)
-    worth = losses[:, RANKED].clamp(min=1e-30).log().mean(1)
-    order = torch.argsort(worth, descending=True, stable=True)
-    tile = Nested(
-        (out_features,) * BITS,
-        order,
-        scales[order],
-        kinds[order],
-        natural[order],
-        kept,
-        to_half(weight[:, kept])[order],
-    )
-    return QuantizedWeight((out_features, in_features), (tile,), losses=losses[order])
+    within = hessian[columns][:, columns]
+    within.diagonal().add_(ridge[len(kept) :])
+    importance, weights = factor.diagonal().square().reciprocal(), profile(spec.options.tune_for)
+    codes = weight.new_empty(len(weight), len(coded), dtype=torch.uint8)
+    losses = weight.new_empty(len(weight), BITS)
+    kinds, scales = codes.new_empty(len(weight)), weight.new_empty(len(weight))
+    tables = shapes.tables().to(weight.device)
+    for rows in _row_slices(weight, len(coded)):
+        work = grid.without_dead(weight[rows], diagonal)[:, columns]
+        kinds[rows], found = dispatch.nested_fit(work, importance, _fitting_table(weight))
+        scales[rows] = to_half(found).float()
+        grids = _Grids(kinds[rows], scales[rows], tables)
+        of_row = weights.to(weight.device).repeat(len(work), 1)
+        part, losses[rows] = _sweep(work, factor, grids, of_row)
+        _descend(work, within, grids, of_row, part, losses[rows], spec.options.descent or 0)
+        codes[rows, processed] = part
+    return _Made(codes, losses, _Grids(kinds, scales, tables), coded, kept, to_half(weight[:, kept]))
+
+
+def _row_slices(weight: Tensor, columns: int) -> Iterator[slice]:
+    """Rows that are worked on at a time."""
+    chunk = CHUNK if weight.device.type == "cpu" else DEVICE_CHUNK
+    rows = max(1, chunk // (BITS * columns))
+    return (slice(a, min(a + rows, len(weight))) for a in range(0, len(weight), rows))
 
 
 def _in_nats(losses: Tensor, stats: LinearStats) -> Tensor:
@@ -125,27 +178,6 @@ def _in_nats(losses: Tensor, stats: LinearStats) -> Tensor:
     if worth is None:
         return losses / stats.tokens
     return worth if worth.ndim == 2 else losses * (worth / stats.tokens)[:, None]
-
-
-def _coded(
-    work: Tensor,  # float32 [out, n]
-    factor: Tensor,  # float32 [n, n], upper
-    hessian: Tensor,  # float32 [n, n], damped
-    grids: _Grids,
-    weights: Tensor,  # float32 [8]
-    passes: int,
-) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [out, n] at 8 bits and losses float32 [out, 8], some rows at a time."""
-    codes = torch.empty_like(work, dtype=torch.uint8)
-    losses = work.new_empty(len(work), BITS)
-    chunk = CHUNK if work.device.type == "cpu" else DEVICE_CHUNK
-    rows = max(1, chunk // (BITS * work.shape[1]))
-    for a in range(0, len(work), rows):
-        part = slice(a, min(a + rows, len(work)))
-        of_row = weights.repeat(part.stop - a, 1)
-        codes[part], losses[part] = _sweep(work[part], factor, grids[part], of_row)
-        _descend(work[part], hessian, grids[part], of_row, codes[part], losses[part], passes)
-    return codes, losses
 
 
 def fit(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ ones of them are a valid model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,21 +35,42 @@ class Steps:
     plane: np.ndarray  # int64 [steps], 2 to 8
     rows: np.ndarray  # int64 [steps] that it adds
     code_bits: np.ndarray  # int64 [steps] that it adds
+    counted: np.ndarray  # bool [steps]: whether its layer counts for the average width; embeddings do not
     gain: np.ndarray  # float64 [steps]: loss that it takes away
     whole: np.ndarray  # bool [steps]: whether a prefix may end with it
     loss: float  # before the first
-    weights: int  # that have codes
+    columns: np.ndarray  # int64 [layers] that have codes
+    weights: int  # that have codes, of layers that count
+    all_weights: int
 
     def upto(self, bits: float) -> int:
         """How many steps an average width has room for."""
-        room = (bits - 1) * self.weights * (1 + 1e-12)
-        fitting = np.searchsorted(self.code_bits.cumsum(), room, "right")
+        return self._fitting(self.code_bits * self.counted, (bits - 1) * self.weights)
+
+    def upto_all(self, bits: float) -> int:
+        """The same of the average over all matrices, embeddings too."""
+        return self._fitting(self.code_bits, (bits - 1) * self.all_weights)
+
+    def upto_bytes(self, room: int) -> int:
+        """How many steps so many bytes of planes have room for."""
+        return self._fitting(4 * self.rows * -(-self.columns[self.layer] // 32), room)
+
+    def _fitting(self, takes: np.ndarray, room: float) -> int:
+        fitting = np.searchsorted(takes.cumsum(), room * (1 + 1e-12), "right")
         ends = np.flatnonzero(self.whole[:fitting])
         return int(ends[-1]) + 1 if len(ends) else 0
 
+    def first_bytes(self) -> int:
+        """Of the first plane of every row."""
+        return 4 * int(np.array(list(self.layers.values())) @ -(-self.columns // 32))
+
     def bits(self, steps: int) -> float:
         """The average width after so many."""
-        return 1 + float(self.code_bits[:steps].sum()) / self.weights
+        return 1 + float((self.code_bits * self.counted)[:steps].sum()) / self.weights
+
+    def all_bits(self, steps: int) -> float:
+        """The same of all matrices."""
+        return 1 + float(self.code_bits[:steps].sum()) / self.all_weights
 
     def loss_after(self, steps: int) -> float:
         return self.loss - float(self.gain[:steps].sum())
@@ -63,7 +84,12 @@ class Steps:
         return {name: tuple(n for n in of.tolist() if n) for name, of in zip(self.layers, rows)}
 
 
-def order(losses: Mapping[str, Tensor], columns: Mapping[str, int], whole: bool = False) -> Steps:
+def order(
+    losses: Mapping[str, Tensor],
+    columns: Mapping[str, int],
+    whole: bool = False,
+    beside: Collection[str] = (),
+) -> Steps:
     """All steps by falling gain per byte.
 
     Gains are made to fall along a layer's rows and from plane to plane first (neighbours that do not are pooled, which
@@ -74,6 +100,7 @@ def order(losses: Mapping[str, Tensor], columns: Mapping[str, int], whole: bool 
         losses: of every layer, float [r, 8]: what every stored row costs at widths 1 to 8.
         columns: how many input channels of every layer have codes.
         whole: planes are given to all rows at once of all layers that engines join, for kernels of one width.
+        beside: those of them that do not count for the average width: embedding and head.
     """
     numbers = {name: i for i, name in enumerate(losses)}
     gains = {name: -np.diff(loss.double().numpy(), axis=1) for name, loss in losses.items()}
@@ -84,16 +111,22 @@ def order(losses: Mapping[str, Tensor], columns: Mapping[str, int], whole: bool 
         parts = [_row_steps(numbers[name], of, columns[name]) for name, of in gains.items()]
     layer, plane, rows, bits, gain, density, ends = np.concatenate(parts, axis=1)
     first = np.argsort(-density, kind="stable")
+    sizes = {name: len(loss) * columns[name] for name, loss in losses.items()}
+    counts = np.array([name not in beside for name in losses], dtype=bool)
+    layer = layer[first].astype(np.int64)
     return Steps(
         layers={name: len(loss) for name, loss in losses.items()},
-        layer=layer[first].astype(np.int64),
+        layer=layer,
         plane=plane[first].astype(np.int64),
         rows=rows[first].astype(np.int64),
         code_bits=bits[first].astype(np.int64),
+        counted=counts[layer],
         gain=gain[first],
         whole=ends[first].astype(bool),
         loss=float(sum(loss[:, 0].double().sum() for loss in losses.values())),
-        weights=sum(len(loss) * columns[name] for name, loss in losses.items()),
+        columns=np.array([columns[name] for name in losses], dtype=np.int64),
+        weights=sum(size for name, size in sizes.items() if name not in beside),
+        all_weights=sum(sizes.values()),
     )
 
 
@@ -145,7 +178,7 @@ def at_average(
 
 
 def coded_columns(layouts: Mapping[str, LayerLayout]) -> dict[str, int]:
-    """How many input channels of nested layers have codes."""
+    """How many input channels have codes, of layers that are all nested."""
     return {name: layout.tiles[0].coded(layout.shape[1]) for name, layout in layouts.items()}
 
 
@@ -168,7 +201,7 @@ def falling(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray
 
 
 def level_widths(bits: float) -> list[float]:
-    """Average widths of the base layer and the enhancement layers of an artifact that goes up to `bits`."""
+    """Average widths, over all matrices, of the base layer and the enhancement layers of an artifact up to `bits`."""
     count = math.ceil(round((bits - BASE_BITS) / STEP, 6))
     return [min(bits, BASE_BITS + STEP * i) for i in range(max(0, count) + 1)]
 
@@ -179,7 +212,7 @@ def overhead_bytes(bits: float, layouts: Mapping[str, LayerLayout]) -> int:
     The files of enhancement layers have headers, steps and entries of the index; and a layer whose rows are padded to
     words more than others' may get more of the width.
     """
-    files = (len(level_widths(bits)) - 1) * (600 + 12 * 3 * len(layouts))
+    files = file_bytes(bits, len(layouts))
     if bits >= BITS:  # every row has every plane
         return files
     columns = coded_columns(layouts)
@@ -191,6 +224,29 @@ def overhead_bytes(bits: float, layouts: Mapping[str, LayerLayout]) -> int:
         taken = min(left, (BITS - 1) * weights[name])
         left, most = left - taken, most + taken * padded[name]
     return files + math.ceil((most - bits * usual) / 8)
+
+
+def most_bits(
+    bits: float, layouts: Mapping[str, LayerLayout], embeddings: Mapping[str, LayerLayout]
+) -> float:
+    """The largest average width over all nested matrices where that of the layers is `bits`."""
+    sizes = [
+        sum(group[name].shape[0] * n for name, n in coded_columns(group).items())
+        for group in (layouts, {name: embeddings[name] for name in nested_layers(embeddings)})
+    ]
+    return (bits * sizes[0] + BITS * sizes[1]) / sum(sizes)
+
+
+def file_bytes(bits: float, layers: int) -> int:
+    """At most what files of enhancement layers up to `bits` have besides planes, of so many matrices."""
+    return (len(level_widths(bits)) - 1) * (600 + 12 * 3 * layers)
+
+
+def plane_bytes(layouts: Mapping[str, LayerLayout]) -> int:
+    """Of all planes of nested layers."""
+    nested = {name: layouts[name] for name in nested_layers(layouts)}
+    columns = coded_columns(nested)
+    return sum(4 * plane_words(columns[name]) * sum(nested_layers(nested)[name].counts) for name in nested)
 
 
 def with_all_planes(layouts: Mapping[str, LayerLayout]) -> dict[str, LayerLayout]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from anybit.calibration.gradients import gradient_statistics, load_whole
-from anybit.calibration.stats import GradientStats
+from anybit.calibration.stats import GradientStats, VocabularyStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.files import unwritable
 from anybit.config import LayerSpec, TileSpec
@@ -35,6 +35,7 @@ from anybit.methods.rtn import RTN
 from anybit.progress import Advance
 
 SAMPLES_KEPT = 4  # samples between two savings
+VOCABULARY = "vocabulary."  # before the names of what parts say of embedding and head
 
 Shapes = Mapping[str, tuple[int, int]]
 Delta = Callable[[str, int, int], Tensor]  # layer, first and last row -> the error of rounding them
@@ -80,6 +81,7 @@ def output_moments(search: Search) -> Allocation:
     """
     search, picked = _of_gradients(search)
     shapes, (samples, length) = search.shapes, search.tokens.shape
+    vocabulary = _vocabulary_shapes(search)
     advance = search.report.task(f"gradients at the outputs of {len(shapes)} layers", samples)
 
     def reduce(stats: GradientStats) -> Tensor:
@@ -87,7 +89,7 @@ def output_moments(search: Search) -> Allocation:
         return torch.cat([stats.output_moment, stats.token_moment.flatten()])
 
     def size(name: str, samples: int) -> tuple[int, ...]:
-        return (shapes[name][0] + samples * length,)
+        return vocabulary[name] if name in vocabulary else (shapes[name][0] + samples * length,)
 
     parts = list(_parts(search, [], reduce, size, advance))
     outputs, weights = {}, {}
@@ -97,7 +99,29 @@ def output_moments(search: Search) -> Allocation:
         mean = moments.double().mean()
         weight = (moments / mean).float() if mean > 0 else torch.ones_like(moments)
         weights[name] = dict(zip(picked, weight))
-    return Allocation(outputs=outputs, tokens=weights)
+    summed = {name: torch.stack([part[name] for part in parts]).sum(0) for name in vocabulary}
+    return Allocation(outputs=outputs, tokens=weights, vocabulary=_vocabulary(summed, length))
+
+
+def _vocabulary_shapes(search: Search) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what parts say of embedding and head, if they are to."""
+    if not search.vocabulary:
+        return {}
+    return {VOCABULARY + name: tuple(t.shape) for name, t in _no_vocabulary(search).tensors().items()}
+
+
+def _no_vocabulary(search: Search, device: torch.device | str = "meta") -> VocabularyStats:
+    """Of no sample yet."""
+    model, length = search.streamed.model, search.tokens.shape[1]
+    rows, hidden = model.get_input_embeddings().weight.shape
+    return VocabularyStats.empty(rows, hidden, length, device)
+
+
+def _vocabulary(summed: Mapping[str, Tensor], length: int) -> VocabularyStats | None:
+    """From the sums of all parts."""
+    if not summed:
+        return None
+    return VocabularyStats.of({name.removeprefix(VOCABULARY): t for name, t in summed.items()}, length)
 
 
 def _of_gradients(search: Search) -> tuple[Search, list[int]]:
@@ -136,8 +160,12 @@ def width_scores(search: Search) -> Allocation:
     def reduce(stats: GradientStats) -> Tensor:
         return score(stats, search.options.salience).T.contiguous()
 
-    deltas = [rounding(bits) for bits in widths]
-    return Allocation(outputs=_mean(search, deltas, reduce, like, advance))
+    deltas, vocabulary = [rounding(bits) for bits in widths], _vocabulary_shapes(search)
+    like |= {name: torch.zeros(shape) for name, shape in vocabulary.items()}
+    found = _mean(search, deltas, reduce, like, advance)
+    samples, length = search.tokens.shape
+    summed = {name: found.pop(name) * samples for name in vocabulary}
+    return Allocation(outputs=found, vocabulary=_vocabulary(summed, length))
 
 
 def layer_widths(
@@ -292,14 +320,19 @@ def _parts(
     for a in range(0, len(search.tokens), SAMPLES_KEPT):
         part = search.tokens[a : a + SAMPLES_KEPT]
         file = None if search.folder is None else search.folder / f"samples-{a}.safetensors"
-        sizes = {name: size(name, len(part)) for name in search.shapes}
+        sizes = {name: size(name, len(part)) for name in (*search.shapes, *_vocabulary_shapes(search))}
         found = None if file is None else _read_part(file, sizes)
         if found is not None:
             advance(len(part))
         else:
             begun = Cost.clock()
-            stats = gradient_statistics(search.streamed, part, search.shapes, deltas=deltas, advance=advance)
+            more = _no_vocabulary(search, search.streamed.device) if search.vocabulary else None
+            stats = gradient_statistics(
+                search.streamed, part, search.shapes, deltas=deltas, vocabulary=more, advance=advance
+            )
             found = {name: reduce(s).cpu() for name, s in stats.items()}
+            if more is not None:
+                found |= {VOCABULARY + name: tensor.cpu() for name, tensor in more.tensors().items()}
             if file is not None:
                 _write_part(file, found, Cost.since(begun))
         yield found
