@@ -49,15 +49,14 @@ def test_switching_copies_no_plane(anybit_artifact: Path) -> None:
 
 
 def test_only_what_a_width_needs_is_read(anybit_copy: Path) -> None:
+    widths = [level["bits"] for level in table_of_levels(anybit_copy)]
     for file in sorted(anybit_copy.glob("refine-*.safetensors"))[12:]:
         file.write_bytes(b"damaged")
-    model = load(anybit_copy, bits=3.0)
-    planes = [b.numel() for n, b in model.named_buffers() if "plane" in n]
-    assert sum(planes) < sum(
-        b.numel() for n, b in load(anybit_copy, bits=3.2).named_buffers() if "plane" in n
-    )
-    with pytest.raises(InputError, match=r"not complete.* 3\.5 bits need more"):
-        load(anybit_copy, bits=3.5)
+    model, larger = (load(anybit_copy, bits=widths[at]) for at in (10, 12))
+    planes, more = (sum(b.numel() for n, b in m.named_buffers() if "plane" in n) for m in (model, larger))
+    assert planes < more
+    with pytest.raises(InputError, match=rf"not complete.* {widths[15]:g} bits need more"):
+        load(anybit_copy, bits=widths[15])
 
 
 def test_budgets_of_bytes(anybit_artifact: Path) -> None:
@@ -154,9 +153,9 @@ def test_of_a_hub_id_all_that_is_there_is_fetched(
     monkeypatch.setattr(integration, "cached_file", cached_file)
     quantization = json.loads((anybit_artifact / "config.json").read_text())["quantization_config"]
     model = SimpleNamespace(name_or_path="someone/model", config=SimpleNamespace(_commit_hash="abc"))
-    stated, layers = quantization[files.SECTION], StoredLayers.from_json("config.json", quantization).layers
-    folder = integration._fetch_enhancements(model, stated, layers)
+    stated, stored = quantization[files.SECTION], StoredLayers.from_json("config.json", quantization)
+    folder = integration._fetch_enhancements(model, stated, stored)
     expected = [files.enhancement_file(n, 60) for n in range(1, there + 1)]
     assert folder == tmp_path and fetched == ["anybit.index.json", *expected]
-    found = read_enhancements(folder, stated, layers)
+    found = read_enhancements(folder, stated, stored)
     assert found is not None and found.present == there + 1

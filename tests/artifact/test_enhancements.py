@@ -106,7 +106,7 @@ def test_a_core_without_its_list_or_with_anothers_is_refused(anybit_copy: Path) 
 
 
 def test_a_prefix_loads_and_generates_and_is_named(anybit_copy: Path) -> None:
-    whole = load(anybit_copy, bits=4.0)
+    whole = load(anybit_copy, bits=table_of_levels(anybit_copy)[20]["bits"])
     for file in sorted(anybit_copy.glob("refine-*.safetensors"))[20:]:
         file.unlink()
     with pytest.raises(

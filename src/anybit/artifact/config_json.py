@@ -110,6 +110,6 @@ def _check_embedding(name: str, layout: LayerLayout) -> None:
     whole = len(layout.tiles) == 1 and tile.rows is None and tile.cols is None
     if not (plain and whole) or layout.sparse is not None or layout.input_scale:
         raise InputError(
-            f"{name}: an embedding is stored as one tile, nested or of {' or '.join(map(str, widths))} bits, without "
-            f"rows or cols, not as {len(layout.tiles)} like {tile.to_json()!r}: the artifact is damaged"
+            f"{name}: an embedding is stored as one tile of {' or '.join(map(str, widths))} bits, or a nested one, "
+            f"without rows or cols, not as {len(layout.tiles)} like {tile.to_json()!r}: the artifact is damaged"
         )

@@ -141,18 +141,16 @@ class VocabularyStats:
     hidden: Tensor  # float32 [hidden, hidden]: sum of h h^T, h the head's inputs
     probability: Tensor  # float32 [vocabulary]: sum of p, the probabilities that the model gives
     squared: Tensor  # float32 [vocabulary]: sum of p^2
-    read: Tensor  # float32 [vocabulary]: how often a row is looked up
-    gradient: (
-        Tensor  # float32 [hidden]: sum of g^2, g the gradient of a sample's mean loss at what is looked up
-    )
+    gradient: Tensor  # float32 [hidden]: sum of g^2, g the gradient of a sample's mean loss at each place's row
+    read: Tensor  # float32 [vocabulary]: sum of squared norms of a sample's gradient at a row, of all its places
 
-    FIELDS: ClassVar = ("samples", "hidden", "probability", "squared", "read", "gradient")
+    FIELDS: ClassVar = ("samples", "hidden", "probability", "squared", "gradient", "read")
 
     @staticmethod
     def empty(
         vocabulary: int, hidden: int, length: int, device: torch.device | str = "cpu"
     ) -> VocabularyStats:
-        shapes = [(1,), (hidden, hidden), (vocabulary,), (vocabulary,), (vocabulary,), (hidden,)]
+        shapes = [(1,), (hidden, hidden), (vocabulary,), (vocabulary,), (hidden,), (vocabulary,)]
         return VocabularyStats(length, *(torch.zeros(shape, device=device) for shape in shapes))
 
     @staticmethod
@@ -170,23 +168,27 @@ class VocabularyStats:
 
     def add_sample(self, tokens: Tensor, gradient: Tensor) -> None:
         """Accumulate a sample's tokens int64 [seq_len], and the gradient [seq_len, hidden] at their embeddings."""
+        gradient = gradient.float()
+        rows, places = tokens.unique(return_inverse=True)
+        of_rows = gradient.new_zeros(len(rows), gradient.shape[1]).index_add_(0, places, gradient)
         self.samples += 1
-        self.read += torch.bincount(tokens, minlength=len(self.read))
-        self.gradient += gradient.float().square().sum(0)
+        self.gradient += gradient.square().sum(0)
+        self.read[rows] += of_rows.square().sum(1)
 
     def cost(self, read: bool, multiplied: bool) -> VocabularyCost:
         """What errors cost of a matrix that is looked up, or multiplied with, or both.
 
-        How often rows are read is known of few tokens: half of it is how often the model expects to read them.
+        Which rows are looked up is known of few tokens: half of it is what the model expects.
         """
         samples = float(self.samples)
-        tokens, scored = samples * self.length, samples * (self.length - 1)
-        nothing = torch.zeros_like(self.read)
+        scored = samples * (self.length - 1)
+        nothing, expected = torch.zeros_like(self.read), self.probability / scored
+        shares = self.read / self.gradient.sum().clamp(min=1e-30)
         return VocabularyCost(
             moment=self.hidden / scored,
             multiplied=(self.probability - self.squared).clamp(min=0) / scored if multiplied else nothing,
             gradient=self.gradient * (self.length / 2 / samples),
-            read=(self.read / tokens + self.probability / scored) / 2 if read else nothing,
+            read=(shares + expected * shares.sum()) / 2 if read else nothing,
         )
 
 
@@ -197,14 +199,17 @@ class VocabularyCost:
     An error e of row v, where the head multiplies with it, adds `h e` to a logit: with a second moment of
     `s = e E[h h^T] e^T`. To second order that costs `E[p (1 - p)] s / 2`, p being the probability of v. If s is not
     small, rows of little probability cost more, as they make the sum larger that logits are normalised by: for a
-    Gaussian `h e` by a factor of `exp(s / 2)`. So the cost is `E[p (1 - p)] (exp(s / 2) - 1)`. Where row v is looked
-    up, its error costs what errors at the outputs of linear layers do (`methods.sensitivity.output_moments`).
+    Gaussian `h e` by a factor of `exp(s / 2)`. So the cost is `E[p (1 - p)] (exp(s / 2) - 1)`.
+
+    Where row v is looked up, its error costs what errors at the outputs of linear layers do
+    (`methods.sensitivity.output_moments`). But it is the same error at each place, so it is the gradients of all places
+    in a sample together that count.
     """
 
     moment: Tensor  # float32 [hidden, hidden]: E[h h^T]
     multiplied: Tensor  # float32 [vocabulary]: E[p (1 - p)]; 0 of a matrix that is only looked up
     gradient: Tensor  # float32 [hidden]: what a squared error of what is looked up costs at every token
-    read: Tensor  # float32 [vocabulary]: share of the tokens that look a row up; 0 of a head
+    read: Tensor  # float32 [vocabulary]: share of that which is due to a row; 0 of a head
 
     MOST: ClassVar = 30.0  # of s / 2: beyond, a row has no use anyway
 
