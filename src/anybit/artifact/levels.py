@@ -94,6 +94,14 @@ class Levels:
         """Stored bits per weight of all linear layers of the blocks, as they run at a level."""
         return 8 * self.sizes[level].layer_bytes / self.weights if self.weights else 0.0
 
+    def embedding_bits_per_weight(self, level: int) -> float | None:
+        """The same of embedding and head; None where they are not quantized."""
+        stored, found = self.artifact.stored.embeddings.values(), self.artifact.enhancements
+        if not stored:
+            return None
+        taken = _nbytes(stored) + (0 if found is None else found.embedding_bytes_upto(level))
+        return 8 * taken / sum(layout.weights for layout in stored)
+
     @property
     def file_bits_per_weight(self) -> float:
         """The same of all bytes that are there: more where widths have tables of their own."""
@@ -188,11 +196,14 @@ class Levels:
         return [note for note in (missing, less) if note]
 
     def table(self) -> list[Json]:
-        """Of every level: `bits` (average width), `bits_per_weight`, `size_bytes`, `loss`, `present`. JSON-able."""
+        """Of every level: `bits` (average width), `bits_per_weight`, `embedding_bits_per_weight` (None: not quantized),
+        `size_bytes`, `loss`, `present`. JSON-able.
+        """
         return [
             {
                 "bits": size.bits,
                 "bits_per_weight": self.bits_per_weight(i),
+                "embedding_bits_per_weight": self.embedding_bits_per_weight(i),
                 "size_bytes": size.size_bytes,
                 "loss": size.loss,
                 "present": size.present,

@@ -155,6 +155,7 @@ def _cell_row(cell: Json) -> tuple[str, ...]:
 
 
 BEST = "<- the best that fits"
+LOSS = "expected increase of the loss, nats per token"
 
 
 def print_plan(f: Json) -> None:
@@ -172,10 +173,11 @@ def print_levels(f: Json) -> None:
     rows = []
     for row in f["levels"]:
         mark = "not here" if not row["present"] else BEST if row == f["best"] else ""
-        rates = f"{row['bits']:.2f}", f"{row['bits_per_weight']:.3f}"
+        embedding = row["embedding_bits_per_weight"]
+        rates = f"{row['bits']:.2f}", f"{row['bits_per_weight']:.3f}", f"{embedding or 16:.3f}"
         loss = "not known" if row["loss"] is None else f"{row['loss']:.4f}"
         rows.append((*rates, f"{row['size_bytes'] / 1e6:.1f} MB", loss, mark))
-    _print(("bits", "bits per weight", "size", "expected increase of the loss, nats per token", "<"), rows)
+    _print(("bits", "bits per weight", "of the embedding", "size", LOSS, "<"), rows)
 
 
 def print_bench_quantize(f: Json) -> None:
