@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from anybit.artifact.files import SECTION, link, list_hash
-from anybit.checkpoint.files import HASHES, INDEX, check_sha256, read_json
+from anybit.checkpoint.files import HASHES, INDEX, INDEX_LIMIT, check_sha256, read_json
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.config import Json
 from anybit.errors import InputError
@@ -288,7 +288,7 @@ def read_enhancements(
     if stated is None:
         return None
     file = path / HASHES
-    index = read_json(file) if file.is_file() else {}
+    index = read_json(file, INDEX_LIMIT) if file.is_file() else {}
     if not isinstance(index.get(SECTION), list):
         raise InputError(
             f"{path} is a base layer, and anybit.index.json, which lists its enhancement layers, is missing: copy it, "

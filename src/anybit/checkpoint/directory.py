@@ -30,6 +30,7 @@ from anybit.checkpoint.counts import check_counts
 from anybit.checkpoint.files import (
     ASSETS,
     INDEX,
+    INDEX_LIMIT,
     LICENCES,
     PICKLES,
     POOLING,
@@ -254,7 +255,7 @@ def _find_shards(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
     if not index.is_file():
         raise InputError(_no_weights(folder))
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, INDEX_LIMIT).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map; download it again.")
     for name, file in weight_map.items():

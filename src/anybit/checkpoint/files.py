@@ -15,7 +15,8 @@ from typing import Any
 from anybit.config import Json
 from anybit.errors import InputError
 
-JSON_LIMIT = 100_000_000  # bytes of config.json or of an index
+JSON_LIMIT = 10_000_000  # bytes of config.json and the like
+INDEX_LIMIT = 100_000_000  # of an index, which names every tensor
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 ASSETS = (
@@ -59,20 +60,38 @@ def refuse_pipes(folder: Path) -> None:
             raise InputError(f"{path} is not a regular file; put the file itself there.")
 
 
-def read_json(path: Path) -> Json:
-    """A JSON object from a file of bounded size."""
+def read_json(path: Path, limit: int = JSON_LIMIT) -> Json:
+    """A JSON object from a file of at most `limit` bytes."""
+    return parse_object(_read_bounded(path, limit), path, "the file", dict)
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The same of a JSON array."""
+    value = _parse(_read_bounded(path, JSON_LIMIT), path, "the file", dict)
+    if not isinstance(value, list):
+        raise InputError(f"{path}: the file is not a JSON array; download it again.")
+    return value
+
+
+def _read_bounded(path: Path, limit: int) -> bytes:
     try:
         size = regular_size(path)
-        if size > JSON_LIMIT:
-            raise InputError(f"{path} has {size} bytes, but {JSON_LIMIT} is the limit.")
-        data = path.read_bytes()
+        if size > limit:
+            raise InputError(f"{path} has {size} bytes, but {limit} is the limit.")
+        return path.read_bytes()
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); check its permissions.") from error
-    return parse_object(data, path, "the file", dict)
 
 
 def parse_object(data: bytes, path: Path, what: str, hook: Callable[[list], dict]) -> Json:
     """Parse a JSON object; `hook` turns a list of keys and values into a dict."""
+    value = _parse(data, path, what, hook)
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: {what} is not a JSON object; download it again.")
+    return value
+
+
+def _parse(data: bytes, path: Path, what: str, hook: Callable[[list], dict]) -> Any:
     try:
         text = data.decode()
         value = json.loads(text, object_pairs_hook=hook)
@@ -80,8 +99,6 @@ def parse_object(data: bytes, path: Path, what: str, hook: Callable[[list], dict
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {what} is not valid JSON ({cause(error)}); download it again.") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: {what} is not a JSON object; download it again.")
     return value
 
 
