@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from anybit.errors import LONGEST, InputError, about_layer
+from anybit.errors import LONGEST, InputError, about_layer, enough_memory
 
 
 def test_a_message_is_one_line_that_steers_no_terminal() -> None:
@@ -21,3 +22,28 @@ def test_a_message_has_an_end() -> None:
 def test_words_about_a_layer_come_first() -> None:
     with pytest.raises(InputError, match=r"^model\.norm: too short$"), about_layer("model.norm"):
         raise InputError("too short")
+
+
+def test_a_full_memory_is_a_sentence() -> None:
+    with (
+        pytest.raises(InputError, match=r"the memory is full \(.*allocate.*\): take less"),
+        enough_memory("take less"),
+    ):
+        torch.empty(2**46, dtype=torch.float64)
+    with (
+        pytest.raises(InputError, match=r"the memory is full \(MemoryError\): take less"),
+        enough_memory("take less"),
+    ):
+        raise MemoryError
+    with (
+        pytest.raises(InputError, match=r"the GPU's memory is full \(CUDA.*\): take less"),
+        enough_memory("take less"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory\nthere is more to say")
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), enough_memory("take less"):
+        raise RuntimeError("shapes do not fit")
+    with pytest.raises(InputError, match="no such file"), enough_memory("take less"):
+        raise InputError("no such file")

@@ -44,6 +44,26 @@ def about_layer(name: str) -> Iterator[None]:
         raise InputError(f"{name}: {error}") from error
 
 
+@contextmanager
+def enough_memory(remedy: str) -> Iterator[None]:
+    """Say that memory was full, of the machine or of its GPU, and what to do.
+
+    Raises:
+        InputError: instead of what Python, torch and the kernels raise.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        of_gpu, words = (
+            type(error).__name__ == "OutOfMemoryError",
+            str(error),
+        )  # torch's, which is not imported here
+        if not (of_gpu or isinstance(error, MemoryError) or "allocate memory" in words):
+            raise
+        place, said = "the GPU's memory" if of_gpu else "the memory", words.strip().partition("\n")[0]
+        raise InputError(f"{place} is full ({said or type(error).__name__}): {remedy}") from error
+
+
 def require_extra(extra: str, purpose: str) -> None:
     """Refuse what needs one of `EXTRAS` that is not installed; called before any work. Imports nothing.
 

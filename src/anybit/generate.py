@@ -16,7 +16,7 @@ from anybit.checkpoint.chat_template import render
 from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, check_unicode, encode
 from anybit.config import Json
-from anybit.errors import InputError
+from anybit.errors import InputError, enough_memory
 from anybit.kernels.gpu import cuda_graph
 from anybit.kv_cache import CACHE, QuantizedCache, check_kv_bits
 from anybit.loader import config_of, load, load_tokenizer
@@ -129,7 +129,7 @@ class Generator:
         """New token ids [n] after ids [1, T]; greedy at temperature 0.
 
         Raises:
-            InputError: a prompt that leaves no room in the model's context.
+            InputError: a prompt that leaves no room in the model's context, or in memory.
         """
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and ids.shape[1] >= limit:
@@ -148,6 +148,7 @@ class Generator:
         ids = ids.to(self.model.device)
         on_gpu = self.model.device.type == "cuda"
         with ExitStack() as stack:
+            stack.enter_context(enough_memory("shorten the prompt, or ask for fewer tokens"))
             stack.enter_context(torch.random.fork_rng())
             stack.enter_context(torch.no_grad())
             torch.manual_seed(seed)

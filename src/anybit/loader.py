@@ -15,6 +15,7 @@ from anybit.artifact.files import SECTION, is_artifact
 from anybit.artifact.levels import Budget, Levels
 from anybit.artifact.reader import Artifact, open_artifact, refuse_unfinished
 from anybit.calibration.gradients import load_whole
+from anybit.calibration.meta_model import build
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.architectures import auto_class, build_options, refuse_unusable, refuse_unused
 from anybit.checkpoint.configuration import plain_outputs
@@ -132,6 +133,7 @@ def _from_pretrained(name: Path | None, dtype: str, checkpoint: Checkpoint, **gi
     """
     path = checkpoint.path
     with _in_words(path):
+        build(checkpoint, DTYPES[dtype])  # costs nothing, and refuses what would fill memory
         source = auto_class(checkpoint.config)
         if name is None:  # tensors are given: the Auto class would look for files
             source = source._model_mapping[type(given["config"])]

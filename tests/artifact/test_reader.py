@@ -18,7 +18,7 @@ from anybit.artifact.files import is_artifact
 from anybit.artifact.reader import open_artifact, read_config
 from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
-from anybit.checkpoint.files import JSON_LIMIT
+from anybit.checkpoint.files import INDEX_LIMIT, JSON_LIMIT
 from anybit.errors import InputError
 from tests import builders
 
@@ -259,9 +259,9 @@ def test_pickled_weights_are_named_so(copied: Path) -> None:
     refuses(anybit.load, copied, "pickle")
 
 
-@pytest.mark.parametrize("name", ["config.json", "anybit.index.json"])
-def test_json_beyond_the_limit_is_not_read(copied: Path, name: str) -> None:
-    os.truncate(copied / name, JSON_LIMIT + 1)  # a hole: nothing is written
+@pytest.mark.parametrize(("name", "limit"), [("config.json", JSON_LIMIT), ("anybit.index.json", INDEX_LIMIT)])
+def test_json_beyond_the_limit_is_not_read(copied: Path, name: str, limit: int) -> None:
+    os.truncate(copied / name, limit + 1)  # a hole: nothing is written
     assert is_artifact(copied) == (name != "config.json")
     refuses(verify, copied, "not an anybit artifact" if name == "config.json" else "list of hashes")
 

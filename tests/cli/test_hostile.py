@@ -171,6 +171,36 @@ def test_columns_that_point_outside(run: Run, llama: Path, tmp_path: Path) -> No
         refused(run("inspect", out), "cols points outside 0..")
 
 
+@pytest.mark.parametrize(("family", "key"), [("gptj", "n_positions"), ("mpt", "max_seq_len")])
+def test_windows_without_end(run: Run, tmp_path: Path, family: str, key: str) -> None:
+    """GPT-J computes a table of all its positions, and MPT one for each head."""
+    model = builders.save_random(builders.config_with_tables(family), tmp_path / "model")
+    builders.byte_tokenizer().save_pretrained(model)
+    out = tmp_path / "out"
+    short = ["--seq-len", "32", "--max-tokens", "64"]
+    quantize = ["quantize", model, "-o", out, "--bits", "3", "--samples", "2", "--seq-len", "16"]
+    assert run("eval", model, *short).code == run(*quantize, "--method", "gptq").code == 0
+    assert run("eval", out, *short).code == 0
+    for folder in (model, out):
+        edit(folder / "config.json", lambda c: c.update({key: 2**31 - 1}))
+    (out / "anybit.index.json").unlink()
+    for command in (
+        ["eval", model, *short],
+        ["eval", out, *short],
+        ["verify", out],
+        [*quantize, "--dry-run"],
+    ):
+        refused(run(*command), f"{key} is 2147483647")
+
+
+def test_tables_that_outgrow_the_files(run: Run, tmp_path: Path) -> None:
+    model = builders.save_random(builders.config_with_tables("gptj"), tmp_path / "model")
+    builders.byte_tokenizer().save_pretrained(model)
+    edit(model / "config.json", lambda c: c.update(n_positions=2**24, rotary_dim=2**16))
+    for command in (["eval", model], ["quantize", model, "-o", tmp_path / "out", "--dry-run"]):
+        refused(run(*command), "tables of 4398046511104 bytes, such as transformer.")
+
+
 def test_a_shorter_model_than_the_files_hold(run: Run, model_copy: MakeModel, tmp_path: Path) -> None:
     model = model_copy("llama")
     for layers, words in ((1, "model.layers.1."), (-1, "num_hidden_layers is -1")):
