@@ -25,15 +25,16 @@ from pathlib import Path
 from random import Random
 
 import tests.conftest  # noqa: F401 - one thread, no network, the build that ANYBIT_BUILD names
-from tests.fuzz import artifacts, checkpoints, commands, ggufs, layouts
+from tests.fuzz import artifacts, checkpoints, commands, ggufs, layouts, native
 from tests.fuzz.bases import Bases
 from tests.fuzz.limits import GOOD, Child, Verdict, start
 
 KINDS: dict[str, tuple[Callable[[Random, Bases, Path], str], int]] = {  # the case, its share of a hundred
-    "artifacts": (artifacts.case, 40),
+    "artifacts": (artifacts.case, 36),
     "checkpoints": (checkpoints.case, 20),
-    "ggufs": (ggufs.case, 15),
-    "layouts": (layouts.case, 10),
+    "ggufs": (ggufs.case, 13),
+    "layouts": (layouts.case, 8),
+    "native": (native.case, 8),
     "commands": (commands.case, 15),
 }
 Case = tuple[str, int]  # kind, seed
@@ -48,10 +49,11 @@ def warm_up(bases: Bases, root: Path) -> None:
     """What commands import on their way, imported once, instead of in every case."""
     with contextlib.redirect_stdout(io.StringIO()):
         for through in artifacts.COMMANDS.values():
-            through(bases.artifacts["rtn"], bases.text)
+            through(bases.artifacts["rtn"], bases.measured("rtn"))
+        artifacts.COMMANDS["eval"](bases.artifacts["gptq-bert"], bases.measured("gptq-bert"))
         for model in (bases.models["llama"], bases.ggufs["float"]):
-            checkpoints.enter("dry run", model, root, bases.text)
-            checkpoints.enter("plan", model, root, bases.text)
+            checkpoints.enter("dry run", model, root, bases, "llama")
+            checkpoints.enter("plan", model, root, bases, "llama")
 
 
 def verdicts(
