@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anybit.errors import LONGEST, InputError, about_layer, enough_memory
+from anybit.errors import LONGEST, InputError, about_layer, enough_memory, printable
 
 
 def test_a_message_is_one_line_that_steers_no_terminal() -> None:
     message = str(InputError("model\x1b[2J\n\r.norm \u202e is missing: é stays"))
     assert message == r"model\x1b[2J\n\r.norm \u202e is missing: é stays"
+
+
+def test_what_steers_is_written_out() -> None:
+    assert printable("\x1b[2J\x9b\r\n\u202eé日") == r"\x1b[2J\x9b\r\n\u202eé日"
 
 
 def test_a_message_has_an_end() -> None:

@@ -21,7 +21,12 @@ class InputError(ValueError):
     def __str__(self) -> str:  # no `__init__`: torch.compile and torch.export trace where one is raised
         message, half = super().__str__(), LONGEST // 2
         ends = message if len(message) <= LONGEST else f"{message[:half]} ... {message[-half:]}"
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in ends)
+        return printable(ends)
+
+
+def printable(text: str) -> str:
+    """A text of which nothing steers a terminal: line ends, escapes and the like are written out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def refuse_unknown(given: Mapping[str, object], known: type) -> None:

@@ -20,7 +20,9 @@ from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
 from anybit.checkpoint.files import INDEX_LIMIT, JSON_LIMIT
 from anybit.errors import InputError
+from anybit.loader import load_tokenizer
 from tests import builders
+from tests.builders import MakeModel
 
 SHARD = "model-00002-of-00003.safetensors"
 Q = "model.layers.0.self_attn.q_proj"
@@ -138,6 +140,33 @@ def test_verify_finds_any_flipped_byte(copied: Path) -> None:
 def test_verify_finds_damage(copied: Path, change: Callable[[Path], Any], words: str) -> None:
     change(copied)
     refuses(verify, copied, words)
+
+
+TEMPLATE = "additional_chat_templates/default.jinja"  # which Transformers prefers to chat_template.jinja
+
+
+def test_a_further_chat_template_put_into_an_artifact_is_noticed(copied: Path) -> None:
+    (copied / TEMPLATE).parent.mkdir()
+    (copied / TEMPLATE).write_text("{{ 'owned' }}")
+    refuses(verify, copied, f"does not list {TEMPLATE}")
+
+
+def test_further_chat_templates_go_with_the_model(model_copy: MakeModel, tmp_path: Path) -> None:
+    model, out = model_copy("llama"), tmp_path / "out"
+    (model / TEMPLATE).parent.mkdir()
+    (model / TEMPLATE).write_text("{{ 'the maker says so' }}")
+    anybit.quantize(model, out, builders.options("rtn"))
+    assert (out / TEMPLATE).read_bytes() == (model / TEMPLATE).read_bytes()
+    assert verify(out)["hashes_checked"]
+    assert load_tokenizer(out).chat_template == load_tokenizer(model).chat_template
+    (out / TEMPLATE).write_text("{{ 'owned' }}")
+    refuses(verify, out, r"default\.jinja does not have the bytes")
+    index = json.loads((out / "anybit.index.json").read_text())
+    for name in ("additional_chat_templates/../x.jinja", "additional_chat_templates/a/b.jinja", "../x"):
+        (out / "anybit.index.json").write_text(
+            json.dumps({**index, "files": {**index["files"], name: {"bytes": 1, "sha256": "0"}}})
+        )
+        refuses(verify, out, "not a file of this directory")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "generation_config.json"])

@@ -201,6 +201,42 @@ def test_tables_that_outgrow_the_files(run: Run, tmp_path: Path) -> None:
         refused(run(*command), "tables of 4398046511104 bytes, such as transformer.")
 
 
+OWNED = "\x1b]0;owned\x07"  # would name the terminal's window
+
+
+def test_what_an_artifact_says_steers_no_terminal(run: Run, copied: Path) -> None:
+    stated = {"source": OWNED, "samples": 1, "seq_len": "\x9b2J"}
+    edit(copied / "config.json", lambda c: c["quantization_config"].update(method=OWNED, calibration=stated))
+    ran = run("inspect", copied)
+    assert ran.code == 0 and ran.out.count(r"\x1b]0;owned\x07") == 2 and r"\x9b2J" in ran.out
+    assert all(line.isprintable() for line in ran.out.splitlines())
+
+
+def test_names_of_tensors_steer_no_terminal(
+    run: Run, model_copy: MakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a tensor without a place Transformers would log the name as it is, and a run says it."""
+    model = model_copy("llama")
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors | {OWNED: tensors["model.norm.weight"].clone()}, model / "model.safetensors", {"format": "pt"})
+    ran = run("eval", model, "--seq-len", "32", "--max-tokens", "64")
+    refused(ran, r"\x1b]0;owned")
+    assert "\x1b]0;" not in ran.err and not [r for r in caplog.records if OWNED in r.getMessage()]
+    tensors = {
+        f"mtp.{OWNED}" if name == OWNED else name: t
+        for name, t in load_file(model / "model.safetensors").items()
+    }
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    ran = run("quantize", model, "-o", tmp_path / "out", "--method", "rtn", "--bits", "4")
+    assert ran.code == 0 and r"mtp.\x1b]0;owned" in ran.err and "\x1b]0;" not in ran.err + ran.out
+
+
+def test_a_prompt_that_does_not_fit_is_not_echoed(run: Run, copied: Path) -> None:
+    ran = run("generate", copied, "-p", "x" * 200)
+    refused(ran, "the prompt has 200 tokens, the model's context holds 128")
+    assert ran.out == ""
+
+
 def test_a_shorter_model_than_the_files_hold(run: Run, model_copy: MakeModel, tmp_path: Path) -> None:
     model = model_copy("llama")
     for layers, words in ((1, "model.layers.1."), (-1, "num_hidden_layers is -1")):

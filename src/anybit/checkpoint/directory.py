@@ -33,11 +33,11 @@ from anybit.checkpoint.files import (
     INDEX_LIMIT,
     LICENCES,
     PICKLES,
-    POOLING,
+    check_files,
     check_link,
+    files_below,
     matching,
     read_json,
-    refuse_pipes,
 )
 from anybit.checkpoint.generation import check_generation
 from anybit.checkpoint.hub import download
@@ -146,7 +146,7 @@ class Checkpoint:
     def asset_files(self) -> list[Path]:
         """The files that `copy_assets` copies as they are. Raises `InputError` for links out of the model."""
         if self.gguf is None:
-            found = [*matching(self.path, ASSETS), *filter(Path.is_file, [self.path / POOLING])]
+            found = [*matching(self.path, ASSETS), *files_below(self.path)]
         elif Path(self.source).is_dir():  # a folder made for this model; beside a bare file lies anything
             found = matching(self.path.parent, LICENCES)
         else:
@@ -229,7 +229,7 @@ def _sole_gguf(folder: Path) -> Path | None:
 
 
 def _open_directory(source: str, folder: Path) -> Checkpoint:
-    refuse_pipes(folder)
+    check_files(folder)
     check_generation(folder)
     raw = read_config(folder)
     shards = _find_shards(folder)

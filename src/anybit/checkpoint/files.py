@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -30,6 +31,10 @@ ASSETS = (
 INDEX = "model.safetensors.index.json"  # which shard holds which tensor
 HASHES = "anybit.index.json"  # size and SHA-256 of all shards, refinements, config.json and the index
 POOLING = "1_Pooling/config.json"  # sentence-transformers': how token states become one embedding
+TEMPLATES = (
+    "additional_chat_templates"  # folder of NAME.jinja, which Transformers prefers to chat_template.jinja
+)
+OPENED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", *LICENCES)  # beside the weights
 
 
 def regular_size(path: Path) -> int:
@@ -45,11 +50,13 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
-def refuse_pipes(folder: Path) -> None:
-    """Refuse a folder in which Transformers would open what is no file, and wait for it.
+def check_files(folder: Path) -> None:
+    """Refuse a folder in which Transformers would open what is no file, and wait for it, or a file from elsewhere.
+
+    Weights may lie on another disk: of them, links are followed.
 
     Raises:
-        InputError: a pipe, a socket or a device.
+        InputError: a pipe, a socket or a device; see also `check_link`.
     """
     for path in (*folder.iterdir(), *folder.glob("*/*")):
         try:
@@ -58,6 +65,21 @@ def refuse_pipes(folder: Path) -> None:
             continue
         if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
             raise InputError(f"{path} is not a regular file; put the file itself there.")
+    for file in (*matching(folder, OPENED), *files_below(folder)):
+        check_link(file, folder)
+
+
+def files_below(folder: Path) -> list[Path]:
+    """The files in folders of a model's `folder` that belong to it: how it pools, further chat templates."""
+    templates = folder / TEMPLATES
+    pooling = [folder / POOLING] if (folder / POOLING).is_file() else []
+    return [*pooling, *(matching(templates, ("*.jinja",)) if templates.is_dir() else ())]
+
+
+def is_name_of_file(name: str) -> bool:
+    """Whether a name is that of a file of a model's own folder, or of one of `files_below`."""
+    below = name == POOLING or re.fullmatch(rf"{TEMPLATES}/[^/]+\.jinja", name)
+    return bool(below) or Path(name).name == name
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> Json:

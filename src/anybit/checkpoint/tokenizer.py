@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from anybit.checkpoint.files import cause, refuse_pipes
+from anybit.checkpoint.files import cause, check_files
 from anybit.errors import InputError
 
 
@@ -26,7 +26,7 @@ def read_tokenizer(source: str, folder: Path | str, **extra: Any) -> PreTrainedT
         InputError: there is none that can be used.
     """
     if Path(folder).is_dir():
-        refuse_pipes(Path(folder))
+        check_files(Path(folder))
     with _in_words(f"{source} has no usable tokenizer", "put its tokenizer files beside the weights"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **extra)
 
