@@ -218,7 +218,9 @@ def test_names_of_tensors_steer_no_terminal(
     """Of a tensor without a place Transformers would log the name as it is, and a run says it."""
     model = model_copy("llama")
     tensors = load_file(model / "model.safetensors")
-    save_file(tensors | {OWNED: tensors["model.norm.weight"].clone()}, model / "model.safetensors", {"format": "pt"})
+    save_file(
+        tensors | {OWNED: tensors["model.norm.weight"].clone()}, model / "model.safetensors", {"format": "pt"}
+    )
     ran = run("eval", model, "--seq-len", "32", "--max-tokens", "64")
     refused(ran, r"\x1b]0;owned")
     assert "\x1b]0;" not in ran.err and not [r for r in caplog.records if OWNED in r.getMessage()]
