@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import pytest
 import anybit
 from anybit.artifact.files import is_artifact
 from anybit.checkpoint.directory import Checkpoint, open_checkpoint
-from anybit.checkpoint.files import read_json
+from anybit.checkpoint.files import INDEX, read_json
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.errors import InputError
 from anybit.loader import load_tokenizer
@@ -62,6 +63,21 @@ def test_a_pipe_as_config_json_makes_no_model(model: Path) -> None:
     assert not is_artifact(model)
     with pytest.raises(InputError, match=r"config\.json is not a regular file"):
         open_checkpoint(model)
+
+
+@pytest.mark.parametrize("name", ["1" * 300 + ".safetensors", "é" * 130 + ".safetensors"])
+def test_shards_whose_names_no_file_can_have(model: Path, name: str) -> None:
+    (model / "model.safetensors").rename(model / "model-1.safetensors")
+    (model / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    for enter in (open_checkpoint, anybit.load):
+        with pytest.raises(InputError, match=r"name of a \.safetensors file"):
+            enter(model)
+
+
+def test_a_null_byte_is_in_no_name() -> None:
+    assert not is_artifact(Path("a\0b"))
+    with pytest.raises(InputError, match="cannot be read"):
+        read_json(Path("a\0b"))
 
 
 # ---- links

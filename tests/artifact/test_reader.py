@@ -162,7 +162,13 @@ def test_further_chat_templates_go_with_the_model(model_copy: MakeModel, tmp_pat
     (out / TEMPLATE).write_text("{{ 'owned' }}")
     refuses(verify, out, r"default\.jinja does not have the bytes")
     index = json.loads((out / "anybit.index.json").read_text())
-    for name in ("additional_chat_templates/../x.jinja", "additional_chat_templates/a/b.jinja", "../x"):
+    for name in (
+        "additional_chat_templates/../x.jinja",
+        "additional_chat_templates/a/b.jinja",
+        "../x",
+        "x" * 256,
+        "\0",
+    ):
         (out / "anybit.index.json").write_text(
             json.dumps({**index, "files": {**index["files"], name: {"bytes": 1, "sha256": "0"}}})
         )

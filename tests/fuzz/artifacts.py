@@ -13,11 +13,10 @@ import anybit
 from anybit.checkpoint.files import HASHES
 from tests.fuzz import mutate
 from tests.fuzz.bases import ARTIFACTS, ENCODERS, Bases
-from tests.fuzz.doors import check_run, command, plain_transformers, refusals
+from tests.fuzz.doors import SPEAKING, check_run, command, plain_transformers, refusals
 from tests.fuzz.limits import Finding
 
 LARGE = 1e6  # weights beyond it, which are finite, may well make numbers that are not
-SPEAKING = ("generate", "chat")  # which no encoder can
 QUIET = ("--max-new-tokens", "2")
 COMMANDS: dict[str, Callable[[Path, tuple[object, ...]], str]] = {  # of an artifact, and what `eval` is told
     "verify": lambda path, on: command("verify", path),

@@ -9,9 +9,8 @@ from random import Random
 import anybit
 from anybit.artifact.verify import verify
 from tests.fuzz import mutate
-from tests.fuzz.artifacts import SPEAKING
 from tests.fuzz.bases import ENCODERS, Bases
-from tests.fuzz.doors import check_run, command, refusals
+from tests.fuzz.doors import SPEAKING, check_run, command, refusals
 from tests.fuzz.limits import Finding
 
 RTN = ("--method", "rtn", "--bits", "4", "--group-size", "32")

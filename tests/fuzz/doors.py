@@ -26,6 +26,7 @@ from anybit.layers import PackedModule
 from tests.fuzz.bases import logits_of, whole
 from tests.fuzz.limits import Finding, is_memory
 
+SPEAKING = ("generate", "chat")  # which no encoder can; what a model says goes out as it is
 LONGEST = 3000  # characters of an error
 LOWEST = torch.finfo(torch.bfloat16).eps / 2  # relative error of one rounding
 OURS, THEIRS = (str(Path(package.__file__ or "").parent) for package in (anybit, transformers))
@@ -49,6 +50,10 @@ def command(*arguments: object, stdin: str = "", usage: bool = False) -> str:
             code = end.code or 0
     (shown,), (said,) = out, err
     print(f"{arguments} -> {code}\n{shown[-2000:]}\n{said[-3000:]}")
+    given = set(map(str, arguments))
+    steering = {c for c in shown if not c.isprintable()} - {"\n", *"".join(given)}
+    if steering and not given.intersection(SPEAKING):
+        raise Finding(f"{arguments} steers a terminal by {sorted(steering)}")
     lines = [line for line in said.splitlines() if line.strip()]
     if "Traceback" in said:
         raise Finding(f"traceback of {arguments}: {said[-2000:]}")

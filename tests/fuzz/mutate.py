@@ -18,7 +18,20 @@ from anybit.checkpoint.files import HASHES
 
 WHOLE = [-1, 0, 1, 2, 3, 7, 255, 65536, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63, 2**64, 10**30, -(2**63)]
 BROKEN = [0.5, -0.0, 1e-30, 1e308, float("inf"), float("nan")]
-TEXTS = ["", "x", "../x", "/etc/passwd", "\0", "\ud800", "\u202e", "é" * 300, "{{ x }}", "%s", "a" * 70_000]
+TEXTS = [
+    "",
+    "x",
+    "../x",
+    "/etc/passwd",
+    "\0",
+    "\ud800",
+    "\u202e",
+    "é" * 300,
+    "{{ x }}",
+    "%s",
+    "\x1b]0;x\x07",
+    "a" * 70_000,
+]
 OTHERS: list[Any] = [None, True, False, [], {}, [1], {"x": 1}, [[]], "F16", "I32", "gptq", "float16", "cuda"]
 DEEP = (50, 2_000, 200_000)  # levels of nesting
 KINDS = {

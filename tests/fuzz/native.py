@@ -40,9 +40,9 @@ def case(rng: Random, bases: Bases, folder: Path) -> str:
     torch.manual_seed(rng.randrange(2**31))
     layout, fields = weight.layout.to_json(), dict(weight.tensors)
     said: list[str] = []
-    if rng.random() < 0.6:
+    if rng.random() < 0.4:
         mutate.edit(rng, layout)
-    if rng.random() < 0.6:
+    if rng.random() < 0.4:
         edit_fields(rng, fields)
     isa = rng.choice([*cpu.matmul_isas(), "sse", ""]) if rng.random() < 0.9 else None
     kinds = {

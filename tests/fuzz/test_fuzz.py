@@ -163,6 +163,13 @@ def test_what_libraries_write_past_python_is_seen(
     assert capfd.readouterr().err == ""
 
 
+def test_what_steers_a_terminal_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors.cli, "main", lambda: print("layer \x1b[2J"))
+    with pytest.raises(Finding, match="steers a terminal"):
+        doors.command("inspect", "out")
+    assert doors.command("generate", "out") == doors.command("inspect", "\x1b") == "right"
+
+
 def test_a_refusal_is_an_entry() -> None:
     with refusals() as refused:
         raise InputError("no such thing: take another")

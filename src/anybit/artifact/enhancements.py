@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from anybit.artifact.files import SECTION, link, list_hash
-from anybit.checkpoint.files import HASHES, INDEX, INDEX_LIMIT, check_sha256, read_json
+from anybit.checkpoint.files import HASHES, INDEX, INDEX_LIMIT, check_sha256, is_name_of_file, read_json
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.config import Json
 from anybit.errors import InputError
@@ -129,7 +129,8 @@ class Enhancements:
         for before, entry in pairwise(entries):
             if entry.bits < before.bits:
                 raise InputError(stated)
-            if Path(entry.file).name != entry.file or entry.chain != link(before.chain, entry.sha256):
+            own = is_name_of_file(entry.file) and "/" not in entry.file
+            if not own or entry.chain != link(before.chain, entry.sha256):
                 raise InputError(
                     f"{path}: anybit.index.json lists {entry.file!r} where it does not belong (the running hash "
                     "differs): enhancement layers were reordered or the list was edited; copy the artifact again"

@@ -32,6 +32,7 @@ from anybit.checkpoint.files import (
     INDEX,
     INDEX_LIMIT,
     LICENCES,
+    NAME_BYTES,
     PICKLES,
     check_files,
     check_link,
@@ -259,7 +260,8 @@ def _find_shards(folder: Path) -> dict[str, Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map; download it again.")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w. -]*\.safetensors", file):
+        shard = isinstance(file, str) and re.fullmatch(r"[\w-][\w. -]*\.safetensors", file)
+        if not shard or len(file.encode()) > NAME_BYTES:
             raise InputError(
                 f"{index}: {name!r} points to {file!r}, but the name of a .safetensors file in the same "
                 "directory is expected; download the index again."

@@ -29,6 +29,7 @@ ASSETS = (
     *LICENCES,
 )
 INDEX = "model.safetensors.index.json"  # which shard holds which tensor
+NAME_BYTES = 255  # of a file's name: what file systems take
 HASHES = "anybit.index.json"  # size and SHA-256 of all shards, refinements, config.json and the index
 POOLING = "1_Pooling/config.json"  # sentence-transformers': how token states become one embedding
 TEMPLATES = (
@@ -79,7 +80,8 @@ def files_below(folder: Path) -> list[Path]:
 def is_name_of_file(name: str) -> bool:
     """Whether a name is that of a file of a model's own folder, or of one of `files_below`."""
     below = name == POOLING or re.fullmatch(rf"{TEMPLATES}/[^/]+\.jinja", name)
-    return bool(below) or Path(name).name == name
+    own = Path(name).name == name and "\0" not in name
+    return (bool(below) or own) and len(name.encode()) <= NAME_BYTES
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> Json:
@@ -101,8 +103,11 @@ def _read_bounded(path: Path, limit: int) -> bytes:
         if size > limit:
             raise InputError(f"{path} has {size} bytes, but {limit} is the limit.")
         return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}); check its permissions.") from error
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        why = getattr(error, "strerror", None) or cause(error)
+        raise InputError(f"{path} cannot be read ({why}); check its name and permissions.") from error
 
 
 def parse_object(data: bytes, path: Path, what: str, hook: Callable[[list], dict]) -> Json:
