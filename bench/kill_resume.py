@@ -168,7 +168,7 @@ def main() -> int:
             kills[method] += found
             trials[method] += 1
             if fault:
-                faults.append(f"{method}: {fault}")
+                faults.append({"method": method, "fault": fault})
             print(f"{method}: {found} kills, {fault or 'the same bytes'}", flush=True)
             shutil.rmtree(out, ignore_errors=True)
             shutil.rmtree(f"{out}.partial", ignore_errors=True)

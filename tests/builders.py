@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
+    GPTJConfig,
     LlamaConfig,
+    MptConfig,
     OPTConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -232,6 +236,31 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def save_encoder(config: PreTrainedConfig, folder: Path) -> Path:
+    """An encoder with random weights and a byte tokenizer that begins with <s>, ends with </s> and pads."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = AutoModel.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = "<unk>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def config_with_tables(family: str) -> PreTrainedConfig:
+    """GPT-J and MPT, which compute tables of all their positions."""
+    if family == "gptj":
+        return GPTJConfig(**TOKENS, n_embd=48, n_layer=2, n_head=4, n_positions=128, rotary_dim=8)
+    return MptConfig(**TOKENS, d_model=48, n_layers=2, n_heads=4, expansion_ratio=2, max_seq_len=128)
 
 
 def config_of(family: str) -> PreTrainedConfig:

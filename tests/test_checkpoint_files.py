@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,9 +14,10 @@ import pytest
 import anybit
 from anybit.artifact.files import is_artifact
 from anybit.checkpoint.directory import Checkpoint, open_checkpoint
-from anybit.checkpoint.files import read_json
+from anybit.checkpoint.files import INDEX, read_json
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.errors import InputError
+from anybit.loader import load_tokenizer
 from tests import builders
 
 
@@ -63,24 +65,68 @@ def test_a_pipe_as_config_json_makes_no_model(model: Path) -> None:
         open_checkpoint(model)
 
 
+@pytest.mark.parametrize("name", ["1" * 300 + ".safetensors", "é" * 130 + ".safetensors"])
+def test_shards_whose_names_no_file_can_have(model: Path, name: str) -> None:
+    (model / "model.safetensors").rename(model / "model-1.safetensors")
+    (model / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    for enter in (open_checkpoint, anybit.load):
+        with pytest.raises(InputError, match=r"name of a \.safetensors file"):
+            enter(model)
+
+
+def test_a_null_byte_is_in_no_name() -> None:
+    assert not is_artifact(Path("a\0b"))
+    with pytest.raises(InputError, match="cannot be read"):
+        read_json(Path("a\0b"))
+
+
 # ---- links
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "tokenizer.json", "1_Pooling"])
+LINKS = {  # what is a link -> what it leads to
+    "LICENSE": "LICENSE",
+    "tokenizer.json": "tokenizer.json",
+    "config.json": "config.json",
+    "generation_config.json": "generation_config.json",
+    "1_Pooling": "1_Pooling/config.json",
+    "additional_chat_templates": "additional_chat_templates/default.jinja",
+}
+
+
+@pytest.mark.parametrize("name", LINKS)
 def test_a_link_out_of_the_model_is_refused_before_any_work(model: Path, tmp_path: Path, name: str) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    secret = tmp_path / "elsewhere" / "config.json"
-    secret.write_text("{}")
+    secret, link = tmp_path / "elsewhere" / LINKS[name], model / LINKS[name]
+    secret.parent.mkdir(parents=True)
+    secret.write_bytes(
+        link.read_bytes() if link.exists() else b"{}"
+    )  # the same: it is refused as a link alone
     (model / name).unlink(missing_ok=True)
-    (model / name).symlink_to(secret.parent if name == "1_Pooling" else secret)
-    link = model / name / "config.json" if name == "1_Pooling" else model / name
+    (model / name).symlink_to(tmp_path / "elsewhere" / name)
     with pytest.raises(InputError) as raised:
         anybit.quantize(model, tmp_path / "out", builders.options("rtn", 4, 32))
     assert f"{link} leads to {secret}, out of the model's directory" in str(raised.value)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["elsewhere", "model"]
+    for enter in (open_checkpoint, anybit.load, load_tokenizer):
+        with pytest.raises(InputError, match="out of the model's directory"):
+            enter(model)
+
+
+def test_a_link_that_comes_later_is_refused_too(model: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(model)
+    (tmp_path / "secret").write_text("{}")
+    (model / "LICENSE").unlink(missing_ok=True)
+    (model / "LICENSE").symlink_to(tmp_path / "secret")
     with pytest.raises(InputError, match="out of the model's directory"):
-        open_checkpoint(model).copy_assets(tmp_path / "out")
+        checkpoint.copy_assets(tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_weights_may_lie_on_another_disk(model: Path, tmp_path: Path) -> None:
+    expected = open_checkpoint(model).sha256()
+    for file in model.glob("*.safetensors"):
+        file.rename(tmp_path / file.name)
+        file.symlink_to(tmp_path / file.name)
+    assert open_checkpoint(model).sha256() == expected
 
 
 def copied(checkpoint: Checkpoint, out: Path) -> bytes:

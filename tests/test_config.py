@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,15 @@ def test_files_that_are_no_map_are_refused(tmp_path: Path, text: str) -> None:
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(InputError, match=f"--spec {path}: |^spec of a: expected an object"):
         read_spec_map(path, DEFAULT)
+
+
+def test_what_has_no_end_is_no_map(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "long").open("wb") as file:
+        file.truncate(10**12)
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path / "long"):
+        with pytest.raises(InputError, match=f"--spec {path}: (no such file|more than)"):
+            read_spec_map(path, DEFAULT)
 
 
 def test_a_map_that_is_not_there(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -64,6 +65,27 @@ def test_a_new_figure_makes_its_table_stale(copy: Path) -> None:
     done = tables(copy, "--check")
     assert done.returncode == 1
     assert "docs/results/cpu.md: table 'decode/transformers' is stale" in done.stderr
+
+
+def test_a_run_that_ended_in_other_bytes_is_not_counted_as_one_that_did_not(copy: Path) -> None:
+    file = copy / "bench/results/security.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    whole = found["kills"]["runs_by_method"]["cmpq"]
+    faults = [
+        {"method": "cmpq", "fault": "ended with 2"},
+        {"method": "cmpq", "fault": "other bytes: config.json"},
+    ]
+    found["kills"]["faults"] = faults
+    file.write_text(json.dumps(found), encoding="utf-8")
+    assert tables(copy).returncode == 0
+    lines = (copy / "docs/security.md").read_text(encoding="utf-8").splitlines()
+    row = next(line for line in lines if line.startswith("| cmpq |"))
+    assert [cell.strip() for cell in row.split("|")][3:5] == [str(whole), str(whole - 2)]
+    runs, kills = found["kills"]["runs"], found["kills"]["kills"]
+    assert f"| all | {kills} | {runs} | {runs - 2} |" in "\n".join(lines)
+    assert any(
+        line.startswith("Faults: cmpq: ended with 2; cmpq: other bytes: config.json.") for line in lines
+    )
 
 
 def test_a_target_that_is_missed_says_so(copy: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scipy.stats import rankdata
-from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import (
     AlbertConfig,
@@ -46,7 +45,7 @@ from anybit.loader import load, load_tokenizer
 from anybit.methods import METHODS
 from anybit.plan import make_plan
 from tests import builders
-from tests.builders import byte_tokenizer, save_random
+from tests.builders import byte_tokenizer, save_encoder, save_random
 
 COMMON = {
     "vocab_size": 300,
@@ -75,24 +74,6 @@ def configs() -> dict[str, PreTrainedConfig]:
         "mpnet": MPNetConfig(**COMMON),
         "electra": ElectraConfig(**COMMON, embedding_size=24),
     }
-
-
-def save_encoder(config: PreTrainedConfig, folder: Path) -> Path:
-    """An encoder with random weights and a byte tokenizer that begins with <s>, ends with </s> and pads."""
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        model = AutoModel.from_config(config, dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.2)
-        model.save_pretrained(folder)
-    tokenizer = byte_tokenizer()
-    tokenizer.pad_token = "<unk>"
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -422,6 +403,66 @@ def test_a_dense_layer_behind_the_pooling_is_refused(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(InputError, match="puts a Dense into the embedding"):
         embeddings.pooling_of(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '["x"]', "[1]", "{}"])
+def test_a_list_of_modules_that_is_none_is_a_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "modules.json").write_text(text)
+    with pytest.raises(InputError, match=r"modules\.json"):
+        embeddings.pooling_of(tmp_path)
+
+
+def test_a_list_of_modules_without_end_is_refused_unread(tmp_path: Path) -> None:
+    with (tmp_path / "modules.json").open("wb") as file:
+        file.truncate(10**12)
+    with pytest.raises(InputError, match=r"modules\.json has 1000000000000 bytes"):
+        embeddings.pooling_of(tmp_path)
+
+
+def split_by(pattern: str) -> Callable[[Any], object]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return lambda tokenizer: tokenizer.update(pre_tokenizer=split)
+
+
+DAMAGED: dict[str, tuple[str, Callable[[Any], object], str]] = {  # what is edited, how, what is said of it
+    "pattern": ("tokenizer.json", split_by("(x+x+)+y"), "fails on these texts .*retry-limit"),
+    "nothing left": (
+        "tokenizer.json",
+        lambda t: t.update(
+            normalizer={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}, post_processor=None
+        ),
+        "makes no token",
+    ),
+    "vocabulary": (
+        "tokenizer.json",
+        lambda t: t["model"]["vocab"].update(x=9999),
+        "vocabulary has 300",
+    ),
+    "length": ("tokenizer_config.json", lambda c: c.update(model_max_length="x"), "model_max_length is 'x'"),
+    "short": ("tokenizer_config.json", lambda c: c.update(model_max_length=2), "model_max_length is 2"),
+    "negative": ("tokenizer_config.json", lambda c: c.update(model_max_length=-1), "model_max_length is -1"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_tokenizer_that_fails_on_sentences_is_a_sentence(copy: Path, name: str) -> None:
+    file, change, words = DAMAGED[name]
+    data = json.loads((copy / file).read_text())
+    change(data)
+    (copy / file).write_text(json.dumps(data))
+    model, tokenizer = load(copy), load_tokenizer(copy)
+    with pytest.raises(InputError, match=words):
+        embeddings.embed(model, tokenizer, ["x" * 60, "xxxx"])
+
+
+def test_names_of_inputs_and_lengths_do_not_matter(copy: Path) -> None:
+    """The mask is made whatever the tokenizer's files call inputs; a length without end is the model's."""
+    model, sentences = load(copy), ["a b c", "a"]
+    expected = embeddings.embed(model, load_tokenizer(copy), sentences)
+    file = copy / "tokenizer_config.json"
+    changed = {"model_input_names": ["x"], "model_max_length": 1e30}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    assert torch.equal(embeddings.embed(model, load_tokenizer(copy), sentences), expected)
 
 
 def test_a_tokenizer_that_cannot_pad_is_refused(bert: Path) -> None:

@@ -34,8 +34,9 @@ public:
     }
     std::string text(const char* key) const {
         const nb::object found = get(key, false);
-        if (!nb::isinstance<nb::str>(found)) refuse(name_ + ": " + key + " is no text");
-        return nb::cast<std::string>(found);
+        std::string made; // half a surrogate pair is a str, too, and no text
+        if (!nb::isinstance<nb::str>(found) || !nb::try_cast(found, made)) refuse(name_ + ": " + key + " is no text");
+        return made;
     }
     template <typename T> std::vector<T> numbers(const char* key) const {
         std::vector<T> made;

@@ -25,6 +25,7 @@ GROUP_SIZE = 128  # input channels that share a scale, where nothing else is sai
 ACT_BITS = (2, 3, 4, 5, 6, 7, 8, 16)
 CODEBOOK_BITS = (16, 8, 4)
 MAX_GROUP = 2**20  # input channels that share a scale: far more than any model's rows have
+SPEC_BYTES = 100_000_000  # of a map of layers: lists of channels are long
 MAX_SEED = 2**63 - 1
 # Types that a field of these annotations takes; `type(value) in`, as True is an int to isinstance.
 _ACCEPTED: dict[str, tuple[type, ...]] = {
@@ -341,7 +342,13 @@ def read_spec_map(path: Path, default: LayerSpec[O]) -> dict[str, LayerSpec[O]]:
         InputError: where the file is not such a map, with the layer and the field.
     """
     try:
+        if not path.is_file():  # of a pipe there may be no end
+            raise InputError(f"--spec {path}: no such file; check the path")
+        if path.stat().st_size > SPEC_BYTES:
+            raise InputError(f"--spec {path}: more than {SPEC_BYTES} bytes, which is no map of layers")
         data = json.loads(path.read_text(encoding="utf-8"))
+    except InputError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"--spec {path}: not a readable JSON file ({error})") from error
     layers = data.get("layers", data) if isinstance(data, dict) else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from anybit.calibration.stats import GradientStats, LinearStats
 from anybit.calibration.streaming import BlockCall, run_block
 from anybit.config import Options
 from anybit.cost import Cost
-from anybit.errors import InputError, about_layer, refuse_unknown
+from anybit.errors import InputError, about_layer, enough_memory, refuse_unknown
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack
 from anybit.methods import DEFAULT
@@ -41,6 +40,10 @@ from anybit.methods.rounding import quantize_rows
 from anybit.plan import check_disk, make_plan, plane_room, scratch_bytes
 from anybit.prepare import Ready, Settings, prepare
 from anybit.progress import Advance, ignore
+
+FULL = (
+    "use fewer or shorter windows (--samples, --seq-len), or another --device"  # what to do where memory is
+)
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,10 @@ def quantize(
     start = time.perf_counter()
     out, overwrite = resolved(Path(out)), settings.get("overwrite", False)
     check_output(out, overwrite)
-    ready = prepare(model, out, options or DEFAULT.options(), settings)
+    with enough_memory(FULL):
+        ready = prepare(model, out, options or DEFAULT.options(), settings)
     folder, shards = ready.shared_statistics(settings.get("statistics")), len(ready.streamed.blocks) + 1
-    with _in_memory(), ArtifactWriter(out, ready.fingerprint, shards, overwrite, folder) as writer:
+    with enough_memory(FULL), ArtifactWriter(out, ready.fingerprint, shards, overwrite, folder) as writer:
         resumed, earlier = len(writer.finished), writer.cost()
         if resumed:
             ready.report.say(f"resumes: {resumed} of {shards} shards are finished")
@@ -404,15 +408,3 @@ class _Run(Ready):
             described["quantization_config"] |= {"bits": parts.bits, **parts.stated}
             writer.finish(described, texts, parts.files, parts.section)
         return cost
-
-
-@contextmanager
-def _in_memory() -> Iterator[None]:
-    """Say what to do where a GPU's memory is too small."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise InputError(
-            f"the GPU's memory is full ({str(error).partition('. ')[0]}): use --device cpu, or fewer or shorter "
-            "windows (--samples, --seq-len)"
-        ) from error

@@ -21,7 +21,12 @@ class InputError(ValueError):
     def __str__(self) -> str:  # no `__init__`: torch.compile and torch.export trace where one is raised
         message, half = super().__str__(), LONGEST // 2
         ends = message if len(message) <= LONGEST else f"{message[:half]} ... {message[-half:]}"
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in ends)
+        return printable(ends)
+
+
+def printable(text: str) -> str:
+    """A text of which nothing steers a terminal: line ends, escapes and the like are written out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def refuse_unknown(given: Mapping[str, object], known: type) -> None:
@@ -42,6 +47,26 @@ def about_layer(name: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
+
+
+@contextmanager
+def enough_memory(remedy: str) -> Iterator[None]:
+    """Say that memory was full, of the machine or of its GPU, and what to do.
+
+    Raises:
+        InputError: instead of what Python, torch and the kernels raise.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        of_gpu, words = (
+            type(error).__name__ == "OutOfMemoryError",
+            str(error),
+        )  # torch's, which is not imported here
+        if not (of_gpu or isinstance(error, MemoryError) or "allocate memory" in words):
+            raise
+        place, said = "the GPU's memory" if of_gpu else "the memory", words.strip().partition("\n")[0]
+        raise InputError(f"{place} is full ({said or type(error).__name__}): {remedy}") from error
 
 
 def require_extra(extra: str, purpose: str) -> None:

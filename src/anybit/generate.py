@@ -16,7 +16,7 @@ from anybit.checkpoint.chat_template import render
 from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, check_unicode, encode
 from anybit.config import Json
-from anybit.errors import InputError
+from anybit.errors import InputError, enough_memory
 from anybit.kernels.gpu import cuda_graph
 from anybit.kv_cache import CACHE, QuantizedCache, check_kv_bits
 from anybit.loader import config_of, load, load_tokenizer
@@ -70,7 +70,8 @@ class Generator:
         """Token ids [1, T] of a prompt.
 
         Raises:
-            InputError: a prompt of no tokens, or no Unicode; a tokenizer of another model.
+            InputError: a prompt of no tokens, or no Unicode; one that leaves no room in the model's context; a
+                tokenizer of another model.
         """
         ids = encode(self.tokenizer, prompt)
         if not ids:
@@ -98,9 +99,21 @@ class Generator:
         return self._known(ids)
 
     def _known(self, ids: list[int]) -> Tensor:
-        """Token ids [1, T] that the model has."""
+        """Token ids [1, T] that the model has, and has room for."""
         check_ids(ids, self.vocabulary)
+        self._room(len(ids))
         return torch.tensor([ids], dtype=torch.int64)
+
+    def _room(self, tokens: int) -> int | None:
+        """How many more tokens the model's context holds; None where its config does not say.
+
+        Raises:
+            InputError: none.
+        """
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and tokens >= limit:
+            raise InputError(f"the prompt has {tokens} tokens, the model's context holds {limit}: shorten it")
+        return None if limit is None else limit - tokens
 
     def stream(self, ids: Tensor, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
         """Print the continuation of ids [1, T] as it is made, and return it."""
@@ -129,14 +142,10 @@ class Generator:
         """New token ids [n] after ids [1, T]; greedy at temperature 0.
 
         Raises:
-            InputError: a prompt that leaves no room in the model's context.
+            InputError: a prompt that leaves no room in the model's context, or in memory.
         """
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and ids.shape[1] >= limit:
-            raise InputError(
-                f"the prompt has {ids.shape[1]} tokens, the model's context holds {limit}: shorten it"
-            )
-        room = max_new_tokens if limit is None else min(max_new_tokens, limit - ids.shape[1])
+        left = self._room(ids.shape[1])
+        room = max_new_tokens if left is None else min(max_new_tokens, left)
         sampling: Json = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if temperature > 0:
             sampling = {"do_sample": True, "temperature": temperature}
@@ -148,6 +157,7 @@ class Generator:
         ids = ids.to(self.model.device)
         on_gpu = self.model.device.type == "cuda"
         with ExitStack() as stack:
+            stack.enter_context(enough_memory("shorten the prompt, or ask for fewer tokens"))
             stack.enter_context(torch.random.fork_rng())
             stack.enter_context(torch.no_grad())
             torch.manual_seed(seed)

@@ -9,12 +9,14 @@ from typing import Any, Unpack
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
 
 import anybit.integrations.transformers  # noqa: F401 - registers the quantizer
 from anybit.artifact.files import SECTION, is_artifact
 from anybit.artifact.levels import Budget, Levels
 from anybit.artifact.reader import Artifact, open_artifact, refuse_unfinished
 from anybit.calibration.gradients import load_whole
+from anybit.calibration.meta_model import build
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.architectures import auto_class, build_options, refuse_unusable, refuse_unused
 from anybit.checkpoint.configuration import plain_outputs
@@ -131,7 +133,8 @@ def _from_pretrained(name: Path | None, dtype: str, checkpoint: Checkpoint, **gi
             describes no model.
     """
     path = checkpoint.path
-    with _in_words(path):
+    with _in_words(path), _without_report():
+        build(checkpoint, DTYPES[dtype])  # costs nothing, and refuses what would fill memory
         source = auto_class(checkpoint.config)
         if name is None:  # tensors are given: the Auto class would look for files
             source = source._model_mapping[type(given["config"])]
@@ -181,6 +184,17 @@ def _in_words(path: Path) -> Iterator[None]:
             f"{path} does not load ({type(error).__name__}: {_first_line(error)}): "
             "its config.json or its files are damaged; copy it again"
         ) from error
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Without what Transformers logs of tensors that do not fit, by their names as they are: a sentence says it."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _first_line(error: Exception) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from anybit.errors import printable
+
 Advance = Callable[[int], None]
 
 
@@ -38,7 +40,7 @@ class Terminal(Silent):
         from rich.progress import TimeRemainingColumn as Remaining
 
         self.console = Console(stderr=True, highlight=False)
-        text = TextColumn("{task.description}")
+        text = TextColumn("{task.description}", markup=False)
         bar: Any = Progress(
             text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), Remaining(),
             console=self.console,
@@ -47,7 +49,7 @@ class Terminal(Silent):
         self._started = False
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, soft_wrap=True)
 
     def task(self, description: str, total: int) -> Advance:
         if self.bars is None:
@@ -55,7 +57,7 @@ class Terminal(Silent):
         if not self._started:
             self.bars.start()
             self._started = True
-        task = self.bars.add_task(description, total=total)
+        task = self.bars.add_task(printable(description), total=total)
         bars = self.bars
         return lambda steps: bars.advance(task, steps)
 

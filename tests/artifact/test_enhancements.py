@@ -39,6 +39,13 @@ def write_index(path: Path, index: dict[str, Any]) -> None:
     (path / "anybit.index.json").write_text(json.dumps(index))
 
 
+def renamed(index: dict[str, Any], name: str) -> None:
+    """Another name for the file of an enhancement layer, everywhere."""
+    step = index[files.SECTION][5]
+    index["files"][name] = index["files"].pop(step["file"])
+    step["file"] = name
+
+
 def index_of(path: Path) -> dict[str, Any]:
     return json.loads((path / "anybit.index.json").read_text())
 
@@ -192,6 +199,8 @@ def test_a_list_without_a_file_is_no_proof(anybit_copy: Path) -> None:
         ),
         (lambda i: i[files.SECTION][0].update(bits=1.5), "another width"),
         (lambda i: i.update(format_version=99), "99"),
+        (lambda i: renamed(i, "x" * 300), "does not belong|not a file"),
+        (lambda i: renamed(i, "../x"), "does not belong|not a file"),
     ],
 )
 def test_what_the_list_states_is_checked(anybit_copy: Path, change: Callable[[Any], Any], word: str) -> None:

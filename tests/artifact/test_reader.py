@@ -18,9 +18,11 @@ from anybit.artifact.files import is_artifact
 from anybit.artifact.reader import open_artifact, read_config
 from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
-from anybit.checkpoint.files import JSON_LIMIT
+from anybit.checkpoint.files import INDEX_LIMIT, JSON_LIMIT
 from anybit.errors import InputError
+from anybit.loader import load_tokenizer
 from tests import builders
+from tests.builders import MakeModel
 
 SHARD = "model-00002-of-00003.safetensors"
 Q = "model.layers.0.self_attn.q_proj"
@@ -138,6 +140,39 @@ def test_verify_finds_any_flipped_byte(copied: Path) -> None:
 def test_verify_finds_damage(copied: Path, change: Callable[[Path], Any], words: str) -> None:
     change(copied)
     refuses(verify, copied, words)
+
+
+TEMPLATE = "additional_chat_templates/default.jinja"  # which Transformers prefers to chat_template.jinja
+
+
+def test_a_further_chat_template_put_into_an_artifact_is_noticed(copied: Path) -> None:
+    (copied / TEMPLATE).parent.mkdir()
+    (copied / TEMPLATE).write_text("{{ 'owned' }}")
+    refuses(verify, copied, f"does not list {TEMPLATE}")
+
+
+def test_further_chat_templates_go_with_the_model(model_copy: MakeModel, tmp_path: Path) -> None:
+    model, out = model_copy("llama"), tmp_path / "out"
+    (model / TEMPLATE).parent.mkdir()
+    (model / TEMPLATE).write_text("{{ 'the maker says so' }}")
+    anybit.quantize(model, out, builders.options("rtn"))
+    assert (out / TEMPLATE).read_bytes() == (model / TEMPLATE).read_bytes()
+    assert verify(out)["hashes_checked"]
+    assert load_tokenizer(out).chat_template == load_tokenizer(model).chat_template
+    (out / TEMPLATE).write_text("{{ 'owned' }}")
+    refuses(verify, out, r"default\.jinja does not have the bytes")
+    index = json.loads((out / "anybit.index.json").read_text())
+    for name in (
+        "additional_chat_templates/../x.jinja",
+        "additional_chat_templates/a/b.jinja",
+        "../x",
+        "x" * 256,
+        "\0",
+    ):
+        (out / "anybit.index.json").write_text(
+            json.dumps({**index, "files": {**index["files"], name: {"bytes": 1, "sha256": "0"}}})
+        )
+        refuses(verify, out, "not a file of this directory")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "generation_config.json"])
@@ -259,9 +294,9 @@ def test_pickled_weights_are_named_so(copied: Path) -> None:
     refuses(anybit.load, copied, "pickle")
 
 
-@pytest.mark.parametrize("name", ["config.json", "anybit.index.json"])
-def test_json_beyond_the_limit_is_not_read(copied: Path, name: str) -> None:
-    os.truncate(copied / name, JSON_LIMIT + 1)  # a hole: nothing is written
+@pytest.mark.parametrize(("name", "limit"), [("config.json", JSON_LIMIT), ("anybit.index.json", INDEX_LIMIT)])
+def test_json_beyond_the_limit_is_not_read(copied: Path, name: str, limit: int) -> None:
+    os.truncate(copied / name, limit + 1)  # a hole: nothing is written
     assert is_artifact(copied) == (name != "config.json")
     refuses(verify, copied, "not an anybit artifact" if name == "config.json" else "list of hashes")
 

@@ -92,12 +92,12 @@ def write_gguf(
     for key, value in extra.items():
         writer.add_uint32(key.replace("__", "."), value)
     if tokenizer is not None:
-        words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        words = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), "Āā"]  # bytes 0 and 1
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("default")
         writer.add_token_list(words + [f"<unused {i}>" for i in range(len(words), config.vocab_size)])
         writer.add_token_types([3] * 3 + [1] * (len(words) - 3) + [5] * (config.vocab_size - len(words)))
-        writer.add_token_merges([])
+        writer.add_token_merges(["Ā ā"])  # Transformers reads no tokenizer without any
         writer.add_bos_token_id(0)
         writer.add_eos_token_id(1)
         writer.add_chat_template(TEMPLATE)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from anybit.checkpoint.counts import LABELS, check_counts
+from anybit.checkpoint.counts import LABELS, check_counts, leaves
 from anybit.checkpoint.directory import open_checkpoint
+from anybit.checkpoint.files import JSON_LIMIT
 from anybit.checkpoint.safetensors import StoredTensor
 from anybit.errors import InputError
 from tests.builders import FAMILIES, MakeModel
@@ -51,6 +53,11 @@ def test_layers_are_at_least_one_and_no_more_than_tensors(model_copy: MakeModel,
         ({"vocab_size": 2_000_000}, "vocab_size is 2000000, but the files hold only 1600000 bytes"),
         ({"num_attention_heads": 2**30}, "num_attention_heads"),
         ({"max_position_embeddings": 2**31}, "max_position_embeddings"),
+        ({"n_positions": 2**24 + 1}, "n_positions is 16777217, but 16777216 is the limit"),
+        ({"text_config": {"max_position_embeddings": 2**31 - 1}}, "max_position_embeddings"),
+        ({"max_seq_len": 2**20 + 1}, "max_seq_len is 1048577, but 1048576 is the limit"),
+        ({"n_ctx": 2**31 - 1}, "n_ctx"),
+        ({"max_source_positions": 2**31 - 1}, "max_source_positions"),
         ({"anything": [[{"at": [10**30]}]]}, "at is 1000"),
         ({"anything": -(10**30)}, "anything is -1000"),
     ],
@@ -74,6 +81,27 @@ def test_numbers_that_models_have() -> None:
     flags = {"use_cache": True, "sliding_window": None, "id2label": {"0": "x"}, "rms_norm_eps": 1e300}
     check_counts("config.json", {**held, **usual, **far, **flags}, HELD)
     check_counts("config.json", {"quantization_config": {"shape": [10**40]}}, HELD)
+
+
+def test_lists_without_end_are_refused_unread(model_copy: MakeModel) -> None:
+    """Parsed, 30 million empty lists would take 3 GB and 40 s."""
+    folder = model_copy("llama")
+    (folder / "config.json").write_text('{"a": [' + "[]," * JSON_LIMIT + "[]]}")
+    begun = time.process_time()
+    with pytest.raises(InputError, match=rf"config.json has \d+ bytes, but {JSON_LIMIT} is the limit"):
+        open_checkpoint(folder)
+    assert time.process_time() - begun < 2
+
+
+def test_lists_are_walked_where_they_are() -> None:
+    """A copy of a long list, with its key at each entry, would take ten times as much."""
+    config = {"a": [[]] * 1_000_000, "b": {"c": [1, {"d": "e"}]}}
+    tracemalloc.start()
+    try:
+        assert list(leaves(config)) == [("c", 1), ("d", "e")]
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_nesting_is_no_recursion() -> None:

@@ -85,9 +85,10 @@ def hub(copy: Callable[[str], Path]) -> Iterator[tuple[str, type[Hub]]]:
     (folder / "modeling_custom.py").write_bytes(b"raise SystemExit")
     (folder / "consolidated.safetensors").write_bytes(b"the same again")
     (folder / "LICENSE").write_bytes(b"free")
-    for name in ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"):
+    for name in ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors",
+                 "additional_chat_templates/tools.jinja", "adapter/adapter.safetensors"):  # fmt: skip
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(b"{}")
+        (folder / name).write_text(f'{{"": "{name}"}}')  # equal files would be fetched once
     handler = type("TinyHub", (Hub,), {"folder": folder, "fetched": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -144,10 +145,11 @@ def test_hub_id(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
         "tokenizer.json",
         "LICENSE",
         "1_Pooling/config.json",
+        "additional_chat_templates/tools.jinja",
         *(file.name for file in local.files),
     } <= fetched
     assert not fetched & {"pytorch_model.bin", "modeling_custom.py", "consolidated.safetensors"}
-    assert not any(name.startswith("2_Dense") for name in fetched)
+    assert not any(name.startswith(("2_Dense", "adapter")) for name in fetched)
     # A second time, without a network: from the cache.
     assert open_elsewhere(["tiny/llama"], address, tmp_path / "cache", HF_HUB_OFFLINE="1") == [expected]
 

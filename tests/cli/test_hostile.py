@@ -171,6 +171,74 @@ def test_columns_that_point_outside(run: Run, llama: Path, tmp_path: Path) -> No
         refused(run("inspect", out), "cols points outside 0..")
 
 
+@pytest.mark.parametrize(("family", "key"), [("gptj", "n_positions"), ("mpt", "max_seq_len")])
+def test_windows_without_end(run: Run, tmp_path: Path, family: str, key: str) -> None:
+    """GPT-J computes a table of all its positions, and MPT one for each head."""
+    model = builders.save_random(builders.config_with_tables(family), tmp_path / "model")
+    builders.byte_tokenizer().save_pretrained(model)
+    out = tmp_path / "out"
+    short = ["--seq-len", "32", "--max-tokens", "64"]
+    quantize = ["quantize", model, "-o", out, "--bits", "3", "--samples", "2", "--seq-len", "16"]
+    assert run("eval", model, *short).code == run(*quantize, "--method", "gptq").code == 0
+    assert run("eval", out, *short).code == 0
+    for folder in (model, out):
+        edit(folder / "config.json", lambda c: c.update({key: 2**31 - 1}))
+    (out / "anybit.index.json").unlink()
+    for command in (
+        ["eval", model, *short],
+        ["eval", out, *short],
+        ["verify", out],
+        [*quantize, "--dry-run"],
+    ):
+        refused(run(*command), f"{key} is 2147483647")
+
+
+def test_tables_that_outgrow_the_files(run: Run, tmp_path: Path) -> None:
+    model = builders.save_random(builders.config_with_tables("gptj"), tmp_path / "model")
+    builders.byte_tokenizer().save_pretrained(model)
+    edit(model / "config.json", lambda c: c.update(n_positions=2**24, rotary_dim=2**16))
+    for command in (["eval", model], ["quantize", model, "-o", tmp_path / "out", "--dry-run"]):
+        refused(run(*command), "tables of 4398046511104 bytes, such as transformer.")
+
+
+OWNED = "\x1b]0;owned\x07"  # would name the terminal's window
+
+
+def test_what_an_artifact_says_steers_no_terminal(run: Run, copied: Path) -> None:
+    stated = {"source": OWNED, "samples": 1, "seq_len": "\x9b2J"}
+    edit(copied / "config.json", lambda c: c["quantization_config"].update(method=OWNED, calibration=stated))
+    ran = run("inspect", copied)
+    assert ran.code == 0 and ran.out.count(r"\x1b]0;owned\x07") == 2 and r"\x9b2J" in ran.out
+    assert all(line.isprintable() for line in ran.out.splitlines())
+
+
+def test_names_of_tensors_steer_no_terminal(
+    run: Run, model_copy: MakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a tensor without a place Transformers would log the name as it is, and a run says it."""
+    model = model_copy("llama")
+    tensors = load_file(model / "model.safetensors")
+    save_file(
+        tensors | {OWNED: tensors["model.norm.weight"].clone()}, model / "model.safetensors", {"format": "pt"}
+    )
+    ran = run("eval", model, "--seq-len", "32", "--max-tokens", "64")
+    refused(ran, r"\x1b]0;owned")
+    assert "\x1b]0;" not in ran.err and not [r for r in caplog.records if OWNED in r.getMessage()]
+    tensors = {
+        f"mtp.{OWNED}" if name == OWNED else name: t
+        for name, t in load_file(model / "model.safetensors").items()
+    }
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    ran = run("quantize", model, "-o", tmp_path / "out", "--method", "rtn", "--bits", "4")
+    assert ran.code == 0 and r"mtp.\x1b]0;owned" in ran.err and "\x1b]0;" not in ran.err + ran.out
+
+
+def test_a_prompt_that_does_not_fit_is_not_echoed(run: Run, copied: Path) -> None:
+    ran = run("generate", copied, "-p", "x" * 200)
+    refused(ran, "the prompt has 200 tokens, the model's context holds 128")
+    assert ran.out == ""
+
+
 def test_a_shorter_model_than_the_files_hold(run: Run, model_copy: MakeModel, tmp_path: Path) -> None:
     model = model_copy("llama")
     for layers, words in ((1, "model.layers.1."), (-1, "num_hidden_layers is -1")):

@@ -25,15 +25,16 @@ from pathlib import Path
 from random import Random
 
 import tests.conftest  # noqa: F401 - one thread, no network, the build that ANYBIT_BUILD names
-from tests.fuzz import artifacts, checkpoints, commands, ggufs, layouts
+from tests.fuzz import artifacts, checkpoints, commands, ggufs, layouts, native
 from tests.fuzz.bases import Bases
-from tests.fuzz.limits import GOOD, Child, Verdict, start
+from tests.fuzz.limits import GOOD, Child, Finding, Verdict, start
 
 KINDS: dict[str, tuple[Callable[[Random, Bases, Path], str], int]] = {  # the case, its share of a hundred
-    "artifacts": (artifacts.case, 40),
+    "artifacts": (artifacts.case, 36),
     "checkpoints": (checkpoints.case, 20),
-    "ggufs": (ggufs.case, 15),
-    "layouts": (layouts.case, 10),
+    "ggufs": (ggufs.case, 13),
+    "layouts": (layouts.case, 8),
+    "native": (native.case, 8),
     "commands": (commands.case, 15),
 }
 Case = tuple[str, int]  # kind, seed
@@ -45,13 +46,25 @@ def run(case: Case, bases: Bases) -> Callable[[Path], str]:
 
 
 def warm_up(bases: Bases, root: Path) -> None:
-    """What commands import on their way, imported once, instead of in every case."""
+    """What commands import on their way, imported once, instead of in every case: what is whole goes through.
+
+    Raises:
+        Finding: it does not, and then no damaged one would either.
+    """
     with contextlib.redirect_stdout(io.StringIO()):
-        for through in artifacts.COMMANDS.values():
-            through(bases.artifacts["rtn"], bases.text)
-        for model in (bases.models["llama"], bases.ggufs["float"]):
-            checkpoints.enter("dry run", model, root, bases.text)
-            checkpoints.enter("plan", model, root, bases.text)
+        outcomes = [
+            through(bases.artifacts["rtn"], bases.measured("rtn")) for through in artifacts.COMMANDS.values()
+        ]
+        for name in ("gptq-bert", "rtn-gptj"):
+            outcomes.append(artifacts.COMMANDS["eval"](bases.artifacts[name], bases.measured(name)))
+        for family, model in [*bases.models.items(), *(("llama", file) for file in bases.ggufs.values())]:
+            outcomes.append(checkpoints.enter("dry run", model, root, bases, family))
+        for model in (bases.models["llama"], *bases.ggufs.values()):
+            outcomes += [
+                checkpoints.enter(door, model, root, bases, "llama") for door in ("plan", "generate")
+            ]
+    if set(outcomes) != {"right"}:
+        raise Finding(f"whole models and artifacts are refused: {outcomes}")
 
 
 def verdicts(

@@ -12,19 +12,20 @@ import torch
 import anybit
 from anybit.checkpoint.files import HASHES
 from tests.fuzz import mutate
-from tests.fuzz.bases import Bases
-from tests.fuzz.doors import check_run, command, plain_transformers, refusals
+from tests.fuzz.bases import ARTIFACTS, ENCODERS, Bases
+from tests.fuzz.doors import SPEAKING, check_run, command, plain_transformers, refusals
 from tests.fuzz.limits import Finding
 
 LARGE = 1e6  # weights beyond it, which are finite, may well make numbers that are not
 QUIET = ("--max-new-tokens", "2")
-COMMANDS: dict[str, Callable[[Path, Path], str]] = {
-    "verify": lambda path, text: command("verify", path),
-    "inspect": lambda path, text: command("inspect", path, "--json"),
-    "plan": lambda path, text: command("plan", path),
-    "generate": lambda path, text: command("generate", path, "-p", "the fox", *QUIET),
-    "chat": lambda path, text: command("chat", path, *QUIET, stdin="hello\n"),
-    "eval": lambda path, text: command("eval", path, "--text", text, "--seq-len", "32", "--max-tokens", "64"),
+COMMANDS: dict[str, Callable[[Path, tuple[object, ...]], str]] = {  # of an artifact, and what `eval` is told
+    "verify": lambda path, on: command("verify", path),
+    "inspect": lambda path, on: command("inspect", path),
+    "inspect json": lambda path, on: command("inspect", path, "--json"),
+    "plan": lambda path, on: command("plan", path),
+    "generate": lambda path, on: command("generate", path, "-p", "the fox", *QUIET),
+    "chat": lambda path, on: command("chat", path, *QUIET, stdin="hello\n"),
+    "eval": lambda path, on: command("eval", path, *on),
 }
 
 
@@ -34,14 +35,17 @@ def case(rng: Random, bases: Bases, folder: Path) -> str:
     door = rng.choice((*COMMANDS, "load", "load", "level", "transformers", "transformers"))
     if rng.random() < 0.1:
         how, good = mutate.harmless(rng, path), True
-        door = "load" if door == "level" and name != "anybit" else door
+        none = (door == "level" and name != "anybit") or (door in SPEAKING and ARTIFACTS[name][0] in ENCODERS)
+        door = "load" if none else door
     else:
         how, good = damage(rng, path, door == "transformers"), False
     if good or rng.random() < 0.8:
         mutate.rehash(path)
     print(f"{name}, {how}, {door}")
     outcome = (
-        COMMANDS[door](path, bases.text) if door in COMMANDS else loaded(rng, bases, name, path, door, good)
+        COMMANDS[door](path, bases.measured(name))
+        if door in COMMANDS
+        else loaded(rng, bases, name, path, door, good)
     )
     if good and outcome != "right":
         raise Finding(f"{how} is refused")

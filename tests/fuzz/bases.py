@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, BertConfig, LlamaForCausalLM
 
 import anybit
-from tests.builders import byte_tokenizer, config_of, options, save_random
+from anybit.checkpoint.architectures import auto_class
+from tests.builders import (
+    COMMON,
+    SIZES,
+    byte_tokenizer,
+    config_of,
+    config_with_tables,
+    options,
+    save_encoder,
+    save_random,
+)
 from tests.checkpoint.models import write_gguf
 
-FAMILIES = ("llama", "llama-tied", "gpt2", "opt", "qwen3", "gemma3")
+WITH_TABLES = ("gptj", "mpt")  # of all their positions
+ENCODERS = ("bert",)
+FAMILIES = ("llama", "llama-tied", "gpt2", "opt", "qwen3", "gemma3", *WITH_TABLES, *ENCODERS)
 SHORT = {"samples": 3, "seq_len": 24}
 ARTIFACTS = {  # name -> family, options
     "anybit": ("llama", options("anybit", kept_channels=0.05, **SHORT)),
@@ -26,10 +39,13 @@ ARTIFACTS = {  # name -> family, options
     "two-four-sixteen": ("llama", options("two-four-sixteen", **SHORT)),
     "squeezellm": ("opt", options("squeezellm", bits=3, magnitude_outliers=0.01, **SHORT)),
     "any-precision": ("llama", options("any-precision", widths=(3, 5), **SHORT)),
+    "rtn-gptj": ("gptj", options("rtn", bits=4, group_size=16)),
+    "gptq-bert": ("bert", options("gptq", bits=4, group_size=16, **SHORT)),
     "cmpq": ("gemma3", options("cmpq", bits=2.5, **SHORT)),
 }
 GGUFS = {"float": Kind.F32, "blocks": Kind.Q8_0, "fours": Kind.Q4_0}
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from all of the other animals " * 8
+PAIRS = "sentence1\tsentence2\tscore\nthe fox runs\tthe dog runs\t2.5\na bird\tthe end of all\t1\n"
 TOKENS = torch.tensor([[5, 100, 77, 263, 0, 18, 44, 5, 9]])
 
 
@@ -38,8 +54,16 @@ class Bases:
     models: Mapping[str, Path]
     artifacts: Mapping[str, Path]
     ggufs: Mapping[str, Path]
-    logits: Mapping[str, torch.Tensor]  # of every artifact
+    logits: Mapping[str, torch.Tensor]  # of every artifact; of encoders, their states
     text: Path
+    pairs: Path  # of sentences
+
+    def measured(self, name: str) -> tuple[object, ...]:
+        """What `eval` is told besides the model: a few words of text, or some pairs for an encoder."""
+        family = ARTIFACTS[name][0] if name in ARTIFACTS else name
+        if family in ENCODERS:
+            return "--pairs", self.pairs
+        return "--text", self.text, "--seq-len", "32", "--max-tokens", "64"
 
     @staticmethod
     def make(root: Path) -> Bases:
@@ -47,6 +71,8 @@ class Bases:
         root.mkdir(parents=True)
         text = root / "text.txt"
         text.write_text(TEXT)
+        pairs = root / "pairs.tsv"
+        pairs.write_text(PAIRS)
         models = {family: _model(root / "models" / family, family) for family in FAMILIES}
         artifacts = {name: root / "artifacts" / name for name in ARTIFACTS}
         for name, (family, chosen) in ARTIFACTS.items():
@@ -56,17 +82,22 @@ class Bases:
                 chosen,
                 **({"calibration": str(text)} if chosen.calibrated else {}),
             )
-        logits = {
-            name: logits_of(AutoModelForCausalLM.from_pretrained(path)) for name, path in artifacts.items()
-        }
+        logits = {name: logits_of(whole(path)) for name, path in artifacts.items()}
         (root / "ggufs").mkdir()
         ggufs = {name: _gguf(root / "ggufs" / f"{name}.gguf", kind) for name, kind in GGUFS.items()}
-        return Bases(models, artifacts, ggufs, logits, text)
+        return Bases(models, artifacts, ggufs, logits, text, pairs)
 
 
 def _model(folder: Path, family: str) -> Path:
-    save_random(config_of(family), folder)
-    byte_tokenizer().save_pretrained(folder)
+    if family in ENCODERS:
+        save_encoder(BertConfig(**{**COMMON, **SIZES, "pad_token_id": 0}), folder)
+        modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Transformer", "Pooling")]
+        (folder / "modules.json").write_text(json.dumps(modules))
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
+    else:
+        save_random(config_with_tables(family) if family in WITH_TABLES else config_of(family), folder)
+        byte_tokenizer().save_pretrained(folder)
     (folder / "LICENSE").write_text("do what you like")
     return folder
 
@@ -80,6 +111,13 @@ def _gguf(path: Path, kind: Kind) -> Path:
         return write_gguf(path, LlamaForCausalLM(config), "llama", kind, tokenizer=byte_tokenizer())
 
 
+def whole(path: Path) -> torch.nn.Module:
+    """A model or an artifact as plain Transformers loads it."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    return auto_class(config).from_pretrained(path, local_files_only=True)
+
+
 @torch.no_grad()
 def logits_of(model: torch.nn.Module) -> torch.Tensor:
-    return model(input_ids=TOKENS).logits
+    """Logits, or the states of an encoder."""
+    return model(input_ids=TOKENS)[0]

@@ -9,8 +9,8 @@ from random import Random
 import anybit
 from anybit.artifact.verify import verify
 from tests.fuzz import mutate
-from tests.fuzz.bases import Bases
-from tests.fuzz.doors import check_run, command, refusals
+from tests.fuzz.bases import ENCODERS, Bases
+from tests.fuzz.doors import SPEAKING, check_run, command, refusals
 from tests.fuzz.limits import Finding
 
 RTN = ("--method", "rtn", "--bits", "4", "--group-size", "32")
@@ -24,15 +24,17 @@ def case(rng: Random, bases: Bases, folder: Path) -> str:
     good = rng.random() < 0.1
     how = mutate.harmless(rng, path) if good else damage(rng, path)
     door = rng.choice(DOORS)
+    if good and family in ENCODERS and door in SPEAKING:
+        door = "eval"
     print(f"{family}, {how}, {door}")
-    outcome = enter(door, path, folder, bases.text)
+    outcome = enter(door, path, folder, bases, family)
     if good and outcome != "right":
         raise Finding(f"{how} is refused")
     return outcome
 
 
 def damage(rng: Random, path: Path) -> str:
-    files = sorted(file for file in path.iterdir() if file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.is_file())
     shards = [file for file in files if file.suffix == ".safetensors"]
     kind = rng.choice(("shard", "shard", "config", "config", "config", "text", "file"))
     if kind == "shard":
@@ -44,11 +46,11 @@ def damage(rng: Random, path: Path) -> str:
     return mutate.damage_text(rng, rng.choice([file for file in files if file not in shards]))
 
 
-def enter(door: str, path: Path, folder: Path, text: Path) -> str:
+def enter(door: str, path: Path, folder: Path, bases: Bases, family: str) -> str:
     """Through a door: what is written is whole, or not there."""
     out = folder / "out"
     if door == "eval":
-        return command("eval", path, "--text", text, "--seq-len", "32", "--max-tokens", "64")
+        return command("eval", path, *bases.measured(family))
     if door == "generate":
         return command("generate", path, "-p", "the fox", "--max-new-tokens", "2")
     if door == "chat":
@@ -57,7 +59,7 @@ def enter(door: str, path: Path, folder: Path, text: Path) -> str:
         return command("plan", path)
     if door == "dry run":
         return command("quantize", path, "-o", out, *RTN, "--dry-run")
-    options = (*GPTQ, "--calibration", text) if door == "gptq" else RTN
+    options = (*GPTQ, "--calibration", bases.text) if door == "gptq" else RTN
     outcome = command("quantize", path, "-o", out, *options)
     if outcome == "error" and out.exists():
         raise Finding("refused, but OUT is there")

@@ -199,6 +199,7 @@ def argument(rng: Random, flag: str, parameter: Any, bases: Bases, folder: Path)
             "/",
             "given",
             bases.text,
+            bases.pairs,
             file(folder),
             bases.models["llama"] / "config.json",
         )

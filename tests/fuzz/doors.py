@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
+import anybit
 from anybit.cli import main as cli
 from anybit.errors import InputError
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import reference
 from anybit.layers import PackedModule
-from tests.fuzz.bases import logits_of
+from tests.fuzz.bases import logits_of, whole
 from tests.fuzz.limits import Finding, is_memory
 
+SPEAKING = ("generate", "chat")  # which no encoder can; what a model says goes out as it is
 LONGEST = 3000  # characters of an error
+LOWEST = torch.finfo(torch.bfloat16).eps / 2  # relative error of one rounding
+OURS, THEIRS = (str(Path(package.__file__ or "").parent) for package in (anybit, transformers))
 
 
 def command(*arguments: object, stdin: str = "", usage: bool = False) -> str:
@@ -34,28 +41,54 @@ def command(*arguments: object, stdin: str = "", usage: bool = False) -> str:
     Raises:
         Finding: anything else.
     """
-    out, err = io.StringIO(), io.StringIO()
     sys.argv, sys.stdin = ["anybit", *map(str, arguments)], io.StringIO(stdin)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with _captured(1) as out, _captured(2) as err:
         try:
             cli.main()
             code: Any = 0
         except SystemExit as end:
             code = end.code or 0
-    print(f"{arguments} -> {code}\n{out.getvalue()[-2000:]}\n{err.getvalue()[-3000:]}")
-    lines = [line for line in err.getvalue().splitlines() if line.strip()]
-    if "Traceback" in err.getvalue():
-        raise Finding(f"traceback of {arguments}: {err.getvalue()[-2000:]}")
+    (shown,), (said,) = out, err
+    print(f"{arguments} -> {code}\n{shown[-2000:]}\n{said[-3000:]}")
+    given = set(map(str, arguments))
+    steering = {c for c in shown if not c.isprintable()} - {"\n", *"".join(given)}
+    if steering and not given.intersection(SPEAKING):
+        raise Finding(f"{arguments} steers a terminal by {sorted(steering)}")
+    lines = [line for line in said.splitlines() if line.strip()]
+    if "Traceback" in said:
+        raise Finding(f"traceback of {arguments}: {said[-2000:]}")
     if code == 0:
         return "right"
     if code != 2 or not lines:
-        raise Finding(f"{arguments} ended with {code}: {err.getvalue()[-1000:]}")
-    said = [line for line in lines if line.startswith("anybit: ")]
-    if not said and not usage:
-        raise Finding(f"{arguments} ended without a sentence: {err.getvalue()[-1000:]}")
-    if said:
-        in_words("\n".join(lines[lines.index(said[0]) :]))
+        raise Finding(f"{arguments} ended with {code}: {said[-1000:]}")
+    if lines[-1].startswith("anybit: "):
+        in_words(lines[-1])
+    elif not usage:
+        raise Finding(f"{arguments} ended without a sentence: {said[-1000:]}")
     return "error"
+
+
+@contextlib.contextmanager
+def _captured(descriptor: int) -> Iterator[list[str]]:
+    """All that goes to standard output or error, of libraries as well as of Python: one text, once it is over."""
+    name, how = {1: ("stdout", "strict"), 2: ("stderr", "backslashreplace")}[descriptor]  # as Python has them
+    earlier, before, found = getattr(sys, name), os.dup(descriptor), list[str]()
+    earlier.flush()
+    with (
+        tempfile.TemporaryFile() as file,
+        open(descriptor, "w", encoding="utf-8", errors=how, closefd=False, buffering=1) as stream,
+    ):
+        os.dup2(file.fileno(), descriptor)
+        setattr(sys, name, stream)
+        try:
+            yield found
+        finally:
+            stream.flush()
+            setattr(sys, name, earlier)
+            os.dup2(before, descriptor)
+            os.close(before)
+            file.seek(0)
+            found.append(file.read().decode(errors="replace"))
 
 
 def in_words(message: str) -> None:
@@ -91,17 +124,23 @@ def plain_transformers(path: Path) -> nn.Module | None:
         Exception: whatever anybit's own code raised that is no `InputError`.
     """
     try:
-        return AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+        return whole(path)
     except InputError as error:
         in_words(str(error))
     except (SafetensorError, OSError) as error:
         print(f"{type(error).__name__}: {error}")
     except Exception as error:
-        frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if is_memory(error) or "/anybit/" in frames[-1]:
+        if is_memory(error) or raised_by_anybit(error):
             raise
         print(f"{type(error).__name__}: {error}")
     return None
+
+
+def raised_by_anybit(error: Exception) -> bool:
+    """Whether anybit's code, or what it called, raised it: any of its frames stands behind Transformers' last."""
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    theirs = [i for i, file in enumerate(frames) if file.startswith(THEIRS)]
+    return any(file.startswith(OURS) for file in frames[theirs[-1] if theirs else 0 :])
 
 
 def check_run(model: nn.Module) -> Tensor:
@@ -122,13 +161,16 @@ def check_run(model: nn.Module) -> Tensor:
     for name, module, x in seen:
         weight = module.packed.prefix(module._running)
         if x.is_floating_point():
-            flat = x.flatten(0, -2)
+            flat = x.detach().flatten(0, -2)
             same_product(name, weight, flat, module.matmul(flat))
     return logits
 
 
 def same_product(name: str, weight: PackedWeight, x: Tensor, y: Tensor) -> None:
-    """Hold y [tokens, out] against x [tokens, in] times the dense matrix.
+    """Hold y [tokens, out] of float32 or bfloat16, as x is, against x [tokens, in] times the dense matrix.
+
+    Each number by the norms of its own token and its own row: a large or a broken one elsewhere hides nothing. Only
+    numbers that are not finite in the dense product, or beyond float32, are left out.
 
     Raises:
         Finding: it differs by more than rounding.
@@ -136,8 +178,11 @@ def same_product(name: str, weight: PackedWeight, x: Tensor, y: Tensor) -> None:
     inputs = reference.round_inputs(x.float(), weight).double()
     dense = reference.dequantize(weight).double()
     expected, size = inputs @ dense.T, (inputs.square() @ dense.square().T).sqrt()
-    finite = expected.isfinite() & (size < 1e30)
-    wrong = ((y.double() - expected).abs() > 2e-5 * size.amax() + 1e-5) & finite
+    token, row = inputs.norm(dim=1, keepdim=True), dense.norm(dim=1)
+    most = token * (2e-5 * row + 1e-6)
+    if x.dtype == torch.bfloat16:  # of the result, of centroids, of inputs that are scaled
+        most = most + 2 * LOWEST * expected.abs() + 8 * LOWEST * size
+    wrong = ~((y.double() - expected).abs() <= most) & expected.isfinite() & (size < 1e30)
     if bool(wrong.any()):
         at = tuple(wrong.nonzero()[0].tolist())
         raise Finding(f"{name} computes {float(y[at])}, its dense matrix {float(expected[at])}, at {at}")

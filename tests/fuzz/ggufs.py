@@ -39,7 +39,7 @@ def case(rng: Random, bases: Bases, folder: Path) -> str:
     path.write_bytes(data)
     door = rng.choice(DOORS)
     print(f"{original.name}, {how}, {door}")
-    outcome = enter(door, path, folder, bases.text)
+    outcome = enter(door, path, folder, bases, "llama")
     if outcome != "right" and (how == "name" or (how == "values" and original.name == "float.gguf")):
         raise Finding(f"other {how}, which are as good, are refused")
     return outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,10 +22,11 @@ from anybit.formats import (
 from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, pack, unpack
-from anybit.kernels import cpu
+from anybit.kernels import cpu, reference
+from anybit.kernels.cpu_layer import Layer
 from anybit.kernels.dispatch import BoundWeight
 from tests.fuzz.bases import Bases
-from tests.fuzz.doors import refusals, same_product
+from tests.fuzz.doors import same_product
 from tests.fuzz.limits import Finding
 
 SIZES = (
@@ -68,19 +70,62 @@ def case(rng: Random, bases: Bases, folder: Path) -> str:
     again = pack(unpack(weight))
     x = torch.randn(rng.choice(TOKENS), layout.shape[1])
     x = x * rng.choice((1e-3, 1, 1, 100))
+    x, threads = x.bfloat16() if rng.random() < 0.4 else x, rng.choice((1, 2, 3))
+    print(f"{list(x.shape)} of {x.dtype}, {threads} threads")
     for isa in cpu.matmul_isas():
         bound = BoundWeight(weight, isa=isa)
-        y = bound.matmul(x)
-        with refusals() as refused:
-            same_product(isa, weight, x, y)
-        if refused or not torch.equal(bound.matmul(x), y):
-            raise Finding(f"{isa}: {refused or 'another product the second time'}")
+        multiplied(isa, bound, weight, x, threads)
+        for width in layout.widths:  # with less of the same bytes
+            level = layout.at_width(width)
+            multiplied(f"{isa} at {width} bits", bound.at(level), weight.prefix(level), x, threads)
+        asked_for(isa, bound, weight, x, threads)
         if not torch.equal(bound.dequantize(), BoundWeight(again, isa=isa).dequantize()):
             raise Finding(f"{isa}: packed again, it is another matrix")
         for field, tensor in bound.unpack().items():
             if layout.sparse is None and not same_bytes(field, tensor, weight):
                 raise Finding(f"{isa}: {field} is not given back as it was stored")
     return "right"
+
+
+def multiplied(name: str, bound: BoundWeight, weight: PackedWeight, x: torch.Tensor, threads: int) -> None:
+    """As modules do it, with any number of threads: the dense product, and the same bits each time."""
+    assert isinstance(bound.layer, Layer)
+    y = bound.matmul(x)
+    if y.dtype != x.dtype:
+        raise Finding(f"{name} gives {y.dtype} for {x.dtype}")
+    same_product(name, weight, x, y)
+    if not torch.equal(bound.layer.matmul(x, threads), y):
+        raise Finding(f"{name}: another product with {threads} threads")
+
+
+def asked_for(isa: str, bound: BoundWeight, weight: PackedWeight, x: torch.Tensor, threads: int) -> None:
+    """As engines do it: written or added, of inputs that may be rounded already."""
+    layer, shape = bound.layer, (len(x), weight.layout.shape[0])
+    assert isinstance(layer, Layer)
+    plain = torch.full(shape, torch.nan)
+    layer.product(x, plain, threads=threads)
+    if not torch.equal(plain.to(x.dtype), layer.matmul(x)):
+        raise Finding(f"{isa}: written for an engine, it is another product")
+    added = plain.clone()
+    layer.product(x, added, add=True, threads=threads)
+    same_product(f"{isa}, added to itself", weight, x, added / 2)
+    size = layer.native.int8_group_size
+    if size == 0:
+        return
+    codes, scales = reference.quantize_activations(
+        x.float(), 8, size, torch.ones(-(-x.shape[1] // size)), None
+    )
+    one, several = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    layer.product(codes, one, scales)
+    layer.product(codes, several, scales, threads=threads)
+    if not torch.equal(one, several):
+        raise Finding(f"{isa}: of rounded inputs, another product with {threads} threads")
+    if all(
+        isinstance(tile, GroupIntLayout) for tile in weight.layout.tiles
+    ):  # of codebooks, centroids are rounded
+        rounded = codes.float() * scales[:, torch.arange(x.shape[1]) // size]
+        given = replace(weight.layout, tiles=tuple(replace(t, act_bits=16) for t in weight.layout.tiles))
+        same_product(f"{isa}, of rounded inputs", PackedWeight(given, weight.tensors), rounded, one)
 
 
 def same_bytes(field: str, tensor: torch.Tensor, weight: PackedWeight) -> bool:

@@ -18,7 +18,20 @@ from anybit.checkpoint.files import HASHES
 
 WHOLE = [-1, 0, 1, 2, 3, 7, 255, 65536, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63, 2**64, 10**30, -(2**63)]
 BROKEN = [0.5, -0.0, 1e-30, 1e308, float("inf"), float("nan")]
-TEXTS = ["", "x", "../x", "/etc/passwd", "\0", "\ud800", "\u202e", "é" * 300, "{{ x }}", "%s", "a" * 70_000]
+TEXTS = [
+    "",
+    "x",
+    "../x",
+    "/etc/passwd",
+    "\0",
+    "\ud800",
+    "\u202e",
+    "é" * 300,
+    "{{ x }}",
+    "%s",
+    "\x1b]0;x\x07",
+    "a" * 70_000,
+]
 OTHERS: list[Any] = [None, True, False, [], {}, [1], {"x": 1}, [[]], "F16", "I32", "gptq", "float16", "cuda"]
 DEEP = (50, 2_000, 200_000)  # levels of nesting
 KINDS = {
@@ -39,6 +52,13 @@ EXTRA: dict[str, Any] = {  # keys that a configuration class, `generate` or a to
     **{"rope_scaling": {"rope_type": "yarn", "factor": 1e9}, "rope_parameters": {"rope_type": "longrope"}},
     **{"quantization_config": {"quant_method": "gptq", "bits": 4}, "layer_types": ["sliding_attention"] * 3},
     **{"sliding_window": 0, "max_position_embeddings": 2**31 - 1, "n_positions": 2**31 - 1, "rope_theta": 0},
+    **{"max_seq_len": 2**31 - 1, "n_ctx": 2**23, "model_input_names": ["x"], "padding_side": "left"},
+    **{
+        "truncation_side": "x",
+        "modules": [{"type": "Dense"}],
+        "pooling_mode_max_tokens": True,
+        "pad_token": None,
+    },
     **{"num_beams": 100_000, "num_return_sequences": 100_000, "max_length": -5, "min_length": 10**9},
     **{"cache_implementation": "static", "prompt_lookup_num_tokens": 3, "guidance_scale": 2.0, "top_k": -1},
     **{
@@ -282,7 +302,7 @@ def damage_file(rng: Random, file: Path) -> str:
     elif kind == "pipe":
         os.mkfifo(file)
     elif kind == "out":
-        secret = folder.parent / "secret"
+        secret = next(place for place in file.parents if place.name == "given") / "secret"
         secret.write_text(SECRET)
         file.symlink_to(secret)
     elif kind == "circle":
@@ -311,7 +331,7 @@ def damage_text(rng: Random, file: Path) -> str:
         data = json.loads(file.read_bytes())
     except ValueError:
         data = None
-    if isinstance(data, dict) and rng.random() < 0.95:
+    if isinstance(data, dict | list) and rng.random() < 0.95:
         file.write_bytes(damaged_json(rng, data))
     else:
         file.write_bytes(damaged_bytes(rng, file.read_bytes()))

@@ -14,10 +14,16 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
+from transformers.pytorch_utils import Conv1D
 
+from anybit.checkpoint import files as anybit_files
 from anybit.errors import InputError
-from tests.fuzz import limits, mutate
-from tests.fuzz.doors import in_words, refusals
+from anybit.formats import Float16Layout
+from anybit.formats.layout import LayerLayout
+from anybit.formats.weight import PackedWeight
+from tests.fuzz import doors, limits, mutate
+from tests.fuzz.doors import in_words, raised_by_anybit, refusals, same_product
 from tests.fuzz.limits import Finding, finish
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +97,79 @@ def test_an_error_that_is_no_line_is_a_finding(message: str) -> None:
         in_words(message)
 
 
+DENSE = PackedWeight(
+    LayerLayout((3, 4), (Float16Layout(),)),
+    {"values": torch.tensor([[1.0, 2, 3, 4], [1e4, 1e4, 1e4, 1e4], [torch.inf, 0, 0, 0]]).half()},
+)
+X = torch.tensor([[1.0, 1, 1, 1], [1e-3, 0, 0, 1e-3]])
+Y = torch.tensor([[10.0, 4e4, torch.inf], [5e-3, 20, torch.inf]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("token", "row", "other"),
+    [(0, 0, torch.nan), (0, 0, torch.inf), (1, 1, torch.nan), (0, 0, 10.5), (1, 0, 6e-3), (1, 1, 22.0)],
+)
+def test_a_product_that_is_wrong_is_seen(token: int, row: int, other: float, dtype: torch.dtype) -> None:
+    """Beside a large row, a large token and one that is not finite; NaN is wrong, too."""
+    same_product("layer", DENSE, X.to(dtype), Y.to(dtype))
+    y = Y.clone()
+    y[token, row] = other
+    with pytest.raises(Finding, match=rf"layer computes .* at \({token}, {row}\)"):
+        same_product("layer", DENSE, X.to(dtype), y.to(dtype))
+
+
+def raised(run: Callable[[], object]) -> Exception:
+    with pytest.raises(Exception) as found:
+        run()
+    return found.value
+
+
+def test_whose_an_exception_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch raises is anybit's where anybit called it, and Transformers' where that did."""
+
+    def fails(*_: object, **__: object) -> None:
+        torch.ones(2).view(3)
+
+    monkeypatch.setattr(anybit_files, "file_sha256", fails)
+    ours = raised(lambda: anybit_files.check_sha256(Path(__file__), "x"))
+    theirs = raised(lambda: Conv1D(2, 3)(torch.ones(5)))
+    assert raised_by_anybit(ours) and not raised_by_anybit(theirs)
+    nowhere = raised(fails)
+    assert not raised_by_anybit(nowhere)
+
+
+@pytest.mark.parametrize(
+    ("wrote", "expected"),
+    [
+        ("Traceback (most recent call last)", "traceback of"),
+        ("anybit: no such file\nand more", "without a sentence"),
+        ("a remark of a library\nanybit: no such file", None),
+    ],
+)
+def test_what_libraries_write_past_python_is_seen(
+    wrote: str, expected: str | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> None:
+        os.write(2, wrote.encode())
+        raise SystemExit(2)
+
+    monkeypatch.setattr(doors.cli, "main", main)
+    if expected is None:
+        assert doors.command("verify") == "error"
+    else:
+        with pytest.raises(Finding, match=expected):
+            doors.command("verify")
+    assert capfd.readouterr().err == ""
+
+
+def test_what_steers_a_terminal_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors.cli, "main", lambda: print("layer \x1b[2J"))
+    with pytest.raises(Finding, match="steers a terminal"):
+        doors.command("inspect", "out")
+    assert doors.command("generate", "out") == doors.command("inspect", "\x1b") == "right"
+
+
 def test_a_refusal_is_an_entry() -> None:
     with refusals() as refused:
         raise InputError("no such thing: take another")
@@ -128,6 +207,6 @@ def test_a_fixed_set_of_mutations_gives_errors_or_right_results() -> None:
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["bad"] == 0
-    for kind in ("artifacts", "checkpoints", "ggufs", "commands"):  # both ways are exercised
+    for kind in ("artifacts", "checkpoints", "ggufs", "native", "commands"):  # both ways are exercised
         assert found["cases"][kind].get("error", 0) > 2 and found["cases"][kind].get("right", 0) > 0, found
     assert found["cases"]["layouts"]["right"] > 5

@@ -235,6 +235,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("row_count", -1, "rows is no number"),
     ("tile", {"format": "ternary"}, "no kernel for tiles in the format ternary"),
     ("tile", {"format": 4}, "format is no text"),
+    ("tile", {"format": "\ud800"}, "format is no text"),
     ("tile", {"act_bits": 9}, "act_bits is 9, expected 2 to 8"),
     ("tile", {"act_bits": 8}, "field act_clip is missing"),
     ("tile", {"cols": 64}, "field cols is missing"),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from anybit.artifact.config_json import StoredLayers
 from anybit.artifact.files import EMBEDDING, SECTION, link, list_hash
-from anybit.checkpoint.files import HASHES, INDEX, check_sha256, read_json
+from anybit.checkpoint.files import HASHES, INDEX, INDEX_LIMIT, check_sha256, is_name_of_file, read_json
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.config import Json
 from anybit.errors import InputError
@@ -136,7 +136,8 @@ class Enhancements:
         for before, entry in pairwise(entries):
             if entry.bits < before.bits:
                 raise InputError(stated)
-            if Path(entry.file).name != entry.file or entry.chain != link(before.chain, entry.sha256):
+            own = is_name_of_file(entry.file) and "/" not in entry.file
+            if not own or entry.chain != link(before.chain, entry.sha256):
                 raise InputError(
                     f"{path}: anybit.index.json lists {entry.file!r} where it does not belong (the running hash "
                     "differs): enhancement layers were reordered or the list was edited; copy the artifact again"
@@ -304,7 +305,7 @@ def read_enhancements(path: Path, stated: Json | None, stored: StoredLayers) -> 
     if stated is None:
         return None
     file = path / HASHES
-    index = read_json(file) if file.is_file() else {}
+    index = read_json(file, INDEX_LIMIT) if file.is_file() else {}
     if not isinstance(index.get(SECTION), list):
         raise InputError(
             f"{path} is a base layer, and anybit.index.json, which lists its enhancement layers, is missing: copy it, "

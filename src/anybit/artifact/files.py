@@ -41,7 +41,7 @@ def is_artifact(path: Path) -> bool:
 
 def is_tokenizer_file(name: str) -> bool:
     """Whether a file belongs to the tokenizer, which reported sizes leave out."""
-    return name.startswith(TOKENIZER_FILES) or name.endswith(".tiktoken")
+    return name.startswith(TOKENIZER_FILES) or name.endswith((".tiktoken", ".jinja"))
 
 
 def partial_folder(out: Path) -> Path:

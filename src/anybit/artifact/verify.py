@@ -12,7 +12,7 @@ import torch
 from anybit.artifact.enhancements import Enhancements
 from anybit.artifact.reader import open_artifact
 from anybit.checkpoint.directory import Checkpoint
-from anybit.checkpoint.files import HASHES, INDEX, POOLING, check_sha256, read_json
+from anybit.checkpoint.files import HASHES, INDEX, INDEX_LIMIT, check_sha256, is_name_of_file, read_json
 from anybit.config import Json
 from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
@@ -88,13 +88,13 @@ def _read_hashes(path: Path) -> dict[str, str]:
     if not file.exists():
         return {}
     try:
-        data = read_json(file)
+        data = read_json(file, INDEX_LIMIT)
         version, files = data["format_version"], data["files"]
         hashes = {name: str(entry["sha256"]) for name, entry in files.items()}
     except (InputError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"{file} is not a valid list of hashes: the artifact is damaged") from error
     check_version(version)
     for name in hashes:
-        if Path(name).name != name and name != POOLING:
+        if not is_name_of_file(name):
             raise InputError(f"{file} names {name!r}, which is not a file of this directory: refused")
     return hashes

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from anybit.checkpoint.architectures import auto_class, build_options
+from anybit.checkpoint.architectures import auto_class, build_options, refuse_large_tables
 from anybit.checkpoint.directory import Checkpoint
 from anybit.errors import InputError
 
@@ -19,19 +19,17 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The model on PyTorch's meta device: shapes without memory.
 
     Raises:
-        InputError: a model that is quantized already, that Transformers does not know or cannot build.
+        InputError: a model that is quantized already, that Transformers does not know or cannot build; see also
+            `refuse_large_tables`.
     """
-    config = copy.deepcopy(checkpoint.config)  # building a model writes its dtype there
+    config = checkpoint.config
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(
             f"{checkpoint.source} is already quantized ({checkpoint.quantized_before()}): start from the "
             "full-precision model"
         )
     try:
-        with torch.device("meta"):
-            options = build_options(config, checkpoint.names())
-            source = auto_class(config)
-            return source.from_config(config, dtype=dtype, trust_remote_code=False, **options).eval()
+        return build(checkpoint, dtype)
     except InputError:
         raise
     except Exception as error:  # what impossible sizes make of each model class has no common base class
@@ -45,6 +43,21 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
             f"{checkpoint.source}: its configuration does not describe a {config.model_type} that can be built "
             f"({cause}); use the config.json that belongs to the weights"
         ) from error
+
+
+def build(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """The model on PyTorch's meta device, whatever its config says of quantization.
+
+    Raises:
+        Exception: whatever a configuration makes of its model class; see also `refuse_large_tables`.
+    """
+    config = copy.deepcopy(checkpoint.config)  # building a model writes its dtype there
+    with torch.device("meta"):
+        options = build_options(config, checkpoint.names())
+        source = auto_class(config)
+        model = source.from_config(config, dtype=dtype, trust_remote_code=False, **options).eval()
+    refuse_large_tables(checkpoint.source, model, checkpoint.weight_bytes())
+    return model
 
 
 def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:

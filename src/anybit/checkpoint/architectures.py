@@ -26,6 +26,7 @@ NEEDLESS = (
 )
 # Of encoders also their pretraining heads.
 HEADS = (r"^(cls|lm_head|vocab_\w+|generator_\w+|discriminator_\w+|mlm\w*)\.", r"(^|\.)pooler\.")
+TABLES = 2**30  # bytes that a model may compute besides its weights, however small these are
 PRETRAINING_HEADS = ("ForMaskedLM", "ForPreTraining")  # an encoder is used without them
 
 
@@ -95,6 +96,31 @@ def refuse_unusable(source: Any, model: Any) -> None:
         # A finite sum proves that all values are finite, at a fraction of the exact test's cost.
         if not tensor.detach().sum().isfinite() and not tensor.isfinite().all():
             raise InputError(f"{source}: {name} holds NaN or Inf: its file is damaged")
+
+
+def refuse_large_tables(source: Any, model: Any, held: int) -> None:
+    """Refuse a model that would fill memory with what no file holds: tables of positions, masks.
+
+    Args:
+        source: the model, as errors name it.
+        model: on PyTorch's meta device.
+        held: bytes of its weights, in its files.
+
+    Raises:
+        InputError: the largest table, where all of them take more than the weights and more than 1 GiB.
+    """
+    made = {
+        f"{parent}.{name}".lstrip("."): buffer.nbytes
+        for parent, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set
+    }
+    if (total := sum(made.values())) > max(held, TABLES):
+        largest = max(made, key=made.__getitem__)
+        raise InputError(
+            f"{source}: its config.json asks for tables of {total} bytes, such as {largest}, but the files hold only "
+            f"{held}: use the config.json that belongs to them"
+        )
 
 
 def lacks_pooler(config: PreTrainedConfig, tensors: Iterable[str]) -> bool:

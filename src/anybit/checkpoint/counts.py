@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from math import prod
 from typing import Any
 
@@ -19,12 +20,22 @@ from anybit.errors import InputError
 LABELS = 10_000  # classes of a classifier
 FEW = 256  # modules of a kind that cost nothing, whatever the files hold
 SMALL = 2**16  # a size that costs nothing: of a window, of a default that the model does not use
+WINDOW = 2**24  # tokens of a window: as many positions are tables and masks of some models
+SEQUENCE = 2**20  # the same where a table has a row for each head, too
 MOST = 2**31 - 1  # of anything else
 
 _BLOCKS = re.compile(r"num_hidden_layers|num_layers|n_layers?")
 _LAYERS = re.compile(r"(num_)?(encoder|decoder)_layers")
 _MODULES = re.compile(r"\w*(experts|layers|blocks|codebooks|stages)|attention_types")
 _SIZES = re.compile(r"\w*(_size|_dim|_heads?|_rank|_channels|_features|_states)|n_(embd|inner|head)|d_\w+")
+_LIMITS = (  # whatever the files hold
+    (re.compile(r"num_labels"), (0, LABELS)),
+    (re.compile(r"max_seq_len"), (-MOST, SEQUENCE)),
+    (
+        re.compile(r"\w*(positions|position_embeddings|seq_len|seq_length|_ctx|context_length)"),
+        (-MOST, WINDOW),
+    ),
+)
 _NO_COUNTS = re.compile(
     r"\w*(theta|base|seed)\w*"
 )  # frequencies and the like: some are written without a point
@@ -43,13 +54,12 @@ class _Held:
             return 1, self.tensors, f"the files hold only {self.tensors} tensors"
         if _LAYERS.fullmatch(key):
             return 0, self.tensors, f"the files hold only {self.tensors} tensors"
-        if key == "num_labels":
-            return 0, LABELS, f"{LABELS} is the limit"
         if _MODULES.fullmatch(key):
             return -MOST, max(self.tensors, FEW), f"the files hold only {self.tensors} tensors"
         if _SIZES.fullmatch(key):
             return -MOST, max(self.bytes, SMALL), f"the files hold only {self.bytes} bytes"
-        return -MOST, MOST, f"{MOST} is the limit"
+        least, most = next((limits for known, limits in _LIMITS if known.fullmatch(key)), (-MOST, MOST))
+        return least, most, f"{most} is the limit"
 
 
 def check_counts(place: str, config: Json, tensors: Collection[StoredTensor]) -> None:
@@ -82,12 +92,16 @@ def check_counts(place: str, config: Json, tensors: Collection[StoredTensor]) ->
 
 def leaves(config: Json) -> Iterator[tuple[str, Any]]:
     """All numbers, texts and so on, at any depth, each with the nearest key above it."""
-    rest: list[tuple[str, Any]] = list(config.items())
+    rest: list[Iterator[tuple[str, Any]]] = [iter(config.items())]
     while rest:  # no recursion: a file may be nested as deeply as the parser goes
-        key, value = rest.pop()
-        if isinstance(value, dict):
-            rest += value.items()
-        elif isinstance(value, list):
-            rest += [(key, item) for item in value]
+        for key, value in rest[-1]:
+            if isinstance(value, dict):
+                rest.append(iter(value.items()))
+            elif isinstance(value, list):
+                rest.append(zip(repeat(key), value))
+            else:
+                yield key, value
+                continue
+            break
         else:
-            yield key, value
+            rest.pop()

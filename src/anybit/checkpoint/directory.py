@@ -30,13 +30,15 @@ from anybit.checkpoint.counts import check_counts
 from anybit.checkpoint.files import (
     ASSETS,
     INDEX,
+    INDEX_LIMIT,
     LICENCES,
+    NAME_BYTES,
     PICKLES,
-    POOLING,
+    check_files,
     check_link,
+    files_below,
     matching,
     read_json,
-    refuse_pipes,
 )
 from anybit.checkpoint.generation import check_generation
 from anybit.checkpoint.hub import download
@@ -145,7 +147,7 @@ class Checkpoint:
     def asset_files(self) -> list[Path]:
         """The files that `copy_assets` copies as they are. Raises `InputError` for links out of the model."""
         if self.gguf is None:
-            found = [*matching(self.path, ASSETS), *filter(Path.is_file, [self.path / POOLING])]
+            found = [*matching(self.path, ASSETS), *files_below(self.path)]
         elif Path(self.source).is_dir():  # a folder made for this model; beside a bare file lies anything
             found = matching(self.path.parent, LICENCES)
         else:
@@ -228,7 +230,7 @@ def _sole_gguf(folder: Path) -> Path | None:
 
 
 def _open_directory(source: str, folder: Path) -> Checkpoint:
-    refuse_pipes(folder)
+    check_files(folder)
     check_generation(folder)
     raw = read_config(folder)
     shards = _find_shards(folder)
@@ -254,11 +256,12 @@ def _find_shards(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
     if not index.is_file():
         raise InputError(_no_weights(folder))
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, INDEX_LIMIT).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map; download it again.")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w. -]*\.safetensors", file):
+        shard = isinstance(file, str) and re.fullmatch(r"[\w-][\w. -]*\.safetensors", file)
+        if not shard or len(file.encode()) > NAME_BYTES:
             raise InputError(
                 f"{index}: {name!r} points to {file!r}, but the name of a .safetensors file in the same "
                 "directory is expected; download the index again."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from typing import Any
 from anybit.config import Json
 from anybit.errors import InputError
 
-JSON_LIMIT = 100_000_000  # bytes of config.json or of an index
+JSON_LIMIT = 10_000_000  # bytes of config.json and the like
+INDEX_LIMIT = 100_000_000  # of an index, which names every tensor
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 ASSETS = (
@@ -27,8 +29,13 @@ ASSETS = (
     *LICENCES,
 )
 INDEX = "model.safetensors.index.json"  # which shard holds which tensor
+NAME_BYTES = 255  # of a file's name: what file systems take
 HASHES = "anybit.index.json"  # size and SHA-256 of all shards, refinements, config.json and the index
 POOLING = "1_Pooling/config.json"  # sentence-transformers': how token states become one embedding
+TEMPLATES = (
+    "additional_chat_templates"  # folder of NAME.jinja, which Transformers prefers to chat_template.jinja
+)
+OPENED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", *LICENCES)  # beside the weights
 
 
 def regular_size(path: Path) -> int:
@@ -44,11 +51,13 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
-def refuse_pipes(folder: Path) -> None:
-    """Refuse a folder in which Transformers would open what is no file, and wait for it.
+def check_files(folder: Path) -> None:
+    """Refuse a folder in which Transformers would open what is no file, and wait for it, or a file from elsewhere.
+
+    Weights may lie on another disk: of them, links are followed.
 
     Raises:
-        InputError: a pipe, a socket or a device.
+        InputError: a pipe, a socket or a device; see also `check_link`.
     """
     for path in (*folder.iterdir(), *folder.glob("*/*")):
         try:
@@ -57,22 +66,59 @@ def refuse_pipes(folder: Path) -> None:
             continue
         if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
             raise InputError(f"{path} is not a regular file; put the file itself there.")
+    for file in (*matching(folder, OPENED), *files_below(folder)):
+        check_link(file, folder)
 
 
-def read_json(path: Path) -> Json:
-    """A JSON object from a file of bounded size."""
+def files_below(folder: Path) -> list[Path]:
+    """The files in folders of a model's `folder` that belong to it: how it pools, further chat templates."""
+    templates = folder / TEMPLATES
+    pooling = [folder / POOLING] if (folder / POOLING).is_file() else []
+    return [*pooling, *(matching(templates, ("*.jinja",)) if templates.is_dir() else ())]
+
+
+def is_name_of_file(name: str) -> bool:
+    """Whether a name is that of a file of a model's own folder, or of one of `files_below`."""
+    below = name == POOLING or re.fullmatch(rf"{TEMPLATES}/[^/]+\.jinja", name)
+    own = Path(name).name == name and "\0" not in name
+    return (bool(below) or own) and len(name.encode()) <= NAME_BYTES
+
+
+def read_json(path: Path, limit: int = JSON_LIMIT) -> Json:
+    """A JSON object from a file of at most `limit` bytes."""
+    return parse_object(_read_bounded(path, limit), path, "the file", dict)
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The same of a JSON array."""
+    value = _parse(_read_bounded(path, JSON_LIMIT), path, "the file", dict)
+    if not isinstance(value, list):
+        raise InputError(f"{path}: the file is not a JSON array; download it again.")
+    return value
+
+
+def _read_bounded(path: Path, limit: int) -> bytes:
     try:
         size = regular_size(path)
-        if size > JSON_LIMIT:
-            raise InputError(f"{path} has {size} bytes, but {JSON_LIMIT} is the limit.")
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}); check its permissions.") from error
-    return parse_object(data, path, "the file", dict)
+        if size > limit:
+            raise InputError(f"{path} has {size} bytes, but {limit} is the limit.")
+        return path.read_bytes()
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        why = getattr(error, "strerror", None) or cause(error)
+        raise InputError(f"{path} cannot be read ({why}); check its name and permissions.") from error
 
 
 def parse_object(data: bytes, path: Path, what: str, hook: Callable[[list], dict]) -> Json:
     """Parse a JSON object; `hook` turns a list of keys and values into a dict."""
+    value = _parse(data, path, what, hook)
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: {what} is not a JSON object; download it again.")
+    return value
+
+
+def _parse(data: bytes, path: Path, what: str, hook: Callable[[list], dict]) -> Any:
     try:
         text = data.decode()
         value = json.loads(text, object_pairs_hook=hook)
@@ -80,8 +126,6 @@ def parse_object(data: bytes, path: Path, what: str, hook: Callable[[list], dict
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {what} is not valid JSON ({cause(error)}); download it again.") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: {what} is not a JSON object; download it again.")
     return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from anybit.checkpoint.files import ASSETS, HASHES, PICKLES, POOLING, cause
+from anybit.checkpoint.files import ASSETS, HASHES, PICKLES, POOLING, TEMPLATES, cause
 from anybit.errors import InputError
 
 
@@ -20,9 +20,10 @@ def download(model: str) -> Path:
         raise InputError(
             f"{model} does not exist; give a model directory, a .gguf file or a hub id (owner/name)."
         )
-    wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", HASHES, POOLING]
+    wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", HASHES, POOLING, f"{TEMPLATES}/*"]
     wanted += ASSETS
-    unwanted = ["[!1]*/*", "1_[!P]*/*", "consolidated*"]  # folders, but for the one with POOLING
+    others = ["[!1a]*/*", "1_[!P]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*"]  # folders but for these two
+    unwanted = [*others, "consolidated*"]
     try:
         folder = snapshot_download(model, allow_patterns=wanted, ignore_patterns=unwanted)
     except GatedRepoError as error:

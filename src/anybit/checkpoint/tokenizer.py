@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from anybit.checkpoint.files import cause, refuse_pipes
+from anybit.checkpoint.files import cause, check_files
 from anybit.errors import InputError
 
 
@@ -25,7 +26,7 @@ def read_tokenizer(source: str, folder: Path | str, **extra: Any) -> PreTrainedT
         InputError: there is none that can be used.
     """
     if Path(folder).is_dir():
-        refuse_pipes(Path(folder))
+        check_files(Path(folder))
     with _in_words(f"{source} has no usable tokenizer", "put its tokenizer files beside the weights"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **extra)
 
@@ -40,6 +41,33 @@ def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     with _in_words("the tokenizer fails on this text", "use the tokenizer that belongs to the model"):
         # verbose=False: a text longer than model_max_length is expected here, it is cut into windows afterwards
         return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def encode_batch(tokenizer: Any, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, both int64 [texts, tokens], of texts that are cut and padded to one length.
+
+    Args:
+        tokenizer: has a padding token.
+        texts: some; special tokens go around each.
+        length: most tokens of a text, special tokens included.
+
+    Raises:
+        InputError: see `encode`; a text of no tokens.
+    """
+    for text in texts:
+        check_unicode(text)
+    with _in_words("the tokenizer fails on these texts", "use the tokenizer that belongs to the model"):
+        # the mask is asked for: `model_input_names` of its files may leave it out
+        encoded = tokenizer(
+            texts, padding=True, truncation=True, max_length=length, return_attention_mask=True,
+            return_tensors="pt",
+        )  # fmt: skip
+        ids, mask = encoded["input_ids"], encoded["attention_mask"]
+    if not mask.any(1).all():
+        raise InputError(
+            "the tokenizer makes no token of one of the texts: use the tokenizer that belongs to the model"
+        )
+    return ids, mask
 
 
 def check_unicode(text: str) -> None:

@@ -10,7 +10,7 @@ import typer
 
 import anybit
 from anybit.cli import artifact, bench, evaluate, methods, quantize, run
-from anybit.errors import InputError
+from anybit.errors import InputError, printable
 
 app = typer.Typer(
     name="anybit",
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def _complain(message: str, code: int) -> int:
-    typer.echo(f"anybit: {message}", err=True)
+    typer.echo(f"anybit: {printable(message)}", err=True)
     return code
 
 

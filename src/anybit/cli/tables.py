@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from anybit.config import Json
+from anybit.errors import printable
 
 
 def _print(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -26,9 +27,14 @@ def _print(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         side: Any = "left" if head.startswith("<") else "right"
         table.add_column(head.removeprefix("<"), justify=side, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     edge = None if sys.stdout.isatty() else 10_000
     Console(width=edge, markup=False, emoji=False, highlight=False).print(table)
+
+
+def _say(line: str) -> None:
+    """A line, which may quote an artifact."""
+    typer.echo(printable(line))
 
 
 BUSY = 0.8  # share of the processors' time below which other work is what a run will wait for
@@ -36,21 +42,21 @@ BUSY = 0.8  # share of the processors' time below which other work is what a run
 
 def print_prediction(f: Json) -> None:
     """What `quantize --dry-run` foresees."""
-    typer.echo(f["coverage"])
+    _say(f["coverage"])
     if f["warning"]:
-        typer.echo(f"warning: {f['warning']}")
+        _say(f"warning: {f['warning']}")
     about = "about " if f["estimated"] else ""  # which rows of all layers are wide is not known yet
-    typer.echo(f"bits per weight   {about}{f['bits_per_weight']:.3f} (codes alone {f['bits']:.3f})")
+    _say(f"bits per weight   {about}{f['bits_per_weight']:.3f} (codes alone {f['bits']:.3f})")
     if f["file_bits_per_weight"] != f["bits_per_weight"]:
-        typer.echo(f"  all widths      {f['file_bits_per_weight']:.3f} in the file")
-    typer.echo(f"size              {about}{f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
+        _say(f"  all widths      {f['file_bits_per_weight']:.3f} in the file")
+    _say(f"size              {about}{f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
     if f["scratch_disk_bytes"]:
-        typer.echo(f"scratch disk      {f['scratch_disk_bytes'] / 1e6:.0f} MB until the run ends")
-    typer.echo(f"free disk         {f['free_disk_bytes'] / 1e6:.0f} MB")
-    typer.echo(f"peak memory       about {f['peak_memory_bytes'] / 1e6:.0f} MB")
-    typer.echo(f"time              about {f['seconds']:.0f} s on this machine, if it does nothing else")
+        _say(f"scratch disk      {f['scratch_disk_bytes'] / 1e6:.0f} MB until the run ends")
+    _say(f"free disk         {f['free_disk_bytes'] / 1e6:.0f} MB")
+    _say(f"peak memory       about {f['peak_memory_bytes'] / 1e6:.0f} MB")
+    _say(f"time              about {f['seconds']:.0f} s on this machine, if it does nothing else")
     if (share := f["processor_share"]) < BUSY:
-        typer.echo(
+        _say(
             f"  the machine is busy: a run got {100 * share:.0f} % of the processors just now; if that stays so, about "
             f"{f['seconds'] / max(share, 0.01):.0f} s"
         )
@@ -59,19 +65,17 @@ def print_prediction(f: Json) -> None:
 def print_evaluation(f: Json) -> None:
     """Perplexity, divergence and tasks."""
     shown = "none (nothing to score)" if f["perplexity"] is None else f"{f['perplexity']:.4f}"
-    typer.echo(f"perplexity        {shown} over {f['tokens']} tokens in windows of {f['seq_len']}")
-    typer.echo(f"tail left out     {f['tail_tokens']} tokens")
+    _say(f"perplexity        {shown} over {f['tokens']} tokens in windows of {f['seq_len']}")
+    _say(f"tail left out     {f['tail_tokens']} tokens")
     _print_stored(f)
     if f["kv_bits"] != 16:
-        typer.echo(f"KV-cache          {f['kv_bits']} bits")
+        _say(f"KV-cache          {f['kv_bits']} bits")
     if f.get("kld_mean") is not None:
-        typer.echo(f"base perplexity   {f['base_perplexity']:.4f} (base in {f['base_dtype']})")
-        typer.echo(
-            f"KL divergence     mean {f['kld_mean']:.5f}, 99th percentile {f['kld_p99']:.4f} nats per token"
-        )
-        typer.echo(f"top-1 agreement   {100 * f['top1_agreement']:.2f} %")
+        _say(f"base perplexity   {f['base_perplexity']:.4f} (base in {f['base_dtype']})")
+        _say(f"KL divergence     mean {f['kld_mean']:.5f}, 99th percentile {f['kld_p99']:.4f} nats per token")
+        _say(f"top-1 agreement   {100 * f['top1_agreement']:.2f} %")
     for name, scores in f.get("tasks", {}).items():
-        typer.echo(
+        _say(
             f"{name:17} "
             + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in scores.items())
         )
@@ -79,14 +83,14 @@ def print_evaluation(f: Json) -> None:
 
 def print_embeddings(f: Json) -> None:
     """An encoder beside its base and the scores of sentence pairs."""
-    typer.echo(f"embeddings        of {f['sentences']} sentences, pooling {f['pooling']}")
+    _say(f"embeddings        of {f['sentences']} sentences, pooling {f['pooling']}")
     _print_stored(f)
     if "cosine_mean" in f:
-        typer.echo(f"cosine with base  mean {f['cosine_mean']:.5f}, least {f['cosine_min']:.5f}")
+        _say(f"cosine with base  mean {f['cosine_mean']:.5f}, least {f['cosine_min']:.5f}")
     for key, label in (("spearman", "Spearman"), ("base_spearman", "base Spearman")):
         if key in f:
             shown = "none (all pairs are equally similar)" if f[key] is None else f"{f[key]:.4f}"
-            typer.echo(f"{label:17} {shown} over {f['pairs']} pairs")
+            _say(f"{label:17} {shown} over {f['pairs']} pairs")
 
 
 def _print_stored(f: Json) -> None:
@@ -94,28 +98,28 @@ def _print_stored(f: Json) -> None:
     if f["bits_per_weight"] is not None:
         more = f["file_bits_per_weight"] - f["bits_per_weight"]
         stored = f" (all widths {f['file_bits_per_weight']:.3f})" if more else ""
-        typer.echo(f"bits per weight   {f['bits_per_weight']:.3f}{stored}, {f['size_bytes'] / 1e6:.1f} MB")
+        _say(f"bits per weight   {f['bits_per_weight']:.3f}{stored}, {f['size_bytes'] / 1e6:.1f} MB")
 
 
 def print_inspection(f: Json) -> None:
     """An artifact as a whole, then layer by layer."""
-    typer.echo(f"method            {f['method']}")
-    typer.echo(f"bits              {f['bits']:.3f} (average code width)")
+    _say(f"method            {f['method']}")
+    _say(f"bits              {f['bits']:.3f} (average code width)")
     if f["bits_eq10"] is not None:
-        typer.echo(f"bits by eq. 10    {f['bits_eq10']:.3f} (2/4/16: scales and zero points counted)")
-    typer.echo(f"bits per weight   {f['bits_per_weight']:.3f} over {f['weights'] / 1e6:.1f} M weights")
+        _say(f"bits by eq. 10    {f['bits_eq10']:.3f} (2/4/16: scales and zero points counted)")
+    _say(f"bits per weight   {f['bits_per_weight']:.3f} over {f['weights'] / 1e6:.1f} M weights")
     if len(f["levels"]) > 1:
         there = [level["bits"] for level in f["levels"] if level["present"]]
-        typer.echo(
+        _say(
             f"levels            {len(there)}, {there[0]:.2f} to {there[-1]:.2f} bits (`anybit plan` lists them)"
         )
-        typer.echo(f"  all of them     {f['file_bits_per_weight']:.3f} bits per weight in the file")
+        _say(f"  all of them     {f['file_bits_per_weight']:.3f} bits per weight in the file")
     if f["kv_bits"] != 16:
-        typer.echo(f"KV-cache          {f['kv_bits']} bits")
-    typer.echo(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
+        _say(f"KV-cache          {f['kv_bits']} bits")
+    _say(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
     calibration = f["calibration"] or {}
     if calibration:
-        typer.echo(
+        _say(
             f"calibration       {calibration['samples']} x {calibration['seq_len']} tokens of {calibration['source']}"
         )
     layers = [_layer_row(layer) for layer in f["embeddings"] + f["layers"]]
@@ -141,7 +145,7 @@ def print_comparison(f: Json) -> None:
     )
     for row in f["left_out"]:
         kind = "failed" if row["failed"] else "left out"
-        typer.echo(f"{kind}: {row['name']} at {row['bits']:g} bits: {row['reason']}")
+        _say(f"{kind}: {row['name']} at {row['bits']:g} bits: {row['reason']}")
 
 
 def _cell_row(cell: Json) -> tuple[str, ...]:

@@ -24,12 +24,14 @@ from torch import Tensor
 
 from anybit.calibration.texts import read_utf8, text_field
 from anybit.checkpoint.architectures import max_positions
-from anybit.checkpoint.files import POOLING, read_json
+from anybit.checkpoint.files import POOLING, read_json, read_json_list
+from anybit.checkpoint.tokenizer import check_ids, encode_batch
 from anybit.errors import InputError
 from anybit.progress import Advance, ignore
 
 BATCH = 32  # sentences embedded at a time
 SENTENCES = 500  # of a text, evenly spaced
+SURELY = 2**31 - 1  # tokens that no sentence has
 SENTENCE_WORDS = 5  # fewer make no sentence
 COLUMNS = ("sentence1", "sentence2", "score")
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, what is computed here
@@ -155,8 +157,8 @@ def pooling_of(folder: Path) -> str:
 def _check_modules(path: Path) -> None:
     """Refuse sentence-transformers' modules that change the embedding behind the pooling."""
     try:
-        kinds = [str(module["type"]).rpartition(".")[2] for module in json.loads(path.read_text("utf-8"))]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        kinds = [str(module["type"]).rpartition(".")[2] for module in read_json_list(path)]
+    except (TypeError, KeyError) as error:
         raise InputError(f"{path} is not sentence-transformers' list of modules: copy it again") from error
     for kind in kinds:
         if kind not in MODULES:
@@ -194,13 +196,8 @@ def embed(
     made: dict[int, Tensor] = {}
     for a in range(0, len(order), BATCH):
         batch = order[a : a + BATCH]
-        texts = [sentences[i] for i in batch]
-        encoded = tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
-        ids, mask = encoded["input_ids"], encoded["attention_mask"]
-        if int(ids.max()) >= model.get_input_embeddings().num_embeddings:
-            raise InputError(
-                "the tokenizer has more tokens than the model's vocabulary: they do not belong together"
-            )
+        ids, mask = encode_batch(tokenizer, [sentences[i] for i in batch], length)
+        check_ids([int(ids.min()), int(ids.max())], model.get_input_embeddings().num_embeddings)
         given = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
         states = model(**given, return_dict=True).last_hidden_state
         made |= zip(batch, _pooled(states.double().cpu(), mask, pooling))
@@ -227,8 +224,15 @@ def _length(model: Any, tokenizer: Any, seq_len: int | None) -> int:
         raise InputError(
             f"seq_len {seq_len} leaves no room for words beside {special} special tokens; use --seq-len 128"
         )
-    known = (limit, tokenizer.model_max_length) if seq_len is None else (seq_len,)
-    return min(n for n in known if n is not None)
+    if seq_len is not None:
+        return seq_len
+    own = tokenizer.model_max_length  # whatever its files say
+    if not isinstance(own, int | float) or not own > special:
+        raise InputError(
+            f"the tokenizer's model_max_length is {own!r}, but a number above its {special} special tokens is "
+            "expected: mend it in tokenizer_config.json, or give --seq-len 128"
+        )
+    return int(min(own, SURELY if limit is None else limit))
 
 
 def _pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:

@@ -13,7 +13,7 @@ from anybit.artifact.sizes import inspect
 from anybit.calibration import texts
 from anybit.checkpoint.architectures import is_encoder, max_positions
 from anybit.config import Json
-from anybit.errors import InputError, refuse_unknown
+from anybit.errors import InputError, enough_memory, refuse_unknown
 from anybit.evaluation import embeddings
 from anybit.evaluation import perplexity as evaluation
 from anybit.kernels.dispatch import check_device
@@ -22,6 +22,9 @@ from anybit.loader import config_of, load, load_tokenizer, opened
 from anybit.progress import SILENT, Silent
 
 SEQ_LEN = 2048
+FULL = (
+    "use shorter windows (--seq-len), --dtype bfloat16, or a machine with more"  # what to do where memory is
+)
 
 
 class Settings(Budget, total=False):
@@ -69,12 +72,14 @@ def evaluate(model: str | Path, **settings: Unpack[Settings]) -> Json:
     check_kv_bits(settings.get("kv_bits"))
     if is_encoder(config_of(model)):
         _refuse_for_encoder(model, settings)
-        return _evaluate_encoder(model, settings)
+        with enough_memory(FULL):
+            return _evaluate_encoder(model, settings)
     if settings.get("pairs") is not None:
         raise InputError(
             f"{model} is a language model, not an encoder: pairs (--pairs) would be ignored; leave it out"
         )
-    return _evaluate_decoder(model, settings)
+    with enough_memory(FULL):
+        return _evaluate_decoder(model, settings)
 
 
 def _evaluate_decoder(model: str | Path, settings: Settings) -> Json:
