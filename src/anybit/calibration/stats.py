@@ -141,7 +141,9 @@ class VocabularyStats:
     hidden: Tensor  # float32 [hidden, hidden]: sum of h h^T, h the head's inputs
     probability: Tensor  # float32 [vocabulary]: sum of p, the probabilities that the model gives
     squared: Tensor  # float32 [vocabulary]: sum of p^2
-    gradient: Tensor  # float32 [hidden]: sum of g^2, g the gradient of a sample's mean loss at each place's row
+    gradient: (
+        Tensor  # float32 [hidden]: sum of g^2, g the gradient of a sample's mean loss at each place's row
+    )
     read: Tensor  # float32 [vocabulary]: sum of squared norms of a sample's gradient at a row, of all its places
 
     FIELDS: ClassVar = ("samples", "hidden", "probability", "squared", "gradient", "read")
