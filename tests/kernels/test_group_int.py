@@ -12,7 +12,6 @@ import torch
 
 from anybit.formats.bits import code_align, pack_codes
 from anybit.kernels import cpu, info
-from anybit.kernels.dispatch import NEEDS
 from tests.kernels.cases import (
     ISAS,
     PRODUCTS,
@@ -140,7 +139,9 @@ def test_many_tokens_in_bfloat16_meet_rounded_weights(bits: int, isa: str) -> No
 def test_info_says_what_runs_and_why_nothing_better(monkeypatch: pytest.MonkeyPatch) -> None:
     said, features = info()["cpu"], cpu.cpu_features()
     assert said["matmul_isa"] == said["matmul_isas"][-1] == cpu.matmul_isa()
-    assert all(features[need] for isa in said["matmul_isas"][1:] for need in NEEDS[isa])
+    needs = cpu.matmul_needs()
+    assert said["matmul_isas"] == [isa for isa in needs if all(features[need] for need in needs[isa])]
+    assert needs["portable"] == [] and all(set(needs[isa]) <= features.keys() for isa in needs)
     poorer = {name: there and "avx512" not in name for name, there in features.items()}
     monkeypatch.setattr(cpu, "cpu_features", lambda: poorer)
     monkeypatch.setattr(cpu, "matmul_isas", lambda: ("portable", "avx2"))

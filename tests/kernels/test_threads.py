@@ -153,6 +153,52 @@ assert all(mask == one for mask in masks().values())
 """)
 
 
+NO_MEMORY = """
+import resource, threading
+out = torch.empty(501, 700, dtype=torch.bfloat16)
+x, rounded = torch.randn(600, 700), []
+y, want = torch.empty(600, 501), torch.empty(600, 501)
+asked, done = threading.Event(), threading.Event()
+
+def other():  # a thread without memory of its own
+    asked.wait()
+    try:
+        layer.product(x, torch.empty(600, 501), threads=2)
+    except MemoryError:
+        rounded.append("refused")
+    done.set()
+
+threading.Thread(target=other).start()
+layer.product(x, want, threads=1)
+layer.dequantize(out.dtype, threads=4)  # workers there are, which have met no product yet
+held, size = [], 1 << 24
+pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (pages, pages))
+while size >= 1 << 19:
+    try:
+        held.append(bytearray(size))
+    except MemoryError:
+        size //= 2
+asked.set(), done.wait()
+for _ in range(200):
+    layer.product(x, y, threads=4)
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+del held
+assert rounded == ["refused"], rounded
+assert torch.equal(y, want)
+layer.product(x, y.zero_(), threads=4)
+assert torch.equal(y, want)
+"""
+
+
+@pytest.mark.slow
+@on_linux
+@pytest.mark.skipif("ANYBIT_BUILD" in os.environ, reason="sanitizers need the address space")
+def test_a_thread_that_gets_no_memory_helps_nobody_and_harms_nobody() -> None:
+    """A worker leaves the product to the others, and a caller raises MemoryError before anything is done."""
+    run_script(NO_MEMORY)
+
+
 @pytest.mark.slow
 def test_more_threads_in_pytorch_than_kernels_take() -> None:
     script = "import torch; from anybit.kernels import cpu; torch.set_num_threads(2000); print(cpu.used_threads(None))"

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from anybit.errors import InputError
@@ -100,6 +101,19 @@ def _bind(stored: list[Tensor], weight: str) -> BoundWeight:
         return BoundWeight(packed, check_precision(given["codebook_precision"])).at(running)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"the exported program is damaged: {error}; export the model again") from error
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether the memory of x is its numbers, and all that it carries: no fake tensor, no subclass, none that a
+    transform has wrapped, none that is read with another sign, none with a tangent."""
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.is_neg():
+        return False
+    try:
+        if x.data_ptr() == 0 and x.numel() > 0:
+            return False
+    except RuntimeError:  # it has no memory
+        return False
+    return forward_ad.unpack_dual(x).tangent is None
 
 
 class Product(torch.autograd.Function):
