@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM
 
 from anybit.errors import InputError
@@ -122,15 +123,17 @@ def test_tensors_without_memory(artifact_of: Callable[..., Path]) -> None:
     assert layer(empty).shape == (0, layer.out_features)
 
 
-def test_transforms_of_functions(artifact_of: Callable[..., Path]) -> None:
+@torch.no_grad()
+def test_transforms_and_traces_of_a_layer(artifact_of: Callable[..., Path]) -> None:
     layer = a_layer(artifact_of("llama"))
-    x, dense = torch.randn(4, 2, layer.in_features), unpack(layer.packed).dequantize()
+    x = torch.randn(4, 2, layer.in_features)
     expected = layer(x)
     torch.testing.assert_close(torch.func.vmap(layer)(x), expected)
     torch.testing.assert_close(torch.func.vmap(layer, 1, 1)(x), expected)
     torch.testing.assert_close(torch.func.functionalize(layer)(x), expected)
-    gradient = torch.func.grad(lambda x: layer(x).sum())(x)
-    torch.testing.assert_close(gradient, dense.sum(0).expand_as(x), rtol=1e-4, atol=1e-4)
+    other = torch.randn(4, 2, layer.in_features)
+    for traced in (make_fx(layer)(x), torch.jit.trace(layer, x)):
+        assert torch.equal(traced(other), layer(other))
 
 
 def test_forward_mode_differentiation_is_refused(artifact_of: Callable[..., Path]) -> None:
@@ -142,9 +145,9 @@ def test_forward_mode_differentiation_is_refused(artifact_of: Callable[..., Path
         assert torch.equal(layer(x), expected)
         dual = forward_ad.make_dual(x, torch.ones_like(x))
         for run in (layer, layer.matmul, layer.bound().matmul):
-            with pytest.raises((ValueError, RuntimeError), match=r"tangent|forward"):
+            with pytest.raises(ValueError, match="tangent of forward-mode differentiation"):
                 run(dual)
-    with pytest.raises((ValueError, RuntimeError), match=r"tangent|forward"):
+    with pytest.raises(InputError, match="use reverse mode"):
         torch.func.jvp(layer, (x,), (torch.ones_like(x),))
 
 

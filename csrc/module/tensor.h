@@ -17,7 +17,8 @@ class Tensor {
 public:
     // Of a contiguous tensor of float32 or bfloat16 on the CPU, [..., columns]; else nothing. Nor of one whose memory
     // is not its numbers: subclasses, tensors without memory (fake, wrapped by a transform, or shrunk), those that are
-    // read with another sign (of floats, none is conjugated), or that carry a tangent.
+    // read with another sign (of floats, none is conjugated), or that carry a tangent. Nor while PyTorch records what
+    // is called: it would see an empty tensor made.
     //
     // Throws std::invalid_argument: numbers at an odd address.
     static std::optional<Tensor> of(nb::handle object) {
@@ -31,7 +32,7 @@ public:
         made.numbers = floats ? Numbers::f32 : Numbers::bf16;
         if (attribute(object, torch.is_cpu).ptr() != Py_True) return std::nullopt;
         if (call(object, torch.is_contiguous).ptr() != Py_True) return std::nullopt;
-        if (call(object, torch.is_neg).ptr() != Py_False || has_tangent(object)) return std::nullopt;
+        if (call(object, torch.is_neg).ptr() != Py_False || has_tangent(object) || records()) return std::nullopt;
         made.shape_ = attribute(object, torch.shape);
         const Py_ssize_t dims = PyTuple_GET_SIZE(made.shape_.ptr());
         if (dims == 0) return std::nullopt;
@@ -70,6 +71,7 @@ private:
         PyObject* forward_ad;                                                             // the module
         PyObject *dtype, *shape, *is_cpu, *is_contiguous, *is_neg, *data_ptr, *new_empty; // names
         PyObject *current_level, *unpack_dual;                                            // in forward_ad
+        PyObject *modes, *tracing;                                                        // functions
 
         static const Torch& get() {
             static std::atomic<const Torch*> found{nullptr}; // no guard: who waits for one may hold the GIL
@@ -83,6 +85,8 @@ private:
             made->float32 = own("float32");
             made->bfloat16 = own("bfloat16");
             made->forward_ad = nb::module_::import_("torch.autograd.forward_ad").release().ptr();
+            made->modes = nb::object(torch.attr("_C").attr("_len_torch_dispatch_stack")).release().ptr();
+            made->tracing = nb::object(torch.attr("_C").attr("_get_tracing_state")).release().ptr();
             made->dtype = name("dtype");
             made->shape = name("shape");
             made->is_cpu = name("is_cpu");
@@ -133,6 +137,12 @@ private:
         PyObject* arguments[] = {torch.forward_ad, object.ptr()};
         const nb::object dual = checked(PyObject_VectorcallMethod(torch.unpack_dual, arguments, 2, nullptr));
         return attribute(dual, "tangent").ptr() != Py_None;
+    }
+    // Whether a mode sees every call (fake tensors, torch.fx), or torch.jit traces.
+    static bool records() {
+        const Torch& torch = Torch::get();
+        const nb::object modes = checked(PyObject_CallNoArgs(torch.modes));
+        return PyLong_AsLong(modes.ptr()) != 0 || checked(PyObject_CallNoArgs(torch.tracing)).ptr() != Py_None;
     }
     static int64_t size(const nb::object& shape, Py_ssize_t i) {
         return PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), i));

@@ -56,6 +56,7 @@ class PackedModule(nn.Module):
         bound, differentiated = self._bound, x.requires_grad and torch.is_grad_enabled()
         if bound is not None and not differentiated and (y := bound.native_matmul(x)) is not None:
             return y
+        operators.refuse_tangent(x)
         if not operators.is_plain(x):  # PyTorch knows what to do with it: an operator sees plain ones
             return torch.ops.anybit.matmul(x, [], self._name, self.layout.shape[0])
         return operators.Product.apply(x, self.bound()) if differentiated else self.bound().matmul(x)
