@@ -158,13 +158,14 @@ class NestedKernel:
 
     def at(self, layout: formats.TileLayout) -> NestedKernel:
         """The same planes, of which fewer rows are multiplied with."""
-        counts, stored = getattr(layout, "counts", ()), self._stored
+        counts: list[int] = list(layout.counts) if isinstance(layout, formats.NestedLayout) else []
+        stored = self._stored
         fits = 0 < len(counts) <= len(stored) and counts[0] == stored[0] and counts[-1] > 0
-        fits = fits and list(counts) == sorted(counts, reverse=True)
+        fits = fits and counts == sorted(counts, reverse=True)
         if not fits or any(n > own for n, own in zip(counts, stored)):
             raise ValueError("counts of planes are not some of this tile's, falling from all of its rows")
         made = copy.copy(self)
-        made._cut(counts)
+        made._cut(tuple(counts))
         return made
 
     def splits(self, x: Tensor) -> int:
