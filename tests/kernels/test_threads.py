@@ -67,7 +67,11 @@ def test_idle_workers_leave_the_processor_alone() -> None:
 
 
 MASKS = """
-import os, sys, threading, time, torch
+import os, sys, threading, time
+if "ANYBIT_BUILD" in os.environ:  # as in conftest.py: an editable install would bring another build
+    sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
+    sys.path.insert(0, os.environ["ANYBIT_BUILD"])
+import torch
 from anybit.formats import Float16Layout
 from anybit.formats.layout import LayerLayout
 from anybit.kernels.cpu_layer import Layer
