@@ -326,6 +326,27 @@ def test_a_level_is_a_layer_of_the_same_beginnings() -> None:
                 assert torch.equal(tensor.cpu().view(torch.uint8), weight.tensors[field].view(torch.uint8))
 
 
+def test_a_layer_refuses_levels_and_rows_that_it_does_not_have() -> None:
+    nested, plain = random_layer("nested 2 to 5", (48, 640)), random_layer("W4", (48, 640))
+    (tile,) = nested.layout.tiles
+    assert isinstance(tile, formats.NestedLayout)
+    more = replace(nested.layout, tiles=(formats.NestedLayout.of((*tile.counts, 49), tile.kept),))
+    for weight, level, match in (
+        (nested, more, "counts of planes"),
+        (nested, plain.layout, "counts of planes"),
+        (nested, replace(nested.layout, tiles=(tile, tile)), "several tiles"),
+        (plain, plain.layout, "has one width"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Layer(weight.layout, weight.tensors).at(level)
+    scaled = Layer(
+        replace(plain.layout, input_scale=True),
+        {**plain.tensors, "input_scale": torch.ones(640, device=DEVICE).half()},
+    )
+    with pytest.raises(ValueError, match="single rows are those of"):
+        scaled.rows(torch.tensor([0]))
+
+
 def test_splits_fill_a_gpu_with_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     for rows, steps, want in ((4096, 8, 8), (11008, 8, 4), (4096, 22, 11), (14336, 8, 4), (128256, 8, 1)):

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM
 
 from anybit.errors import InputError
 from anybit.formats.weight import unpack
-from anybit.layers import PackedModule
+from anybit.layers import PackedModule, QuantLinear
 from tests.probes import a_layer, logits
 
 IDS = torch.tensor([[7, 101, 30, 30, 99, 250, 3, 17, 64, 5, 200, 41, 77, 8, 9, 10, 11, 120, 13, 14, 15]])
@@ -74,6 +77,104 @@ def test_a_layer_refuses_inputs_that_are_not_its_own(artifact_of: Callable[..., 
     with pytest.raises(InputError, match="expected integers"):
         embedding(torch.tensor([3.7]))
     assert layer(torch.randn(0, layer.in_features)).shape == (0, layer.out_features)
+
+
+class Subclass(torch.Tensor):
+    """Of PyTorch's tensors, with nothing of its own."""
+
+
+STRANGE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+    "another sign": lambda x: torch._neg_view(-x),
+    "a subclass": lambda x: x.as_subclass(Subclass),
+    "inference": lambda x: torch.inference_mode()(x.clone)(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", STRANGE)
+def test_tensors_whose_memory_is_not_their_numbers(
+    artifact_of: Callable[..., Path], kind: str, dtype: torch.dtype
+) -> None:
+    layer = a_layer(artifact_of("llama"))
+    x = torch.randn(3, layer.in_features, dtype=dtype)
+    with torch.no_grad():
+        for run in (layer, layer.matmul, layer.bound().matmul):
+            assert torch.equal(run(STRANGE[kind](x)), run(x))
+
+
+@torch.no_grad()
+def test_tensors_without_memory(artifact_of: Callable[..., Path]) -> None:
+    for bound in (False, True):  # the first call of a layer is one of these, or not
+        layer = a_layer(artifact_of("llama"))
+        x = torch.randn(3, layer.in_features)
+        expected = layer(x) if bound else None
+        with FakeTensorMode() as mode:
+            y = layer(mode.from_tensor(x))
+        assert isinstance(y, FakeTensor) and y.shape == (3, layer.out_features)
+        assert layer(x.to("meta")).is_meta
+        assert expected is None or torch.equal(layer(x), expected)
+    shrunk = torch.randn(3, layer.in_features)
+    shrunk.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="with its numbers in memory"):
+        layer(shrunk)
+    empty = torch.randn(0, layer.in_features)
+    empty.untyped_storage().resize_(0)
+    assert layer(empty).shape == (0, layer.out_features)
+
+
+@torch.no_grad()
+def test_transforms_and_traces_of_a_layer(artifact_of: Callable[..., Path]) -> None:
+    layer = a_layer(artifact_of("llama"))
+    x = torch.randn(4, 2, layer.in_features)
+    expected = layer(x)
+    torch.testing.assert_close(torch.func.vmap(layer)(x), expected)
+    torch.testing.assert_close(torch.func.vmap(layer, 1, 1)(x), expected)
+    torch.testing.assert_close(torch.func.functionalize(layer)(x), expected)
+    other = torch.randn(4, 2, layer.in_features)
+    for traced in (make_fx(layer)(x), torch.jit.trace(layer, x)):
+        assert torch.equal(traced(other), layer(other))
+
+
+def test_forward_mode_differentiation_is_refused(artifact_of: Callable[..., Path]) -> None:
+    """A tangent is never lost without a word; a tensor that has none is multiplied."""
+    layer = a_layer(artifact_of("llama"))
+    x = torch.randn(3, layer.in_features)
+    expected = layer(x)
+    with torch.no_grad(), forward_ad.dual_level():
+        assert torch.equal(layer(x), expected)
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        for run in (layer, layer.matmul, layer.bound().matmul):
+            with pytest.raises(ValueError, match="tangent of forward-mode differentiation"):
+                run(dual)
+    with pytest.raises(InputError, match="use reverse mode"):
+        torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+
+
+def test_a_layer_that_is_released_while_it_runs(artifact_of: Callable[..., Path]) -> None:
+    layer = a_layer(artifact_of("llama"))
+    x, stop, failed = torch.randn(1, layer.in_features), threading.Event(), []
+    expected = layer(x)
+
+    def runs() -> None:
+        try:
+            while not stop.is_set():
+                assert torch.equal(layer(x), expected)
+        except Exception as error:
+            failed.append(error)
+
+    worker = threading.Thread(target=runs)
+    worker.start()
+    for _ in range(300):
+        layer.release()
+    stop.set()
+    worker.join()
+    assert not failed
+
+
+def test_a_bias_begins_as_zeros(artifact_of: Callable[..., Path]) -> None:
+    made = QuantLinear(a_layer(artifact_of("llama")).layout, bias=True)
+    assert made.bias is not None and torch.count_nonzero(made.bias) == 0
 
 
 def test_stored_bytes_are_held_once_and_come_back(artifact_of: Callable[..., Path]) -> None:

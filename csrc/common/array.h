@@ -48,17 +48,17 @@ struct Array {
     }
 };
 
-inline bool lies_well(const void* data, int64_t size) { return reinterpret_cast<uintptr_t>(data) % size == 0; }
+// Whether numbers of a size lie at multiples of it, as the compiler takes for granted.
+inline bool is_aligned(const void* data, int64_t size) { return reinterpret_cast<uintptr_t>(data) % size == 0; }
 
 constexpr const char* ODD = " at an address that is no multiple of its size";
 
-// Refuse `a` unless it has one of these dtypes and this shape, and its numbers lie at multiples of their size, as the
-// compiler takes for granted.
+// Refuse `a` unless it has one of these dtypes and this shape, and its numbers lie at multiples of their size.
 inline const Array& check(const std::string& name, const Array& a, std::initializer_list<Type> types,
                           const Shape& shape) {
     bool known = false;
     for (Type type : types) known = known || type == a.type;
-    const bool odd = a.count() > 0 && !lies_well(a.data, size_of(a.type));
+    const bool odd = a.count() > 0 && !is_aligned(a.data, size_of(a.type));
     if (known && !odd && a.shape == shape) return a;
     std::string expected;
     for (Type type : types) expected += (expected.empty() ? "" : " or ") + std::string(TYPE_NAMES[int(type)]);

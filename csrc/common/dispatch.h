@@ -6,19 +6,38 @@ namespace anybit {
 struct MatmulOps;   // matmul/ops.h
 struct QuantizeOps; // quantize/ops.h
 
-// Every instruction set that kernels are compiled for (CMakeLists.txt), each in a namespace of that name. Of those that
-// a machine runs, the last one is the best.
-enum class Isa { portable, avx2, avx_vnni, avx512, avx512_vnni, avx512_vbmi, avx512_bf16, amx_bf16 };
-constexpr Isa EVERY_ISA[] = {Isa::portable,    Isa::avx2,        Isa::avx_vnni,    Isa::avx512,
-                             Isa::avx512_vnni, Isa::avx512_vbmi, Isa::avx512_bf16, Isa::amx_bf16};
-const char* isa_name(Isa isa);
+// Every instruction set that kernels are compiled for (CMakeLists.txt has the flags), each in a namespace of its name:
+// which kernels (all, or products only), the one that it goes beyond, and what it needs of the processor besides. Of
+// those that a machine runs, the last one is the best.
+#ifdef ANYBIT_AMX
+#define ANYBIT_AMX_ISAS(X) X(amx_bf16, products, avx512_bf16, amx_bf16, amx_int8)
+#else
+#define ANYBIT_AMX_ISAS(X)
+#endif
+#ifdef ANYBIT_X86
+#define ANYBIT_ISAS(X)                                          \
+    X(portable, all, portable)                                  \
+    X(avx2, all, portable, avx2, fma, f16c)                     \
+    X(avx_vnni, products, avx2, avx_vnni)                       \
+    X(avx512, all, avx2, avx512f, avx512bw, avx512vl, avx512dq) \
+    X(avx512_vnni, products, avx512, avx512_vnni)               \
+    X(avx512_vbmi, products, avx512_vnni, avx512_vbmi)          \
+    X(avx512_bf16, products, avx512_vbmi, avx512_bf16)          \
+    ANYBIT_AMX_ISAS(X)
+#else
+#define ANYBIT_ISAS(X) X(portable, all, portable)
+#endif
 
-// What the processor has, and the operating system lets programs use.
-struct Features {
-    bool avx2, fma, f16c, avx512f, avx512bw, avx512vl, avx512dq, avx512_vnni, avx512_bf16, avx512_vbmi, avx_vnni,
-        amx_bf16, amx_int8;
-};
-Features cpu_features();
+#define ANYBIT_NAME(isa, ...) isa,
+enum class Isa { ANYBIT_ISAS(ANYBIT_NAME) };
+#undef ANYBIT_NAME
+#define ANYBIT_VALUE(isa, ...) Isa::isa,
+constexpr Isa EVERY_ISA[] = {ANYBIT_ISAS(ANYBIT_VALUE)};
+#undef ANYBIT_VALUE
+
+const char* isa_name(Isa isa);
+// Whether this machine has all that it needs (common/features.cpp).
+bool runs(Isa isa);
 
 // The kernels of an instruction set; null where the machine does not run it, or it has none of these.
 const MatmulOps* matmul_ops(Isa isa);

@@ -22,4 +22,11 @@ void* thread_memory(int64_t bytes, int which) {
     return memory.bytes.get();
 }
 
+bool reserve_thread_memory(int64_t bytes, int which) noexcept {
+    try {
+        thread_memory(bytes, which);
+        return true;
+    } catch (const std::bad_alloc&) { return false; }
+}
+
 } // namespace anybit

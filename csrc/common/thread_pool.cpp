@@ -83,26 +83,40 @@ private:
 class Pool {
 public:
     // False where another thread uses the pool: nothing was done.
-    bool run(int64_t n, int64_t grain, int threads, RangeFunction function, void* context) {
+    bool run(int64_t n, int64_t grain, int threads, RangeFunction function, void* context, ReadyFunction ready) {
         std::unique_lock<std::mutex> user(user_, std::try_to_lock);
         if (!user.owns_lock()) return false;
         start_workers(threads - 1);
-        n_ = n, grain_ = grain, function_ = function, context_ = context;
+        n_ = n, grain_ = grain, function_ = function, context_ = context, ready_ = ready;
         helpers_ = std::min(threads - 1, static_cast<int>(workers_.size()));
         next_ = 0;
-        inside_ = 0; // open
-        ++job_;
+        const Open open(*this);
         for (int i = 0; i < helpers_; ++i) workers_[static_cast<size_t>(i)]->wake();
         work();
-        inside_ -= CLOSED;
-        const auto empty = [this] { return inside_ == -CLOSED; };
-        if (!spin_until(empty))
-            while (!empty()) std::this_thread::yield();
         return true;
     }
 
 private:
     static constexpr int64_t CLOSED = int64_t(1) << 32;
+
+    // A job that workers may enter. However its user leaves, none is inside afterwards.
+    class Open {
+    public:
+        explicit Open(Pool& pool) : pool_(pool) {
+            pool.inside_ = 0;
+            ++pool.job_;
+        }
+        Open(const Open&) = delete;
+        ~Open() {
+            pool_.inside_ -= CLOSED;
+            const auto empty = [this] { return pool_.inside_ == -CLOSED; };
+            if (!spin_until(empty))
+                while (!empty()) std::this_thread::yield();
+        }
+
+    private:
+        Pool& pool_;
+    };
 
     // Where one worker sleeps: nobody wakes those that a job does not ask for.
     struct Worker {
@@ -134,6 +148,7 @@ private:
     };
 
     void start_workers(int wanted) {
+        workers_.reserve(static_cast<size_t>(std::max(wanted, 0))); // a thread that runs must be kept
         while (static_cast<int>(workers_.size()) < wanted) {
             auto worker = std::make_unique<Worker>();
             try {
@@ -151,7 +166,7 @@ private:
             if (!spin_until(wanted)) self->sleep_until(wanted);
             seen = job_;
             if (!enter()) continue;
-            if (index < helpers_) work();
+            if (index < helpers_ && (ready_ == nullptr || ready_(context_))) work();
             --inside_;
         }
     }
@@ -163,7 +178,7 @@ private:
         return false;
     }
 
-    void work() {
+    void work() noexcept {
         for (int64_t begin; (begin = next_.fetch_add(grain_)) < n_;)
             function_(context_, begin, begin + grain_ < n_ ? begin + grain_ : n_);
     }
@@ -175,6 +190,7 @@ private:
     int64_t n_ = 0, grain_ = 1;
     RangeFunction function_ = nullptr;
     void* context_ = nullptr;
+    ReadyFunction ready_ = nullptr;
     std::atomic<int64_t> next_{0};
 
     std::atomic<int64_t> inside_{-CLOSED}; // workers in the job; -CLOSED more when nobody may enter
@@ -199,11 +215,12 @@ Pool& pool() {
 
 } // namespace
 
-void parallel_ranges(int64_t n, int64_t grain, int threads, RangeFunction function, void* context) {
+void parallel_ranges(int64_t n, int64_t grain, int threads, RangeFunction function, void* context,
+                     ReadyFunction ready) {
     if (n <= 0) return;
     const int64_t pieces = (n - 1) / grain + 1;
     const int used = pieces < threads ? static_cast<int>(pieces) : threads;
-    if (used > 1 && pool().run(n, grain, used, function, context)) return;
+    if (used > 1 && pool().run(n, grain, used, function, context, ready)) return;
     function(context, 0, n);
 }
 

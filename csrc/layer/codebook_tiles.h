@@ -60,7 +60,7 @@ public:
 private:
     // Up to 6 bits a channel's entries are looked up in registers: fewer tokens are worth rounding for.
     int64_t few(Numbers inputs) const override {
-        const int64_t most = PackedTile::few(inputs);
+        const int64_t most = Tile::few(inputs);
         if (inputs != Numbers::bf16 || t_.bits > CodebookByChannel::FLOAT_BITS) return most;
         return std::min(GEMV_TOKENS, 2 * most);
     }

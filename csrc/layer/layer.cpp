@@ -16,11 +16,12 @@ Layer::Layer(const LayerLayout& layout, const Fields& fields, const Options& opt
             return tile.format == "codebook" && !tile.by_channel;
         });
     auto stored = std::make_shared<Stored>();
+    stored->layout = layout;
     for (size_t i = 0; i < layout.tiles.size(); ++i) {
         const TileLayout& tile = layout.tiles[i];
         const std::string prefix = layout.tiles.size() > 1 ? std::to_string(i) + "." : "";
         const int64_t r = tile.rows == ALL ? out_ : tile.rows, c = tile.cols == ALL ? in_ : tile.cols;
-        check_range(prefix + "rows", r, 0, out_);
+        check_range(prefix + "rows", r, 1, out_);
         check_range(prefix + "cols", c, 1, in_);
         stored->tiles.push_back({prefix, bind_tile(tile, r, c, out_, fields, prefix, chosen)});
         for (const std::string& field : stored->tiles.back().second.repacked)
@@ -40,11 +41,36 @@ Layer::Layer(const LayerLayout& layout, const Fields& fields, const Options& opt
     kinds_ = token_kinds();
 }
 
+namespace {
+
+// Refuse what is not a layer's own layout, but for the bits of its tile.
+void check_level(const LayerLayout& stored, const LayerLayout& level) {
+    const auto same = [](const char* what, auto own, auto given) {
+        if (own != given)
+            refuse(std::string("a level with another ") + what + " than its layer: " + std::to_string(given) +
+                   ", expected " + std::to_string(own));
+    };
+    if (stored.tiles.size() != 1 || level.tiles.size() != 1) refuse("a layer of several tiles has one width");
+    same("number of outputs", stored.out, level.out);
+    same("number of inputs", stored.in, level.in);
+    same("number of sparse weights", stored.sparse, level.sparse);
+    same("input_scale", stored.input_scale, level.input_scale);
+    const TileLayout &own = stored.tiles[0], &given = level.tiles[0];
+    if (own.format != given.format)
+        refuse("a level in the format " + given.format + " of a layer in the format " + own.format);
+    same("number of rows", own.rows, given.rows);
+    same("number of cols", own.cols, given.cols);
+    same("by_channel", own.by_channel, given.by_channel);
+    same("table_bits", own.table_bits, given.table_bits);
+    same("number of kept channels", own.kept, given.kept);
+}
+
+} // namespace
+
 Layer::Layer(const Layer& other, const LayerLayout& layout)
     : ops_(other.ops_), out_(other.out_), in_(other.in_), stored_(other.stored_), parts_(other.parts_),
       alone_(other.alone_), int8_group_size_(other.int8_group_size_), kinds_(other.kinds_) {
-    // Formats that have several widths are one part of the layer.
-    if (layout.tiles.size() != 1 || parts_.size() != 1) refuse("a layer of several tiles has one width");
+    check_level(stored_->layout, layout);
     auto tile = parts_[0].tile->at(layout.tiles[0]);
     if (tile == nullptr) refuse("a tile in the format " + layout.tiles[0].format + " has one width");
     parts_[0].tile = std::move(tile);
@@ -62,9 +88,14 @@ std::vector<int32_t> named_columns(const std::string& prefix, const Fields& fiel
     if (found == fields.end()) refuse("field " + prefix + "cols is missing");
     const auto* from = check(prefix + "cols", found->second, {Type::i32}, {c}).as<int32_t>();
     std::vector<int32_t> columns(from, from + c);
-    for (int32_t j : columns)
-        if (j < 0 || j >= in)
-            refuse(prefix + "cols hold " + std::to_string(j) + ", expected 0 to " + std::to_string(in - 1));
+    std::vector<bool> met(static_cast<size_t>(in));
+    for (int32_t j : columns) {
+        const bool there = j >= 0 && j < in;
+        if (!there || met[static_cast<size_t>(j)])
+            refuse(prefix + "cols hold " + std::to_string(j) + (there ? " twice" : "") +
+                   ": expected different input channels from 0 to " + std::to_string(in - 1));
+        met[static_cast<size_t>(j)] = true;
+    }
     return columns;
 }
 
@@ -258,6 +289,7 @@ bool Layer::has_rows() const {
 }
 
 void Layer::rows(const int64_t* ids, int64_t n, float* out) const {
+    if (!has_rows()) refuse("single rows are those of a layer of one tile over all of it: dequantize this one");
     const Part& part = parts_[0];
     for (int64_t i = 0; i < n; ++i) {
         if (ids[i] < 0 || ids[i] >= out_)

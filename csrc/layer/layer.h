@@ -15,8 +15,8 @@
 //
 // Most products have two steps: the inputs, put into the kernels' order a token at a time, and the rows. Whatever the
 // threads and parts, the bits are the same. One token and its row among as many as a plan of few tokens takes give the
-// same bits. `run` allocates nothing, but for what a thread's first product of many tokens keeps for the next ones
-// (`warm_thread` does that beforehand), and does not throw.
+// same bits. `run` does not throw. It allocates nothing on a thread that is warm (`warm_thread`); on another, its first
+// product of many tokens allocates what the next ones use again, and ends the process where there is no memory.
 #pragma once
 
 #include "layer/layout.h"
@@ -91,6 +91,8 @@ public:
     void dequantize(float* out, int threads) const;
     void dequantize(uint16_t* out, int threads) const;
     // Rows of it, float32 [n, in]: of one tile over all inputs, else `has_rows` is false. On the calling thread.
+    //
+    // Throws std::invalid_argument: an id that is no row; a layer that has none.
     bool has_rows() const;
     void rows(const int64_t* ids, int64_t n, float* out) const;
 
@@ -101,6 +103,7 @@ private:
 
     // What layers at all levels share.
     struct Stored {
+        LayerLayout layout;
         std::vector<std::pair<std::string, BoundTile>> tiles; // by the prefix of their fields
         std::vector<std::string> repacked;
         std::vector<float> scale;        // that inputs are multiplied with first; or nothing
@@ -144,6 +147,8 @@ BoundTile bind_tile(const TileLayout& layout, int64_t r, int64_t c, int64_t out,
                     const std::string& prefix, const Layer::Options& options);
 
 // Let this thread have now what products of many tokens keep for each thread.
+//
+// Throws std::bad_alloc.
 void warm_thread();
 
 } // namespace anybit

@@ -224,8 +224,13 @@ std::shared_ptr<const Tile> LookupTile::at(const TileLayout& layout) const {
         if (!fits) refuse("counts of planes are not some of this tile's, falling from all of its rows");
         return std::make_shared<const LookupTile>(ops_, bytes_, centroids_, counts);
     }
+    const auto is_stored = [this](int width) {
+        return std::any_of(widths.begin(), widths.end(), [width](const auto& own) { return own.first == width; });
+    };
+    const bool fits = std::all_of(layout.widths.begin(), layout.widths.end(), is_stored) &&
+                      std::is_sorted(layout.widths.begin(), layout.widths.end());
     for (const auto& [bits, centroids] : widths)
-        if (!layout.widths.empty() && layout.widths.back() == bits) {
+        if (fits && bits == layout.bits && !layout.widths.empty() && layout.widths.back() == bits) {
             const std::vector<int64_t> counts(static_cast<size_t>(bits), rows_);
             auto made = std::make_shared<LookupTile>(ops_, bytes_, centroids, counts);
             made->widths = widths;

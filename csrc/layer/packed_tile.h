@@ -78,8 +78,6 @@ protected:
 
     const auto& kernels() const { return kernels_of(ops_, t_); }
 
-    // Tokens up to which weights are decoded for a few of them at a time.
-    virtual int64_t few(Numbers inputs) const { return Tile::few(inputs); }
     virtual bool takes_int8() const { return false; }
 
     T t_{};

@@ -97,7 +97,7 @@ public:
     static int64_t own_row_bytes(int64_t in);
 
     // Units begin <= i < end of a step. own: plan.own_bytes(), at a multiple of 64.
-    void run(int step, int64_t begin, int64_t end, void* own) const;
+    void run(int step, int64_t begin, int64_t end, void* own) const noexcept;
 
 private:
     struct Row; // one token's inputs, in all their forms

@@ -38,7 +38,7 @@ Product::Product(const Layer& layer, const Plan& plan, int64_t tokens, const Lay
 
 int64_t Product::sums_stride() const { return plan_.written_ == Written::rounded ? layer_.out() : y_.stride; }
 
-void Product::run(int step, int64_t begin, int64_t end, void* own) const {
+void Product::run(int step, int64_t begin, int64_t end, void* own) const noexcept {
     const Plan::Step& s = plan_.steps_[static_cast<size_t>(step)];
     const int64_t first = begin * s.unit, last = std::min(end * s.unit, tokens_);
     switch (s.kind) {

@@ -8,6 +8,7 @@
 
 #define ANYBIT_ISA baseline
 #include "common/simd.h"
+#undef ANYBIT_ISA
 
 #include <algorithm>
 #include <memory>
@@ -118,7 +119,7 @@ protected:
     explicit Tile(const MatmulOps& ops) : ops_(ops) {}
 
     // Of more tokens than this, weights are decoded once for all.
-    int64_t few(Numbers inputs) const {
+    virtual int64_t few(Numbers inputs) const {
         return inputs == Numbers::f32    ? GEMV_TOKENS
                : inputs == Numbers::bf16 ? ops_.gemv_tokens_bf16
                                          : ops_.gemv_tokens_int8;

@@ -51,7 +51,6 @@ private:
 
     template <typename F> void with_scratch(int threads, F&& f) const {
         const int64_t step = piece_of(blocks(), 1, rows_ * columns_, threads), bytes = kernels().scratch(t_);
-        if (blocks() == 0) return;
         const Scratch scratch = make_scratch(((blocks() + step - 1) / step * bytes + 3) / 4);
         parallel_for(blocks(), step, threads, [&](int64_t begin, int64_t end) {
             f(reinterpret_cast<uint8_t*>(scratch.get()) + begin / step * bytes, begin, end);
@@ -114,7 +113,7 @@ public:
 private:
     // Decoding a block of few columns costs less than summing up rows.
     int64_t few(Numbers inputs) const override {
-        return inputs == Numbers::f32 && columns_ <= NARROW ? 0 : PackedTile::few(inputs);
+        return inputs == Numbers::f32 && columns_ <= NARROW ? 0 : Tile::few(inputs);
     }
     static constexpr int64_t NARROW = 64;
 

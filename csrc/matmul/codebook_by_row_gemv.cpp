@@ -37,12 +37,12 @@ inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
 // ---- what centroids are multiplied as: M tokens with the codes of a row, block by block ---------------------------
 
 // Bytes, with inputs of 8 bits.
-template <int B, int M> class ByBytes {
+template <int B, int M> class ByteCentroids {
 public:
     using Input = int8_t;
     static constexpr int64_t MOST_BLOCKS = 32; // whose inputs stay close while rows take turns
 
-    ByBytes(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row)
+    ByteCentroids(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row)
         : table_(c.table + (row << B)), x_(in.x), scales_(in.scales), blocks_(blocks_of(c)) {}
 
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
@@ -121,14 +121,14 @@ private:
     const float* x_;
     int64_t blocks_;
 };
-template <int B, int M> using ByFloats = ByTable<FloatTable<B>, M>;
-template <int B, int M> using ByMirroredFloats = ByTable<MirroredFloats<B>, M>;
+template <int B, int M> using FloatCentroids = ByTable<FloatTable<B>, M>;
+template <int B, int M> using MirroredCentroids = ByTable<MirroredFloats<B>, M>;
 
 #ifdef __AVX2__
 // Pairs of bfloat16.
-template <int B, int M> class ByPairs : public Plain<uint16_t> {
+template <int B, int M> class PairedCentroids : public Plain<uint16_t> {
 public:
-    ByPairs(const CodebookByRow& c, const Inputs<uint16_t>& in, int64_t row)
+    PairedCentroids(const CodebookByRow& c, const Inputs<uint16_t>& in, int64_t row)
         : table_(c.table, c.kind(row)), x_(in.x), blocks_(blocks_of(c)) {}
 
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
@@ -202,15 +202,15 @@ void gemv_bits(const CodebookByRow& c, const Inputs<typename By<B, 1>::Input>& i
 
 void gemv_int8(const CodebookByRow& c, const Inputs<int8_t>& in, float* y, int64_t y_stride, int64_t begin,
                int64_t end) {
-    by_width(c.bits, [&](auto bits) { gemv_bits<ByBytes, bits.value>(c, in, y, y_stride, begin, end); });
+    by_width(c.bits, [&](auto bits) { gemv_bits<ByteCentroids, bits.value>(c, in, y, y_stride, begin, end); });
 }
 
 void gemv_f32(const CodebookByRow& c, const Inputs<float>& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
     by_width(c.bits, [&](auto bits) {
         constexpr int B = bits.value;
         if constexpr (looks_up_mirrored(B))
-            if (c.mirrored) return gemv_bits<ByMirroredFloats, B>(c, in, y, y_stride, begin, end);
-        if constexpr (floating(B) != Floating::none) gemv_bits<ByFloats, B>(c, in, y, y_stride, begin, end);
+            if (c.mirrored) return gemv_bits<MirroredCentroids, B>(c, in, y, y_stride, begin, end);
+        if constexpr (floating(B) != Floating::none) gemv_bits<FloatCentroids, B>(c, in, y, y_stride, begin, end);
     });
 }
 
@@ -218,7 +218,8 @@ void gemv_f32(const CodebookByRow& c, const Inputs<float>& in, float* y, int64_t
 void gemv_bf16(const CodebookByRow& c, const Inputs<uint16_t>& in, float* y, int64_t y_stride, int64_t begin,
                int64_t end) {
     by_width(c.bits, [&](auto bits) {
-        if constexpr (looks_up_halves(bits.value)) gemv_bits<ByPairs, bits.value>(c, in, y, y_stride, begin, end);
+        if constexpr (looks_up_halves(bits.value))
+            gemv_bits<PairedCentroids, bits.value>(c, in, y, y_stride, begin, end);
     });
 }
 #endif

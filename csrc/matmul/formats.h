@@ -14,7 +14,7 @@ struct GroupInt {
     const uint8_t* codes;
     const uint16_t* scales;  // fp16 bit patterns [blocks of rows, groups, lanes]
     const uint8_t* zeros;    // [blocks of rows, groups, lanes]; null: 2^(bits-1)
-    const int32_t* out_rows; // [rows] ascending output rows; null: row i is output row i
+    const int32_t* out_rows; // [rows] output rows, in any order; null: row i is output row i
     int bits;                // 1..8
     int64_t rows, columns, group_size, groups;
 
@@ -65,7 +65,7 @@ struct TwoFour {
 
 // One tile in format "codebook" by input channel: w[i, j] = table[j, code[j, i]], all output rows.
 struct CodebookByChannel {
-    const uint8_t* bytes;   // codes in the kernels' order (codebook_by_channel.cpp)
+    const uint8_t* bytes;   // codes in the kernels' order (codebook_by_channel_pack.cpp)
     const float* table;     // [columns, entries(bits)], what pads it finite; of more than FLOAT_BITS
     const uint16_t* halves; // the same as float16, and two bytes more
     const uint8_t* planes;  // the table as `table_planes` makes it, or null

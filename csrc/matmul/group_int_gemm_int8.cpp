@@ -108,8 +108,8 @@ void scale_sums(const Ints* sums, const Floats* scales, const Ints* rest, const 
 
 // Up to PANEL_ROWS blocks of rows times up to 32 tokens from k on, for which tiles are shaped. The sums of a group that
 // does not fit a panel have places of their own.
-inline void multiply_panel(const GroupInt& t, const Inputs<int8_t>& in, const Panel& panel, int64_t blocks,
-                           const Part& part, int64_t width, int64_t k, int64_t tokens, Ints* sums, Floats* total) {
+inline void multiply_byte_panel(const GroupInt& t, const Inputs<int8_t>& in, const Panel& panel, int64_t blocks,
+                                const Part& part, int64_t width, int64_t k, int64_t tokens, Ints* sums, Floats* total) {
     const int8_t* x = in.x + k * in.stride + part.group * width + part.first * STEP;
     const bool more = tokens > 16, whole = (part.first + part.steps) * STEP >= width;
     for (int64_t r = 0; r < blocks; r += 2) {
@@ -149,7 +149,7 @@ void gemm_bits(const GroupInt& t, const Inputs<int8_t>& in, const Outputs& y, in
                     for (int64_t k = 0; k < m; k += 32) {
                         const int64_t tokens = least(32, m - k);
                         if (k == 0 || tokens < 32) shape_tiles(tokens, least(width, STEP));
-                        multiply_panel(t, in, panel, blocks, part, width, first + k, tokens, sums, total);
+                        multiply_byte_panel(t, in, panel, blocks, part, width, first + k, tokens, sums, total);
                     }
                 }
             Places places[PANEL_ROWS];

@@ -21,7 +21,7 @@ namespace nb = nanobind;
 using Input = nb::ndarray<nb::ro>;
 using Output = nb::ndarray<>;
 
-constexpr int64_t MAX_THREADS = 1024;
+constexpr int64_t MAX_THREADS = 1024; // Python has it as `_native.MAX_THREADS`
 
 inline Type type_of(nb::dlpack::dtype dtype) {
     using Code = nb::dlpack::dtype_code;
@@ -60,11 +60,6 @@ template <typename A> bool is_dense(const A& a, size_t dims) {
     return true;
 }
 
-// Whether the elements lie at multiples of their size, as the compiler takes for granted.
-template <typename A> bool is_aligned(const A& a) {
-    return a.size() == 0 || reinterpret_cast<uintptr_t>(a.data()) % a.itemsize() == 0;
-}
-
 enum class Layout { dense, dense_rows, any };
 
 // Throw ValueError unless `a` is a CPU array of this dtype, shape and layout.
@@ -75,16 +70,16 @@ void check(const char* name, const A& a, std::initializer_list<Type> types, cons
     bool known = false;
     for (Type t : types) known = known || t == type;
     const size_t dims = layout == Layout::dense ? a.ndim() : layout == Layout::dense_rows ? 1 : 0;
-    good = good && known && is_aligned(a) && (a.size() == 0 || is_dense(a, dims));
+    const bool odd = a.size() > 0 && !is_aligned(a.data(), static_cast<int64_t>(a.itemsize()));
+    good = good && known && !odd && (a.size() == 0 || is_dense(a, dims));
     if (good) return;
     std::string expected;
     for (Type t : types) expected += (expected.empty() ? "" : " or ") + std::string(TYPE_NAMES[int(t)]);
     expected += " " + words(shape.data(), shape.size()) + " on the CPU";
     if (layout == Layout::dense) expected += ", contiguous";
     if (layout == Layout::dense_rows) expected += ", with contiguous rows";
-    const char* odd = is_aligned(a) ? "" : ODD;
     refuse(std::string(name) + " is " + TYPE_NAMES[int(type)] + " " + words(a.shape_ptr(), a.ndim()) +
-           " with strides " + words(a.stride_ptr(), a.ndim()) + odd + ", expected " + expected);
+           " with strides " + words(a.stride_ptr(), a.ndim()) + (odd ? ODD : "") + ", expected " + expected);
 }
 
 // One size of an array that the other arguments are held against.

@@ -1,5 +1,6 @@
 // The Python module anybit._native: functions on arrays, which it checks; it releases the GIL and splits the rows over
 // threads. Layers are in layer_module.cpp. Types for mypy: src/anybit/_native.pyi.
+#include "common/features.h"
 #include "common/scratch.h"
 #include "module/arrays.h"
 #include "module/layer_module.h"
@@ -125,6 +126,29 @@ void kmeans(const Input& weight, const std::optional<Input>& importance, int64_t
     });
 }
 
+// A copy of shapes, which index tables of so many: what is checked stays what is read.
+std::vector<uint8_t> checked_shapes(const Input& shapes, int64_t kinds) {
+    const auto* from = static_cast<const uint8_t*>(shapes.data());
+    std::vector<uint8_t> made(from, from + shapes.size());
+    for (size_t i = 0; i < made.size(); ++i)
+        if (made[i] >= kinds) refuse("shapes[" + std::to_string(i) + "] is not below " + std::to_string(kinds));
+    return made;
+}
+
+// The same of codes [rows, columns] of up to `bits` bits.
+std::vector<uint8_t> checked_codes(const Output& codes, int bits) {
+    const auto rows = static_cast<int64_t>(codes.shape(0)), columns = static_cast<int64_t>(codes.shape(1));
+    const int64_t stride = row_stride(rows, codes.stride(0), columns);
+    const auto* from = static_cast<const uint8_t*>(codes.data());
+    std::vector<uint8_t> made(static_cast<size_t>(rows * columns));
+    for (int64_t i = 0; i < rows; ++i) std::copy_n(from + i * stride, columns, made.data() + i * columns);
+    for (size_t at = 0; at < made.size(); ++at)
+        if (made[at] >> bits != 0)
+            refuse("codes[" + std::to_string(at / static_cast<size_t>(columns)) + ", " +
+                   std::to_string(at % static_cast<size_t>(columns)) + "] is wider than the tables");
+    return made;
+}
+
 void nested_codes(const Input& targets, const Input& inverse, const Input& tables, const Input& shapes,
                   const Input& scales, const Input& weights, int64_t low, const Output& codes, const Output& errors,
                   int64_t threads, const std::optional<std::string>& isa) {
@@ -156,13 +180,12 @@ void nested_codes(const Input& targets, const Input& inverse, const Input& table
     n.inverse = static_cast<const float*>(inverse.data());
     n.inverse_stride = row_stride(n.columns, inverse.stride(0), n.columns);
     n.tables = static_cast<const float*>(tables.data());
-    n.shapes = static_cast<const uint8_t*>(shapes.data());
+    const std::vector<uint8_t> own_shapes = checked_shapes(shapes, kinds);
+    n.shapes = own_shapes.data();
     n.scales = static_cast<const float*>(scales.data());
     n.weights = static_cast<const float*>(weights.data());
     n.codes = static_cast<uint8_t*>(codes.data());
     n.errors = static_cast<float*>(errors.data());
-    for (int64_t i = 0; i < n.rows; ++i)
-        if (n.shapes[i] >= kinds) refuse("shapes[" + std::to_string(i) + "] is not below " + std::to_string(kinds));
     check_values("scales", n.scales, 1, n.rows, 0, 0);
     check_values("weights", n.weights, 1, n.rows * widths, 0, 0);
     check_pivots("inverse", n.inverse, n.inverse_stride, n.columns);
@@ -203,27 +226,25 @@ void nested_descent(const Input& slopes, const Input& hessian, const Input& weig
     n.weight = static_cast<const float*>(weight.data());
     n.weight_stride = row_stride(n.rows, weight.stride(0), n.columns);
     n.tables = static_cast<const float*>(tables.data());
-    n.shapes = static_cast<const uint8_t*>(shapes.data());
+    const std::vector<uint8_t> own_shapes = checked_shapes(shapes, kinds);
+    n.shapes = own_shapes.data();
     n.scales = static_cast<const float*>(scales.data());
     n.weights = static_cast<const float*>(weights.data());
-    n.codes = static_cast<uint8_t*>(codes.data());
-    n.code_stride = row_stride(n.rows, codes.stride(0), n.columns);
+    std::vector<uint8_t> own_codes = checked_codes(codes, n.high);
+    n.codes = own_codes.data();
     n.errors = static_cast<float*>(errors.data());
     n.width_stride = errors.stride(0);
     n.row_stride = errors.stride(1);
     n.losses = static_cast<float*>(losses.data());
-    for (int64_t i = 0; i < n.rows; ++i)
-        if (n.shapes[i] >= kinds) refuse("shapes[" + std::to_string(i) + "] is not below " + std::to_string(kinds));
-    for (int64_t i = 0; i < n.rows; ++i)
-        for (int64_t j = 0; j < n.columns; ++j)
-            if (n.codes[i * n.code_stride + j] >> n.high != 0)
-                refuse("codes[" + std::to_string(i) + ", " + std::to_string(j) + "] is wider than the tables");
     check_values("scales", n.scales, 1, n.rows, 0, 0);
     check_values("weights", n.weights, 1, n.rows * widths, 0, 0);
     check_pivots("hessian", n.hessian, n.hessian_stride, n.columns);
     nb::gil_scoped_release release;
     const int64_t piece = piece_of(n.rows, 1, n.rows * n.columns * NESTED_WORK, used);
     parallel_for(n.rows, piece, used, [&](int64_t begin, int64_t end) { kernels.nested_descent(n, begin, end); });
+    auto* to = static_cast<uint8_t*>(codes.data());
+    const int64_t stride = row_stride(n.rows, codes.stride(0), n.columns);
+    for (int64_t i = 0; i < n.rows; ++i) std::copy_n(n.codes + i * n.columns, n.columns, to + i * stride);
 }
 
 void nested_fit(const Input& weight, const Input& importance, const Input& tables, const Output& shapes,
@@ -284,8 +305,8 @@ void quantize_activations(const Input& x, const std::optional<Input>& clip, cons
 
 bool has_moments() {
 #ifdef ANYBIT_X86
-    const Features f = cpu_features();
-    return f.avx512f && f.avx512bw && f.avx512vl && f.avx512_bf16;
+    const std::map<std::string, bool>& has = cpu_features();
+    return has.at("avx512f") && has.at("avx512bw") && has.at("avx512vl") && has.at("avx512_bf16");
 #else
     return false;
 #endif
@@ -317,28 +338,23 @@ void moments(const Input& x, const Output& h, int64_t threads) {
 }
 
 nb::dict features() {
-    const Features f = cpu_features();
     nb::dict d;
-    d["avx2"] = f.avx2;
-    d["fma"] = f.fma;
-    d["f16c"] = f.f16c;
-    d["avx512f"] = f.avx512f;
-    d["avx512bw"] = f.avx512bw;
-    d["avx512vl"] = f.avx512vl;
-    d["avx512dq"] = f.avx512dq;
-    d["avx512_vnni"] = f.avx512_vnni;
-    d["avx512_bf16"] = f.avx512_bf16;
-    d["avx512_vbmi"] = f.avx512_vbmi;
-    d["avx_vnni"] = f.avx_vnni;
-    d["amx_bf16"] = f.amx_bf16;
-    d["amx_int8"] = f.amx_int8;
+    for (const auto& [name, there] : cpu_features()) d[name.c_str()] = there;
+    return d;
+}
+
+nb::dict matmul_needs() {
+    nb::dict d;
+    for (Isa isa : EVERY_ISA) d[isa_name(isa)] = nb::cast(isa_needs(isa));
     return d;
 }
 
 } // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "Kernels of anybit for the CPU. Arguments of the wrong dtype, shape or layout raise ValueError.";
+    m.doc() = "Kernels of anybit for the CPU. Arrays of the wrong dtype, shape or layout raise ValueError, what is no\n"
+              "array TypeError.";
+    m.attr("MAX_THREADS") = MAX_THREADS;
     m.def("cpu_features", &features, "What this processor has of what kernels could use: {name: bool}.");
     m.def("isa", [] { return isa_name(best_quantize_ops().isa); }, "The instruction set chosen for this machine.");
     m.def(
@@ -351,6 +367,9 @@ NB_MODULE(_native, m) {
             return bf16 ? ops.gemv_tokens_bf16 : GEMV_TOKENS;
         },
         nb::arg("bf16"), nb::arg("isa") = nb::none(), "Tokens beyond which weights are decoded once for all.");
+    m.def("matmul_needs", &matmul_needs,
+          "What each way to multiply that was compiled needs of the processor, the best last: {name: names of\n"
+          "`cpu_features`}.");
     m.def(
         "matmul_isas",
         [] {

@@ -112,7 +112,7 @@ LayerLayout layer_layout(const nb::dict& entries) {
 // A contiguous array on the CPU, kept by its object.
 template <typename A> Array as_array(const std::string& name, nb::handle object) {
     A given;
-    if (!nb::try_cast(object, given)) refuse(name + " is no array");
+    if (!nb::try_cast(object, given)) throw nb::type_error((name + " is no array").c_str());
     const auto is_cpu = given.device_type() == nb::device::cpu::value;
     if (!is_cpu || (given.size() > 0 && !is_dense(given, given.ndim())))
         refuse(name + " is " + TYPE_NAMES[int(type_of(given.dtype()))] + " " + words(given.shape_ptr(), given.ndim()) +
@@ -171,18 +171,19 @@ public:
         layer_->unpack(arrays, used);
     }
 
-    // x [..., in] @ W.T in the dtype of x; None where x is not contiguous float32 or bfloat16 [..., in] on the CPU.
+    // x [..., in] @ W.T in the dtype of x; None where x is not what `Tensor::of` takes, [..., in].
     nb::object matmul(nb::handle x, int64_t threads) const {
         const int used = check_threads(std::min(threads, MAX_THREADS)); // PyTorch may have more
         const std::optional<Tensor> from = Tensor::of(x);
         if (!from || from->columns != layer_->in()) return nb::none();
         nb::object made = from->new_empty(layer_->out());
-        const Tensor to = *Tensor::of(made);
+        const std::optional<Tensor> own = Tensor::of(made); // none in a mode that makes other tensors
+        if (!own) return nb::none();
+        void* to = own->data;
         const bool bf16 = from->numbers == Numbers::bf16;
         nb::gil_scoped_release release;
         multiply(*layer_, from->rows, from->numbers, {from->data, layer_->in()}, bf16 ? Written::rounded : Written::set,
-                 {bf16 ? nullptr : static_cast<float*>(to.data), bf16 ? static_cast<uint16_t*>(to.data) : nullptr,
-                  layer_->out()},
+                 {bf16 ? nullptr : static_cast<float*>(to), bf16 ? static_cast<uint16_t*>(to) : nullptr, layer_->out()},
                  used);
         return made;
     }
@@ -221,8 +222,6 @@ public:
 
     bool has_rows() const { return layer_->has_rows(); }
     void rows(const Input& ids, const Output& out) const {
-        if (!layer_->has_rows())
-            refuse("single rows are those of a layer of one tile over all of it: dequantize this one");
         const int64_t n = size_of("ids", ids, 0, 1);
         check("ids", ids, {Type::i64}, {n}, Layout::dense);
         check("out", out, {Type::f32}, {n, layer_->in()}, Layout::dense);
@@ -258,7 +257,7 @@ void add_layer(nb::module_& m) {
              "Fill arrays of the fields `repacked` with what was given.")
         .def("matmul", &BoundLayer::matmul, nb::arg("x"), nb::arg("threads"),
              "x [..., in] @ W.T as a tensor of its dtype; None where x is not a contiguous torch.Tensor of float32 or\n"
-             "bfloat16 [..., in] on the CPU.")
+             "bfloat16 [..., in] on the CPU whose memory is its numbers: no subclass, no tangent.")
         .def("product", &BoundLayer::product, nb::arg("x").noconvert(), nb::arg("scales").noconvert().none(),
              nb::arg("y").noconvert(), nb::arg("add"), nb::arg("threads"),
              "y [m, out] = x [m, in] @ W.T, or += if `add`; x float32, bfloat16 (or its bits as uint16), or int8 with\n"

@@ -1,4 +1,4 @@
-// Second moments of bfloat16 activations; see moments.cpp. Only where `cpu_features().avx512_bf16` holds.
+// Second moments of bfloat16 activations; see moments.cpp. Only where `cpu_features` has AVX512-BF16.
 #pragma once
 
 #include <cstdint>

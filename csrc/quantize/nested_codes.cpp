@@ -121,7 +121,7 @@ void nested_descent(const NestedDescent& n, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
         const Shape shape(n.tables + n.shapes[row] * entries, n.low, n.high);
         const float scale = n.scales[row], divisor = scale > 0.0f ? scale : 1.0f;
-        uint8_t* codes = n.codes + row * n.code_stride;
+        uint8_t* codes = n.codes + row * n.columns;
         for (int b = 0; b < widths; ++b)
             for (int64_t j = 0; j < n.columns; ++j) slopes[b][j] = n.slopes[(b * n.rows + row) * n.columns + j];
         for (int64_t j = 0; j < n.columns; ++j) {

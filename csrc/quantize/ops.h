@@ -61,11 +61,11 @@ struct NestedDescent {
     const uint8_t* shapes; // [rows]
     const float* scales;   // [rows], not below 0
     const float* weights;  // [rows, widths], not below 0, one of every row above
-    uint8_t* codes;        // [rows, columns] of stride code_stride, changed
+    uint8_t* codes;        // [rows, columns], changed
     float* errors;         // [widths, rows, columns] of strides width_stride and row_stride, changed as the codes are
     float* losses;         // [rows, widths], to which it adds what changes; never something above 0, rounding apart,
                            // of a row's sum over the widths by weights
-    int64_t rows, columns, width_stride, row_stride, hessian_stride, weight_stride, code_stride;
+    int64_t rows, columns, width_stride, row_stride, hessian_stride, weight_stride;
     int low, high; // 1..8
 };
 

@@ -53,9 +53,13 @@ class PackedModule(nn.Module):
         """
         if torch.compiler.is_compiling():
             return torch.ops.anybit.matmul(x, *self._operands(), self.layout.shape[0])
-        if x.requires_grad and torch.is_grad_enabled():
-            return operators.Product.apply(x, self.bound())
-        return (self._bound or self.bound()).matmul(x)
+        bound, differentiated = self._bound, x.requires_grad and torch.is_grad_enabled()
+        if bound is not None and not differentiated and (y := bound.native_matmul(x)) is not None:
+            return y
+        operators.refuse_tangent(x)
+        if not operators.is_plain(x):  # PyTorch knows what to do with it: an operator sees plain ones
+            return torch.ops.anybit.matmul(x, [], self._name, self.layout.shape[0])
+        return operators.Product.apply(x, self.bound()) if differentiated else self.bound().matmul(x)
 
     def _operands(self) -> tuple[list[Tensor], str]:
         """How operators get the weight: by name, or in a program of `torch.export` as what is stored."""
@@ -201,15 +205,16 @@ class QuantLinear(PackedModule):
         super().__init__(layout)
         self.out_features, self.in_features = layout.shape
         self.bias = (
-            nn.Parameter(torch.empty(self.out_features, dtype=dtype), requires_grad=False) if bias else None
+            nn.Parameter(torch.zeros(self.out_features, dtype=dtype), requires_grad=False) if bias else None
         )
 
     def forward(self, x: Tensor) -> Tensor:
         # A narrow layer's product takes microseconds, as much as two calls more of Python's.
-        if torch.compiler.is_compiling() or x.requires_grad or self._bound is None:
+        bound, y = self._bound, None  # once: another thread may release it
+        if bound is not None and not x.requires_grad and not torch.compiler.is_compiling():
+            y = bound.native_matmul(x)
+        if y is None:
             y = self.matmul(x)
-        else:
-            y = self._bound.matmul(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

@@ -12,7 +12,6 @@ import torch
 
 from anybit.formats.bits import code_align, pack_codes
 from anybit.kernels import cpu, info
-from anybit.kernels.dispatch import NEEDS
 from tests.kernels.cases import (
     ISAS,
     PRODUCTS,
@@ -140,7 +139,9 @@ def test_many_tokens_in_bfloat16_meet_rounded_weights(bits: int, isa: str) -> No
 def test_info_says_what_runs_and_why_nothing_better(monkeypatch: pytest.MonkeyPatch) -> None:
     said, features = info()["cpu"], cpu.cpu_features()
     assert said["matmul_isa"] == said["matmul_isas"][-1] == cpu.matmul_isa()
-    assert all(features[need] for isa in said["matmul_isas"][1:] for need in NEEDS[isa])
+    needs = cpu.matmul_needs()
+    assert said["matmul_isas"] == [isa for isa in needs if all(features[need] for need in needs[isa])]
+    assert needs["portable"] == [] and all(set(needs[isa]) <= features.keys() for isa in needs)
     poorer = {name: there and "avx512" not in name for name, there in features.items()}
     monkeypatch.setattr(cpu, "cpu_features", lambda: poorer)
     monkeypatch.setattr(cpu, "matmul_isas", lambda: ("portable", "avx2"))
@@ -205,7 +206,6 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("codes", torch.zeros(32, dtype=torch.uint8), "codes is uint8 [32]"),
     ("codes", torch.zeros(0, 32, dtype=torch.uint8), "codes is uint8 [0, 32]"),
     ("codes", None, "field codes is missing"),
-    ("codes", "text", "codes is no array"),
     ("scales", torch.ones(4, 2), "scales is float32 [4, 2]"),
     ("scales", torch.ones(4, 3, dtype=torch.float16), "scales is float16 [4, 3]"),
     ("scales", torch.ones(2, 4, dtype=torch.float16).T, "scales is float16 [4, 2] with strides [1, 4]"),
@@ -231,7 +231,8 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("shape", [8, 2**62], "shape is no number"),
     ("shape", [8], "shape is not [out, in]"),
     ("shape", "8x64", "shape is no list"),
-    ("row_count", 9, "rows is 9, expected 0 to 8"),
+    ("row_count", 9, "rows is 9, expected 1 to 8"),
+    ("row_count", 0, "rows is 0, expected 1 to 8"),
     ("row_count", -1, "rows is no number"),
     ("tile", {"format": "ternary"}, "no kernel for tiles in the format ternary"),
     ("tile", {"format": 4}, "format is no text"),
@@ -337,20 +338,13 @@ def test_an_unknown_isa_is_refused_and_the_best_is_named() -> None:
         make(4, 1, 16, 16, isa="sse9")
 
 
-def test_a_tile_without_rows_or_tokens_does_nothing() -> None:
-    empty = {
-        "codes": torch.zeros(0, 32, dtype=torch.uint8),
-        "scales": torch.ones(0, 2, dtype=torch.float16),
-        "zeros": None,
-        "symmetric": True,
-        "rows": torch.zeros(0, dtype=torch.int32),
-        "row_count": 0,
-    }
-    y, none = torch.full((1, 8), 3.0), torch.zeros(0, 8)
-    bind(**empty).product(torch.ones(1, 64), None, y, True, 1)
-    assert y.tolist() == [[3.0] * 8]
-    bind(**empty).product(torch.ones(1, 64), None, y, False, 1)
-    assert y.tolist() == [[0.0] * 8]
+def test_what_is_no_array_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="codes is no array"):
+        bind(codes="text")
+
+
+def test_no_tokens_have_no_product() -> None:
+    none = torch.zeros(0, 8)
     bind().product(torch.zeros(0, 64), None, none, False, 1)
     assert bind().matmul(torch.zeros(0, 64), 1).shape == none.shape == (0, 8)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -83,5 +85,38 @@ def test_widths_that_are_not_stored_are_refused() -> None:
     layer = Layer(weight.layout, weight.tensors)
     with pytest.raises(ValueError, match="no such width"):
         layer.at(LayerLayout((70, 300), (CodebookLayout.of((5,), False, 16),)))
+    with pytest.raises(ValueError, match="no such width"):
+        layer.at(LayerLayout((70, 300), (CodebookLayout.of((2, 4), False, 16),)))
     with pytest.raises(ValueError, match="several tiles"):
         layer.at(LayerLayout((70, 300), weight.layout.tiles * 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"shape": [1, 300]}, "another number of outputs than its layer: 1, expected 70"),
+        ({"shape": [70, 1]}, "another number of inputs"),
+        ({"sparse": 5}, "another number of sparse weights"),
+        ({"input_scale": True}, "another input_scale"),
+        ({"tile": {"by_channel": True}}, "another by_channel"),
+        ({"tile": {"rows": 3}}, "another number of rows"),
+        ({"tile": {"cols": 3}}, "another number of cols"),
+        ({"tile": {"table_bits": 8}}, "another table_bits than its layer: 8, expected 16"),
+        ({"tile": {"bits": 4}}, "no such width"),
+        ({"tile": {"format": "float16"}}, "in the format float16 of a layer in the format codebook"),
+    ],
+)
+def test_a_level_is_the_layers_own_layout_but_for_its_width(change: dict[str, Any], match: str) -> None:
+    weight = codebook(16)
+    layer = Layer(weight.layout, weight.tensors)
+    level = weight.layout.at_width(3).to_json()
+    layer.native.at(level)
+    tile = level["tiles"][0] | change.pop("tile", {})
+    with pytest.raises(ValueError, match=match):
+        layer.native.at(level | {"tiles": [tile]} | change)
+
+
+def test_a_level_keeps_as_many_channels_as_its_layer() -> None:
+    weight = nested(5)
+    with pytest.raises(ValueError, match="another number of kept channels than its layer: 4, expected 5"):
+        Layer(weight.layout, weight.tensors).at(LayerLayout((70, 300), (NestedLayout.of((70,), 4),)))

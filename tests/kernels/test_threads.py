@@ -67,7 +67,11 @@ def test_idle_workers_leave_the_processor_alone() -> None:
 
 
 MASKS = """
-import os, sys, time, torch
+import os, sys, threading, time
+if "ANYBIT_BUILD" in os.environ:  # as in conftest.py: an editable install would bring another build
+    sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
+    sys.path.insert(0, os.environ["ANYBIT_BUILD"])
+import torch
 from anybit.formats import Float16Layout
 from anybit.formats.layout import LayerLayout
 from anybit.kernels.cpu_layer import Layer
@@ -76,6 +80,7 @@ def masks():
     return {task: os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")}
 
 torch.set_num_threads(1)
+threading.Thread(target=int).start()  # with the first thread, ThreadSanitizer starts one of its own
 layer = Layer(LayerLayout((501, 700), (Float16Layout(),)), {"values": torch.randn(501, 700).bfloat16()})
 x = torch.randn(1, 700)
 want, others = layer.matmul(x, threads=1), masks()
@@ -101,8 +106,9 @@ on_linux = pytest.mark.skipif(
 )
 
 
-def run_script(text: str) -> None:
-    done = subprocess.run([sys.executable, "-c", MASKS + text], capture_output=True, text=True, check=False)
+def run_script(text: str, **env: str) -> None:
+    argv = [sys.executable, "-c", MASKS + text]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=os.environ | env)
     assert done.returncode == 0, done.stderr
 
 
@@ -151,6 +157,60 @@ for _ in range(5):
     multiply(8)
 assert all(mask == one for mask in masks().values())
 """)
+
+
+NO_MEMORY = """
+import resource, threading
+columns = torch.arange(2**18, dtype=torch.int32)[1:]
+wide = Layer(
+    LayerLayout((4, 2**18), (Float16Layout(cols=len(columns)),)),
+    {"values": torch.randn(4, len(columns)).half(), "cols": columns},
+)
+x, y, want, refused = torch.randn(8, 2**18), torch.empty(8, 4), torch.empty(8, 4), []
+asked, done = threading.Event(), threading.Event()
+
+def small(threads):  # every thread that multiplies keeps something: that is there when memory is short
+    layer.product(torch.ones(200, 700), torch.empty(200, 501), threads=threads)
+
+def other():
+    small(1), done.set(), asked.wait()
+    try:
+        wide.product(x, torch.empty(8, 4), threads=2)
+    except MemoryError:
+        refused.append(True)
+    done.set()
+
+threading.Thread(target=other).start()
+for _ in range(30):
+    small(2)
+wide.product(x, want, threads=1)  # the worker has met no inputs as wide
+done.wait(), done.clear()
+held, size = [], 1 << 24
+pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (pages, resource.RLIM_INFINITY))
+while size >= 1 << 19:
+    try:
+        held.append(bytearray(size))
+    except MemoryError:
+        size //= 2
+asked.set(), done.wait()
+for _ in range(30):
+    wide.product(x, y.zero_(), threads=2)
+    assert torch.equal(y, want)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+del held
+assert refused
+wide.product(x, y.zero_(), threads=2)
+assert torch.equal(y, want)
+"""
+
+
+@pytest.mark.slow
+@on_linux
+@pytest.mark.skipif("ANYBIT_BUILD" in os.environ, reason="sanitizers need the address space")
+def test_a_thread_that_gets_no_memory_helps_nobody_and_harms_nobody() -> None:
+    """A worker leaves the product to the others, and a caller raises MemoryError before anything is done."""
+    run_script(NO_MEMORY, MALLOC_ARENA_MAX="1")  # or threads would have some set aside
 
 
 @pytest.mark.slow

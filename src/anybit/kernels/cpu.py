@@ -24,9 +24,6 @@ else:
         _REASON = f"the native extension is not built ({error}): `pip install .` builds it"
 
 
-MOST_THREADS = 1024
-
-
 def available() -> bool:
     """Whether the native extension is built and loads."""
     return _native is not None
@@ -58,6 +55,11 @@ def few_tokens(dtype: torch.dtype, isa: str | None = None) -> int:
     return _native.few_tokens(dtype == torch.bfloat16, isa)
 
 
+def matmul_needs() -> dict[str, list[str]]:
+    """Every way to multiply that was compiled, the best last, and which of `cpu_features` it needs."""
+    return _native.matmul_needs()
+
+
 def cpu_features() -> dict[str, bool]:
     """What the processor has of what kernels could use."""
     return _native.cpu_features()
@@ -65,7 +67,7 @@ def cpu_features() -> dict[str, bool]:
 
 def used_threads(threads: int | None) -> int:
     """What the kernels get: as many threads as were asked for, or PyTorch's number within what they take."""
-    return min(torch.get_num_threads(), MOST_THREADS) if threads is None else threads
+    return min(torch.get_num_threads(), _native.MAX_THREADS) if threads is None else threads
 
 
 def nested_codes(  # noqa: PLR0913 - what the algorithm reads

@@ -84,13 +84,16 @@ class Layer:
         in a batch of up to `cpu.few_tokens` give the same bits; of more, weights are decoded once for all.
 
         Raises:
-            ValueError: wrong dtype, shape or device.
+            ValueError: wrong dtype, shape or device; a tensor without memory, or with a tangent of forward-mode
+                differentiation.
         """
-        y = self.native.matmul(x.contiguous(), cpu.used_threads(threads))
+        plain = x if type(x) is Tensor else x.as_subclass(Tensor)
+        y = self.native.matmul(plain.resolve_neg().contiguous(), cpu.used_threads(threads))
         if y is None:
             raise ValueError(
                 f"x is {x.dtype} {list(x.shape)} on {x.device}: expected float32 or bfloat16 "
-                f"[..., {self._layout.shape[1]}] on the CPU"
+                f"[..., {self._layout.shape[1]}] on the CPU, with its numbers in memory and no tangent of forward-mode "
+                "differentiation"
             )
         return y
 

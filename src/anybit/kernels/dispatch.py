@@ -22,19 +22,6 @@ CODEBOOK_PRECISIONS = ("fp16", "int8")  # what codebooks by row, and what they m
 # Formats with native kernels.
 BOUND = (GroupIntLayout, CodebookLayout, Float16Layout, TwoFourLayout, NestedLayout)
 
-# What each way to multiply asks of an x86 processor, the best last, as csrc/common/dispatch.cpp chooses.
-_AVX2 = ("avx2", "fma", "f16c")
-_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
-NEEDS = {
-    "avx2": _AVX2,
-    "avx_vnni": (*_AVX2, "avx_vnni"),
-    "avx512": _AVX512,
-    "avx512_vnni": (*_AVX512, "avx512_vnni"),
-    "avx512_vbmi": (*_AVX512, "avx512_vnni", "avx512_vbmi"),
-    "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_vbmi", "avx512_bf16"),
-    "amx_bf16": (*_AVX512, "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_bf16", "amx_int8"),
-}
-
 
 def info() -> dict[str, Any]:
     """Which kernels this machine runs, and why.
@@ -63,7 +50,7 @@ def check_device(device: str) -> None:
 
 
 def check_precision(codebook_precision: str) -> str:
-    """The same, refusing what is none.
+    """The precision as given, where it is one of codebooks.
 
     Raises:
         InputError: neither fp16 nor int8.
@@ -83,9 +70,10 @@ def _cpu_info() -> dict[str, Any]:
             "missing": {},
         }
         return {"available": False, **how}
-    features, isas, order = cpu.cpu_features(), cpu.matmul_isas(), list(NEEDS)
-    better = order[order.index(isas[-1]) + 1 if isas[-1] in order else 0 :] if any(features.values()) else []
-    missing = {isa: [need for need in NEEDS[isa] if not features.get(need)] for isa in better}
+    features, isas, needs = cpu.cpu_features(), cpu.matmul_isas(), cpu.matmul_needs()
+    order = list(needs)
+    better = order[order.index(isas[-1]) + 1 :] if any(features.values()) else []
+    missing = {isa: [need for need in needs[isa] if not features.get(need)] for isa in better}
     lacking = [f"{isa} needs {', '.join(needs)}" for isa, needs in missing.items()]
     return {
         "available": True,
@@ -173,17 +161,20 @@ class BoundWeight:
         layout = replace(self.weight.layout, shape=(len(ids), self.in_features))
         return reference.dequantize(PackedWeight(layout, {f: t[ids] for f, t in self.weight.tensors.items()}))
 
+    def native_matmul(self, x: Tensor) -> Tensor | None:
+        """What `matmul` gives, where native kernels take x as it comes; else None. Nothing else stands between a module
+        and the kernels."""
+        return None if self._multiply is None else self._multiply(x, torch.get_num_threads())
+
     def matmul(self, x: Tensor) -> Tensor:
         """`x [..., in] @ W^T -> [..., out]` in the dtype of x, computed in float32 or, of bfloat16, in that.
 
         Raises:
             InputError: inputs of another width, or none of floats.
+            ValueError: inputs that carry a tangent, or have no memory.
         """
-        if self._multiply is not None:  # nothing else stands between a module and the kernels
-            y = self._multiply(x, torch.get_num_threads())
-            if y is not None:
-                return y
-        return self._matmul(x)
+        y = self.native_matmul(x)
+        return self._matmul(x) if y is None else y
 
     def _matmul(self, x: Tensor) -> Tensor:
         """The same for whatever the native kernels do not take as it comes."""

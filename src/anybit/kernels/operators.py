@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from anybit.errors import InputError
@@ -102,6 +103,35 @@ def _bind(stored: list[Tensor], weight: str) -> BoundWeight:
         raise InputError(f"the exported program is damaged: {error}; export the model again") from error
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether kernels may read the memory of x as its numbers, and nobody records what is called.
+
+    Neither are fake tensors, subclasses, tensors that a transform has wrapped or that are read with another sign; nor
+    is any tensor under a mode or while torch.jit traces.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():
+        return False
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.is_neg():
+        return False
+    try:
+        return x.data_ptr() != 0 or x.numel() == 0
+    except RuntimeError:  # it has no memory
+        return False
+
+
+def refuse_tangent(x: Tensor) -> None:
+    """Products are differentiated backwards only.
+
+    Raises:
+        InputError: x carries a tangent of forward-mode differentiation.
+    """
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise InputError(
+            "inputs carry a tangent of forward-mode differentiation, which quantized layers do not have: use "
+            "reverse mode, such as torch.autograd.grad"
+        )
+
+
 class Product(torch.autograd.Function):
     """`x [..., in] @ W^T` of a weight bound to its kernels; the gradient of x is that of the weight that ran."""
 
@@ -153,6 +183,18 @@ def _rows(ids: Tensor, stored: list[Tensor], weight: str, in_features: int) -> T
 @torch.library.register_fake("anybit::rows", lib=_LIBRARY)
 def _(ids: Tensor, stored: list[Tensor], weight: str, in_features: int) -> Tensor:
     return ids.new_empty(ids.shape[0], in_features, dtype=torch.float32)
+
+
+def _mapped(
+    _: Any, in_dims: tuple[Any, ...], x: Tensor, stored: list[Tensor], weight: str, out_features: int
+) -> tuple[Tensor, int]:
+    """Of torch.vmap: all tokens are one batch."""
+    if in_dims[0] is None:
+        raise InputError("torch.vmap maps the inputs of a quantized layer, not its weight")
+    return torch.ops.anybit.matmul(x.movedim(in_dims[0], 0), stored, weight, out_features), 0
+
+
+torch.library.register_vmap("anybit::matmul", _mapped, lib=_LIBRARY)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, list[Tensor], str, int], output: Tensor) -> None:

@@ -158,9 +158,14 @@ class NestedKernel:
 
     def at(self, layout: formats.TileLayout) -> NestedKernel:
         """The same planes, of which fewer rows are multiplied with."""
-        assert isinstance(layout, formats.NestedLayout)
+        counts: list[int] = list(layout.counts) if isinstance(layout, formats.NestedLayout) else []
+        stored = self._stored
+        fits = 0 < len(counts) <= len(stored) and counts[0] == stored[0] and counts[-1] > 0
+        fits = fits and counts == sorted(counts, reverse=True)
+        if not fits or any(n > own for n, own in zip(counts, stored)):
+            raise ValueError("counts of planes are not some of this tile's, falling from all of its rows")
         made = copy.copy(self)
-        made._cut(layout.counts)
+        made._cut(tuple(counts))
         return made
 
     def splits(self, x: Tensor) -> int:
@@ -229,8 +234,8 @@ class Product:
 class Layer:
     """A stored weight in the hands of the GPU's kernels, whole: tiles, the sparse part, the input scale.
 
-    It has what `cpu.Layer` has: stored fields that it holds in another order (`repacked`) may go, `unpack` makes them
-    again; all others stay referenced.
+    It has what `cpu_layer.Layer` has: stored fields that it holds in another order (`repacked`) may go, `unpack` makes
+    them again; all others stay referenced.
     """
 
     def __init__(self, layout: LayerLayout, fields: Mapping[str, Tensor]) -> None:
@@ -269,10 +274,19 @@ class Layer:
         ]
 
     def at(self, layout: LayerLayout) -> Layer:
-        """The same weight at one of its levels; copies no codes."""
+        """The same weight at one of its levels; copies no codes.
+
+        Raises:
+            ValueError: a layout that is none of them.
+        """
+        if len(self._tiles) != 1 or len(layout.tiles) != 1:
+            raise ValueError("a layer of several tiles has one width")
         made = copy.copy(self)
         (bound,), (tile,) = self._tiles, layout.tiles
-        assert bound.at is not None, f"a tile in the format {tile.NAME} has one width"
+        if layout.shape != (self.out_features, self.in_features):
+            raise ValueError(f"a level of {layout.shape}, expected {(self.out_features, self.in_features)}")
+        if bound.at is None:
+            raise ValueError(f"a tile in the format {tile.NAME} has one width")
         made._tiles = [replace(bound, tile=bound.at(tile))]
         made._settle()
         return made
@@ -320,8 +334,16 @@ class Layer:
         return [counts[addend] for addend in range(self._addends)]
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` [n], float32 [n, in], of a weight of one tile "group int" that holds all rows."""
-        (bound,) = self._tiles
+        """Rows `ids` [n], float32 [n, in], where one tile holds it.
+
+        Raises:
+            ValueError: a layer of several tiles, sparse weights or scaled inputs.
+        """
+        (bound, *others), plain = self._tiles, self._sparse is None and self._input_scale is None
+        if others or not plain or bound.cols is not None or bound.tile.rows is not None:
+            raise ValueError(
+                "single rows are those of a layer of one tile over all of it: dequantize this one"
+            )
         if isinstance(bound.tile, GroupIntKernel):
             return bound.tile.dequantize_rows(ids)
         return bound.tile.dequantize()[ids]
@@ -380,6 +402,8 @@ def _by_row(
 
     def at(level: formats.TileLayout) -> codebook.RowCodebook:
         width = int(level.bits)
+        if not isinstance(level, formats.CodebookLayout) or not set(level.widths) <= set(layout.widths):
+            raise ValueError("a codebook has no such width")
         table = layout.read_table(small, width, c)
         table = decode_table(table, small.get("codebook_scale"), small.get("codebook_min"))
         starts = [p * planes[0].numel() for p in range(width)]
