@@ -202,6 +202,6 @@ def test_rows_that_count_get_more_planes() -> None:
         )
         errors = read.dequantize() - weight
         errors[:, tile.kept] = 0
-        expected = cost.of(errors, slice(0, 64))[tile.order]
+        expected = nested_codes.VOCABULARY * cost.of(errors, slice(0, 64))[tile.order]
         torch.testing.assert_close(made.losses[:, bits - 1], expected, rtol=1e-3, atol=1e-9)
     assert pack(made).layout == nested_codes.layout(builders.options("anybit").layer_spec(), (64, 32))

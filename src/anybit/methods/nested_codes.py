@@ -40,6 +40,7 @@ DEVICE_CHUNK = (
 )  # the same elsewhere than on the CPU, where a column costs the same for any number of rows
 FIT_BITS = 3  # width at which a row's shape and scale are fitted
 LEAST = 0.03  # what errors far from the tuned width count: all planes must come close to the weights
+VOCABULARY = 3.0  # what errors of embedding and head count beside those of layers: more than is estimated (docs/log.md)
 RANKED = slice(1, 5)  # widths 2 to 5, whose losses rank rows
 
 
@@ -96,7 +97,7 @@ def quantize_vocabulary(weight: Tensor, cost: VocabularyCost, options: AnyBit) -
         options: see `quantize`.
 
     Returns:
-        the weight, whose `losses` are in nats per token, as those of linear layers.
+        the weight, whose `losses` rank its rows beside those of linear layers.
 
     Raises:
         InputError: see `quantize`.
@@ -108,7 +109,7 @@ def quantize_vocabulary(weight: Tensor, cost: VocabularyCost, options: AnyBit) -
             errors = torch.zeros_like(weight[rows])
             errors[:, made.coded] = made.grids[rows].values(made.codes[rows], bits)
             errors[:, made.coded] -= weight[rows][:, made.coded]
-            losses[rows, bits - 1] = cost.of(errors, rows)
+            losses[rows, bits - 1] = VOCABULARY * cost.of(errors, rows)
     return made.weight(losses)
 
 
