@@ -45,6 +45,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens": lambda: speed.tokens("tokens-b"),
     "tokens-a": lambda: speed.tokens("tokens"),
     "narrow-prefill": speed.narrow_prefill,
+    "same-speed": speed.same_speed,
+    "call-overhead": speed.call_overhead,
     "mutations": security.mutations,
     "kills": security.kills,
 }

@@ -136,6 +136,38 @@ def narrow_prefill() -> str:
     return speeds("narrow-b", 512, "W4,W8,W4A8,MixLLM p10,Atom W4A4,2/4/16,codebook 4,by channel 4,nested 4")
 
 
+def same_speed() -> str:
+    """New time over old time, least to most over shapes and types of inputs."""
+    rows = load("kernels/same-speed.json")["rows"]
+    said = []
+    for name in dict.fromkeys(row["format"] for row in rows):
+        found = [name]
+        for shape in dict.fromkeys((row["out"], row["columns"]) for row in rows):
+            for threads in (1, 2):
+                key = (name, *shape, threads)
+                of = [r["ratio"] for r in rows if (r["format"], r["out"], r["columns"], r["threads"]) == key]
+                found.append(f"{min(of):.2f} to {max(of):.2f}")
+        said.append(found)
+    shapes = dict.fromkeys((row["out"], row["columns"]) for row in rows)
+    head = [f"{out} x {columns}, {n} thread{'s' * (n > 1)}" for out, columns in shapes for n in (1, 2)]
+    return markdown(["format", *head], said)
+
+
+def call_overhead() -> str:
+    """Microseconds beside the product, of the old tree and the new one."""
+    rows = load("call_overhead.json")["layers"]
+    said = [
+        [
+            row["format"],
+            row["dtype"],
+            *(f"{row[f'{tree}_beside_us']:.1f}" for tree in ("old", "new")),
+            f"{row['ratio']:.2f}",
+        ]
+        for row in rows
+    ]
+    return markdown(["format", "inputs", "before, us", "now, us", "ratio"], said)
+
+
 def tokens(name: str) -> str:
     """Speed over torch's bfloat16 by number of tokens, 4096 x 4096."""
     run, rows = Run(name), []
