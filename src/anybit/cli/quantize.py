@@ -178,6 +178,7 @@ def _options(method: str, of_method: Any, run: Run) -> Options:
 
 def _predict(model: str, options: Options, spec_map: Any, out: Path) -> dict[str, Any]:
     from anybit.artifact.writer import check_output
+    from anybit.methods.ordering import nested_layers
     from anybit.plan import estimate, plan_within
 
     check_output(out, overwrite=True)
@@ -189,5 +190,8 @@ def _predict(model: str, options: Options, spec_map: Any, out: Path) -> dict[str
         "coverage": made.coverage(),
         "warning": made.warning(options),
         "estimated": not options.exact_size,
+        "size_is_bound": bool(
+            nested_layers(made.embeddings)
+        ),  # what the order leaves for them is not known yet
         **estimate(opened, made, options, out),
     }

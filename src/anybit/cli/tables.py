@@ -49,7 +49,8 @@ def print_prediction(f: Json) -> None:
     _say(f"bits per weight   {about}{f['bits_per_weight']:.3f} (codes alone {f['bits']:.3f})")
     if f["file_bits_per_weight"] != f["bits_per_weight"]:
         _say(f"  all widths      {f['file_bits_per_weight']:.3f} in the file")
-    _say(f"size              {about}{f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
+    size = "at most " if f["size_is_bound"] else about
+    _say(f"size              {size}{f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
     if f["scratch_disk_bytes"]:
         _say(f"scratch disk      {f['scratch_disk_bytes'] / 1e6:.0f} MB until the run ends")
     _say(f"free disk         {f['free_disk_bytes'] / 1e6:.0f} MB")
