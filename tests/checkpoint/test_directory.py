@@ -135,11 +135,11 @@ def test_quantized_before(copy: Callable[[str], Path]) -> None:
 # ---- GGUF
 
 
-def write_gguf(path: Path, scales: torch.Tensor | None = None) -> Path:
+def write_gguf(path: Path, scales: torch.Tensor | None = None, window: int = 64) -> Path:
     """A llama file of one block with a tokenizer, a turn's end and frequencies for long contexts."""
     writer = GGUFWriter(path, "llama")
     for add, value in (
-        (writer.add_context_length, 64),
+        (writer.add_context_length, window),
         (writer.add_block_count, 1),
         (writer.add_embedding_length, 32),
         (writer.add_feed_forward_length, 32),
@@ -166,6 +166,14 @@ def write_gguf(path: Path, scales: torch.Tensor | None = None) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def test_a_window_of_a_gguf_file_that_no_artifact_may_have_is_refused(tmp_path: Path) -> None:
+    """Before any work: OUT would not be read again."""
+    for window in (2**24 + 1, 2**32 - 1):
+        path = write_gguf(tmp_path / "m.gguf", window=window)
+        with pytest.raises(InputError, match=rf"m\.gguf.*{window}.*16777216 is the limit.*header is damaged"):
+            open_checkpoint(path)
 
 
 def test_gguf_file_and_its_directory(tmp_path: Path) -> None:

@@ -62,19 +62,24 @@ class _Held:
         return least, most, f"{most} is the limit"
 
 
-def check_counts(place: str, config: Json, tensors: Collection[StoredTensor]) -> None:
+OTHER_CONFIG = "use the config.json that belongs to them."
+
+
+def check_counts(
+    place: str, config: Json, tensors: Collection[StoredTensor], remedy: str = OTHER_CONFIG
+) -> None:
     """Refuse numbers that no model of these tensors has. What `quantization_config` says is checked by its reader.
 
     Args:
-        place: config.json, to be named in errors.
+        place: config.json, or what stands for it, to be named in errors.
         config: what it holds.
         tensors: all tensors of the weight files.
+        remedy: what to do.
 
     Raises:
         InputError: the number, and what the files hold.
     """
     held = _Held(len(tensors), sum(t.dtype.itemsize * prod(t.shape) for t in tensors))
-    remedy = "use the config.json that belongs to them."
     for key, value in leaves({k: v for k, v in config.items() if k != "quantization_config"}):
         if not isinstance(value, int) or isinstance(value, bool):
             continue

@@ -320,6 +320,7 @@ def _open_gguf(source: str, path: Path) -> Checkpoint:
         )
         for name, own in gguf_reader.hf_names(gguf).items()
     }
+    check_counts(str(path), config.to_dict(), tensors.values(), "its header is damaged: download it again.")
     return Checkpoint(source, path, config, (path,), tensors, gguf)
 
 
