@@ -74,7 +74,7 @@ def test_budgets_of_bytes(anybit_artifact: Path) -> None:
         load(anybit_artifact, bits=3, bpw=3.3)
 
 
-@pytest.mark.parametrize("bits", [1.0, 1.9, 8.2, 20])
+@pytest.mark.parametrize("bits", [1.0, 1.6, 8.2, 20])
 def test_widths_that_are_not_there_are_refused(anybit_artifact: Path, bits: float) -> None:
     with pytest.raises(InputError, match=r"from \d\.\d\d to 8\.00 bits"):
         load(anybit_artifact, bits=bits)
@@ -97,8 +97,9 @@ def test_what_runs_can_be_saved_as_one_model(anybit_artifact: Path, tmp_path: Pa
 
 
 def test_the_base_layer_alone_is_a_width(anybit_artifact: Path) -> None:
-    model = load(anybit_artifact, bits=2.0)
-    assert model.set_bits(2.0) == pytest.approx(2.0, abs=0.05)
+    bits = table_of_levels(anybit_artifact)[0]["bits"]
+    model = load(anybit_artifact, bits=bits)
+    assert model.set_bits(bits) == bits
     with pytest.raises(InputError, match=r"one width, \d\.\d\d bits, not 4"):
         model.set_bits(4)
 

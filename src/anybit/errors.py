@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 LONGEST = 2000  # characters of a message
 EXTRAS = {"search": "scipy", "plots": "matplotlib"}  # what pyproject.toml's extras bring
@@ -27,6 +29,14 @@ class InputError(ValueError):
 def printable(text: str) -> str:
     """A text of which nothing steers a terminal: line ends, escapes and the like are written out."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def raised_by_a_model(error: BaseException) -> bool:
+    """Whether an exception comes from the code of a model of Transformers, or from what that calls, not of ours."""
+    places = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    models = [i for i, place in enumerate(places) if "transformers/models/" in place.as_posix()]
+    own = [i for i, place in enumerate(places) if place.is_relative_to(Path(__file__).parent)]
+    return bool(models) and models[-1] > max(own, default=-1)
 
 
 def refuse_unknown(given: Mapping[str, object], known: type) -> None:

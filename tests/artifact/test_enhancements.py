@@ -75,7 +75,9 @@ def test_the_table_of_levels_counts_every_byte(anybit_artifact: Path) -> None:
     assert levels[-1]["size_bytes"] == sum(f.stat().st_size for f in files)
     assert [r["bits"] for r in levels] == sorted(r["bits"] for r in levels)
     assert all(b["loss"] <= a["loss"] and b["size_bytes"] > a["size_bytes"] for a, b in pairwise(levels))
-    assert levels[0]["bits"] == pytest.approx(2.0, abs=0.1) and levels[-1]["bits"] == 8
+    assert levels[-1]["bits"] == 8
+    layers, embedding = (levels[0][name] for name in ("bits", "embedding_bits_per_weight"))
+    assert layers < 2.0 < embedding  # on average 2: what the order gives the embedding the layers lack
     for at in (0, 13, 60):
         made = inspect(anybit_artifact, bits=levels[at]["bits"])
         assert made["bits"] == pytest.approx(levels[at]["bits"])
@@ -141,7 +143,7 @@ def test_a_flipped_byte_is_found(anybit_copy: Path) -> None:
     for use in (load, verify):
         with pytest.raises(InputError, match=r"refine-00005-of-00060.*SHA-256"):
             use(anybit_copy)
-    load(anybit_copy, bits=2.3)
+    load(anybit_copy, bits=table_of_levels(anybit_copy)[4]["bits"])
 
 
 def test_reordered_enhancement_layers_are_found(anybit_copy: Path) -> None:

@@ -201,6 +201,36 @@ def test_tables_that_outgrow_the_files(run: Run, tmp_path: Path) -> None:
         refused(run(*command), "tables of 4398046511104 bytes, such as transformer.")
 
 
+def test_windows_beyond_what_a_model_has_places_for(run: Run, tmp_path: Path) -> None:
+    """MPT says how many by another name than most."""
+    model = builders.save_random(builders.config_with_tables("mpt"), tmp_path / "model")
+    builders.byte_tokenizer().save_pretrained(model)
+    long = ["quantize", model, "-o", tmp_path / "out", "--method", "gptq", "--seq-len", "2048"]
+    refused(run(*long), "--seq-len 2048 is beyond the model's 128 positions")
+
+
+def test_a_matrix_that_outgrows_the_files(run: Run, model_copy: MakeModel) -> None:
+    """Each of its sizes may be that of a vector in the files."""
+    model = model_copy("llama")
+    edit(model / "config.json", lambda c: c.update(hidden_size=48_000))
+    for command in (
+        ["eval", model],
+        ["generate", model, "-p", "x"],
+        ["quantize", model, "-o", "out", "--dry-run"],
+    ):
+        refused(run(*command), "weights, but the files hold only")
+
+
+def test_a_model_that_does_not_run(run: Run, tmp_path: Path) -> None:
+    """What its code raises is no defect of ours."""
+    model = builders.save_random(builders.config_with_tables("gptj"), tmp_path / "model")
+    builders.byte_tokenizer().save_pretrained(model)
+    edit(model / "config.json", lambda c: c.update(rotary_dim=64))
+    refused(
+        run("generate", model, "-p", "x", "--max-new-tokens", "2"), "the model does not run (RuntimeError: "
+    )
+
+
 OWNED = "\x1b]0;owned\x07"  # would name the terminal's window
 
 

@@ -192,16 +192,8 @@ def argument(rng: Random, flag: str, parameter: Any, bases: Bases, folder: Path)
     if kind in (int, float):
         return rng.choice(rng.choice((NUMBERS, NUMBERS, HUGE, TEXTS)))
     if kind is Path or flag in ("--text", "--calibration", "--base", "--pairs", "--spec"):
-        places = (
-            "nowhere",
-            "",
-            "/dev/null",
-            "/",
-            "given",
-            bases.text,
-            bases.pairs,
-            file(folder),
-            bases.models["llama"] / "config.json",
-        )
+        places = ["nowhere", "", "/dev/null", "/", "given"]
+        if flag != "--json":  # which writes what it names, as it is asked to
+            places += [bases.text, bases.pairs, file(folder), bases.models["llama"] / "config.json"]
         return str(rng.choice(places))
     return rng.choice(rng.choice((TEXTS, NUMBERS, list(METHODS))))

@@ -10,7 +10,12 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from anybit.checkpoint.architectures import auto_class, build_options, refuse_large_tables
+from anybit.checkpoint.architectures import (
+    auto_class,
+    build_options,
+    refuse_large_tables,
+    refuse_more_weights,
+)
 from anybit.checkpoint.directory import Checkpoint
 from anybit.errors import InputError
 
@@ -49,7 +54,8 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The model on PyTorch's meta device, whatever its config says of quantization.
 
     Raises:
-        Exception: whatever a configuration makes of its model class; see also `refuse_large_tables`.
+        Exception: whatever a configuration makes of its model class; see also `refuse_large_tables` and
+            `refuse_more_weights`.
     """
     config = copy.deepcopy(checkpoint.config)  # building a model writes its dtype there
     with torch.device("meta"):
@@ -57,6 +63,8 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         source = auto_class(config)
         model = source.from_config(config, dtype=dtype, trust_remote_code=False, **options).eval()
     refuse_large_tables(checkpoint.source, model, checkpoint.weight_bytes())
+    if getattr(config, "quantization_config", None) is None:  # else shapes are held against its descriptions
+        refuse_more_weights(checkpoint.source, model, checkpoint.weights())
     return model
 
 

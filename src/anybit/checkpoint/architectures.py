@@ -27,6 +27,7 @@ NEEDLESS = (
 # Of encoders also their pretraining heads.
 HEADS = (r"^(cls|lm_head|vocab_\w+|generator_\w+|discriminator_\w+|mlm\w*)\.", r"(^|\.)pooler\.")
 TABLES = 2**30  # bytes that a model may compute besides its weights, however small these are
+WEIGHTS = 1 << 24  # that a model may make up before anybody looks at what is missing
 PRETRAINING_HEADS = ("ForMaskedLM", "ForPreTraining")  # an encoder is used without them
 
 
@@ -123,6 +124,25 @@ def refuse_large_tables(source: Any, model: Any, held: int) -> None:
         )
 
 
+def refuse_more_weights(source: Any, model: Any, held: int) -> None:
+    """Refuse a model of far more weights than its files hold: Transformers would make them up, and fill memory.
+
+    Args:
+        source: the model, as errors name it.
+        model: on PyTorch's meta device.
+        held: weights in its files.
+
+    Raises:
+        InputError: more than twice as many (a head may be stored once and built twice), and more than costs nothing.
+    """
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    if wanted > 2 * held + WEIGHTS:
+        raise InputError(
+            f"{source}: its config.json asks for {wanted} weights, but the files hold only {held}: use the config.json "
+            "that belongs to them"
+        )
+
+
 def lacks_pooler(config: PreTrainedConfig, tensors: Iterable[str]) -> bool:
     """Whether a checkpoint is of an encoder that has a pooler by default, and holds none: as roberta-base."""
     if not is_encoder(config) or any("pooler." in name for name in tensors):
@@ -138,7 +158,8 @@ def build_options(config: PreTrainedConfig, tensors: Iterable[str]) -> dict[str,
 
 def max_positions(model: Any) -> int | None:
     """How many tokens a model reaches; None where its config does not say."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    text = model.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))  # MPT's name for it
     if limit is None:
         return None
     tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]

@@ -103,6 +103,10 @@ class Checkpoint:
         """Bytes of all weight files."""
         return sum(file.stat().st_size for file in self.files)
 
+    def weights(self) -> int:
+        """Of all tensors of the files."""
+        return sum(prod(tensor.shape) for tensor in self.tensors.values())
+
     def sha256(self, progress: Callable[[int], None] | None = None) -> str:
         """SHA-256 of the weight files (sorted by name) and config.json, one after the other.
 

@@ -10,7 +10,7 @@ import typer
 
 import anybit
 from anybit.cli import artifact, bench, evaluate, methods, quantize, run
-from anybit.errors import InputError, printable
+from anybit.errors import InputError, printable, raised_by_a_model
 
 app = typer.Typer(
     name="anybit",
@@ -83,6 +83,14 @@ def main() -> None:
             raise
         remedy = ": make room and run the same command again" if error.errno == errno.ENOSPC else ""
         code = _complain(": ".join(filter(None, [error.filename, error.strerror])) + remedy, 2)
+    except Exception as error:
+        if not raised_by_a_model(error):
+            raise
+        code = _complain(
+            f"the model does not run ({type(error).__name__}: {str(error).strip()[:200]}): its config.json and its "
+            "weights do not belong together, or it is of a kind that is not supported; copy both again",
+            2,
+        )
     sys.exit(code if isinstance(code, int) else 0)
 
 
