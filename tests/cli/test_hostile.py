@@ -83,7 +83,7 @@ def test_code_of_the_hub_is_never_run(run: Run, copied: Path, model_copy: MakeMo
             edit(folder / "config.json", lambda c, key=key: c.pop(key))
 
 
-@pytest.mark.parametrize("change", [{"dtype": "65536"}, {"name": "\ud800"}])
+@pytest.mark.parametrize("change", [{"dtype": "65536"}, {"dtype": True}, {"name": "\ud800"}])
 def test_what_could_not_be_read_back_is_refused_before_any_work(
     run: Run, model_copy: MakeModel, tmp_path: Path, change: dict[str, Any]
 ) -> None:

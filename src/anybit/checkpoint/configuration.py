@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -65,6 +66,11 @@ def load_config(source: str, path: Path) -> PreTrainedConfig:
             f"{source} has a configuration that Transformers refuses ({cause(error)}); "
             "download the model again or upgrade Transformers."
         ) from error
+    if not isinstance(config.dtype, torch.dtype | None):  # Transformers takes anything, and refuses its name later
+        raise InputError(
+            f"{source}: dtype is {config.dtype!r} in its config.json, expected a type such as 'bfloat16'; download the "
+            "model again."
+        )
     plain_outputs(config)
     return config
 
