@@ -125,7 +125,10 @@ def plain_transformers(path: Path) -> nn.Module | None:
         Exception: whatever anybit's own code raised that is no `InputError`.
     """
     try:
-        return whole(path)
+        model = whole(path)
+        if hasattr(model, "levels"):
+            return model
+        print("config.json names another way to quantize: Transformers warns, and anybit is not asked")
     except InputError as error:
         in_words(str(error))
     except (SafetensorError, OSError) as error:
