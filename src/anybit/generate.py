@@ -51,9 +51,15 @@ class Generator:
     ) -> None:
         self.name = model
         check_kv_bits(kv_bits)
-        if is_encoder(config_of(model)):
+        config = config_of(model)
+        if is_encoder(config):
             raise InputError(
                 f"{model} is an encoder and cannot generate text; `anybit eval` measures its embeddings"
+            )
+        if getattr(config, "is_encoder_decoder", False):
+            raise InputError(
+                f"{model} is an encoder with a decoder by its config.json (is_encoder_decoder), which anybit cannot run: "
+                "use the config.json that belongs to its weights"
             )
         self.tokenizer = load_tokenizer(model)
         try:

@@ -231,6 +231,12 @@ def test_a_model_that_does_not_run(run: Run, tmp_path: Path) -> None:
     )
 
 
+def test_a_decoder_that_says_it_has_an_encoder(run: Run, model_copy: MakeModel) -> None:
+    model = model_copy("llama")
+    edit(model / "config.json", lambda c: c.update(is_encoder_decoder=True))
+    refused(run("generate", model, "-p", "x"), "is_encoder_decoder")
+
+
 OWNED = "\x1b]0;owned\x07"  # would name the terminal's window
 
 
