@@ -58,7 +58,7 @@ class Generator:
             )
         if getattr(config, "is_encoder_decoder", False):
             raise InputError(
-                f"{model} is an encoder with a decoder by its config.json (is_encoder_decoder), which anybit cannot run: "
+                f"{model} has an encoder, too, by its config.json (is_encoder_decoder), which anybit cannot run: "
                 "use the config.json that belongs to its weights"
             )
         self.tokenizer = load_tokenizer(model)
