@@ -33,6 +33,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "curve": quality.curve,
     "descent": quality.descent,
     "paired": quality.paired,
+    "file-sizes": quality.file_sizes,
     "methods": quality.methods,
     "all-methods": quality.all_methods,
     "read-rate": lambda: speed.read_rate("decode-b", 2, speed.LARGE),

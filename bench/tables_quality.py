@@ -160,6 +160,24 @@ def descent() -> str:
     return how(found) + markdown(["average bits", "bpw", "one pass", "now", "KLD"], rows)
 
 
+def file_sizes() -> str:
+    """The default artifact in files of some sizes."""
+    found = load("file-sizes.json")
+    rows = [
+        [
+            cell["at_most"],
+            f"{cell['size_bytes'] / 1e6:.1f} MB",
+            f"{cell['bits']:.2f}",
+            f"{cell['bits_per_weight']:.3f}",
+            perplexity(cell["perplexity"]),
+            f"{cell['kld_mean']:.4f}",
+        ]
+        for cell in found["cells"]
+    ]
+    head = ["at most", "files", "average bits of the layers", "bpw of the layers", "perplexity", "KLD"]
+    return how(found) + markdown(head, rows)
+
+
 def paired() -> str:
     """Artifacts made in different ways, at some widths over the same windows; the criterion is against the first."""
     found = load("paired.json")
