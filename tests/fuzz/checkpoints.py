@@ -8,6 +8,7 @@ from random import Random
 
 import anybit
 from anybit.artifact.verify import verify
+from anybit.errors import raised_by_a_model
 from tests.fuzz import mutate
 from tests.fuzz.bases import ENCODERS, Bases
 from tests.fuzz.doors import SPEAKING, check_run, command, refusals
@@ -65,8 +66,14 @@ def enter(door: str, path: Path, folder: Path, bases: Bases, family: str) -> str
         raise Finding("refused, but OUT is there")
     if outcome == "right":
         verify(out)
-        with refusals() as refused:
-            check_run(anybit.load(out))
+        try:
+            with refusals() as refused:
+                check_run(anybit.load(out))
+        except Exception as error:
+            if raised_by_a_model(error):  # methods without calibration never run it: docs/security.md
+                print(f"the model does not run, nor does OUT: {error}")
+                return "error"
+            raise
         if refused:
             raise Finding(f"what was made does not load: {refused[0]}")
         published = [
