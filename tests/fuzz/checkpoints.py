@@ -56,10 +56,12 @@ def enter(door: str, path: Path, folder: Path, bases: Bases, family: str) -> str
         return command("generate", path, "-p", "the fox", "--max-new-tokens", "2")
     if door == "chat":
         return command("chat", path, "--max-new-tokens", "2", stdin="hello\n")
-    if door == "plan":
-        return command("plan", path)
-    if door == "dry run":
-        return command("quantize", path, "-o", out, *RTN, "--dry-run")
+    if door in ("plan", "dry run"):
+        return (
+            command("plan", path)
+            if door == "plan"
+            else command("quantize", path, "-o", out, *RTN, "--dry-run")
+        )
     options = (*GPTQ, "--calibration", bases.text) if door == "gptq" else RTN
     outcome = command("quantize", path, "-o", out, *options)
     if outcome == "error" and out.exists():
