@@ -41,9 +41,8 @@ from anybit.plan import check_disk, make_plan, plane_room, scratch_bytes
 from anybit.prepare import Ready, Settings, prepare
 from anybit.progress import Advance, ignore
 
-FULL = (
-    "use fewer or shorter windows (--samples, --seq-len), or another --device"  # what to do where memory is
-)
+# What to do where memory is full.
+FULL = "use fewer or shorter windows (--samples, --seq-len), or another --device"
 
 
 @dataclass(frozen=True)

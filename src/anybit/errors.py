@@ -69,10 +69,8 @@ def enough_memory(remedy: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        of_gpu, words = (
-            type(error).__name__ == "OutOfMemoryError",
-            str(error),
-        )  # torch's, which is not imported here
+        of_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+        words = str(error)
         if not (of_gpu or isinstance(error, MemoryError) or "allocate memory" in words):
             raise
         place, said = "the GPU's memory" if of_gpu else "the memory", words.strip().partition("\n")[0]

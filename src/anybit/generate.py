@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from anybit.artifact.levels import Budget
-from anybit.checkpoint.architectures import is_encoder
+from anybit.checkpoint.architectures import is_encoder, max_positions
 from anybit.checkpoint.chat_template import render
 from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, check_unicode, encode
@@ -116,7 +116,7 @@ class Generator:
         Raises:
             InputError: none.
         """
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        limit = max_positions(self.model)
         if limit is not None and tokens >= limit:
             raise InputError(f"the prompt has {tokens} tokens, the model's context holds {limit}: shorten it")
         return None if limit is None else limit - tokens

@@ -93,9 +93,8 @@ def make_plan(streamed: StreamedModel, options: Options, spec_map: SpecMap | Non
     plan = Plan(specs, layouts, embeddings, kept, linear, total, unquantized)
     if method.ordered is not None:
         bits, _ = method.ordered(options)
-        every = {**layouts, **{name: embeddings[name] for name in ordering.nested_layers(embeddings)}}
         most = ordering.most_bits(bits, layouts, embeddings)
-        plan = replace(plan, enhancement_bytes=ordering.overhead_bytes(most, every))
+        plan = replace(plan, enhancement_bytes=ordering.overhead_bytes(most, {**layouts, **embeddings}))
     return replace(plan, overhead_bytes=overhead_bytes(streamed, plan, options))
 
 
@@ -321,8 +320,9 @@ def _embedding_layouts(streamed: StreamedModel, options: Options, method: Method
 
     A head that the checkpoint leaves out is tied.
     """
-    bits, layout_of = options.embed_bits, method.embedding_layout
-    if bits == 16 or (bits is None and layout_of is None):
+    bits = options.embed_bits
+    layout_of = method.embedding_layout if bits is None else _rounded
+    if bits == 16 or layout_of is None:
         return {}
     model = streamed.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -333,15 +333,18 @@ def _embedding_layouts(streamed: StreamedModel, options: Options, method: Method
         if name is None or f"{name}.weight" not in streamed.names:
             continue
         out, columns = streamed.checkpoint.shape(streamed.names[f"{name}.weight"])
-        if bits is None and layout_of is not None:
-            layouts[name] = layout_of(options, (out, columns))
-            continue
-        tile = GroupIntLayout(bits=bits or 16, group_size=GROUP_SIZE, symmetric=False)
-        layouts[name] = LayerLayout((out, columns), (tile,))
+        layouts[name] = layout_of(options, (out, columns))
     first = names[id(embedding)]
     if first in layouts and head is not None and names[id(head)] not in layouts:
         layouts[first] = replace(layouts[first], tied=True)
     return layouts
+
+
+def _rounded(options: Options, shape: tuple[int, int]) -> LayerLayout:
+    """An embedding or a head at `--embed-bits`."""
+    assert options.embed_bits is not None
+    tile = GroupIntLayout(bits=options.embed_bits, group_size=GROUP_SIZE, symmetric=False)
+    return LayerLayout(shape, (tile,))
 
 
 def _matmul_speed() -> tuple[float, float]:

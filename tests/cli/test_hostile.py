@@ -207,6 +207,7 @@ def test_windows_beyond_what_a_model_has_places_for(run: Run, tmp_path: Path) ->
     builders.byte_tokenizer().save_pretrained(model)
     long = ["quantize", model, "-o", tmp_path / "out", "--method", "gptq", "--seq-len", "2048"]
     refused(run(*long), "--seq-len 2048 is beyond the model's 128 positions")
+    refused(run("generate", model, "-p", "x" * 200), "the model's context holds 128: shorten it")
 
 
 def test_a_matrix_that_outgrows_the_files(run: Run, model_copy: MakeModel) -> None:

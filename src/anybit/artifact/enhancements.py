@@ -182,18 +182,15 @@ class Enhancements:
         for i, tile in enumerate(tiles.values()):
             now[i, : len(tile.counts)] = tile.counts
         made = [_named_counts(names, now)]
-        coded = coded_columns({name: self.layouts[name] for name in names})
         beside = np.array([name in self.beside for name in names], dtype=bool)
-        columns = np.array([coded[name] for name in names]) * ~beside
+        columns = np.array(list(coded_columns(self.layouts).values())) * ~beside
         embedding = 4 * np.array(widths) * beside
 
-        def is_as_stated(level: int) -> bool:
+        def is_as_stated(level: int, added: int) -> bool:
             entry, average = self.entries[level], now.sum(1) @ columns / max(1, now[:, 0] @ columns)
             return abs(average - entry.bits) <= 1e-6 and added == entry.embedding_bytes
 
-        added = 0
-
-        if not is_as_stated(0):
+        if not is_as_stated(0, added=0):
             raise InputError(
                 f"{self.path}: anybit.index.json states another width of the base layer: copy it again"
             )
@@ -214,7 +211,7 @@ class Enhancements:
                 raise self._damaged(level, "makes planes longer than those before them")
             if words != len(found["words"]):
                 raise self._damaged(level, f"holds {len(found['words'])} words, its steps need {words}")
-            if not is_as_stated(level):
+            if not is_as_stated(level, added):
                 raise self._damaged(level, "leads to another width than anybit.index.json states")
             made.append(_named_counts(names, now))
         return made

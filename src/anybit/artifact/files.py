@@ -14,9 +14,7 @@ from anybit.errors import InputError
 from anybit.formats.layout import QUANT_METHOD
 
 SECTION = "progressive"  # of anybit.index.json: the enhancement layers
-EMBEDDING = (
-    "embedding_bytes"  # of an enhancement layer there: those of its bytes that are planes of embeddings
-)
+EMBEDDING = "embedding_bytes"  # of an enhancement layer there: its planes of embeddings
 TOKENIZER_FILES = (
     "tokenizer",
     "vocab",

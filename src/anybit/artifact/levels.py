@@ -110,29 +110,17 @@ class Levels:
         stored = _nbytes((*self._layers.values(), *self.unquantized.values()))
         return 8 * stored / self.weights if self.weights else 0.0
 
-    def layouts(self, level: int) -> dict[str, LayerLayout]:
-        """The quantized layers as they run at a level.
+    def layouts(self, level: int) -> tuple[dict[str, LayerLayout], dict[str, LayerLayout]]:
+        """The quantized layers, and the quantized embedding and head, as they run at a level.
 
         Raises:
             InputError: a file of an enhancement layer that does not fit the layers.
         """
-        found = self.artifact.enhancements
+        found, embeddings = self.artifact.enhancements, self.artifact.stored.embeddings
         if found is None:
-            return dict(levels_of(self._layers)[level].layouts)
+            return dict(levels_of(self._layers)[level].layouts), dict(embeddings)
         read = found.layouts_at(found.counts(level, check=False)[level])
-        return {name: read[name] for name in self._layers}
-
-    def embeddings(self, level: int) -> dict[str, LayerLayout]:
-        """The quantized embedding and head as they run at a level.
-
-        Raises:
-            InputError: see `layouts`.
-        """
-        found, stored = self.artifact.enhancements, self.artifact.stored.embeddings
-        if found is None:
-            return dict(stored)
-        read = found.layouts_at(found.counts(level, check=False)[level])
-        return {name: read[name] for name in stored}
+        return {name: read[name] for name in self._layers}, {name: read[name] for name in embeddings}
 
     def choose(
         self, bits: float | None = None, bpw: float | None = None, size: int | str | None = None

@@ -48,7 +48,8 @@ def inspect(path: Path, **at: Unpack[Budget]) -> Json:
     levels, quantization, checkpoint = Levels(artifact), artifact.quantization, artifact.checkpoint
     chosen = levels.choose(**at)
     level = levels.last if chosen is None else chosen
-    layers = {**levels.layouts(level), **levels.unquantized}
+    quantized, embeddings = levels.layouts(level)
+    layers = {**quantized, **levels.unquantized}
     return {
         "method": quantization.get("method"),
         "bits": code_bits(layers.values()),
@@ -62,7 +63,7 @@ def inspect(path: Path, **at: Unpack[Budget]) -> Json:
         "calibration": quantization.get("calibration"),
         "base": quantization.get("base"),
         "options": quantization.get("options"),
-        "embeddings": [_describe(name, x, checkpoint) for name, x in levels.embeddings(level).items()],
+        "embeddings": [_describe(name, x, checkpoint) for name, x in embeddings.items()],
         "layers": [_describe(name, x, checkpoint) for name, x in layers.items()],
     }
 

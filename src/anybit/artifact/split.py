@@ -90,7 +90,7 @@ def split(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout], cut: Cut) 
     for shard in range(writer.shards):
         for name, tensor in writer.read_field(shard, LOSSES).items():
             shard_of[name], losses[name] = shard, tensor
-    columns = coded_columns({name: layouts[name] for name in names})
+    columns = coded_columns(layouts)
     steps = order({name: losses[name] for name in names}, columns, cut.whole, cut.beside)
     ends = cut.ends(steps)
     counts = [steps.counts(end) for end in ends]

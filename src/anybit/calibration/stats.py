@@ -141,10 +141,10 @@ class VocabularyStats:
     hidden: Tensor  # float32 [hidden, hidden]: sum of h h^T, h the head's inputs
     probability: Tensor  # float32 [vocabulary]: sum of p, the probabilities that the model gives
     squared: Tensor  # float32 [vocabulary]: sum of p^2
-    gradient: (
-        Tensor  # float32 [hidden]: sum of g^2, g the gradient of a sample's mean loss at each place's row
-    )
-    read: Tensor  # float32 [vocabulary]: sum of squared norms of a sample's gradient at a row, of all its places
+    # Sums of squared gradients of a sample's mean loss at what is looked up: of every place, float32 [hidden]; of all
+    # places of a row together, float32 [vocabulary].
+    gradient: Tensor
+    read: Tensor
 
     FIELDS: ClassVar = ("samples", "hidden", "probability", "squared", "gradient", "read")
 

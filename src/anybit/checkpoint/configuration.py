@@ -66,9 +66,8 @@ def load_config(source: str, path: Path) -> PreTrainedConfig:
             f"{source} has a configuration that Transformers refuses ({cause(error)}); "
             "download the model again or upgrade Transformers."
         ) from error
-    if not isinstance(
-        config.dtype, torch.dtype | None
-    ):  # Transformers takes anything, and refuses its name later
+    # Transformers takes anything, and refuses its name later.
+    if not isinstance(config.dtype, torch.dtype | None):
         raise InputError(
             f"{source}: dtype is {config.dtype!r} in its config.json, expected a type such as 'bfloat16'; download the "
             "model again."

@@ -32,9 +32,7 @@ INDEX = "model.safetensors.index.json"  # which shard holds which tensor
 NAME_BYTES = 255  # of a file's name: what file systems take
 HASHES = "anybit.index.json"  # size and SHA-256 of all shards, refinements, config.json and the index
 POOLING = "1_Pooling/config.json"  # sentence-transformers': how token states become one embedding
-TEMPLATES = (
-    "additional_chat_templates"  # folder of NAME.jinja, which Transformers prefers to chat_template.jinja
-)
+TEMPLATES = "additional_chat_templates"  # folder of NAME.jinja; Transformers prefers its default.jinja
 OPENED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", *LICENCES)  # beside the weights
 
 

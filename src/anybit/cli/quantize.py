@@ -190,8 +190,6 @@ def _predict(model: str, options: Options, spec_map: Any, out: Path) -> dict[str
         "coverage": made.coverage(),
         "warning": made.warning(options),
         "estimated": not options.exact_size,
-        "size_is_bound": bool(
-            nested_layers(made.embeddings)
-        ),  # what the order leaves for them is not known yet
+        "size_is_bound": bool(nested_layers(made.embeddings)),  # the order decides on their planes
         **estimate(opened, made, options, out),
     }

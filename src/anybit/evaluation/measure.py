@@ -22,9 +22,8 @@ from anybit.loader import config_of, load, load_tokenizer, opened
 from anybit.progress import SILENT, Silent
 
 SEQ_LEN = 2048
-FULL = (
-    "use shorter windows (--seq-len), --dtype bfloat16, or a machine with more"  # what to do where memory is
-)
+# What to do where memory is full.
+FULL = "use shorter windows (--seq-len), --dtype bfloat16, or a machine with more"
 
 
 class Settings(Budget, total=False):

@@ -40,7 +40,7 @@ DEVICE_CHUNK = (
 )  # the same elsewhere than on the CPU, where a column costs the same for any number of rows
 FIT_BITS = 3  # width at which a row's shape and scale are fitted
 LEAST = 0.03  # what errors far from the tuned width count: all planes must come close to the weights
-VOCABULARY = 3.0  # what errors of embedding and head count beside those of layers: more than is estimated (docs/log.md)
+VOCABULARY_FACTOR = 3.0  # errors of embedding and head count so much more than is estimated (docs/log.md)
 RANKED = slice(1, 5)  # widths 2 to 5, whose losses rank rows
 
 
@@ -104,12 +104,11 @@ def quantize_vocabulary(weight: Tensor, cost: VocabularyCost, options: AnyBit) -
     """
     made = _made(weight, cost.hessian().to(weight.device), options.layer_spec())
     losses = torch.empty_like(made.losses)
-    for bits in range(1, BITS + 1):
-        for rows in _row_slices(weight, made.codes.shape[1]):
-            errors = torch.zeros_like(weight[rows])
-            errors[:, made.coded] = made.grids[rows].values(made.codes[rows], bits)
-            errors[:, made.coded] -= weight[rows][:, made.coded]
-            losses[rows, bits - 1] = VOCABULARY * cost.of(errors, rows)
+    for rows in _row_slices(weight, made.codes.shape[1]):
+        own, errors = weight[rows][:, made.coded], torch.zeros_like(weight[rows])  # kept channels have none
+        for bits in range(1, BITS + 1):
+            errors[:, made.coded] = made.grids[rows].values(made.codes[rows], bits) - own
+            losses[rows, bits - 1] = VOCABULARY_FACTOR * cost.of(errors, rows)
     return made.weight(losses)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +25,7 @@ from anybit.methods.anybit import BASE_BITS, BITS
 STEP = 0.1  # bits from one enhancement layer to the next
 ROWS = 8  # that get a plane together
 Counts = Mapping[str, Sequence[int]]  # layer -> rows of every plane
+Size = TypeVar("Size", int, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Steps:
 
     def upto_bytes(self, room: int) -> int:
         """How many steps so many bytes of planes have room for."""
-        return self._fitting(4 * self.rows * -(-self.columns[self.layer] // 32), room)
+        return self._fitting(4 * self.rows * plane_words(self.columns)[self.layer], room)
 
     def _fitting(self, takes: np.ndarray, room: float) -> int:
         fitting = np.searchsorted(takes.cumsum(), room * (1 + 1e-12), "right")
@@ -62,7 +64,7 @@ class Steps:
 
     def first_bytes(self) -> int:
         """Of the first plane of every row."""
-        return 4 * int(np.array(list(self.layers.values())) @ -(-self.columns // 32))
+        return 4 * int(np.array(list(self.layers.values())) @ plane_words(self.columns))
 
     def bits(self, steps: int) -> float:
         """The average width after so many."""
@@ -164,7 +166,7 @@ def _whole_steps(
     return np.array(steps).T
 
 
-def plane_words(columns: int) -> int:
+def plane_words(columns: Size) -> Size:
     """Words of 32 bits that a plane of a row takes."""
     return -(-columns // 32)
 
@@ -178,8 +180,8 @@ def at_average(
 
 
 def coded_columns(layouts: Mapping[str, LayerLayout]) -> dict[str, int]:
-    """How many input channels have codes, of layers that are all nested."""
-    return {name: layout.tiles[0].coded(layout.shape[1]) for name, layout in layouts.items()}
+    """How many input channels of the nested layers have codes."""
+    return {name: tile.coded(layouts[name].shape[1]) for name, tile in nested_layers(layouts).items()}
 
 
 def falling(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
@@ -212,15 +214,15 @@ def overhead_bytes(bits: float, layouts: Mapping[str, LayerLayout]) -> int:
     The files of enhancement layers have headers, steps and entries of the index; and a layer whose rows are padded to
     words more than others' may get more of the width.
     """
-    files = file_bytes(bits, len(layouts))
+    columns = coded_columns(layouts)
+    files = file_bytes(bits, len(columns))
     if bits >= BITS:  # every row has every plane
         return files
-    columns = coded_columns(layouts)
-    weights = {name: layouts[name].shape[0] * columns[name] for name in layouts}
-    padded = {name: 32 * plane_words(columns[name]) / columns[name] for name in layouts}
-    usual = sum(weights[name] * padded[name] for name in layouts)
+    weights = {name: layouts[name].shape[0] * n for name, n in columns.items()}
+    padded = {name: 32 * plane_words(n) / n for name, n in columns.items()}
+    usual = sum(weights[name] * padded[name] for name in columns)
     left, most = (bits - 1) * sum(weights.values()), usual  # one plane of every row, then those padded most
-    for name in sorted(layouts, key=lambda name: -padded[name]):
+    for name in sorted(columns, key=lambda name: -padded[name]):
         taken = min(left, (BITS - 1) * weights[name])
         left, most = left - taken, most + taken * padded[name]
     return files + math.ceil((most - bits * usual) / 8)
@@ -230,11 +232,11 @@ def most_bits(
     bits: float, layouts: Mapping[str, LayerLayout], embeddings: Mapping[str, LayerLayout]
 ) -> float:
     """The largest average width over all nested matrices where that of the layers is `bits`."""
-    sizes = [
+    of_layers, others = (
         sum(group[name].shape[0] * n for name, n in coded_columns(group).items())
-        for group in (layouts, {name: embeddings[name] for name in nested_layers(embeddings)})
-    ]
-    return (bits * sizes[0] + BITS * sizes[1]) / sum(sizes)
+        for group in (layouts, embeddings)
+    )
+    return (bits * of_layers + BITS * others) / (of_layers + others)
 
 
 def file_bytes(bits: float, layers: int) -> int:
@@ -244,9 +246,8 @@ def file_bytes(bits: float, layers: int) -> int:
 
 def plane_bytes(layouts: Mapping[str, LayerLayout]) -> int:
     """Of all planes of nested layers."""
-    nested = {name: layouts[name] for name in nested_layers(layouts)}
-    columns = coded_columns(nested)
-    return sum(4 * plane_words(columns[name]) * sum(nested_layers(nested)[name].counts) for name in nested)
+    columns, tiles = coded_columns(layouts), nested_layers(layouts)
+    return sum(4 * plane_words(n) * sum(tiles[name].counts) for name, n in columns.items())
 
 
 def with_all_planes(layouts: Mapping[str, LayerLayout]) -> dict[str, LayerLayout]:

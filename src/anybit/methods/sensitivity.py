@@ -89,7 +89,7 @@ def output_moments(search: Search) -> Allocation:
         return torch.cat([stats.output_moment, stats.token_moment.flatten()])
 
     def size(name: str, samples: int) -> tuple[int, ...]:
-        return vocabulary[name] if name in vocabulary else (shapes[name][0] + samples * length,)
+        return (shapes[name][0] + samples * length,)
 
     parts = list(_parts(search, [], reduce, size, advance))
     outputs, weights = {}, {}
@@ -317,10 +317,11 @@ def _parts(
     advance: Advance,
 ) -> Iterator[dict[str, Tensor]]:
     """What `reduce` gives for every layer, for some samples at a time; finished parts are kept in the folder."""
+    vocabulary = _vocabulary_shapes(search)
     for a in range(0, len(search.tokens), SAMPLES_KEPT):
         part = search.tokens[a : a + SAMPLES_KEPT]
         file = None if search.folder is None else search.folder / f"samples-{a}.safetensors"
-        sizes = {name: size(name, len(part)) for name in (*search.shapes, *_vocabulary_shapes(search))}
+        sizes = {name: size(name, len(part)) for name in search.shapes} | vocabulary
         found = None if file is None else _read_part(file, sizes)
         if found is not None:
             advance(len(part))
