@@ -1,8 +1,9 @@
 // The Python module anybit._native: functions on arrays, which it checks; it releases the GIL and splits the rows over
-// threads. Layers are in layer_module.cpp. Types for mypy: src/anybit/_native.pyi.
+// threads. Layers are in layer_module.cpp, coded planes in coding_module.cpp. Types for mypy: src/anybit/_native.pyi.
 #include "common/features.h"
 #include "common/scratch.h"
 #include "module/arrays.h"
+#include "module/coding_module.h"
 #include "module/layer_module.h"
 #include "quantize/moments.h"
 
@@ -417,5 +418,6 @@ NB_MODULE(_native, m) {
           nb::arg("threads"), nb::arg("isa") = nb::none(),
           "Shape uint8 and scale float32 [rows] of the rows of weight float32 [rows, n], importance float32 [n]:\n"
           "scale * tables[shape], float32 [shapes, entries], come closest.");
+    add_coding(m);
     add_layer(m);
 }

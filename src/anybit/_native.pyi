@@ -8,6 +8,19 @@ from torch import Tensor
 
 from anybit.config import Json
 
+class PlaneWriter:
+    """Codes planes, given the planes above them, as one stream; see csrc/coding/plane_coder.h."""
+
+    def write(self, plane: int, above: list[Tensor], shapes: Tensor, columns: int, words: Tensor) -> None: ...
+    def finish(self) -> bytes: ...
+
+class PlaneReader:
+    """Planes that a PlaneWriter has coded."""
+
+    def __init__(self, coded: Tensor) -> None: ...
+    def read(self, plane: int, above: list[Tensor], shapes: Tensor, columns: int, words: Tensor) -> None: ...
+    def finish(self) -> None: ...
+
 class Tables:
     """The tables of nested tiles, as one instruction set's kernels look them up."""
 

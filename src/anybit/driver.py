@@ -379,11 +379,10 @@ class _Run(Ready):
     def _cut(self) -> Cut:
         """How far the order of planes goes."""
         assert self.method.ordered is not None
-        bits, whole = self.method.ordered(self.options)
-        beside = nested_layers(self.plan.embeddings).keys()
+        asked, beside = self.method.ordered(self.options), nested_layers(self.plan.embeddings).keys()
         if self.plan.most_bytes is None:
-            return Cut(bits, whole, beside)
-        return Cut(self.options.widths_of.high, whole, beside, plane_room(self.plan))
+            return Cut(asked.bits, asked.whole, asked.coded, beside)
+        return Cut(self.options.widths_of.high, asked.whole, asked.coded, beside, plane_room(self.plan))
 
     def finish(self) -> Cost | None:
         """Write what describes the artifact, and give it its name; what shared statistics took."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -124,21 +124,20 @@ class PackedModule(nn.Module):
             self._bound = None if self._bound is None else self._bound.at(layout)
         self._describe()
 
-    def extend(self, layout: LayerLayout, fill: Callable[[str, Tensor], None]) -> None:
-        """Become `layout`, whose tensors begin with the stored ones; `fill(field, tensor)` gets all that got longer."""
+    def grow(self, layout: LayerLayout) -> None:
+        """Become `layout`, whose tensors begin with the stored ones; what is new of them is zeros."""
+        self.hold(self.packed.grown(layout))
+
+    def hold(self, packed: PackedWeight) -> None:
+        """Become another description of the same matrix, its tensors with it."""
         self.release()
-        for field, (dtype, shape) in layout.stored_tensors().items():
-            try:
-                old: Tensor | None = self.get_buffer(field)
-            except AttributeError:
-                old = None
-            if old is None or tuple(old.shape) != shape:
-                new = torch.zeros(shape, dtype=dtype, device=next(self.buffers()).device)
-                if old is not None:
-                    new[: len(old)] = old
-                fill(field, new)
-                self._set(field, new)
-        self.layout = self._running = layout
+        for field in self.layout.stored_tensors().keys() - packed.tensors.keys():
+            holder, _, name = field.rpartition(".")
+            del self.get_submodule(holder)._buffers[name]
+        for field, tensor in packed.tensors.items():
+            self._set(field, tensor)
+        self.layout = packed.layout
+        self._running = packed.layout.widest()
         self._describe()
 
     @property

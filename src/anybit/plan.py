@@ -92,8 +92,7 @@ def make_plan(streamed: StreamedModel, options: Options, spec_map: SpecMap | Non
     linear = sum(prod(shape) for shape in shapes.values())
     plan = Plan(specs, layouts, embeddings, kept, linear, total, unquantized)
     if method.ordered is not None:
-        bits, _ = method.ordered(options)
-        most = ordering.most_bits(bits, layouts, embeddings)
+        most = ordering.most_bits(method.ordered(options).bits, layouts, embeddings)
         plan = replace(plan, enhancement_bytes=ordering.overhead_bytes(most, {**layouts, **embeddings}))
     return replace(plan, overhead_bytes=overhead_bytes(streamed, plan, options))
 
@@ -130,7 +129,9 @@ def fit_budget(streamed: StreamedModel, options: Options) -> Options:
     def fits(bits: float) -> bool:
         made = make_plan(streamed, options.with_bits(bits).resolve())
         made = plans[bits] = replace(made, embeddings=_expected(made.embeddings, bits))
-        return (bpw is None or made.bits_per_weight <= bpw) and (size is None or made.size_bytes <= size)
+        return (bpw is None or made.bits_per_weight <= bpw) and (
+            size is None or _file_bytes(made, options) <= size
+        )
 
     whole = next((bits for bits in reversed(widths.whole()) if fits(bits)), None)
     if whole is None and not (widths.fractional and fits(widths.low)):
@@ -138,8 +139,8 @@ def fit_budget(streamed: StreamedModel, options: Options) -> Options:
         least = plans[min(plans)]
         raise InputError(
             f"{asked} is not to be had: {options.name} at its smallest width takes {least.bits_per_weight:.3f} bits "
-            f"per weight, {least.size_bytes / 1e6:.1f} MB with the embedding{_said(options.embed_bits)} (see "
-            "--embed-bits)"
+            f"per weight, {_file_bytes(least, options) / 1e6:.1f} MB with the embedding{_said(options.embed_bits)} "
+            "(see --embed-bits)"
         )
     best = float(widths.low if whole is None else whole)
     if widths.fractional and best < widths.high:
@@ -157,17 +158,25 @@ def plan_within(
 ) -> tuple[Options, Plan]:
     """The options, none left open, and the plan, within the options' budget.
 
-    Where the planes of embeddings are in one order with those of the layers, what a size leaves for which is known when
-    the order is: the width is an estimate, and the artifact is cut to the size.
+    Where planes are in one order, what a size leaves for which of them is known when the order is: the width is an
+    estimate, and the artifact is cut to the size.
 
     Raises:
         InputError: see `fit_budget` and `make_plan`.
     """
     fitted = fit_budget(streamed, options)
     plan = make_plan(streamed, fitted, spec_map)
-    if ordering.nested_layers(plan.embeddings):
+    if METHODS[options.name].ordered is not None:
         plan = replace(plan, most_bytes=_most_bytes(options))
     return fitted, plan
+
+
+def _file_bytes(plan: Plan, options: Options) -> int:
+    """What a plan takes in files: at most, or where planes are coded, about."""
+    ordered = METHODS[options.name].ordered
+    if ordered is None or not ordered(options.resolve()).coded:
+        return plan.size_bytes
+    return plan.size_bytes - ordering.expected_saving({**plan.layouts, **plan.embeddings})
 
 
 def plane_room(plan: Plan) -> int:

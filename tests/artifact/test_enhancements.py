@@ -170,7 +170,7 @@ def test_a_flipped_byte_in_the_base_layer_is_found(anybit_copy: Path) -> None:
     data[-3] ^= 1
     file.write_bytes(bytes(data))
     for use in (load, verify, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(InputError, match=r"model-00002-of-00003.*SHA-256"):
+        with pytest.raises(InputError, match=r"model-00002-of-00003.*SHA-256|v_proj.coded: .* damaged"):
             use(anybit_copy)
     index = index_of(anybit_copy)
     del index["files"][file.name]

@@ -120,12 +120,24 @@ def test_a_cut_takes_what_there_is_room_for() -> None:
     steps = ordering.order(losses, columns, beside=["embed"])
     words = np.array([2, 4])[steps.layer]
     taken = 4 * (50 * 2 + 70 * 4) + np.concatenate([[0], (4 * steps.rows * words).cumsum()])
+
+    class Written:
+        """Planes in files that have nothing else, nothing coded."""
+
+        def file_bytes(self, counts: ordering.Counts, before: ordering.Counts | None, coded: bool) -> int:
+            assert not coded
+            sizes = [
+                sum(4 * -(-columns[n] // 32) * sum(of) for n, of in x.items()) for x in (counts, before or {})
+            ]
+            return sizes[0] - sizes[1]
+
+    planes: Any = Written()
     for room in (taken[0], taken[3], taken[3] + 1, taken[-2] + 1, taken[-1], 10 * taken[-1]):
-        cut = Cut(8, False, ["embed"], int(room))
-        last = cut.last(steps)
-        assert taken[last] <= room and (last + 1 == len(taken) or taken[last + 1] > room)
-        assert cut.ends(steps)[-1] == last
-    half = Cut(4, False, ["embed"]).last(steps)
+        ends = Cut(8, False, False, ["embed"], int(room)).ends(steps, planes)
+        assert taken[ends[-1]] <= room and (ends[-1] + 1 == len(taken) or taken[ends[-1] + 1] > room)
+        every = Cut(8, False, False, ["embed"]).ends(steps, planes)
+        assert ends[:-1] == every[: len(ends) - 1] and ends[-1] <= every[len(ends) - 1]
+    half = Cut(4, False, False, ["embed"]).ends(steps, planes)[-1]
     assert steps.bits(half) <= 4 < steps.bits(half + 1)
     assert steps.all_bits(half) != pytest.approx(steps.bits(half), abs=0.01)
 

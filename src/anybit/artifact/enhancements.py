@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,17 +18,27 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from anybit.artifact.coded_planes import PlaneReader, PlaneRows, unpack_shapes
 from anybit.artifact.config_json import StoredLayers
-from anybit.artifact.files import EMBEDDING, SECTION, link, list_hash
+from anybit.artifact.files import EMBEDDING, PLANES, SECTION, link, list_hash
 from anybit.checkpoint.files import HASHES, INDEX, INDEX_LIMIT, check_sha256, is_name_of_file, read_json
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.config import Json
 from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
 from anybit.formats.levels import Level
+from anybit.formats.nested import CODED_PLANES
 from anybit.formats.validate import check_version
 from anybit.layers import PackedModule
-from anybit.methods.ordering import BITS, Counts, coded_columns, nested_layers, plane_rows, with_counts
+from anybit.methods.ordering import (
+    BITS,
+    Counts,
+    coded_columns,
+    nested_layers,
+    plane_rows,
+    plane_words,
+    with_counts,
+)
 
 SUFFIX = ".safetensors"
 MOST_HEADER = 1 << 24  # bytes of a file's header that are looked at
@@ -44,7 +54,8 @@ class Entry:
     bits: float  # average width
     loss: float  # expected increase of the loss in nats per token
     chain: str  # running hash
-    embedding_bytes: int  # of its bytes, planes of embeddings
+    plane_bytes: int  # of its planes in memory
+    embedding_bytes: int  # of those, planes of embeddings
 
     def is_there(self, path: Path, before: str) -> bool:
         """Whether the file is in `path`; one that is shorter than it should be is still under way.
@@ -113,6 +124,7 @@ class Enhancements:
                     float(entry["bits"]),
                     float(entry["loss"]),
                     str(entry["chain"]),
+                    int(entry.get(PLANES, files[entry["file"]]["bytes"] if entry["file"] else 0)),
                     int(entry.get(EMBEDDING, 0)),
                 )
                 for entry in index[SECTION]
@@ -124,7 +136,9 @@ class Enhancements:
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(stated) from error
         finite = all(
-            0 < r.bits <= BITS + 1e-9 and math.isfinite(r.loss) and min(r.bytes, r.embedding_bytes) >= 0
+            0 < r.bits <= BITS + 1e-9
+            and math.isfinite(r.loss)
+            and min(r.bytes, r.plane_bytes, r.embedding_bytes) >= 0
             for r in entries
         )
         if not entries or not finite or entries[0].file or not all(r.file for r in entries[1:]):
@@ -146,7 +160,8 @@ class Enhancements:
         while present < len(entries) and entries[present].is_there(path, entries[present - 1].chain):
             present += 1
         hashes = {**base, INDEX: weight_map}
-        return Enhancements(path, stored.packed, stored.embeddings.keys(), hashes, tuple(entries), present)
+        layouts = {name: layout.expanded() for name, layout in stored.packed.items()}
+        return Enhancements(path, layouts, stored.embeddings.keys(), hashes, tuple(entries), present)
 
     def note(self) -> str | None:
         """A sentence where enhancement layers are missing."""
@@ -161,6 +176,10 @@ class Enhancements:
     def bytes_upto(self, level: int) -> int:
         """Bytes of the files up to a level."""
         return sum(entry.bytes for entry in self.entries[1 : level + 1])
+
+    def plane_bytes_upto(self, level: int) -> int:
+        """Bytes that their planes take in memory."""
+        return sum(entry.plane_bytes for entry in self.entries[1 : level + 1])
 
     def embedding_bytes_upto(self, level: int) -> int:
         """Those of them that are planes of embeddings."""
@@ -186,18 +205,19 @@ class Enhancements:
         columns = np.array(list(coded_columns(self.layouts).values())) * ~beside
         embedding = 4 * np.array(widths) * beside
 
-        def is_as_stated(level: int, added: int) -> bool:
+        def is_as_stated(level: int, words: int, added: int) -> bool:
             entry, average = self.entries[level], now.sum(1) @ columns / max(1, now[:, 0] @ columns)
-            return abs(average - entry.bits) <= 1e-6 and added == entry.embedding_bytes
+            sized = entry.plane_bytes in (4 * words, entry.bytes)  # the latter where the list does not say
+            return abs(average - entry.bits) <= 1e-6 and added == entry.embedding_bytes and sized
 
-        if not is_as_stated(0, added=0):
+        if not is_as_stated(0, words=0, added=0):
             raise InputError(
                 f"{self.path}: anybit.index.json states another width of the base layer: copy it again"
             )
         for level in range(1, upto + 1):
             if check:
                 check_sha256(self.path / self.entries[level].file, self.entries[level].sha256)
-            found, words, added, before = self._read(level), 0, 0, (-1, 0)
+            found, words, plain, added, before = self._read(level), 0, 0, 0, (-1, 0)
             for layer, plane, rows in found["steps"].tolist():
                 if not (0 <= layer < len(names) and 2 <= plane <= BITS and rows > 0):
                     raise self._damaged(level, "names a layer or plane that there is not")
@@ -206,24 +226,50 @@ class Enhancements:
                 before = (layer, plane)
                 now[layer, plane - 1] += rows
                 words += rows * widths[layer]
+                plain += 0 if "coded" in found and plane in CODED_PLANES else rows * widths[layer]
                 added += int(rows * embedding[layer])
             if (np.diff(now, axis=1) > 0).any():
                 raise self._damaged(level, "makes planes longer than those before them")
-            if words != len(found["words"]):
-                raise self._damaged(level, f"holds {len(found['words'])} words, its steps need {words}")
-            if not is_as_stated(level, added):
+            if plain != len(found["words"]):
+                raise self._damaged(level, f"holds {len(found['words'])} words, its steps need {plain}")
+            if not is_as_stated(level, words, added):
                 raise self._damaged(level, "leads to another width than anybit.index.json states")
             made.append(_named_counts(names, now))
         return made
 
-    def planes(self, level: int, counts: Counts, before: Counts) -> Iterator[tuple[str, int, int, Tensor]]:
-        """(layer, plane, first row, words uint32 [rows, words]) of an enhancement layer that `counts` has read."""
-        words, at = self._read(level)["words"], 0
+    def read_into(
+        self, level: int, counts: Counts, before: Counts, tensors: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """Fill the rows that an enhancement layer adds, which `counts` has read.
+
+        Args:
+            level: its number.
+            counts: rows of every plane with it.
+            before: without it.
+            tensors: by layer, the stored tensors of at least these rows; all planes before it are there.
+
+        Raises:
+            InputError: coded planes that are damaged.
+        """
+        found, at = self._read(level), 0
+        reader = (
+            PlaneReader(found["coded"], str(self.path / self.entries[level].file))
+            if "coded" in found
+            else None
+        )
         for name, plane, first, last in plane_rows(counts, before):
-            width = self._words(name)
-            size = (last - first) * width
-            yield name, plane, first, words[at : at + size].view(last - first, width)
-            at += size
+            of, rows = tensors[name], slice(first, last)
+            to = of[f"plane_{plane}"][rows]
+            if reader is not None and plane in CODED_PLANES:
+                above = [of[f"plane_{p}"][rows] for p in range(1, plane)]
+                reader.read(
+                    PlaneRows(plane, above, unpack_shapes(of["shapes"])[rows], self._columns(name)), to
+                )
+            else:
+                to.copy_(found["words"][at : at + to.numel()].view(to.shape))
+                at += to.numel()
+        if reader is not None:
+            reader.finish()
 
     def layouts_at(self, counts: Counts) -> dict[str, LayerLayout]:
         """All layers with so many rows of every plane."""
@@ -241,13 +287,20 @@ class Enhancements:
 
     def _words(self, name: str) -> int:
         """32-bit words of a row of a layer's plane."""
-        return self.layouts[name].stored_tensors()["plane_1"][1][1]
+        return plane_words(self._columns(name))
+
+    def _columns(self, name: str) -> int:
+        """Input channels of a layer that have codes."""
+        layout = self.layouts[name]
+        return layout.tiles[0].coded(layout.shape[1])
 
     def _read(self, level: int) -> dict[str, Tensor]:
-        """`steps` int32 [n, 3] (number of the layer, plane, rows) and `words`, mapped from the file."""
+        """`steps` int32 [n, 3] (number of the layer, plane, rows), `words` and, where planes are coded, `coded`, mapped
+        from the file."""
         path = self.path / self.entries[level].file
         header = read_safetensors_header(path)
         kinds = {"steps": (torch.int32, 2), "words": (torch.uint32, 1)}
+        kinds |= {"coded": (torch.uint8, 1)} if "coded" in header else {}
         for name, (dtype, dims) in kinds.items():
             found = header.get(name)
             if found is None or found.dtype != dtype or len(found.shape) != dims:
@@ -268,22 +321,18 @@ def extend(model: nn.Module, found: Enhancements, upto: int) -> tuple[Level, ...
     """
     found.check_base()
     counts = found.counts(upto)
-    planes: dict[tuple[str, int], Tensor] = {}
+    tensors: dict[str, Mapping[str, Tensor]] = {}
     for name, layout in found.layouts_at(counts[upto]).items():
         module = model.get_submodule(name)
         assert isinstance(module, PackedModule)
-
-        def keep(field: str, tensor: Tensor, name: str = name) -> None:
-            planes[name, int(field.removeprefix("plane_"))] = tensor
-
         if name in counts[upto]:
-            module.extend(layout, keep)
+            module.grow(layout)
+            tensors[name] = module.packed.tensors
     for level in range(1, upto + 1):
-        for name, plane, first, words in found.planes(level, counts[level], counts[level - 1]):
-            planes[name, plane][first : first + len(words)] = words.to(planes[name, plane].device)
+        found.read_into(level, counts[level], counts[level - 1], tensors)
     base = sum(layout.nbytes for layout in found.layouts.values())
     return tuple(
-        Level(entry.bits, base + found.bytes_upto(i), entry.loss, found.layouts_at(counts[i]))
+        Level(entry.bits, base + found.plane_bytes_upto(i), entry.loss, found.layouts_at(counts[i]))
         for i, entry in enumerate(found.entries[: upto + 1])
     )
 

@@ -14,7 +14,8 @@ from anybit.errors import InputError
 from anybit.formats.layout import QUANT_METHOD
 
 SECTION = "progressive"  # of anybit.index.json: the enhancement layers
-EMBEDDING = "embedding_bytes"  # of an enhancement layer there: its planes of embeddings
+PLANES = "plane_bytes"  # of an enhancement layer there: what its planes take in memory
+EMBEDDING = "embedding_bytes"  # of those: planes of embeddings
 TOKENIZER_FILES = (
     "tokenizer",
     "vocab",

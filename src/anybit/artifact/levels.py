@@ -15,6 +15,7 @@ from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
 from anybit.formats.levels import CLOSE_BITS, largest, levels_of
 from anybit.formats.unquantized import UnquantizedLayout
+from anybit.methods.ordering import nested_layers
 
 
 class Budget(TypedDict, total=False):
@@ -56,9 +57,13 @@ class Levels:
         """Of all linear layers of the blocks."""
         return sum(layout.weights for layout in (*self._layers.values(), *self.unquantized.values()))
 
-    @property
+    @cached_property
     def _layers(self) -> Mapping[str, LayerLayout]:
-        return self.artifact.stored.layers
+        return _expanded(self.artifact.stored.layers)
+
+    @cached_property
+    def _embeddings(self) -> Mapping[str, LayerLayout]:
+        return _expanded(self.artifact.stored.embeddings)
 
     @cached_property
     def sizes(self) -> tuple[Size, ...]:
@@ -72,17 +77,16 @@ class Levels:
         others = _nbytes(self.unquantized.values())
         if found is None:
             return sizes_of_widths(self._layers, others, taken)
-        added = [found.bytes_upto(i) for i in range(len(found.entries))]
         base = _nbytes(self._layers.values()) + others
         return tuple(
             Size(
                 entry.bits,
-                base + more - found.embedding_bytes_upto(i),
-                taken + more,
+                base + found.plane_bytes_upto(i) - found.embedding_bytes_upto(i),
+                taken + found.bytes_upto(i),
                 entry.loss,
                 i < found.present,
             )
-            for i, (entry, more) in enumerate(zip(found.entries, added))
+            for i, entry in enumerate(found.entries)
         )
 
     @property
@@ -96,19 +100,24 @@ class Levels:
 
     def embedding_bits_per_weight(self, level: int) -> float | None:
         """The same of embedding and head; None where they are not quantized."""
-        stored, found = self.artifact.stored.embeddings.values(), self.artifact.enhancements
+        stored, found = self._embeddings.values(), self.artifact.enhancements
         if not stored:
             return None
         taken = _nbytes(stored) + (0 if found is None else found.embedding_bytes_upto(level))
         return 8 * taken / sum(layout.weights for layout in stored)
 
-    @property
-    def file_bits_per_weight(self) -> float:
-        """The same of all bytes that are there: more where widths have tables of their own."""
-        if self.artifact.enhancements is not None:
-            return self.bits_per_weight(self.last)
-        stored = _nbytes((*self._layers.values(), *self.unquantized.values()))
-        return 8 * stored / self.weights if self.weights else 0.0
+    def file_bits_per_weight(self, level: int) -> float:
+        """What files have of the linear layers of the blocks, in bits per weight, as far as they are read at a level.
+
+        It is more than in memory where widths have tables of their own, less where planes are coded. Embedding and head
+        count too where their planes are in the same files.
+        """
+        artifact, found = self.artifact, self.artifact.enhancements
+        layouts = [*artifact.stored.layers.values(), *self.unquantized.values()]
+        if found is not None:
+            layouts += [artifact.stored.embeddings[name] for name in nested_layers(self._embeddings)]
+        stored = _nbytes(layouts) + (0 if found is None else found.bytes_upto(level))
+        return 8 * stored / sum(layout.weights for layout in layouts) if self.weights else 0.0
 
     def layouts(self, level: int) -> tuple[dict[str, LayerLayout], dict[str, LayerLayout]]:
         """The quantized layers, and the quantized embedding and head, as they run at a level.
@@ -116,7 +125,7 @@ class Levels:
         Raises:
             InputError: a file of an enhancement layer that does not fit the layers.
         """
-        found, embeddings = self.artifact.enhancements, self.artifact.stored.embeddings
+        found, embeddings = self.artifact.enhancements, self._embeddings
         if found is None:
             return dict(levels_of(self._layers)[level].layouts), dict(embeddings)
         read = found.layouts_at(found.counts(level, check=False)[level])
@@ -184,14 +193,15 @@ class Levels:
         return [note for note in (missing, less) if note]
 
     def table(self) -> list[Json]:
-        """Of every level: `bits` (average width), `bits_per_weight`, `embedding_bits_per_weight` (None: not quantized),
-        `size_bytes`, `loss`, `present`. JSON-able.
+        """Of every level: `bits` (average width), `bits_per_weight` (in memory), `embedding_bits_per_weight` (None: not
+        quantized), `file_bits_per_weight`, `size_bytes` (of files), `loss`, `present`. JSON-able.
         """
         return [
             {
                 "bits": size.bits,
                 "bits_per_weight": self.bits_per_weight(i),
                 "embedding_bits_per_weight": self.embedding_bits_per_weight(i),
+                "file_bits_per_weight": self.file_bits_per_weight(i),
                 "size_bytes": size.size_bytes,
                 "loss": size.loss,
                 "present": size.present,
@@ -217,8 +227,12 @@ def sizes_of_widths(layers: Mapping[str, LayerLayout], others: int, taken: int) 
             level.loss,
             True,
         )
-        for level in levels_of(layers)
+        for level in levels_of(_expanded(layers))
     )
+
+
+def _expanded(layouts: Mapping[str, LayerLayout]) -> dict[str, LayerLayout]:
+    return {name: layout.expanded() for name, layout in layouts.items()}
 
 
 def _nbytes(layouts: Iterable[LayerLayout]) -> int:

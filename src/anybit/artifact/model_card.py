@@ -102,9 +102,9 @@ def _embedding(options: Options) -> str:
 
 
 def _table(sizes: Sequence[Size], weights: int) -> str:
-    """The levels as `anybit plan` lists them: average width, stored bits per weight, files but the tokenizer, loss."""
+    """The levels as `anybit plan` lists them: average width, bits per weight, files but the tokenizer, loss."""
     rows = [
-        "| bits | bits per weight | size | expected increase of the loss, nats per token |",
+        "| bits | bits per weight in memory | size of the files | expected increase of the loss, nats per token |",
         "|---|---|---|---|",
     ]
     for size in sizes:
@@ -112,6 +112,16 @@ def _table(sizes: Sequence[Size], weights: int) -> str:
         stored = 8 * size.layer_bytes / weights
         rows.append(f"| {size.bits:.2f} | {stored:.3f} | {size.size_bytes / 1e6:.1f} MB | {loss} |")
     return "\n".join(rows)
+
+
+def with_sizes(card: str, sizes: Sequence[Size], weights: int) -> str:
+    """A card with the table of other sizes in place of its own; one that has no such table stays as it is."""
+    lines, table = card.splitlines(), _table(sizes, weights).splitlines()
+    if table[0] not in lines:
+        return card
+    first = lines.index(table[0])
+    last = next((i for i in range(first, len(lines)) if not lines[i].startswith("|")), len(lines))
+    return "\n".join([*lines[:first], *table, *lines[last:]]) + "\n"
 
 
 def quantized_notice(before: str) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from anybit.artifact import coded_planes
 from anybit.artifact.config_json import artifact_config, provenance
 from anybit.artifact.files import is_tokenizer_file, shard_file
 from anybit.artifact.levels import Size
@@ -35,10 +36,11 @@ def overhead_bytes(streamed: StreamedModel, plan: Plan, options: Options) -> int
     """Upper bound of the bytes of shard headers, JSON files, model card and copied files but the tokenizer."""
     levels = plan.sizes()
     if (ordered := METHODS[options.name].ordered) is not None:  # a layer of the base layer may have any plane
-        most = 10 * plan.tensor_bytes
-        highest = ordering.most_bits(ordered(options)[0], plan.layouts, plan.embeddings)
+        most, asked = 10 * plan.tensor_bytes, ordered(options)
+        highest = ordering.most_bits(asked.bits, plan.layouts, plan.embeddings)
         levels = (Size(8.0, most, most, 9999.0, True),) * len(ordering.level_widths(highest))
-        plan = plan.with_layouts(ordering.with_all_planes({**plan.layouts, **plan.embeddings}))
+        layouts = ordering.with_all_planes({**plan.layouts, **plan.embeddings})
+        plan = plan.with_layouts(coded_planes.as_long_as_any(layouts) if asked.coded else layouts)
     shards = [_shard(streamed, plan, i) for i in (None, *range(len(streamed.blocks)))]
     headers = [_header_bytes(shard) for shard in shards]
     sizes = [header + _data_bytes(shard) for header, shard in zip(headers, shards)]

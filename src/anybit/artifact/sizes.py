@@ -37,7 +37,7 @@ def inspect(path: Path, **at: Unpack[Budget]) -> Json:
     Returns:
         `method`, `bits` (average width), `bits_eq10` (2/4/16: the same with its scales), `bits_per_weight` (8 x bytes
         read of all linear layers in the blocks / their weights, whether they are quantized or not),
-        `file_bits_per_weight` (the same of all bytes stored: more where several widths have tables of their own),
+        `file_bits_per_weight` (of the files: see `Levels.file_bits_per_weight`),
         `levels` (see `Levels.table`), `kv_bits`, `size_bytes` (files but the tokenizer, as far as they are read),
         `calibration`, `layers` and what else the artifact says of its making. JSON-able.
 
@@ -55,7 +55,7 @@ def inspect(path: Path, **at: Unpack[Budget]) -> Json:
         "bits": code_bits(layers.values()),
         "bits_eq10": _bits_eq10(artifact.stored.layers),
         "bits_per_weight": levels.bits_per_weight(level),
-        "file_bits_per_weight": levels.file_bits_per_weight,
+        "file_bits_per_weight": levels.file_bits_per_weight(level),
         "levels": levels.table(),
         "size_bytes": levels.sizes[level].size_bytes,
         "kv_bits": quantization.get("kv_bits", 16),

@@ -1,30 +1,35 @@
 """What a run has written, all planes of all rows, split into a base layer and enhancement layers.
 
 The base layer is an ordinary HF directory. Enhancement layers of `STEP` bits each are files beside it; the base layer
-and any first ones of them are a valid model. Which planes go where: `methods.ordering`; who reads them: `enhancements`.
+and any first ones of them are a valid model. Which planes go where: `methods.ordering`; how files hold them:
+`coded_planes`; who reads them: `enhancements`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from anybit.artifact.files import EMBEDDING, SECTION, enhancement_file, link, list_hash
+from anybit.artifact.coded_planes import Planes, code, enhancement
+from anybit.artifact.files import EMBEDDING, PLANES, SECTION, enhancement_file, link, list_hash
 from anybit.artifact.levels import Size
 from anybit.artifact.writer import ArtifactWriter
 from anybit.config import Json
 from anybit.formats.layout import LayerLayout
+from anybit.formats.weight import PackedWeight
 from anybit.methods.ordering import (
     BITS,
+    Counts,
     Steps,
     coded_columns,
     level_widths,
-    nested_layers,
     order,
+    plane_bytes,
     plane_rows,
     plane_words,
     with_counts,
@@ -45,12 +50,12 @@ class Split:
 
     def sizes(self, base: Size) -> tuple[Size, ...]:
         """The levels, of which the first is `base`."""
-        taken = [0, *itertools.accumulate(entry["bytes"] for entry in self.files.values())]
+        files = [0, *itertools.accumulate(entry["bytes"] for entry in self.files.values())]
         levels = self.section[SECTION]
-        beside = itertools.accumulate(level.get(EMBEDDING, 0) for level in levels)
+        planes = itertools.accumulate(level.get(PLANES, 0) - level.get(EMBEDDING, 0) for level in levels)
         return tuple(
-            Size(level["bits"], base.layer_bytes + more - other, base.size_bytes + more, level["loss"], True)
-            for level, more, other in zip(levels, taken, beside)
+            Size(level["bits"], base.layer_bytes + more, base.size_bytes + taken, level["loss"], True)
+            for level, taken, more in zip(levels, files, planes)
         )
 
 
@@ -60,21 +65,91 @@ class Cut:
 
     bits: float  # at least `BASE_BITS`
     whole: bool  # see `order`
+    coded: bool  # whether files hold planes coded
     beside: Collection[str] = ()  # matrices that do not count for the average: embedding and head
-    plane_bytes: int | None = None  # of all planes; None: any
+    file_bytes: int | None = None  # of all planes in the files; None: any
 
-    def last(self, steps: Steps) -> int:
-        """How many of the steps are taken."""
-        end = steps.upto(self.bits)
-        if self.plane_bytes is None:
-            return end
-        return min(end, steps.upto_bytes(self.plane_bytes - steps.first_bytes()))
-
-    def ends(self, steps: Steps) -> list[int]:
+    def ends(self, steps: Steps, planes: WrittenPlanes) -> list[int]:
         """How many steps there are up to each level."""
-        last = self.last(steps)
+        last = steps.upto(self.bits)
         widths = level_widths(steps.all_bits(last))
-        return list(dict.fromkeys([*map(steps.upto_all, widths[:-1]), last]))  # whole layers may skip some
+        ends = list(dict.fromkeys([*map(steps.upto_all, widths[:-1]), last]))  # whole layers may skip some
+        return ends if self.file_bytes is None else self._within(self.file_bytes, ends, steps, planes)
+
+    def _within(self, room: int, ends: Sequence[int], steps: Steps, planes: WrittenPlanes) -> list[int]:
+        """The first levels that there is room for, and as much as there is room for of the next one."""
+        made: list[int] = []
+        for end in ends:
+            before = steps.counts(made[-1]) if made else None
+            taken = planes.file_bytes(steps.counts(end), before, self.coded)
+            if taken <= room:
+                made.append(end)
+                room -= taken
+                continue
+            low, high = made[-1] if made else 0, end
+            while high - low > 1:
+                middle = (low + high) // 2
+                fits = planes.file_bytes(steps.counts(middle), before, self.coded) <= room
+                low, high = (middle, high) if fits else (low, middle)
+            return list(dict.fromkeys([*made, steps.ending(low)]))
+        return made
+
+
+class WrittenPlanes(Planes):
+    """All planes of all rows of nested matrices, in the shards that a run has written."""
+
+    def __init__(self, layouts: Mapping[str, LayerLayout], files: Sequence[Any]) -> None:
+        self.layouts = layouts
+        self.columns = coded_columns(layouts)
+        self._file_of = {
+            name.removesuffix(f".{LOSSES}"): file
+            for file in files
+            for name in file.keys()  # noqa: SIM118
+            if name.endswith(f".{LOSSES}")
+        }
+
+    def losses(self) -> dict[str, Tensor]:
+        """What every stored row costs at each width, float32 [out, 8]."""
+        return {name: self._file_of[name].get_tensor(f"{name}.{LOSSES}") for name in self.columns}
+
+    def rows(self, name: str, plane: int, first: int, last: int) -> Tensor:
+        return self._file_of[name].get_slice(f"{name}.plane_{plane}")[first:last]
+
+    def shapes(self, name: str) -> Tensor:
+        return self._file_of[name].get_tensor(f"{name}.shapes")
+
+    def base(self, name: str, counts: Sequence[int], coded: bool) -> PackedWeight:
+        """A matrix as a base layer with so many rows of its planes has it in its file."""
+        layout, file = with_counts(self.layouts[name], counts), self._file_of[name]
+        tensors = {
+            field: file.get_slice(f"{name}.{field}")[: shape[0]]
+            for field, (_, shape) in layout.stored_tensors().items()
+        }
+        packed = PackedWeight(layout, tensors)
+        return code(packed) if coded else packed
+
+    def file_bytes(self, counts: Counts, before: Counts | None, coded: bool) -> int:
+        """What the planes of a base layer (`before` is None), or those that an enhancement layer adds, take."""
+        if before is not None:
+            tensors = enhancement(self, list(plane_rows(counts, before)), coded)
+            return sum(tensor.nbytes for field, tensor in tensors.items() if field != "steps")
+        layouts = (self.base(name, of, coded).layout for name, of in counts.items())
+        return sum(layout.nbytes - layout.expanded().nbytes for layout in layouts) + plane_bytes(
+            {name: with_counts(self.layouts[name], of) for name, of in counts.items()}
+        )
+
+
+@contextmanager
+def written_planes(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout]) -> Iterator[WrittenPlanes]:
+    """The planes of a run all of whose shards are finished, its files open.
+
+    Args:
+        writer: of the run.
+        layouts: of all layers, and of embeddings; of nested ones only the kept channels matter.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(writer.open_whole(shard)) for shard in range(writer.shards)]
+        yield WrittenPlanes(layouts, files)
 
 
 def split(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout], cut: Cut) -> Split:
@@ -85,62 +160,46 @@ def split(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout], cut: Cut) 
         layouts: of all layers, and of embeddings; of nested ones only the kept channels matter.
         cut: how far.
     """
-    names = list(nested_layers(layouts))
-    shard_of, losses = {}, {}
-    for shard in range(writer.shards):
-        for name, tensor in writer.read_field(shard, LOSSES).items():
-            shard_of[name], losses[name] = shard, tensor
-    columns = coded_columns(layouts)
-    steps = order({name: losses[name] for name in names}, columns, cut.whole, cut.beside)
-    ends = cut.ends(steps)
-    counts = [steps.counts(end) for end in ends]
-    base = {n: with_counts(x, counts[0][n]) if n in counts[0] else x for n, x in layouts.items()}
-    writer.begin_split()
-    chain = ""
-    for shard in range(writer.shards):
-        tensors = writer.read_whole(shard)
-        for name in (name for name in names if shard_of[name] == shard):
-            tensors = _base_tensors(name, base[name], tensors)
-        chain = link(chain, writer.write_split(writer.file(shard), tensors)["sha256"])
-    section = [{"file": "", "bits": steps.bits(ends[0]), "loss": steps.loss_after(ends[0]), "chain": chain}]
-    files: dict[str, Json] = {}
-    for i in range(1, len(ends)):
-        file = enhancement_file(i, len(ends) - 1)
-        added = list(plane_rows(counts[i], counts[i - 1]))
-        tensors = _enhancement(writer, names, shard_of, added)
-        files[file] = writer.write_split(file, tensors, {"after": chain})
-        chain = link(chain, files[file]["sha256"])
-        level = {"bits": steps.bits(ends[i]), "loss": steps.loss_after(ends[i])}
-        if cut.beside:
-            rows = [(name, last - first) for name, _, first, last in added if name in cut.beside]
-            level[EMBEDDING] = sum(4 * n * plane_words(columns[name]) for name, n in rows)
-        section.append({"file": file, **level, "chain": chain})
+    with written_planes(writer, layouts) as planes:
+        steps = order(planes.losses(), planes.columns, cut.whole, cut.beside)
+        ends = cut.ends(steps, planes)
+        counts = [steps.counts(end) for end in ends]
+        base, chain = dict(layouts), ""
+        writer.begin_split()
+        for shard in range(writer.shards):
+            tensors = writer.read_whole(shard)
+            for name in (name for name in counts[0] if f"{name}.{LOSSES}" in tensors):
+                packed = planes.base(name, counts[0][name], cut.coded)
+                tensors, base[name] = _with_base(name, packed, tensors), packed.layout
+            chain = link(chain, writer.write_split(writer.file(shard), tensors)["sha256"])
+        section = [{"file": "", **_stated(steps, ends[0]), "chain": chain}]
+        files: dict[str, Json] = {}
+        for i in range(1, len(ends)):
+            file = enhancement_file(i, len(ends) - 1)
+            added = list(plane_rows(counts[i], counts[i - 1]))
+            files[file] = writer.write_split(file, enhancement(planes, added, cut.coded), {"after": chain})
+            chain = link(chain, files[file]["sha256"])
+            sizes = {PLANES: memory_bytes(added, planes.columns)}
+            if cut.beside:
+                beside = [rows for rows in added if rows[0] in cut.beside]
+                sizes[EMBEDDING] = memory_bytes(beside, planes.columns)
+            section.append({"file": file, **_stated(steps, ends[i]), **sizes, "chain": chain})
     stated = {SECTION: {"refinements": len(files), "list": list_hash(section)}}
     return Split(base, files, {SECTION: section}, stated, steps.bits(ends[-1]))
 
 
-def _base_tensors(name: str, layout: LayerLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a shard with those of a layer as the base layer has it."""
+def _stated(steps: Steps, end: int) -> Json:
+    """What the list says of a level."""
+    return {"bits": steps.bits(end), "loss": steps.loss_after(end)}
+
+
+def memory_bytes(added: Sequence[tuple[str, int, int, int]], columns: Mapping[str, int]) -> int:
+    """Of rows that planes gain."""
+    return sum(4 * (last - first) * plane_words(columns[name]) for name, _, first, last in added)
+
+
+def _with_base(name: str, packed: PackedWeight, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a shard with those of a matrix as the base layer has it."""
     own = {f"{name}.{LOSSES}", *(f"{name}.plane_{p}" for p in range(1, BITS + 1))}
     made = {field: tensor for field, tensor in tensors.items() if field not in own}
-    for field, (_, shape) in layout.stored_tensors().items():
-        made[f"{name}.{field}"] = tensors[f"{name}.{field}"][: shape[0]]
-    return made
-
-
-def _enhancement(
-    writer: ArtifactWriter,
-    names: Sequence[str],
-    shard_of: Mapping[str, int],
-    added: Sequence[tuple[str, int, int, int]],  # layer, plane, first and last row
-) -> dict[str, Tensor]:
-    """The tensors of an enhancement layer: `steps` int32 [n, 3] (number of the layer, plane, rows), `words` uint32."""
-    words: dict[tuple[str, int], Tensor] = {}
-    for shard in sorted({shard_of[name] for name, *_ in added}):
-        here = {(n, p): (first, last) for n, p, first, last in added if shard_of[n] == shard}
-        found = writer.read_rows(shard, {f"{n}.plane_{p}": rows for (n, p), rows in here.items()})
-        words |= {(n, p): found[f"{n}.plane_{p}"].view(torch.int32).flatten() for n, p in here}
-    numbers = {name: i for i, name in enumerate(names)}
-    steps = [(numbers[name], plane, last - first) for name, plane, first, last in added]
-    joined = torch.cat([words[n, p] for n, p, *_ in added]) if added else torch.zeros(0, dtype=torch.int32)
-    return {"steps": torch.tensor(steps, dtype=torch.int32).view(-1, 3), "words": joined.view(torch.uint32)}
+    return made | {f"{name}.{field}": tensor for field, tensor in packed.tensors.items()}

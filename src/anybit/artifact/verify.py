@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from anybit.artifact.coded_planes import expand
 from anybit.artifact.enhancements import Enhancements
 from anybit.artifact.reader import open_artifact
 from anybit.checkpoint.directory import Checkpoint
@@ -73,7 +74,7 @@ def _check_enhancements(found: Enhancements) -> None:
 
 def _check_layer(name: str, layout: LayerLayout, checkpoint: Checkpoint) -> None:
     tensors = {field: checkpoint.read(f"{name}.{field}") for field in layout.stored_tensors()}
-    validate(name, PackedWeight(layout, tensors))
+    validate(name, expand(name, PackedWeight(layout, tensors)))
 
 
 def _check_kept(name: str, checkpoint: Checkpoint) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -205,16 +206,9 @@ class ArtifactWriter:
         """A shard as the run wrote it, before and after `begin_split`."""
         return load_file(self._whole(shard))
 
-    def read_field(self, shard: int, field: str) -> dict[str, Tensor]:
-        """The tensors of such a shard that are some layer's `field`, by layer."""
-        with safe_open(self._whole(shard), framework="pt") as file:
-            names = [name for name in file.keys() if name.endswith(f".{field}")]  # noqa: SIM118
-            return {name.removesuffix(f".{field}"): file.get_tensor(name) for name in names}
-
-    def read_rows(self, shard: int, rows: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-        """Of tensors of such a shard some rows each, name -> (first, last); nothing else is read."""
-        with safe_open(self._whole(shard), framework="pt") as file:
-            return {name: file.get_slice(name)[first:last] for name, (first, last) in rows.items()}
+    def open_whole(self, shard: int) -> Any:
+        """Such a shard, opened: a context manager."""
+        return safe_open(self._whole(shard), framework="pt")
 
     def _whole(self, shard: int) -> Path:
         return self.folder / "artifact" / self.file(shard)

@@ -1,4 +1,4 @@
-"""`anybit inspect`, `anybit verify` and `anybit plan`: what there is, and what there would be."""
+"""`anybit inspect`, `verify`, `convert` and `plan`: what there is, and what there would be."""
 
 from __future__ import annotations
 
@@ -58,6 +58,28 @@ def verify(out: Artifact) -> None:
         found = verify_artifact(out, progress)
     hashes = "hashes match" if found["hashes_checked"] else "no hashes stored (save_pretrained drops them)"
     typer.echo(f"{out}: {found['layers']} layers in {found['shards']} files are whole; {hashes}")
+
+
+def convert(
+    source: Artifact,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Directory to make.")],
+    coded: Annotated[
+        bool, typer.Option("--coded/--expand", help="Planes entropy-coded, or as they are in memory.")
+    ] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact there.")] = False,
+) -> None:
+    """Write the artifact OUT of the method anybit again: of the newest format, its planes coded or expanded.
+
+    It runs as before, bit for bit. Coded planes take less room; expanded ones load without work.
+
+    Example: `anybit convert out -o smaller`
+    """
+    from anybit.artifact.convert import convert as convert_artifact
+
+    with reporting() as report:
+        convert_artifact(source, out, coded=coded, overwrite=overwrite, report=report)
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    typer.echo(f"{out}: {size / 1e6:.1f} MB with the tokenizer")
 
 
 def plan(

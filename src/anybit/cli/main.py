@@ -38,7 +38,8 @@ for function in (quantize.quantize, methods.methods):
     app.command()(function)
 app.command(name="eval")(evaluate.evaluate)
 for function in (
-    run.generate, run.chat, artifact.inspect, artifact.verify, artifact.plan, evaluate.compare, evaluate.demo
+    run.generate, run.chat, artifact.inspect, artifact.verify, artifact.convert, artifact.plan,
+    evaluate.compare, evaluate.demo,
 ):  # fmt: skip
     app.command()(function)
 benchmarks.command(name="quantize")(bench.bench_quantize)

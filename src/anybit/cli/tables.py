@@ -48,7 +48,7 @@ def print_prediction(f: Json) -> None:
     about = "about " if f["estimated"] else ""  # which rows of all layers are wide is not known yet
     _say(f"bits per weight   {about}{f['bits_per_weight']:.3f} (codes alone {f['bits']:.3f})")
     if f["file_bits_per_weight"] != f["bits_per_weight"]:
-        _say(f"  all widths      {f['file_bits_per_weight']:.3f} in the file")
+        _say(f"  in the files    {f['file_bits_per_weight']:.3f}")
     size = "at most " if f["size_is_bound"] else about
     _say(f"size              {size}{f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
     if f["scratch_disk_bytes"]:
@@ -97,8 +97,8 @@ def print_embeddings(f: Json) -> None:
 def _print_stored(f: Json) -> None:
     """What an artifact stores; nothing for another model."""
     if f["bits_per_weight"] is not None:
-        more = f["file_bits_per_weight"] - f["bits_per_weight"]
-        stored = f" (all widths {f['file_bits_per_weight']:.3f})" if more else ""
+        other = f["file_bits_per_weight"] != f["bits_per_weight"]
+        stored = f" (in the files {f['file_bits_per_weight']:.3f})" if other else ""
         _say(f"bits per weight   {f['bits_per_weight']:.3f}{stored}, {f['size_bytes'] / 1e6:.1f} MB")
 
 
@@ -114,7 +114,8 @@ def print_inspection(f: Json) -> None:
         _say(
             f"levels            {len(there)}, {there[0]:.2f} to {there[-1]:.2f} bits (`anybit plan` lists them)"
         )
-        _say(f"  all of them     {f['file_bits_per_weight']:.3f} bits per weight in the file")
+    if f["file_bits_per_weight"] != f["bits_per_weight"]:
+        _say(f"  in the files    {f['file_bits_per_weight']:.3f}")
     if f["kv_bits"] != 16:
         _say(f"KV-cache          {f['kv_bits']} bits")
     _say(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
@@ -181,8 +182,9 @@ def print_levels(f: Json) -> None:
         embedding = row["embedding_bits_per_weight"]
         rates = f"{row['bits']:.2f}", f"{row['bits_per_weight']:.3f}", f"{embedding or 16:.3f}"
         loss = "not known" if row["loss"] is None else f"{row['loss']:.4f}"
-        rows.append((*rates, f"{row['size_bytes'] / 1e6:.1f} MB", loss, mark))
-    _print(("bits", "bits per weight", "of the embedding", "size", LOSS, "<"), rows)
+        sizes = f"{row['file_bits_per_weight']:.3f}", f"{row['size_bytes'] / 1e6:.1f} MB"
+        rows.append((*rates, *sizes, loss, mark))
+    _print(("bits", "bits per weight", "of the embedding", "in the files", "size", LOSS, "<"), rows)
 
 
 def print_bench_quantize(f: Json) -> None:

@@ -65,6 +65,10 @@ class TileLayout:
         """Its layout with those of them up to `width`."""
         raise NotImplementedError(f"{self.NAME} has one width")
 
+    def expanded(self) -> Self:
+        """Its layout in memory, where files hold it coded."""
+        return self
+
     @property
     def rounds_inputs(self) -> bool:
         """Whether it multiplies something else than the inputs it gets."""

@@ -100,6 +100,10 @@ class LayerLayout:
         """The layout with its widths up to `bits`; a layer of one width stays as it is."""
         return replace(self, tiles=(self.tiles[0].upto(int(bits)),)) if self.widths else self
 
+    def expanded(self) -> LayerLayout:
+        """The layout in memory: nothing coded."""
+        return replace(self, tiles=tuple(tile.expanded() for tile in self.tiles))
+
     def widest(self) -> LayerLayout:
         """The layout read at its widest."""
         return self.at_width(max(self.widths, default=0))

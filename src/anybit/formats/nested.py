@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +22,9 @@ from anybit.formats.base import (
 )
 from anybit.formats.bits import PLANE_ALIGN, groups_of, pack_bits, row_bytes, unpack_bits
 
+CODED_PLANES = range(2, 5)  # that files may hold entropy-coded: the first is a sign, those below are noise
+MAX_CODED = 1 << 40  # bytes of a stream
+
 
 @dataclass(frozen=True, kw_only=True)
 class NestedLayout(TileLayout):
@@ -31,6 +34,9 @@ class NestedLayout(TileLayout):
 
     counts: tuple[int, ...]  # rows of every plane, above 0 and not ascending
     kept: int  # input channels that are stored as they are
+    coded_bytes: int | None = (
+        None  # of the stream in place of the `CODED_PLANES`; None: they are as in memory
+    )
 
     @staticmethod
     def of(counts: Sequence[int], kept: int) -> NestedLayout:
@@ -50,7 +56,14 @@ class NestedLayout(TileLayout):
             fields["kept"] = (index_type(c), (self.kept,))
             fields["kept_values"] = (torch.float16, (r, self.kept))
         words = groups_of(self.coded(c), 32)
-        return fields | {f"plane_{p}": (torch.uint32, (n, words)) for p, n in enumerate(self.counts, 1)}
+        planes: Fields = {f"plane_{p}": (torch.uint32, (n, words)) for p, n in enumerate(self.counts, 1)}
+        if self.coded_bytes is not None:
+            planes = {f: x for f, x in planes.items() if f not in {f"plane_{p}" for p in CODED_PLANES}}
+            planes["coded"] = (torch.uint8, (self.coded_bytes,))
+        return fields | planes
+
+    def expanded(self) -> NestedLayout:
+        return replace(self, coded_bytes=None)
 
     def read(self, tensors: Mapping[str, Tensor], r: int, c: int) -> Nested:
         device = tensors["scales"].device
@@ -84,6 +97,8 @@ class NestedLayout(TileLayout):
             refuse(f"average width {self.bits!r} is not that of the counts {list(counts)!r}")
         if not is_int(self.kept, 0, 2**31 - 1):
             refuse(f"{self.kept!r} kept channels are not a number of them")
+        if self.coded_bytes is not None and not is_int(self.coded_bytes, 1, MAX_CODED):
+            refuse(f"{self.coded_bytes!r} bytes of coded planes are not a number of them")
         if counts[0] != r or self.kept >= c:
             refuse(f"counts and kept channels of {self} do not fit the matrix [{r}, {c}]")
 

@@ -63,6 +63,20 @@ class PackedWeight:
         wanted = layout.stored_tensors()
         return PackedWeight(layout, {field: self.tensors[field][: wanted[field][1][0]] for field in wanted})
 
+    def grown(self, layout: LayerLayout) -> PackedWeight:
+        """A layout whose tensors begin with these, where they are; what is new of them is zeros."""
+        held, grown = self.tensors, {}
+        device = next(iter(held.values())).device
+        for field, (dtype, shape) in layout.stored_tensors().items():
+            old = held.get(field)
+            if old is not None and tuple(old.shape) == shape:
+                grown[field] = old
+                continue
+            grown[field] = torch.zeros(shape, dtype=dtype, device=device)
+            if old is not None:
+                grown[field][: len(old)] = old
+        return PackedWeight(layout, grown)
+
     def of_tile(self, tile: PlacedTile) -> dict[str, Tensor]:
         """The tensors of one tile by field."""
         return self._with_prefix(tile.prefix)

@@ -20,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from anybit.artifact.coded_planes import expand
 from anybit.artifact.config_json import StoredLayers
 from anybit.artifact.enhancements import Enhancements, extend, read_enhancements
 from anybit.artifact.files import SECTION
@@ -89,8 +90,12 @@ class AnybitQuantizer(HfQuantizer):
         refuse_unusable(model.name_or_path, model)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule) and module.packed.tensors:
-                validate(name, module.packed)
-        model.levels = levels_of(self.stored.layers)
+                packed = expand(name, module.packed)
+                validate(name, packed)
+                if packed.layout != module.layout:
+                    module.hold(packed)
+        model.levels = levels_of({name: layout.expanded() for name, layout in self.stored.layers.items()})
+        self._describe(model)
         self._extend_by_all(model)
         model.set_bits = functools.partial(set_bits, model)
         model.set_codebook_precision = functools.partial(set_codebook_precision, model)
@@ -104,11 +109,15 @@ class AnybitQuantizer(HfQuantizer):
             InputError: see `enhancements.extend`.
         """
         model.levels, config = extend(model, found, level), self.quantization_config
-        last = model.levels[-1]
-        for group in (config.layers, config.embeddings):
-            group |= {name: layout.to_json() for name, layout in last.layouts.items() if name in group}
-        config.bits = last.bits
+        self._describe(model)
+        config.bits = model.levels[-1].bits
         config.__dict__.pop(SECTION, None)  # with its enhancement layers, it is no base layer any more
+
+    def _describe(self, model: Any) -> None:
+        """Let the config say how layers are stored in this model: `save_pretrained` writes it."""
+        config = self.quantization_config
+        for group in (config.layers, config.embeddings):
+            group |= {name: model.get_submodule(name).layout.to_json() for name in group}
 
     def _extend_by_all(self, model: Any) -> None:
         """Add the enhancement layers that lie beside a base layer, all that are there."""

@@ -70,6 +70,16 @@ def used_threads(threads: int | None) -> int:
     return min(torch.get_num_threads(), _native.MAX_THREADS) if threads is None else threads
 
 
+def plane_writer() -> _native.PlaneWriter:
+    """What codes bitplanes for files."""
+    return _native.PlaneWriter()
+
+
+def plane_reader(coded: Tensor) -> _native.PlaneReader:
+    """What such a stream, uint8 [n], holds."""
+    return _native.PlaneReader(coded)
+
+
 def nested_codes(  # noqa: PLR0913 - what the algorithm reads
     targets: Tensor,  # float32 [widths, rows, n], n up to 128; of 1 bit, 2 bits, ...
     inverse: Tensor,  # float32 [n, n], upper triangular: the Cholesky factor of the inverse Hessian

@@ -17,6 +17,7 @@ from anybit.methods.method import (
     Damped,
     Effort,
     Method,
+    Ordered,
     Search,
     Sequential,
     Statistics,
@@ -99,6 +100,10 @@ class AnyBit(Sequential, Damped):
     whole_layers: bool = option(
         False, "One width for a whole layer, the same for q, k and v and for gate and up, instead of one per row.",
         flag="--whole-layers/--rows",
+    )  # fmt: skip
+    coded: bool = option(
+        True, "Planes entropy-coded in the files: smaller, and expanded as they are loaded.",
+        panel="Size", flag="--coded/--expand",
     )  # fmt: skip
     salience: str = option(
         "output", "What ranks rows: what errors at outputs cost, or MixLLM's scores.", **one_of(SALIENCES)
@@ -210,7 +215,7 @@ METHOD = Method(
     embedding_layout=embedding_layout,
     embed=embed,
     searched=lambda options: [options.salience, options.gradient_samples, options.embed_bits is None],
-    ordered=lambda options: (float(options.bits), options.whole_layers),
+    ordered=lambda options: Ordered(float(options.bits), options.whole_layers, options.coded),
     running=running,
     check_given=check_given,
 )

@@ -90,6 +90,15 @@ class Search:
 
 
 @dataclass(frozen=True)
+class Ordered:
+    """How bitplanes are put in one order over the model."""
+
+    bits: float  # up to which average width
+    whole: bool  # whether layers step as a whole
+    coded: bool  # whether files hold planes entropy-coded
+
+
+@dataclass(frozen=True)
 class Allocation:
     """What was found there."""
 
@@ -134,8 +143,8 @@ class Method:
         Callable[[Task, Mapping[str, Start], Any, Advance], tuple[dict[str, QuantizedWeight], list[float]]]
         | None
     ) = None
-    # Its bitplanes are put in one order over the model: up to which average width, and whether layers step as a whole.
-    ordered: Callable[[Any], tuple[float, bool]] | None = None
+    # Its bitplanes are put in one order over the model.
+    ordered: Callable[[Any], Ordered] | None = None
     # How embedding and head are stored where `embed_bits` is left open, and what they become, of a weight and of what
     # its errors cost; None: the method rounds them.
     embedding_layout: Callable[[Any, Shape], LayerLayout] | None = None

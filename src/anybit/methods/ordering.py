@@ -20,10 +20,12 @@ from torch import Tensor
 from anybit.checkpoint.architectures import joined_layers
 from anybit.formats import NestedLayout
 from anybit.formats.layout import LayerLayout
+from anybit.formats.nested import CODED_PLANES
 from anybit.methods.anybit import BASE_BITS, BITS
 
 STEP = 0.1  # bits from one enhancement layer to the next
 ROWS = 8  # that get a plane together
+SHARES = {2: 0.8, 3: 0.95, 4: 0.98}  # about what of a plane's bytes is left where it is coded
 Counts = Mapping[str, Sequence[int]]  # layer -> rows of every plane
 Size = TypeVar("Size", int, np.ndarray)
 
@@ -41,7 +43,6 @@ class Steps:
     gain: np.ndarray  # float64 [steps]: loss that it takes away
     whole: np.ndarray  # bool [steps]: whether a prefix may end with it
     loss: float  # before the first
-    columns: np.ndarray  # int64 [layers] that have codes
     weights: int  # that have codes, of layers that count
     all_weights: int
 
@@ -53,18 +54,13 @@ class Steps:
         """The same of the average over all matrices, embeddings too."""
         return self._fitting(self.code_bits, (bits - 1) * self.all_weights)
 
-    def upto_bytes(self, room: int) -> int:
-        """How many steps so many bytes of planes have room for."""
-        return self._fitting(4 * self.rows * plane_words(self.columns)[self.layer], room)
-
     def _fitting(self, takes: np.ndarray, room: float) -> int:
-        fitting = np.searchsorted(takes.cumsum(), room * (1 + 1e-12), "right")
-        ends = np.flatnonzero(self.whole[:fitting])
-        return int(ends[-1]) + 1 if len(ends) else 0
+        return self.ending(int(np.searchsorted(takes.cumsum(), room * (1 + 1e-12), "right")))
 
-    def first_bytes(self) -> int:
-        """Of the first plane of every row."""
-        return 4 * int(np.array(list(self.layers.values())) @ plane_words(self.columns))
+    def ending(self, most: int) -> int:
+        """The longest prefix of at most so many steps that there may be."""
+        ends = np.flatnonzero(self.whole[:most])
+        return int(ends[-1]) + 1 if len(ends) else 0
 
     def bits(self, steps: int) -> float:
         """The average width after so many."""
@@ -126,7 +122,6 @@ def order(
         gain=gain[first],
         whole=ends[first].astype(bool),
         loss=float(sum(loss[:, 0].double().sum() for loss in losses.values())),
-        columns=np.array([columns[name] for name in losses], dtype=np.int64),
         weights=sum(size for name, size in sizes.items() if name not in beside),
         all_weights=sum(sizes.values()),
     )
@@ -241,13 +236,26 @@ def most_bits(
 
 def file_bytes(bits: float, layers: int) -> int:
     """At most what files of enhancement layers up to `bits` have besides planes, of so many matrices."""
-    return (len(level_widths(bits)) - 1) * (600 + 12 * 3 * layers)
+    return (len(level_widths(bits)) - 1) * (700 + 12 * 3 * layers)
 
 
 def plane_bytes(layouts: Mapping[str, LayerLayout]) -> int:
     """Of all planes of nested layers."""
     columns, tiles = coded_columns(layouts), nested_layers(layouts)
     return sum(4 * plane_words(n) * sum(tiles[name].counts) for name, n in columns.items())
+
+
+def expected_saving(layouts: Mapping[str, LayerLayout]) -> int:
+    """About what coding the planes of nested layers takes off their bytes; rather too little."""
+    columns, tiles = coded_columns(layouts), nested_layers(layouts)
+    shares = {p: 1 - SHARES[p] for p in CODED_PLANES}
+    return int(
+        sum(
+            4 * plane_words(n) * rows * shares.get(p, 0)
+            for name, n in columns.items()
+            for p, rows in enumerate(tiles[name].counts, 1)
+        )
+    )
 
 
 def with_all_planes(layouts: Mapping[str, LayerLayout]) -> dict[str, LayerLayout]:

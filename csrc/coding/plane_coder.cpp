@@ -1,0 +1,239 @@
+#include "coding/plane_coder.h"
+
+#include <algorithm>
+
+namespace anybit {
+
+namespace {
+
+constexpr uint32_t LOWEST = 1u << 23; // of a coder's state, which is below 2^31 between bytes
+constexpr int FREQUENCY_BITS = 16;
+constexpr int UNIFORM = 128;
+
+// Bytes by how many ones they have, then by value.
+struct ByteOrder {
+    std::array<uint8_t, 256> bytes, ranks; // rank: among those with as many ones
+    std::array<uint8_t, 256> counts;
+    std::array<int, 10> firsts;
+    ByteOrder() {
+        int at = 0;
+        for (int count = 0; count <= 8; ++count) {
+            firsts[count] = at;
+            for (int byte = 0; byte < 256; ++byte) {
+                int ones = 0;
+                for (int bit = 0; bit < 8; ++bit) ones += byte >> bit & 1;
+                if (ones != count) continue;
+                counts[byte] = static_cast<uint8_t>(count);
+                ranks[byte] = static_cast<uint8_t>(at - firsts[count]);
+                bytes[at++] = static_cast<uint8_t>(byte);
+            }
+        }
+        firsts[9] = at;
+    }
+};
+
+const ByteOrder& byte_order() {
+    static const ByteOrder order;
+    return order;
+}
+
+// The first class of a plane's rows of a shape; the cell is added.
+int first_class(int plane, int shape) {
+    const int cells = 1 << (plane - 2);
+    return CODED_SHAPES * (cells - 1) + shape * cells;
+}
+
+// The cells of 32 weights: the planes between the first and this one, as they are on the positive side.
+struct Cells {
+    uint32_t sign, second, third;
+    Cells(const PlaneRows& rows, int64_t word)
+        : sign(rows.above[0][word]), second(rows.plane > 2 ? rows.above[1][word] ^ sign : 0),
+          third(rows.plane > 3 ? rows.above[2][word] ^ sign : 0) {}
+    int of(int plane, int bit) const {
+        const int high = static_cast<int>(second >> bit & 1), low = static_cast<int>(third >> bit & 1);
+        return plane == 3 ? high : 2 * high + low;
+    }
+};
+
+static_assert(LAST_CODED == 4, "Cells has the planes that are above the last coded one");
+
+int bits_in(const PlaneRows& rows, int64_t word) {
+    return static_cast<int>(std::min<int64_t>(32, rows.columns - 32 * word));
+}
+
+} // namespace
+
+ByteFrequencies::ByteFrequencies(int ones) {
+    const uint64_t one = static_cast<uint64_t>(ones), zero = 256 - one;
+    uint32_t sum = 0;
+    const ByteOrder& order = byte_order();
+    for (int count = 0; count <= 8; ++count) {
+        uint64_t product = 1; // below 2^64, as one and zero are below 256
+        for (int bit = 0; bit < 8; ++bit) product *= bit < count ? one : zero;
+        by_count_[count] = std::max<uint32_t>(1, static_cast<uint32_t>(product >> (64 - FREQUENCY_BITS)));
+        sum += by_count_[count] * static_cast<uint32_t>(order.firsts[count + 1] - order.firsts[count]);
+    }
+    by_count_[ones < UNIFORM ? 0 : 8] += (1u << FREQUENCY_BITS) - sum; // the likeliest byte: the only one of its count
+    uint32_t start = 0;
+    for (int count = 0; count <= 8; ++count) {
+        starts_[count] = start;
+        start += by_count_[count] * static_cast<uint32_t>(order.firsts[count + 1] - order.firsts[count]);
+        inverses_[count] = static_cast<uint32_t>(((uint64_t{1} << 32) + by_count_[count] - 1) / by_count_[count]);
+    }
+}
+
+int ByteFrequencies::count_of(uint8_t byte) { return byte_order().counts[byte]; }
+
+uint32_t ByteFrequencies::start(uint8_t byte) const {
+    const ByteOrder& order = byte_order();
+    const int count = order.counts[byte];
+    return starts_[count] + order.ranks[byte] * by_count_[count];
+}
+
+uint8_t ByteFrequencies::byte_at(uint32_t slot, uint32_t& start, uint32_t& frequency) const {
+    int count = 0;
+    for (int other = 1; other <= 8; ++other) count += slot >= starts_[other];
+    frequency = by_count_[count];
+    const uint32_t within = slot - starts_[count];
+    const uint32_t rank = frequency == 1 ? within : static_cast<uint32_t>(uint64_t{within} * inverses_[count] >> 32);
+    start = starts_[count] + rank * frequency;
+    const ByteOrder& order = byte_order();
+    return order.bytes[order.firsts[count] + static_cast<int>(rank)];
+}
+
+void PlaneWriter::put(int of, uint32_t bit) {
+    Class& to = classes_[of];
+    if (to.bits % 8 == 0) {
+        to.last = static_cast<int64_t>(symbols_.size());
+        symbols_.push_back({static_cast<uint8_t>(of), 0});
+    }
+    symbols_[to.last].byte |= static_cast<uint8_t>(bit << (to.bits % 8));
+    to.bits += 1;
+    to.ones += bit;
+}
+
+void PlaneWriter::write(const PlaneRows& rows, const uint32_t* plane) {
+    const int64_t words = rows.words();
+    for (int64_t i = 0; i < rows.rows; ++i) {
+        const int first = first_class(rows.plane, rows.shapes[i]);
+        for (int64_t word = i * words; word < (i + 1) * words; ++word) {
+            const Cells cells(rows, word);
+            const uint32_t outer = plane[word] ^ cells.sign;
+            const int bits = bits_in(rows, word - i * words);
+            for (int bit = 0; bit < bits; ++bit)
+                put(first + (rows.plane == 2 ? 0 : cells.of(rows.plane, bit)), outer >> bit & 1);
+        }
+    }
+}
+
+std::vector<uint8_t> PlaneWriter::finish() {
+    std::array<int, CLASSES> ones{};
+    std::array<int64_t, CLASSES> firsts;
+    firsts.fill(-1);
+    for (int of = 0; of < CLASSES; ++of) {
+        const Class& c = classes_[of];
+        if (c.bits == 0) continue;
+        ones[of] = static_cast<int>(std::clamp<int64_t>((512 * c.ones + c.bits) / (2 * c.bits), 1, 255));
+        const int used = static_cast<int>(c.bits % 8);
+        if (used != 0 && ones[of] >= UNIFORM) symbols_[c.last].byte |= static_cast<uint8_t>(0xff << used); // likelier
+    }
+    for (size_t i = symbols_.size(); i-- > 0;) firsts[symbols_[i].of] = static_cast<int64_t>(i);
+    std::vector<ByteFrequencies> tables;
+    for (int of = 0; of < CLASSES; ++of) tables.emplace_back(ones[of] == 0 ? UNIFORM : ones[of]);
+    const ByteFrequencies uniform(UNIFORM);
+    std::vector<uint8_t> made; // from its end to its beginning: a reader gets last what was put first
+    uint32_t state = LOWEST;
+    const auto code = [&](const ByteFrequencies& table, uint8_t byte) {
+        const uint32_t frequency = table.frequency(byte);
+        while (state >= ((LOWEST >> FREQUENCY_BITS) << 8) * frequency) {
+            made.push_back(static_cast<uint8_t>(state));
+            state >>= 8;
+        }
+        state = (state / frequency << FREQUENCY_BITS) + state % frequency + table.start(byte);
+    };
+    for (size_t i = symbols_.size(); i-- > 0;) {
+        const Symbol symbol = symbols_[i];
+        code(tables[symbol.of], symbol.byte);
+        if (firsts[symbol.of] == static_cast<int64_t>(i)) code(uniform, static_cast<uint8_t>(ones[symbol.of]));
+    }
+    for (int byte = 0; byte < 4; ++byte) made.push_back(static_cast<uint8_t>(state >> (8 * byte)));
+    std::reverse(made.begin(), made.end());
+    return made;
+}
+
+PlaneReader::PlaneReader(const uint8_t* data, int64_t size) : next_(data), end_(data + size) {
+    for (int byte = 0; byte < 4 && next_ < end_; ++byte) state_ = state_ << 8 | *next_++;
+    good_ = size >= 4 && state_ >= LOWEST && state_ < 1u << 31;
+    tables_.reserve(CLASSES + 1);
+    tables_.emplace_back(UNIFORM);
+}
+
+bool PlaneReader::at_end() const { return good_ && next_ == end_ && state_ == LOWEST; }
+
+uint8_t PlaneReader::byte_of(const ByteFrequencies& table) {
+    const uint32_t slot = state_ & ((1u << FREQUENCY_BITS) - 1);
+    uint32_t start, frequency;
+    const uint8_t byte = table.byte_at(slot, start, frequency);
+    state_ = frequency * (state_ >> FREQUENCY_BITS) + slot - start;
+    while (state_ < LOWEST) {
+        if (next_ == end_) {
+            good_ = false;
+            state_ = LOWEST;
+            break;
+        }
+        state_ = state_ << 8 | *next_++;
+    }
+    return byte;
+}
+
+void PlaneReader::refill(Class& of) {
+    if (of.table < 0) {
+        const int ones = byte_of(tables_[0]);
+        good_ = good_ && ones > 0;
+        of.table = static_cast<int>(tables_.size());
+        tables_.emplace_back(std::max(ones, 1));
+    }
+    of.bits |= static_cast<uint32_t>(byte_of(tables_[of.table])) << of.left;
+    of.left += 8;
+}
+
+uint32_t PlaneReader::take(Class& of, int bits) {
+    uint32_t made = 0;
+    int at = 0;
+    while (bits > 0) {
+        if (of.left == 0) refill(of);
+        const int some = std::min(bits, of.left);
+        made |= (of.bits & ((1u << some) - 1)) << at;
+        of.bits >>= some;
+        of.left -= some;
+        at += some;
+        bits -= some;
+    }
+    return made;
+}
+
+bool PlaneReader::read(const PlaneRows& rows, uint32_t* plane) {
+    const int64_t words = rows.words();
+    for (int64_t i = 0; i < rows.rows && good_; ++i) {
+        Class* classes = classes_.data() + first_class(rows.plane, rows.shapes[i]);
+        for (int64_t word = i * words; word < (i + 1) * words; ++word) {
+            const Cells cells(rows, word);
+            const int bits = bits_in(rows, word - i * words);
+            uint32_t outer = 0;
+            if (rows.plane == 2) outer = take(*classes, bits);
+            else
+                for (int bit = 0; bit < bits; ++bit) {
+                    Class& of = classes[cells.of(rows.plane, bit)];
+                    if (of.left == 0) refill(of);
+                    outer |= (of.bits & 1) << bit;
+                    of.bits >>= 1;
+                    of.left -= 1;
+                }
+            const uint32_t there = bits == 32 ? ~0u : (1u << bits) - 1;
+            plane[word] = (outer ^ cells.sign) & there;
+        }
+    }
+    return good_;
+}
+
+} // namespace anybit
