@@ -147,6 +147,8 @@ BoundTile bind_nested(const TileLayout& layout, int64_t r, int64_t c, int64_t ou
                       const Layer::Options& options) {
     if (options.tables == nullptr || &options.tables->ops() != options.ops)
         refuse("a nested tile needs the tables of its shapes, for its instruction set");
+    if (options.int8_codebooks != options.tables->takes_int8())
+        refuse("a nested tile with inputs of 8 bits needs tables rounded for them, and others need exact ones");
     const std::vector<int64_t>& counts = layout.counts;
     check_range("the number of planes", static_cast<int64_t>(counts.size()), 1, 8);
     check_range("kept", layout.kept, 0, c - 1);

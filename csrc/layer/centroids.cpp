@@ -39,6 +39,31 @@ float largest(const float* entries, int64_t n) {
 
 } // namespace
 
+std::vector<float> Tables::round_to_steps(const float* tables) {
+    std::vector<float> made(static_cast<size_t>(count_ * ENTRIES));
+    for (int bits = 1; bits <= 8; ++bits) {
+        const int64_t entries = int64_t(1) << bits;
+        const bool two = bits > CodebookByRow::MOST_BYTE_BITS;
+        constexpr int32_t BYTE = CodebookByRow::MOST_BYTE, WORD = CodebookByRow::WORD, ZERO = CodebookByRow::BYTE_ZERO;
+        const int32_t most = two ? BYTE * WORD + BYTE : BYTE;
+        bytes_[bits].resize(static_cast<size_t>(count_ * entries * (two ? 2 : 1)));
+        for (int64_t kind = 0; kind < count_; ++kind) {
+            const float* own = tables + kind * ENTRIES + entries - 2;
+            const float step = largest(own, entries) / static_cast<float>(most);
+            steps_[bits].push_back(step);
+            uint8_t* to = bytes_[bits].data() + kind * entries * (two ? 2 : 1);
+            for (int64_t e = 0; e < entries; ++e) {
+                const int32_t steps = step > 0 ? static_cast<int32_t>(std::lrint(own[e] / step)) : 0;
+                made[static_cast<size_t>(kind * ENTRIES + entries - 2 + e)] = static_cast<float>(steps) * step;
+                const int32_t high = two ? (steps + most) / WORD - BYTE : steps; // what is left is a byte of either sign
+                to[e] = static_cast<uint8_t>(high + ZERO);
+                if (two) to[entries + e] = static_cast<uint8_t>(steps - WORD * high + ZERO);
+            }
+        }
+    }
+    return made;
+}
+
 const std::vector<float>& RowTables::decoded() const {
     std::call_once(decoded_once_, [this] {
         if (stored_.bits == 16 && !rounded_) return;

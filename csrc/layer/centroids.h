@@ -52,12 +52,15 @@ public:
 // layers.
 class Tables final : public Centroids {
 public:
-    // tables float32 [shapes, 2 + 4 + ... + 256]
-    Tables(const MatmulOps& ops, const Array& tables) : ops_(ops) {
+    // tables float32 [shapes, 2 + 4 + ... + 256]; int8: rounded, for inputs of 8 bits, to whole steps of each shape and
+    // width: as many as a byte has, or from `MOST_BYTE_BITS` on two bytes.
+    Tables(const MatmulOps& ops, const Array& tables, bool int8) : ops_(ops), int8_(int8) {
         check_range("the number of shapes", tables.shape.empty() ? 0 : tables.shape[0], 1, 256);
         count_ = tables.shape[0];
         check("tables", tables, {Type::f32}, {count_, ENTRIES});
-        const auto* from = tables.as<float>();
+        std::vector<float> rounded;
+        if (int8) rounded = round_to_steps(tables.as<float>());
+        const float* from = int8 ? rounded.data() : tables.as<float>();
         for (int64_t kind = 0; kind < count_; ++kind)
             for (int b = 1; b <= 8; ++b) {
                 const float *first = from + kind * ENTRIES + (1 << b) - 2, *last = first + (1 << b) - 1;
@@ -76,12 +79,18 @@ public:
 
     // Of any width, as a tile's rows are.
     bool takes_bf16(int, bool) const override { return ops_.codebook_by_row.bf16.gemm != nullptr; }
-    bool takes_int8() const override { return false; }
+    bool takes_int8() const override { return int8_; }
     TableForm form(int bits, Numbers inputs) const override {
         const CodebookByRowOps& kernels = ops_.codebook_by_row;
         return inputs == Numbers::bf16 ? kernels.bf16_form(bits) : kernels.f32_form(bits, mirrored_);
     }
     void fill(CodebookByRow& c, Numbers inputs, bool many) const override {
+        if (inputs == Numbers::i8) {
+            c.table = bytes_[c.bits].data();
+            c.scales = steps_[c.bits].data();
+            c.two_bytes = c.bits > CodebookByRow::MOST_BYTE_BITS;
+            return;
+        }
         const bool halves = inputs == Numbers::bf16;
         c.table = (!halves ? floats_ : many ? plain_ : halves_)[c.bits].data();
         c.mirrored = mirrored_;
@@ -100,10 +109,15 @@ private:
                              [&](int64_t kind, int64_t e) { return from[kind * ENTRIES + entries - 2 + e]; });
     }
 
+    // The entries as whole steps, of which `bytes_` and `steps_` get their forms.
+    std::vector<float> round_to_steps(const float* tables);
+
     const MatmulOps& ops_;
+    const bool int8_;
     int64_t count_ = 0;
     bool mirrored_ = true; // as in CodebookByRow
-    std::vector<uint8_t> plain_[9], floats_[9], halves_[9];
+    std::vector<uint8_t> plain_[9], floats_[9], halves_[9], bytes_[9];
+    std::vector<float> steps_[9]; // [shapes]
 };
 
 // A codebook's tables of one width as they are stored, [n, entries]: float16, or codes on a grid of each table's own.

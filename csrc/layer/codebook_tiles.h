@@ -97,7 +97,7 @@ public:
         return way;
     }
     int64_t bytes(const Way&, int64_t tokens) const override { return tokens * columns_ * 4; }
-    void arrange(const Way&, const void* x, const float*, int64_t k, int64_t, char* to) const override {
+    void arrange(const Way&, const void* x, const float*, const float*, int64_t k, int64_t, char* to) const override {
         std::copy_n(static_cast<const float*>(x), columns_, reinterpret_cast<float*>(to) + k * columns_);
     }
     void multiply(const Way& way, const TileInputs& x, const Outputs& y, int64_t begin, int64_t end,

@@ -13,7 +13,7 @@ Layer::Layer(const LayerLayout& layout, const Fields& fields, const Options& opt
     // Rounded inputs are for all tiles, or for none.
     chosen.int8_codebooks =
         options.int8_codebooks && std::all_of(layout.tiles.begin(), layout.tiles.end(), [](const TileLayout& tile) {
-            return tile.format == "codebook" && !tile.by_channel;
+            return tile.format == "nested" || (tile.format == "codebook" && !tile.by_channel);
         });
     auto stored = std::make_shared<Stored>();
     stored->layout = layout;
@@ -139,7 +139,7 @@ void Layer::add_parts(const TileLayout& layout, const BoundTile& bound, const Fi
         named ? named_columns(prefix, fields, layout.cols, in_) : std::vector<int32_t>();
     for (const BoundTile::Piece& piece : bound.pieces) {
         Part part{piece.tile, gather_of(named ? &columns : nullptr, piece.columns.get()), nullptr};
-        part.rounding = rounding_of(layout, piece.tile->columns(), fields, prefix, int8_codebook);
+        part.rounding = rounding_of(layout, piece.tile->rounded(), fields, prefix, int8_codebook);
         const Part* last = parts_.empty() ? nullptr : &parts_.back();
         if (part.rounding != nullptr && last != nullptr && last->rounding != nullptr) {
             const bool same = (part.gather == nullptr) == (last->gather == nullptr) &&

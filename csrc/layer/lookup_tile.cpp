@@ -58,15 +58,16 @@ LookupTile::Room LookupTile::room(const Way& way, int64_t tokens) const {
     room.stride = width();
     room.form = lines(tokens * room.stride * size);
     room.kept = room.scales = static_cast<int64_t>(forms) * room.form;
+    if (way.inputs == Numbers::i8) {
+        room.weighted = room.scales + lines(tokens * width() / CodebookByRow::INPUT_GROUP * 4);
+        room.kept = room.weighted + lines(tokens * 4);
+    }
     room.bytes = room.kept + tokens * kept_.columns * 4;
-    if (way.inputs != Numbers::i8) return room;
-    room.weighted = room.scales + lines(tokens * width() / CodebookByRow::INPUT_GROUP * 4);
-    room.bytes = room.weighted + tokens * 4;
     return room;
 }
 
-void LookupTile::arrange(const Way& way, const void* x, const float* scales, int64_t k, int64_t tokens,
-                         char* to) const {
+void LookupTile::arrange(const Way& way, const void* x, const float* scales, const float* exact, int64_t k,
+                         int64_t tokens, char* to) const {
     const Room at = room(way, tokens);
     const int64_t coded = bytes_->coded, kept = kept_.columns;
     const CodebookByRowOps& kernels = ops_.codebook_by_row;
@@ -78,6 +79,7 @@ void LookupTile::arrange(const Way& way, const void* x, const float* scales, int
     };
     if (way.inputs == Numbers::i8) {
         auto* lane_scales = reinterpret_cast<float*>(to + at.scales) + k * width() / CodebookByRow::INPUT_GROUP;
+        if (kept > 0) std::copy_n(exact + coded, kept, reinterpret_cast<float*>(to + at.kept) + k * kept);
         return kernels.int8.prepare(spans_[0].c, static_cast<const int8_t*>(x), scales,
                                     {reinterpret_cast<int8_t*>(to) + k * at.stride, lane_scales, nullptr,
                                      reinterpret_cast<float*>(to + at.weighted) + k});

@@ -63,10 +63,13 @@ public:
     }
     // Beyond, decoding the exact weights once for all tokens takes no longer.
     bool prefers_int8(int64_t tokens, Numbers instead) const override { return tokens <= 2 * few(instead); }
-    int64_t input_group_size() const override { return centroids_->takes_int8() ? CodebookByRow::INPUT_GROUP : 0; }
+    int64_t input_group_size() const override {
+        return centroids_->takes_int8() && kept_.columns == 0 ? CodebookByRow::INPUT_GROUP : 0;
+    }
+    int64_t rounded() const override { return bytes_->coded; }
 
     int64_t bytes(const Way& way, int64_t tokens) const override { return room(way, tokens).bytes; }
-    void arrange(const Way& way, const void* x, const float* scales, int64_t k, int64_t tokens,
+    void arrange(const Way& way, const void* x, const float* scales, const float* exact, int64_t k, int64_t tokens,
                  char* to) const override;
     void multiply(const Way& way, const TileInputs& x, const Outputs& y, int64_t begin, int64_t end,
                   char* own) const override;

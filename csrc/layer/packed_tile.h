@@ -32,7 +32,7 @@ public:
 
     int64_t bytes(const Way& way, int64_t tokens) const override { return room(way, tokens).bytes; }
 
-    void arrange(const Way& way, const void* x, const float* scales, int64_t k, int64_t tokens,
+    void arrange(const Way& way, const void* x, const float* scales, const float*, int64_t k, int64_t tokens,
                  char* to) const override {
         const Room at = room(way, tokens);
         switch (way.inputs) {

@@ -91,13 +91,15 @@ void Product::arrange(size_t p, int64_t k, const Row& row, const Own& own) const
     const bool rounds = part.rounding != nullptr && plan_.inputs_ != Numbers::i8;
     if (planned.way.direct && !planned.copied) return;
     if (rounds && !part.rounds_alike) round(part, row, own);
+    const float* exact = part.gather == nullptr && row.floats != nullptr ? row.floats : own.floats; // where it rounds
     const void* from = nullptr;
     switch (planned.source) {
     case Plan::Source::floats: from = part.pick(row.floats, own.floats); break;
     case Plan::Source::halves: from = part.pick(row.halves, own.halves); break;
     case Plan::Source::codes: from = rounds ? own.codes : row.codes; break;
     case Plan::Source::restored:
-        part.rounding->restore(own.codes, own.scales, tile.columns(), own.floats);
+        if (exact != own.floats) std::copy(exact + tile.rounded(), exact + tile.columns(), own.floats + tile.rounded());
+        part.rounding->restore(own.codes, own.scales, tile.rounded(), own.floats);
         from = own.floats;
         if (planned.way.inputs == Numbers::bf16) {
             layer_.ops_.to_bfloat16(own.floats, tile.columns(), own.halves);
@@ -108,7 +110,7 @@ void Product::arrange(size_t p, int64_t k, const Row& row, const Own& own) const
     char* to = region<char>(Plan::PARTS + 2 * p);
     const int64_t bytes = tile.columns() * size_of(planned.way.inputs);
     if (planned.way.direct) std::memcpy(to + k * bytes, from, static_cast<size_t>(bytes));
-    else tile.arrange(planned.way, from, rounds ? own.scales : row.scales, k, tokens_, to);
+    else tile.arrange(planned.way, from, rounds ? own.scales : row.scales, exact, k, tokens_, to);
 }
 
 // Codes and scales of what a part reads, of floats where they are there.
@@ -120,7 +122,7 @@ void Product::round(const Part& part, const Row& row, const Own& own) const {
         baseline::widen(part.pick(row.halves, own.halves), columns, own.floats);
         from = own.floats;
     }
-    layer_.ops_.quantize_inputs(from, part.rounding->grid(columns), own.codes, own.scales);
+    layer_.ops_.quantize_inputs(from, part.rounding->grid(part.tile->rounded()), own.codes, own.scales);
 }
 
 // Tokens as lanes, for the sparse part.

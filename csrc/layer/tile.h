@@ -84,14 +84,16 @@ public:
     virtual std::optional<Way> way(int64_t tokens, Numbers inputs) const = 0;
     // Whether rounded inputs take less time than as many in another form.
     virtual bool prefers_int8(int64_t, [[maybe_unused]] Numbers instead) const { return true; }
-    // Inputs that share a scale where it takes rounded ones; 0: it does not.
+    // Inputs that share a scale where it takes rounded ones from its caller; 0: it does not.
     virtual int64_t input_group_size() const { return 0; }
+    // How many of its inputs are rounded, the first ones, where its layer rounds.
+    virtual int64_t rounded() const { return columns_; }
 
     // Bytes of arranged inputs.
     virtual int64_t bytes(const Way&, int64_t) const { return 0; }
-    // Put token k of so many into the kernels' order: x [columns], and where it is rounded a scale for each group. Any
-    // thread may take any token.
-    virtual void arrange(const Way&, const void*, const float*, int64_t, int64_t, char*) const {}
+    // Put token k of so many into the kernels' order: x [columns], and where it is rounded a scale for each group and,
+    // if its layer rounded it, the inputs as they were. Any thread may take any token.
+    virtual void arrange(const Way&, const void*, const float*, const float*, int64_t, int64_t, char*) const {}
     // The product with the rows begin <= i < end, `begin` a multiple of the way's unit (or where `unit_row` says),
     // added to `y.sums` or finished as `y` says; `y.rows` are the tile's, or null if its rows lie side by side in `y`.
     virtual void multiply(const Way&, const TileInputs& x, const Outputs& y, int64_t begin, int64_t end,

@@ -43,7 +43,7 @@ public:
     static constexpr int64_t MOST_BLOCKS = 32; // whose inputs stay close while rows take turns
 
     ByteCentroids(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row)
-        : table_(c.table + (row << B)), x_(in.x), scales_(in.scales), blocks_(blocks_of(c)) {}
+        : table_(c.table + (c.kind(row) << B)), x_(in.x), scales_(in.scales), blocks_(blocks_of(c)) {}
 
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
         Ints sums[CHAINS][M] = {};
@@ -62,7 +62,8 @@ public:
     }
 
     static float finish(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row, int64_t k, float sum) {
-        return c.scales[row] * (sum - static_cast<float>(CodebookByRow::BYTE_ZERO - CENTRE) * in.weighted[k]);
+        const float step = c.scales[c.kind(row)] * c.row_scale(row);
+        return step * (sum - static_cast<float>(CodebookByRow::BYTE_ZERO - CENTRE) * in.weighted[k]);
     }
 
     static Inputs<int8_t> skip(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t tokens) {
@@ -76,6 +77,50 @@ public:
 
 private:
     Table<B> table_;
+    const int8_t* x_;
+    const float* scales_;
+    int64_t blocks_;
+};
+
+// Entries of two bytes, with inputs of 8 bits: a sum of each byte.
+template <int B, int M> class WordCentroids {
+public:
+    using Input = int8_t;
+    static constexpr int64_t MOST_BLOCKS = ByteCentroids<B, M>::MOST_BLOCKS;
+
+    WordCentroids(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row)
+        : high_(c.table + (2 * c.kind(row) << B)), low_(c.table + ((2 * c.kind(row) + 1) << B)), x_(in.x),
+          scales_(in.scales), blocks_(blocks_of(c)) {}
+
+    void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
+        Ints high[2][M] = {}, low[2][M] = {};
+        for (int64_t s = 0; s < PHASES; ++s) {
+            const Codes above = high_(code[s]), below = low_(code[s]);
+            for (int64_t k = 0; k < M; ++k) {
+                const int8_t* x = x_ + ((k * blocks_ + b) * PHASES + s) * BYTES;
+                high[s % 2][k] = dot_centroids(high[s % 2][k], above, x);
+                low[s % 2][k] = dot_centroids(low[s % 2][k], below, x);
+            }
+        }
+        for (int64_t k = 0; k < M; ++k) { // below 2^29: a lane has 32 products of at most 2^15
+            const Ints sum = (high[0][k] + high[1][k]) * CodebookByRow::WORD + (low[0][k] + low[1][k]);
+            total[k] += to_float(sum) * load(scales_ + (k * blocks_ + b) * LANES);
+        }
+    }
+
+    static float finish(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row, int64_t k, float sum) {
+        const float step = c.scales[c.kind(row)] * c.row_scale(row);
+        return step * (sum - static_cast<float>(CENTRES) * in.weighted[k]);
+    }
+
+    static Inputs<int8_t> skip(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t tokens) {
+        return ByteCentroids<B, 1>::skip(c, in, tokens);
+    }
+
+private:
+    static constexpr int32_t CENTRES = (CodebookByRow::WORD + 1) * (CodebookByRow::BYTE_ZERO - CENTRE);
+
+    Table<B> high_, low_;
     const int8_t* x_;
     const float* scales_;
     int64_t blocks_;
@@ -202,7 +247,12 @@ void gemv_bits(const CodebookByRow& c, const Inputs<typename By<B, 1>::Input>& i
 
 void gemv_int8(const CodebookByRow& c, const Inputs<int8_t>& in, float* y, int64_t y_stride, int64_t begin,
                int64_t end) {
-    by_width(c.bits, [&](auto bits) { gemv_bits<ByteCentroids, bits.value>(c, in, y, y_stride, begin, end); });
+    by_width(c.bits, [&](auto bits) {
+        constexpr int B = bits.value;
+        if constexpr (B > CodebookByRow::MOST_BYTE_BITS)
+            if (c.two_bytes) return gemv_bits<WordCentroids, B>(c, in, y, y_stride, begin, end);
+        gemv_bits<ByteCentroids, B>(c, in, y, y_stride, begin, end);
+    });
 }
 
 void gemv_f32(const CodebookByRow& c, const Inputs<float>& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {

@@ -140,8 +140,8 @@ template <typename A> Fields as_fields(const nb::dict& arrays) {
 struct BoundTables {
     std::shared_ptr<const Tables> tables;
 
-    BoundTables(nb::object values, const std::optional<std::string>& isa)
-        : tables(std::make_shared<const Tables>(find_matmul_ops(isa), as_array<Input>("tables", values))) {}
+    BoundTables(nb::object values, const std::optional<std::string>& isa, bool int8)
+        : tables(std::make_shared<const Tables>(find_matmul_ops(isa), as_array<Input>("tables", values), int8)) {}
 };
 
 class BoundLayer {
@@ -240,8 +240,9 @@ private:
 
 void add_layer(nb::module_& m) {
     nb::class_<BoundTables>(m, "Tables", "The tables of all shapes, for nested tiles.")
-        .def(nb::init<nb::object, const std::optional<std::string>&>(), nb::arg("tables"), nb::arg("isa") = nb::none(),
-             "tables float32 [shapes, 2 + 4 + ... + 256].");
+        .def(nb::init<nb::object, const std::optional<std::string>&, bool>(), nb::arg("tables"),
+             nb::arg("isa") = nb::none(), nb::arg("int8") = false,
+             "tables float32 [shapes, 2 + 4 + ... + 256]; int8: for layers that round inputs to 8 bits.");
     nb::class_<BoundLayer>(m, "Layer", "A linear layer's stored arrays, checked and bound to kernels.")
         .def(nb::init<const nb::dict&, const nb::dict&, bool, const BoundTables*, int64_t,
                       const std::optional<std::string>&>(),

@@ -24,7 +24,7 @@ class PlaneReader:
 class Tables:
     """The tables of nested tiles, as one instruction set's kernels look them up."""
 
-    def __init__(self, tables: Tensor, isa: str | None = None) -> None: ...
+    def __init__(self, tables: Tensor, isa: str | None = None, int8: bool = False) -> None: ...
 
 class Layer:
     """A stored layer, checked and bound to kernels; see csrc/layer/layer.h."""

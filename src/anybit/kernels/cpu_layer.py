@@ -27,8 +27,9 @@ class Layer:
     Args:
         layout: how the weight is stored.
         fields: the stored tensors by field.
-        codebook_precision: "int8" has codebooks by row multiply inputs of 8 bits (a scale per token and 32 of them)
-            with centroids of 8 bits (127 steps to the largest of a row). That is faster; other tiles are not touched.
+        codebook_precision: "int8" has codebooks by row and nested tiles multiply inputs of 8 bits (a scale per token
+            and 32 of them) with centroids of 8 bits (127 steps to the largest of a row), nested rows of 7 and 8 bits
+            with centroids of 16. Kept channels stay as they are. That is faster; other tiles are not touched.
         isa: one of `cpu.matmul_isas()` instead of the best, for tests.
 
     Raises:
@@ -48,7 +49,8 @@ class Layer:
         isa: str | None = None,
     ) -> None:
         nested = any(isinstance(tile, formats.NestedLayout) for tile in layout.tiles)
-        int8, tables = codebook_precision == "int8", _tables(isa) if nested else None
+        int8 = codebook_precision == "int8"
+        tables = _tables(isa, int8) if nested else None
         self.native = cpu._native.Layer(
             layout.to_json(), dict(fields), int8, tables, cpu.used_threads(threads), isa
         )
@@ -134,6 +136,6 @@ class Layer:
 
 
 @cache
-def _tables(isa: str | None) -> _native.Tables:
-    """The tables of nested tiles for the kernels of an instruction set."""
-    return cpu._native.Tables(shapes.tables(), isa)
+def _tables(isa: str | None, int8: bool) -> _native.Tables:
+    """The tables of nested tiles for the kernels of an instruction set, exact or for inputs of 8 bits."""
+    return cpu._native.Tables(shapes.tables(), isa, int8)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.formats import CodebookLayout, Float16Layout, GroupIntLayout, NestedLayout, TwoFourLayout
+from anybit.formats import CodebookLayout, Float16Layout, GroupIntLayout, NestedLayout, TileLayout, TwoFourLayout
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import cpu, cpu_layer, gpu, reference
@@ -58,6 +58,11 @@ def check_precision(codebook_precision: str) -> str:
     if codebook_precision not in CODEBOOK_PRECISIONS:
         raise InputError(f"codebook precision {codebook_precision!r}: expected fp16 or int8")
     return codebook_precision
+
+
+def _looked_up_by_row(tile: TileLayout) -> bool:
+    """Whether a tile's codes are looked up in tables, row by row."""
+    return isinstance(tile, NestedLayout) or (isinstance(tile, CodebookLayout) and not tile.by_channel)
 
 
 def _cpu_info() -> dict[str, Any]:
@@ -117,7 +122,7 @@ class BoundWeight:
             self.layer = gpu.bind(weight)
         elif known and kinds == {"cpu"} and cpu.available():
             self.layer = cpu_layer.Layer(weight.layout, weight.tensors, codebook_precision, isa=isa)
-        by_row = all(isinstance(tile, CodebookLayout) and not tile.by_channel for tile in weight.layout.tiles)
+        by_row = all(_looked_up_by_row(tile) for tile in weight.layout.tiles)
         self.codebook_precision = (
             codebook_precision if by_row and isinstance(self.layer, cpu_layer.Layer) else "fp16"
         )

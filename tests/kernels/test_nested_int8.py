@@ -1,0 +1,152 @@
+"""Nested tiles with inputs and tables of 8 bits: native against double precision with the same rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import anybit
+from anybit.formats import Nested, NestedLayout
+from anybit.formats import tables as shapes
+from anybit.formats.layout import LayerLayout
+from anybit.formats.weight import PackedWeight, QuantizedWeight, pack
+from anybit.kernels import cpu, reference
+from anybit.kernels.cpu_layer import Layer
+from anybit.kernels.dispatch import BoundWeight
+from tests.formats.test_nested import random_tile
+from tests.probes import isas
+
+if not cpu.available():
+    pytest.skip(str(cpu.why_not()), allow_module_level=True)
+
+pytestmark = pytest.mark.native
+GROUP = 32  # inputs that share a scale
+
+
+def rounded_table(bits: int) -> Tensor:
+    """The entries as whole steps: 127 to the largest of a shape, 255 * 127 + 127 from 7 bits on."""
+    table = shapes.table(bits)
+    step = table.abs().amax(1, keepdim=True) / (127 if bits <= 6 else 32512)
+    return (table / step).round() * step
+
+
+def weight_of(tile: Nested) -> Tensor:
+    """The matrix with such tables, float64 [r, c]."""
+    dense = tile.dequantize().double()
+    coded = Nested.coded(dense.shape[1], tile.kept)
+    for bits, first, last in Nested.spans(tile.counts):
+        for i in range(first, last):
+            entries = rounded_table(bits)[tile.shapes[i].long()][tile.codes[i].long()]
+            dense[tile.order[i], coded] = entries.double() * float(tile.scales[i])
+    return dense
+
+
+def inputs_of(tile: Nested, x: Tensor) -> Tensor:
+    """Inputs as they are multiplied: those that meet codes rounded, 32 together, float64 [m, c]."""
+    coded = Nested.coded(x.shape[1], tile.kept)
+    clip = torch.ones(-(-len(coded) // GROUP)).half()
+    codes, scales = reference.quantize_activations(x[:, coded], 8, GROUP, clip, None)
+    made = x.double()
+    made[:, coded] = (codes.float() * scales.repeat_interleave(GROUP, 1)[:, : len(coded)]).double()
+    return made
+
+
+def case(rows: int, columns: int, kept: int, planes: list[int], seed: int) -> tuple[Nested, PackedWeight]:
+    counts = tuple(sorted((max(1, round(rows * share / 8)) for share in planes), reverse=True))
+    tile = random_tile(rows, columns, min(kept, columns - 1), (rows, *counts), seed)
+    return tile, pack(QuantizedWeight((rows, columns), (tile,)))
+
+
+@settings(deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 700),
+    kept=st.integers(0, 40),
+    planes=st.lists(st.integers(1, 8), max_size=7),
+    tokens=st.sampled_from([1, 2, 3, 5, 8, 9]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_products_of_any_shape_and_widths(
+    rows: int, columns: int, kept: int, planes: list[int], tokens: int, threads: int, seed: int
+) -> None:
+    """Integers are exact: only sums of groups are rounded, and kept channels meet inputs as they are."""
+    tile, packed = case(rows, columns, kept, planes, seed)
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed))
+    x[:, tile.kept] *= 50
+    expected = inputs_of(tile, x) @ weight_of(tile).T
+    size = inputs_of(tile, x).abs() @ weight_of(tile).abs().T
+    for isa in isas():
+        layer = Layer(packed.layout, packed.tensors, "int8", threads, isa)
+        found = layer.matmul(x, threads).double()
+        assert ((found - expected).abs() <= 2e-5 * size + 1e-12).all(), isa
+        torch.testing.assert_close(layer.dequantize().double(), weight_of(tile), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_and_many_tokens_multiply_the_same_numbers(dtype: torch.dtype, isa: str) -> None:
+    tile, packed = case(48, 200, 3, [8, 8, 6, 4, 3, 2, 1], 0)
+    x = torch.randn(70, 200, generator=torch.Generator().manual_seed(1)).to(dtype)
+    layer = Layer(packed.layout, packed.tensors, "int8", isa=isa)
+    expected = inputs_of(tile, x.float()) @ weight_of(tile).T
+    for part in (x[:1], x[:8], x):
+        error = (layer.matmul(part).double() - expected[: len(part)]).norm() / expected[: len(part)].norm()
+        assert error < (1e-5 if dtype == torch.float32 else 8e-3)
+
+
+def test_levels_and_other_precision() -> None:
+    """Fewer planes of the same layer, and a layer that is exact again."""
+    tile, packed = case(40, 130, 2, [8, 8, 8, 4, 2], 3)
+    x = torch.randn(2, 130, generator=torch.Generator().manual_seed(2))
+    fewer = NestedLayout.of((40, 40, 30, 10), 2)
+    fast = BoundWeight(packed, "int8")
+    level = fast.at(LayerLayout((40, 130), (fewer,)))
+    alone = BoundWeight(packed.prefix(LayerLayout((40, 130), (fewer,))), "int8")
+    assert fast.codebook_precision == "int8"
+    assert torch.equal(level.matmul(x), alone.matmul(x))
+    exact = BoundWeight(packed).matmul(x)
+    error = float((fast.matmul(x) - exact).norm() / exact.norm())
+    assert 0 < error < 0.01
+
+
+def test_tables_are_of_the_layers_kind() -> None:
+    from anybit import _native
+
+    _, packed = case(8, 64, 1, [8], 0)
+    for int8 in (False, True):
+        with pytest.raises(ValueError, match="tables rounded for them, and others need exact ones"):
+            _native.Layer(
+                packed.layout.to_json(),
+                dict(packed.tensors),
+                int8,
+                _native.Tables(shapes.tables(), None, not int8),
+            )
+
+
+def test_rounded_inputs_of_the_caller_need_all_channels_coded() -> None:
+    """Kept channels want inputs as they are, which a caller that has rounded them does not give."""
+    for kept, group in ((0, GROUP), (2, 0)):
+        _, packed = case(8, 64, kept, [8], 0)
+        assert Layer(packed.layout, packed.tensors, "int8").native.int8_group_size == group
+
+
+def test_a_model_runs_fast_or_exactly(anybit_artifact: Path) -> None:
+    ids = torch.arange(3, 9)[None]
+    model = anybit.load(anybit_artifact).requires_grad_(False)
+    for bits in (2.5, 4, 8):
+        model.set_bits(bits)
+        exact = model(ids).logits
+        model.set_codebook_precision("int8")
+        fast = model(ids).logits
+        assert 0 < float((fast - exact).norm() / exact.norm()) < 0.05
+        assert torch.equal(
+            anybit.load(anybit_artifact, bits=bits, codebook_precision="int8")(ids).logits, fast
+        )
+        model.set_codebook_precision("fp16")
+        assert torch.equal(model(ids).logits, exact)
