@@ -27,9 +27,13 @@ FIGURES = ("perplexity", "kld_mean", "top1_agreement", "tokens")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, help="a .gguf file")
-    parser.add_argument("--tools", type=Path, required=True, help="folder of llama-quantize and llama-imatrix")
+    parser.add_argument(
+        "--tools", type=Path, required=True, help="folder of llama-quantize and llama-imatrix"
+    )
     parser.add_argument("--calibration", type=Path, required=True)
     parser.add_argument("--text", action="append", required=True, help="NAME=FILE, several times")
     parser.add_argument("--types", nargs="+", default=list(TYPES))
@@ -56,7 +60,8 @@ def main() -> int:
             "anybit": {name: evaluated(given, artifact, text, ("--size", str(size))) for name, text in texts.items()},
         })  # fmt: skip
     found = {
-        "command": "python bench/peers/llama_cpp.py SmolLM2.gguf " + " ".join(f"--text {name}=..." for name in texts),
+        "command": "python bench/peers/llama_cpp.py SmolLM2.gguf "
+        + " ".join(f"--text {name}=..." for name in texts),
         "llama_cpp": version(given.tools),
         "cells": cells,
     }
@@ -98,7 +103,9 @@ def evaluated(given: argparse.Namespace, model: Path, text: str, level: tuple[st
 
 
 def version(tools: Path) -> str:
-    found = subprocess.run([tools / "llama-quantize", "--version"], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [tools / "llama-quantize", "--version"], capture_output=True, text=True, check=False
+    )
     return (found.stdout + found.stderr).strip().splitlines()[0]
 
 

@@ -4,6 +4,8 @@ Tensors of a wrong dtype, shape, layout or address raise ValueError, and so do d
 raise TypeError.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from anybit.config import Json
@@ -11,14 +13,19 @@ from anybit.config import Json
 class PlaneWriter:
     """Codes planes, given the planes above them, as one stream; see csrc/coding/plane_coder.h."""
 
-    def write(self, plane: int, above: list[Tensor], shapes: Tensor, columns: int, words: Tensor) -> None: ...
+    def __init__(self) -> None: ...
+    def write(
+        self, plane: int, above: Sequence[Tensor], shapes: Tensor, columns: int, words: Tensor
+    ) -> None: ...
     def finish(self) -> bytes: ...
 
 class PlaneReader:
     """Planes that a PlaneWriter has coded."""
 
     def __init__(self, coded: Tensor) -> None: ...
-    def read(self, plane: int, above: list[Tensor], shapes: Tensor, columns: int, words: Tensor) -> None: ...
+    def read(
+        self, plane: int, above: Sequence[Tensor], shapes: Tensor, columns: int, words: Tensor
+    ) -> None: ...
     def finish(self) -> None: ...
 
 class Tables:

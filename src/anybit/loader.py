@@ -44,8 +44,8 @@ def load(
 
     Args:
         model: what to load; an artifact's headers, shapes and indices are checked first.
-        codebook_precision: "int8" runs codebooks by row (SqueezeLLM, Any-Precision) on the CPU faster, with inputs
-            and centroids rounded to 8 bits; `model.set_codebook_precision(p)` changes it.
+        codebook_precision: "int8" runs codebooks by row (SqueezeLLM, Any-Precision) and nested matrices (anybit) on
+            the CPU faster, with inputs and centroids rounded to 8 bits; `model.set_codebook_precision(p)` changes it.
         dtype: what it computes in ("float32", "bfloat16", "float16"); stored codes and scales keep theirs.
         device: "cpu" or "cuda".
         report: where progress goes.

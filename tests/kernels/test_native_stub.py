@@ -26,7 +26,12 @@ STUB = ast.parse((Path(anybit.__file__).parent / "_native.pyi").read_text(encodi
 
 
 # What nanobind calls a parameter's type, and what the stub may say of it.
-TYPES = {"object": {"Tensor"}, "dict": {"Json", "dict[str, Tensor]"}, "anybit._native.Tables": {"Tables"}}
+TYPES = {
+    "object": {"Tensor"},
+    "collections.abc.Sequence[object]": {"Sequence[Tensor]"},
+    "dict": {"Json", "dict[str, Tensor]"},
+    "anybit._native.Tables": {"Tables"},
+}
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def test_few_and_many_tokens_multiply_the_same_numbers(dtype: torch.dtype, isa: 
 
 def test_levels_and_other_precision() -> None:
     """Fewer planes of the same layer, and a layer that is exact again."""
-    tile, packed = case(40, 130, 2, [8, 8, 8, 4, 2], 3)
+    _, packed = case(40, 130, 2, [8, 8, 8, 4, 2], 3)
     x = torch.randn(2, 130, generator=torch.Generator().manual_seed(2))
     fewer = NestedLayout.of((40, 40, 30, 10), 2)
     fast = BoundWeight(packed, "int8")

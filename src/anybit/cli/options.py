@@ -80,7 +80,8 @@ class Running:
     codebook_precision: Annotated[
         str,
         typer.Option(
-            help="Codebooks by row: fp16, as stored, or int8: inputs and centroids are rounded, which is faster.",
+            help="Codebooks by row, and anybit's tables: fp16, as stored, or int8: inputs and entries are rounded, "
+            "which is faster.",
             rich_help_panel="Computing",
         ),
     ] = "fp16"

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InputError
-from anybit.formats import CodebookLayout, Float16Layout, GroupIntLayout, NestedLayout, TileLayout, TwoFourLayout
+from anybit.formats import (
+    CodebookLayout,
+    Float16Layout,
+    GroupIntLayout,
+    NestedLayout,
+    TileLayout,
+    TwoFourLayout,
+)
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import cpu, cpu_layer, gpu, reference
