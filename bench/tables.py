@@ -34,6 +34,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "descent": quality.descent,
     "paired": quality.paired,
     "file-sizes": quality.file_sizes,
+    "coded": quality.coded,
     "methods": quality.methods,
     "all-methods": quality.all_methods,
     "read-rate": lambda: speed.read_rate("decode-b", 2, speed.LARGE),

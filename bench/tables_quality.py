@@ -169,12 +169,28 @@ def file_sizes() -> str:
             f"{cell['size_bytes'] / 1e6:.1f} MB",
             f"{cell['bits']:.2f}",
             f"{cell['bits_per_weight']:.3f}",
+            f"{cell['file_bits_per_weight']:.3f}",
             perplexity(cell["perplexity"]),
             f"{cell['kld_mean']:.4f}",
         ]
         for cell in found["cells"]
     ]
-    head = ["at most", "files", "average bits of the layers", "bpw of the layers", "perplexity", "KLD"]
+    layers = ["average bits of the layers", "bpw of the layers in memory", "bpw of all in the files"]
+    return how(found) + markdown(["at most", "files", *layers, "perplexity", "KLD"], rows)
+
+
+def coded() -> str:
+    """Linear layers alone, at about as many bits per weight in the files as those of `descent` have in memory."""
+    found, plain = load("coded.json"), {cell["bits"]: cell for cell in cells("descent.json")}
+    rows = []
+    for cell in found["cells"]:
+        other = plain[cell["beside"]]
+        sizes = f"{cell['file_bits_per_weight']:.3f}", f"{cell['bits_per_weight']:.3f}", f"{cell['bits']:.2f}"
+        before = (
+            f"{perplexity(other['perplexity'])}, {other['kld_mean']:.4f} at {other['bits_per_weight']:.3f}"
+        )
+        rows.append([*sizes, f"{perplexity(cell['perplexity'])}, {cell['kld_mean']:.4f}", before])
+    head = ["bpw in the files", "bpw in memory", "average bits", "coded", "not coded"]
     return how(found) + markdown(head, rows)
 
 

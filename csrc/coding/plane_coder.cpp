@@ -44,21 +44,46 @@ int first_class(int plane, int shape) {
 }
 
 // The cells of 32 weights: the planes between the first and this one, as they are on the positive side.
-struct Cells {
-    uint32_t sign, second, third;
-    Cells(const PlaneRows& rows, int64_t word)
-        : sign(rows.above[0][word]), second(rows.plane > 2 ? rows.above[1][word] ^ sign : 0),
-          third(rows.plane > 3 ? rows.above[2][word] ^ sign : 0) {}
-    int of(int plane, int bit) const {
-        const int high = static_cast<int>(second >> bit & 1), low = static_cast<int>(third >> bit & 1);
-        return plane == 3 ? high : 2 * high + low;
+class Cells {
+public:
+    // word: of the rows; left: columns from its first one on.
+    Cells(const PlaneRows& rows, int64_t word, int64_t left)
+        : sign(rows.above[0][word]), there(left >= 32 ? ~0u : (1u << left) - 1), plane_(rows.plane),
+          second_(rows.plane > 2 ? rows.above[1][word] ^ sign : 0),
+          third_(rows.plane > 3 ? rows.above[2][word] ^ sign : 0) {}
+
+    int count() const { return 1 << (plane_ - 2); }
+    // The weights in a cell.
+    uint32_t weights(int cell) const {
+        if (plane_ == 2) return there;
+        if (plane_ == 3) return there & (cell == 1 ? second_ : ~second_);
+        return there & (cell >> 1 == 1 ? second_ : ~second_) & ((cell & 1) == 1 ? third_ : ~third_);
     }
+
+    const uint32_t sign, there; // there: the weights that are no padding
+
+private:
+    const int plane_;
+    const uint32_t second_, third_;
 };
 
 static_assert(LAST_CODED == 4, "Cells has the planes that are above the last coded one");
 
-int bits_in(const PlaneRows& rows, int64_t word) {
-    return static_cast<int>(std::min<int64_t>(32, rows.columns - 32 * word));
+int count_of(uint32_t word) { return __builtin_popcount(word); }
+
+// The bits of a word at the places of a mask, side by side.
+uint32_t gather(uint32_t word, uint32_t mask) {
+    uint32_t made = 0;
+    for (uint32_t bit = 1; mask != 0; mask &= mask - 1, bit <<= 1)
+        if ((word & mask & (0 - mask)) != 0) made |= bit;
+    return made;
+}
+
+// And back.
+uint32_t scatter(uint32_t bits, uint32_t mask) {
+    uint32_t made = 0;
+    for (; mask != 0; mask &= mask - 1, bits >>= 1) made |= (mask & (0 - mask)) & (0 - (bits & 1));
+    return made;
 }
 
 } // namespace
@@ -101,15 +126,20 @@ uint8_t ByteFrequencies::byte_at(uint32_t slot, uint32_t& start, uint32_t& frequ
     return order.bytes[order.firsts[count] + static_cast<int>(rank)];
 }
 
-void PlaneWriter::put(int of, uint32_t bit) {
+void PlaneWriter::put(int of, uint32_t bits, int count) {
     Class& to = classes_[of];
-    if (to.bits % 8 == 0) {
-        to.last = static_cast<int64_t>(symbols_.size());
-        symbols_.push_back({static_cast<uint8_t>(of), 0});
+    to.ones += count_of(bits);
+    while (count > 0) {
+        const int used = static_cast<int>(to.bits % 8), some = std::min(count, 8 - used);
+        if (used == 0) {
+            to.last = static_cast<int64_t>(symbols_.size());
+            symbols_.push_back({static_cast<uint8_t>(of), 0});
+        }
+        symbols_[to.last].byte |= static_cast<uint8_t>((bits & ((1u << some) - 1)) << used);
+        to.bits += some;
+        bits >>= some;
+        count -= some;
     }
-    symbols_[to.last].byte |= static_cast<uint8_t>(bit << (to.bits % 8));
-    to.bits += 1;
-    to.ones += bit;
 }
 
 void PlaneWriter::write(const PlaneRows& rows, const uint32_t* plane) {
@@ -117,11 +147,12 @@ void PlaneWriter::write(const PlaneRows& rows, const uint32_t* plane) {
     for (int64_t i = 0; i < rows.rows; ++i) {
         const int first = first_class(rows.plane, rows.shapes[i]);
         for (int64_t word = i * words; word < (i + 1) * words; ++word) {
-            const Cells cells(rows, word);
+            const Cells cells(rows, word, rows.columns - 32 * (word - i * words));
             const uint32_t outer = plane[word] ^ cells.sign;
-            const int bits = bits_in(rows, word - i * words);
-            for (int bit = 0; bit < bits; ++bit)
-                put(first + (rows.plane == 2 ? 0 : cells.of(rows.plane, bit)), outer >> bit & 1);
+            for (int cell = 0; cell < cells.count(); ++cell) {
+                const uint32_t weights = cells.weights(cell);
+                put(first + cell, gather(outer, weights), count_of(weights));
+            }
         }
     }
 }
@@ -217,20 +248,13 @@ bool PlaneReader::read(const PlaneRows& rows, uint32_t* plane) {
     for (int64_t i = 0; i < rows.rows && good_; ++i) {
         Class* classes = classes_.data() + first_class(rows.plane, rows.shapes[i]);
         for (int64_t word = i * words; word < (i + 1) * words; ++word) {
-            const Cells cells(rows, word);
-            const int bits = bits_in(rows, word - i * words);
+            const Cells cells(rows, word, rows.columns - 32 * (word - i * words));
             uint32_t outer = 0;
-            if (rows.plane == 2) outer = take(*classes, bits);
-            else
-                for (int bit = 0; bit < bits; ++bit) {
-                    Class& of = classes[cells.of(rows.plane, bit)];
-                    if (of.left == 0) refill(of);
-                    outer |= (of.bits & 1) << bit;
-                    of.bits >>= 1;
-                    of.left -= 1;
-                }
-            const uint32_t there = bits == 32 ? ~0u : (1u << bits) - 1;
-            plane[word] = (outer ^ cells.sign) & there;
+            for (int cell = 0; cell < cells.count(); ++cell) {
+                const uint32_t weights = cells.weights(cell);
+                outer |= scatter(take(classes[cell], count_of(weights)), weights);
+            }
+            plane[word] = (outer ^ cells.sign) & cells.there;
         }
     }
     return good_;

@@ -54,7 +54,7 @@ private:
     struct Symbol {
         uint8_t of, byte;
     };
-    void put(int of, uint32_t bit);
+    void put(int of, uint32_t bits, int count);
     std::array<Class, CLASSES> classes_;
     std::vector<Symbol> symbols_;
 };

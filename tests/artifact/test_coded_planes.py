@@ -57,16 +57,20 @@ def decoded(data: bytes, codes: Tensor, kinds: Tensor, planes: int) -> Tensor:
     ones: dict[tuple[int, ...], int] = {}
     for p in range(2, planes + 1):
         below = torch.zeros_like(made)
-        for i, j in ((i, j) for i in range(len(made)) for j in range(made.shape[1])):
-            above, sign = int(made[i, j]), int(made[i, j]) >> (p - 2)
-            cell = (above ^ (2 ** (p - 1) - 1 if sign else 0)) & (2 ** (p - 2) - 1)
-            which = p, int(kinds[i]), cell
+        sign, half = made >> (p - 2), 2 ** (p - 2) - 1
+        cells = torch.where(sign == 1, ~made, made) & half
+        order = sorted(
+            ((i, j) for i in range(len(made)) for j in range(made.shape[1])),
+            key=lambda at: (at[0], at[1] // 32, int(cells[at]), at[1]),
+        )
+        for i, j in order:
+            which = p, int(kinds[i]), int(cells[i, j])
             if which not in ones:
                 ones[which] = stream.byte(128)
             if not classes.setdefault(which, []):
                 byte = stream.byte(ones[which])
                 classes[which] = [byte >> k & 1 for k in range(8)]
-            below[i, j] = classes[which].pop(0) ^ sign
+            below[i, j] = classes[which].pop(0) ^ int(sign[i, j])
         made = made << 1 | below
     assert stream.state == 2**23
     assert not stream.rest
