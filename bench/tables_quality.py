@@ -175,7 +175,7 @@ def file_sizes() -> str:
         ]
         for cell in found["cells"]
     ]
-    layers = ["average bits of the layers", "bpw of the layers in memory", "bpw of all in the files"]
+    layers = ["average bits of the layers", "bpw of the layers in memory", "in the files"]
     return how(found) + markdown(["at most", "files", *layers, "perplexity", "KLD"], rows)
 
 

@@ -134,7 +134,7 @@ class Options:
 
     bits: float | None = option(None, "Average code width.", panel="Size")
     bpw: float | None = option(
-        None, "Most stored bits per weight of linear layers.", panel="Size", stored=False,
+        None, "Most bits per weight of linear layers, in memory.", panel="Size", stored=False,
         expected="bits per weight, such as 4.5", valid=lambda value: 0 < value < 100,
     )  # fmt: skip
     size: int | str | None = option(

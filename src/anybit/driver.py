@@ -51,7 +51,7 @@ class QuantizeResult:
 
     path: Path
     bits: float  # average code width
-    bits_per_weight: float  # stored bits per weight of the linear layers
+    bits_per_weight: float  # bits per weight of the linear layers, in memory
     size_bytes: int  # all files but the tokenizer
     seconds: float  # wall time of this call
     resumed_shards: int  # shards found finished

@@ -49,9 +49,9 @@ def load(
         dtype: what it computes in ("float32", "bfloat16", "float16"); stored codes and scales keep theirs.
         device: "cpu" or "cuda".
         report: where progress goes.
-        at: the budget of the level to run at: `bits` (average width), `bpw` (stored bits per weight of the linear
-            layers) or `size` (bytes of all files but the tokenizer, or text such as "110MB"). Nothing beyond it is
-            read from disk. Without it all levels are loaded. `model.set_bits(b)` changes the one that runs.
+        at: the budget of the level to run at: `bits` (average width), `bpw` (bits per weight of the linear layers, in
+            memory) or `size` (bytes of all files but the tokenizer, or text such as "110MB"). Nothing beyond it is read
+            from disk. Without it all levels are loaded. `model.set_bits(b)` changes the one that runs.
 
     Raises:
         InputError: see `artifact.open_artifact`, `checkpoint.open_checkpoint`; an unknown dtype, device or precision.

@@ -182,7 +182,8 @@ def _file_bytes(plan: Plan, options: Options) -> int:
 def plane_room(plan: Plan) -> int:
     """How many bytes of planes, of all nested matrices together, a plan of so many bytes has room for."""
     assert plan.most_bytes is not None
-    nested = {**plan.layouts, **plan.embeddings}
+    both = {**plan.layouts, **plan.embeddings}
+    nested = {name: both[name] for name in ordering.nested_layers(both)}
     fixed = plan.tensor_bytes - ordering.plane_bytes(nested) + plan.overhead_bytes
     weights = sum(layout.weights for layout in nested.values())
     highest = min(float(BITS), 8 * plan.most_bytes / weights)

@@ -66,6 +66,10 @@ def test_planes_are_coded_and_expanded_without_loss(anybit_artifact: Path, tmp_p
     convert(anybit_artifact, expanded, coded=False)
     assert not any("coded" in name for file in expanded.glob("*.safetensors") for name in load_file(file))
     assert "coded_bytes" not in (expanded / "config.json").read_text()
+    assert inspect(expanded)["options"]["coded"] is False
+    for row in table_of_levels(expanded):  # but for the headers of files, and what lists their steps
+        more = row["file_bits_per_weight"] - row["bits_per_weight"]
+        assert 0 <= more < 60 * 8 * 3000 / inspect(expanded)["weights"]
     convert(expanded, coded)
     assert weights(coded) == weights(anybit_artifact)
     assert (coded / "config.json").read_text() == (anybit_artifact / "config.json").read_text()
@@ -107,8 +111,17 @@ def test_what_is_there_of_a_prefix_is_converted(anybit_copy: Path, tmp_path: Pat
 
 
 def test_the_card_has_the_new_sizes(anybit_artifact: Path, tmp_path: Path) -> None:
-    convert(anybit_artifact, tmp_path / "new", coded=False)
+    old = tmp_path / "old"
+    convert(anybit_artifact, old)
+    card = (old / "README.md").read_text()
+    heading = "| bits | bits per weight in memory | size of the files |"
+    assert heading in card
+    (old / "README.md").write_text(
+        card.replace(heading, "| bits | bits per weight | size |")
+    )  # of earlier versions
+    convert(old, tmp_path / "new", coded=False)
     card = (tmp_path / "new" / "README.md").read_text()
+    assert heading in card
     rows = re.findall(r"^\| (\d\.\d\d) \| [\d.]+ \| ([\d.]+) MB \|", card, re.M)
     sizes = table_of_levels(tmp_path / "new")
     assert len(rows) == len(sizes)

@@ -198,6 +198,6 @@ def _rows(plane: int, tensors: Mapping[str, Tensor], shapes: Tensor, columns: in
 def _refuse_without_coder() -> None:
     if not cpu.available():
         raise InputError(
-            f"coded planes need the native extension, which is not there: {cpu.why_not()}; where it is, `anybit "
-            "convert --expand` makes files without coded planes"
+            f"coded planes need the native extension, which is not there: {cpu.why_not()}; on a machine that has it, "
+            "`anybit convert --expand` makes files without coded planes"
         )

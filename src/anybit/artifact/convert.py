@@ -36,7 +36,8 @@ def convert(
 ) -> Path:
     """Write an artifact of the method anybit again. It runs as before, bit for bit.
 
-    All planes that are there are held in memory. An interrupted call resumes when it is repeated.
+    All planes that are there are held in memory. An interrupted call, repeated, goes on with the shards of its base
+    layer that were finished, and ends in the same bytes.
 
     Args:
         path: the artifact, of any format version; enhancement layers that are missing are left out.
@@ -64,7 +65,7 @@ def convert(
         advance = report.task("converts", len(files) + found.present - 1)
         planes, layouts = _write_base(writer, artifact, files, coded, advance)
         section, sizes = _write_enhancements(writer, found, planes, coded, advance)
-        config = _config(artifact, layouts, section)
+        config = _config(artifact, layouts, section, coded)
         artifact.checkpoint.copy_assets(writer.work)
         card, texts = Path(path) / CARD, {}
         if card.is_file():
@@ -156,13 +157,17 @@ def _stated(entry: Entry) -> Json:
     return {"bits": entry.bits, "loss": entry.loss}
 
 
-def _config(artifact: Artifact, layouts: Mapping[str, LayerLayout], section: Sequence[Json]) -> Json:
+def _config(
+    artifact: Artifact, layouts: Mapping[str, LayerLayout], section: Sequence[Json], coded: bool
+) -> Json:
     """config.json as it was, but for how matrices are stored."""
     config = read_json(artifact.path / "config.json")
     quantization = config["quantization_config"]
     for group in ("layers", "embeddings"):
         quantization[group] = {name: layouts[name].to_json() for name in quantization.get(group, {})}
     quantization["format_version"] = FORMAT_VERSION
+    if isinstance(quantization.get("options"), dict):
+        quantization["options"]["coded"] = coded
     quantization["bits"] = section[-1]["bits"]
     quantization[SECTION] = {"refinements": len(section) - 1, "list": list_hash(section)}
     return config

@@ -185,6 +185,13 @@ class Enhancements:
         """Those of them that are planes of embeddings."""
         return sum(entry.embedding_bytes for entry in self.entries[1 : level + 1])
 
+    def layer_file_bytes_upto(self, level: int) -> float:
+        """Bytes of the files up to a level, but for the share that planes of embeddings have of them."""
+        shares = (
+            (e.bytes, 1 - e.embedding_bytes / e.plane_bytes if e.plane_bytes else 1.0) for e in self.entries
+        )
+        return sum(taken * share for taken, share in list(shares)[1 : level + 1])
+
     def counts(self, upto: int, check: bool = True) -> list[dict[str, tuple[int, ...]]]:
         """Rows of every plane of every layer at levels 0 to `upto`; the files' bytes are held against their hashes.
 
@@ -252,6 +259,7 @@ class Enhancements:
             InputError: coded planes that are damaged.
         """
         found, at = self._read(level), 0
+        shapes: dict[str, Tensor] = {}
         reader = (
             PlaneReader(found["coded"], str(self.path / self.entries[level].file))
             if "coded" in found
@@ -261,10 +269,10 @@ class Enhancements:
             of, rows = tensors[name], slice(first, last)
             to = of[f"plane_{plane}"][rows]
             if reader is not None and plane in CODED_PLANES:
+                if name not in shapes:
+                    shapes[name] = unpack_shapes(of["shapes"])
                 above = [of[f"plane_{p}"][rows] for p in range(1, plane)]
-                reader.read(
-                    PlaneRows(plane, above, unpack_shapes(of["shapes"])[rows], self._columns(name)), to
-                )
+                reader.read(PlaneRows(plane, above, shapes[name][rows], self._columns(name)), to)
             else:
                 to.copy_(found["words"][at : at + to.numel()].view(to.shape))
                 at += to.numel()

@@ -15,14 +15,13 @@ from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
 from anybit.formats.levels import CLOSE_BITS, largest, levels_of
 from anybit.formats.unquantized import UnquantizedLayout
-from anybit.methods.ordering import nested_layers
 
 
 class Budget(TypedDict, total=False):
     """How large a level may be: at most one of these, none for all that is there."""
 
     bits: float | None  # average code width
-    bpw: float | None  # stored bits per weight of the linear layers
+    bpw: float | None  # bits per weight of the linear layers, in memory
     size: int | str | None  # bytes of all files but the tokenizer, or text such as "110MB"
 
 
@@ -95,7 +94,7 @@ class Levels:
         return sum(size.present for size in self.sizes) - 1
 
     def bits_per_weight(self, level: int) -> float:
-        """Stored bits per weight of all linear layers of the blocks, as they run at a level."""
+        """Bits per weight of all linear layers of the blocks in memory, as they run at a level."""
         return 8 * self.sizes[level].layer_bytes / self.weights if self.weights else 0.0
 
     def embedding_bits_per_weight(self, level: int) -> float | None:
@@ -109,15 +108,13 @@ class Levels:
     def file_bits_per_weight(self, level: int) -> float:
         """What files have of the linear layers of the blocks, in bits per weight, as far as they are read at a level.
 
-        It is more than in memory where widths have tables of their own, less where planes are coded. Embedding and head
-        count too where their planes are in the same files.
+        It is more than in memory where widths have tables of their own, less where planes are coded. A file of an
+        enhancement layer that has planes of embeddings too counts by the share that the layers' take in memory.
         """
-        artifact, found = self.artifact, self.artifact.enhancements
-        layouts = [*artifact.stored.layers.values(), *self.unquantized.values()]
-        if found is not None:
-            layouts += [artifact.stored.embeddings[name] for name in nested_layers(self._embeddings)]
-        stored = _nbytes(layouts) + (0 if found is None else found.bytes_upto(level))
-        return 8 * stored / sum(layout.weights for layout in layouts) if self.weights else 0.0
+        stored = _nbytes([*self.artifact.stored.layers.values(), *self.unquantized.values()])
+        found = self.artifact.enhancements
+        more = 0.0 if found is None else found.layer_file_bytes_upto(level)
+        return 8 * (stored + more) / self.weights if self.weights else 0.0
 
     def layouts(self, level: int) -> tuple[dict[str, LayerLayout], dict[str, LayerLayout]]:
         """The quantized layers, and the quantized embedding and head, as they run at a level.

@@ -117,9 +117,9 @@ def _table(sizes: Sequence[Size], weights: int) -> str:
 def with_sizes(card: str, sizes: Sequence[Size], weights: int) -> str:
     """A card with the table of other sizes in place of its own; one that has no such table stays as it is."""
     lines, table = card.splitlines(), _table(sizes, weights).splitlines()
-    if table[0] not in lines:
+    first = next((i for i, line in enumerate(lines) if line.startswith("| bits | bits per weight")), None)
+    if first is None:
         return card
-    first = lines.index(table[0])
     last = next((i for i in range(first, len(lines)) if not lines[i].startswith("|")), len(lines))
     return "\n".join([*lines[:first], *table, *lines[last:]]) + "\n"
 

@@ -74,7 +74,9 @@ def _check_enhancements(found: Enhancements) -> None:
 
 def _check_layer(name: str, layout: LayerLayout, checkpoint: Checkpoint) -> None:
     tensors = {field: checkpoint.read(f"{name}.{field}") for field in layout.stored_tensors()}
-    validate(name, expand(name, PackedWeight(layout, tensors)))
+    packed = PackedWeight(layout, tensors)
+    validate(name, packed)
+    expand(name, packed)
 
 
 def _check_kept(name: str, checkpoint: Checkpoint) -> None:

@@ -57,7 +57,7 @@ class Level:
     ] = None
     bpw: Annotated[
         float | None,
-        typer.Option("--bpw", help="The same by most stored bits per weight.", rich_help_panel="Width"),
+        typer.Option("--bpw", help="The same by most bits per weight, in memory.", rich_help_panel="Width"),
     ] = None
     size: Annotated[
         str | None,

@@ -148,7 +148,7 @@ def quantize(
             device=run.device, report=report,
         )  # fmt: skip
     emit(asdict(result) | {"path": str(out)}, run.json_file, lambda f: typer.echo(
-        f"{out}: {f['bits']:.2f} bits, {f['bits_per_weight']:.3f} bits per weight stored, "
+        f"{out}: {f['bits']:.2f} bits, {f['bits_per_weight']:.3f} bits per weight, "
         f"{f['size_bytes'] / 1e6:.1f} MB, {f['seconds']:.0f} s"
     ))  # fmt: skip
 
@@ -178,7 +178,6 @@ def _options(method: str, of_method: Any, run: Run) -> Options:
 
 def _predict(model: str, options: Options, spec_map: Any, out: Path) -> dict[str, Any]:
     from anybit.artifact.writer import check_output
-    from anybit.methods.ordering import nested_layers
     from anybit.plan import estimate, plan_within
 
     check_output(out, overwrite=True)
@@ -190,6 +189,7 @@ def _predict(model: str, options: Options, spec_map: Any, out: Path) -> dict[str
         "coverage": made.coverage(),
         "warning": made.warning(options),
         "estimated": not options.exact_size,
-        "size_is_bound": bool(nested_layers(made.embeddings)),  # the order decides on their planes
+        "size_is_bound": METHODS[options.name].ordered
+        is not None,  # planes are coded, and the order decides on them
         **estimate(opened, made, options, out),
     }

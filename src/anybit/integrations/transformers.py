@@ -90,8 +90,8 @@ class AnybitQuantizer(HfQuantizer):
         refuse_unusable(model.name_or_path, model)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule) and module.packed.tensors:
+                validate(name, module.packed)
                 packed = expand(name, module.packed)
-                validate(name, packed)
                 if packed.layout != module.layout:
                     module.hold(packed)
         model.levels = levels_of({name: layout.expanded() for name, layout in self.stored.layers.items()})
