@@ -35,6 +35,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "paired": quality.paired,
     "file-sizes": quality.file_sizes,
     "coded": quality.coded,
+    "llama-cpp": quality.llama_cpp,
     "methods": quality.methods,
     "all-methods": quality.all_methods,
     "read-rate": lambda: speed.read_rate("decode-b", 2, speed.LARGE),

@@ -194,6 +194,20 @@ def coded() -> str:
     return how(found) + markdown(head, rows)
 
 
+def llama_cpp() -> str:
+    """llama.cpp's files, and one artifact of anybit at no more bytes."""
+    found = load("llama-cpp.json")
+    rows = []
+    for cell in found["cells"]:
+        sizes = f"{cell['bytes'] / 1e6:.1f} MB", f"{cell['bpw']:.2f}"
+        for text, theirs in cell["texts"].items():
+            ours = cell["anybit"][text]
+            figures = [f"{perplexity(of['perplexity'])}, {of['kld_mean']:.4f}" for of in (theirs, ours)]
+            rows.append([cell["peer"], *sizes, text, *figures, f"{ours['size_bytes'] / 1e6:.1f} MB"])
+    head = ["llama.cpp", "its tensors", "bits per weight", "text", "perplexity, KLD", "anybit", "all its files"]
+    return how(found) + markdown(head, rows)
+
+
 def paired() -> str:
     """Artifacts made in different ways, at some widths over the same windows; the criterion is against the first."""
     found = load("paired.json")

@@ -23,6 +23,7 @@ INSPECTION = {
         "bits": 3.5,
         "bits_eq10": None,
         "bits_per_weight": 3.75,
+        "file_bits_per_weight": 3.5,
         "weights": 10**8,
         "levels": [],
     },

@@ -27,6 +27,7 @@ COMMANDS = (
     "chat",
     "inspect",
     "verify",
+    "convert",
     "plan",
     "compare",
     "demo",

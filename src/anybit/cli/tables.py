@@ -109,13 +109,13 @@ def print_inspection(f: Json) -> None:
     if f["bits_eq10"] is not None:
         _say(f"bits by eq. 10    {f['bits_eq10']:.3f} (2/4/16: scales and zero points counted)")
     _say(f"bits per weight   {f['bits_per_weight']:.3f} over {f['weights'] / 1e6:.1f} M weights")
+    if f["file_bits_per_weight"] != f["bits_per_weight"]:
+        _say(f"  in the files    {f['file_bits_per_weight']:.3f}")
     if len(f["levels"]) > 1:
         there = [level["bits"] for level in f["levels"] if level["present"]]
         _say(
             f"levels            {len(there)}, {there[0]:.2f} to {there[-1]:.2f} bits (`anybit plan` lists them)"
         )
-    if f["file_bits_per_weight"] != f["bits_per_weight"]:
-        _say(f"  in the files    {f['file_bits_per_weight']:.3f}")
     if f["kv_bits"] != 16:
         _say(f"KV-cache          {f['kv_bits']} bits")
     _say(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
