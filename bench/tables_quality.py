@@ -204,7 +204,15 @@ def llama_cpp() -> str:
             ours = cell["anybit"][text]
             figures = [f"{perplexity(of['perplexity'])}, {of['kld_mean']:.4f}" for of in (theirs, ours)]
             rows.append([cell["peer"], *sizes, text, *figures, f"{ours['size_bytes'] / 1e6:.1f} MB"])
-    head = ["llama.cpp", "its tensors", "bits per weight", "text", "perplexity, KLD", "anybit", "all its files"]
+    head = [
+        "llama.cpp",
+        "its tensors",
+        "bits per weight",
+        "text",
+        "perplexity, KLD",
+        "anybit",
+        "all its files",
+    ]
     return how(found) + markdown(head, rows)
 
 
