@@ -18,9 +18,9 @@ constexpr int CLASSES = CODED_SHAPES * ((1 << (LAST_CODED - 1)) - 1);
 
 // Rows of one plane, and of the planes above it: bits of 32 columns to a word, the first in the lowest bit.
 struct PlaneRows {
-    int plane;                                        // FIRST_CODED to LAST_CODED
+    int plane;                                         // FIRST_CODED to LAST_CODED
     std::array<const uint32_t*, LAST_CODED - 1> above; // [rows, words] each, the first plane - 1 of them
-    const uint8_t* shapes;                            // [rows], below CODED_SHAPES
+    const uint8_t* shapes;                             // [rows], below CODED_SHAPES
     int64_t rows, columns;
     int64_t words() const { return (columns + 31) / 32; }
 };

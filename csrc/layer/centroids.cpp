@@ -55,7 +55,8 @@ std::vector<float> Tables::round_to_steps(const float* tables) {
             for (int64_t e = 0; e < entries; ++e) {
                 const int32_t steps = step > 0 ? static_cast<int32_t>(std::lrint(own[e] / step)) : 0;
                 made[static_cast<size_t>(kind * ENTRIES + entries - 2 + e)] = static_cast<float>(steps) * step;
-                const int32_t high = two ? (steps + most) / WORD - BYTE : steps; // what is left is a byte of either sign
+                const int32_t high =
+                    two ? (steps + most) / WORD - BYTE : steps; // what is left is a byte of either sign
                 to[e] = static_cast<uint8_t>(high + ZERO);
                 if (two) to[entries + e] = static_cast<uint8_t>(steps - WORD * high + ZERO);
             }
