@@ -94,9 +94,9 @@ struct CodebookByRow {
     const uint8_t* table;      // [rows, 2^bits], laid out as TableForm says
     bool mirrored;             // for floats: tables are of float16 numbers, entry e minus that of 2^bits - 1 - e
     bool halves;               // for `bf16.gemm`: the table is of bfloat16 as `bf16_form` says, or else of plain floats
-    bool two_bytes;       // for int8: entries are WORD a + b, stored as all of a, then all of b; else they are bytes
-    const float* scales;  // for int8: [tables], of a step
-    const uint8_t* kinds; // as in CodebookByWord
+    bool two_bytes;            // for int8: an entry is WORD a + b, first all of a, then all of b; else it is a byte
+    const float* scales;       // for int8: [tables], of a step
+    const uint8_t* kinds;      // as in CodebookByWord
     const float* row_scales;
     const int32_t* out_rows; // as in CodebookByWord
     int bits;                // 1..8
@@ -104,8 +104,8 @@ struct CodebookByRow {
     const uint16_t* kept; // for `gemm`: fp16 bit patterns [rows, kept_columns] of further columns
     int64_t kept_columns;
 
-    static constexpr int32_t BYTE_ZERO = 128,
-                             MOST_BYTE = 127; // bytes less BYTE_ZERO are at most as much, of either sign
+    static constexpr int32_t BYTE_ZERO = 128;
+    static constexpr int32_t MOST_BYTE = 127; // the largest byte less BYTE_ZERO, of either sign
     static constexpr int32_t WORD = 2 * MOST_BYTE + 1;
     static constexpr int MOST_BYTE_BITS = 6;   // of codes whose entries a byte has room for, if all rows share tables
     static constexpr int64_t INPUT_GROUP = 32; // inputs of 8 bits that share a scale
