@@ -62,7 +62,6 @@ def main() -> int:
     found = {
         "command": "python bench/peers/llama_cpp.py SmolLM2.gguf "
         + " ".join(f"--text {name}=..." for name in texts),
-        "llama_cpp": version(given.tools),
         "cells": cells,
     }
     given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -100,13 +99,6 @@ def evaluated(given: argparse.Namespace, model: Path, text: str, level: tuple[st
     found = json.loads(out.read_text(encoding="utf-8"))
     more = {key: found[key] for key in ("size_bytes", "base_perplexity") if key in found}
     return {key: found[key] for key in FIGURES} | more
-
-
-def version(tools: Path) -> str:
-    found = subprocess.run(
-        [tools / "llama-quantize", "--version"], capture_output=True, text=True, check=False
-    )
-    return (found.stdout + found.stderr).strip().splitlines()[0]
 
 
 def anybit(*arguments: str) -> None:
