@@ -26,6 +26,7 @@ WEIGHTS = {  # how often; what works for minutes by design gets a line that it m
         "chat": 2,
         "inspect": 2,
         "verify": 2,
+        "convert": 2,
         "plan": 3,
         "methods": 1,
     },
@@ -134,7 +135,7 @@ def line(rng: Random, bases: Bases, folder: Path, name: str) -> list[str]:
 
 def frugal(name: str, bases: Bases) -> list[str]:
     """What keeps a line that works short; an option that comes later counts."""
-    if name == "quantize":
+    if name in ("quantize", "convert"):
         return ["-o", "out"]
     if name == "eval":
         return ["--text", str(bases.text), "--seq-len", "32", "--max-tokens", "64"]

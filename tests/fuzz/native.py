@@ -51,8 +51,9 @@ def case(rng: Random, bases: Bases, folder: Path) -> str:
     print(f"{layout!r}\n{kinds}\n{isa}"[:5000])
     layer: Any = None
     with refused(said):
-        tables = _tables(rng.choice((isa, isa, None)))
-        layer = _native.Layer(layout, fields, rng.random() < 0.3, tables, rng.choice(THREADS), isa)
+        int8 = rng.random() < 0.3
+        tables = _tables(rng.choice((isa, isa, None)), int8 if rng.random() < 0.9 else not int8)
+        layer = _native.Layer(layout, fields, int8, tables, rng.choice(THREADS), isa)
     if layer is not None:
         called(rng, layer, layout, weight, said)
     print("\n".join(said)[:5000])
