@@ -90,7 +90,7 @@ class Planes(Protocol):
 
     columns: Mapping[
         str, int
-    ]  # of every nested matrix that have codes, in the order in which files number them
+    ]  # that have codes, of every nested matrix; in the order in which files number them
 
     def rows(self, name: str, plane: int, first: int, last: int) -> Tensor:
         """Rows of a plane, uint32 [last - first, words]."""
@@ -141,15 +141,15 @@ def code(packed: PackedWeight) -> PackedWeight:
     """A nested matrix with its planes coded, unless that makes it no smaller."""
     (tile,) = packed.layout.tiles
     assert isinstance(tile, NestedLayout)
-    planes = [p for p in CODED_PLANES if p <= len(tile.counts)]
+    planes = {f"plane_{p}": p for p in CODED_PLANES if p <= len(tile.counts)}
     tensors, columns = packed.tensors, tile.coded(packed.layout.shape[1])
     writer, shapes = PlaneWriter(), unpack_shapes(tensors["shapes"])
-    for p in planes:
-        writer.write(_rows(p, tensors, shapes, columns, tile.counts[p - 1]), tensors[f"plane_{p}"])
+    for field, p in planes.items():
+        writer.write(_rows(p, tensors, shapes, columns, tile.counts[p - 1]), tensors[field])
     coded = writer.finish()
-    if len(coded) >= sum(packed.tensors[f"plane_{p}"].nbytes for p in planes):
+    if len(coded) >= sum(tensors[field].nbytes for field in planes):
         return packed
-    made = {field: tensor for field, tensor in tensors.items() if field not in {f"plane_{p}" for p in planes}}
+    made = {field: tensor for field, tensor in tensors.items() if field not in planes}
     tiles = (replace(tile, coded_bytes=len(coded)),)
     return PackedWeight(replace(packed.layout, tiles=tiles), made | {"coded": coded})
 

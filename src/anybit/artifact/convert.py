@@ -123,10 +123,8 @@ def _write_enhancements(
     sizes: dict[str, Json] = {}
     for level in range(1, found.present):
         found.read_into(level, counts[level], counts[level - 1], planes.tensors)
-        added, file = (
-            list(plane_rows(counts[level], counts[level - 1])),
-            enhancement_file(level, found.present - 1),
-        )
+        added = list(plane_rows(counts[level], counts[level - 1]))
+        file = enhancement_file(level, found.present - 1)
         sizes[file] = writer.write_split(file, enhancement(planes, added, coded), {"after": chain})
         chain = link(chain, sizes[file]["sha256"])
         stated = _stated(found.entries[level]) | {PLANES: memory_bytes(added, planes.columns)}

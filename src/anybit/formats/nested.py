@@ -34,9 +34,7 @@ class NestedLayout(TileLayout):
 
     counts: tuple[int, ...]  # rows of every plane, above 0 and not ascending
     kept: int  # input channels that are stored as they are
-    coded_bytes: int | None = (
-        None  # of the stream in place of the `CODED_PLANES`; None: they are as in memory
-    )
+    coded_bytes: int | None = None  # of the stream in place of `CODED_PLANES`; None: they are as in memory
 
     @staticmethod
     def of(counts: Sequence[int], kept: int) -> NestedLayout:
@@ -58,7 +56,8 @@ class NestedLayout(TileLayout):
         words = groups_of(self.coded(c), 32)
         planes: Fields = {f"plane_{p}": (torch.uint32, (n, words)) for p, n in enumerate(self.counts, 1)}
         if self.coded_bytes is not None:
-            planes = {f: x for f, x in planes.items() if f not in {f"plane_{p}" for p in CODED_PLANES}}
+            coded = {f"plane_{p}" for p in CODED_PLANES}
+            planes = {field: entry for field, entry in planes.items() if field not in coded}
             planes["coded"] = (torch.uint8, (self.coded_bytes,))
         return fields | planes
 

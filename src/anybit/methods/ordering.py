@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -20,14 +19,12 @@ from torch import Tensor
 from anybit.checkpoint.architectures import joined_layers
 from anybit.formats import NestedLayout
 from anybit.formats.layout import LayerLayout
-from anybit.formats.nested import CODED_PLANES
 from anybit.methods.anybit import BASE_BITS, BITS
 
 STEP = 0.1  # bits from one enhancement layer to the next
 ROWS = 8  # that get a plane together
 SHARES = {2: 0.8, 3: 0.95, 4: 0.98}  # about what of a plane's bytes is left where it is coded
 Counts = Mapping[str, Sequence[int]]  # layer -> rows of every plane
-Size = TypeVar("Size", int, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ def _whole_steps(
     return np.array(steps).T
 
 
-def plane_words(columns: Size) -> Size:
+def plane_words(columns: int) -> int:
     """Words of 32 bits that a plane of a row takes."""
     return -(-columns // 32)
 
@@ -248,14 +245,12 @@ def plane_bytes(layouts: Mapping[str, LayerLayout]) -> int:
 def expected_saving(layouts: Mapping[str, LayerLayout]) -> int:
     """About what coding the planes of nested layers takes off their bytes; rather too little."""
     columns, tiles = coded_columns(layouts), nested_layers(layouts)
-    shares = {p: 1 - SHARES[p] for p in CODED_PLANES}
-    return int(
-        sum(
-            4 * plane_words(n) * rows * shares.get(p, 0)
-            for name, n in columns.items()
-            for p, rows in enumerate(tiles[name].counts, 1)
-        )
+    saved = (
+        4 * plane_words(n) * rows * (1 - SHARES.get(plane, 1))
+        for name, n in columns.items()
+        for plane, rows in enumerate(tiles[name].counts, 1)
     )
+    return int(sum(saved))
 
 
 def with_all_planes(layouts: Mapping[str, LayerLayout]) -> dict[str, LayerLayout]:
