@@ -1,0 +1,138 @@
+"""What the next token is drawn from: temperature, top-k, top-p and min-p, in this order.
+
+The arithmetic is that of Transformers' logits processors, `TemperatureLogitsWarper` to `MinPLogitsWarper`: float32, and
+running sums for top-p in float64. Of tokens equally likely at the bound, top-k keeps all, and top-p drops the lowest
+ids first. What differs is that no vocabulary is sorted where a part of it will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Tokens = NDArray[np.int64]
+
+BLOCK = 512  # numbers that one running sum covers: longer ones are as slow as an addition's latency
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """The tokens that may come next, and how likely each is."""
+
+    tokens: Tokens | None  # [n], ascending; None: the whole vocabulary
+    probabilities: Floats  # [n], of sum 1
+
+    def token(self, uniform: float) -> int:
+        """The token where the running sum of probabilities, in the order of token ids, passes a number in [0, 1)."""
+        at = _passes(self.probabilities, uniform)
+        return at if self.tokens is None else int(self.tokens[at])
+
+    def dense(self, vocabulary: int) -> Floats:
+        """The probabilities of all tokens, [vocabulary]."""
+        if self.tokens is None:
+            return self.probabilities
+        out = np.zeros(vocabulary, np.float32)
+        out[self.tokens] = self.probabilities
+        return out
+
+
+def distribution(scores: Floats, temperature: float, top_k: int, top_p: float, min_p: float) -> Distribution:
+    """The distribution that scores [vocabulary] give: the largest is finite, -inf marks tokens that cannot come.
+
+    Args:
+        scores: logits, biased and penalized.
+        temperature: above 0.
+        top_k: so many tokens of the highest scores, and what equals the last of them; 0: all.
+        top_p: the fewest likely tokens that together have this probability; 1: all.
+        min_p: tokens at least this likely, as a share of the likeliest token's probability; 0: all.
+    """
+    tokens, values = _highest(scores, top_k, temperature)
+    probabilities = _softmax(values)
+    if top_p < 1:
+        kept = _nucleus(probabilities, top_p)
+        tokens, values = kept if tokens is None else tokens[kept], values[kept]
+        probabilities = _softmax(values)
+    if min_p > 0:
+        kept = np.flatnonzero(probabilities >= np.float32(min_p) * probabilities.max())
+        tokens, values = kept if tokens is None else tokens[kept], values[kept]
+        probabilities = _softmax(values)
+    return Distribution(tokens, probabilities)
+
+
+def kth_largest(scores: Floats, k: int) -> np.float32:
+    """The k-th largest of scores [n], 0 < k <= n, none of them NaN.
+
+    The k-th largest of the maxima of columns is no larger, so few numbers besides those wanted are above it.
+    """
+    rows = len(scores) // max(2048, 16 * k)
+    if rows > 1:
+        maxima = scores[: len(scores) // rows * rows].reshape(rows, -1).max(0)
+        scores = scores[np.flatnonzero(scores >= np.partition(maxima, -k)[-k])]
+    return np.float32(np.partition(scores, -k)[-k])
+
+
+def _highest(scores: Floats, k: int, temperature: float) -> tuple[Tokens | None, Floats]:
+    """Tokens of the k highest scores, ties included, and their scores over the temperature."""
+    if not 0 < k < len(scores):
+        return None, scores if temperature == 1 else scores / np.float32(temperature)
+    least = kth_largest(scores, k)
+    collapsed = abs(least) * np.float32(2**-22) + np.float32(1e-30)  # what may equal it after the division
+    tokens = np.flatnonzero(scores >= least - collapsed)
+    values = scores[tokens] / np.float32(temperature)
+    if len(tokens) > k:
+        kept = np.flatnonzero(values >= kth_largest(values, k))
+        tokens, values = tokens[kept], values[kept]
+    return tokens, values
+
+
+def _softmax(values: Floats) -> Floats:
+    out = values - values.max()
+    np.exp(out, out=out)
+    out /= np.float32(out.sum(dtype=np.float64))
+    return out
+
+
+def _nucleus(probabilities: Floats, top_p: float) -> Tokens:
+    """Where the fewest likely tokens are that together have this probability.
+
+    Going up from the least likely, tokens are dropped while their sum is at most 1 - top_p. Those below half of that
+    over n sum to less: they are dropped without being sorted.
+    """
+    limit = np.float32(1 - top_p)
+    few = np.flatnonzero(probabilities >= limit / np.float32(2 * len(probabilities)))
+    likely = np.sort(probabilities[few])
+    mass = float(likely.sum(dtype=np.float64))
+    dropped = float(probabilities.sum(dtype=np.float64)) - mass
+    passed = (
+        float(limit) + float(np.nextafter(limit, np.float32(2)))
+    ) / 2  # sums above round to more than the limit
+    first = _passes(likely, (passed - dropped) / mass)
+    kept = few[probabilities[few] >= likely[first]]
+    ties = first - int(
+        np.searchsorted(likely, likely[first])
+    )  # dropped, though as likely as the first one kept
+    if ties:
+        equal = np.flatnonzero(probabilities[kept] == likely[first])
+        kept = np.delete(kept, equal[:ties])
+    return kept
+
+
+def _passes(weights: Floats, share: float) -> int:
+    """The first place where the running sum of weights [n] is above a share of their sum; none of weight 0."""
+    if len(weights) > 2 * BLOCK:
+        sums = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64).cumsum()
+        block = _above(sums, share * sums[-1])
+        before = sums[block - 1] if block else 0.0
+        start = block * BLOCK
+        within = weights[start : start + BLOCK].cumsum(dtype=np.float64)
+        return start + _above(within, share * sums[-1] - before)
+    sums = weights.cumsum(dtype=np.float64)
+    return _above(sums, share * sums[-1])
+
+
+def _above(sums: NDArray[np.float64], limit: float) -> int:
+    """The first of ascending sums above a limit; where rounding leaves none, the first that equals the last."""
+    return min(int(np.searchsorted(sums, limit, side="right")), int(np.searchsorted(sums, sums[-1])))
