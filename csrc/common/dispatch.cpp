@@ -1,16 +1,18 @@
 // Where an instruction set is chosen: asked of the processor at run time, so that one build serves every machine.
 #include "common/dispatch.h"
 
+#include "engine/ops.h"
 #include "matmul/ops.h"
 #include "quantize/ops.h"
 
 namespace anybit {
 
-// One factory of each kind per instruction set (matmul/ops.cpp, quantize/ops.cpp).
+// One factory of each kind per instruction set (matmul/ops.cpp, quantize/ops.cpp, engine/ops.cpp).
 #define ANYBIT_FACTORIES(isa, ...)   \
     namespace isa {                  \
     MatmulOps make_matmul_ops();     \
     QuantizeOps make_quantize_ops(); \
+    EngineOps make_engine_ops();     \
     }
 ANYBIT_ISAS(ANYBIT_FACTORIES)
 #undef ANYBIT_FACTORIES
@@ -70,6 +72,21 @@ const QuantizeOps* quantize_ops(Isa isa) {
     }
 }
 
+const EngineOps* engine_ops(Isa isa) {
+    if (!runs(isa)) return nullptr;
+    switch (isa) {
+#define ANYBIT_ENGINE_all(isa) \
+    case Isa::isa: return made<isa::make_engine_ops>();
+#define ANYBIT_ENGINE_products(isa)
+#define ANYBIT_ENGINE(isa, kinds, ...) ANYBIT_ENGINE_##kinds(isa)
+        ANYBIT_ISAS(ANYBIT_ENGINE)
+#undef ANYBIT_ENGINE
+#undef ANYBIT_ENGINE_products
+#undef ANYBIT_ENGINE_all
+    default: return nullptr;
+    }
+}
+
 const MatmulOps& best_matmul_ops() {
     static const MatmulOps& ops = best(matmul_ops);
     return ops;
@@ -77,6 +94,11 @@ const MatmulOps& best_matmul_ops() {
 
 const QuantizeOps& best_quantize_ops() {
     static const QuantizeOps& ops = best(quantize_ops);
+    return ops;
+}
+
+const EngineOps& best_engine_ops() {
+    static const EngineOps& ops = best(engine_ops);
     return ops;
 }
 

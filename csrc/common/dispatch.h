@@ -5,6 +5,7 @@ namespace anybit {
 
 struct MatmulOps;   // matmul/ops.h
 struct QuantizeOps; // quantize/ops.h
+struct EngineOps;   // engine/ops.h
 
 // Every instruction set that kernels are compiled for (CMakeLists.txt has the flags), each in a namespace of its name:
 // which kernels (all, or products only), the one that it goes beyond, and what it needs of the processor besides. Of
@@ -42,9 +43,11 @@ bool runs(Isa isa);
 // The kernels of an instruction set; null where the machine does not run it, or it has none of these.
 const MatmulOps* matmul_ops(Isa isa);
 const QuantizeOps* quantize_ops(Isa isa);
+const EngineOps* engine_ops(Isa isa);
 
 // The best of this machine.
 const MatmulOps& best_matmul_ops();
 const QuantizeOps& best_quantize_ops();
+const EngineOps& best_engine_ops();
 
 } // namespace anybit

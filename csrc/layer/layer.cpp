@@ -209,6 +209,12 @@ int64_t Layer::common_group_size() const {
     return std::all_of(parts_.begin(), parts_.end(), alike) ? size : 0;
 }
 
+int64_t Layer::few_tokens(Numbers inputs) const {
+    return inputs == Numbers::f32    ? GEMV_TOKENS
+           : inputs == Numbers::bf16 ? ops_.gemv_tokens_bf16
+                                     : ops_.gemv_tokens_int8;
+}
+
 // Numbers of tokens that plans tell apart.
 std::vector<int64_t> Layer::token_kinds() const {
     const int64_t few = ops_.gemv_tokens_bf16;

@@ -83,6 +83,9 @@ public:
     // Throws std::invalid_argument: more tokens; inputs rounded by the caller where `int8_group_size` is 0.
     const Plan& plan(int64_t tokens, Numbers inputs, Written written) const;
 
+    // Tokens up to which each has the bits that it has alone.
+    int64_t few_tokens(Numbers inputs) const;
+
     // Inputs that share a scale, where the layer multiplies inputs that its caller has rounded to 8 bits: all of them,
     // in groups of this size. 0: it does not, since it scales, picks or rounds them itself.
     int64_t int8_group_size() const { return int8_group_size_; }

@@ -4,6 +4,7 @@
 #include "common/scratch.h"
 #include "module/arrays.h"
 #include "module/coding_module.h"
+#include "module/engine_module.h"
 #include "module/layer_module.h"
 #include "quantize/moments.h"
 
@@ -420,4 +421,5 @@ NB_MODULE(_native, m) {
           "scale * tables[shape], float32 [shapes, entries], come closest.");
     add_coding(m);
     add_layer(m);
+    add_engine(m);
 }

@@ -220,6 +220,8 @@ public:
         else layer_->dequantize(static_cast<uint16_t*>(to), used);
     }
 
+    const std::shared_ptr<const Layer>& native() const { return layer_; }
+
     bool has_rows() const { return layer_->has_rows(); }
     void rows(const Input& ids, const Output& out) const {
         const int64_t n = size_of("ids", ids, 0, 1);
@@ -237,6 +239,12 @@ private:
 };
 
 } // namespace
+
+std::shared_ptr<const Layer> native_layer(nb::handle object) {
+    const BoundLayer* found = nullptr;
+    if (!nb::try_cast(object, found) || found == nullptr) throw nb::type_error("a matrix is no anybit._native.Layer");
+    return found->native();
+}
 
 void add_layer(nb::module_& m) {
     nb::class_<BoundTables>(m, "Tables", "The tables of all shapes, for nested tiles.")

@@ -1,0 +1,291 @@
+// One step of a decoder, phase by phase.
+#pragma once
+
+#include "engine/decoder.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace anybit {
+
+class Decoder::Run {
+public:
+    Run(Decoder& decoder, const DecoderWeights& weights, const Step& step, KvCache& cache, int threads)
+        : spec_(decoder.spec_), ops_(decoder.ops_), weights_(weights), step_(step), cache_(cache), threads_(threads),
+          rounds_(decoder.rounds_), memory_(decoder.memory_), rows_(step.rows), head_(spec_.head_size),
+          padded_(padded(head_)), group_(spec_.heads / spec_.kv_heads) {}
+
+    void run() {
+        x_ = floats(spec_.hidden);
+        normed_ = floats(spec_.hidden);
+        attended_ = floats(spec_.heads * head_);
+        keys_ = floats(spec_.kv_heads * head_);
+        values_ = floats(spec_.kv_heads * head_);
+        asked_ = floats(spec_.heads * head_);
+        queries_ = floats(spec_.heads * padded_);
+        gate_ = floats(spec_.intermediate);
+        up_ = floats(spec_.intermediate);
+        turn();
+        plan_attention();
+        embed();
+        for (size_t b = 0; b < spec_.blocks.size(); ++b) {
+            attend(b);
+            feed(b);
+        }
+        finish();
+    }
+
+private:
+    // Queries of some rows and a KV head over one split, which a thread takes together.
+    struct Task {
+        int64_t first, last; // rows
+        int64_t split;
+    };
+    static constexpr int64_t TASK_ROWS = 16;
+
+    float* floats(int64_t columns) { return memory_.take<float>(rows_ * columns); }
+
+    // f(row) for every row, of so much work each.
+    template <typename F> void by_rows(int64_t work, F&& f) { for_tokens(rows_, work, threads_, f); }
+
+    // ---- before the blocks
+
+    // Cosines and sines of every row, for each kind of rotary embedding.
+    void turn() {
+        for (const Rope& rope : spec_.ropes) {
+            const auto half = static_cast<int64_t>(rope.frequencies.size());
+            float* angles = memory_.take<float>(rows_ * 2 * half);
+            by_rows(half * ANGLE_WORK, [&](int64_t r) {
+                float *cosines = angles + r * 2 * half, *sines = cosines + half;
+                for (int64_t i = 0; i < half; ++i) {
+                    const float angle = static_cast<float>(step_.positions[r]) * rope.frequencies[static_cast<size_t>(i)];
+                    cosines[i] = std::cos(angle) * rope.scale;
+                    sines[i] = std::sin(angle) * rope.scale;
+                }
+            });
+            angles_.push_back(angles);
+        }
+    }
+
+    void embed() {
+        const std::vector<int64_t> ids(step_.tokens, step_.tokens + rows_);
+        weights_.embedding->rows(ids.data(), rows_, x_);
+        if (spec_.embedding_scale != 1)
+            for (int64_t i = 0; i < rows_ * spec_.hidden; ++i) x_[i] *= spec_.embedding_scale;
+    }
+
+    int64_t begin_of(int64_t row, const BlockSpec& block) const {
+        const int64_t end = step_.positions[row] + 1;
+        return block.window > 0 && block.window < end ? end - block.window : 0;
+    }
+
+    // Where each row's parts of attention begin, for the widest window, and what threads take.
+    void plan_attention() {
+        for (int64_t first = 0; first < rows_;) {
+            int64_t last = first + 1;
+            while (last < rows_ && last - first < TASK_ROWS && step_.sequences[last] == step_.sequences[first]) ++last;
+            for (int64_t split = 0; split <= step_.positions[last - 1] / SPLIT; ++split)
+                tasks_.push_back({first, last, split});
+            first = last;
+        }
+        for (int64_t r = 0; r < rows_; ++r) {
+            parts_begin_.push_back(parts_count_);
+            parts_count_ += (step_.positions[r] / SPLIT + 1) * spec_.heads;
+        }
+        parts_ = memory_.take<float>(parts_count_ * part());
+        for (const Task& task : tasks_) attention_work_ += (task.last - task.first) * SPLIT;
+    }
+    int64_t part() const { return PART + padded_; }
+    float* part_of(int64_t row, int64_t split, int64_t head) const {
+        return parts_ + (parts_begin_[static_cast<size_t>(row)] + split * spec_.heads + head) * part();
+    }
+
+    // ---- attention
+
+    void attend(size_t b) {
+        const BlockSpec& block = spec_.blocks[b];
+        const DecoderWeights::Block& w = weights_.blocks[b];
+        const float* from = normed(block.before_attention, [b] {
+            return b == 0 ? std::string("the embedding") : "the MLP of block " + std::to_string(b - 1);
+        });
+        multiply({{*w.q, from, asked_}, {*w.k, from, keys_}, {*w.v, from, values_}}, rows_, rounds_, memory_, threads_);
+        by_rows((spec_.heads + spec_.kv_heads) * head_ * HEAD_WORK, [&](int64_t r) { place(block, b, r); });
+        // One pass over keys and values for all queries of a KV head.
+        const auto tasks = static_cast<int64_t>(tasks_.size()), units = tasks * spec_.kv_heads;
+        const int64_t piece = piece_of(units, 1, attention_work_ * spec_.heads * head_ * 2, threads_);
+        parallel_for(units, std::max(int64_t(1), piece), threads_, [&](int64_t begin, int64_t end) {
+            for (int64_t u = begin; u < end; ++u) look(block, b, tasks_[static_cast<size_t>(u % tasks)], u / tasks);
+        });
+        by_rows(spec_.heads * head_ * HEAD_WORK, [&](int64_t r) { gather(block, r); });
+        add(*w.o, attended_, block.o_bias, block.behind_attention);
+    }
+
+    // A row's queries, keys and values, as the cache has them.
+    void place(const BlockSpec& block, size_t b, int64_t r) const {
+        const float* angles = block.rope < 0 ? nullptr : angles_[static_cast<size_t>(block.rope)];
+        const int64_t half = block.rope < 0 ? 0 : static_cast<int64_t>(spec_.ropes[static_cast<size_t>(block.rope)].frequencies.size());
+        const auto prepare = [&](float* x, int64_t head, const std::vector<float>& bias, const std::vector<float>& norm) {
+            for (int64_t i = 0; i < head_ && !bias.empty(); ++i) x[i] += bias[static_cast<size_t>(head * head_ + i)];
+            if (!norm.empty()) ops_.rms_norm(x, norm.data(), head_, spec_.epsilon, x);
+            if (angles != nullptr) ops_.rotate(x, angles + r * 2 * half, angles + (r * 2 + 1) * half, half);
+            if (cache_.format().bits < 16) ops_.hadamard(x, head_);
+        };
+        for (int64_t h = 0; h < spec_.heads; ++h) {
+            float *x = asked_ + (r * spec_.heads + h) * head_, *to = queries_ + (r * spec_.heads + h) * padded_;
+            prepare(x, h, block.q_bias, block.of_queries);
+            for (int64_t i = 0; i < padded_; ++i) to[i] = i < head_ ? x[i] * spec_.softmax_scale : 0;
+        }
+        const int32_t position = step_.positions[r];
+        const int32_t page = step_.pages[step_.sequences[r] * step_.row_pages + position / PAGE];
+        for (int64_t h = 0; h < spec_.kv_heads; ++h) {
+            float *key = keys_ + (r * spec_.kv_heads + h) * head_, *value = values_ + (r * spec_.kv_heads + h) * head_;
+            prepare(key, h, block.k_bias, block.of_keys);
+            for (int64_t i = 0; i < head_ && !block.v_bias.empty(); ++i)
+                value[i] += block.v_bias[static_cast<size_t>(h * head_ + i)];
+            if (cache_.format().bits < 16) ops_.hadamard(value, head_);
+            ops_.store(cache_.format(), cache_.page(page, static_cast<int64_t>(b), h), position % PAGE, key, value);
+        }
+    }
+
+    void look(const BlockSpec& block, size_t b, const Task& task, int64_t kv_head) const {
+        const int64_t from = task.split * SPLIT;
+        const int32_t* table = step_.pages + step_.sequences[task.first] * step_.row_pages + from / PAGE;
+        const uint8_t* pages[SPLIT / PAGE];
+        const int64_t last = std::min(SPLIT, step_.positions[task.last - 1] + 1 - from);
+        for (int64_t p = 0; p * PAGE < last; ++p) pages[p] = cache_.page(table[p], static_cast<int64_t>(b), kv_head);
+        const KvPages kv{cache_.format(), pages, from, spec_.attention_softcap};
+        Query queries[QUERIES];
+        int64_t count = 0;
+        for (int64_t r = task.first; r < task.last; ++r) {
+            const int64_t begin = std::max(begin_of(r, block), from);
+            const int64_t end = std::min(int64_t(step_.positions[r]) + 1, from + SPLIT);
+            if (begin >= end) continue;
+            for (int64_t h = kv_head * group_; h < (kv_head + 1) * group_; ++h) {
+                float* to = part_of(r, task.split, h);
+                queries[count++] = {queries_ + (r * spec_.heads + h) * padded_, to + PART, to, to + 1, begin, end};
+                if (count < QUERIES) continue;
+                ops_.attend(kv, queries, count);
+                count = 0;
+            }
+        }
+        if (count > 0) ops_.attend(kv, queries, count);
+    }
+
+    void gather(const BlockSpec& block, int64_t r) const {
+        const int64_t first = begin_of(r, block) / SPLIT, last = step_.positions[r] / SPLIT;
+        std::vector<const float*> parts(static_cast<size_t>(last - first + 1));
+        for (int64_t h = 0; h < spec_.heads; ++h) {
+            for (int64_t s = first; s <= last; ++s) parts[static_cast<size_t>(s - first)] = part_of(r, s, h);
+            float* to = attended_ + (r * spec_.heads + h) * head_;
+            ops_.combine(parts.data(), last - first + 1, head_, to);
+            if (cache_.format().bits < 16) ops_.hadamard(to, head_);
+        }
+    }
+
+    // ---- the MLP
+
+    void feed(size_t b) {
+        const BlockSpec& block = spec_.blocks[b];
+        const DecoderWeights::Block& w = weights_.blocks[b];
+        const float* from = normed(block.before_mlp, [b] { return "the attention of block " + std::to_string(b); });
+        multiply({{*w.gate, from, gate_}, {*w.up, from, up_}}, rows_, rounds_, memory_, threads_);
+        const int64_t n = spec_.intermediate, pieces = (n + GATE_PIECE - 1) / GATE_PIECE, all = rows_ * pieces;
+        parallel_for(all, piece_of(all, 1, rows_ * n * GATE_WORK, threads_), threads_, [&](int64_t begin, int64_t end) {
+            for (int64_t u = begin; u < end; ++u) {
+                const int64_t first = u % pieces * GATE_PIECE, count = std::min(GATE_PIECE, n - first);
+                float *gate = gate_ + u / pieces * n + first, *up = up_ + u / pieces * n + first;
+                for (int64_t i = 0; i < count && !block.gate_bias.empty(); ++i) gate[i] += block.gate_bias[static_cast<size_t>(first + i)];
+                for (int64_t i = 0; i < count && !block.up_bias.empty(); ++i) up[i] += block.up_bias[static_cast<size_t>(first + i)];
+                ops_.gate(spec_.activation, gate, up, count, gate);
+            }
+        });
+        add(*w.down, gate_, block.down_bias, block.behind_mlp);
+    }
+
+    // ---- what both have
+
+    // The residual, normed; `source` names what was added to it last.
+    template <typename F> const float* normed(const std::vector<float>& norm, F&& source) {
+        if (norm.empty()) return x_;
+        std::atomic<bool> finite{true};
+        by_rows(spec_.hidden * NORM_WORK, [&](int64_t r) {
+            const float mean = ops_.rms_norm(x_ + r * spec_.hidden, norm.data(), spec_.hidden, spec_.epsilon,
+                                             normed_ + r * spec_.hidden);
+            if (!std::isfinite(mean)) finite = false;
+        });
+        if (!finite) throw NotFinite(source() + " gives NaN or Inf");
+        return normed_;
+    }
+
+    // The residual, with a layer's outputs added.
+    void add(const Layer& layer, const float* from, const std::vector<float>& bias, const std::vector<float>& norm) {
+        if (bias.empty() && norm.empty() && spec_.residual_scale == 1)
+            return multiply({{layer, from, x_, true}}, rows_, rounds_, memory_, threads_);
+        multiply({{layer, from, normed_}}, rows_, rounds_, memory_, threads_);
+        by_rows(spec_.hidden * NORM_WORK, [&](int64_t r) {
+            float *y = normed_ + r * spec_.hidden, *x = x_ + r * spec_.hidden;
+            for (size_t i = 0; i < bias.size(); ++i) y[i] += bias[i];
+            if (!norm.empty()) ops_.rms_norm(y, norm.data(), spec_.hidden, spec_.epsilon, y);
+            for (int64_t i = 0; i < spec_.hidden; ++i) x[i] += spec_.residual_scale * y[i];
+        });
+    }
+
+    // Logits of the rows that are wanted.
+    void finish() {
+        const int64_t n = step_.wanted_count, hidden = spec_.hidden, last = static_cast<int64_t>(spec_.blocks.size()) - 1;
+        if (n == 0) return;
+        float* states = memory_.take<float>(n * hidden);
+        for (int64_t i = 0; i < n; ++i) {
+            const float mean = ops_.rms_norm(x_ + step_.wanted[i] * hidden, spec_.final_norm.data(), hidden, spec_.epsilon, states + i * hidden);
+            if (!std::isfinite(mean)) throw NotFinite("the MLP of block " + std::to_string(last) + " gives NaN or Inf");
+        }
+        multiply({{*weights_.head, states, step_.logits}}, n, rounds_, memory_, threads_);
+        std::atomic<bool> finite{true};
+        const int64_t all = n * spec_.vocabulary, pieces = (all + GATE_PIECE - 1) / GATE_PIECE;
+        parallel_for(pieces, piece_of(pieces, 1, all, threads_), threads_, [&](int64_t begin, int64_t end) {
+            float* x = step_.logits + begin * GATE_PIECE;
+            const int64_t count = std::min(end * GATE_PIECE, all) - begin * GATE_PIECE;
+            if (!all_finite(x, count)) finite = false;
+            if (spec_.logit_scale != 1)
+                for (int64_t i = 0; i < count; ++i) x[i] *= spec_.logit_scale;
+            if (spec_.logit_softcap > 0) ops_.softcap(x, count, spec_.logit_softcap);
+        });
+        if (!finite) throw NotFinite("the head gives NaN or Inf");
+    }
+
+    static bool all_finite(const float* x, int64_t n) {
+        constexpr uint32_t EXPONENT = 0x7f800000;
+        uint32_t found = 0;
+        for (int64_t i = 0; i < n; ++i) {
+            uint32_t bits;
+            std::memcpy(&bits, x + i, sizeof bits);
+            found |= (bits & EXPONENT) == EXPONENT ? 1 : 0;
+        }
+        return found == 0;
+    }
+
+    // Multiply-adds that some work costs as much as, about.
+    static constexpr int64_t ANGLE_WORK = 128, HEAD_WORK = 4, NORM_WORK = 2, GATE_WORK = 8;
+    static constexpr int64_t GATE_PIECE = 512; // numbers that a thread takes at a time
+    static constexpr int64_t QUERIES = 64;     // that are asked together, at most
+
+    const DecoderSpec& spec_;
+    const EngineOps& ops_;
+    const DecoderWeights& weights_;
+    const Step& step_;
+    KvCache& cache_;
+    const int threads_;
+    const bool rounds_;
+    Workspace& memory_;
+    const int64_t rows_, head_, padded_, group_;
+
+    float* x_ = nullptr; // [rows, hidden]: the residual
+    float *normed_ = nullptr, *attended_ = nullptr, *keys_ = nullptr, *values_ = nullptr, *asked_ = nullptr;
+    float *queries_ = nullptr, *gate_ = nullptr, *up_ = nullptr, *parts_ = nullptr;
+    std::vector<float*> angles_; // of each rope: [rows, 2, half]
+    std::vector<Task> tasks_;
+    std::vector<int64_t> parts_begin_; // of each row
+    int64_t parts_count_ = 0, attention_work_ = 0;
+};
+
+} // namespace anybit

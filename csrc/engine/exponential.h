@@ -1,0 +1,43 @@
+// exp and tanh on vectors.
+#pragma once
+
+#include "common/simd.h"
+
+namespace anybit::ANYBIT_ISA {
+namespace {
+
+inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats lesser(Floats a, Floats b) { return a < b ? a : b; }
+
+// e^x within 2 units in the last place: 2^k times a polynomial of the rest (Cephes' coefficients). 0 below -87, the
+// largest finite power above 88; NaN stays one.
+inline Floats exponential(Floats x) {
+    const Floats low = broadcast(-87.33f), high = broadcast(88.72f);
+    const auto under = x < low;
+    const Floats y = lesser(greater(low, x), high); // in this order NaN survives: comparisons with it are false
+    const Floats whole = y * 1.44269504f + 0x1.8p23f - broadcast(0x1.8p23f);
+    const Floats r = y - whole * 0.693359375f - whole * -2.12194440e-4f;
+    Floats p = broadcast(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const Ints power = (__builtin_convertvector(whole, Ints) + 126) << 23; // half of it: 2^128 is no float
+    const Floats made = p * reinterpret_cast<Floats>(power) * 2.0f;
+    const Floats flushed = under ? Floats{} : made;
+    return x == x ? flushed : x;
+}
+
+inline Floats hyperbolic_tangent(Floats x) {
+    // (1 - e^-2|x|) / (1 + e^-2|x|) loses digits near 0, where x - x^3 / 3 + 2 x^5 / 15 has them all.
+    const Floats size = x < 0 ? -x : x, e = exponential(size * -2.0f);
+    const Floats far = (1.0f - e) / (1.0f + e), square = x * x;
+    const Floats near = size * (1.0f + square * (square * 0.133333333f - 0.333333333f));
+    const Floats made = size < 0.04f ? near : far;
+    return x < 0 ? -made : made;
+}
+
+} // namespace
+} // namespace anybit::ANYBIT_ISA

@@ -1,0 +1,18 @@
+// The table of one instruction set's kernels of the engine.
+#include "engine/ops.h"
+
+namespace anybit::ANYBIT_ISA {
+
+// Each in the file of its name.
+void add_elementwise(EngineOps&);
+void add_attention(EngineOps&);
+
+EngineOps make_engine_ops() {
+    EngineOps ops{};
+    ops.isa = Isa::ANYBIT_ISA;
+    add_elementwise(ops);
+    add_attention(ops);
+    return ops;
+}
+
+} // namespace anybit::ANYBIT_ISA

@@ -1,0 +1,120 @@
+#include "engine/products.h"
+
+#include "common/thread_memory.h"
+
+namespace anybit {
+namespace {
+
+constexpr int OWN = 1;             // the thread's memory for products, beside what a gemm takes
+constexpr uint16_t HALF_ONE = 0x3c00; // 1 in float16: nothing of the inputs' range is clipped
+
+// Products of one layer with ranges of tokens that it multiplies alike: they have the same steps and units, and a piece
+// of the weights is read once for all of them.
+struct Alike {
+    const Plan* plan;
+    int64_t tokens; // of each
+    std::vector<Product> products;
+
+    int64_t units(int step) const { return step < plan->steps() ? plan->units(step, tokens) : 0; }
+    int64_t work(int step) const {
+        return step < plan->steps() ? plan->work(step, tokens) * static_cast<int64_t>(products.size()) : 0;
+    }
+};
+
+class Together {
+public:
+    Together(int64_t tokens, bool rounds, Workspace& memory, int threads)
+        : tokens_(tokens), rounds_(rounds), memory_(memory), threads_(threads) {}
+
+    void add(const Multiplication& m) {
+        const bool codes = rounds_ && m.layer.int8_group_size() > 0;
+        const Numbers numbers = codes ? Numbers::i8 : Numbers::f32;
+        const int64_t in = m.layer.in(), most = m.layer.few_tokens(numbers), whole = tokens_ / most;
+        LayerInputs x{m.x, in};
+        if (codes) x = round(m);
+        const auto range = [&](int64_t first, int64_t count, int64_t each) {
+            if (count == 0) return;
+            const Plan& plan = m.layer.plan(each, numbers, m.add ? Written::add : Written::set);
+            Alike alike{&plan, each, {}};
+            for (int64_t i = 0; i < count; ++i, first += each) {
+                LayerInputs from = x;
+                from.data = static_cast<const char*>(x.data) + first * in * size_of(numbers);
+                if (codes) from.scales += first * groups(m.layer);
+                const LayerOutputs to{m.y + first * m.layer.out(), nullptr, m.layer.out()};
+                alike.products.emplace_back(m.layer, plan, each, from, to, memory_.take<char>(plan.bytes(each)));
+            }
+            own_ = std::max(own_, plan.own_bytes());
+            all_.push_back(std::move(alike));
+        };
+        range(0, whole, most);
+        range(whole * most, tokens_ % most > 0, tokens_ % most);
+    }
+
+    void run() {
+        warm_thread();
+        thread_memory(own_, OWN);
+        int steps = 0;
+        for (const Alike& alike : all_) steps = std::max(steps, alike.plan->steps());
+        for (int step = 0; step < steps; ++step) run(step);
+    }
+
+private:
+    static int64_t groups(const Layer& layer) { return (layer.in() - 1) / layer.int8_group_size() + 1; }
+
+    // Inputs as codes, once for layers that read the same ones alike.
+    LayerInputs round(const Multiplication& m) {
+        const int64_t in = m.layer.in(), size = m.layer.int8_group_size(), n = groups(m.layer);
+        if (m.x == rounded_from_ && size == rounded_by_) return rounded_;
+        auto* codes = memory_.take<int8_t>(tokens_ * in);
+        auto* scales = memory_.take<float>(tokens_ * n);
+        auto* clip = memory_.take<uint16_t>(n);
+        std::fill_n(clip, n, HALF_ONE);
+        const InputGrid grid{8, in, size, clip, nullptr};
+        const auto quantize = best_matmul_ops().quantize_inputs; // the same bits in every instruction set
+        for_tokens(tokens_, in, threads_, [&](int64_t k) { quantize(m.x + k * in, grid, codes + k * in, scales + k * n); });
+        rounded_from_ = m.x;
+        rounded_by_ = size;
+        return rounded_ = {codes, in, scales};
+    }
+
+    void run(int step) {
+        int64_t units = 0, work = 0;
+        for (const Alike& alike : all_) {
+            units += alike.units(step);
+            work += alike.work(step);
+        }
+        const auto part = [&](int64_t begin, int64_t end) {
+            void* own = thread_memory(own_, OWN);
+            for (const Alike& alike : all_) {
+                const int64_t last = std::min(end, alike.units(step));
+                if (begin < last)
+                    for (const Product& product : alike.products) product.run(step, std::max(begin, int64_t(0)), last, own);
+                begin -= alike.units(step);
+                end -= alike.units(step);
+            }
+        };
+        const auto ready = [this] { return reserve_thread_memory(GEMM_MEMORY) && reserve_thread_memory(own_, OWN); };
+        parallel_for(units, std::max(int64_t(1), piece_of(units, 1, work, threads_)), threads_, part, ready);
+    }
+
+    int64_t tokens_;
+    bool rounds_;
+    Workspace& memory_;
+    int threads_;
+    std::vector<Alike> all_;
+    int64_t own_ = 0; // bytes that each thread needs for itself
+    const float* rounded_from_ = nullptr;
+    int64_t rounded_by_ = 0;
+    LayerInputs rounded_{};
+};
+
+} // namespace
+
+void multiply(std::initializer_list<Multiplication> all, int64_t tokens, bool rounds, Workspace& memory, int threads) {
+    const Workspace::Frame frame(memory);
+    Together together(tokens, rounds, memory, threads);
+    for (const Multiplication& one : all) together.add(one);
+    together.run();
+}
+
+} // namespace anybit

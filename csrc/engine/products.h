@@ -1,0 +1,26 @@
+// Products of some layers with the same tokens, in common steps on the process' pool: the fewer steps, the less waiting.
+#pragma once
+
+#include "engine/workspace.h"
+#include "layer/layer.h"
+
+#include <initializer_list>
+
+namespace anybit {
+
+// y [tokens, out] = x [tokens, in] @ W^T in float32, or added to y.
+struct Multiplication {
+    const Layer& layer;
+    const float* x;
+    float* y;
+    bool add = false;
+};
+
+// Every token has the bits that it has alone: layers multiply as many at a time as share them.
+//
+// rounds: layers whose inputs their caller may round to 8 bits (`Layer::int8_group_size`) get them so.
+//
+// Throws std::bad_alloc; then outputs are undefined.
+void multiply(std::initializer_list<Multiplication> all, int64_t tokens, bool rounds, Workspace& memory, int threads);
+
+} // namespace anybit

@@ -1,0 +1,6 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+// The classes Decoder and KvCache of anybit._native.
+void add_engine(nanobind::module_& m);
