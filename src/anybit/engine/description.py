@@ -46,6 +46,7 @@ INERT = {
     "attn_implementation", "_attn_implementation", "cache_implementation", "is_llama_config",
     "rope_interleaved", "_commit_hash", "problem_type", "id2label", "label2id", "chunk_size_feed_forward",
 }  # fmt: skip
+OFF = {"use_bidirectional_attention"}  # fields that change nothing where they are off
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "relu": "relu",
@@ -98,7 +99,10 @@ def describe(model: Any) -> Json:
 def _refuse_unknown_fields(config: Any) -> None:
     """Refuse what nobody here reads, where it is not as its class has it."""
     for field, value in config.to_diff_dict().items():
-        if field not in READ and field not in INERT:
+        if field.startswith("_") or field.endswith("_token_id"):
+            continue
+        known = field in READ or field in INERT or (field in OFF and not value)
+        if not known:
             raise Unsupported(f"its config.json says {field} = {value!r:.60}, which the engine does not know")
 
 
