@@ -28,11 +28,46 @@ inline const uint8_t* plane_bytes(const CodebookByRow& c, int p) {
     return reinterpret_cast<const uint8_t*>(c.planes[p]);
 }
 
+// What a row has beyond its whole blocks comes 64 weights at a time where it is little: a block of vectors that are
+// nearly empty costs as much as a full one. Of those, tails, there are none where masks of bytes are no instruction.
+constexpr int64_t TAIL_BYTES = 8; // of each plane: 64 weights
+#if defined(__AVX512BW__)
+constexpr int64_t MOST_TAILS = 3;
+#else
+constexpr int64_t MOST_TAILS = 0;
+#endif
+inline int64_t tails_of(const CodebookByRow& c) {
+    const int64_t tails = ceil_div(4 * c.words % BYTES, TAIL_BYTES);
+    return tails <= MOST_TAILS ? tails : 0;
+}
+
 // Codes of the upper half of a mirrored table become those of the entries opposite, below their highest bit.
 template <int B> inline void fold(const CodebookByRow& c, Codes (&plane)[B]) {
     if constexpr (looks_up_mirrored(B))
         if (c.mirrored)
             for (int p = 0; p < B - 1; ++p) plane[p] ^= plane[B - 1];
+}
+
+// The codes of a tail of a row in their low B bits, in the weights' order: bits of the planes are masks of bytes.
+template <int B> inline Codes tail_codes(const CodebookByRow& c, int64_t row, int64_t at) {
+#if defined(__AVX512BW__)
+    const int64_t bytes = 4 * c.words;
+    uint64_t bits[B];
+    for (int p = 0; p < B; ++p) {
+        const uint8_t* from = plane_bytes(c, B - 1 - p) + row * bytes + at;
+        bits[p] = bytes - at >= TAIL_BYTES ? load_as<uint64_t>(from) : load_as<uint32_t>(from);
+    }
+    if constexpr (looks_up_mirrored(B))
+        if (c.mirrored)
+            for (int p = 0; p < B - 1; ++p) bits[p] ^= bits[B - 1];
+    __m512i codes = _mm512_maskz_set1_epi8(bits[0], 1);
+    for (int p = 1; p < B; ++p)
+        codes = _mm512_mask_add_epi8(codes, bits[p], codes, _mm512_set1_epi8(static_cast<char>(1 << p)));
+    return reinterpret_cast<Codes>(codes);
+#else
+    (void)c, (void)row, (void)at;
+    return Codes{};
+#endif
 }
 
 } // namespace

@@ -34,6 +34,17 @@ inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
 }
 #endif
 
+// The scales of the inputs that the lanes of a tail's sums meet: two groups of 32, of those of the last block.
+inline Floats tail_scales(const float* scales, int64_t t) {
+#if defined(__AVX512BW__)
+    const auto second = static_cast<__mmask16>(0xff00);
+    return _mm512_mask_mov_ps(_mm512_set1_ps(scales[2 * t]), second, _mm512_set1_ps(scales[2 * t + 1]));
+#else
+    (void)scales, (void)t;
+    return Floats{};
+#endif
+}
+
 // ---- what centroids are multiplied as: M tokens with the codes of a row, block by block ---------------------------
 
 // Bytes, with inputs of 8 bits.
@@ -58,6 +69,14 @@ public:
             Ints sum = sums[0][k];
             for (int i = 1; i < CHAINS; ++i) sum += sums[i][k];
             total[k] += to_float(sum) * load(scales_ + (k * blocks_ + b) * LANES);
+        }
+    }
+
+    void add_tail(Codes code, int64_t t, Floats (&total)[M]) const {
+        const Codes weights = table_(code);
+        for (int64_t k = 0; k < M; ++k) {
+            const Ints sum = dot_centroids(Ints{}, weights, x_ + ((k + 1) * blocks_ - 1) * PHASES * BYTES + t * BYTES);
+            total[k] += to_float(sum) * tail_scales(scales_ + ((k + 1) * blocks_ - 1) * LANES, t);
         }
     }
 
@@ -105,6 +124,15 @@ public:
         for (int64_t k = 0; k < M; ++k) { // below 2^29: a lane has 32 products of at most 2^15
             const Ints sum = (high[0][k] + high[1][k]) * CodebookByRow::WORD + (low[0][k] + low[1][k]);
             total[k] += to_float(sum) * load(scales_ + (k * blocks_ + b) * LANES);
+        }
+    }
+
+    void add_tail(Codes code, int64_t t, Floats (&total)[M]) const {
+        const Codes above = high_(code), below = low_(code);
+        for (int64_t k = 0; k < M; ++k) {
+            const int8_t* x = x_ + ((k + 1) * blocks_ - 1) * PHASES * BYTES + t * BYTES;
+            const Ints sum = dot_centroids(Ints{}, above, x) * CodebookByRow::WORD + dot_centroids(Ints{}, below, x);
+            total[k] += to_float(sum) * tail_scales(scales_ + ((k + 1) * blocks_ - 1) * LANES, t);
         }
     }
 
@@ -161,6 +189,15 @@ public:
         for (int64_t k = 0; k < M; ++k) total[k] += (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
     }
 
+    void add_tail(Codes code, int64_t t, Floats (&total)[M]) const {
+        Floats weights[4];
+        table_(code, weights);
+        for (int64_t k = 0; k < M; ++k) {
+            const float* x = x_ + ((k + 1) * blocks_ - 1) * PHASES * BYTES + t * BYTES;
+            for (int j = 0; j < 4; ++j) total[k] += weights[j] * load(x + j * LANES);
+        }
+    }
+
 private:
     Table table_;
     const float* x_;
@@ -190,6 +227,16 @@ public:
         for (int64_t k = 0; k < M; ++k) total[k] += sums[0][k] + sums[1][k];
     }
 
+    void add_tail(Codes code, int64_t t, Floats (&total)[M]) const {
+        Codes weights[2];
+        table_(code, weights);
+        for (int64_t k = 0; k < M; ++k) {
+            const uint16_t* pairs = x_ + ((k + 1) * blocks_ - 1) * PHASES * BYTES + t * BYTES;
+            for (int64_t v = 0; v < 2; ++v)
+                total[k] = dot_pairs(total[k], weights[v], load_as<Codes>(pairs + v * BYTES / 2));
+        }
+    }
+
 private:
     HalfTable<B> table_;
     const uint16_t* x_;
@@ -204,7 +251,7 @@ private:
 template <template <int, int> typename By, int B, int M>
 void gemv_rows(const CodebookByRow& c, const Inputs<typename By<B, M>::Input>& in, float* y, int64_t y_stride,
                int64_t first, int64_t last) {
-    const int64_t bytes = 4 * c.words, blocks = blocks_of(c);
+    const int64_t bytes = 4 * c.words, blocks = blocks_of(c), tails = tails_of(c), whole = blocks - (tails > 0);
     const int64_t tile = ceil_div(blocks, ceil_div(blocks * M, By<B, M>::MOST_BLOCKS)); // as equal as can be
     Floats total[CodebookByRow::TOGETHER][M] = {};
     for (int64_t begin = 0; begin < blocks; begin += tile) {
@@ -214,7 +261,7 @@ void gemv_rows(const CodebookByRow& c, const Inputs<typename By<B, M>::Input>& i
             const By<B, M> sums(c, in, row);
             Floats own[M];
             for (int k = 0; k < M; ++k) own[k] = total[row - first][k];
-            for (int64_t b = begin; b < end; ++b) {
+            for (int64_t b = begin; b < least(end, whole); ++b) {
                 Codes plane[B], code[PHASES];
                 for (int p = 0; p < B; ++p) {
                     const uint8_t* from = plane_bytes(c, B - 1 - p) + row * bytes + b * BYTES;
@@ -225,6 +272,9 @@ void gemv_rows(const CodebookByRow& c, const Inputs<typename By<B, M>::Input>& i
                 codes_of<B>(plane, code);
                 sums.add(code, b, own);
             }
+            if constexpr (MOST_TAILS > 0)
+                for (int64_t t = 0; t < (end == blocks ? tails : 0); ++t)
+                    sums.add_tail(tail_codes<B>(c, row, whole * BYTES + t * TAIL_BYTES), t, own);
             for (int k = 0; k < M; ++k) total[row - first][k] = own[k];
         }
     }
@@ -279,10 +329,12 @@ template <typename T>
 void arrange(const CodebookByRow& c, const T* x, int64_t (*place)(int64_t, int64_t), int64_t lanes, T* out) {
     int64_t at[BYTES];
     for (int64_t i = 0; i < BYTES; ++i) at[i] = PHASES * place(i / lanes, i % lanes);
-    for (int64_t b = 0; b < blocks_of(c); ++b)
+    const int64_t blocks = blocks_of(c), whole = blocks - (tails_of(c) > 0);
+    for (int64_t b = 0; b < blocks; ++b)
         for (int64_t s = 0; s < PHASES; ++s)
             for (int64_t i = 0; i < BYTES; ++i) {
-                const int64_t j = b * PHASES * BYTES + at[i] + s;
+                const int64_t own = b < whole ? at[i] + s : at[i] / PHASES + s * BYTES; // a tail's in their order
+                const int64_t j = b * PHASES * BYTES + own;
                 *out++ = j < c.columns ? x[j] : T(0);
             }
 }
@@ -291,12 +343,12 @@ int64_t columns(const CodebookByRow& c) { return blocks_of(c) * PHASES * BYTES; 
 
 void prepare_int8(const CodebookByRow& c, const int8_t* x, const float* scales,
                   const InputOps<CodebookByRow, int8_t>::Prepared& to) {
-    const int64_t blocks = blocks_of(c);
+    const int64_t blocks = blocks_of(c), whole = blocks - (tails_of(c) > 0);
     int8_t* codes = to.x;
     for (int64_t b = 0; b < blocks; ++b)
         for (int64_t s = 0; s < PHASES; ++s)
             for (int64_t m = 0; m < BYTES; ++m) {
-                const int64_t j = PHASES * (b * BYTES + m) + s;
+                const int64_t j = b * PHASES * BYTES + (b < whole ? PHASES * m + s : m + s * BYTES);
                 *codes++ = j < c.columns ? x[j] : int8_t(0);
             }
     float weighted = 0;
