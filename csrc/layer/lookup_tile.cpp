@@ -114,9 +114,6 @@ void LookupTile::multiply(const Way& way, const TileInputs& x, const Outputs& y,
         if (way.kernel == Way::Kernel::gemm) multiply_many(way, x, y, span, from, to);
         else multiply_few(way, x, y, s, from, to, own);
     }
-    if (way.kernel == Way::Kernel::gemm || kept_.columns == 0) return;
-    const auto* kept = static_cast<const char*>(x.data) + room(way, x.tokens).kept;
-    add_kept(reinterpret_cast<const float*>(kept), x.tokens, y, begin, end);
 }
 
 void LookupTile::multiply_few(const Way& way, const TileInputs& x, const Outputs& y, size_t span, int64_t from,
@@ -124,23 +121,27 @@ void LookupTile::multiply_few(const Way& way, const TileInputs& x, const Outputs
     const Room at = room(way, x.tokens);
     const CodebookByRowOps& kernels = ops_.codebook_by_row;
     const auto* base = static_cast<const char*>(x.data);
+    const auto* kept = reinterpret_cast<const float*>(base + at.kept);
     CodebookByRow c = spans_[span].c;
     centroids_->fill(c, way.inputs, false);
     if (way.inputs == Numbers::i8)
         return kernels.int8.gemv(c,
                                  {x.codes(), x.tokens, at.stride, reinterpret_cast<const float*>(base + at.scales),
-                                  nullptr, reinterpret_cast<const float*>(base + at.weighted)},
+                                  nullptr, reinterpret_cast<const float*>(base + at.weighted), kept},
                                  y.sums, y.stride, from, to);
     const Forms& forms = forms_of(way);
     base += static_cast<int64_t>(forms.numbers[span]) * at.form;
     if (way.inputs == Numbers::bf16)
-        return kernels.bf16.gemv(c, {reinterpret_cast<const uint16_t*>(base), x.tokens, at.stride, nullptr}, y.sums,
-                                 y.stride, from, to);
+        return kernels.bf16.gemv(c, {reinterpret_cast<const uint16_t*>(base), x.tokens, at.stride, nullptr, kept},
+                                 y.sums, y.stride, from, to);
     const auto* floats = reinterpret_cast<const float*>(base);
     if (forms.tables[span] != TableForm::none)
-        return kernels.f32.gemv(c, {floats, x.tokens, at.stride, nullptr}, y.sums, y.stride, from, to);
+        return kernels.f32.gemv(c, {floats, x.tokens, at.stride, nullptr, kept}, y.sums, y.stride, from, to);
     ops_.codebook_by_word.gemv_by_row(by_word(c), {floats, x.tokens, line(), nullptr}, y.sums, y.stride,
                                       reinterpret_cast<float*>(own), from, to);
+    if (kept_.columns == 0) return;
+    const Inputs<float> inputs{kept, x.tokens, kept_.columns, nullptr};
+    ops_.float16.f32.gemv(kept_, inputs, y.sums, y.stride, spans_[span].first + from, spans_[span].first + to);
 }
 
 void LookupTile::multiply_many(const Way& way, const TileInputs& x, Outputs y, const Span& span, int64_t from,
@@ -155,14 +156,6 @@ void LookupTile::multiply_many(const Way& way, const TileInputs& x, Outputs y, c
     const int64_t first = from / ops_.lanes, last = blocks_of(to);
     if (way.inputs == Numbers::bf16) kernels.bf16.gemm(c, {x.halves(), x.tokens, at.stride, nullptr}, y, first, last);
     else kernels.f32.gemm(c, {x.floats(), x.tokens, at.stride, nullptr}, y, first, last);
-}
-
-// The product of the kept channels, inputs [tokens, kept].
-void LookupTile::add_kept(const float* x, int64_t tokens, const Outputs& y, int64_t begin, int64_t end) const {
-    const Inputs<float> inputs{x, tokens, kept_.columns, nullptr};
-    if (kept_.columns > NARROW) return ops_.float16.f32.gemv(kept_, inputs, y.sums, y.stride, begin, end);
-    ops_.float16.f32.gemm(kept_, inputs, {y.sums, y.stride, false, nullptr, kept_.out_rows}, begin / ops_.lanes,
-                          blocks_of(end));
 }
 
 int64_t LookupTile::units(const Way& way) const {

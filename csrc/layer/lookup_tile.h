@@ -113,14 +113,12 @@ private:
                       char* own) const;
     void multiply_many(const Way& way, const TileInputs& x, Outputs y, const Span& span, int64_t from,
                        int64_t to) const;
-    void add_kept(const float* x, int64_t tokens, const Outputs& y, int64_t begin, int64_t end) const;
 
     int64_t line() const { return spans_[0].c.words * 32; }
     int64_t width() const { return ops_.codebook_by_row.columns(spans_[0].c); }
 
     static constexpr int64_t WHOLE_ROWS = 16; // that `gemv` and blocks of lanes both split at
     static_assert(WHOLE_ROWS % CodebookByRow::TOGETHER == 0);
-    static constexpr int64_t NARROW = 64; // kept channels up to which decoding a block costs less than summing up rows
 
     std::shared_ptr<const LookupBytes> bytes_;
     std::shared_ptr<const Centroids> centroids_;

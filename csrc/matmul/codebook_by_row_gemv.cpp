@@ -4,6 +4,7 @@
 // weights from 32 l on: the inputs of each such group have a scale of their own.
 #include "matmul/codebook_by_row.h"
 #include "matmul/ops.h"
+#include "matmul/transpose.h"
 #include "matmul/unroll.h"
 
 namespace anybit::ANYBIT_ISA {
@@ -34,6 +35,17 @@ inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
 }
 #endif
 
+// Up to LANES numbers, zeros behind them.
+inline Floats load_first(const float* x, int64_t count) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), x);
+#else
+    Floats made{};
+    __builtin_memcpy(&made, x, static_cast<size_t>(count) * 4);
+    return made;
+#endif
+}
+
 // The scales of the inputs that the lanes of a tail's sums meet: two groups of 32, of those of the last block.
 inline Floats tail_scales(const float* scales, int64_t t) {
 #if defined(__AVX512BW__)
@@ -47,7 +59,7 @@ inline Floats tail_scales(const float* scales, int64_t t) {
 
 // ---- what centroids are multiplied as: M tokens with the codes of a row, block by block ---------------------------
 
-// Bytes, with inputs of 8 bits.
+// Bytes, with inputs of 8 bits. A sum, less its excess, is in steps of the row's.
 template <int B, int M> class ByteCentroids {
 public:
     using Input = int8_t;
@@ -80,9 +92,9 @@ public:
         }
     }
 
-    static float finish(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row, int64_t k, float sum) {
-        const float step = c.scales[c.kind(row)] * c.row_scale(row);
-        return step * (sum - static_cast<float>(CodebookByRow::BYTE_ZERO - CENTRE) * in.weighted[k]);
+    static float step(const CodebookByRow& c, int64_t row) { return c.scales[c.kind(row)] * c.row_scale(row); }
+    static float excess(const Inputs<int8_t>& in, int64_t k) {
+        return static_cast<float>(CodebookByRow::BYTE_ZERO - CENTRE) * in.weighted[k];
     }
 
     static Inputs<int8_t> skip(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t tokens) {
@@ -91,7 +103,8 @@ public:
                 in.stride,
                 in.scales + tokens * blocks_of(c) * LANES,
                 nullptr,
-                in.weighted + tokens};
+                in.weighted + tokens,
+                in.kept + tokens * c.kept_columns};
     }
 
 private:
@@ -136,10 +149,8 @@ public:
         }
     }
 
-    static float finish(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row, int64_t k, float sum) {
-        const float step = c.scales[c.kind(row)] * c.row_scale(row);
-        return step * (sum - static_cast<float>(CENTRES) * in.weighted[k]);
-    }
+    static float step(const CodebookByRow& c, int64_t row) { return ByteCentroids<B, 1>::step(c, row); }
+    static float excess(const Inputs<int8_t>& in, int64_t k) { return static_cast<float>(CENTRES) * in.weighted[k]; }
 
     static Inputs<int8_t> skip(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t tokens) {
         return ByteCentroids<B, 1>::skip(c, in, tokens);
@@ -154,17 +165,16 @@ private:
     int64_t blocks_;
 };
 
-// Activations of T in the kernels' order, and nothing to do at the end.
+// Activations of T in the kernels' order.
 template <typename X> struct Plain {
     using Input = X;
     static constexpr int64_t MOST_BLOCKS = 32 / sizeof(X);
 
-    static float finish(const CodebookByRow& c, const Inputs<X>&, int64_t row, int64_t, float sum) {
-        return c.row_scale(row) * sum;
-    }
+    static float step(const CodebookByRow& c, int64_t row) { return c.row_scale(row); }
+    static float excess(const Inputs<X>&, int64_t) { return 0; }
 
-    static Inputs<X> skip(const CodebookByRow&, const Inputs<X>& in, int64_t tokens) {
-        return {in.x + tokens * in.stride, in.tokens - tokens, in.stride, nullptr};
+    static Inputs<X> skip(const CodebookByRow& c, const Inputs<X>& in, int64_t tokens) {
+        return {in.x + tokens * in.stride, in.tokens - tokens, in.stride, nullptr, in.kept + tokens * c.kept_columns};
     }
 };
 
@@ -246,6 +256,16 @@ private:
 
 // ---- rows ---------------------------------------------------------------------------------------------------------
 
+// The kept channels of a row times M tokens.
+template <int M> void add_kept(const CodebookByRow& c, const float* x, int64_t row, Floats (&total)[M]) {
+    const int64_t n = c.kept_columns;
+    for (int64_t j = 0; j < n; j += LANES) {
+        const int64_t left = least(LANES, n - j);
+        const Floats weights = load_halves(PartialHalves(c.kept + row * n + j, left).halves);
+        for (int64_t k = 0; k < M; ++k) total[k] += weights * load_first(x + k * n + j, left);
+    }
+}
+
 // Up to CodebookByRow::TOGETHER rows, tile by tile of columns: the inputs of a tile stay close, and what the same
 // row needs next is fetched meanwhile.
 template <template <int, int> typename By, int B, int M>
@@ -278,10 +298,15 @@ void gemv_rows(const CodebookByRow& c, const Inputs<typename By<B, M>::Input>& i
             for (int k = 0; k < M; ++k) total[row - first][k] = own[k];
         }
     }
-    for (int64_t row = first; row < last; ++row)
+    for (int64_t row = first; row < last; ++row) {
+        const float step = By<B, M>::step(c, row);
+        Floats(&own)[M] = total[row - first];
+        for (int k = 0; k < M; ++k) own[k] *= step;
+        add_kept<M>(c, in.kept, row, own);
         for (int64_t k = 0; k < M; ++k)
             y[k * y_stride + (c.out_rows == nullptr ? row : c.out_rows[row])] +=
-                By<B, M>::finish(c, in, row, k, reduce(total[row - first][k]));
+                reduce(own[k]) - step * By<B, M>::excess(in, k);
+    }
 }
 
 template <template <int, int> typename By, int B>

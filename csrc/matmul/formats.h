@@ -101,7 +101,7 @@ struct CodebookByRow {
     const int32_t* out_rows; // as in CodebookByWord
     int bits;                // 1..8
     int64_t rows, columns, words;
-    const uint16_t* kept; // for `gemm`: fp16 bit patterns [rows, kept_columns] of further columns
+    const uint16_t* kept; // fp16 bit patterns [rows, kept_columns] of further columns
     int64_t kept_columns;
 
     static constexpr int32_t BYTE_ZERO = 128;
@@ -158,6 +158,7 @@ template <typename X> struct Inputs {
     const X* x; // [tokens, columns] of a stride, in the order that the format's kernels want
     int64_t tokens, stride;
     const float* sums; // [tokens, groups], of the inputs; for formats that have zero points
+    const float* kept = nullptr; // [tokens, kept_columns]; for codebooks by row
 };
 
 // Inputs of 8 bits: x[t, j] = scales[t, j / group_size] * codes[t, j].
@@ -167,6 +168,7 @@ template <> struct Inputs<int8_t> {
     const float* scales;   // [tokens, groups]; of codebooks [tokens, columns / INPUT_GROUP]
     const int32_t* sums;   // [tokens, groups], of the codes; for "group int"
     const float* weighted; // [tokens], of scale times code; for codebooks
+    const float* kept = nullptr; // as above
 };
 constexpr int64_t INTS_BEHIND = 64; // bytes
 
