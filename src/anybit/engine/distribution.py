@@ -1,8 +1,9 @@
 """What the next token is drawn from: temperature, top-k, top-p and min-p, in this order.
 
 The arithmetic is that of Transformers' logits processors, `TemperatureLogitsWarper` to `MinPLogitsWarper`: float32, and
-running sums for top-p in float64. Of tokens equally likely at the bound, top-k keeps all, and top-p drops the lowest
-ids first. What differs is that no vocabulary is sorted where a part of it will do.
+running sums for top-p in float64. Of tokens equally likely at the bound, top-k keeps all. Top-p drops the lowest ids
+first, as Transformers would if it sorted stably; torch leaves open which it drops. What differs is that no vocabulary
+is sorted where a part of it will do.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ class Distribution:
 
     tokens: Tokens | None  # [n], ascending; None: the whole vocabulary
     probabilities: Floats  # [n], of sum 1
+
+    def only(self, kept: Tokens) -> Distribution:
+        """Some of the tokens, by ascending place, with probabilities of sum 1 again."""
+        probabilities = self.probabilities[kept]
+        probabilities /= np.float32(probabilities.sum(dtype=np.float64))
+        return Distribution(kept if self.tokens is None else self.tokens[kept], probabilities)
 
     def token(self, uniform: float) -> int:
         """The token where the running sum of probabilities, in the order of token ids, passes a number in [0, 1)."""
@@ -49,17 +56,15 @@ def distribution(scores: Floats, temperature: float, top_k: int, top_p: float, m
         top_p: the fewest likely tokens that together have this probability; 1: all.
         min_p: tokens at least this likely, as a share of the likeliest token's probability; 0: all.
     """
-    tokens, values = _highest(scores, top_k, temperature)
-    probabilities = _softmax(values)
+    tokens = _highest(scores, top_k, temperature) if 0 < top_k < len(scores) else None
+    drawn_from = Distribution(tokens, _softmax(scores if tokens is None else scores[tokens], temperature))
     if top_p < 1:
-        kept = _nucleus(probabilities, top_p)
-        tokens, values = kept if tokens is None else tokens[kept], values[kept]
-        probabilities = _softmax(values)
+        drawn_from = drawn_from.only(_nucleus(drawn_from.probabilities, top_p))
     if min_p > 0:
-        kept = np.flatnonzero(probabilities >= np.float32(min_p) * probabilities.max())
-        tokens, values = kept if tokens is None else tokens[kept], values[kept]
-        probabilities = _softmax(values)
-    return Distribution(tokens, probabilities)
+        probabilities = drawn_from.probabilities
+        least = np.float32(min_p) * probabilities.max()
+        drawn_from = drawn_from.only(np.flatnonzero(probabilities >= least))
+    return drawn_from
 
 
 def kth_largest(scores: Floats, k: int) -> np.float32:
@@ -74,22 +79,21 @@ def kth_largest(scores: Floats, k: int) -> np.float32:
     return np.float32(np.partition(scores, -k)[-k])
 
 
-def _highest(scores: Floats, k: int, temperature: float) -> tuple[Tokens | None, Floats]:
-    """Tokens of the k highest scores, ties included, and their scores over the temperature."""
-    if not 0 < k < len(scores):
-        return None, scores if temperature == 1 else scores / np.float32(temperature)
+def _highest(scores: Floats, k: int, temperature: float) -> Tokens:
+    """The tokens of the k highest scores, and those whose score over the temperature equals the last of these."""
     least = kth_largest(scores, k)
     collapsed = abs(least) * np.float32(2**-22) + np.float32(1e-30)  # what may equal it after the division
     tokens = np.flatnonzero(scores >= least - collapsed)
+    if len(tokens) == k:
+        return tokens
     values = scores[tokens] / np.float32(temperature)
-    if len(tokens) > k:
-        kept = np.flatnonzero(values >= kth_largest(values, k))
-        tokens, values = tokens[kept], values[kept]
-    return tokens, values
+    return tokens[values >= kth_largest(values, k)]
 
 
-def _softmax(values: Floats) -> Floats:
-    out = values - values.max()
+def _softmax(scores: Floats, temperature: float) -> Floats:
+    """Probabilities, made in one array: fresh pages cost more than the arithmetic."""
+    out = scores / np.float32(temperature)
+    out -= out.max()
     np.exp(out, out=out)
     out /= np.float32(out.sum(dtype=np.float64))
     return out
@@ -102,22 +106,16 @@ def _nucleus(probabilities: Floats, top_p: float) -> Tokens:
     over n sum to less: they are dropped without being sorted.
     """
     limit = np.float32(1 - top_p)
-    few = np.flatnonzero(probabilities >= limit / np.float32(2 * len(probabilities)))
-    likely = np.sort(probabilities[few])
+    likely = np.compress(probabilities >= limit / np.float32(2 * len(probabilities)), probabilities)
+    likely.sort()
     mass = float(likely.sum(dtype=np.float64))
     dropped = float(probabilities.sum(dtype=np.float64)) - mass
-    passed = (
-        float(limit) + float(np.nextafter(limit, np.float32(2)))
-    ) / 2  # sums above round to more than the limit
+    above = float(np.nextafter(limit, np.float32(2)))
+    passed = (float(limit) + above) / 2  # larger sums round to more than the limit in float32
     first = _passes(likely, (passed - dropped) / mass)
-    kept = few[probabilities[few] >= likely[first]]
-    ties = first - int(
-        np.searchsorted(likely, likely[first])
-    )  # dropped, though as likely as the first one kept
-    if ties:
-        equal = np.flatnonzero(probabilities[kept] == likely[first])
-        kept = np.delete(kept, equal[:ties])
-    return kept
+    kept = np.flatnonzero(probabilities >= likely[first])
+    ties = first - int(np.searchsorted(likely, likely[first]))  # dropped, as likely as the first one kept
+    return np.delete(kept, np.flatnonzero(probabilities[kept] == likely[first])[:ties]) if ties else kept
 
 
 def _passes(weights: Floats, share: float) -> int:

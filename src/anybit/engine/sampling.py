@@ -58,6 +58,10 @@ class Sampling:
             _check(name, getattr(self, name), least, most)
         if self.temperature != 0 or isinstance(self.temperature, bool):
             _check("temperature", self.temperature, *TEMPERATURES, besides="0 for the likeliest token")
+        if not isinstance(self.logit_bias, Mapping):
+            raise InputError(
+                f"logit_bias is {self.logit_bias!r:.50}, expected a mapping of tokens to numbers"
+            )
         for token, bias in self.logit_bias.items():
             if bias != -math.inf:
                 _check(f"logit_bias of token {token!r:.20}", bias, *BIASES, besides="-inf to ban the token")
@@ -174,7 +178,8 @@ class Sampler:
         if not len(self._biased) and self._seen is None:
             return logits
         scores = logits.copy()
-        scores[self._biased] += self._bias
+        with np.errstate(invalid="ignore"):  # infinity that is banned becomes NaN, and is refused
+            scores[self._biased] += self._bias
         if self._seen is not None:
             self._seen.penalize(scores, self.sampling)
         return scores
