@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from anybit import kernels
     from anybit.config import LayerSpec, TileSpec
     from anybit.driver import quantize
+    from anybit.engine.engine import Engine
+    from anybit.engine.sampling import Sampling
     from anybit.evaluation.measure import evaluate
     from anybit.kv_cache import QuantizedCache
     from anybit.layers import set_bits
@@ -45,9 +47,11 @@ __all__ = [
     "AnyBit",
     "AnyPrecision",
     "Atom",
+    "Engine",
     "LayerSpec",
     "MixLLM",
     "QuantizedCache",
+    "Sampling",
     "SmoothQuant",
     "SqueezeLLM",
     "TileSpec",
@@ -66,8 +70,10 @@ _API = {
     "load": "anybit.loader",
     "options": "anybit.methods",
     "set_bits": "anybit.layers",
+    "Engine": "anybit.engine.engine",
     "LayerSpec": "anybit.config",
     "QuantizedCache": "anybit.kv_cache",
+    "Sampling": "anybit.engine.sampling",
     "TileSpec": "anybit.config",
 }
 

@@ -6,6 +6,8 @@ raise TypeError.
 
 from collections.abc import Sequence
 
+from numpy import float32, int32
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anybit.config import Json
@@ -57,6 +59,38 @@ class Layer:
     def product(self, x: Tensor, scales: Tensor | None, y: Tensor, add: bool, threads: int) -> None: ...
     def dequantize(self, out: Tensor, threads: int) -> None: ...
     def rows(self, ids: Tensor, out: Tensor) -> None: ...
+
+PAGE_TOKENS: int
+
+class NotFiniteError(ArithmeticError):
+    """A hidden state or a logit is NaN or Inf; the message names the layer."""
+
+class KvCache:
+    """Pages of PAGE_TOKENS tokens, of keys and values of 16, 8 or 4 bits."""
+
+    def __init__(self, blocks: int, kv_heads: int, head_size: int, bits: int, pages: int) -> None: ...
+    @property
+    def pages(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+
+class Decoder:
+    """A decoder-only transformer on stored layers; see csrc/engine/decoder.h."""
+
+    def __init__(self, description: Json, rounds: bool) -> None: ...
+    def add_level(self, embedding: Layer, head: Layer, blocks: Sequence[Sequence[Layer]]) -> int: ...
+    def step(
+        self,
+        tokens: NDArray[int32],
+        positions: NDArray[int32],
+        sequences: NDArray[int32],
+        pages: NDArray[int32],
+        wanted: NDArray[int32],
+        logits: NDArray[float32],
+        level: int,
+        cache: KvCache,
+        threads: int,
+    ) -> None: ...
 
 MAX_THREADS: int
 

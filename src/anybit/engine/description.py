@@ -6,7 +6,7 @@ runs inside Transformers, slower and right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from anybit.config import Json
 from anybit.errors import InputError
+from anybit.formats.layout import LayerLayout
 from anybit.kernels import cpu, cpu_layer
 from anybit.layers import PackedModule, QuantEmbedding, TiedHead
 
@@ -52,7 +53,12 @@ ACTIVATIONS = {
     "relu": "relu",
 }  # fmt: skip
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3_text")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not depend on the text's length
+ROPE_TYPES = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+)  # those whose frequencies do not depend on the text's length
 
 
 class Unsupported(InputError):
@@ -115,7 +121,9 @@ def _activation(config: Any) -> str:
 
 def _embedding_scale(model: Any) -> float:
     embedding = model.get_input_embeddings()
-    scale = embedding.scale if isinstance(embedding, QuantEmbedding) else getattr(embedding, "embed_scale", 1.0)
+    scale = (
+        embedding.scale if isinstance(embedding, QuantEmbedding) else getattr(embedding, "embed_scale", 1.0)
+    )
     return float(scale)
 
 
@@ -134,7 +142,9 @@ class _Ropes:
             kind = self._module.rope_type
             kind = kind[layer_type] if isinstance(kind, dict) else kind
             if kind not in ROPE_TYPES:
-                raise Unsupported(f"its rotary embedding is of type {kind!r}; the engine has {', '.join(ROPE_TYPES)}")
+                raise Unsupported(
+                    f"its rotary embedding is of type {kind!r}; the engine has {', '.join(ROPE_TYPES)}"
+                )
             self._found[prefix] = len(self.described)
             self.described.append(
                 {
@@ -172,7 +182,9 @@ def _block(model: Any, index: int, ropes: _Ropes) -> Json:
     for matrix in MATRICES:
         bias = getattr(block.get_submodule(matrix), "bias", None)
         if bias is not None:
-            made[f"{matrix.rpartition('.')[2].removesuffix('_proj')}_bias"] = bias.detach().float().contiguous()
+            made[f"{matrix.rpartition('.')[2].removesuffix('_proj')}_bias"] = (
+                bias.detach().float().contiguous()
+            )
     return made
 
 
@@ -182,7 +194,7 @@ def _norm(module: Any) -> Tensor:
 
 
 class Matrices:
-    """A model's matrices as native layers, at each of its levels.
+    """A model's matrices as native layers, at each of its levels. Weights that are not quantized leave the model.
 
     Raises:
         Unsupported: a matrix without a native kernel.
@@ -190,27 +202,29 @@ class Matrices:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._plain: dict[str, _native.Layer] = {}  # those that are not quantized
+        names = {module: name for name, module in model.named_modules()}
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._embedding, self._head = names[embedding], names[head]
+        if isinstance(head, TiedHead) or head.weight is getattr(embedding, "weight", None):
+            self._head = self._embedding
+        self._plain: dict[str, _native.Layer] = {}
 
-    def at(self, layouts: Any) -> tuple[_native.Layer, _native.Layer, list[list[_native.Layer]]]:
+    def at(
+        self, layouts: Mapping[str, LayerLayout]
+    ) -> tuple[_native.Layer, _native.Layer, list[list[_native.Layer]]]:
         """Embedding, head and the seven matrices of each block, as a level's layouts say."""
-        embedding = self._layer(self._name_of(self._model.get_input_embeddings()), layouts)
-        head = self._model.get_output_embeddings()
-        tied = isinstance(head, TiedHead) or head.weight is getattr(self._model.get_input_embeddings(), "weight", None)
         blocks = [
             [self._layer(f"model.layers.{i}.{matrix}", layouts) for matrix in MATRICES]
             for i in range(len(self._model.model.layers))
         ]
-        return embedding, embedding if tied else self._layer(self._name_of(head), layouts), blocks
+        return self._layer(self._embedding, layouts), self._layer(self._head, layouts), blocks
 
-    def _name_of(self, module: nn.Module) -> str:
-        return next(name for name, found in self._model.named_modules() if found is module)
-
-    def _layer(self, name: str, layouts: Any) -> _native.Layer:
+    def _layer(self, name: str, layouts: Mapping[str, LayerLayout]) -> _native.Layer:
         module = self._model.get_submodule(name)
         if not isinstance(module, PackedModule):
             if name not in self._plain:
                 self._plain[name] = _plain(name, module.weight.detach())
+                module.weight = nn.Parameter(torch.empty(0), requires_grad=False)
             return self._plain[name]
         bound = module.bound()
         layer = bound.at(layouts[name] if name in layouts else module.layout.widest()).layer
@@ -229,9 +243,6 @@ def _plain(name: str, weight: Tensor) -> _native.Layer:
     raise Unsupported(f"{name} holds numbers of more than 16 bits")
 
 
-def levels(model: Any) -> Iterator[tuple[float, Any]]:
+def levels(model: Any) -> list[tuple[float, Mapping[str, LayerLayout]]]:
     """Average width and layouts of each of a model's levels; of a model that is not quantized, one of 16 bits."""
-    for level in getattr(model, "levels", ()):
-        yield level.bits, level.layouts
-    if not getattr(model, "levels", ()):
-        yield 16.0, {}
+    return [(level.bits, level.layouts) for level in getattr(model, "levels", ())] or [(16.0, {})]

@@ -1,0 +1,333 @@
+"""The native engine: a model, its KV-cache, and text out of it, one request at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from anybit.artifact.levels import Budget
+from anybit.checkpoint.architectures import max_positions
+from anybit.checkpoint.generation import for_one_sequence
+from anybit.checkpoint.tokenizer import check_ids, encode
+from anybit.engine.description import Matrices, Unsupported, describe, levels
+from anybit.engine.pages import Pages
+from anybit.engine.sampling import Drawn, Sampler, Sampling
+from anybit.engine.text import TextStream
+from anybit.engine.threads import default_threads
+from anybit.errors import InputError
+from anybit.formats.levels import largest
+from anybit.kernels import cpu
+from anybit.kernels.dispatch import check_precision
+from anybit.loader import load, load_tokenizer
+from anybit.progress import SILENT, Silent
+
+Tokens = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+KV_BITS = (16, 8, 4)  # widths of keys and values that the engine has
+CHUNK = 64  # tokens of a prompt that go through the model together
+KV_SHARE = 0.5  # of the memory that is free, at most, for keys and values
+NO_CONTEXT = 4096  # tokens where a config does not say how many a model reaches
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one token adds to a text."""
+
+    text: str  # may be empty: the characters are not whole yet, or could begin a stop string
+    drawn: Drawn | None  # None: the text that was held back, at the end
+    finish: str | None = (
+        None  # of the last piece: "stop", or "length" where no more tokens were wanted or fit
+    )
+
+
+@dataclass
+class Generation:
+    """A text and how it came to be."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    drawn: list[Drawn] = field(default_factory=list)
+    finish: str = "length"
+    prompt_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+class _Text:
+    """Tokens of one sequence, of which the first `done` are in the cache."""
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+        self.done = 0
+
+
+class Engine:
+    """A model that runs natively, without PyTorch, at every width that its artifact has.
+
+    Inputs of layers are float32, or with `codebook_precision` "int8" rounded to 8 bits where layers have kernels for
+    that. Tokens have the same logits, bit for bit, whatever else is computed with them: in chunks of a prompt of any
+    size, alone or beside others.
+
+    Args:
+        model: an artifact, an HF directory or hub id with weights of 16 bits; see `anybit.load`.
+        kv_bits: keys and values in 16, 8 or 4 bits; default: what the artifact asks for.
+        codebook_precision: "int8", or "fp16": weights as they are stored, inputs exact.
+        threads: default: physical cores, within the process' affinity and its cgroups' quota.
+        context: tokens that one text may have; default: what the model reaches, and memory holds.
+        report: where progress goes.
+        at: the budget of the widest level to load; see `anybit.load`.
+
+    Raises:
+        Unsupported: a model that only Transformers runs; the message says why.
+        InputError: see `anybit.load`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        kv_bits: int | None = None,
+        codebook_precision: str = "int8",
+        threads: int | None = None,
+        context: int | None = None,
+        report: Silent = SILENT,
+        **at: Unpack[Budget],
+    ) -> None:
+        check_precision(codebook_precision)
+        if not cpu.available():
+            raise Unsupported(cpu.why_not() or "there is no native extension")
+        self.name = str(model)
+        self.threads = default_threads() if threads is None else threads
+        loaded = load(model, codebook_precision=codebook_precision, report=report, **at)
+        self.kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
+        if self.kv_bits not in KV_BITS:
+            raise Unsupported(
+                f"a KV-cache of {self.kv_bits} bits; the engine has {', '.join(map(str, KV_BITS))}"
+            )
+        description = describe(loaded)
+        self.vocabulary: int = description["vocabulary"]
+        self.codebook_precision = codebook_precision
+        self._decoder = cpu._native.Decoder(description, codebook_precision == "int8")
+        self._matrices, self._levels = Matrices(loaded), levels(loaded)
+        self._bound: dict[int, int] = {}  # levels that the decoder has, by number
+        self._level(len(self._levels) - 1)
+        self.tokenizer = load_tokenizer(model)
+        stored = getattr(loaded, "generation_config", None)
+        self.generation = for_one_sequence(self.name, stored, self.vocabulary)
+        self.context = self._make_cache(description, max_positions(loaded) or NO_CONTEXT, context)
+        self._process = os.getpid()
+        torch.set_num_threads(1)  # its own would spin beside the engine's
+
+    def _make_cache(self, description: dict[str, Any], reached: int, wanted: int | None) -> int:
+        """Make the KV-cache; returns how many tokens a text may have."""
+        page = cpu._native.PAGE_TOKENS
+        sizes = len(description["blocks"]), description["kv_heads"], description["head_size"], self.kv_bits
+        needed = cpu._native.KvCache(*sizes, 1).page_bytes
+        fits = int(_free_memory() * KV_SHARE) // needed * page
+        if wanted is not None and not 1 <= wanted <= min(reached, fits):
+            raise InputError(
+                f"a context of {wanted} tokens: expected 1 to {min(reached, fits)}; the model reaches {reached}, and "
+                f"memory holds keys and values of {fits}"
+            )
+        context = min(reached, fits) if wanted is None else wanted
+        if context < 1:
+            raise InputError(f"no memory for a KV-cache: a page of {page} tokens takes {needed} bytes")
+        self._cache = cpu._native.KvCache(*sizes, -(-context // page))
+        self._pages = Pages(self._cache.pages, page)
+        return context
+
+    # ---- levels
+
+    @property
+    def widths(self) -> list[float]:
+        """The average widths that the model can run at, ascending."""
+        return [bits for bits, _ in self._levels]
+
+    def _level(self, index: int) -> int:
+        """The decoder's number of a level, which it gets when it is first asked for: nothing is copied."""
+        if index not in self._bound:
+            self._bound[index] = self._decoder.add_level(*self._matrices.at(self._levels[index][1]))
+        return self._bound[index]
+
+    def _level_of(self, bits: float | None) -> int:
+        widths = self.widths
+        return self._level(len(widths) - 1 if bits is None else largest(widths, bits, f"{self.name} has"))
+
+    # ---- tokens in, logits out
+
+    def _run(self, text: _Text, tokens: Sequence[int], level: int, every: bool = False) -> Floats:
+        """Append tokens to a text; logits [1, vocabulary] after the last one, or of all of them."""
+        if os.getpid() != self._process:
+            raise InputError("an engine does not work in a forked process: make one there")
+        self._pages.extend(text.pages, text.done + len(tokens))
+        pages = np.array([text.pages], np.int32)
+        made = np.empty((len(tokens) if every else 1, self.vocabulary), np.float32)
+        for first in range(0, len(tokens), CHUNK):
+            chunk = np.array(tokens[first : first + CHUNK], np.int32)
+            n, last = len(chunk), first + len(chunk) == len(tokens)
+            wanted = (
+                np.arange(n, dtype=np.int32)
+                if every
+                else np.arange(n - 1, n if last else n - 1, dtype=np.int32)
+            )
+            logits = made[first : first + n] if every else made[: len(wanted)]
+            positions = np.arange(text.done, text.done + n, dtype=np.int32)
+            try:
+                self._decoder.step(
+                    chunk,
+                    positions,
+                    np.zeros(n, np.int32),
+                    pages,
+                    wanted,
+                    logits,
+                    level,
+                    self._cache,
+                    self.threads,
+                )
+            except cpu._native.NotFiniteError as error:
+                raise InputError(
+                    f"{self.name}: {error}: its weights are damaged, or overflow 16 bits"
+                ) from None
+            text.done += n
+        return made
+
+    def logits(self, tokens: Sequence[int], bits: float | None = None) -> Floats:
+        """Logits float32 [tokens, vocabulary] of a text.
+
+        Raises:
+            InputError: tokens that the model does not have, or more than its context holds.
+        """
+        level, text = self._level_of(bits), _Text()
+        check_ids(list(tokens), self.vocabulary)
+        if not 1 <= len(tokens) <= self.context:
+            raise InputError(f"the text has {len(tokens)} tokens, expected 1 to {self.context}, the context")
+        try:
+            return self._run(text, tokens, level, every=True)
+        finally:
+            self._pages.release(text.pages)
+
+    # ---- text in, text out
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            InputError: none, or others than the model has; more than leave room in the context.
+        """
+        ids = encode(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise InputError("the prompt is empty: give some text to continue")
+        check_ids(ids, self.vocabulary)
+        if len(ids) >= self.context:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens, the context holds {self.context}: shorten it"
+            )
+        return ids
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        bits: float | None = None,
+    ) -> Iterator[Piece]:
+        """A text's continuation, token by token; ends at the model's end of text.
+
+        Args:
+            prompt: text, or token ids.
+            max_new_tokens: at most so many.
+            sampling: how tokens are drawn; default: what generation_config.json says.
+            stop: strings that end the text and are not part of it.
+            bits: the largest of the model's levels up to this average width; default: the widest.
+
+        Raises:
+            InputError: before the first piece, what of this cannot be.
+        """
+        ids, level = self.encode(prompt), self._level_of(bits)
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {max_new_tokens}, expected 1 or more")
+        sampling = self.default_sampling() if sampling is None else sampling
+        sampler = Sampler(sampling, self.vocabulary, ids)
+        return self._pieces(ids, max_new_tokens, sampler, TextStream(self._decoding, stop, ids), level)
+
+    def _pieces(
+        self, ids: list[int], most: int, sampler: Sampler, stream: TextStream, level: int
+    ) -> Iterator[Piece]:
+        text, ends = _Text(), self._ends
+        most = min(most, self.context - len(ids))
+        try:
+            logits = self._run(text, ids, level)
+            for count in range(1, most + 1):
+                drawn = sampler.draw(logits[0])
+                if drawn.token in ends:
+                    yield Piece(stream.finish(), drawn, "stop")
+                    return
+                piece = stream.push(drawn.token)
+                if stream.stopped is not None:
+                    yield Piece(piece, drawn, "stop")
+                    return
+                yield Piece(piece, drawn)
+                if count < most:
+                    logits = self._run(text, [drawn.token], level)
+            yield Piece(stream.finish(), None, "length")
+        finally:
+            self._pages.release(text.pages)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        bits: float | None = None,
+    ) -> Generation:
+        """A text's continuation, whole; see `stream`."""
+        ids = self.encode(prompt)
+        made, begun, first = Generation(prompt_tokens=len(ids)), time.perf_counter(), 0.0
+        for piece in self.stream(ids, max_new_tokens, sampling, stop, bits):
+            first = first or time.perf_counter()
+            made.text += piece.text
+            if piece.drawn is not None:
+                made.tokens.append(piece.drawn.token)
+                made.drawn.append(piece.drawn)
+            made.finish = piece.finish or made.finish
+        made.prefill_seconds, made.decode_seconds = first - begun, time.perf_counter() - first
+        return made
+
+    def default_sampling(self, **changes: Any) -> Sampling:
+        """What generation_config.json asks for."""
+        return Sampling.from_generation_config(self.generation.to_dict() | changes)
+
+    @property
+    def _decoding(self) -> Any:
+        found = getattr(self.tokenizer, "backend_tokenizer", None)
+        if found is None:
+            raise Unsupported("its tokenizer is none of the library tokenizers")
+        return found
+
+    @property
+    def _ends(self) -> set[int]:
+        """Tokens that end a text."""
+        ends = self.generation.eos_token_id
+        if ends is None:
+            ends = self.tokenizer.eos_token_id
+        return set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
+
+
+def _free_memory() -> int:
+    """Bytes that the system can give without swapping; what it has where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
