@@ -111,7 +111,7 @@ def _measure(name: str, model: Path, report: Silent, bits: float | None = None) 
     generator = Generator(str(model), bits=bits)
     with torch.no_grad():
         new = generator.generate(generator.encode(PROMPT), max_new_tokens=80)
-    in_16_bits = 2 * sum(p.numel() for p in generator.model.parameters())
+    in_16_bits = 2 * generator.parameters
     return {
         "name": name,
         "bits_per_weight": figures["bits_per_weight"],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from typing import Any, Unpack
+from dataclasses import replace
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -16,11 +17,50 @@ from anybit.checkpoint.chat_template import render
 from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, check_unicode, encode
 from anybit.config import Json
+from anybit.engine.engine import Engine
 from anybit.errors import InputError, enough_memory
 from anybit.kernels.gpu import cuda_graph
 from anybit.kv_cache import CACHE, QuantizedCache, check_kv_bits
 from anybit.loader import config_of, load, load_tokenizer
 from anybit.progress import SILENT, Silent
+
+ENGINES = ("auto", "native", "transformers")
+
+
+class Running(Budget, total=False):
+    """The budget of the level to run at, and what runs it."""
+
+    engine: str  # one of ENGINES; "auto" is the native one where it runs the model
+    threads: int | None  # of the native engine; None: what it finds
+
+
+def _native(asked: str, model: Any, tokenizer: Any, how: Json, report: Silent) -> Engine | None:
+    """The native engine, where it runs the model; else nothing, with a word why.
+
+    Raises:
+        InputError: it does not, and was asked for.
+    """
+    try:
+        made = Engine(model, tokenizer=tokenizer, **how)
+        made.default_sampling(do_sample=True)  # refuse what generation_config.json asks for and it lacks
+    except InputError as error:
+        if hasattr(model, "set_codebook_precision"):
+            model.set_codebook_precision("fp16")
+        _refuse(asked, str(error), report)
+        return None
+    report.say(made.how())
+    return made
+
+
+def _refuse(asked: str, why: str, report: Silent) -> None:
+    """Say why Transformers runs a model.
+
+    Raises:
+        InputError: the native engine was asked for.
+    """
+    if asked == "native":
+        raise InputError(f"the native engine does not run this model: {why}; leave --engine native out")
+    report.say(f"runs inside Transformers: {why}")
 
 
 class Echo(TextStreamer):
@@ -43,14 +83,18 @@ class Generator:
         model: str,
         *,
         kv_bits: int | None = None,  # None: what the artifact asks for
-        codebook_precision: str = "fp16",  # this and what follows: see `load`
-        dtype: str = "float32",
+        codebook_precision: str | None = None,  # None: "int8" in the native engine, else "fp16"
+        dtype: str = "float32",  # this and what follows: see `load`
         device: str = "cpu",
         report: Silent = SILENT,
-        **at: Unpack[Budget],
+        **at: Unpack[Running],
     ) -> None:
         self.name = model
         check_kv_bits(kv_bits)
+        engine, threads = at.pop("engine", "auto"), at.pop("threads", None)
+        budget = cast(Budget, at)
+        if engine not in ENGINES:
+            raise InputError(f"engine {engine!r}: expected one of {', '.join(ENGINES)}")
         config = config_of(model)
         if is_encoder(config):
             raise InputError(
@@ -63,8 +107,29 @@ class Generator:
             )
         self.tokenizer = load_tokenizer(model)
         try:
-            how = {"codebook_precision": codebook_precision, "dtype": dtype, "device": device}
-            self.model = load(model, **how, report=report, **at)
+            self.model = load(
+                model,
+                codebook_precision=codebook_precision or "fp16",
+                dtype=dtype,
+                device=device,
+                report=report,
+                **budget,
+            )
+            self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+            self.engine: Engine | None = None
+            if device != "cpu" or dtype != "float32":
+                _refuse(
+                    engine,
+                    f"the native engine computes in float32 on the CPU, not {dtype} on {device}",
+                    report,
+                )
+            elif engine != "transformers":
+                how: Json = {
+                    "kv_bits": kv_bits,
+                    "codebook_precision": codebook_precision or "int8",
+                    "threads": threads,
+                }
+                self.engine = _native(engine, self.model, self.tokenizer, how, report)
         finally:
             report.close()
         self.vocabulary = getattr(self.model.config.get_text_config(), "vocab_size", None)
@@ -152,6 +217,8 @@ class Generator:
         """
         left = self._room(ids.shape[1])
         room = max_new_tokens if left is None else min(max_new_tokens, left)
+        if self.engine is not None:
+            return self._generate_natively(ids, room, temperature, seed, streamer)
         sampling: Json = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if temperature > 0:
             sampling = {"do_sample": True, "temperature": temperature}
@@ -181,6 +248,22 @@ class Generator:
                 **sampling,
             )
         return output[0, ids.shape[1] :]
+
+    def _generate_natively(
+        self, ids: Tensor, room: int, temperature: float, seed: int, streamer: Any
+    ) -> Tensor:
+        assert self.engine is not None
+        drawing = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        sampling = replace(self.engine.default_sampling(**drawing), seed=seed)
+        tokens = []
+        for piece in self.engine.stream(ids[0].tolist(), room, sampling):
+            if piece.drawn is not None:
+                tokens.append(piece.drawn.token)
+            if streamer is not None and piece.text:
+                streamer.on_finalized_text(piece.text)
+        if streamer is not None:
+            streamer.end()
+        return torch.tensor(tokens, dtype=torch.int64)
 
 
 def converse(generator: Generator, max_new_tokens: int, temperature: float, seed: int) -> None:

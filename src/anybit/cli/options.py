@@ -78,13 +78,12 @@ class Running:
     """How a loaded model computes."""
 
     codebook_precision: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Codebooks by row, and anybit's tables: fp16, as stored, or int8: inputs and entries are rounded, "
-            "which is faster.",
+            help="fp16, tables as stored, or int8: they and inputs are rounded, which is faster (generate's default).",
             rich_help_panel="Computing",
         ),
-    ] = "fp16"
+    ] = None
     kv_bits: Annotated[
         int | None,
         typer.Option(
@@ -103,7 +102,8 @@ class Running:
     def asked(self) -> Json:
         """As `anybit.evaluate` takes it; the threads are set."""
         set_threads(self.threads)
-        return {name: getattr(self, name) for name in ("codebook_precision", "kv_bits", "dtype", "device")}
+        asked = {name: getattr(self, name) for name in ("codebook_precision", "kv_bits", "dtype", "device")}
+        return {name: value for name, value in asked.items() if value is not None}
 
 
 @dataclass(frozen=True)

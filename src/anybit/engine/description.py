@@ -194,7 +194,7 @@ def _norm(module: Any) -> Tensor:
 
 
 class Matrices:
-    """A model's matrices as native layers, at each of its levels. Weights that are not quantized leave the model.
+    """A model's matrices as native layers, at each of its levels.
 
     Raises:
         Unsupported: a matrix without a native kernel.
@@ -205,7 +205,8 @@ class Matrices:
         names = {module: name for name, module in model.named_modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self._embedding, self._head = names[embedding], names[head]
-        if isinstance(head, TiedHead) or head.weight is getattr(embedding, "weight", None):
+        weight = getattr(embedding, "weight", None)
+        if isinstance(head, TiedHead) or (weight is not None and weight is getattr(head, "weight", None)):
             self._head = self._embedding
         self._plain: dict[str, _native.Layer] = {}
 
@@ -219,12 +220,16 @@ class Matrices:
         ]
         return self._layer(self._embedding, layouts), self._layer(self._head, layouts), blocks
 
+    def release(self) -> None:
+        """Let the model lose those weights that are not quantized, of which the layers hold their own."""
+        for name in self._plain:
+            self._model.get_submodule(name).weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
     def _layer(self, name: str, layouts: Mapping[str, LayerLayout]) -> _native.Layer:
         module = self._model.get_submodule(name)
         if not isinstance(module, PackedModule):
             if name not in self._plain:
                 self._plain[name] = _plain(name, module.weight.detach())
-                module.weight = nn.Parameter(torch.empty(0), requires_grad=False)
             return self._plain[name]
         bound = module.bound()
         layer = bound.at(layouts[name] if name in layouts else module.layout.widest()).layer

@@ -78,7 +78,9 @@ class Engine:
     size, alone or beside others.
 
     Args:
-        model: an artifact, an HF directory or hub id with weights of 16 bits; see `anybit.load`.
+        model: an artifact, an HF directory or hub id with weights of 16 bits; or what `anybit.load` made of one in
+            float32, which loses its weights to the engine.
+        tokenizer: that of a loaded model; default: the one that belongs to the files.
         kv_bits: keys and values in 16, 8 or 4 bits; default: what the artifact asks for.
         codebook_precision: "int8", or "fp16": weights as they are stored, inputs exact.
         threads: default: physical cores, within the process' affinity and its cgroups' quota.
@@ -93,8 +95,9 @@ class Engine:
 
     def __init__(
         self,
-        model: str | Path,
+        model: Any,
         *,
+        tokenizer: Any = None,
         kv_bits: int | None = None,
         codebook_precision: str = "int8",
         threads: int | None = None,
@@ -105,22 +108,28 @@ class Engine:
         check_precision(codebook_precision)
         if not cpu.available():
             raise Unsupported(cpu.why_not() or "there is no native extension")
-        self.name = str(model)
+        loaded = model
+        if isinstance(model, str | Path):
+            loaded = load(model, codebook_precision=codebook_precision, report=report, **at)
+            tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        self.name = str(loaded.name_or_path or model) if loaded is model else str(model)
         self.threads = default_threads() if threads is None else threads
-        loaded = load(model, codebook_precision=codebook_precision, report=report, **at)
         self.kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
         if self.kv_bits not in KV_BITS:
             raise Unsupported(
                 f"a KV-cache of {self.kv_bits} bits; the engine has {', '.join(map(str, KV_BITS))}"
             )
         description = describe(loaded)
+        if hasattr(loaded, "set_codebook_precision"):
+            loaded.set_codebook_precision(codebook_precision)
         self.vocabulary: int = description["vocabulary"]
         self.codebook_precision = codebook_precision
         self._decoder = cpu._native.Decoder(description, codebook_precision == "int8")
         self._matrices, self._levels = Matrices(loaded), levels(loaded)
         self._bound: dict[int, int] = {}  # levels that the decoder has, by number
         self._level(len(self._levels) - 1)
-        self.tokenizer = load_tokenizer(model)
+        self._matrices.release()
+        self.tokenizer = tokenizer
         stored = getattr(loaded, "generation_config", None)
         self.generation = for_one_sequence(self.name, stored, self.vocabulary)
         self.context = self._make_cache(description, max_positions(loaded) or NO_CONTEXT, context)
@@ -307,6 +316,14 @@ class Engine:
     def default_sampling(self, **changes: Any) -> Sampling:
         """What generation_config.json asks for."""
         return Sampling.from_generation_config(self.generation.to_dict() | changes)
+
+    def how(self) -> str:
+        """How it computes, in a line."""
+        inputs = "inputs rounded to 8 bits" if self.codebook_precision == "int8" else "exact inputs"
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return (
+            f"native engine: {threads}, {inputs}, a KV-cache of {self.kv_bits} bits for {self.context} tokens"
+        )
 
     @property
     def _decoding(self) -> Any:
