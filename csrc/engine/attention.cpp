@@ -35,25 +35,28 @@ uint16_t round_to_half(float value) {
 
 // ---- writing
 
-// Codes of n numbers, and the scale and minimum that give them back.
+// Codes of n numbers, and the scale and minimum that give them back: as `QuantizedStates.of` (formats/states.py).
 struct Grid {
-    float scale, least;
+    float scale, least, top;
     uint16_t scale_bits, least_bits;
 
-    Grid(const float* x, int64_t n, int bits) {
-        float low = x[0], high = x[0];
+    Grid(const float* x, int64_t n, int bits) : top(static_cast<float>((1 << bits) - 1)) {
+        float low = MOST_HALF, high = -MOST_HALF;
         bool finite = true;
         for (int64_t i = 0; i < n; ++i) {
             low = x[i] < low ? x[i] : low;
             high = x[i] > high ? x[i] : high;
             finite = finite && x[i] - x[i] == 0;
         }
-        const float step = finite ? (high - low) / static_cast<float>((1 << bits) - 1) : __builtin_nanf("");
-        scale_bits = round_to_half(step);
+        low = low > -MOST_HALF ? low : -MOST_HALF;
+        high = high < MOST_HALF ? high : MOST_HALF;
         least_bits = round_to_half(low);
-        scale = half_to_float(scale_bits);
         least = half_to_float(least_bits);
-        top = static_cast<float>((1 << bits) - 1);
+        const float spread = high > least ? high - least : 0.0f;
+        scale_bits = round_to_half(spread / top);
+        if (half_to_float(scale_bits) * top < spread) ++scale_bits; // never down: the range stays covered
+        if (!finite) scale_bits = NOT_A_NUMBER;
+        scale = half_to_float(scale_bits);
     }
     uint8_t code(float x) const {
         float q = scale > 0 ? (x - least) / scale : 0.0f;
@@ -63,7 +66,8 @@ struct Grid {
     }
 
 private:
-    float top;
+    static constexpr float MOST_HALF = 65504; // the largest float16
+    static constexpr uint16_t NOT_A_NUMBER = 0x7e00;
 };
 
 template <int BITS> void store_codes(const KvFormat& format, uint8_t* page, int64_t slot, const float* key,

@@ -1,6 +1,7 @@
 """A quantized KV-cache for Transformers: asymmetric, a scale per head and token (Atom, arXiv:2310.19102, section 4.4).
 
-Keys are quantized after their rotary embedding, as attention reads them. What attention gets is always dequantized,
+Keys are quantized after their rotary embedding, and both are turned by a Hadamard matrix first, which spreads a head's
+outliers (QuaRot, arXiv:2404.00456, does so inside the model). The native engine rounds alike. What attention gets is always dequantized,
 the newest token included: a model computes the same whether its cache was filled at once or token by token.
 """
 
@@ -17,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from anybit.config import KV_BITS
 from anybit.errors import InputError
-from anybit.formats.states import QuantizedStates
+from anybit.formats.states import QuantizedStates, rotated
 
 # What models, `generate` and outputs call a cache: Transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -56,7 +57,7 @@ class QuantizedLayer(CacheLayerMixin):
         """Add states [batch, heads, tokens, d]; returns all kept ones, dequantized."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = QuantizedStates.of(key_states, self.bits), QuantizedStates.of(value_states, self.bits)
+        keys, values = (QuantizedStates.of(rotated(x), self.bits) for x in (key_states, value_states))
         if self._keys is not None and self._values is not None:
             keys, values = self._keys.then(keys), self._values.then(values)
         self.cumulative_length += key_states.shape[2]
@@ -64,7 +65,7 @@ class QuantizedLayer(CacheLayerMixin):
         if self.window is not None:
             first = max(0, keys.tokens - self.window + 1)
             self._each(lambda t: t[:, :, first:].clone())  # a view would keep the rest alive
-        return keys.dequantize(), values.dequantize()
+        return rotated(keys.dequantize()), rotated(values.dequantize())
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._keys is not None and self._values is not None:

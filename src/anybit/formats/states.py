@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from anybit.formats.bits import FP16_MAX, PACKED_WIDTHS, pack_codes, unpack_codes
+
+
+def rotated(states: Tensor) -> Tensor:
+    """States [..., d] times a Hadamard matrix, which is its own inverse: outliers are spread over a head.
+
+    The matrix has as many rows as the greatest power of 2 in d, and turns each run of so many numbers.
+    """
+    n = states.shape[-1] & -states.shape[-1]
+    runs = states.float().reshape(*states.shape[:-1], -1, n)
+    return (runs @ _hadamard(n).to(runs.device)).reshape(states.shape).to(states.dtype)
+
+
+@cache
+def _hadamard(n: int) -> Tensor:
+    """Sylvester's matrix of 2^k rows, orthonormal."""
+    made = torch.ones(1, 1)
+    while len(made) < n:
+        made = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), made)
+    return made / n**0.5
 
 
 @dataclass(frozen=True)
