@@ -154,12 +154,12 @@ inline void multiply_keys(const Page<BITS>& page, int64_t head_size, const Query
         for (int k = 0; k < COUNT; ++k) {
             const Floats q = broadcast(queries[k].q[i]);
             if (BITS < 16) all[k] += queries[k].q[i];
-            for (int v = 0; v < VECTORS; ++v) sums[k][v] += q * keys[v];
+            for (int v = 0; v < VECTORS; ++v) sums[k][v] = fused(q, keys[v], sums[k][v]);
         }
     }
     for (int k = 0; k < COUNT; ++k)
         for (int v = 0; v < VECTORS; ++v) {
-            if (BITS < 16) sums[k][v] = sums[k][v] * page.key_scale(v) + page.key_least(v) * all[k];
+            if (BITS < 16) sums[k][v] = fused(sums[k][v], page.key_scale(v), page.key_least(v) * all[k]);
             store(scores + k * PAGE + v * LANES, sums[k][v]);
         }
 }
@@ -224,13 +224,13 @@ inline void add_values(const Page<BITS>& page, const Query* queries, const Weigh
     Floats sums[COUNT][WIDTH];
     for (int k = 0; k < COUNT; ++k)
         for (int i = 0; i < WIDTH; ++i)
-            sums[k][i] = load(queries[k].out + (v + i) * LANES) * w[k].factor + w[k].least;
+            sums[k][i] = fused(load(queries[k].out + (v + i) * LANES), broadcast(w[k].factor), broadcast(w[k].least));
     for (int64_t t = tokens.begin; t < tokens.end; ++t) {
         Floats values[WIDTH];
         for (int i = 0; i < WIDTH; ++i) values[i] = page.value(t, v + i);
         for (int k = 0; k < COUNT; ++k) {
             const Floats p = broadcast(weights[k * PAGE + t]);
-            for (int i = 0; i < WIDTH; ++i) sums[k][i] += p * values[i];
+            for (int i = 0; i < WIDTH; ++i) sums[k][i] = fused(p, values[i], sums[k][i]);
         }
     }
     for (int k = 0; k < COUNT; ++k)

@@ -1,10 +1,22 @@
-// exp and tanh on vectors.
+// Fused multiply-add, exp and tanh on vectors.
 #pragma once
 
 #include "common/simd.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
+
+// a b + c, rounded once where the processor can. The compiler may not choose where (CMakeLists.txt): it would choose
+// anew for every number of queries, and then bits would depend on that.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 
 inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats lesser(Floats a, Floats b) { return a < b ? a : b; }
@@ -15,15 +27,15 @@ inline Floats exponential(Floats x) {
     const Floats low = broadcast(-87.33f), high = broadcast(88.72f);
     const auto under = x < low;
     const Floats y = lesser(greater(low, x), high); // in this order NaN survives: comparisons with it are false
-    const Floats whole = y * 1.44269504f + 0x1.8p23f - broadcast(0x1.8p23f);
-    const Floats r = y - whole * 0.693359375f - whole * -2.12194440e-4f;
+    const Floats whole = fused(y, broadcast(1.44269504f), broadcast(0x1.8p23f)) - 0x1.8p23f;
+    const Floats r = fused(whole, broadcast(2.12194440e-4f), fused(whole, broadcast(-0.693359375f), y));
     Floats p = broadcast(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = fused(p, r, broadcast(1.3981999507e-3f));
+    p = fused(p, r, broadcast(8.3334519073e-3f));
+    p = fused(p, r, broadcast(4.1665795894e-2f));
+    p = fused(p, r, broadcast(1.6666665459e-1f));
+    p = fused(p, r, broadcast(5.0000001201e-1f));
+    p = fused(p, r * r, r) + 1.0f;
     const Ints power = (__builtin_convertvector(whole, Ints) + 126) << 23; // half of it: 2^128 is no float
     const Floats made = p * reinterpret_cast<Floats>(power) * 2.0f;
     const Floats flushed = under ? Floats{} : made;

@@ -1,0 +1,248 @@
+"""The native decoder against Transformers: families, formats, the KV-cache, and the rule that bits do not depend on
+what else is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import anybit
+from anybit.engine.description import Matrices, Unsupported, describe, levels
+from anybit.kernels import cpu
+from anybit.kv_cache import quantized_attention
+from anybit.methods import METHODS
+from tests import builders
+from tests.engine.models import FAMILIES, VOCABULARY, random_model
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not cpu.available(), reason="the native extension is not built"),
+]
+PAGE = 32
+Row = tuple[int, int, int]  # token, position, sequence
+
+
+class Decoded:
+    """A model's decoder at its widest level, and a cache whose pages sequences have in turns."""
+
+    def __init__(self, model: Any, kv_bits: int = 16, rounds: bool = False, sequences: int = 3) -> None:
+        description = describe(model)
+        self.native, self.threads = cpu._native.Decoder(description, rounds), 2
+        self.level = self.native.add_level(*Matrices(model).at(levels(model)[-1][1]))
+        pages = 1024 // PAGE
+        sizes = len(description["blocks"]), description["kv_heads"], description["head_size"], kv_bits
+        self.cache = cpu._native.KvCache(*sizes, sequences * pages)
+        self.pages = np.arange(sequences * pages, dtype=np.int32).reshape(pages, sequences).T.copy()
+
+    def step(self, rows: Sequence[Row]) -> np.ndarray:
+        """Logits of all rows."""
+        tokens, positions, sequences = (np.array(each, np.int32) for each in zip(*rows))
+        logits = np.full((len(rows), VOCABULARY), np.nan, np.float32)
+        wanted = np.arange(len(rows), dtype=np.int32)
+        self.native.step(
+            tokens, positions, sequences, self.pages, wanted, logits, self.level, self.cache, self.threads
+        )
+        return logits
+
+    def run(self, ids: Sequence[int], chunk: int = 64, sequence: int = 0) -> np.ndarray:
+        rows = [(int(token), i, sequence) for i, token in enumerate(ids)]
+        return np.concatenate([self.step(rows[i : i + chunk]) for i in range(0, len(rows), chunk)])
+
+
+def text(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, n)
+
+
+def reference(model: Any, ids: np.ndarray, kv_bits: int = 16) -> np.ndarray:
+    with torch.no_grad(), quantized_attention(model, kv_bits):
+        return model(torch.tensor(ids)[None]).logits[0].numpy()
+
+
+def error(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The largest difference of every token, in the spread of the logits."""
+    return np.abs(found - wanted).max(1) / (wanted.max() - wanted.min())
+
+
+# ---- what is computed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str) -> None:
+    """Up to what keys and values lose in float16; 300 tokens reach beyond a split and the windows."""
+    model, ids = random_model(family), text(300)
+    assert error(Decoded(model).run(ids), reference(model, ids)).max() < 1e-3
+
+
+@pytest.mark.parametrize("kv_bits", [8, 4])
+@pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "gemma3"])
+def test_a_cache_of_few_bits_rounds_as_quantized_cache_does(family: str, kv_bits: int) -> None:
+    """But for numbers that lie between two codes, where float32 sums of another order decide."""
+    model, ids = random_model(family), text(300)
+    found = error(Decoded(model, kv_bits).run(ids), reference(model, ids, kv_bits))
+    assert np.median(found) < 1e-3
+    assert np.median(found) < 0.1 * np.median(error(reference(model, ids, kv_bits), reference(model, ids)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_formats_of_all_methods(method: str, tmp_path: Path, tokenizer: Any, text_file: Path) -> None:
+    model = random_model("llama", hidden_size=128, intermediate_size=256)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    settings = {} if method == "rtn" else {"samples": 4, "seq_len": 32}
+    anybit.quantize(
+        tmp_path / "model", tmp_path / "out", builders.options(method, **settings), calibration=str(text_file)
+    )
+    made, ids = anybit.load(tmp_path / "out"), text(80)
+    wanted = reference(made, ids, made.kv_bits)
+    found = error(Decoded(made, made.kv_bits).run(ids), wanted)
+    if method in (
+        "atom",
+        "mixllm",
+        "smoothquant",
+    ):  # which round inputs: sums of another order decide some codes
+        assert found.mean() < 0.25 * error(wanted, reference(model, ids)).mean()
+    else:
+        assert found.max() < 1e-3
+
+
+def test_rounded_inputs_cost_little(tmp_path: Path, tokenizer: Any) -> None:
+    model = random_model("llama", hidden_size=128, intermediate_size=256)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    anybit.quantize(tmp_path / "model", tmp_path / "out", builders.options("rtn", bits=8, group_size=32))
+    made, ids = anybit.load(tmp_path / "out"), text(80)
+    wanted = reference(made, ids)
+    rounded, exact = error(Decoded(made, rounds=True).run(ids), wanted), error(Decoded(made).run(ids), wanted)
+    assert exact.max() < 1e-3 < rounded.max() < 0.1
+
+
+# ---- bits do not depend on what else is computed
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8, 4])
+@pytest.mark.parametrize("family", ["smollm2", "gemma3"])
+def test_chunks_of_a_prompt_change_no_bit(family: str, kv_bits: int) -> None:
+    decoded, ids = Decoded(random_model(family), kv_bits), text(300)
+    wanted = decoded.run(ids, chunk=300)
+    for chunk in (1, 17, 64):
+        assert np.array_equal(decoded.run(ids, chunk), wanted)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_neighbours_in_a_batch_change_no_bit(rounds: bool) -> None:
+    """Sequences at different positions, whose pages lie between one another's."""
+    decoded = Decoded(random_model("llama"), rounds=rounds)
+    texts = [text(n, seed=n) for n in (90, 61, 33)]
+    alone = [decoded.run(ids, sequence=s)[30:] for s, ids in enumerate(texts)]
+    for s, ids in enumerate(texts):
+        decoded.run(ids[:30], sequence=s)
+    for i in range(60):
+        rows = [(int(ids[30 + i]), 30 + i, s) for s, ids in enumerate(texts) if 30 + i < len(ids)]
+        found = decoded.step(rows)
+        for row, (_, _, s) in zip(found, rows):
+            assert np.array_equal(row, alone[s][i])
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    decoded, ids = Decoded(random_model("qwen3")), text(300)
+    wanted = decoded.run(ids)
+    decoded.threads = 1
+    assert np.array_equal(decoded.run(ids), wanted)
+
+
+def test_what_a_page_held_before_does_not_matter() -> None:
+    """Pages of an earlier text, and of one whose states were not finite."""
+    decoded, ids = Decoded(random_model("llama"), kv_bits=8), text(40)
+    wanted = decoded.run(ids)
+    decoded.run(text(200, seed=5))
+    assert np.array_equal(decoded.run(ids), wanted)
+
+
+# ---- what is refused
+
+
+def test_families_and_fields_that_are_not_known() -> None:
+    model = random_model("llama")
+    model.config.model_type = "llamoid"
+    with pytest.raises(Unsupported, match="'llamoid'"):
+        describe(model)
+    model = random_model("llama")
+    model.config.attention_sinks = 4
+    with pytest.raises(Unsupported, match="attention_sinks = 4"):
+        describe(model)
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(Unsupported, match="'dynamic'"):
+        describe(random_model("llama", rope_parameters=dynamic))
+
+
+def test_weights_of_more_than_16_bits() -> None:
+    model = random_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = 1 / 3
+    with pytest.raises(Unsupported, match=r"layers\.1\.mlp\.up_proj holds numbers of more than 16 bits"):
+        Decoded(model)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([(VOCABULARY, 0, 0)], r"tokens\[0\] is 300, expected 0 to 299"),
+        ([(-1, 0, 0)], r"tokens\[0\] is -1"),
+        ([(1, 1024, 0)], r"positions\[0\] is 1024, expected 0 to 1023"),
+        ([(1, 0, 3)], r"sequences\[0\] is 3, expected 0 to 2"),
+        ([(1, 4, 0), (1, 4, 0)], "positions of sequence 0 do not follow one another"),
+        ([(1, 4, 0), (1, 4, 1), (1, 5, 0)], "rows of sequence 0 do not stand together"),
+    ],
+)
+def test_steps_out_of_range(rows: list[Row], words: str) -> None:
+    decoded = Decoded(random_model("llama"))
+    with pytest.raises(ValueError, match=words):
+        decoded.step(rows)
+
+
+def test_pages_out_of_range() -> None:
+    decoded = Decoded(random_model("llama"))
+    decoded.pages[0, 1] = 96
+    decoded.run(text(32))  # the second page is not reached
+    with pytest.raises(ValueError, match=r"pages\[1\] is 96, expected 0 to 95"):
+        decoded.run(text(33))
+
+
+def test_the_layer_that_gives_nan_is_named() -> None:
+    for name, words in (
+        ("self_attn.o_proj", "the attention of block 2"),
+        ("mlp.down_proj", "the MLP of block 2"),
+    ):
+        model = random_model("llama")
+        with torch.no_grad():
+            model.model.layers[2].get_submodule(name).weight[0, 0] = torch.inf
+        with pytest.raises(cpu._native.NotFiniteError, match=words):
+            Decoded(model).run(text(5))
+    model = random_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[7, 0] = torch.inf
+    with pytest.raises(cpu._native.NotFiniteError, match="the head gives NaN or Inf"):
+        Decoded(model).run(text(5))
+
+
+def test_descriptions_whose_sizes_do_not_belong_together() -> None:
+    model = random_model("llama")
+    for key, value, words in (
+        ("kv_heads", 3, "4 heads are no multiple of 3 kv_heads"),
+        ("head_size", 0, "head_size is 0"),
+        ("hidden", 65, "final_norm has 64 numbers, expected 65"),
+        ("activation", "swish2", "activation 'swish2' is unknown"),
+        ("blocks", [], "has no blocks"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cpu._native.Decoder(describe(model) | {key: value}, False)
+    with pytest.raises(ValueError, match="entries that nobody knows"):
+        cpu._native.Decoder(describe(model) | {"speed": 1}, False)
+    wider = cpu._native.Decoder(describe(random_model("llama", intermediate_size=192)), False)
+    with pytest.raises(ValueError, match="block 0: gate is 160 x 64, expected 192 x 64"):
+        wider.add_level(*Matrices(model).at({}))
