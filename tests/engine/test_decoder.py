@@ -3,7 +3,8 @@ what else is computed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,18 @@ def error(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return np.abs(found - wanted).max(1) / (wanted.max() - wanted.min())
 
 
+@contextmanager
+def keys_and_values_in_float16(model: Any) -> Iterator[None]:
+    """Let the model lose what the engine's cache of 16 bits loses."""
+    modules = [module for name, module in model.named_modules() if name.endswith(("k_proj", "v_proj"))]
+    handles = [module.register_forward_hook(lambda _, __, y: y.half().float()) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 # ---- what is computed
 
 
@@ -100,12 +113,9 @@ def test_formats_of_all_methods(method: str, tmp_path: Path, tokenizer: Any, tex
     made, ids = anybit.load(tmp_path / "out"), text(80)
     wanted = reference(made, ids, made.kv_bits)
     found = error(Decoded(made, made.kv_bits).run(ids), wanted)
-    if method in (
-        "atom",
-        "mixllm",
-        "smoothquant",
-    ):  # which round inputs: sums of another order decide some codes
-        assert found.mean() < 0.25 * error(wanted, reference(model, ids)).mean()
+    if method in ("atom", "mixllm", "smoothquant"):  # which round inputs: the least change decides codes
+        with keys_and_values_in_float16(made):
+            assert found.mean() < 2 * error(reference(made, ids, made.kv_bits), wanted).mean()
     else:
         assert found.max() < 1e-3
 
