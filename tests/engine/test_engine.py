@@ -1,0 +1,241 @@
+"""`anybit.Engine`: text out of a model, at its levels, beside Transformers' `generate`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import anybit
+from anybit import Engine, Sampling
+from anybit.engine import engine as module
+from anybit.engine.description import Unsupported
+from anybit.engine.pages import Pages
+from anybit.engine.threads import _quota, default_threads
+from anybit.errors import InputError
+from anybit.kernels import cpu
+from tests.engine.models import VOCABULARY, random_model
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not cpu.available(), reason="the native extension is not built"),
+]
+PROMPT = [5, 80, 33, 120, 77]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """An HF directory of 16-bit weights whose end of text is no likely token; never change it."""
+    made = tmp_path_factory.mktemp("engine") / "model"
+    model = random_model("llama", vocab_size=len(tokenizer), eos_token_id=0, max_position_embeddings=200)
+    model.to(torch.bfloat16).save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine(folder, codebook_precision="fp16", threads=2)
+
+
+def greedy(folder: Path, n: int) -> list[int]:
+    model = anybit.load(folder)
+    ids = torch.tensor([PROMPT])
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False)
+    return made[0, len(PROMPT) :].tolist()
+
+
+# ---- text
+
+
+def test_greedy_tokens_are_those_of_transformers(folder: Path, engine: Engine) -> None:
+    made = engine.generate(PROMPT, 64)
+    assert made.tokens == greedy(folder, 64)
+    assert (made.finish, made.prompt_tokens) == ("length", 5)
+    assert made.text == engine.tokenizer.decode(made.tokens, skip_special_tokens=True)
+
+
+def test_a_text_ends_at_each_of_its_ends(engine: Engine) -> None:
+    tokens = engine.generate(PROMPT, 20).tokens
+    first = next(i for i in range(3, 20) if tokens[i] not in tokens[:i])
+    for ends in (tokens[first], [VOCABULARY - 1, tokens[first]]):
+        engine.generation.eos_token_id = ends
+        try:
+            made = engine.generate(PROMPT, 20)
+        finally:
+            engine.generation.eos_token_id = 0
+        assert (made.tokens, made.finish) == (tokens[: first + 1], "stop")
+
+
+def test_stop_strings_are_cut_off(engine: Engine) -> None:
+    whole = engine.generate(PROMPT, 40).text
+    stop = whole[10:13]
+    made = engine.generate(PROMPT, 40, stop=[stop])
+    assert made.finish == "stop" and made.text == whole[: whole.index(stop)]
+    assert "".join(piece.text for piece in engine.stream(PROMPT, 40, stop=[stop])) == made.text
+
+
+def test_the_same_seed_draws_the_same_text(engine: Engine) -> None:
+    sampling = Sampling(temperature=1.0, top_k=20, seed=3)
+    made = engine.generate(PROMPT, 30, sampling)
+    assert made.tokens == engine.generate(PROMPT, 30, sampling).tokens
+    assert made.tokens != engine.generate(PROMPT, 30, Sampling(temperature=1.0, top_k=20, seed=4)).tokens
+
+
+def test_generation_config_is_the_default(folder: Path, engine: Engine) -> None:
+    assert engine.default_sampling() == Sampling()
+    engine.generation.update(temperature=0.5, top_k=7)
+    try:
+        assert engine.default_sampling(do_sample=True) == Sampling(temperature=0.5, top_k=7)
+    finally:
+        engine.generation.update(temperature=None, top_k=None)
+
+
+def test_logprobs_are_those_of_the_logits(engine: Engine) -> None:
+    made = engine.generate(PROMPT, 8, Sampling(logprobs=3))
+    rows = torch.tensor(engine.logits(PROMPT + made.tokens)[len(PROMPT) - 1 : -1]).log_softmax(-1)
+    for drawn, row in zip(made.drawn, rows):
+        top = row.topk(3)
+        assert [token for token, _ in drawn.top] == top.indices.tolist()
+        assert drawn.logprob == pytest.approx(row[drawn.token].item(), abs=1e-5)
+
+
+# ---- levels
+
+
+def test_every_width_of_a_file(anybit_artifact: Path) -> None:
+    """Each level has the logits that Transformers has there, and a text changes nothing of another level's."""
+    model = anybit.load(anybit_artifact)
+    engine = Engine(anybit_artifact, codebook_precision="fp16")
+    ids = np.random.default_rng(0).integers(3, engine.vocabulary, 40).tolist()
+    assert engine.widths == [level.bits for level in model.levels]
+    first = engine.logits(ids, bits=engine.widths[0])
+    for bits in (engine.widths[0], engine.widths[len(engine.widths) // 2], engine.widths[-1]):
+        model.set_bits(bits)
+        with torch.no_grad():
+            wanted = model(torch.tensor([ids])).logits[0].numpy()
+        found = engine.logits(ids, bits=bits)
+        assert np.abs(found - wanted).max() < 1e-3 * np.ptp(wanted)
+    assert np.array_equal(engine.logits(ids, bits=engine.widths[0]), first)
+    with pytest.raises(InputError, match="average widths from"):
+        engine.generate(ids, 2, bits=12)
+
+
+def test_a_model_that_is_loaded_already(folder: Path, engine: Engine) -> None:
+    loaded = anybit.load(folder)
+    made = Engine(loaded, tokenizer=engine.tokenizer, codebook_precision="fp16")
+    assert made.generate(PROMPT, 10).tokens == engine.generate(PROMPT, 10).tokens
+    assert sum(parameter.numel() for parameter in loaded.parameters()) < 3000  # norms alone
+
+
+# ---- room
+
+
+def test_prompts_that_do_not_fit_name_both_numbers(engine: Engine) -> None:
+    with pytest.raises(InputError, match="the prompt has 200 tokens, the context holds 200"):
+        engine.generate([5] * 200, 1)
+    assert len(engine.generate([5] * 199, 50).tokens) == 1
+    with pytest.raises(InputError, match="the prompt is empty"):
+        engine.generate([], 1)
+    with pytest.raises(InputError, match="vocabulary has"):
+        engine.generate([10_000], 1)
+    with pytest.raises(InputError, match="max_new_tokens is 0"):
+        engine.generate(PROMPT, 0)
+
+
+def test_pages_come_back_however_a_text_ends(engine: Engine) -> None:
+    free = engine._pages.free
+    engine.generate(PROMPT, 40)
+    pieces = engine.stream(PROMPT, 100)
+    next(pieces)
+    assert engine._pages.free < free
+    pieces.close()
+    assert engine._pages.free == free
+
+
+def test_a_shorter_context(folder: Path) -> None:
+    engine = Engine(folder, context=50)
+    assert engine.context == 50 and len(engine.generate(PROMPT, 100).tokens) == 45
+    with pytest.raises(InputError, match="a context of 201 tokens: expected 1 to 200; the model reaches 200"):
+        Engine(folder, context=201)
+
+
+def test_memory_bounds_the_context(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (
+        4 * 2 * 16 * 2 * 2 * 32
+    )  # blocks, KV heads, head size (keys are not padded), K and V, bytes, tokens
+    monkeypatch.setattr(module, "_free_memory", lambda: 2 * 3 * 2 * page)
+    assert Engine(folder).context in (96, 128)
+    monkeypatch.setattr(module, "_free_memory", lambda: 100)
+    with pytest.raises(InputError, match="no memory for a KV-cache"):
+        Engine(folder)
+
+
+def test_pages_are_given_out_once() -> None:
+    pages = Pages(5, 32)
+    first: list[int] = []
+    second: list[int] = []
+    pages.extend(first, 33)
+    pages.extend(second, 64)
+    assert sorted(first + second) == [0, 1, 2, 3] and pages.free == 1
+    with pytest.raises(InputError, match="97 tokens need 2 more pages of 32 in the KV-cache, 1 are free"):
+        pages.extend(first, 97)
+    assert len(first) == 2
+    pages.release(second)
+    assert second == [] and pages.free == 3
+
+
+# ---- what runs elsewhere
+
+
+def test_what_the_engine_does_not_run(folder: Path) -> None:
+    with pytest.raises(Unsupported, match="a KV-cache of 2 bits"):
+        Engine(folder, kv_bits=2)
+    with pytest.raises(InputError, match="expected fp16 or int8"):
+        Engine(folder, codebook_precision="int4")
+
+
+def _in_a_child(engine: Engine, said: Any) -> None:
+    try:
+        engine.generate(PROMPT, 2)
+    except InputError as error:
+        said.put(str(error))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_is_refused(engine: Engine) -> None:
+    context = multiprocessing.get_context("fork")
+    said = context.Queue()
+    child = context.Process(target=_in_a_child, args=(engine, said))
+    child.start()
+    assert "does not work in a forked process" in said.get(timeout=60)
+    child.join()
+
+
+# ---- threads
+
+
+def test_threads_are_bounded_by_affinity() -> None:
+    assert 1 <= default_threads() <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"}, 1),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+        ({"cpu.max": "nonsense\n"}, None),
+    ],
+)
+def test_what_a_cgroup_grants(tmp_path: Path, files: dict[str, str], quota: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert _quota(tmp_path) == quota
