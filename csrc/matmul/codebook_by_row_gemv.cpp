@@ -13,8 +13,10 @@ namespace {
 constexpr int CHAINS = 4; // sums under way at once: a dot product takes as many cycles or more
 #if defined(__AVX512F__)
 constexpr int MOST_TOKENS = 4; // in registers at once
+constexpr int MOST_ROUNDED = 8; // the same, where inputs are rounded
 #else
 constexpr int MOST_TOKENS = 2;
+constexpr int MOST_ROUNDED = 2;
 #endif
 
 // sums[i] += the dot product of four centroids with four inputs, the centroids less CENTRE.
@@ -69,17 +71,18 @@ public:
         : table_(c.table + (c.kind(row) << B)), x_(in.x), scales_(in.scales), blocks_(blocks_of(c)) {}
 
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
-        Ints sums[CHAINS][M] = {};
+        constexpr int OWN = M > 4 ? 2 : CHAINS; // integers: the sum is the same
+        Ints sums[OWN][M] = {};
         for (int64_t s = 0; s < PHASES; ++s) {
             const Codes weights = table_(code[s]);
             for (int64_t k = 0; k < M; ++k) {
                 const int8_t* x = x_ + ((k * blocks_ + b) * PHASES + s) * BYTES;
-                sums[s % CHAINS][k] = dot_centroids(sums[s % CHAINS][k], weights, x);
+                sums[s % OWN][k] = dot_centroids(sums[s % OWN][k], weights, x);
             }
         }
         for (int64_t k = 0; k < M; ++k) {
             Ints sum = sums[0][k];
-            for (int i = 1; i < CHAINS; ++i) sum += sums[i][k];
+            for (int i = 1; i < OWN; ++i) sum += sums[i][k];
             total[k] += to_float(sum) * load(scales_ + (k * blocks_ + b) * LANES);
         }
     }
@@ -314,7 +317,8 @@ void gemv_bits(const CodebookByRow& c, const Inputs<typename By<B, 1>::Input>& i
                int64_t begin, int64_t end) {
     for (int64_t first = begin; first < end; first += CodebookByRow::TOGETHER) {
         const int64_t last = least(end, first + CodebookByRow::TOGETHER);
-        by_tokens<MOST_TOKENS>(in.tokens, [&](auto m, int64_t k) {
+        constexpr int MOST = sizeof(typename By<B, 1>::Input) == 1 && B <= CodebookByRow::MOST_BYTE_BITS ? MOST_ROUNDED : MOST_TOKENS;
+        by_tokens<MOST>(in.tokens, [&](auto m, int64_t k) {
             gemv_rows<By, B, m.value>(c, By<B, 1>::skip(c, in, k), y + k * y_stride, y_stride, first, last);
         });
     }

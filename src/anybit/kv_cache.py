@@ -1,8 +1,9 @@
 """A quantized KV-cache for Transformers: asymmetric, a scale per head and token (Atom, arXiv:2310.19102, section 4.4).
 
 Keys are quantized after their rotary embedding, and both are turned by a Hadamard matrix first, which spreads a head's
-outliers (QuaRot, arXiv:2404.00456, does so inside the model). The native engine rounds alike. What attention gets is always dequantized,
-the newest token included: a model computes the same whether its cache was filled at once or token by token.
+outliers (QuaRot, arXiv:2404.00456, does so inside the model). The native engine rounds alike. What attention gets is
+always dequantized, the newest token included: a model computes the same whether its cache was filled at once or token
+by token.
 """
 
 from __future__ import annotations

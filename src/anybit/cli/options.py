@@ -80,7 +80,7 @@ class Running:
     codebook_precision: Annotated[
         str | None,
         typer.Option(
-            help="fp16, tables as stored, or int8: they and inputs are rounded, which is faster (generate's default).",
+            help="fp16, or int8: tables and inputs are rounded, which is faster.",
             rich_help_panel="Computing",
         ),
     ] = None
@@ -88,6 +88,13 @@ class Running:
         int | None,
         typer.Option(
             help="KV-cache: 16, 8, 4, 3 or 2 bits. [default: what the artifact asks for, else 16]",
+            rich_help_panel="Computing",
+        ),
+    ] = None
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="native or transformers. [default: what can; eval: transformers]",
             rich_help_panel="Computing",
         ),
     ] = None
@@ -102,7 +109,8 @@ class Running:
     def asked(self) -> Json:
         """As `anybit.evaluate` takes it; the threads are set."""
         set_threads(self.threads)
-        asked = {name: getattr(self, name) for name in ("codebook_precision", "kv_bits", "dtype", "device")}
+        names = ("codebook_precision", "kv_bits", "engine", "threads", "dtype", "device")
+        asked = {name: getattr(self, name) for name in names}
         return {name: value for name, value in asked.items() if value is not None}
 
 

@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from anybit.cli.options import Level, Model, Running, Seed, grouped, reporting
-from anybit.config import Json
-
-
-@dataclass(frozen=True)
-class Generating(Running):
-    """How a loaded model computes, and what runs it."""
-
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="native: fast, for families that it knows; transformers: whatever runs there; auto: the first that "
-            "can.",
-            rich_help_panel="Computing",
-        ),
-    ] = "auto"
-
-    def asked(self) -> Json:
-        """As `anybit.generate.Generator` takes it; the threads of Transformers are set."""
-        return super().asked() | {"engine": self.engine, "threads": self.threads}
 
 
 @grouped
@@ -34,7 +14,7 @@ def generate(
     model: Model,
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="Text to continue.")],
     level: Level,
-    running: Generating,
+    running: Running,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
     seed: Seed = 0,
@@ -57,7 +37,7 @@ def generate(
 def chat(
     model: Model,
     level: Level,
-    running: Generating,
+    running: Running,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens per answer.", min=1)] = 512,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
     seed: Seed = 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 from anybit.artifact.files import is_artifact
@@ -13,9 +14,11 @@ from anybit.artifact.sizes import inspect
 from anybit.calibration import texts
 from anybit.checkpoint.architectures import is_encoder, max_positions
 from anybit.config import Json
+from anybit.engine.engine import Engine
 from anybit.errors import InputError, enough_memory, refuse_unknown
 from anybit.evaluation import embeddings
 from anybit.evaluation import perplexity as evaluation
+from anybit.evaluation.native import NativeModel
 from anybit.kernels.dispatch import check_device
 from anybit.kv_cache import check_kv_bits, quantized_attention
 from anybit.loader import config_of, load, load_tokenizer, opened
@@ -39,13 +42,17 @@ class Settings(Budget, total=False):
     tasks_dir: Path | None  # folder of their files; without it they are fetched
     limit: int | None  # questions of each
     kv_bits: int | None  # of the keys and values that attention reads; what the artifact asks for by default
+    engine: (
+        str  # "transformers", or "native": faster where texts are short, exact inputs unless asked otherwise
+    )
+    threads: int | None  # of the native engine; None: what it finds
     codebook_precision: str  # this and what follows: see `load`
     dtype: str
     device: str
     report: Silent
 
 
-OF_TEXT = ("text", "max_tokens", "tasks", "tasks_dir", "limit", "kv_bits", *Budget.__annotations__)
+OF_TEXT = ("text", "max_tokens", "tasks", "tasks_dir", "limit", "kv_bits", "engine", *Budget.__annotations__)
 
 
 def evaluate(model: str | Path, **settings: Unpack[Settings]) -> Json:
@@ -69,6 +76,7 @@ def evaluate(model: str | Path, **settings: Unpack[Settings]) -> Json:
     refuse_unknown(settings, Settings)
     check_device(settings.get("device", "cpu"))
     check_kv_bits(settings.get("kv_bits"))
+    _check_engine(settings)
     if is_encoder(config_of(model)):
         _refuse_for_encoder(model, settings)
         with enough_memory(FULL):
@@ -89,13 +97,16 @@ def _evaluate_decoder(model: str | Path, settings: Settings) -> Json:
     tokens = texts.token_ids(tokenizer, texts.read_text(text))
     how, base = _some(settings, "dtype", "device", "report"), settings.get("base")
     loaded = load(model, **how, **_some(settings, "codebook_precision", *Budget.__annotations__))
+    natively = settings.get("engine", "transformers") == "native"
     reference = None if base is None else load(base, **how)
     seq_len, kv_bits = settings.get("seq_len"), settings.get("kv_bits")
     if seq_len is None:
         seq_len = min(SEQ_LEN, max_positions(loaded) or SEQ_LEN)
     kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
+    if natively:
+        loaded = _native(loaded, tokenizer, kv_bits, settings)
     with (
-        quantized_attention(loaded, kv_bits),
+        quantized_attention(loaded, 16 if natively else kv_bits),
         evaluation.recalled(reference, settings.get("base_cache")),
     ):
         result = evaluation.perplexity(
@@ -107,6 +118,8 @@ def _evaluate_decoder(model: str | Path, settings: Settings) -> Json:
         report.say(note)
     dtype = settings.get("dtype", "float32")
     figures = {"model": str(model), "text": text, **result.as_dict(), "dtype": dtype, "kv_bits": kv_bits}
+    if natively:
+        figures["engine"] = loaded.engine.how()
     figures |= _stored(model, settings)
     if prepared is not None:
         from anybit.evaluation import tasks as lm_eval
@@ -114,6 +127,41 @@ def _evaluate_decoder(model: str | Path, settings: Settings) -> Json:
         with quantized_attention(loaded, kv_bits):
             figures["tasks"] = lm_eval.run_prepared(loaded, tokenizer, prepared, batch_size=8)
     return figures
+
+
+def _native(loaded: Any, tokenizer: Any, kv_bits: int, settings: Settings) -> NativeModel:
+    """A loaded model, whose weights the native engine gets.
+
+    Raises:
+        Unsupported: the engine does not run it.
+    """
+    threads = torch.get_num_threads()
+    made = Engine(
+        loaded,
+        tokenizer=tokenizer,
+        kv_bits=kv_bits,
+        codebook_precision=settings.get("codebook_precision", "fp16"),
+        threads=settings.get("threads"),
+    )
+    if settings.get("base") is not None:  # which runs in PyTorch, in turns with the engine
+        torch.set_num_threads(threads)
+    return NativeModel(made, loaded.config)
+
+
+def _check_engine(settings: Settings) -> None:
+    """Refuse an engine that there is not, and what the native one does not do."""
+    engine = settings.get("engine", "transformers")
+    if engine not in ("native", "transformers"):
+        raise InputError(f"engine {engine!r}: expected native or transformers")
+    if engine == "native" and settings.get("tasks"):
+        raise InputError(
+            "zero-shot tasks (--tasks) run inside Transformers: leave engine (--engine native) out"
+        )
+    if engine == "native" and (settings.get("dtype", "float32"), settings.get("device", "cpu")) != (
+        "float32",
+        "cpu",
+    ):
+        raise InputError("the native engine computes in float32 on the CPU: leave dtype and device out")
 
 
 def _some(settings: Settings, *names: str) -> Any:
