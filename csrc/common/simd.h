@@ -57,13 +57,27 @@ inline Ints load_bytes(const uint8_t* p) {
 #endif
 }
 
-// The sum of the lanes in one fixed order.
+// The sum of the lanes in one fixed order: the upper half is added to the lower one, until one is left.
 inline float reduce(Floats v) {
+#if defined(__SSE2__)
+#if defined(__AVX512F__)
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm256_castpd_ps(_mm512_extractf64x4_pd(
+                                                                      _mm512_castps_pd(v), 1)));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+#elif defined(__AVX2__)
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+#else
+    const __m128 four = v;
+#endif
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#else
     float lane[LANES];
     __builtin_memcpy(lane, &v, sizeof v);
     for (int half = LANES / 2; half > 0; half /= 2)
         for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
     return lane[0];
+#endif
 }
 
 inline float half_to_float(uint16_t h) {

@@ -73,8 +73,10 @@ public:
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
         constexpr int OWN = M > 4 ? 2 : CHAINS; // integers: the sum is the same
         Ints sums[OWN][M] = {};
+#pragma GCC unroll 8 // so that codes and sums stay in registers
         for (int64_t s = 0; s < PHASES; ++s) {
             const Codes weights = table_(code[s]);
+#pragma GCC unroll 8
             for (int64_t k = 0; k < M; ++k) {
                 const int8_t* x = x_ + ((k * blocks_ + b) * PHASES + s) * BYTES;
                 sums[s % OWN][k] = dot_centroids(sums[s % OWN][k], weights, x);
@@ -129,8 +131,10 @@ public:
 
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
         Ints high[2][M] = {}, low[2][M] = {};
+#pragma GCC unroll 8
         for (int64_t s = 0; s < PHASES; ++s) {
             const Codes above = high_(code[s]), below = low_(code[s]);
+#pragma GCC unroll 8
             for (int64_t k = 0; k < M; ++k) {
                 const int8_t* x = x_ + ((k * blocks_ + b) * PHASES + s) * BYTES;
                 high[s % 2][k] = dot_centroids(high[s % 2][k], above, x);
@@ -189,12 +193,11 @@ public:
 
     void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
         Floats sums[4][M] = {};
-#if !defined(__AVX512F__)
-#pragma GCC unroll 8 // so that codes need not be stored
-#endif
+#pragma GCC unroll 8
         for (int64_t s = 0; s < PHASES; ++s) {
             Floats weights[4];
             table_(code[s], weights);
+#pragma GCC unroll 8
             for (int64_t k = 0; k < M; ++k)
                 for (int j = 0; j < 4; ++j)
                     sums[j][k] += weights[j] * load(x_ + ((k * blocks_ + b) * PHASES + s) * BYTES + j * LANES);
