@@ -47,7 +47,7 @@ check-native: $(INSTALLED)-dev
 	  -C build-dir=build/sanitized-cmake -C cmake.define.ANYBIT_SANITIZE=address,undefined .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ANYBIT_BUILD=build/sanitized \
-	  $(BIN)/python -m pytest -m native tests/kernels tests/formats tests/methods tests/bench tests/artifact -k "not fork and not model and not command"
+	  $(BIN)/python -m pytest -m native tests/kernels tests/engine tests/formats tests/methods tests/bench tests/artifact -k "not fork and not model and not command"
 
 # The pool's tests under ThreadSanitizer, with a build of their own. What follows a fork is not for it.
 check-threads: $(INSTALLED)-dev

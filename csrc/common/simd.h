@@ -61,8 +61,8 @@ inline Ints load_bytes(const uint8_t* p) {
 inline float reduce(Floats v) {
 #if defined(__SSE2__)
 #if defined(__AVX512F__)
-    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm256_castpd_ps(_mm512_extractf64x4_pd(
-                                                                      _mm512_castps_pd(v), 1)));
+    const __m256 eight =
+        _mm256_add_ps(_mm512_castps512_ps256(v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)));
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
 #elif defined(__AVX2__)
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

@@ -190,8 +190,8 @@ inline Weighing weigh(const Page<BITS>& page, const Query& query, int64_t first,
         s[v] = load(scores + v * LANES);
         if (softcap > 0) s[v] = hyperbolic_tangent(s[v] / softcap) * softcap;
         const Ints at = lane + v * LANES;
-        const auto there = (at >= static_cast<int32_t>(begin < 0 ? 0 : begin)) &
-                           (at < static_cast<int32_t>(end > PAGE ? PAGE : end));
+        const auto there =
+            (at >= static_cast<int32_t>(begin < 0 ? 0 : begin)) & (at < static_cast<int32_t>(end > PAGE ? PAGE : end));
         s[v] = there ? s[v] : broadcast(-__builtin_inff());
         most = greater(s[v], most);
     }
@@ -242,8 +242,7 @@ inline void attend_page(const KvPages& kv, int64_t p, const Query* queries, Span
     const Page<BITS> page(kv.format, kv.pages[p]);
     multiply_keys<BITS, COUNT>(page, kv.format.head_size, queries, scores);
     Weighing w[COUNT];
-    for (int k = 0; k < COUNT; ++k)
-        w[k] = weigh(page, queries[k], kv.first + p * PAGE, kv.softcap, scores + k * PAGE);
+    for (int k = 0; k < COUNT; ++k) w[k] = weigh(page, queries[k], kv.first + p * PAGE, kv.softcap, scores + k * PAGE);
     const int64_t vectors = page.n / LANES;
     int64_t v = 0;
     for (; v + MOST <= vectors; v += MOST) add_values<BITS, COUNT, MOST>(page, queries, w, scores, tokens, v);

@@ -27,9 +27,9 @@ void check_index(const char* name, int64_t row, int64_t value, int64_t end) {
 } // namespace
 
 void DecoderSpec::check() const {
-    for (const auto& [name, size] : {std::pair("vocabulary", vocabulary), std::pair("hidden", hidden),
-                                     std::pair("intermediate", intermediate), std::pair("heads", heads),
-                                     std::pair("kv_heads", kv_heads), std::pair("head_size", head_size)})
+    for (const auto& [name, size] :
+         {std::pair("vocabulary", vocabulary), std::pair("hidden", hidden), std::pair("intermediate", intermediate),
+          std::pair("heads", heads), std::pair("kv_heads", kv_heads), std::pair("head_size", head_size)})
         check_range(name, size, 1, int64_t(1) << 24);
     if (heads % kv_heads != 0)
         refuse(std::to_string(heads) + " heads are no multiple of " + std::to_string(kv_heads) + " kv_heads");
@@ -51,7 +51,8 @@ void DecoderSpec::check() const {
         check_size(at + "q_bias", b.q_bias.size(), heads * head_size, true);
         check_size(at + "k_bias", b.k_bias.size(), kv_heads * head_size, true);
         check_size(at + "v_bias", b.v_bias.size(), kv_heads * head_size, true);
-        for (const auto* bias : {&b.o_bias, &b.down_bias}) check_size(at + "o_bias or down_bias", bias->size(), hidden, true);
+        for (const auto* bias : {&b.o_bias, &b.down_bias})
+            check_size(at + "o_bias or down_bias", bias->size(), hidden, true);
         for (const auto* bias : {&b.gate_bias, &b.up_bias})
             check_size(at + "gate_bias or up_bias", bias->size(), intermediate, true);
     }
@@ -65,7 +66,8 @@ size_t Decoder::add_level(DecoderWeights weights) {
     const int64_t own = spec_.heads * spec_.head_size, shared = spec_.kv_heads * spec_.head_size;
     check_shape("the embedding", weights.embedding, spec_.vocabulary, spec_.hidden);
     check_shape("the head", weights.head, spec_.vocabulary, spec_.hidden);
-    if (!weights.embedding->has_rows()) refuse("the embedding's rows cannot be looked up: it is stored in several tiles");
+    if (!weights.embedding->has_rows())
+        refuse("the embedding's rows cannot be looked up: it is stored in several tiles");
     if (weights.blocks.size() != spec_.blocks.size())
         refuse(std::to_string(weights.blocks.size()) + " blocks, expected " + std::to_string(spec_.blocks.size()));
     for (size_t i = 0; i < weights.blocks.size(); ++i) {
@@ -108,7 +110,8 @@ void Decoder::check(const Step& step, const KvCache& cache) const {
 
 void Decoder::step(const Step& step, size_t level, KvCache& cache, int threads) {
     const std::lock_guard<std::mutex> lock(alone_);
-    if (level >= levels_.size()) refuse("level " + std::to_string(level) + " is none of " + std::to_string(levels_.size()));
+    if (level >= levels_.size())
+        refuse("level " + std::to_string(level) + " is none of " + std::to_string(levels_.size()));
     check(step, cache);
     if (step.rows == 0) return;
     const Workspace::Frame frame(memory_);

@@ -1,5 +1,5 @@
-// A decoder-only transformer on stored layers: one call computes one step, which is some tokens of some sequences, at any
-// positions. The model's description comes from whoever reads its configuration (src/anybit/engine/description.py).
+// A decoder-only transformer on stored layers: one call computes one step, which is some tokens of some sequences, at
+// any positions. The model's description comes from whoever reads its configuration (src/anybit/engine/description.py).
 //
 // A block has five phases, between which threads wait for each other: products of queries, keys and values; attention;
 // the product of its outputs; products of gate and up; the product of down. What lies between them is done by the

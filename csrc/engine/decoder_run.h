@@ -58,7 +58,8 @@ private:
             by_rows(half * ANGLE_WORK, [&](int64_t r) {
                 float *cosines = angles + r * 2 * half, *sines = cosines + half;
                 for (int64_t i = 0; i < half; ++i) {
-                    const float angle = static_cast<float>(step_.positions[r]) * rope.frequencies[static_cast<size_t>(i)];
+                    const float angle =
+                        static_cast<float>(step_.positions[r]) * rope.frequencies[static_cast<size_t>(i)];
                     cosines[i] = std::cos(angle) * rope.scale;
                     sines[i] = std::sin(angle) * rope.scale;
                 }
@@ -123,8 +124,10 @@ private:
     // A row's queries, keys and values, as the cache has them.
     void place(const BlockSpec& block, size_t b, int64_t r) const {
         const float* angles = block.rope < 0 ? nullptr : angles_[static_cast<size_t>(block.rope)];
-        const int64_t half = block.rope < 0 ? 0 : static_cast<int64_t>(spec_.ropes[static_cast<size_t>(block.rope)].frequencies.size());
-        const auto prepare = [&](float* x, int64_t head, const std::vector<float>& bias, const std::vector<float>& norm) {
+        const int64_t half =
+            block.rope < 0 ? 0 : static_cast<int64_t>(spec_.ropes[static_cast<size_t>(block.rope)].frequencies.size());
+        const auto prepare = [&](float* x, int64_t head, const std::vector<float>& bias,
+                                 const std::vector<float>& norm) {
             for (int64_t i = 0; i < head_ && !bias.empty(); ++i) x[i] += bias[static_cast<size_t>(head * head_ + i)];
             if (!norm.empty()) ops_.rms_norm(x, norm.data(), head_, spec_.epsilon, x);
             if (angles != nullptr) ops_.rotate(x, angles + r * 2 * half, angles + (r * 2 + 1) * half, half);
@@ -194,8 +197,10 @@ private:
             for (int64_t u = begin; u < end; ++u) {
                 const int64_t first = u % pieces * GATE_PIECE, count = std::min(GATE_PIECE, n - first);
                 float *gate = gate_ + u / pieces * n + first, *up = up_ + u / pieces * n + first;
-                for (int64_t i = 0; i < count && !block.gate_bias.empty(); ++i) gate[i] += block.gate_bias[static_cast<size_t>(first + i)];
-                for (int64_t i = 0; i < count && !block.up_bias.empty(); ++i) up[i] += block.up_bias[static_cast<size_t>(first + i)];
+                for (int64_t i = 0; i < count && !block.gate_bias.empty(); ++i)
+                    gate[i] += block.gate_bias[static_cast<size_t>(first + i)];
+                for (int64_t i = 0; i < count && !block.up_bias.empty(); ++i)
+                    up[i] += block.up_bias[static_cast<size_t>(first + i)];
                 ops_.gate(spec_.activation, gate, up, count, gate);
             }
         });
@@ -232,11 +237,13 @@ private:
 
     // Logits of the rows that are wanted.
     void finish() {
-        const int64_t n = step_.wanted_count, hidden = spec_.hidden, last = static_cast<int64_t>(spec_.blocks.size()) - 1;
+        const int64_t n = step_.wanted_count, hidden = spec_.hidden,
+                      last = static_cast<int64_t>(spec_.blocks.size()) - 1;
         if (n == 0) return;
         float* states = memory_.take<float>(n * hidden);
         for (int64_t i = 0; i < n; ++i) {
-            const float mean = ops_.rms_norm(x_ + step_.wanted[i] * hidden, spec_.final_norm.data(), hidden, spec_.epsilon, states + i * hidden);
+            const float mean = ops_.rms_norm(x_ + step_.wanted[i] * hidden, spec_.final_norm.data(), hidden,
+                                             spec_.epsilon, states + i * hidden);
             if (!std::isfinite(mean)) throw NotFinite("the MLP of block " + std::to_string(last) + " gives NaN or Inf");
         }
         multiply({{*weights_.head, states, step_.logits}}, n, rounds_, memory_, threads_);

@@ -51,7 +51,8 @@ inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
 // The error function as Abramowitz and Stegun 7.1.26 give it, with five coefficients: within 1.5e-7.
 inline Floats error_function(Floats x) {
     const Floats size = x < 0 ? -x : x, t = 1.0f / (1.0f + 0.3275911f * size);
-    const Floats p = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+    const Floats p =
+        t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
     const Floats made = 1.0f - p * exponential(-size * size);
     return x < 0 ? -made : made;
 }

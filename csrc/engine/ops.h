@@ -1,8 +1,8 @@
 // What a decoder computes beside its matrices, in every instruction set: norms, rotary embeddings, activations and
 // attention over a quantized KV-cache. Raw pointers only: whoever calls them has checked shapes and bounds.
 //
-// Every number of an output depends on its own token's inputs alone and is summed in one fixed order, so its bits do not
-// depend on the other tokens of a step, on threads, or on how a prompt is cut into chunks.
+// Every number of an output depends on its own token's inputs alone and is summed in one fixed order, so its bits do
+// not depend on the other tokens of a step, on threads, or on how a prompt is cut into chunks.
 #pragma once
 
 #include "common/dispatch.h"
@@ -13,8 +13,8 @@ namespace anybit {
 
 enum class Activation { silu, gelu, gelu_tanh, relu };
 
-constexpr int64_t PAGE = 32;    // tokens of a page of the KV-cache
-constexpr int64_t SPLIT = 256;  // tokens of the KV axis that one thread attends to: fixed, so that bits are
+constexpr int64_t PAGE = 32;     // tokens of a page of the KV-cache
+constexpr int64_t SPLIT = 256;   // tokens of the KV axis that one thread attends to: fixed, so that bits are
 constexpr int64_t PART = 16;     // numbers before the values of a part of attention: largest, sum, and nothing
 constexpr int64_t HEAD_PAD = 32; // a head is padded with zeros to a multiple of so many numbers
 
@@ -22,8 +22,8 @@ constexpr int64_t padded(int64_t head_size) { return (head_size + HEAD_PAD - 1) 
 
 // How one KV head's keys and values of a page lie: keys [head_size, PAGE], so that tokens are lanes, then values
 // [PAGE, padded]. With 16 bits both are float16. With 8 and 4 bits they are codes, and behind them stand four float16
-// arrays [PAGE]: scale and minimum of the keys, scale and minimum of the values, of each token. Of 4 bits one byte holds
-// numbers i (low) and i + n / 2 (high) of the n = padded numbers of a token.
+// arrays [PAGE]: scale and minimum of the keys, scale and minimum of the values, of each token. Of 4 bits one byte
+// holds numbers i (low) and i + n / 2 (high) of the n = padded numbers of a token.
 struct KvFormat {
     int bits = 16;
     int64_t head_size = 0;
@@ -36,11 +36,11 @@ struct KvFormat {
 
 // One query head of one token.
 struct Query {
-    const float* q;      // [padded], multiplied with the softmax scale, turned as the keys are
-    float* out;          // [padded]: sum of p v, not divided
-    float* largest;      // of the scores
-    float* sum;          // of p = exp(score - largest)
-    int64_t begin, end;  // positions that it attends to, of those of the split
+    const float* q;     // [padded], multiplied with the softmax scale, turned as the keys are
+    float* out;         // [padded]: sum of p v, not divided
+    float* largest;     // of the scores
+    float* sum;         // of p = exp(score - largest)
+    int64_t begin, end; // positions that it attends to, of those of the split
 };
 
 // The pages of one KV head over a split.
@@ -64,7 +64,8 @@ struct EngineOps {
     void (*softcap)(float* x, int64_t n, float cap);
     // x = x H / sqrt(size), blocks of the greatest power of 2 in n; its own inverse.
     void (*hadamard)(float* x, int64_t n);
-    // Write keys and values [head_size] of the token at a slot of a page. Codes: those of the range of the token's head.
+    // Write keys and values [head_size] of the token at a slot of a page. Codes: those of the range of the token's
+    // head.
     void (*store)(const KvFormat&, uint8_t* page, int64_t slot, const float* key, const float* value);
     // Attend for some queries that share a KV head.
     void (*attend)(const KvPages&, const Query* queries, int64_t count);

@@ -5,7 +5,7 @@
 namespace anybit {
 namespace {
 
-constexpr int OWN = 1;             // the thread's memory for products, beside what a gemm takes
+constexpr int OWN = 1;                // the thread's memory for products, beside what a gemm takes
 constexpr uint16_t HALF_ONE = 0x3c00; // 1 in float16: nothing of the inputs' range is clipped
 
 // Products of one layer with ranges of tokens that it multiplies alike: they have the same steps and units, and a piece
@@ -71,7 +71,8 @@ private:
         std::fill_n(clip, n, HALF_ONE);
         const InputGrid grid{8, in, size, clip, nullptr};
         const auto quantize = best_matmul_ops().quantize_inputs; // the same bits in every instruction set
-        for_tokens(tokens_, in, threads_, [&](int64_t k) { quantize(m.x + k * in, grid, codes + k * in, scales + k * n); });
+        for_tokens(tokens_, in, threads_,
+                   [&](int64_t k) { quantize(m.x + k * in, grid, codes + k * in, scales + k * n); });
         rounded_from_ = m.x;
         rounded_by_ = size;
         return rounded_ = {codes, in, scales};
@@ -88,7 +89,8 @@ private:
             for (const Alike& alike : all_) {
                 const int64_t last = std::min(end, alike.units(step));
                 if (begin < last)
-                    for (const Product& product : alike.products) product.run(step, std::max(begin, int64_t(0)), last, own);
+                    for (const Product& product : alike.products)
+                        product.run(step, std::max(begin, int64_t(0)), last, own);
                 begin -= alike.units(step);
                 end -= alike.units(step);
             }

@@ -1,4 +1,5 @@
-// Products of some layers with the same tokens, in common steps on the process' pool: the fewer steps, the less waiting.
+// Products of some layers with the same tokens, in common steps on the process' pool: the fewer steps, the less
+// waiting.
 #pragma once
 
 #include "engine/workspace.h"

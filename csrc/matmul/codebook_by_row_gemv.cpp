@@ -12,7 +12,7 @@ namespace {
 
 constexpr int CHAINS = 4; // sums under way at once: a dot product takes as many cycles or more
 #if defined(__AVX512F__)
-constexpr int MOST_TOKENS = 4; // in registers at once
+constexpr int MOST_TOKENS = 4;  // in registers at once
 constexpr int MOST_ROUNDED = 8; // the same, where inputs are rounded
 #else
 constexpr int MOST_TOKENS = 2;
@@ -320,7 +320,8 @@ void gemv_bits(const CodebookByRow& c, const Inputs<typename By<B, 1>::Input>& i
                int64_t begin, int64_t end) {
     for (int64_t first = begin; first < end; first += CodebookByRow::TOGETHER) {
         const int64_t last = least(end, first + CodebookByRow::TOGETHER);
-        constexpr int MOST = sizeof(typename By<B, 1>::Input) == 1 && B <= CodebookByRow::MOST_BYTE_BITS ? MOST_ROUNDED : MOST_TOKENS;
+        constexpr int MOST =
+            sizeof(typename By<B, 1>::Input) == 1 && B <= CodebookByRow::MOST_BYTE_BITS ? MOST_ROUNDED : MOST_TOKENS;
         by_tokens<MOST>(in.tokens, [&](auto m, int64_t k) {
             gemv_rows<By, B, m.value>(c, By<B, 1>::skip(c, in, k), y + k * y_stride, y_stride, first, last);
         });

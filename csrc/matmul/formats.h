@@ -157,7 +157,7 @@ struct SparseRows {
 template <typename X> struct Inputs {
     const X* x; // [tokens, columns] of a stride, in the order that the format's kernels want
     int64_t tokens, stride;
-    const float* sums; // [tokens, groups], of the inputs; for formats that have zero points
+    const float* sums;           // [tokens, groups], of the inputs; for formats that have zero points
     const float* kept = nullptr; // [tokens, kept_columns]; for codebooks by row
 };
 
@@ -165,9 +165,9 @@ template <typename X> struct Inputs {
 template <> struct Inputs<int8_t> {
     const int8_t* x; // codes [tokens, columns] of a stride, padding 0; INTS_BEHIND more can be read
     int64_t tokens, stride;
-    const float* scales;   // [tokens, groups]; of codebooks [tokens, columns / INPUT_GROUP]
-    const int32_t* sums;   // [tokens, groups], of the codes; for "group int"
-    const float* weighted; // [tokens], of scale times code; for codebooks
+    const float* scales;         // [tokens, groups]; of codebooks [tokens, columns / INPUT_GROUP]
+    const int32_t* sums;         // [tokens, groups], of the codes; for "group int"
+    const float* weighted;       // [tokens], of scale times code; for codebooks
     const float* kept = nullptr; // as above
 };
 constexpr int64_t INTS_BEHIND = 64; // bytes

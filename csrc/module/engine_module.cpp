@@ -152,9 +152,16 @@ public:
         const auto own_sequences = index("sequences", sequences, rows), own_wanted = index("wanted", wanted, asked);
         const auto* from = static_cast<const int32_t*>(pages.data());
         const std::vector<int32_t> own_pages(from, from + count * row_pages);
-        const Step step{own_tokens.data(), own_positions.data(), own_sequences.data(), rows,
-                        own_pages.data(),  count,                row_pages,            own_wanted.data(),
-                        asked,             static_cast<float*>(logits.data())};
+        const Step step{own_tokens.data(),
+                        own_positions.data(),
+                        own_sequences.data(),
+                        rows,
+                        own_pages.data(),
+                        count,
+                        row_pages,
+                        own_wanted.data(),
+                        asked,
+                        static_cast<float*>(logits.data())};
         nb::gil_scoped_release release;
         decoder_.step(step, level, cache.cache, used);
     }
