@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Unpack, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, check_unicode, encode
 from anybit.config import Json
 from anybit.engine.engine import Engine
+from anybit.engine.sampling import Sampling
 from anybit.errors import InputError, enough_memory
 from anybit.kernels.gpu import cuda_graph
 from anybit.kv_cache import CACHE, QuantizedCache, check_kv_bits
@@ -32,6 +33,23 @@ class Running(Budget, total=False):
 
     engine: str  # one of ENGINES; "auto" is the native one where it runs the model
     threads: int | None  # of the native engine; None: what it finds
+
+
+class Drawing(TypedDict, total=False):
+    """How tokens are drawn, beside what generation_config.json says; see `anybit.Sampling`."""
+
+    temperature: float  # 0: always the likeliest token
+    seed: int
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float  # this and what follows: the native engine alone has it
+    frequency_penalty: float
+    stop: list[str]  # strings that end a text
+
+
+NATIVE_ONLY = ("presence_penalty", "frequency_penalty", "stop")
 
 
 def _native(asked: str, model: Any, tokenizer: Any, how: Json, report: Silent) -> Engine | None:
@@ -186,15 +204,34 @@ class Generator:
             raise InputError(f"the prompt has {tokens} tokens, the model's context holds {limit}: shorten it")
         return None if limit is None else limit - tokens
 
-    def stream(self, ids: Tensor, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
+    def check(self, drawing: Drawing) -> None:
+        """Refuse, before a prompt is printed, a way to draw tokens that cannot be.
+
+        Raises:
+            InputError: a value without a meaning, or one that only the native engine has.
+        """
+        self._sampling(drawing)
+        for name in NATIVE_ONLY if self.engine is None else ():
+            if drawing.get(name):
+                raise InputError(
+                    f"--{name.replace('_', '-')} needs the native engine, and this model runs inside Transformers"
+                )
+
+    def _sampling(self, drawing: Drawing) -> Sampling:
+        """What the native engine draws by, and what gives bad values their words."""
+        temperature = drawing.get("temperature", 0.0)
+        asked: Json = {"do_sample": temperature != 0, "temperature": temperature}
+        stored = {} if self.engine is None else self.engine.generation.to_dict()
+        given: Json = {name: value for name, value in drawing.items() if name not in ("temperature", "stop")}
+        return replace(Sampling.from_generation_config(stored | asked), **given)
+
+    def stream(self, ids: Tensor, max_new_tokens: int, **drawing: Unpack[Drawing]) -> str:
         """Print the continuation of ids [1, T] as it is made, and return it."""
         echo = Echo(self.tokenizer)
-        self.generate(ids, max_new_tokens, temperature, seed, streamer=echo)
+        self.generate(ids, max_new_tokens, streamer=echo, **drawing)
         return echo.text
 
-    def answer(
-        self, messages: list[dict[str, str]], max_new_tokens: int, temperature: float, seed: int
-    ) -> str:
+    def answer(self, messages: list[dict[str, str]], max_new_tokens: int, **drawing: Unpack[Drawing]) -> str:
         """Print the answer to a conversation as it is made, and return it; Ctrl-C ends the answer only.
 
         Raises:
@@ -202,26 +239,30 @@ class Generator:
         """
         ids, echo = self.encode_chat(messages), Echo(self.tokenizer)
         try:
-            self.generate(ids, max_new_tokens, temperature, seed, streamer=echo)
+            self.generate(ids, max_new_tokens, streamer=echo, **drawing)
         except KeyboardInterrupt:
             echo.end()
         return echo.text
 
     def generate(
-        self, ids: Tensor, max_new_tokens: int, temperature: float = 0.0, seed: int = 0, streamer: Any = None
+        self, ids: Tensor, max_new_tokens: int, streamer: Any = None, **drawing: Unpack[Drawing]
     ) -> Tensor:
-        """New token ids [n] after ids [1, T]; greedy at temperature 0.
+        """New token ids [n] after ids [1, T]; greedy at temperature 0, which is the default.
 
         Raises:
-            InputError: a prompt that leaves no room in the model's context, or in memory.
+            InputError: a prompt that leaves no room in the model's context, or in memory; see also `check`.
         """
+        self.check(drawing)
         left = self._room(ids.shape[1])
         room = max_new_tokens if left is None else min(max_new_tokens, left)
         if self.engine is not None:
-            return self._generate_natively(ids, room, temperature, seed, streamer)
+            return self._generate_natively(ids, room, drawing, streamer)
         sampling: Json = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if temperature > 0:
-            sampling = {"do_sample": True, "temperature": temperature}
+        if drawing.get("temperature", 0.0) > 0:
+            names = ("temperature", "top_k", "top_p", "min_p")
+            sampling = {"do_sample": True} | {name: value for name, value in drawing.items() if name in names}
+        if "repetition_penalty" in drawing:
+            sampling["repetition_penalty"] = drawing["repetition_penalty"]
         pad = (
             self.tokenizer.pad_token_id
             if self.tokenizer.pad_token_id is not None
@@ -233,7 +274,7 @@ class Generator:
             stack.enter_context(enough_memory("shorten the prompt, or ask for fewer tokens"))
             stack.enter_context(torch.random.fork_rng())
             stack.enter_context(torch.no_grad())
-            torch.manual_seed(seed)
+            torch.manual_seed(drawing.get("seed", 0))
             if self.kv_bits != 16:
                 sampling[CACHE] = QuantizedCache(self.model.config, self.kv_bits)
             elif on_gpu and cuda_graph.fits(self.model.config):
@@ -249,14 +290,12 @@ class Generator:
             )
         return output[0, ids.shape[1] :]
 
-    def _generate_natively(
-        self, ids: Tensor, room: int, temperature: float, seed: int, streamer: Any
-    ) -> Tensor:
+    def _generate_natively(self, ids: Tensor, room: int, drawing: Drawing, streamer: Any) -> Tensor:
         assert self.engine is not None
-        drawing = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-        sampling = replace(self.engine.default_sampling(**drawing), seed=seed)
         tokens = []
-        for piece in self.engine.stream(ids[0].tolist(), room, sampling):
+        for piece in self.engine.stream(
+            ids[0].tolist(), room, self._sampling(drawing), stop=drawing.get("stop", ())
+        ):
             if piece.drawn is not None:
                 tokens.append(piece.drawn.token)
             if streamer is not None and piece.text:
@@ -266,12 +305,13 @@ class Generator:
         return torch.tensor(tokens, dtype=torch.int64)
 
 
-def converse(generator: Generator, max_new_tokens: int, temperature: float, seed: int) -> None:
+def converse(generator: Generator, max_new_tokens: int, **drawing: Unpack[Drawing]) -> None:
     """Read lines from standard input and answer them until an empty line or the end.
 
     A line that no longer fits the model's context is left out, with a word on standard error.
     """
     messages: list[dict[str, str]] = []
+    generator.check(drawing)
     generator.encode_chat([{"role": "user", "content": "hi"}])  # refuse a model without a template at once
     while True:
         sys.stdout.write("> " if sys.stdin.isatty() else "")
@@ -287,7 +327,7 @@ def converse(generator: Generator, max_new_tokens: int, temperature: float, seed
             continue
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            answer = generator.answer(asked, max_new_tokens, temperature, seed)
+            answer = generator.answer(asked, max_new_tokens, **drawing)
         except InputError as error:
             print(f"anybit: {error}, or start over with /new", file=sys.stderr)
             continue

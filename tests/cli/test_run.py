@@ -27,6 +27,34 @@ def test_generate_continues_the_prompt(run: Run, made: Path, tokenizer: PreTrain
     refused(run("generate", made, "-p", "x" * 200), "200 tokens", "128")
 
 
+def test_which_engine_runs_is_said(run: Run, made: Path) -> None:
+    how = ("generate", made, "-p", "abc", "--max-new-tokens", "6", "--codebook-precision", "fp16")
+    natively, inside = run(*how), run(*how, "--engine", "transformers")
+    assert natively.out == inside.out
+    assert "native engine: " in natively.err and "exact inputs" in natively.err
+    assert "native engine" not in inside.err
+    narrow = run(*how, "--kv-bits", "2")
+    assert narrow.code == 0
+    assert "runs inside Transformers: a KV-cache of 2 bits; the engine has 16, 8, 4" in narrow.err
+    refused(run(*how, "--kv-bits", "2", "--engine", "native"), "does not run this model", "2 bits")
+    refused(run(*how, "--engine", "fast"), "expected one of auto, native, transformers")
+    assert "not bfloat16 on cpu" in run(*how, "--dtype", "bfloat16").err
+
+
+def test_drawing(run: Run, made: Path) -> None:
+    how = ("generate", made, "-p", "abc", "--max-new-tokens", "30", "--codebook-precision", "fp16")
+    whole = run(*how).out
+    stop = whole[6:8]
+    cut = run(*how, "--stop", stop)
+    assert cut.out.rstrip("\n") == "abc" + whole[3:].partition(stop)[0]
+    refused(run(*how, "--stop", "x", "--engine", "transformers"), "--stop needs the native engine")
+    assert run(*how, "--temperature", "1", "--top-k", "1").out == whole, "the likeliest alone"
+    again = run(*how, "--repetition-penalty", "1.5")
+    assert again.out == run(*how, "--repetition-penalty", "1.5", "--engine", "transformers").out != whole
+    refused(run(*how, "--top-p", "2"), "top_p is 2.0, expected a number from 0 to 1")
+    refused(run(*how, "--temperature", "-1"), "temperature")
+
+
 def test_chat_answers_line_by_line(run: Run, made: Path) -> None:
     once = run("chat", made, "--max-new-tokens", "4", stdin="hello\n")
     assert once.code == 0 and once.out.count("\n") >= 1
@@ -48,7 +76,7 @@ def test_chat_goes_on_when_its_context_is_full(run: Run, made: Path) -> None:
 def test_ctrl_c_stops_an_answer_or_the_chat(run: Run, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def interrupted(self: Generator, ids: torch.Tensor, *options: object, streamer: Echo) -> None:
+    def interrupted(self: Generator, ids: torch.Tensor, most: int, streamer: Echo, **_: object) -> None:
         asked.append(self.tokenizer.decode(ids[0]))
         streamer.put(ids)
         streamer.put(self.tokenizer("of course", return_tensors="pt").input_ids[0])

@@ -33,7 +33,6 @@ Model = Annotated[
 Source = Annotated[str, typer.Argument(metavar="MODEL", help="HF directory, hub id or .gguf file.")]
 Artifact = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that `anybit quantize` made.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: PyTorch's.", min=1)]
-Seed = Annotated[int, typer.Option(help="For temperatures above 0.", callback=check_seed)]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 EvalTokens = Annotated[
     int | None,

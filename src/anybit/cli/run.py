@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
-from anybit.cli.options import Level, Model, Running, Seed, grouped, reporting
+from anybit.cli.options import Level, Model, Running, check_seed, grouped, reporting
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are drawn. Above temperature 0, what is left out is as generation_config.json says."""
+
+    temperature: Annotated[
+        float, typer.Option(help="0: always the likeliest token.", rich_help_panel="Drawing")
+    ] = 0.0
+    top_k: Annotated[
+        int | None, typer.Option(help="So many of the likeliest; 0: all.", rich_help_panel="Drawing")
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="The likeliest of so much probability.", rich_help_panel="Drawing")
+    ] = None
+    min_p: Annotated[
+        float | None, typer.Option(help="From this share of the likeliest's on.", rich_help_panel="Drawing")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: less of what was there.", rich_help_panel="Drawing")
+    ] = None
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Ends the text; repeatable.", rich_help_panel="Drawing")
+    ] = None
+    seed: Annotated[
+        int, typer.Option(help="Draws again alike.", callback=check_seed, rich_help_panel="Drawing")
+    ] = 0
+
+    def asked(self) -> Any:
+        """As `anybit.generate.Generator` takes it."""
+        return {name: value for name, value in vars(self).items() if value is not None and value != []}
 
 
 @grouped
@@ -15,9 +47,8 @@ def generate(
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="Text to continue.")],
     level: Level,
     running: Running,
+    drawing: Drawing,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1)] = 128,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
-    seed: Seed = 0,
 ) -> None:
     """Continue a text.
 
@@ -29,8 +60,9 @@ def generate(
     with reporting() as report:
         generator = Generator(model, report=report, **asked)
     ids = generator.encode(prompt)
+    generator.check(drawing.asked())
     typer.echo(prompt, nl=False)
-    generator.stream(ids, max_new_tokens, temperature, seed)
+    generator.stream(ids, max_new_tokens, **drawing.asked())
 
 
 @grouped
@@ -38,9 +70,8 @@ def chat(
     model: Model,
     level: Level,
     running: Running,
+    drawing: Drawing,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens per answer.", min=1)] = 512,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.0,
-    seed: Seed = 0,
 ) -> None:
     """Talk with MODEL, which must have a chat template.
 
@@ -51,4 +82,4 @@ def chat(
 
     with reporting() as report:
         generator = Generator(model, report=report, **asked)
-    converse(generator, max_new_tokens, temperature, seed)
+    converse(generator, max_new_tokens, **drawing.asked())
