@@ -173,7 +173,7 @@ def touched(model: Any, bits: float, itemsize: int) -> int:
 
 
 def kv_bytes(config: Any, depth: int, bits: float) -> int:
-    """Bytes of keys and values that one token behind `depth` others reads, at so many bits a number, scales included."""
+    """Bytes of keys and values that one token behind `depth` others reads, at so many bits a number with scales."""
     heads = config.num_key_value_heads or config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None)

@@ -2,7 +2,8 @@
 
 A cell is a model with one test: decoding behind some tokens, or a prompt. Its contenders take turns in every round, and
 with each the reading of as many bytes as it reads for a token. So ratios within a cell are of one time and one machine.
-A cell that a file has already is not measured again, if its contenders, settings, machine and code are the same.
+A cell that a file has already is not measured again, if its contenders, settings, machine and code are the same and
+others left the processors alone: peers whose threads wait for each other in loops lose most where they do not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from anybit.bench.contenders import InTransformers, LlamaBench, Native, Runner, head_size, kv_bytes
-from anybit.bench.decode_targets import targets
+from anybit.bench.decode_targets import is_quiet, targets
+from anybit.bench.others import others, used
 from anybit.bench.reading import Buffer
 from anybit.bench.sources import PLAIN, Gguf, Source, open_gguf, open_source
 from anybit.bench.variants import chosen
@@ -112,7 +114,7 @@ class Plan:
         for file in self.files:
             if all(file.sizes != found.sizes for found in self.sources):
                 raise InputError(
-                    f"{file.path} has {file.sizes[1]} blocks of width {file.sizes[0]}, as none of the models: leave it out"
+                    f"{file.path} has {file.sizes[1]} blocks of width {file.sizes[0]}, as no model here: leave it out"
                 )
         everyone = {c.name: c for found in self.sources for c in self._all_contenders(found)}
         chosen(self.only, everyone)
@@ -165,7 +167,7 @@ class Plan:
                     name += f" kv{kv}" if kv != 16 else ""
                     assert self.llama_bench is not None
                     start = partial(LlamaBench, self.llama_bench, file, flash, kv, self.count)
-                    about = {"engine": "llama.cpp", "file": file.path.name, "state": file.state}
+                    about: Json = {"engine": "llama.cpp", "file": file.path.name, "state": file.state}
                     about |= {"flash": flash, "kv_bits": kv}
                     made.append(Contender(name, about, name, start, 0.0, LLAMA_NUMBERS[kv]))
         return made
@@ -187,11 +189,16 @@ def decode(plan: Plan, out: Path | None = None, report: Silent = SILENT) -> Json
             made_by = _made_by(plan, found, kept)
             same = {"model": found.name, "test": test, "tokens": tokens}
             old = [c for c in figures["cells"] if same.items() <= c.items()]
-            if any(cell["made_by"] == made_by for cell in old):
+            if any(cell["made_by"] == made_by and is_quiet(cell) for cell in old):
                 advance(plan.rounds)
                 continue
-            cell = {**same, "shape": found.shape, "random": found.random, "parameters": parameters(found.config)}
-            cell |= {"made_by": made_by, "load_at_start": os.getloadavg()[0]}
+            cell = {
+                **same,
+                "shape": found.shape,
+                "random": found.random,
+                "parameters": parameters(found.config),
+            }
+            cell |= {"made_by": made_by, "load_at_start": os.getloadavg()[0], "processors": os.cpu_count()}
             cell["contenders"] = _measure(plan, found, kept, runners, (test, tokens), advance)
             figures["cells"] = [c for c in figures["cells"] if c not in old] + [cell]
             _write(figures, out)
@@ -241,19 +248,23 @@ def _measure(
     buffer = Buffer(max(nbytes.values()), plan.count) if kind == "decode" else None
     rates: dict[str, list[float]] = {contender.name: [] for contender in kept}
     reading: dict[str, list[float]] = {contender.name: [] for contender in kept}
+    taken: dict[str, list[float]] = {contender.name: [] for contender in kept}
     for _ in range(plan.rounds):
         for contender in kept:
-            runner = loaded[contender.name]
+            runner, name, before = loaded[contender.name], contender.name, used()
             if buffer is None:
-                rates[contender.name].append(runner.prefill(contender.bits, tokens))
+                rates[name].append(runner.prefill(contender.bits, tokens))
             else:
-                rates[contender.name].append(runner.decode(contender.bits, tokens, plan.tokens))
-                reading[contender.name].append(buffer.rate(nbytes[contender.name]))
+                rates[name].append(runner.decode(contender.bits, tokens, plan.tokens))
+                reading[name].append(buffer.rate(nbytes[name]))
+            if (by_others := others(before, used())) is not None:
+                taken[name].append(by_others)
         advance(1)
     made = {}
     for contender in kept:
         name = contender.name
         made[name] = {**contender.about, **_rate(rates[name])}
+        made[name]["others"] = statistics.mean(taken[name]) if taken[name] else None
         if reading[name]:
             made[name] |= _share(nbytes[name], rates[name], reading[name])
     return made

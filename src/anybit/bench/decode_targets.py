@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from anybit.formats.levels import CLOSE_BITS
 from anybit.config import Json
+from anybit.formats.levels import CLOSE_BITS
 
 Cell = Json
 Target = Json  # "row", "target", "must", "measured", "bound" (None: not measured; no bound), "met" (None: not measured)
@@ -24,11 +24,18 @@ CODER, CODER_FILE, CODER_MUST = "Qwen2.5-Coder-0.5B", "Q4_K_M", 1.3
 DEEP = ("Qwen3-0.6B", "Qwen3-1.7B")
 DEEP_BITS, DEEP_MUST = 4.0, {2048: 1.0, 8192: 1.1}
 PROMPTS, PROMPT_MUST = (512, 2048), 1.0
+QUIET = 0.1  # processors that others may take, on average, while a cell is measured
 
 
 def targets(cells: Sequence[Cell]) -> list[Target]:
-    """Rows 1 to 5, 7 and 10, in this order; a row may have several parts."""
-    return [target for row in ROWS for target in row(cells)]
+    """Rows 1 to 5, 7 and 10, in this order; a row may have several parts. Only cells that are quiet count."""
+    quiet = list(filter(is_quiet, cells))
+    return [target for row in ROWS for target in row(quiet)]
+
+
+def is_quiet(cell: Cell) -> bool:
+    """Whether others left the processors alone while a cell was measured, as far as the system says."""
+    return max((c["others"] or 0.0 for c in cell["contenders"].values()), default=0.0) <= QUIET
 
 
 def _target(
@@ -126,7 +133,9 @@ def _deep(cells: Sequence[Cell]) -> Iterator[Target]:
     for shape in DEEP:
         for depth, must in DEEP_MUST.items():
             for kv_bits in (16, 8):
-                what = f"{shape}, {DEEP_BITS:g} bits, {depth} tokens before, KV {kv_bits} bits, over llama.cpp"
+                what = (
+                    f"{shape}, {DEEP_BITS:g} bits, {depth} tokens before, KV {kv_bits} bits, over llama.cpp"
+                )
                 found = _of(cells, "decode", shape, depth)
                 yield _against_all(4, what, must, found, kv_bits)
 

@@ -108,7 +108,7 @@ def nested_layout(out: int, columns: int, bits: float) -> LayerLayout:
     """A nested matrix [out, columns] of an average width: full planes, and one of part of the rows."""
     full = int(bits)
     part = round((bits - full) * out / EIGHTH) * EIGHTH
-    counts = [out] * full + [part] * (0 < part)
+    counts = [out] * full + [part] * (part > 0)
     return LayerLayout((out, columns), (NestedLayout.of(counts, columns // 128),))
 
 

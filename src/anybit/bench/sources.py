@@ -17,7 +17,7 @@ from anybit.checkpoint.gguf_header import read_header
 from anybit.engine.description import FAMILIES
 from anybit.errors import InputError
 from anybit.formats.levels import largest
-from anybit.loader import load
+from anybit.loader import DTYPES, load
 from anybit.progress import SILENT, Silent
 
 PLAIN = 16.0  # bits of a model that is not quantized
@@ -58,15 +58,9 @@ class Source:
     def open(self, dtype: str, report: Silent = SILENT) -> Any:
         """The model, with the widths that are timed at most."""
         if self.random:
-            return random_model(self.config, self.widths).to(load_dtype(dtype))
-        budget = {} if self.widths == (PLAIN,) else {"bits": self.widths[-1]}
-        return load(self.name, dtype=dtype, report=report, **budget)
-
-
-def load_dtype(name: str) -> Any:
-    import torch
-
-    return getattr(torch, name)
+            return random_model(self.config, self.widths).to(DTYPES[dtype])
+        most = None if self.widths == (PLAIN,) else self.widths[-1]
+        return load(self.name, dtype=dtype, report=report, bits=most)
 
 
 def open_source(name: str, bits: Sequence[float]) -> Source:
@@ -124,9 +118,9 @@ def open_gguf(path: Path) -> Gguf:
     """
     metadata, tensors = read_header(path)
     family = metadata.get("general.architecture")
-    sizes = metadata.get(f"{family}.embedding_length"), metadata.get(f"{family}.block_count")
-    if not all(isinstance(size, int) for size in sizes) or "token_embd.weight" not in tensors:
+    hidden, blocks = metadata.get(f"{family}.embedding_length"), metadata.get(f"{family}.block_count")
+    if not isinstance(hidden, int) or not isinstance(blocks, int) or "token_embd.weight" not in tensors:
         raise InputError(f"{path} describes no language model: give a .gguf file that llama.cpp runs")
     untied = tensors["token_embd.weight"].n_bytes if "output.weight" in tensors else 0
     nbytes = sum(tensor.n_bytes for tensor in tensors.values()) - untied
-    return Gguf(path, _state(path), (int(sizes[0]), int(sizes[1])), nbytes)
+    return Gguf(path, _state(path), (hidden, blocks), nbytes)

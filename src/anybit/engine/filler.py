@@ -75,5 +75,13 @@ def _decoder(blocks: int, kv_heads: int, head_size: int) -> tuple[_native.Decode
     }
     decoder = cpu._native.Decoder(description, False)
     square, asked = layer(WIDTH, WIDTH), layer(numbers, WIDTH)
-    block = [asked, layer(numbers, WIDTH), layer(numbers, WIDTH), layer(WIDTH, numbers), square, square, square]
+    block = [
+        asked,
+        layer(numbers, WIDTH),
+        layer(numbers, WIDTH),
+        layer(WIDTH, numbers),
+        square,
+        square,
+        square,
+    ]
     return decoder, decoder.add_level(square, square, [block] * blocks)
