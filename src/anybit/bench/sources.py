@@ -58,7 +58,9 @@ class Source:
     def open(self, dtype: str, report: Silent = SILENT) -> Any:
         """The model, with the widths that are timed at most."""
         if self.random:
-            return random_model(self.config, self.widths).to(DTYPES[dtype])
+            made = random_model(self.config, self.widths).to(DTYPES[dtype])
+            made.name_or_path = self.name
+            return made
         most = None if self.widths == (PLAIN,) else self.widths[-1]
         return load(self.name, dtype=dtype, report=report, bits=most)
 
