@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from anybit.bench import ggml
+from anybit.bench.reading import reader, settle
 from anybit.bench.variants import ISA, OWN, ROWS, chosen, parse_shape
 from anybit.compare.machine import machine
 from anybit.config import Json
@@ -51,12 +52,10 @@ Make = Callable[[int], "Variant"]  # of a matrix of so many rows
 CACHE = 32 << 20  # bytes, where the machine does not say
 MOST_COPIES = 1024  # of a matrix, so that toy shapes do not take minutes to make
 READ = 256 << 20  # bytes read at a time to measure the bandwidth
-READ_COLUMNS = 1 << 14
 CACHED = 512 << 10  # bytes of a matrix that is to stay in the cache
 LEAST_SECONDS = 1e-7  # that can be measured
 WARM_UP = 3
 WARM = 1e-2  # seconds; clocks take some 5 ms to rise after a rest
-SETTLE = 5e-3  # seconds; OpenMP's workers spin for a millisecond or two
 GROUP = 128
 SHAPES = (  # of LLMs, of SmolLM2-135M and its head, of Gemma 3 270M
     "4096x4096",
@@ -140,7 +139,7 @@ def kernels(sweep: Sweep, report: Silent = SILENT) -> Json:
     kept = chosen(sweep.only, there) if sweep.only else there
     before, rows = torch.get_num_threads(), []
     reading = rotating(Variant(READ, _reader), -(-_cold() // READ))
-    reader = Variant(READ, lambda: reading, rest=_settle)
+    read = Variant(READ, lambda: reading, rest=settle)
     advance = report.task("kernels", len(sizes) * len(sweep.tokens) * len(sweep.threads))
     try:
         for out, columns in sizes:
@@ -152,7 +151,7 @@ def kernels(sweep: Sweep, report: Silent = SILENT) -> Json:
                     if name in kept or name.startswith("torch")
                 }
                 row = {"out": out, "in": columns, "tokens": m, "threads": n}
-                rows.append({**row, **_measure(makes, out, reader, sweep.rounds, sweep.cached)})
+                rows.append({**row, **_measure(makes, out, read, sweep.rounds, sweep.cached)})
                 advance(1)
     finally:
         torch.set_num_threads(before)
@@ -260,14 +259,7 @@ def _variants(
 
 
 def _reader() -> Run:
-    """A float32 matrix times a vector: what reads fastest of PyTorch's functions, on all its threads."""
-    data, x = torch.ones(READ // 4 // READ_COLUMNS, READ_COLUMNS), torch.ones(READ_COLUMNS)
-    return partial(data.mv, x)
-
-
-def _settle() -> None:
-    """Wait until PyTorch's workers no longer look for work, which keeps a core from what runs next."""
-    time.sleep(SETTLE)
+    return reader(READ)
 
 
 def _dense(x: Tensor, out: int) -> Variant:
@@ -275,7 +267,7 @@ def _dense(x: Tensor, out: int) -> Variant:
         weight = torch.empty(out, x.shape[1], dtype=x.dtype).uniform_(-1, 1)
         return lambda: torch.nn.functional.linear(x, weight)
 
-    return Variant(out * x.shape[1] * x.dtype.itemsize, make, rest=_settle)
+    return Variant(out * x.shape[1] * x.dtype.itemsize, make, rest=settle)
 
 
 def _own(x: Tensor, out: int) -> Variant:
@@ -303,7 +295,7 @@ def _peer(kind: str, x: Tensor, threads: int, out: int) -> Variant:
 
     def rest() -> None:
         pool.rest()
-        _settle()  # where the library computes on OpenMP's threads
+        settle()  # where the library computes on OpenMP's threads
 
     def make() -> Run:
         product = ggml.Product(kind, out, x, pool)

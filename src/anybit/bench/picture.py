@@ -1,4 +1,4 @@
-"""The picture of `anybit bench kernels --plot`: time against stored bits per weight."""
+"""Pictures of benchmarks: `anybit bench kernels --plot` and `anybit bench decode --plot`."""
 
 from __future__ import annotations
 
@@ -65,4 +65,51 @@ def _panel(axes: Any, row: Json) -> None:
         xlabel="stored bits per weight", ylabel="microseconds", title=f"{row['out']} x {row['in']}, {many}"
     )
     axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+
+
+ENGINES = {"anybit": ("o", "C0"), "Transformers": ("^", "C1"), "llama.cpp": ("s", "C3")}
+
+
+def plot_decode(figures: Json, path: Path) -> None:
+    """Tokens per second against what a token reads, a panel for each model and depth, with the memory's rate."""
+    from matplotlib.figure import Figure
+
+    cells = [cell for cell in figures["cells"] if cell["test"] == "decode"]
+    across = min(3, max(1, len(cells)))
+    down = max(1, -(-len(cells) // across))
+    figure = Figure(figsize=(5.2 * max(2, across), 1 + 3.5 * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).ravel()
+    for axes, cell in zip(panels, cells):
+        _decode_panel(axes, cell)
+    for axes in panels[len(cells) :]:
+        axes.set_visible(False)
+    entries = [zip(*reversed(axes.get_legend_handles_labels())) for axes in panels]
+    shown = {label: line for panel in entries for label, line in panel}
+    if shown:
+        figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=4, fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def _decode_panel(axes: Any, cell: Json) -> None:
+    series: dict[tuple[str, str], list[Json]] = {}
+    for contender in cell["contenders"].values():
+        how = contender.get("precision") or contender.get("dtype") or ""
+        how += "" if contender["kv_bits"] == 16 else f" KV {contender['kv_bits']}"
+        series.setdefault((contender["engine"], how), []).append(contender)
+    for (engine, how), found in series.items():
+        marker, color = ENGINES[engine]
+        points = sorted((c["bytes_per_token"] / 1e6, c["tokens_per_second"]) for c in found)
+        fill = "none" if how.startswith(("fp16", "float32")) else "full"
+        line = "" if engine == "llama.cpp" else "-"
+        axes.plot(*zip(*points), marker + line, color=color, fillstyle=fill, label=f"{engine} {how}".strip())
+    every = sorted(
+        (c["bytes_per_token"] / 1e6, c["read_gb_per_s"] * 1e9 / c["bytes_per_token"])
+        for c in cell["contenders"].values()
+    )
+    axes.plot(*zip(*every), ":", color="#888", label="the memory's rate")
+    name = cell["shape"] or Path(cell["model"]).name
+    axes.set(xlabel="MB that a token reads", ylabel="tokens per second")
+    axes.set_title(f"{name}{', random' if cell['random'] else ''}, {cell['tokens']} tokens before")
+    axes.set_yscale("log")
     axes.grid(alpha=0.3)

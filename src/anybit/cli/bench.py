@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from anybit.cli.options import (
     given,
     grouped,
     named,
+    numbers,
     refuse_ignored,
     reporting,
     set_threads,
@@ -129,14 +131,8 @@ def bench_kernels(
     that only reads bfloat16, and the memory's bandwidth. With --device cuda the GPU, beside cuBLAS and a copy.
 
     The default shapes take some 8 GB of memory and 10 minutes."""
-    from anybit.bench.picture import PICTURES
-
-    for file in (json_file, timed.plot):
-        check_writable(file)
-    if timed.plot is not None and timed.plot.suffix not in PICTURES:
-        raise InputError(f"--plot {timed.plot}: expected a name that ends in {' or '.join(PICTURES)}")
-    if timed.plot is not None:
-        require_extra("plots", "--plot")
+    check_writable(json_file)
+    _check_plot(timed.plot)
     if device == "cuda":
         refuse_ignored(cpu.given(), "it is for --device cpu")
         _on_gpu(timed, gpu, json_file)
@@ -145,6 +141,17 @@ def bench_kernels(
         _on_cpu(timed, cpu, json_file)
     else:
         raise InputError(f"--device {device}: expected cpu or cuda")
+
+
+def _check_plot(plot: Path | None) -> None:
+    """Refuse a picture that could not be drawn when the work is done."""
+    from anybit.bench.picture import PICTURES
+
+    check_writable(plot)
+    if plot is not None and plot.suffix not in PICTURES:
+        raise InputError(f"--plot {plot}: expected a name that ends in {' or '.join(PICTURES)}")
+    if plot is not None:
+        require_extra("plots", "--plot")
 
 
 def _on_gpu(timed: Timed, asked: OnGpu, json_file: Path | None) -> None:
@@ -189,3 +196,104 @@ def _on_cpu(timed: Timed, asked: OnCpu, json_file: Path | None) -> None:
         from anybit.bench import picture
 
         picture.plot(figures, timed.plot)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What decodes, and behind how many tokens."""
+
+    bits: Annotated[str, typer.Option(help="Average widths, comma-separated.")] = "2.5,3,4,8"
+    depths: Annotated[str, typer.Option(help="Tokens before those that are decoded, comma-separated.")] = (
+        "128"
+    )
+    prompts: Annotated[str, typer.Option(help="Tokens of prompts, comma-separated; 0: none.")] = "512"
+    kv_bits: Annotated[
+        str, typer.Option(help="Keys and values: 16, 8 and 4 bits, comma-separated, in llama.cpp alike.")
+    ] = "16"
+    tokens: Annotated[int, typer.Option(help="Tokens decoded in a round.", min=1)] = 32
+    rounds: Annotated[int, typer.Option(help="Rounds whose median counts.", min=1)] = 5
+    threads: Annotated[
+        int | None, typer.Option(help="Of everybody. [default: the engine's, physical cores]", min=1)
+    ] = None
+    only: Annotated[
+        str | None,
+        typer.Option(help="Contenders, or how their names begin, comma-separated, e.g. anybit,llama.cpp."),
+    ] = None
+
+    def plan(self) -> Json:
+        """As `bench.decode.Plan` takes it."""
+        prompts = () if self.prompts.strip() == "0" else whole_numbers("prompts", self.prompts)
+        return {
+            "bits": numbers("bits", self.bits),
+            "depths": whole_numbers("depths", self.depths),
+            "prompts": prompts,
+            "kv_bits": whole_numbers("kv-bits", self.kv_bits),
+            "tokens": self.tokens,
+            "rounds": self.rounds,
+            "threads": self.threads or 0,
+            "only": named("only", self.only),
+        }
+
+
+@dataclass(frozen=True)
+class Peer:
+    """llama.cpp."""
+
+    llama_bench: Annotated[
+        Path | None, typer.Option(help="llama.cpp's program of this name.", rich_help_panel="llama.cpp")
+    ] = None
+    gguf: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A file for it, of one of the models; several times for several.",
+            rich_help_panel="llama.cpp",
+        ),
+    ] = None
+
+
+@grouped
+def bench_decode(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Artifacts, models, or random:SHAPE with Qwen3-0.6B, Qwen3-1.7B or Llama-3.1-8B.",
+        ),
+    ],
+    decoded: Decoded,
+    peer: Peer,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--out", help="JSON, written after every cell; what it has is not measured again."
+        ),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it: a .png, .svg or .pdf.")] = None,
+    targets: Annotated[
+        bool, typer.Option("--targets", help="Compare with what is to be reached; exit code 1 on a miss.")
+    ] = False,
+) -> None:
+    """Tokens per second of this engine, Transformers with the same weights and llama.cpp, beside the memory's rate.
+
+    Everybody takes turns in rounds, and nobody else should run: peers lose most by it. Cells during which others took
+    processors do not count for --targets."""
+    from anybit.bench import decode
+
+    check_writable(out)
+    _check_plot(plot)
+    set_threads(decoded.threads)
+    with reporting() as report:
+        plan = decode.Plan(
+            models=models, **decoded.plan(), llama_bench=peer.llama_bench, ggufs=tuple(peer.gguf or ())
+        )
+        figures = decode.decode(plan, out, report)
+    tables.print_bench_decode(figures)
+    if plot is not None:
+        from anybit.bench import picture
+
+        picture.plot_decode(figures, plot)
+    if targets:
+        tables.print_decode_targets(figures)
+    typer.echo(json.dumps(figures))
+    if targets and any(target["met"] is False for target in figures["targets"]):
+        raise typer.Exit(1)

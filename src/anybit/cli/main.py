@@ -44,6 +44,7 @@ for function in (
     app.command()(function)
 benchmarks.command(name="quantize")(bench.bench_quantize)
 benchmarks.command(name="kernels")(bench.bench_kernels)
+benchmarks.command(name="decode")(bench.bench_decode)
 app.add_typer(benchmarks, name="bench")
 
 # Click's base class of usage errors, which typer may or may not bring along under its own name.

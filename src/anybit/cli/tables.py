@@ -231,3 +231,52 @@ def _print_variants(variants: dict[str, Json], cached: bool) -> None:
         rates = f"{v['us']:.1f}", f"{v['gb_per_s']:.1f}", f"{100 * v['of_limit']:.0f}%"
         rows.append((name, *rates, *last))
     _print(("<", "us", "GB/s", "of limit", *over), rows)
+
+
+def print_bench_decode(f: Json) -> None:
+    """Rates and shares of the memory's rate, a table for each cell."""
+    for cell in f["cells"]:
+        what = f"{cell['tokens']} tokens before" if cell["test"] == "decode" else "prompt"
+        what = f"a prompt of {cell['tokens']} tokens" if cell["test"] == "prefill" else f"decoding, {what}"
+        contenders = cell["contenders"].values()
+        others = max((c["others"] or 0.0 for c in contenders), default=0.0)
+        _say(
+            f"\n{cell['model']}: {what}; {cell['made_by']['threads']} thread(s), "
+            f"others took up to {others:.2f} of {cell['processors']} processors"
+        )
+        rows = []
+        for name, c in cell["contenders"].items():
+            low, high = c["range"]
+            shares = ("", "", "")
+            if "of_limit" in c:
+                shares = (
+                    f"{c['bytes_per_token'] / 1e6:.1f}",
+                    f"{c['read_gb_per_s']:.1f}",
+                    f"{100 * c['of_limit']:.0f}%",
+                )
+            rows.append((name, f"{c['tokens_per_second']:.1f}", f"{low:.1f} to {high:.1f}", *shares))
+        _print(("<", "tokens/s", "range", "MB a token", "read GB/s", "of limit"), rows)
+
+
+def print_decode_targets(f: Json) -> None:
+    """What is to be reached, what was, and what the memory's rate would give."""
+
+    def number(value: float | None, none: str) -> str:
+        return none if value is None else f"{value:.2f}"
+
+    words = {None: "", True: "met", False: "MISSED"}
+    _say("")
+    _print(
+        ("row", "<target", "must", "measured", "bound", "<"),
+        [
+            (
+                str(t["row"]),
+                t["target"],
+                number(t["must"], ""),
+                number(t["measured"], "not measured"),
+                number(t["bound"], ""),
+                words[t["met"]],
+            )
+            for t in f["targets"]
+        ],
+    )

@@ -18,6 +18,7 @@ from anybit.checkpoint.architectures import max_positions
 from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, encode
 from anybit.engine.description import Matrices, Unsupported, describe, levels
+from anybit.engine.filler import fill
 from anybit.engine.pages import Pages
 from anybit.engine.sampling import Drawn, Sampler, Sampling
 from anybit.engine.text import TextStream
@@ -35,6 +36,7 @@ Floats = npt.NDArray[np.float32]
 KV_BITS = (16, 8, 4)  # widths of keys and values that the engine has
 CHUNK = 64  # tokens of a prompt that go through the model together
 KV_SHARE = 0.5  # of the memory that is free, at most, for keys and values
+TOKEN_STRIDE = 7919  # between tokens of texts that are timed: rows of the embedding far apart
 NO_CONTEXT = 4096  # tokens where a config does not say how many a model reaches
 
 
@@ -139,8 +141,8 @@ class Engine:
     def _make_cache(self, description: dict[str, Any], reached: int, wanted: int | None) -> int:
         """Make the KV-cache; returns how many tokens a text may have."""
         page = cpu._native.PAGE_TOKENS
-        sizes = len(description["blocks"]), description["kv_heads"], description["head_size"], self.kv_bits
-        needed = cpu._native.KvCache(*sizes, 1).page_bytes
+        sizes = len(description["blocks"]), description["kv_heads"], description["head_size"]
+        needed = cpu._native.KvCache(*sizes, self.kv_bits, 1).page_bytes
         fits = int(_free_memory() * KV_SHARE) // needed * page
         if wanted is not None and not 1 <= wanted <= min(reached, fits):
             raise InputError(
@@ -150,7 +152,8 @@ class Engine:
         context = min(reached, fits) if wanted is None else wanted
         if context < 1:
             raise InputError(f"no memory for a KV-cache: a page of {page} tokens takes {needed} bytes")
-        self._cache = cpu._native.KvCache(*sizes, -(-context // page))
+        self._cache = cpu._native.KvCache(*sizes, self.kv_bits, -(-context // page))
+        self._cache_sizes = sizes
         self._pages = Pages(self._cache.pages, page)
         return context
 
@@ -223,6 +226,50 @@ class Engine:
             return self._run(text, tokens, level, every=True)
         finally:
             self._pages.release(text.pages)
+
+    # ---- for benchmarks
+
+    def step_seconds(self, depth: int, steps: int, bits: float | None = None) -> list[float]:
+        """Seconds of each of some decoding steps, one token behind another.
+
+        Args:
+            depth: tokens before the first, from 0 up; their keys and values are random numbers, and no prompt is
+                computed.
+            steps: how many.
+            bits: see `stream`.
+
+        Raises:
+            InputError: more tokens than the context holds.
+        """
+        level, text, made = self._level_of(bits), _Text(), []
+        if depth < 0 or not 1 <= steps <= self.context - depth:
+            raise InputError(f"{steps} steps behind {depth} tokens: the context holds {self.context}")
+        try:
+            self._pages.extend(text.pages, depth + steps)
+            fill(self._cache, *self._cache_sizes, text.pages, self.threads)
+            text.done = depth
+            for token in self._some_tokens(steps):
+                begun = time.perf_counter()
+                self._run(text, [token], level)
+                made.append(time.perf_counter() - begun)
+        finally:
+            self._pages.release(text.pages)
+        return made
+
+    def prompt_seconds(self, tokens: int, bits: float | None = None) -> float:
+        """Seconds until the logits behind a prompt are there; see `step_seconds`."""
+        level, text = self._level_of(bits), _Text()
+        if not 1 <= tokens <= self.context:
+            raise InputError(f"a prompt of {tokens} tokens: the context holds {self.context}")
+        try:
+            begun = time.perf_counter()
+            self._run(text, self._some_tokens(tokens), level)
+            return time.perf_counter() - begun
+        finally:
+            self._pages.release(text.pages)
+
+    def _some_tokens(self, count: int) -> list[int]:
+        return [i * TOKEN_STRIDE % self.vocabulary for i in range(count)]
 
     # ---- text in, text out
 

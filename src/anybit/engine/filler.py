@@ -1,0 +1,87 @@
+"""Random keys and values for a KV-cache, without a prompt: what a benchmark decodes behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from anybit.config import Json
+from anybit.kernels import cpu
+
+if TYPE_CHECKING:
+    from anybit import _native
+
+WIDTH = 32  # hidden size and vocabulary of the decoder that writes them
+TOGETHER = 16  # pages that are written by one step
+
+
+def fill(
+    cache: _native.KvCache, blocks: int, kv_heads: int, head_size: int, pages: Sequence[int], threads: int
+) -> None:
+    """Write every token of some pages.
+
+    Memory that nothing wrote is one page of zeros to the system, which a processor reads from its cache. So the keys
+    and values have to be there. A tiny decoder with the same cache writes them, a text of one page after another.
+    """
+    decoder, level = _decoder(blocks, kv_heads, head_size)
+    tokens, generator = cpu._native.PAGE_TOKENS, np.random.default_rng(0)
+    for first in range(0, len(pages), TOGETHER):
+        table = np.array(pages[first : first + TOGETHER], np.int32)[:, None]
+        rows = len(table) * tokens
+        decoder.step(
+            generator.integers(0, WIDTH, rows, np.int32),
+            np.tile(np.arange(tokens, dtype=np.int32), len(table)),
+            np.repeat(np.arange(len(table), dtype=np.int32), tokens),
+            table,
+            np.zeros(0, np.int32),
+            np.zeros((0, WIDTH), np.float32),
+            level,
+            cache,
+            threads,
+        )
+
+
+def _decoder(blocks: int, kv_heads: int, head_size: int) -> tuple[_native.Decoder, int]:
+    """A decoder with keys and values of some sizes and hardly anything else; its blocks share their matrices."""
+    random, norm = torch.Generator().manual_seed(0), torch.ones(WIDTH)
+
+    def layer(out: int, columns: int) -> _native.Layer:
+        values = torch.randn(out, columns, generator=random) / columns**0.5
+        layout = {"shape": [out, columns], "tiles": [{"format": "float16"}]}
+        return cpu._native.Layer(layout, {"values": values.bfloat16()})
+
+    numbers = kv_heads * head_size
+    description: Json = {
+        "vocabulary": WIDTH,
+        "hidden": WIDTH,
+        "intermediate": WIDTH,
+        "heads": kv_heads,
+        "kv_heads": kv_heads,
+        "head_size": head_size,
+        "activation": "silu",
+        "epsilon": 1e-6,
+        "softmax_scale": head_size**-0.5,
+        "attention_softcap": 0.0,
+        "embedding_scale": 1.0,
+        "residual_scale": 1.0,
+        "logit_scale": 1.0,
+        "logit_softcap": 0.0,
+        "final_norm": norm,
+        "ropes": [],
+        "blocks": [{"window": 0, "rope": -1, "before_attention": norm, "before_mlp": norm}] * blocks,
+    }
+    decoder = cpu._native.Decoder(description, False)
+    square, asked = layer(WIDTH, WIDTH), layer(numbers, WIDTH)
+    block = [
+        asked,
+        layer(numbers, WIDTH),
+        layer(numbers, WIDTH),
+        layer(WIDTH, numbers),
+        square,
+        square,
+        square,
+    ]
+    return decoder, decoder.add_level(square, square, [block] * blocks)
