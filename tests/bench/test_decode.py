@@ -13,6 +13,7 @@ import torch
 
 from anybit import Engine
 from anybit.bench import decode, decode_targets, random_model, sources
+from anybit.bench.agreement import agreement, agrees
 from anybit.bench.contenders import InTransformers, LlamaBench, Native, kv_bytes, touched
 from anybit.bench.decode import Plan
 from anybit.bench.others import Used, others, used
@@ -309,3 +310,54 @@ def test_what_others_disturbed_does_not_count() -> None:
     assert [t["measured"] for t in rows(2, made, real)] == [1.0]
     assert all(t["met"] is None for t in decode_targets.targets([]))
     assert {t["row"] for t in decode_targets.targets([])} == {1, 2, 3, 4, 5, 7, 10}
+
+
+# ---- logits beside Transformers'
+
+
+def test_the_engine_is_compared_with_transformers(tmp_path: Path) -> None:
+    family("llama").save_pretrained(tmp_path / "model")
+    plan = tiny(models=[str(tmp_path / "model")], only=("anybit", "Transformers 16.00 float32"), prompts=())
+    figures = decode.decode(plan)
+    cells = {c["test"]: c["contenders"] for c in figures["cells"]}
+    assert list(cells) == ["decode", "agreement"]
+    assert list(cells["decode"]) == ["anybit 16.00 fp16", "Transformers 16.00 float32"]
+    (found,) = cells["agreement"].values()
+    assert 0 < found["difference"] < 1e-3 and found["equal"] > 8
+    (target,) = [t for t in figures["targets"] if t["row"] == 10]
+    assert target["measured"] == found["difference"] and target["met"] is True
+    random = decode.decode(tiny(only=("anybit 4.00 fp16", "Transformers 4.00 float32"), prompts=()))
+    assert [c["test"] for c in random["cells"]] == ["decode"]
+
+
+def test_texts_may_part_where_two_tokens_are_equal() -> None:
+    near = {"difference": 1e-4, "equal": 9}
+    assert agrees({**near, "gap": None}, 1e-3) and agrees({**near, "gap": 2e-4}, 1e-3)
+    assert not agrees({**near, "gap": 3e-4}, 1e-3) and not agrees({**near, "gap": None}, 1e-5)
+
+
+class Fixed:
+    """Stands for the engine: logits of one best token each."""
+
+    def __init__(self, best: list[int]) -> None:
+        self.best = best
+
+    def far_apart(self, count: int) -> list[int]:
+        return self.best[:count]
+
+    def logits(self, tokens: list[int], bits: float) -> Any:
+        return np.eye(8, dtype=np.float32)[self.best[1 : len(tokens) + 1]]
+
+
+def test_the_first_token_that_differs_is_found() -> None:
+    text = [i * 3 % 8 for i in range(257)]
+    beside: Any = type("", (), {"greedy": lambda *_: (text[:256], np.eye(8, dtype=np.float32)[text[1:]])})()
+
+    def compare(best: list[int]) -> Json:
+        engine: Any = type("", (), {"engine": Fixed(best)})()
+        return agreement(engine, beside, 4.0)
+
+    assert compare(text) == {"difference": 0.0, "equal": 64, "gap": None}
+    other = text.copy()
+    other[192 + 5] ^= 1
+    assert compare(other) == {"difference": 1.0, "equal": 5, "gap": 1.0}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from anybit.bench.agreement import agrees
 from anybit.config import Json
 from anybit.formats.levels import CLOSE_BITS
 
@@ -24,6 +25,7 @@ CODER, CODER_FILE, CODER_MUST = "Qwen2.5-Coder-0.5B", "Q4_K_M", 1.3
 DEEP = ("Qwen3-0.6B", "Qwen3-1.7B")
 DEEP_BITS, DEEP_MUST = 4.0, {2048: 1.0, 8192: 1.1}
 PROMPTS, PROMPT_MUST = (512, 2048), 1.0
+AGREEMENT, MOST_APART = "agreement", 1e-3
 QUIET = 0.1  # processors that others may take, on average, while a cell is measured
 
 
@@ -159,7 +161,14 @@ def _against_all(row: int, what: str, must: float, cells: Sequence[Cell], kv_bit
 
 def _elsewhere(cells: Sequence[Cell]) -> Iterator[Target]:
     yield _target(7, "perplexity of KV 8 and 4 bits over 16: `anybit eval --kv-bits`", 1.0)
-    yield _target(10, "logits beside Transformers': tests/engine", 1.0)
+
+
+def _agreement(cells: Sequence[Cell]) -> Iterator[Target]:
+    what = "logits from Transformers', exact inputs, of their spread, at most; greedy texts part where two are equal"
+    found = [c for cell in cells if cell["test"] == AGREEMENT for c in cell["contenders"].values()]
+    worst = max((c["difference"] for c in found), default=None)
+    met = all(agrees(c, MOST_APART) for c in found) if found else None
+    yield _target(10, what, MOST_APART, worst, met=met)
 
 
 ROWS: tuple[Callable[[Sequence[Cell]], Iterator[Target]], ...] = (
@@ -169,4 +178,5 @@ ROWS: tuple[Callable[[Sequence[Cell]], Iterator[Target]], ...] = (
     _deep,
     _prompts,
     _elsewhere,
+    _agreement,
 )
