@@ -225,11 +225,14 @@ def test_a_gguf_file_counts_what_a_token_reads(tmp_path: Path) -> None:
 
 
 def test_others_are_what_neither_this_process_nor_its_children_took() -> None:
-    assert others(Used(10, 3, 100), Used(12, 4, 104)) == 1.5
-    assert others(Used(10, 3, 100), Used(12, 5, 101)) == 0  # clocks tick a hundred times a second
-    assert others(Used(10, 3, None), Used(12, 5, 101)) is None
-    now = used()
-    assert now.wall > 0 and now.own is not None and now.own > 0
+    one = Used(10, 3, 100), Used(12, 4, 104)
+    assert others([one]) == 1.5
+    assert others([one, (Used(0, 0, 0), Used(1, 3, 0))]) == 0  # clocks tick a hundred times a second
+    assert others([(Used(10, 3, None), Used(12, 5, 101))]) is None and others([]) is None
+    before = used()
+    sum(range(5_000_000))
+    after = used()
+    assert after.wall > before.wall and after.own > before.own
 
 
 # ---- targets

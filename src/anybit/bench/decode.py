@@ -20,7 +20,7 @@ from typing import Any
 from anybit.bench.agreement import TOKENS, agreement, compared
 from anybit.bench.contenders import InTransformers, LlamaBench, Native, Runner, head_size, kv_bytes
 from anybit.bench.decode_targets import AGREEMENT, is_quiet, targets
-from anybit.bench.others import others, used
+from anybit.bench.others import Used, others, used
 from anybit.bench.reading import Buffer
 from anybit.bench.sources import PLAIN, Gguf, Source, open_gguf, open_source
 from anybit.bench.variants import chosen
@@ -213,7 +213,8 @@ def decode(plan: Plan, out: Path | None = None, report: Silent = SILENT) -> Json
             _write(figures, out)
         runners.clear()
     here = _here(plan)
-    figures["targets"] = targets([c for c in figures["cells"] if here.items() <= c["made_by"].items()])
+    count = [c for c in figures["cells"] if here.items() <= c["made_by"].items()]
+    figures |= {"targets": targets(count), "disturbed": sum(not is_quiet(cell) for cell in count)}
     _write(figures, out)
     return figures
 
@@ -257,7 +258,7 @@ def _measure(
     buffer = Buffer(max(nbytes.values()), plan.count) if kind == "decode" else None
     rates: dict[str, list[float]] = {contender.name: [] for contender in kept}
     reading: dict[str, list[float]] = {contender.name: [] for contender in kept}
-    taken: dict[str, list[float]] = {contender.name: [] for contender in kept}
+    spans: dict[str, list[tuple[Used, Used]]] = {contender.name: [] for contender in kept}
     for _ in range(plan.rounds):
         for contender in kept:
             runner, name, before = loaded[contender.name], contender.name, used()
@@ -266,14 +267,12 @@ def _measure(
             else:
                 rates[name].append(runner.decode(contender.bits, tokens, plan.tokens))
                 reading[name].append(buffer.rate(nbytes[name]))
-            if (by_others := others(before, used())) is not None:
-                taken[name].append(by_others)
+            spans[name].append((before, used()))
         advance(1)
     made = {}
     for contender in kept:
         name = contender.name
-        made[name] = {**contender.about, **_rate(rates[name])}
-        made[name]["others"] = statistics.mean(taken[name]) if taken[name] else None
+        made[name] = {**contender.about, **_rate(rates[name]), "others": others(spans[name])}
         if reading[name]:
             made[name] |= _share(nbytes[name], rates[name], reading[name])
     return made

@@ -247,8 +247,9 @@ def print_bench_decode(f: Json) -> None:
         )
         contenders = cell["contenders"].values()
         others = max((c["others"] or 0.0 for c in contenders), default=0.0)
+        _say("")
         _say(
-            f"\n{cell['model']}: {what}; {cell['made_by']['threads']} thread(s), "
+            f"{cell['model']}: {what}; {cell['made_by']['threads']} thread(s), "
             f"others took up to {others:.2f} of {cell['processors']} processors"
         )
         rows = []
@@ -267,7 +268,8 @@ def print_bench_decode(f: Json) -> None:
 
 def _print_agreement(cell: Json) -> None:
     """Logits beside those of Transformers."""
-    _say(f"\n{cell['model']}: logits beside Transformers' in float32, {cell['tokens']} tokens")
+    _say("")
+    _say(f"{cell['model']}: logits beside Transformers' in float32, {cell['tokens']} tokens")
     rows = []
     for name, c in cell["contenders"].items():
         gap = "" if c["gap"] is None else f"{c['gap']:.1e}"
@@ -297,3 +299,7 @@ def print_decode_targets(f: Json) -> None:
             for t in f["targets"]
         ],
     )
+    if disturbed := f.get("disturbed"):
+        _say(
+            f"{disturbed} cell(s) do not count, as others took processors: the same command measures them again"
+        )
