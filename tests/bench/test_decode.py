@@ -13,6 +13,7 @@ import torch
 
 from anybit import Engine
 from anybit.bench import decode, decode_targets, random_model, sources
+from anybit.bench.agreement import agreement, agrees
 from anybit.bench.contenders import InTransformers, LlamaBench, Native, kv_bytes, touched
 from anybit.bench.decode import Plan
 from anybit.bench.others import Used, others, used
@@ -224,11 +225,14 @@ def test_a_gguf_file_counts_what_a_token_reads(tmp_path: Path) -> None:
 
 
 def test_others_are_what_neither_this_process_nor_its_children_took() -> None:
-    assert others(Used(10, 3, 100), Used(12, 4, 104)) == 1.5
-    assert others(Used(10, 3, 100), Used(12, 5, 101)) == 0  # clocks tick a hundred times a second
-    assert others(Used(10, 3, None), Used(12, 5, 101)) is None
-    now = used()
-    assert now.wall > 0 and now.own is not None and now.own > 0
+    one = Used(10, 3, 100), Used(12, 4, 104)
+    assert others([one]) == 1.5
+    assert others([one, (Used(0, 0, 0), Used(1, 3, 0))]) == 0  # clocks tick a hundred times a second
+    assert others([(Used(10, 3, None), Used(12, 5, 101))]) is None and others([]) is None
+    before = used()
+    sum(range(5_000_000))
+    after = used()
+    assert after.wall > before.wall and after.own > before.own
 
 
 # ---- targets
@@ -297,7 +301,8 @@ def test_deep_and_prompt_targets_are_over_whatever_is_fastest() -> None:
     assert [(t["measured"], t["met"]) for t in rows(4, deep)] == [(1.05, False), (2.0, True)]
     prompt = ours(10)
     del prompt["of_limit"]
-    (found,) = rows(5, cell("prefill", "Qwen3-0.6B", 512, prompt, theirs(10)))
+    others = theirs(99, "x-q8_0.gguf"), theirs(9, "x-q4_k_m.gguf")
+    (found,) = rows(5, cell("prefill", "Qwen3-0.6B", 512, prompt, theirs(10), *others))
     assert found["measured"] == 1 and found["met"] and found["bound"] is None
 
 
@@ -309,3 +314,54 @@ def test_what_others_disturbed_does_not_count() -> None:
     assert [t["measured"] for t in rows(2, made, real)] == [1.0]
     assert all(t["met"] is None for t in decode_targets.targets([]))
     assert {t["row"] for t in decode_targets.targets([])} == {1, 2, 3, 4, 5, 7, 10}
+
+
+# ---- logits beside Transformers'
+
+
+def test_the_engine_is_compared_with_transformers(tmp_path: Path) -> None:
+    family("llama").save_pretrained(tmp_path / "model")
+    plan = tiny(models=[str(tmp_path / "model")], only=("anybit", "Transformers 16.00 float32"), prompts=())
+    figures = decode.decode(plan)
+    cells = {c["test"]: c["contenders"] for c in figures["cells"]}
+    assert list(cells) == ["decode", "agreement"]
+    assert list(cells["decode"]) == ["anybit 16.00 fp16", "Transformers 16.00 float32"]
+    (found,) = cells["agreement"].values()
+    assert 0 < found["difference"] < 1e-3 and found["equal"] > 8
+    (target,) = [t for t in figures["targets"] if t["row"] == 10]
+    assert target["measured"] == found["difference"] and target["met"] is True
+    random = decode.decode(tiny(only=("anybit 4.00 fp16", "Transformers 4.00 float32"), prompts=()))
+    assert [c["test"] for c in random["cells"]] == ["decode"]
+
+
+def test_texts_may_part_where_two_tokens_are_equal() -> None:
+    near = {"difference": 1e-4, "equal": 9}
+    assert agrees({**near, "gap": None}, 1e-3) and agrees({**near, "gap": 2e-4}, 1e-3)
+    assert not agrees({**near, "gap": 3e-4}, 1e-3) and not agrees({**near, "gap": None}, 1e-5)
+
+
+class Fixed:
+    """Stands for the engine: logits of one best token each."""
+
+    def __init__(self, best: list[int]) -> None:
+        self.best = best
+
+    def far_apart(self, count: int) -> list[int]:
+        return self.best[:count]
+
+    def logits(self, tokens: list[int], bits: float) -> Any:
+        return np.eye(8, dtype=np.float32)[self.best[1 : len(tokens) + 1]]
+
+
+def test_the_first_token_that_differs_is_found() -> None:
+    text = [i * 3 % 8 for i in range(257)]
+    beside: Any = type("", (), {"greedy": lambda *_: (text[:256], np.eye(8, dtype=np.float32)[text[1:]])})()
+
+    def compare(best: list[int]) -> Json:
+        engine: Any = type("", (), {"engine": Fixed(best)})()
+        return agreement(engine, beside, 4.0)
+
+    assert compare(text) == {"difference": 0.0, "equal": 64, "gap": None}
+    other = text.copy()
+    other[192 + 5] ^= 1
+    assert compare(other) == {"difference": 1.0, "equal": 5, "gap": 1.0}

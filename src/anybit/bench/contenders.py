@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from anybit.bench.reading import settle
@@ -24,6 +26,7 @@ from anybit.errors import InputError
 from anybit.kv_cache import CACHE
 from anybit.layers import PackedModule, TiedHead
 
+Floats = npt.NDArray[np.float32]
 WARM_UP = 4  # steps before those that are timed
 LLAMA_TYPES = {16: "f16", 8: "q8_0", 4: "q4_0"}  # of llama.cpp's keys and values, by their bits
 
@@ -89,6 +92,19 @@ class InTransformers:
 
     def weight_bytes(self, bits: float) -> int:
         return touched(self.model, bits, self._itemsize)
+
+    def greedy(self, bits: float, ids: list[int], count: int) -> tuple[list[int], Floats]:
+        """A text and its greedy continuation, and the logits [tokens, vocabulary] of all of it."""
+        text = list(ids)
+        with self._running(bits):
+            cache, new = self._filled(0), list(ids)
+            for _ in range(count):
+                logits = self.model(
+                    torch.tensor([new]), use_cache=True, logits_to_keep=1, **{CACHE: cache}
+                ).logits
+                new = [int(logits[0, -1].argmax())]
+                text += new
+            return text, self.model(torch.tensor([text]), use_cache=False).logits[0].float().numpy()
 
     @contextmanager
     def _running(self, bits: float) -> Iterator[None]:

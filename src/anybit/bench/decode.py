@@ -17,9 +17,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from anybit.bench.agreement import TOKENS, agreement, compared
 from anybit.bench.contenders import InTransformers, LlamaBench, Native, Runner, head_size, kv_bytes
-from anybit.bench.decode_targets import is_quiet, targets
-from anybit.bench.others import others, used
+from anybit.bench.decode_targets import AGREEMENT, is_quiet, targets
+from anybit.bench.others import Used, others, used
 from anybit.bench.reading import Buffer
 from anybit.bench.sources import PLAIN, Gguf, Source, open_gguf, open_source
 from anybit.bench.variants import chosen
@@ -85,7 +86,7 @@ class Plan:
 
     @property
     def context(self) -> int:
-        return max(*(depth + self.tokens for depth in self.depths), *self.prompts, 0) + SLACK
+        return max(*(depth + self.tokens for depth in self.depths), *self.prompts, TOKENS) + SLACK
 
     def check(self) -> None:
         """Refuse before any work what cannot be timed.
@@ -182,10 +183,14 @@ def decode(plan: Plan, out: Path | None = None, report: Silent = SILENT) -> Json
     plan.check()
     figures = read(out) or {"bench": "decode", "cells": []}
     tests = [("decode", depth) for depth in plan.depths] + [("prefill", prompt) for prompt in plan.prompts]
+    tests += [(AGREEMENT, TOKENS)]
     advance = report.task("decode", len(plan.sources) * len(tests) * plan.rounds)
     for found in plan.sources:
         kept, runners = plan.contenders(found), _Runners()
         for test, tokens in tests if kept else ():
+            if test == AGREEMENT and (found.random or not compared(kept)):
+                advance(plan.rounds)  # random weights have no best token
+                continue
             made_by = _made_by(plan, found, kept)
             same = {"model": found.name, "test": test, "tokens": tokens}
             old = [c for c in figures["cells"] if same.items() <= c.items()]
@@ -199,12 +204,17 @@ def decode(plan: Plan, out: Path | None = None, report: Silent = SILENT) -> Json
                 "parameters": parameters(found.config),
             }
             cell |= {"made_by": made_by, "load_at_start": os.getloadavg()[0], "processors": os.cpu_count()}
-            cell["contenders"] = _measure(plan, found, kept, runners, (test, tokens), advance)
+            if test == AGREEMENT:
+                cell["contenders"] = _agreement(kept, runners)
+                advance(plan.rounds)
+            else:
+                cell["contenders"] = _measure(plan, found, kept, runners, (test, tokens), advance)
             figures["cells"] = [c for c in figures["cells"] if c not in old] + [cell]
             _write(figures, out)
         runners.clear()
     here = _here(plan)
-    figures["targets"] = targets([c for c in figures["cells"] if here.items() <= c["made_by"].items()])
+    count = [c for c in figures["cells"] if here.items() <= c["made_by"].items()]
+    figures |= {"targets": targets(count), "disturbed": sum(not is_quiet(cell) for cell in count)}
     _write(figures, out)
     return figures
 
@@ -248,7 +258,7 @@ def _measure(
     buffer = Buffer(max(nbytes.values()), plan.count) if kind == "decode" else None
     rates: dict[str, list[float]] = {contender.name: [] for contender in kept}
     reading: dict[str, list[float]] = {contender.name: [] for contender in kept}
-    taken: dict[str, list[float]] = {contender.name: [] for contender in kept}
+    spans: dict[str, list[tuple[Used, Used]]] = {contender.name: [] for contender in kept}
     for _ in range(plan.rounds):
         for contender in kept:
             runner, name, before = loaded[contender.name], contender.name, used()
@@ -257,16 +267,24 @@ def _measure(
             else:
                 rates[name].append(runner.decode(contender.bits, tokens, plan.tokens))
                 reading[name].append(buffer.rate(nbytes[name]))
-            if (by_others := others(before, used())) is not None:
-                taken[name].append(by_others)
+            spans[name].append((before, used()))
         advance(1)
     made = {}
     for contender in kept:
         name = contender.name
-        made[name] = {**contender.about, **_rate(rates[name])}
-        made[name]["others"] = statistics.mean(taken[name]) if taken[name] else None
+        made[name] = {**contender.about, **_rate(rates[name]), "others": others(spans[name])}
         if reading[name]:
             made[name] |= _share(nbytes[name], rates[name], reading[name])
+    return made
+
+
+def _agreement(kept: list[Contender], runners: _Runners) -> Json:
+    """The engine beside Transformers, at each width."""
+    made = {}
+    for bits, (ours, theirs) in compared(kept).items():
+        engine, beside = runners.of(ours), runners.of(theirs)
+        assert isinstance(engine, Native) and isinstance(beside, InTransformers)
+        made[ours.name] = {**ours.about, **agreement(engine, beside, bits), "others": None}
     return made
 
 

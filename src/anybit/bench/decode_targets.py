@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from anybit.bench.agreement import agrees
 from anybit.config import Json
 from anybit.formats.levels import CLOSE_BITS
 
@@ -22,8 +23,10 @@ SMALL = "SmolLM2-135M"
 SMALL_FILES, SMALL_MUST, SMALL_SHARE = ("Q4_0", "Q2_K"), 1.3, 0.85
 CODER, CODER_FILE, CODER_MUST = "Qwen2.5-Coder-0.5B", "Q4_K_M", 1.3
 DEEP = ("Qwen3-0.6B", "Qwen3-1.7B")
-DEEP_BITS, DEEP_MUST = 4.0, {2048: 1.0, 8192: 1.1}
+DEEP_BITS, DEEP_FILES, DEEP_MUST = 4.0, "Q4_", {2048: 1.0, 8192: 1.1}
 PROMPTS, PROMPT_MUST = (512, 2048), 1.0
+KV_LOSS = {8: 0.002, 4: 0.03}  # of the perplexity at 16 bits
+AGREEMENT, MOST_APART = "agreement", 1e-3
 QUIET = 0.1  # processors that others may take, on average, while a cell is measured
 
 
@@ -63,7 +66,7 @@ def _ours(cell: Cell, precision: str = "int8", kv_bits: int = 16) -> list[Json]:
 def _peers(cell: Cell, *files: str) -> list[Json]:
     """What llama.cpp reached, with files whose names have one of these parts."""
     found = [c for c in cell["contenders"].values() if c["engine"] == "llama.cpp"]
-    return [c for c in found if not files or any(part in c["file"] for part in files)]
+    return [c for c in found if any(part.lower() in c["file"].lower() for part in files)]
 
 
 def _fastest(of: Sequence[Json]) -> Json:
@@ -151,15 +154,25 @@ def _against_all(row: int, what: str, must: float, cells: Sequence[Cell], kv_bit
     """Over whatever of llama.cpp is the fastest."""
     for cell in cells:
         ours = [c for c in _ours(cell, kv_bits=kv_bits) if abs(c["bits"] - DEEP_BITS) <= 0.1]
-        if ours and (peers := _peers(cell)):
+        if ours and (peers := _peers(cell, DEEP_FILES)):
             ratio = ours[-1]["tokens_per_second"] / _fastest(peers)["tokens_per_second"]
             return _target(row, what, must, ratio, _bound(ours[-1], ratio))
     return _target(row, what, must)
 
 
 def _elsewhere(cells: Sequence[Cell]) -> Iterator[Target]:
-    yield _target(7, "perplexity of KV 8 and 4 bits over 16: `anybit eval --kv-bits`", 1.0)
-    yield _target(10, "logits beside Transformers': tests/engine", 1.0)
+    for kv_bits, most in KV_LOSS.items():
+        yield _target(
+            7, f"perplexity lost by KV of {kv_bits} bits, at most: see `anybit eval --kv-bits`", most
+        )
+
+
+def _agreement(cells: Sequence[Cell]) -> Iterator[Target]:
+    what = "logits from Transformers', exact inputs, of their spread, at most; greedy texts part where two are equal"
+    found = [c for cell in cells if cell["test"] == AGREEMENT for c in cell["contenders"].values()]
+    worst = max((c["difference"] for c in found), default=None)
+    met = all(agrees(c, MOST_APART) for c in found) if found else None
+    yield _target(10, what, MOST_APART, worst, met=met)
 
 
 ROWS: tuple[Callable[[Sequence[Cell]], Iterator[Target]], ...] = (
@@ -169,4 +182,5 @@ ROWS: tuple[Callable[[Sequence[Cell]], Iterator[Target]], ...] = (
     _deep,
     _prompts,
     _elsewhere,
+    _agreement,
 )

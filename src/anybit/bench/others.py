@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,22 +17,25 @@ class Used(NamedTuple):
     """Seconds since some beginning."""
 
     wall: float
-    own: float | None  # processor time of this process and the children that ended
-    all: float | None  # of everybody
+    own: float  # processor time of this process and the children that ended
+    all: float | None  # of everybody; None: the system does not say
 
 
 def used() -> Used:
-    """As it is now; None where the system does not say."""
+    """As it is now."""
     own = os.times()
     return Used(time.perf_counter(), sum(own[:4]), _busy())
 
 
-def others(before: Used, after: Used) -> float | None:
-    """Processors that others took between two moments, on average."""
-    if before.all is None or after.all is None or before.own is None or after.own is None:
-        return None
-    took = (after.all - before.all) - (after.own - before.own)
-    return max(0.0, took) / max(after.wall - before.wall, 1e-9)
+def others(spans: Sequence[tuple[Used, Used]]) -> float | None:
+    """Processors that others took within some spans of time together, on average; None: the system does not say."""
+    took, wall = 0.0, 0.0
+    for before, after in spans:
+        if before.all is None or after.all is None:
+            return None
+        took += (after.all - before.all) - (after.own - before.own)
+        wall += after.wall - before.wall
+    return max(0.0, took) / wall if wall else None
 
 
 def _busy() -> float | None:

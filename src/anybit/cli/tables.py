@@ -236,12 +236,20 @@ def _print_variants(variants: dict[str, Json], cached: bool) -> None:
 def print_bench_decode(f: Json) -> None:
     """Rates and shares of the memory's rate, a table for each cell."""
     for cell in f["cells"]:
-        what = f"{cell['tokens']} tokens before" if cell["test"] == "decode" else "prompt"
-        what = f"a prompt of {cell['tokens']} tokens" if cell["test"] == "prefill" else f"decoding, {what}"
+        if cell["test"] == "agreement":
+            _print_agreement(cell)
+            continue
+        decoding = cell["test"] == "decode"
+        what = (
+            f"decoding, {cell['tokens']} tokens before"
+            if decoding
+            else f"a prompt of {cell['tokens']} tokens"
+        )
         contenders = cell["contenders"].values()
         others = max((c["others"] or 0.0 for c in contenders), default=0.0)
+        _say("")
         _say(
-            f"\n{cell['model']}: {what}; {cell['made_by']['threads']} thread(s), "
+            f"{cell['model']}: {what}; {cell['made_by']['threads']} thread(s), "
             f"others took up to {others:.2f} of {cell['processors']} processors"
         )
         rows = []
@@ -258,11 +266,22 @@ def print_bench_decode(f: Json) -> None:
         _print(("<", "tokens/s", "range", "MB a token", "read GB/s", "of limit"), rows)
 
 
+def _print_agreement(cell: Json) -> None:
+    """Logits beside those of Transformers."""
+    _say("")
+    _say(f"{cell['model']}: logits beside Transformers' in float32, {cell['tokens']} tokens")
+    rows = []
+    for name, c in cell["contenders"].items():
+        gap = "" if c["gap"] is None else f"{c['gap']:.1e}"
+        rows.append((name, f"{c['difference']:.1e}", str(c["equal"]), gap))
+    _print(("<", "of the spread", "equal greedy tokens", "best two apart"), rows)
+
+
 def print_decode_targets(f: Json) -> None:
     """What is to be reached, what was, and what the memory's rate would give."""
 
     def number(value: float | None, none: str) -> str:
-        return none if value is None else f"{value:.2f}"
+        return none if value is None else f"{value:.2f}" if value >= 0.01 else f"{value:.1e}"
 
     words = {None: "", True: "met", False: "MISSED"}
     _say("")
@@ -280,3 +299,7 @@ def print_decode_targets(f: Json) -> None:
             for t in f["targets"]
         ],
     )
+    if disturbed := f.get("disturbed"):
+        _say(
+            f"{disturbed} cell(s) do not count, as others took processors: the same command measures them again"
+        )

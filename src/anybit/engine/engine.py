@@ -248,7 +248,7 @@ class Engine:
             self._pages.extend(text.pages, depth + steps)
             fill(self._cache, *self._cache_sizes, text.pages, self.threads)
             text.done = depth
-            for token in self._some_tokens(steps):
+            for token in self.far_apart(steps):
                 begun = time.perf_counter()
                 self._run(text, [token], level)
                 made.append(time.perf_counter() - begun)
@@ -263,12 +263,13 @@ class Engine:
             raise InputError(f"a prompt of {tokens} tokens: the context holds {self.context}")
         try:
             begun = time.perf_counter()
-            self._run(text, self._some_tokens(tokens), level)
+            self._run(text, self.far_apart(tokens), level)
             return time.perf_counter() - begun
         finally:
             self._pages.release(text.pages)
 
-    def _some_tokens(self, count: int) -> list[int]:
+    def far_apart(self, count: int) -> list[int]:
+        """Token ids whose rows of the embedding lie far apart."""
         return [i * TOKEN_STRIDE % self.vocabulary for i in range(count)]
 
     # ---- text in, text out
