@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import tables_engine as engine
 import tables_quality as quality
 import tables_security as security
 import tables_speed as speed
@@ -50,6 +51,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "narrow-prefill": speed.narrow_prefill,
     "same-speed": speed.same_speed,
     "call-overhead": speed.call_overhead,
+    "engine/decode": engine.decode,
+    "engine/prefill": engine.prefill,
+    "engine/others": engine.disturbed,
     "mutations": security.mutations,
     "kills": security.kills,
 }
