@@ -120,9 +120,7 @@ def _nucleus(probabilities: Floats, scores: Floats, top_p: float) -> Tokens:
     if not ties:
         return kept
     equal = np.flatnonzero(probabilities[kept] == likely[first])
-    lowest = np.argsort(
-        scores[kept[equal]], kind="stable"
-    )  # scores may differ where probabilities no longer do
+    lowest = scores[kept[equal]].argsort(kind="stable")  # they may differ where probabilities no longer do
     return np.delete(kept, equal[lowest[:ties]])
 
 
