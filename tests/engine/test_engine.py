@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +91,18 @@ def test_the_same_seed_draws_the_same_text(engine: Engine) -> None:
 
 def test_generation_config_is_the_default(folder: Path, engine: Engine) -> None:
     assert engine.default_sampling() == Sampling()
-    engine.generation.update(temperature=0.5, top_k=7)
+    engine.generation.update(top_k=7)
     try:
-        assert engine.default_sampling(do_sample=True) == Sampling(temperature=0.5, top_k=7)
+        assert engine.default_sampling(do_sample=True, temperature=0.5) == Sampling(temperature=0.5, top_k=7)
     finally:
-        engine.generation.update(temperature=None, top_k=None)
+        engine.generation.update(top_k=None)
+
+
+def test_a_model_whose_makers_want_tokens_drawn(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    asked = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "eos_token_id": 0}
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(asked))
+    assert Engine(tmp_path / "model").default_sampling() == Sampling(temperature=0.7, top_p=0.9, top_k=50)
 
 
 def test_logprobs_are_those_of_the_logits(engine: Engine) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from anybit.checkpoint.generation import DRAWING
-from anybit.engine.distribution import Floats, kth_largest
+from anybit.engine.distribution import Distribution, Floats, kth_largest
 from anybit.engine.sampling import RANGES, Sampler, Sampling
 from anybit.errors import InputError
 from tests.builders import config_of
@@ -175,21 +175,15 @@ def feed(sampler: Sampler, token: int) -> None:
         ([1.0, 0.0, 1.0, 2.0, 1.0], {"top_k": 2}, [0, 2, 3, 4]),  # ties at the k-th are kept
         ([0.0, math.log(0.5), 0.0], {"min_p": 0.5}, [0, 1, 2]),  # at the bound: kept
         ([0.0, -1.0, 0.0], {"min_p": 1.0}, [0, 2]),
-        (
-            [1.0, 1.0000001, 1.0000002, 0.5],
-            {"top_k": 1, "temperature": 1.9},
-            None,
-        ),  # ties that the division makes
         ([-math.inf, 0.0, -math.inf], {"top_k": 2, "top_p": 0.9}, [1]),
     ],
 )
-def test_ties(model: Any, logits: list[float], changes: dict[str, Any], kept: list[int] | None) -> None:
+def test_ties(model: Any, logits: list[float], changes: dict[str, Any], kept: list[int]) -> None:
     scores, sampling = np.array(logits, np.float32), replace(PLAIN, **changes)
     found = Sampler(sampling, len(logits), []).probabilities(scores)
     expected = by_transformers(model, values_of(sampling), scores, [0])
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-7)
-    if kept is not None:
-        assert np.flatnonzero(found).tolist() == kept
+    assert np.flatnonzero(found).tolist() == kept
 
 
 @pytest.mark.parametrize("size", [1000, 1024, 1025, 5000])
@@ -203,6 +197,40 @@ def test_ties_in_a_large_vocabulary(model: Any, size: int) -> None:
         expected = by_transformers(model, values_of(sampling), scores, [0])
         assert np.flatnonzero(found).tolist() == np.flatnonzero(expected).tolist()
         assert np.count_nonzero(found) == 512 * top_p
+
+
+def test_scores_decide_where_probabilities_are_equal(model: Any) -> None:
+    """Two scores that differ by less than float32 exponents of them do: top-p drops the lower one, not the first."""
+    scores = np.array([6.0, np.nextafter(np.float32(0.01), np.float32(1)), 0.01, 6.0], np.float32)
+    likely = np.sort(Sampler(PLAIN, 4, []).probabilities(scores))
+    assert likely[0] == likely[1]
+    sampling = replace(PLAIN, top_p=1 - 1.5 * float(likely[0]))
+    found = Sampler(sampling, 4, []).probabilities(scores)
+    expected = by_transformers(model, values_of(sampling), scores, [0])
+    assert np.flatnonzero(found).tolist() == np.flatnonzero(expected).tolist() == [0, 1, 3]
+
+
+def test_ties_that_the_division_by_the_temperature_makes(model: Any) -> None:
+    lower = np.float32(1.95) + np.arange(100, dtype=np.float32) * np.float32(2**-20)
+    higher = np.nextafter(lower, np.float32(2))
+    equal = np.flatnonzero(lower / np.float32(1.9) == higher / np.float32(1.9))
+    assert len(equal)
+    scores = np.array([0.5, lower[equal[0]], higher[equal[0]]], np.float32)
+    sampling = replace(PLAIN, top_k=1, temperature=1.9)
+    found = Sampler(sampling, 3, []).probabilities(scores)
+    assert (
+        found.tolist() == by_transformers(model, values_of(sampling), scores, [0]).tolist() == [0, 0.5, 0.5]
+    )
+
+
+@pytest.mark.parametrize("size", [4, 4096])
+def test_no_number_draws_a_token_of_probability_0(size: int) -> None:
+    """Neither before the first token that can come, nor after the last, nor between two."""
+    probabilities = np.zeros(size, np.float32)
+    probabilities[[1, size - 2]] = 0.5
+    drawn_from = Distribution(None, probabilities)
+    numbers = [0.0, np.nextafter(0.5, 0), 0.5, np.nextafter(1, 0), 1.0]
+    assert [drawn_from.token(number) for number in numbers] == [1, 1, size - 2, size - 2, size - 2]
 
 
 @pytest.mark.parametrize("size", [1, 5, 4095, 4096, 4097, 70_001])

@@ -294,6 +294,7 @@ def bench_decode(
         picture.plot_decode(figures, plot)
     if targets:
         tables.print_decode_targets(figures)
-    typer.echo(json.dumps(figures))
+    if out is None:
+        typer.echo(json.dumps(figures))
     if targets and any(target["met"] is False for target in figures["targets"]):
         raise typer.Exit(1)

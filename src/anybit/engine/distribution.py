@@ -57,9 +57,11 @@ def distribution(scores: Floats, temperature: float, top_k: int, top_p: float, m
         min_p: tokens at least this likely, as a share of the likeliest token's probability; 0: all.
     """
     tokens = _highest(scores, top_k, temperature) if 0 < top_k < len(scores) else None
-    drawn_from = Distribution(tokens, _softmax(scores if tokens is None else scores[tokens], temperature))
+    if tokens is not None:
+        scores = scores[tokens]
+    drawn_from = Distribution(tokens, _softmax(scores, temperature))
     if top_p < 1:
-        drawn_from = drawn_from.only(_nucleus(drawn_from.probabilities, top_p))
+        drawn_from = drawn_from.only(_nucleus(drawn_from.probabilities, scores, top_p))
     if min_p > 0:
         probabilities = drawn_from.probabilities
         least = np.float32(min_p) * probabilities.max()
@@ -99,10 +101,10 @@ def _softmax(scores: Floats, temperature: float) -> Floats:
     return out
 
 
-def _nucleus(probabilities: Floats, top_p: float) -> Tokens:
+def _nucleus(probabilities: Floats, scores: Floats, top_p: float) -> Tokens:
     """Where the fewest likely tokens are that together have this probability.
 
-    Going up from the least likely, tokens are dropped while their sum is at most 1 - top_p. Those below half of that
+    Going up from the lowest score, tokens are dropped while their sum is at most 1 - top_p. Those below half of that
     over n sum to less: they are dropped without being sorted.
     """
     limit = np.float32(1 - top_p)
@@ -115,7 +117,11 @@ def _nucleus(probabilities: Floats, top_p: float) -> Tokens:
     first = _passes(likely, (passed - dropped) / mass)
     kept = np.flatnonzero(probabilities >= likely[first])
     ties = first - int(np.searchsorted(likely, likely[first]))  # dropped, as likely as the first one kept
-    return np.delete(kept, np.flatnonzero(probabilities[kept] == likely[first])[:ties]) if ties else kept
+    if not ties:
+        return kept
+    equal = np.flatnonzero(probabilities[kept] == likely[first])
+    lowest = scores[kept[equal]].argsort(kind="stable")  # they may differ where probabilities no longer do
+    return np.delete(kept, equal[lowest[:ties]])
 
 
 def _passes(weights: Floats, share: float) -> int:

@@ -114,7 +114,7 @@ class Engine:
         if isinstance(model, str | Path):
             loaded = load(model, codebook_precision=codebook_precision, report=report, **at)
             tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        self.name = str(loaded.name_or_path or model) if loaded is model else str(model)
+        self.name = str(loaded.name_or_path or "the model") if loaded is model else str(model)
         self.threads = default_threads() if threads is None else threads
         self.kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
         if self.kv_bits not in KV_BITS:
@@ -134,6 +134,7 @@ class Engine:
         self.tokenizer = tokenizer
         stored = getattr(loaded, "generation_config", None)
         self.generation = for_one_sequence(self.name, stored, self.vocabulary)
+        self._drawing = {name: getattr(stored, name, None) for name in ("do_sample", "temperature")}
         self.context = self._make_cache(description, max_positions(loaded) or NO_CONTEXT, context)
         self._process = os.getpid()
         torch.set_num_threads(1)  # its own would spin beside the engine's
@@ -363,7 +364,7 @@ class Engine:
 
     def default_sampling(self, **changes: Any) -> Sampling:
         """What generation_config.json asks for."""
-        return Sampling.from_generation_config(self.generation.to_dict() | changes)
+        return Sampling.from_generation_config(self.generation.to_dict() | self._drawing | changes)
 
     def how(self) -> str:
         """How it computes, in a line."""
