@@ -49,6 +49,6 @@ def disturbed() -> str:
     """How much of two processors others took, at most, in each cell."""
     rows = [
         [cell["shape"], cell["test"], f"{max(found['others'] for found in cell['contenders'].values()):.2f}"]
-        for cell in load("engine/decode.json")["cells"]
+        for cell in [*cells("decode"), *cells("prefill")]
     ]
     return markdown(["model", "test", "processors that others took, at most"], rows)
