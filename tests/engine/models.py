@@ -30,6 +30,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2,
                                 "rope_parameters": YARN}),
     "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": LINEAR}),
+    "gemma2": ("gemma2", {"head_dim": 24, "sliding_window": 40, "query_pre_attn_scalar": 32,
+                          "attn_logit_softcapping": 2.0}),
     "gemma3": ("gemma3_text", {"head_dim": 80, "sliding_window": 40, "query_pre_attn_scalar": 32,
                                "final_logit_softcapping": 5.0}),
 }  # fmt: skip

@@ -52,7 +52,8 @@ ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "relu": "relu",
 }  # fmt: skip
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3_text")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text")
+GEMMAS = ("gemma2", "gemma3_text")  # whose norms are of 1 + weight, and stand behind attention and MLP, too
 ROPE_TYPES = (
     "default",
     "linear",
@@ -91,7 +92,7 @@ def describe(model: Any) -> Json:
         "activation": _activation(config),
         "epsilon": config.rms_norm_eps,
         "softmax_scale": float(attention.scaling),
-        "attention_softcap": float(getattr(config, "attn_logit_softcapping", None) or 0),
+        "attention_softcap": _attention_softcap(config),
         "embedding_scale": _embedding_scale(model),
         "residual_scale": 1.0,
         "logit_scale": 1.0,
@@ -117,6 +118,11 @@ def _activation(config: Any) -> str:
     if name not in ACTIVATIONS:
         raise Unsupported(f"its activation is {name!r}; the engine has {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+def _attention_softcap(config: Any) -> float:
+    """Gemma 3 has the field, too, and nothing that reads it."""
+    return float(config.attn_logit_softcapping or 0) if config.model_type == "gemma2" else 0.0
 
 
 def _embedding_scale(model: Any) -> float:
@@ -168,7 +174,7 @@ def _block(model: Any, index: int, ropes: _Ropes) -> Json:
         "window": (config.sliding_window or 0) if windowed else 0,
         "rope": -1 if no_rope and not no_rope[index] else ropes.of(layer_type),
     }
-    if config.model_type == "gemma3_text":
+    if config.model_type in GEMMAS:
         norms = {
             "before_attention": block.input_layernorm,
             "behind_attention": block.post_attention_layernorm,
@@ -190,7 +196,7 @@ def _block(model: Any, index: int, ropes: _Ropes) -> Json:
 
 def _norm(module: Any) -> Tensor:
     weight = module.weight.detach().float()
-    return (1.0 + weight if type(module).__name__.startswith("Gemma3") else weight).contiguous()
+    return (1.0 + weight if type(module).__name__.startswith(("Gemma2", "Gemma3")) else weight).contiguous()
 
 
 class Matrices:
