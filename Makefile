@@ -54,7 +54,8 @@ check-threads: $(INSTALLED)-dev
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/threads \
 	  -C build-dir=build/threads-cmake -C cmake.define.ANYBIT_SANITIZE=thread .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 \
-	  ANYBIT_BUILD=build/threads $(BIN)/python -m pytest tests/kernels/test_threads.py -k "not fork and not idle"
+	  ANYBIT_BUILD=build/threads $(BIN)/python -m pytest tests/kernels/test_threads.py tests/engine/test_decoder.py \
+	  -k "not fork and not idle"
 
 # N mutations of everything that comes from outside, with new seeds; a failing case prints the command that repeats it.
 N ?= 1000
