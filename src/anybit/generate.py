@@ -59,8 +59,9 @@ def _native(asked: str, model: Any, tokenizer: Any, how: Json, report: Silent) -
         InputError: it does not, and was asked for.
     """
     try:
+        asked_for = getattr(model, "generation_config", None)
+        Sampling.from_generation_config({**(asked_for.to_dict() if asked_for else {}), "do_sample": True})
         made = Engine(model, tokenizer=tokenizer, **how)
-        made.default_sampling(do_sample=True)  # refuse what generation_config.json asks for and it lacks
     except InputError as error:
         if hasattr(model, "set_codebook_precision"):
             model.set_codebook_precision("fp16")

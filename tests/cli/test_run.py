@@ -1,6 +1,8 @@
 """`anybit generate` and `anybit chat`."""
 
 import io
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from anybit.engine import engine
 from anybit.generate import Echo, Generator
 from tests.cli.commands import Run, refused
 
@@ -39,6 +42,21 @@ def test_which_engine_runs_is_said(run: Run, made: Path) -> None:
     refused(run(*how, "--kv-bits", "2", "--engine", "native"), "does not run this model", "2 bits")
     refused(run(*how, "--engine", "fast"), "expected one of auto, native, transformers")
     assert "not bfloat16 on cpu" in run(*how, "--dtype", "bfloat16").err
+
+
+def test_what_the_engine_refuses_late_runs_inside_transformers(run: Run, made: Path, tmp_path: Path) -> None:
+    """The model keeps its weights then."""
+    how = ("-p", "abc", "--max-new-tokens", "6", "--codebook-precision", "fp16")
+    shutil.copytree(made, tmp_path / "copy")
+    (tmp_path / "copy/generation_config.json").write_text(json.dumps({"typical_p": 0.5, "eos_token_id": 1}))
+    inside = run("generate", tmp_path / "copy", *how)
+    assert "runs inside Transformers" in inside.err and "typical_p" in inside.err
+    assert inside.code == 0 and inside.out.startswith("abc")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_free_memory", lambda: 0)
+        without = run("generate", made, *how)
+    assert "no memory for a KV-cache" in without.err
+    assert without.out == run("generate", made, *how).out
 
 
 def test_drawing(run: Run, made: Path) -> None:

@@ -130,12 +130,12 @@ class Engine:
         self._matrices, self._levels = Matrices(loaded), levels(loaded)
         self._bound: dict[int, int] = {}  # levels that the decoder has, by number
         self._level(len(self._levels) - 1)
-        self._matrices.release()
         self.tokenizer = tokenizer
         stored = getattr(loaded, "generation_config", None)
         self.generation = for_one_sequence(self.name, stored, self.vocabulary)
         self._drawing = {name: getattr(stored, name, None) for name in ("do_sample", "temperature")}
         self.context = self._make_cache(description, max_positions(loaded) or NO_CONTEXT, context)
+        self._matrices.release()  # at last: whoever is refused still has a model
         self._process = os.getpid()
         torch.set_num_threads(1)  # its own would spin beside the engine's
 
