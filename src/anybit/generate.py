@@ -17,6 +17,7 @@ from anybit.checkpoint.chat_template import render
 from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, check_unicode, encode
 from anybit.config import Json
+from anybit.engine.description import check_tokenizer
 from anybit.engine.engine import Engine
 from anybit.engine.sampling import Sampling
 from anybit.errors import InputError, enough_memory
@@ -61,10 +62,9 @@ def _native(asked: str, model: Any, tokenizer: Any, how: Json, report: Silent) -
     try:
         asked_for = getattr(model, "generation_config", None)
         Sampling.from_generation_config({**(asked_for.to_dict() if asked_for else {}), "do_sample": True})
+        check_tokenizer(tokenizer)
         made = Engine(model, tokenizer=tokenizer, **how)
     except InputError as error:
-        if hasattr(model, "set_codebook_precision"):
-            model.set_codebook_precision("fp16")
         _refuse(asked, str(error), report)
         return None
     report.say(made.how())
@@ -200,7 +200,7 @@ class Generator:
         Raises:
             InputError: none.
         """
-        limit = max_positions(self.model)
+        limit = max_positions(self.model) if self.engine is None else self.engine.context
         if limit is not None and tokens >= limit:
             raise InputError(f"the prompt has {tokens} tokens, the model's context holds {limit}: shorten it")
         return None if limit is None else limit - tokens
@@ -212,6 +212,8 @@ class Generator:
             InputError: a value without a meaning, or one that only the native engine has.
         """
         self._sampling(drawing)
+        if "" in drawing.get("stop", ()):
+            raise InputError("--stop is empty: give at least one character")
         for name in NATIVE_ONLY if self.engine is None else ():
             if drawing.get(name):
                 raise InputError(

@@ -53,7 +53,7 @@ def test_what_the_engine_refuses_late_runs_inside_transformers(run: Run, made: P
     assert "runs inside Transformers" in inside.err and "typical_p" in inside.err
     assert inside.code == 0 and inside.out.startswith("abc")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_free_memory", lambda: 0)
+        patch.setattr(engine, "free_memory", lambda: 0)
         without = run("generate", made, *how)
     assert "no memory for a KV-cache" in without.err
     assert without.out == run("generate", made, *how).out
@@ -69,6 +69,9 @@ def test_drawing(run: Run, made: Path) -> None:
     assert run(*how, "--temperature", "1", "--top-k", "1").out == whole, "the likeliest alone"
     again = run(*how, "--repetition-penalty", "1.5")
     assert again.out == run(*how, "--repetition-penalty", "1.5", "--engine", "transformers").out != whole
+    empty = run(*how, "--stop", "")
+    refused(empty, "--stop is empty")
+    assert empty.out == ""
     refused(run(*how, "--top-p", "2"), "top_p is 2.0, expected a number from 0 to 1")
     refused(run(*how, "--temperature", "-1"), "temperature")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -178,9 +179,9 @@ def test_memory_bounds_the_context(folder: Path, monkeypatch: pytest.MonkeyPatch
     page = (
         4 * 2 * 16 * 2 * 2 * 32
     )  # blocks, KV heads, head size (keys are not padded), K and V, bytes, tokens
-    monkeypatch.setattr(module, "_free_memory", lambda: 2 * 3 * 2 * page)
+    monkeypatch.setattr(module, "free_memory", lambda: 2 * 3 * 2 * page)
     assert Engine(folder).context in (96, 128)
-    monkeypatch.setattr(module, "_free_memory", lambda: 100)
+    monkeypatch.setattr(module, "free_memory", lambda: 100)
     with pytest.raises(InputError, match="no memory for a KV-cache"):
         Engine(folder)
 
@@ -207,6 +208,59 @@ def test_what_the_engine_does_not_run(folder: Path) -> None:
         Engine(folder, kv_bits=2)
     with pytest.raises(InputError, match="expected fp16 or int8"):
         Engine(folder, codebook_precision="int4")
+
+
+def test_whoever_is_refused_keeps_the_model(anybit_artifact: Path, folder: Path, engine: Engine) -> None:
+    packed = anybit.load(anybit_artifact)
+    with pytest.raises(InputError, match="a context of 1000000000 tokens"):
+        Engine(packed, tokenizer=engine.tokenizer, context=10**9)
+    assert packed.model.layers[0].mlp.up_proj.codebook_precision == "fp16"
+    loaded = anybit.load(folder)
+    with pytest.raises(InputError, match="a context of"):
+        Engine(loaded, tokenizer=engine.tokenizer, context=10**9)
+    assert loaded.lm_head.weight.numel() > 0
+
+
+def test_a_tied_head_leaves_no_copy(engine: Engine) -> None:
+    model = random_model("smollm2")
+    made = Engine(model, tokenizer=engine.tokenizer)
+    assert model.lm_head.weight.numel() == model.model.embed_tokens.weight.numel() == 0
+    assert made.logits(PROMPT).shape == (5, VOCABULARY)
+
+
+def test_damaged_weights_are_named() -> None:
+    model = random_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj holds NaN"):
+        Engine(model)
+
+
+def test_two_texts_at_once_take_turns_or_are_refused_at_the_start(folder: Path) -> None:
+    engine = Engine(folder, context=64, codebook_precision="fp16")
+    wanted = [engine.generate(PROMPT[:n], 20).tokens for n in (3, 4)]
+    first, second = engine.stream(PROMPT[:3], 20), engine.stream(PROMPT[:4], 20)
+    found = [[piece.drawn.token for piece in pair if piece.drawn] for pair in zip(*zip(first, second))]
+    assert found == wanted
+    first.close()
+    second.close()
+    running = engine.stream(PROMPT, 50)
+    next(running)
+    with pytest.raises(InputError, match="0 are free"):
+        next(engine.stream(PROMPT, 50))
+    assert len(list(running)) == 50
+
+
+def test_pytorch_has_its_threads_back(folder: Path) -> None:
+    torch.set_num_threads(2)
+    try:
+        engine = Engine(folder)
+        assert torch.get_num_threads() == 1
+        del engine
+        gc.collect()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
 
 
 def _in_a_child(engine: Engine, said: Any) -> None:

@@ -6,7 +6,8 @@ runs inside Transformers, slower and right.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -228,8 +229,10 @@ class Matrices:
 
     def release(self) -> None:
         """Let the model lose those weights that are not quantized, of which the layers hold their own."""
-        for name in self._plain:
-            self._model.get_submodule(name).weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        held = {id(self._model.get_submodule(name).weight) for name in self._plain}
+        for module in self._model.modules():  # a tied head holds the embedding's, too
+            if id(getattr(module, "weight", None)) in held:
+                module.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def _layer(self, name: str, layouts: Mapping[str, LayerLayout]) -> _native.Layer:
         module = self._model.get_submodule(name)
@@ -246,12 +249,52 @@ class Matrices:
 
 def _plain(name: str, weight: Tensor) -> _native.Layer:
     """A matrix of 16-bit numbers, which the checkpoint's values must be."""
+    if weight.isnan().any():
+        raise InputError(f"{name} holds NaN: the weights are damaged; copy them again")
     for dtype in (torch.bfloat16, torch.float16):
         narrow = weight.to(dtype)
         if torch.equal(narrow.to(weight.dtype), weight):
             layout = {"shape": list(weight.shape), "tiles": [{"format": "float16"}]}
             return cpu._native.Layer(layout, {"values": narrow.contiguous()})
     raise Unsupported(f"{name} holds numbers of more than 16 bits")
+
+
+@contextmanager
+def at_precision(model: Any, precision: str) -> Iterator[None]:
+    """Let a model's codebooks have a precision from now on; where that fails, what they had before."""
+    modules = [module for module in model.modules() if isinstance(module, PackedModule)]
+    before = [module.codebook_precision for module in modules]
+    for module in modules:
+        module.codebook_precision = precision
+    try:
+        yield
+    except BaseException:
+        for module, had in zip(modules, before):
+            module.codebook_precision = had
+        raise
+
+
+@contextmanager
+def in_words() -> Iterator[None]:
+    """Say what the native code refuses."""
+    try:
+        yield
+    except InputError:
+        raise
+    except ValueError as error:
+        raise Unsupported(f"its layers do not fit the engine: {error}") from error
+
+
+def check_tokenizer(tokenizer: Any) -> Any:
+    """What decodes a tokenizer's tokens.
+
+    Raises:
+        Unsupported: there is none, or it is none of the library tokenizers.
+    """
+    found = getattr(tokenizer, "backend_tokenizer", None)
+    if found is None:
+        raise Unsupported("its tokenizer is none of the library tokenizers, or was not given")
+    return found
 
 
 def levels(model: Any) -> list[tuple[float, Mapping[str, LayerLayout]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +18,17 @@ from anybit.artifact.levels import Budget
 from anybit.checkpoint.architectures import max_positions
 from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, encode
-from anybit.engine.description import Matrices, Unsupported, describe, levels
+from anybit.engine.description import (
+    Matrices,
+    Unsupported,
+    at_precision,
+    check_tokenizer,
+    describe,
+    in_words,
+    levels,
+)
 from anybit.engine.filler import fill
-from anybit.engine.pages import Pages
+from anybit.engine.pages import Pages, free_memory
 from anybit.engine.sampling import Drawn, Sampler, Sampling
 from anybit.engine.text import TextStream
 from anybit.engine.threads import default_threads
@@ -121,30 +130,36 @@ class Engine:
             raise Unsupported(
                 f"a KV-cache of {self.kv_bits} bits; the engine has {', '.join(map(str, KV_BITS))}"
             )
+        if isinstance(model, str | Path):
+            check_tokenizer(tokenizer)
+        self.tokenizer, self.codebook_precision = tokenizer, codebook_precision
+        with at_precision(loaded, codebook_precision), in_words():
+            self._take(loaded, context)
+        self._process, threads_before = os.getpid(), torch.get_num_threads()
+        if threads_before > 1:  # its own would spin beside the engine's
+            torch.set_num_threads(1)
+            weakref.finalize(self, torch.set_num_threads, threads_before)
+
+    def _take(self, loaded: Any, context: int | None) -> None:
+        """Make the decoder and its cache of a loaded model, which keeps its weights until nothing can refuse it."""
         description = describe(loaded)
-        if hasattr(loaded, "set_codebook_precision"):
-            loaded.set_codebook_precision(codebook_precision)
         self.vocabulary: int = description["vocabulary"]
-        self.codebook_precision = codebook_precision
-        self._decoder = cpu._native.Decoder(description, codebook_precision == "int8")
+        self._decoder = cpu._native.Decoder(description, self.codebook_precision == "int8")
         self._matrices, self._levels = Matrices(loaded), levels(loaded)
         self._bound: dict[int, int] = {}  # levels that the decoder has, by number
         self._level(len(self._levels) - 1)
-        self.tokenizer = tokenizer
         stored = getattr(loaded, "generation_config", None)
         self.generation = for_one_sequence(self.name, stored, self.vocabulary)
         self._drawing = {name: getattr(stored, name, None) for name in ("do_sample", "temperature")}
         self.context = self._make_cache(description, max_positions(loaded) or NO_CONTEXT, context)
-        self._matrices.release()  # at last: whoever is refused still has a model
-        self._process = os.getpid()
-        torch.set_num_threads(1)  # its own would spin beside the engine's
+        self._matrices.release()
 
     def _make_cache(self, description: dict[str, Any], reached: int, wanted: int | None) -> int:
         """Make the KV-cache; returns how many tokens a text may have."""
         page = cpu._native.PAGE_TOKENS
         sizes = len(description["blocks"]), description["kv_heads"], description["head_size"]
         needed = cpu._native.KvCache(*sizes, self.kv_bits, 1).page_bytes
-        fits = int(_free_memory() * KV_SHARE) // needed * page
+        fits = int(free_memory() * KV_SHARE) // needed * page
         if wanted is not None and not 1 <= wanted <= min(reached, fits):
             raise InputError(
                 f"a context of {wanted} tokens: expected 1 to {min(reached, fits)}; the model reaches {reached}, and "
@@ -316,7 +331,8 @@ class Engine:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected 1 or more")
         sampling = self.default_sampling() if sampling is None else sampling
         sampler = Sampler(sampling, self.vocabulary, ids)
-        return self._pieces(ids, max_new_tokens, sampler, TextStream(self._decoding, stop, ids), level)
+        text = TextStream(check_tokenizer(self.tokenizer), stop, ids)
+        return self._pieces(ids, max_new_tokens, sampler, text, level)
 
     def _pieces(
         self, ids: list[int], most: int, sampler: Sampler, stream: TextStream, level: int
@@ -324,6 +340,7 @@ class Engine:
         text, ends = _Text(), self._ends
         most = min(most, self.context - len(ids))
         try:
+            self._pages.extend(text.pages, len(ids) + most)  # another text cannot take them meanwhile
             logits = self._run(text, ids, level)
             for count in range(1, most + 1):
                 drawn = sampler.draw(logits[0])
@@ -375,25 +392,9 @@ class Engine:
         )
 
     @property
-    def _decoding(self) -> Any:
-        found = getattr(self.tokenizer, "backend_tokenizer", None)
-        if found is None:
-            raise Unsupported("its tokenizer is none of the library tokenizers")
-        return found
-
-    @property
     def _ends(self) -> set[int]:
         """Tokens that end a text."""
         ends = self.generation.eos_token_id
         if ends is None:
             ends = self.tokenizer.eos_token_id
         return set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
-
-
-def _free_memory() -> int:
-    """Bytes that the system can give without swapping; what it has where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

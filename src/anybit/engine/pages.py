@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from anybit.errors import InputError
 
 
@@ -35,3 +38,12 @@ class Pages:
         self._free.extend(held)
         self._free.sort(reverse=True)
         held.clear()
+
+
+def free_memory() -> int:
+    """Bytes that the system can give without swapping; what it has where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
