@@ -224,9 +224,10 @@ class Generator:
         """What the native engine draws by, and what gives bad values their words."""
         temperature = drawing.get("temperature", 0.0)
         asked: Json = {"do_sample": temperature != 0, "temperature": temperature}
-        stored = {} if self.engine is None else self.engine.generation.to_dict()
         given: Json = {name: value for name, value in drawing.items() if name not in ("temperature", "stop")}
-        return replace(Sampling.from_generation_config(stored | asked), **given)
+        if self.engine is None:
+            return replace(Sampling.from_generation_config(asked), **given)
+        return replace(self.engine.default_sampling(**asked), **given)
 
     def stream(self, ids: Tensor, max_new_tokens: int, **drawing: Unpack[Drawing]) -> str:
         """Print the continuation of ids [1, T] as it is made, and return it."""

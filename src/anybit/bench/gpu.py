@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anybit.bench import picture
 from anybit.config import Json
 from anybit.errors import InputError
 
@@ -215,7 +216,7 @@ def check_plot(path: Path | None, small: bool) -> None:
 def plot(figures: Json, path: Path) -> None:
     """What a part is about, drawn: see `_panels`. Without matplotlib it is said that nothing is."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401 - drawing needs it
     except ImportError:
         print(f"{path} is not drawn: matplotlib is not there", file=sys.stderr)
         return
@@ -223,18 +224,7 @@ def plot(figures: Json, path: Path) -> None:
     if not panels:
         print(f"{path} is not drawn: nothing was timed", file=sys.stderr)
         return
-    across = min(3, len(panels))
-    down = -(-len(panels) // across)
-    figure = Figure(figsize=(5.2 * max(2, across), 1 + 3.5 * down), layout="constrained")
-    drawn = figure.subplots(down, across, squeeze=False).ravel()
-    for axes, panel in zip(drawn, panels):
-        _draw(axes, panel)
-    for axes in drawn[len(panels) :]:
-        axes.set_visible(False)
-    entries = [zip(*reversed(axes.get_legend_handles_labels())) for axes in drawn]
-    shown = {label: line for panel in entries for label, line in panel}  # not every panel has all
-    if shown:
-        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=5, fontsize="small")
+    figure = picture.grid(panels, min(3, len(panels)), _draw, loc="outside lower center", ncols=5)
     figure.suptitle(f"{figures['part']} on {figures['device']}", fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

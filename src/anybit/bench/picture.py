@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,29 @@ FAMILIES = {  # names that begin so: how they are drawn
 }
 
 
-def plot(figures: Json, path: Path) -> None:
-    """Time against stored bits per weight, a panel for each shape and number of tokens and threads."""
+def grid(items: Sequence[Any], across: int, draw: Callable[[Any, Any], None], **legend: Any) -> Any:
+    """A figure with a panel for each item, `draw(axes, item)`, and one legend of all lines, if there are any."""
     from matplotlib.figure import Figure
 
-    rows = figures["rows"]
-    across = min(3, math.isqrt(len(rows) - 1) + 1)
-    down = -(-len(rows) // across)
+    down = max(1, -(-len(items) // across))
     figure = Figure(figsize=(5.2 * max(2, across), 1 + 3.5 * down), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False).ravel()
-    for axes, row in zip(panels, rows):
-        _panel(axes, row)
-    for axes in panels[len(rows) :]:
+    for axes, item in zip(panels, items):
+        draw(axes, item)
+    for axes in panels[len(items) :]:
         axes.set_visible(False)
     entries = [zip(*reversed(axes.get_legend_handles_labels())) for axes in panels]
     shown = {label: line for panel in entries for label, line in panel}  # not every panel has all
-    figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=5, fontsize="small")
-    figure.savefig(path, dpi=110)
+    if shown:
+        figure.legend(shown.values(), shown.keys(), fontsize="small", **legend)
+    return figure
+
+
+def plot(figures: Json, path: Path) -> None:
+    """Time against stored bits per weight, a panel for each shape and number of tokens and threads."""
+    rows = figures["rows"]
+    across = min(3, math.isqrt(len(rows) - 1) + 1)
+    grid(rows, across, _panel, loc="outside upper center", ncols=5).savefig(path, dpi=110)
 
 
 def _panel(axes: Any, row: Json) -> None:
@@ -73,22 +80,9 @@ ENGINES = {"anybit": ("o", "C0"), "Transformers": ("^", "C1"), "llama.cpp": ("s"
 
 def plot_decode(figures: Json, path: Path) -> None:
     """Tokens per second against what a token reads, a panel for each model and depth, with the memory's rate."""
-    from matplotlib.figure import Figure
-
     cells = [cell for cell in figures["cells"] if cell["test"] == "decode"]
     across = min(3, max(1, len(cells)))
-    down = max(1, -(-len(cells) // across))
-    figure = Figure(figsize=(5.2 * max(2, across), 1 + 3.5 * down), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False).ravel()
-    for axes, cell in zip(panels, cells):
-        _decode_panel(axes, cell)
-    for axes in panels[len(cells) :]:
-        axes.set_visible(False)
-    entries = [zip(*reversed(axes.get_legend_handles_labels())) for axes in panels]
-    shown = {label: line for panel in entries for label, line in panel}
-    if shown:
-        figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=4, fontsize="small")
-    figure.savefig(path, dpi=110)
+    grid(cells, across, _decode_panel, loc="outside upper center", ncols=4).savefig(path, dpi=110)
 
 
 def _decode_panel(axes: Any, cell: Json) -> None:

@@ -1,1 +1,1 @@
-"""The native engine: from logits to text. It needs numpy and tokenizers, neither torch nor Transformers."""
+"""The native engine: from a model's description to logits, from logits to text."""

@@ -40,13 +40,12 @@ READ = {
     "sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval", "query_pre_attn_scalar",
     "final_logit_softcapping", "attn_logit_softcapping",
 }  # fmt: skip
-# Fields that change nothing of what a text's logits are.
+# Fields that change nothing of what a text's logits are, beside tokens' ids and those that begin with `_`.
 INERT = {
-    "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "dtype", "torch_dtype",
-    "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache",
-    "attention_dropout", "pretraining_tp", "return_dict", "output_hidden_states", "output_attentions",
-    "attn_implementation", "_attn_implementation", "cache_implementation", "is_llama_config",
-    "rope_interleaved", "_commit_hash", "problem_type", "id2label", "label2id", "chunk_size_feed_forward",
+    "architectures", "model_type", "transformers_version", "name_or_path", "dtype", "torch_dtype",
+    "quantization_config", "initializer_range", "use_cache", "attention_dropout", "pretraining_tp", "return_dict",
+    "output_hidden_states", "output_attentions", "attn_implementation", "cache_implementation", "is_llama_config",
+    "rope_interleaved", "problem_type", "id2label", "label2id", "chunk_size_feed_forward",
 }  # fmt: skip
 OFF = {"use_bidirectional_attention"}  # fields that change nothing where they are off
 ACTIVATIONS = {
@@ -55,12 +54,8 @@ ACTIVATIONS = {
 }  # fmt: skip
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text")
 GEMMAS = ("gemma2", "gemma3_text")  # whose norms are of 1 + weight, and stand behind attention and MLP, too
-ROPE_TYPES = (
-    "default",
-    "linear",
-    "llama3",
-    "yarn",
-)  # those whose frequencies do not depend on the text's length
+# Rotary embeddings whose frequencies do not depend on the text's length.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class Unsupported(InputError):

@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
@@ -192,6 +193,20 @@ class Engine:
 
     # ---- tokens in, logits out
 
+    @contextmanager
+    def _text(self, tokens: int) -> Iterator[_Text]:
+        """A text with pages for so many tokens, which no other text can take before its end.
+
+        Raises:
+            InputError: too few pages are free.
+        """
+        text = _Text()
+        try:
+            self._pages.extend(text.pages, tokens)
+            yield text
+        finally:
+            self._pages.release(text.pages)
+
     def _run(self, text: _Text, tokens: Sequence[int], level: int, every: bool = False) -> Floats:
         """Append tokens to a text; logits [1, vocabulary] after the last one, or of all of them."""
         if os.getpid() != self._process:
@@ -202,11 +217,7 @@ class Engine:
         for first in range(0, len(tokens), CHUNK):
             chunk = np.array(tokens[first : first + CHUNK], np.int32)
             n, last = len(chunk), first + len(chunk) == len(tokens)
-            wanted = (
-                np.arange(n, dtype=np.int32)
-                if every
-                else np.arange(n - 1, n if last else n - 1, dtype=np.int32)
-            )
+            wanted = np.arange(0 if every else n - last, n, dtype=np.int32)
             logits = made[first : first + n] if every else made[: len(wanted)]
             positions = np.arange(text.done, text.done + n, dtype=np.int32)
             try:
@@ -234,14 +245,12 @@ class Engine:
         Raises:
             InputError: tokens that the model does not have, or more than its context holds.
         """
-        level, text = self._level_of(bits), _Text()
+        level = self._level_of(bits)
         check_ids(list(tokens), self.vocabulary)
         if not 1 <= len(tokens) <= self.context:
             raise InputError(f"the text has {len(tokens)} tokens, expected 1 to {self.context}, the context")
-        try:
+        with self._text(len(tokens)) as text:
             return self._run(text, tokens, level, every=True)
-        finally:
-            self._pages.release(text.pages)
 
     # ---- for benchmarks
 
@@ -257,32 +266,27 @@ class Engine:
         Raises:
             InputError: more tokens than the context holds.
         """
-        level, text, made = self._level_of(bits), _Text(), []
+        level, made = self._level_of(bits), []
         if depth < 0 or not 1 <= steps <= self.context - depth:
             raise InputError(f"{steps} steps behind {depth} tokens: the context holds {self.context}")
-        try:
-            self._pages.extend(text.pages, depth + steps)
+        with self._text(depth + steps) as text:
             fill(self._cache, *self._cache_sizes, text.pages, self.threads)
             text.done = depth
             for token in self.far_apart(steps):
                 begun = time.perf_counter()
                 self._run(text, [token], level)
                 made.append(time.perf_counter() - begun)
-        finally:
-            self._pages.release(text.pages)
         return made
 
     def prompt_seconds(self, tokens: int, bits: float | None = None) -> float:
         """Seconds until the logits behind a prompt are there; see `step_seconds`."""
-        level, text = self._level_of(bits), _Text()
+        level = self._level_of(bits)
         if not 1 <= tokens <= self.context:
             raise InputError(f"a prompt of {tokens} tokens: the context holds {self.context}")
-        try:
+        with self._text(tokens) as text:
             begun = time.perf_counter()
             self._run(text, self.far_apart(tokens), level)
             return time.perf_counter() - begun
-        finally:
-            self._pages.release(text.pages)
 
     def far_apart(self, count: int) -> list[int]:
         """Token ids whose rows of the embedding lie far apart."""
@@ -337,10 +341,8 @@ class Engine:
     def _pieces(
         self, ids: list[int], most: int, sampler: Sampler, stream: TextStream, level: int
     ) -> Iterator[Piece]:
-        text, ends = _Text(), self._ends
-        most = min(most, self.context - len(ids))
-        try:
-            self._pages.extend(text.pages, len(ids) + most)  # another text cannot take them meanwhile
+        ends, most = self._ends, min(most, self.context - len(ids))
+        with self._text(len(ids) + most) as text:
             logits = self._run(text, ids, level)
             for count in range(1, most + 1):
                 drawn = sampler.draw(logits[0])
@@ -355,8 +357,6 @@ class Engine:
                 if count < most:
                     logits = self._run(text, [drawn.token], level)
             yield Piece(stream.finish(), None, "length")
-        finally:
-            self._pages.release(text.pages)
 
     def generate(
         self,
