@@ -10,6 +10,7 @@ import json
 import math
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +30,10 @@ def main() -> None:
     rows = round(given.million * 1e6 / given.columns)
     kinds = torch.randint(0, len(tables.EXPONENTS), (rows,), dtype=torch.uint8)
     codes = torch.stack([drawn(int(kind), given.columns) for kind in kinds])
-    planes = [pack_bits(codes >> (BITS - p) & 1, 1, 4).view(torch.uint32) for p in range(1, BITS + 1)]
-    parts = [(PlaneRows(p, planes[: p - 1], kinds, given.columns), planes[p - 1]) for p in CODED_PLANES]
+    planes = [pack_bits(codes >> (BITS - p) & 1, 1, 4).numpy().view(np.uint32) for p in range(1, BITS + 1)]
+    parts = [
+        (PlaneRows(p, planes[: p - 1], kinds.numpy(), given.columns), planes[p - 1]) for p in CODED_PLANES
+    ]
     begun = time.perf_counter()
     writer = PlaneWriter()
     for part, words in parts:
@@ -39,7 +42,7 @@ def main() -> None:
     written = time.perf_counter()
     reader = PlaneReader(stream, "the stream")
     for part, words in parts:
-        reader.read(part, torch.empty_like(words))
+        reader.read(part, np.empty_like(words))
     reader.finish()
     read = time.perf_counter()
     weights = codes.numel() / 1e8

@@ -22,11 +22,12 @@ from torch.nn.functional import linear
 
 from anybit.bench.kernels import INT8, layouts, random_weight
 from anybit.calibration.texts import read_text
+from anybit.checkpoint.tokenizer import encode
 from anybit.formats.weight import PackedWeight
-from anybit.generate import Generator
 from anybit.kernels import reference
 from anybit.kernels.dispatch import BoundWeight
 from anybit.layers import QuantLinear
+from anybit.loader import load, load_tokenizer
 
 SHAPE = (1024, 4096)
 FEW, MANY = 4, 32
@@ -70,16 +71,16 @@ def random_errors() -> dict[str, dict[str, float]]:
 
 def layer_errors(path: str, text: str) -> dict[str, list[float]]:
     """Of an artifact's layers on what they are given; a list over layers for every mode."""
-    generator = Generator(path)
+    model, tokenizer = load(path), load_tokenizer(path)
     inputs: dict[str, Tensor] = {}
-    for name, module in generator.model.named_modules():
+    for name, module in model.named_modules():
         if isinstance(module, QuantLinear):
             module.register_forward_pre_hook(
                 lambda _, given, name=name: inputs.__setitem__(name, given[0].detach().flatten(0, -2))
             )
     with torch.no_grad():
-        generator.model(generator.encode(text)[:, :MANY])
-    modules = dict(generator.model.named_modules())
+        model(torch.tensor([encode(tokenizer, text)[:MANY]]))
+    modules = dict(model.named_modules())
     each = [errors(modules[name].packed.at_width(modules[name].bits), x) for name, x in inputs.items()]
     return {mode: [e[mode] for e in each] for mode in MODES if mode in each[0]}
 

@@ -143,11 +143,11 @@ def test_the_artifact_says_its_width(model_dir: MakeModel, tmp_path: Path, text_
     assert again["perplexity"] == made[16]["perplexity"]
     by_option = anybit.evaluate(tmp_path / "16", text=str(text_file), seq_len=32, max_tokens=96, kv_bits=2)
     assert by_option["perplexity"] == made[2]["perplexity"]
-    generator = Generator(str(tmp_path / "2"))
+    generator = Generator(str(tmp_path / "2"), engine="transformers")
     assert generator.kv_bits == 2
     ids = generator.encode("ab")
     seen: list[Any] = []
-    handle = generator.model.register_forward_pre_hook(
+    handle = generator.runner.model.register_forward_pre_hook(
         lambda m, a, k: seen.append(k[CACHE]), with_kwargs=True
     )
     generator.generate(ids, 4)

@@ -7,20 +7,28 @@ import sys
 
 import pytest
 
+from anybit import progress
 from anybit.progress import Terminal
 
 
-def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = Terminal()
     report.say("[1] what it says is no markup")
     advance = report.task("work", 20)
     for _ in range(20):
         advance(1)
-    report.task("one step", 1)(1)
+    monkeypatch.setattr(progress, "SHORT", 0.0)
+    advance = report.task("longer", 20)
+    for _ in range(20):
+        advance(1)
     report.close()
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.splitlines() == ["[1] what it says is no markup", "work: 100 %, 0 s, ETA 0 s"]
+    said, *lines = captured.err.splitlines()
+    assert said == "[1] what it says is no markup"
+    assert lines == [f"longer: {share} %, 0 s, ETA 0 s" for share in range(10, 101, 10)]
 
 
 def test_bars_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,8 @@ BoundTile bind_tile(const TileLayout& layout, int64_t r, int64_t c, int64_t out,
     if (layout.format == "group_int") return bind_group_int(layout, r, c, std::move(rows), fields, prefix, options);
     if (layout.format == "codebook") return bind_codebook(layout, r, c, std::move(rows), fields, prefix, options);
     if (layout.format == "float16") {
-        const Array& values = fields.of("values", {Type::f16, Type::bf16}, {r, c});
+        Array values = fields.of("values", {Type::f16, Type::bf16, Type::u16}, {r, c});
+        if (values.type == Type::u16) values.type = Type::bf16; // NumPy has no other word for its bits
         return {{{std::make_shared<const Float16Tile>(*options.ops, values, std::move(rows)), nullptr}}, {}, {}};
     }
     if (layout.format != "two_four" && layout.format != "nested")

@@ -5,6 +5,7 @@ raise TypeError.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from numpy import float32, int32
 from numpy.typing import NDArray
@@ -12,28 +13,29 @@ from torch import Tensor
 
 from anybit.config import Json
 
+Array = Tensor | NDArray[Any]  # what arguments may be
+Arrays = dict[str, Tensor] | dict[str, NDArray[Any]]
+
 class PlaneWriter:
     """Codes planes, given the planes above them, as one stream; see csrc/coding/plane_coder.h."""
 
     def __init__(self) -> None: ...
     def write(
-        self, plane: int, above: Sequence[Tensor], shapes: Tensor, columns: int, words: Tensor
+        self, plane: int, above: Sequence[Array], shapes: Array, columns: int, words: Array
     ) -> None: ...
     def finish(self) -> bytes: ...
 
 class PlaneReader:
     """Planes that a PlaneWriter has coded."""
 
-    def __init__(self, coded: Tensor) -> None: ...
-    def read(
-        self, plane: int, above: Sequence[Tensor], shapes: Tensor, columns: int, words: Tensor
-    ) -> None: ...
+    def __init__(self, coded: Array) -> None: ...
+    def read(self, plane: int, above: Sequence[Array], shapes: Array, columns: int, words: Array) -> None: ...
     def finish(self) -> None: ...
 
 class Tables:
     """The tables of nested tiles, as one instruction set's kernels look them up."""
 
-    def __init__(self, tables: Tensor, isa: str | None = None, int8: bool = False) -> None: ...
+    def __init__(self, tables: Array, isa: str | None = None, int8: bool = False) -> None: ...
 
 class Layer:
     """A stored layer, checked and bound to kernels; see csrc/layer/layer.h."""
@@ -41,7 +43,7 @@ class Layer:
     def __init__(
         self,
         layout: Json,
-        fields: dict[str, Tensor],
+        fields: Arrays,
         int8_codebooks: bool = False,
         tables: Tables | None = None,
         threads: int = 1,
@@ -54,11 +56,11 @@ class Layer:
     def int8_group_size(self) -> int: ...
     @property
     def has_rows(self) -> bool: ...
-    def unpack(self, fields: dict[str, Tensor], threads: int) -> None: ...
+    def unpack(self, fields: Arrays, threads: int) -> None: ...
     def matmul(self, x: Tensor, threads: int) -> Tensor | None: ...
-    def product(self, x: Tensor, scales: Tensor | None, y: Tensor, add: bool, threads: int) -> None: ...
-    def dequantize(self, out: Tensor, threads: int) -> None: ...
-    def rows(self, ids: Tensor, out: Tensor) -> None: ...
+    def product(self, x: Array, scales: Array | None, y: Array, add: bool, threads: int) -> None: ...
+    def dequantize(self, out: Array, threads: int) -> None: ...
+    def rows(self, ids: Array, out: Array) -> None: ...
 
 PAGE_TOKENS: int
 
@@ -101,71 +103,71 @@ def matmul_isas() -> list[str]: ...
 def matmul_needs() -> dict[str, list[str]]: ...
 def few_tokens(bf16: bool, isa: str | None = None) -> int: ...
 def quantize_activations(
-    x: Tensor,
-    clip: Tensor | None,
-    fixed: Tensor | None,
+    x: Array,
+    clip: Array | None,
+    fixed: Array | None,
     bits: int,
     group_size: int,
-    codes: Tensor,
-    scales: Tensor,
+    codes: Array,
+    scales: Array,
     isa: str | None = None,
 ) -> None: ...
 def has_moments() -> bool: ...
-def moments(x: Tensor, h: Tensor, threads: int) -> None: ...
+def moments(x: Array, h: Array, threads: int) -> None: ...
 def gptq_block(
-    weight: Tensor,
-    hinv: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    maxq: Tensor,
-    codes: Tensor,
-    error: Tensor,
+    weight: Array,
+    hinv: Array,
+    scales: Array,
+    zeros: Array,
+    maxq: Array,
+    codes: Array,
+    error: Array,
     threads: int,
     isa: str | None = None,
 ) -> None: ...
 def kmeans(
-    weight: Tensor,
-    importance: Tensor | None,
+    weight: Array,
+    importance: Array | None,
     seed_bits: int,
     bits: int,
-    codes: Tensor,
-    centroids: Tensor,
+    codes: Array,
+    centroids: Array,
     threads: int,
     isa: str | None = None,
 ) -> None: ...
 def nested_codes(
-    targets: Tensor,
-    inverse: Tensor,
-    tables: Tensor,
-    shapes: Tensor,
-    scales: Tensor,
-    weights: Tensor,
+    targets: Array,
+    inverse: Array,
+    tables: Array,
+    shapes: Array,
+    scales: Array,
+    weights: Array,
     low: int,
-    codes: Tensor,
-    errors: Tensor,
+    codes: Array,
+    errors: Array,
     threads: int,
     isa: str | None = None,
 ) -> None: ...
 def nested_descent(
-    slopes: Tensor,
-    hessian: Tensor,
-    weight: Tensor,
-    tables: Tensor,
-    shapes: Tensor,
-    scales: Tensor,
-    weights: Tensor,
-    codes: Tensor,
-    errors: Tensor,
-    losses: Tensor,
+    slopes: Array,
+    hessian: Array,
+    weight: Array,
+    tables: Array,
+    shapes: Array,
+    scales: Array,
+    weights: Array,
+    codes: Array,
+    errors: Array,
+    losses: Array,
     threads: int,
     isa: str | None = None,
 ) -> None: ...
 def nested_fit(
-    weight: Tensor,
-    importance: Tensor,
-    tables: Tensor,
-    shapes: Tensor,
-    scales: Tensor,
+    weight: Array,
+    importance: Array,
+    tables: Array,
+    shapes: Array,
+    scales: Array,
     threads: int,
     isa: str | None = None,
 ) -> None: ...

@@ -411,3 +411,13 @@ def _tile_fields(value: Mapping[str, Any], known: Mapping[str, str]) -> Iterator
             raise InputError(f"{key} must be of type {known[key]}, got {item!r}")
         else:
             yield key, item
+
+
+def check_kv_bits(bits: int | None) -> None:
+    """Refuse a width that a KV-cache does not come in; None stands for a default.
+
+    Raises:
+        InputError: with the widths there are.
+    """
+    if bits is not None and bits not in KV_BITS:
+        raise InputError(f"--kv-bits {bits} is not one of {', '.join(map(str, KV_BITS))}")

@@ -10,14 +10,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from anybit.compare.page import png, write_page
 from anybit.config import Json
 from anybit.driver import quantize
 from anybit.errors import InputError, require_extra
 from anybit.evaluation.measure import evaluate
 from anybit.generate import Generator
+from anybit.loader import opened
 from anybit.methods.anybit import AnyBit
 from anybit.methods.gptq import GPTQ
 from anybit.methods.rtn import RTN
@@ -109,9 +108,8 @@ def _measure(name: str, model: Path, report: Silent, bits: float | None = None) 
     """One row of the table: figures, and a paragraph that the model writes."""
     figures = evaluate(model, seq_len=1024, max_tokens=EVAL_TOKENS, bits=bits, report=report)
     generator = Generator(str(model), bits=bits)
-    with torch.no_grad():
-        new = generator.generate(generator.encode(PROMPT), max_new_tokens=80)
-    in_16_bits = 2 * generator.parameters
+    new = generator.generate(generator.encode(PROMPT), max_new_tokens=80)
+    in_16_bits = 2 * opened(model).weights()
     return {
         "name": name,
         "bits_per_weight": figures["bits_per_weight"],

@@ -30,6 +30,7 @@ from anybit.calibration.streaming import BlockCall, run_block
 from anybit.config import Options
 from anybit.cost import Cost
 from anybit.errors import InputError, about_layer, enough_memory, refuse_unknown
+from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack
 from anybit.methods import DEFAULT
@@ -372,9 +373,9 @@ class _Run(Ready):
     def _kept(self, name: str) -> Tensor:
         """A tensor that is stored without quantization."""
         tensor, (dtype, _) = self.streamed.read(name), self.plan.kept[name]
-        if dtype == torch.float16 and tensor.dtype != torch.float16 and tensor.abs().max() > 65504:
-            dtype = torch.bfloat16
-        return tensor.to(dtype)
+        if dtype is Dtype.F16 and tensor.dtype != torch.float16 and tensor.abs().max() > 65504:
+            dtype = Dtype.BF16
+        return tensor.to(dtype.torch)
 
     def _cut(self) -> Cut:
         """How far the order of planes goes."""

@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypedDict, Unpack, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, cast
 
-import torch
-from torch import Tensor
-from transformers import TextStreamer
-
+from anybit.artifact.files import is_artifact
 from anybit.artifact.levels import Budget
-from anybit.checkpoint.architectures import is_encoder, max_positions
 from anybit.checkpoint.chat_template import render
-from anybit.checkpoint.generation import for_one_sequence
+from anybit.checkpoint.generation import read_generation
 from anybit.checkpoint.tokenizer import check_ids, check_unicode, encode
-from anybit.config import Json
-from anybit.engine.description import check_tokenizer
+from anybit.config import Json, check_kv_bits
+from anybit.engine.description import Unsupported
 from anybit.engine.engine import Engine
 from anybit.engine.sampling import Sampling
-from anybit.errors import InputError, enough_memory
-from anybit.kernels.gpu import cuda_graph
-from anybit.kv_cache import CACHE, QuantizedCache, check_kv_bits
-from anybit.loader import config_of, load, load_tokenizer
+from anybit.errors import InputError
 from anybit.progress import SILENT, Silent
 
+if TYPE_CHECKING:
+    from anybit.in_transformers import InTransformers
+
 ENGINES = ("auto", "native", "transformers")
+Say = Callable[[str], None]  # gets a piece of text
+
+
+def nothing(piece: str) -> None:
+    """Says nothing."""
 
 
 class Running(Budget, total=False):
     """The budget of the level to run at, and what runs it."""
 
     engine: str  # one of ENGINES; "auto" is the native one where it runs the model
-    threads: int | None  # of the native engine; None: what it finds
+    threads: int | None  # None: what each finds
 
 
 class Drawing(TypedDict, total=False):
@@ -53,111 +56,155 @@ class Drawing(TypedDict, total=False):
 NATIVE_ONLY = ("presence_penalty", "frequency_penalty", "stop")
 
 
-def _native(asked: str, model: Any, tokenizer: Any, how: Json, report: Silent) -> Engine | None:
-    """The native engine, where it runs the model; else nothing, with a word why.
+class Runner(Protocol):
+    """A loaded model that continues texts, natively or inside Transformers."""
 
-    Raises:
-        InputError: it does not, and was asked for.
-    """
-    try:
-        asked_for = getattr(model, "generation_config", None)
-        Sampling.from_generation_config({**(asked_for.to_dict() if asked_for else {}), "do_sample": True})
-        check_tokenizer(tokenizer)
-        made = Engine(model, tokenizer=tokenizer, **how)
-    except InputError as error:
-        _refuse(asked, str(error), report)
-        return None
-    report.say(made.how())
-    return made
+    tokenizer: Any
+    vocabulary: int | None  # None: its configuration does not say
+    context: int | None  # tokens that a text may have; None: its configuration does not say
+    kv_bits: int
+
+    def tokens(self, ids: list[int], room: int, drawing: Drawing, say: Say) -> list[int]:
+        """At most so many new tokens after a prompt; their text is said as it is made."""
 
 
-def _refuse(asked: str, why: str, report: Silent) -> None:
-    """Say why Transformers runs a model.
+class Natively:
+    """A model that the native engine runs."""
 
-    Raises:
-        InputError: the native engine was asked for.
-    """
-    if asked == "native":
-        raise InputError(f"the native engine does not run this model: {why}; leave --engine native out")
-    report.say(f"runs inside Transformers: {why}")
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.tokenizer = engine, engine.tokenizer
+        self.vocabulary: int | None = engine.vocabulary
+        self.context: int | None = engine.context
+        self.kv_bits = engine.kv_bits
+
+    def sampling(self, drawing: Drawing) -> Sampling:
+        """What tokens are drawn by.
+
+        Raises:
+            InputError: a value without a meaning; drawing that the model's makers want and the engine lacks.
+        """
+        return _sampling(drawing, self.engine.default_sampling)
+
+    def tokens(self, ids: list[int], room: int, drawing: Drawing, say: Say) -> list[int]:
+        made = []
+        for piece in self.engine.stream(ids, room, self.sampling(drawing), drawing.get("stop", ())):
+            if piece.drawn is not None:
+                made.append(piece.drawn.token)
+            if piece.text:
+                say(piece.text)
+        return made
 
 
-class Echo(TextStreamer):
-    """Prints an answer while it is made, and keeps what it printed."""
+class Echo:
+    """Prints an answer while it is made, and keeps it."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    def __init__(self) -> None:
         self.text = ""
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.text += text
-        super().on_finalized_text(text, stream_end)
+    def __call__(self, piece: str) -> None:
+        self.text += piece
+        print(piece, end="", flush=True)
+
+    def end(self) -> None:
+        print(flush=True)
+
+
+def _sampling(drawing: Drawing, default: Any) -> Sampling:
+    temperature = drawing.get("temperature", 0.0)
+    asked: Json = {"do_sample": temperature != 0, "temperature": temperature}
+    given: Json = {name: value for name, value in drawing.items() if name not in ("temperature", "stop")}
+    return replace(default(**asked), **given)
 
 
 class Generator:
-    """A loaded model and its tokenizer."""
+    """A model and its tokenizer, ready to continue texts.
+
+    Args:
+        model: an artifact, an HF directory, a hub id or a `.gguf` file.
+        kv_bits: of the KV-cache; default: what the artifact asks for.
+        codebook_precision: default: "int8" in the native engine, else "fp16".
+        dtype: this and `device`: see `anybit.load`; the native engine computes in float32 on the CPU.
+        report: where progress goes, and which engine runs the model.
+        at: the budget of the level, and what runs it.
+
+    Raises:
+        InputError: see `anybit.load`; an encoder; an engine that does not run the model and was asked for.
+    """
 
     def __init__(
         self,
         model: str,
         *,
-        kv_bits: int | None = None,  # None: what the artifact asks for
-        codebook_precision: str | None = None,  # None: "int8" in the native engine, else "fp16"
-        dtype: str = "float32",  # this and what follows: see `load`
+        kv_bits: int | None = None,
+        codebook_precision: str | None = None,
+        dtype: str = "float32",
         device: str = "cpu",
         report: Silent = SILENT,
         **at: Unpack[Running],
     ) -> None:
         self.name = model
         check_kv_bits(kv_bits)
-        engine, threads = at.pop("engine", "auto"), at.pop("threads", None)
-        budget = cast(Budget, at)
-        if engine not in ENGINES:
-            raise InputError(f"engine {engine!r}: expected one of {', '.join(ENGINES)}")
-        config = config_of(model)
-        if is_encoder(config):
-            raise InputError(
-                f"{model} is an encoder and cannot generate text; `anybit eval` measures its embeddings"
-            )
-        if getattr(config, "is_encoder_decoder", False):
-            raise InputError(
-                f"{model} has an encoder, too, by its config.json (is_encoder_decoder), which anybit cannot run: "
-                "use the config.json that belongs to its weights"
-            )
-        self.tokenizer = load_tokenizer(model)
+        asked, threads = at.pop("engine", "auto"), at.pop("threads", None)
+        if asked not in ENGINES:
+            raise InputError(f"engine {asked!r}: expected one of {', '.join(ENGINES)}")
+        self._how: Json = {"kv_bits": kv_bits, "threads": threads, "report": report}
+        self._at = cast(Budget, at)
         try:
-            self.model = load(
-                model,
-                codebook_precision=codebook_precision or "fp16",
-                dtype=dtype,
-                device=device,
-                report=report,
-                **budget,
-            )
-            self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-            self.engine: Engine | None = None
-            if device != "cpu" or dtype != "float32":
-                _refuse(
-                    engine,
-                    f"the native engine computes in float32 on the CPU, not {dtype} on {device}",
-                    report,
-                )
-            elif engine != "transformers":
-                how: Json = {
-                    "kv_bits": kv_bits,
-                    "codebook_precision": codebook_precision or "int8",
-                    "threads": threads,
-                }
-                self.engine = _native(engine, self.model, self.tokenizer, how, report)
+            self.runner = self._open(asked, codebook_precision, dtype, device)
         finally:
             report.close()
-        self.vocabulary = getattr(self.model.config.get_text_config(), "vocab_size", None)
-        stored = getattr(self.model, "generation_config", None)
-        self.model.generation_config = for_one_sequence(model, stored, self.vocabulary)
-        self.kv_bits = getattr(self.model, "kv_bits", 16) if kv_bits is None else kv_bits
+        self.tokenizer, self.kv_bits = self.runner.tokenizer, self.runner.kv_bits
 
-    def encode(self, prompt: str) -> Tensor:
-        """Token ids [1, T] of a prompt.
+    def _open(self, asked: str, precision: str | None, dtype: str, device: str) -> Runner:
+        """The native engine where it may and can run the model, else Transformers, with a word why."""
+
+        def in_transformers() -> InTransformers:
+            from anybit.in_transformers import InTransformers
+
+            return InTransformers(self.name, precision or "fp16", dtype, device, **self._how, **self._at)
+
+        inside, why = None, ""
+        if asked != "transformers":
+            try:
+                if (dtype, device) != ("float32", "cpu"):
+                    raise Unsupported(
+                        f"the native engine computes in float32 on the CPU, not {dtype} on {device}"
+                    )
+                inside = None if is_artifact(Path(self.name)) else in_transformers()
+                return self._natively(inside, precision or "int8")
+            except Unsupported as error:
+                why = str(error)
+        if asked == "native":
+            raise InputError(f"the native engine does not run this model: {why}; leave --engine native out")
+        inside = in_transformers() if inside is None else inside
+        if why:
+            self._how["report"].say(f"runs inside Transformers: {why}")
+        return inside
+
+    def _natively(self, inside: InTransformers | None, precision: str) -> Natively:
+        """The model in the native engine, from its files or as Transformers has loaded it.
+
+        Raises:
+            Unsupported: it does not run there.
+        """
+        stored = read_generation(Path(self.name)) if inside is None else inside.generation
+        try:  # the model's makers may want tokens drawn in a way that the engine lacks
+            Sampling.from_generation_config({**stored, "do_sample": True})
+        except InputError as error:
+            raise Unsupported(str(error)) from error
+        if inside is None:
+            made = Engine(self.name, codebook_precision=precision, **self._how, **self._at)
+        else:
+            made = Engine(inside.model, tokenizer=inside.tokenizer, codebook_precision=precision, **self._how)
+        self._how["report"].say(made.how())
+        return Natively(made)
+
+    @property
+    def native(self) -> bool:
+        return isinstance(self.runner, Natively)
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a prompt.
 
         Raises:
             InputError: a prompt of no tokens, or no Unicode; one that leaves no room in the model's context; a
@@ -168,8 +215,8 @@ class Generator:
             raise InputError("the prompt is empty: give some text to continue with -p")
         return self._known(ids)
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> Tensor:
-        """Token ids [1, T] of a conversation, ready for the model's answer.
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer.
 
         Raises:
             InputError: a model without a chat template, or one that cannot be used; see also `encode`.
@@ -188,22 +235,26 @@ class Generator:
             )
         return self._known(ids)
 
-    def _known(self, ids: list[int]) -> Tensor:
-        """Token ids [1, T] that the model has, and has room for."""
-        check_ids(ids, self.vocabulary)
-        self._room(len(ids))
-        return torch.tensor([ids], dtype=torch.int64)
+    def _known(self, ids: list[int]) -> list[int]:
+        """Token ids that the model has, and has room for."""
+        check_ids(ids, self.runner.vocabulary)
+        self._room(ids, 1)
+        return ids
 
-    def _room(self, tokens: int) -> int | None:
-        """How many more tokens the model's context holds; None where its config does not say.
+    def _room(self, ids: list[int], wanted: int) -> int:
+        """How many more tokens the model's context holds, at most those that are wanted.
 
         Raises:
             InputError: none.
         """
-        limit = max_positions(self.model) if self.engine is None else self.engine.context
-        if limit is not None and tokens >= limit:
-            raise InputError(f"the prompt has {tokens} tokens, the model's context holds {limit}: shorten it")
-        return None if limit is None else limit - tokens
+        limit = self.runner.context
+        if limit is None:
+            return wanted
+        if len(ids) >= limit:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens, the model's context holds {limit}: shorten it"
+            )
+        return min(wanted, limit - len(ids))
 
     def check(self, drawing: Drawing) -> None:
         """Refuse, before a prompt is printed, a way to draw tokens that cannot be.
@@ -211,28 +262,40 @@ class Generator:
         Raises:
             InputError: a value without a meaning, or one that only the native engine has.
         """
-        self._sampling(drawing)
+        if isinstance(self.runner, Natively):
+            self.runner.sampling(drawing)
+        else:
+            _sampling(drawing, lambda **asked: Sampling.from_generation_config(asked))
         if "" in drawing.get("stop", ()):
             raise InputError("--stop is empty: give at least one character")
-        for name in NATIVE_ONLY if self.engine is None else ():
+        for name in () if self.native else NATIVE_ONLY:
             if drawing.get(name):
                 raise InputError(
                     f"--{name.replace('_', '-')} needs the native engine, and this model runs inside Transformers"
                 )
 
-    def _sampling(self, drawing: Drawing) -> Sampling:
-        """What the native engine draws by, and what gives bad values their words."""
-        temperature = drawing.get("temperature", 0.0)
-        asked: Json = {"do_sample": temperature != 0, "temperature": temperature}
-        given: Json = {name: value for name, value in drawing.items() if name not in ("temperature", "stop")}
-        if self.engine is None:
-            return replace(Sampling.from_generation_config(asked), **given)
-        return replace(self.engine.default_sampling(**asked), **given)
+    def generate(
+        self, ids: list[int], max_new_tokens: int, say: Say = nothing, **drawing: Unpack[Drawing]
+    ) -> list[int]:
+        """New token ids after a prompt; greedy at temperature 0, which is the default.
 
-    def stream(self, ids: Tensor, max_new_tokens: int, **drawing: Unpack[Drawing]) -> str:
-        """Print the continuation of ids [1, T] as it is made, and return it."""
-        echo = Echo(self.tokenizer)
-        self.generate(ids, max_new_tokens, streamer=echo, **drawing)
+        Args:
+            ids: of the prompt.
+            max_new_tokens: at most so many, and what the context holds.
+            say: gets the text as it is made.
+            drawing: how tokens are drawn.
+
+        Raises:
+            InputError: a prompt that leaves no room in the model's context, or in memory; see also `check`.
+        """
+        self.check(drawing)
+        return self.runner.tokens(ids, self._room(ids, max_new_tokens), drawing, say)
+
+    def stream(self, ids: list[int], max_new_tokens: int, **drawing: Unpack[Drawing]) -> str:
+        """Print the continuation of a prompt as it is made, and return it."""
+        echo = Echo()
+        self.generate(ids, max_new_tokens, echo, **drawing)
+        echo.end()
         return echo.text
 
     def answer(self, messages: list[dict[str, str]], max_new_tokens: int, **drawing: Unpack[Drawing]) -> str:
@@ -241,72 +304,11 @@ class Generator:
         Raises:
             InputError: see `encode_chat` and `generate`.
         """
-        ids, echo = self.encode_chat(messages), Echo(self.tokenizer)
-        try:
-            self.generate(ids, max_new_tokens, streamer=echo, **drawing)
-        except KeyboardInterrupt:
-            echo.end()
+        ids, echo = self.encode_chat(messages), Echo()
+        with suppress(KeyboardInterrupt):
+            self.generate(ids, max_new_tokens, echo, **drawing)
+        echo.end()
         return echo.text
-
-    def generate(
-        self, ids: Tensor, max_new_tokens: int, streamer: Any = None, **drawing: Unpack[Drawing]
-    ) -> Tensor:
-        """New token ids [n] after ids [1, T]; greedy at temperature 0, which is the default.
-
-        Raises:
-            InputError: a prompt that leaves no room in the model's context, or in memory; see also `check`.
-        """
-        self.check(drawing)
-        left = self._room(ids.shape[1])
-        room = max_new_tokens if left is None else min(max_new_tokens, left)
-        if self.engine is not None:
-            return self._generate_natively(ids, room, drawing, streamer)
-        sampling: Json = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if drawing.get("temperature", 0.0) > 0:
-            names = ("temperature", "top_k", "top_p", "min_p")
-            sampling = {"do_sample": True} | {name: value for name, value in drawing.items() if name in names}
-        if "repetition_penalty" in drawing:
-            sampling["repetition_penalty"] = drawing["repetition_penalty"]
-        pad = (
-            self.tokenizer.pad_token_id
-            if self.tokenizer.pad_token_id is not None
-            else self.tokenizer.eos_token_id
-        )
-        ids = ids.to(self.model.device)
-        on_gpu = self.model.device.type == "cuda"
-        with ExitStack() as stack:
-            stack.enter_context(enough_memory("shorten the prompt, or ask for fewer tokens"))
-            stack.enter_context(torch.random.fork_rng())
-            stack.enter_context(torch.no_grad())
-            torch.manual_seed(drawing.get("seed", 0))
-            if self.kv_bits != 16:
-                sampling[CACHE] = QuantizedCache(self.model.config, self.kv_bits)
-            elif on_gpu and cuda_graph.fits(self.model.config):
-                make_cache = stack.enter_context(cuda_graph.graphed(self.model))
-                sampling |= {CACHE: make_cache(ids.shape[1] + room), "disable_compile": True}
-            output = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=room,
-                pad_token_id=pad,
-                streamer=streamer,
-                **sampling,
-            )
-        return output[0, ids.shape[1] :]
-
-    def _generate_natively(self, ids: Tensor, room: int, drawing: Drawing, streamer: Any) -> Tensor:
-        assert self.engine is not None
-        tokens = []
-        for piece in self.engine.stream(
-            ids[0].tolist(), room, self._sampling(drawing), stop=drawing.get("stop", ())
-        ):
-            if piece.drawn is not None:
-                tokens.append(piece.drawn.token)
-            if streamer is not None and piece.text:
-                streamer.on_finalized_text(piece.text)
-        if streamer is not None:
-            streamer.end()
-        return torch.tensor(tokens, dtype=torch.int64)
 
 
 def converse(generator: Generator, max_new_tokens: int, **drawing: Unpack[Drawing]) -> None:

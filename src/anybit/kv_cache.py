@@ -25,16 +25,6 @@ from anybit.formats.states import QuantizedStates, rotated
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-def check_kv_bits(bits: int | None) -> None:
-    """Refuse a width that a KV-cache does not come in; None stands for a default.
-
-    Raises:
-        InputError: with the widths there are.
-    """
-    if bits is not None and bits not in KV_BITS:
-        raise InputError(f"--kv-bits {bits} is not one of {', '.join(map(str, KV_BITS))}")
-
-
 class QuantizedLayer(CacheLayerMixin):
     """Keys and values of one layer of attention, quantized; `window` limits how many tokens are kept."""
 

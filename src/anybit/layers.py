@@ -15,7 +15,8 @@ from anybit.formats.layout import LayerLayout, code_bits
 from anybit.formats.levels import Level, largest
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import operators
-from anybit.kernels.dispatch import BoundWeight, check_precision
+from anybit.kernels.cpu_layer import check_precision
+from anybit.kernels.dispatch import BoundWeight
 
 _BINDING = threading.Lock()  # of any module: the first call may come from several threads at once
 
@@ -36,7 +37,7 @@ class PackedModule(nn.Module):
         for field, (dtype, shape) in layout.stored_tensors().items():
             if "." in field and field.partition(".")[0] not in self._modules:
                 self.add_module(field.partition(".")[0], nn.Module())
-            self._set(field, torch.zeros(shape, dtype=dtype))  # never what lay in memory before
+            self._set(field, torch.zeros(shape, dtype=dtype.torch))  # never what lay in memory before
         self._bound: BoundWeight | None = None
         self.register_state_dict_post_hook(_stored_bytes)
         self._name = operators.register(self)

@@ -24,7 +24,8 @@ from anybit.checkpoint.directory import Checkpoint, open_checkpoint
 from anybit.checkpoint.tokenizer import read_tokenizer
 from anybit.errors import InputError, refuse_unknown
 from anybit.formats.layout import QUANT_METHOD
-from anybit.kernels.dispatch import check_device, check_precision
+from anybit.kernels.cpu_layer import check_precision
+from anybit.kernels.dispatch import check_device
 from anybit.layers import set_codebook_precision
 from anybit.progress import SILENT, Silent
 

@@ -20,6 +20,7 @@ from anybit.calibration.streaming import StreamedModel, selected
 from anybit.config import EMBED_BITS, GROUP_SIZE, Json, LayerSpec, Options, SpecMap, parse_bytes
 from anybit.errors import InputError, require_extra
 from anybit.formats import GroupIntLayout
+from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
 from anybit.formats.unquantized import UnquantizedLayout
 from anybit.methods import METHODS, Method, finetune, nested_codes, ordering
@@ -221,10 +222,10 @@ def spec_layout(name: str, spec: LayerSpec[Any], shape: tuple[int, int], method:
         raise InputError(f"spec of {name}: {error}") from error
 
 
-def stored_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.dtype:
+def stored_dtype(dtype: Dtype, shape: tuple[int, ...]) -> Dtype:
     """Dtype of a tensor that is not quantized: matrices take 16 bits, norms and biases stay as they are."""
-    if dtype in (torch.float32, torch.float64) and len(shape) >= 2:
-        return torch.float16
+    if dtype in (Dtype.F32, Dtype.F64) and len(shape) >= 2:
+        return Dtype.F16
     return dtype
 
 

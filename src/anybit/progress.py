@@ -11,6 +11,7 @@ from typing import Any
 from anybit.errors import printable
 
 Advance = Callable[[int], None]
+SHORT = 2.0  # seconds of work of which lines say nothing
 
 
 def ignore(steps: int) -> None:
@@ -32,7 +33,7 @@ class Silent:
 
 
 class Terminal(Silent):
-    """Bars with an ETA on standard error; where that is no terminal, a line at every tenth of the way."""
+    """Bars with an ETA on standard error; where that is no terminal, a line at every tenth of a way that is not short."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -71,7 +72,7 @@ class Terminal(Silent):
             done += steps
             tenth = 10 * done // max(total, 1)
             elapsed = time.monotonic() - start
-            if tenth > told and (elapsed > 2 or done >= total > 1):
+            if tenth > told and elapsed > SHORT:
                 told = tenth
                 left = elapsed * (total - done) / done
                 self.say(f"{description}: {10 * tenth} %, {elapsed:.0f} s, ETA {left:.0f} s")

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from anybit.checkpoint.counts import LABELS, check_counts, leaves
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.checkpoint.files import JSON_LIMIT
 from anybit.checkpoint.safetensors import StoredTensor
 from anybit.errors import InputError
+from anybit.formats.dtypes import Dtype
 from tests.builders import FAMILIES, MakeModel
 
-HELD = [StoredTensor((100, 100), torch.float32, lambda: None)] * 40  # 1.6 MB in 40 tensors
+HELD = [StoredTensor((100, 100), Dtype.F32, lambda: None)] * 40  # 1.6 MB in 40 tensors
 
 
 def edit(folder: Path, **changes: Any) -> Path:

@@ -12,10 +12,10 @@ from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from anybit.checkpoint import safetensors as reader
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.errors import InputError
+from anybit.formats.dtypes import Dtype
 from tests.checkpoint.models import INDEX, TEMPLATE
 
 # ---- what works
@@ -32,7 +32,7 @@ def test_every_tensor_is_the_one_of_transformers(originals: Path, name: str) -> 
     for key, tensor in expected.items():
         assert key in checkpoint
         found = checkpoint.read(key)
-        assert (checkpoint.shape(key), checkpoint.dtype(key)) == (tuple(tensor.shape), tensor.dtype)
+        assert (checkpoint.shape(key), checkpoint.dtype(key).torch) == (tuple(tensor.shape), tensor.dtype)
         assert found.dtype == tensor.dtype and torch.equal(found, tensor)
     assert checkpoint.config.to_dict() == model.config.to_dict() | {
         "transformers_version": checkpoint.config.to_dict()["transformers_version"]
@@ -53,9 +53,12 @@ def test_shards_are_really_several(originals: Path) -> None:
 
 def test_every_dtype_and_odd_shapes(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    tensors = {
-        name: (torch.randn(3, 5) * 100).to(dtype) for name, dtype in reader.DTYPES.items() if name != "BOOL"
-    } | {"BOOL": torch.rand(7) > 0.5, "scalar": torch.tensor(2.5), "empty": torch.empty(0, 4)}
+    kinds = {kind.name: kind.torch for kind in Dtype if kind is not Dtype.BOOL}
+    tensors = {name: (torch.randn(3, 5) * 100).to(dtype) for name, dtype in kinds.items()} | {
+        "BOOL": torch.rand(7) > 0.5,
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+    }
     save_file(tensors, tmp_path / "t.safetensors")
     stored, oracle = (
         read_safetensors_header(tmp_path / "t.safetensors"),
@@ -64,7 +67,7 @@ def test_every_dtype_and_odd_shapes(tmp_path: Path) -> None:
     assert set(stored) == set(oracle)
     for name, tensor in oracle.items():
         found = stored[name].load()
-        assert found.dtype == tensor.dtype == stored[name].dtype
+        assert found.dtype == tensor.dtype == stored[name].dtype.torch
         assert found.shape == tensor.shape == stored[name].shape
         assert found.contiguous().view(-1).view(torch.uint8).equal(tensor.view(-1).view(torch.uint8))
 
@@ -182,7 +185,7 @@ def test_gguf_file_and_its_directory(tmp_path: Path) -> None:
         checkpoint = open_checkpoint(model)
         assert (checkpoint.path, checkpoint.source) == (path, str(model))
         assert checkpoint.names() == ["model.embed_tokens.weight", "model.norm.weight"]
-        assert checkpoint.dtype("model.norm.weight") == torch.float32
+        assert checkpoint.dtype("model.norm.weight") is Dtype.F32
         assert checkpoint.config.model_type == "llama" and checkpoint.config.tie_word_embeddings
         assert checkpoint.config.vocab_size == 6  # nowhere stated but in the vocabulary's length
         assert checkpoint.sha256() == hashlib.sha256(path.read_bytes()).hexdigest()

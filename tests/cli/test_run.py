@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from anybit.engine import engine
-from anybit.generate import Echo, Generator
+from anybit.generate import Generator, Say
 from tests.cli.commands import Run, refused
 
 
@@ -97,10 +97,9 @@ def test_chat_goes_on_when_its_context_is_full(run: Run, made: Path) -> None:
 def test_ctrl_c_stops_an_answer_or_the_chat(run: Run, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def interrupted(self: Generator, ids: torch.Tensor, most: int, streamer: Echo, **_: object) -> None:
-        asked.append(self.tokenizer.decode(ids[0]))
-        streamer.put(ids)
-        streamer.put(self.tokenizer("of course", return_tensors="pt").input_ids[0])
+    def interrupted(self: Generator, ids: list[int], most: int, say: Say, **_: object) -> None:
+        asked.append(self.tokenizer.decode(ids))
+        say("of course")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Generator, "generate", interrupted)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import anybit
-from anybit.engine.description import Matrices, Unsupported, describe, levels
+from anybit.engine.description import Unsupported, describe
+from anybit.engine.loaded import LoadedModel
 from anybit.kernels import cpu
 from anybit.kv_cache import quantized_attention
 from anybit.methods import METHODS
@@ -28,13 +29,19 @@ PAGE = 32
 Row = tuple[int, int, int]  # token, position, sequence
 
 
+def description_of(model: Any) -> dict[str, Any]:
+    source = LoadedModel(model, None, "fp16")
+    return describe(source.config, source.tensor)
+
+
 class Decoded:
     """A model's decoder at its widest level, and a cache whose pages sequences have in turns."""
 
     def __init__(self, model: Any, kv_bits: int = 16, rounds: bool = False, sequences: int = 3) -> None:
-        description = describe(model)
+        source = LoadedModel(model, None, "fp16")
+        description = describe(source.config, source.tensor)
         self.native, self.threads = cpu._native.Decoder(description, rounds), 2
-        self.level = self.native.add_level(*Matrices(model).at(levels(model)[-1][1]))
+        self.level = self.native.add_level(*source.matrices(source.levels[-1][1]))
         pages = 1024 // PAGE
         sizes = len(description["blocks"]), description["kv_heads"], description["head_size"], kv_bits
         self.cache = cpu._native.KvCache(*sizes, sequences * pages)
@@ -178,16 +185,22 @@ def test_what_a_page_held_before_does_not_matter() -> None:
 
 def test_families_and_fields_that_are_not_known() -> None:
     model = random_model("llama")
-    model.config.model_type = "llamoid"
+    source = LoadedModel(model, None, "fp16")
     with pytest.raises(Unsupported, match="'llamoid'"):
-        describe(model)
-    model = random_model("llama")
+        describe(source.config | {"model_type": "llamoid"}, source.tensor)
+    for field in ("rope_parameters", "hidden_act", "rms_norm_eps", "max_position_embeddings"):
+        without = {key: value for key, value in source.config.items() if key != field}
+        with pytest.raises(Unsupported, match=f"config.json has no {field}"):
+            describe(without, source.tensor)
+    for field in ("rope_parameters", "num_hidden_layers", "rms_norm_eps"):
+        with pytest.raises(Unsupported, match=r"config\.json is not what the engine reads"):
+            describe(source.config | {field: "text"}, source.tensor)
     model.config.attention_sinks = 4
     with pytest.raises(Unsupported, match="attention_sinks = 4"):
-        describe(model)
+        description_of(model)
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(Unsupported, match="'dynamic'"):
-        describe(random_model("llama", rope_parameters=dynamic))
+        description_of(random_model("llama", rope_parameters=dynamic))
 
 
 def test_weights_of_more_than_16_bits() -> None:
@@ -250,9 +263,9 @@ def test_descriptions_whose_sizes_do_not_belong_together() -> None:
         ("blocks", [], "has no blocks"),
     ):
         with pytest.raises(ValueError, match=words):
-            cpu._native.Decoder(describe(model) | {key: value}, False)
+            cpu._native.Decoder(description_of(model) | {key: value}, False)
     with pytest.raises(ValueError, match="entries that nobody knows"):
-        cpu._native.Decoder(describe(model) | {"speed": 1}, False)
-    wider = cpu._native.Decoder(describe(random_model("llama", intermediate_size=192)), False)
+        cpu._native.Decoder(description_of(model) | {"speed": 1}, False)
+    wider = cpu._native.Decoder(description_of(random_model("llama", intermediate_size=192)), False)
     with pytest.raises(ValueError, match="block 0: gate is 160 x 64, expected 192 x 64"):
-        wider.add_level(*Matrices(model).at({}))
+        wider.add_level(*LoadedModel(model, None, "fp16").matrices({}))

@@ -67,11 +67,11 @@ def test_a_text_ends_at_each_of_its_ends(engine: Engine) -> None:
     tokens = engine.generate(PROMPT, 20).tokens
     first = next(i for i in range(3, 20) if tokens[i] not in tokens[:i])
     for ends in (tokens[first], [VOCABULARY - 1, tokens[first]]):
-        engine.generation.eos_token_id = ends
+        engine.generation["eos_token_id"] = ends
         try:
             made = engine.generate(PROMPT, 20)
         finally:
-            engine.generation.eos_token_id = 0
+            engine.generation["eos_token_id"] = 0
         assert (made.tokens, made.finish) == (tokens[: first + 1], "stop")
 
 
@@ -96,7 +96,7 @@ def test_generation_config_is_the_default(folder: Path, engine: Engine) -> None:
     try:
         assert engine.default_sampling(do_sample=True, temperature=0.5) == Sampling(temperature=0.5, top_k=7)
     finally:
-        engine.generation.update(top_k=None)
+        del engine.generation["top_k"]
 
 
 def test_a_model_whose_makers_want_tokens_drawn(folder: Path, tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ def test_products_with_other_tables(change: str, isa: str, monkeypatch: pytest.M
         if change == "an entry that is no float16 number":
             tables[:, 2 ** (bits + 1) - 3] *= 1.0001  # opposite it
     monkeypatch.setattr(shapes, "tables", lambda: tables)
+    monkeypatch.setattr(shapes, "entries", tables.numpy)
     monkeypatch.setattr(cpu_layer, "_tables", cpu_layer._tables.__wrapped__)
     packed = pack(QuantizedWeight((64, 555), (random_tile(64, 555, 0, (64, 60, 56, 50, 40, 30, 20, 10)),)))
     bound, dense = BoundWeight(packed, isa=isa), unpack(packed).dequantize()

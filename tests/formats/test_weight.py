@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anybit.formats import GroupInt, GroupIntLayout
+from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import bits_per_weight, code_bits
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, layout_of, pack, unpack
@@ -101,7 +102,7 @@ def test_pack_and_unpack_are_inverse_to_the_bit(weight: QuantizedWeight) -> None
 def test_what_is_predicted_is_what_pack_makes(weight: QuantizedWeight) -> None:
     stored = pack(weight)
     predicted = layout_of(weight).stored_tensors()
-    assert {f: (t.dtype, tuple(t.shape)) for f, t in stored.tensors.items()} == predicted
+    assert {f: (Dtype.of(t.dtype), tuple(t.shape)) for f, t in stored.tensors.items()} == predicted
     assert all(t.is_contiguous() for t in stored.tensors.values())
     size = sum(len(t.numpy().tobytes()) for t in stored.tensors.values())
     assert size == stored.layout.nbytes == stored.nbytes

@@ -267,7 +267,7 @@ def test_a_layer_refuses_what_does_not_fit() -> None:
     layer = float16_layer((4, 64))
     columns = torch.arange(57, 65, dtype=torch.int32)
     cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: float16_layer((4, 8)), "expected float16 or bfloat16 .4, 64."),
+        (lambda: float16_layer((4, 8)), "expected float16 or bfloat16 or uint16 .4, 64."),
         (lambda: float16_layer((4, 8), cols=8), "field cols is missing"),
         (lambda: float16_layer((4, 8), cols=8, fields={"cols": columns}), "cols hold 64"),
         (lambda: float16_layer((4, 8), cols=8, fields={"cols": columns[1:]}), "cols is int32 .7."),

@@ -10,16 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from anybit.errors import InputError
 from anybit.formats import NestedLayout, TileLayout
-from anybit.formats.bits import unpack_bits
 from anybit.formats.layout import LayerLayout
 from anybit.formats.nested import CODED_PLANES
 from anybit.formats.weight import PackedWeight
 from anybit.kernels import cpu
+from anybit.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,8 @@ class PlaneRows:
     """Some rows of a plane, and what says how its bits are coded."""
 
     plane: int
-    above: Sequence[Tensor]  # uint32 [rows, words] of the planes before it
-    shapes: Tensor  # uint8 [rows]
+    above: Sequence[np.ndarray]  # uint32 [rows, words] of the planes before it
+    shapes: np.ndarray  # uint8 [rows]
     columns: int  # that have codes
 
 
@@ -39,36 +38,32 @@ class PlaneWriter:
         _refuse_without_coder()
         self._writer = cpu.plane_writer()
 
-    def write(self, rows: PlaneRows, words: Tensor) -> None:
+    def write(self, rows: PlaneRows, words: np.ndarray) -> None:
         """Rows of a plane, uint32 [rows, words]."""
-        above = [plane.contiguous() for plane in rows.above]
-        self._writer.write(rows.plane, above, rows.shapes, rows.columns, words.contiguous())
+        self._writer.write(rows.plane, [*map(_dense, rows.above)], rows.shapes, rows.columns, _dense(words))
 
-    def finish(self) -> Tensor:
+    def finish(self) -> np.ndarray:
         """The stream, uint8 [n]."""
-        return torch.frombuffer(bytearray(self._writer.finish()), dtype=torch.uint8)
+        return np.frombuffer(bytearray(self._writer.finish()), np.uint8)
 
 
 class PlaneReader:
     """The planes of a stream uint8 [n], in the order in which they were written; `whose` it is, errors say."""
 
-    def __init__(self, coded: Tensor, whose: str) -> None:
+    def __init__(self, coded: np.ndarray, whose: str) -> None:
         _refuse_without_coder()
-        self._reader, self._whose = cpu.plane_reader(coded.cpu().contiguous()), whose
+        self._reader, self._whose = cpu.plane_reader(_dense(coded)), whose
 
-    def read(self, rows: PlaneRows, words: Tensor) -> None:
-        """Fill rows of a plane, uint32 [rows, words].
+    def read(self, rows: PlaneRows, words: np.ndarray) -> None:
+        """Fill rows of a plane, uint32 [rows, words] without gaps.
 
         Raises:
             InputError: the stream is damaged.
         """
-        made = torch.empty(words.shape, dtype=torch.uint32)
-        above = [plane.cpu().contiguous() for plane in rows.above]
         try:
-            self._reader.read(rows.plane, above, rows.shapes.cpu(), rows.columns, made)
+            self._reader.read(rows.plane, [*map(_dense, rows.above)], rows.shapes, rows.columns, words)
         except ValueError as error:
             raise self._damaged(error) from error
-        words.copy_(made)
 
     def finish(self) -> None:
         """Refuse a stream that holds more, or that led to something else than was written.
@@ -109,7 +104,7 @@ def enhancement(planes: Planes, added: Sequence[tuple[str, int, int, int]], code
     """
     numbers = {name: i for i, name in enumerate(planes.columns)}
     writer, plain = PlaneWriter() if coded else None, [torch.zeros(0, dtype=torch.int32)]
-    shapes: dict[str, Tensor] = {}
+    shapes: dict[str, np.ndarray] = {}
     plain_bytes = 0  # of what is coded
     for name, plane, first, last in added:
         words = planes.rows(name, plane, first, last)
@@ -117,9 +112,9 @@ def enhancement(planes: Planes, added: Sequence[tuple[str, int, int, int]], code
             plain.append(words.view(torch.int32).flatten())
             continue
         if name not in shapes:
-            shapes[name] = unpack_shapes(planes.shapes(name))
-        above = [planes.rows(name, p, first, last) for p in range(1, plane)]
-        writer.write(PlaneRows(plane, above, shapes[name][first:last], planes.columns[name]), words)
+            shapes[name] = unpack_shapes(planes.shapes(name).numpy())
+        above = [planes.rows(name, p, first, last).numpy() for p in range(1, plane)]
+        writer.write(PlaneRows(plane, above, shapes[name][first:last], planes.columns[name]), words.numpy())
         plain_bytes += words.nbytes
     stream = None if writer is None else writer.finish()
     if stream is not None and len(stream) >= plain_bytes:
@@ -129,12 +124,12 @@ def enhancement(planes: Planes, added: Sequence[tuple[str, int, int, int]], code
         "steps": torch.tensor(steps, dtype=torch.int32).view(-1, 3),
         "words": torch.cat(plain).view(torch.uint32),
     }
-    return made if stream is None else made | {"coded": stream}
+    return made if stream is None else made | {"coded": torch.from_numpy(stream)}
 
 
-def unpack_shapes(stored: Tensor) -> Tensor:
+def unpack_shapes(stored: np.ndarray) -> np.ndarray:
     """The shape of every stored row of a nested matrix, uint8 [out], and one more where that is odd."""
-    return unpack_bits(stored[None].cpu(), 4, 2 * len(stored))[0]
+    return np.stack([stored & 15, stored >> 4], axis=1).reshape(-1)
 
 
 def code(packed: PackedWeight) -> PackedWeight:
@@ -143,15 +138,16 @@ def code(packed: PackedWeight) -> PackedWeight:
     assert isinstance(tile, NestedLayout)
     planes = {f"plane_{p}": p for p in CODED_PLANES if p <= len(tile.counts)}
     tensors, columns = packed.tensors, tile.coded(packed.layout.shape[1])
-    writer, shapes = PlaneWriter(), unpack_shapes(tensors["shapes"])
+    writer, arrays = PlaneWriter(), {field: tensor.numpy() for field, tensor in tensors.items()}
+    shapes = unpack_shapes(arrays["shapes"])
     for field, p in planes.items():
-        writer.write(_rows(p, tensors, shapes, columns, tile.counts[p - 1]), tensors[field])
+        writer.write(_rows(p, arrays, shapes, columns, tile.counts[p - 1]), arrays[field])
     coded = writer.finish()
     if len(coded) >= sum(tensors[field].nbytes for field in planes):
         return packed
     made = {field: tensor for field, tensor in tensors.items() if field not in planes}
     tiles = (replace(tile, coded_bytes=len(coded)),)
-    return PackedWeight(replace(packed.layout, tiles=tiles), made | {"coded": coded})
+    return PackedWeight(replace(packed.layout, tiles=tiles), made | {"coded": torch.from_numpy(coded)})
 
 
 def as_long_as_any(layouts: Mapping[str, LayerLayout]) -> dict[str, LayerLayout]:
@@ -170,29 +166,49 @@ def expand(name: str, packed: PackedWeight) -> PackedWeight:
     """A layer with its coded planes as they are in memory; any other one stays as it is.
 
     Raises:
-        InputError: a stream that is damaged; no native extension.
+        InputError: see `expanded`.
     """
     layout = packed.layout.expanded()
     if layout == packed.layout:
         return packed
-    (tile,) = layout.tiles
+    device = packed.tensors["coded"].device
+    arrays = expanded(name, packed.layout, {f: tensor.cpu().numpy() for f, tensor in packed.tensors.items()})
+    return PackedWeight(layout, {f: torch.from_numpy(array).to(device) for f, array in arrays.items()})
+
+
+def expanded(name: str, layout: LayerLayout, stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays of a layer as its layout has them in memory, from those that are stored.
+
+    Raises:
+        InputError: a stream that is damaged; no native extension.
+    """
+    if "coded" not in stored:
+        return dict(stored)
+    made = {field: array for field, array in stored.items() if field != "coded"}
+    in_memory = layout.expanded()
+    (tile,) = in_memory.tiles
     assert isinstance(tile, NestedLayout)
-    made = {field: tensor for field, tensor in packed.tensors.items() if field != "coded"}
-    coded, stored = packed.tensors["coded"], layout.stored_tensors()
-    reader, shapes = PlaneReader(coded, f"{name}.coded"), unpack_shapes(made["shapes"])
+    reader, shapes = PlaneReader(stored["coded"], f"{name}.coded"), unpack_shapes(made["shapes"])
+    fields = in_memory.stored_tensors()
     for p in CODED_PLANES:
         if p <= len(tile.counts):
-            words = torch.empty(stored[f"plane_{p}"][1], dtype=torch.uint32, device=coded.device)
+            words = np.empty(fields[f"plane_{p}"][1], np.uint32)
             reader.read(_rows(p, made, shapes, tile.coded(layout.shape[1]), len(words)), words)
             made[f"plane_{p}"] = words
     reader.finish()
-    return PackedWeight(layout, made)
+    return made
 
 
-def _rows(plane: int, tensors: Mapping[str, Tensor], shapes: Tensor, columns: int, rows: int) -> PlaneRows:
+def _rows(
+    plane: int, arrays: Mapping[str, np.ndarray], shapes: np.ndarray, columns: int, rows: int
+) -> PlaneRows:
     """The first rows of a plane."""
-    above = [tensors[f"plane_{p}"][:rows] for p in range(1, plane)]
+    above = [arrays[f"plane_{p}"][:rows] for p in range(1, plane)]
     return PlaneRows(plane, above, shapes[:rows], columns)
+
+
+def _dense(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array)
 
 
 def _refuse_without_coder() -> None:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
 
-import torch
-
 from anybit.artifact.levels import Size, sizes_of_widths
 from anybit.config import Options, SpecMap
+from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout, code_bits
 from anybit.methods import METHODS
 from anybit.methods.method import Statistics
@@ -24,7 +23,7 @@ class Plan:
     specs: SpecMap  # linear layers to quantize, in the model's order
     layouts: dict[str, LayerLayout]  # how they are stored
     embeddings: dict[str, LayerLayout]  # quantized embedding and head
-    kept: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # tensors stored as they are
+    kept: dict[str, tuple[Dtype, tuple[int, ...]]]  # tensors stored as they are
     linear_weights: int  # weights of all linear layers inside the blocks
     model_weights: int  # all weights of the model
     unquantized: dict[str, LayerLayout]  # linear layers inside the blocks that are left as they are

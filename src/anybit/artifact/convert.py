@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from anybit.artifact.coded_planes import Planes, code, enhancement, expand
-from anybit.artifact.enhancements import Enhancements, Entry
+from anybit.artifact.enhancements import Enhancements
+from anybit.artifact.entry import Entry
 from anybit.artifact.files import EMBEDDING, PLANES, SECTION, enhancement_file, link, list_hash
 from anybit.artifact.levels import Levels
 from anybit.artifact.model_card import with_sizes
@@ -121,8 +122,9 @@ def _write_enhancements(
     chain = reduce(link, (writer.finished[shard]["sha256"] for shard in range(writer.shards)), "")
     section: list[Json] = [{"file": "", **_stated(found.entries[0]), "chain": chain}]
     sizes: dict[str, Json] = {}
+    arrays = {name: {f: t.numpy() for f, t in held.items()} for name, held in planes.tensors.items()}
     for level in range(1, found.present):
-        found.read_into(level, counts[level], counts[level - 1], planes.tensors)
+        found.read_into(level, counts[level], counts[level - 1], arrays)
         added = list(plane_rows(counts[level], counts[level - 1]))
         file = enhancement_file(level, found.present - 1)
         sizes[file] = writer.write_split(file, enhancement(planes, added, coded), {"after": chain})

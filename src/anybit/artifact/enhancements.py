@@ -6,30 +6,30 @@ Who decides on them: `methods.ordering`; who writes them: `split`; the bytes: do
 from __future__ import annotations
 
 import functools
-import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
 
 from anybit.artifact.coded_planes import PlaneReader, PlaneRows, unpack_shapes
 from anybit.artifact.config_json import StoredLayers
+from anybit.artifact.entry import Entry
 from anybit.artifact.files import EMBEDDING, PLANES, SECTION, link, list_hash
+from anybit.artifact.filled import Filled
 from anybit.checkpoint.files import HASHES, INDEX, INDEX_LIMIT, check_sha256, is_name_of_file, read_json
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.config import Json
 from anybit.errors import InputError
+from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
 from anybit.formats.levels import Level
 from anybit.formats.nested import CODED_PLANES
 from anybit.formats.validate import check_version
-from anybit.layers import PackedModule
 from anybit.methods.ordering import (
     BITS,
     Counts,
@@ -39,59 +39,9 @@ from anybit.methods.ordering import (
     plane_words,
     with_counts,
 )
+from anybit.progress import Advance, ignore
 
 SUFFIX = ".safetensors"
-MOST_HEADER = 1 << 24  # bytes of a file's header that are looked at
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The base layer, or an enhancement layer: what the model is once it is there."""
-
-    file: str  # "" for the base layer
-    bytes: int
-    sha256: str
-    bits: float  # average width
-    loss: float  # expected increase of the loss in nats per token
-    chain: str  # running hash
-    plane_bytes: int  # of its planes in memory
-    embedding_bytes: int  # of those, planes of embeddings
-
-    def is_there(self, path: Path, before: str) -> bool:
-        """Whether the file is in `path`; one that is shorter than it should be is still under way.
-
-        Args:
-            path: folder.
-            before: the running hash of the entry before, which the file names.
-
-        Raises:
-            InputError: another file under this name.
-        """
-        file = path / self.file
-        if not file.is_file():
-            return False
-        size = file.stat().st_size
-        if size > self.bytes or (size < self.bytes and _is_another(file, before)):
-            raise InputError(
-                f"{file} is not what anybit.index.json lists under this name: enhancement layers were exchanged; copy "
-                "it again"
-            )
-        return size == self.bytes
-
-
-def _is_another(file: Path, before: str) -> bool:
-    """Whether a file is whole, or says that it follows another running hash than `before`; False where its header is
-    not there yet."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        text = stream.read(min(length, MOST_HEADER))
-    try:
-        header = json.loads(text)
-        after = header.pop("__metadata__")["after"]
-        end = max(int(entry["data_offsets"][1]) for entry in header.values())
-    except (AttributeError, IndexError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return False
-    return after != before or file.stat().st_size == 8 + length + end
 
 
 @dataclass(frozen=True)
@@ -244,8 +194,39 @@ class Enhancements:
             made.append(_named_counts(names, now))
         return made
 
+    def read_all(
+        self,
+        counts: Sequence[Counts],
+        arrays: Mapping[str, Mapping[str, np.ndarray]],
+        threads: int,
+        advance: Advance = ignore,
+    ) -> None:
+        """Fill what all enhancement layers add that `counts` has read, several of them at a time.
+
+        Args:
+            counts: rows of every plane at level 0 and those that follow.
+            arrays: by layer, the stored arrays at the last of these levels; the planes of the base layer are there.
+            threads: how many.
+            advance: is told of every layer.
+
+        Raises:
+            InputError: see `read_into`.
+        """
+        filled = Filled(counts[0])
+        with ThreadPoolExecutor(max(1, threads)) as pool:
+            levels = range(1, len(counts))
+            made = [pool.submit(self.read_into, i, counts[i], counts[i - 1], arrays, filled) for i in levels]
+            for one in made:  # the first that failed says why
+                one.result()
+                advance(1)
+
     def read_into(
-        self, level: int, counts: Counts, before: Counts, tensors: Mapping[str, Mapping[str, Tensor]]
+        self,
+        level: int,
+        counts: Counts,
+        before: Counts,
+        arrays: Mapping[str, Mapping[str, np.ndarray]],
+        filled: Filled | None = None,
     ) -> None:
         """Fill the rows that an enhancement layer adds, which `counts` has read.
 
@@ -253,20 +234,33 @@ class Enhancements:
             level: its number.
             counts: rows of every plane with it.
             before: without it.
-            tensors: by layer, the stored tensors of at least these rows; all planes before it are there.
+            arrays: by layer, the stored arrays of at least these rows.
+            filled: says which rows of other enhancement layers are there, while these are read; None: all.
 
         Raises:
             InputError: coded planes that are damaged.
         """
+        with filled.failing() if filled else nullcontext():
+            self._read_into(level, plane_rows(counts, before), arrays, filled)
+
+    def _read_into(
+        self,
+        level: int,
+        steps: Iterable[tuple[str, int, int, int]],
+        arrays: Mapping[str, Mapping[str, np.ndarray]],
+        filled: Filled | None,
+    ) -> None:
         found, at = self._read(level), 0
-        shapes: dict[str, Tensor] = {}
+        shapes: dict[str, np.ndarray] = {}
         reader = (
             PlaneReader(found["coded"], str(self.path / self.entries[level].file))
             if "coded" in found
             else None
         )
-        for name, plane, first, last in plane_rows(counts, before):
-            of, rows = tensors[name], slice(first, last)
+        for name, plane, first, last in steps:
+            if filled is not None:
+                filled.wait(name, plane - 1, last)
+            of, rows = arrays[name], slice(first, last)
             to = of[f"plane_{plane}"][rows]
             if reader is not None and plane in CODED_PLANES:
                 if name not in shapes:
@@ -274,8 +268,10 @@ class Enhancements:
                 above = [of[f"plane_{p}"][rows] for p in range(1, plane)]
                 reader.read(PlaneRows(plane, above, shapes[name][rows], self._columns(name)), to)
             else:
-                to.copy_(found["words"][at : at + to.numel()].view(to.shape))
-                at += to.numel()
+                to[:] = found["words"][at : at + to.size].reshape(to.shape)
+                at += to.size
+            if filled is not None:
+                filled.add(name, plane, first, last)
         if reader is not None:
             reader.finish()
 
@@ -302,46 +298,30 @@ class Enhancements:
         layout = self.layouts[name]
         return layout.tiles[0].coded(layout.shape[1])
 
-    def _read(self, level: int) -> dict[str, Tensor]:
-        """`steps` int32 [n, 3] (number of the layer, plane, rows), `words` and, where planes are coded, `coded`, mapped
-        from the file."""
+    def _read(self, level: int) -> dict[str, np.ndarray]:
+        """`steps` int32 [n, 3] (number of the layer, plane, rows), `words` and, where planes are coded, `coded`."""
         path = self.path / self.entries[level].file
         header = read_safetensors_header(path)
-        kinds = {"steps": (torch.int32, 2), "words": (torch.uint32, 1)}
-        kinds |= {"coded": (torch.uint8, 1)} if "coded" in header else {}
+        kinds = {"steps": (Dtype.I32, 2), "words": (Dtype.U32, 1)}
+        kinds |= {"coded": (Dtype.U8, 1)} if "coded" in header else {}
         for name, (dtype, dims) in kinds.items():
             found = header.get(name)
             if found is None or found.dtype != dtype or len(found.shape) != dims:
                 raise self._damaged(level, f"has no {name} of the type {dtype}")
         if header["steps"].shape[1] != 3:
             raise self._damaged(level, "has steps of another kind")
-        return load_file(path)
+        return {name: header[name].array() for name in kinds}
 
     def _damaged(self, level: int, what: str) -> InputError:
         return InputError(f"{self.path / self.entries[level].file} {what}: copy it again")
 
 
-def extend(model: nn.Module, found: Enhancements, upto: int) -> tuple[Level, ...]:
-    """Give the layers of a loaded base layer the planes of the enhancement layers up to a level; returns its levels.
-
-    Raises:
-        InputError: a file that is damaged or does not fit the layers.
-    """
-    found.check_base()
-    counts = found.counts(upto)
-    tensors: dict[str, Mapping[str, Tensor]] = {}
-    for name, layout in found.layouts_at(counts[upto]).items():
-        module = model.get_submodule(name)
-        assert isinstance(module, PackedModule)
-        if name in counts[upto]:
-            module.grow(layout)
-            tensors[name] = module.packed.tensors
-    for level in range(1, upto + 1):
-        found.read_into(level, counts[level], counts[level - 1], tensors)
+def levels_upto(found: Enhancements, counts: Sequence[Counts]) -> tuple[Level, ...]:
+    """The levels of a base layer with as many enhancement layers as `counts` has read, and itself."""
     base = sum(layout.nbytes for layout in found.layouts.values())
     return tuple(
-        Level(entry.bits, base + found.plane_bytes_upto(i), entry.loss, found.layouts_at(counts[i]))
-        for i, entry in enumerate(found.entries[: upto + 1])
+        Level(entry.bits, base + found.plane_bytes_upto(i), entry.loss, found.layouts_at(rows))
+        for i, (entry, rows) in enumerate(zip(found.entries, counts))
     )
 
 

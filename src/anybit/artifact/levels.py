@@ -45,9 +45,9 @@ class Levels:
     @cached_property
     def unquantized(self) -> dict[str, LayerLayout]:
         """The linear layers of the blocks that are stored as they were."""
-        dtypes, shapes = self.artifact.checkpoint, self.artifact.stored.unquantized
+        tensors, shapes = self.artifact.tensors, self.artifact.stored.unquantized
         return {
-            name: LayerLayout(shape, (UnquantizedLayout.of(dtypes.dtype(f"{name}.weight")),))
+            name: LayerLayout(shape, (UnquantizedLayout.of(tensors[f"{name}.weight"].dtype),))
             for name, shape in shapes.items()
         }
 

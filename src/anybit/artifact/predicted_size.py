@@ -10,26 +10,23 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
-import torch
-
 from anybit.artifact import coded_planes
 from anybit.artifact.config_json import artifact_config, provenance
 from anybit.artifact.files import is_tokenizer_file, shard_file
 from anybit.artifact.levels import Size
 from anybit.artifact.model_card import model_card
 from anybit.artifact.writer import described_files, hash_list
-from anybit.checkpoint.safetensors import DTYPES
 from anybit.config import Json, Options
+from anybit.formats.dtypes import Dtype
 from anybit.methods import METHODS, ordering
 
 if TYPE_CHECKING:
     from anybit.artifact.contents import Plan
     from anybit.calibration.streaming import StreamedModel
 
-Stored = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # tensor name -> dtype and shape
+Stored = Mapping[str, tuple[Dtype, tuple[int, ...]]]  # tensor name -> dtype and shape
 HASH = "0" * 64
 GENERATION_BYTES = 512  # generation_config.json rebuilt from GGUF metadata: a few token ids
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def overhead_bytes(streamed: StreamedModel, plan: Plan, options: Options) -> int:
@@ -59,7 +56,7 @@ def overhead_bytes(streamed: StreamedModel, plan: Plan, options: Options) -> int
 def _shard(streamed: StreamedModel, plan: Plan, i: int | None) -> Stored:
     """Tensors of block i's shard, or of the one with everything outside the blocks."""
     layouts = {**plan.layouts, **plan.embeddings}
-    stored: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    stored: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
     for name in streamed.tensor_names(i):
         layer = name.removesuffix(".weight")
         if layer in layouts:
@@ -79,7 +76,7 @@ def _header_bytes(shard: Stored) -> int:
     header: Json = {
         # BF16: values beyond float16 make it so
         name: {
-            "dtype": DTYPE_NAMES[torch.bfloat16 if dtype == torch.float16 else dtype],
+            "dtype": (Dtype.BF16 if dtype is Dtype.F16 else dtype).name,
             "shape": shape,
             "data_offsets": [end, end],
         }

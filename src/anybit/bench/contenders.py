@@ -20,8 +20,9 @@ import torch
 
 from anybit.bench.reading import settle
 from anybit.bench.sources import Gguf, Source
-from anybit.engine.description import MATRICES, levels
+from anybit.engine.description import MATRICES
 from anybit.engine.engine import Engine
+from anybit.engine.loaded import levels
 from anybit.errors import InputError
 from anybit.kv_cache import CACHE
 from anybit.layers import PackedModule, TiedHead

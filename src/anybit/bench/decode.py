@@ -30,7 +30,7 @@ from anybit.engine.engine import KV_BITS
 from anybit.engine.threads import default_threads
 from anybit.errors import InputError
 from anybit.kernels import cpu
-from anybit.kernels.dispatch import CODEBOOK_PRECISIONS
+from anybit.kernels.cpu_layer import CODEBOOK_PRECISIONS
 from anybit.progress import SILENT, Silent
 
 DTYPES = ("bfloat16", "float32")  # of Transformers

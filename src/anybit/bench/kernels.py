@@ -207,7 +207,8 @@ def random_weight(layout: LayerLayout) -> PackedWeight:
     out, columns = layout.shape
     rows, cols = torch.randperm(out), torch.randperm(columns)
     tensors: dict[str, Tensor] = {}
-    for name, (dtype, shape) in layout.stored_tensors().items():
+    for name, (stored, shape) in layout.stored_tensors().items():
+        dtype = stored.torch
         kind = name.rpartition(".")[2]
         if name.startswith("sparse."):
             continue

@@ -1,19 +1,27 @@
 """Chat templates, rendered in a process of their own: a template is a program that comes with a model.
 
-Transformers runs it in Jinja's sandbox, which keeps it from files and from Python, but not from loops without end.
+Jinja's sandbox keeps it from files and from Python, but not from loops without end. Templates find what Transformers
+gives them: the same filters and functions, loop controls, and the block `generation`.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import resource
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from anybit.checkpoint.files import cause
 from anybit.errors import InputError
@@ -37,9 +45,13 @@ def render(source: str, tokenizer: Any, messages: Sequence[dict[str, str]]) -> s
     Raises:
         InputError: a template that the sandbox refuses, that fails, or that takes too much time or memory.
     """
-    context = multiprocessing.get_context("fork")  # at once, with the tokenizer as it is
+    context = multiprocessing.get_context("fork")  # at once
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_render, args=(sender, tokenizer, messages), daemon=True)
+    try:
+        given = tokenizer.get_chat_template(), tokenizer.special_tokens_map
+    except ValueError as error:  # there are several, and none is the default
+        raise _bad(source, cause(error)) from error
+    process = context.Process(target=_render, args=(sender, *given, messages), daemon=True)
     process.start()
     sender.close()
     try:
@@ -68,19 +80,55 @@ def _bad(source: str, why: str) -> InputError:
     )
 
 
-def _render(sender: Connection, tokenizer: Any, messages: Sequence[dict[str, str]]) -> None:
+def _render(
+    sender: Connection, template: str, special: Mapping[str, str], messages: Sequence[dict[str, str]]
+) -> None:
     """In the child: send the text, or what went wrong."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the parent
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     _limit_memory()
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        text = (
+            _environment()
+            .from_string(template)
+            .render(
+                messages=list(messages), add_generation_prompt=True, tools=None, documents=None, **special
+            )
+        )
         answer = _GOOD + text.encode()
     except Exception as error:  # whatever a template raises, MemoryError and RecursionError among it
         answer = _BAD + f"{type(error).__name__}: {cause(error)}".encode(errors="replace")
     with suppress(OSError):  # the parent has given up
         sender.send_bytes(answer)
     os._exit(0)  # nothing of the parent's is to be closed twice
+
+
+class _Generation(Extension):
+    """The block `generation`, which marks what the model has said: here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    made.filters["tojson"] = _to_json
+    made.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return made
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
+    """Jinja's own filter would write "<" and the like for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **how)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
 
 
 def _limit_memory() -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -29,23 +28,21 @@ from anybit.checkpoint.configuration import load_config, read_config, transforme
 from anybit.checkpoint.counts import check_counts
 from anybit.checkpoint.files import (
     ASSETS,
-    INDEX,
-    INDEX_LIMIT,
     LICENCES,
-    NAME_BYTES,
     PICKLES,
     check_files,
     check_link,
     files_below,
     matching,
-    read_json,
 )
 from anybit.checkpoint.generation import check_generation
 from anybit.checkpoint.hub import download
-from anybit.checkpoint.safetensors import StoredTensor, read_safetensors_header
+from anybit.checkpoint.safetensors import StoredTensor
 from anybit.checkpoint.tokenizer import read_tokenizer
+from anybit.checkpoint.weight_files import pickled, read_headers
 from anybit.config import Json
 from anybit.errors import InputError
+from anybit.formats.dtypes import Dtype
 
 if TYPE_CHECKING:
     from anybit.checkpoint.gguf import GgufFile
@@ -65,7 +62,7 @@ class Checkpoint:
     path: Path  # the directory, or the .gguf file
     config: PreTrainedConfig
     files: tuple[Path, ...]  # all weight files
-    tensors: dict[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor]
     gguf: GgufFile | None = None
 
     def names(self) -> list[str]:
@@ -78,7 +75,7 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored(name).shape
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name: str) -> Dtype:
         """The dtype `read` returns: the stored one, or float32 for everything in a GGUF file."""
         return self._stored(name).dtype
 
@@ -205,19 +202,12 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
 
 def _not_a_model(path: Path) -> str:
     if any(fnmatch(path.name, pattern) for pattern in PICKLES):
-        return _pickled(str(path), path.name)
+        return pickled(str(path), path.name)
     expected = "a model directory, a .gguf file or a hub id is expected"
     hint = (
         "name the directory that holds it" if path.suffix in (".safetensors", ".json") else "check the path"
     )
     return f"{path} is a file, but {expected}; {hint}."
-
-
-def _pickled(place: str, name: str) -> str:
-    return (
-        f"{place} has only pickled weights ({name}), which anybit does not read because a pickle can run "
-        "code; convert it with Transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
-    )
 
 
 def _sole_gguf(folder: Path) -> Path | None:
@@ -237,66 +227,19 @@ def _open_directory(source: str, folder: Path) -> Checkpoint:
     check_files(folder)
     check_generation(folder)
     raw = read_config(folder)
-    shards = _find_shards(folder)
-    stored = {file: read_safetensors_header(file) for file in sorted(set(shards.values()))}
-    if not shards:
-        stored = {folder / "model.safetensors": read_safetensors_header(folder / "model.safetensors")}
-    _check_index(shards, stored)
-    tensors = {
-        name: tensor
-        for file, held in stored.items()
-        for name, tensor in held.items()
-        if not shards or shards.get(name) == file
-    }
+    return described(source, folder, raw, *read_headers(folder))
+
+
+def described(
+    source: str, folder: Path, raw: Json, files: tuple[Path, ...], tensors: Mapping[str, StoredTensor]
+) -> Checkpoint:
+    """The model of a directory, from its config.json, `raw`, and what its weight files hold.
+
+    Raises:
+        InputError: a configuration that is none, or that of other weights.
+    """
     check_counts(f"{folder}/config.json", raw, tensors.values())
-    config = load_config(source, folder)
-    return Checkpoint(source, folder, config, tuple(stored), tensors)
-
-
-def _find_shards(folder: Path) -> dict[str, Path]:
-    """`{tensor name: shard}` from the index; empty if the model is one `model.safetensors`."""
-    if (folder / "model.safetensors").is_file():
-        return {}
-    index = folder / INDEX
-    if not index.is_file():
-        raise InputError(_no_weights(folder))
-    weight_map = read_json(index, INDEX_LIMIT).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{index} has no weight_map; download it again.")
-    for name, file in weight_map.items():
-        shard = isinstance(file, str) and re.fullmatch(r"[\w-][\w. -]*\.safetensors", file)
-        if not shard or len(file.encode()) > NAME_BYTES:
-            raise InputError(
-                f"{index}: {name!r} points to {file!r}, but the name of a .safetensors file in the same "
-                "directory is expected; download the index again."
-            )
-    missing = sorted({file for file in weight_map.values() if not (folder / file).is_file()})
-    if missing:
-        raise InputError(
-            f"{folder} lacks {len(missing)} of {len(set(weight_map.values()))} shards, the first is "
-            f"{missing[0]}; download the missing ones."
-        )
-    return {name: folder / file for name, file in weight_map.items()}
-
-
-def _no_weights(folder: Path) -> str:
-    pickles = [file.name for pattern in PICKLES for file in sorted(folder.glob(pattern))]
-    if pickles:
-        return _pickled(str(folder), pickles[0])
-    others = sorted(file.name for file in folder.glob("*.safetensors"))
-    found = f"only {others[0]}" if others else "no weights"
-    return (
-        f"{folder} holds {found}, but model.safetensors or model.safetensors.index.json with its shards is "
-        "expected; download the whole model (an adapter must be merged into its base first)."
-    )
-
-
-def _check_index(shards: dict[str, Path], stored: dict[Path, dict[str, StoredTensor]]) -> None:
-    for name, file in shards.items():
-        if name not in stored[file]:
-            raise InputError(
-                f"{file} lacks the tensor {name!r} that the index places there; download it again."
-            )
+    return Checkpoint(source, folder, load_config(source, folder), files, tensors)
 
 
 # ---- GGUF
@@ -319,9 +262,7 @@ def _open_gguf(source: str, path: Path) -> Checkpoint:
         config = load_config(source, summary)
     config.name_or_path = str(path.parent)
     tensors = {
-        name: StoredTensor(
-            gguf.tensors[own].shape, torch.float32, partial(gguf_reader.read_tensor, gguf, own)
-        )
+        name: StoredTensor(gguf.tensors[own].shape, Dtype.F32, partial(gguf_reader.read_tensor, gguf, own))
         for name, own in gguf_reader.hf_names(gguf).items()
     }
     check_counts(str(path), config.to_dict(), tensors.values(), "its header is damaged: download it again.")

@@ -7,12 +7,12 @@ caches, other models. One sequence is made here, token by token, so only what is
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
-
 from anybit.checkpoint.files import cause, read_json
+from anybit.config import Json
 from anybit.errors import InputError
 
 # What changes how the next token is drawn: the least and the largest value that has a meaning.
@@ -30,6 +30,8 @@ def check_generation(folder: Path) -> None:
     if not (folder / "generation_config.json").exists():
         return
     read_json(folder / "generation_config.json")
+    from transformers import GenerationConfig  # which takes seconds
+
     try:
         GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
@@ -39,21 +41,25 @@ def check_generation(folder: Path) -> None:
         ) from error
 
 
-def for_one_sequence(
-    source: str, stored: GenerationConfig | None, vocabulary: int | None
-) -> GenerationConfig:
+def read_generation(folder: Path) -> Json:
+    """What the file of a folder says; nothing where there is none."""
+    path = folder / "generation_config.json"
+    return read_json(path) if path.exists() else {}
+
+
+def for_one_sequence(source: str, stored: Mapping[str, Any], vocabulary: int | None) -> Json:
     """What of a generation config counts where one sequence is made.
 
     Args:
         source: the model, as errors name it.
-        stored: the config that came with it; None: there is none.
+        stored: the fields of the config that came with it.
         vocabulary: how many tokens the model has; None: unknown.
 
     Raises:
         InputError: tokens that the model does not have, or numbers without a meaning.
     """
-    kept: dict[str, Any] = {}
-    stops = getattr(stored, "eos_token_id", None)
+    kept: Json = {}
+    stops = stored.get("eos_token_id")
     for token in stops if isinstance(stops, list) else [] if stops is None else [stops]:
         if type(token) is not int or not 0 <= token < (vocabulary or math.inf):
             raise InputError(
@@ -62,7 +68,7 @@ def for_one_sequence(
             )
         kept["eos_token_id"] = stops
     for name, (least, most) in DRAWING.items():
-        value = getattr(stored, name, None)
+        value = stored.get(name)
         if value is None:
             continue
         if type(value) not in (int, type(most)) or not least <= value <= most:
@@ -71,4 +77,4 @@ def for_one_sequence(
                 "file that belongs to the model"
             )
         kept[name] = value
-    return GenerationConfig(**kept)
+    return kept

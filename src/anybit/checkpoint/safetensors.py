@@ -12,19 +12,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from anybit.checkpoint.files import parse_object, regular_size, unique_keys
 from anybit.config import Json
 from anybit.errors import InputError
+from anybit.formats.dtypes import Dtype
+from anybit.lazy import Tensor, torch
 
 HEADER_LIMIT = 100_000_000  # bytes of a safetensors header, as in the reference implementation
-DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool},
-    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
-}
+ALIGNMENT = 64  # bytes: where a tensor's memory begins, as kernels like it
 
 
 @dataclass(frozen=True)
@@ -32,11 +29,18 @@ class StoredTensor:
     """A tensor that lies in a file, checked."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype  # of what `load` returns
-    load: Callable[..., torch.Tensor]  # reads it; from safetensors files also `shape=` of a beginning
+    dtype: Dtype
+    load: Callable[..., Tensor]  # reads it; from safetensors files also `shape=` of a beginning
 
 
-def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
+@dataclass(frozen=True)
+class SafeTensor(StoredTensor):
+    """One of a safetensors file, which is read with NumPy, too."""
+
+    array: Callable[..., np.ndarray]  # its bytes as `dtype.numpy`; `shape=` of a beginning
+
+
+def read_safetensors_header(path: Path) -> dict[str, SafeTensor]:
     """All tensors of a file in file order, checked against its size; no tensor is read.
 
     Raises `InputError` for anything the safetensors format forbids: see `_place`.
@@ -68,16 +72,17 @@ def _check_metadata(path: Path, metadata: Any) -> None:
         raise _bad(path, "__metadata__ is not an object of strings")
 
 
-def _place(path: Path, header: Json, start: int, size: int) -> dict[str, StoredTensor]:
+def _place(path: Path, header: Json, start: int, size: int) -> dict[str, SafeTensor]:
     """Tensors by ascending offset; they must fill the data section without gap or overlap."""
     spans = sorted((*_check_entry(path, name, entry), name) for name, entry in header.items())
-    tensors, position = {}, 0
+    tensors: dict[str, SafeTensor] = {}
+    position = 0
     for begin, end, name in spans:
         if begin != position:
             raise _bad(path, f"tensor {name!r} begins at {begin}, but the one before it ends at {position}")
-        shape, dtype = tuple(header[name]["shape"]), DTYPES[header[name]["dtype"]]
-        load = partial(_read_span, path, start + begin, dtype, shape=shape)
-        tensors[name], position = StoredTensor(shape, dtype, load), end
+        shape, dtype = tuple(header[name]["shape"]), Dtype[header[name]["dtype"]]
+        read = partial(_read_span, path, start + begin, dtype, shape=shape)
+        tensors[name], position = SafeTensor(shape, dtype, partial(_tensor, read, dtype), read), end
     if start + position != size:
         cut = " (an interrupted download?)" if start + position > size else ""
         raise _bad(path, f"its tensors end at byte {start + position}, but the file has {size}{cut}")
@@ -89,16 +94,16 @@ def _check_entry(path: Path, name: str, entry: Any) -> tuple[int, int]:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _bad(path, f"tensor {name!r} has not just the fields dtype, shape and data_offsets")
     shape, offsets = entry["shape"], entry["data_offsets"]
-    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in Dtype.__members__:
         raise InputError(
-            f"{path}: tensor {name!r} has the dtype {entry['dtype']!r}, but {', '.join(DTYPES)} are read; "
+            f"{path}: tensor {name!r} has the dtype {entry['dtype']!r}, but {', '.join(Dtype.__members__)} are read; "
             "use the model in one of these."
         )
     if not _sizes(shape) or len(shape) > 8 or not _sizes(offsets) or len(offsets) != 2:
         raise _bad(
             path, f"tensor {name!r} has the impossible shape {str(shape)[:80]} or offsets {str(offsets)[:80]}"
         )
-    n_bytes = prod(shape) * DTYPES[entry["dtype"]].itemsize
+    n_bytes = prod(shape) * Dtype[entry["dtype"]].itemsize
     if offsets[1] - offsets[0] != n_bytes:
         raise _bad(path, f"tensor {name!r} needs {n_bytes} bytes, but has the data_offsets {offsets}")
     return offsets[0], offsets[1]
@@ -109,10 +114,12 @@ def _sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**48 for value in values)
 
 
-def _read_span(path: Path, begin: int, dtype: torch.dtype, *, shape: tuple[int, ...]) -> torch.Tensor:
+def _read_span(path: Path, begin: int, dtype: Dtype, *, shape: tuple[int, ...]) -> np.ndarray:
     """Read a tensor into fresh memory: no mapping of the file stays behind."""
-    raw = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
-    rest = raw.numpy().data
+    size = prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    raw = raw[-raw.ctypes.data % ALIGNMENT :][:size]
+    rest = raw.data
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(begin)
@@ -124,4 +131,9 @@ def _read_span(path: Path, begin: int, dtype: torch.dtype, *, shape: tuple[int, 
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); check the disk.") from error
     # Any byte but 0 and 1 would be an invalid bool.
-    return (raw.ne(0) if dtype == torch.bool else raw.view(dtype)).reshape(shape)
+    return (raw != 0 if dtype is Dtype.BOOL else raw.view(dtype.numpy)).reshape(shape)
+
+
+def _tensor(read: Callable[..., np.ndarray], dtype: Dtype, **shape: tuple[int, ...]) -> Tensor:
+    """What `read` gives, as a tensor."""
+    return torch.from_numpy(read(**shape)).view(dtype.torch)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from anybit.checkpoint.files import cause, check_files
 from anybit.errors import InputError
+from anybit.lazy import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def read_tokenizer(source: str, folder: Path | str, **extra: Any) -> PreTrainedTokenizerBase:
@@ -27,6 +28,8 @@ def read_tokenizer(source: str, folder: Path | str, **extra: Any) -> PreTrainedT
     """
     if Path(folder).is_dir():
         check_files(Path(folder))
+    from transformers import AutoTokenizer  # which takes seconds
+
     with _in_words(f"{source} has no usable tokenizer", "put its tokenizer files beside the weights"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **extra)
 

@@ -77,6 +77,7 @@ def evaluate(
     """
     check_writable(json_file)
     asked = on.asked() | tasks.asked() | level.asked() | running.asked()
+    set_threads(running.threads)
     from anybit.evaluation.measure import evaluate as measure
 
     with reporting() as report:

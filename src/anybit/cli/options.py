@@ -106,8 +106,8 @@ class Running:
     ] = None
 
     def asked(self) -> Json:
-        """As `anybit.evaluate` takes it; the threads are set."""
-        set_threads(self.threads)
+        """As `anybit.evaluate` and `anybit.generate.Generator` take it."""
+        check_threads(self.threads)
         names = ("codebook_precision", "kv_bits", "engine", "threads", "dtype", "device")
         asked = {name: getattr(self, name) for name in names}
         return {name: value for name, value in asked.items() if value is not None}
@@ -204,18 +204,23 @@ def check_writable(file: Path | None) -> None:
         )
 
 
-def set_threads(threads: int | None) -> None:
-    if threads is None:
-        return
+def check_threads(threads: int | None) -> None:
+    """Refuse threads by the thousand."""
     processors = os.cpu_count() or 1
     most = THREADS_PER_PROCESSOR * processors
-    if threads > most:
+    if threads is not None and threads > most:
         raise InputError(
             f"--threads {threads}: this machine has {processors} processors; give at most {most}"
         )
-    import torch
 
-    torch.set_num_threads(threads)
+
+def set_threads(threads: int | None) -> None:
+    """Let PyTorch have so many threads."""
+    check_threads(threads)
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
 
 
 def given(**options: Any) -> Json:

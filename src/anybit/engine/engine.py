@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from anybit.artifact.levels import Budget
-from anybit.checkpoint.architectures import max_positions
 from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, encode
-from anybit.engine.description import (
-    Matrices,
-    Unsupported,
-    at_precision,
-    check_tokenizer,
-    describe,
-    in_words,
-    levels,
-)
+from anybit.engine.description import Unsupported, describe
 from anybit.engine.filler import fill
+from anybit.engine.opening import open_source
 from anybit.engine.pages import Pages, free_memory
 from anybit.engine.sampling import Drawn, Sampler, Sampling
-from anybit.engine.text import TextStream
+from anybit.engine.source import Source, in_words
+from anybit.engine.text import TextStream, check_tokenizer
 from anybit.engine.threads import default_threads
-from anybit.errors import InputError
+from anybit.errors import InputError, refuse_unknown
 from anybit.formats.levels import largest
 from anybit.kernels import cpu
-from anybit.kernels.dispatch import check_precision
-from anybit.loader import load, load_tokenizer
+from anybit.kernels.cpu_layer import check_precision
 from anybit.progress import SILENT, Silent
 
 Tokens = npt.NDArray[np.int32]
@@ -118,42 +109,46 @@ class Engine:
         **at: Unpack[Budget],
     ) -> None:
         check_precision(codebook_precision)
+        refuse_unknown(at, Budget)
         if not cpu.available():
             raise Unsupported(cpu.why_not() or "there is no native extension")
-        loaded = model
-        if isinstance(model, str | Path):
-            loaded = load(model, codebook_precision=codebook_precision, report=report, **at)
-            tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        self.name = str(loaded.name_or_path or "the model") if loaded is model else str(model)
         self.threads = default_threads() if threads is None else threads
-        self.kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
-        if self.kv_bits not in KV_BITS:
-            raise Unsupported(
-                f"a KV-cache of {self.kv_bits} bits; the engine has {', '.join(map(str, KV_BITS))}"
-            )
-        if isinstance(model, str | Path):
-            check_tokenizer(tokenizer)
-        self.tokenizer, self.codebook_precision = tokenizer, codebook_precision
-        with at_precision(loaded, codebook_precision), in_words():
-            self._take(loaded, context)
-        self._process, threads_before = os.getpid(), torch.get_num_threads()
-        if threads_before > 1:  # its own would spin beside the engine's
-            torch.set_num_threads(1)
-            weakref.finalize(self, torch.set_num_threads, threads_before)
+        self.codebook_precision, self._process = codebook_precision, os.getpid()
+        source = open_source(model, tokenizer, at, (codebook_precision, self.threads), report)
+        self.name, self.tokenizer = source.name, source.tokenizer
+        self.kv_bits = source.kv_bits if kv_bits is None else kv_bits
+        try:
+            if self.kv_bits not in KV_BITS:
+                there = ", ".join(map(str, KV_BITS))
+                raise Unsupported(f"a KV-cache of {self.kv_bits} bits; the engine has {there}")
+            with in_words():
+                self._take(source, context)
+        except BaseException:
+            source.restore()
+            raise
+        self._rest_pytorch()
 
-    def _take(self, loaded: Any, context: int | None) -> None:
-        """Make the decoder and its cache of a loaded model, which keeps its weights until nothing can refuse it."""
-        description = describe(loaded)
+    def _rest_pytorch(self) -> None:
+        """Where PyTorch is there, let it have one thread as long as the engine lives: its own would spin beside."""
+        torch = sys.modules.get("torch")
+        threads = 1 if torch is None else torch.get_num_threads()
+        if torch is not None and threads > 1:
+            torch.set_num_threads(1)
+            weakref.finalize(self, torch.set_num_threads, threads)
+
+    def _take(self, source: Source, context: int | None) -> None:
+        """Make the decoder and its cache of a model, which keeps its weights until nothing can refuse it."""
+        description = describe(source.config, source.tensor)
         self.vocabulary: int = description["vocabulary"]
         self._decoder = cpu._native.Decoder(description, self.codebook_precision == "int8")
-        self._matrices, self._levels = Matrices(loaded), levels(loaded)
+        self._source = source
         self._bound: dict[int, int] = {}  # levels that the decoder has, by number
-        self._level(len(self._levels) - 1)
-        stored = getattr(loaded, "generation_config", None)
-        self.generation = for_one_sequence(self.name, stored, self.vocabulary)
-        self._drawing = {name: getattr(stored, name, None) for name in ("do_sample", "temperature")}
-        self.context = self._make_cache(description, max_positions(loaded) or NO_CONTEXT, context)
-        self._matrices.release()
+        self._level(len(source.levels) - 1)
+        self.generation = for_one_sequence(self.name, source.generation, self.vocabulary)
+        self._drawing = {name: source.generation.get(name) for name in ("do_sample", "temperature")}
+        reached = source.config["max_position_embeddings"] or NO_CONTEXT
+        self.context = self._make_cache(description, reached, context)
+        source.release()
 
     def _make_cache(self, description: dict[str, Any], reached: int, wanted: int | None) -> int:
         """Make the KV-cache; returns how many tokens a text may have."""
@@ -168,7 +163,7 @@ class Engine:
             )
         context = min(reached, fits) if wanted is None else wanted
         if context < 1:
-            raise InputError(f"no memory for a KV-cache: a page of {page} tokens takes {needed} bytes")
+            raise Unsupported(f"no memory for a KV-cache: a page of {page} tokens takes {needed} bytes")
         self._cache = cpu._native.KvCache(*sizes, self.kv_bits, -(-context // page))
         self._cache_sizes = sizes
         self._pages = Pages(self._cache.pages, page)
@@ -179,12 +174,14 @@ class Engine:
     @property
     def widths(self) -> list[float]:
         """The average widths that the model can run at, ascending."""
-        return [bits for bits, _ in self._levels]
+        return [bits for bits, _ in self._source.levels]
 
     def _level(self, index: int) -> int:
         """The decoder's number of a level, which it gets when it is first asked for: nothing is copied."""
         if index not in self._bound:
-            self._bound[index] = self._decoder.add_level(*self._matrices.at(self._levels[index][1]))
+            self._bound[index] = self._decoder.add_level(
+                *self._source.matrices(self._source.levels[index][1])
+            )
         return self._bound[index]
 
     def _level_of(self, bits: float | None) -> int:
@@ -381,7 +378,7 @@ class Engine:
 
     def default_sampling(self, **changes: Any) -> Sampling:
         """What generation_config.json asks for."""
-        return Sampling.from_generation_config(self.generation.to_dict() | self._drawing | changes)
+        return Sampling.from_generation_config(self.generation | self._drawing | changes)
 
     def how(self) -> str:
         """How it computes, in a line."""
@@ -394,7 +391,7 @@ class Engine:
     @property
     def _ends(self) -> set[int]:
         """Tokens that end a text."""
-        ends = self.generation.eos_token_id
+        ends = self.generation.get("eos_token_id")
         if ends is None:
             ends = self.tokenizer.eos_token_id
         return set(ends) if isinstance(ends, list) else set() if ends is None else {ends}

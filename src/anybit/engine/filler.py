@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from anybit.config import Json
+from anybit.engine.source import plain_layer
+from anybit.formats.dtypes import Dtype
 from anybit.kernels import cpu
 
 if TYPE_CHECKING:
@@ -46,12 +47,11 @@ def fill(
 
 def _decoder(blocks: int, kv_heads: int, head_size: int) -> tuple[_native.Decoder, int]:
     """A decoder with keys and values of some sizes and hardly anything else; its blocks share their matrices."""
-    random, norm = torch.Generator().manual_seed(0), torch.ones(WIDTH)
+    random, norm = np.random.default_rng(0), np.ones(WIDTH, np.float32)
 
     def layer(out: int, columns: int) -> _native.Layer:
-        values = torch.randn(out, columns, generator=random) / columns**0.5
-        layout = {"shape": [out, columns], "tiles": [{"format": "float16"}]}
-        return cpu._native.Layer(layout, {"values": values.bfloat16()})
+        values = random.standard_normal((out, columns)) / columns**0.5
+        return plain_layer("a matrix", values.astype(np.float16), Dtype.F16)
 
     numbers = kv_heads * head_size
     description: Json = {

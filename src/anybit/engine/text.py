@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from anybit.engine.description import Unsupported
 from anybit.errors import InputError
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders give for bytes that are no character, or not yet
@@ -100,6 +102,18 @@ class TextStream:
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
+
+
+def check_tokenizer(tokenizer: Any) -> Tokenizer:
+    """What decodes a tokenizer's tokens.
+
+    Raises:
+        Unsupported: there is none, or it is none of the library tokenizers.
+    """
+    found = getattr(tokenizer, "backend_tokenizer", None)
+    if found is None:
+        raise Unsupported("its tokenizer is none of the library tokenizers, or was not given")
+    return found
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -13,14 +13,14 @@ from anybit.artifact.levels import Budget
 from anybit.artifact.sizes import inspect
 from anybit.calibration import texts
 from anybit.checkpoint.architectures import is_encoder, max_positions
-from anybit.config import Json
+from anybit.config import Json, check_kv_bits
 from anybit.engine.engine import Engine
 from anybit.errors import InputError, enough_memory, refuse_unknown
 from anybit.evaluation import embeddings
 from anybit.evaluation import perplexity as evaluation
 from anybit.evaluation.native import NativeModel
 from anybit.kernels.dispatch import check_device
-from anybit.kv_cache import check_kv_bits, quantized_attention
+from anybit.kv_cache import quantized_attention
 from anybit.loader import config_of, load, load_tokenizer, opened
 from anybit.progress import SILENT, Silent
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Protocol, Self
 
-import torch
-from torch import Tensor
-
 from anybit.config import Json
 from anybit.errors import InputError
+from anybit.formats.dtypes import Dtype
+from anybit.lazy import Tensor, torch
 
-Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # field -> dtype and shape
+Fields = dict[str, tuple[Dtype, tuple[int, ...]]]  # field -> dtype and shape
 Refuse = Callable[[str], None]  # raises InputError with a reason
 MAX_UINT16 = 65536  # input channels that 16-bit column indices reach
 PLACE = ("rows", "cols")  # fields of a layout that say where a tile lies
@@ -156,9 +155,9 @@ def check_finite(field: str, tensors: Mapping[str, Tensor], refuse: Refuse) -> N
         refuse(f"{field} holds NaN or Inf")
 
 
-def index_type(size: int) -> torch.dtype:
+def index_type(size: int) -> Dtype:
     """What numbers below `size` are stored as."""
-    return torch.uint16 if size <= MAX_UINT16 else torch.int32
+    return Dtype.U16 if size <= MAX_UINT16 else Dtype.I32
 
 
 def index(values: Tensor, size: int) -> Tensor:

@@ -3,9 +3,7 @@ groups of input channels that share a scale."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+from anybit.lazy import Tensor, functional, torch
 
 PACKED_WIDTHS = (2, 4, 8)  # packed along `in`; every other width is stored as bitplanes
 ROW_ALIGN = 16  # bytes: rows of packed codes start where a vector load likes them

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from anybit.config import CODEBOOK_BITS
 from anybit.formats.base import Fields, Refuse, TileLayout, check_finite, count, is_int
 from anybit.formats.bits import pack_bits, pack_planes, row_bytes, unpack_bits, unpack_planes
+from anybit.formats.dtypes import Dtype
+from anybit.lazy import Tensor, torch
 
 
 def decode_table(table: Tensor, scale: Tensor | None, minimum: Tensor | None) -> Tensor:
@@ -59,15 +58,15 @@ class CodebookLayout(TileLayout):
 
     def fields(self, r: int, c: int) -> Fields:
         n, m = self.tables(r, c)
-        fields: Fields = {"planes": (torch.uint32, (int(self.bits), n, -(-m // 32)))}
+        fields: Fields = {"planes": (Dtype.U32, (int(self.bits), n, -(-m // 32)))}
         for width in self.widths:
             entries = self.entries(width, m)
             if self.table_bits == 16:
-                fields[f"codebook_{width}"] = (torch.float16, (n, entries))
+                fields[f"codebook_{width}"] = (Dtype.F16, (n, entries))
             else:
-                fields[f"codebook_{width}"] = (torch.uint8, (n, row_bytes(entries, self.table_bits, 1)))
+                fields[f"codebook_{width}"] = (Dtype.U8, (n, row_bytes(entries, self.table_bits, 1)))
         if self.table_bits != 16:
-            fields |= {"codebook_scale": (torch.float16, (n,)), "codebook_min": (torch.float16, (n,))}
+            fields |= {"codebook_scale": (Dtype.F16, (n,)), "codebook_min": (Dtype.F16, (n,))}
         return fields
 
     def read_table(self, tensors: Mapping[str, Tensor], width: int, m: int) -> Tensor:

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from anybit.formats.base import Fields, Refuse, TileLayout, check_finite, count
+from anybit.formats.dtypes import Dtype
+from anybit.lazy import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,7 @@ class Float16Layout(TileLayout):
         return 0
 
     def fields(self, r: int, c: int) -> Fields:
-        return {"values": (torch.float16, (r, c))}
+        return {"values": (Dtype.F16, (r, c))}
 
     def read(self, tensors: Mapping[str, Tensor], r: int, c: int) -> Float16:
         return Float16(tensors["values"], tensors.get("rows"), tensors.get("cols"))

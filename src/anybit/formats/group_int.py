@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from anybit.config import MAX_GROUP
 from anybit.formats.base import Fields, Refuse, TileLayout, check_finite, count, is_int
 from anybit.formats.bits import code_align, groups_of, pack_codes, packed_shape, unpack_codes
+from anybit.formats.dtypes import Dtype
+from anybit.lazy import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +35,13 @@ class GroupIntLayout(TileLayout):
     def fields(self, r: int, c: int) -> Fields:
         bits, groups = int(self.bits), groups_of(c, self.group_size)
         fields: Fields = {
-            "codes": (torch.uint8, packed_shape(r, c, bits, code_align(bits))),
-            "scales": (torch.float16, (r, groups)),
+            "codes": (Dtype.U8, packed_shape(r, c, bits, code_align(bits))),
+            "scales": (Dtype.F16, (r, groups)),
         }
         if not self.symmetric:
-            fields["zeros"] = (torch.uint8, packed_shape(r, groups, bits, 1))
+            fields["zeros"] = (Dtype.U8, packed_shape(r, groups, bits, 1))
         if self.rounds_inputs:
-            fields["act_scales" if self.act_static else "act_clip"] = (torch.float16, (groups,))
+            fields["act_scales" if self.act_static else "act_clip"] = (Dtype.F16, (groups,))
         return fields
 
     def read(self, tensors: Mapping[str, Tensor], r: int, c: int) -> GroupInt:

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import torch
-
 from anybit.config import Json
 from anybit.errors import InputError
 from anybit.formats import FORMATS, Sparse, TileLayout
 from anybit.formats.base import Fields, Refuse, is_int
+from anybit.formats.dtypes import Dtype
 
 QUANT_METHOD = "anybit"  # what config.json calls us
 FORMAT_VERSION = 2  # of the stored bytes and their description
@@ -55,14 +54,14 @@ class LayerLayout:
         stored: Fields = {}
         for tile in self.placed():
             fields = tile.layout.fields(tile.rows, tile.columns)
-            fields |= {} if tile.layout.rows is None else {"rows": (torch.int32, (tile.rows,))}
-            fields |= {} if tile.layout.cols is None else {"cols": (torch.int32, (tile.columns,))}
+            fields |= {} if tile.layout.rows is None else {"rows": (Dtype.I32, (tile.rows,))}
+            fields |= {} if tile.layout.cols is None else {"cols": (Dtype.I32, (tile.columns,))}
             stored |= {tile.prefix + field: entry for field, entry in fields.items()}
         if self.sparse is not None:
             fields = Sparse.fields(self.sparse, self.shape)
             stored |= {f"sparse.{field}": entry for field, entry in fields.items()}
         if self.input_scale:
-            stored["input_scale"] = (torch.float16, (self.shape[1],))
+            stored["input_scale"] = (Dtype.F16, (self.shape[1],))
         return stored
 
     @property

@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from anybit.formats import tables as shapes
 from anybit.formats.base import (
     Fields,
@@ -21,6 +18,8 @@ from anybit.formats.base import (
     wide_index,
 )
 from anybit.formats.bits import PLANE_ALIGN, groups_of, pack_bits, row_bytes, unpack_bits
+from anybit.formats.dtypes import Dtype
+from anybit.lazy import Tensor, torch
 
 CODED_PLANES = range(2, 5)  # that files may hold entropy-coded: the first is a sign, those below are noise
 MAX_CODED = 1 << 40  # bytes of a stream
@@ -47,18 +46,18 @@ class NestedLayout(TileLayout):
     def fields(self, r: int, c: int) -> Fields:
         fields: Fields = {
             "order": (index_type(r), (r,)),
-            "scales": (torch.float16, (r,)),
-            "shapes": (torch.uint8, (row_bytes(r, 4, 1),)),
+            "scales": (Dtype.F16, (r,)),
+            "shapes": (Dtype.U8, (row_bytes(r, 4, 1),)),
         }
         if self.kept:
             fields["kept"] = (index_type(c), (self.kept,))
-            fields["kept_values"] = (torch.float16, (r, self.kept))
+            fields["kept_values"] = (Dtype.F16, (r, self.kept))
         words = groups_of(self.coded(c), 32)
-        planes: Fields = {f"plane_{p}": (torch.uint32, (n, words)) for p, n in enumerate(self.counts, 1)}
+        planes: Fields = {f"plane_{p}": (Dtype.U32, (n, words)) for p, n in enumerate(self.counts, 1)}
         if self.coded_bytes is not None:
             coded = {f"plane_{p}" for p in CODED_PLANES}
             planes = {field: entry for field, entry in planes.items() if field not in coded}
-            planes["coded"] = (torch.uint8, (self.coded_bytes,))
+            planes["coded"] = (Dtype.U8, (self.coded_bytes,))
         return fields | planes
 
     def expanded(self) -> NestedLayout:

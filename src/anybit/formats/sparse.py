@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-from torch import Tensor
-
 from anybit.formats.base import MAX_UINT16, Fields, Refuse, check_finite, to_half
+from anybit.formats.dtypes import Dtype
+from anybit.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,11 @@ class Sparse:
 
     @staticmethod
     def fields(n: int, shape: tuple[int, int]) -> Fields:
-        index = torch.uint16 if shape[1] <= MAX_UINT16 else torch.uint32
+        index = Dtype.U16 if shape[1] <= MAX_UINT16 else Dtype.U32
         return {
-            "values": (torch.float16, (n,)),
+            "values": (Dtype.F16, (n,)),
             "columns": (index, (n,)),
-            "row_ptr": (torch.int32, (shape[0] + 1,)),
+            "row_ptr": (Dtype.I32, (shape[0] + 1,)),
         }
 
     @staticmethod

@@ -13,8 +13,8 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from anybit.lazy import Tensor, torch
 
 EXPONENTS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 1.8, 2.0, 2.4, 3.0, 4.0, 6.0)
 BITS = 8
@@ -23,9 +23,15 @@ TAIL = 60.0  # densities are cut where they fall below exp(-TAIL)
 
 
 @cache
-def tables() -> Tensor:
+def entries() -> np.ndarray:
     """All entries, float32 [shapes, 2 + 4 + ... + 256], each a float16 number; width b begins at 2**b - 2."""
-    return torch.stack([torch.cat(_shape(exponent)) for exponent in EXPONENTS])
+    return np.stack([np.concatenate(_shape(exponent)) for exponent in EXPONENTS])
+
+
+@cache
+def tables() -> Tensor:
+    """The same as a tensor."""
+    return torch.from_numpy(entries())
 
 
 def table(bits: int) -> Tensor:
@@ -33,7 +39,7 @@ def table(bits: int) -> Tensor:
     return tables()[:, 2**bits - 2 : 2 ** (bits + 1) - 2]
 
 
-def _shape(exponent: float) -> list[Tensor]:
+def _shape(exponent: float) -> list[np.ndarray]:
     """Entries by width, from 1 to 8 bits."""
     x = np.linspace(0, 1, POINTS) ** 3 * TAIL ** (1 / exponent)
     density = np.exp(-(x**exponent))
@@ -51,6 +57,7 @@ def _shape(exponent: float) -> list[Tensor]:
     made = []
     for bits in range(1, BITS + 1):
         step = half >> (bits - 1)
-        entries = np.diff(moment[::step]) / np.diff(mass[::step])
-        made.append(torch.from_numpy(np.concatenate([-entries[::-1], entries])).half().float())
+        means = np.diff(moment[::step]) / np.diff(mass[::step])
+        halves = np.concatenate([-means[::-1], means]).astype(np.float32).astype(np.float16)
+        made.append(halves.astype(np.float32))
     return made

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from anybit.formats.base import Fields, Refuse, TileLayout, check_finite, is_int
 from anybit.formats.bits import groups_of, pack_bits, row_bytes, unpack_bits
+from anybit.formats.dtypes import Dtype
+from anybit.lazy import Tensor, torch
 
 BLOCK = 16  # input channels that have one width in a "two_four" tile
 SECOND_GROUP = 16  # output rows whose scales share a second-order grid
@@ -33,26 +32,26 @@ class TwoFourLayout(TileLayout):
     def fields(self, r: int, c: int) -> Fields:
         narrow, size = self.narrow, self.group_size
         wide, groups, parts = c - narrow, TwoFour.groups(narrow, size), groups_of(r, SECOND_GROUP)
-        fields: Fields = {"blocks": (torch.uint8, (row_bytes(groups_of(c, BLOCK), 1, 1),))}
+        fields: Fields = {"blocks": (Dtype.U8, (row_bytes(groups_of(c, BLOCK), 1, 1),))}
         if narrow:
-            fields["scale_scales"] = (torch.float16, (parts, groups))
-            fields["scale_zeros"] = (torch.uint8, (parts, row_bytes(groups, 4, 1)))
+            fields["scale_scales"] = (Dtype.F16, (parts, groups))
+            fields["scale_zeros"] = (Dtype.U8, (parts, row_bytes(groups, 4, 1)))
         if wide:
-            fields["wide_scales"] = (torch.float16, (r,))
-            fields["wide_zeros"] = (torch.uint8, (row_bytes(r, 4, 1),))
+            fields["wide_scales"] = (Dtype.F16, (r,))
+            fields["wide_zeros"] = (Dtype.U8, (row_bytes(r, 4, 1),))
         if TwoFour.is_aligned(narrow, c, size):
             units = wide // BLOCK
             return fields | {
-                "codes": (torch.uint8, (r, units, 16)),
-                "rest": (torch.uint8, (r, units, 4)),
-                "grids": (torch.uint16, (r, units)),
+                "codes": (Dtype.U8, (r, units, 16)),
+                "rest": (Dtype.U8, (r, units, 4)),
+                "grids": (Dtype.U16, (r, units)),
             }
         if narrow:
-            fields["narrow_codes"] = (torch.uint8, (r, row_bytes(narrow, 2, 4)))
-            fields["zeros"] = (torch.uint8, (r, row_bytes(groups, 2, 1)))
-            fields["scale_codes"] = (torch.uint8, (r, row_bytes(groups, 4, 1)))
+            fields["narrow_codes"] = (Dtype.U8, (r, row_bytes(narrow, 2, 4)))
+            fields["zeros"] = (Dtype.U8, (r, row_bytes(groups, 2, 1)))
+            fields["scale_codes"] = (Dtype.U8, (r, row_bytes(groups, 4, 1)))
         if wide:
-            fields["wide_codes"] = (torch.uint8, (r, row_bytes(wide, 4, 4)))
+            fields["wide_codes"] = (Dtype.U8, (r, row_bytes(wide, 4, 4)))
         return fields
 
     def read(self, tensors: Mapping[str, Tensor], r: int, c: int) -> TwoFour:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from anybit.config import Json
 from anybit.formats.base import Fields, TileLayout
+from anybit.formats.dtypes import Dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +16,14 @@ class UnquantizedLayout(TileLayout):
 
     NAME: ClassVar = "dense"
 
-    dtype: torch.dtype
+    dtype: Dtype
 
     @staticmethod
-    def of(dtype: torch.dtype) -> UnquantizedLayout:
+    def of(dtype: Dtype) -> UnquantizedLayout:
         return UnquantizedLayout(bits=8 * dtype.itemsize, dtype=dtype)
 
     def to_json(self) -> Json:
-        return super().to_json() | {"dtype": str(self.dtype).removeprefix("torch.")}
+        return super().to_json() | {"dtype": str(self.dtype)}
 
     def fields(self, r: int, c: int) -> Fields:
         return {"weight": (self.dtype, (r, c))}

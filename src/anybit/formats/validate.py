@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from anybit.errors import InputError
 from anybit.formats import Sparse
 from anybit.formats.base import Refuse
 from anybit.formats.layout import FORMAT_VERSION
 from anybit.formats.weight import PackedWeight
+from anybit.lazy import Tensor, torch
 
 
 def check_version(version: Any) -> None:
@@ -45,9 +43,9 @@ def validate(name: str, packed: PackedWeight) -> None:
         raise InputError(f"{name}.{field} is no tensor of this layer's layout: the artifact is damaged")
     for field, (dtype, shape) in expected.items():
         tensor = packed.tensors[field]
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        if tensor.dtype != dtype.torch or tuple(tensor.shape) != shape:
             raise InputError(
-                f"{name}.{field} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}: "
+                f"{name}.{field} is {tensor.dtype} {list(tensor.shape)}, expected {dtype.torch} {list(shape)}: "
                 "the artifact is damaged"
             )
     _validate_tiling(name, packed)

@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from anybit.formats import Sparse, Tile
 from anybit.formats.layout import LayerLayout, PlacedTile
+from anybit.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class PackedWeight:
             if old is not None and tuple(old.shape) == shape:
                 grown[field] = old
                 continue
-            grown[field] = torch.zeros(shape, dtype=dtype, device=device)
+            grown[field] = torch.zeros(shape, dtype=dtype.torch, device=device)
             if old is not None:
                 grown[field][: len(old)] = old
         return PackedWeight(layout, grown)

@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from anybit.artifact.coded_planes import expand
 from anybit.artifact.config_json import StoredLayers
-from anybit.artifact.enhancements import Enhancements, extend, read_enhancements
+from anybit.artifact.enhancements import Enhancements, levels_upto, read_enhancements
 from anybit.artifact.files import SECTION
 from anybit.checkpoint.architectures import lacks_pooler, refuse_unusable, refuse_unused
 from anybit.checkpoint.files import HASHES
@@ -106,9 +106,18 @@ class AnybitQuantizer(HfQuantizer):
         """Make a loaded base layer what it is with its enhancement layers up to a level.
 
         Raises:
-            InputError: see `enhancements.extend`.
+            InputError: a file that is damaged or does not fit the layers.
         """
-        model.levels, config = extend(model, found, level), self.quantization_config
+        found.check_base()
+        counts = found.counts(level)
+        arrays: dict[str, dict[str, Any]] = {}
+        for name, layout in found.layouts_at(counts[level]).items():
+            if name in counts[level]:
+                module = model.get_submodule(name)
+                module.grow(layout)
+                arrays[name] = {field: tensor.numpy() for field, tensor in module.packed.tensors.items()}
+        found.read_all(counts, arrays, torch.get_num_threads())
+        model.levels, config = levels_upto(found, counts), self.quantization_config
         self._describe(model)
         config.bits = model.levels[-1].bits
         config.__dict__.pop(SECTION, None)  # with its enhancement layers, it is no base layer any more

@@ -1,4 +1,4 @@
-"""The native CPU kernels on torch tensors: what there is, and those that quantize. Layers are in cpu_layer.py.
+"""The native CPU kernels: what there is, and those that quantize. Layers are in cpu_layer.py.
 
 What they compute: kernels/reference.py; how: csrc/.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from anybit.lazy import Tensor, torch
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from anybit import _native
 
     _REASON: str | None = None
@@ -75,7 +76,7 @@ def plane_writer() -> _native.PlaneWriter:
     return _native.PlaneWriter()
 
 
-def plane_reader(coded: Tensor) -> _native.PlaneReader:
+def plane_reader(coded: np.ndarray) -> _native.PlaneReader:
     """What such a stream, uint8 [n], holds."""
     return _native.PlaneReader(coded)
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from anybit import formats
+from anybit.errors import InputError
 from anybit.formats import tables as shapes
 from anybit.formats.layout import LayerLayout
 from anybit.kernels import cpu
+from anybit.lazy import Tensor, torch
 
 if TYPE_CHECKING:
     from anybit import _native
+
+
+CODEBOOK_PRECISIONS = ("fp16", "int8")  # what codebooks by row, and what they meet, are rounded to
 
 
 class Layer:
@@ -26,7 +30,7 @@ class Layer:
 
     Args:
         layout: how the weight is stored.
-        fields: the stored tensors by field.
+        fields: the stored tensors by field; arrays of NumPy do, too, and hold bfloat16 as uint16.
         codebook_precision: "int8" has codebooks by row and nested tiles multiply inputs of 8 bits (a scale per token
             and 32 of them) with centroids of 8 bits (127 steps to the largest of a row), nested rows of 7 and 8 bits
             with centroids of 16. Kept channels stay as they are. That is faster; other tiles are not touched.
@@ -43,7 +47,7 @@ class Layer:
     def __init__(
         self,
         layout: LayerLayout,
-        fields: Mapping[str, Tensor],
+        fields: Mapping[str, Tensor] | Mapping[str, np.ndarray],
         codebook_precision: str = "fp16",
         threads: int | None = None,
         isa: str | None = None,
@@ -52,7 +56,7 @@ class Layer:
         int8 = codebook_precision == "int8"
         tables = _tables(isa, int8) if nested else None
         self.native = cpu._native.Layer(
-            layout.to_json(), dict(fields), int8, tables, cpu.used_threads(threads), isa
+            layout.to_json(), cast(Any, dict(fields)), int8, tables, cpu.used_threads(threads), isa
         )
         self._layout = layout
 
@@ -74,7 +78,7 @@ class Layer:
     def unpack(self, threads: int | None = None) -> dict[str, Tensor]:
         """The stored tensors of the fields `repacked`, of all levels."""
         stored = self._layout.stored_tensors()
-        made = {field: torch.empty(stored[field][1], dtype=stored[field][0]) for field in self.repacked}
+        made = {field: torch.empty(stored[field][1], dtype=stored[field][0].torch) for field in self.repacked}
         self.native.unpack(made, cpu.used_threads(threads))
         return made
 
@@ -89,7 +93,7 @@ class Layer:
             ValueError: wrong dtype, shape or device; a tensor without memory, or with a tangent of forward-mode
                 differentiation.
         """
-        plain = x if type(x) is Tensor else x.as_subclass(Tensor)
+        plain = x if type(x) is torch.Tensor else x.as_subclass(torch.Tensor)
         y = self.native.matmul(plain.resolve_neg().contiguous(), cpu.used_threads(threads))
         if y is None:
             raise ValueError(
@@ -117,8 +121,9 @@ class Layer:
         """
         self.native.product(x, scales, y, add, cpu.used_threads(threads))
 
-    def dequantize(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None, threads: int | None = None) -> Tensor:
         """The matrix that is multiplied with, [out, in]: exact in float32, rounded to nearest even in others."""
+        dtype = torch.float32 if dtype is None else dtype
         direct = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
         out = torch.empty(self._layout.shape, dtype=direct)
         self.native.dequantize(out, cpu.used_threads(threads))
@@ -138,4 +143,15 @@ class Layer:
 @cache
 def _tables(isa: str | None, int8: bool) -> _native.Tables:
     """The tables of nested tiles for the kernels of an instruction set, exact or for inputs of 8 bits."""
-    return cpu._native.Tables(shapes.tables(), isa, int8)
+    return cpu._native.Tables(shapes.entries(), isa, int8)
+
+
+def check_precision(codebook_precision: str) -> str:
+    """The precision as given, where it is one of codebooks.
+
+    Raises:
+        InputError: neither fp16 nor int8.
+    """
+    if codebook_precision not in CODEBOOK_PRECISIONS:
+        raise InputError(f"codebook precision {codebook_precision!r}: expected fp16 or int8")
+    return codebook_precision

@@ -25,7 +25,6 @@ from anybit.kernels import cpu, cpu_layer, gpu, reference
 if TYPE_CHECKING:
     from anybit.kernels.gpu.layer import Layer
 
-CODEBOOK_PRECISIONS = ("fp16", "int8")  # what codebooks by row, and what they meet, are rounded to
 # Formats with native kernels.
 BOUND = (GroupIntLayout, CodebookLayout, Float16Layout, TwoFourLayout, NestedLayout)
 
@@ -54,17 +53,6 @@ def check_device(device: str) -> None:
         raise InputError(f"device {device!r}: expected cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("device 'cuda': PyTorch finds no CUDA here; use cpu")
-
-
-def check_precision(codebook_precision: str) -> str:
-    """The precision as given, where it is one of codebooks.
-
-    Raises:
-        InputError: neither fp16 nor int8.
-    """
-    if codebook_precision not in CODEBOOK_PRECISIONS:
-        raise InputError(f"codebook precision {codebook_precision!r}: expected fp16 or int8")
-    return codebook_precision
 
 
 def _looked_up_by_row(tile: TileLayout) -> bool:

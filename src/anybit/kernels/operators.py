@@ -22,7 +22,8 @@ from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight
-from anybit.kernels.dispatch import BoundWeight, check_precision
+from anybit.kernels.cpu_layer import check_precision
+from anybit.kernels.dispatch import BoundWeight
 
 
 class Owner(Protocol):

@@ -14,11 +14,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from torch import Tensor
 
-from anybit.checkpoint.architectures import joined_layers
 from anybit.formats import NestedLayout
 from anybit.formats.layout import LayerLayout
+from anybit.lazy import Tensor
 from anybit.methods.anybit import BASE_BITS, BITS
 
 STEP = 0.1  # bits from one enhancement layer to the next
@@ -100,6 +99,8 @@ def order(
     numbers = {name: i for i, name in enumerate(losses)}
     gains = {name: -np.diff(loss.double().numpy(), axis=1) for name, loss in losses.items()}
     if whole:
+        from anybit.checkpoint.architectures import joined_layers
+
         units = joined_layers(losses)
         parts = [_whole_steps(unit, numbers, gains, columns) for unit in units]
     else:
