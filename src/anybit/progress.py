@@ -33,7 +33,7 @@ class Silent:
 
 
 class Terminal(Silent):
-    """Bars with an ETA on standard error; where that is no terminal, a line at every tenth of a way that is not short."""
+    """Bars with an ETA on standard error; where that is no terminal, a line at every tenth, unless it is short work."""
 
     def __init__(self) -> None:
         from rich.console import Console

@@ -86,7 +86,7 @@ class StoredModel(Source):
             made, wide = levels_upto(found, counts), found.layouts_at(counts[level])
             with ThreadPoolExecutor(self._how[1]) as pool:
                 base = pool.map(self._expanded, wide, (stored.packed[name] for name in wide))
-                arrays = {n: _grown(held, layout) for (n, layout), held in zip(wide.items(), base)}
+                arrays = {n: grown(held, layout) for (n, layout), held in zip(wide.items(), base)}
             found.read_all(counts, arrays, self._how[1], report.task("loading", level))
             for name, layout in wide.items():
                 self._bind(name, layout, arrays.pop(name))
@@ -127,7 +127,7 @@ class StoredModel(Source):
         return self._plain[name]
 
 
-def _grown(held: Arrays, layout: LayerLayout) -> Arrays:
+def grown(held: Arrays, layout: LayerLayout) -> Arrays:
     """The arrays of a layout that begin with these; what is new of them is zeros."""
     made: Arrays = {}
     for field, (dtype, shape) in layout.stored_tensors().items():
