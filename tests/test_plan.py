@@ -14,6 +14,7 @@ from anybit import plan as plan_module
 from anybit.artifact.contents import Plan
 from anybit.calibration.streaming import StreamedModel
 from anybit.errors import InputError
+from anybit.formats.dtypes import Dtype
 from anybit.plan import check_disk, estimate, make_plan, stored_dtype, widths_for_memory
 from tests import builders
 from tests.builders import MakeModel, opened
@@ -43,7 +44,7 @@ def test_a_plan_accounts_for_every_tensor(model_dir: MakeModel, family: str, emb
     tensors = [field for layout in layouts for field in layout.stored_tensors().values()] + list(
         made.kept.values()
     )
-    assert made.tensor_bytes == sum(torch.empty(shape, dtype=dtype).nbytes for dtype, shape in tensors)
+    assert made.tensor_bytes == sum(torch.empty(shape, dtype=dtype.torch).nbytes for dtype, shape in tensors)
     assert made.size_bytes > made.tensor_bytes
     assert made.code_bits == 4 and 4 < made.bits_per_weight < 8
 
@@ -59,10 +60,10 @@ def test_embedding_and_head_are_stored_once(model_dir: MakeModel) -> None:
 
 
 def test_matrices_take_sixteen_bits_and_vectors_stay() -> None:
-    assert stored_dtype(torch.float32, (4, 4)) == stored_dtype(torch.float64, (4, 4)) == torch.float16
-    assert stored_dtype(torch.bfloat16, (4, 4)) == torch.bfloat16
-    assert stored_dtype(torch.float32, (4,)) == torch.float32
-    assert stored_dtype(torch.int64, (4, 4)) == torch.int64
+    assert stored_dtype(Dtype.F32, (4, 4)) is stored_dtype(Dtype.F64, (4, 4)) is Dtype.F16
+    assert stored_dtype(Dtype.BF16, (4, 4)) is Dtype.BF16
+    assert stored_dtype(Dtype.F32, (4,)) is Dtype.F32
+    assert stored_dtype(Dtype.I64, (4, 4)) is Dtype.I64
 
 
 def test_a_map_changes_the_layers_it_names(model_dir: MakeModel) -> None:

@@ -103,7 +103,7 @@ def test_a_model_of_whole_numbers(run: Run, model_copy: MakeModel, tmp_path: Pat
         ["eval", model, "--max-tokens", "64"],
         ["quantize", model, "-o", tmp_path / "out", "--dry-run"],
     ):
-        refused(run(*command), "model.norm.weight is stored as torch.int32")
+        refused(run(*command), "model.norm.weight is stored as int32")
 
 
 def test_results_by_place_are_as_good_as_by_name(run: Run, copied: Path, made: Path) -> None:

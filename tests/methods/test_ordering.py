@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anybit.formats import NestedLayout
+from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
 from anybit.kernels import cpu
 from anybit.methods import ordering
@@ -131,4 +132,4 @@ def test_the_widths_of_the_levels() -> None:
 def test_a_plane_counts_as_the_words_that_it_is_stored_in(columns: int) -> None:
     layout = LayerLayout((3, columns), (NestedLayout.of([3] * 4, 0),))
     dtype, shape = layout.stored_tensors()["plane_2"]
-    assert (dtype, shape) == (torch.uint32, (3, ordering.plane_words(columns)))
+    assert (dtype, shape) == (Dtype.U32, (3, ordering.plane_words(columns)))

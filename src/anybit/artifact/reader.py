@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from anybit.artifact.config_json import StoredLayers
 from anybit.artifact.enhancements import Enhancements, read_enhancements
 from anybit.artifact.files import SECTION, is_artifact, partial_folder
+from anybit.checkpoint.detours import refuse_detours
 from anybit.checkpoint.files import check_files, read_json
 from anybit.checkpoint.safetensors import SafeTensor
 from anybit.checkpoint.weight_files import read_headers
@@ -114,6 +115,7 @@ def open_stored(path: Path) -> Artifact:
             shape.
     """
     config = read_config(path)
+    refuse_detours(path, config)
     stored = StoredLayers.from_json(f"{path}/config.json", config["quantization_config"])
     check_files(path)
     files, tensors = read_headers(path)

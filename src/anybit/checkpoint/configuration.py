@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from anybit.checkpoint.counts import leaves
+from anybit.checkpoint.detours import refuse_detours
 from anybit.checkpoint.files import cause, read_json
 from anybit.config import Json
 from anybit.errors import InputError
@@ -20,7 +20,7 @@ def read_config(folder: Path) -> Json:
     if not (folder / "config.json").exists():
         raise InputError(f"{folder} has no config.json; give a directory in the Hugging Face layout.")
     raw = read_json(folder / "config.json")
-    _refuse_detours(folder, raw)
+    refuse_detours(folder, raw)
     kind = raw.get("model_type")
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
         return raw
@@ -33,26 +33,6 @@ def read_config(folder: Path) -> Json:
         f"{folder}/config.json has the model type {kind!r}, which the installed Transformers does not know; "
         "upgrade Transformers or use another model."
     )
-
-
-def _refuse_detours(folder: Path, raw: Json) -> None:
-    """What would make Transformers load other weights than those that are checked here."""
-    if raw.get("transformers_weights") is not None:
-        raise InputError(
-            f"{folder}/config.json names other weights (transformers_weights: {raw['transformers_weights']!r}); "
-            "remove that line to use those in model.safetensors or its shards."
-        )
-    for key, value in leaves(raw):
-        if key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
-            raise InputError(
-                f"{folder}/config.json names code of the hub ({key}: {value!r}), which anybit never runs; remove that "
-                "line."
-            )
-    if (folder / "adapter_config.json").exists():
-        raise InputError(
-            f"{folder} holds an adapter (adapter_config.json), which Transformers may add to the weights; "
-            "merge it into its base, or remove the file."
-        )
 
 
 def load_config(source: str, path: Path) -> PreTrainedConfig:
