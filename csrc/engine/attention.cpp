@@ -104,6 +104,23 @@ void store(const KvFormat& format, uint8_t* page, int64_t slot, const float* key
     for (int64_t i = 0; i < format.head_size; ++i) keys[i * PAGE + slot] = round_to_half(key[i]);
 }
 
+template <int BITS> void load_codes(const KvFormat& format, const uint8_t* page, int64_t slot, float* key) {
+    const int64_t half = padded(format.head_size) / 2;
+    const auto* scales = reinterpret_cast<const uint16_t*>(page + format.key_bytes() + format.value_bytes()) + slot;
+    const float scale = half_to_float(scales[0]), least = half_to_float(scales[PAGE]);
+    for (int64_t i = 0; i < format.head_size; ++i) {
+        const int code = BITS == 8  ? page[i * PAGE + slot]
+                         : i < half ? page[i * PAGE + slot] & 15
+                                    : page[(i - half) * PAGE + slot] >> 4;
+        key[i] = static_cast<float>(code) * scale + least;
+    }
+}
+
+void load_key(const KvFormat& format, const uint8_t* page, int64_t slot, float* key) {
+    if (format.bits == 8) load_codes<8>(format, page, slot, key);
+    else load_codes<4>(format, page, slot, key);
+}
+
 // ---- reading
 
 // One page of a KV head.
@@ -161,6 +178,38 @@ inline void multiply_keys(const Page<BITS>& page, int64_t head_size, const Query
         for (int v = 0; v < VECTORS; ++v) {
             if (BITS < 16) sums[k][v] = fused(sums[k][v], page.key_scale(v), page.key_least(v) * all[k]);
             store(scores + k * PAGE + v * LANES, sums[k][v]);
+        }
+}
+
+// scores [COUNT, PAGE] += the centre, turned as the page's keys are, times queries.
+template <int COUNT> inline void add_centre(const KvPages& kv, int64_t p, const Query* queries, float* scores) {
+    const Centres& from = kv.centres;
+    const float* centre = kv.first == 0 && p == 0 ? from.first : from.others;
+    if (centre == nullptr) return;
+    Floats sums[COUNT][VECTORS];
+    for (int k = 0; k < COUNT; ++k) { // numbers that are not turned
+        float sum = 0;
+        for (int64_t i = 2 * from.half; i < kv.format.head_size; ++i) sum += queries[k].plain[i] * centre[i];
+        for (int v = 0; v < VECTORS; ++v) sums[k][v] = broadcast(sum);
+    }
+    for (int64_t i = 0, j = from.half; i < from.half; ++i, ++j) {
+        const float* start = from.starts + p * 2 * from.half;
+        const float x = centre[i] * start[i] - centre[j] * start[j], y = centre[j] * start[i] + centre[i] * start[j];
+        Floats cosines[VECTORS], sines[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) {
+            cosines[v] = load(from.offsets + i * PAGE + v * LANES);
+            sines[v] = load(from.offsets + j * PAGE + v * LANES);
+        }
+        for (int k = 0; k < COUNT; ++k) {
+            const float *q = queries[k].plain, along = q[i] * x + q[j] * y, across = q[j] * x - q[i] * y;
+            for (int v = 0; v < VECTORS; ++v)
+                sums[k][v] = fused(broadcast(along), cosines[v], fused(broadcast(across), sines[v], sums[k][v]));
+        }
+    }
+    for (int k = 0; k < COUNT; ++k)
+        for (int v = 0; v < VECTORS; ++v) {
+            float* to = scores + k * PAGE + v * LANES;
+            store(to, load(to) + sums[k][v]);
         }
 }
 
@@ -241,6 +290,7 @@ template <int BITS, int COUNT>
 inline void attend_page(const KvPages& kv, int64_t p, const Query* queries, Span tokens, float* scores) {
     const Page<BITS> page(kv.format, kv.pages[p]);
     multiply_keys<BITS, COUNT>(page, kv.format.head_size, queries, scores);
+    if constexpr (BITS < 16) add_centre<COUNT>(kv, p, queries, scores);
     Weighing w[COUNT];
     for (int k = 0; k < COUNT; ++k) w[k] = weigh(page, queries[k], kv.first + p * PAGE, kv.softcap, scores + k * PAGE);
     const int64_t vectors = page.n / LANES;
@@ -296,6 +346,7 @@ void combine(const float* const* parts, int64_t count, int64_t n, float* out) {
 
 void add_attention(EngineOps& ops) {
     ops.store = store;
+    ops.load_key = load_key;
     ops.attend = attend;
     ops.combine = combine;
 }

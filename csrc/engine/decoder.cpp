@@ -2,6 +2,8 @@
 
 #include "engine/decoder_run.h"
 
+#include <cmath>
+
 namespace anybit {
 namespace {
 
@@ -60,6 +62,33 @@ void DecoderSpec::check() const {
 
 Decoder::Decoder(DecoderSpec spec, bool rounds) : spec_(std::move(spec)), rounds_(rounds), ops_(best_engine_ops()) {
     spec_.check();
+    for (const Rope& rope : spec_.ropes) {
+        const size_t half = rope.frequencies.size();
+        std::vector<float> made(2 * half * PAGE);
+        for (size_t i = 0; i < half; ++i)
+            for (size_t place = 0; place < PAGE; ++place) {
+                const float angle = static_cast<float>(place) * rope.frequencies[i];
+                made[i * PAGE + place] = std::cos(angle);
+                made[(i + half) * PAGE + place] = std::sin(angle);
+            }
+        offsets_.push_back(std::move(made));
+    }
+    starts_.resize(spec_.ropes.size());
+}
+
+// Have angles of so many pages.
+void Decoder::reach(int64_t pages) {
+    for (size_t r = 0; r < spec_.ropes.size(); ++r) {
+        const Rope& rope = spec_.ropes[r];
+        const size_t half = rope.frequencies.size();
+        for (auto page = static_cast<int64_t>(starts_[r].size() / (2 * half)); page < pages; ++page) {
+            for (const bool sine : {false, true})
+                for (float frequency : rope.frequencies) {
+                    const float angle = static_cast<float>(page * PAGE) * frequency;
+                    starts_[r].push_back((sine ? std::sin(angle) : std::cos(angle)) * rope.scale);
+                }
+        }
+    }
 }
 
 size_t Decoder::add_level(DecoderWeights weights) {
@@ -114,6 +143,8 @@ void Decoder::step(const Step& step, size_t level, KvCache& cache, int threads) 
         refuse("level " + std::to_string(level) + " is none of " + std::to_string(levels_.size()));
     check(step, cache);
     if (step.rows == 0) return;
+    if (cache.format().bits < 16)
+        for (int64_t r = 0; r < step.rows; ++r) reach(step.positions[r] / PAGE + 1);
     const Workspace::Frame frame(memory_);
     Run(*this, levels_[level], step, cache, threads).run();
 }

@@ -93,6 +93,7 @@ private:
     class Run;
 
     void check(const Step& step, const KvCache& cache) const;
+    void reach(int64_t pages);
 
     const DecoderSpec spec_;
     const bool rounds_;
@@ -100,6 +101,8 @@ private:
     std::vector<DecoderWeights> levels_;
     std::mutex alone_;
     Workspace memory_;
+    // Of each rope, for `Centres`: places within a page, and pages' first positions, as far as they were asked for.
+    std::vector<std::vector<float>> offsets_, starts_;
 };
 
 } // namespace anybit

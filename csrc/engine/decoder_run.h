@@ -12,8 +12,8 @@ class Decoder::Run {
 public:
     Run(Decoder& decoder, const DecoderWeights& weights, const Step& step, KvCache& cache, int threads)
         : spec_(decoder.spec_), ops_(decoder.ops_), weights_(weights), step_(step), cache_(cache), threads_(threads),
-          rounds_(decoder.rounds_), memory_(decoder.memory_), rows_(step.rows), head_(spec_.head_size),
-          padded_(padded(head_)), group_(spec_.heads / spec_.kv_heads) {}
+          rounds_(decoder.rounds_), memory_(decoder.memory_), offsets_(decoder.offsets_), starts_(decoder.starts_),
+          rows_(step.rows), head_(spec_.head_size), padded_(padded(head_)), group_(spec_.heads / spec_.kv_heads) {}
 
     void run() {
         x_ = floats(spec_.hidden);
@@ -25,6 +25,7 @@ public:
         queries_ = floats(spec_.heads * padded_);
         gate_ = floats(spec_.intermediate);
         up_ = floats(spec_.intermediate);
+        for (int64_t r = 0; r < rows_; ++r) opens_ = opens_ || (cache_.format().bits < 16 && step_.positions[r] < PAGE);
         turn();
         plan_attention();
         embed();
@@ -110,7 +111,18 @@ private:
             return b == 0 ? std::string("the embedding") : "the MLP of block " + std::to_string(b - 1);
         });
         multiply({{*w.q, from, asked_}, {*w.k, from, keys_}, {*w.v, from, values_}}, rows_, rounds_, memory_, threads_);
-        by_rows((spec_.heads + spec_.kv_heads) * head_ * HEAD_WORK, [&](int64_t r) { place(block, b, r); });
+        const auto place_if = [&](bool opening) {
+            by_rows((spec_.heads + spec_.kv_heads) * head_ * HEAD_WORK, [&](int64_t r) {
+                if ((step_.positions[r] < PAGE) == opening || !opens_) place(block, b, r);
+            });
+        };
+        place_if(opens_);
+        if (opens_) { // the first pages of texts before the others, which depend on them
+            by_rows(spec_.kv_heads * head_ * PAGE * HEAD_WORK, [&](int64_t r) {
+                if (step_.positions[r] == PAGE - 1) settle(block, b, r);
+            });
+            place_if(false);
+        }
         // One pass over keys and values for all queries of a KV head.
         const auto tasks = static_cast<int64_t>(tasks_.size()), units = tasks * spec_.kv_heads;
         const int64_t piece = piece_of(units, 1, attention_work_ * spec_.heads * head_ * 2, threads_);
@@ -126,17 +138,19 @@ private:
         const float* angles = block.rope < 0 ? nullptr : angles_[static_cast<size_t>(block.rope)];
         const int64_t half =
             block.rope < 0 ? 0 : static_cast<int64_t>(spec_.ropes[static_cast<size_t>(block.rope)].frequencies.size());
+        const bool codes = cache_.format().bits < 16;
         const auto prepare = [&](float* x, int64_t head, const std::vector<float>& bias,
                                  const std::vector<float>& norm) {
             for (int64_t i = 0; i < head_ && !bias.empty(); ++i) x[i] += bias[static_cast<size_t>(head * head_ + i)];
             if (!norm.empty()) ops_.rms_norm(x, norm.data(), head_, spec_.epsilon, x);
             if (angles != nullptr) ops_.rotate(x, angles + r * 2 * half, angles + (r * 2 + 1) * half, half);
-            if (cache_.format().bits < 16) ops_.hadamard(x, head_);
         };
         for (int64_t h = 0; h < spec_.heads; ++h) {
             float *x = asked_ + (r * spec_.heads + h) * head_, *to = queries_ + (r * spec_.heads + h) * padded_;
             prepare(x, h, block.q_bias, block.of_queries);
-            for (int64_t i = 0; i < padded_; ++i) to[i] = i < head_ ? x[i] * spec_.softmax_scale : 0;
+            for (int64_t i = 0; i < head_; ++i) x[i] *= spec_.softmax_scale;
+            for (int64_t i = 0; i < padded_; ++i) to[i] = i < head_ ? x[i] : 0;
+            if (codes) ops_.hadamard(to, head_);
         }
         const int32_t position = step_.positions[r];
         const int32_t page = step_.pages[step_.sequences[r] * step_.row_pages + position / PAGE];
@@ -145,8 +159,70 @@ private:
             prepare(key, h, block.k_bias, block.of_keys);
             for (int64_t i = 0; i < head_ && !block.v_bias.empty(); ++i)
                 value[i] += block.v_bias[static_cast<size_t>(h * head_ + i)];
-            if (cache_.format().bits < 16) ops_.hadamard(value, head_);
+            if (codes) {
+                take_centre(centres(block, b, step_.sequences[r], h), position, key, head_);
+                ops_.hadamard(key, head_);
+                ops_.hadamard(value, head_);
+            }
             ops_.store(cache_.format(), cache_.page(page, static_cast<int64_t>(b), h), position % PAGE, key, value);
+        }
+    }
+
+    // What a KV head's keys of a sequence are less.
+    Centres centres(const BlockSpec& block, size_t b, int32_t sequence, int64_t h) const {
+        Centres made;
+        if (!block.k_bias.empty() && block.of_keys.empty()) made.first = block.k_bias.data() + h * head_;
+        made.others = cache_.centre(step_.pages[sequence * step_.row_pages], static_cast<int64_t>(b), h);
+        if (block.rope < 0) return made;
+        const auto rope = static_cast<size_t>(block.rope);
+        made.starts = starts_[rope].data();
+        made.offsets = offsets_[rope].data();
+        made.half = static_cast<int64_t>(spec_.ropes[rope].frequencies.size());
+        return made;
+    }
+
+    // key -= R(position) centre.
+    static void take_centre(const Centres& from, int64_t position, float* key, int64_t n) {
+        const float* centre = position < PAGE ? from.first : from.others;
+        if (centre == nullptr) return;
+        const int64_t half = from.half;
+        const int64_t page = position / PAGE * 2 * half, place = position % PAGE;
+        for (int64_t i = 0, j = half; i < half; ++i, ++j) {
+            const float *start = from.starts + page, *offset = from.offsets + place;
+            const float x = centre[i] * start[i] - centre[j] * start[j],
+                        y = centre[j] * start[i] + centre[i] * start[j];
+            const float cosine = offset[i * PAGE], sine = offset[j * PAGE];
+            key[i] -= x * cosine - y * sine;
+            key[j] -= y * cosine + x * sine;
+        }
+        for (int64_t i = 2 * half; i < n; ++i) key[i] -= centre[i];
+    }
+
+    // The centre of what follows the first page of a text, whose last row this is: the mean of the page's keys as they
+    // are read, before their rotary embedding.
+    void settle(const BlockSpec& block, size_t b, int64_t r) const {
+        const int32_t page = step_.pages[step_.sequences[r] * step_.row_pages];
+        std::vector<float> key(static_cast<size_t>(head_));
+        for (int64_t h = 0; h < spec_.kv_heads; ++h) {
+            const Centres from = centres(block, b, step_.sequences[r], h);
+            float* mean = cache_.centre(page, static_cast<int64_t>(b), h);
+            for (int64_t i = 0; i < head_; ++i) mean[i] = 0;
+            for (int64_t place = 0; place < PAGE; ++place) {
+                ops_.load_key(cache_.format(), cache_.page(page, static_cast<int64_t>(b), h), place, key.data());
+                ops_.hadamard(key.data(), head_);
+                for (int64_t i = 0, j = from.half; i < from.half; ++i, ++j) {
+                    const float* angles = from.offsets + place;
+                    const float cosine = angles[i * PAGE], sine = angles[j * PAGE], x = key[static_cast<size_t>(i)],
+                                y = key[static_cast<size_t>(j)];
+                    mean[i] += x * cosine + y * sine;
+                    mean[j] += y * cosine - x * sine;
+                }
+                for (int64_t i = 2 * from.half; i < head_; ++i) mean[i] += key[static_cast<size_t>(i)];
+            }
+            const float scale = block.rope < 0 ? 1 : spec_.ropes[static_cast<size_t>(block.rope)].scale;
+            for (int64_t i = 0; i < head_; ++i)
+                mean[i] = mean[i] / (static_cast<float>(PAGE) * (i < 2 * from.half ? scale : 1)) +
+                          (from.first == nullptr ? 0 : from.first[i]);
         }
     }
 
@@ -156,7 +232,11 @@ private:
         const uint8_t* pages[SPLIT / PAGE];
         const int64_t last = std::min(SPLIT, step_.positions[task.last - 1] + 1 - from);
         for (int64_t p = 0; p * PAGE < last; ++p) pages[p] = cache_.page(table[p], static_cast<int64_t>(b), kv_head);
-        const KvPages kv{cache_.format(), pages, from, spec_.attention_softcap};
+        KvPages kv{cache_.format(), pages, from, spec_.attention_softcap, {}};
+        if (cache_.format().bits < 16) {
+            kv.centres = centres(block, b, step_.sequences[task.first], kv_head);
+            if (kv.centres.half > 0) kv.centres.starts += from / PAGE * 2 * kv.centres.half;
+        }
         Query queries[QUERIES];
         int64_t count = 0;
         for (int64_t r = task.first; r < task.last; ++r) {
@@ -165,7 +245,8 @@ private:
             if (begin >= end) continue;
             for (int64_t h = kv_head * group_; h < (kv_head + 1) * group_; ++h) {
                 float* to = part_of(r, task.split, h);
-                queries[count++] = {queries_ + (r * spec_.heads + h) * padded_, to + PART, to, to + 1, begin, end};
+                const int64_t at = r * spec_.heads + h;
+                queries[count++] = {queries_ + at * padded_, asked_ + at * head_, to + PART, to, to + 1, begin, end};
                 if (count < QUERIES) continue;
                 ops_.attend(kv, queries, count);
                 count = 0;
@@ -284,6 +365,7 @@ private:
     const int threads_;
     const bool rounds_;
     Workspace& memory_;
+    const std::vector<std::vector<float>>&offsets_, &starts_;
     const int64_t rows_, head_, padded_, group_;
 
     float* x_ = nullptr; // [rows, hidden]: the residual
@@ -293,6 +375,7 @@ private:
     std::vector<Task> tasks_;
     std::vector<int64_t> parts_begin_; // of each row
     int64_t parts_count_ = 0, attention_work_ = 0;
+    bool opens_ = false; // whether a row belongs to the first page of its text, with a cache of codes
 };
 
 } // namespace anybit

@@ -5,6 +5,8 @@
 #include "common/large_pages.h"
 #include "engine/ops.h"
 
+#include <memory>
+
 namespace anybit {
 
 class KvCache {
@@ -17,6 +19,7 @@ public:
         if (bits != 16 && bits != 8 && bits != 4) refuse("kv_bits is " + std::to_string(bits) + ": 16, 8 or 4");
         check_range("pages", pages, 1, (int64_t(1) << 46) / page_bytes());
         memory_ = allocate(static_cast<size_t>(pages * page_bytes()));
+        if (bits < 16) centres_.reset(new float[static_cast<size_t>(pages * blocks * kv_heads * head_size)]);
     }
 
     const KvFormat& format() const { return format_; }
@@ -28,10 +31,17 @@ public:
         return memory_.get() + ((page * blocks_ + block) * kv_heads_ + head) * format_.page_bytes();
     }
 
+    // What the keys after the first page of a text are less (`Centres`), kept with its first page. [head_size]; memory
+    // is taken as texts begin.
+    float* centre(int64_t page, int64_t block, int64_t head) const {
+        return centres_.get() + ((page * blocks_ + block) * kv_heads_ + head) * format_.head_size;
+    }
+
 private:
     KvFormat format_;
     int64_t blocks_, kv_heads_, pages_;
     Weights memory_;
+    std::unique_ptr<float[]> centres_;
 };
 
 } // namespace anybit

@@ -34,9 +34,22 @@ struct KvFormat {
     int64_t page_bytes() const { return key_bytes() + value_bytes() + scale_bytes(); }
 };
 
+// What keys are less before they are rounded: a key at position t, as it was before its rotary embedding, is thought of
+// as a constant, the centre, and a rest. Only the rest is rounded: key - R(t) centre, with R the rotation by the angles
+// of a position. R(t) is that of the page's first position, then that of the place within the page: whoever writes and
+// whoever reads use the same tables, so that what was taken away is what is put back.
+struct Centres {
+    const float* first = nullptr;   // [head_size]: of the page of position 0; null: none
+    const float* others = nullptr;  // [head_size]: of all other pages; null: none
+    const float* starts = nullptr;  // [pages, 2, half]: cosines and sines of pages' first positions
+    const float* offsets = nullptr; // [2, half, PAGE]: of the places within a page
+    int64_t half = 0;               // numbers from 2 half on are not turned
+};
+
 // One query head of one token.
 struct Query {
     const float* q;     // [padded], multiplied with the softmax scale, turned as the keys are
+    const float* plain; // [head_size]: before it was turned
     float* out;         // [padded]: sum of p v, not divided
     float* largest;     // of the scores
     float* sum;         // of p = exp(score - largest)
@@ -49,6 +62,7 @@ struct KvPages {
     const uint8_t* const* pages; // of the positions first, first + PAGE, ...
     int64_t first;               // a multiple of PAGE
     float softcap;               // scores become softcap * tanh(score / softcap); 0: as they are
+    Centres centres;             // `starts` begins with the page of `first`; of codes only
 };
 
 // All that one instruction set has; made by `make_engine_ops` (ops.cpp), found by `engine_ops` (common/dispatch.h).
@@ -67,6 +81,8 @@ struct EngineOps {
     // Write keys and values [head_size] of the token at a slot of a page. Codes: those of the range of the token's
     // head.
     void (*store)(const KvFormat&, uint8_t* page, int64_t slot, const float* key, const float* value);
+    // The key [head_size] of a token, from its codes.
+    void (*load_key)(const KvFormat&, const uint8_t* page, int64_t slot, float* key);
     // Attend for some queries that share a KV head.
     void (*attend)(const KvPages&, const Query* queries, int64_t count);
     // out [n] = what the splits' parts have together, divided. A part: PART + n numbers.

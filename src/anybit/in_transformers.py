@@ -14,7 +14,7 @@ from anybit.checkpoint.generation import for_one_sequence
 from anybit.config import Json
 from anybit.errors import InputError, enough_memory
 from anybit.kernels.gpu import cuda_graph
-from anybit.kv_cache import CACHE, QuantizedCache
+from anybit.kv_cache import CACHE, QuantizedCache, key_biases
 from anybit.loader import config_of, load, load_tokenizer
 from anybit.progress import SILENT, Silent
 
@@ -87,7 +87,7 @@ class InTransformers:
             stack.enter_context(torch.no_grad())
             torch.manual_seed(drawing.get("seed", 0))
             if self.kv_bits != 16:
-                sampling[CACHE] = QuantizedCache(self.model.config, self.kv_bits)
+                sampling[CACHE] = QuantizedCache(self.model.config, self.kv_bits, key_biases(self.model))
             elif on_gpu and cuda_graph.fits(self.model.config):
                 make_cache = stack.enter_context(cuda_graph.graphed(self.model))
                 sampling |= {CACHE: make_cache(len(ids) + room), "disable_compile": True}

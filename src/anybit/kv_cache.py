@@ -1,17 +1,19 @@
 """A quantized KV-cache for Transformers: asymmetric, a scale per head and token (Atom, arXiv:2310.19102, section 4.4).
 
-Keys are quantized after their rotary embedding, and both are turned by a Hadamard matrix first, which spreads a head's
-outliers (QuaRot, arXiv:2404.00456, does so inside the model). The native engine rounds alike. What attention gets is
-always dequantized, the newest token included: a model computes the same whether its cache was filled at once or token
-by token.
+Keys are quantized after their rotary embedding. A part of them that is constant before it is taken away first and put
+back when they are read: in models with biases it is far larger than all else. Keys and values are turned by a Hadamard
+matrix, which spreads a head's outliers (QuaRot, arXiv:2404.00456, does so inside the model). The native engine rounds
+alike. What attention gets is always dequantized, the newest token included: a model computes the same whether its cache
+was filled at once or token by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
@@ -19,27 +21,70 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from anybit.config import KV_BITS
 from anybit.errors import InputError
+from anybit.formats.rope import ROPE_TYPES, frequencies
 from anybit.formats.states import QuantizedStates, rotated
 
+FIRST = 32  # tokens whose mean is the centre of the keys behind them: a page of the native engine's
 # What models, `generate` and outputs call a cache: Transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
+class Turn:
+    """The rotary embedding of a layer: the rotation that a position stands for; without frequencies, none."""
+
+    def __init__(self, frequencies: Tensor | None = None, scale: float = 1.0) -> None:
+        self._frequencies, self._scale = frequencies, scale
+
+    def forth(self, states: Tensor, first: int, tokens: int) -> Tensor:
+        """States [..., tokens or 1, d] turned as those of positions from `first` on."""
+        return self._turned(states, first, tokens, 1.0, self._scale)
+
+    def back(self, states: Tensor, first: int) -> Tensor:
+        """States [..., tokens, d] as they were before."""
+        return self._turned(states, first, states.shape[-2], -1.0, 1 / self._scale)
+
+    def _turned(self, states: Tensor, first: int, tokens: int, sign: float, scale: float) -> Tensor:
+        if self._frequencies is None:
+            return states.expand(*states.shape[:-2], tokens, states.shape[-1])
+        positions = torch.arange(first, first + tokens, device=states.device, dtype=torch.float32)
+        angles = positions[:, None] * self._frequencies.to(states.device)
+        cosines, sines = angles.cos() * scale, angles.sin() * (sign * scale)
+        x, y = states.chunk(2, -1)
+        return torch.cat([x * cosines - y * sines, y * cosines + x * sines], -1)
+
+
 class QuantizedLayer(CacheLayerMixin):
-    """Keys and values of one layer of attention, quantized; `window` limits how many tokens are kept."""
+    """Keys and values of one layer of attention, quantized.
+
+    Keys are less a centre, turned as they are, before they are rounded: their layer's bias in the first `FIRST`
+    positions, and behind them the mean of those. That is a constant before the rotary embedding, and most of a key.
+
+    Args:
+        bits: width of the codes.
+        window: how many tokens are kept; None: all.
+        turn: the layer's rotary embedding.
+        bias: of its keys [heads, d]; None: none, or one that a norm follows.
+    """
 
     is_croppable = True
 
-    def __init__(self, bits: int, window: int | None = None) -> None:
+    def __init__(
+        self, bits: int, window: int | None = None, turn: Turn | None = None, bias: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.bits, self.window = bits, window
+        self._turn, self._bias = turn or Turn(), bias
         self.is_sliding = window is not None
         self.cumulative_length = 0  # tokens seen
         self._keys: QuantizedStates | None = None
         self._values: QuantizedStates | None = None
+        self._sum: Tensor | None = (
+            None  # float32 [batch, heads, 1, d]: of the first keys, as they were before
+        )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
+        self._sum = torch.zeros_like(key_states[:, :, :1], dtype=torch.float32)
         self.is_initialized = True
 
     def update(
@@ -48,15 +93,48 @@ class QuantizedLayer(CacheLayerMixin):
         """Add states [batch, heads, tokens, d]; returns all kept ones, dequantized."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = (QuantizedStates.of(rotated(x), self.bits) for x in (key_states, value_states))
-        if self._keys is not None and self._values is not None:
-            keys, values = self._keys.then(keys), self._values.then(values)
-        self.cumulative_length += key_states.shape[2]
-        self._keys, self._values = keys, values
+        of_first = max(0, FIRST - self.cumulative_length)
+        for part in (key_states[:, :, :of_first], key_states[:, :, of_first:]):
+            if part.shape[2] > 0:
+                self._add_keys(part.float())
+        values = QuantizedStates.of(rotated(value_states), self.bits)
+        keys, values = self._keys, values if self._values is None else self._values.then(values)
+        assert keys is not None
+        self._values = values
+        read = self._read(keys, self.cumulative_length - keys.tokens).to(self.dtype)
         if self.window is not None:
             first = max(0, keys.tokens - self.window + 1)
             self._each(lambda t: t[:, :, first:].clone())  # a view would keep the rest alive
-        return rotated(keys.dequantize()), rotated(values.dequantize())
+        return read, rotated(values.dequantize())
+
+    def _add_keys(self, keys: Tensor) -> None:
+        """Add keys float32 [batch, heads, tokens, d] that share a centre."""
+        at = self.cumulative_length
+        rest = QuantizedStates.of(rotated(keys - self._centre(at, keys.shape[2])), self.bits)
+        if at < FIRST:
+            assert self._sum is not None
+            self._sum = self._sum + self._turn.back(self._read(rest, at), at).sum(2, keepdim=True)
+        self._keys = rest if self._keys is None else self._keys.then(rest)
+        self.cumulative_length += keys.shape[2]
+
+    def _centre(self, first: int, tokens: int) -> Tensor:
+        """What keys of positions from `first` on are less, float32 [batch, heads, tokens, d]."""
+        assert self._sum is not None
+        bias = (
+            torch.zeros_like(self._sum)
+            if self._bias is None
+            else self._bias.float().to(self._sum.device)[:, None]
+        )
+        of_first = min(max(0, FIRST - first), tokens)
+        parts = [
+            self._turn.forth(bias.expand_as(self._sum), first, of_first),
+            self._turn.forth(self._sum / FIRST, first + of_first, tokens - of_first),
+        ]
+        return torch.cat(parts, 2)
+
+    def _read(self, rest: QuantizedStates, first: int) -> Tensor:
+        """Keys float32 from their codes, of positions from `first` on."""
+        return rotated(rest.dequantize()) + self._centre(first, rest.tokens)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._keys is not None and self._values is not None:
@@ -75,14 +153,14 @@ class QuantizedLayer(CacheLayerMixin):
         return -1 if self.window is None else self.window
 
     def offload(self) -> None:
-        self._each(lambda t: t.to("cpu", non_blocking=True))
+        self._of_batch(lambda t: t.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         if self.is_initialized:
-            self._each(lambda t: t.to(self.device, non_blocking=True))
+            self._of_batch(lambda t: t.to(self.device, non_blocking=True))
 
     def reset(self) -> None:
-        self._keys = self._values = None
+        self._keys = self._values = self._sum = None
         self.is_initialized, self.cumulative_length = False, 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -101,15 +179,22 @@ class QuantizedLayer(CacheLayerMixin):
             )
         self._each(lambda t: t[:, :, :tokens_to_remove].clone())
         self.cumulative_length += tokens_to_remove
+        if self.cumulative_length < FIRST:  # all of them are kept
+            keys = self._read(self._keys, 0)
+            self._sum = self._turn.back(keys, 0).sum(2, keepdim=True)
+
+    def _of_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._each(change)
+        self._sum = None if self._sum is None else change(self._sum)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._each(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        self._of_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._each(lambda t: t.repeat_interleave(repeats, dim=0))
+        self._of_batch(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._each(lambda t: t[indices])
+        self._of_batch(lambda t: t[indices])
 
     @property
     def nbytes(self) -> int:
@@ -125,24 +210,29 @@ class QuantizedCache(Cache):
     Each head of each token takes `d * bits / 8` bytes and 4 for its scale and minimum, `d` its dimension.
 
     Args:
-        config: of the model; which layers attend to a window only is read from it.
+        config: of the model; which layers attend to a window only, and their rotary embeddings, are read from it.
         bits: width of the codes.
+        biases: of each layer's keys, [heads, d] or None; see `key_biases`. Without them a model that has some loses
+            more to the rounding.
 
     Raises:
         InputError: a width that there is not.
     """
 
-    def __init__(self, config: PreTrainedConfig, bits: int) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, bits: int, biases: Sequence[Tensor | None] | None = None
+    ) -> None:
         if bits not in KV_BITS[:-1]:
             raise InputError(
                 f"a KV-cache of {bits} bits: expected one of {', '.join(map(str, KV_BITS[:-1]))}"
             )
         layers = []
-        for layer in DynamicCache(config=config).layers:
+        for i, layer in enumerate(DynamicCache(config=config).layers):
+            how = _turn(config, i), biases[i] if biases and i < len(biases) else None
             if type(layer) is DynamicLayer:
-                layers.append(QuantizedLayer(bits))
+                layers.append(QuantizedLayer(bits, None, *how))
             elif type(layer) is DynamicSlidingWindowLayer:
-                layers.append(QuantizedLayer(bits, layer.sliding_window))
+                layers.append(QuantizedLayer(bits, layer.sliding_window, *how))
             else:  # states of another kind of layer, which are few
                 layers.append(layer)
         super().__init__(layers=layers)
@@ -154,6 +244,37 @@ class QuantizedCache(Cache):
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, QuantizedLayer))
 
 
+def _turn(config: PreTrainedConfig, index: int) -> Turn:
+    """The rotary embedding of a layer, where it is of a known type and turns whole heads."""
+    text = config.get_text_config()
+    rope, types = getattr(text, "rope_parameters", None), getattr(text, "layer_types", None)
+    rope = rope.get(types[index], rope) if isinstance(rope, dict) and types else rope
+    no_rope = getattr(text, "no_rope_layers", None)
+    if (
+        not isinstance(rope, dict)
+        or rope.get("rope_type") not in ROPE_TYPES
+        or (no_rope and not no_rope[index])
+    ):
+        return Turn()
+    if rope.get("partial_rotary_factor", 1) != 1:
+        return Turn()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    angles, scale = frequencies(rope, size, text.max_position_embeddings)
+    return Turn(torch.from_numpy(angles), scale)
+
+
+def key_biases(model: Any) -> list[Tensor | None]:
+    """The biases of a model's keys by layer, [heads, d]; None where there is none, or a norm follows."""
+    made: list[Tensor | None] = []
+    for name, module in model.named_modules():
+        if name.endswith(".self_attn"):
+            bias = getattr(getattr(module, "k_proj", None), "bias", None)
+            if getattr(module, "k_norm", None) is not None or not hasattr(module, "head_dim"):
+                bias = None
+            made.append(None if bias is None else bias.detach().view(-1, module.head_dim))
+    return made
+
+
 @contextmanager
 def quantized_attention(model: Any, bits: int) -> Iterator[None]:
     """Let every forward pass that brings no cache read keys and values of `bits` bits; 16: as ever.
@@ -163,9 +284,10 @@ def quantized_attention(model: Any, bits: int) -> Iterator[None]:
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if kwargs.get(CACHE) is None:
-            kwargs = {**kwargs, CACHE: QuantizedCache(module.config, bits), "use_cache": True}
+            kwargs = {**kwargs, CACHE: QuantizedCache(module.config, bits, biases), "use_cache": True}
         return args, kwargs
 
+    biases = key_biases(model)
     handle = model.register_forward_pre_hook(hook, with_kwargs=True) if bits != 16 else None
     try:
         yield

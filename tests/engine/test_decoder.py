@@ -99,13 +99,28 @@ def test_logits_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-@pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "gemma3", "smollm3", "qwen2-windows"])
 def test_a_cache_of_few_bits_rounds_as_quantized_cache_does(family: str, kv_bits: int) -> None:
     """But for numbers that lie between two codes, where float32 sums of another order decide."""
     model, ids = random_model(family), text(300)
     found = error(Decoded(model, kv_bits).run(ids), reference(model, ids, kv_bits))
     assert np.median(found) < 1e-3
     assert np.median(found) < 0.1 * np.median(error(reference(model, ids, kv_bits), reference(model, ids)))
+
+
+@pytest.mark.parametrize("kv_bits", [8, 4])
+def test_large_biases_of_keys_cost_nothing(kv_bits: int) -> None:
+    """They are taken from keys before these are rounded, in the first page and behind it."""
+    ids, errors = text(100), []
+    for times in (1, 300):
+        model = random_model("qwen2")
+        with torch.no_grad():
+            for block in model.model.layers:
+                block.self_attn.k_proj.bias.mul_(times)
+        found = Decoded(model, kv_bits).run(ids)
+        assert np.median(error(found, reference(model, ids, kv_bits))) < 2e-3
+        errors.append(error(found, reference(model, ids)).mean())
+    assert errors[1] < 2 * errors[0]
 
 
 @pytest.mark.parametrize("method", METHODS)

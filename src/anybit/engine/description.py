@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 
 from anybit.config import Json
-from anybit.engine.rope import ROPE_TYPES, frequencies
 from anybit.errors import InputError
+from anybit.formats.rope import ROPE_TYPES, frequencies
 
 MATRICES = (
     "self_attn.q_proj",

@@ -18,7 +18,7 @@ def rotated(states: Tensor) -> Tensor:
     The matrix has as many rows as the greatest power of 2 in d, and turns each run of so many numbers.
     """
     n = states.shape[-1] & -states.shape[-1]
-    runs = states.float().reshape(*states.shape[:-1], -1, n)
+    runs = states.float().reshape(*states.shape[:-1], states.shape[-1] // n, n)
     return (runs @ _hadamard(n).to(runs.device)).reshape(states.shape).to(states.dtype)
 
 

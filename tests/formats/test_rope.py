@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from anybit.engine.rope import frequencies
+from anybit.formats.rope import frequencies
 from tests.engine.models import LINEAR, LLAMA3, YARN
 
 THETA = {"rope_theta": 500000.0}
