@@ -220,24 +220,20 @@ class Engine:
             wanted = np.arange(0 if every else n - last, n, dtype=np.int32)
             logits = made[first : first + n] if every else made[: len(wanted)]
             positions = np.arange(text.done, text.done + n, dtype=np.int32)
-            try:
-                self._decoder.step(
-                    chunk,
-                    positions,
-                    np.zeros(n, np.int32),
-                    pages,
-                    wanted,
-                    logits,
-                    level,
-                    self._cache,
-                    self.threads,
-                )
-            except cpu._native.NotFiniteError as error:
-                raise InputError(
-                    f"{self.name}: {error}: its weights are damaged, or overflow 16 bits"
-                ) from None
+            self._step((chunk, positions, np.zeros(n, np.int32), pages, wanted), logits, level)
             text.done += n
         return made
+
+    def _step(self, rows: tuple[Tokens, Tokens, Tokens, Tokens, Tokens], logits: Floats, level: int) -> None:
+        """`Decoder.step` with the engine's cache and threads.
+
+        Raises:
+            InputError: NaN or Inf.
+        """
+        try:
+            self._decoder.step(*rows, logits, level, self._cache, self.threads)
+        except cpu._native.NotFiniteError as error:
+            raise InputError(f"{self.name}: {error}: its weights are damaged, or overflow 16 bits") from None
 
     def logits(self, tokens: Sequence[int], bits: float | None = None) -> Floats:
         """Logits float32 [tokens, vocabulary] of a text.
@@ -251,6 +247,41 @@ class Engine:
             raise InputError(f"the text has {len(tokens)} tokens, expected 1 to {self.context}, the context")
         with self._text(len(tokens)) as text:
             return self._run(text, tokens, level, every=True)
+
+    # ---- several texts at once, for whoever gives out the pages
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of the KV-cache."""
+        return self._cache.page_bytes
+
+    def give_pages(self, count: int) -> None:
+        """Let the KV-cache have so many pages, empty ones; memory is taken as they are written."""
+        self._cache = cpu._native.KvCache(*self._cache_sizes, self.kv_bits, count)
+        self._pages = Pages(count, cpu._native.PAGE_TOKENS)
+
+    def step(
+        self, tokens: Tokens, positions: Tokens, texts: Tokens, pages: Tokens, wanted: Tokens, level: int
+    ) -> Floats:
+        """Compute some tokens of some texts together.
+
+        Args:
+            tokens: int32 [rows]; those of a text stand together.
+            positions: int32 [rows], in their texts.
+            texts: int32 [rows]; which row of `pages` is a token's.
+            pages: int32 [texts, n]; of each text, in order.
+            wanted: int32; rows whose logits are wanted.
+            level: place among `widths`.
+
+        Returns:
+            Logits float32 [wanted, vocabulary].
+
+        Raises:
+            InputError: NaN or Inf.
+        """
+        logits = np.empty((len(wanted), self.vocabulary), np.float32)
+        self._step((tokens, positions, texts, pages, wanted), logits, self._level(level))
+        return logits
 
     # ---- for benchmarks
 
@@ -341,7 +372,7 @@ class Engine:
     def _pieces(
         self, ids: list[int], most: int, sampler: Sampler, stream: TextStream, level: int
     ) -> Iterator[Piece]:
-        ends, most = self._ends, min(most, self.context - len(ids))
+        ends, most = self.ends, min(most, self.context - len(ids))
         with self._text(len(ids) + most) as text:
             logits = self._run(text, ids, level)
             for count in range(1, most + 1):
@@ -392,7 +423,7 @@ class Engine:
         )
 
     @property
-    def _ends(self) -> set[int]:
+    def ends(self) -> set[int]:
         """Tokens that end a text."""
         ends = self.generation.eos_token_id
         if ends is None:
