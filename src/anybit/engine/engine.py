@@ -255,6 +255,11 @@ class Engine:
         """Bytes of a page of the KV-cache."""
         return self._cache.page_bytes
 
+    @property
+    def level_bytes(self) -> list[int]:
+        """Bytes of the quantized matrices at each of `widths`; a token reads all of them, and what is not quantized."""
+        return [sum(layout.nbytes for layout in layouts.values()) for _, layouts in self._levels]
+
     def give_pages(self, count: int) -> None:
         """Let the KV-cache have so many pages, empty ones; memory is taken as they are written."""
         self._cache = cpu._native.KvCache(*self._cache_sizes, self.kv_bits, count)

@@ -169,4 +169,4 @@ def level_of(engine: Engine, bits: float | str | None) -> int:
         return len(engine.widths) - 1
     if isinstance(bits, str):
         raise InputError(f'bits is {bits!r:.50}, expected a number or "auto"')
-    return largest(engine.widths, bits, f"{engine.name} has")
+    return largest(engine.widths, bits, "the model has")

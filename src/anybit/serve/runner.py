@@ -75,7 +75,8 @@ class Runner:
         self._targets = stops(engine.widths, engine.widths[0], TARGET_STOPS)
         self._jobs: dict[Text, Job] = {}
         self._cancelled: set[Job] = set()
-        self._changed, self._closing = threading.Condition(), False
+        self.closing = False  # no more jobs are taken
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ---- from any thread
@@ -92,7 +93,7 @@ class Runner:
             Closing: the server stops.
         """
         with self._changed:
-            if self._closing or self.broken:
+            if self.closing or self.broken:
                 raise Closing(self.broken or "the server is stopping")
             self.scheduler.add([job.text for job in jobs])
             self._jobs |= {job.text: job for job in jobs}
@@ -107,7 +108,7 @@ class Runner:
     def close(self, patience: float) -> None:
         """Take no more jobs, finish those that are there, and after so many seconds cancel them."""
         with self._changed:
-            self._closing = True
+            self.closing = True
             self._changed.notify()
         self._thread.join(patience)
         with self._changed:
@@ -119,6 +120,11 @@ class Runner:
         """How long the step has run that runs now; 0: none does."""
         begun = self.step_begun
         return 0.0 if begun is None else time.perf_counter() - begun
+
+    @property
+    def seconds_since_step(self) -> float:
+        """How long ago the last step ended."""
+        return time.perf_counter() - self.step_ended
 
     @property
     def stuck(self) -> bool:
@@ -148,12 +154,12 @@ class Runner:
     def _next(self) -> list[Step] | None:
         """The steps of the next round, waited for; None: there will be none."""
         with self._changed:
-            while not self._jobs and not self._closing:
+            while not self._jobs and not self.closing:
                 self._changed.wait()
             known = [job for job in self._cancelled if job.text in self._jobs]
             heard = [(job, self._end(job, Progress(finish="cancelled"))) for job in known]
             self._cancelled.clear()
-            if not self._jobs and self._closing:
+            if not self._jobs and self.closing:
                 steps = None
             else:
                 self._choose_levels()

@@ -112,6 +112,10 @@ class Scheduler:
     def waiting(self) -> list[Text]:
         return [text for queue in self._queues.values() for text in queue]
 
+    @property
+    def waiting_count(self) -> int:
+        return sum(map(len, list(self._queues.values())))
+
     def add(self, texts: Sequence[Text]) -> None:
         """Take texts, all of them or none.
 
@@ -127,7 +131,7 @@ class Scheduler:
                     f"a prompt of {text.prompt} tokens and {text.most} more are {text.prompt + text.most}, "
                     f"and the KV-cache holds {self.capacity}: shorten it, or ask for fewer"
                 )
-        waiting = len(self.waiting)
+        waiting = self.waiting_count
         if waiting + len(texts) > self.most_waiting:
             raise Busy(f"{waiting} texts wait already, and {self.most_waiting} may")
         for text in texts:
