@@ -6,7 +6,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,19 +27,15 @@ pytestmark = [
 PATIENCE = 60
 
 
-@pytest.fixture(scope="module")
-def engine(anybit_artifact: Path) -> Engine:
-    return Engine(anybit_artifact, threads=1)
-
-
 @pytest.fixture
 def start(engine: Engine) -> Iterator[Callable[..., Runner]]:
     """Makes runners, which end with the test."""
     made = []
 
-    def make(**limits: Any) -> Runner:
+    def make(begin: bool = True, **limits: Any) -> Runner:
         runner = Runner(engine, Limits(**{"pages": 64, **limits}))
-        runner.start()
+        if begin:
+            runner.start()
         made.append(runner)
         return runner
 
@@ -122,8 +117,9 @@ def test_a_text_is_the_same_in_any_company(
     calm = start(running=1)
     alone = [Heard(calm, request).all() for request in asked]
     calm.close(0)
-    crowded = start(**limits)
+    crowded = start(begin=False, **limits)
     together = [Heard(crowded, request) for request in asked]
+    crowded.start()
     for one, other in zip(alone, together):
         assert other.all().tokens == one.tokens and other.texts == one.texts
         assert other.finish == ["length"]
@@ -210,11 +206,13 @@ def test_a_width_is_served_as_asked(engine: Engine, start: Callable[..., Runner]
 
 
 def test_load_lowers_auto_and_raises_it_again(engine: Engine, start: Callable[..., Runner]) -> None:
-    runner = start(running=4, auto_bits=2.0)
+    runner = start(begin=False, running=4, auto_bits=2.0)
     widest = len(engine.widths) - 1
     fixed = engine.widths[widest]
     crowd = [Heard(runner, Request([6] * 9, 40, bits=fixed, ignores_ends=True)) for _ in range(8)]
-    alone = Heard(runner, Request([5] * 9, 40, bits="auto", ignores_ends=True)).all()
+    alone = Heard(runner, Request([5] * 9, 40, bits="auto", ignores_ends=True))
+    runner.start()
+    alone.all()
     assert min(alone.jobs[0].levels) < widest
     for heard in crowd:
         heard.all()

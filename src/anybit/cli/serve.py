@@ -22,7 +22,9 @@ class Network:
     host: Annotated[
         str, typer.Option(help="Address to listen at; 0.0.0.0: all.", rich_help_panel=NETWORK)
     ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Port.", min=1, max=65535, rich_help_panel=NETWORK)] = 8000
+    port: Annotated[
+        int, typer.Option(help="Port; 0: any that is free.", min=0, max=65535, rich_help_panel=NETWORK)
+    ] = 8000
     api_key: Annotated[
         list[str] | None,
         typer.Option(

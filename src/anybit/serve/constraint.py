@@ -106,6 +106,8 @@ class Constraints:
             matcher = LLMatcher(self._tokenizer, _grammar(kind, text), limits=self._limits, log_level=0)
         except ValueError as error:
             raise InputError(f"{kind} cannot be enforced ({str(error)[:300]})") from None
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some forms fail only here
         if matcher.is_error():
             raise InputError(f"{kind} cannot be enforced ({_said(matcher)})")
         return Constraint(matcher, self._vocabulary)
@@ -121,7 +123,8 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _said(matcher: Any) -> str:
-    return str(matcher.get_error()).strip().replace("\n", " ")[:300]
+    said = str(matcher.get_error()).replace("<non-verbose/>", "").replace("\n", " ")
+    return said.strip()[:300]
 
 
 def _depth(form: Any) -> int:

@@ -126,15 +126,13 @@ def _request(served: Served, fields: Fields, key: str, logprobs: int | None) -> 
 
 def _bits(served: Served, fields: Fields) -> float | str | None:
     """The width that is asked for, by `bits` or by a model's name."""
-    name, _, asked = (fields.text("model") or served.name).rpartition("@")
-    if not name or name + "@" + asked == served.name:
-        name, asked = (name + "@" if name else "") + asked, ""
+    model, bits = fields.text("model") or served.name, fields.any("bits")
+    name, at, asked = (model, "", "") if model == served.name else model.rpartition("@")
     if name != served.name:
         raise Refused(
-            404, f"there is no model {name!r:.100} here, but {served.name!r}", "model_not_found", "model"
+            404, f"there is no model {model!r:.100} here, but {served.name!r}", "model_not_found", "model"
         )
-    bits = fields.any("bits")
-    if asked:
+    if at:
         try:
             of_name = asked if asked == AUTO else float(asked)
         except ValueError:

@@ -75,8 +75,8 @@ def run(load: Callable[[], Engine], settings: Settings, say: Callable[[str], Non
     @asynccontextmanager
     async def lifespan(starlette: Starlette) -> AsyncIterator[None]:
         state: State = starlette.state.shared
-        loading = asyncio.create_task(_load(state, load, settings, say))
-        loading.add_done_callback(lambda task: _loaded(task, server, failed))
+        loading = asyncio.create_task(_load(state, load, settings))
+        loading.add_done_callback(lambda task: _loaded(task, server, failed, say))
         yield
         loading.cancel()
         if state.served is not None:
@@ -121,23 +121,24 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, state: State) -> None:
         super().__init__(config)
-        self._shared = state
+        self.shared = state
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        host, port = self.config.host, self.config.port
+        if not port and self.started:
+            port = self.servers[0].sockets[0].getsockname()[1]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        if self._shared.served is not None:
-            self._shared.served.runner.closing = True
+        if self.shared.served is not None:
+            self.shared.served.runner.closing = True
         super().handle_exit(sig, frame)  # type: ignore[arg-type]
 
 
-async def _load(
-    state: State, load: Callable[[], Engine], settings: Settings, say: Callable[[str], None]
-) -> None:
-    loop = asyncio.get_running_loop()
-
-    def deliver(heard: Heard) -> None:
-        if heard:
-            with suppress(RuntimeError):  # the loop has ended, and with it whoever listened
-                loop.call_soon_threadsafe(_tell, heard)
+async def _load(state: State, load: Callable[[], Engine], settings: Settings) -> None:
+    deliver = deliver_to(asyncio.get_running_loop())
 
     def make() -> Served:
         engine = load()
@@ -146,7 +147,17 @@ async def _load(
     served = await asyncio.to_thread(make)
     served.runner.start()
     state.served, state.created = served, int(time.time())
-    say(_greeting(served, settings))
+
+
+def deliver_to(loop: asyncio.AbstractEventLoop) -> Callable[[Heard], None]:
+    """What lets jobs hear of their progress in an event loop, one call for a whole round."""
+
+    def deliver(heard: Heard) -> None:
+        if heard:
+            with suppress(RuntimeError):  # the loop has ended, and with it whoever listened
+                loop.call_soon_threadsafe(_tell, heard)
+
+    return deliver
 
 
 def _tell(heard: Heard) -> None:
@@ -154,21 +165,27 @@ def _tell(heard: Heard) -> None:
         job.hear(progress)
 
 
-def _loaded(task: asyncio.Task[None], server: uvicorn.Server, failed: list[BaseException]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
+def _loaded(
+    task: asyncio.Task[None], server: Server, failed: list[BaseException], say: Callable[[str], None]
+) -> None:
+    """Say that the model is there, or end without it."""
+    if task.cancelled():
+        return
+    if (error := task.exception()) is not None:
         failed.append(error)
         server.should_exit = True
+    elif (served := server.shared.served) is not None:
+        say(_greeting(served, server.address))
 
 
-def _greeting(served: Served, settings: Settings) -> str:
+def _greeting(served: Served, address: str) -> str:
     engine, scheduler = served.engine, served.runner.scheduler
     widths = f"{engine.widths[0]:.2f}"
     if len(engine.widths) > 1:
         widths += f" to {engine.widths[-1]:.2f}"
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
     taken = engine.page_bytes * scheduler.blocks.pages
     return (
-        f"serving {served.name} at http://{host}:{settings.port}, widths {widths} bits, {engine.threads} threads; "
+        f"serving {served.name} at {address}, widths {widths} bits, {engine.threads} threads; "
         f"texts of up to {served.context} tokens, {scheduler.capacity} in all, whose keys and values of "
         f"{engine.kv_bits} bits take up to {taken / 1e6:.0f} MB"
     )
