@@ -95,18 +95,17 @@ def run(load: Callable[[], Engine], settings: Settings, say: Callable[[str], Non
         timeout_graceful_shutdown=max(1, round(settings.patience)),
     )
     server = Server(config, state)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(
-            number, lambda *_: None
-        )  # uvicorn raises again what it has taken, for whoever was before
+    # uvicorn takes these signals, and raises them again when it ends, for whoever was there before.
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with suppress(KeyboardInterrupt):
-            server.run()
+        server.run()
     except SystemExit:
         if not failed:
-            raise InputError(
-                f"nothing can listen at {settings.host}:{settings.port}: choose another --port"
-            ) from None
+            place = f"{settings.host}:{settings.port}"
+            raise InputError(f"nothing can listen at {place}: choose another --port") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if failed:
         raise failed[0]
 
