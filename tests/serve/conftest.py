@@ -95,6 +95,20 @@ def serving(
     assert state.requests == 0
 
 
+@contextmanager
+def slow_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
+    """Let each step of every engine take so much longer."""
+    step = Engine.step
+
+    def slow(self: Engine, *rows: Any) -> Any:
+        time.sleep(seconds)
+        return step(self, *rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", slow)
+        yield
+
+
 def until(happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not happened():

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from anybit import Engine
 from anybit.kernels import cpu
 from anybit.serve.app import State
 from anybit.serve.guard import Guard
-from tests.serve.conftest import Client, serving, until
+from tests.serve.conftest import Client, serving, slow_steps, until
 
 pytestmark = [
     pytest.mark.native,
@@ -178,19 +177,6 @@ def test_a_template_without_end_and_one_that_fails(other_engine: Engine) -> None
 
 
 # ---- clients
-
-
-@contextmanager
-def slow_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
-    step = Engine.step
-
-    def slow(self: Engine, *rows: Any) -> Any:
-        time.sleep(seconds)
-        return step(self, *rows)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "step", slow)
-        yield
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
