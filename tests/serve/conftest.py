@@ -80,7 +80,9 @@ def serving(
     thread.start()
     until(lambda: server.started)
     if engine is not None:
-        served = Served(engine, "tiny", Limits(**{"pages": 64, **limits}), deliver_to(loop))
+        served = Served(
+            engine, limits.pop("name", "tiny"), Limits(**{"pages": 64, **limits}), deliver_to(loop)
+        )
         served.runner.start()
         state.served = served
     yield Client(server.servers[0].sockets[0].getsockname()[1]), state

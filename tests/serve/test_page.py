@@ -33,7 +33,7 @@ async def a_visit(url: str, widths: list[float]) -> None:
     async with browser() as page:
         await page.open(url)
         # The key is asked for, and an answer comes in pieces.
-        await page.until("document.getElementById('key').open")
+        await page.until("document.getElementById('key')?.open")
         await page.type("secret")
         await page.press(*ENTER)
         await page.until("document.title.startsWith('tiny')")

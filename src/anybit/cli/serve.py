@@ -19,16 +19,12 @@ NETWORK, LIMITS, COMPUTING = "Network", "Limits", "Computing"
 class Network:
     """Where it listens, and to whom."""
 
-    host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0: all.", rich_help_panel=NETWORK)
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, typer.Option(help="Port; 0: any that is free.", min=0, max=65535, rich_help_panel=NETWORK)
-    ] = 8000
+    host: Annotated[str, typer.Option(help="0.0.0.0: all addresses.", rich_help_panel=NETWORK)] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0: any that is free.", rich_help_panel=NETWORK)] = 8000
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="Asked of every request; repeatable. Better not on a command line.",
+            help="Asked of requests; repeatable. Others see a command line.",
             envvar="ANYBIT_API_KEY",
             show_envvar=True,
             rich_help_panel=NETWORK,
@@ -36,7 +32,7 @@ class Network:
     ] = None
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Another name that it is called by; repeatable.", rich_help_panel=NETWORK),
+        typer.Option(help="Another name of it; repeatable.", rich_help_panel=NETWORK),
     ] = None
     allow_origin: Annotated[
         list[str] | None,
@@ -70,7 +66,7 @@ class Shares:
     ] = 3.0
     drain_seconds: Annotated[
         float,
-        typer.Option(help="That texts have to end when the server does.", min=0, rich_help_panel=LIMITS),
+        typer.Option(help="That texts get at the end.", min=0, rich_help_panel=LIMITS),
     ] = 30.0
 
 
@@ -110,6 +106,8 @@ def serve(
     keys = tuple(network.api_key or ())
     if not all(keys):
         raise InputError("--api-key is empty: give a key of at least one character, or leave it out")
+    if not 0 <= network.port < 1 << 16:
+        raise InputError(f"--port {network.port}: expected 0 to 65535")
     kv_bytes = None if shares.kv_memory is None else parse_bytes(shares.kv_memory)
     set_threads(computing.threads)
 

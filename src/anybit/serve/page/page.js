@@ -151,6 +151,7 @@ class Pane {
       text = await this.read(turn, await ask(card.chat ? "v1/chat/completions" : "v1/completions", asked, this.stop.signal));
     } catch (error) {
       text = turn.said ?? "";
+      this.show(turn);
       if (error.name !== "AbortError") {
         this.say("error", error.message);
         if (!text) turn.remove();
@@ -178,9 +179,10 @@ class Pane {
         this.part("first").textContent = `${Math.round(now - asked)} ms`;
       }
       turn.said += piece;
-      this.show(turn);
+      turn.frame ??= requestAnimationFrame(() => this.show(turn)); // drawing takes time from the engine
       if (count++ && now - first > 100) this.part("rate").textContent = ((count - 1) / (now - first) * 1000).toFixed(1);
     }
+    this.show(turn);
     this.finish(turn, timings, usage);
     return turn.said;
   }
@@ -211,6 +213,8 @@ class Pane {
 
   // Text with fenced code set apart; follows the end unless the reader has scrolled away from it.
   show(turn, always = false) {
+    cancelAnimationFrame(turn.frame);
+    turn.frame = null;
     const talk = this.part("talk");
     const follows = always || talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
     const parts = turn.said.split(/```[^\n`]*\n?/);
