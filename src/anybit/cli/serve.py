@@ -62,7 +62,7 @@ class Shares:
         int, typer.Option(help="Texts that wait; more are told 429.", min=1, rich_help_panel=LIMITS)
     ] = 256
     auto_bits: Annotated[
-        float, typer.Option(help='The least width that bits "auto" serves.', rich_help_panel=LIMITS)
+        float, typer.Option(help="The least width that load or a latency chooses.", rich_help_panel=LIMITS)
     ] = 3.0
     drain_seconds: Annotated[
         float,

@@ -12,7 +12,7 @@ CALM = 32  # rounds of less load before "auto" goes up by one stop
 
 
 class Pace:
-    """Seconds of decoding steps at each level, and of a token of a prompt: running means of what was measured.
+    """Seconds of decoding steps by level and number of texts, and of a token of a prompt: means of what was measured.
 
     Args:
         widths: average bits of each level, ascending.
@@ -20,23 +20,32 @@ class Pace:
 
     def __init__(self, widths: Sequence[float]) -> None:
         self._widths = list(widths)
-        self._steps: dict[int, float] = {}
+        self._steps: dict[int, dict[int, float]] = {}  # by power of 2 that holds the texts, then by level
         self._prompt: float | None = None
 
-    def measure(self, level: int, decoded: int, prompt: int, seconds: float) -> None:
+    def measure(self, level: int, texts: int, prompt: int, seconds: float) -> None:
         """A step at a level with so many texts that decode and so many tokens of prompts."""
         if not prompt:
-            self._steps[level] = _mean(self._steps.get(level), seconds)
-        elif seconds > (decoding := (self.step(level) or 0.0) if decoded else 0.0):
+            known = self._steps.setdefault((texts - 1).bit_length(), {})
+            known[level] = _mean(known.get(level), seconds)
+        elif seconds > (decoding := (self.step(level, texts) or 0.0) if texts else 0.0):
             self._prompt = _mean(self._prompt, (seconds - decoding) / prompt)
 
-    def step(self, level: int) -> float | None:
-        """Seconds of a decoding step at a level; between levels that were measured, on the line; None: none was."""
-        if level in self._steps or not self._steps:
-            return self._steps.get(level)
-        known = sorted(self._steps)
-        at, seconds = [self._widths[i] for i in known], [self._steps[i] for i in known]
-        if len(known) == 1:  # all of a step is reading weights, then
+    def step(self, level: int, texts: int) -> float | None:
+        """Seconds of a step that decodes so many texts; None: nothing was measured.
+
+        What was not measured with about so many texts is taken from the nearest number that was, and of levels between
+        two that were, from the line between them.
+        """
+        if not self._steps:
+            return None
+        size = (texts - 1).bit_length()
+        known = self._steps[min(self._steps, key=lambda other: abs(other - size))]
+        if level in known:
+            return known[level]
+        levels = sorted(known)
+        at, seconds = [self._widths[i] for i in levels], [known[i] for i in levels]
+        if len(levels) == 1:  # all of a step is reading weights, then
             return seconds[0] * self._widths[level] / at[0]
         return float(np.interp(self._widths[level], at, seconds))
 
@@ -44,24 +53,23 @@ class Pace:
         """Tokens of prompts that take so long; the most before anything was measured."""
         return most if self._prompt is None else int(min(most, max(least, seconds // self._prompt)))
 
-    def within(self, target: float, level: int, measured: float | None, choices: Sequence[int]) -> int:
+    def within(self, target: float, now: tuple[int, int], gap: float | None, choices: Sequence[int]) -> int:
         """The widest of some levels whose tokens come at least as fast as wanted, else the narrowest.
 
         Args:
             target: seconds from token to token.
-            level: at which the text runs now.
-            measured: median seconds from token to token of the text; None: it is new. What other texts in the same
-                rounds cost is in it.
+            now: the text's level, and how many texts decode at it.
+            gap: median seconds from token to token of the text; None: it is new. What the same rounds compute besides
+                is in it.
             choices: levels, ascending.
         """
-        now = self.step(level)
-        others = 0.0 if measured is None or now is None else max(0.0, measured - now)
-        fits = [
-            choice
-            for choice in choices
-            if (step := self.step(choice)) is not None and step + others <= target
-        ]
-        return max(fits, default=choices[0] if self._steps else level)
+        level, texts = now
+        step = self.step(level, texts)
+        if step is None:
+            return level
+        others = 0.0 if gap is None else max(0.0, gap - step)
+        fits = [choice for choice in choices if (self.step(choice, texts) or 0.0) + others <= target]
+        return max(fits, default=choices[0])
 
 
 class Auto:

@@ -18,7 +18,7 @@ from anybit.serve.pace import Auto, Pace, stops
 from anybit.serve.request import AUTO
 from anybit.serve.scheduler import Rows, Scheduler, Step, Text
 
-PROMPT_SECONDS = 0.1  # of a round that prompts may take while texts decode
+PROMPT_SECONDS = 0.08  # of a round that prompts may take while texts decode
 LEAST_PROMPT, MOST_PROMPT = 16, 256  # tokens of prompts in a round
 STUCK = 30.0  # seconds after which a step is called stuck
 TARGET_STOPS = 8  # widths among which a latency chooses
@@ -37,7 +37,7 @@ class Limits:
     pages: int  # of the KV-cache
     running: int = 32  # texts that run together
     waiting: int = 256  # texts that wait
-    auto_bits: float = 3.0  # the least that "auto" serves
+    auto_bits: float = 3.0  # the least that load and latencies choose
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Runner:
         self.step_begun: float | None = None  # when the step that runs now began
         self.step_ended = time.perf_counter()
         self.broken: str | None = None  # why nothing is served any more
-        self._targets = stops(engine.widths, engine.widths[0], TARGET_STOPS)
+        self._targets = stops(engine.widths, limits.auto_bits, TARGET_STOPS)
         self._jobs: dict[Text, Job] = {}
         self._cancelled: set[Job] = set()
         self.closing = False  # no more jobs are taken
@@ -178,7 +178,8 @@ class Runner:
             if job.request.bits == AUTO:
                 self.scheduler.set_level(text, level)
             elif target is not None and job.drawn % RECENT == 0:
-                self.scheduler.set_level(text, self.pace.within(target, text.level, job.gap, self._targets))
+                now = text.level, sum(other.level == text.level for other in self.scheduler.running)
+                self.scheduler.set_level(text, self.pace.within(target, now, job.gap, self._targets))
 
     def _step(self, step: Step) -> Heard:
         """Run a step and draw behind it; what fails ends its own text alone."""

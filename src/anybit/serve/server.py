@@ -35,7 +35,7 @@ class Settings:
     kv_bytes: int | None = None  # of keys and values; None: a quarter of the memory that is free
     running: int = 32  # texts that run together
     waiting: int = 256  # texts that wait
-    auto_bits: float = 3.0  # the least that bits "auto" serves
+    auto_bits: float = 3.0  # the least that load and latencies choose
     most_bytes: int = 4 << 20  # of a request's body
     most_requests: int = 512  # at a time
     patience: float = 30.0  # seconds that texts have to end when the server does
