@@ -248,12 +248,15 @@ def test_a_request_that_fails_harms_no_other(
     wanted = Heard(runner, Request([5] * 40, 20, ignores_ends=True)).all()
     monkeypatch.setattr(Engine, "step", faulty)
     good = Heard(runner, Request([5] * 40, 20, ignores_ends=True))
-    bad = Heard(runner, Request([5] * 40 + [99], 20)).all()
+    bad = Heard(runner, Request([7] * 40 + [99], 20)).all()
     banned = {token: -np.inf for token in range(engine.vocabulary)}
     unreachable = Heard(runner, Request([5] * 3, 20, sampling=Sampling(logit_bias=banned))).all()
     assert good.all().tokens == wanted.tokens
     assert bad.finish == ["error"] and "NaN" in str(bad.errors[0])
     assert unreachable.finish == ["error"] and "no token is within reach" in str(unreachable.errors[0])
+    monkeypatch.undo()
+    again = Heard(runner, Request([7] * 40 + [99], 3, ignores_ends=True)).all()
+    assert again.finish == ["length"] and again.jobs[0].text.cached == 0  # what failed was never computed
 
 
 def test_a_cancelled_request_ends_within_a_step(engine: Engine, start: Callable[..., Runner]) -> None:
@@ -283,9 +286,11 @@ def test_what_cannot_be_served_is_refused_at_once(engine: Engine, start: Callabl
             Heard(runner, request)
     first = Heard(runner, Request([5], 40, ignores_ends=True))
     first.next()
+    second = Heard(runner, Request([5], 40, ignores_ends=True))
     with pytest.raises(Busy):
-        Heard(runner, Request([5], 40, n=4))
+        Heard(runner, Request([5], 40, n=3))
     first.all()
+    second.all()
 
 
 def test_closing_finishes_what_is_there(engine: Engine, start: Callable[..., Runner]) -> None:

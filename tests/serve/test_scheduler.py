@@ -201,6 +201,34 @@ def test_a_prompt_that_another_computes_is_waited_for_and_shared() -> None:
     assert other.cached == 0  # another level
 
 
+def test_pages_of_a_text_whose_level_changed_are_its_own() -> None:
+    def cached(machine: Machine, level: int) -> int | None:
+        text = Text([1] * 41, 0, level)
+        machine.scheduler.add([text])
+        machine.drain()
+        return text.cached
+
+    for preempted in (False, True):
+        machine = Machine(100)
+        text = Text([1] * 41, 3, 0)
+        machine.scheduler.add([text])
+        machine.round(8)
+        machine.scheduler.set_level(text, 1)
+        machine.round(8)
+        if preempted:  # then all of it is computed at its new level
+            machine.scheduler._preempt(text)
+        machine.drain()
+        assert cached(machine, 1) == (40 if preempted else 0)
+        assert cached(machine, 0) == 8
+
+
+def test_a_text_is_not_let_in_to_be_put_out_at_once() -> None:
+    machine = Machine(4)
+    machine.scheduler.add([Text([1] * 11, 5, 0), Text([2] * 3, 10, 0)])
+    machine.drain()
+    assert machine.scheduler.preemptions == 0
+
+
 def test_prompts_whose_logits_are_wanted_come_from_no_cache() -> None:
     machine = Machine(100)
     machine.scheduler.add([Text([1] * 41, 0, 0)])
@@ -263,6 +291,8 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing() -> None:
     with pytest.raises(Busy, match="2 texts wait already, and 3 may"):
         scheduler.add([Text([1], 1, 0), Text([1], 1, 0)])
     assert len(scheduler.waiting) == 2
+    with pytest.raises(InputError, match="4 texts at once: at most 3 may wait"):
+        scheduler.add([Text([1], 1, 0) for _ in range(4)])
 
 
 def test_pages_that_were_not_used_for_long_go_first_and_ends_before_beginnings() -> None:

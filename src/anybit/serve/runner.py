@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,9 @@ from anybit.serve.pace import Auto, Pace, stops
 from anybit.serve.request import AUTO
 from anybit.serve.scheduler import Rows, Scheduler, Step, Text
 
-PROMPT_SECONDS = 0.08  # of a round that prompts may take while texts decode
+ROUND_SECONDS = (
+    0.11  # that a round with prompts may take while texts decode; alone they may take four times that
+)
 LEAST_PROMPT, MOST_PROMPT = 16, 256  # tokens of prompts in a round
 STUCK = 30.0  # seconds after which a step is called stuck
 TARGET_STOPS = 8  # widths among which a latency chooses
@@ -163,9 +166,7 @@ class Runner:
                 steps = None
             else:
                 self._choose_levels()
-                decodes = any(text.missing == 1 for text in self.scheduler.running)
-                seconds = PROMPT_SECONDS if decodes else 4 * PROMPT_SECONDS
-                steps = self.scheduler.schedule(self.pace.budget(seconds, LEAST_PROMPT, MOST_PROMPT))
+                steps = self.scheduler.schedule(self._budget())
                 self.counters.rounds += 1
         self._deliver(heard)
         return steps
@@ -180,6 +181,13 @@ class Runner:
             elif target is not None and job.drawn % RECENT == 0:
                 now = text.level, sum(other.level == text.level for other in self.scheduler.running)
                 self.scheduler.set_level(text, self.pace.within(target, now, job.gap, self._targets))
+
+    def _budget(self) -> int:
+        """Tokens of prompts for the next round: what is left of its time beside the texts that decode."""
+        decoding = Counter(text.level for text in self.scheduler.running if text.missing == 1)
+        taken = sum(self.pace.step(level, texts) or 0.0 for level, texts in decoding.items())
+        seconds = ROUND_SECONDS - taken if decoding else 4 * ROUND_SECONDS
+        return self.pace.budget(seconds, LEAST_PROMPT, MOST_PROMPT)
 
     def _step(self, step: Step) -> Heard:
         """Run a step and draw behind it; what fails ends its own text alone."""

@@ -131,6 +131,10 @@ class Scheduler:
                     f"a prompt of {text.prompt} tokens and {text.most} more are {text.prompt + text.most}, "
                     f"and the KV-cache holds {self.capacity}: shorten it, or ask for fewer"
                 )
+        if len(texts) > self.most_waiting:
+            raise InputError(
+                f"{len(texts)} texts at once: at most {self.most_waiting} may wait; ask for fewer"
+            )
         waiting = self.waiting_count
         if waiting + len(texts) > self.most_waiting:
             raise Busy(f"{waiting} texts wait already, and {self.most_waiting} may")
