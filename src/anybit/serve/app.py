@@ -331,6 +331,7 @@ async def _health(request: Request) -> Response:
         "seconds_since_step": round(runner.seconds_since_step, 3),
         "running": len(runner.scheduler.running),
         "waiting": runner.scheduler.waiting_count,
+        "requests": state.requests,  # this one among them
     }
     if runner.broken:
         body["message"] = runner.broken

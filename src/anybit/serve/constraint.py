@@ -35,10 +35,7 @@ class Constraint:
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        allowed = np.zeros(self._vocabulary, bool)
-        found = np.unpackbits(bits, bitorder="little")[: self._vocabulary]
-        allowed[: len(found)] = found
-        return allowed
+        return np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(bool)
 
     def accept(self, token: int) -> None:
         """Go on behind a token that was allowed."""

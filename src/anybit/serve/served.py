@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,6 +45,7 @@ class Served:
         sampling = engine.default_sampling()
         # OpenAI's default is temperature 1; a model whose makers want another has its own.
         self.sampling: Sampling = replace(sampling, temperature=1.0) if not sampling.temperature else sampling
+        self._most_bytes = self.context * _longest(self.tokenizer)
         self._compiling = threading.Lock()
 
     @property
@@ -51,8 +53,19 @@ class Served:
         """Whether it has a chat template."""
         return bool(self.engine.tokenizer.chat_template)
 
-    def encode(self, text: str) -> list[int]:
-        return encode(self.engine.tokenizer, text)
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that go around it or without.
+
+        Raises:
+            InputError: a text that no number of tokens within the context can be: cutting it up takes two hundred times
+                its memory.
+        """
+        size = len(text.encode(errors="replace"))
+        if size > self._most_bytes:
+            raise InputError(
+                f"the prompt has {size} bytes, which are more than the {self.context} tokens that the context holds"
+            )
+        return encode(self.engine.tokenizer, text, special)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
@@ -65,7 +78,7 @@ class Served:
         for message in messages:
             check_unicode(message["content"])
         text = render(self.name, self.engine.tokenizer, messages)
-        return encode(self.engine.tokenizer, text, special=False)  # the template has them
+        return self.encode(text, special=False)  # the template has them
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens; special ones have none."""
@@ -88,3 +101,11 @@ class Served:
     @cached_property
     def _constraints(self) -> Constraints:
         return Constraints(self.tokenizer, self.engine.vocabulary, self.engine.ends)
+
+
+def _longest(tokenizer: Tokenizer) -> float:
+    """Bytes of text that one token can stand for; infinite where nothing bounds them."""
+    if type(tokenizer.decoder).__name__ != "ByteLevel":
+        return math.inf
+    shrinks = 1 if tokenizer.normalizer is None else 4  # composing characters (NFC) makes a text shorter
+    return shrinks * max(len(token.encode()) for token in tokenizer.get_vocab())

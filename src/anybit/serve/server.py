@@ -36,7 +36,7 @@ class Settings:
     running: int = 32  # texts that run together
     waiting: int = 256  # texts that wait
     auto_bits: float = 3.0  # the least that load and latencies choose
-    most_bytes: int = 4 << 20  # of a request's body
+    most_bytes: int = 2 << 20  # of a request's body
     most_requests: int = 512  # at a time
     patience: float = 30.0  # seconds that texts have to end when the server does
     guard: Guard = field(default_factory=Guard)
