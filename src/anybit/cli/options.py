@@ -204,15 +204,20 @@ def check_writable(file: Path | None) -> None:
         )
 
 
-def set_threads(threads: int | None) -> None:
-    if threads is None:
-        return
+def check_threads(threads: int | None) -> None:
+    """Refuse more threads than are of any use."""
     processors = os.cpu_count() or 1
     most = THREADS_PER_PROCESSOR * processors
-    if threads > most:
+    if threads is not None and threads > most:
         raise InputError(
             f"--threads {threads}: this machine has {processors} processors; give at most {most}"
         )
+
+
+def set_threads(threads: int | None) -> None:
+    check_threads(threads)
+    if threads is None:
+        return
     import torch
 
     torch.set_num_threads(threads)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from anybit.cli.options import Level, Model, grouped, reporting, set_threads
+from anybit.cli.options import Level, Model, check_threads, grouped, reporting
 from anybit.config import parse_bytes
 from anybit.errors import InputError, require_extra
 
@@ -109,7 +109,7 @@ def serve(
     if not 0 <= network.port < 1 << 16:
         raise InputError(f"--port {network.port}: expected 0 to 65535")
     kv_bytes = None if shares.kv_memory is None else parse_bytes(shares.kv_memory)
-    set_threads(computing.threads)
+    check_threads(computing.threads)
 
     from anybit.engine.description import Unsupported
     from anybit.engine.engine import Engine

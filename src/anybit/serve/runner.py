@@ -120,7 +120,7 @@ class Runner:
 
     @property
     def step_seconds(self) -> float:
-        """How long the step has run that runs now; 0: none does."""
+        """How long the step has run that runs now, drawing tokens behind it included; 0: none does."""
         begun = self.step_begun
         return 0.0 if begun is None else time.perf_counter() - begun
 
@@ -196,8 +196,7 @@ class Runner:
             times = self._jobs[rows.text].times
             times.started = times.started or begun
         computed = self._computed(step)
-        self.step_ended, self.step_begun = time.perf_counter(), None
-        seconds = self.step_ended - begun
+        self._measure(step, time.perf_counter() - begun)
         heard: list[tuple[Job, Progress]] = []
         drawn: dict[Text, int] = {}
         for rows, logits in computed:
@@ -208,10 +207,15 @@ class Runner:
                 token, progress = None, _failed(error)
             if token is not None:
                 drawn[rows.text] = token
-                self.served[step.level] += 1
             if progress is not None:
                 heard.append((job, progress))
-        ended = [(job, progress) for job, progress in heard if progress.finish is not None]
+        self.served[step.level] += len(drawn)
+        self._finish(step, drawn, [(job, progress) for job, progress in heard if progress.finish is not None])
+        self.step_ended, self.step_begun = time.perf_counter(), None
+        return heard
+
+    def _finish(self, step: Step, drawn: dict[Text, int], ended: Heard) -> None:
+        """Let the scheduler know what a step has computed, and forget the jobs that it ended."""
         with self._changed:
             for job, progress in ended:
                 if progress.error is not None:  # its pages are nobody else's
@@ -219,11 +223,12 @@ class Runner:
             self.scheduler.done(step, drawn)
             for job, progress in ended:
                 self._end(job, progress)
+
+    def _measure(self, step: Step, seconds: float) -> None:
         prompt = sum(rows.count for rows in step.rows if rows.count > 1)
         decoded = sum(rows.count == 1 for rows in step.rows)
         self.pace.measure(step.level, decoded, prompt, seconds)
         self.counters.busy_seconds += seconds
-        return heard
 
     def _computed(self, step: Step) -> list[tuple[Rows, Floats | Exception]]:
         """The logits of each text of a step; where it fails, of each alone, so that the one to blame is found."""
