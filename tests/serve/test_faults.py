@@ -292,6 +292,25 @@ def test_nothing_is_served_before_the_model_is_there() -> None:
         assert refusal(client.ask("/metrics"))[0] == refusal(client.ask("/v1/models"))[0] == 503
 
 
+def test_a_text_that_the_end_of_the_server_cuts_is_told_so(
+    other_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(other_engine) as (client, state), slow_steps(monkeypatch, 0.02):
+        assert state.served is not None
+        connection, stream = client.open(COMPLETIONS, {**LONG, "stream": True})
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(client.ask(COMPLETIONS, LONG)))
+        thread.start()
+        until(lambda: len(state.served.runner.scheduler.running) == 2)  # type: ignore[union-attr]
+        state.served.runner.drain(0.05)
+        assert refusal(client.ask(COMPLETIONS, LONG))[:2] == (503, "the server is stopping")
+        thread.join()
+        assert refusal(answers[0])[:2] == (503, "the server has stopped")
+        assert b'"message":"the server has stopped"' in stream.read()
+        connection.close()
+        assert client.ask("/health")[0] == 503
+
+
 def test_health_says_that_a_step_is_stuck(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anybit.serve.runner.STUCK", 0.05)
     with slow_steps(monkeypatch, 0.5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import traceback
@@ -79,6 +80,7 @@ class Runner:
         self._jobs: dict[Text, Job] = {}
         self._cancelled: set[Job] = set()
         self.closing = False  # no more jobs are taken
+        self._deadline = math.inf  # for the jobs that are there
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -108,14 +110,15 @@ class Runner:
             self._cancelled.add(job)
             self._changed.notify()
 
+    def drain(self, patience: float) -> None:
+        """Take no more jobs, and end those with an error that are there after so many seconds; waits for nothing."""
+        self.closing, self._deadline = True, time.perf_counter() + patience
+
     def close(self, patience: float) -> None:
-        """Take no more jobs, finish those that are there, and after so many seconds cancel them."""
+        """`drain`, and wait until nothing runs."""
         with self._changed:
-            self.closing = True
+            self.drain(patience)
             self._changed.notify()
-        self._thread.join(patience)
-        with self._changed:
-            self._cancelled |= set(self._jobs.values())
         self._thread.join()
 
     @property
@@ -159,9 +162,7 @@ class Runner:
         with self._changed:
             while not self._jobs and not self.closing:
                 self._changed.wait()
-            known = [job for job in self._cancelled if job.text in self._jobs]
-            heard = [(job, self._end(job, Progress(finish="cancelled"))) for job in known]
-            self._cancelled.clear()
+            heard = self._ended_early()
             if not self._jobs and self.closing:
                 steps = None
             else:
@@ -170,6 +171,18 @@ class Runner:
                 self.counters.rounds += 1
         self._deliver(heard)
         return steps
+
+    def _ended_early(self) -> Heard:
+        """End what was cancelled, and when the server stops what it has no more time for."""
+        gone, late = (
+            Progress(finish="cancelled"),
+            Progress(finish="error", error=Closing("the server has stopped")),
+        )
+        known = [(job, gone) for job in self._cancelled if job.text in self._jobs]
+        self._cancelled.clear()
+        if time.perf_counter() >= self._deadline:
+            known = [(job, late) for job in self._jobs.values()]
+        return [(job, self._end(job, progress)) for job, progress in known]
 
     def _choose_levels(self) -> None:
         """Let load and measured times move those texts that want it."""

@@ -22,6 +22,7 @@ from anybit.serve.runner import Heard, Limits
 from anybit.serve.served import Served
 
 KV_SHARE = 0.25  # of the memory that is free, for keys and values, where nobody says how much
+LATE = 5  # seconds after which connections are cut that have still not ended
 BACKLOG = 1024  # connections that wait to be accepted
 
 
@@ -92,9 +93,9 @@ def run(load: Callable[[], Engine], settings: Settings, say: Callable[[str], Non
         access_log=False,
         backlog=BACKLOG,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(settings.patience)),
+        timeout_graceful_shutdown=round(settings.patience) + LATE,
     )
-    server = Server(config, state)
+    server = Server(config, state, settings.patience)
     # uvicorn takes these signals, and raises them again when it ends, for whoever was there before.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -116,11 +117,12 @@ class Server(uvicorn.Server):
     Args:
         config: uvicorn's.
         state: what all requests see.
+        patience: seconds that texts have to end.
     """
 
-    def __init__(self, config: uvicorn.Config, state: State) -> None:
+    def __init__(self, config: uvicorn.Config, state: State, patience: float) -> None:
         super().__init__(config)
-        self.shared = state
+        self.shared, self.patience = state, patience
 
     @property
     def address(self) -> str:
@@ -132,7 +134,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: object) -> None:
         if self.shared.served is not None:
-            self.shared.served.runner.closing = True
+            self.shared.served.runner.drain(self.patience)
         super().handle_exit(sig, frame)  # type: ignore[arg-type]
 
 
