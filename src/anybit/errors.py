@@ -9,7 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LONGEST = 2000  # characters of a message
-EXTRAS = {"search": "scipy", "plots": "matplotlib"}  # what pyproject.toml's extras bring
+EXTRAS = {  # what pyproject.toml's extras bring
+    "search": ("scipy",),
+    "plots": ("matplotlib",),
+    "serve": ("starlette", "uvicorn", "llguidance"),
+}
 
 
 class InputError(ValueError):
@@ -83,6 +87,8 @@ def require_extra(extra: str, purpose: str) -> None:
     Raises:
         InputError: what `purpose` needs, and the command that installs it.
     """
-    package = EXTRAS[extra]
-    if importlib.util.find_spec(package) is None:
-        raise InputError(f"{purpose} needs {package}, which is not installed: pip install 'anybit[{extra}]'")
+    for package in EXTRAS[extra]:
+        if importlib.util.find_spec(package) is None:
+            raise InputError(
+                f"{purpose} needs {package}, which is not installed: pip install 'anybit[{extra}]'"
+            )

@@ -20,6 +20,7 @@ from anybit.bench.others import Used, others, used
 from anybit.bench.picture import plot_decode
 from anybit.engine.engine import _Text
 from anybit.engine.filler import fill
+from anybit.engine.timing import prompt_seconds, step_seconds
 from anybit.errors import InputError
 from anybit.formats.layout import code_bits
 from anybit.kernels import cpu
@@ -179,13 +180,13 @@ def test_transformers_decodes_behind_a_filled_cache() -> None:
 def test_steps_are_timed_behind_keys_and_values_that_are_there() -> None:
     engine = Engine(family("llama"), threads=1, context=100)
     free = engine._pages.free
-    assert len(engine.step_seconds(60, 5)) == 5 and engine.prompt_seconds(100) > 0
+    assert len(step_seconds(engine, 60, 5)) == 5 and prompt_seconds(engine, 100) > 0
     assert engine._pages.free == free
     for depth, steps in ((99, 2), (-1, 2), (5, 0)):
         with pytest.raises(InputError, match="the context holds 100"):
-            engine.step_seconds(depth, steps)
+            step_seconds(engine, depth, steps)
     with pytest.raises(InputError, match="a prompt of 101"):
-        engine.prompt_seconds(101)
+        prompt_seconds(engine, 101)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -343,11 +344,10 @@ def test_texts_may_part_where_two_tokens_are_equal() -> None:
 class Fixed:
     """Stands for the engine: logits of one best token each."""
 
+    vocabulary = 8
+
     def __init__(self, best: list[int]) -> None:
         self.best = best
-
-    def far_apart(self, count: int) -> list[int]:
-        return self.best[:count]
 
     def logits(self, tokens: list[int], bits: float) -> Any:
         return np.eye(8, dtype=np.float32)[self.best[1 : len(tokens) + 1]]

@@ -25,6 +25,7 @@ COMMANDS = (
     "eval",
     "generate",
     "chat",
+    "serve",
     "inspect",
     "verify",
     "convert",

@@ -68,7 +68,9 @@ def called(rng: Random, layer: _native.Layer, layout: Any, weight: PackedWeight,
     tokens, group = rng.choice(layouts.TOKENS), max(1, layer.int8_group_size)
     groups, stored = -(-columns // group), weight.layout.stored_tensors()
     repacked = {
-        name: torch.empty(stored[name][1], dtype=stored[name][0].torch) for name in layer.repacked if name in stored
+        name: torch.empty(stored[name][1], dtype=stored[name][0].torch)
+        for name in layer.repacked
+        if name in stored
     }
     if rng.random() < 0.5:
         edit_fields(rng, repacked)

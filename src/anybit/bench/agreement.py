@@ -8,6 +8,7 @@ import numpy as np
 
 from anybit.bench.contenders import InTransformers, Native
 from anybit.config import Json
+from anybit.engine.timing import far_apart
 
 TOKENS = 256  # whose logits are compared
 GREEDY = 64  # the last of them, which Transformers chose
@@ -20,7 +21,7 @@ def agreement(engine: Native, beside: InTransformers, bits: float) -> Json:
         `difference`, the largest; `equal`, the tokens until the first that the engine would not choose; `gap`, by how
         much the two best logits of Transformers differ there, in the spread (None: all are equal).
     """
-    ids, logits = beside.greedy(bits, engine.engine.far_apart(TOKENS - GREEDY), GREEDY)
+    ids, logits = beside.greedy(bits, far_apart(TOKENS - GREEDY, engine.engine.vocabulary), GREEDY)
     found = engine.engine.logits(ids, bits)
     spread = float(logits.max() - logits.min())
     behind = range(TOKENS - GREEDY - 1, TOKENS - 1)

@@ -23,6 +23,7 @@ from anybit.bench.sources import Gguf, Source
 from anybit.engine.description import MATRICES
 from anybit.engine.engine import Engine
 from anybit.engine.loaded import levels
+from anybit.engine.timing import prompt_seconds, step_seconds
 from anybit.errors import InputError
 from anybit.kv_cache import CACHE
 from anybit.layers import PackedModule, TiedHead
@@ -56,11 +57,11 @@ class Native:
         )
 
     def decode(self, bits: float, depth: int, tokens: int) -> float:
-        return tokens / sum(self.engine.step_seconds(depth, WARM_UP + tokens, bits)[WARM_UP:])
+        return tokens / sum(step_seconds(self.engine, depth, WARM_UP + tokens, bits)[WARM_UP:])
 
     def prefill(self, bits: float, tokens: int) -> float:
-        self.engine.prompt_seconds(WARM_UP, bits)
-        return tokens / self.engine.prompt_seconds(tokens, bits)
+        prompt_seconds(self.engine, WARM_UP, bits)
+        return tokens / prompt_seconds(self.engine, tokens, bits)
 
     def weight_bytes(self, bits: float) -> int:
         return self._weights[bits]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import anybit
-from anybit.cli import artifact, bench, evaluate, methods, quantize, run
+from anybit.cli import artifact, bench, evaluate, methods, quantize, run, serve
 from anybit.errors import InputError, printable, raised_by_a_model
 
 app = typer.Typer(
@@ -38,7 +38,7 @@ for function in (quantize.quantize, methods.methods):
     app.command()(function)
 app.command(name="eval")(evaluate.evaluate)
 for function in (
-    run.generate, run.chat, artifact.inspect, artifact.verify, artifact.convert, artifact.plan,
+    run.generate, run.chat, serve.serve, artifact.inspect, artifact.verify, artifact.convert, artifact.plan,
     evaluate.compare, evaluate.demo,
 ):  # fmt: skip
     app.command()(function)

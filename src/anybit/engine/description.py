@@ -71,9 +71,7 @@ def describe(config: Json, tensors: Tensors) -> Json:
     Raises:
         Unsupported: a family or a field that the engine does not know, or one that is missing.
     """
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise Unsupported(f"its family is {family!r}; the engine runs {', '.join(FAMILIES)}")
+    check_family(config.get("model_type"))
     try:
         return _described(config, tensors)
     except KeyError as error:
@@ -84,15 +82,27 @@ def describe(config: Json, tensors: Tensors) -> Json:
         raise Unsupported(f"its config.json is not what the engine reads: {error}") from error
 
 
-def refuse_unknown_fields(config: Json) -> None:
-    """Refuse fields that nobody here reads.
+def check_family(family: object) -> None:
+    """Refuse a `model_type` that the engine does not know.
+
+    Raises:
+        Unsupported: with those that it does.
+    """
+    if family not in FAMILIES:
+        raise Unsupported(f"its family is {family!r}; the engine runs {', '.join(FAMILIES)}")
+
+
+def refuse_unknown_fields(family: object, config: Json) -> None:
+    """Refuse a family that the engine does not know, and fields that nobody here reads.
 
     Args:
+        family: `model_type`.
         config: without what is as its class has it.
 
     Raises:
         Unsupported: with the first of them.
     """
+    check_family(family)
     for field, value in config.items():
         if field.startswith("_") or field.endswith("_token_id"):
             continue

@@ -18,7 +18,6 @@ from anybit.artifact.levels import Budget
 from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, encode
 from anybit.engine.description import Unsupported, describe
-from anybit.engine.filler import fill
 from anybit.engine.opening import open_source
 from anybit.engine.pages import Pages, free_memory
 from anybit.engine.sampling import Drawn, Sampler, Sampling
@@ -37,7 +36,6 @@ Floats = npt.NDArray[np.float32]
 KV_BITS = (16, 8, 4)  # widths of keys and values that the engine has
 CHUNK = 64  # tokens of a prompt that go through the model together
 KV_SHARE = 0.5  # of the memory that is free, at most, for keys and values
-TOKEN_STRIDE = 7919  # between tokens of texts that are timed: rows of the embedding far apart
 NO_CONTEXT = 4096  # tokens where a config does not say how many a model reaches
 
 
@@ -217,24 +215,20 @@ class Engine:
             wanted = np.arange(0 if every else n - last, n, dtype=np.int32)
             logits = made[first : first + n] if every else made[: len(wanted)]
             positions = np.arange(text.done, text.done + n, dtype=np.int32)
-            try:
-                self._decoder.step(
-                    chunk,
-                    positions,
-                    np.zeros(n, np.int32),
-                    pages,
-                    wanted,
-                    logits,
-                    level,
-                    self._cache,
-                    self.threads,
-                )
-            except cpu._native.NotFiniteError as error:
-                raise InputError(
-                    f"{self.name}: {error}: its weights are damaged, or overflow 16 bits"
-                ) from None
+            self._step((chunk, positions, np.zeros(n, np.int32), pages, wanted), logits, level)
             text.done += n
         return made
+
+    def _step(self, rows: tuple[Tokens, Tokens, Tokens, Tokens, Tokens], logits: Floats, level: int) -> None:
+        """`Decoder.step` with the engine's cache and threads.
+
+        Raises:
+            InputError: NaN or Inf.
+        """
+        try:
+            self._decoder.step(*rows, logits, level, self._cache, self.threads)
+        except cpu._native.NotFiniteError as error:
+            raise InputError(f"{self.name}: {error}: its weights are damaged, or overflow 16 bits") from None
 
     def logits(self, tokens: Sequence[int], bits: float | None = None) -> Floats:
         """Logits float32 [tokens, vocabulary] of a text.
@@ -249,45 +243,45 @@ class Engine:
         with self._text(len(tokens)) as text:
             return self._run(text, tokens, level, every=True)
 
-    # ---- for benchmarks
+    # ---- several texts at once, for whoever gives out the pages
 
-    def step_seconds(self, depth: int, steps: int, bits: float | None = None) -> list[float]:
-        """Seconds of each of some decoding steps, one token behind another.
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of the KV-cache."""
+        return self._cache.page_bytes
+
+    @property
+    def level_bytes(self) -> list[int]:
+        """Bytes of the quantized matrices at each of `widths`; a token reads all of them, and what is not quantized."""
+        return [sum(layout.nbytes for layout in layouts.values()) for _, layouts in self._source.levels]
+
+    def give_pages(self, count: int) -> None:
+        """Let the KV-cache have so many pages, empty ones; memory is taken as they are written."""
+        self._cache = cpu._native.KvCache(*self._cache_sizes, self.kv_bits, count)
+        self._pages = Pages(count, cpu._native.PAGE_TOKENS)
+
+    def step(
+        self, tokens: Tokens, positions: Tokens, texts: Tokens, pages: Tokens, wanted: Tokens, level: int
+    ) -> Floats:
+        """Compute some tokens of some texts together.
 
         Args:
-            depth: tokens before the first, from 0 up; their keys and values are random numbers, and no prompt is
-                computed.
-            steps: how many.
-            bits: see `stream`.
+            tokens: int32 [rows]; those of a text stand together.
+            positions: int32 [rows], in their texts.
+            texts: int32 [rows]; which row of `pages` is a token's.
+            pages: int32 [texts, n]; of each text, in order.
+            wanted: int32; rows whose logits are wanted.
+            level: place among `widths`.
+
+        Returns:
+            Logits float32 [wanted, vocabulary].
 
         Raises:
-            InputError: more tokens than the context holds.
+            InputError: NaN or Inf.
         """
-        level, made = self._level_of(bits), []
-        if depth < 0 or not 1 <= steps <= self.context - depth:
-            raise InputError(f"{steps} steps behind {depth} tokens: the context holds {self.context}")
-        with self._text(depth + steps) as text:
-            fill(self._cache, *self._cache_sizes, text.pages, self.threads)
-            text.done = depth
-            for token in self.far_apart(steps):
-                begun = time.perf_counter()
-                self._run(text, [token], level)
-                made.append(time.perf_counter() - begun)
-        return made
-
-    def prompt_seconds(self, tokens: int, bits: float | None = None) -> float:
-        """Seconds until the logits behind a prompt are there; see `step_seconds`."""
-        level = self._level_of(bits)
-        if not 1 <= tokens <= self.context:
-            raise InputError(f"a prompt of {tokens} tokens: the context holds {self.context}")
-        with self._text(tokens) as text:
-            begun = time.perf_counter()
-            self._run(text, self.far_apart(tokens), level)
-            return time.perf_counter() - begun
-
-    def far_apart(self, count: int) -> list[int]:
-        """Token ids whose rows of the embedding lie far apart."""
-        return [i * TOKEN_STRIDE % self.vocabulary for i in range(count)]
+        logits = np.empty((len(wanted), self.vocabulary), np.float32)
+        self._step((tokens, positions, texts, pages, wanted), logits, self._level(level))
+        return logits
 
     # ---- text in, text out
 
@@ -338,7 +332,7 @@ class Engine:
     def _pieces(
         self, ids: list[int], most: int, sampler: Sampler, stream: TextStream, level: int
     ) -> Iterator[Piece]:
-        ends, most = self._ends, min(most, self.context - len(ids))
+        ends, most = self.ends, min(most, self.context - len(ids))
         with self._text(len(ids) + most) as text:
             logits = self._run(text, ids, level)
             for count in range(1, most + 1):
@@ -389,7 +383,7 @@ class Engine:
         )
 
     @property
-    def _ends(self) -> set[int]:
+    def ends(self) -> set[int]:
         """Tokens that end a text."""
         ends = self.generation.get("eos_token_id")
         if ends is None:

@@ -31,7 +31,7 @@ class LoadedModel(Source):
         self._model = model
         self.name = str(model.name_or_path or "the model")
         self.config = model.config.to_dict()
-        refuse_unknown_fields(model.config.to_diff_dict())
+        refuse_unknown_fields(self.config.get("model_type"), model.config.to_diff_dict())
         if max_positions(model) is None:
             self.config["max_position_embeddings"] = None
         self.tokenizer, self.kv_bits = tokenizer, getattr(model, "kv_bits", 16)

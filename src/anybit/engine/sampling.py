@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anybit.engine.distribution import Distribution, Floats, Tokens, distribution, kth_largest
 from anybit.errors import InputError
@@ -134,19 +135,25 @@ class Sampler:
         self._bias = np.array(list(sampling.logit_bias.values()), np.float32)
         self._seen = _Seen(prompt, vocabulary) if sampling.penalizes else None
 
-    def draw(self, logits: Floats) -> Drawn:
+    def draw(self, logits: Floats, allowed: NDArray[np.bool_] | None = None) -> Drawn:
         """The next token after logits float32 [vocabulary], which are left as they are; -inf marks tokens out of reach.
+
+        Args:
+            logits: the model's.
+            allowed: bool [vocabulary]; tokens that may come, where not all may. What is reported is the model's own
+                all the same.
 
         Raises:
             InputError: logits with NaN or infinity, or no token within reach.
         """
+        reached = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
         if self.sampling.temperature == 0:
-            token = self._likeliest(self._penalized(logits))
+            token = self._likeliest(self._penalized(reached))
         else:
-            token = self._distribution(logits).token(self._random.random())
+            token = self._distribution(reached).token(self._random.random())
         if self._seen is not None:
             self._seen.add(token)
-        return Drawn(token) if self.sampling.logprobs is None else self._reported(token, logits)
+        return Drawn(token) if self.sampling.logprobs is None else self.report(token, logits)
 
     def probabilities(self, logits: Floats) -> Floats:
         """The distribution, [vocabulary], that `draw` would draw from.
@@ -196,7 +203,8 @@ class Sampler:
             "large for the arithmetic it runs in"
         )
 
-    def _reported(self, token: int, logits: Floats) -> Drawn:
+    def report(self, token: int, logits: Floats) -> Drawn:
+        """A token, its log-probability after logits [vocabulary], and those of the likeliest that are asked for."""
         count = self.sampling.logprobs or 0
         highest = logits.max()
         with np.errstate(over="ignore"):

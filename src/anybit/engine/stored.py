@@ -52,7 +52,7 @@ class StoredModel(Source):
         self.kv_bits = artifact.quantization.get("kv_bits", 16)
         self.generation = read_generation(path)
         self.tokenizer = StoredTokenizer.read(path)
-        refuse_unknown_fields(self.config)
+        refuse_unknown_fields(self.config.get("model_type"), self.config)
         self.head = self._find_head()
         describe(self.config, self.tensor)  # before hundreds of megabytes are read
         levels = Levels(artifact)

@@ -1,0 +1,148 @@
+"""`anybit serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anybit.cli.options import Level, Model, check_threads, grouped, reporting
+from anybit.config import parse_bytes
+from anybit.errors import InputError, require_extra
+
+NETWORK, LIMITS, COMPUTING = "Network", "Limits", "Computing"
+
+
+@dataclass(frozen=True)
+class Network:
+    """Where it listens, and to whom."""
+
+    host: Annotated[str, typer.Option(help="0.0.0.0: all addresses.", rich_help_panel=NETWORK)] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0: any that is free.", rich_help_panel=NETWORK)] = 8000
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Asked of requests; repeatable. Others see a command line.",
+            envvar="ANYBIT_API_KEY",
+            show_envvar=True,
+            rich_help_panel=NETWORK,
+        ),
+    ] = None
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name of it; repeatable.", rich_help_panel=NETWORK),
+    ] = None
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A site whose scripts may ask, or *; repeatable.", rich_help_panel=NETWORK),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What requests share."""
+
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of keys and values, e.g. 2GB. [default: a quarter of what is free]",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None
+    context: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of a text. [default: the model's]", min=1, rich_help_panel=LIMITS),
+    ] = None
+    max_running: Annotated[
+        int, typer.Option(help="Texts that run together.", min=1, max=1024, rich_help_panel=LIMITS)
+    ] = 32
+    max_waiting: Annotated[
+        int, typer.Option(help="Texts that wait; more are told 429.", min=1, rich_help_panel=LIMITS)
+    ] = 256
+    auto_bits: Annotated[
+        float, typer.Option(help="The least width that load or a latency chooses.", rich_help_panel=LIMITS)
+    ] = 3.0
+    drain_seconds: Annotated[
+        float,
+        typer.Option(help="That texts get at the end.", min=0, rich_help_panel=LIMITS),
+    ] = 30.0
+
+
+@dataclass(frozen=True)
+class Computing:
+    """How the engine computes."""
+
+    kv_bits: Annotated[
+        int | None, typer.Option(help="KV-cache: 16, 8 or 4 bits.", rich_help_panel=COMPUTING)
+    ] = None
+    codebook_precision: Annotated[
+        str, typer.Option(help="int8, or fp16: exact and slower.", rich_help_panel=COMPUTING)
+    ] = "int8"
+    threads: Annotated[
+        int | None,
+        typer.Option(help="CPU threads. [default: physical cores]", min=1, rich_help_panel=COMPUTING),
+    ] = None
+
+
+@grouped
+def serve(
+    model: Model,
+    level: Level,
+    network: Network,
+    shares: Shares,
+    computing: Computing,
+    name: Annotated[
+        str | None, typer.Option(help="As requests name the model. [default: the last part of MODEL]")
+    ] = None,
+) -> None:
+    """Serve MODEL over HTTP as OpenAI's API has it, each request at a width of its own; a page to try it is at /.
+
+    Example: `anybit serve out`, then open http://127.0.0.1:8000
+    """
+    require_extra("serve", "anybit serve")
+    budget = level.asked()
+    keys = tuple(network.api_key or ())
+    if not all(keys):
+        raise InputError("--api-key is empty: give a key of at least one character, or leave it out")
+    if not 0 <= network.port < 1 << 16:
+        raise InputError(f"--port {network.port}: expected 0 to 65535")
+    kv_bytes = None if shares.kv_memory is None else parse_bytes(shares.kv_memory)
+    check_threads(computing.threads)
+
+    from anybit.engine.description import Unsupported
+    from anybit.engine.engine import Engine
+    from anybit.serve.guard import Guard
+    from anybit.serve.server import Settings, run
+
+    def load() -> Engine:
+        try:
+            with reporting() as report:
+                return Engine(
+                    model,
+                    kv_bits=computing.kv_bits,
+                    codebook_precision=computing.codebook_precision,
+                    threads=computing.threads,
+                    context=shares.context,
+                    report=report,
+                    **budget,
+                )
+        except Unsupported as error:
+            raise InputError(
+                f"{model} cannot be served: the server needs the native engine, which does not run this model: "
+                f"{error}; `anybit generate` runs it inside Transformers"
+            ) from error
+
+    settings = Settings(
+        name or Path(model).resolve().name or model,
+        network.host,
+        network.port,
+        kv_bytes,
+        shares.max_running,
+        shares.max_waiting,
+        shares.auto_bits,
+        patience=shares.drain_seconds,
+        guard=Guard(keys, tuple(network.allow_host or ()), tuple(network.allow_origin or ())),
+    )
+    run(load, settings, lambda line: typer.echo(f"anybit: {line}", err=True))

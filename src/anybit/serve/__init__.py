@@ -1,0 +1,1 @@
+"""The server: many texts at once from one engine, a width for every request, over HTTP."""

@@ -1,0 +1,345 @@
+"""The server's addresses, on Starlette."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from anybit.config import Json
+from anybit.serve import openai, page
+from anybit.serve.errors import Refused, refused
+from anybit.serve.exchange import Exchange
+from anybit.serve.fields import Fields, read_json
+from anybit.serve.guard import Guard
+from anybit.serve.metrics import Metrics
+from anybit.serve.replies import Replies
+from anybit.serve.served import Served
+
+BODY_SECONDS = 30.0  # that a body may take to come
+PARSERS = 2  # threads that render templates, cut texts into tokens and compile forms
+
+Parse = Callable[[Served, Json, str], Any]
+
+
+@dataclass
+class State:
+    """What all requests see."""
+
+    guard: Guard
+    most_bytes: int  # of a body
+    most_requests: int  # at a time
+    created: int = 0  # when the model was loaded, in seconds since 1970
+    served: Served | None = None  # None: it is loading
+    metrics: Metrics = field(default_factory=Metrics)
+    requests: int = 0  # that are answered now
+    parsers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PARSERS, "parser"))
+
+    def ready(self) -> Served:
+        if self.served is None:
+            raise Refused(503, "the model is loading: try again later", "loading")
+        return self.served
+
+
+def app(state: State, lifespan: Any = None) -> Starlette:
+    """The application.
+
+    Args:
+        state: `served` is set when the model is there.
+        lifespan: Starlette's.
+    """
+    posts: dict[str, Callable[[Served, Json, Request], Awaitable[Response]]] = {
+        "/v1/chat/completions": _answer(openai.chat),
+        "/v1/completions": _answer(openai.completions),
+        "/tokenize": _tokenize,
+        "/detokenize": _detokenize,
+    }
+    gets = {"/v1/models": _models, "/v1/models/{name:path}": _model, "/health": _health, "/metrics": _metrics}
+    routes = [Route(path, _post(answer), methods=["POST"]) for path, answer in posts.items()]
+    routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
+    routes += page.routes()
+    middleware = [Middleware(Door, state=state, paths={*posts, *gets, *page.FILES})]
+    if state.guard.origins:
+        cors = Middleware(
+            CORSMiddleware, allow_origins=state.guard.origins, allow_headers=["*"], allow_methods=["*"]
+        )
+        middleware.insert(0, cors)
+    missing: dict[Any, Any] = {404: _missing, 405: _missing}
+    made = Starlette(routes=routes, middleware=middleware, exception_handlers=missing, lifespan=lifespan)
+    made.state.shared = state
+    return made
+
+
+class Door:
+    """Lets requests in, one counter and one form of error for all.
+
+    Args:
+        app: behind it.
+        state: what all requests see.
+        paths: that are counted by name.
+    """
+
+    def __init__(self, app: ASGIApp, state: State, paths: set[str]) -> None:
+        self._app, self._state, self._paths = app, state, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state, status = self._state, 0
+
+        async def counting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        state.requests += 1
+        try:
+            request = Request(scope)
+            scope["anybit.key"] = state.guard.check(scope["path"], request.headers)
+            if state.requests > state.most_requests and scope["method"] == "POST":
+                raise Refused(
+                    429, f"{state.most_requests} requests are answered already: try again later", "busy"
+                )
+            await self._app(scope, receive, counting)
+        except ClientDisconnect:
+            status = 499  # as nginx counts who left
+        except Exception as error:
+            if not isinstance(error, Refused):
+                traceback.print_exc()
+            if status == 0:
+                await _error(error)(scope, receive, counting)
+        finally:
+            state.requests -= 1
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            state.metrics.answers[path, status] += 1
+
+
+def _error(error: Exception) -> Response:
+    found = refused(error)
+    return JSONResponse(found.body(), found.status, found.headers)
+
+
+def _missing(request: Request, error: Exception) -> Response:
+    if getattr(error, "status_code", 404) == 405:
+        return _error(
+            Refused(405, f"{request.url.path:.100} does not take {request.method}", "method_not_allowed")
+        )
+    return _error(Refused(404, f"{request.url.path:.100} is no address of this server", "not_found"))
+
+
+def _post(answer: Callable[[Served, Json, Request], Awaitable[Response]]) -> Any:
+    """An address that takes a JSON object; whatever is wrong with it has an answer."""
+
+    async def handle(request: Request) -> Response:
+        state: State = request.app.state.shared
+        try:
+            served = state.ready()
+            body = read_json(await _body(request, state.most_bytes))
+            return await answer(served, body, request)
+        except (Refused, ClientDisconnect):
+            raise
+        except Exception as error:
+            found = refused(error)
+            if found.status == 500:
+                traceback.print_exc()
+            raise found from error
+
+    return handle
+
+
+async def _body(request: Request, most: int) -> bytes:
+    too_large = Refused(
+        413, f"the body has more than {most} bytes, which is this server's limit", "too_large"
+    )
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and len(length) < 20 and int(length) > most:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        raise Refused(408, f"the body did not come within {BODY_SECONDS:g} seconds") from None
+    return b"".join(parts)
+
+
+async def _parsed(request: Request, parse: Parse, served: Served, body: Json) -> Any:
+    """What a body says, found in a thread: templates, tokenizers and forms take their time."""
+    state: State = request.app.state.shared
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(state.parsers, parse, served, body, request.scope["anybit.key"])
+
+
+# ---- texts
+
+
+def _answer(parse: Parse) -> Callable[[Served, Json, Request], Awaitable[Response]]:
+    async def answer(served: Served, body: Json, request: Request) -> Response:
+        wanted = await _parsed(request, parse, served, body)
+        exchange = Exchange(served, wanted)
+        metrics: Metrics = request.app.state.shared.metrics
+        if wanted.stream:
+            return Events(exchange, metrics)
+        try:
+            return JSONResponse(await _unless_gone(request, Replies(exchange).whole()))
+        finally:
+            _close(exchange, metrics)
+
+    return answer
+
+
+class Events(StreamingResponse):
+    """A stream of events, whose texts end with it."""
+
+    def __init__(self, exchange: Exchange, metrics: Metrics) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(Replies(exchange).events(), media_type="text/event-stream", headers=headers)
+        self._exchange, self._metrics = exchange, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            _close(self._exchange, self._metrics)
+
+
+def _close(exchange: Exchange, metrics: Metrics) -> None:
+    exchange.close()
+    for job in exchange.jobs:
+        metrics.ended(job)
+
+
+async def _unless_gone(request: Request, made: Awaitable[Json]) -> Json:
+    """An answer, unless its client leaves first.
+
+    Raises:
+        ClientDisconnect: it did.
+    """
+    answer = asyncio.ensure_future(made)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ClientDisconnect
+        return answer.result()
+    finally:
+        answer.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _tokenize(served: Served, body: Json, request: Request) -> Response:
+    tokens = await _parsed(request, _tokens, served, body)
+    return JSONResponse({"count": len(tokens), "max_model_len": served.context, "tokens": tokens})
+
+
+def _tokens(served: Served, body: Json, key: str) -> list[int]:
+    fields = Fields(body)
+    prompt, messages = fields.text("prompt"), fields.any("messages")
+    fields.accept("model")
+    fields.finish()
+    if (prompt is None) == (messages is None):
+        raise Refused(400, "give either prompt, a text, or messages, a conversation", param="prompt")
+    return served.encode(prompt) if prompt is not None else served.encode_chat(openai.messages(messages))
+
+
+async def _detokenize(served: Served, body: Json, request: Request) -> Response:
+    return JSONResponse({"prompt": await _parsed(request, _text, served, body)})
+
+
+def _text(served: Served, body: Json, key: str) -> str:
+    fields = Fields(body)
+    tokens = fields.any("tokens")
+    fields.accept("model")
+    fields.finish()
+    if not isinstance(tokens, list) or not all(
+        type(t) is int and 0 <= t < served.engine.vocabulary for t in tokens
+    ):
+        raise Refused(
+            400, f"tokens is expected to be a list of ids below {served.engine.vocabulary}", param="tokens"
+        )
+    return served.decode(tokens)
+
+
+# ---- what there is
+
+
+async def _models(request: Request) -> Response:
+    state: State = request.app.state.shared
+    return JSONResponse({"object": "list", "data": [_card(state.ready(), state.created)]})
+
+
+async def _model(request: Request) -> Response:
+    state: State = request.app.state.shared
+    served = state.ready()
+    if request.path_params["name"] != served.name:
+        raise Refused(404, f"there is no model {request.path_params['name']!r:.100} here", "model_not_found")
+    return JSONResponse(_card(served, state.created))
+
+
+def _card(served: Served, created: int) -> Json:
+    """A model as OpenAI has it, and what only this server has: its levels, the smallest first."""
+    engine = served.engine
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "anybit",
+        "max_model_len": served.context,
+        "chat": served.chats,
+        "kv_bits": engine.kv_bits,
+        "kv_bytes_per_token": engine.page_bytes / served.runner.scheduler.page_tokens,
+        "kv_bytes": engine.page_bytes * served.runner.scheduler.blocks.pages,
+        "levels": [
+            {"bits": bits, "bytes_per_token": taken} for bits, taken in zip(engine.widths, engine.level_bytes)
+        ],
+    }
+
+
+async def _health(request: Request) -> Response:
+    state: State = request.app.state.shared
+    if state.served is None:
+        return JSONResponse({"status": "loading"}, 503)
+    runner = state.served.runner
+    status = (
+        "broken" if runner.broken else "stuck" if runner.stuck else "stopping" if runner.closing else "ok"
+    )
+    body = {
+        "status": status,
+        "step_seconds": round(runner.step_seconds, 3),  # of the step that runs now
+        "seconds_since_step": round(runner.seconds_since_step, 3),
+        "running": len(runner.scheduler.running),
+        "waiting": runner.scheduler.waiting_count,
+        "requests": state.requests,  # this one among them
+    }
+    if runner.broken:
+        body["message"] = runner.broken
+    return JSONResponse(body, 200 if status == "ok" else 503)
+
+
+async def _metrics(request: Request) -> Response:
+    state: State = request.app.state.shared
+    return PlainTextResponse(
+        state.metrics.page(state.ready()), media_type="text/plain; version=0.0.4; charset=utf-8"
+    )

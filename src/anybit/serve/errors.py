@@ -1,0 +1,55 @@
+"""What the server answers instead of what was asked for, in the words of OpenAI's API."""
+
+from __future__ import annotations
+
+from anybit.config import Json
+from anybit.errors import InputError
+from anybit.serve.runner import Closing
+from anybit.serve.scheduler import Busy
+
+RETRY_SECONDS = 1  # after which a busy server may be asked again
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class Refused(Exception):
+    """An answer that is no 200."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
+
+    def body(self) -> Json:
+        kind = "server_error" if self.status >= 500 else KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class BadField(InputError):
+    """A field of a request that cannot be as it is."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def refused(error: Exception) -> Refused:
+    """The answer to a request that raised something."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, Busy):
+        return Refused(429, f"{error}: try again later", "queue_full")
+    if isinstance(error, Closing):
+        return Refused(503, str(error), "stopping")
+    if isinstance(error, InputError):
+        return Refused(400, str(error), param=getattr(error, "param", None))
+    return Refused(500, f"{type(error).__name__}: the server has a defect; its log says more")

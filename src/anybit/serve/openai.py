@@ -1,0 +1,295 @@
+"""Requests of OpenAI's API: what of them is served, and an error for everything else."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from anybit.config import MAX_SEED
+from anybit.engine.sampling import Sampling
+from anybit.errors import InputError
+from anybit.serve.constraint import Constraint
+from anybit.serve.errors import BadField, Refused
+from anybit.serve.fields import Fields
+from anybit.serve.request import AUTO, Request
+from anybit.serve.served import Served
+
+MOST_TEXTS = 64  # of one request: prompts times n
+MOST_STOPS, LONGEST_STOP = 16, 256  # strings, characters
+MOST_LOGPROBS = 20  # tokens beside the one drawn
+MOST_BIASES = 1024  # tokens with a bias
+MOST_MESSAGES = 4096
+MOST_TOKENS = 2**31 - 1
+TARGETS = (0.01, 60_000.0)  # milliseconds from token to token
+# What clients send that changes nothing of a text.
+INERT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "store")
+NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request, checked."""
+
+    chat: bool
+    requests: list[Request]  # one for each prompt
+    stream: bool = False
+    usage: bool = False  # at the end of a stream
+    logprobs: bool = False
+    echo: bool = False  # the prompt is part of the text
+
+    @property
+    def n(self) -> int:
+        return self.requests[0].n
+
+
+def chat(served: Served, body: dict[str, Any], key: str) -> Wanted:
+    """A body of /v1/chat/completions.
+
+    Raises:
+        InputError: what of it cannot be.
+        Refused: another model.
+    """
+    fields = Fields(body)
+    conversation = messages(fields.any("messages"))
+    fields.only("tools", [])
+    fields.only("tool_choice", "none", "auto")
+    fields.only("modalities", ["text"])
+    fields.accept("parallel_tool_calls")
+    top = fields.whole("top_logprobs", None, 0, MOST_LOGPROBS)
+    logprobs = fields.flag("logprobs")
+    if top is not None and not logprobs:
+        raise BadField("top_logprobs", "top_logprobs needs logprobs: true")
+    most = fields.whole("max_completion_tokens", None, 1, MOST_TOKENS)
+    fewer = fields.whole("max_tokens", most, 1, MOST_TOKENS)
+    if most is not None and fewer != most:
+        raise BadField("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
+    request = _request(served, fields, key, (top or 0) if logprobs else None)
+    stream, usage = _streaming(fields)
+    fields.finish()
+    request = replace(request, tokens=served.encode_chat(conversation), most=fewer)
+    return Wanted(True, [request], stream, usage, logprobs)
+
+
+def completions(served: Served, body: dict[str, Any], key: str) -> Wanted:
+    """A body of /v1/completions.
+
+    Raises:
+        InputError: what of it cannot be.
+        Refused: another model.
+    """
+    fields = Fields(body)
+    prompts = _prompts(fields.any("prompt"))
+    top = fields.whole("logprobs", None, 0, MOST_LOGPROBS)
+    echo = fields.flag("echo")
+    most = fields.whole("max_tokens", 16, 0, MOST_TOKENS)
+    if most == 0 and not echo:
+        raise BadField("max_tokens", "max_tokens is 0, expected 1 or more without echo")
+    fields.only("suffix", "")
+    request = _request(served, fields, key, top)
+    fields.only("best_of", 1, request.n)
+    stream, usage = _streaming(fields)
+    fields.finish()
+    if len(prompts) * request.n > MOST_TEXTS:
+        raise BadField("prompt", f"{len(prompts)} prompts by n = {request.n}: at most {MOST_TEXTS} texts")
+    request = replace(request, most=most, every=echo and top is not None)
+    requests = [
+        replace(request, tokens=served.encode(prompt) if isinstance(prompt, str) else prompt)
+        for prompt in prompts
+    ]
+    return Wanted(False, requests, stream, usage, top is not None, echo)
+
+
+def _request(served: Served, fields: Fields, key: str, logprobs: int | None) -> Request:
+    """What both kinds have, without a prompt."""
+    bits = _bits(served, fields)
+    target = fields.number("latency_target_ms", *TARGETS)
+    if target is not None and bits is not None:
+        raise BadField("latency_target_ms", "latency_target_ms chooses the width: leave bits out")
+    fields.accept(*INERT)
+    return Request(
+        [],
+        n=fields.whole("n", 1, 1, MOST_TEXTS) or 1,
+        sampling=_sampling(served, fields, logprobs),
+        stop=fields.texts("stop", MOST_STOPS, LONGEST_STOP),
+        bits=bits,
+        target=None if target is None else target / 1000,
+        ignores_ends=fields.flag("ignore_eos"),
+        constraint=_constraint(fields, served.constraint),
+        key=key,
+    )
+
+
+def _bits(served: Served, fields: Fields) -> float | str | None:
+    """The width that is asked for, by `bits` or by a model's name."""
+    model, bits = fields.text("model") or served.name, fields.any("bits")
+    name, at, asked = (model, "", "") if model == served.name else model.rpartition("@")
+    if name != served.name:
+        raise Refused(
+            404, f"there is no model {model!r:.100} here, but {served.name!r}", "model_not_found", "model"
+        )
+    if at:
+        try:
+            of_name = asked if asked == AUTO else float(asked)
+        except ValueError:
+            raise BadField("model", f"model asks for {asked!r:.50} bits, expected a number or auto") from None
+        if bits not in (None, of_name):
+            raise BadField("bits", f"model asks for {asked} bits, and bits for others: give one of them")
+        bits = of_name
+    if bits is None or bits == AUTO:
+        return bits
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not math.isfinite(bits):
+        raise fields.bad("bits", bits, 'a number or "auto"')
+    return float(bits)
+
+
+def _sampling(served: Served, fields: Fields, logprobs: int | None) -> Sampling:
+    given = {name: fields.any(name) for name in NUMBERS}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise fields.bad(name, value, "a number")
+    if given.get("top_k") == -1:  # how others write it off
+        given["top_k"] = 0
+    if isinstance(seed := given.get("seed"), int):
+        given["seed"] = seed % (MAX_SEED + 1)
+    try:
+        return replace(served.sampling, **given, logit_bias=_biases(fields), logprobs=logprobs)
+    except InputError as error:
+        raise BadField(str(error).partition(" ")[0], str(error)) from None
+
+
+def _biases(fields: Fields) -> dict[int, float]:
+    asked = fields.any("logit_bias", {})
+    if not isinstance(asked, dict) or len(asked) > MOST_BIASES:
+        raise fields.bad("logit_bias", asked, f"an object of at most {MOST_BIASES} token ids")
+    for token, bias in asked.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise fields.bad("logit_bias", token, "token ids as names")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise fields.bad("logit_bias", bias, "numbers from -100 to 100")
+    # OpenAI's -100 bans a token.
+    return {int(token): -math.inf if bias == -100 else bias for token, bias in asked.items()}
+
+
+def messages(found: Any) -> list[dict[str, str]]:
+    """A conversation, each message with its `role` and its `content` as text.
+
+    Raises:
+        BadField: one that is of another kind.
+    """
+    if not isinstance(found, list) or not 1 <= len(found) <= MOST_MESSAGES:
+        raise BadField("messages", f"messages is expected to be a list of 1 to {MOST_MESSAGES} messages")
+    made = []
+    for i, message in enumerate(found):
+        own = Fields(message, f"messages[{i}].")
+        role, content = own.text("role"), own.any("content")
+        own.accept("name")
+        own.only("tool_calls", [])
+        own.finish()
+        if role not in ("system", "developer", "user", "assistant"):
+            raise own.bad("role", role, '"system", "developer", "user" or "assistant"')
+        if isinstance(content, list):
+            content = "".join(_part(part, f"messages[{i}].content[{j}].") for j, part in enumerate(content))
+        if not isinstance(content, str):
+            raise own.bad("content", content, "a string, or a list of parts with text")
+        made.append({"role": "system" if role == "developer" else role, "content": content})
+    return made
+
+
+def _part(part: Any, whose: str) -> str:
+    own = Fields(part, whose)
+    own.only("type", "text")
+    text = own.text("text")
+    own.finish()
+    if text is None:
+        raise own.bad("text", None, "a string")
+    return text
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """One prompt or several, each as text or as token ids."""
+    several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+    if len(several) > MOST_TEXTS:
+        raise BadField("prompt", f"prompt has {len(several)} texts, expected at most {MOST_TEXTS}")
+    for one in several:
+        ids = isinstance(one, list) and all(type(token) is int for token in one)
+        if not ids and not isinstance(one, str):
+            raise BadField(
+                "prompt", "prompt is expected to be a string, a list of token ids, or a list of those"
+            )
+    return several
+
+
+def _streaming(fields: Fields) -> tuple[bool, bool]:
+    """Whether pieces are sent as they come, and whether usage comes at the end."""
+    stream, options = fields.flag("stream"), fields.inside("stream_options")
+    if options is None:
+        return stream, False
+    usage = options.flag("include_usage")
+    options.finish()
+    if not stream:
+        raise BadField("stream_options", "stream_options needs stream: true")
+    return stream, usage
+
+
+# ---- forms
+
+
+def _constraint(fields: Fields, compile_form: Callable[[str, Any], Constraint]) -> Constraint | None:
+    """The form that a text must have, by whichever of the fields for it is there."""
+    asked = _response_format(fields) + _forms(fields, "guided_")
+    if (inner := fields.inside("structured_outputs")) is not None:
+        asked += _forms(inner, "")
+        inner.finish()
+    if len(asked) > 1:
+        raise BadField(
+            asked[1][0], f"{asked[0][0]} and {asked[1][0]} both say which form a text has: give one"
+        )
+    for param, kind, form in asked:
+        try:
+            return compile_form(kind, form)
+        except InputError as error:
+            raise BadField(param, f"{param}: {error}") from None
+    return None
+
+
+def _forms(fields: Fields, prefix: str) -> list[tuple[str, str, Any]]:
+    """As vLLM names them: (parameter, kind, form)."""
+    made: list[tuple[str, str, Any]] = []
+    if (schema := fields.any(f"{prefix}json")) is not None:
+        made.append((f"{prefix}json", "json_schema", _schema(f"{prefix}json", schema)))
+    for kind in ("regex", "grammar"):
+        if (form := fields.text(f"{prefix}{kind}")) is not None:
+            made.append((f"{prefix}{kind}", kind, form))
+    if choices := fields.texts(f"{prefix}choice", 1024, 4096):
+        made.append((f"{prefix}choice", "regex", "|".join(re.escape(choice) for choice in choices)))
+    return made
+
+
+def _response_format(fields: Fields) -> list[tuple[str, str, Any]]:
+    asked = fields.inside("response_format")
+    if asked is None:
+        return []
+    kind, inner = asked.text("type"), asked.inside("json_schema")
+    asked.finish()
+    if kind == "text" and inner is None:
+        return []
+    if kind == "json_object" and inner is None:
+        return [("response_format", "json_schema", {"type": "object"})]
+    if kind != "json_schema" or inner is None:
+        raise asked.bad("type", kind, '"text", "json_object", or "json_schema" with json_schema')
+    inner.accept("name", "description", "strict")  # a schema is always kept
+    schema = _schema("response_format.json_schema.schema", inner.any("schema", {}))
+    inner.finish()
+    return [("response_format", "json_schema", schema)]
+
+
+def _schema(param: str, schema: Any) -> dict[str, Any] | bool:
+    if not isinstance(schema, dict | bool):
+        raise BadField(param, f"{param} is expected to be a schema, which is an object")
+    return schema

@@ -1,0 +1,196 @@
+"""Answers of OpenAI's API: whole, or as the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from anybit.config import Json
+from anybit.engine.sampling import Drawn
+from anybit.serve.errors import refused
+from anybit.serve.exchange import Exchange, Written
+from anybit.serve.job import Job
+from anybit.serve.request import Request
+
+DONE = "data: [DONE]\n\n"
+
+
+class Replies:
+    """What is answered to one request.
+
+    Args:
+        exchange: of the request.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self._served, self._wanted = exchange, exchange.served, exchange.wanted
+        chat = self._wanted.chat
+        self._head: Json = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": self._served.name,
+        }
+        self._offsets = [0] * len(
+            exchange.jobs
+        )  # characters of each text that log-probabilities have told of
+
+    async def whole(self) -> Json:
+        """The answer when all texts have ended."""
+        written = await self._exchange.whole()
+        choices = [self._choice(at, self._with_prompt(at, one)) for at, one in enumerate(written)]
+        return {**self._head, "choices": choices, "usage": self.usage(), "timings": self.timings()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """The answer as server-sent events; an error that comes late is the last of them."""
+        try:
+            if self._wanted.chat:
+                opening = {"role": "assistant", "content": ""}
+                yield "".join(
+                    self._event([self._piece(at, delta=opening)]) for at in range(len(self._exchange.jobs))
+                )
+            begun: set[int] = set()
+            async for heard in self._exchange.progress():
+                events = []
+                for at, progress in heard:
+                    new = Written()
+                    new.add(progress)
+                    if at not in begun and (new.drawn or new.finish):
+                        begun.add(at)
+                        new = self._with_prompt(at, new)
+                    if new.text or new.drawn or new.prompt or new.finish:
+                        events.append(self._chunk(at, new))
+                yield "".join(events)
+            if self._wanted.usage:
+                yield self._event([], usage=self.usage())
+            yield DONE
+        except Exception as error:
+            yield f"data: {_dumps(refused(error).body())}\n\n"
+
+    # ---- parts
+
+    def _with_prompt(self, at: int, written: Written) -> Written:
+        """A text behind its prompt, where that is wanted."""
+        if self._wanted.echo:
+            written.text = self._served.decode(self._request(at).tokens) + written.text
+        return written
+
+    def _request(self, at: int) -> Request:
+        return self._wanted.requests[at // self._wanted.n]
+
+    def _choice(self, at: int, written: Written) -> Json:
+        body: Json = (
+            {"message": {"role": "assistant", "content": written.text, "refusal": None}}
+            if self._wanted.chat
+            else {"text": written.text}
+        )
+        logprobs = self._logprobs(at, written) if self._wanted.logprobs else None
+        return {"index": at, **body, "logprobs": logprobs, "finish_reason": written.finish}
+
+    def _chunk(self, at: int, new: Written) -> str:
+        logprobs = self._logprobs(at, new) if self._wanted.logprobs and (new.drawn or new.prompt) else None
+        body: Json = {"delta": {"content": new.text} if new.text else {}}
+        choice = self._piece(at, **(body if self._wanted.chat else {"text": new.text}))
+        choice |= {"logprobs": logprobs, "finish_reason": new.finish}
+        last = new.finish is not None and all(job.finished for job in self._exchange.jobs)
+        return self._event([choice], **({"timings": self.timings()} if last else {}))
+
+    def _piece(self, at: int, **body: Any) -> Json:
+        return {"index": at, **body, "logprobs": None, "finish_reason": None}
+
+    def _event(self, choices: list[Json], **more: Any) -> str:
+        head = self._head | ({"object": "chat.completion.chunk"} if self._wanted.chat else {})
+        usage = {"usage": None} if self._wanted.usage else {}
+        return f"data: {_dumps({**head, 'choices': choices, **usage, **more})}\n\n"
+
+    def _logprobs(self, at: int, written: Written) -> Json:
+        prompt = written.prompt
+        if self._wanted.chat:
+            return {"content": [self._entry(drawn) for drawn in written.drawn], "refusal": None}
+        begins = self._wanted.echo and self._offsets[at] == 0
+        first = [Drawn(self._request(at).tokens[0])] if begins else []
+        drawn = [*first, *prompt, *written.drawn]
+        words = [self._served.word(one.token) for one in drawn]
+        offsets = []
+        for word in words:
+            offsets.append(self._offsets[at])
+            self._offsets[at] += len(word)
+        return {
+            "tokens": words,
+            "token_logprobs": [one.logprob for one in drawn],
+            "top_logprobs": [self._top(one) for one in drawn],
+            "text_offset": offsets,
+        }
+
+    def _top(self, drawn: Drawn) -> dict[str, float] | None:
+        """Likely tokens and the one drawn; of those that look the same, the likeliest."""
+        if drawn.logprob is None:
+            return None
+        made: dict[str, float] = {}
+        for token, logprob in (*drawn.top, (drawn.token, drawn.logprob)):
+            made.setdefault(self._served.word(token), logprob)
+        return made
+
+    def _entry(self, drawn: Drawn) -> Json:
+        top = [self._likely(token, logprob) for token, logprob in drawn.top]
+        return {**self._likely(drawn.token, drawn.logprob), "top_logprobs": top}
+
+    def _likely(self, token: int, logprob: float | None) -> Json:
+        word = self._served.word(token)
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+    # ---- figures
+
+    def usage(self) -> Json:
+        """Tokens; a prompt of several texts counts once."""
+        jobs, n = self._exchange.jobs, self._wanted.n
+        prompt, drawn = sum(job.text.prompt for job in jobs[::n]), sum(job.drawn for job in jobs)
+        cached = sum(job.text.cached or 0 for job in jobs[::n])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": drawn,
+            "total_tokens": prompt + drawn,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def timings(self) -> Json:
+        return timings(self._exchange.jobs, self._served.engine.widths)
+
+
+def timings(jobs: Sequence[Job], widths: Sequence[float]) -> Json:
+    """When the texts of a request came, and at which widths.
+
+    Args:
+        jobs: all of them, ended.
+        widths: average bits of each level.
+
+    Returns:
+        `queue_seconds`, `prefill_seconds`, `prefill_tokens_per_second`, `decode_seconds` (from the first token to the
+        last), `decode_tokens_per_second`, and `bits`: least, mean and most of the tokens drawn; None: none was.
+    """
+    asked, started = min(job.times.asked for job in jobs), min(job.times.started for job in jobs)
+    first = min((job.times.first for job in jobs if job.times.first), default=started)
+    last = max(first, *(job.times.last for job in jobs))
+    computed = sum(job.text.prompt - (job.text.cached or 0) for job in jobs)
+    followed = sum(max(0, job.drawn - 1) for job in jobs)
+    counts: dict[float, int] = {}
+    for job in jobs:
+        for level, count in job.levels.items():
+            counts[widths[level]] = counts.get(widths[level], 0) + count
+    total = sum(counts.values())
+    mean = sum(bits * count for bits, count in counts.items()) / total if total else None
+    return {
+        "queue_seconds": started - asked,
+        "prefill_seconds": first - started,
+        "prefill_tokens_per_second": computed / (first - started) if first > started else None,
+        "decode_seconds": last - first,
+        "decode_tokens_per_second": followed / (last - first) if last > first else None,
+        "bits": {"min": min(counts), "mean": mean, "max": max(counts)} if counts else None,
+    }
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

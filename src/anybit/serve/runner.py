@@ -1,0 +1,312 @@
+"""The thread that has the engine: it runs the scheduler's steps and tells each text how it goes on."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from anybit.engine.engine import Engine, Floats
+from anybit.errors import InputError
+from anybit.kernels import cpu
+from anybit.serve.job import RECENT, Job, Progress
+from anybit.serve.pace import Auto, Pace, stops
+from anybit.serve.request import AUTO
+from anybit.serve.scheduler import Rows, Scheduler, Step, Text
+
+ROUND_SECONDS = (
+    0.11  # that a round with prompts may take while texts decode; alone they may take four times that
+)
+LEAST_PROMPT, MOST_PROMPT = 16, 256  # tokens of prompts in a round
+STUCK = 30.0  # seconds after which a step is called stuck
+TARGET_STOPS = 8  # widths among which a latency chooses
+
+Heard = Sequence[tuple[Job, Progress]]
+
+
+class Closing(Exception):
+    """The server takes no more requests."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine is shared by."""
+
+    pages: int  # of the KV-cache
+    running: int = 32  # texts that run together
+    waiting: int = 256  # texts that wait
+    auto_bits: float = 3.0  # the least that load and latencies choose
+
+
+@dataclass
+class Counters:
+    """What was done since the start."""
+
+    prompt_tokens: int = 0  # computed or found
+    cached_tokens: int = 0
+    rounds: int = 0
+    busy_seconds: float = 0.0
+
+
+class Runner:
+    """Runs jobs on an engine, which nobody else may use meanwhile.
+
+    Args:
+        engine: its KV-cache becomes the runner's.
+        limits: what texts share.
+        deliver: takes what a round has made, in the engine's thread; default: each job hears it there.
+    """
+
+    def __init__(
+        self, engine: Engine, limits: Limits, deliver: Callable[[Heard], None] | None = None
+    ) -> None:
+        engine.give_pages(limits.pages)
+        self.engine, self.limits, self._deliver = engine, limits, deliver or _tell
+        seed = repr((engine.name, engine.kv_bits, engine.codebook_precision)).encode()
+        page_tokens = cpu._native.PAGE_TOKENS
+        self.scheduler = Scheduler(limits.pages, page_tokens, seed, limits.running, limits.waiting)
+        self.pace, self.auto = Pace(engine.widths), Auto(stops(engine.widths, limits.auto_bits))
+        self.counters, self.served = Counters(), dict.fromkeys(range(len(engine.widths)), 0)
+        self.step_begun: float | None = None  # when the step that runs now began
+        self.step_ended = time.perf_counter()
+        self.broken: str | None = None  # why nothing is served any more
+        self._targets = stops(engine.widths, limits.auto_bits, TARGET_STOPS)
+        self._jobs: dict[Text, Job] = {}
+        self._cancelled: set[Job] = set()
+        self.closing = False  # no more jobs are taken
+        self._deadline = math.inf  # for the jobs that are there
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ---- from any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Take jobs, all of them or none.
+
+        Raises:
+            InputError: one that could never be served.
+            Busy: too many wait.
+            Closing: the server stops.
+        """
+        with self._changed:
+            if self.closing or self.broken:
+                raise Closing(self.broken or "the server is stopping")
+            self.scheduler.add([job.text for job in jobs])
+            self._jobs |= {job.text: job for job in jobs}
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """End a job after the step that runs now, if it has not ended."""
+        with self._changed:
+            self._cancelled.add(job)
+            self._changed.notify()
+
+    def drain(self, patience: float) -> None:
+        """Take no more jobs, and end those with an error that are there after so many seconds; waits for nothing."""
+        self.closing, self._deadline = True, time.perf_counter() + patience
+
+    def close(self, patience: float) -> None:
+        """`drain`, and wait until nothing runs."""
+        with self._changed:
+            self.drain(patience)
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the step has run that runs now, drawing tokens behind it included; 0: none does."""
+        begun = self.step_begun
+        return 0.0 if begun is None else time.perf_counter() - begun
+
+    @property
+    def seconds_since_step(self) -> float:
+        """How long ago the last step ended."""
+        return time.perf_counter() - self.step_ended
+
+    @property
+    def stuck(self) -> bool:
+        return self.step_seconds > STUCK
+
+    def load(self) -> float:
+        """From 0, nobody is served, to 1, nothing more can be."""
+        scheduler = self.scheduler
+        texts = len(self._jobs) / scheduler.most_running
+        return min(1.0, max(texts, scheduler.blocks.used / scheduler.blocks.pages))
+
+    # ---- in the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while (steps := self._next()) is not None:
+                for step in steps:
+                    self._deliver(self._step(step))
+        except BaseException as error:  # a defect: whoever waits is told, and /health
+            traceback.print_exc()
+            with self._changed:
+                self.broken = f"the engine's thread has ended: {type(error).__name__}: {error}"
+                left, self._jobs = list(self._jobs.values()), {}
+            failed = Progress(finish="error", error=RuntimeError(self.broken))
+            self._deliver([(job, failed) for job in left])
+
+    def _next(self) -> list[Step] | None:
+        """The steps of the next round, waited for; None: there will be none."""
+        with self._changed:
+            while not self._jobs and not self.closing:
+                self._changed.wait()
+            heard = self._ended_early()
+            if not self._jobs and self.closing:
+                steps = None
+            else:
+                self._choose_levels()
+                steps = self.scheduler.schedule(self._budget())
+                self.counters.rounds += 1
+        self._deliver(heard)
+        return steps
+
+    def _ended_early(self) -> Heard:
+        """End what was cancelled, and when the server stops what it has no more time for."""
+        gone, late = (
+            Progress(finish="cancelled"),
+            Progress(finish="error", error=Closing("the server has stopped")),
+        )
+        known = [(job, gone) for job in self._cancelled if job.text in self._jobs]
+        self._cancelled.clear()
+        if time.perf_counter() >= self._deadline:
+            known = [(job, late) for job in self._jobs.values()]
+        return [(job, self._end(job, progress)) for job, progress in known]
+
+    def _choose_levels(self) -> None:
+        """Let load and measured times move those texts that want it."""
+        level = self.auto.update(self.load())
+        for text, job in self._jobs.items():
+            target = job.request.target
+            if job.request.bits == AUTO:
+                self.scheduler.set_level(text, level)
+            elif target is not None and job.drawn % RECENT == 0:
+                now = text.level, sum(other.level == text.level for other in self.scheduler.running)
+                self.scheduler.set_level(text, self.pace.within(target, now, job.gap, self._targets))
+
+    def _budget(self) -> int:
+        """Tokens of prompts for the next round: what is left of its time beside the texts that decode."""
+        decoding = Counter(text.level for text in self.scheduler.running if text.missing == 1)
+        taken = sum(self.pace.step(level, texts) or 0.0 for level, texts in decoding.items())
+        seconds = ROUND_SECONDS - taken if decoding else 4 * ROUND_SECONDS
+        return self.pace.budget(seconds, LEAST_PROMPT, MOST_PROMPT)
+
+    def _step(self, step: Step) -> Heard:
+        """Run a step and draw behind it; what fails ends its own text alone."""
+        self.step_begun = begun = time.perf_counter()
+        for rows in step.rows:
+            times = self._jobs[rows.text].times
+            times.started = times.started or begun
+        computed = self._computed(step)
+        self._measure(step, time.perf_counter() - begun)
+        heard: list[tuple[Job, Progress]] = []
+        drawn: dict[Text, int] = {}
+        for rows, logits in computed:
+            job = self._jobs[rows.text]
+            try:
+                token, progress = self._drawn(job, rows, logits)
+            except Exception as error:
+                token, progress = None, _failed(error)
+            if token is not None:
+                drawn[rows.text] = token
+            if progress is not None:
+                heard.append((job, progress))
+        self.served[step.level] += len(drawn)
+        self._finish(step, drawn, [(job, progress) for job, progress in heard if progress.finish is not None])
+        self.step_ended, self.step_begun = time.perf_counter(), None
+        return heard
+
+    def _finish(self, step: Step, drawn: dict[Text, int], ended: Heard) -> None:
+        """Let the scheduler know what a step has computed, and forget the jobs that it ended."""
+        with self._changed:
+            for job, progress in ended:
+                if progress.error is not None:  # its pages are nobody else's
+                    self._end(job, progress)
+            self.scheduler.done(step, drawn)
+            for job, progress in ended:
+                self._end(job, progress)
+
+    def _measure(self, step: Step, seconds: float) -> None:
+        prompt = sum(rows.count for rows in step.rows if rows.count > 1)
+        decoded = sum(rows.count == 1 for rows in step.rows)
+        self.pace.measure(step.level, decoded, prompt, seconds)
+        self.counters.busy_seconds += seconds
+
+    def _computed(self, step: Step) -> list[tuple[Rows, Floats | Exception]]:
+        """The logits of each text of a step; where it fails, of each alone, so that the one to blame is found."""
+        try:
+            return self._logits(step)
+        except Exception as error:
+            if len(step.rows) == 1:
+                return [(step.rows[0], error)]
+        return [alone for rows in step.rows for alone in self._computed(Step(step.level, [rows]))]
+
+    def _logits(self, step: Step) -> list[tuple[Rows, Floats | Exception]]:
+        rows = step.rows
+        counts = np.array([r.count for r in rows])
+        starts = np.cumsum(counts) - counts
+        tokens = np.concatenate(
+            [np.array(r.text.tokens[r.first : r.first + r.count], np.int32) for r in rows]
+        )
+        positions = np.concatenate([np.arange(r.first, r.first + r.count, dtype=np.int32) for r in rows])
+        pages = np.zeros((len(rows), max(len(r.text.pages) for r in rows)), np.int32)
+        for table, r in zip(pages, rows):
+            table[: len(r.text.pages)] = r.text.pages
+        wanted = [
+            np.arange(start + (0 if r.text.every else r.count - r.last), start + r.count)
+            for start, r in zip(starts, rows)
+        ]
+        logits = self.engine.step(
+            tokens,
+            positions,
+            np.repeat(np.arange(len(rows)), counts).astype(np.int32),
+            pages,
+            np.concatenate(wanted).astype(np.int32),
+            step.level,
+        )
+        parts = np.split(logits, np.cumsum([len(own) for own in wanted])[:-1])
+        return list(zip(rows, parts))
+
+    def _drawn(self, job: Job, rows: Rows, logits: Floats | Exception) -> tuple[int | None, Progress | None]:
+        """The token behind a text's rows, if they are its last, and what to tell of it."""
+        if isinstance(logits, Exception):
+            raise logits
+        prompt = job.score(rows.first, logits) if job.text.every else []
+        if rows.last and job.text.left > 0:
+            token, progress = job.draw(logits[-1], rows.text.level)
+            if prompt:
+                progress = Progress(progress.text, progress.drawn, progress.finish, prompt=prompt)
+            return token, progress
+        finish = "length" if rows.last else None
+        return None, Progress(finish=finish, prompt=prompt) if prompt or finish else None
+
+    def _end(self, job: Job, progress: Progress) -> Progress:
+        """Forget a job; with the lock held."""
+        if self._jobs.pop(job.text, None) is not None:
+            job.finished = progress.finish
+            self.counters.prompt_tokens += job.text.prompt
+            self.counters.cached_tokens += job.text.cached or 0
+            self.scheduler.end(job.text)
+        return progress
+
+
+def _failed(error: Exception) -> Progress:
+    if not isinstance(error, InputError):
+        traceback.print_exception(error)
+    return Progress(finish="error", error=error)
+
+
+def _tell(heard: Heard) -> None:
+    for job, progress in heard:
+        job.hear(progress)

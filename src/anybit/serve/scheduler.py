@@ -1,0 +1,308 @@
+"""What runs next: continuous batching without a model, a clock or a thread.
+
+Each round decodes one token of every text that can, then spends a budget of tokens on prompts. Texts that share the
+first pages of a prompt share them in the cache, and one waits while another computes them. Where pages run out the text
+that came last gives up its own and is computed again later. Keys take turns at being admitted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from anybit.errors import InputError
+from anybit.serve.blocks import Blocks, Hash, chain
+
+LOOK_AHEAD = 8  # texts of a key among which one is looked for that need not wait for another's pages
+
+
+class Busy(Exception):
+    """The queue is full: the same request may be taken later."""
+
+
+@dataclass(eq=False)
+class Text:
+    """The tokens of one text, and how far they are computed."""
+
+    tokens: list[int]  # of the prompt, and those drawn behind it
+    most: int  # tokens that may be drawn
+    level: int  # which of the model's widths computes it
+    key: str = ""  # whose it is
+    every: bool = False  # logits are wanted behind every token of the prompt, so none comes from the cache
+    # What follows is the scheduler's.
+    prompt: int = field(init=False)  # tokens of the prompt
+    arrival: int = field(default=-1, init=False)
+    pages: list[int] = field(default_factory=list, init=False)
+    done: int = field(default=0, init=False)  # tokens whose keys and values are in the pages
+    cached: int | None = field(
+        default=None, init=False
+    )  # of the prompt, found in the cache when first admitted
+    mixed: bool = field(default=False, init=False)  # computed at several widths: its pages are nobody else's
+    hashes: list[Hash] = field(default_factory=list, init=False)  # of full pages at this level
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+
+    @property
+    def missing(self) -> int:
+        """Tokens that are known and not computed."""
+        return len(self.tokens) - self.done
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be drawn."""
+        return self.prompt + self.most - len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Successive tokens of one text that a step computes."""
+
+    text: Text
+    first: int  # position of the first
+    count: int
+
+    @property
+    def last(self) -> bool:
+        """Whether they are the last that is known: a token can be drawn behind them."""
+        return self.first + self.count == len(self.text.tokens)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows that are computed together, all at one level."""
+
+    level: int
+    rows: list[Rows]
+
+
+class Scheduler:
+    """The texts that wait and run.
+
+    Args:
+        pages: of the KV-cache.
+        page_tokens: tokens of a page.
+        seed: names the model and the cache's bits; a page is shared by texts of one seed and level.
+        most_running: texts that run together.
+        most_waiting: texts that may wait to run for the first time.
+    """
+
+    def __init__(
+        self, pages: int, page_tokens: int, seed: bytes = b"", most_running: int = 32, most_waiting: int = 256
+    ) -> None:
+        self.blocks = Blocks(pages)
+        self.page_tokens, self.most_running, self.most_waiting = page_tokens, most_running, most_waiting
+        self.running: list[Text] = []  # by arrival
+        self.preemptions = 0
+        self._queues: OrderedDict[str, deque[Text]] = (
+            OrderedDict()
+        )  # of each key, that whose turn it is first
+        self._coming: dict[Hash, Text] = {}  # pages that a running text will publish
+        self._seed, self._arrivals = seed, 0
+
+    # ---- requests
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the cache holds."""
+        return self.blocks.pages * self.page_tokens
+
+    @property
+    def waiting(self) -> list[Text]:
+        return [text for queue in self._queues.values() for text in queue]
+
+    @property
+    def waiting_count(self) -> int:
+        return sum(map(len, list(self._queues.values())))
+
+    def add(self, texts: Sequence[Text]) -> None:
+        """Take texts, all of them or none.
+
+        Raises:
+            InputError: one that the cache could never hold.
+            Busy: too many wait already.
+        """
+        for text in texts:
+            if not text.tokens:
+                raise InputError("the prompt has no tokens: give some text to continue")
+            if text.prompt + text.most > self.capacity:
+                raise InputError(
+                    f"a prompt of {text.prompt} tokens and {text.most} more are {text.prompt + text.most}, "
+                    f"and the KV-cache holds {self.capacity}: shorten it, or ask for fewer"
+                )
+        if len(texts) > self.most_waiting:
+            raise InputError(
+                f"{len(texts)} texts at once: at most {self.most_waiting} may wait; ask for fewer"
+            )
+        waiting = self.waiting_count
+        if waiting + len(texts) > self.most_waiting:
+            raise Busy(f"{waiting} texts wait already, and {self.most_waiting} may")
+        for text in texts:
+            text.arrival, self._arrivals = self._arrivals, self._arrivals + 1
+            self._queues.setdefault(text.key, deque()).append(text)
+
+    def end(self, text: Text) -> None:
+        """Forget a text, whether it waits, runs or has ended already; never between a step and its `done`."""
+        if text in self.running:
+            self.running.remove(text)
+            self._give_up(text)
+        elif text in self._queues.get(text.key, ()):
+            self._queues[text.key].remove(text)
+            self._forget_if_empty(text.key)
+
+    def set_level(self, text: Text, level: int) -> None:
+        """Compute what follows of a text at another level."""
+        if level == text.level:
+            return
+        self._unclaim(text)
+        text.level, text.hashes = level, []
+        text.mixed = text.done > 0
+
+    # ---- rounds
+
+    def schedule(self, budget: int) -> list[Step]:
+        """The steps of one round, each of another level; run all of them in order, `done` after each.
+
+        Args:
+            budget: tokens of prompts, at least 1.
+        """
+        planned: list[Rows] = []
+        for text in list(self.running):
+            if text.missing == 1 and text in self.running and self._extend(text):
+                planned.append(Rows(text, text.done, 1))
+        self._admit()
+        planned += self._prompts(budget, {rows.text for rows in planned})
+        steps: dict[int, list[Rows]] = {}
+        for rows in planned:
+            steps.setdefault(rows.text.level, []).append(rows)
+        return [Step(level, rows) for level, rows in steps.items()]
+
+    def done(self, step: Step, drawn: Mapping[Text, int]) -> None:
+        """Take what a step has computed; a text ends when no more of it is wanted.
+
+        Args:
+            step: one of the last round's.
+            drawn: tokens behind the rows that are the last of their texts. A text that was ended is left out.
+        """
+        for rows in step.rows:
+            text = rows.text
+            if text not in self.running:
+                continue
+            text.done += rows.count
+            self._publish(text, rows.first)
+            if text in drawn:
+                text.tokens.append(drawn[text])
+            if text.left <= 0 and text.done >= text.prompt:
+                self.end(text)
+
+    # ---- who runs
+
+    def _extend(self, text: Text) -> bool:
+        """Give a text the pages of its known tokens; those that came later give up theirs, at last itself."""
+        needed = self._pages_of(len(text.tokens)) - len(text.pages)
+        while needed > self.blocks.available:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is text:
+                return False
+        text.pages += self.blocks.take(needed)
+        return True
+
+    def _preempt(self, text: Text) -> None:
+        """Let a text wait, first of all; its tokens are computed again."""
+        self.running.remove(text)
+        self._give_up(text)
+        self._queues.setdefault(text.key, deque()).appendleft(text)
+        self._queues.move_to_end(text.key, last=False)
+        self.preemptions += 1
+
+    def _admit(self) -> None:
+        """Let texts run, key by key, until one does not fit: none passes it, so that it will."""
+        blocked: set[str] = set()
+        while len(self.running) < self.most_running:
+            key = next((key for key in self._queues if key not in blocked), None)
+            if key is None:
+                return
+            text = next((t for t in list(self._queues[key])[:LOOK_AHEAD] if not self._waits(t)), None)
+            if text is None:
+                blocked.add(key)
+                continue
+            if not self._start(text):
+                return
+            self._queues[key].remove(text)
+            self._queues.move_to_end(key)
+            self._forget_if_empty(key)
+
+    def _start(self, text: Text) -> bool:
+        """Let a text run, unless too few pages are left for it and one more for each that runs."""
+        shared = self.blocks.share(self._prefix(text))
+        needed = self._pages_of(len(text.tokens) + (text.left > 0)) - len(shared)
+        if needed + len(self.running) > self.blocks.available:
+            self.blocks.release(shared)
+            return False
+        text.done = len(shared) * self.page_tokens
+        text.pages = shared + self.blocks.take(self._pages_of(len(text.tokens)) - len(shared))
+        if text.cached is None:
+            text.cached = text.done
+        for key in self._hashes(text)[len(shared) :]:
+            self._coming.setdefault(key, text)
+        self.running.append(text)
+        self.running.sort(key=lambda other: other.arrival)
+        return True
+
+    def _waits(self, text: Text) -> bool:
+        """Whether the next page that a text would compute is being computed."""
+        prefix = self._prefix(text)
+        found = self.blocks.matching(prefix)
+        return found < len(prefix) and prefix[found] in self._coming
+
+    def _prompts(self, budget: int, decoding: set[Text]) -> list[Rows]:
+        """Rows of prompts: half the budget for the oldest, the rest for the shortest, so that none waits for long."""
+        texts = [text for text in self.running if text not in decoding]
+        if not texts:
+            return []
+        oldest, *others = texts
+        counts = {oldest: min(oldest.missing, budget - budget // 2 if others else budget)}
+        for text in sorted(others, key=lambda other: (other.missing, other.arrival)):
+            counts[text] = min(text.missing, budget - sum(counts.values()))
+        counts[oldest] = min(oldest.missing, counts[oldest] + budget - sum(counts.values()))
+        return [Rows(text, text.done, count) for text, count in counts.items() if count]
+
+    # ---- pages
+
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens)
+
+    def _hashes(self, text: Text) -> list[Hash]:
+        seed = self._seed + text.level.to_bytes(4, "little")
+        text.hashes = chain(seed, text.tokens, self.page_tokens, text.hashes)
+        return text.hashes
+
+    def _prefix(self, text: Text) -> list[Hash]:
+        """Hashes of the pages that a text may share: its last token is computed, and no shared page is written."""
+        return [] if text.every else self._hashes(text)[: (len(text.tokens) - 1) // self.page_tokens]
+
+    def _publish(self, text: Text, first: int) -> None:
+        """Let others share the pages that have become full with the tokens from `first` on."""
+        if text.mixed:
+            return
+        hashes = self._hashes(text)
+        for i in range(first // self.page_tokens, text.done // self.page_tokens):
+            self.blocks.publish(text.pages[i], hashes[i])
+            if self._coming.get(hashes[i]) is text:
+                del self._coming[hashes[i]]
+
+    def _give_up(self, text: Text) -> None:
+        self._unclaim(text)
+        self.blocks.release(text.pages)
+        text.done, text.mixed = 0, False
+
+    def _unclaim(self, text: Text) -> None:
+        for key in text.hashes:
+            if self._coming.get(key) is text:
+                del self._coming[key]
+
+    def _forget_if_empty(self, key: str) -> None:
+        if not self._queues[key]:
+            del self._queues[key]

@@ -1,0 +1,192 @@
+"""A server's life: it listens at once, loads the model, serves, and ends when what it has begun is done."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import uvicorn
+from starlette.applications import Starlette
+
+from anybit.engine.engine import Engine
+from anybit.engine.pages import free_memory
+from anybit.errors import InputError
+from anybit.kernels import cpu
+from anybit.serve.app import State, app
+from anybit.serve.guard import Guard
+from anybit.serve.runner import Heard, Limits
+from anybit.serve.served import Served
+
+KV_SHARE = 0.25  # of the memory that is free, for keys and values, where nobody says how much
+LATE = 5  # seconds after which connections are cut that have still not ended
+BACKLOG = 1024  # connections that wait to be accepted
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is served."""
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    kv_bytes: int | None = None  # of keys and values; None: a quarter of the memory that is free
+    running: int = 32  # texts that run together
+    waiting: int = 256  # texts that wait
+    auto_bits: float = 3.0  # the least that load and latencies choose
+    most_bytes: int = 2 << 20  # of a request's body
+    most_requests: int = 512  # at a time
+    patience: float = 30.0  # seconds that texts have to end when the server does
+    guard: Guard = field(default_factory=Guard)
+
+
+def limits(engine: Engine, settings: Settings) -> Limits:
+    """What texts share.
+
+    Raises:
+        InputError: no memory for a single page.
+    """
+    wanted = int(free_memory() * KV_SHARE) if settings.kv_bytes is None else settings.kv_bytes
+    useful = settings.running * -(-engine.context // cpu._native.PAGE_TOKENS)
+    pages = min(wanted // engine.page_bytes, useful)
+    if pages < 1:
+        raise InputError(
+            f"keys and values may take {wanted} bytes, and a page of {cpu._native.PAGE_TOKENS} tokens takes "
+            f"{engine.page_bytes}: give them more (--kv-memory)"
+        )
+    return Limits(pages, settings.running, settings.waiting, settings.auto_bits)
+
+
+def run(load: Callable[[], Engine], settings: Settings, say: Callable[[str], None]) -> None:
+    """Serve until a signal comes.
+
+    Args:
+        load: makes the engine, in a thread.
+        settings: how it is served.
+        say: prints a line.
+
+    Raises:
+        InputError: a model that cannot be served; an address that cannot be listened at.
+    """
+    failed: list[BaseException] = []
+
+    @asynccontextmanager
+    async def lifespan(starlette: Starlette) -> AsyncIterator[None]:
+        state: State = starlette.state.shared
+        loading = asyncio.create_task(_load(state, load, settings))
+        loading.add_done_callback(lambda task: _loaded(task, server, failed, say))
+        yield
+        loading.cancel()
+        if state.served is not None:
+            await asyncio.to_thread(state.served.runner.close, 0)
+        state.parsers.shutdown(wait=False, cancel_futures=True)
+
+    state = State(settings.guard, settings.most_bytes, settings.most_requests)
+    config = uvicorn.Config(
+        app(state, lifespan),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        backlog=BACKLOG,
+        server_header=False,
+        timeout_graceful_shutdown=round(settings.patience) + LATE,
+    )
+    server = Server(config, state, settings.patience)
+    # uvicorn takes these signals, and raises them again when it ends, for whoever was there before.
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        server.run()
+    except SystemExit:
+        if not failed:
+            place = f"{settings.host}:{settings.port}"
+            raise InputError(f"nothing can listen at {place}: choose another --port") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if failed:
+        raise failed[0]
+
+
+class Server(uvicorn.Server):
+    """Tells requests that come late that it stops.
+
+    Args:
+        config: uvicorn's.
+        state: what all requests see.
+        patience: seconds that texts have to end.
+    """
+
+    def __init__(self, config: uvicorn.Config, state: State, patience: float) -> None:
+        super().__init__(config)
+        self.shared, self.patience = state, patience
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        host, port = self.config.host, self.config.port
+        if not port and self.started:
+            port = self.servers[0].sockets[0].getsockname()[1]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        if self.shared.served is not None:
+            self.shared.served.runner.drain(self.patience)
+        super().handle_exit(sig, frame)  # type: ignore[arg-type]
+
+
+async def _load(state: State, load: Callable[[], Engine], settings: Settings) -> None:
+    deliver = deliver_to(asyncio.get_running_loop())
+
+    def make() -> Served:
+        engine = load()
+        return Served(engine, settings.name, limits(engine, settings), deliver)
+
+    served = await asyncio.to_thread(make)
+    served.runner.start()
+    state.served, state.created = served, int(time.time())
+
+
+def deliver_to(loop: asyncio.AbstractEventLoop) -> Callable[[Heard], None]:
+    """What lets jobs hear of their progress in an event loop, one call for a whole round."""
+
+    def deliver(heard: Heard) -> None:
+        if heard:
+            with suppress(RuntimeError):  # the loop has ended, and with it whoever listened
+                loop.call_soon_threadsafe(_tell, heard)
+
+    return deliver
+
+
+def _tell(heard: Heard) -> None:
+    for job, progress in heard:
+        job.hear(progress)
+
+
+def _loaded(
+    task: asyncio.Task[None], server: Server, failed: list[BaseException], say: Callable[[str], None]
+) -> None:
+    """Say that the model is there, or end without it."""
+    if task.cancelled():
+        return
+    if (error := task.exception()) is not None:
+        failed.append(error)
+        server.should_exit = True
+    elif (served := server.shared.served) is not None:
+        say(_greeting(served, server.address))
+
+
+def _greeting(served: Served, address: str) -> str:
+    engine, scheduler = served.engine, served.runner.scheduler
+    widths = f"{engine.widths[0]:.2f}"
+    if len(engine.widths) > 1:
+        widths += f" to {engine.widths[-1]:.2f}"
+    taken = engine.page_bytes * scheduler.blocks.pages
+    return (
+        f"serving {served.name} at {address}, widths {widths} bits, {engine.threads} threads; "
+        f"texts of up to {served.context} tokens, {scheduler.capacity} in all, whose keys and values of "
+        f"{engine.kv_bits} bits take up to {taken / 1e6:.0f} MB"
+    )

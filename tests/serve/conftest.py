@@ -1,0 +1,145 @@
+"""A server in a thread of the tests, with a tiny model, and a client that checks nothing by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from anybit import Engine
+from anybit.serve.app import State, app
+from anybit.serve.guard import Guard
+from anybit.serve.runner import Limits
+from anybit.serve.served import Served
+from anybit.serve.server import deliver_to
+
+PATIENCE = 60
+
+
+class Client:
+    """Asks a server."""
+
+    def __init__(self, port: int, key: str | None = None) -> None:
+        self.port, self.key = port, key
+
+    def open(
+        self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        connection.request(method or ("GET" if body is None else "POST"), path, data, key | (headers or {}))
+        return connection, connection.getresponse()
+
+    def ask(self, path: str, body: Any = None, **how: Any) -> tuple[int, Any, dict[str, str]]:
+        """Status, body and headers of an answer; the body is JSON where it says so."""
+        connection, response = self.open(path, body, **how)
+        data = response.read()
+        connection.close()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        found = json.loads(data) if headers.get("content-type") == "application/json" else data.decode()
+        return response.status, found, headers
+
+    def ok(self, path: str, body: Any = None, **how: Any) -> Any:
+        status, found, _ = self.ask(path, body, **how)
+        assert status == 200, found
+        return found
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream, parsed; the last one, [DONE], is checked and left out."""
+        connection, response = self.open(path, {**body, "stream": True})
+        assert response.status == 200 and response.getheader("content-type", "").startswith(
+            "text/event-stream"
+        )
+        events = response.read().decode().split("\n\n")
+        connection.close()
+        assert events[-2:] == ["data: [DONE]", ""]
+        return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
+@contextmanager
+def serving(
+    engine: Engine | None, guard: Guard | None = None, **limits: Any
+) -> Iterator[tuple[Client, State]]:
+    """A server with an engine, or with one that never comes."""
+    state = State(guard or Guard(), limits.pop("most_bytes", 1 << 20), limits.pop("most_requests", 300))
+    server = uvicorn.Server(
+        uvicorn.Config(app(state), port=0, log_level="error", timeout_graceful_shutdown=1)
+    )
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()), daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    if engine is not None:
+        served = Served(
+            engine, limits.pop("name", "tiny"), Limits(**{"pages": 64, **limits}), deliver_to(loop)
+        )
+        served.runner.start()
+        state.served = served
+    yield Client(server.servers[0].sockets[0].getsockname()[1]), state
+    if state.served is not None:
+        until(lambda: not state.served.runner._jobs)  # type: ignore[union-attr]
+        runner = state.served.runner
+        runner.close(0)
+        assert runner.scheduler.blocks.available == runner.scheduler.blocks.pages
+    server.should_exit = True
+    thread.join(PATIENCE)
+    loop.close()
+    assert state.requests == 0
+
+
+@contextmanager
+def slow_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
+    """Let each step of every engine take so much longer."""
+    step = Engine.step
+
+    def slow(self: Engine, *rows: Any) -> Any:
+        time.sleep(seconds)
+        return step(self, *rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", slow)
+        yield
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="session")
+def engine(anybit_artifact: Path) -> Engine:
+    return Engine(anybit_artifact, threads=1)
+
+
+@pytest.fixture(scope="session")
+def other_engine(anybit_artifact: Path) -> Engine:
+    """For servers beside `server`, whose pages are its engine's."""
+    return Engine(anybit_artifact, threads=1)
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[tuple[Client, State]]:
+    with serving(engine) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: tuple[Client, State]) -> Client:
+    return server[0]
+
+
+@pytest.fixture
+def state(server: tuple[Client, State]) -> State:
+    return server[1]

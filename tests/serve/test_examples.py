@@ -1,0 +1,68 @@
+"""The examples of docs/serve.md, as they stand there."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anybit import Engine
+from anybit.kernels import cpu
+from anybit.serve import openai as limits
+from anybit.serve.constraint import DEEPEST, LONGEST
+from anybit.serve.server import Settings
+from tests.serve.conftest import serving
+
+PAGE = (Path(__file__).parents[2] / "docs/serve.md").read_text(encoding="utf-8")
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE, re.S)
+
+
+@pytest.mark.e2e
+@pytest.mark.native
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+@pytest.mark.skipif(not cpu.available(), reason="the native extension is not built")
+def test_every_example_runs(other_engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(other_engine, name="out") as (client, _):
+        here = f"localhost:{client.port}"
+        scripts = [block.replace("localhost:8000", here) for block in blocks("sh")]
+        commands = [f"curl{part}" for script in scripts for part in script.split("curl")[1:]]
+        assert len(commands) == 7
+        for command in commands:
+            ran = subprocess.run(["sh", "-c", f"{command.strip()} -sS"], capture_output=True, check=False)
+            found: Any = json.loads(ran.stdout)
+            assert ran.returncode == 0 and found["choices"][0]["finish_reason"] in ("stop", "length"), found
+        (python,) = blocks("python")
+        exec(compile(python.replace("localhost:8000", here), "docs/serve.md", "exec"), {})
+        assert capsys.readouterr().out
+
+
+def test_the_table_of_limits_is_true() -> None:
+    settings = Settings("x")
+    for said in (
+        f"`--max-running` {settings.running}, `--max-waiting` {settings.waiting} |",
+        f"| requests at a time | {settings.most_requests} |",
+        f"| body | {settings.most_bytes >> 20} MiB, within 30 seconds |",
+        f"| texts of a request | {limits.MOST_TEXTS}:",
+        f"| stop strings | {limits.MOST_STOPS} of {limits.LONGEST_STOP} characters |",
+        f"| likely tokens beside each | {limits.MOST_LOGPROBS} |",
+        f"| form | {LONGEST >> 10} KiB, {DEEPEST} levels,",
+    ):
+        assert said in PAGE
+
+
+def test_the_unit_parses() -> None:
+    (unit,) = blocks("ini")
+    parsed = configparser.ConfigParser()
+    parsed.read_string(unit)
+    assert "anybit serve" in parsed["Service"]["ExecStart"]
+    patience = Settings("x").patience
+    assert int(parsed["Service"]["TimeoutStopSec"]) > patience

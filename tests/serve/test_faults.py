@@ -1,0 +1,386 @@
+"""What is wrong with a request is said, and harms nobody else."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from anybit import Engine
+from anybit.kernels import cpu
+from anybit.serve.app import State
+from anybit.serve.guard import Guard
+from tests.serve.conftest import Client, serving, slow_steps, until
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not cpu.available(), reason="the native extension is not built"),
+]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+LONG = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+
+
+def refusal(answer: tuple[int, Any, dict[str, str]]) -> tuple[int, str, str | None]:
+    status, found, _ = answer
+    error = found["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"].endswith("_error")
+    return status, error["message"], error["param"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words", "param"),
+    [
+        (COMPLETIONS, b"{", 400, "the body is no JSON", None),
+        (COMPLETIONS, b"", 400, "the body is no JSON", None),
+        (COMPLETIONS, b"[1]", 400, "the body is a list of 1, expected a JSON object", None),
+        (COMPLETIONS, b"\xff\xfe", 400, "the body is no JSON", None),
+        (COMPLETIONS, b'{"a":' * 100_000, 400, "the body is no JSON", None),
+        (COMPLETIONS, b'{"prompt":"a","seed":' + b"9" * 5000 + b"}", 400, "the body is no JSON", None),
+        (COMPLETIONS, b'{"prompt":"a","temperature":NaN}', 400, "NaN is no number of JSON", None),
+        (COMPLETIONS, b'{"prompt":"a","temperature":1e999}', 400, "temperature is inf", "temperature"),
+        (COMPLETIONS, b'{"prompt":"\\ud800"}', 400, "not valid UTF-8", None),
+        (COMPLETIONS, {}, 400, "prompt is expected to be a string", "prompt"),
+        (COMPLETIONS, {"prompt": ""}, 400, "the prompt is empty", None),
+        (COMPLETIONS, {"prompt": []}, 400, "the prompt is empty", None),
+        (COMPLETIONS, {"prompt": {}}, 400, "prompt is expected", "prompt"),
+        (COMPLETIONS, {"prompt": [[]]}, 400, "the prompt is empty", None),
+        (COMPLETIONS, {"prompt": [1, "a"]}, 400, "prompt is expected", "prompt"),
+        (COMPLETIONS, {"prompt": [999]}, 400, "vocabulary has", None),
+        (COMPLETIONS, {"prompt": [-1]}, 400, "vocabulary has", None),
+        (COMPLETIONS, {"prompt": ["a"] * 65}, 400, "prompt has 65 texts, expected at most 64", "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 33, "n": 2}, 400, "33 prompts by n = 2: at most 64 texts", "prompt"),
+        (COMPLETIONS, {"prompt": "a" * 500}, 400, "the prompt has 500 tokens", None),
+        (COMPLETIONS, {"prompt": "a" * 5000}, 400, "5000 bytes, which are more than the 128 tokens", None),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 5000}]}, 400, "more than the 128 tokens", None),
+        (COMPLETIONS, {"prompt": "a" * 100, "max_tokens": 29}, 400, "129; the context holds 128", None),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens is -1, expected a whole", "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens is 1.5", "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": True}, 400, "max_tokens is true", "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "expected 1 or more without echo", "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, 400, 'temperature is "hot"', "temperature"),
+        (COMPLETIONS, {"prompt": "a", "temperature": -1}, 400, "temperature is -1", "temperature"),
+        (COMPLETIONS, {"prompt": "a", "top_p": 2}, 400, "top_p is 2", "top_p"),
+        (COMPLETIONS, {"prompt": "a", "n": 0}, 400, "n is 0", "n"),
+        (COMPLETIONS, {"prompt": "a", "stop": [""]}, 400, "stop is", "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 10_000}, 400, "stop has 10000 strings", "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop": "x" * 1000}, 400, "strings of 1 to 256", "stop"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"a": 1}}, 400, "token ids as names", "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"9999": 1}}, 400, "logit_bias names token 9999", None),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": "x"}}, 400, "numbers from -100", "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, 400, "logprobs is 21", "logprobs"),
+        (COMPLETIONS, {"prompt": "a", "frobnicate": 1}, 400, "is no parameter of this server", "frobnicate"),
+        (COMPLETIONS, {"prompt": "a", "best_of": 3}, 400, "best_of is 3", "best_of"),
+        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, 'suffix is "b"', "suffix"),
+        (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, 'stream is "yes"', "stream"),
+        (COMPLETIONS, {"prompt": "a", "stream_options": {}}, 400, "needs stream: true", "stream_options"),
+        (COMPLETIONS, {"prompt": "a", "stream_options": 5, "stream": True}, 400, "expected an object", None),
+        (COMPLETIONS, {"prompt": "a", "model": "gpt-5"}, 404, "there is no model 'gpt-5' here", "model"),
+        (COMPLETIONS, {"prompt": "a", "model": "tiny@"}, 400, "model asks for '' bits", "model"),
+        (COMPLETIONS, {"prompt": "a", "model": "tiny@x"}, 400, "model asks for 'x' bits", "model"),
+        (COMPLETIONS, {"prompt": "a", "model": "tiny@nan"}, 400, "bits is NaN", "bits"),
+        (COMPLETIONS, {"prompt": "a", "model": "tiny@3", "bits": 4}, 400, "give one of them", "bits"),
+        (COMPLETIONS, {"prompt": "a", "bits": 17}, 400, "the model has average widths from", None),
+        (COMPLETIONS, {"prompt": "a", "bits": "lots"}, 400, 'bits is "lots"', "bits"),
+        (COMPLETIONS, {"prompt": "a", "bits": 3, "latency_target_ms": 5}, 400, "chooses the width", None),
+        (COMPLETIONS, {"prompt": "a", "latency_target_ms": 0}, 400, "latency_target_ms is 0", "latency_target_ms"),
+        (CHAT, {"messages": []}, 400, "messages is expected", "messages"),
+        (CHAT, {"messages": [5]}, 400, "expected an object", "messages[0]"),
+        (CHAT, {"messages": [{"role": "cook", "content": ""}]}, 400, 'role is "cook"', "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "content is null", "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "has only", None),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "x": 1}]}, 400, "no parameter", "messages[0].x"),
+        (CHAT, {**HELLO, "tools": [{}]}, 400, "this server has only []", "tools"),
+        (CHAT, {**HELLO, "top_logprobs": 2}, 400, "needs logprobs: true", "top_logprobs"),
+        (CHAT, {**HELLO, "max_tokens": 2, "max_completion_tokens": 3}, 400, "differ", "max_tokens"),
+        (CHAT, {**HELLO, "response_format": {"type": "xml"}}, 400, 'type is "xml"', "response_format.type"),
+        (CHAT, {**HELLO, "guided_json": "x"}, 400, "expected to be a schema", "guided_json"),
+        (CHAT, {**HELLO, "guided_json": {"type": "thing"}}, 400, "cannot be enforced", "guided_json"),
+        (CHAT, {**HELLO, "guided_json": {"not": {}}}, 400, "Unimplemented", "guided_json"),
+        (CHAT, {**HELLO, "guided_json": {"$ref": "http://x/y"}}, 400, "cannot be enforced", "guided_json"),
+        (CHAT, {**HELLO, "guided_json": {"a": "x" * 70_000}}, 400, "expected at most 65536", "guided_json"),
+        (CHAT, {**HELLO, "guided_regex": "("}, 400, "unclosed group", "guided_regex"),
+        (CHAT, {**HELLO, "guided_regex": "a(?!b)"}, 400, "look-around", "guided_regex"),
+        (CHAT, {**HELLO, "guided_regex": "(a{1000}){1000}{1000}"}, 400, "too many expressions", None),
+        (CHAT, {**HELLO, "guided_grammar": "start: x"}, 400, "unknown name", "guided_grammar"),
+        (CHAT, {**HELLO, "guided_regex": "a", "guided_json": {}}, 400, "give one", None),
+        (CHAT, {**HELLO, "structured_outputs": {"xgrammar": 1}}, 400, "no parameter", None),
+        ("/tokenize", {}, 400, "give either prompt", "prompt"),
+        ("/detokenize", {"tokens": ["a"]}, 400, "tokens is expected", "tokens"),
+        ("/v1/embeddings", {"input": "a"}, 404, "is no address", None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_bad_request_is_refused(
+    client: Client, path: str, body: Any, status: int, words: str, param: str | None
+) -> None:
+    found = refusal(client.ask(path, body))
+    assert found[0] == status and words in found[1]
+    if param is not None:
+        assert found[2] == param
+
+
+def test_a_schema_without_end_is_refused_or_cut(client: Client) -> None:
+    deep: Any = {}
+    for _ in range(40):
+        deep = {"type": "object", "properties": {"a": deep}}
+    assert "nested deeper" in refusal(client.ask(CHAT, {**HELLO, "guided_json": deep}))[1]
+    itself = {"type": "array", "items": {"$ref": "#"}, "minItems": 1}
+    made = client.ok(CHAT, {**HELLO, "guided_json": itself, "max_tokens": 30, "temperature": 0})
+    assert made["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"guided_regex": "(.*a){200}" * 20},
+        {"guided_regex": "[ab]{0,100000}c"},
+        {"guided_regex": "(x+x+)+y" * 200},
+        {"guided_grammar": 'start: a\na: a a | "x" |'},
+        {"guided_json": {"anyOf": [{"type": "string", "pattern": f"(a|b)*c{i}d*"} for i in range(1000)]}},
+    ],
+    ids=["regex", "counted", "nested", "ambiguous", "alternatives"],
+)
+def test_a_hostile_form_takes_little_time(client: Client, form: dict[str, Any]) -> None:
+    """It is refused, or followed; others are served meanwhile."""
+    begun = time.monotonic()
+    status, found, _ = client.ask(CHAT, {**HELLO, **form, "max_tokens": 30, "temperature": 0})
+    assert status == 200 or "error" in found
+    assert client.ask(COMPLETIONS, LONG)[0] == 200
+    assert time.monotonic() - begun < 20
+
+
+def test_a_template_without_end_and_one_that_fails(other_engine: Engine) -> None:
+    with serving(other_engine) as (client, _):
+        tokenizer = other_engine.tokenizer
+        before = tokenizer.chat_template
+        try:
+            loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+            for template, words in ((loop, "it takes more than 2 s"), ("{{ raise_exception('no') }}", "no")):
+                tokenizer.chat_template = template
+                answers: list[Any] = []
+                thread = threading.Thread(target=lambda got=answers: got.append(client.ask(CHAT, HELLO)))
+                thread.start()
+                assert client.ok(COMPLETIONS, LONG)["choices"][0]["finish_reason"] == "length"
+                thread.join()
+                status, message, _ = refusal(answers[0])
+                assert status == 400 and words in message
+            tokenizer.chat_template = None
+            assert "has no chat template" in refusal(client.ask(CHAT, HELLO))[1]
+            assert client.ok("/v1/models")["data"][0]["chat"] is False
+        finally:
+            tokenizer.chat_template = before
+
+
+# ---- clients
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_leaves_is_served_no_further(
+    client: Client, state: State, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    assert state.served is not None
+    runner = state.served.runner
+    wanted = client.ok(COMPLETIONS, LONG)["choices"]
+    with slow_steps(monkeypatch, 0.02):
+        body = json.dumps({**LONG, "stream": stream, "n": 2}).encode()
+        leaving = socket.create_connection(("127.0.0.1", client.port))
+        leaving.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\n" % COMPLETIONS.encode())
+        leaving.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        until(lambda: len(runner.scheduler.running) == 2)
+        jobs = list(runner._jobs.values())
+        until(lambda: jobs[0].drawn > 2)
+        answers: list[Any] = []
+        staying = threading.Thread(target=lambda: answers.append(client.ok(COMPLETIONS, LONG)))
+        staying.start()
+        leaving.close()
+        until(lambda: all(job.finished == "cancelled" for job in jobs))
+        assert max(job.drawn for job in jobs) < 90
+    staying.join()
+    assert answers[0]["choices"] == wanted
+
+
+def test_a_client_that_reads_slowly_holds_up_nobody(client: Client) -> None:
+    connection, response = client.open(COMPLETIONS, {**LONG, "stream": True, "n": 8})
+    assert response.read(1) == b"d"
+    for _ in range(3):
+        client.ok(COMPLETIONS, LONG)
+    rest = response.read()
+    connection.close()
+    assert rest.endswith(b"data: [DONE]\n\n")
+
+
+def test_bodies_have_a_limit_and_a_time(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anybit.serve.app.BODY_SECONDS", 0.2)
+    with serving(other_engine, most_bytes=1000) as (client, _):
+        assert refusal(client.ask(COMPLETIONS, {"prompt": "a" * 1000}))[0] == 413
+        connection = http.client.HTTPConnection("127.0.0.1", client.port)
+        connection.request("POST", COMPLETIONS, iter([b"x" * 600, b"x" * 600]), encode_chunked=True,
+                           headers={"Transfer-Encoding": "chunked"})  # fmt: skip
+        assert connection.getresponse().status == 413
+        connection.close()
+        late = socket.create_connection(("127.0.0.1", client.port))
+        late.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        assert late.recv(100).startswith(b"HTTP/1.1 408")
+        late.close()
+
+
+def test_a_full_queue_says_when_to_come_again(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(other_engine, running=1, waiting=1) as (client, state), slow_steps(monkeypatch, 0.005):
+        assert state.served is not None
+        threads = [threading.Thread(target=client.ask, args=(COMPLETIONS, LONG)) for _ in range(2)]
+        scheduler = state.served.runner.scheduler
+        threads[0].start()
+        until(lambda: len(scheduler.running) == 1)
+        threads[1].start()
+        until(lambda: scheduler.waiting_count == 1)
+        answer = client.ask(COMPLETIONS, LONG)
+        assert refusal(answer)[0] == 429 and int(answer[2]["retry-after"]) >= 1
+        for thread in threads:
+            thread.join()
+        client.ok(COMPLETIONS, LONG)
+
+
+def test_too_many_requests_at_a_time(other_engine: Engine) -> None:
+    with serving(other_engine, most_requests=0) as (client, _):
+        assert refusal(client.ask(COMPLETIONS, LONG))[0] == 429
+        assert client.ok("/health")["status"] == "ok"
+
+
+def test_what_can_never_fit_the_cache_names_both_numbers(other_engine: Engine) -> None:
+    with serving(other_engine, pages=2) as (client, _):
+        status, message, _ = refusal(client.ask(COMPLETIONS, {"prompt": "a" * 60, "max_tokens": 20}))
+        assert status == 400 and "80; the context holds 64" in message
+        status, message, _ = refusal(client.ask(COMPLETIONS, {"prompt": "a" * 64}))
+        assert status == 400 and "the prompt has 64 tokens" in message
+
+
+def test_a_defect_in_a_step_is_an_error_of_its_own_request(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Engine.step
+
+    def faulty(self: Engine, tokens: Any, *rest: Any) -> Any:
+        if 99 in tokens:
+            raise RuntimeError("no such thing")
+        return step(self, tokens, *rest)
+
+    monkeypatch.setattr(Engine, "step", faulty)
+    bad = {"prompt": [5, 99], "max_tokens": 5}
+    status, message, _ = refusal(client.ask(COMPLETIONS, bad))
+    assert status == 500 and "RuntimeError" in message
+    _, response = client.open(COMPLETIONS, {**bad, "stream": True})
+    assert b'"type":"server_error"' in response.read()
+    client.ok(COMPLETIONS, LONG)
+
+
+# ---- states
+
+
+def test_nothing_is_served_before_the_model_is_there() -> None:
+    with serving(None) as (client, _):
+        status, body, _ = client.ask("/health")
+        assert (status, body) == (503, {"status": "loading"})
+        status, message, _ = refusal(client.ask(COMPLETIONS, LONG))
+        assert status == 503 and "loading" in message
+        assert refusal(client.ask("/metrics"))[0] == refusal(client.ask("/v1/models"))[0] == 503
+
+
+def test_a_text_that_the_end_of_the_server_cuts_is_told_so(
+    other_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(other_engine) as (client, state), slow_steps(monkeypatch, 0.02):
+        assert state.served is not None
+        connection, stream = client.open(COMPLETIONS, {**LONG, "stream": True})
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(client.ask(COMPLETIONS, LONG)))
+        thread.start()
+        until(lambda: len(state.served.runner.scheduler.running) == 2)  # type: ignore[union-attr]
+        state.served.runner.drain(0.05)
+        assert refusal(client.ask(COMPLETIONS, LONG))[:2] == (503, "the server is stopping")
+        thread.join()
+        assert refusal(answers[0])[:2] == (503, "the server has stopped")
+        assert b'"message":"the server has stopped"' in stream.read()
+        connection.close()
+        assert client.ask("/health")[0] == 503
+
+
+def test_health_says_that_a_step_is_stuck(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anybit.serve.runner.STUCK", 0.05)
+    with slow_steps(monkeypatch, 0.5):
+        thread = threading.Thread(target=client.ask, args=(COMPLETIONS, {**LONG, "max_tokens": 1}))
+        thread.start()
+        until(lambda: client.ask("/health")[0] == 503)
+        _, found, _ = client.ask("/health")
+        assert found["status"] == "stuck" and found["step_seconds"] > 0.05
+        thread.join()
+    assert client.ok("/health")["status"] == "ok"
+
+
+# ---- who may ask
+
+
+def test_keys(other_engine: Engine) -> None:
+    with serving(other_engine, Guard(keys=("first", "sec ond"))) as (client, state):
+        answer = client.ask(COMPLETIONS, LONG)
+        assert refusal(answer)[0] == 401 and answer[2]["www-authenticate"] == "Bearer"
+        for key in ("", "firs", "first2", "é"):
+            headers = {"Authorization": f"Bearer {key}".encode().decode("latin-1")}
+            assert client.ask("/v1/models", headers=headers)[0] == 401
+        assert client.ask("/v1/models", headers={"Authorization": "Basic first"})[0] == 401
+        assert client.ask("/metrics")[0] == 401
+        for path in ("/", "/health", "/page.js"):
+            assert client.ask(path)[0] == 200
+        for key in ("first", "sec ond"):
+            Client(client.port, key).ok(COMPLETIONS, LONG)
+        assert state.served is not None
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "localhost:1"}, 200),
+        ({"Host": "127.0.0.1"}, 200),
+        ({"Host": "[::1]:80"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "localhost.evil.example"}, 403),
+        ({"Host": "[evil"}, 403),
+        ({"Host": "127.0.0.1@evil.example"}, 403),
+        ({"Host": "here.example"}, 200),
+        ({"Host": "localhost:1", "Origin": "http://localhost:1"}, 200),
+        ({"Host": "localhost:1", "Origin": "http://localhost:2"}, 403),
+        ({"Host": "localhost:1", "Origin": "null"}, 403),
+        ({"Host": "localhost:1", "Origin": "https://app.example"}, 200),
+        ({"Host": "localhost:1", "Origin": "https://evil.example"}, 403),
+    ],
+    ids=str,
+)
+def test_hosts_and_origins(headers: dict[str, str], status: int, guarded: Client) -> None:
+    found, _, answered = guarded.ask("/v1/models", headers=headers)
+    assert found == status
+    allowed = answered.get("access-control-allow-origin")
+    assert allowed == ("https://app.example" if headers.get("Origin") == "https://app.example" else None)
+
+
+@pytest.fixture(scope="module")
+def guarded(other_engine: Engine) -> Iterator[Client]:
+    with serving(other_engine, Guard(hosts=("here.example",), origins=("https://app.example",))) as (
+        client,
+        _,
+    ):
+        yield client
+
+
+def test_a_browser_asks_first(guarded: Client, client: Client) -> None:
+    asks = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization"}  # fmt: skip
+    status, _, headers = guarded.ask(COMPLETIONS, headers=asks, method="OPTIONS")
+    assert status == 200 and headers["access-control-allow-origin"] == "https://app.example"
+    status, _, headers = client.ask(COMPLETIONS, headers=asks, method="OPTIONS")
+    assert status == 403 and "access-control-allow-origin" not in headers

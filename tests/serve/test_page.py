@@ -1,0 +1,98 @@
+"""The page in a browser: what a person sees, by mouse and by keyboard, in light and dark, wide and narrow."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from anybit import Engine
+from anybit.kernels import cpu
+from anybit.serve.guard import Guard
+from tests.serve.browser import PROGRAM, Browser, browser
+from tests.serve.conftest import serving, slow_steps
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.native,
+    pytest.mark.skipif(not cpu.available(), reason="the native extension is not built"),
+    pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium"),
+]
+ENTER, ESCAPE, RIGHT = ("Enter", 13, "\r"), ("Escape", 27), ("ArrowRight", 39)
+ANSWERS = "document.querySelectorAll('.made').length"
+
+
+async def say(page: Browser, text: str) -> None:
+    await page.run("document.getElementById('prompt').focus()")
+    await page.type(text)
+    await page.press(*ENTER)
+
+
+async def a_visit(url: str, widths: list[float]) -> None:
+    async with browser() as page:
+        await page.open(url)
+        # The key is asked for, and an answer comes in pieces.
+        await page.until("document.getElementById('key')?.open")
+        await page.type("secret")
+        await page.press(*ENTER)
+        await page.until("document.title.startsWith('tiny')")
+        await page.run("document.getElementById('max_tokens').value = 20")
+        await page.run("document.getElementById('seed').value = 4")
+        await say(page, "hello")
+        await page.until(f"{ANSWERS} === 1")
+        assert await page.run("document.querySelector('.turn.user').textContent") == "hello"
+        for figure in ("rate", "first", "read", "memory"):
+            assert await page.run(f"/\\d/.test(document.querySelector('.{figure}').textContent)")
+        # Arrow keys go from level to level.
+        shown = "Number.parseFloat(document.querySelector('.bits').textContent)"
+        before = await page.run(shown)
+        await page.run("document.querySelector('.slider').focus()")
+        await page.press(*RIGHT)
+        after = await page.run(shown)
+        assert after > before and min(abs(width - after) for width in widths) < 0.006
+        # Two widths side by side, of which each answers the same prompt.
+        await page.run("document.getElementById('compare').click()")
+        await say(page, "again")
+        await page.until(f"{ANSWERS} === 2")
+        bits = await page.run("Array.from(document.querySelectorAll('.bits'), (shown) => shown.textContent)")
+        assert len({*bits}) == 2
+        # A conversation that is too long is said to be.
+        await say(page, "word " * 40)
+        await page.until("document.querySelectorAll('.turn.error').length === 2")
+        assert "the context holds 128" in await page.run("document.querySelector('.turn.error').textContent")
+        # Dark and light.
+        light = await page.run("getComputedStyle(document.body).backgroundColor")
+        await page.run("document.getElementById('theme').click()")
+        assert await page.run("getComputedStyle(document.body).backgroundColor") != light
+        # Narrow: nothing is wider than the screen, with settings open, too.
+        await page.run("document.getElementById('settings').click()")
+        await page.resize(360, 700)
+        assert await page.run("document.documentElement.scrollWidth") <= 360
+        # The only complaints are of the requests without a key and of those that are too long.
+        assert [text for text in page.complaints if "status of 40" not in text] == []
+
+
+def test_a_visit(other_engine: Engine) -> None:
+    with serving(other_engine, Guard(keys=("secret",))) as (client, _):
+        asyncio.run(a_visit(f"http://127.0.0.1:{client.port}/", other_engine.widths))
+
+
+async def a_stop(url: str) -> None:
+    async with browser() as page:
+        await page.open(url, dark=True)
+        await page.until("document.title.startsWith('tiny')")
+        assert await page.run("document.documentElement.dataset.theme") == "dark"
+        await page.run("document.getElementById('max_tokens').value = 100")
+        await say(page, "hello")
+        await page.until("document.querySelector('.turn.assistant')?.said")
+        await page.press(*ESCAPE)
+        await page.until("document.getElementById('send').textContent === 'Send'")
+        assert await page.run("document.querySelectorAll('.turn.running, .turn.error').length") == 0
+        assert page.complaints == []
+
+
+def test_escape_stops_an_answer(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(other_engine) as (client, state), slow_steps(monkeypatch, 0.05):
+        asyncio.run(a_stop(f"http://127.0.0.1:{client.port}/"))
+        assert state.served is not None

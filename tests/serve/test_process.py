@@ -1,0 +1,208 @@
+"""`anybit serve` as a process of its own, and the clients that people use."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from anybit import Engine
+from anybit.cli.main import app
+from anybit.errors import InputError
+from anybit.kernels import cpu
+from anybit.serve.server import Settings, run
+from tests.serve.conftest import PATIENCE, Client, serving, until
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.native,
+    pytest.mark.skipif(not cpu.available(), reason="the native extension is not built"),
+]
+
+
+def command(model: Path | str, *options: str) -> list[str]:
+    return [sys.executable, "-m", "anybit", "serve", str(model), "--port", "0", "--threads", "1", *options]
+
+
+@contextmanager
+def process(
+    model: Path, *options: str, key: str | None = None
+) -> Iterator[tuple[subprocess.Popen[str], Client]]:
+    """A server that has loaded its model."""
+    env = {**os.environ, **({"ANYBIT_API_KEY": key} if key else {})}
+    running = subprocess.Popen(command(model, *options), stderr=subprocess.PIPE, text=True, env=env)
+    try:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if found := re.search(r"at http://127\.0\.0\.1:(\d+), widths", line):
+                break
+        else:
+            raise AssertionError(f"it ended with {running.wait()}")
+        yield running, Client(int(found[1]), key)
+    finally:
+        running.kill()
+        running.wait()
+        running.stderr.close()  # type: ignore[union-attr]
+
+
+def test_the_openai_client_and_an_end_that_waits(anybit_artifact: Path) -> None:
+    with process(anybit_artifact, "--name", "tiny", key="secret") as (running, client):
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="no").models.list()
+        api = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="secret", max_retries=0)
+        assert [model.id for model in api.models.list()] == ["tiny"]
+        hello: Any = [{"role": "user", "content": "hello"}]
+        chat = api.chat.completions.create(
+            model="tiny@3",
+            messages=hello,
+            max_tokens=8,
+            seed=1,
+            logprobs=True,
+            extra_body={"ignore_eos": True},
+        )
+        assert chat.choices[0].finish_reason == "length" and chat.usage.completion_tokens == 8  # type: ignore[union-attr]
+        assert len(chat.choices[0].logprobs.content) == 8  # type: ignore[union-attr, arg-type]
+        assert chat.timings["bits"]["max"] <= 3.05  # type: ignore[attr-defined]
+        pieces = list(
+            api.chat.completions.create(
+                model="tiny@3", messages=hello, max_tokens=8, seed=1, stream=True,
+                stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+            )
+        )  # fmt: skip
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+        assert text == chat.choices[0].message.content
+        assert pieces[-1].usage.completion_tokens == 8  # type: ignore[union-attr]
+        made = api.completions.create(model="tiny", prompt=["a", "b"], max_tokens=4, temperature=0)
+        assert [choice.index for choice in made.choices] == [0, 1]
+        with pytest.raises(openai.BadRequestError, match="temperature is -1"):
+            api.completions.create(model="tiny", prompt="a", temperature=-1)
+        with pytest.raises(openai.NotFoundError):
+            api.completions.create(model="other", prompt="a")
+        # The server is asked to end while a text is on its way: it comes whole, and the server ends well.
+        stream = api.completions.create(
+            model="tiny",
+            prompt="a",
+            max_tokens=120,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        first = next(iter(stream))
+        running.send_signal(signal.SIGTERM)
+        rest = list(stream)
+        assert first.choices[0].finish_reason is None and rest[-1].choices[0].finish_reason == "length"
+        assert running.wait(PATIENCE) == 0
+        with pytest.raises(OSError):
+            client.ask("/health")
+
+
+def test_ctrl_c_ends_an_idle_server_at_once(anybit_artifact: Path) -> None:
+    with process(anybit_artifact) as (running, _):
+        begun = time.monotonic()
+        running.send_signal(signal.SIGINT)
+        assert running.wait(PATIENCE) == 0 and time.monotonic() - begun < 10
+
+
+def test_a_model_that_only_transformers_runs_is_refused(model_dir: Callable[[str], Path]) -> None:
+    asked = command(model_dir("gpt2"))
+    ran = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr
+    assert "cannot be served: the server needs the native engine" in ran.stderr and "'gpt2'" in ran.stderr
+
+
+def test_a_server_that_cannot_begin_says_why(other_engine: Engine) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(InputError, match=r"nothing can listen at 127\.0\.0\.1:.*: choose another --port"),
+    ):
+        run(lambda: other_engine, Settings("tiny", port=taken.getsockname()[1]), print)
+    with pytest.raises(InputError, match=r"may take 100 bytes, .* give them more \(--kv-memory\)"):
+        run(lambda: other_engine, Settings("tiny", port=0, kv_bytes=100), print)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    result = CliRunner().invoke(app, ["serve", "no/model"])
+    assert "anybit serve needs llguidance" in str(result.exception)
+    assert "pip install 'anybit[serve]'" in str(result.exception)
+
+
+def test_lm_eval_asks_for_log_probabilities(other_engine: Engine, anybit_artifact: Path) -> None:
+    """Its `local-completions`, on the same texts as the engine itself."""
+    pytest.importorskip("tenacity")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    with serving(other_engine) as (client, _):
+        model = LocalCompletionsAPI(
+            base_url=f"http://127.0.0.1:{client.port}/v1/completions", model="tiny",
+            tokenizer=str(anybit_artifact), tokenizer_backend="huggingface", max_length=100, batch_size=2,
+        )  # fmt: skip
+        pairs = [("some text", " follows"), ("another", " one"), ("a third", " text")]
+        asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+        found = model.loglikelihood(asked, disable_tqdm=True)
+    for (context, continuation), (total, greedy) in zip(pairs, found):
+        ids, n = other_engine.encode(context + continuation), len(continuation)
+        rows = other_engine.logits(ids).astype(float)
+        rows -= np.log(np.exp(rows).sum(1, keepdims=True))
+        wanted = [rows[i - 1, ids[i]] for i in range(len(ids) - n, len(ids))]
+        assert total == pytest.approx(sum(wanted), abs=1e-3)
+        assert bool(greedy) == all(rows[i - 1].argmax() == ids[i] for i in range(len(ids) - n, len(ids)))
+
+
+@pytest.mark.slow
+def test_two_hundred_clients_at_once(other_engine: Engine) -> None:
+    """Some leave, some ask for nonsense; the others get what they would get alone."""
+    asked = {"prompt": "abc", "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+    with serving(other_engine, running=16, waiting=300, pages=40) as (client, state):
+        wanted = {}
+        for at in (0, len(other_engine.widths) - 1):
+            bits = other_engine.widths[at]
+            wanted[bits] = client.ok("/v1/completions", {**asked, "bits": bits})["choices"][0]["text"]
+        answers: list[str] = []
+
+        def ask(i: int) -> None:
+            if i % 10 == 7:
+                answers.append(f"refused {client.ask('/v1/completions', {**asked, 'n': -i})[0]}")
+                return
+            bits = [*wanted][i % 2]
+            body = {**asked, "bits": bits}
+            if i % 10 == 3:
+                connection, _ = client.open("/v1/completions", {**body, "stream": True, "max_tokens": 100})
+                connection.close()
+                answers.append("left")
+            elif i % 3:
+                events = client.events("/v1/completions", body)
+                text = "".join(choice["text"] for event in events for choice in event["choices"])
+                answers.append(f"streamed {text == wanted[bits]}")
+            else:
+                text = client.ok("/v1/completions", body)["choices"][0]["text"]
+                answers.append(f"whole {text == wanted[bits]}")
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(200)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        found = Counter(answers)
+        assert found["refused 400"] == found["left"] == 20
+        assert found["streamed True"] + found["whole True"] == 160
+        assert state.served is not None
+        until(lambda: client.ok("/health")["running"] == 0)  # who left is served no further

@@ -1,0 +1,343 @@
+"""The runner on a tiny model: a text is the same alone and in any company."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anybit import Engine, Sampling
+from anybit.errors import InputError
+from anybit.kernels import cpu
+from anybit.serve.constraint import Constraints
+from anybit.serve.job import Job, Progress, jobs_of
+from anybit.serve.request import Request
+from anybit.serve.runner import Closing, Limits, Runner
+from anybit.serve.scheduler import Busy
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not cpu.available(), reason="the native extension is not built"),
+]
+PATIENCE = 60
+
+
+@pytest.fixture
+def start(engine: Engine) -> Iterator[Callable[..., Runner]]:
+    """Makes runners, which end with the test."""
+    made = []
+
+    def make(begin: bool = True, **limits: Any) -> Runner:
+        runner = Runner(engine, Limits(**{"pages": 64, **limits}))
+        if begin:
+            runner.start()
+        made.append(runner)
+        return runner
+
+    yield make
+    for runner in made:
+        runner.close(0)
+        assert runner.scheduler.blocks.available == runner.scheduler.blocks.pages
+        assert not runner._jobs and not runner.scheduler.running and not runner.scheduler.waiting
+
+
+class Heard:
+    """What a request's texts have said so far."""
+
+    def __init__(self, runner: Runner, request: Request) -> None:
+        self._said: queue.SimpleQueue[tuple[int, Progress]] = queue.SimpleQueue()
+        self.texts = [""] * request.n
+        self.tokens: list[list[int]] = [[] for _ in range(request.n)]
+        self.prompt: list[Any] = []
+        self.finish: list[str | None] = [None] * request.n
+        self.errors: list[Exception | None] = [None] * request.n
+        self.jobs = jobs_of(
+            runner.engine, runner.engine.context, request, lambda i, p: self._said.put((i, p))
+        )
+        runner.submit(self.jobs)
+
+    def next(self) -> Progress:
+        at, progress = self._said.get(timeout=PATIENCE)
+        assert self.finish[at] is None
+        self.texts[at] += progress.text
+        self.prompt += progress.prompt
+        if progress.drawn is not None:
+            self.tokens[at].append(progress.drawn.token)
+        self.finish[at], self.errors[at] = progress.finish, progress.error
+        return progress
+
+    def all(self) -> Heard:
+        while None in self.finish:
+            self.next()
+        return self
+
+
+def requests(engine: Engine) -> list[Request]:
+    """Of all kinds: greedy and drawn, long and short prompts, several widths, a common beginning."""
+    random = np.random.default_rng(0)
+    common = random.integers(3, 250, 64).tolist()
+    made = [Request([7, 8 + i], 80, ignores_ends=True) for i in range(3)]  # grow until pages run out
+    for i in range(10):
+        own = random.integers(3, 250, int(random.integers(1, 20))).tolist()
+        sampling = Sampling() if i % 2 else Sampling(temperature=1.0, top_p=0.9, seed=i, presence_penalty=0.5)
+        tokens = (common if i % 3 else []) + own
+        bits = engine.widths[(0, len(engine.widths) // 2, -1)[i % 3]]
+        made.append(
+            Request(tokens, 5 + 3 * i, sampling=sampling, bits=bits, ignores_ends=True, key=f"{i % 2}")
+        )
+    return made
+
+
+# ---- the same text
+
+
+def test_a_text_alone_is_the_engines(engine: Engine, start: Callable[..., Runner]) -> None:
+    runner = start()
+    for request in requests(engine)[:5]:
+        assert not isinstance(request.bits, str)
+        heard = Heard(runner, request).all()
+        ends, Engine.ends = Engine.ends, property(lambda self: set())  # type: ignore[assignment]
+        try:
+            alone = engine.generate(request.tokens, request.most or 0, request.sampling, bits=request.bits)
+        finally:
+            Engine.ends = ends  # type: ignore[method-assign]
+        assert heard.tokens == [alone.tokens] and heard.texts == [alone.text]
+
+
+@pytest.mark.parametrize("limits", [{}, {"running": 2}, {"pages": 6}, {"pages": 5, "running": 8}], ids=str)
+def test_a_text_is_the_same_in_any_company(
+    engine: Engine, start: Callable[..., Runner], limits: dict[str, int]
+) -> None:
+    asked = requests(engine)
+    calm = start(running=1)
+    alone = [Heard(calm, request).all() for request in asked]
+    calm.close(0)
+    crowded = start(begin=False, **limits)
+    together = [Heard(crowded, request) for request in asked]
+    crowded.start()
+    for one, other in zip(alone, together):
+        assert other.all().tokens == one.tokens and other.texts == one.texts
+        assert other.finish == ["length"]
+    if limits.get("pages") == 5:
+        assert crowded.scheduler.preemptions > 0
+    if not limits:
+        assert crowded.counters.cached_tokens > 0
+
+
+def test_several_texts_of_one_prompt(engine: Engine, start: Callable[..., Runner]) -> None:
+    runner = start()
+    sampling = Sampling(temperature=1.0, seed=7)
+    heard = Heard(runner, Request([5] * 40, 12, n=3, sampling=sampling, ignores_ends=True)).all()
+    assert len({*map(tuple, heard.tokens)}) == 3
+    assert [job.text.cached for job in heard.jobs] == [0, 32, 32]
+    for i in range(3):
+        own = Sampling(temperature=1.0, seed=7 + i)
+        alone = Heard(runner, Request([5] * 40, 12, sampling=own, ignores_ends=True)).all()
+        assert alone.tokens[0] == heard.tokens[i]
+
+
+def test_stop_strings_ends_and_lengths(engine: Engine, start: Callable[..., Runner]) -> None:
+    runner = start()
+    whole = Heard(runner, Request([5, 9, 70], 30, ignores_ends=True)).all()
+    stop = whole.texts[0][4:6]
+    cut = Heard(runner, Request([5, 9, 70], 30, stop=(stop,), ignores_ends=True)).all()
+    assert cut.texts[0] == whole.texts[0][: whole.texts[0].index(stop)] and cut.finish == ["stop"]
+    banned = {token: -np.inf for token in range(engine.vocabulary) if token not in engine.ends}
+    ended = Heard(runner, Request([5, 9], 30, sampling=Sampling(logit_bias=banned))).all()
+    assert ended.tokens == [[*engine.ends]] and ended.finish == ["stop"] and ended.texts == [""]
+
+
+def test_log_probabilities_of_the_prompt(engine: Engine, start: Callable[..., Runner]) -> None:
+    runner = start(pages=8)
+    tokens = np.random.default_rng(1).integers(3, 250, 90).tolist()
+    request = Request(tokens, 1, sampling=Sampling(logprobs=2), every=True)
+    for _ in range(2):  # the second time pages are there, and none is used
+        heard = Heard(runner, request).all()
+        rows = engine_logits(engine, tokens)
+        assert [drawn.token for drawn in heard.prompt] == tokens[1:]
+        found = [drawn.logprob for drawn in heard.prompt]
+        assert np.allclose(found, [rows[i, tokens[i + 1]] for i in range(89)], atol=1e-5)
+        assert [t for t, _ in heard.prompt[3].top] == np.argsort(-rows[3])[:2].tolist()
+    none = Heard(runner, Request(tokens, 0, sampling=Sampling(logprobs=2), every=True)).all()
+    assert none.tokens == [[]] and none.finish == ["length"] and len(none.prompt) == 89
+
+
+def engine_logits(engine: Engine, tokens: list[int]) -> Any:
+    logits = engine.step(
+        np.array(tokens, np.int32),
+        np.arange(len(tokens), dtype=np.int32),
+        np.zeros(len(tokens), np.int32),
+        np.arange(4, 8, dtype=np.int32)[None],
+        np.arange(len(tokens), dtype=np.int32),
+        len(engine.widths) - 1,
+    ).astype(np.float64)
+    return (
+        logits
+        - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+        - logits.max(1, keepdims=True)
+    )
+
+
+def test_a_form_is_kept_whatever_is_drawn(engine: Engine, start: Callable[..., Runner]) -> None:
+    runner = start()
+    forms = Constraints(engine.tokenizer.backend_tokenizer, engine.vocabulary, engine.ends)
+    form = forms.compile("regex", "(ab|cd){3}[0-9]")
+    asked = Request([5], 30, n=4, sampling=Sampling(temperature=2.0, seed=1, logprobs=1), constraint=form)
+    heard = Heard(runner, asked).all()
+    for text, tokens, finish in zip(heard.texts, heard.tokens, heard.finish):
+        assert len(text) == 7 and text[6].isdigit() and set(text[:6]) <= set("abcd")
+        assert finish == "stop" and 7 <= len(tokens) <= 8
+    assert len({*heard.texts}) > 1
+
+
+# ---- widths
+
+
+def test_a_width_is_served_as_asked(engine: Engine, start: Callable[..., Runner]) -> None:
+    runner = start()
+    for level in (0, len(engine.widths) - 1):
+        heard = Heard(runner, Request([5] * 9, 6, bits=engine.widths[level], ignores_ends=True)).all()
+        assert heard.jobs[0].levels == {level: 6} and runner.served[level] == 6
+
+
+def test_load_lowers_auto_and_raises_it_again(engine: Engine, start: Callable[..., Runner]) -> None:
+    runner = start(begin=False, running=4, auto_bits=2.0)
+    widest = len(engine.widths) - 1
+    fixed = engine.widths[widest]
+    crowd = [Heard(runner, Request([6] * 9, 40, bits=fixed, ignores_ends=True)) for _ in range(8)]
+    alone = Heard(runner, Request([5] * 9, 40, bits="auto", ignores_ends=True))
+    runner.start()
+    alone.all()
+    assert min(alone.jobs[0].levels) < widest
+    for heard in crowd:
+        heard.all()
+        assert heard.jobs[0].levels == {widest: 40}
+    calm = Heard(runner, Request([5] * 9, 100, bits="auto", ignores_ends=True)).all()
+    assert max(calm.jobs[0].levels) > min(alone.jobs[0].levels)
+
+
+def test_a_latency_that_is_asked_for_chooses_the_width(engine: Engine, start: Callable[..., Runner]) -> None:
+    runner = start()
+    for level in range(len(engine.widths)):
+        for _ in range(50):
+            runner.pace.measure(level, 1, 0, 0.001 * (1 + level))
+    never = Heard(runner, Request([5] * 9, 6, target=1e-6, ignores_ends=True)).all()
+    assert set(never.jobs[0].levels) == {runner._targets[0]}
+    always = Heard(runner, Request([5] * 9, 6, target=10.0, ignores_ends=True)).all()
+    assert set(always.jobs[0].levels) == {len(engine.widths) - 1}
+
+
+# ---- faults
+
+
+def test_a_request_that_fails_harms_no_other(
+    engine: Engine, start: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, step = start(), Engine.step
+
+    def faulty(self: Engine, tokens: Any, *rest: Any) -> Any:
+        if 99 in tokens:
+            raise InputError("the head gives NaN or Inf")
+        return step(self, tokens, *rest)
+
+    wanted = Heard(runner, Request([5] * 40, 20, ignores_ends=True)).all()
+    monkeypatch.setattr(Engine, "step", faulty)
+    good = Heard(runner, Request([5] * 40, 20, ignores_ends=True))
+    bad = Heard(runner, Request([7] * 40 + [99], 20)).all()
+    banned = {token: -np.inf for token in range(engine.vocabulary)}
+    unreachable = Heard(runner, Request([5] * 3, 20, sampling=Sampling(logit_bias=banned))).all()
+    assert good.all().tokens == wanted.tokens
+    assert bad.finish == ["error"] and "NaN" in str(bad.errors[0])
+    assert unreachable.finish == ["error"] and "no token is within reach" in str(unreachable.errors[0])
+    monkeypatch.undo()
+    again = Heard(runner, Request([7] * 40 + [99], 3, ignores_ends=True)).all()
+    assert again.finish == ["length"] and again.jobs[0].text.cached == 0  # what failed was never computed
+
+
+def test_a_cancelled_request_ends_within_a_step(engine: Engine, start: Callable[..., Runner]) -> None:
+    runner = start(running=1)
+    long = Heard(runner, Request([5] * 9, 100, ignores_ends=True))
+    waiting = Heard(runner, Request([5] * 9, 100, ignores_ends=True))
+    long.next()
+    for heard in (waiting, long):
+        runner.cancel(heard.jobs[0])
+    assert long.all().finish == waiting.all().finish == ["cancelled"]
+    assert len(long.tokens[0]) < 100 and waiting.tokens == [[]]
+    runner.cancel(long.jobs[0])  # again: nothing happens
+
+
+def test_what_cannot_be_served_is_refused_at_once(engine: Engine, start: Callable[..., Runner]) -> None:
+    runner = start(pages=2, waiting=3, running=1)
+    for request, words in (
+        (Request([]), "the prompt is empty"),
+        (Request([5] * 128), "the prompt has 128 tokens; the context holds 128"),
+        (Request([5] * 100, 29), "the prompt has 100 tokens and 29 more are 129; the context holds 128"),
+        (Request([5000]), "vocabulary has"),
+        (Request([5], bits=12), "average widths from"),
+        (Request([5], bits="much"), 'expected a number or "auto"'),
+        (Request([5] * 60, 20), "a prompt of 60 tokens and 20 more are 80, and the KV-cache holds 64"),
+    ):
+        with pytest.raises(InputError, match=words):
+            Heard(runner, request)
+    first = Heard(runner, Request([5], 40, ignores_ends=True))
+    first.next()
+    second = Heard(runner, Request([5], 40, ignores_ends=True))
+    with pytest.raises(Busy):
+        Heard(runner, Request([5], 40, n=3))
+    first.all()
+    second.all()
+
+
+def test_closing_finishes_what_is_there(engine: Engine, start: Callable[..., Runner]) -> None:
+    runner = start()
+    heard = Heard(runner, Request([5] * 9, 60, ignores_ends=True))
+    heard.next()
+    runner.close(PATIENCE)
+    assert heard.all().finish == ["length"] and len(heard.tokens[0]) == 60
+    with pytest.raises(Closing, match="stopping"):
+        Heard(runner, Request([5], 1))
+
+
+def test_a_step_that_takes_too_long_is_seen(
+    engine: Engine, start: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, step, go_on = start(), Engine.step, threading.Event()
+
+    def slow(self: Engine, *rows: Any) -> Any:
+        go_on.wait(PATIENCE)
+        return step(self, *rows)
+
+    monkeypatch.setattr("anybit.serve.runner.STUCK", 0.02)
+    monkeypatch.setattr(Engine, "step", slow)
+    heard = Heard(runner, Request([5], 1))
+    deadline = time.monotonic() + PATIENCE
+    while not runner.stuck:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    go_on.set()
+    heard.all()
+    assert not runner.stuck and runner.step_seconds == 0
+
+
+def test_a_defect_of_the_thread_is_told_to_all(
+    engine: Engine, start: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(engine, Limits(pages=8))
+    monkeypatch.setattr(Runner, "_choose_levels", lambda self: 1 / 0)
+    runner.start()
+    heard = Heard(runner, Request([5], 3)).all()
+    assert heard.finish == ["error"] and "ZeroDivisionError" in (runner.broken or "")
+    with pytest.raises(Closing, match="ZeroDivisionError"):
+        Heard(runner, Request([5], 3))
+
+
+def test_jobs_say_what_they_waited_for(engine: Engine, start: Callable[..., Runner]) -> None:
+    job: Job = Heard(start(), Request([5] * 9, 6, ignores_ends=True)).all().jobs[0]
+    times = job.times
+    assert times.asked <= times.started <= times.first <= times.last
+    assert job.drawn == 6 and job.finished == "length"
