@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
+import io
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from anybit import Engine
+from anybit.errors import InputError
 from anybit.kernels import cpu
+from anybit.serve import openai
 from anybit.serve.app import State
+from anybit.serve.errors import Refused, refused
 from anybit.serve.guard import Guard
 from tests.serve.conftest import Client, serving, slow_steps, until
 
@@ -278,6 +286,47 @@ def test_a_defect_in_a_step_is_an_error_of_its_own_request(
     _, response = client.open(COMPLETIONS, {**bad, "stream": True})
     assert b'"type":"server_error"' in response.read()
     client.ok(COMPLETIONS, LONG)
+
+
+def test_a_full_disk_for_logs_harms_nobody(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Engine, "step", lambda self, *rows: 1 / 0)
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert refusal(client.ask(COMPLETIONS, LONG))[0] == 500
+    monkeypatch.undo()
+    client.ok(COMPLETIONS, LONG)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = (
+    "prompt", "messages", "model", "bits", "latency_target_ms", "n", "max_tokens", "max_completion_tokens", "echo",
+    "logprobs", "top_logprobs", "stream", "stream_options", "stop", "seed", "logit_bias", "response_format",
+    "guided_json", "guided_regex", "guided_grammar", "guided_choice", "structured_outputs", "tools", "best_of",
+    "suffix", "user", "ignore_eos", *openai.NUMBERS,
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4), st.booleans())
+def test_any_body_is_a_request_or_an_error_in_words(state: State, body: dict[str, Any], chat: bool) -> None:
+    assert state.served is not None
+    if chat:
+        body = {"messages": [{"role": "user", "content": "a"}], **body}
+    try:
+        wanted = (openai.chat if chat else openai.completions)(
+            state.served, body if chat else {"prompt": "a", **body}, ""
+        )
+    except (InputError, Refused) as error:
+        assert str(error) and 400 <= refused(error).status < 500
+    else:
+        assert 1 <= len(wanted.requests) * wanted.n <= openai.MOST_TEXTS
 
 
 # ---- states

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
+import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from anybit.serve.metrics import Metrics
 from anybit.serve.replies import Replies
 from anybit.serve.served import Served
 
+LOG = logging.getLogger(__name__)
 BODY_SECONDS = 30.0  # that a body may take to come
 PARSERS = 2  # threads that render templates, cut texts into tokens and compile forms
 
@@ -118,7 +119,7 @@ class Door:
             status = 499  # as nginx counts who left
         except Exception as error:
             if not isinstance(error, Refused):
-                traceback.print_exc()
+                LOG.error("a request has failed", exc_info=error)
             if status == 0:
                 await _error(error)(scope, receive, counting)
         finally:
@@ -154,7 +155,7 @@ def _post(answer: Callable[[Served, Json, Request], Awaitable[Response]]) -> Any
         except Exception as error:
             found = refused(error)
             if found.status == 500:
-                traceback.print_exc()
+                LOG.error("a request has failed", exc_info=error)
             raise found from error
 
     return handle

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +20,8 @@ from anybit.serve.pace import Auto, Pace, stops
 from anybit.serve.request import AUTO
 from anybit.serve.scheduler import Rows, Scheduler, Step, Text
 
-ROUND_SECONDS = (
-    0.11  # that a round with prompts may take while texts decode; alone they may take four times that
-)
+LOG = logging.getLogger(__name__)  # unlike printing, it survives a full disk
+ROUND_SECONDS = 0.11  # of a round with prompts beside texts that decode; prompts alone: four times that
 LEAST_PROMPT, MOST_PROMPT = 16, 256  # tokens of prompts in a round
 STUCK = 30.0  # seconds after which a step is called stuck
 TARGET_STOPS = 8  # widths among which a latency chooses
@@ -150,7 +149,7 @@ class Runner:
                 for step in steps:
                     self._deliver(self._step(step))
         except BaseException as error:  # a defect: whoever waits is told, and /health
-            traceback.print_exc()
+            LOG.critical("the engine's thread has ended", exc_info=error)
             with self._changed:
                 self.broken = f"the engine's thread has ended: {type(error).__name__}: {error}"
                 left, self._jobs = list(self._jobs.values()), {}
@@ -303,7 +302,7 @@ class Runner:
 
 def _failed(error: Exception) -> Progress:
     if not isinstance(error, InputError):
-        traceback.print_exception(error)
+        LOG.error("a text has failed", exc_info=error)
     return Progress(finish="error", error=error)
 
 
