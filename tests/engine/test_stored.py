@@ -22,6 +22,7 @@ from anybit.artifact.coded_planes import expanded
 from anybit.artifact.enhancements import read_enhancements
 from anybit.artifact.reader import open_stored
 from anybit.config import Json
+from anybit.engine.description import Unsupported
 from anybit.engine.stored import StoredModel, grown
 from anybit.errors import InputError
 from anybit.generate import Generator
@@ -156,6 +157,19 @@ def test_what_does_not_fit(anybit_copy: Path) -> None:
         Engine(anybit_copy)
 
 
+def test_a_tensor_without_a_use_is_named(artifact_of: Callable[..., Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(artifact_of("llama", embed_bits=16), tmp_path / "copy"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = folder / index["weight_map"]["model.norm.weight"]
+    save_file(load_file(file) | {"model.extra.weight": torch.zeros(3)}, file, {"format": "pt"})
+    index["weight_map"]["model.extra.weight"] = file.name
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(Unsupported, match=r"it has the tensor model\.extra\.weight"):
+        Engine(folder)
+    with pytest.raises(InputError, match=r"model\.extra\.weight"):
+        Generator(str(folder))
+
+
 def test_damaged_tensors_are_refused(artifact_of: Callable[..., Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(artifact_of("llama", embed_bits=16), tmp_path / "copy"))
     for file in folder.glob("model*.safetensors"):
@@ -163,7 +177,7 @@ def test_damaged_tensors_are_refused(artifact_of: Callable[..., Path], tmp_path:
         if "model.embed_tokens.weight" in tensors:
             tensors["model.embed_tokens.weight"][3, 4] = torch.nan
             save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(InputError, match=r"embed_tokens holds NaN: the weights are damaged"):
+    with pytest.raises(InputError, match=r"embed_tokens holds NaN or Inf: the weights are damaged"):
         Engine(folder)
 
 

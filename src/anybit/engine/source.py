@@ -52,6 +52,11 @@ class Source(ABC):
     def restore(self) -> None:  # noqa: B027 - and nothing that was changed
         """Be as before: the engine could not be made."""
 
+    def names(self) -> list[str]:
+        """Names of all matrices."""
+        blocks = range(self.config["num_hidden_layers"])
+        return [EMBEDDING, self.head, *(f"model.layers.{i}.{matrix}" for i in blocks for matrix in MATRICES)]
+
     def matrices(self, layouts: Layouts) -> tuple[_native.Layer, _native.Layer, list[list[_native.Layer]]]:
         """Embedding, head and the seven matrices of each block, as `_native.Decoder.add_level` takes them."""
         blocks = [
@@ -70,14 +75,14 @@ def plain_layer(name: str, values: np.ndarray, dtype: Dtype) -> _native.Layer:
         dtype: F16, BF16 or F32.
 
     Raises:
-        InputError: it holds NaN.
+        InputError: it holds NaN or Inf.
         Unsupported: numbers of more than 16 bits.
     """
     halves = _as_half(values, dtype)
     if halves is None:
         raise Unsupported(f"{name} holds numbers of more than 16 bits")
-    if _has_nan(halves):
-        raise InputError(f"{name} holds NaN: the weights are damaged; copy them again")
+    if not _is_finite(halves):
+        raise InputError(f"{name} holds NaN or Inf: the weights are damaged; copy them again")
     layout = {"shape": list(values.shape), "tiles": [{"format": "float16"}]}
     return cpu._native.Layer(layout, {"values": halves})
 
@@ -96,10 +101,10 @@ def _as_half(values: np.ndarray, dtype: Dtype) -> np.ndarray | None:
     return halves if np.array_equal(halves.astype(np.float32), values, equal_nan=True) else None
 
 
-def _has_nan(halves: np.ndarray) -> bool:
+def _is_finite(halves: np.ndarray) -> bool:
     if halves.dtype == np.float16:
-        return bool(np.isnan(halves).any())
-    return bool(((halves & 0x7FFF) > 0x7F80).any())
+        return bool(np.isfinite(halves).all())
+    return bool(((halves & 0x7F80) != 0x7F80).all())
 
 
 def floats(values: np.ndarray, dtype: Dtype) -> np.ndarray:

@@ -18,6 +18,7 @@ from anybit.checkpoint.stored_tokenizer import StoredTokenizer
 from anybit.engine.description import Unsupported, describe, refuse_unknown_fields
 from anybit.engine.source import EMBEDDING, HEAD, Layouts, Source, floats, plain_layer
 from anybit.errors import InputError
+from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
 from anybit.formats.levels import levels_of
 from anybit.kernels.cpu_layer import Layer
@@ -49,12 +50,14 @@ class StoredModel(Source):
         self.name, self.config = str(path), artifact.config
         check_counts(f"{path}/config.json", self.config, artifact.tensors.values())
         self._artifact, self._how = artifact, how
+        self._used: set[str] = set()  # names of tensors
         self.kv_bits = artifact.quantization.get("kv_bits", 16)
         self.generation = read_generation(path)
         self.tokenizer = StoredTokenizer.read(path)
         refuse_unknown_fields(self.config.get("model_type"), self.config)
         self.head = self._find_head()
         describe(self.config, self.tensor)  # before hundreds of megabytes are read
+        self._refuse_unused()
         levels = Levels(artifact)
         chosen = levels.choose(**at)
         for note in levels.notes(at.get("bits"), chosen):
@@ -69,6 +72,14 @@ class StoredModel(Source):
             return EMBEDDING
         there = HEAD in self._artifact.stored.embeddings or f"{HEAD}.weight" in self._artifact.tensors
         return HEAD if there or not self.config.get("tie_word_embeddings") else EMBEDDING
+
+    def _refuse_unused(self) -> None:
+        """Leave tensors that the engine has no use for to Transformers, which knows what may be left out."""
+        packed = self._artifact.stored.packed
+        used = {f"{name}.{field}" for name, layout in packed.items() for field in layout.stored_tensors()}
+        used |= {f"{name}.weight" for name in self.names() if name not in packed} | self._used
+        if unused := sorted(self._artifact.tensors.keys() - used):
+            raise Unsupported(f"it has the tensor {unused[0]}, which the engine does not read")
 
     def _read(self, levels: Levels, level: int, report: Silent) -> None:
         """Bind all matrices up to a level; the arrays of one are let go before the next."""
@@ -112,7 +123,15 @@ class StoredModel(Source):
 
     def tensor(self, name: str) -> np.ndarray | None:
         found = self._artifact.tensors.get(name)
-        return None if found is None else floats(found.array(), found.dtype)
+        if found is None:
+            return None
+        if found.dtype not in (Dtype.F32, Dtype.F16, Dtype.BF16):
+            raise Unsupported(f"{name} is stored as {found.dtype}")
+        made = floats(found.array(), found.dtype)
+        if not np.isfinite(made).all():
+            raise InputError(f"{self.name}: {name} holds NaN or Inf: the artifact is damaged; copy it again")
+        self._used.add(name)
+        return made
 
     def layer(self, name: str, layouts: Layouts) -> _native.Layer:
         if name in self._layers:

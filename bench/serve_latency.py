@@ -1,0 +1,171 @@
+"""What the server costs and gives: streams together, a chat's second turn, HTTP beside the engine in process.
+
+python bench/serve_latency.py out --bits 4 [--rounds 5] [--json figures.json]
+
+Starts `anybit serve` and asks it over HTTP, in turns with the engine in process. Tokens are counted by the server.
+Greedy, and no text ends early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from statistics import median
+from typing import Any
+
+import anybit
+
+TOKENS = 128  # drawn by each stream
+DEPTH = 32  # tokens of its prompt
+TURN, ANSWER, MORE = 2048, 64, 16  # tokens of the first turn, of its answer, and of the second turn
+STRIDE = 7919  # between tokens of prompts
+
+
+def prompt(count: int, first: int, vocabulary: int) -> list[int]:
+    return [(first + i) * STRIDE % (vocabulary - 100) for i in range(count)]
+
+
+class Server:
+    """A server of its own process."""
+
+    def __init__(self, model: str, bits: float, kv_bits: int) -> None:
+        asked = [sys.executable, "-m", "anybit", "serve", model, "--port", "0", "--bits", str(bits)]
+        asked += ["--kv-bits", str(kv_bits)]
+        self.process = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+                self.port = int(found[1])
+                break
+        else:
+            raise SystemExit("the server did not start")
+        threading.Thread(target=self.process.stderr.read, daemon=True).start()
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+    def ask(self, tokens: list[int], most: int) -> tuple[list[float], list[int], int]:
+        """When each token of a stream came, the tokens, and how many of the prompt were in the cache."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        body = {"prompt": tokens, "max_tokens": most, "temperature": 0, "stream": True, "ignore_eos": True}
+        body["stream_options"] = {"include_usage": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        if reply.status != 200:
+            raise SystemExit(reply.read().decode())
+        times, cached, text = [], 0, ""
+        for line in reply:
+            if not line.startswith(b"data: {"):
+                continue
+            piece = json.loads(line[6:])
+            if piece["choices"]:
+                times.append(time.perf_counter())
+                text += piece["choices"][0]["text"]
+            if piece.get("usage"):
+                cached = piece["usage"]["prompt_tokens_details"]["cached_tokens"]
+                drawn = piece["usage"]["completion_tokens"]
+        connection.close()
+        assert drawn == most, f"{drawn} tokens instead of {most}"
+        return times, text, cached
+
+
+def rate_of_streams(server: Server, streams: int, vocabulary: int, salt: int) -> float:
+    """Tokens per second of some streams together, from the moment when all have their first token until one ends."""
+    made: list[list[float]] = [[] for _ in range(streams)]
+
+    def one(i: int) -> None:
+        made[i] = server.ask(prompt(DEPTH, 1000 * (salt * 64 + i), vocabulary), TOKENS)[0]
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(streams)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    begin, end = max(times[0] for times in made), min(times[-1] for times in made)
+    return sum(begin < at <= end for times in made for at in times) / (end - begin)
+
+
+def rate_in_process(engine: anybit.Engine, salt: int) -> float:
+    times = []
+    sampling = anybit.Sampling(logit_bias=dict.fromkeys(engine.ends, -float("inf")))
+    for piece in engine.stream(prompt(DEPTH, 1000 * salt, engine.vocabulary), TOKENS, sampling):
+        if piece.drawn is not None:
+            times.append(time.perf_counter())
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def turns(server: Server, vocabulary: int, salt: int) -> tuple[float, float, int]:
+    """Seconds to the first token of a chat's first and second turn, and tokens of the second found in the cache."""
+    first = prompt(TURN, 5000 * salt + 7, vocabulary)
+    begun = time.perf_counter()
+    times, text, _ = server.ask(first, ANSWER)
+    seconds = times[0] - begun
+    answer = tokens_of(server, text)
+    begun = time.perf_counter()
+    times, _, cached = server.ask(first + answer + prompt(MORE, 77 + salt, vocabulary), 1)
+    return seconds, times[0] - begun, cached
+
+
+def tokens_of(server: Server, text: str) -> list[int]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/tokenize", json.dumps({"prompt": text}))
+    found = json.loads(connection.getresponse().read())
+    connection.close()
+    return list(found["tokens"])
+
+
+def measured(model: str, bits: float, kv_bits: int, rounds: int) -> dict[str, Any]:
+    alone, inside, together = [], [], {1: [], 4: [], 8: []}
+    chats: list[tuple[float, float, int]] = []
+    for k in range(rounds):
+        engine = anybit.Engine(model, bits=bits, kv_bits=kv_bits)
+        vocabulary, name = engine.vocabulary, engine.widths[-1]
+        rate_in_process(engine, 0)
+        inside.append(max(rate_in_process(engine, 1 + k), rate_in_process(engine, 2 + k)))
+        del engine
+        server = Server(model, bits, kv_bits)
+        try:
+            rate_of_streams(server, 1, vocabulary, 0)
+            for streams, rates in together.items():
+                rates.append(rate_of_streams(server, streams, vocabulary, 8 * k + streams))
+            chats.append(turns(server, vocabulary, k))
+        finally:
+            server.close()
+        alone.append(together[1][-1])
+    return {
+        "model": model, "bits": name, "kv_bits": kv_bits, "rounds": rounds, "cores": len(os.sched_getaffinity(0)),
+        "in_process": median(inside), "one_stream": median(alone),
+        "slower_than_in_process": 1 - median(a / b for a, b in zip(alone, inside)),
+        "four_over_one": median(b / a for a, b in zip(together[1], together[4])),
+        "eight_over_one": median(b / a for a, b in zip(together[1], together[8])),
+        "first_turn_seconds": median(chat[0] for chat in chats),
+        "second_over_first_turn": median(chat[1] / chat[0] for chat in chats),
+        "cached_tokens": median(chat[2] for chat in chats),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--bits", type=float, default=4.0)
+    parser.add_argument("--kv-bits", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    figures = [measured(model, given.bits, given.kv_bits, given.rounds) for model in given.models]
+    print(json.dumps(figures, indent=1))
+    if given.json:
+        with open(given.json, "w", encoding="utf-8") as file:
+            json.dump(figures, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
