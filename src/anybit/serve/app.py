@@ -313,7 +313,7 @@ def _card(served: Served, created: int) -> Json:
         "kv_bytes_per_token": engine.page_bytes / served.runner.scheduler.page_tokens,
         "kv_bytes": engine.page_bytes * served.runner.scheduler.blocks.pages,
         "levels": [
-            {"bits": bits, "bytes_per_token": taken} for bits, taken in zip(engine.widths, engine.level_bytes)
+            {"bits": bits, "bytes_per_token": taken or None} for bits, taken in zip(engine.widths, engine.level_bytes)
         ],
     }
 
