@@ -155,6 +155,7 @@ def test_a_hostile_form_takes_little_time(client: Client, form: dict[str, Any]) 
     assert time.monotonic() - begun < 20
 
 
+@pytest.mark.slow
 def test_a_template_without_end_and_one_that_fails(other_engine: Engine) -> None:
     with serving(other_engine) as (client, _):
         tokenizer = other_engine.tokenizer
