@@ -66,6 +66,14 @@ class Client:
         return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
 
+def refusal(answer: tuple[int, Any, dict[str, str]]) -> tuple[int, str, str | None]:
+    """Status, message and parameter of an error, whose form is OpenAI's."""
+    status, found, _ = answer
+    error = found["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"].endswith("_error")
+    return status, error["message"], error["param"]
+
+
 @contextmanager
 def serving(
     engine: Engine | None, guard: Guard | None = None, **limits: Any

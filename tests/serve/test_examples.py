@@ -16,7 +16,7 @@ from anybit import Engine
 from anybit.kernels import cpu
 from anybit.serve import openai as limits
 from anybit.serve.constraint import DEEPEST, LONGEST
-from anybit.serve.server import Settings
+from anybit.serve.settings import Settings
 from tests.serve.conftest import serving
 
 PAGE = (Path(__file__).parents[2] / "docs/serve.md").read_text(encoding="utf-8")

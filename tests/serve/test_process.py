@@ -25,7 +25,8 @@ from anybit import Engine
 from anybit.cli.main import app
 from anybit.errors import InputError
 from anybit.kernels import cpu
-from anybit.serve.server import Settings, run
+from anybit.serve.server import run
+from anybit.serve.settings import Settings
 from tests.serve.conftest import PATIENCE, Client, serving, until
 
 pytestmark = [

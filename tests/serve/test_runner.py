@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from anybit import Engine, Sampling
+from anybit.engine.description import check_tokenizer
 from anybit.errors import InputError
 from anybit.kernels import cpu
 from anybit.serve.constraint import Constraints
@@ -185,7 +186,7 @@ def engine_logits(engine: Engine, tokens: list[int]) -> Any:
 
 def test_a_form_is_kept_whatever_is_drawn(engine: Engine, start: Callable[..., Runner]) -> None:
     runner = start()
-    forms = Constraints(engine.tokenizer.backend_tokenizer, engine.vocabulary, engine.ends)
+    forms = Constraints(check_tokenizer(engine.tokenizer), engine.vocabulary, engine.ends)
     form = forms.compile("regex", "(ab|cd){3}[0-9]")
     asked = Request([5], 30, n=4, sampling=Sampling(temperature=2.0, seed=1, logprobs=1), constraint=form)
     heard = Heard(runner, asked).all()

@@ -17,6 +17,10 @@ PAGE = 4
 LEVELS = 3
 
 
+def scheduler(pages: int, **limits: int) -> Scheduler:
+    return Scheduler(pages, PAGE, **{"most_running": 32, "most_waiting": 256, **limits})
+
+
 def next_token(tokens: list[int], level: int) -> int:
     return hash((tuple(tokens), level)) % 50
 
@@ -25,7 +29,7 @@ class Machine:
     """Runs a scheduler's rounds, and checks everything that a cache of pages asks for."""
 
     def __init__(self, pages: int, **limits: int) -> None:
-        self.scheduler = Scheduler(pages, PAGE, **limits)
+        self.scheduler = scheduler(pages, **limits)
         self.cache: dict[tuple[int, int], tuple[int, int]] = {}  # (page, place): token and position
         self.log: list[Any] = []
 
@@ -274,7 +278,7 @@ def test_a_large_text_is_not_passed_forever() -> None:
 
 
 def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
-    scheduler = Scheduler(4, PAGE)
+    scheduler = Machine(4).scheduler
     with pytest.raises(
         InputError, match="a prompt of 10 tokens and 7 more are 17, and the KV-cache holds 16"
     ):
@@ -286,7 +290,7 @@ def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
 
 
 def test_a_full_queue_takes_all_of_a_request_or_nothing() -> None:
-    scheduler = Scheduler(4, PAGE, most_waiting=3)
+    scheduler = Machine(4, most_waiting=3).scheduler
     scheduler.add([Text([1], 1, 0), Text([1], 1, 0)])
     with pytest.raises(Busy, match="2 texts wait already, and 3 may"):
         scheduler.add([Text([1], 1, 0), Text([1], 1, 0)])

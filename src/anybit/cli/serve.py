@@ -11,6 +11,7 @@ import typer
 from anybit.cli.options import Level, Model, check_threads, grouped, reporting
 from anybit.config import parse_bytes
 from anybit.errors import InputError, require_extra
+from anybit.serve.settings import Settings
 
 NETWORK, LIMITS, COMPUTING = "Network", "Limits", "Computing"
 
@@ -19,8 +20,10 @@ NETWORK, LIMITS, COMPUTING = "Network", "Limits", "Computing"
 class Network:
     """Where it listens, and to whom."""
 
-    host: Annotated[str, typer.Option(help="0.0.0.0: all addresses.", rich_help_panel=NETWORK)] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="0: any that is free.", rich_help_panel=NETWORK)] = 8000
+    host: Annotated[str, typer.Option(help="0.0.0.0: all addresses.", rich_help_panel=NETWORK)] = (
+        Settings.host
+    )
+    port: Annotated[int, typer.Option(help="0: any that is free.", rich_help_panel=NETWORK)] = Settings.port
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -57,17 +60,17 @@ class Shares:
     ] = None
     max_running: Annotated[
         int, typer.Option(help="Texts that run together.", min=1, max=1024, rich_help_panel=LIMITS)
-    ] = 32
+    ] = Settings.running
     max_waiting: Annotated[
         int, typer.Option(help="Texts that wait; more are told 429.", min=1, rich_help_panel=LIMITS)
-    ] = 256
+    ] = Settings.waiting
     auto_bits: Annotated[
         float, typer.Option(help="The least width that load or a latency chooses.", rich_help_panel=LIMITS)
-    ] = 3.0
+    ] = Settings.auto_bits
     drain_seconds: Annotated[
         float,
         typer.Option(help="That texts get at the end.", min=0, rich_help_panel=LIMITS),
-    ] = 30.0
+    ] = Settings.patience
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,7 @@ def serve(
 
     from anybit.engine.description import Unsupported
     from anybit.engine.engine import Engine
-    from anybit.serve.guard import Guard
-    from anybit.serve.server import Settings, run
+    from anybit.serve.server import run
 
     def load() -> Engine:
         try:
@@ -138,11 +140,13 @@ def serve(
         name or Path(model).resolve().name or model,
         network.host,
         network.port,
+        keys,
+        tuple(network.allow_host or ()),
+        tuple(network.allow_origin or ()),
         kv_bytes,
         shares.max_running,
         shares.max_waiting,
         shares.auto_bits,
         patience=shares.drain_seconds,
-        guard=Guard(keys, tuple(network.allow_host or ()), tuple(network.allow_origin or ())),
     )
     run(load, settings, lambda line: typer.echo(f"anybit: {line}", err=True))

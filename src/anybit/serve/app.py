@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anybit.config import Json
-from anybit.serve import openai, page
+from anybit.serve import openai, static
 from anybit.serve.errors import Refused, refused
 from anybit.serve.exchange import Exchange
 from anybit.serve.fields import Fields, read_json
@@ -69,8 +69,8 @@ def app(state: State, lifespan: Any = None) -> Starlette:
     gets = {"/v1/models": _models, "/v1/models/{name:path}": _model, "/health": _health, "/metrics": _metrics}
     routes = [Route(path, _post(answer), methods=["POST"]) for path, answer in posts.items()]
     routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
-    routes += page.routes()
-    middleware = [Middleware(Door, state=state, paths={*posts, *gets, *page.FILES})]
+    routes += static.routes()
+    middleware = [Middleware(Door, state=state, paths={*posts, *gets, *static.FILES})]
     if state.guard.origins:
         cors = Middleware(
             CORSMiddleware, allow_origins=state.guard.origins, allow_headers=["*"], allow_methods=["*"]
@@ -313,7 +313,8 @@ def _card(served: Served, created: int) -> Json:
         "kv_bytes_per_token": engine.page_bytes / served.runner.scheduler.page_tokens,
         "kv_bytes": engine.page_bytes * served.runner.scheduler.blocks.pages,
         "levels": [
-            {"bits": bits, "bytes_per_token": taken} for bits, taken in zip(engine.widths, engine.level_bytes)
+            {"bits": bits, "bytes_per_token": taken or None}
+            for bits, taken in zip(engine.widths, engine.level_bytes)
         ],
     }
 

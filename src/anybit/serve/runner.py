@@ -19,6 +19,7 @@ from anybit.serve.job import RECENT, Job, Progress
 from anybit.serve.pace import Auto, Pace, stops
 from anybit.serve.request import AUTO
 from anybit.serve.scheduler import Rows, Scheduler, Step, Text
+from anybit.serve.settings import Settings
 
 LOG = logging.getLogger(__name__)  # unlike printing, it survives a full disk
 ROUND_SECONDS = 0.11  # of a round with prompts beside texts that decode; prompts alone: four times that
@@ -38,9 +39,9 @@ class Limits:
     """What the engine is shared by."""
 
     pages: int  # of the KV-cache
-    running: int = 32  # texts that run together
-    waiting: int = 256  # texts that wait
-    auto_bits: float = 3.0  # the least that load and latencies choose
+    running: int = Settings.running  # texts that run together
+    waiting: int = Settings.waiting  # texts that wait
+    auto_bits: float = Settings.auto_bits  # the least that load and latencies choose
 
 
 @dataclass
@@ -69,7 +70,9 @@ class Runner:
         self.engine, self.limits, self._deliver = engine, limits, deliver or _tell
         seed = repr((engine.name, engine.kv_bits, engine.codebook_precision)).encode()
         page_tokens = cpu._native.PAGE_TOKENS
-        self.scheduler = Scheduler(limits.pages, page_tokens, seed, limits.running, limits.waiting)
+        self.scheduler = Scheduler(
+            limits.pages, page_tokens, most_running=limits.running, most_waiting=limits.waiting, seed=seed
+        )
         self.pace, self.auto = Pace(engine.widths), Auto(stops(engine.widths, limits.auto_bits))
         self.counters, self.served = Counters(), dict.fromkeys(range(len(engine.widths)), 0)
         self.step_begun: float | None = None  # when the step that runs now began

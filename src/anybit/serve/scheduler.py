@@ -83,13 +83,13 @@ class Scheduler:
     Args:
         pages: of the KV-cache.
         page_tokens: tokens of a page.
-        seed: names the model and the cache's bits; a page is shared by texts of one seed and level.
         most_running: texts that run together.
         most_waiting: texts that may wait to run for the first time.
+        seed: names the model and the cache's bits; a page is shared by texts of one seed and level.
     """
 
     def __init__(
-        self, pages: int, page_tokens: int, seed: bytes = b"", most_running: int = 32, most_waiting: int = 256
+        self, pages: int, page_tokens: int, *, most_running: int, most_waiting: int, seed: bytes = b""
     ) -> None:
         self.blocks = Blocks(pages)
         self.page_tokens, self.most_running, self.most_waiting = page_tokens, most_running, most_waiting

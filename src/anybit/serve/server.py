@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,27 +19,11 @@ from anybit.serve.app import State, app
 from anybit.serve.guard import Guard
 from anybit.serve.runner import Heard, Limits
 from anybit.serve.served import Served
+from anybit.serve.settings import Settings
 
 KV_SHARE = 0.25  # of the memory that is free, for keys and values, where nobody says how much
 LATE = 5  # seconds after which connections are cut that have still not ended
 BACKLOG = 1024  # connections that wait to be accepted
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a model is served."""
-
-    name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    kv_bytes: int | None = None  # of keys and values; None: a quarter of the memory that is free
-    running: int = 32  # texts that run together
-    waiting: int = 256  # texts that wait
-    auto_bits: float = 3.0  # the least that load and latencies choose
-    most_bytes: int = 2 << 20  # of a request's body
-    most_requests: int = 512  # at a time
-    patience: float = 30.0  # seconds that texts have to end when the server does
-    guard: Guard = field(default_factory=Guard)
 
 
 def limits(engine: Engine, settings: Settings) -> Limits:
@@ -84,7 +67,8 @@ def run(load: Callable[[], Engine], settings: Settings, say: Callable[[str], Non
             await asyncio.to_thread(state.served.runner.close, 0)
         state.parsers.shutdown(wait=False, cancel_futures=True)
 
-    state = State(settings.guard, settings.most_bytes, settings.most_requests)
+    guard = Guard(settings.keys, settings.hosts, settings.origins)
+    state = State(guard, settings.most_bytes, settings.most_requests)
     config = uvicorn.Config(
         app(state, lifespan),
         host=settings.host,

@@ -129,7 +129,8 @@ class Pane {
     const level = bits === null ? card.levels.at(-1) : nearest(bits);
     this.part("read").textContent = level.bytes_per_token ? bytes(level.bytes_per_token) : "–";
     const cache = this.tokens * card.kv_bytes_per_token;
-    this.part("memory").textContent = `${bytes(card.levels.at(-1).bytes_per_token)} + ${bytes(cache)}`;
+    const weights = card.levels.at(-1).bytes_per_token;
+    this.part("memory").textContent = `${weights ? bytes(weights) : "–"} + ${bytes(cache)}`;
   }
 
   // Answers once `before` has, so that each width has the machine for itself and its figures are its own.
