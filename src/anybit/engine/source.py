@@ -75,14 +75,14 @@ def plain_layer(name: str, values: np.ndarray, dtype: Dtype) -> _native.Layer:
         dtype: F16, BF16 or F32.
 
     Raises:
-        InputError: it holds NaN or Inf.
+        InputError: it holds NaN.
         Unsupported: numbers of more than 16 bits.
     """
     halves = _as_half(values, dtype)
     if halves is None:
         raise Unsupported(f"{name} holds numbers of more than 16 bits")
-    if not _is_finite(halves):
-        raise InputError(f"{name} holds NaN or Inf: the weights are damaged; copy them again")
+    if _has_nan(halves):
+        raise InputError(f"{name} holds NaN: the weights are damaged; copy them again")
     layout = {"shape": list(values.shape), "tiles": [{"format": "float16"}]}
     return cpu._native.Layer(layout, {"values": halves})
 
@@ -101,10 +101,10 @@ def _as_half(values: np.ndarray, dtype: Dtype) -> np.ndarray | None:
     return halves if np.array_equal(halves.astype(np.float32), values, equal_nan=True) else None
 
 
-def _is_finite(halves: np.ndarray) -> bool:
+def _has_nan(halves: np.ndarray) -> bool:
     if halves.dtype == np.float16:
-        return bool(np.isfinite(halves).all())
-    return bool(((halves & 0x7F80) != 0x7F80).all())
+        return bool(np.isnan(halves).any())
+    return bool(((halves & 0x7FFF) > 0x7F80).any())
 
 
 def floats(values: np.ndarray, dtype: Dtype) -> np.ndarray:
