@@ -6,13 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from anybit import Engine, Sampling
-from anybit.engine.description import check_tokenizer
+from anybit.engine.text import check_tokenizer
 from anybit.errors import InputError
 from anybit.kernels import cpu
 from anybit.serve.constraint import Constraints
@@ -128,6 +129,21 @@ def test_a_text_is_the_same_in_any_company(
         assert crowded.scheduler.preemptions > 0
     if not limits:
         assert crowded.counters.cached_tokens > 0
+
+
+@pytest.mark.parametrize("kv_bits", [8, 4])
+def test_so_it_is_where_keys_hang_on_a_texts_first_page(anybit_artifact: Path, kv_bits: int) -> None:
+    """Caches of codes: what keys are less is kept with the first page, which texts share and give up."""
+    engine = Engine(anybit_artifact, threads=1, kv_bits=kv_bits)
+    asked, found = requests(engine), []
+    for limits in (Limits(64, running=1), Limits(64), Limits(5, running=8)):
+        runner = Runner(engine, limits)
+        together = [Heard(runner, request) for request in asked]
+        runner.start()
+        found.append([heard.all().tokens for heard in together])
+        runner.close(0)
+    assert found[0] == found[1] == found[2]
+    assert runner.scheduler.preemptions > 0
 
 
 def test_several_texts_of_one_prompt(engine: Engine, start: Callable[..., Runner]) -> None:
