@@ -79,7 +79,7 @@ class Soak:
         beginning = f"All of these begin alike, {chance.randrange(4)}. " * chance.randrange(1, 4)
         body = {
             "prompt": beginning[: self.context // 3] + str(chance.random()),
-            "max_tokens": chance.randrange(1, max(2, self.context // 3)),
+            "max_tokens": chance.randrange(1, min(200, self.context // 3)),
             "bits": chance.choice(self.widths),
             "n": chance.choice((1, 1, 1, 3)),
             "stream": chance.random() < 0.5,
