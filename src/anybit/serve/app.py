@@ -29,7 +29,7 @@ from anybit.serve.served import Served
 
 LOG = logging.getLogger(__name__)
 BODY_SECONDS = 30.0  # that a body may take to come
-PARSERS = 2  # threads that render templates, cut texts into tokens and compile forms
+PARSERS = 4  # threads that render templates, cut texts into tokens and compile forms
 
 Parse = Callable[[Served, Json, str], Any]
 
