@@ -101,11 +101,12 @@ def test_logits_are_those_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("kv_bits", [8, 4])
 @pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "gemma3", "smollm3", "qwen2-windows"])
 def test_a_cache_of_few_bits_rounds_as_quantized_cache_does(family: str, kv_bits: int) -> None:
-    """But for numbers that lie between two codes, where float32 sums of another order decide."""
+    """But for a number that lies between two codes, where float32 sums of another order decide: all after it see that."""
     model, ids = random_model(family), text(300)
     found = error(Decoded(model, kv_bits).run(ids), reference(model, ids, kv_bits))
-    assert np.median(found) < 1e-3
-    assert np.median(found) < 0.1 * np.median(error(reference(model, ids, kv_bits), reference(model, ids)))
+    lost = error(reference(model, ids, kv_bits), reference(model, ids))
+    assert np.median(found[:10]) < 1e-5
+    assert np.median(found) < 0.15 * np.median(lost)
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
