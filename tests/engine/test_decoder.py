@@ -101,7 +101,7 @@ def test_logits_are_those_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("kv_bits", [8, 4])
 @pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "gemma3", "smollm3", "qwen2-windows"])
 def test_a_cache_of_few_bits_rounds_as_quantized_cache_does(family: str, kv_bits: int) -> None:
-    """But for a number that lies between two codes, where float32 sums of another order decide: all after it see that."""
+    """But for a number between two codes, where float32 sums of another order decide: all after it see that."""
     model, ids = random_model(family), text(300)
     found = error(Decoded(model, kv_bits).run(ids), reference(model, ids, kv_bits))
     lost = error(reference(model, ids, kv_bits), reference(model, ids))
