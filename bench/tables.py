@@ -18,6 +18,7 @@ from pathlib import Path
 import tables_engine as engine
 import tables_quality as quality
 import tables_security as security
+import tables_serve as serve
 import tables_speed as speed
 from figures import typed
 
@@ -54,6 +55,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine/decode": engine.decode,
     "engine/prefill": engine.prefill,
     "engine/others": engine.disturbed,
+    "serve-latency": serve.latency,
     "mutations": security.mutations,
     "kills": security.kills,
 }
