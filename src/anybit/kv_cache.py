@@ -265,14 +265,15 @@ def _turn(config: PreTrainedConfig, index: int) -> Turn:
 
 def key_biases(model: Any) -> list[Tensor | None]:
     """The biases of a model's keys by layer, [heads, d]; None where there is none, or a norm follows."""
-    made: list[Tensor | None] = []
+    found: dict[int, Tensor] = {}
     for name, module in model.named_modules():
-        if name.endswith(".self_attn"):
-            bias = getattr(getattr(module, "k_proj", None), "bias", None)
-            if getattr(module, "k_norm", None) is not None or not hasattr(module, "head_dim"):
-                bias = None
-            made.append(None if bias is None else bias.detach().view(-1, module.head_dim))
-    return made
+        index = getattr(module, "layer_idx", None)  # which attention of a vision tower has not
+        if not name.endswith(".self_attn") or not isinstance(index, int):
+            continue
+        bias = getattr(getattr(module, "k_proj", None), "bias", None)
+        if bias is not None and getattr(module, "k_norm", None) is None and hasattr(module, "head_dim"):
+            found[index] = bias.detach().view(-1, module.head_dim)
+    return [found.get(i) for i in range(max(found, default=-1) + 1)]
 
 
 @contextmanager

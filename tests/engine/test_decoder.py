@@ -211,6 +211,10 @@ def test_families_and_fields_that_are_not_known() -> None:
     for field in ("rope_parameters", "num_hidden_layers", "rms_norm_eps"):
         with pytest.raises(Unsupported, match=r"config\.json is not what the engine reads"):
             describe(source.config | {field: "text"}, source.tensor)
+    for family, lost in (("qwen2", "k_proj.bias"), ("qwen3", "q_norm.weight"), ("llama3", "up_proj.bias")):
+        whole = LoadedModel(random_model(family), None, "fp16")
+        with pytest.raises(Unsupported, match="it has no model"):
+            describe(whole.config, lambda name: None if name.endswith(lost) else whole.tensor(name))  # noqa: B023
     model.config.attention_sinks = 4
     with pytest.raises(Unsupported, match="attention_sinks = 4"):
         description_of(model)

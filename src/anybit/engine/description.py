@@ -46,6 +46,7 @@ ACTIVATIONS = {
 }  # fmt: skip
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text")
 GEMMAS = ("gemma2", "gemma3_text")  # whose norms are of 1 + weight, and stand behind attention and MLP, too
+NORMED_HEADS = ("qwen3", "gemma3_text")  # whose queries and keys have norms of their own
 KINDS_OF_LAYERS = (
     "qwen2",
     "qwen3",
@@ -196,14 +197,23 @@ def _block(config: Json, index: int, ropes: _Ropes, tensors: Tensors) -> Json:
         norms["behind_attention"] = norms["before_mlp"]
         norms |= {"before_mlp": "pre_feedforward_layernorm", "behind_mlp": "post_feedforward_layernorm"}
     made |= {key: _norm(config, tensors, f"{name}.{norm}") for key, norm in norms.items()}
-    for key, norm in (("of_queries", "q_norm"), ("of_keys", "k_norm")):
-        if tensors(f"{name}.self_attn.{norm}.weight") is not None:
-            made[key] = _norm(config, tensors, f"{name}.self_attn.{norm}")
-    for matrix in MATRICES:
+    if family in NORMED_HEADS:
+        made["of_queries"] = _norm(config, tensors, f"{name}.self_attn.q_norm")
+        made["of_keys"] = _norm(config, tensors, f"{name}.self_attn.k_norm")
+    for matrix in _biased(config):
         bias = tensors(f"{name}.{matrix}.bias")
-        if bias is not None:
-            made[f"{matrix.rpartition('.')[2].removesuffix('_proj')}_bias"] = bias
+        if bias is None:
+            raise Unsupported(f"it has no {name}.{matrix}.bias")
+        made[f"{matrix.rpartition('.')[2].removesuffix('_proj')}_bias"] = bias
     return made
+
+
+def _biased(config: Json) -> tuple[str, ...]:
+    """The matrices that have biases: a tensor that is missing is no bias left out."""
+    if config["model_type"] == "qwen2":
+        return MATRICES[:3]
+    attention = MATRICES[:4] if config.get("attention_bias") else ()
+    return attention + (MATRICES[4:] if config.get("mlp_bias") else ())
 
 
 def _norm(config: Json, tensors: Tensors, name: str) -> np.ndarray:
