@@ -13,7 +13,7 @@ from anybit.artifact.files import is_artifact
 from anybit.artifact.levels import Budget
 from anybit.checkpoint.chat_template import render
 from anybit.checkpoint.generation import read_generation
-from anybit.checkpoint.tokenizer import check_ids, check_unicode, encode
+from anybit.checkpoint.tokenizer import check_ids, encode
 from anybit.config import Json, check_kv_bits
 from anybit.engine.description import Unsupported
 from anybit.engine.engine import Engine
@@ -225,8 +225,6 @@ class Generator:
             raise InputError(
                 f"{self.name} has no chat template: it is not a chat model; use `anybit generate`"
             )
-        for message in messages:
-            check_unicode(message["content"])
         text = render(self.name, self.tokenizer, messages)
         ids = encode(self.tokenizer, text, special=False)  # the template has them
         if not ids:

@@ -22,7 +22,7 @@ from anybit.artifact.entry import Entry
 from anybit.artifact.files import EMBEDDING, PLANES, SECTION, link, list_hash
 from anybit.artifact.filled import Filled
 from anybit.checkpoint.files import HASHES, INDEX, INDEX_LIMIT, check_sha256, is_name_of_file, read_json
-from anybit.checkpoint.safetensors import read_safetensors_header
+from anybit.checkpoint.safetensors import SafeTensor, read_safetensors_header
 from anybit.config import Json
 from anybit.errors import InputError
 from anybit.formats.dtypes import Dtype
@@ -175,7 +175,7 @@ class Enhancements:
             if check:
                 check_sha256(self.path / self.entries[level].file, self.entries[level].sha256)
             found, words, plain, added, before = self._read(level), 0, 0, 0, (-1, 0)
-            for layer, plane, rows in found["steps"].tolist():
+            for layer, plane, rows in found["steps"].array().tolist():
                 if not (0 <= layer < len(names) and 2 <= plane <= BITS and rows > 0):
                     raise self._damaged(level, "names a layer or plane that there is not")
                 if (layer, plane) <= before:
@@ -187,8 +187,8 @@ class Enhancements:
                 added += int(rows * embedding[layer])
             if (np.diff(now, axis=1) > 0).any():
                 raise self._damaged(level, "makes planes longer than those before them")
-            if plain != len(found["words"]):
-                raise self._damaged(level, f"holds {len(found['words'])} words, its steps need {plain}")
+            if (held := found["words"].shape[0]) != plain:
+                raise self._damaged(level, f"holds {held} words, its steps need {plain}")
             if not is_as_stated(level, words, added):
                 raise self._damaged(level, "leads to another width than anybit.index.json states")
             made.append(_named_counts(names, now))
@@ -250,7 +250,7 @@ class Enhancements:
         arrays: Mapping[str, Mapping[str, np.ndarray]],
         filled: Filled | None,
     ) -> None:
-        found, at = self._read(level), 0
+        found, at = {name: tensor.array() for name, tensor in self._read(level).items()}, 0
         shapes: dict[str, np.ndarray] = {}
         reader = (
             PlaneReader(found["coded"], str(self.path / self.entries[level].file))
@@ -298,7 +298,7 @@ class Enhancements:
         layout = self.layouts[name]
         return layout.tiles[0].coded(layout.shape[1])
 
-    def _read(self, level: int) -> dict[str, np.ndarray]:
+    def _read(self, level: int) -> dict[str, SafeTensor]:
         """`steps` int32 [n, 3] (number of the layer, plane, rows), `words` and, where planes are coded, `coded`."""
         path = self.path / self.entries[level].file
         header = read_safetensors_header(path)
@@ -310,7 +310,7 @@ class Enhancements:
                 raise self._damaged(level, f"has no {name} of the type {dtype}")
         if header["steps"].shape[1] != 3:
             raise self._damaged(level, "has steps of another kind")
-        return {name: header[name].array() for name in kinds}
+        return {name: header[name] for name in kinds}
 
     def _damaged(self, level: int, what: str) -> InputError:
         return InputError(f"{self.path / self.entries[level].file} {what}: copy it again")

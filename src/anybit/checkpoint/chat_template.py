@@ -24,6 +24,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from anybit.checkpoint.files import cause
+from anybit.checkpoint.tokenizer import check_unicode
 from anybit.errors import InputError
 
 SECONDS = 2  # of a processor that a template may take
@@ -43,8 +44,11 @@ def render(source: str, tokenizer: Any, messages: Sequence[dict[str, str]]) -> s
         messages: with `role` and `content`.
 
     Raises:
-        InputError: a template that the sandbox refuses, that fails, or that takes too much time or memory.
+        InputError: a message that is no Unicode; a template that the sandbox refuses, that fails, or that takes too
+            much time or memory.
     """
+    for message in messages:
+        check_unicode(message["content"])
     context = multiprocessing.get_context("fork")  # at once
     receiver, sender = context.Pipe(duplex=False)
     try:

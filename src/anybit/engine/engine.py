@@ -17,7 +17,7 @@ import numpy.typing as npt
 from anybit.artifact.levels import Budget
 from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, encode
-from anybit.engine.description import Unsupported, describe
+from anybit.engine.description import Unsupported
 from anybit.engine.opening import open_source
 from anybit.engine.pages import Pages, free_memory
 from anybit.engine.sampling import Drawn, Sampler, Sampling
@@ -112,13 +112,13 @@ class Engine:
             raise Unsupported(cpu.why_not() or "there is no native extension")
         self.threads = default_threads() if threads is None else threads
         self.codebook_precision, self._process = codebook_precision, os.getpid()
+        if kv_bits is not None:  # before a model is read
+            _check_kv_bits(kv_bits)
         source = open_source(model, tokenizer, at, (codebook_precision, self.threads), report)
         self.name, self.tokenizer = source.name, source.tokenizer
         self.kv_bits = source.kv_bits if kv_bits is None else kv_bits
         try:
-            if self.kv_bits not in KV_BITS:
-                there = ", ".join(map(str, KV_BITS))
-                raise Unsupported(f"a KV-cache of {self.kv_bits} bits; the engine has {there}")
+            _check_kv_bits(self.kv_bits)
             with in_words():
                 self._take(source, context)
         except BaseException:
@@ -136,7 +136,7 @@ class Engine:
 
     def _take(self, source: Source, context: int | None) -> None:
         """Make the decoder and its cache of a model, which keeps its weights until nothing can refuse it."""
-        description = describe(source.config, source.tensor)
+        description = source.description
         self.vocabulary: int = description["vocabulary"]
         self._decoder = cpu._native.Decoder(description, self.codebook_precision == "int8")
         self._source = source
@@ -389,3 +389,8 @@ class Engine:
         if ends is None:
             ends = self.tokenizer.eos_token_id
         return set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
+
+
+def _check_kv_bits(bits: int) -> None:
+    if bits not in KV_BITS:
+        raise Unsupported(f"a KV-cache of {bits} bits; the engine has {', '.join(map(str, KV_BITS))}")

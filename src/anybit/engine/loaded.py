@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from anybit.checkpoint.architectures import max_positions
 from anybit.engine.description import Unsupported, refuse_unknown_fields
 from anybit.engine.source import EMBEDDING, Layouts, Source, plain_layer
 from anybit.formats.dtypes import Dtype
@@ -32,8 +31,6 @@ class LoadedModel(Source):
         self.name = str(model.name_or_path or "the model")
         self.config = model.config.to_dict()
         refuse_unknown_fields(self.config.get("model_type"), model.config.to_diff_dict())
-        if max_positions(model) is None:
-            self.config["max_position_embeddings"] = None
         self.tokenizer, self.kv_bits = tokenizer, getattr(model, "kv_bits", 16)
         stored = getattr(model, "generation_config", None)
         self.generation = {} if stored is None else stored.to_dict()

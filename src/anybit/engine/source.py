@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from anybit.config import Json
-from anybit.engine.description import MATRICES, Unsupported
+from anybit.engine.description import MATRICES, Unsupported, describe
 from anybit.errors import InputError
 from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
@@ -52,17 +53,23 @@ class Source(ABC):
     def restore(self) -> None:  # noqa: B027 - and nothing that was changed
         """Be as before: the engine could not be made."""
 
-    def names(self) -> list[str]:
-        """Names of all matrices."""
+    @cached_property
+    def description(self) -> Json:
+        """See `describe`; its tensors are read once.
+
+        Raises:
+            Unsupported: the engine does not run the model.
+        """
+        return describe(self.config, self.tensor)
+
+    def names(self) -> list[list[str]]:
+        """Names of the seven matrices of each block."""
         blocks = range(self.config["num_hidden_layers"])
-        return [EMBEDDING, self.head, *(f"model.layers.{i}.{matrix}" for i in blocks for matrix in MATRICES)]
+        return [[f"model.layers.{i}.{matrix}" for matrix in MATRICES] for i in blocks]
 
     def matrices(self, layouts: Layouts) -> tuple[_native.Layer, _native.Layer, list[list[_native.Layer]]]:
         """Embedding, head and the seven matrices of each block, as `_native.Decoder.add_level` takes them."""
-        blocks = [
-            [self.layer(f"model.layers.{i}.{matrix}", layouts) for matrix in MATRICES]
-            for i in range(self.config["num_hidden_layers"])
-        ]
+        blocks = [[self.layer(name, layouts) for name in names] for names in self.names()]
         return self.layer(EMBEDDING, layouts), self.layer(self.head, layouts), blocks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from anybit.artifact.reader import open_stored
 from anybit.checkpoint.counts import check_counts
 from anybit.checkpoint.generation import read_generation
 from anybit.checkpoint.stored_tokenizer import StoredTokenizer
-from anybit.engine.description import Unsupported, describe, refuse_unknown_fields
+from anybit.engine.description import Unsupported, refuse_unknown_fields
 from anybit.engine.source import EMBEDDING, HEAD, Layouts, Source, floats, plain_layer
 from anybit.errors import InputError
 from anybit.formats.dtypes import Dtype
@@ -56,7 +57,7 @@ class StoredModel(Source):
         self.tokenizer = StoredTokenizer.read(path)
         refuse_unknown_fields(self.config.get("model_type"), self.config)
         self.head = self._find_head()
-        describe(self.config, self.tensor)  # before hundreds of megabytes are read
+        assert self.description  # or a refusal, before hundreds of megabytes are read
         self._refuse_unused()
         levels = Levels(artifact)
         chosen = levels.choose(**at)
@@ -77,7 +78,8 @@ class StoredModel(Source):
         """Leave tensors that the engine has no use for to Transformers, which knows what may be left out."""
         packed = self._artifact.stored.packed
         used = {f"{name}.{field}" for name, layout in packed.items() for field in layout.stored_tensors()}
-        used |= {f"{name}.weight" for name in self.names() if name not in packed} | self._used
+        matrices = {EMBEDDING, self.head, *itertools.chain.from_iterable(self.names())}
+        used |= {f"{name}.weight" for name in matrices - packed.keys()} | self._used
         if unused := sorted(self._artifact.tensors.keys() - used):
             raise Unsupported(f"it has the tensor {unused[0]}, which the engine does not read")
 

@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 
 from anybit.serve.errors import Refused
+from anybit.serve.static import FILES
 
-OPEN = ("/", "/health", "/page.css", "/page.js")  # that need no key
+OPEN = (*FILES, "/health")  # that need no key
 
 
 @dataclass(frozen=True)

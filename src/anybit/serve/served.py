@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from anybit.checkpoint.chat_template import render
-from anybit.checkpoint.tokenizer import check_unicode, encode
+from anybit.checkpoint.tokenizer import encode
 from anybit.config import Json
 from anybit.engine.engine import Engine
 from anybit.engine.sampling import Sampling
@@ -74,8 +74,6 @@ class Served:
         """
         if not self.chats:
             raise InputError(f"{self.name} has no chat template: use /v1/completions")
-        for message in messages:
-            check_unicode(message["content"])
         text = render(self.name, self.engine.tokenizer, messages)
         return self.encode(text, special=False)  # the template has them
 
