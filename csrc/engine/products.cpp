@@ -64,17 +64,18 @@ private:
     // Inputs as codes, once for layers that read the same ones alike.
     LayerInputs round(const Multiplication& m) {
         const int64_t in = m.layer.in(), size = m.layer.int8_group_size(), n = groups(m.layer);
-        if (m.x == rounded_from_ && size == rounded_by_) return rounded_;
+        if (m.x == rounded_from_ && size == rounded_by_ && m.layer.int8_multiples() == multiples_) return rounded_;
         auto* codes = memory_.take<int8_t>(tokens_ * in);
         auto* scales = memory_.take<float>(tokens_ * n);
         auto* clip = memory_.take<uint16_t>(n);
         std::fill_n(clip, n, HALF_ONE);
-        const InputGrid grid{8, in, size, clip, nullptr};
+        const InputGrid grid{8, in, size, clip, nullptr, m.layer.int8_multiples()};
         const auto quantize = best_matmul_ops().quantize_inputs; // the same bits in every instruction set
         for_tokens(tokens_, in, threads_,
                    [&](int64_t k) { quantize(m.x + k * in, grid, codes + k * in, scales + k * n); });
         rounded_from_ = m.x;
         rounded_by_ = size;
+        multiples_ = grid.multiples;
         return rounded_ = {codes, in, scales};
     }
 
@@ -107,6 +108,7 @@ private:
     int64_t own_ = 0; // bytes that each thread needs for itself
     const float* rounded_from_ = nullptr;
     int64_t rounded_by_ = 0;
+    bool multiples_ = false;
     LayerInputs rounded_{};
 };
 

@@ -114,6 +114,7 @@ std::shared_ptr<const Rounding> rounding_of(const TileLayout& layout, int64_t c,
     auto made = std::make_shared<Rounding>();
     if (int8_codebook) {
         made->group_size = CodebookByRow::INPUT_GROUP;
+        made->multiples = true;
         made->clip.assign(static_cast<size_t>((c - 1) / made->group_size + 1), HALF_ONE);
         return made;
     }
@@ -210,9 +211,13 @@ int64_t Layer::common_group_size() const {
 }
 
 int64_t Layer::few_tokens(Numbers inputs) const {
-    return inputs == Numbers::f32    ? GEMV_TOKENS
-           : inputs == Numbers::bf16 ? ops_.gemv_tokens_bf16
-                                     : ops_.gemv_tokens_int8;
+    int64_t few = BATCH;
+    for (const Part& part : parts_) {
+        const Tile& tile = *part.tile;
+        const bool rounds = inputs != Numbers::i8 && part.rounding != nullptr;
+        few = std::min(few, rounds ? std::min(tile.most_rounded(inputs), tile.alike(Numbers::i8)) : tile.alike(inputs));
+    }
+    return stored_->sparse.rows > 0 ? std::min(few, GEMV_TOKENS) : few;
 }
 
 // Numbers of tokens that plans tell apart.
@@ -220,6 +225,7 @@ std::vector<int64_t> Layer::token_kinds() const {
     const int64_t few = ops_.gemv_tokens_bf16;
     std::vector<int64_t> kinds{
         few, std::min(GEMV_TOKENS, 2 * few), 2 * few, GEMV_TOKENS, 2 * GEMV_TOKENS, ops_.gemv_tokens_int8};
+    if (ops_.codebook_by_row.whole.gemm != nullptr) kinds.push_back(ops_.codebook_by_row.whole.least - 1);
     std::sort(kinds.begin(), kinds.end());
     kinds.erase(std::unique(kinds.begin(), kinds.end()), kinds.end());
     return kinds;

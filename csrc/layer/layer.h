@@ -89,6 +89,8 @@ public:
     // Inputs that share a scale, where the layer multiplies inputs that its caller has rounded to 8 bits: all of them,
     // in groups of this size. 0: it does not, since it scales, picks or rounds them itself.
     int64_t int8_group_size() const { return int8_group_size_; }
+    // Whether their scales must be whole multiples of one number (InputGrid::multiples).
+    bool int8_multiples() const { return parts_[0].tile->wants_multiples(); }
 
     // out float32 [out, in] = the matrix that is multiplied with, or rounded to bfloat16; on the pool.
     void dequantize(float* out, int threads) const;

@@ -49,19 +49,23 @@ void LookupTile::find_forms(Forms& forms, Numbers inputs) const {
 LookupTile::Room LookupTile::room(const Way& way, int64_t tokens) const {
     Room room{};
     const int64_t size = size_of(way.inputs);
+    if (way.inputs == Numbers::i8) {
+        const bool many = way.kernel == Way::Kernel::gemm;
+        room.stride = many ? 0 : width();
+        room.factors = lines(many ? ops_.codebook_by_row.whole.bytes(spans_[0].c, tokens) : tokens * room.stride);
+        room.token = room.factors + lines(tokens * room.stride / CodebookByRow::INPUT_GROUP * 4 + INTS_BEHIND);
+        room.kept = room.token + lines(tokens * static_cast<int64_t>(sizeof(WholeInputs::Token)));
+        room.bytes = room.kept + tokens * kept_.columns * 4;
+        return room;
+    }
     if (way.kernel == Way::Kernel::gemm) {
         room.stride = odd_lines(line() + kept_.columns, size);
         room.bytes = tokens * room.stride * size;
         return room;
     }
-    const size_t forms = way.inputs == Numbers::i8 ? 1 : forms_of(way).first.size();
     room.stride = width();
     room.form = lines(tokens * room.stride * size);
-    room.kept = room.scales = static_cast<int64_t>(forms) * room.form;
-    if (way.inputs == Numbers::i8) {
-        room.weighted = room.scales + lines(tokens * width() / CodebookByRow::INPUT_GROUP * 4);
-        room.kept = room.weighted + lines(tokens * 4);
-    }
+    room.kept = static_cast<int64_t>(forms_of(way).first.size()) * room.form;
     room.bytes = room.kept + tokens * kept_.columns * 4;
     return room;
 }
@@ -78,11 +82,15 @@ void LookupTile::arrange(const Way& way, const void* x, const float* scales, con
         if (stride > line()) std::fill(std::copy_n(from + coded, kept, row), end, 0);
     };
     if (way.inputs == Numbers::i8) {
-        auto* lane_scales = reinterpret_cast<float*>(to + at.scales) + k * width() / CodebookByRow::INPUT_GROUP;
         if (kept > 0) std::copy_n(exact + coded, kept, reinterpret_cast<float*>(to + at.kept) + k * kept);
-        return kernels.int8.prepare(spans_[0].c, static_cast<const int8_t*>(x), scales,
-                                    {reinterpret_cast<int8_t*>(to) + k * at.stride, lane_scales, nullptr,
-                                     reinterpret_cast<float*>(to + at.weighted) + k});
+        WholeInputs::Token& token = reinterpret_cast<WholeInputs::Token*>(to + at.token)[k];
+        const CodebookByRow& c = spans_[0].c;
+        const auto* codes = static_cast<const int8_t*>(x);
+        auto* inputs = reinterpret_cast<int8_t*>(to);
+        auto* factors = reinterpret_cast<int32_t*>(to + at.factors) + k * at.stride / CodebookByRow::INPUT_GROUP;
+        if (way.kernel == Way::Kernel::gemm) kernels.whole.prepare_many(c, codes, scales, k, inputs, token);
+        else kernels.whole.prepare(c, codes, scales, inputs + k * at.stride, factors, token);
+        return;
     }
     const auto* floats = static_cast<const float*>(x);
     const auto* halves = static_cast<const uint16_t*>(x);
@@ -111,9 +119,35 @@ void LookupTile::multiply(const Way& way, const TileInputs& x, const Outputs& y,
         const Span& span = spans_[s];
         const int64_t from = std::max(begin - span.first, int64_t(0)), to = std::min(end - span.first, span.c.rows);
         if (from >= to) continue;
-        if (way.kernel == Way::Kernel::gemm) multiply_many(way, x, y, span, from, to);
+        if (way.inputs == Numbers::i8) multiply_whole(way, x, y, span, from, to);
+        else if (way.kernel == Way::Kernel::gemm) multiply_many(way, x, y, span, from, to);
         else multiply_few(way, x, y, s, from, to, own);
     }
+}
+
+// Where the rows of a span go, of outputs that are a tile's.
+static Outputs outputs_of(Outputs y, int64_t first) {
+    if (y.rows != nullptr) y.rows += first;
+    else if (y.sums != nullptr) y.sums += first;
+    if (y.rows == nullptr && y.rounded != nullptr) y.rounded += first;
+    return y;
+}
+
+void LookupTile::multiply_whole(const Way& way, const TileInputs& x, Outputs y, const Span& span, int64_t from,
+                                int64_t to) const {
+    const Room at = room(way, x.tokens);
+    const auto* base = static_cast<const char*>(x.data);
+    CodebookByRow c = span.c;
+    centroids_->fill(c, way.inputs, false);
+    const WholeInputs inputs{x.codes(),
+                             x.tokens,
+                             at.stride,
+                             reinterpret_cast<const int32_t*>(base + at.factors),
+                             reinterpret_cast<const WholeInputs::Token*>(base + at.token),
+                             reinterpret_cast<const float*>(base + at.kept)};
+    const WholeOps& kernels = ops_.codebook_by_row.whole;
+    if (way.kernel != Way::Kernel::gemm) return kernels.gemv(c, inputs, y.sums, y.stride, from, to);
+    kernels.gemm(c, inputs, outputs_of(y, span.first), from / ops_.lanes, blocks_of(to));
 }
 
 void LookupTile::multiply_few(const Way& way, const TileInputs& x, const Outputs& y, size_t span, int64_t from,
@@ -124,11 +158,6 @@ void LookupTile::multiply_few(const Way& way, const TileInputs& x, const Outputs
     const auto* kept = reinterpret_cast<const float*>(base + at.kept);
     CodebookByRow c = spans_[span].c;
     centroids_->fill(c, way.inputs, false);
-    if (way.inputs == Numbers::i8)
-        return kernels.int8.gemv(c,
-                                 {x.codes(), x.tokens, at.stride, reinterpret_cast<const float*>(base + at.scales),
-                                  nullptr, reinterpret_cast<const float*>(base + at.weighted), kept},
-                                 y.sums, y.stride, from, to);
     const Forms& forms = forms_of(way);
     base += static_cast<int64_t>(forms.numbers[span]) * at.form;
     if (way.inputs == Numbers::bf16)
@@ -150,9 +179,7 @@ void LookupTile::multiply_many(const Way& way, const TileInputs& x, Outputs y, c
     const CodebookByRowOps& kernels = ops_.codebook_by_row;
     CodebookByRow c = span.c;
     centroids_->fill(c, way.inputs, true);
-    if (y.rows != nullptr) y.rows += span.first;
-    else if (y.sums != nullptr) y.sums += span.first;
-    if (y.rows == nullptr && y.rounded != nullptr) y.rounded += span.first;
+    y = outputs_of(y, span.first);
     const int64_t first = from / ops_.lanes, last = blocks_of(to);
     if (way.inputs == Numbers::bf16) kernels.bf16.gemm(c, {x.halves(), x.tokens, at.stride, nullptr}, y, first, last);
     else kernels.f32.gemm(c, {x.floats(), x.tokens, at.stride, nullptr}, y, first, last);

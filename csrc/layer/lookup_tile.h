@@ -49,8 +49,10 @@ public:
     }
 
     std::optional<Way> way(int64_t tokens, Numbers inputs) const override {
-        const bool many = tokens > few(inputs) && inputs != Numbers::i8;
-        if (inputs == Numbers::i8 && !centroids_->takes_int8()) return std::nullopt;
+        const WholeOps& whole = ops_.codebook_by_row.whole;
+        const bool rounded = inputs == Numbers::i8;
+        const bool many = rounded ? whole.gemm != nullptr && tokens >= whole.least : tokens > few(inputs);
+        if (rounded && !centroids_->takes_int8()) return std::nullopt;
         Way way{many ? Way::Kernel::gemm : Way::Kernel::gemv, inputs};
         way.unit = many ? GEMM_BLOCKS * ops_.lanes : WHOLE_ROWS;
         if (inputs == Numbers::f32 && !many) way.own = lines(line() * 4);
@@ -61,11 +63,16 @@ public:
         }
         return way;
     }
-    // Beyond, decoding the exact weights once for all tokens takes no longer.
-    bool prefers_int8(int64_t tokens, Numbers instead) const override { return tokens <= 2 * few(instead); }
+    // Without a gemm of such inputs, decoding the exact weights once for all tokens takes no longer beyond.
+    int64_t most_rounded(Numbers instead) const override {
+        return ops_.codebook_by_row.whole.gemm != nullptr ? BATCH : 2 * few(instead);
+    }
+    // Sums of rounded inputs are exact.
+    int64_t alike(Numbers inputs) const override { return inputs == Numbers::i8 ? BATCH : few(inputs); }
     int64_t input_group_size() const override {
         return centroids_->takes_int8() && kept_.columns == 0 ? CodebookByRow::INPUT_GROUP : 0;
     }
+    bool wants_multiples() const override { return true; }
     int64_t rounded() const override { return bytes_->coded; }
 
     int64_t bytes(const Way& way, int64_t tokens) const override { return room(way, tokens).bytes; }
@@ -99,9 +106,9 @@ private:
     };
     // Where arranged inputs of some tokens lie.
     struct Room {
-        int64_t stride; // numbers from one token to the next
-        int64_t form;   // bytes of each form that few tokens have
-        int64_t scales, weighted, kept, bytes;
+        int64_t stride;                      // numbers from one token to the next
+        int64_t form;                        // bytes of each form that few tokens have
+        int64_t factors, token, kept, bytes; // where what follows the inputs begins, and all
     };
 
     Span span(int bits, int64_t first, int64_t last) const;
@@ -109,6 +116,8 @@ private:
     void find_forms(Forms& forms, Numbers inputs) const;
     const Forms& forms_of(const Way& way) const { return way.inputs == Numbers::bf16 ? bf16_ : f32_; }
     Room room(const Way& way, int64_t tokens) const;
+    void multiply_whole(const Way& way, const TileInputs& x, Outputs y, const Span& span, int64_t from,
+                        int64_t to) const;
     void multiply_few(const Way& way, const TileInputs& x, const Outputs& y, size_t span, int64_t from, int64_t to,
                       char* own) const;
     void multiply_many(const Way& way, const TileInputs& x, Outputs y, const Span& span, int64_t from,

@@ -43,7 +43,7 @@ public:
         const int64_t n = groups();
         auto* sums = reinterpret_cast<int32_t*>(to + at.sums) + k * n;
         kernels().int8.prepare(t_, static_cast<const int8_t*>(x), nullptr,
-                               {reinterpret_cast<int8_t*>(to) + k * at.stride, nullptr, sums, nullptr});
+                               {reinterpret_cast<int8_t*>(to) + k * at.stride, nullptr, sums});
         std::copy_n(scales, n, reinterpret_cast<float*>(to + at.scales) + k * n);
     }
 
@@ -65,7 +65,7 @@ public:
         case Numbers::i8:
             return run(kernels().int8,
                        Inputs<int8_t>{x.codes(), x.tokens, stride, reinterpret_cast<const float*>(from + at.scales),
-                                      reinterpret_cast<const int32_t*>(from + at.sums), nullptr});
+                                      reinterpret_cast<const int32_t*>(from + at.sums)});
         }
     }
 

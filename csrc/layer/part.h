@@ -38,10 +38,12 @@ struct Rounding {
     int bits = 8;
     int64_t group_size = 0;
     std::vector<uint16_t> clip, fixed; // float16
+    bool multiples = false;            // of one number (InputGrid)
 
     InputGrid grid(int64_t columns) const {
-        return {bits, columns, group_size, clip.empty() ? nullptr : clip.data(),
-                fixed.empty() ? nullptr : fixed.data()};
+        return {
+            bits,     columns, group_size, clip.empty() ? nullptr : clip.data(), fixed.empty() ? nullptr : fixed.data(),
+            multiples};
     }
     // What the codes of a token stand for.
     void restore(const int8_t* codes, const float* scales, int64_t columns, float* to) const {
@@ -50,7 +52,8 @@ struct Rounding {
                 to[j] = static_cast<float>(codes[j]) * *scales;
     }
     bool operator==(const Rounding& other) const {
-        return bits == other.bits && group_size == other.group_size && clip == other.clip && fixed == other.fixed;
+        return bits == other.bits && group_size == other.group_size && clip == other.clip && fixed == other.fixed &&
+               multiples == other.multiples;
     }
 };
 

@@ -40,7 +40,7 @@ private:
         const bool may_round = inputs == Numbers::i8 || part.rounding != nullptr; // else it needs no tables of bytes
         const auto rounded = may_round ? tile.way(tokens_, Numbers::i8) : std::nullopt;
         if (inputs == Numbers::i8) return made(*rounded, Source::codes);
-        if (part.rounding != nullptr && rounded && tile.prefers_int8(tokens_, inputs))
+        if (part.rounding != nullptr && rounded && tokens_ <= tile.most_rounded(inputs))
             return made(*rounded, Source::codes);
         const auto halves = inputs == Numbers::bf16 ? tile.way(tokens_, Numbers::bf16) : std::nullopt;
         const Way way = halves ? *halves : *tile.way(tokens_, Numbers::f32);

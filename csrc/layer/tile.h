@@ -82,10 +82,14 @@ public:
 
     // How it multiplies so many tokens, or nothing if it does not take such inputs.
     virtual std::optional<Way> way(int64_t tokens, Numbers inputs) const = 0;
-    // Whether rounded inputs take less time than as many in another form.
-    virtual bool prefers_int8(int64_t, [[maybe_unused]] Numbers instead) const { return true; }
+    // Up to how many tokens rounded inputs take less time than others.
+    virtual int64_t most_rounded([[maybe_unused]] Numbers instead) const { return BATCH; }
+    // Tokens up to which each has the bits that it has alone.
+    virtual int64_t alike(Numbers inputs) const { return few(inputs) > 0 ? few(inputs) : BATCH; }
     // Inputs that share a scale where it takes rounded ones from its caller; 0: it does not.
     virtual int64_t input_group_size() const { return 0; }
+    // Whether the scales of rounded ones must be whole multiples of one number (InputGrid::multiples).
+    virtual bool wants_multiples() const { return false; }
     // How many of its inputs are rounded, the first ones, where its layer rounds.
     virtual int64_t rounded() const { return columns_; }
 

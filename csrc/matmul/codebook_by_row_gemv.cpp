@@ -1,8 +1,8 @@
 // Format "codebook" by rows times few tokens: gemv of 8-bit inputs (tables are of bytes), of bfloat16 and of floats.
 //
 // It is the inputs that are put in the order of the vectors, once per call. With bytes, lane l of a vector meets the 32
-// weights from 32 l on: the inputs of each such group have a scale of their own.
-#include "matmul/codebook_by_row.h"
+// weights from 32 l on: the inputs of each such group have a factor of their own.
+#include "matmul/codebook_by_row_whole.h"
 #include "matmul/ops.h"
 #include "matmul/transpose.h"
 #include "matmul/unroll.h"
@@ -37,148 +37,142 @@ inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
 }
 #endif
 
-// Up to LANES numbers, zeros behind them.
-inline Floats load_first(const float* x, int64_t count) {
-#if defined(__AVX512F__)
-    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), x);
-#else
-    Floats made{};
-    __builtin_memcpy(&made, x, static_cast<size_t>(count) * 4);
-    return made;
-#endif
-}
-
-// The scales of the inputs that the lanes of a tail's sums meet: two groups of 32, of those of the last block.
-inline Floats tail_scales(const float* scales, int64_t t) {
-#if defined(__AVX512BW__)
-    const auto second = static_cast<__mmask16>(0xff00);
-    return _mm512_mask_mov_ps(_mm512_set1_ps(scales[2 * t]), second, _mm512_set1_ps(scales[2 * t + 1]));
-#else
-    (void)scales, (void)t;
-    return Floats{};
-#endif
-}
-
 // ---- what centroids are multiplied as: M tokens with the codes of a row, block by block ---------------------------
 
-// Bytes, with inputs of 8 bits. A sum, less its excess, is in steps of the row's.
-template <int B, int M> class ByteCentroids {
+// Bytes, with inputs of 8 bits: sums are exact.
+template <int B, int M> class WholeCentroids {
 public:
-    using Input = int8_t;
+    using Given = WholeInputs;
+    using Total = WholeSums;
+    static constexpr int MOST = MOST_ROUNDED;
     static constexpr int64_t MOST_BLOCKS = 32; // whose inputs stay close while rows take turns
 
-    ByteCentroids(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row)
-        : table_(c.table + (c.kind(row) << B)), x_(in.x), scales_(in.scales), blocks_(blocks_of(c)) {}
+    static WholeInputs skip(const CodebookByRow& c, const WholeInputs& in, int64_t tokens) {
+        return {in.x + tokens * in.stride,
+                in.tokens - tokens,
+                in.stride,
+                in.factors + tokens * (in.stride / CodebookByRow::INPUT_GROUP),
+                in.token + tokens,
+                in.kept + tokens * c.kept_columns};
+    }
 
-    void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
-        constexpr int OWN = M > 4 ? 2 : CHAINS; // integers: the sum is the same
+    // What a row's sum stands for, beside its kept channels.
+    static Floats inexact(const CodebookByRow&, int64_t, const WholeSums&) { return Floats{}; }
+    static float exact(const CodebookByRow& c, const WholeInputs& in, int64_t row, int64_t k, int64_t excess,
+                       const WholeSums& sums) {
+        const WholeInputs::Token& token = in.token[k];
+        return whole_value(sums.total() - excess * token.sum, whole_step(c, row), token.unit);
+    }
+
+protected:
+    WholeCentroids(const CodebookByRow& c, const WholeInputs& in)
+        : x_(in.x), factors_(in.factors), blocks_(blocks_of(c)) {}
+
+    const int8_t* inputs(int64_t k, int64_t b, int64_t s) const {
+        return x_ + ((k * blocks_ + b) * PHASES + s) * BYTES;
+    }
+    const int8_t* tail_inputs(int64_t k, int64_t t) const { return inputs(k + 1, 0, t) - PHASES * BYTES; }
+    Ints factors(int64_t k, int64_t b) const { return load_as<Ints>(factors_ + (k * blocks_ + b) * LANES); }
+    Ints factors_of_tail(int64_t k, int64_t t) const {
+        return tail_factors(factors_ + ((k + 1) * blocks_ - 1) * LANES, t);
+    }
+
+private:
+    const int8_t* x_;
+    const int32_t* factors_;
+    int64_t blocks_;
+};
+
+// Entries of a byte.
+template <int B, int M> class ByteCentroids : public WholeCentroids<B, M> {
+public:
+    ByteCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
+        : WholeCentroids<B, M>(c, in), table_(c.table + (c.kind(row) << B)) {}
+
+    void add(const Codes (&code)[PHASES], int64_t b, WholeSums (&total)[M]) const {
+        constexpr int OWN = M > 4 ? 1 : 2; // chains of sums
         Ints sums[OWN][M] = {};
 #pragma GCC unroll 8 // so that codes and sums stay in registers
         for (int64_t s = 0; s < PHASES; ++s) {
             const Codes weights = table_(code[s]);
 #pragma GCC unroll 8
-            for (int64_t k = 0; k < M; ++k) {
-                const int8_t* x = x_ + ((k * blocks_ + b) * PHASES + s) * BYTES;
-                sums[s % OWN][k] = dot_centroids(sums[s % OWN][k], weights, x);
-            }
+            for (int64_t k = 0; k < M; ++k)
+                sums[s % OWN][k] = dot_centroids(sums[s % OWN][k], weights, this->inputs(k, b, s));
         }
         for (int64_t k = 0; k < M; ++k) {
             Ints sum = sums[0][k];
             for (int i = 1; i < OWN; ++i) sum += sums[i][k];
-            total[k] += to_float(sum) * load(scales_ + (k * blocks_ + b) * LANES);
+            total[k].add(sum, this->factors(k, b));
         }
     }
 
-    void add_tail(Codes code, int64_t t, Floats (&total)[M]) const {
+    void add_tail(Codes code, int64_t t, WholeSums (&total)[M]) const {
         const Codes weights = table_(code);
-        for (int64_t k = 0; k < M; ++k) {
-            const Ints sum = dot_centroids(Ints{}, weights, x_ + ((k + 1) * blocks_ - 1) * PHASES * BYTES + t * BYTES);
-            total[k] += to_float(sum) * tail_scales(scales_ + ((k + 1) * blocks_ - 1) * LANES, t);
-        }
+        for (int64_t k = 0; k < M; ++k)
+            total[k].add(dot_centroids(Ints{}, weights, this->tail_inputs(k, t)), this->factors_of_tail(k, t));
     }
 
-    static float step(const CodebookByRow& c, int64_t row) { return c.scales[c.kind(row)] * c.row_scale(row); }
-    static float excess(const Inputs<int8_t>& in, int64_t k) {
-        return static_cast<float>(CodebookByRow::BYTE_ZERO - CENTRE) * in.weighted[k];
-    }
-
-    static Inputs<int8_t> skip(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t tokens) {
-        return {in.x + tokens * in.stride,
-                in.tokens - tokens,
-                in.stride,
-                in.scales + tokens * blocks_of(c) * LANES,
-                nullptr,
-                in.weighted + tokens,
-                in.kept + tokens * c.kept_columns};
+    static float exact(const CodebookByRow& c, const WholeInputs& in, int64_t row, int64_t k, const WholeSums& sums) {
+        return WholeCentroids<B, M>::exact(c, in, row, k, CodebookByRow::BYTE_ZERO - CENTRE, sums);
     }
 
 private:
     Table<B> table_;
-    const int8_t* x_;
-    const float* scales_;
-    int64_t blocks_;
 };
 
-// Entries of two bytes, with inputs of 8 bits: a sum of each byte.
-template <int B, int M> class WordCentroids {
+// Entries of two bytes: a sum of each.
+template <int B, int M> class WordCentroids : public WholeCentroids<B, M> {
 public:
-    using Input = int8_t;
-    static constexpr int64_t MOST_BLOCKS = ByteCentroids<B, M>::MOST_BLOCKS;
+    static constexpr int MOST = MOST_TOKENS;
 
-    WordCentroids(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t row)
-        : high_(c.table + (2 * c.kind(row) << B)), low_(c.table + ((2 * c.kind(row) + 1) << B)), x_(in.x),
-          scales_(in.scales), blocks_(blocks_of(c)) {}
+    WordCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
+        : WholeCentroids<B, M>(c, in), high_(c.table + (2 * c.kind(row) << B)),
+          low_(c.table + ((2 * c.kind(row) + 1) << B)) {}
 
-    void add(const Codes (&code)[PHASES], int64_t b, Floats (&total)[M]) const {
+    void add(const Codes (&code)[PHASES], int64_t b, WholeSums (&total)[M]) const {
         Ints high[2][M] = {}, low[2][M] = {};
 #pragma GCC unroll 8
         for (int64_t s = 0; s < PHASES; ++s) {
             const Codes above = high_(code[s]), below = low_(code[s]);
 #pragma GCC unroll 8
             for (int64_t k = 0; k < M; ++k) {
-                const int8_t* x = x_ + ((k * blocks_ + b) * PHASES + s) * BYTES;
+                const int8_t* x = this->inputs(k, b, s);
                 high[s % 2][k] = dot_centroids(high[s % 2][k], above, x);
                 low[s % 2][k] = dot_centroids(low[s % 2][k], below, x);
             }
         }
-        for (int64_t k = 0; k < M; ++k) { // below 2^29: a lane has 32 products of at most 2^15
-            const Ints sum = (high[0][k] + high[1][k]) * CodebookByRow::WORD + (low[0][k] + low[1][k]);
-            total[k] += to_float(sum) * load(scales_ + (k * blocks_ + b) * LANES);
-        }
+        for (int64_t k = 0; k < M; ++k) // below 2^29: a lane has 32 products of at most 2^15
+            total[k].add((high[0][k] + high[1][k]) * CodebookByRow::WORD + (low[0][k] + low[1][k]),
+                         this->factors(k, b));
     }
 
-    void add_tail(Codes code, int64_t t, Floats (&total)[M]) const {
+    void add_tail(Codes code, int64_t t, WholeSums (&total)[M]) const {
         const Codes above = high_(code), below = low_(code);
         for (int64_t k = 0; k < M; ++k) {
-            const int8_t* x = x_ + ((k + 1) * blocks_ - 1) * PHASES * BYTES + t * BYTES;
+            const int8_t* x = this->tail_inputs(k, t);
             const Ints sum = dot_centroids(Ints{}, above, x) * CodebookByRow::WORD + dot_centroids(Ints{}, below, x);
-            total[k] += to_float(sum) * tail_scales(scales_ + ((k + 1) * blocks_ - 1) * LANES, t);
+            total[k].add(sum, this->factors_of_tail(k, t));
         }
     }
 
-    static float step(const CodebookByRow& c, int64_t row) { return ByteCentroids<B, 1>::step(c, row); }
-    static float excess(const Inputs<int8_t>& in, int64_t k) { return static_cast<float>(CENTRES) * in.weighted[k]; }
-
-    static Inputs<int8_t> skip(const CodebookByRow& c, const Inputs<int8_t>& in, int64_t tokens) {
-        return ByteCentroids<B, 1>::skip(c, in, tokens);
+    static float exact(const CodebookByRow& c, const WholeInputs& in, int64_t row, int64_t k, const WholeSums& sums) {
+        constexpr int32_t CENTRES = (CodebookByRow::WORD + 1) * (CodebookByRow::BYTE_ZERO - CENTRE);
+        return WholeCentroids<B, M>::exact(c, in, row, k, CENTRES, sums);
     }
 
 private:
-    static constexpr int32_t CENTRES = (CodebookByRow::WORD + 1) * (CodebookByRow::BYTE_ZERO - CENTRE);
-
     Table<B> high_, low_;
-    const int8_t* x_;
-    const float* scales_;
-    int64_t blocks_;
 };
 
 // Activations of T in the kernels' order.
 template <typename X> struct Plain {
-    using Input = X;
+    using Given = Inputs<X>;
+    using Total = Floats;
+    static constexpr int MOST = MOST_TOKENS;
     static constexpr int64_t MOST_BLOCKS = 32 / sizeof(X);
 
-    static float step(const CodebookByRow& c, int64_t row) { return c.row_scale(row); }
-    static float excess(const Inputs<X>&, int64_t) { return 0; }
+    static Floats inexact(const CodebookByRow& c, int64_t row, Floats sum) { return sum * c.row_scale(row); }
+    static float exact(const CodebookByRow&, const Inputs<X>&, int64_t, int64_t, Floats) { return 0; }
 
     static Inputs<X> skip(const CodebookByRow& c, const Inputs<X>& in, int64_t tokens) {
         return {in.x + tokens * in.stride, in.tokens - tokens, in.stride, nullptr, in.kept + tokens * c.kept_columns};
@@ -262,30 +256,21 @@ private:
 
 // ---- rows ---------------------------------------------------------------------------------------------------------
 
-// The kept channels of a row times M tokens.
-template <int M> void add_kept(const CodebookByRow& c, const float* x, int64_t row, Floats (&total)[M]) {
-    const int64_t n = c.kept_columns;
-    for (int64_t j = 0; j < n; j += LANES) {
-        const int64_t left = least(LANES, n - j);
-        const Floats weights = load_halves(PartialHalves(c.kept + row * n + j, left).halves);
-        for (int64_t k = 0; k < M; ++k) total[k] += weights * load_first(x + k * n + j, left);
-    }
-}
-
 // Up to CodebookByRow::TOGETHER rows, tile by tile of columns: the inputs of a tile stay close, and what the same
 // row needs next is fetched meanwhile.
 template <template <int, int> typename By, int B, int M>
-void gemv_rows(const CodebookByRow& c, const Inputs<typename By<B, M>::Input>& in, float* y, int64_t y_stride,
-               int64_t first, int64_t last) {
+void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, float* y, int64_t y_stride, int64_t first,
+               int64_t last) {
+    using Total = typename By<B, M>::Total;
     const int64_t bytes = 4 * c.words, blocks = blocks_of(c), tails = tails_of(c), whole = blocks - (tails > 0);
     const int64_t tile = ceil_div(blocks, ceil_div(blocks * M, By<B, M>::MOST_BLOCKS)); // as equal as can be
-    Floats total[CodebookByRow::TOGETHER][M] = {};
+    Total total[CodebookByRow::TOGETHER][M] = {};
     for (int64_t begin = 0; begin < blocks; begin += tile) {
         const int64_t end = least(blocks, begin + tile);
         const int64_t next = end < blocks ? tile * BYTES : CodebookByRow::TOGETHER * bytes - begin * BYTES;
         for (int64_t row = first; row < last; ++row) {
             const By<B, M> sums(c, in, row);
-            Floats own[M];
+            Total own[M];
             for (int k = 0; k < M; ++k) own[k] = total[row - first][k];
             for (int64_t b = begin; b < least(end, whole); ++b) {
                 Codes plane[B], code[PHASES];
@@ -305,31 +290,27 @@ void gemv_rows(const CodebookByRow& c, const Inputs<typename By<B, M>::Input>& i
         }
     }
     for (int64_t row = first; row < last; ++row) {
-        const float step = By<B, M>::step(c, row);
-        Floats(&own)[M] = total[row - first];
-        for (int k = 0; k < M; ++k) own[k] *= step;
+        Floats own[M];
+        for (int k = 0; k < M; ++k) own[k] = By<B, M>::inexact(c, row, total[row - first][k]);
         add_kept<M>(c, in.kept, row, own);
         for (int64_t k = 0; k < M; ++k)
             y[k * y_stride + (c.out_rows == nullptr ? row : c.out_rows[row])] +=
-                reduce(own[k]) - step * By<B, M>::excess(in, k);
+                reduce(own[k]) + By<B, M>::exact(c, in, row, k, total[row - first][k]);
     }
 }
 
 template <template <int, int> typename By, int B>
-void gemv_bits(const CodebookByRow& c, const Inputs<typename By<B, 1>::Input>& in, float* y, int64_t y_stride,
-               int64_t begin, int64_t end) {
+void gemv_bits(const CodebookByRow& c, const typename By<B, 1>::Given& in, float* y, int64_t y_stride, int64_t begin,
+               int64_t end) {
     for (int64_t first = begin; first < end; first += CodebookByRow::TOGETHER) {
         const int64_t last = least(end, first + CodebookByRow::TOGETHER);
-        constexpr int MOST =
-            sizeof(typename By<B, 1>::Input) == 1 && B <= CodebookByRow::MOST_BYTE_BITS ? MOST_ROUNDED : MOST_TOKENS;
-        by_tokens<MOST>(in.tokens, [&](auto m, int64_t k) {
+        by_tokens<By<B, 1>::MOST>(in.tokens, [&](auto m, int64_t k) {
             gemv_rows<By, B, m.value>(c, By<B, 1>::skip(c, in, k), y + k * y_stride, y_stride, first, last);
         });
     }
 }
 
-void gemv_int8(const CodebookByRow& c, const Inputs<int8_t>& in, float* y, int64_t y_stride, int64_t begin,
-               int64_t end) {
+void gemv_whole(const CodebookByRow& c, const WholeInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
     by_width(c.bits, [&](auto bits) {
         constexpr int B = bits.value;
         if constexpr (B > CodebookByRow::MOST_BYTE_BITS)
@@ -374,26 +355,16 @@ void arrange(const CodebookByRow& c, const T* x, int64_t (*place)(int64_t, int64
 
 int64_t columns(const CodebookByRow& c) { return blocks_of(c) * PHASES * BYTES; }
 
-void prepare_int8(const CodebookByRow& c, const int8_t* x, const float* scales,
-                  const InputOps<CodebookByRow, int8_t>::Prepared& to) {
-    const int64_t blocks = blocks_of(c), whole = blocks - (tails_of(c) > 0);
-    int8_t* codes = to.x;
-    for (int64_t b = 0; b < blocks; ++b)
-        for (int64_t s = 0; s < PHASES; ++s)
-            for (int64_t m = 0; m < BYTES; ++m) {
-                const int64_t j = b * PHASES * BYTES + (b < whole ? PHASES * m + s : m + s * BYTES);
-                *codes++ = j < c.columns ? x[j] : int8_t(0);
-            }
-    float weighted = 0;
-    for (int64_t l = 0; l < blocks * LANES; ++l) {
-        const int64_t begin = l * CodebookByRow::INPUT_GROUP,
-                      end = least(c.columns, begin + CodebookByRow::INPUT_GROUP);
-        int32_t own = 0;
-        for (int64_t j = begin; j < end; ++j) own += x[j];
-        to.scales[l] = begin < c.columns ? scales[l] : 0.0f;
-        weighted += to.scales[l] * static_cast<float>(own);
+void prepare_whole(const CodebookByRow& c, const int8_t* codes, const float* scales, int8_t* x, int32_t* factors,
+                   WholeInputs::Token& token) {
+    const int64_t blocks = blocks_of(c), groups = ceil_div(c.columns, CodebookByRow::INPUT_GROUP);
+    for (int64_t b = 0; b < blocks; ++b, x += PHASES * BYTES) {
+        Codes block[PHASES];
+        order_inputs(c, codes, b, block);
+        __builtin_memcpy(x, block, sizeof block);
     }
-    *to.weighted = weighted;
+    token = find_factors(codes, c.columns, scales, factors);
+    for (int64_t l = groups; l < blocks * LANES; ++l) factors[l] = 0;
 }
 
 TableForm f32_form(int bits, bool mirrored) {
@@ -436,8 +407,8 @@ void add_codebook_by_row_gemv(MatmulOps& ops) {
     own.bf16.prepare = prepare_bf16;
     own.bf16.gemv = gemv_bf16;
 #endif
-    own.int8.prepare = prepare_int8;
-    own.int8.gemv = gemv_int8;
+    own.whole.prepare = prepare_whole;
+    own.whole.gemv = gemv_whole;
 }
 
 } // namespace anybit::ANYBIT_ISA

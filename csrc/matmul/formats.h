@@ -165,12 +165,25 @@ template <typename X> struct Inputs {
 template <> struct Inputs<int8_t> {
     const int8_t* x; // codes [tokens, columns] of a stride, padding 0; INTS_BEHIND more can be read
     int64_t tokens, stride;
-    const float* scales;         // [tokens, groups]; of codebooks [tokens, columns / INPUT_GROUP]
-    const int32_t* sums;         // [tokens, groups], of the codes; for "group int"
-    const float* weighted;       // [tokens], of scale times code; for codebooks
-    const float* kept = nullptr; // as above
+    const float* scales; // [tokens, groups]
+    const int32_t* sums; // [tokens, groups], of the codes
 };
 constexpr int64_t INTS_BEHIND = 64; // bytes
+
+// Inputs of 8 bits for codebooks by row: x[t, j] = unit[t] * factor[t, j / INPUT_GROUP] * code[t, j]. Factors and codes
+// are whole numbers, so sums of products with centroids that are bytes are exact, in any order.
+struct WholeInputs {
+    struct Token {
+        float unit;
+        int64_t sum; // of factor times code
+    };
+
+    const int8_t* x;        // in the order of `gemv` [tokens, columns] of a stride, or in that of `gemm`
+    int64_t tokens, stride; // the stride is of x and of 32 factors
+    const int32_t* factors; // for `gemv`: [tokens, stride / INPUT_GROUP]; INTS_BEHIND more bytes can be read
+    const Token* token;     // [tokens]
+    const float* kept;      // [tokens, kept_columns]
+};
 
 // How a row of inputs is rounded: symmetric, a scale per group of columns.
 struct InputGrid {
@@ -178,6 +191,8 @@ struct InputGrid {
     int64_t columns, group_size;
     const uint16_t* clip;  // fp16 bit patterns [groups]: share of the largest that the grid reaches; or null for
     const uint16_t* fixed; // [groups], scales known beforehand
+    // Scales are rounded up to whole multiples of a power of two, for WholeInputs: the largest is 128 to 255 of it.
+    bool multiples = false;
 };
 
 // Where a product of many tokens goes: sums float32 [tokens, stride], which it is added to, or which it is if they are

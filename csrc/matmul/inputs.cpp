@@ -1,15 +1,15 @@
 // Inputs on their way to kernels: rounded to 8 bits or fewer, or to bfloat16.
 #include "matmul/ops.h"
 
-#include "common/simd.h"
+#include "matmul/whole.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
 
 constexpr float ROUND = 0x1.8p23f; // adding and subtracting it rounds to nearest even, below 2^22
 
-void quantize_inputs(const float* x, const InputGrid& grid, int8_t* codes, float* scales) {
-    const float top = static_cast<float>((1 << (grid.bits - 1)) - 1), low = -top - 1;
+// A scale of every group: the share of its largest that is clipped to, or what is known beforehand.
+void find_scales(const float* x, const InputGrid& grid, float top, float* scales) {
     const int64_t groups = ceil_div(grid.columns, grid.group_size);
     for (int64_t g = 0; g < groups; ++g) {
         const int64_t begin = g * grid.group_size, end = least(grid.columns, begin + grid.group_size);
@@ -19,10 +19,34 @@ void quantize_inputs(const float* x, const InputGrid& grid, int8_t* codes, float
             largest = size > largest ? size : largest;
         }
         const auto most = load_as<float>(&largest);
-        float scale = grid.fixed != nullptr ? half_to_float(grid.fixed[g]) : most * half_to_float(grid.clip[g]) / top;
-        if (!(most < __builtin_inff())) scale = __builtin_nanf(""); // NaN and Inf have no code
-        scales[g] = scale;
-        const float divisor = scale == 0 ? 1 : scale;
+        scales[g] = grid.fixed != nullptr ? half_to_float(grid.fixed[g]) : most * half_to_float(grid.clip[g]) / top;
+        if (!(most < __builtin_inff())) scales[g] = __builtin_nanf(""); // NaN and Inf have no code
+    }
+}
+
+// Multiples of a unit that reach a scale; it has at most 256.
+inline int32_t multiples(float scale, float unit) {
+    const float exact = scale / unit;
+    const auto below = static_cast<int32_t>(exact);
+    return below + (static_cast<float>(below) < exact);
+}
+
+void round_up_to_multiples(float* scales, int64_t groups) {
+    const float largest = largest_scale(scales, groups);
+    if (!(largest < __builtin_inff())) return; // all that comes of it is NaN
+    float unit = unit_of(largest);
+    if (multiples(largest, unit) > MOST_MULTIPLES) unit *= 2;
+    for (int64_t g = 0; g < groups; ++g) scales[g] = static_cast<float>(multiples(scales[g], unit)) * unit;
+}
+
+void quantize_inputs(const float* x, const InputGrid& grid, int8_t* codes, float* scales) {
+    const float top = static_cast<float>((1 << (grid.bits - 1)) - 1), low = -top - 1;
+    const int64_t groups = ceil_div(grid.columns, grid.group_size);
+    find_scales(x, grid, top, scales);
+    if (grid.multiples) round_up_to_multiples(scales, groups);
+    for (int64_t g = 0; g < groups; ++g) {
+        const int64_t begin = g * grid.group_size, end = least(grid.columns, begin + grid.group_size);
+        const float divisor = scales[g] == 0 ? 1 : scales[g];
         for (int64_t j = begin; j < end; ++j) {
             float q = x[j] / divisor;
             q = q > low ? q : low; // NaN too

@@ -29,7 +29,6 @@ template <typename T> struct InputOps<T, int8_t> {
         int8_t* x;
         float* scales;
         int32_t* sums;
-        float* weighted;
     };
     void (*prepare)(const T&, const int8_t* x, const float* scales, const Prepared&);
     void (*gemv)(const T&, const Inputs<int8_t>&, float* y, int64_t y_stride, int64_t begin, int64_t end);
@@ -69,8 +68,24 @@ struct CodebookByChannelOps : PackedOps<CodebookByChannel> {
     void (*table_planes)(const CodebookByChannel&, uint8_t* planes);
 };
 
+// Products of codebooks by row with inputs of 8 bits. They have the same bits, however many tokens there are.
+struct WholeOps {
+    // A token's codes and scales (InputGrid::multiples) in the order of `gemv`: x [columns], and their factors.
+    void (*prepare)(const CodebookByRow&, const int8_t* codes, const float* scales, int8_t* x, int32_t* factors,
+                    WholeInputs::Token&);
+    void (*gemv)(const CodebookByRow&, const WholeInputs&, float* y, int64_t y_stride, int64_t begin, int64_t end);
+    // The same for many tokens, in ranges of blocks: from `least` tokens on `gemm` takes less time. Null: there is
+    // none.
+    int64_t least;
+    int64_t (*bytes)(const CodebookByRow&, int64_t tokens); // of all x
+    void (*prepare_many)(const CodebookByRow&, const int8_t* codes, const float* scales, int64_t k, int8_t* x,
+                         WholeInputs::Token&); // of token k
+    void (*gemm)(const CodebookByRow&, const WholeInputs&, const Outputs& y, int64_t begin, int64_t end);
+};
+
 // gemv takes ranges of rows, gemm ranges of blocks and inputs of 32 * words columns, then the kept ones.
 struct CodebookByRowOps : Ops<CodebookByRow> {
+    WholeOps whole;
     // How tables lie; `none`: no gemv of that width.
     TableForm (*f32_form)(int bits, bool mirrored);
     TableForm (*bf16_form)(int bits);

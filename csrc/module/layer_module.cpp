@@ -6,6 +6,10 @@
 #include "module/arrays.h"
 #include "module/tensor.h"
 
+#define ANYBIT_ISA baseline
+#include "matmul/whole.h"
+#undef ANYBIT_ISA
+
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -137,6 +141,17 @@ template <typename A> Fields as_fields(const nb::dict& arrays) {
 
 // ---- layers
 
+// Scales of a layer whose sums of rounded inputs are exact; one that is no number makes its token's outputs none.
+void check_multiples(const float* scales, int64_t tokens, int64_t groups) {
+    for (int64_t k = 0; k < tokens; ++k, scales += groups) {
+        const float unit = baseline::find_unit(scales, groups);
+        for (int64_t g = 0; g < groups && unit == unit; ++g)
+            if (static_cast<float>(baseline::factor_of(scales[g], unit)) * unit != scales[g])
+                refuse("scales hold " + std::to_string(scales[g]) +
+                       ": expected whole multiples, up to 255, of a power of two");
+    }
+}
+
 struct BoundTables {
     std::shared_ptr<const Tables> tables;
 
@@ -202,6 +217,7 @@ public:
             if (int8_group_size() == 0) refuse(NO_INT8);
             check("scales", *scales, {Type::f32}, {m, (in - 1) / int8_group_size() + 1}, Layout::dense);
             from.scales = static_cast<const float*>(scales->data());
+            if (layer_->int8_multiples()) check_multiples(from.scales, m, (in - 1) / int8_group_size() + 1);
         }
         const Numbers numbers = scales ? Numbers::i8 : type_of(x.dtype()) == Type::f32 ? Numbers::f32 : Numbers::bf16;
         const LayerOutputs to{floats ? static_cast<float*>(y.data()) : nullptr,

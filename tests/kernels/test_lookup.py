@@ -72,7 +72,7 @@ def by_channel(tile: Codebook) -> Codebook:
 def inputs(tokens: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-128, 128, (tokens, columns), generator=generator, dtype=torch.int16).to(torch.int8)
-    return x, torch.rand(tokens, -(-columns // GROUP), generator=generator)
+    return x, torch.randint(1, 256, (tokens, -(-columns // GROUP)), generator=generator) / 256
 
 
 def oracle(codes: Tensor, table: Tensor, x: Tensor, scales: Tensor) -> Tensor:
@@ -293,6 +293,8 @@ def test_what_has_no_integer_kernel_is_refused() -> None:
     for bad, match in (
         ((x[:, :63], torch.zeros(1, 40), scales), "x is int8"),
         ((x, torch.zeros(1, 40), torch.ones(1, 1)), "scales is float32"),
+        ((x, torch.zeros(1, 40), torch.tensor([[1.0, 0.3]])), "up to 255, of a power of two"),
+        ((x, torch.zeros(1, 40), torch.tensor([[1.0, -1.0]])), "up to 255, of a power of two"),
         ((x, torch.zeros(1, 39), scales), "y is float32"),
         ((x.float(), torch.zeros(1, 40), scales), "x is float32"),
     ):

@@ -1,0 +1,276 @@
+// Format "codebook" by rows times many tokens of 8 bits, by AMX. Sums are exact, so the bits are those of gemv.
+//
+// An input is its group's factor times its code: a number of 16 bits. Its two digits, 256 high + low, meet the same
+// centroids. So a tile of inputs has the digits of 8 tokens as its 16 columns, and 64 inputs as its rows, four to a
+// row. A tile of weights has 16 rows of the matrix. Products of whole rows are summed in 32 bits: a digit and a
+// centroid have 8 bits each, and rows are shorter than MOST_COLUMNS.
+#include "common/thread_memory.h"
+#include "matmul/codebook_by_row_whole.h"
+#include "matmul/gemm_panels.h"
+#include "matmul/ops.h"
+#include "matmul/outputs.h"
+#include "matmul/unroll.h"
+
+namespace anybit::ANYBIT_ISA {
+namespace {
+
+#ifdef __AMX_INT8__
+constexpr int64_t TOKENS = 8; // of a tile
+constexpr int64_t ROWS = 2;   // tiles of rows that are multiplied together
+constexpr int64_t TILE = 16 * BYTES;
+constexpr int64_t CHUNK = 2; // blocks of a row that are decoded at a time: with their inputs they fit the first cache
+constexpr int64_t MOST_VECTORS = CHUNK * PHASES + MOST_TAILS;
+constexpr int64_t LEAST_TOKENS = 4; // of fewer, gemv takes less time
+
+// Vectors of codes of a row: of whole blocks, then tails.
+inline int64_t vectors_of(const CodebookByRow& c) {
+    const int64_t tails = tails_of(c);
+    return (blocks_of(c) - (tails > 0)) * PHASES + tails;
+}
+
+int64_t input_bytes(const CodebookByRow& c, int64_t tokens) { return ceil_div(tokens, TOKENS) * vectors_of(c) * TILE; }
+
+// ---- inputs
+
+// Digits of four inputs to a lane, from their codes and the factor of each lane.
+inline void digits_of(Codes codes, __m512i factors, Codes& high, Codes& low) {
+    const auto from = reinterpret_cast<__m512i>(codes), half = _mm512_set1_epi16(128);
+    const __m512i even = _mm512_mullo_epi16(_mm512_srai_epi16(_mm512_slli_epi16(from, 8), 8), factors);
+    const __m512i odd = _mm512_mullo_epi16(_mm512_srai_epi16(from, 8), factors);
+    const auto join = [](__m512i a, __m512i b) { // low bytes of both
+        return reinterpret_cast<Codes>(_mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, a, _mm512_slli_epi16(b, 8)));
+    };
+    low = join(even, odd);
+    high = join(_mm512_srai_epi16(_mm512_add_epi16(even, half), 8), _mm512_srai_epi16(_mm512_add_epi16(odd, half), 8));
+}
+
+void prepare_many(const CodebookByRow& c, const int8_t* codes, const float* scales, int64_t k, int8_t* x,
+                  WholeInputs::Token& token) {
+    constexpr int64_t SIZE = CodebookByRow::INPUT_GROUP;
+    const int64_t groups = ceil_div(c.columns, SIZE), blocks = blocks_of(c), tails = tails_of(c),
+                  vectors = vectors_of(c);
+    const float unit = find_unit(scales, groups);
+    int64_t sum = 0;
+    x += k / TOKENS * vectors * TILE + k % TOKENS * 2 * 4;
+    for (int64_t b = 0, v = 0; b < blocks; ++b) {
+        Codes block[PHASES];
+        order_inputs(c, codes, b, block);
+        int32_t factors[LANES] = {};
+        for (int64_t l = 0, g = b * LANES; l < LANES && g < groups; ++l, ++g) {
+            factors[l] = factor_of(scales[g], unit);
+            sum += int64_t(factors[l]) * sum_of(codes + g * SIZE, least(SIZE, c.columns - g * SIZE));
+        }
+        const bool tail = b == blocks - 1 && tails > 0;
+        for (int64_t s = 0; s < (tail ? tails : PHASES); ++s, ++v) {
+            const Ints lanes = tail ? tail_factors(factors, s) : load_as<Ints>(factors);
+            Codes digits[2];
+            digits_of(block[s], reinterpret_cast<__m512i>(lanes | lanes << 16), digits[0], digits[1]);
+            int32_t words[2][LANES];
+            __builtin_memcpy(words, digits, sizeof words);
+            for (int64_t l = 0; l < LANES; ++l)
+                for (int64_t d = 0; d < 2; ++d) __builtin_memcpy(x + v * TILE + l * BYTES + d * 4, &words[d][l], 4);
+        }
+    }
+    token = {unit, sum};
+}
+
+// ---- weights
+
+// Centroids of up to ROWS tiles of rows and a chunk of columns, a tile for each vector of codes; of entries of two
+// bytes the second ones follow.
+typedef Codes Panel[ROWS][MOST_VECTORS][16];
+
+// Blocks of a row from `block` on, and whether the tails that follow belong to them.
+struct Chunk {
+    int64_t block, count;
+    bool tails;
+};
+
+template <int B, int BYTES_EACH>
+void decode_rows(const CodebookByRow& c, int64_t first, int64_t tiles, const Chunk& chunk, Panel* panels) {
+    const int64_t bytes = 4 * c.words, begin = chunk.block * BYTES, whole = vectors_of(c) / PHASES;
+    const int64_t tails = tails_of(c), next = chunk.tails ? ROWS * 16 * bytes - begin : CHUNK * BYTES;
+    for (int64_t i = 0; i < tiles * 16; ++i) {
+        const int64_t row = least(first + i, c.rows - 1); // nobody reads what lies behind the last row
+        const uint8_t* entries = c.table + (c.kind(row) * BYTES_EACH << B);
+        const Table<B> high(entries), low(entries + (BYTES_EACH == 2 ? 1 << B : 0));
+        Codes(*to)[16] = panels[0][i / 16];
+        const int64_t lane = i % 16;
+        const auto put = [&](int64_t v, Codes code) {
+            to[v][lane] = high(code);
+            if constexpr (BYTES_EACH == 2) to[v + ROWS * MOST_VECTORS][lane] = low(code);
+        };
+        for (int64_t b = 0; b < chunk.count; ++b) {
+            Codes plane[B], code[PHASES];
+            for (int p = 0; p < B; ++p) {
+                const uint8_t* from = plane_bytes(c, B - 1 - p) + row * bytes + begin + b * BYTES;
+                __builtin_prefetch(from + next);
+                plane[p] = load_plane(from, bytes - begin - b * BYTES);
+            }
+            codes_of<B>(plane, code);
+#pragma GCC unroll 8
+            for (int64_t s = 0; s < PHASES; ++s) put(b * PHASES + s, code[s]);
+        }
+        for (int64_t t = 0; t < (chunk.tails ? tails : 0); ++t)
+            put(chunk.count * PHASES + t, tail_codes<B>(c, row, whole * BYTES + t * TAIL_BYTES));
+    }
+}
+
+// ---- products
+
+// Shapes of tiles: 0 to 3 are sums, 4 and 5 weights, 6 and 7 inputs of the first and of the next TOKENS.
+inline void shape_digit_tiles(int64_t tokens) {
+    TileShapes shapes;
+    for (int i = 0; i < 8; ++i) {
+        const int64_t own = i == 2 || i == 3 || i == 7 ? tokens - TOKENS : tokens;
+        shapes.rows[i] = 16;
+        shapes.bytes[i] = static_cast<uint16_t>(i == 4 || i == 5 ? BYTES : 2 * 4 * (own < 1 ? 1 : least(own, TOKENS)));
+    }
+    __asm__ volatile("" ::"r"(&shapes) : "memory"); // as in `shape_tiles`
+    _tile_loadconfig(&shapes);
+}
+
+// Sums of ROWS tiles of rows, of TOKENS each, `stride` apart. They begin ANEW or go on.
+template <int R, bool MORE>
+void multiply_digits(const Codes (*panel)[16], int64_t vectors, const int8_t* x, int64_t stride, bool anew,
+                     Ints* sums) {
+    constexpr int64_t NEXT = 16; // tile of sums
+    if (anew) {
+        _tile_zero(0);
+        if (R == 2) _tile_zero(1);
+        if (MORE) _tile_zero(2);
+        if (R == 2 && MORE) _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, BYTES);
+        if (R == 2) _tile_loadd(1, sums + NEXT, BYTES);
+        if (MORE) _tile_loadd(2, sums + 2 * NEXT, BYTES);
+        if (R == 2 && MORE) _tile_loadd(3, sums + 3 * NEXT, BYTES);
+    }
+    for (int64_t v = 0; v < vectors; ++v, x += TILE) {
+        _tile_loadd(4, panel[v], BYTES);
+        _tile_loadd(6, x, BYTES);
+        _tile_dpbusd(0, 4, 6);
+        if (R == 2) _tile_loadd(5, panel[MOST_VECTORS + v], BYTES);
+        if (R == 2) _tile_dpbusd(1, 5, 6);
+        if (MORE) _tile_loadd(7, x + stride, BYTES);
+        if (MORE) _tile_dpbusd(2, 4, 7);
+        if (R == 2 && MORE) _tile_dpbusd(3, 5, 7);
+    }
+    _tile_stored(0, sums, BYTES);
+    if (R == 2) _tile_stored(1, sums + NEXT, BYTES);
+    if (MORE) _tile_stored(2, sums + 2 * NEXT, BYTES);
+    if (R == 2 && MORE) _tile_stored(3, sums + 3 * NEXT, BYTES);
+}
+
+// What finishing TOKENS tokens needs of them.
+struct Tokens {
+    int64_t first, count;
+    __m512i sums; // of factor times code
+    __m256 units;
+
+    Tokens(const WholeInputs& in, int64_t k) : first(k), count(least(TOKENS, in.tokens - k)) {
+        int64_t all[TOKENS] = {};
+        float own[TOKENS] = {};
+        for (int64_t i = 0; i < count; ++i) all[i] = in.token[k + i].sum, own[i] = in.token[k + i].unit;
+        sums = load_as<__m512i>(all);
+        units = load_as<__m256>(own);
+    }
+};
+
+// 256 high + low of a row's sums, for TOKENS tokens.
+inline __m512i join_digits(Ints sums) {
+    const auto both = reinterpret_cast<__m512i>(sums);
+    return _mm512_add_epi64(_mm512_mul_epi32(both, _mm512_set1_epi64(256)), _mm512_srai_epi64(both, 32));
+}
+
+// Sums of a tile of rows and TOKENS tokens go where outputs say.
+template <int BYTES_EACH>
+void finish_tile(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, const Places& places, int64_t block,
+                 const Tokens& tokens, const Ints* sums, const Ints* second) {
+    constexpr int64_t CENTRES = (BYTES_EACH == 2 ? CodebookByRow::WORD + 1 : 1) * CodebookByRow::BYTE_ZERO;
+    const __m512i excess = _mm512_mullo_epi64(tokens.sums, _mm512_set1_epi64(CENTRES));
+    float made[LANES][TOKENS] = {}, kept[LANES][TOKENS] = {};
+    for (int64_t i = 0; i < places.count; ++i) {
+        const int64_t row = block * LANES + i;
+        __m512i all = join_digits(sums[i]);
+        if constexpr (BYTES_EACH == 2)
+            all = _mm512_add_epi64(_mm512_mullo_epi64(all, _mm512_set1_epi64(CodebookByRow::WORD)),
+                                   join_digits(second[i]));
+        const __m512d step = _mm512_set1_pd(static_cast<double>(whole_step(c, row)));
+        const __m256 value = _mm512_cvtpd_ps(_mm512_mul_pd(_mm512_cvtepi64_pd(_mm512_sub_epi64(all, excess)), step));
+        _mm256_storeu_ps(made[i], _mm256_mul_ps(value, tokens.units));
+        if (c.kept_columns > 0)
+            by_tokens<TOKENS>(tokens.count, [&](auto m, int64_t k) {
+                Floats own[m.value] = {};
+                add_kept<m.value>(c, in.kept + (tokens.first + k) * c.kept_columns, row, own);
+                for (int64_t l = 0; l < m.value; ++l) kept[i][k + l] = reduce(own[l]);
+            });
+    }
+    const __m512i column = _mm512_setr_epi32(0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120);
+    for (int64_t k = 0; k < tokens.count; ++k) {
+        auto sum = reinterpret_cast<Floats>(_mm512_i32gather_ps(column, made[0] + k, 4));
+        if (c.kept_columns > 0) sum += reinterpret_cast<Floats>(_mm512_i32gather_ps(column, kept[0] + k, 4));
+        finish(y, tokens.first + k, places, sum);
+    }
+}
+
+template <int B, int BYTES_EACH>
+void gemm_bits(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
+    const int64_t vectors = vectors_of(c), whole = vectors / PHASES, groups = ceil_div(in.tokens, TOKENS);
+    const int64_t chunks = ceil_div(whole > 0 ? whole : 1, CHUNK), stride = vectors * TILE;
+    const int64_t half = groups * ROWS * 16; // vectors of sums of a byte of the entries
+    constexpr int64_t PANELS = BYTES_EACH * sizeof(Panel), MOST = BYTES_EACH * BATCH / TOKENS * ROWS * TILE;
+    static_assert(PANELS + MOST <= GEMM_MEMORY);
+    auto* panels = static_cast<Panel*>(thread_memory(PANELS + MOST));
+    auto* sums = reinterpret_cast<Ints*>(panels + BYTES_EACH);
+    for (int64_t block = begin; block < end; block += ROWS) {
+        const int64_t tiles = least(ROWS, end - block);
+        for (int64_t q = 0; q < chunks; ++q) {
+            const Chunk chunk{q * CHUNK, least(CHUNK, whole - q * CHUNK), q == chunks - 1};
+            decode_rows<B, BYTES_EACH>(c, block * LANES, tiles, chunk, panels);
+            const int64_t here = chunk.count * PHASES + (chunk.tails ? vectors % PHASES : 0);
+            for (int64_t g = 0; g < groups; g += 2) {
+                const int64_t tokens = least(2 * TOKENS, in.tokens - g * TOKENS);
+                if (g == 0 || tokens < 2 * TOKENS) shape_digit_tiles(tokens);
+                const bool more = tokens > TOKENS;
+                const auto multiply = tiles == 2 ? (more ? multiply_digits<2, true> : multiply_digits<2, false>)
+                                                 : (more ? multiply_digits<1, true> : multiply_digits<1, false>);
+                for (int64_t e = 0; e < BYTES_EACH; ++e)
+                    multiply(panels[e][0], here, in.x + g * stride + chunk.block * PHASES * TILE, stride, q == 0,
+                             sums + e * half + g * ROWS * 16);
+            }
+        }
+        for (int64_t t = 0; t < tiles; ++t) {
+            const Places places = find_places(y, block + t, c.rows);
+            for (int64_t g = 0; g < groups; ++g) {
+                const Ints* own = sums + (g * ROWS + t) * 16;
+                finish_tile<BYTES_EACH>(c, in, y, places, block + t, Tokens(in, g * TOKENS), own, own + half);
+            }
+        }
+    }
+    _tile_release();
+}
+
+void gemm_whole(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
+    by_width(c.bits, [&](auto bits) {
+        constexpr int B = bits.value;
+        if constexpr (B > CodebookByRow::MOST_BYTE_BITS)
+            if (c.two_bytes) return gemm_bits<B, 2>(c, in, y, begin, end);
+        gemm_bits<B, 1>(c, in, y, begin, end);
+    });
+}
+#endif
+
+} // namespace
+
+void add_codebook_by_row_tiles([[maybe_unused]] MatmulOps& ops) {
+#ifdef __AMX_INT8__
+    WholeOps& own = ops.codebook_by_row.whole;
+    own.least = LEAST_TOKENS;
+    own.bytes = input_bytes;
+    own.prepare_many = prepare_many;
+    own.gemm = gemm_whole;
+#endif
+}
+
+} // namespace anybit::ANYBIT_ISA

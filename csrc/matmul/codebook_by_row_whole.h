@@ -1,0 +1,91 @@
+// What products of codebooks by row with WholeInputs share: the order of inputs, the step of a row, its kept channels.
+#pragma once
+
+#include "matmul/codebook_by_row.h"
+#include "matmul/transpose.h"
+#include "matmul/whole.h"
+
+namespace anybit::ANYBIT_ISA {
+namespace {
+
+// What one step of a row's centroids stands for.
+inline float whole_step(const CodebookByRow& c, int64_t row) { return c.scales[c.kind(row)] * c.row_scale(row); }
+
+// A block of a token's inputs as its vectors of codes meet them: byte m of vector s is input 8 m + s, or in a block of
+// tails input 64 s + m; those that are missing are 0.
+inline void order_inputs(const CodebookByRow& c, const int8_t* codes, int64_t b, Codes (&block)[PHASES]) {
+    constexpr int64_t ALL = PHASES * BYTES;
+    int8_t padded[ALL];
+    const int8_t* from = codes + b * ALL;
+    const int64_t there = least(ALL, c.columns - b * ALL);
+    if (there < ALL) {
+        for (int64_t j = 0; j < ALL; ++j) padded[j] = j < there ? from[j] : int8_t(0);
+        from = padded;
+    }
+    if (b == blocks_of(c) - 1 && tails_of(c) > 0) {
+        __builtin_memcpy(block, from, sizeof block);
+        return;
+    }
+#if defined(__AVX512VBMI__)
+    // Within each vector the phases of its 8 m together; then vectors of 8 by 8 such pieces are transposed.
+    alignas(64) uint8_t order[64];
+    for (int i = 0; i < 64; ++i) order[i] = static_cast<uint8_t>(i % 8 * 8 + i / 8);
+    const __m512i by = load_as<__m512i>(order);
+    __m512i v[8], w[8];
+    for (int i = 0; i < 8; ++i) v[i] = _mm512_permutexvar_epi8(by, load_as<__m512i>(from + 64 * i));
+    for (int i = 0; i < 8; i += 2) { // 2 by 2
+        w[i] = _mm512_unpacklo_epi64(v[i], v[i + 1]);
+        w[i + 1] = _mm512_unpackhi_epi64(v[i], v[i + 1]);
+    }
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13),
+                  high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    for (int i = 0; i < 8; i += 4)
+        for (int o = 0; o < 2; ++o) { // 4 by 4
+            v[i + o] = _mm512_permutex2var_epi64(w[i + o], low, w[i + o + 2]);
+            v[i + o + 2] = _mm512_permutex2var_epi64(w[i + o], high, w[i + o + 2]);
+        }
+    for (int i = 0; i < 4; ++i) { // 8 by 8
+        block[i] = reinterpret_cast<Codes>(_mm512_shuffle_i64x2(v[i], v[i + 4], 0x44));
+        block[i + 4] = reinterpret_cast<Codes>(_mm512_shuffle_i64x2(v[i], v[i + 4], 0xee));
+    }
+#else
+    for (int64_t s = 0; s < PHASES; ++s)
+        for (int64_t m = 0; m < BYTES; ++m) block[s][m] = static_cast<uint8_t>(from[PHASES * m + s]);
+#endif
+}
+
+// The factors of the inputs that the lanes of a tail's sums meet: two groups of 32, of those of the last block.
+inline Ints tail_factors(const int32_t* factors, int64_t t) {
+#if defined(__AVX512BW__)
+    const auto second = static_cast<__mmask16>(0xff00);
+    return reinterpret_cast<Ints>(
+        _mm512_mask_set1_epi32(_mm512_set1_epi32(factors[2 * t]), second, factors[2 * t + 1]));
+#else
+    (void)factors, (void)t;
+    return Ints{};
+#endif
+}
+
+// Up to LANES numbers, zeros behind them.
+inline Floats load_first(const float* x, int64_t count) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), x);
+#else
+    Floats made{};
+    __builtin_memcpy(&made, x, static_cast<size_t>(count) * 4);
+    return made;
+#endif
+}
+
+// The kept channels of a row times M tokens.
+template <int M> void add_kept(const CodebookByRow& c, const float* x, int64_t row, Floats (&total)[M]) {
+    const int64_t n = c.kept_columns;
+    for (int64_t j = 0; j < n; j += LANES) {
+        const int64_t left = least(LANES, n - j);
+        const Floats weights = load_halves(PartialHalves(c.kept + row * n + j, left).halves);
+        for (int64_t k = 0; k < M; ++k) total[k] += weights * load_first(x + k * n + j, left);
+    }
+}
+
+} // namespace
+} // namespace anybit::ANYBIT_ISA

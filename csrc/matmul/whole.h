@@ -1,0 +1,102 @@
+// Inputs of 8 bits whose scales are whole multiples of one number (WholeInputs), and their sums, which are exact.
+#pragma once
+
+#include "common/simd.h"
+#include "matmul/formats.h"
+
+namespace anybit::ANYBIT_ISA {
+namespace {
+
+constexpr int32_t MOST_MULTIPLES = 255; // with codes of 8 bits numbers of 16
+
+// NaN where one is.
+inline float largest_scale(const float* scales, int64_t groups) {
+    float largest = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+        if (scales[g] != scales[g]) return scales[g];
+        largest = scales[g] > largest ? scales[g] : largest;
+    }
+    return largest;
+}
+
+// The power of two that the largest scale of a token has 128 to 255 of, or fewer of the least there is. The same for a
+// scale and for the multiple that it is rounded up to.
+inline float unit_of(float largest) {
+    const int32_t exponent = load_as<int32_t>(&largest) >> 23, bits = (exponent > 8 ? exponent - 7 : 1) << 23;
+    return load_as<float>(&bits);
+}
+
+// The unit of a token's scales; NaN where one of them is.
+inline float find_unit(const float* scales, int64_t groups) {
+    const float largest = largest_scale(scales, groups);
+    return largest < __builtin_inff() ? unit_of(largest) : __builtin_nanf("");
+}
+
+inline int32_t factor_of(float scale, float unit) {
+    const float factor = scale / unit;
+    return factor >= 0 && factor <= MOST_MULTIPLES ? static_cast<int32_t>(factor) : 0; // not NaN
+}
+
+// The sum of one group's codes.
+inline int32_t sum_of(const int8_t* codes, int64_t count) {
+    int32_t sum = 0;
+    for (int64_t j = 0; j < count; ++j) sum += codes[j];
+    return sum;
+}
+
+// A token's unit, the factors of `groups` of its `columns` inputs, and its sum.
+inline WholeInputs::Token find_factors(const int8_t* codes, int64_t columns, const float* scales, int32_t* factors) {
+    constexpr int64_t SIZE = CodebookByRow::INPUT_GROUP;
+    const int64_t groups = ceil_div(columns, SIZE);
+    WholeInputs::Token token{find_unit(scales, groups), 0};
+    for (int64_t g = 0; g < groups; ++g) {
+        factors[g] = factor_of(scales[g], token.unit);
+        token.sum += int64_t(factors[g]) * sum_of(codes + g * SIZE, least(SIZE, columns - g * SIZE));
+    }
+    return token;
+}
+
+// Sums of 64 bits of integers times factors.
+class WholeSums {
+public:
+    void add(Ints sums, Ints factors) {
+#if defined(__AVX512F__)
+        const auto a = reinterpret_cast<__m512i>(sums), b = reinterpret_cast<__m512i>(factors);
+        const __m512i odd = _mm512_mul_epi32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
+        even_ += reinterpret_cast<Longs>(_mm512_mul_epi32(a, b));
+        odd_ += reinterpret_cast<Longs>(odd);
+#elif defined(__AVX2__)
+        const auto a = reinterpret_cast<__m256i>(sums), b = reinterpret_cast<__m256i>(factors);
+        const __m256i odd = _mm256_mul_epi32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
+        even_ += reinterpret_cast<Longs>(_mm256_mul_epi32(a, b));
+        odd_ += reinterpret_cast<Longs>(odd);
+#else
+        for (int l = 0; l < LANES; l += 2) {
+            even_[l / 2] += int64_t(sums[l]) * factors[l];
+            odd_[l / 2] += int64_t(sums[l + 1]) * factors[l + 1];
+        }
+#endif
+    }
+    int64_t total() const {
+        const Longs all = even_ + odd_;
+#if defined(__AVX512F__)
+        return _mm512_reduce_add_epi64(reinterpret_cast<__m512i>(all));
+#else
+        int64_t sum = 0;
+        for (int l = 0; l < LANES / 2; ++l) sum += all[l];
+        return sum;
+#endif
+    }
+
+private:
+    typedef int64_t Longs __attribute__((vector_size(LANES * 4)));
+    Longs even_{}, odd_{};
+};
+
+// What an exact sum stands for: below 2^53, it is rounded once. Units are powers of two.
+inline float whole_value(int64_t sum, float step, float unit) {
+    return static_cast<float>(static_cast<double>(sum) * static_cast<double>(step)) * unit;
+}
+
+} // namespace
+} // namespace anybit::ANYBIT_ISA
