@@ -37,6 +37,27 @@ inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
 }
 #endif
 
+// Up to LANES numbers, zeros behind them.
+inline Floats load_first(const float* x, int64_t count) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), x);
+#else
+    Floats made{};
+    __builtin_memcpy(&made, x, static_cast<size_t>(count) * 4);
+    return made;
+#endif
+}
+
+// The kept channels of a row times M tokens.
+template <int M> void add_kept(const CodebookByRow& c, const float* x, int64_t row, Floats (&total)[M]) {
+    const int64_t n = c.kept_columns;
+    for (int64_t j = 0; j < n; j += LANES) {
+        const int64_t left = least(LANES, n - j);
+        const Floats weights = load_halves(PartialHalves(c.kept + row * n + j, left).halves);
+        for (int64_t k = 0; k < M; ++k) total[k] += weights * load_first(x + k * n + j, left);
+    }
+}
+
 // ---- what centroids are multiplied as: M tokens with the codes of a row, block by block ---------------------------
 
 // Bytes, with inputs of 8 bits: sums are exact.
@@ -54,14 +75,6 @@ public:
                 in.factors + tokens * (in.stride / CodebookByRow::INPUT_GROUP),
                 in.token + tokens,
                 in.kept + tokens * c.kept_columns};
-    }
-
-    // What a row's sum stands for, beside its kept channels.
-    static Floats inexact(const CodebookByRow&, int64_t, const WholeSums&) { return Floats{}; }
-    static float exact(const CodebookByRow& c, const WholeInputs& in, int64_t row, int64_t k, int64_t excess,
-                       const WholeSums& sums) {
-        const WholeInputs::Token& token = in.token[k];
-        return whole_value(sums.total() - excess * token.sum, whole_step(c, row), token.unit);
     }
 
 protected:
@@ -112,9 +125,7 @@ public:
             total[k].add(dot_centroids(Ints{}, weights, this->tail_inputs(k, t)), this->factors_of_tail(k, t));
     }
 
-    static float exact(const CodebookByRow& c, const WholeInputs& in, int64_t row, int64_t k, const WholeSums& sums) {
-        return WholeCentroids<B, M>::exact(c, in, row, k, CodebookByRow::BYTE_ZERO - CENTRE, sums);
-    }
+    static constexpr int32_t EXCESS = CodebookByRow::BYTE_ZERO - CENTRE; // of every entry, in steps
 
 private:
     Table<B> table_;
@@ -155,10 +166,7 @@ public:
         }
     }
 
-    static float exact(const CodebookByRow& c, const WholeInputs& in, int64_t row, int64_t k, const WholeSums& sums) {
-        constexpr int32_t CENTRES = (CodebookByRow::WORD + 1) * (CodebookByRow::BYTE_ZERO - CENTRE);
-        return WholeCentroids<B, M>::exact(c, in, row, k, CENTRES, sums);
-    }
+    static constexpr int32_t EXCESS = (CodebookByRow::WORD + 1) * (CodebookByRow::BYTE_ZERO - CENTRE);
 
 private:
     Table<B> high_, low_;
@@ -170,9 +178,6 @@ template <typename X> struct Plain {
     using Total = Floats;
     static constexpr int MOST = MOST_TOKENS;
     static constexpr int64_t MOST_BLOCKS = 32 / sizeof(X);
-
-    static Floats inexact(const CodebookByRow& c, int64_t row, Floats sum) { return sum * c.row_scale(row); }
-    static float exact(const CodebookByRow&, const Inputs<X>&, int64_t, int64_t, Floats) { return 0; }
 
     static Inputs<X> skip(const CodebookByRow& c, const Inputs<X>& in, int64_t tokens) {
         return {in.x + tokens * in.stride, in.tokens - tokens, in.stride, nullptr, in.kept + tokens * c.kept_columns};
@@ -256,6 +261,52 @@ private:
 
 // ---- rows ---------------------------------------------------------------------------------------------------------
 
+inline int64_t output_of(const CodebookByRow& c, int64_t row) { return c.out_rows == nullptr ? row : c.out_rows[row]; }
+
+// Outputs += rows' sums of floats and their kept channels.
+template <typename By, int M, typename X>
+void finish_rows(const CodebookByRow& c, const Inputs<X>& in, const Floats (&total)[CodebookByRow::TOGETHER][M],
+                 float* y, int64_t y_stride, int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+        Floats own[M];
+        for (int k = 0; k < M; ++k) own[k] = total[row - first][k] * c.row_scale(row);
+        add_kept<M>(c, in.kept, row, own);
+        for (int k = 0; k < M; ++k) y[k * y_stride + output_of(c, row)] += reduce(own[k]);
+    }
+}
+
+// Outputs += what rows' exact sums stand for, and their kept channels.
+template <typename By, int M>
+void finish_rows(const CodebookByRow& c, const WholeInputs& in, const WholeSums (&total)[CodebookByRow::TOGETHER][M],
+                 float* y, int64_t y_stride, int64_t first, int64_t last) {
+    constexpr int64_t TOGETHER = CodebookByRow::TOGETHER;
+    const int64_t rows = last - first;
+    double steps[TOGETHER] = {};
+    float values[M][TOGETHER], kept[M][TOGETHER + LANES] = {};
+    for (int64_t i = 0; i < rows; ++i) steps[i] = static_cast<double>(whole_step(c, first + i));
+    for (int k = 0; k < M; ++k) {
+        const WholeInputs::Token& token = in.token[k];
+        const int64_t excess = By::EXCESS * token.sum;
+#if defined(__AVX512DQ__)
+        static_assert(TOGETHER == 8);
+        __m512i sums[TOGETHER];
+        for (int i = 0; i < TOGETHER; ++i) sums[i] = total[i][k].lanes();
+        const __m512i all = _mm512_sub_epi64(totals_of(sums), _mm512_set1_epi64(excess));
+        _mm256_storeu_ps(values[k], whole_values(all, load_as<__m512d>(steps), _mm256_set1_ps(token.unit)));
+#else
+        for (int64_t i = 0; i < rows; ++i)
+            values[k][i] = whole_value(total[i][k].total() - excess, steps[i], token.unit);
+#endif
+    }
+    for (int64_t i = 0; i < rows && c.kept_columns > 0; i += LANES) {
+        Floats sums[M] = {};
+        sum_kept<M>(c, in.kept, first + i, least(LANES, rows - i), sums);
+        for (int k = 0; k < M; ++k) store(kept[k] + i, sums[k]);
+    }
+    for (int64_t i = 0; i < rows; ++i)
+        for (int k = 0; k < M; ++k) y[k * y_stride + output_of(c, first + i)] += kept[k][i] + values[k][i];
+}
+
 // Up to CodebookByRow::TOGETHER rows, tile by tile of columns: the inputs of a tile stay close, and what the same
 // row needs next is fetched meanwhile.
 template <template <int, int> typename By, int B, int M>
@@ -289,14 +340,7 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, float
             for (int k = 0; k < M; ++k) total[row - first][k] = own[k];
         }
     }
-    for (int64_t row = first; row < last; ++row) {
-        Floats own[M];
-        for (int k = 0; k < M; ++k) own[k] = By<B, M>::inexact(c, row, total[row - first][k]);
-        add_kept<M>(c, in.kept, row, own);
-        for (int64_t k = 0; k < M; ++k)
-            y[k * y_stride + (c.out_rows == nullptr ? row : c.out_rows[row])] +=
-                reduce(own[k]) + By<B, M>::exact(c, in, row, k, total[row - first][k]);
-    }
+    finish_rows<By<B, M>>(c, in, total, y, y_stride, first, last);
 }
 
 template <template <int, int> typename By, int B>

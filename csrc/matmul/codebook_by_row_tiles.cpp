@@ -183,35 +183,51 @@ inline __m512i join_digits(Ints sums) {
     return _mm512_add_epi64(_mm512_mul_epi32(both, _mm512_set1_epi64(256)), _mm512_srai_epi64(both, 32));
 }
 
+// Vectors of 8 tokens of 16 rows become those of 16 rows of 8 tokens.
+inline void turn(const __m256 (&rows)[16], Floats (&tokens)[TOKENS]) {
+    __m512 v[8], w[8];
+    for (int i = 0; i < 8; ++i) // rows i and i + 8, of which each half is transposed
+        v[i] = _mm512_castpd_ps(
+            _mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(rows[i])), _mm256_castps_pd(rows[i + 8]), 1));
+    for (int i = 0; i < 8; i += 2)
+        w[i] = _mm512_unpacklo_ps(v[i], v[i + 1]), w[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+    for (int i = 0; i < 8; i += 4)
+        for (int o = 0; o < 2; ++o) {
+            const __m512d a = _mm512_castps_pd(w[i + o]), b = _mm512_castps_pd(w[i + o + 2]);
+            v[i + 2 * o] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            v[i + 2 * o + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    const __m512i high = _mm512_setr_epi32(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int k = 0; k < 4; ++k) {
+        tokens[k] = reinterpret_cast<Floats>(_mm512_permutex2var_ps(v[k], low, v[k + 4]));
+        tokens[k + 4] = reinterpret_cast<Floats>(_mm512_permutex2var_ps(v[k], high, v[k + 4]));
+    }
+}
+
 // Sums of a tile of rows and TOKENS tokens go where outputs say.
 template <int BYTES_EACH>
-void finish_tile(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, const Places& places, int64_t block,
-                 const Tokens& tokens, const Ints* sums, const Ints* second) {
+void finish_tile(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, const Places& places, int64_t row,
+                 const double* steps, const Tokens& tokens, const Ints* sums, const Ints* second) {
     constexpr int64_t CENTRES = (BYTES_EACH == 2 ? CodebookByRow::WORD + 1 : 1) * CodebookByRow::BYTE_ZERO;
     const __m512i excess = _mm512_mullo_epi64(tokens.sums, _mm512_set1_epi64(CENTRES));
-    float made[LANES][TOKENS] = {}, kept[LANES][TOKENS] = {};
-    for (int64_t i = 0; i < places.count; ++i) {
-        const int64_t row = block * LANES + i;
+    __m256 rows[LANES];
+    for (int i = 0; i < LANES; ++i) {
         __m512i all = join_digits(sums[i]);
         if constexpr (BYTES_EACH == 2)
             all = _mm512_add_epi64(_mm512_mullo_epi64(all, _mm512_set1_epi64(CodebookByRow::WORD)),
                                    join_digits(second[i]));
-        const __m512d step = _mm512_set1_pd(static_cast<double>(whole_step(c, row)));
-        const __m256 value = _mm512_cvtpd_ps(_mm512_mul_pd(_mm512_cvtepi64_pd(_mm512_sub_epi64(all, excess)), step));
-        _mm256_storeu_ps(made[i], _mm256_mul_ps(value, tokens.units));
-        if (c.kept_columns > 0)
-            by_tokens<TOKENS>(tokens.count, [&](auto m, int64_t k) {
-                Floats own[m.value] = {};
-                add_kept<m.value>(c, in.kept + (tokens.first + k) * c.kept_columns, row, own);
-                for (int64_t l = 0; l < m.value; ++l) kept[i][k + l] = reduce(own[l]);
-            });
+        rows[i] = whole_values(_mm512_sub_epi64(all, excess), _mm512_set1_pd(steps[i]), tokens.units);
     }
-    const __m512i column = _mm512_setr_epi32(0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120);
-    for (int64_t k = 0; k < tokens.count; ++k) {
-        auto sum = reinterpret_cast<Floats>(_mm512_i32gather_ps(column, made[0] + k, 4));
-        if (c.kept_columns > 0) sum += reinterpret_cast<Floats>(_mm512_i32gather_ps(column, kept[0] + k, 4));
-        finish(y, tokens.first + k, places, sum);
-    }
+    Floats values[TOKENS], kept[TOKENS] = {};
+    turn(rows, values);
+    if (c.kept_columns > 0)
+        by_tokens<TOKENS>(tokens.count, [&](auto m, int64_t k) {
+            Floats own[m.value] = {};
+            sum_kept<m.value>(c, in.kept + (tokens.first + k) * c.kept_columns, row, places.count, own);
+            for (int l = 0; l < m.value; ++l) kept[k + l] = own[l];
+        });
+    for (int64_t k = 0; k < tokens.count; ++k) finish(y, tokens.first + k, places, kept[k] + values[k]);
 }
 
 template <int B, int BYTES_EACH>
@@ -242,9 +258,12 @@ void gemm_bits(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
         }
         for (int64_t t = 0; t < tiles; ++t) {
             const Places places = find_places(y, block + t, c.rows);
+            const int64_t row = (block + t) * LANES;
+            double steps[LANES] = {};
+            for (int64_t i = 0; i < places.count; ++i) steps[i] = static_cast<double>(whole_step(c, row + i));
             for (int64_t g = 0; g < groups; ++g) {
                 const Ints* own = sums + (g * ROWS + t) * 16;
-                finish_tile<BYTES_EACH>(c, in, y, places, block + t, Tokens(in, g * TOKENS), own, own + half);
+                finish_tile<BYTES_EACH>(c, in, y, places, row, steps, Tokens(in, g * TOKENS), own, own + half);
             }
         }
     }

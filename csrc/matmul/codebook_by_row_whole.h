@@ -66,24 +66,16 @@ inline Ints tail_factors(const int32_t* factors, int64_t t) {
 #endif
 }
 
-// Up to LANES numbers, zeros behind them.
-inline Floats load_first(const float* x, int64_t count) {
-#if defined(__AVX512F__)
-    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), x);
-#else
-    Floats made{};
-    __builtin_memcpy(&made, x, static_cast<size_t>(count) * 4);
-    return made;
-#endif
-}
-
-// The kept channels of a row times M tokens.
-template <int M> void add_kept(const CodebookByRow& c, const float* x, int64_t row, Floats (&total)[M]) {
+// Kept channels of up to LANES rows from `row` on, a lane for each, times M tokens: one channel after another.
+template <int M>
+inline void sum_kept(const CodebookByRow& c, const float* x, int64_t row, int64_t rows, Floats (&sums)[M]) {
     const int64_t n = c.kept_columns;
     for (int64_t j = 0; j < n; j += LANES) {
-        const int64_t left = least(LANES, n - j);
-        const Floats weights = load_halves(PartialHalves(c.kept + row * n + j, left).halves);
-        for (int64_t k = 0; k < M; ++k) total[k] += weights * load_first(x + k * n + j, left);
+        const int64_t here = least(LANES, n - j);
+        Floats channel[LANES];
+        decode_halves<load_halves>(c.kept + row * n + j, n, rows, here, channel);
+        for (int64_t i = 0; i < here; ++i)
+            for (int k = 0; k < M; ++k) sums[k] += channel[i] * broadcast(x[k * n + j + i]);
     }
 }
 

@@ -79,14 +79,13 @@ public:
     }
     int64_t total() const {
         const Longs all = even_ + odd_;
-#if defined(__AVX512F__)
-        return _mm512_reduce_add_epi64(reinterpret_cast<__m512i>(all));
-#else
         int64_t sum = 0;
         for (int l = 0; l < LANES / 2; ++l) sum += all[l];
         return sum;
-#endif
     }
+#if defined(__AVX512F__)
+    __m512i lanes() const { return reinterpret_cast<__m512i>(even_ + odd_); }
+#endif
 
 private:
     typedef int64_t Longs __attribute__((vector_size(LANES * 4)));
@@ -94,9 +93,28 @@ private:
 };
 
 // What an exact sum stands for: below 2^53, it is rounded once. Units are powers of two.
-inline float whole_value(int64_t sum, float step, float unit) {
-    return static_cast<float>(static_cast<double>(sum) * static_cast<double>(step)) * unit;
+inline float whole_value(int64_t sum, double step, float unit) {
+    return static_cast<float>(static_cast<double>(sum) * step) * unit;
 }
+
+#if defined(__AVX512DQ__)
+// The same of eight.
+inline __m256 whole_values(__m512i sums, __m512d steps, __m256 units) {
+    return _mm256_mul_ps(_mm512_cvtpd_ps(_mm512_mul_pd(_mm512_cvtepi64_pd(sums), steps)), units);
+}
+
+// The total of each of eight.
+inline __m512i totals_of(const __m512i (&v)[8]) {
+    __m512i two[4], four[2];
+    for (int i = 0; i < 4; ++i)
+        two[i] = _mm512_add_epi64(_mm512_unpacklo_epi64(v[2 * i], v[2 * i + 1]),
+                                  _mm512_unpackhi_epi64(v[2 * i], v[2 * i + 1]));
+    for (int i = 0; i < 2; ++i) // lanes of 128 bits 0 and 2 of both, and 1 and 3
+        four[i] = _mm512_add_epi64(_mm512_shuffle_i64x2(two[2 * i], two[2 * i + 1], 0x88),
+                                   _mm512_shuffle_i64x2(two[2 * i], two[2 * i + 1], 0xdd));
+    return _mm512_add_epi64(_mm512_shuffle_i64x2(four[0], four[1], 0x88), _mm512_shuffle_i64x2(four[0], four[1], 0xdd));
+}
+#endif
 
 } // namespace
 } // namespace anybit::ANYBIT_ISA
