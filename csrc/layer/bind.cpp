@@ -164,11 +164,7 @@ BoundTile bind_nested(const TileLayout& layout, int64_t r, int64_t c, int64_t ou
     bytes->kinds = fields.bytes("shapes", 4, 1, r);
     for (uint8_t kind : bytes->kinds)
         if (kind >= options.tables->count()) refuse("shapes hold " + std::to_string(kind) + ", which there is not");
-    const std::vector<int32_t> order = fields.index("order", r, r);
-    bytes->out_rows = OutRows(order, out);
-    bytes->stored_rows.resize(order.size());
-    for (size_t i = 0; i < order.size(); ++i)
-        bytes->stored_rows[static_cast<size_t>(order[i])] = static_cast<int32_t>(i);
+    bytes->out_rows = OutRows(fields.index("order", r, r), out);
     BoundTile bound;
     if (layout.kept > 0) {
         bytes->kept = fields.of("kept_values", HALF, {r, layout.kept});

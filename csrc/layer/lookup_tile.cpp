@@ -146,8 +146,9 @@ void LookupTile::multiply_whole(const Way& way, const TileInputs& x, Outputs y, 
                              reinterpret_cast<const WholeInputs::Token*>(base + at.token),
                              reinterpret_cast<const float*>(base + at.kept)};
     const WholeOps& kernels = ops_.codebook_by_row.whole;
-    if (way.kernel != Way::Kernel::gemm) return kernels.gemv(c, inputs, y.sums, y.stride, from, to);
-    kernels.gemm(c, inputs, outputs_of(y, span.first), from / ops_.lanes, blocks_of(to));
+    y = outputs_of(y, span.first);
+    if (way.kernel == Way::Kernel::gemm) kernels.gemm(c, inputs, y, from / ops_.lanes, blocks_of(to));
+    else kernels.gemv(c, inputs, y, from, to);
 }
 
 void LookupTile::multiply_few(const Way& way, const TileInputs& x, const Outputs& y, size_t span, int64_t from,
@@ -222,7 +223,7 @@ void LookupTile::dequantize(float* out, int threads) const {
 }
 
 void LookupTile::row(int64_t i, float* out) const {
-    const int64_t stored = out_rows_.given() ? bytes_->stored_rows[static_cast<size_t>(i)] : i;
+    const int64_t stored = out_rows_.given() ? out_rows_.inverse()[i] : i;
     for (const Span& span : spans_) {
         const int64_t at = stored - span.first;
         if (at < 0 || at >= span.c.rows) continue;

@@ -23,7 +23,6 @@ struct LookupBytes {
     std::vector<uint8_t> kinds; // nested: [rows]
     std::vector<float> scales;  // nested: [rows]
     OutRows out_rows;
-    std::vector<int32_t> stored_rows; // of output rows, if they are in an order; else none
 };
 
 class LookupTile final : public Tile {
@@ -54,6 +53,7 @@ public:
         const bool many = rounded ? whole.gemm != nullptr && tokens >= whole.least : tokens > few(inputs);
         if (rounded && !centroids_->takes_int8()) return std::nullopt;
         Way way{many ? Way::Kernel::gemm : Way::Kernel::gemv, inputs};
+        way.whole = rounded;
         way.unit = many ? GEMM_BLOCKS * ops_.lanes : WHOLE_ROWS;
         if (inputs == Numbers::f32 && !many) way.own = lines(line() * 4);
         for (const Span& span : spans_) {
@@ -85,7 +85,7 @@ public:
     int64_t unit_row(const Way& way, int64_t unit) const override;
 
     void dequantize(float* out, int threads) const override;
-    bool has_rows() const override { return !out_rows_.given() || !bytes_->stored_rows.empty(); }
+    bool has_rows() const override { return !out_rows_.given() || out_rows_.inverse() != nullptr; }
     void row(int64_t i, float* out) const override;
     std::shared_ptr<const Tile> at(const TileLayout& layout) const override;
 

@@ -120,6 +120,7 @@ private:
         Step place = token_step(Step::Kind::place, layer_.out_);
         place.first = first;
         place.last = last;
+        place.units = (layer_.out_ - 1) / Plan::PLACED_OUTPUTS + 1;
         plan_.steps_.push_back(place);
     }
 
@@ -151,6 +152,7 @@ private:
 
 int64_t Plan::units(int step, int64_t tokens) const {
     const Step& s = steps_[static_cast<size_t>(step)];
+    if (s.kind == Step::Kind::place) return tokens * s.units;
     return s.kind == Step::Kind::multiply ? s.units : (tokens + s.unit - 1) / s.unit;
 }
 

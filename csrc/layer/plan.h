@@ -42,6 +42,8 @@ private:
     friend class Planner;
     friend class Product;
 
+    static constexpr int64_t PLACED_OUTPUTS = 4096; // of a token, that a thread puts in place together
+
     // What a part of the layer reads: inputs as they came, widened or narrowed, or codes; or what codes stand for.
     enum class Source { floats, halves, codes, restored };
 
@@ -61,7 +63,7 @@ private:
         bool clears = false, narrows = false;
         bool shared = false; // all parts have the same rows, in order; else each has rows that no other has
         int64_t unit = 1;    // of shared rows; of tokens
-        int64_t units = 0;   // of rows
+        int64_t units = 0;   // of rows; where they are placed, pieces of a token's outputs
         int64_t work = 0;    // of a token
     };
 
@@ -111,7 +113,7 @@ private:
     void multiply(const Plan::Step& step, int64_t begin, int64_t end, char* own) const;
     void multiply_rows(size_t p, int64_t begin, int64_t end, char* own) const;
     void multiply_sparse(int64_t begin, int64_t end) const;
-    void place(size_t p, int64_t first, int64_t last) const;
+    void place(size_t p, int64_t k, int64_t piece) const;
     void clear(const int32_t* rows, int64_t begin, int64_t end) const;
     void narrow(const int32_t* rows, int64_t begin, int64_t end) const;
 

@@ -45,7 +45,8 @@ void Product::run(int step, int64_t begin, int64_t end, void* own) const noexcep
     case Plan::Step::Kind::prepare: return prepare(first, last, Own(static_cast<char*>(own), layer_.in()));
     case Plan::Step::Kind::multiply: return multiply(s, begin, end, static_cast<char*>(own));
     case Plan::Step::Kind::place:
-        for (size_t p = s.first; p < s.last; ++p) place(p, first, last);
+        for (int64_t u = begin; u < end; ++u)
+            for (size_t p = s.first; p < s.last; ++p) place(p, u / s.units, u % s.units);
         return;
     case Plan::Step::Kind::narrow:
         for (int64_t k = first; k < last; ++k)
@@ -191,21 +192,27 @@ void Product::multiply_sparse(int64_t begin, int64_t end) const {
     layer_.ops_.sparse.f32.gemm(layer_.sparse(), x, Outputs{sums(), sums_stride()}, begin, end);
 }
 
-// Put a part's sums where its rows belong: those of one block are all over the outputs, those of a token are not.
-void Product::place(size_t p, int64_t first, int64_t last) const {
+// Put a part's sums where its rows belong: those of one block are all over the outputs, those of a token are not. Rows
+// that are not all outputs are put there with the first piece of them.
+void Product::place(size_t p, int64_t k, int64_t piece) const {
     if (!plan_.parts_[p].placed) return;
     const Tile& tile = *plan_.parts_[p].part->tile;
-    const int32_t* rows = tile.out_rows().data();
-    const auto* made = region<float>(Plan::PARTS + 2 * p + 1);
-    const auto* rounded = region<uint16_t>(Plan::PARTS + 2 * p + 1);
+    const int32_t *rows = tile.out_rows().data(), *inverse = tile.out_rows().inverse();
     const bool fresh = plan_.fresh_ && (p == 0 || layer_.alone());
-    for (int64_t k = first; k < last; ++k) {
-        const int64_t from = k * tile.rows();
-        float* to = plan_.direct_ ? nullptr : sums() + k * sums_stride();
-        for (int64_t i = 0; i < tile.rows(); ++i)
-            if (plan_.direct_) y_.halves[k * y_.stride + rows[i]] = rounded[from + i];
-            else to[rows[i]] = fresh ? made[from + i] : to[rows[i]] + made[from + i];
-    }
+    const auto put = [&](const auto* made, auto* to, bool set) {
+        made += k * tile.rows();
+        const int64_t first = piece * Plan::PLACED_OUTPUTS, last = std::min(first + Plan::PLACED_OUTPUTS, layer_.out_);
+        if (inverse == nullptr) {
+            for (int64_t i = 0; i < (piece == 0 ? tile.rows() : 0); ++i)
+                to[rows[i]] = set ? made[i] : to[rows[i]] + made[i];
+        } else if (set)
+            for (int64_t i = first; i < last; ++i) to[i] = made[inverse[i]];
+        else
+            for (int64_t i = first; i < last; ++i) to[i] += made[inverse[i]];
+    };
+    const size_t from = Plan::PARTS + 2 * p + 1;
+    if (plan_.direct_) put(region<uint16_t>(from), y_.halves + k * y_.stride, true);
+    else put(region<float>(from), sums() + k * sums_stride(), fresh);
 }
 
 // Outputs begin <= i < end, or those of these rows, to 0.

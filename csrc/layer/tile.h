@@ -38,14 +38,21 @@ public:
                        (i > 0 && sorted[i] == sorted[i - 1] ? " twice" : "") +
                        ": expected different output rows from 0 to " + std::to_string(out - 1));
         ascend_ = sorted == *rows_;
+        if (static_cast<int64_t>(rows_->size()) != out) return;
+        auto inverse = std::make_shared<std::vector<int32_t>>(rows_->size());
+        for (size_t i = 0; i < rows_->size(); ++i)
+            (*inverse)[static_cast<size_t>((*rows_)[i])] = static_cast<int32_t>(i);
+        inverse_ = std::move(inverse);
     }
     bool given() const { return rows_ != nullptr; }
     bool ascend() const { return ascend_; }
     const int32_t* data() const { return given() ? rows_->data() : nullptr; } // null: all, in order
+    // Which row is which output's, where they are given and are all of them; else null.
+    const int32_t* inverse() const { return inverse_ != nullptr ? inverse_->data() : nullptr; }
 
 private:
     bool ascend_ = true;
-    std::shared_ptr<const std::vector<int32_t>> rows_;
+    std::shared_ptr<const std::vector<int32_t>> rows_, inverse_;
 };
 
 // How a tile multiplies so many tokens that come in one form. A plan asks for it once and keeps it.
@@ -60,9 +67,10 @@ struct Way {
     bool direct = false; // reads them where they lie; else from where `arrange` puts them
     int64_t unit = 1;    // rows that a thread takes together
     int64_t own = 0;     // bytes that each thread needs for itself
+    bool whole = false;  // inputs are WholeInputs
 
     // Whether it takes outputs that are to be set or rounded.
-    bool finishes() const { return kernel == Kernel::gemm; }
+    bool finishes() const { return kernel == Kernel::gemm || whole; }
 };
 
 // Inputs of some tokens as a way reads them: rows of `stride` numbers, or what `arrange` made.

@@ -58,12 +58,19 @@ template <int M> void add_kept(const CodebookByRow& c, const float* x, int64_t r
     }
 }
 
+// Outputs of some tokens: sums that are added to.
+struct Sums {
+    float* y;
+    int64_t stride;
+};
+
 // ---- what centroids are multiplied as: M tokens with the codes of a row, block by block ---------------------------
 
 // Bytes, with inputs of 8 bits: sums are exact.
 template <int B, int M> class WholeCentroids {
 public:
     using Given = WholeInputs;
+    using To = Outputs;
     using Total = WholeSums;
     static constexpr int MOST = MOST_ROUNDED;
     static constexpr int64_t MOST_BLOCKS = 32; // whose inputs stay close while rows take turns
@@ -175,6 +182,7 @@ private:
 // Activations of T in the kernels' order.
 template <typename X> struct Plain {
     using Given = Inputs<X>;
+    using To = Sums;
     using Total = Floats;
     static constexpr int MOST = MOST_TOKENS;
     static constexpr int64_t MOST_BLOCKS = 32 / sizeof(X);
@@ -261,57 +269,71 @@ private:
 
 // ---- rows ---------------------------------------------------------------------------------------------------------
 
-inline int64_t output_of(const CodebookByRow& c, int64_t row) { return c.out_rows == nullptr ? row : c.out_rows[row]; }
-
 // Outputs += rows' sums of floats and their kept channels.
 template <typename By, int M, typename X>
 void finish_rows(const CodebookByRow& c, const Inputs<X>& in, const Floats (&total)[CodebookByRow::TOGETHER][M],
-                 float* y, int64_t y_stride, int64_t first, int64_t last) {
+                 const Sums& to, int64_t k, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
         Floats own[M];
-        for (int k = 0; k < M; ++k) own[k] = total[row - first][k] * c.row_scale(row);
+        for (int i = 0; i < M; ++i) own[i] = total[row - first][i] * c.row_scale(row);
         add_kept<M>(c, in.kept, row, own);
-        for (int k = 0; k < M; ++k) y[k * y_stride + output_of(c, row)] += reduce(own[k]);
+        for (int i = 0; i < M; ++i)
+            to.y[(k + i) * to.stride + (c.out_rows == nullptr ? row : c.out_rows[row])] += reduce(own[i]);
     }
 }
 
-// Outputs += what rows' exact sums stand for, and their kept channels.
+// What rows' exact sums stand for, and their kept channels, go where outputs say.
 template <typename By, int M>
 void finish_rows(const CodebookByRow& c, const WholeInputs& in, const WholeSums (&total)[CodebookByRow::TOGETHER][M],
-                 float* y, int64_t y_stride, int64_t first, int64_t last) {
+                 const Outputs& to, int64_t k, int64_t first, int64_t last) {
     constexpr int64_t TOGETHER = CodebookByRow::TOGETHER;
     const int64_t rows = last - first;
-    double steps[TOGETHER] = {};
-    float values[M][TOGETHER], kept[M][TOGETHER + LANES] = {};
-    for (int64_t i = 0; i < rows; ++i) steps[i] = static_cast<double>(whole_step(c, first + i));
-    for (int k = 0; k < M; ++k) {
-        const WholeInputs::Token& token = in.token[k];
+    float values[M][TOGETHER];
+    for (int t = 0; t < M; ++t) {
+        const WholeInputs::Token& token = in.token[t];
         const int64_t excess = By::EXCESS * token.sum;
 #if defined(__AVX512DQ__)
-        static_assert(TOGETHER == 8);
-        __m512i sums[TOGETHER];
-        for (int i = 0; i < TOGETHER; ++i) sums[i] = total[i][k].lanes();
-        const __m512i all = _mm512_sub_epi64(totals_of(sums), _mm512_set1_epi64(excess));
-        _mm256_storeu_ps(values[k], whole_values(all, load_as<__m512d>(steps), _mm256_set1_ps(token.unit)));
+        for (int64_t i = 0; i < rows; i += 8) {
+            __m512i sums[8];
+            for (int l = 0; l < 8; ++l) sums[l] = total[i + l][t].lanes();
+            const __m512i all = _mm512_sub_epi64(totals_of(sums), _mm512_set1_epi64(excess));
+            _mm256_storeu_ps(values[t] + i,
+                             whole_values(all, whole_steps(c, first + i, rows - i), _mm256_set1_ps(token.unit)));
+        }
 #else
         for (int64_t i = 0; i < rows; ++i)
-            values[k][i] = whole_value(total[i][k].total() - excess, steps[i], token.unit);
+            values[t][i] = whole_value(total[i][t].total() - excess, whole_step(c, first + i), token.unit);
 #endif
     }
     for (int64_t i = 0; i < rows && c.kept_columns > 0; i += LANES) {
-        Floats sums[M] = {};
-        sum_kept<M>(c, in.kept, first + i, least(LANES, rows - i), sums);
-        for (int k = 0; k < M; ++k) store(kept[k] + i, sums[k]);
+        const int64_t here = least(LANES, rows - i);
+        Floats kept[M] = {};
+        sum_kept<M>(c, in.kept, first + i, here, kept);
+        for (int t = 0; t < M; ++t)
+            if (here == LANES) store(values[t] + i, kept[t] + load(values[t] + i));
+            else
+                for (int64_t l = 0; l < here; ++l) values[t][i + l] += kept[t][l];
     }
-    for (int64_t i = 0; i < rows; ++i)
-        for (int k = 0; k < M; ++k) y[k * y_stride + output_of(c, first + i)] += kept[k][i] + values[k][i];
+    for (int t = 0; t < M; ++t) {
+        const int64_t token = (k + t) * to.stride;
+        if (to.rows == nullptr && to.fresh && to.rounded == nullptr) {
+            __builtin_memcpy(to.sums + token + first, values[t], static_cast<size_t>(rows) * 4);
+            continue;
+        }
+        for (int64_t i = 0; i < rows; ++i) {
+            const int64_t at = token + (to.rows == nullptr ? first + i : to.rows[first + i]);
+            const float own = to.fresh ? values[t][i] : to.sums[at] + values[t][i];
+            if (to.rounded == nullptr) to.sums[at] = own;
+            else to.rounded[at] = to_bf16(own);
+        }
+    }
 }
 
 // Up to CodebookByRow::TOGETHER rows, tile by tile of columns: the inputs of a tile stay close, and what the same
 // row needs next is fetched meanwhile.
 template <template <int, int> typename By, int B, int M>
-void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, float* y, int64_t y_stride, int64_t first,
-               int64_t last) {
+void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, const typename By<B, M>::To& to, int64_t k,
+               int64_t first, int64_t last) {
     using Total = typename By<B, M>::Total;
     const int64_t bytes = 4 * c.words, blocks = blocks_of(c), tails = tails_of(c), whole = blocks - (tails > 0);
     const int64_t tile = ceil_div(blocks, ceil_div(blocks * M, By<B, M>::MOST_BLOCKS)); // as equal as can be
@@ -340,44 +362,45 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, float
             for (int k = 0; k < M; ++k) total[row - first][k] = own[k];
         }
     }
-    finish_rows<By<B, M>>(c, in, total, y, y_stride, first, last);
+    finish_rows<By<B, M>>(c, in, total, to, k, first, last);
 }
 
 template <template <int, int> typename By, int B>
-void gemv_bits(const CodebookByRow& c, const typename By<B, 1>::Given& in, float* y, int64_t y_stride, int64_t begin,
-               int64_t end) {
+void gemv_bits(const CodebookByRow& c, const typename By<B, 1>::Given& in, const typename By<B, 1>::To& to,
+               int64_t begin, int64_t end) {
     for (int64_t first = begin; first < end; first += CodebookByRow::TOGETHER) {
         const int64_t last = least(end, first + CodebookByRow::TOGETHER);
         by_tokens<By<B, 1>::MOST>(in.tokens, [&](auto m, int64_t k) {
-            gemv_rows<By, B, m.value>(c, By<B, 1>::skip(c, in, k), y + k * y_stride, y_stride, first, last);
+            gemv_rows<By, B, m.value>(c, By<B, 1>::skip(c, in, k), to, k, first, last);
         });
     }
 }
 
-void gemv_whole(const CodebookByRow& c, const WholeInputs& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+void gemv_whole(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
     by_width(c.bits, [&](auto bits) {
         constexpr int B = bits.value;
         if constexpr (B > CodebookByRow::MOST_BYTE_BITS)
-            if (c.two_bytes) return gemv_bits<WordCentroids, B>(c, in, y, y_stride, begin, end);
-        gemv_bits<ByteCentroids, B>(c, in, y, y_stride, begin, end);
+            if (c.two_bytes) return gemv_bits<WordCentroids, B>(c, in, y, begin, end);
+        gemv_bits<ByteCentroids, B>(c, in, y, begin, end);
     });
 }
 
 void gemv_f32(const CodebookByRow& c, const Inputs<float>& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    const Sums to{y, y_stride};
     by_width(c.bits, [&](auto bits) {
         constexpr int B = bits.value;
         if constexpr (looks_up_mirrored(B))
-            if (c.mirrored) return gemv_bits<MirroredCentroids, B>(c, in, y, y_stride, begin, end);
-        if constexpr (floating(B) != Floating::none) gemv_bits<FloatCentroids, B>(c, in, y, y_stride, begin, end);
+            if (c.mirrored) return gemv_bits<MirroredCentroids, B>(c, in, to, begin, end);
+        if constexpr (floating(B) != Floating::none) gemv_bits<FloatCentroids, B>(c, in, to, begin, end);
     });
 }
 
 #ifdef __AVX2__
 void gemv_bf16(const CodebookByRow& c, const Inputs<uint16_t>& in, float* y, int64_t y_stride, int64_t begin,
                int64_t end) {
+    const Sums to{y, y_stride};
     by_width(c.bits, [&](auto bits) {
-        if constexpr (looks_up_halves(bits.value))
-            gemv_bits<PairedCentroids, bits.value>(c, in, y, y_stride, begin, end);
+        if constexpr (looks_up_halves(bits.value)) gemv_bits<PairedCentroids, bits.value>(c, in, to, begin, end);
     });
 }
 #endif

@@ -260,7 +260,7 @@ void gemm_bits(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
             const Places places = find_places(y, block + t, c.rows);
             const int64_t row = (block + t) * LANES;
             double steps[LANES] = {};
-            for (int64_t i = 0; i < places.count; ++i) steps[i] = static_cast<double>(whole_step(c, row + i));
+            for (int64_t i = 0; i < places.count; ++i) steps[i] = whole_step(c, row + i);
             for (int64_t g = 0; g < groups; ++g) {
                 const Ints* own = sums + (g * ROWS + t) * 16;
                 finish_tile<BYTES_EACH>(c, in, y, places, row, steps, Tokens(in, g * TOKENS), own, own + half);

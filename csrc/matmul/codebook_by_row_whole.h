@@ -9,7 +9,23 @@ namespace anybit::ANYBIT_ISA {
 namespace {
 
 // What one step of a row's centroids stands for.
-inline float whole_step(const CodebookByRow& c, int64_t row) { return c.scales[c.kind(row)] * c.row_scale(row); }
+inline double whole_step(const CodebookByRow& c, int64_t row) {
+    return static_cast<double>(c.scales[c.kind(row)] * c.row_scale(row));
+}
+
+#if defined(__AVX512DQ__)
+// Of eight rows, or of fewer.
+inline __m512d whole_steps(const CodebookByRow& c, int64_t row, int64_t rows) {
+    if (rows >= 8 && c.kinds != nullptr && c.row_scales != nullptr) {
+        const __m256i kinds = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load_as<int64_t>(c.kinds + row)));
+        return _mm512_cvtps_pd(
+            _mm256_mul_ps(_mm256_i32gather_ps(c.scales, kinds, 4), load_as<__m256>(c.row_scales + row)));
+    }
+    double steps[8] = {};
+    for (int64_t i = 0; i < least(8, rows); ++i) steps[i] = whole_step(c, row + i);
+    return load_as<__m512d>(steps);
+}
+#endif
 
 // A block of a token's inputs as its vectors of codes meet them: byte m of vector s is input 8 m + s, or in a block of
 // tails input 64 s + m; those that are missing are 0.
@@ -72,8 +88,10 @@ inline void sum_kept(const CodebookByRow& c, const float* x, int64_t row, int64_
     const int64_t n = c.kept_columns;
     for (int64_t j = 0; j < n; j += LANES) {
         const int64_t here = least(LANES, n - j);
-        Floats channel[LANES];
-        decode_halves<load_halves>(c.kept + row * n + j, n, rows, here, channel);
+        Floats channel[LANES] = {};
+        for (int64_t l = 0; l < rows; ++l)
+            channel[l] = load_halves(PartialHalves(c.kept + (row + l) * n + j, here).halves);
+        transpose(channel);
         for (int64_t i = 0; i < here; ++i)
             for (int k = 0; k < M; ++k) sums[k] += channel[i] * broadcast(x[k * n + j + i]);
     }

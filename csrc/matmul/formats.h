@@ -109,7 +109,7 @@ struct CodebookByRow {
     static constexpr int32_t WORD = 2 * MOST_BYTE + 1;
     static constexpr int MOST_BYTE_BITS = 6;   // of codes whose entries a byte has room for, if all rows share tables
     static constexpr int64_t INPUT_GROUP = 32; // inputs of 8 bits that share a scale
-    static constexpr int64_t TOGETHER = 8;     // rows that `gemv` works on together: split rows at its multiples
+    static constexpr int64_t TOGETHER = 16;    // rows that `gemv` works on together: split rows at its multiples
 
     int64_t kind(int64_t row) const { return kinds == nullptr ? row : kinds[row]; }
     float row_scale(int64_t row) const { return row_scales == nullptr ? 1.0f : row_scales[row]; }

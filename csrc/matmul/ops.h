@@ -73,7 +73,8 @@ struct WholeOps {
     // A token's codes and scales (InputGrid::multiples) in the order of `gemv`: x [columns], and their factors.
     void (*prepare)(const CodebookByRow&, const int8_t* codes, const float* scales, int8_t* x, int32_t* factors,
                     WholeInputs::Token&);
-    void (*gemv)(const CodebookByRow&, const WholeInputs&, float* y, int64_t y_stride, int64_t begin, int64_t end);
+    // Sums go to the rows that the outputs name, not the tile.
+    void (*gemv)(const CodebookByRow&, const WholeInputs&, const Outputs& y, int64_t begin, int64_t end);
     // The same for many tokens, in ranges of blocks: from `least` tokens on `gemm` takes less time. Null: there is
     // none.
     int64_t least;
