@@ -71,6 +71,7 @@ template <int B, int M> class WholeCentroids {
 public:
     using Given = WholeInputs;
     using To = Outputs;
+    static constexpr bool THREE = true; // tokens at once
     using Total = WholeSums;
     static constexpr int MOST = MOST_ROUNDED;
     static constexpr int64_t MOST_BLOCKS = 32; // whose inputs stay close while rows take turns
@@ -183,6 +184,7 @@ private:
 template <typename X> struct Plain {
     using Given = Inputs<X>;
     using To = Sums;
+    static constexpr bool THREE = false;
     using Total = Floats;
     static constexpr int MOST = MOST_TOKENS;
     static constexpr int64_t MOST_BLOCKS = 32 / sizeof(X);
@@ -370,7 +372,7 @@ void gemv_bits(const CodebookByRow& c, const typename By<B, 1>::Given& in, const
                int64_t begin, int64_t end) {
     for (int64_t first = begin; first < end; first += CodebookByRow::TOGETHER) {
         const int64_t last = least(end, first + CodebookByRow::TOGETHER);
-        by_tokens<By<B, 1>::MOST>(in.tokens, [&](auto m, int64_t k) {
+        by_tokens<By<B, 1>::MOST, By<B, 1>::THREE>(in.tokens, [&](auto m, int64_t k) {
             gemv_rows<By, B, m.value>(c, By<B, 1>::skip(c, in, k), to, k, first, last);
         });
     }

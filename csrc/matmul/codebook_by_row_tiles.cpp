@@ -20,7 +20,7 @@ constexpr int64_t ROWS = 2;   // tiles of rows that are multiplied together
 constexpr int64_t TILE = 16 * BYTES;
 constexpr int64_t CHUNK = 2; // blocks of a row that are decoded at a time: with their inputs they fit the first cache
 constexpr int64_t MOST_VECTORS = CHUNK * PHASES + MOST_TAILS;
-constexpr int64_t LEAST_TOKENS = 4; // of fewer, gemv takes less time
+constexpr int64_t LEAST_TOKENS = 5; // of fewer, gemv takes less time
 
 // Vectors of codes of a row: of whole blocks, then tails.
 inline int64_t vectors_of(const CodebookByRow& c) {

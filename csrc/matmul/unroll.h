@@ -25,10 +25,13 @@ template <typename F> inline auto by_width(int bits, F&& use) {
     }
 }
 
-// use(Number<M>, first) for the tokens `first` to `first + M`: MOST at a time, the rest by halves of it.
-template <int MOST, typename F> inline void by_tokens(int64_t tokens, F&& use, int64_t first = 0) {
+// use(Number<M>, first) for the tokens `first` to `first + M`: MOST at a time, the rest by halves of it, or by THREE.
+template <int MOST, bool THREE = false, typename F>
+inline void by_tokens(int64_t tokens, F&& use, int64_t first = 0) {
     for (; tokens - first >= MOST; first += MOST) use(Number<MOST>{}, first);
-    if constexpr (MOST > 1) by_tokens<MOST / 2>(tokens, use, first);
+    if constexpr (THREE && MOST == 4)
+        if (tokens - first == 3) return use(Number<3>{}, first);
+    if constexpr (MOST > 1) by_tokens<MOST / 2, THREE>(tokens, use, first);
 }
 
 // use(Number<R>, Number<M>, block, first) for blocks of rows: several tokens meet one at a time, one token two where

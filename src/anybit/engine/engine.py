@@ -34,7 +34,7 @@ Tokens = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 KV_BITS = (16, 8, 4)  # widths of keys and values that the engine has
-CHUNK = 64  # tokens of a prompt that go through the model together
+CHUNK = 256  # tokens of a prompt that go through the model together
 KV_SHARE = 0.5  # of the memory that is free, at most, for keys and values
 NO_CONTEXT = 4096  # tokens where a config does not say how many a model reaches
 
