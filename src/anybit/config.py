@@ -419,5 +419,5 @@ def check_kv_bits(bits: int | None) -> None:
     Raises:
         InputError: with the widths there are.
     """
-    if bits is not None and bits not in KV_BITS:
-        raise InputError(f"--kv-bits {bits} is not one of {', '.join(map(str, KV_BITS))}")
+    if bits is not None and (type(bits) is not int or bits not in KV_BITS):
+        raise InputError(f"--kv-bits {bits!r} is not one of {', '.join(map(str, KV_BITS))}")

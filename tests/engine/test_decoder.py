@@ -208,7 +208,18 @@ def test_families_and_fields_that_are_not_known() -> None:
         without = {key: value for key, value in source.config.items() if key != field}
         with pytest.raises(Unsupported, match=f"config.json has no {field}"):
             describe(without, source.tensor)
-    for field in ("rope_parameters", "num_hidden_layers", "rms_norm_eps"):
+    for field, number in (
+        ("hidden_size", 0),
+        ("num_hidden_layers", "text"),
+        ("max_position_embeddings", -1),
+        ("rms_norm_eps", -1e-5),
+    ):
+        with pytest.raises(Unsupported, match=f"{field} = {number!r}, expected"):
+            describe(source.config | {field: number}, source.tensor)
+    still = source.config["rope_parameters"] | {"rope_theta": 0}
+    with pytest.raises(Unsupported, match="rope_theta is 0, expected 1 or more"):
+        describe(source.config | {"rope_parameters": still}, source.tensor)
+    for field in ("rope_parameters", "rms_norm_eps"):
         with pytest.raises(Unsupported, match=r"config\.json is not what the engine reads"):
             describe(source.config | {field: "text"}, source.tensor)
     for family, lost in (("qwen2", "k_proj.bias"), ("qwen3", "q_norm.weight"), ("llama3", "up_proj.bias")):

@@ -39,6 +39,7 @@ INERT = {
     "output_hidden_states", "output_attentions", "attn_implementation", "cache_implementation", "is_llama_config",
     "rope_interleaved", "problem_type", "id2label", "label2id", "chunk_size_feed_forward",
 }  # fmt: skip
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 OFF = {"use_bidirectional_attention", "is_encoder_decoder"}  # fields that change nothing where they are off
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -116,7 +117,20 @@ def head_size(config: Json) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
+def _check_numbers(config: Json) -> None:
+    """Refuse sizes that are none: what they would make looks like damaged weights, or like no memory."""
+    for field in SIZES:
+        if type(config[field]) is not int or config[field] < 1:
+            raise Unsupported(f"its config.json says {field} = {config[field]!r:.60}, expected 1 or more")
+    reach, epsilon = config["max_position_embeddings"], config["rms_norm_eps"]
+    if reach is not None and (type(reach) is not int or reach < 1):
+        raise Unsupported(f"its config.json says max_position_embeddings = {reach!r:.60}, expected 1 or more")
+    if not 0 <= float(epsilon) < 1:
+        raise Unsupported(f"its config.json says rms_norm_eps = {epsilon!r:.60}, expected 0 to 1")
+
+
 def _described(config: Json, tensors: Tensors) -> Json:
+    _check_numbers(config)
     ropes = _Ropes(config)
     blocks = [_block(config, i, ropes, tensors) for i in range(config["num_hidden_layers"])]
     gemma = config["model_type"] in GEMMAS
@@ -171,6 +185,8 @@ class _Ropes:
                 raise Unsupported(
                     f"its rotary embedding is of type {rope['rope_type']!r}; the engine has {', '.join(ROPE_TYPES)}"
                 )
+            if not 1 <= float(rope["rope_theta"]) < float("inf"):
+                raise Unsupported(f"its rope_theta is {rope['rope_theta']!r:.60}, expected 1 or more")
             if rope.get("partial_rotary_factor", 1) != 1:
                 raise Unsupported("its rotary embedding turns a part of each head only")
             self._found[kind] = len(self.described)

@@ -392,5 +392,5 @@ class Engine:
 
 
 def _check_kv_bits(bits: int) -> None:
-    if bits not in KV_BITS:
-        raise Unsupported(f"a KV-cache of {bits} bits; the engine has {', '.join(map(str, KV_BITS))}")
+    if type(bits) is not int or bits not in KV_BITS:
+        raise Unsupported(f"a KV-cache of {bits!r} bits; the engine has {', '.join(map(str, KV_BITS))}")
