@@ -53,6 +53,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "same-speed": speed.same_speed,
     "call-overhead": speed.call_overhead,
     "engine/decode": engine.decode,
+    "engine/depths": engine.depths,
     "engine/prefill": engine.prefill,
     "engine/others": engine.disturbed,
     "serve-latency": serve.latency,

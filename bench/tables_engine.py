@@ -7,6 +7,8 @@ from typing import Any
 
 from figures import load, markdown
 
+DEPTH = 128  # tokens before the one that is decoded, where nothing else is said
+
 
 def cells(test: str) -> list[dict[str, Any]]:
     return [cell for cell in load("engine/decode.json")["cells"] if cell["test"] == test]
@@ -14,24 +16,41 @@ def cells(test: str) -> list[dict[str, Any]]:
 
 def named(name: str) -> str:
     """A contender as a reader knows it: no precision in this project's words, no file's name."""
-    name = re.sub(r"^anybit ([\d.]+) int8$", r"anybit, \1 bits, inputs of 8 bits", name)
-    name = re.sub(r"^anybit ([\d.]+) fp16$", r"anybit, \1 bits, exact inputs", name)
+    name = re.sub(r"^anybit ([\d.]+) int8\b", r"anybit, \1 bits, inputs of 8 bits", name)
+    name = re.sub(r"^anybit ([\d.]+) fp16\b", r"anybit, \1 bits, exact inputs", name)
+    name = re.sub(r" kv(\d+)$", r", KV of \1 bits", name)
     name = re.sub(r"^Transformers ([\d.]+) (\w+)$", r"Transformers, \1 bits, \2", name)
     return re.sub(r"^llama\.cpp (?:.*-)?(Q\w+)\.gguf( flash)?$", r"llama.cpp \1\2", name)
 
 
 def decode() -> str:
-    """One token behind others; the most that other processes took stands above each model's rows."""
+    """One token behind 128 others, keys and values of 16 bits."""
     head = ["model", "who", "MB a token", "tokens/s", "range", "of the read rate"]
     rows = []
     for cell in cells("decode"):
         for name, found in cell["contenders"].items():
-            low, high = found["range"]
-            limit = f"{100 * found['of_limit']:.0f} %" if name.startswith("anybit") else ""
-            size = f"{found['bytes_per_token'] / 1e6:.0f}"
-            speed = f"{found['tokens_per_second']:.0f}"
-            rows.append([cell["shape"], named(name), size, speed, f"{low:.0f} to {high:.0f}", limit])
+            if cell["tokens"] == DEPTH and " kv" not in name:
+                rows.append([cell["shape"], named(name), *speed(name, found)])
     return markdown(head, rows)
+
+
+def depths() -> str:
+    """The same behind more, inputs of 8 bits."""
+    head = ["model", "behind", "who", "MB a token", "tokens/s", "range", "of the read rate"]
+    rows = []
+    for cell in cells("decode"):
+        for name, found in cell["contenders"].items():
+            if cell["tokens"] != DEPTH and re.match(r"anybit [\d.]+ int8|llama", name):
+                rows.append([cell["shape"], f"{cell['tokens']}", named(name), *speed(name, found)])
+    return markdown(head, rows)
+
+
+def speed(name: str, found: dict[str, Any]) -> list[str]:
+    """Bytes, tokens per second, their range and the share of the memory's rate."""
+    low, high = found["range"]
+    limit = f"{100 * found['of_limit']:.0f} %" if name.startswith("anybit") else ""
+    size, rate = found["bytes_per_token"] / 1e6, found["tokens_per_second"]
+    return [f"{size:.0f}", f"{rate:.0f}", f"{low:.0f} to {high:.0f}", limit]
 
 
 def prefill() -> str:
@@ -48,7 +67,11 @@ def prefill() -> str:
 def disturbed() -> str:
     """How much of two processors others took, at most, in each cell."""
     rows = [
-        [cell["shape"], cell["test"], f"{max(found['others'] for found in cell['contenders'].values()):.2f}"]
+        [
+            cell["shape"],
+            f"{cell['test']}, {cell['tokens']}",
+            f"{max(found['others'] for found in cell['contenders'].values()):.2f}",
+        ]
         for cell in [*cells("decode"), *cells("prefill")]
     ]
     return markdown(["model", "test", "processors that others took, at most"], rows)

@@ -12,21 +12,43 @@ namespace {
 inline int64_t blocks_of(const CodebookByRow& c) { return ceil_div(4 * c.words, BYTES); }
 
 // Bytes of a plane from `from` on, of which `left`, a multiple of 4, lie in the row; those behind are 0 and meet
-// inputs of 0.
-inline Codes load_plane(const uint8_t* from, int64_t left) {
-    if (left >= BYTES) return load_as<Codes>(from);
+// inputs of 0. `Present` is what says so, once for all planes.
 #if defined(__AVX512F__)
-    return reinterpret_cast<Codes>(_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << left / 4) - 1), from));
+typedef __mmask16 Present;
+inline Present present(int64_t left) { return static_cast<Present>(left >= BYTES ? 0xffff : (1u << left / 4) - 1); }
+inline Codes load_plane(const uint8_t* from, Present there) {
+    return reinterpret_cast<Codes>(_mm512_maskz_loadu_epi32(there, from));
+}
 #else
+typedef int64_t Present;
+inline Present present(int64_t left) { return left; }
+inline Codes load_plane(const uint8_t* from, Present left) {
+    if (left >= BYTES) return load_as<Codes>(from);
     Codes bytes{};
     __builtin_memcpy(&bytes, from, static_cast<size_t>(left));
     return bytes;
-#endif
 }
+#endif
 
 inline const uint8_t* plane_bytes(const CodebookByRow& c, int p) {
     return reinterpret_cast<const uint8_t*>(c.planes[p]);
 }
+
+// A row's planes, the least significant first.
+template <int B> struct RowPlanes {
+    const uint8_t* from[B];
+
+    RowPlanes(const CodebookByRow& c, int64_t row) {
+        for (int p = 0; p < B; ++p) from[p] = plane_bytes(c, B - 1 - p) + row * 4 * c.words;
+    }
+    // Those of a block at `at` bytes; what is `next` bytes further is fetched meanwhile.
+    void load(int64_t at, int64_t next, Present there, Codes (&plane)[B]) const {
+        for (int p = 0; p < B; ++p) {
+            __builtin_prefetch(from[p] + at + next);
+            plane[p] = load_plane(from[p] + at, there);
+        }
+    }
+};
 
 // What a row has beyond its whole blocks comes 64 weights at a time where it is little: a block of vectors that are
 // nearly empty costs as much as a full one. Of those, tails, there are none where masks of bytes are no instruction.

@@ -19,7 +19,8 @@ void decode_block(const CodebookByRow& c, int64_t block, int64_t column, Floats*
     for (int64_t lane = 0; lane < LANES; ++lane) {
         const int64_t row = least(block * LANES + lane, c.rows - 1); // nobody reads lanes behind the last row
         Codes plane[B], code[PHASES];
-        for (int p = 0; p < B; ++p) plane[p] = load_plane(plane_bytes(c, B - 1 - p) + row * bytes + at, bytes - at);
+        for (int p = 0; p < B; ++p)
+            plane[p] = load_plane(plane_bytes(c, B - 1 - p) + row * bytes + at, present(bytes - at));
         fold<B>(c, plane);
         codes_of<B>(plane, code);
         if constexpr (floating(B) != Floating::none) {
@@ -108,7 +109,7 @@ template <int B> void decode_half_block(const CodebookByRow& c, int64_t block, i
         for (int p = 0; p < B; ++p) {
             const uint8_t* from = plane_bytes(c, B - 1 - p) + row * bytes + at;
             __builtin_prefetch(from + BYTES); // what the same row needs next
-            plane[p] = load_plane(from, bytes - at);
+            plane[p] = load_plane(from, present(bytes - at));
         }
         codes_of<B>(plane, code);
         const HalfTable<B> table = half_table<B>(c, row);

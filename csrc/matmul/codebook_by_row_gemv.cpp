@@ -345,15 +345,12 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, const
         const int64_t next = end < blocks ? tile * BYTES : CodebookByRow::TOGETHER * bytes - begin * BYTES;
         for (int64_t row = first; row < last; ++row) {
             const By<B, M> sums(c, in, row);
+            const RowPlanes<B> planes(c, row);
             Total own[M];
             for (int k = 0; k < M; ++k) own[k] = total[row - first][k];
             for (int64_t b = begin; b < least(end, whole); ++b) {
                 Codes plane[B], code[PHASES];
-                for (int p = 0; p < B; ++p) {
-                    const uint8_t* from = plane_bytes(c, B - 1 - p) + row * bytes + b * BYTES;
-                    __builtin_prefetch(from + next);
-                    plane[p] = load_plane(from, bytes - b * BYTES);
-                }
+                planes.load(b * BYTES, next, present(bytes - b * BYTES), plane);
                 fold<B>(c, plane);
                 codes_of<B>(plane, code);
                 sums.add(code, b, own);

@@ -89,10 +89,11 @@ struct Chunk {
 template <int B, int BYTES_EACH>
 void decode_rows(const CodebookByRow& c, int64_t first, int64_t tiles, const Chunk& chunk, Panel* panels) {
     const int64_t bytes = 4 * c.words, begin = chunk.block * BYTES, whole = vectors_of(c) / PHASES;
-    const int64_t tails = tails_of(c), next = chunk.tails ? ROWS * 16 * bytes - begin : CHUNK * BYTES;
+    const int64_t tails = tails_of(c), next = 2 * ROWS * 16 * bytes; // rows that come when these two groups are done
     for (int64_t i = 0; i < tiles * 16; ++i) {
         const int64_t row = least(first + i, c.rows - 1); // nobody reads what lies behind the last row
         const uint8_t* entries = c.table + (c.kind(row) * BYTES_EACH << B);
+        const RowPlanes<B> planes(c, row);
         const Table<B> high(entries), low(entries + (BYTES_EACH == 2 ? 1 << B : 0));
         Codes(*to)[16] = panels[0][i / 16];
         const int64_t lane = i % 16;
@@ -102,11 +103,7 @@ void decode_rows(const CodebookByRow& c, int64_t first, int64_t tiles, const Chu
         };
         for (int64_t b = 0; b < chunk.count; ++b) {
             Codes plane[B], code[PHASES];
-            for (int p = 0; p < B; ++p) {
-                const uint8_t* from = plane_bytes(c, B - 1 - p) + row * bytes + begin + b * BYTES;
-                __builtin_prefetch(from + next);
-                plane[p] = load_plane(from, bytes - begin - b * BYTES);
-            }
+            planes.load(begin + b * BYTES, next, present(bytes - begin - b * BYTES), plane);
             codes_of<B>(plane, code);
 #pragma GCC unroll 8
             for (int64_t s = 0; s < PHASES; ++s) put(b * PHASES + s, code[s]);
@@ -130,36 +127,47 @@ inline void shape_digit_tiles(int64_t tokens) {
     _tile_loadconfig(&shapes);
 }
 
-// Sums of ROWS tiles of rows, of TOKENS each, `stride` apart. They begin ANEW or go on.
-template <int R, bool MORE>
-void multiply_digits(const Codes (*panel)[16], int64_t vectors, const int8_t* x, int64_t stride, bool anew,
-                     Ints* sums) {
-    constexpr int64_t NEXT = 16; // tile of sums
-    if (anew) {
+// Tiles of sums of R tiles of rows, and of TOKENS tokens or MORE.
+template <int R, bool MORE> struct DigitSums {
+    static constexpr int64_t NEXT = 16; // vectors of a tile
+
+    static void zero() {
         _tile_zero(0);
         if (R == 2) _tile_zero(1);
         if (MORE) _tile_zero(2);
         if (R == 2 && MORE) _tile_zero(3);
-    } else {
+    }
+    static void load(const Ints* sums) {
         _tile_loadd(0, sums, BYTES);
         if (R == 2) _tile_loadd(1, sums + NEXT, BYTES);
         if (MORE) _tile_loadd(2, sums + 2 * NEXT, BYTES);
         if (R == 2 && MORE) _tile_loadd(3, sums + 3 * NEXT, BYTES);
     }
-    for (int64_t v = 0; v < vectors; ++v, x += TILE) {
-        _tile_loadd(4, panel[v], BYTES);
-        _tile_loadd(6, x, BYTES);
-        _tile_dpbusd(0, 4, 6);
-        if (R == 2) _tile_loadd(5, panel[MOST_VECTORS + v], BYTES);
-        if (R == 2) _tile_dpbusd(1, 5, 6);
-        if (MORE) _tile_loadd(7, x + stride, BYTES);
-        if (MORE) _tile_dpbusd(2, 4, 7);
-        if (R == 2 && MORE) _tile_dpbusd(3, 5, 7);
+    static void save(Ints* sums) {
+        _tile_stored(0, sums, BYTES);
+        if (R == 2) _tile_stored(1, sums + NEXT, BYTES);
+        if (MORE) _tile_stored(2, sums + 2 * NEXT, BYTES);
+        if (R == 2 && MORE) _tile_stored(3, sums + 3 * NEXT, BYTES);
     }
-    _tile_stored(0, sums, BYTES);
-    if (R == 2) _tile_stored(1, sums + NEXT, BYTES);
-    if (MORE) _tile_stored(2, sums + 2 * NEXT, BYTES);
-    if (R == 2 && MORE) _tile_stored(3, sums + 3 * NEXT, BYTES);
+    // += so many vectors of a panel times inputs, of which the next tokens' are `stride` further.
+    static void add(const Codes (*panel)[16], int64_t vectors, const int8_t* x, int64_t stride) {
+        for (int64_t v = 0; v < vectors; ++v, x += TILE) {
+            _tile_loadd(4, panel[v], BYTES);
+            _tile_loadd(6, x, BYTES);
+            _tile_dpbusd(0, 4, 6);
+            if (R == 2) _tile_loadd(5, panel[MOST_VECTORS + v], BYTES);
+            if (R == 2) _tile_dpbusd(1, 5, 6);
+            if (MORE) _tile_loadd(7, x + stride, BYTES);
+            if (MORE) _tile_dpbusd(2, 4, 7);
+            if (R == 2 && MORE) _tile_dpbusd(3, 5, 7);
+        }
+    }
+};
+
+// use(DigitSums) for so many tiles of rows, and tokens.
+template <typename F> inline void by_tiles(int64_t rows, bool more, F&& use) {
+    if (rows == 2) return more ? use(DigitSums<2, true>{}) : use(DigitSums<2, false>{});
+    return more ? use(DigitSums<1, true>{}) : use(DigitSums<1, false>{});
 }
 
 // What finishing TOKENS tokens needs of them.
@@ -239,6 +247,8 @@ void gemm_bits(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
     static_assert(PANELS + MOST <= GEMM_MEMORY);
     auto* panels = static_cast<Panel*>(thread_memory(PANELS + MOST));
     auto* sums = reinterpret_cast<Ints*>(panels + BYTES_EACH);
+    const bool stay = groups <= 2 && BYTES_EACH == 1; // all sums in tiles, chunk after chunk
+    if (stay) shape_digit_tiles(in.tokens);
     for (int64_t block = begin; block < end; block += ROWS) {
         const int64_t tiles = least(ROWS, end - block);
         for (int64_t q = 0; q < chunks; ++q) {
@@ -247,13 +257,17 @@ void gemm_bits(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
             const int64_t here = chunk.count * PHASES + (chunk.tails ? vectors % PHASES : 0);
             for (int64_t g = 0; g < groups; g += 2) {
                 const int64_t tokens = least(2 * TOKENS, in.tokens - g * TOKENS);
-                if (g == 0 || tokens < 2 * TOKENS) shape_digit_tiles(tokens);
-                const bool more = tokens > TOKENS;
-                const auto multiply = tiles == 2 ? (more ? multiply_digits<2, true> : multiply_digits<2, false>)
-                                                 : (more ? multiply_digits<1, true> : multiply_digits<1, false>);
+                if (!stay && (g == 0 || tokens < 2 * TOKENS)) shape_digit_tiles(tokens);
+                __asm__ volatile("" ::: "memory"); // GCC 12 does not see that tiles are loaded from the panel
+                const int8_t* x = in.x + g * stride + chunk.block * PHASES * TILE;
                 for (int64_t e = 0; e < BYTES_EACH; ++e)
-                    multiply(panels[e][0], here, in.x + g * stride + chunk.block * PHASES * TILE, stride, q == 0,
-                             sums + e * half + g * ROWS * 16);
+                    by_tiles(tiles, tokens > TOKENS, [&](auto kept) {
+                        Ints* own = sums + e * half + g * ROWS * 16;
+                        if (q == 0) kept.zero();
+                        else if (!stay) kept.load(own);
+                        kept.add(panels[e][0], here, x, stride);
+                        if (!stay || q == chunks - 1) kept.save(own);
+                    });
             }
         }
         for (int64_t t = 0; t < tiles; ++t) {
