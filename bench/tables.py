@@ -56,6 +56,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine/depths": engine.depths,
     "engine/prefill": engine.prefill,
     "engine/others": engine.disturbed,
+    "engine/steps": engine.steps,
     "serve-latency": serve.latency,
     "mutations": security.mutations,
     "kills": security.kills,

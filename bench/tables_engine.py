@@ -45,6 +45,21 @@ def depths() -> str:
     return markdown(head, rows)
 
 
+def steps() -> str:
+    """One token of each of several texts."""
+    found = load("engine/steps.json")
+    many = [n for n in found[0]["over_one"] if n != "1"]
+    rows = [
+        [
+            f"{one['model']}, {one['bits']:.2f} bits",
+            f"{one['milliseconds']['1']:.1f}",
+            *(f"{one['over_one'][n]:.2f}" for n in many),
+        ]
+        for one in found
+    ]
+    return markdown(["model", "one, ms", *many], rows)
+
+
 def speed(name: str, found: dict[str, Any]) -> list[str]:
     """Bytes, tokens per second, their range and the share of the memory's rate."""
     low, high = found["range"]
