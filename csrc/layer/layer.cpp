@@ -38,6 +38,8 @@ Layer::Layer(const LayerLayout& layout, const Fields& fields, const Options& opt
     stored_ = std::move(stored);
     alone_ = parts_are_alone();
     int8_group_size_ = common_group_size();
+    int8_multiples_ =
+        std::any_of(parts_.begin(), parts_.end(), [](const Part& p) { return p.tile->wants_multiples(); });
     kinds_ = token_kinds();
 }
 
@@ -69,7 +71,8 @@ void check_level(const LayerLayout& stored, const LayerLayout& level) {
 
 Layer::Layer(const Layer& other, const LayerLayout& layout)
     : ops_(other.ops_), out_(other.out_), in_(other.in_), stored_(other.stored_), parts_(other.parts_),
-      alone_(other.alone_), int8_group_size_(other.int8_group_size_), kinds_(other.kinds_) {
+      alone_(other.alone_), int8_group_size_(other.int8_group_size_), int8_multiples_(other.int8_multiples_),
+      kinds_(other.kinds_) {
     check_level(stored_->layout, layout);
     auto tile = parts_[0].tile->at(layout.tiles[0]);
     if (tile == nullptr) refuse("a tile in the format " + layout.tiles[0].format + " has one width");
@@ -214,7 +217,7 @@ int64_t Layer::few_tokens(Numbers inputs) const {
     int64_t few = BATCH;
     for (const Part& part : parts_) {
         const Tile& tile = *part.tile;
-        const bool rounds = inputs != Numbers::i8 && part.rounding != nullptr;
+        const bool rounds = inputs != Numbers::i8 && part.rounding != nullptr && tile.way(1, Numbers::i8).has_value();
         few = std::min(few, rounds ? std::min(tile.most_rounded(inputs), tile.alike(Numbers::i8)) : tile.alike(inputs));
     }
     return stored_->sparse.rows > 0 ? std::min(few, GEMV_TOKENS) : few;

@@ -90,7 +90,7 @@ public:
     // in groups of this size. 0: it does not, since it scales, picks or rounds them itself.
     int64_t int8_group_size() const { return int8_group_size_; }
     // Whether their scales must be whole multiples of one number (InputGrid::multiples).
-    bool int8_multiples() const { return parts_[0].tile->wants_multiples(); }
+    bool int8_multiples() const { return int8_multiples_; }
 
     // out float32 [out, in] = the matrix that is multiplied with, or rounded to bfloat16; on the pool.
     void dequantize(float* out, int threads) const;
@@ -139,6 +139,7 @@ private:
     std::vector<Part> parts_;
     bool alone_ = false;
     int64_t int8_group_size_ = 0;
+    bool int8_multiples_ = false;
 
     static constexpr size_t KINDS = 7;
     std::vector<int64_t> kinds_; // of tokens: up to the first, up to the second and so on are multiplied alike

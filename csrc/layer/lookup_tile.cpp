@@ -53,7 +53,7 @@ LookupTile::Room LookupTile::room(const Way& way, int64_t tokens) const {
         const bool many = way.kernel == Way::Kernel::gemm;
         room.stride = many ? 0 : width();
         room.factors = lines(many ? ops_.codebook_by_row.whole.bytes(spans_[0].c, tokens) : tokens * room.stride);
-        room.token = room.factors + lines(tokens * room.stride / CodebookByRow::INPUT_GROUP * 4 + INTS_BEHIND);
+        room.token = room.factors + lines(tokens * room.stride / CodebookByRow::INPUT_GROUP * 4);
         room.kept = room.token + lines(tokens * static_cast<int64_t>(sizeof(WholeInputs::Token)));
         room.bytes = room.kept + tokens * kept_.columns * 4;
         return room;

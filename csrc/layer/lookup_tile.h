@@ -50,7 +50,9 @@ public:
     std::optional<Way> way(int64_t tokens, Numbers inputs) const override {
         const WholeOps& whole = ops_.codebook_by_row.whole;
         const bool rounded = inputs == Numbers::i8;
-        const bool many = rounded ? whole.gemm != nullptr && tokens >= whole.least : tokens > few(inputs);
+        const bool many = rounded
+                              ? whole.gemm != nullptr && tokens >= whole.least && bytes_->coded <= whole.most_columns
+                              : tokens > few(inputs);
         if (rounded && !centroids_->takes_int8()) return std::nullopt;
         Way way{many ? Way::Kernel::gemm : Way::Kernel::gemv, inputs};
         way.whole = rounded;

@@ -120,7 +120,10 @@ private:
         Step place = token_step(Step::Kind::place, layer_.out_);
         place.first = first;
         place.last = last;
-        place.units = (layer_.out_ - 1) / Plan::PLACED_OUTPUTS + 1;
+        bool pieces = false;
+        for (size_t p = first; p < last; ++p)
+            pieces = pieces || plan_.parts_[p].part->tile->out_rows().inverse() != nullptr;
+        place.units = pieces ? (layer_.out_ - 1) / Plan::PLACED_OUTPUTS + 1 : 1;
         plan_.steps_.push_back(place);
     }
 

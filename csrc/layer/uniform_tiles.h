@@ -31,6 +31,11 @@ public:
         t_.zeros = to.zeros;
     }
 
+    // Sums of a group's rounded inputs are exact, and groups come in one order.
+    int64_t alike(Numbers inputs) const override {
+        return inputs == Numbers::i8 ? BATCH : PackedTile<GroupInt>::alike(inputs);
+    }
+
     // Codes are zeros before.
     void restore(const GroupInt::Restored& to, int threads) const {
         with_scratch(threads, [&](uint8_t* scratch, int64_t begin, int64_t end) {

@@ -2,8 +2,7 @@
 //
 // An input is its group's factor times its code: a number of 16 bits. Its two digits, 256 high + low, meet the same
 // centroids. So a tile of inputs has the digits of 8 tokens as its 16 columns, and 64 inputs as its rows, four to a
-// row. A tile of weights has 16 rows of the matrix. Products of whole rows are summed in 32 bits: a digit and a
-// centroid have 8 bits each, and rows are shorter than MOST_COLUMNS.
+// row. A tile of weights has 16 rows of the matrix. Products of rows of up to MOST_COLUMNS are summed in 32 bits.
 #include "common/thread_memory.h"
 #include "matmul/codebook_by_row_whole.h"
 #include "matmul/gemm_panels.h"
@@ -14,13 +13,14 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-#ifdef __AMX_INT8__
-constexpr int64_t TOKENS = 8; // of a tile
-constexpr int64_t ROWS = 2;   // tiles of rows that are multiplied together
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) // the second has TileShapes
+constexpr int64_t TOKENS = 8;                      // of a tile
+constexpr int64_t ROWS = 2;                        // tiles of rows that are multiplied together
 constexpr int64_t TILE = 16 * BYTES;
 constexpr int64_t CHUNK = 2; // blocks of a row that are decoded at a time: with their inputs they fit the first cache
 constexpr int64_t MOST_VECTORS = CHUNK * PHASES + MOST_TAILS;
-constexpr int64_t LEAST_TOKENS = 5; // of fewer, gemv takes less time
+constexpr int64_t MOST_COLUMNS = INT32_MAX / (128 * 255); // a digit of -128 times a centroid of 255, everywhere
+constexpr int64_t LEAST_TOKENS = 5;                       // of fewer, gemv takes less time
 
 // Vectors of codes of a row: of whole blocks, then tails.
 inline int64_t vectors_of(const CodebookByRow& c) {
@@ -151,6 +151,7 @@ template <int R, bool MORE> struct DigitSums {
     }
     // += so many vectors of a panel times inputs, of which the next tokens' are `stride` further.
     static void add(const Codes (*panel)[16], int64_t vectors, const int8_t* x, int64_t stride) {
+        __asm__ volatile("" ::: "memory"); // GCC 12 does not see that tiles are loaded from memory: what was written
         for (int64_t v = 0; v < vectors; ++v, x += TILE) {
             _tile_loadd(4, panel[v], BYTES);
             _tile_loadd(6, x, BYTES);
@@ -161,6 +162,7 @@ template <int R, bool MORE> struct DigitSums {
             if (MORE) _tile_dpbusd(2, 4, 7);
             if (R == 2 && MORE) _tile_dpbusd(3, 5, 7);
         }
+        __asm__ volatile("" ::: "memory"); // is so before, and what will be is behind
     }
 };
 
@@ -185,7 +187,7 @@ struct Tokens {
     }
 };
 
-// 256 high + low of a row's sums, for TOKENS tokens.
+// 256 high + low of a row's sums, for TOKENS tokens; of those that are missing, what happens to lie there.
 inline __m512i join_digits(Ints sums) {
     const auto both = reinterpret_cast<__m512i>(sums);
     return _mm512_add_epi64(_mm512_mul_epi32(both, _mm512_set1_epi64(256)), _mm512_srai_epi64(both, 32));
@@ -235,7 +237,8 @@ void finish_tile(const CodebookByRow& c, const WholeInputs& in, const Outputs& y
             sum_kept<m.value>(c, in.kept + (tokens.first + k) * c.kept_columns, row, places.count, own);
             for (int l = 0; l < m.value; ++l) kept[k + l] = own[l];
         });
-    for (int64_t k = 0; k < tokens.count; ++k) finish(y, tokens.first + k, places, kept[k] + values[k]);
+    for (int64_t k = 0; k < tokens.count; ++k)
+        finish(y, tokens.first + k, places, c.kept_columns > 0 ? kept[k] + values[k] : values[k]);
 }
 
 template <int B, int BYTES_EACH>
@@ -258,15 +261,14 @@ void gemm_bits(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
             for (int64_t g = 0; g < groups; g += 2) {
                 const int64_t tokens = least(2 * TOKENS, in.tokens - g * TOKENS);
                 if (!stay && (g == 0 || tokens < 2 * TOKENS)) shape_digit_tiles(tokens);
-                __asm__ volatile("" ::: "memory"); // GCC 12 does not see that tiles are loaded from the panel
                 const int8_t* x = in.x + g * stride + chunk.block * PHASES * TILE;
                 for (int64_t e = 0; e < BYTES_EACH; ++e)
-                    by_tiles(tiles, tokens > TOKENS, [&](auto kept) {
+                    by_tiles(tiles, tokens > TOKENS, [&](auto tile) {
                         Ints* own = sums + e * half + g * ROWS * 16;
-                        if (q == 0) kept.zero();
-                        else if (!stay) kept.load(own);
-                        kept.add(panels[e][0], here, x, stride);
-                        if (!stay || q == chunks - 1) kept.save(own);
+                        if (q == 0) tile.zero();
+                        else if (!stay) tile.load(own);
+                        tile.add(panels[e][0], here, x, stride);
+                        if (!stay || q == chunks - 1) tile.save(own);
                     });
             }
         }
@@ -297,9 +299,10 @@ void gemm_whole(const CodebookByRow& c, const WholeInputs& in, const Outputs& y,
 } // namespace
 
 void add_codebook_by_row_tiles([[maybe_unused]] MatmulOps& ops) {
-#ifdef __AMX_INT8__
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__)
     WholeOps& own = ops.codebook_by_row.whole;
     own.least = LEAST_TOKENS;
+    own.most_columns = MOST_COLUMNS;
     own.bytes = input_bytes;
     own.prepare_many = prepare_many;
     own.gemm = gemm_whole;

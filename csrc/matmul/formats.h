@@ -179,8 +179,8 @@ struct WholeInputs {
     };
 
     const int8_t* x;        // in the order of `gemv` [tokens, columns] of a stride, or in that of `gemm`
-    int64_t tokens, stride; // the stride is of x and of 32 factors
-    const int32_t* factors; // for `gemv`: [tokens, stride / INPUT_GROUP]; INTS_BEHIND more bytes can be read
+    int64_t tokens, stride; // the stride for `gemv`, in inputs
+    const int32_t* factors; // for `gemv`: [tokens, stride / INPUT_GROUP]
     const Token* token;     // [tokens]
     const float* kept;      // [tokens, kept_columns]
 };

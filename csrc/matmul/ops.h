@@ -75,9 +75,9 @@ struct WholeOps {
                     WholeInputs::Token&);
     // Sums go to the rows that the outputs name, not the tile.
     void (*gemv)(const CodebookByRow&, const WholeInputs&, const Outputs& y, int64_t begin, int64_t end);
-    // The same for many tokens, in ranges of blocks: from `least` tokens on `gemm` takes less time. Null: there is
-    // none.
-    int64_t least;
+    // The same for many tokens, up to BATCH, in ranges of blocks: from `least` tokens on it takes less time, and it
+    // sums rows of up to `most_columns`. Null: there is none.
+    int64_t least, most_columns;
     int64_t (*bytes)(const CodebookByRow&, int64_t tokens); // of all x
     void (*prepare_many)(const CodebookByRow&, const int8_t* codes, const float* scales, int64_t k, int8_t* x,
                          WholeInputs::Token&); // of token k

@@ -92,7 +92,7 @@ private:
     Longs even_{}, odd_{};
 };
 
-// What an exact sum stands for: below 2^53, it is rounded once. Units are powers of two.
+// What an exact sum stands for; the same roundings everywhere. Units are powers of two.
 inline float whole_value(int64_t sum, double step, float unit) {
     return static_cast<float>(static_cast<double>(sum) * step) * unit;
 }

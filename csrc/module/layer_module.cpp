@@ -286,7 +286,7 @@ void add_layer(nb::module_& m) {
         .def("product", &BoundLayer::product, nb::arg("x").noconvert(), nb::arg("scales").noconvert().none(),
              nb::arg("y").noconvert(), nb::arg("add"), nb::arg("threads"),
              "y [m, out] = x [m, in] @ W.T, or += if `add`; x float32, bfloat16 (or its bits as uint16), or int8 with\n"
-             "scales float32 [m, groups]; y float32 or bfloat16.")
+             "scales float32 [m, groups], for codebooks whole multiples of a power of two; y float32 or bfloat16.")
         .def("dequantize", &BoundLayer::dequantize, nb::arg("out").noconvert(), nb::arg("threads"),
              "out [out, in] = W, float32 or bfloat16.")
         .def("rows", &BoundLayer::rows, nb::arg("ids").noconvert(), nb::arg("out").noconvert(),

@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from anybit.formats import GroupInt
 from anybit.formats.bits import code_align, pack_codes
+from anybit.formats.weight import QuantizedWeight
+from anybit.formats.weight import pack as pack_weight
 from anybit.kernels import cpu, info
+from anybit.kernels.cpu_layer import Layer
 from tests.kernels.cases import (
     ISAS,
     PRODUCTS,
@@ -108,6 +112,34 @@ def test_a_batch_equals_its_tokens(bits: int, group: int, isa: str) -> None:
     single, many = torch.cat([product_of(case, x[k : k + 1]) for k in range(19)]), product_of(case, x)
     for m in range(1, 20):  # more than 16 are summed in an order of their own
         assert torch.equal(product_of(case, x[:m]), (single if m <= 16 else many)[:m]), m
+
+
+@pytest.mark.parametrize("isa", PRODUCTS)
+@pytest.mark.parametrize(
+    ("bits", "group", "columns"),
+    [(4, 64, 576), (4, 128, 900), (8, 32, 640), (3, 128, 1100), (5, 1000, 1000), (4, 64, 4864)],
+)
+def test_rounded_inputs_give_the_same_bits_in_any_number(
+    bits: int, group: int, columns: int, isa: str
+) -> None:
+    """The engine relies on it: it multiplies as many tokens together as come."""
+    rows, groups, generator = 83, -(-columns // group), torch.Generator().manual_seed(bits)
+    codes, zeros = (
+        torch.randint(0, 2**bits, (rows, n), generator=generator, dtype=torch.uint8)
+        for n in (columns, groups)
+    )
+    scales = torch.rand(rows, groups, generator=generator).half()
+    tile = GroupInt(bits=bits, group_size=group, codes=codes, scales=scales, zeros=zeros)
+    packed = pack_weight(QuantizedWeight((rows, columns), (tile,)))
+    layer = Layer(packed.layout, packed.tensors, isa=isa)
+    x = torch.randint(-127, 128, (70, columns), generator=generator, dtype=torch.int16).to(torch.int8)
+    x_scales, alone = torch.rand(70, groups, generator=generator), torch.empty(70, rows)
+    for k in range(70):
+        layer.product(x[k : k + 1], alone[k : k + 1], x_scales[k : k + 1])
+    for count in (2, 4, 5, 8, 9, 16, 17, 33, 70):
+        together = torch.empty(count, rows)
+        layer.product(x[:count], together, x_scales[:count])
+        assert torch.equal(together, alone[:count]), count
 
 
 @pytest.mark.parametrize("isa", BF16)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import anybit
 from anybit.errors import InputError
-from anybit.formats import Codebook
+from anybit.formats import Codebook, GroupInt
 from anybit.formats.weight import QuantizedWeight, pack
 from anybit.kernels import cpu
 from anybit.kernels.cpu_layer import Layer
@@ -228,6 +228,34 @@ def test_sums_at_the_ends_of_the_bytes(bits: int) -> None:
         y = torch.zeros(1, 2)
         layer_of(tile, (2, columns), isa=isa).product(x, y, torch.ones(1, columns // GROUP))
         assert y.tolist() == [[-256.0 * columns, 256.0 * columns]]
+
+
+@pytest.mark.parametrize("columns", [65_760, 66_048])
+def test_sums_of_long_rows_of_many_tokens(columns: int) -> None:
+    """AMX sums rows in 32 bits, as far as they reach; the largest digit is -128, of -128 times 129."""
+    table = torch.tensor([[-1.0, 1.0], [1.0, -1.0]]).half()
+    tile = Codebook(widths=(1,), codes=torch.ones(2, columns, dtype=torch.uint8), tables=(table,))
+    x, scales = torch.full((9, columns), -128, dtype=torch.int8), torch.full((9, columns // GROUP), 129 / 256)
+    for isa in isas():
+        y = torch.zeros(9, 2)
+        layer_of(tile, (2, columns), isa=isa).product(x, y, scales)
+        assert y.tolist() == [[-64.5 * columns, 64.5 * columns]] * 9, isa
+
+
+@pytest.mark.parametrize("codebook_first", [False, True])
+def test_a_layer_with_a_codebook_wants_multiples_whatever_stands_before_it(codebook_first: bool) -> None:
+    codes = torch.randint(0, 16, (4, 64), dtype=torch.uint8)
+    grid = GroupInt(
+        bits=4, group_size=GROUP, codes=codes, scales=torch.ones(4, 2).half(), rows=torch.arange(4).int()
+    )
+    tiles = grid, replace(make(4, 64, 3, 5), rows=torch.arange(4, 8).int())
+    packed = pack(QuantizedWeight((8, 64), tiles[::-1] if codebook_first else tiles))
+    layer = Layer(packed.layout, packed.tensors, "int8")
+    x, scales = inputs(2, 64, 1)
+    assert layer.native.int8_group_size == GROUP
+    layer.product(x, torch.zeros(2, 8), scales)
+    with pytest.raises(ValueError, match="up to 255, of a power of two"):
+        layer.product(x, torch.zeros(2, 8), torch.tensor([[1.0, 0.3], [0.77, 0.0011]]))
 
 
 def test_output_rows_of_rounded_inputs() -> None:

@@ -110,18 +110,29 @@ def test_few_and_many_tokens_multiply_the_same_numbers(dtype: torch.dtype, isa: 
 
 
 @pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("kept", [0, 20])
 @pytest.mark.parametrize("columns", [30, 130, 576, 1100, 2200])
-def test_a_token_has_the_same_bits_alone_and_among_others(columns: int, isa: str) -> None:
-    """Whatever kernel multiplies so many tokens, up to as many as the layer says."""
-    _, packed = case(83, columns, 20, [8, 8, 7, 6, 5, 4, 2], 5)
+def test_a_token_has_the_same_bits_alone_and_among_others(columns: int, kept: int, isa: str) -> None:
+    """Whatever kernel multiplies so many tokens, up to as many as the layer says; the signs of zeros, too."""
+    tile, packed = case(83, columns, kept, [8, 8, 7, 6, 5, 4, 2], 5)
+    packed.tensors["scales"][::3] *= -1
     x = torch.randn(150, columns, generator=torch.Generator().manual_seed(3))
     x[:, ::7] *= 30
+    x[:, tile.kept] *= 100
+    x[4], x[5, 3], x[6] = 0, torch.nan, 1e-40
     layer = Layer(packed.layout, packed.tensors, "int8", isa=isa)
     few = 150 if isa == "amx_bf16" else 32
-    alone = torch.cat([layer.matmul(row) for row in x.split(1)])
-    for count in (2, 3, 4, 5, 8, 13, 16, 17, 32, 33, 64, 150):
-        if count <= few:
-            assert torch.equal(layer.matmul(x[:count]), alone[:count]), count
+    for inputs in (x, x.bfloat16()):
+        whole = torch.int32 if inputs.dtype == torch.float32 else torch.int16
+        alone = torch.cat([layer.matmul(row) for row in inputs.split(1)])
+        assert alone[5].isnan().all() and alone[[i for i in range(150) if i != 5]].isfinite().all()
+        for count in (2, 3, 4, 5, 8, 13, 16, 17, 32, 33, 64, 150):
+            if count <= few:
+                together = layer.matmul(inputs[:count])
+                assert torch.equal(together.view(whole), alone[:count].view(whole)), count
+    added = torch.ones(21, 83)
+    layer.product(x[:21].contiguous(), added, add=True)
+    assert torch.equal(added.nan_to_num(), (1 + layer.matmul(x[:21])).nan_to_num())
 
 
 def test_levels_and_other_precision() -> None:

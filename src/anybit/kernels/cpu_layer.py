@@ -87,7 +87,8 @@ class Layer:
 
         Tiles that take bfloat16 multiply it as it is: products are exact, but codebooks' centroids are rounded to it,
         and so are all weights that many tokens share. The same bits for every number of threads. One token and its row
-        in a batch of up to `cpu.few_tokens` give the same bits; of more, weights are decoded once for all.
+        in a batch of up to `cpu.few_tokens` give the same bits; of more, weights are decoded once for all. Inputs
+        rounded to 8 bits have the same bits in any number.
 
         Raises:
             ValueError: wrong dtype, shape or device; a tensor without memory, or with a tangent of forward-mode
@@ -114,10 +115,12 @@ class Layer:
         """`y = x @ W.T`, or `y +=`, as an engine asks for it; `matmul` says what the bits are.
 
         Inputs that the caller has rounded meet group int in integers, exactly, with scales after, and codebooks of
-        centroids rounded to bytes.
+        centroids rounded to bytes. For codebooks the scales of a token are whole multiples, up to 255, of a power of
+        two: then sums over all groups are exact.
 
         Raises:
-            ValueError: wrong dtype, shape, layout or device; rounded inputs of a layer that rounds its own.
+            ValueError: wrong dtype, shape, layout or device; rounded inputs of a layer that rounds its own; scales that
+                are no such multiples.
         """
         self.native.product(x, scales, y, add, cpu.used_threads(threads))
 
