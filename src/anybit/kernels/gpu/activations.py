@@ -84,6 +84,7 @@ def _quantize(
         root = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
 
     inner = tl.arange(0, CHUNK)
+    WIDE: tl.constexpr = SPAN if SPAN < CHUNK else CHUNK
     for block in range(part * blocks, (part + 1) * blocks):
         group = block * ROWS + tl.arange(0, ROWS)
         largest = tl.zeros([ROWS], tl.float32)
@@ -119,7 +120,6 @@ def _quantize(
             code = (code + 12582912.0) - 12582912.0  # to the nearest whole number, half to even
             tl.store(codes_row + j, code.to(tl.int8), mask=mask)
             if sums is not None:  # SPAN columns lie in one group
-                WIDE: tl.constexpr = SPAN if SPAN < CHUNK else CHUNK
                 spans = tl.reshape(tl.where(mask, code.to(tl.int32), 0), [ROWS, CHUNK // WIDE, WIDE])
                 i = k * CHUNK + WIDE * tl.arange(0, CHUNK // WIDE)
                 j = group[:, None] * SIZE + i[None, :]

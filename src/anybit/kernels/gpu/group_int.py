@@ -27,6 +27,9 @@ from anybit.kernels.gpu.split import Tiling, share
 from anybit.kernels.gpu.words import FEW_LANES, HALF, LANES, pack_words, unpack_words
 
 FUSED_TOKENS = 256  # more are multiplied with the dense matrix
+DEPTH = tl.constexpr(
+    32
+)  # of a product: of four threads, each with what Triton loads at a time, up to 8 inputs
 
 
 @triton.jit
@@ -215,11 +218,14 @@ def store_tile(values, y, rows, m, n, tokens, r, out, ROWS: tl.constexpr, ADD: t
 
 
 @triton.jit
-def _inputs(x, m, c, first, COUNT: tl.constexpr):
-    """COUNT inputs from column `first` on, [COUNT, tokens]: what weights are multiplied with."""
-    column = first + tl.arange(0, COUNT)
-    at = x + m[:, None].to(tl.int64) * c + column[None, :]
-    return tl.trans(tl.load(at, mask=(column < c)[None, :], other=0.0))
+def _inputs(x, m, c, first, COUNT: tl.constexpr, DEPTH: tl.constexpr):
+    """COUNT inputs from column `first` on, [COUNT, tokens]: what weights are multiplied with. At least DEPTH: of 0."""
+    i = tl.arange(0, COUNT if COUNT > DEPTH else DEPTH)
+    column = first + i
+    at, there = x + m[:, None].to(tl.int64) * c + column[None, :], column < c
+    if COUNT < DEPTH:
+        there = there & (i < COUNT)
+    return tl.trans(tl.load(at, mask=there[None, :], other=0.0))
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "groups"])
@@ -268,7 +274,9 @@ def _gemm(
                 for k in tl.static_range(STEP):
                     low, high = _two(field(held, first + i + k, BITS), offset, BITS, EXACT)
                     weights += (tl.reshape(tl.join(low, high), (BLOCK, 2 * LANES)),)  # type: ignore[assignment]
-                some = _inputs(x, of, c, column + (first + i) * 2 * LANES, STEP * 2 * LANES)
+                if STEP * 2 * LANES < DEPTH:
+                    weights += (tl.zeros((BLOCK, 2 * LANES), EXACT),)  # type: ignore[assignment]
+                some = _inputs(x, of, c, column + (first + i) * 2 * LANES, STEP * 2 * LANES, DEPTH)
                 weight = side_by_side(weights)
                 if EXACT != TYPE:
                     weight = rounded(weight.to(tl.float32), TYPE)
