@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import tables_engine as engine
+import tables_gpu as gpu
 import tables_quality as quality
 import tables_security as security
 import tables_serve as serve
@@ -57,6 +58,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine/prefill": engine.prefill,
     "engine/others": engine.disturbed,
     "engine/steps": engine.steps,
+    "gpu-one-token": gpu.one_token,
+    "gpu-bounds": gpu.bounds,
+    "gpu-tokens": gpu.tokens,
+    "gpu-decode": gpu.decode,
+    "gpu-attention": gpu.attention,
+    "gpu-activations": gpu.activations,
+    "gpu-quantize": gpu.quantizing,
+    "gpu-targets": gpu.targets,
     "serve-latency": serve.latency,
     "mutations": security.mutations,
     "kills": security.kills,
