@@ -10,12 +10,17 @@ namespace {
 constexpr int VECTORS = PAGE / LANES; // of a page's tokens
 #if defined(__AVX512F__)
 constexpr int TOGETHER = 4; // queries whose sums are in registers
+constexpr int WAYS = 2;     // sums of one score
 #elif defined(__AVX2__)
 constexpr int TOGETHER = 2;
+constexpr int WAYS = 1;
 #else
 constexpr int TOGETHER = 1;
+constexpr int WAYS = 1;
 #endif
-constexpr int MOST = 4; // vectors of a head's values whose sums are
+constexpr int MOST = 4;       // vectors of a head's values whose sums are
+constexpr int LINE = 64;      // bytes of a line of the caches
+constexpr int64_t PAIRS = 64; // of a centre's numbers that are turned together
 
 uint16_t round_to_half(float value) {
 #ifdef __F16C__
@@ -128,10 +133,12 @@ template <int BITS> struct Page {
     const uint8_t *keys, *values;
     const uint16_t* scales;
     int64_t n;
+    int64_t behind; // bytes from here to the page that comes next
 
-    Page(const KvFormat& format, const uint8_t* page)
+    Page(const KvFormat& format, const uint8_t* page, const uint8_t* next)
         : keys(page), values(page + format.key_bytes()),
-          scales(reinterpret_cast<const uint16_t*>(values + format.value_bytes())), n(padded(format.head_size)) {}
+          scales(reinterpret_cast<const uint16_t*>(values + format.value_bytes())), n(padded(format.head_size)),
+          behind(next - page) {}
 
     // Vector v of the tokens' numbers i.
     Floats key(int64_t i, int v) const {
@@ -148,6 +155,15 @@ template <int BITS> struct Page {
             return nibbles(values + token * half + (i < half ? i : i - half), i >= half);
         }
     }
+    // The same numbers of the page that comes next will be read soon: pages lie too far apart for the processor to see.
+    void expect_keys(int64_t i) const {
+        const int64_t row = BITS == 4 && i >= n / 2 ? i - n / 2 : i;
+        __builtin_prefetch(keys + behind + row * (BITS == 16 ? 2 : 1) * PAGE);
+    }
+    void expect_values(int64_t token, int64_t v) const {
+        const uint8_t* at = values + behind + token * n * BITS / 8 + v * LANES * BITS / 8;
+        for (int i = 0; i < MOST * LANES * BITS / 8; i += LINE) __builtin_prefetch(at + i);
+    }
     Floats key_scale(int v) const { return load_halves(scales + v * LANES); }
     Floats key_least(int v) const { return load_halves(scales + PAGE + v * LANES); }
     Floats value_scale(int v) const { return load_halves(scales + 2 * PAGE + v * LANES); }
@@ -160,24 +176,29 @@ private:
     }
 };
 
-// scores [COUNT, PAGE] = keys times queries.
+// scores [COUNT, PAGE] = keys times queries, whose numbers sum up to `all`; in WAYS sums, which do not wait for each
+// other.
 template <int BITS, int COUNT>
-inline void multiply_keys(const Page<BITS>& page, int64_t head_size, const Query* queries, float* scores) {
-    Floats sums[COUNT][VECTORS] = {};
-    float all[COUNT] = {};
-    for (int64_t i = 0; i < head_size; ++i) {
+inline void multiply_keys(const Page<BITS>& page, int64_t head_size, const Query* queries, const float* all,
+                          float* scores) {
+    Floats sums[WAYS][COUNT][VECTORS] = {};
+    const auto add = [&](int64_t i, Floats(&to)[COUNT][VECTORS]) {
         Floats keys[VECTORS];
         for (int v = 0; v < VECTORS; ++v) keys[v] = page.key(i, v);
-        for (int k = 0; k < COUNT; ++k) {
-            const Floats q = broadcast(queries[k].q[i]);
-            if (BITS < 16) all[k] += queries[k].q[i];
-            for (int v = 0; v < VECTORS; ++v) sums[k][v] = fused(q, keys[v], sums[k][v]);
-        }
-    }
+        page.expect_keys(i);
+        for (int k = 0; k < COUNT; ++k)
+            for (int v = 0; v < VECTORS; ++v) to[k][v] = fused(broadcast(queries[k].q[i]), keys[v], to[k][v]);
+    };
+    int64_t i = 0;
+    for (; i + WAYS <= head_size; i += WAYS)
+        for (int w = 0; w < WAYS; ++w) add(i + w, sums[w]);
+    for (; i < head_size; ++i) add(i, sums[0]);
     for (int k = 0; k < COUNT; ++k)
         for (int v = 0; v < VECTORS; ++v) {
-            if (BITS < 16) sums[k][v] = fused(sums[k][v], page.key_scale(v), page.key_least(v) * all[k]);
-            store(scores + k * PAGE + v * LANES, sums[k][v]);
+            Floats sum = sums[0][k][v];
+            for (int w = 1; w < WAYS; ++w) sum += sums[w][k][v];
+            if (BITS < 16) sum = fused(sum, page.key_scale(v), page.key_least(v) * all[k]);
+            store(scores + k * PAGE + v * LANES, sum);
         }
 }
 
@@ -186,30 +207,42 @@ template <int COUNT> inline void add_centre(const KvPages& kv, int64_t p, const 
     const Centres& from = kv.centres;
     const float* centre = kv.first == 0 && p == 0 ? from.first : from.others;
     if (centre == nullptr) return;
-    Floats sums[COUNT][VECTORS];
+    Floats along[COUNT][VECTORS], across[COUNT][VECTORS] = {};
     for (int k = 0; k < COUNT; ++k) { // numbers that are not turned
         float sum = 0;
         for (int64_t i = 2 * from.half; i < kv.format.head_size; ++i) sum += queries[k].plain[i] * centre[i];
-        for (int v = 0; v < VECTORS; ++v) sums[k][v] = broadcast(sum);
+        for (int v = 0; v < VECTORS; ++v) along[k][v] = broadcast(sum);
     }
-    for (int64_t i = 0, j = from.half; i < from.half; ++i, ++j) {
-        const float* start = from.starts + p * 2 * from.half;
-        const float x = centre[i] * start[i] - centre[j] * start[j], y = centre[j] * start[i] + centre[i] * start[j];
-        Floats cosines[VECTORS], sines[VECTORS];
-        for (int v = 0; v < VECTORS; ++v) {
-            cosines[v] = load(from.offsets + i * PAGE + v * LANES);
-            sines[v] = load(from.offsets + j * PAGE + v * LANES);
+    for (int64_t first = 0; first < from.half; first += PAIRS) {
+        const int64_t n = least(PAIRS, from.half - first);
+        const float *a = centre + first, *b = a + from.half;
+        const float *cosine = from.starts + p * 2 * from.half + first, *sine = cosine + from.half;
+        float x[PAIRS], y[PAIRS], same[COUNT][PAIRS], other[COUNT][PAIRS]; // of the centre at the page's first position
+        for (int64_t i = 0; i < n; ++i) {
+            x[i] = a[i] * cosine[i] - b[i] * sine[i];
+            y[i] = b[i] * cosine[i] + a[i] * sine[i];
         }
         for (int k = 0; k < COUNT; ++k) {
-            const float *q = queries[k].plain, along = q[i] * x + q[j] * y, across = q[j] * x - q[i] * y;
-            for (int v = 0; v < VECTORS; ++v)
-                sums[k][v] = fused(broadcast(along), cosines[v], fused(broadcast(across), sines[v], sums[k][v]));
+            const float *q = queries[k].plain + first, *r = q + from.half;
+            for (int64_t i = 0; i < n; ++i) {
+                same[k][i] = q[i] * x[i] + r[i] * y[i];
+                other[k][i] = r[i] * x[i] - q[i] * y[i];
+            }
         }
+        const float *cosines = from.offsets + first * PAGE, *sines = cosines + from.half * PAGE;
+        for (int64_t i = 0; i < n; ++i)
+            for (int v = 0; v < VECTORS; ++v) {
+                const Floats c = load(cosines + i * PAGE + v * LANES), s = load(sines + i * PAGE + v * LANES);
+                for (int k = 0; k < COUNT; ++k) {
+                    along[k][v] = fused(broadcast(same[k][i]), c, along[k][v]);
+                    across[k][v] = fused(broadcast(other[k][i]), s, across[k][v]);
+                }
+            }
     }
     for (int k = 0; k < COUNT; ++k)
         for (int v = 0; v < VECTORS; ++v) {
             float* to = scores + k * PAGE + v * LANES;
-            store(to, load(to) + sums[k][v]);
+            store(to, load(to) + (along[k][v] + across[k][v]));
         }
 }
 
@@ -220,9 +253,13 @@ struct Weighing {
 };
 
 inline float largest_of(Floats v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps(v);
+#else
     float most = v[0];
     for (int l = 1; l < LANES; ++l) most = v[l] > most ? v[l] : most;
     return most;
+#endif
 }
 
 template <int BITS>
@@ -277,6 +314,7 @@ inline void add_values(const Page<BITS>& page, const Query* queries, const Weigh
     for (int64_t t = tokens.begin; t < tokens.end; ++t) {
         Floats values[WIDTH];
         for (int i = 0; i < WIDTH; ++i) values[i] = page.value(t, v + i);
+        page.expect_values(t, v);
         for (int k = 0; k < COUNT; ++k) {
             const Floats p = broadcast(weights[k * PAGE + t]);
             for (int i = 0; i < WIDTH; ++i) sums[k][i] = fused(p, values[i], sums[k][i]);
@@ -287,9 +325,10 @@ inline void add_values(const Page<BITS>& page, const Query* queries, const Weigh
 }
 
 template <int BITS, int COUNT>
-inline void attend_page(const KvPages& kv, int64_t p, const Query* queries, Span tokens, float* scores) {
-    const Page<BITS> page(kv.format, kv.pages[p]);
-    multiply_keys<BITS, COUNT>(page, kv.format.head_size, queries, scores);
+inline void attend_page(const KvPages& kv, int64_t p, const Query* queries, const float* all, Span tokens,
+                        float* scores) {
+    const Page<BITS> page(kv.format, kv.pages[p], kv.pages[p + 1]);
+    multiply_keys<BITS, COUNT>(page, kv.format.head_size, queries, all, scores);
     if constexpr (BITS < 16) add_centre<COUNT>(kv, p, queries, scores);
     Weighing w[COUNT];
     for (int k = 0; k < COUNT; ++k) w[k] = weigh(page, queries[k], kv.first + p * PAGE, kv.softcap, scores + k * PAGE);
@@ -302,19 +341,24 @@ inline void attend_page(const KvPages& kv, int64_t p, const Query* queries, Span
 template <int BITS, int COUNT> void attend_together(const KvPages& kv, const Query* queries, int64_t count) {
     if constexpr (COUNT > 1)
         if (count < COUNT) return attend_together<BITS, COUNT - 1>(kv, queries, count);
-    float scores[COUNT * PAGE];
+    float scores[COUNT * PAGE], all[COUNT];
     int64_t begin = queries[0].begin, end = queries[0].end;
     for (int k = 0; k < COUNT; ++k) {
         begin = least(begin, queries[k].begin);
         end = end > queries[k].end ? end : queries[k].end;
         *queries[k].largest = -__builtin_inff();
         *queries[k].sum = 0;
-        for (int64_t i = 0; i < padded(kv.format.head_size); i += LANES) store(queries[k].out + i, Floats{});
+        Floats sum{};
+        for (int64_t i = 0; i < padded(kv.format.head_size); i += LANES) {
+            store(queries[k].out + i, Floats{});
+            sum += load(queries[k].q + i);
+        }
+        all[k] = reduce(sum);
     }
     for (int64_t p = (begin - kv.first) / PAGE; p * PAGE < end - kv.first; ++p) {
         const int64_t first = kv.first + p * PAGE;
         const Span tokens{begin > first ? begin - first : 0, least(PAGE, end - first)};
-        attend_page<BITS, COUNT>(kv, p, queries, tokens, scores);
+        attend_page<BITS, COUNT>(kv, p, queries, all, tokens, scores);
     }
 }
 

@@ -229,9 +229,10 @@ private:
     void look(const BlockSpec& block, size_t b, const Task& task, int64_t kv_head) const {
         const int64_t from = task.split * SPLIT;
         const int32_t* table = step_.pages + step_.sequences[task.first] * step_.row_pages + from / PAGE;
-        const uint8_t* pages[SPLIT / PAGE];
-        const int64_t last = std::min(SPLIT, step_.positions[task.last - 1] + 1 - from);
-        for (int64_t p = 0; p * PAGE < last; ++p) pages[p] = cache_.page(table[p], static_cast<int64_t>(b), kv_head);
+        const uint8_t* pages[SPLIT / PAGE + 1];
+        const int64_t left = step_.positions[task.last - 1] + 1 - from;
+        for (int64_t p = 0; p <= SPLIT / PAGE; ++p)
+            pages[p] = p * PAGE < left ? cache_.page(table[p], static_cast<int64_t>(b), kv_head) : pages[0];
         KvPages kv{cache_.format(), pages, from, spec_.attention_softcap, {}};
         if (cache_.format().bits < 16) {
             kv.centres = centres(block, b, step_.sequences[task.first], kv_head);

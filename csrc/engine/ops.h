@@ -59,7 +59,7 @@ struct Query {
 // The pages of one KV head over a split.
 struct KvPages {
     KvFormat format;
-    const uint8_t* const* pages; // of the positions first, first + PAGE, ...
+    const uint8_t* const* pages; // of the positions first, first + PAGE, ...; then that which is read next
     int64_t first;               // a multiple of PAGE
     float softcap;               // scores become softcap * tanh(score / softcap); 0: as they are
     Centres centres;             // `starts` begins with the page of `first`; of codes only
