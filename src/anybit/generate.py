@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from anybit.checkpoint.tokenizer import check_ids, encode
 from anybit.config import Json, check_kv_bits
 from anybit.engine.description import Unsupported
 from anybit.engine.engine import Engine
+from anybit.engine.opening import open_plain
 from anybit.engine.sampling import Sampling
 from anybit.errors import InputError
 from anybit.progress import SILENT, Silent
@@ -163,15 +164,19 @@ class Generator:
 
             return InTransformers(self.name, precision or "fp16", dtype, device, **self._how, **self._at)
 
-        inside, why = None, ""
+        inside, why, precise = None, "", precision or "int8"
         if asked != "transformers":
             try:
                 if (dtype, device) != ("float32", "cpu"):
                     raise Unsupported(
                         f"the native engine computes in float32 on the CPU, not {dtype} on {device}"
                     )
-                inside = None if is_artifact(Path(self.name)) else in_transformers()
-                return self._natively(inside, precision or "int8")
+                if is_artifact(Path(self.name)):
+                    return self._natively(self.name, read_generation(Path(self.name)), precise, **self._at)
+                with suppress(Unsupported):  # Transformers may load it, or says what is wrong
+                    return self._from_checkpoint(precise)
+                inside = in_transformers()
+                return self._natively(inside.model, inside.generation, precise, tokenizer=inside.tokenizer)
             except Unsupported as error:
                 why = str(error)
         if asked == "native":
@@ -181,21 +186,28 @@ class Generator:
             self._how["report"].say(f"runs inside Transformers: {why}")
         return inside
 
-    def _natively(self, inside: InTransformers | None, precision: str) -> Natively:
-        """The model in the native engine, from its files or as Transformers has loaded it.
+    def _from_checkpoint(self, precision: str) -> Natively:
+        """A checkpoint in the native engine, without Transformers; what was read is let go where that cannot be."""
+        plain = open_plain(self.name, None, self._at)
+        return self._natively(plain, plain.generation, precision)
+
+    def _natively(self, model: Any, stored: Mapping[str, Any], precision: str, **given: Any) -> Natively:
+        """A model in the native engine.
+
+        Args:
+            model: as `Engine` takes it.
+            stored: what its generation_config.json says.
+            precision: of codebooks.
+            given: what else `Engine` takes.
 
         Raises:
             Unsupported: it does not run there.
         """
-        stored = read_generation(Path(self.name)) if inside is None else inside.generation
         try:  # the model's makers may want tokens drawn in a way that the engine lacks
             Sampling.from_generation_config({**stored, "do_sample": True})
         except InputError as error:
             raise Unsupported(str(error)) from error
-        if inside is None:
-            made = Engine(self.name, codebook_precision=precision, **self._how, **self._at)
-        else:
-            made = Engine(inside.model, tokenizer=inside.tokenizer, codebook_precision=precision, **self._how)
+        made = Engine(model, codebook_precision=precision, **self._how, **given)
         self._how["report"].say(made.how())
         return Natively(made)
 

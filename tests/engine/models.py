@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,3 +57,12 @@ def random_model(family: str, **changes: Any) -> Any:
                 parameter.mul_(3)
             parameter.copy_(parameter.bfloat16().float())
     return model
+
+
+def saved(
+    folder: Path, tokenizer: Any, family: str = "llama", dtype: torch.dtype = torch.bfloat16, **how: Any
+) -> Path:
+    """A plain checkpoint of such a model; `how` is for `save_pretrained`."""
+    random_model(family, vocab_size=len(tokenizer)).to(dtype).save_pretrained(folder, **how)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -29,7 +29,7 @@ from anybit.generate import Generator
 from anybit.kernels import cpu
 from anybit.progress import Silent
 from tests import builders
-from tests.engine.models import FAMILIES, random_model
+from tests.engine.models import FAMILIES, random_model, saved
 
 pytestmark = [
     pytest.mark.native,
@@ -100,8 +100,11 @@ def test_every_level_and_the_budget(anybit_artifact: Path, tokenizer: Any) -> No
 
 
 @pytest.mark.e2e
-def test_neither_pytorch_nor_transformers_is_imported(anybit_artifact: Path) -> None:
-    """By the commands, whatever they do with an artifact of a family that the engine has."""
+def test_neither_pytorch_nor_transformers_is_imported(
+    anybit_artifact: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """By the commands, whatever they do with an artifact or a plain checkpoint of a family that the engine has."""
+    plain = saved(tmp_path / "plain", tokenizer)
     script = (
         "import sys\n"
         "from anybit.cli.main import main\n"
@@ -111,6 +114,8 @@ def test_neither_pytorch_nor_transformers_is_imported(anybit_artifact: Path) -> 
     for asked in (
         ["generate", str(anybit_artifact), "-p", "ab", "--max-new-tokens", "3"],
         ["chat", str(anybit_artifact)],
+        ["generate", str(plain), "-p", "ab", "--max-new-tokens", "3"],
+        ["chat", str(plain), "--max-new-tokens", "3"],
     ):
         ran = subprocess.run(
             [sys.executable, "-c", script, *asked], input="hi\n", capture_output=True, text=True, check=False
@@ -148,6 +153,25 @@ def test_a_default_that_is_left_out_is_left_to_transformers(anybit_copy: Path) -
         Generator(str(anybit_copy), engine="native")
 
 
+def test_texts_end_by_config_json_where_there_is_no_generation_config(
+    anybit_copy: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (anybit_copy / "generation_config.json").unlink()
+    edited(anybit_copy, lambda config: config.update(eos_token_id=[7, 9]))
+    stored, loaded = both(anybit_copy, tokenizer)
+    assert stored.ends == loaded.ends == {7, 9}
+
+
+def test_an_empty_norm_is_refused(artifact_of: Callable[..., Path], tmp_path: Path) -> None:
+    """It would be a norm that the family does not have."""
+    folder = Path(shutil.copytree(artifact_of("llama"), tmp_path / "copy"))
+    name = "model.layers.0.input_layernorm.weight"
+    file = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
+    save_file(load_file(file) | {name: torch.zeros(0)}, file, {"format": "pt"})
+    with pytest.raises(Unsupported, match=r"input_layernorm\.weight is of \[0\], expected a row"):
+        Engine(folder)
+
+
 def test_what_does_not_fit(anybit_copy: Path) -> None:
     edited(anybit_copy, lambda config: config.update(intermediate_size=config["intermediate_size"] * 2))
     with pytest.raises(InputError, match=r"gate is .* expected"):
@@ -177,7 +201,7 @@ def test_damaged_tensors_are_refused(artifact_of: Callable[..., Path], tmp_path:
         if "model.embed_tokens.weight" in tensors:
             tensors["model.embed_tokens.weight"][3, 4] = torch.nan
             save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(InputError, match=r"embed_tokens holds NaN: the weights are damaged"):
+    with pytest.raises(InputError, match=r"embed_tokens\.weight holds NaN or Inf: its file is damaged"):
         Engine(folder)
 
 

@@ -114,6 +114,13 @@ def _has_nan(halves: np.ndarray) -> bool:
     return bool(((halves & 0x7FFF) > 0x7F80).any())
 
 
+def finite(values: np.ndarray, dtype: Dtype) -> bool:
+    """Whether numbers, as `Dtype.numpy` has them, hold neither NaN nor Inf; whole numbers do not."""
+    if dtype is Dtype.BF16:
+        return not ((values & 0x7F80) == 0x7F80).any()
+    return bool(np.isfinite(values).all())
+
+
 def floats(values: np.ndarray, dtype: Dtype) -> np.ndarray:
     """Numbers as float32."""
     if dtype is Dtype.BF16:

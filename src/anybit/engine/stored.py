@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +13,10 @@ from anybit.artifact.enhancements import levels_upto
 from anybit.artifact.levels import Budget, Levels
 from anybit.artifact.reader import open_stored
 from anybit.checkpoint.counts import check_counts
-from anybit.checkpoint.generation import read_generation
-from anybit.checkpoint.stored_tokenizer import StoredTokenizer
-from anybit.engine.description import Unsupported, refuse_unknown_fields
-from anybit.engine.source import EMBEDDING, HEAD, Layouts, Source, floats, plain_layer
+from anybit.engine.description import refuse_unknown_fields
+from anybit.engine.file_source import FileSource
+from anybit.engine.source import EMBEDDING, HEAD, Layouts
 from anybit.errors import InputError
-from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
 from anybit.formats.levels import levels_of
 from anybit.kernels.cpu_layer import Layer
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 
 
-class StoredModel(Source):
+class StoredModel(FileSource):
     """An artifact up to one of its levels; of what is beyond that nothing is read."""
 
     def __init__(self, path: Path, at: Budget, how: tuple[str, int], report: Silent = SILENT) -> None:
@@ -48,40 +45,27 @@ class StoredModel(Source):
             Unsupported: a model that the engine does not run.
         """
         artifact = open_stored(path)
-        self.name, self.config = str(path), artifact.config
-        check_counts(f"{path}/config.json", self.config, artifact.tensors.values())
+        check_counts(f"{path}/config.json", artifact.config, artifact.tensors.values())
         self._artifact, self._how = artifact, how
-        self._used: set[str] = set()  # names of tensors
+        super().__init__(path, artifact.config, artifact.tensors)
         self.kv_bits = artifact.quantization.get("kv_bits", 16)
-        self.generation = read_generation(path)
-        self.tokenizer = StoredTokenizer.read(path)
         refuse_unknown_fields(self.config.get("model_type"), self.config)
-        self.head = self._find_head()
         assert self.description  # or a refusal, before hundreds of megabytes are read
-        self._refuse_unused()
+        packed = artifact.stored.packed
+        used = {f"{name}.{field}" for name, layout in packed.items() for field in layout.stored_tensors()}
+        self._refuse_unused(used | {f"{name}.weight" for name in self._matrices() - packed.keys()})
         levels = Levels(artifact)
         chosen = levels.choose(**at)
         for note in levels.notes(at.get("bits"), chosen):
             report.say(note)
         self._layers: dict[str, tuple[LayerLayout, Layer]] = {}
-        self._plain: dict[str, _native.Layer] = {}
         self._read(levels, levels.last if chosen is None else chosen, report)
 
     def _find_head(self) -> str:
         embedding = self._artifact.stored.embeddings.get(EMBEDDING)
         if embedding is not None and embedding.tied:
             return EMBEDDING
-        there = HEAD in self._artifact.stored.embeddings or f"{HEAD}.weight" in self._artifact.tensors
-        return HEAD if there or not self.config.get("tie_word_embeddings") else EMBEDDING
-
-    def _refuse_unused(self) -> None:
-        """Leave tensors that the engine has no use for to Transformers, which knows what may be left out."""
-        packed = self._artifact.stored.packed
-        used = {f"{name}.{field}" for name, layout in packed.items() for field in layout.stored_tensors()}
-        matrices = {EMBEDDING, self.head, *itertools.chain.from_iterable(self.names())}
-        used |= {f"{name}.weight" for name in matrices - packed.keys()} | self._used
-        if unused := sorted(self._artifact.tensors.keys() - used):
-            raise Unsupported(f"it has the tensor {unused[0]}, which the engine does not read")
+        return HEAD if HEAD in self._artifact.stored.embeddings else super()._find_head()
 
     def _read(self, levels: Levels, level: int, report: Silent) -> None:
         """Bind all matrices up to a level; the arrays of one are let go before the next."""
@@ -123,29 +107,12 @@ class StoredModel(Source):
             ) from error
         self._layers[name] = layout, layer
 
-    def tensor(self, name: str) -> np.ndarray | None:
-        found = self._artifact.tensors.get(name)
-        if found is None:
-            return None
-        if found.dtype not in (Dtype.F32, Dtype.F16, Dtype.BF16):
-            raise Unsupported(f"{name} is stored as {found.dtype}")
-        made = floats(found.array(), found.dtype)
-        if not np.isfinite(made).all():
-            raise InputError(f"{self.name}: {name} holds NaN or Inf: the artifact is damaged; copy it again")
-        self._used.add(name)
-        return made
-
     def layer(self, name: str, layouts: Layouts) -> _native.Layer:
         if name in self._layers:
             layout, layer = self._layers[name]
             wanted = layouts.get(name, layout.widest())
             return (layer if wanted == layout else layer.at(wanted)).native
-        if name not in self._plain:
-            found = self._artifact.tensors.get(f"{name}.weight")
-            if found is None:
-                raise Unsupported(f"it has no {name}")
-            self._plain[name] = plain_layer(name, found.array(), found.dtype)
-        return self._plain[name]
+        return super().layer(name, layouts)
 
 
 def grown(held: Arrays, layout: LayerLayout) -> Arrays:
