@@ -20,7 +20,7 @@ def named(name: str) -> str:
     name = re.sub(r"^anybit ([\d.]+) fp16\b", r"anybit, \1 bits, exact inputs", name)
     name = re.sub(r" kv(\d+)$", r", KV of \1 bits", name)
     name = re.sub(r"^Transformers ([\d.]+) (\w+)$", r"Transformers, \1 bits, \2", name)
-    return re.sub(r"^llama\.cpp (?:.*-)?(Q\w+)\.gguf( flash)?$", r"llama.cpp \1\2", name)
+    return re.sub(r"^(llama\.cpp|mistral\.rs) (?:.*-)?(Q\w+)\.gguf( flash)?$", r"\1 \2\3", name)
 
 
 def decode() -> str:
@@ -40,7 +40,7 @@ def depths() -> str:
     rows = []
     for cell in cells("decode"):
         for name, found in cell["contenders"].items():
-            if cell["tokens"] != DEPTH and re.match(r"anybit [\d.]+ int8|llama", name):
+            if cell["tokens"] != DEPTH and re.match(r"anybit [\d.]+ int8|llama|mistral", name):
                 rows.append([cell["shape"], f"{cell['tokens']}", named(name), *speed(name, found)])
     return markdown(head, rows)
 

@@ -3,8 +3,8 @@
 python bench/peers/random_gguf.py Qwen3-0.6B f16.gguf
 llama-quantize f16.gguf Q4_0.gguf Q4_0
 
-Weights have 16 bits, so that llama-quantize decides what each tensor becomes, as in its users' files. There is no
-tokenizer: llama-bench needs none.
+Weights have 16 bits, so that llama-quantize decides what each tensor becomes, as in its users' files. The tokenizer
+knows bytes, and tokens that no text has: llama-bench needs none, but mistral.rs is asked in text.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any
 
 import gguf
 import numpy as np
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from anybit.bench.random_model import SHAPES, random_config
 
 STEP = 0.02  # standard deviation of weights
 ARCHITECTURES = {"qwen3": gguf.MODEL_ARCH.QWEN3, "llama": gguf.MODEL_ARCH.LLAMA}
+SPLITS = {"qwen3": "qwen2", "llama": "llama-bpe"}  # names of the rules by which a text is cut
 
 
 def write(shape: str, path: Path) -> None:
@@ -27,6 +29,7 @@ def write(shape: str, path: Path) -> None:
     generator = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[kind]])
     describe(writer, config)
+    add_tokenizer(writer, config.vocab_size, SPLITS[kind])
 
     def matrix(name: str, rows: int, columns: int) -> None:
         values = generator.standard_normal((rows, columns), np.float32) * STEP
@@ -73,8 +76,21 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, size: int, split: str) -> None:
+    """Byte-level BPE of one merge: a token for each byte, one of two bytes, others to fill the vocabulary, an end."""
+    alphabet = list(bytes_to_unicode().values())
+    tokens = [*alphabet, "aa"]
+    tokens += [f"token{i}" for i in range(len(tokens), size - 1)] + ["<|end|>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * (size - 1) + [gguf.TokenType.CONTROL])
+    writer.add_token_merges(["a a"])
+    writer.add_eos_token_id(size - 1)
+    writer.add_add_bos_token(False)
 
 
 def head_size(config: Any) -> int:

@@ -1,4 +1,4 @@
-"""What tests of `anybit bench decode` share: a tiny shape, and a program that stands for llama-bench."""
+"""What tests of `anybit bench decode` share: a tiny shape, and programs that stand for llama-bench and mistral.rs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,32 @@ print(json.dumps([{{
 }}]))
 """
 
+# What is used of the package mistralrs. Every text begins with a token of its own, and " a" is two tokens.
+MISTRALRS = """
+import json, os
+from types import SimpleNamespace
+
+class Which(SimpleNamespace):
+    GGUF = SimpleNamespace
+
+CompletionRequest = SimpleNamespace
+
+class Runner:
+    def __init__(self, which, **settings):
+        if "broken" in which.quantized_filename:
+            raise ValueError("Tokenizer is missing required props")
+
+    def tokenize_text(self, text, add_special_tokens, enable_thinking):
+        return [0] * (add_special_tokens + len(text))
+
+    def send_completion_request(self, request):
+        threads = os.environ["RAYON_NUM_THREADS"]
+        with open({log!r}, "a") as log:
+            log.write(json.dumps([len(request.prompt) + 1, request.max_tokens, request.ignore_eos, threads]) + "\\n")
+        used = dict(prompt_tokens=len(request.prompt) + 1, completion_tokens=min(request.max_tokens, {most}))
+        return SimpleNamespace(usage=SimpleNamespace(**used, total_prompt_time_sec=0.5, total_completion_time_sec=0.25))
+"""
+
 
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shape "tiny", little to read, and nobody else on the machine."""
@@ -47,6 +73,16 @@ def stand_in(folder: Path) -> Json:
     program.write_text(LLAMA_BENCH.format(python=sys.executable, log=str(log)))
     program.chmod(0o755)
     return {"llama_bench": program, "ggufs": [gguf(folder / "tiny-Q4_0.gguf")]}
+
+
+def mistralrs(folder: Path, most: int = 1000) -> Path:
+    """An interpreter whose package mistralrs gives `most` tokens, and notes what it was asked in "asked"."""
+    python, package = folder / "python", folder / "package"
+    package.mkdir()
+    (package / "mistralrs.py").write_text(MISTRALRS.format(log=str(folder / "asked"), most=most))
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={package} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
 
 
 def gguf(path: Path, hidden: int = 64, untied: bool = False) -> Path:

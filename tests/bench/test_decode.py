@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from anybit import Engine
-from anybit.bench import decode, decode_targets, random_model, sources
+from anybit.bench import decode, decode_targets, mistralrs_rate, random_model, sources
 from anybit.bench.agreement import agreement, agrees
-from anybit.bench.contenders import InTransformers, LlamaBench, Native, kv_bytes, touched
+from anybit.bench.contenders import InTransformers, LlamaBench, MistralRs, Native, kv_bytes, touched
 from anybit.bench.decode import Plan
 from anybit.bench.others import Used, others, used
 from anybit.bench.picture import plot_decode
@@ -24,7 +24,7 @@ from anybit.engine.timing import prompt_seconds, step_seconds
 from anybit.errors import InputError
 from anybit.formats.layout import code_bits
 from anybit.kernels import cpu
-from tests.bench.decoding import Json, gguf, little, stand_in
+from tests.bench.decoding import Json, gguf, little, mistralrs, stand_in
 from tests.engine.models import FAMILIES
 from tests.engine.models import random_model as family
 
@@ -219,6 +219,58 @@ def test_a_peer_that_fails_is_quoted(llama: Json, tmp_path: Path) -> None:
         LlamaBench(tmp_path / "none", file, False, 16, 1).prefill(0, 8)
 
 
+def test_mistral_rs_runs_the_same_files(llama: Json, tmp_path: Path) -> None:
+    python = mistralrs(tmp_path)
+    plan = tiny(**llama | {"llama_bench": None}, mistralrs=python, only=("mistral.rs",), kv_bits=(16, 8))
+    figures = decode.decode(plan)
+    (behind,), (prompt,) = (list(cell["contenders"].items()) for cell in figures["cells"])
+    assert behind[0] == prompt[0] == "mistral.rs tiny-Q4_0.gguf"
+    assert behind[1]["tokens_per_second"] == 32 / 0.25 and behind[1]["kv_bits"] == 16
+    assert prompt[1]["tokens_per_second"] == 20 / 0.5
+    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    warm_up = [4, 4, True, "1"]
+    assert asked == 2 * [warm_up, [40, 33, True, "1"]] + 2 * [warm_up, [20, 1, True, "1"]]
+    plot_decode(figures, tmp_path / "decode.png")
+    everyone = tiny(**llama, mistralrs=python).contenders(plan.sources[0])
+    assert [c.name for c in everyone if "gguf" in c.name] == [
+        "llama.cpp tiny-Q4_0.gguf", "llama.cpp tiny-Q4_0.gguf flash", "mistral.rs tiny-Q4_0.gguf",
+    ]  # fmt: skip
+    rounded = tiny(**llama, mistralrs=python, kv_bits=(8,)).contenders(plan.sources[0])
+    assert not any(c.name.startswith("mistral.rs") for c in rounded)
+
+
+def test_a_mistral_rs_that_fails_is_quoted(tmp_path: Path) -> None:
+    few, file = mistralrs(tmp_path, most=20), sources.open_gguf(gguf(tmp_path / "tiny.gguf"))
+    with pytest.raises(InputError, match=r"exit code 1\): 20 tokens came behind 8; 33 behind 8 were asked"):
+        MistralRs(few, file, 1).decode(0, 8, 32)
+    broken = sources.open_gguf(gguf(tmp_path / "broken.gguf"))
+    with pytest.raises(InputError, match=r"broken.gguf .*ValueError: Tokenizer is missing required props"):
+        MistralRs(few, broken, 1).prefill(0, 8)
+    with pytest.raises(InputError, match="gave no rate"):
+        MistralRs(Path("/bin/true"), file, 1).prefill(0, 8)
+    with pytest.raises(InputError, match="does not start"):
+        MistralRs(tmp_path / "none", file, 1).prefill(0, 8)
+
+
+class Words:
+    """Stands for mistral.rs with a vocabulary in which a text has one of these numbers of tokens."""
+
+    def __init__(self, first: int, **pieces: int) -> None:
+        self.first, self.pieces = first, pieces
+
+    def tokenize_text(self, made: str, *_: Any) -> list[int]:
+        each = self.pieces["word"] if made.startswith(" a") else self.pieces["letter"]
+        return [0] * (self.first + each * (len(made) // (2 if made.startswith(" a") else 1)))
+
+
+def test_a_text_has_as_many_tokens_as_asked() -> None:
+    assert mistralrs_rate.text(Words(0, word=1, letter=9), 5) == " a" * 5
+    assert mistralrs_rate.text(Words(1, word=1, letter=9), 5) == " a" * 4  # one begins every text
+    assert mistralrs_rate.text(Words(1, word=2, letter=1), 6) == "b" * 5
+    with pytest.raises(SystemExit, match="no text of 6 tokens"):
+        mistralrs_rate.text(Words(0, word=2, letter=2), 6)
+
+
 def test_a_gguf_file_counts_what_a_token_reads(tmp_path: Path) -> None:
     matrix = 320 * 64 * 2
     assert sources.open_gguf(gguf(tmp_path / "tied.gguf")).nbytes == 2 * matrix
@@ -258,7 +310,8 @@ def ours(rate: float, bits: float = 4.0, **more: Any) -> Json:
 
 
 def theirs(rate: float, file: str = "x-Q4_0.gguf", **more: Any) -> Json:
-    return {"engine": "llama.cpp", "file": file, "tokens_per_second": rate, "bytes_per_token": 45, **more}
+    read = {"tokens_per_second": rate, "bytes_per_token": 45}
+    return {"engine": "llama.cpp", "file": file, **read, **more}
 
 
 def rows(number: int, *cells: Json) -> list[Json]:
@@ -300,10 +353,13 @@ def test_deep_and_prompt_targets_are_over_whatever_is_fastest() -> None:
         "decode", "Qwen3-1.7B", 8192, ours(10.5), ours(20, kv_bits=8), theirs(9), theirs(10, kv_bits=8)
     )
     assert [(t["measured"], t["met"]) for t in rows(4, deep)] == [(1.05, False), (2.0, True)]
+    faster = theirs(20, engine="mistral.rs")
+    (found,) = rows(4, cell("decode", "Qwen3-0.6B", 2048, ours(10), theirs(9), faster))
+    assert found["measured"] == 0.5 and found["target"].endswith("over mistral.rs")
     prompt = ours(10)
     del prompt["of_limit"]
     others = theirs(99, "x-q8_0.gguf"), theirs(9, "x-q4_k_m.gguf")
-    (found,) = rows(5, cell("prefill", "Qwen3-0.6B", 512, prompt, theirs(10), *others))
+    (found,) = rows(5, cell("prefill", "Qwen3-0.6B", 512, prompt, theirs(10), faster, *others))
     assert found["measured"] == 1 and found["met"] and found["bound"] is None
 
 

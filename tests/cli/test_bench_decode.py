@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from anybit.bench import contenders, decode
-from tests.bench.decoding import Json, gguf, little, stand_in
+from tests.bench.decoding import Json, gguf, little, mistralrs, stand_in
 from tests.cli.commands import Run, refused
 
 pytestmark = pytest.mark.native
@@ -65,7 +65,10 @@ def test_a_target_that_is_missed_is_an_exit_code(
         (("random:tiny", "--tokens", "8"), ("--tokens 8", "32 or more")),
         (("random:tiny", "--only", "vllm"), ("'vllm'", "Transformers")),
         (("random:tiny", "--llama-bench", "x"), ("--llama-bench", "--gguf")),
-        (("random:tiny", "--gguf", "x.gguf"), ("--llama-bench", "--gguf")),
+        (("random:tiny", "--gguf", "x.gguf"), ("--llama-bench", "--gguf", "--mistralrs")),
+        (("random:tiny", "--mistralrs", "x"), ("--mistralrs", "--gguf")),
+        (("random:tiny", "--mistralrs", "no/x", "--gguf", "{gguf}"), ("no/x", "does not start")),
+        (("random:tiny", "--mistralrs", "{python}", "--gguf", "{gguf}"), ("--mistralrs", "No module named")),
         (("random:tiny", "--llama-bench", "x", "--gguf", "{gguf}"), ("--llama-bench x",)),
         (("random:tiny", "--llama-bench", "{program}", "--gguf", "{other}"), ("other.gguf", "width 128")),
         (("random:tiny", "--llama-bench", "{program}", "--gguf", "no.gguf"), ("no.gguf",)),
@@ -86,4 +89,6 @@ def test_what_cannot_be_timed_is_refused_before_any_work(
     monkeypatch.delattr(contenders.Source, "open")
     there = {"gguf": llama["ggufs"][0], "program": llama["llama_bench"]}
     there["other"] = gguf(tmp_path / "other.gguf", hidden=128)
+    there["python"] = mistralrs(tmp_path)
+    (tmp_path / "package" / "mistralrs.py").unlink()
     refused(bench(*(text.format(**there) for text in given)), *words)

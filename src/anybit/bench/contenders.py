@@ -1,4 +1,4 @@
-"""Who decodes in `anybit bench decode`: this engine, Transformers with the same artifact, llama.cpp.
+"""Who decodes in `anybit bench decode`: this engine, Transformers with the same artifact, llama.cpp, mistral.rs.
 
 Each is asked for tokens per second, of decoding behind some tokens or of a prompt. The rate is tokens over the time of
 all of them, as llama-bench has it. Nothing is sampled.
@@ -7,6 +7,7 @@ all of them, as llama-bench has it. Nothing is sampled.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from anybit.bench import mistralrs_rate
 from anybit.bench.reading import settle
 from anybit.bench.sources import Gguf, Source
 from anybit.engine.description import MATRICES
@@ -159,18 +161,74 @@ class LlamaBench:
 
     def _rate(self, *asked: str | int) -> float:
         command = [*self._command, *map(str, asked)]
-        try:
-            ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError as error:
-            raise InputError(f"{command[0]} does not start: {error.strerror}") from error
+        ran = _run(command)
         try:
             (found,) = json.loads(ran.stdout)
             return float(found["avg_ts"])
         except (ValueError, KeyError, TypeError) as error:
-            said = (ran.stderr.strip().splitlines() or ["nothing"])[-1]
-            raise InputError(
-                f"{' '.join(command)} gave no rate (exit code {ran.returncode}): {said}"
-            ) from error
+            raise InputError(_no_rate(command, ran)) from error
+
+
+class MistralRs:
+    """mistral.rs by its Python package, in a process of its own for each figure. Keys and values have 16 bits."""
+
+    def __init__(self, python: Path, file: Gguf, threads: int) -> None:
+        self._file, self._command = file, [str(python), mistralrs_rate.__file__, str(file.path)]
+        self._settings = {"RAYON_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+
+    @staticmethod
+    def check(python: Path) -> None:
+        """Refuse an interpreter that is none, or has no such package.
+
+        Raises:
+            InputError: it does not import mistralrs.
+        """
+        expected = "expected a Python interpreter that has the package mistralrs"
+        try:
+            ran = _run([str(python), "-c", "import mistralrs"])
+        except InputError as error:
+            raise InputError(f"--mistralrs: {error}; {expected}") from error
+        if ran.returncode:
+            raise InputError(f"--mistralrs {python}: {expected}; it said: {_said(ran)}")
+
+    def decode(self, bits: float, depth: int, tokens: int) -> float:
+        return self._rate(depth, tokens)
+
+    def prefill(self, bits: float, tokens: int) -> float:
+        return self._rate(tokens, 0)
+
+    def weight_bytes(self, bits: float) -> int:
+        return self._file.nbytes
+
+    def _rate(self, before: int, tokens: int) -> float:
+        command = [*self._command, str(before), str(tokens), str(WARM_UP)]
+        ran = _run(command, self._settings)
+        try:
+            return float(json.loads(ran.stdout.splitlines()[-1])["tokens_per_second"])
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise InputError(_no_rate(command, ran)) from error
+
+
+Ran = subprocess.CompletedProcess[str]
+
+
+def _run(command: list[str], settings: dict[str, str] | None = None) -> Ran:
+    """A program that ended, with some more variables in its environment."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, env={**os.environ, **(settings or {})}
+        )
+    except OSError as error:
+        raise InputError(f"{command[0]} does not start: {error.strerror}") from error
+
+
+def _no_rate(command: list[str], ran: Ran) -> str:
+    return f"{' '.join(command)} gave no rate (exit code {ran.returncode}): {_said(ran)}"
+
+
+def _said(ran: Ran) -> str:
+    """The last line of its complaints."""
+    return (ran.stderr.strip().splitlines() or ["nothing"])[-1]
 
 
 def touched(model: Any, bits: float, itemsize: int) -> int:

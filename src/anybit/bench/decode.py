@@ -1,4 +1,4 @@
-"""`anybit bench decode`: tokens per second of this engine, Transformers and llama.cpp, beside the memory's rate.
+"""`anybit bench decode`: tokens per second of this engine and of peers, beside the memory's rate.
 
 A cell is a model with one test: decoding behind some tokens, or a prompt. Its contenders take turns in every round, and
 with each the reading of as many bytes as it reads for a token. So ratios within a cell are of one time and one machine.
@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from anybit.bench.agreement import TOKENS, agreement, compared
-from anybit.bench.contenders import InTransformers, LlamaBench, Native, Runner, head_size, kv_bytes
+from anybit.bench.contenders import (
+    InTransformers,
+    LlamaBench,
+    MistralRs,
+    Native,
+    Runner,
+    head_size,
+    kv_bytes,
+)
 from anybit.bench.decode_targets import AGREEMENT, is_quiet, targets
 from anybit.bench.others import Used, others, used
 from anybit.bench.reading import Buffer
@@ -68,6 +76,7 @@ class Plan:
     rounds: int = 5
     threads: int = 0  # 0: what the engine takes by default
     llama_bench: Path | None = None
+    mistralrs: Path | None = None  # a Python interpreter that has this package
     ggufs: Sequence[Path] = ()
     only: Sequence[str] = ()  # contenders of these names, or that begin so; all by default
 
@@ -101,10 +110,12 @@ class Plan:
         for bits in self.kv_bits:
             if bits not in KV_BITS:
                 raise InputError(f"--kv-bits {bits}: the engine has {', '.join(map(str, KV_BITS))}")
-        if bool(self.ggufs) != (self.llama_bench is not None):
-            raise InputError("--llama-bench and --gguf belong together: give both or neither")
+        if bool(self.ggufs) != (self.llama_bench is not None or self.mistralrs is not None):
+            raise InputError("--gguf belongs with --llama-bench or --mistralrs: give a file and who runs it")
         if self.llama_bench is not None and not os.access(self.llama_bench, os.X_OK):
             raise InputError(f"--llama-bench {self.llama_bench}: expected llama.cpp's program of this name")
+        if self.mistralrs is not None:
+            MistralRs.check(self.mistralrs)
         for found in self.sources:
             reached = found.config.max_position_embeddings
             if self.context > reached:
@@ -129,7 +140,8 @@ class Plan:
         return [everyone[name] for name in kept]
 
     def _all_contenders(self, found: Source) -> list[Contender]:
-        return [*self._native(found), *self._transformers(found), *self._llama(found)]
+        files = [file for file in self.files if file.sizes == found.sizes]
+        return [*self._native(found), *self._transformers(found), *self._llama(files), *self._mistral(files)]
 
     def _native(self, found: Source) -> list[Contender]:
         made, size = [], head_size(found.config)
@@ -157,20 +169,29 @@ class Plan:
                 made.append(Contender(name, about, key, start, bits, numbers))
         return made
 
-    def _llama(self, found: Source) -> list[Contender]:
-        made = []
-        for file in self.files:
-            if file.sizes != found.sizes:
-                continue
+    def _llama(self, files: Sequence[Gguf]) -> list[Contender]:
+        made: list[Contender] = []
+        if self.llama_bench is None:
+            return made
+        for file in files:
             for kv in self.kv_bits:
                 for flash in (False, True) if kv == 16 else (True,):  # rounded values need flash attention
                     name = f"llama.cpp {file.path.name}" + (" flash" if flash else "")
                     name += f" kv{kv}" if kv != 16 else ""
-                    assert self.llama_bench is not None
                     start = partial(LlamaBench, self.llama_bench, file, flash, kv, self.count)
                     about: Json = {"engine": "llama.cpp", "file": file.path.name, "state": file.state}
                     about |= {"flash": flash, "kv_bits": kv}
                     made.append(Contender(name, about, name, start, 0.0, LLAMA_NUMBERS[kv]))
+        return made
+
+    def _mistral(self, files: Sequence[Gguf]) -> list[Contender]:
+        if self.mistralrs is None or 16 not in self.kv_bits:  # it rounds no keys and values on a CPU
+            return []
+        made = []
+        for file in files:
+            name, start = f"mistral.rs {file.path.name}", partial(MistralRs, self.mistralrs, file, self.count)
+            about: Json = {"engine": "mistral.rs", "file": file.path.name, "state": file.state, "kv_bits": 16}
+            made.append(Contender(name, about, name, start, 0.0, 16))
         return made
 
 

@@ -23,6 +23,7 @@ SMALL = "SmolLM2-135M"
 SMALL_FILES, SMALL_MUST, SMALL_SHARE = ("Q4_0", "Q2_K"), 1.3, 0.85
 CODER, CODER_FILE, CODER_MUST = "Qwen2.5-Coder-0.5B", "Q4_K_M", 1.3
 DEEP = ("Qwen3-0.6B", "Qwen3-1.7B")
+DEEP_PEERS, PROMPT_PEERS = ("llama.cpp", "mistral.rs"), ("llama.cpp",)
 DEEP_BITS, DEEP_FILES, DEEP_MUST = 4.0, "Q4_", {2048: 1.0, 8192: 1.1}
 PROMPTS, PROMPT_MUST = (512, 2048), 1.0
 KV_LOSS = {8: 0.002, 4: 0.03}  # of the perplexity at 16 bits
@@ -63,9 +64,9 @@ def _ours(cell: Cell, precision: str = "int8", kv_bits: int = 16) -> list[Json]:
     return sorted(fits, key=lambda c: float(c["bits"]))
 
 
-def _peers(cell: Cell, *files: str) -> list[Json]:
-    """What llama.cpp reached, with files whose names have one of these parts."""
-    found = [c for c in cell["contenders"].values() if c["engine"] == "llama.cpp"]
+def _peers(cell: Cell, *files: str, engines: Sequence[str] = ("llama.cpp",)) -> list[Json]:
+    """What peers reached, with files whose names have one of these parts."""
+    found = [c for c in cell["contenders"].values() if c["engine"] in engines]
     return [c for c in found if any(part.lower() in c["file"].lower() for part in files)]
 
 
@@ -136,28 +137,30 @@ def _deep(cells: Sequence[Cell]) -> Iterator[Target]:
     for shape in DEEP:
         for depth, must in DEEP_MUST.items():
             for kv_bits in (16, 8):
-                what = (
-                    f"{shape}, {DEEP_BITS:g} bits, {depth} tokens before, KV {kv_bits} bits, over llama.cpp"
-                )
+                what = f"{shape}, {DEEP_BITS:g} bits, {depth} tokens before, KV {kv_bits} bits"
                 found = _of(cells, "decode", shape, depth)
-                yield _against_all(4, what, must, found, kv_bits)
+                yield _against_all(4, what, must, found, DEEP_PEERS, kv_bits)
 
 
 def _prompts(cells: Sequence[Cell]) -> Iterator[Target]:
     for shape in DEEP:
         for tokens in PROMPTS:
-            what = f"{shape}, {DEEP_BITS:g} bits, a prompt of {tokens} tokens, over llama.cpp"
-            yield _against_all(5, what, PROMPT_MUST, _of(cells, "prefill", shape, tokens), 16)
+            what = f"{shape}, {DEEP_BITS:g} bits, a prompt of {tokens} tokens"
+            found = _of(cells, "prefill", shape, tokens)
+            yield _against_all(5, what, PROMPT_MUST, found, PROMPT_PEERS, 16)
 
 
-def _against_all(row: int, what: str, must: float, cells: Sequence[Cell], kv_bits: int) -> Target:
-    """Over whatever of llama.cpp is the fastest."""
+def _against_all(
+    row: int, what: str, must: float, cells: Sequence[Cell], engines: Sequence[str], kv_bits: int
+) -> Target:
+    """Over whatever of some peers is the fastest, of those that ran."""
     for cell in cells:
         ours = [c for c in _ours(cell, kv_bits=kv_bits) if abs(c["bits"] - DEEP_BITS) <= 0.1]
-        if ours and (peers := _peers(cell, DEEP_FILES)):
-            ratio = ours[-1]["tokens_per_second"] / _fastest(peers)["tokens_per_second"]
-            return _target(row, what, must, ratio, _bound(ours[-1], ratio))
-    return _target(row, what, must)
+        if ours and (peers := _peers(cell, DEEP_FILES, engines=engines)):
+            peer = _fastest(peers)
+            ratio = ours[-1]["tokens_per_second"] / peer["tokens_per_second"]
+            return _target(row, f"{what}, over {peer['engine']}", must, ratio, _bound(ours[-1], ratio))
+    return _target(row, f"{what}, over {' and '.join(engines)}", must)
 
 
 def _elsewhere(cells: Sequence[Cell]) -> Iterator[Target]:

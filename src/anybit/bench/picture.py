@@ -75,7 +75,12 @@ def _panel(axes: Any, row: Json) -> None:
     axes.grid(alpha=0.3)
 
 
-ENGINES = {"anybit": ("o", "C0"), "Transformers": ("^", "C1"), "llama.cpp": ("s", "C3")}
+ENGINES = {
+    "anybit": ("o", "C0"),
+    "Transformers": ("^", "C1"),
+    "llama.cpp": ("s", "C3"),
+    "mistral.rs": ("D", "C4"),
+}
 
 
 def plot_decode(figures: Json, path: Path) -> None:
@@ -95,7 +100,7 @@ def _decode_panel(axes: Any, cell: Json) -> None:
         marker, color = ENGINES[engine]
         points = sorted((c["bytes_per_token"] / 1e6, c["tokens_per_second"]) for c in found)
         fill = "none" if how.startswith(("fp16", "float32")) else "full"
-        line = "" if engine == "llama.cpp" else "-"
+        line = "" if "file" in found[0] else "-"
         axes.plot(*zip(*points), marker + line, color=color, fillstyle=fill, label=f"{engine} {how}".strip())
     every = sorted(
         (c["bytes_per_token"] / 1e6, c["read_gb_per_s"] * 1e9 / c["bytes_per_token"])

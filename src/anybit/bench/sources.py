@@ -104,7 +104,7 @@ def _state(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Gguf:
-    """A file for llama.cpp."""
+    """A file for llama.cpp and mistral.rs."""
 
     path: Path
     state: str

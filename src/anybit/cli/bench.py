@@ -235,18 +235,28 @@ class Decoded:
         }
 
 
+FILES_PANEL = "llama.cpp and mistral.rs"
+
+
 @dataclass(frozen=True)
 class Peer:
-    """llama.cpp."""
+    """llama.cpp and mistral.rs."""
 
     llama_bench: Annotated[
-        Path | None, typer.Option(help="llama.cpp's program of this name.", rich_help_panel="llama.cpp")
+        Path | None, typer.Option(help="llama.cpp's program of this name.", rich_help_panel=FILES_PANEL)
+    ] = None
+    mistralrs: Annotated[
+        Path | None,
+        typer.Option(
+            help="A Python interpreter that has the package of this name: mistral.rs, with --kv-bits 16.",
+            rich_help_panel=FILES_PANEL,
+        ),
     ] = None
     gguf: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A file for it, of one of the models; several times for several.",
-            rich_help_panel="llama.cpp",
+            help="A file for them, of one of the models; several times for several.",
+            rich_help_panel=FILES_PANEL,
         ),
     ] = None
 
@@ -273,7 +283,8 @@ def bench_decode(
         bool, typer.Option("--targets", help="Compare with what is to be reached; exit code 1 on a miss.")
     ] = False,
 ) -> None:
-    """Tokens per second of this engine, Transformers with the same weights and llama.cpp, beside the memory's rate.
+    """Tokens per second of this engine, Transformers with the same weights, llama.cpp and mistral.rs, beside the
+    memory's rate.
 
     Everybody takes turns in rounds, and nobody else should run: peers lose most by it. Cells during which others took
     processors do not count for --targets."""
@@ -284,7 +295,11 @@ def bench_decode(
     set_threads(decoded.threads)
     with reporting() as report:
         plan = decode.Plan(
-            models=models, **decoded.plan(), llama_bench=peer.llama_bench, ggufs=tuple(peer.gguf or ())
+            models=models,
+            **decoded.plan(),
+            llama_bench=peer.llama_bench,
+            mistralrs=peer.mistralrs,
+            ggufs=tuple(peer.gguf or ()),
         )
         figures = decode.decode(plan, out, report)
     tables.print_bench_decode(figures)
