@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from anybit import Engine, Sampling
+from anybit.engine.drafts import Drafts
 from anybit.engine.text import check_tokenizer
 from anybit.errors import InputError
 from anybit.kernels import cpu
@@ -144,6 +147,51 @@ def test_so_it_is_where_keys_hang_on_a_texts_first_page(anybit_artifact: Path, k
         runner.close(0)
     assert found[0] == found[1] == found[2]
     assert runner.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("kv_bits", [16, 4])
+def test_a_text_is_the_same_with_drafts(
+    anybit_artifact: Path, kv_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is drafted: right tokens, wrong ones, across pages and the first page's end, greedy and at random."""
+    engine = Engine(anybit_artifact, threads=1, kv_bits=kv_bits)
+    asked = requests(engine)
+    plain = Runner(engine, Limits(64, running=1))
+    plain.start()
+    alone = [Heard(plain, replace(request, speculates=False)).all() for request in asked]
+    plain.close(0)
+    assert plain.counters.draft_tokens == 0
+    known = [[*r.tokens, *heard.tokens[0]] for r, heard in zip(asked, alone)]
+    chance = random.Random(2)
+
+    def draft(self: Drafts, length: int) -> list[int]:
+        """Of what will be drawn some, then something else."""
+        text = next(own for own in known if own[: len(self._tokens)] == self._tokens)
+        return [*text[len(self._tokens) :][: chance.randrange(6)], 17]
+
+    monkeypatch.setattr(Drafts, "draft", draft)
+    for limits in (Limits(64, running=1), Limits(64), Limits(6, running=8)):
+        runner = Runner(engine, limits)
+        together = [Heard(runner, request) for request in asked]
+        runner.start()
+        for one, other in zip(alone, together):
+            assert other.all().tokens == one.tokens and other.texts == one.texts
+        runner.close(0)
+        assert 20 < runner.counters.accepted_tokens < runner.counters.draft_tokens
+        assert runner.counters.accepted_tokens == sum(job.accepted for o in together for job in o.jobs)
+
+
+def test_drafts_end_where_the_text_does(engine: Engine, start: Callable[..., Runner]) -> None:
+    runner = start()
+    whole = Heard(runner, Request([5, 9, 70], 40, ignores_ends=True)).all()
+    for most in (1, 2, 7):
+        cut = Heard(runner, Request([5, 9, 70, *whole.tokens[0], 5, 9, 70], most, ignores_ends=True)).all()
+        assert len(cut.tokens[0]) == most and cut.finish == ["length"]
+    forms = Constraints(check_tokenizer(engine.tokenizer), engine.vocabulary, engine.ends)
+    form = forms.compile("regex", "(ab){3,20}")
+    kept = Heard(runner, Request([5], 30, constraint=form)).all()
+    plain = Heard(runner, Request([5], 30, constraint=form, speculates=False)).all()
+    assert kept.tokens == plain.tokens and kept.jobs[0].drafts is not None
 
 
 def test_several_texts_of_one_prompt(engine: Engine, start: Callable[..., Runner]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,15 +27,23 @@ def next_token(tokens: list[int], level: int) -> int:
 
 
 class Machine:
-    """Runs a scheduler's rounds, and checks everything that a cache of pages asks for."""
+    """Runs a scheduler's rounds, and checks everything that a cache of pages asks for.
 
-    def __init__(self, pages: int, **limits: int) -> None:
+    Args:
+        seed: of drafts, right ones and wrong ones; None: texts have none.
+    """
+
+    def __init__(self, pages: int, seed: int | None = None, **limits: int) -> None:
         self.scheduler = scheduler(pages, **limits)
+        self.chance = None if seed is None else random.Random(seed)
+        self.drafted = self.accepted = 0
         self.cache: dict[tuple[int, int], tuple[int, int]] = {}  # (page, place): token and position
         self.log: list[Any] = []
 
     def round(self, budget: int = 8) -> bool:
         """One round; whether there was anything to do."""
+        for text in self.scheduler.running:
+            text.draft = [] if self.chance is None else draft_of(text, self.chance)
         steps = self.scheduler.schedule(budget)
         self.check_pages()
         assert len({step.level for step in steps}) == len(steps)
@@ -46,17 +55,20 @@ class Machine:
             for rows in step.rows:
                 text = rows.text
                 assert (rows.first, text.level) == (text.done, step.level) and rows.count > 0
-                for at in range(rows.first, rows.first + rows.count):
+                for at, token in enumerate(rows.tokens, rows.first):
                     page = text.pages[at // PAGE]
                     assert self.scheduler.blocks.users(page) == 1
                     assert not self.scheduler.blocks.published(page)
-                    self.cache[page, at % PAGE] = text.tokens[at], at
+                    self.cache[page, at % PAGE] = token, at
                 read = [
                     self.cache[text.pages[at // PAGE], at % PAGE] for at in range(rows.first + rows.count)
                 ]
                 assert read == [(text.tokens[at], at) for at in range(rows.first + rows.count)]
                 if rows.last and text.left:
-                    drawn[text] = next_token(text.tokens, step.level)
+                    assert len(rows.draft) < text.left
+                    drawn[text] = draw(text.tokens, rows.draft, step.level)
+                    self.drafted += len(rows.draft)
+                    self.accepted += len(drawn[text]) - 1
             self.log.append(
                 [(rows.text.arrival, rows.first, rows.count, *rows.text.pages) for rows in step.rows]
             )
@@ -85,6 +97,24 @@ class Machine:
         assert not self.scheduler._coming and not self.scheduler._queues
 
 
+def draw(tokens: list[int], draft: Sequence[int], level: int) -> list[int]:
+    """What is drawn behind some tokens, as far as a draft has computed it."""
+    drawn: list[int] = []
+    for expected in (*draft, None):
+        drawn.append(next_token([*tokens, *drawn], level))
+        if drawn[-1] != expected:
+            break
+    return drawn
+
+
+def draft_of(text: Text, chance: random.Random) -> list[int]:
+    """Tokens that may follow: right ones, and behind them wrong ones."""
+    draft: list[int] = []
+    for _ in range(chance.randrange(6)):
+        draft.append(next_token([*text.tokens, *draft], text.level))
+    return [*draft, *[99] * chance.randrange(4)]
+
+
 def alone(prompt: list[int], most: int, level: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(most):
@@ -106,9 +136,9 @@ EVENTS = st.lists(
 )
 
 
-def play(events: list[Any], pages: int, running: int) -> tuple[Machine, list[Text]]:
+def play(events: list[Any], pages: int, running: int, seed: int | None = None) -> tuple[Machine, list[Text]]:
     """A machine after some events, and the texts that nobody ended."""
-    machine, texts = Machine(pages, most_running=running, most_waiting=10), []
+    machine, texts = Machine(pages, seed, most_running=running, most_waiting=10), []
     for kind, what in events:
         if kind == "add":
             text = Text(list(what[0]), *what[1:])
@@ -126,11 +156,11 @@ def play(events: list[Any], pages: int, running: int) -> tuple[Machine, list[Tex
 
 
 @settings(deadline=None, max_examples=150)
-@given(EVENTS, st.integers(3, 20), st.integers(1, 5))
+@given(EVENTS, st.integers(3, 20), st.integers(1, 5), st.none() | st.integers(0, 2**32))
 def test_every_text_is_what_it_is_alone_and_every_page_comes_back(
-    events: list[Any], pages: int, running: int
+    events: list[Any], pages: int, running: int, seed: int | None
 ) -> None:
-    _, texts = play(events, pages, running)
+    _, texts = play(events, pages, running, seed)
     for text in texts:
         assert text.tokens == alone(text.tokens[: text.prompt], text.most, text.level)
 
@@ -169,7 +199,7 @@ def test_levels_that_change_share_no_page_that_is_not_theirs(
                 if not rows.text.mixed:
                     assert all(written[page] == {step.level} for page in rows.text.pages[:first])
                 if rows.last and rows.text.left:
-                    drawn[rows.text] = next_token(rows.text.tokens, 0)
+                    drawn[rows.text] = [next_token(rows.text.tokens, 0)]
             machine.scheduler.done(step, drawn)
             machine.check_pages()
     machine.drain()
@@ -184,7 +214,18 @@ def test_decoding_goes_first_and_prompts_have_a_budget() -> None:
     for _ in range(5):
         (step,) = machine.scheduler.schedule(8)
         assert [rows.count for rows in step.rows] == [1, 8] and step.rows[0].text is first
-        machine.scheduler.done(step, {first: 1})
+        machine.scheduler.done(step, {first: [1]})
+
+
+def test_drafts_save_rounds_and_never_push_a_text_out() -> None:
+    rounds = {}
+    for seed in (None, 1):
+        machine = Machine(12, seed, most_running=4)
+        machine.scheduler.add([Text([i], 10, 0) for i in range(4)])
+        rounds[seed] = next(i for i in range(100) if not machine.round())
+        assert machine.scheduler.preemptions == 0
+    assert machine.accepted > 10 and machine.drafted > machine.accepted
+    assert rounds[1] < rounds[None]
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:

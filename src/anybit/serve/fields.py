@@ -50,8 +50,8 @@ class Fields:
     def text(self, name: str, default: str | None = None) -> str | None:
         return self._typed(name, default, str, "a string")
 
-    def flag(self, name: str) -> bool:
-        return bool(self._typed(name, False, bool, "true or false"))
+    def flag(self, name: str, default: bool = False) -> bool:
+        return bool(self._typed(name, default, bool, "true or false"))
 
     def whole(self, name: str, default: int | None, least: int, most: int) -> int | None:
         """A whole number within bounds."""

@@ -10,6 +10,7 @@ from statistics import median
 
 from anybit.checkpoint.tokenizer import check_ids
 from anybit.engine.distribution import Floats
+from anybit.engine.drafts import Drafts
 from anybit.engine.engine import Engine
 from anybit.engine.sampling import MAX_SEED, Drawn, Sampler
 from anybit.engine.text import TextStream, check_tokenizer
@@ -65,6 +66,8 @@ class Job:
         self.stream = TextStream(check_tokenizer(engine.tokenizer), request.stop, tokens)
         self.ends: set[int] = set() if request.ignores_ends else engine.ends
         self.constraint = request.constraint.copy() if request.constraint is not None else None
+        self.drafts = Drafts(tokens) if request.speculates else None
+        self.drafted = self.accepted = 0  # tokens of drafts that were computed, and drawn
         self.times = Times()
         self.levels: dict[int, int] = {}  # tokens drawn at each level
         self.finished: str | None = None
@@ -81,12 +84,18 @@ class Job:
         """Median seconds between its last tokens; None: too few came yet."""
         return median(self._gaps) if len(self._gaps) == RECENT else None
 
-    def draw(self, logits: Floats, level: int) -> tuple[int, Progress]:
+    def count_draft(self, drafted: int, accepted: int) -> None:
+        """A step computed so many tokens of a draft, of which so many were drawn."""
+        self.drafted += drafted
+        self.accepted += accepted
+
+    def draw(self, logits: Floats, level: int, before: int = 0) -> tuple[int, Progress]:
         """The next token, and what it adds; `finish` says whether it is the last.
 
         Args:
             logits: float32 [vocabulary], behind all tokens so far.
             level: that computed them.
+            before: tokens drawn already that the text does not have yet.
 
         Raises:
             InputError: no token can be drawn.
@@ -94,6 +103,8 @@ class Job:
         allowed = None if self.constraint is None else self.constraint.allowed()
         drawn = self.sampler.draw(logits, allowed)
         self._count(level)
+        if self.drafts is not None:
+            self.drafts.push(drawn.token)
         if drawn.token in self.ends:
             return drawn.token, Progress(self.stream.finish(), drawn, "stop")
         if self.constraint is not None:
@@ -103,7 +114,7 @@ class Job:
             return drawn.token, Progress(piece, drawn, "stop")
         if self.constraint is not None and self.constraint.finished:
             return drawn.token, Progress(piece + self.stream.finish(), drawn, "stop")
-        if self.text.left <= 1:
+        if self.text.left - before <= 1:
             return drawn.token, Progress(piece + self.stream.finish(), drawn, "length")
         return drawn.token, Progress(piece, drawn)
 

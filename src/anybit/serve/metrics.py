@@ -83,6 +83,8 @@ class Metrics:
         )  # fmt: skip
         one("prompt_tokens_total", "counter", "Tokens of prompts of ended texts.", counters.prompt_tokens)
         one("cached_tokens_total", "counter", "Those of them found in the cache.", counters.cached_tokens)
+        one("draft_tokens_total", "counter", "Tokens of drafts of ended texts.", counters.draft_tokens)
+        one("accepted_tokens_total", "counter", "Those of them that were drawn.", counters.accepted_tokens)
         one("rounds_total", "counter", "Rounds of the scheduler.", counters.rounds)
         one("busy_seconds_total", "counter", "Seconds in steps of the engine.", counters.busy_seconds)
         one("preemptions_total", "counter", "Texts that gave up their pages.", scheduler.preemptions)

@@ -121,6 +121,7 @@ def _request(served: Served, fields: Fields, key: str, logprobs: int | None) -> 
         ignores_ends=fields.flag("ignore_eos"),
         constraint=_constraint(fields, served.constraint),
         key=key,
+        speculates=fields.flag("speculate", True),
     )
 
 

@@ -169,7 +169,8 @@ def timings(jobs: Sequence[Job], widths: Sequence[float]) -> Json:
 
     Returns:
         `queue_seconds`, `prefill_seconds`, `prefill_tokens_per_second`, `decode_seconds` (from the first token to the
-        last), `decode_tokens_per_second`, and `bits`: least, mean and most of the tokens drawn; None: none was.
+        last), `decode_tokens_per_second`, `bits`: least, mean and most of the tokens drawn; None: none was. And
+        `draft_tokens`, that were computed on suspicion, and those of them that were drawn, `accepted_tokens`.
     """
     asked, started = min(job.times.asked for job in jobs), min(job.times.started for job in jobs)
     first = min((job.times.first for job in jobs if job.times.first), default=started)
@@ -189,6 +190,8 @@ def timings(jobs: Sequence[Job], widths: Sequence[float]) -> Json:
         "decode_seconds": last - first,
         "decode_tokens_per_second": followed / (last - first) if last > first else None,
         "bits": {"min": min(counts), "mean": mean, "max": max(counts)} if counts else None,
+        "draft_tokens": sum(job.drafted for job in jobs),
+        "accepted_tokens": sum(job.accepted for job in jobs),
     }
 
 

@@ -8,10 +8,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
+from anybit.engine.drafts import AGAIN, LENGTHS, SURE, paying
 from anybit.engine.engine import Engine, Floats
 from anybit.errors import InputError
 from anybit.kernels import cpu
@@ -50,6 +52,8 @@ class Counters:
 
     prompt_tokens: int = 0  # computed or found
     cached_tokens: int = 0
+    draft_tokens: int = 0  # computed, drawn or not
+    accepted_tokens: int = 0
     rounds: int = 0
     busy_seconds: float = 0.0
 
@@ -169,6 +173,7 @@ class Runner:
                 steps = None
             else:
                 self._choose_levels()
+                self._draft()
                 steps = self.scheduler.schedule(self._budget())
                 self.counters.rounds += 1
         self._deliver(heard)
@@ -197,9 +202,27 @@ class Runner:
                 now = text.level, sum(other.level == text.level for other in self.scheduler.running)
                 self.scheduler.set_level(text, self.pace.within(target, now, job.gap, self._targets))
 
+    def _draft(self) -> None:
+        """Let texts have drafts where they pay, by measured times, the oldest first."""
+        rows = self._decoding()
+        for text in self.scheduler.running:
+            drafts, level = self._jobs[text].drafts, text.level
+            if drafts is None or text.missing != 1:
+                text.draft = []
+                continue
+            again = drafts.acceptance >= SURE and rows[level] == 1 and self.counters.rounds % AGAIN == 0
+            measured = partial(self.pace.step, level)
+            length = LENGTHS[-1] if again else paying(drafts.acceptance, rows[level], measured)
+            text.draft = drafts.draft(length)
+            rows[level] += len(text.draft)
+
+    def _decoding(self) -> Counter[int]:
+        """How many texts decode at each level."""
+        return Counter(text.level for text in self.scheduler.running if text.missing == 1)
+
     def _budget(self) -> int:
         """Tokens of prompts for the next round: what is left of its time beside the texts that decode."""
-        decoding = Counter(text.level for text in self.scheduler.running if text.missing == 1)
+        decoding = self._decoding()
         taken = sum(self.pace.step(level, texts) or 0.0 for level, texts in decoding.items())
         seconds = ROUND_SECONDS - taken if decoding else 4 * ROUND_SECONDS
         return self.pace.budget(seconds, LEAST_PROMPT, MOST_PROMPT)
@@ -213,23 +236,20 @@ class Runner:
         computed = self._computed(step)
         self._measure(step, time.perf_counter() - begun)
         heard: list[tuple[Job, Progress]] = []
-        drawn: dict[Text, int] = {}
+        drawn: dict[Text, list[int]] = {}
         for rows, logits in computed:
             job = self._jobs[rows.text]
             try:
-                token, progress = self._drawn(job, rows, logits)
+                drawn[rows.text], made = self._drawn(job, rows, logits)
             except Exception as error:
-                token, progress = None, _failed(error)
-            if token is not None:
-                drawn[rows.text] = token
-            if progress is not None:
-                heard.append((job, progress))
-        self.served[step.level] += len(drawn)
+                made = [_failed(error)]
+            heard += [(job, progress) for progress in made]
+        self.served[step.level] += sum(map(len, drawn.values()))
         self._finish(step, drawn, [(job, progress) for job, progress in heard if progress.finish is not None])
         self.step_ended, self.step_begun = time.perf_counter(), None
         return heard
 
-    def _finish(self, step: Step, drawn: dict[Text, int], ended: Heard) -> None:
+    def _finish(self, step: Step, drawn: dict[Text, list[int]], ended: Heard) -> None:
         """Let the scheduler know what a step has computed, and forget the jobs that it ended."""
         with self._changed:
             for job, progress in ended:
@@ -241,7 +261,7 @@ class Runner:
 
     def _measure(self, step: Step, seconds: float) -> None:
         prompt = sum(rows.count for rows in step.rows if rows.count > 1)
-        decoded = sum(rows.count == 1 for rows in step.rows)
+        decoded = sum(1 + len(rows.draft) for rows in step.rows if rows.count == 1)
         self.pace.measure(step.level, decoded, prompt, seconds)
         self.counters.busy_seconds += seconds
 
@@ -256,22 +276,20 @@ class Runner:
 
     def _logits(self, step: Step) -> list[tuple[Rows, Floats | Exception]]:
         rows = step.rows
-        counts = np.array([r.count for r in rows])
+        tokens = [r.tokens for r in rows]
+        counts = np.array([len(own) for own in tokens])
         starts = np.cumsum(counts) - counts
-        tokens = np.concatenate(
-            [np.array(r.text.tokens[r.first : r.first + r.count], np.int32) for r in rows]
-        )
-        positions = np.concatenate([np.arange(r.first, r.first + r.count, dtype=np.int32) for r in rows])
+        positions = [np.arange(r.first, r.first + len(own)) for r, own in zip(rows, tokens)]
         pages = np.zeros((len(rows), max(len(r.text.pages) for r in rows)), np.int32)
         for table, r in zip(pages, rows):
             table[: len(r.text.pages)] = r.text.pages
         wanted = [
-            np.arange(start + (0 if r.text.every else r.count - r.last), start + r.count)
-            for start, r in zip(starts, rows)
+            np.arange(start + (0 if r.text.every else r.count - r.last), start + count)
+            for start, count, r in zip(starts, counts, rows)
         ]
         logits = self.engine.step(
-            tokens,
-            positions,
+            np.concatenate(tokens).astype(np.int32),
+            np.concatenate(positions).astype(np.int32),
             np.repeat(np.arange(len(rows)), counts).astype(np.int32),
             pages,
             np.concatenate(wanted).astype(np.int32),
@@ -280,18 +298,28 @@ class Runner:
         parts = np.split(logits, np.cumsum([len(own) for own in wanted])[:-1])
         return list(zip(rows, parts))
 
-    def _drawn(self, job: Job, rows: Rows, logits: Floats | Exception) -> tuple[int | None, Progress | None]:
-        """The token behind a text's rows, if they are its last, and what to tell of it."""
+    def _drawn(self, job: Job, rows: Rows, logits: Floats | Exception) -> tuple[list[int], list[Progress]]:
+        """The tokens behind a text's rows, if they are its last, and what to tell of them.
+
+        Behind a draft token that was drawn there is one more, from the logits that were computed with it.
+        """
         if isinstance(logits, Exception):
             raise logits
         prompt = job.score(rows.first, logits) if job.text.every else []
-        if rows.last and job.text.left > 0:
-            token, progress = job.draw(logits[-1], rows.text.level)
-            if prompt:
-                progress = Progress(progress.text, progress.drawn, progress.finish, prompt=prompt)
-            return token, progress
-        finish = "length" if rows.last else None
-        return None, Progress(finish=finish, prompt=prompt) if prompt or finish else None
+        if not rows.last or job.text.left <= 0:
+            finish = "length" if rows.last else None
+            return [], [Progress(finish=finish, prompt=prompt)] if prompt or finish else []
+        tokens: list[int] = []
+        made: list[Progress] = []
+        for behind, expected in zip(logits[-1 - len(rows.draft) :], [*rows.draft, None]):
+            token, progress = job.draw(behind, rows.text.level, len(tokens))
+            tokens.append(token)
+            made.append(progress)
+            if progress.finish is not None or token != expected:
+                break
+        job.count_draft(len(rows.draft), len(tokens) - 1)
+        made[0] = replace(made[0], prompt=prompt)
+        return tokens, made
 
     def _end(self, job: Job, progress: Progress) -> Progress:
         """Forget a job; with the lock held."""
@@ -299,6 +327,8 @@ class Runner:
             job.finished = progress.finish
             self.counters.prompt_tokens += job.text.prompt
             self.counters.cached_tokens += job.text.cached or 0
+            self.counters.draft_tokens += job.drafted
+            self.counters.accepted_tokens += job.accepted
             self.scheduler.end(job.text)
         return progress
 

@@ -30,6 +30,7 @@ class Text:
     level: int  # which of the model's widths computes it
     key: str = ""  # whose it is
     every: bool = False  # logits are wanted behind every token of the prompt, so none comes from the cache
+    draft: list[int] = field(default_factory=list)  # tokens that may follow, for the next round
     # What follows is the scheduler's.
     prompt: int = field(init=False)  # tokens of the prompt
     arrival: int = field(default=-1, init=False)
@@ -62,11 +63,17 @@ class Rows:
     text: Text
     first: int  # position of the first
     count: int
+    draft: Sequence[int] = ()  # computed behind them, in case that it is drawn
 
     @property
     def last(self) -> bool:
         """Whether they are the last that is known: a token can be drawn behind them."""
         return self.first + self.count == len(self.text.tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that are computed."""
+        return [*self.text.tokens[self.first : self.first + self.count], *self.draft]
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,7 @@ class Scheduler:
         planned: list[Rows] = []
         for text in list(self.running):
             if text.missing == 1 and text in self.running and self._extend(text):
-                planned.append(Rows(text, text.done, 1))
+                planned.append(Rows(text, text.done, 1, self._draft(text)))
         self._admit()
         planned += self._prompts(budget, {rows.text for rows in planned})
         steps: dict[int, list[Rows]] = {}
@@ -178,21 +185,22 @@ class Scheduler:
             steps.setdefault(rows.text.level, []).append(rows)
         return [Step(level, rows) for level, rows in steps.items()]
 
-    def done(self, step: Step, drawn: Mapping[Text, int]) -> None:
+    def done(self, step: Step, drawn: Mapping[Text, Sequence[int]]) -> None:
         """Take what a step has computed; a text ends when no more of it is wanted.
 
         Args:
             step: one of the last round's.
-            drawn: tokens behind the rows that are the last of their texts. A text that was ended is left out.
+            drawn: tokens behind the rows that are the last of their texts: the draft as far as it was right, and one
+                more. A text that was ended is left out.
         """
         for rows in step.rows:
             text = rows.text
             if text not in self.running:
                 continue
-            text.done += rows.count
+            new = drawn.get(text, ())
+            text.tokens += new
+            text.done += rows.count + max(0, len(new) - 1)
             self._publish(text, rows.first)
-            if text in drawn:
-                text.tokens.append(drawn[text])
             if text.left <= 0 and text.done >= text.prompt:
                 self.end(text)
 
@@ -208,6 +216,15 @@ class Scheduler:
                 return False
         text.pages += self.blocks.take(needed)
         return True
+
+    def _draft(self, text: Text) -> Sequence[int]:
+        """A text's draft, with pages for it; none if these are not free."""
+        draft = text.draft[: max(0, text.left - 1)]
+        needed = self._pages_of(len(text.tokens) + len(draft)) - len(text.pages)
+        if needed > self.blocks.available:
+            return ()
+        text.pages += self.blocks.take(needed)
+        return draft
 
     def _preempt(self, text: Text) -> None:
         """Let a text wait, first of all; its tokens are computed again."""

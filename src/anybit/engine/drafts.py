@@ -1,0 +1,72 @@
+"""Drafts of what follows in a text, from what stood in it before: prompt lookup decoding (Saxena, 2023).
+
+A step computes a draft together with the token before it. The draft counts as far as it is what is drawn, and each
+token is drawn from its own logits with its own random numbers. So a text is the same with drafts and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+MATCH = 3  # tokens that must have stood together before
+LENGTHS = (1, 3, 7)  # of drafts
+GAIN = 1.05  # in tokens per second, from which a draft is worth its step
+DOUBT = 0.4  # acceptance before any draft was compared
+RECENT = 0.1  # weight of the newest comparison
+SURE = 0.7  # acceptance from which step times are measured again
+AGAIN = 64  # steps from one such measurement to the next
+
+
+class Drafts:
+    """A text's tokens, and what followed where its last ones stood before.
+
+    Args:
+        tokens: of the prompt.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.acceptance = DOUBT  # share of draft tokens that were drawn, computed or not
+        self._tokens: list[int] = []
+        self._behind: dict[
+            tuple[int, ...], int
+        ] = {}  # of tokens that stood together: where the next one stands
+        self._next: int | None = None  # where the token stands that is expected next
+        for token in tokens:
+            self._append(token)
+
+    def push(self, token: int) -> None:
+        """A token that was drawn."""
+        if self._next is not None:
+            self.acceptance += RECENT * ((self._tokens[self._next] == token) - self.acceptance)
+        self._append(token)
+
+    def draft(self, length: int) -> list[int]:
+        """Up to so many tokens that may follow."""
+        return [] if self._next is None else self._tokens[self._next : self._next + length]
+
+    def _append(self, token: int) -> None:
+        self._tokens.append(token)
+        last = tuple(self._tokens[-MATCH:])
+        self._next = self._behind.get(last)
+        if len(last) == MATCH:
+            self._behind[last] = len(self._tokens)
+
+
+def paying(acceptance: float, rows: int, seconds: Callable[[int], float | None]) -> int:
+    """How long a text's draft should be in a step; 0: none is worth it.
+
+    Args:
+        acceptance: share of draft tokens that are drawn, each if those before it were.
+        rows: tokens that the step computes without it, the text's own among them.
+        seconds: of a step with so many rows, as measured; None: not known.
+    """
+    alone = seconds(rows)
+    if alone is None:
+        return 0
+    best, most = 0, GAIN * rows / alone
+    for length in LENGTHS:
+        drawn = rows + sum(acceptance**i for i in range(1, length + 1))
+        taken = seconds(rows + length)
+        if taken is not None and drawn / taken > most:
+            best, most = length, drawn / taken
+    return best

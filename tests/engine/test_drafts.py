@@ -1,0 +1,60 @@
+"""Drafts of what follows in a text, and when they are worth their step."""
+
+from __future__ import annotations
+
+import pytest
+
+from anybit.engine.drafts import DOUBT, LENGTHS, MATCH, Drafts, paying
+
+
+def test_what_followed_the_last_time_is_drafted() -> None:
+    drafts = Drafts([1, 2, 3, 4, 5, 6, 7, 9, 1, 2])
+    assert drafts.draft(4) == []
+    drafts.push(3)
+    assert drafts.draft(4) == [4, 5, 6, 7] and drafts.draft(2) == [4, 5] and drafts.draft(0) == []
+    drafts.push(8)
+    assert drafts.draft(4) == []
+    for token in (1, 2, 3):
+        drafts.push(token)
+    assert drafts.draft(3) == [8, 1, 2]  # of several times the last
+
+
+def test_tokens_that_come_again_and_again() -> None:
+    drafts = Drafts([5] * (MATCH + 1))
+    assert drafts.draft(3) == [5]
+    assert Drafts([]).draft(3) == Drafts([5] * MATCH).draft(3) == []
+
+
+def test_acceptance_follows_what_is_drawn_though_nothing_is_computed() -> None:
+    copied, other = Drafts([*range(40)]), Drafts([*range(40)])
+    for token in (0, 1, 2):
+        copied.push(token)
+        other.push(token)
+    assert copied.acceptance == other.acceptance == DOUBT
+    for token in range(3, 30):
+        copied.push(token)
+    assert copied.acceptance > 0.95
+    other.push(77)
+    assert other.acceptance < DOUBT
+
+
+def test_drafts_are_as_long_as_their_steps_pay() -> None:
+    def steps(one: float, each: float):
+        return lambda rows: one + each * (rows - 1)
+
+    assert paying(0.9, 1, lambda rows: None) == 0
+    assert paying(0.95, 1, steps(10, 0)) == LENGTHS[-1]  # all of a step is reading weights
+    assert paying(0.5, 1, steps(10, 10)) == 0  # all of it is computing
+    assert paying(0.95, 1, steps(10, 10)) == 0
+    assert paying(0.0, 1, steps(10, 0)) == 0
+    assert 0 < paying(0.7, 1, steps(10, 3)) < LENGTHS[-1]
+    assert paying(0.8, 1, steps(10, 4)) > 0 == paying(0.8, 32, steps(10, 9.9))
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
+def test_a_draft_that_is_chosen_is_better_than_none(acceptance: float) -> None:
+    for each in range(11):
+        seconds = {rows: 10 + each * (rows - 1) for rows in range(1, 40)}
+        length = paying(acceptance, 1, seconds.get)
+        drawn = sum(acceptance**i for i in range(length + 1))
+        assert length == 0 or drawn / seconds[1 + length] > 1 / seconds[1]
