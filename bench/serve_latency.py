@@ -55,7 +55,14 @@ class Server:
     def ask(self, tokens: list[int], most: int) -> tuple[list[float], list[int], int]:
         """When each token of a stream came, the tokens, and how many of the prompt were in the cache."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        body = {"prompt": tokens, "max_tokens": most, "temperature": 0, "stream": True, "ignore_eos": True}
+        body = {
+            "prompt": tokens,
+            "max_tokens": most,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+            "speculate": False,
+        }
         body["stream_options"] = {"include_usage": True}
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         reply = connection.getresponse()
@@ -96,7 +103,8 @@ def rate_of_streams(server: Server, streams: int, vocabulary: int, salt: int) ->
 def rate_in_process(engine: anybit.Engine, salt: int) -> float:
     times = []
     sampling = anybit.Sampling(logit_bias=dict.fromkeys(engine.ends, -float("inf")))
-    for piece in engine.stream(prompt(DEPTH, 1000 * salt, engine.vocabulary), TOKENS, sampling):
+    asked = prompt(DEPTH, 1000 * salt, engine.vocabulary)
+    for piece in engine.stream(asked, TOKENS, sampling, speculate=False):
         if piece.drawn is not None:
             times.append(time.perf_counter())
     return (len(times) - 1) / (times[-1] - times[0])

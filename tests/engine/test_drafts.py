@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anybit.engine.drafts import DOUBT, LENGTHS, MATCH, Drafts, paying
+from anybit.engine.drafts import AGAIN, DOUBT, LENGTHS, MATCH, Drafts, StepTimes, paying
 
 
 def test_what_followed_the_last_time_is_drafted() -> None:
@@ -58,3 +58,27 @@ def test_a_draft_that_is_chosen_is_better_than_none(acceptance: float) -> None:
         length = paying(acceptance, 1, seconds.get)
         drawn = sum(acceptance**i for i in range(length + 1))
         assert length == 0 or drawn / seconds[1 + length] > 1 / seconds[1]
+
+
+def test_times_that_pay_no_more_are_doubted_now_and_then() -> None:
+    def slow(rows: int) -> float:
+        return 10.0 * rows
+
+    drafts = Drafts([*range(40), *range(20)])
+    assert drafts.length(1, slow, AGAIN) == 0
+    for token in range(20, 40):
+        drafts.push(token)
+    assert drafts.length(1, slow, AGAIN) == LENGTHS[-1]
+    assert drafts.length(1, slow, AGAIN + 1) == drafts.length(2, slow, AGAIN) == 0
+
+
+def test_times_are_means_of_steps_of_about_one_size() -> None:
+    times = StepTimes()
+    assert times.seconds(1) is None
+    times.measure(1, 1.0)
+    assert times.seconds(8) == 1.0
+    times.measure(8, 3.0)
+    for _ in range(100):
+        times.measure(7, 2.0)
+    assert times.seconds(1) == 1.0 and times.steps == 102
+    assert times.seconds(5) == times.seconds(30) == pytest.approx(2.0, rel=1e-3)

@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import anybit
 from anybit import Engine, Sampling
 from anybit.engine import engine as module
 from anybit.engine.description import Unsupported
+from anybit.engine.drafts import Drafts
 from anybit.engine.pages import Pages
 from anybit.engine.threads import _quota, default_threads
 from anybit.errors import InputError
@@ -88,6 +90,31 @@ def test_the_same_seed_draws_the_same_text(engine: Engine) -> None:
     made = engine.generate(PROMPT, 30, sampling)
     assert made.tokens == engine.generate(PROMPT, 30, sampling).tokens
     assert made.tokens != engine.generate(PROMPT, 30, Sampling(temperature=1.0, top_k=20, seed=4)).tokens
+
+
+@pytest.mark.parametrize("kv_bits", [16, 4])
+def test_drafts_change_no_text_and_save_steps(
+    folder: Path, kv_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, chance = Engine(folder, kv_bits=kv_bits), random.Random(1)
+    samplings = Sampling(), Sampling(temperature=1.0, seed=3), Sampling(repetition_penalty=1.3, logprobs=2)
+    plain = [engine.generate(PROMPT, 70, sampling, speculate=False) for sampling in samplings]
+
+    def draft(self: Drafts, length: int) -> list[int]:
+        """Of what will be drawn some, then something else: fits no more than is asked for."""
+        text = next(
+            t for made in plain if (t := [*PROMPT, *made.tokens])[: len(self._tokens)] == self._tokens
+        )
+        return [*text[len(self._tokens) :][: chance.randrange(6)], 9][:length]
+
+    monkeypatch.setattr(Drafts, "draft", draft)
+    monkeypatch.setattr(Drafts, "length", lambda self, *_: 7)
+    for sampling, made in zip(samplings, plain):
+        steps = engine._times[0].steps
+        drafted = engine.generate(PROMPT, 70, sampling)
+        assert drafted.drawn == made.drawn and drafted.text == made.text and drafted.finish == made.finish
+        assert engine._times[0].steps - steps < 45
+        assert engine.generate(PROMPT, 3, sampling).tokens == made.tokens[:3]
 
 
 def test_generation_config_is_the_default(folder: Path, engine: Engine) -> None:

@@ -17,6 +17,9 @@ SURE = 0.7  # acceptance from which step times are measured again
 AGAIN = 64  # steps from one such measurement to the next
 
 
+Seconds = Callable[[int], float | None]
+
+
 class Drafts:
     """A text's tokens, and what followed where its last ones stood before.
 
@@ -40,6 +43,18 @@ class Drafts:
             self.acceptance += RECENT * ((self._tokens[self._next] == token) - self.acceptance)
         self._append(token)
 
+    def length(self, rows: int, seconds: Seconds, steps: int) -> int:
+        """How long the next step's draft should be; see `paying`. Now and then times that hardly change are doubted.
+
+        Args:
+            rows: tokens that the step computes without it, the text's own among them.
+            seconds: of a step with so many rows, as measured; None: not known.
+            steps: that were computed so far.
+        """
+        if self.acceptance >= SURE and rows == 1 and steps % AGAIN == 0:
+            return LENGTHS[-1]
+        return paying(self.acceptance, rows, seconds)
+
     def draft(self, length: int) -> list[int]:
         """Up to so many tokens that may follow."""
         return [] if self._next is None else self._tokens[self._next : self._next + length]
@@ -52,7 +67,26 @@ class Drafts:
             self._behind[last] = len(self._tokens)
 
 
-def paying(acceptance: float, rows: int, seconds: Callable[[int], float | None]) -> int:
+class StepTimes:
+    """Seconds of steps by the tokens that they compute: means of what was measured up to each power of 2."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._means: dict[int, float] = {}
+
+    def measure(self, rows: int, seconds: float) -> None:
+        size = (rows - 1).bit_length()
+        mean = self._means.get(size, seconds)
+        self._means[size] = mean + RECENT * (seconds - mean)
+        self.steps += 1
+
+    def seconds(self, rows: int) -> float | None:
+        """Of a step with so many tokens, or with the nearest number that was measured; None: nothing was."""
+        size = (rows - 1).bit_length()
+        return min(((abs(other - size), mean) for other, mean in self._means.items()), default=(0, None))[1]
+
+
+def paying(acceptance: float, rows: int, seconds: Seconds) -> int:
     """How long a text's draft should be in a step; 0: none is worth it.
 
     Args:

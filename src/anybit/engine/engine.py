@@ -6,8 +6,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -18,6 +18,7 @@ from anybit.artifact.levels import Budget
 from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, encode
 from anybit.engine.description import Unsupported
+from anybit.engine.drafts import Drafts, StepTimes
 from anybit.engine.opening import open_source
 from anybit.engine.pages import Pages, free_memory
 from anybit.engine.sampling import Drawn, Sampler, Sampling
@@ -165,6 +166,7 @@ class Engine:
         self._cache = cpu._native.KvCache(*sizes, self.kv_bits, -(-context // page))
         self._cache_sizes = sizes
         self._pages = Pages(self._cache.pages, page)
+        self._times: dict[int, StepTimes] = {}  # of each level
         return context
 
     # ---- levels
@@ -308,6 +310,7 @@ class Engine:
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
         bits: float | None = None,
+        speculate: bool = True,
     ) -> Iterator[Piece]:
         """A text's continuation, token by token; ends at the model's end of text.
 
@@ -317,6 +320,7 @@ class Engine:
             sampling: how tokens are drawn; default: what generation_config.json says.
             stop: strings that end the text and are not part of it.
             bits: the largest of the model's levels up to this average width; default: the widest.
+            speculate: compute drafts from what stood in the text before, where that is faster. The text is the same.
 
         Raises:
             InputError: before the first piece, what of this cannot be.
@@ -327,16 +331,18 @@ class Engine:
         sampling = self.default_sampling() if sampling is None else sampling
         sampler = Sampler(sampling, self.vocabulary, ids)
         text = TextStream(check_tokenizer(self.tokenizer), stop, ids)
-        return self._pieces(ids, max_new_tokens, sampler, text, level)
+        most = min(max_new_tokens, self.context - len(ids))
+        behind = self._logits_behind(ids, most, level, speculate)
+        return self._pieces(behind, most, sampler, text)
 
     def _pieces(
-        self, ids: list[int], most: int, sampler: Sampler, stream: TextStream, level: int
+        self, behind: Generator[Floats, int], most: int, sampler: Sampler, stream: TextStream
     ) -> Iterator[Piece]:
-        ends, most = self.ends, min(most, self.context - len(ids))
-        with self._text(len(ids) + most) as text:
-            logits = self._run(text, ids, level)
+        ends = self.ends
+        with closing(behind):
+            logits = next(behind)
             for count in range(1, most + 1):
-                drawn = sampler.draw(logits[0])
+                drawn = sampler.draw(logits)
                 if drawn.token in ends:
                     yield Piece(stream.finish(), drawn, "stop")
                     return
@@ -346,8 +352,34 @@ class Engine:
                     return
                 yield Piece(piece, drawn)
                 if count < most:
-                    logits = self._run(text, [drawn.token], level)
+                    logits = behind.send(drawn.token)
             yield Piece(stream.finish(), None, "length")
+
+    def _logits_behind(
+        self, ids: list[int], most: int, level: int, speculate: bool
+    ) -> Generator[Floats, int]:
+        """Logits float32 [vocabulary] behind a prompt, then behind each token that is sent, `most` of them in all.
+
+        Behind a token that a draft had right they are there already.
+        """
+        times = self._times.setdefault(level, StepTimes())
+        drafts = Drafts(ids)
+        with self._text(len(ids) + most) as text:
+            token, known = (yield self._run(text, ids, level)[0]), len(ids)
+            while True:
+                drafts.push(token)
+                length = drafts.length(1, times.seconds, times.steps) if speculate else 0
+                left = len(ids) + most - known - 2  # logits that are wanted behind those of this token
+                draft = drafts.draft(min(length, left))
+                begun = time.perf_counter()
+                made = self._run(text, [token, *draft], level, every=True)
+                times.measure(1 + len(draft), time.perf_counter() - begun)
+                for logits, expected in zip(made, [*draft, None]):
+                    token, known = (yield logits), known + 1
+                    if token != expected:
+                        break
+                    drafts.push(token)
+                text.done = known  # what was computed of wrong tokens is written over
 
     def generate(
         self,
@@ -356,11 +388,12 @@ class Engine:
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
         bits: float | None = None,
+        speculate: bool = True,
     ) -> Generation:
         """A text's continuation, whole; see `stream`."""
         ids = self.encode(prompt)
         made, begun, first = Generation(prompt_tokens=len(ids)), time.perf_counter(), 0.0
-        for piece in self.stream(ids, max_new_tokens, sampling, stop, bits):
+        for piece in self.stream(ids, max_new_tokens, sampling, stop, bits, speculate):
             first = first or time.perf_counter()
             made.text += piece.text
             if piece.drawn is not None:

@@ -13,7 +13,6 @@ from functools import partial
 
 import numpy as np
 
-from anybit.engine.drafts import AGAIN, LENGTHS, SURE, paying
 from anybit.engine.engine import Engine, Floats
 from anybit.errors import InputError
 from anybit.kernels import cpu
@@ -210,9 +209,7 @@ class Runner:
             if drafts is None or text.missing != 1:
                 text.draft = []
                 continue
-            again = drafts.acceptance >= SURE and rows[level] == 1 and self.counters.rounds % AGAIN == 0
-            measured = partial(self.pace.step, level)
-            length = LENGTHS[-1] if again else paying(drafts.acceptance, rows[level], measured)
+            length = drafts.length(rows[level], partial(self.pace.step, level), self.counters.rounds)
             text.draft = drafts.draft(length)
             rows[level] += len(text.draft)
 
