@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from anybit.cli.options import Level, Model, check_threads, grouped, reporting
-from anybit.config import parse_bytes
+from anybit.config import Json, parse_bytes
 from anybit.errors import InputError, require_extra
 from anybit.serve.settings import Settings
 
@@ -116,25 +116,23 @@ def serve(
 
     from anybit.engine.description import Unsupported
     from anybit.engine.engine import Engine
+    from anybit.serve.model import Model as ServedModel
     from anybit.serve.server import run
 
-    def load() -> Engine:
-        try:
-            with reporting() as report:
+    def load() -> ServedModel:
+        how: Json = {"kv_bits": computing.kv_bits, "threads": computing.threads, **budget}
+        precision = computing.codebook_precision
+        with reporting() as report:
+            try:
                 return Engine(
-                    model,
-                    kv_bits=computing.kv_bits,
-                    codebook_precision=computing.codebook_precision,
-                    threads=computing.threads,
-                    context=shares.context,
-                    report=report,
-                    **budget,
+                    model, codebook_precision=precision, context=shares.context, report=report, **how
                 )
-        except Unsupported as error:
-            raise InputError(
-                f"{model} cannot be served: the server needs the native engine, which does not run this model: "
-                f"{error}; `anybit generate` runs it inside Transformers"
-            ) from error
+            except Unsupported as error:
+                report.say(f"runs inside Transformers, one text at a time: {error}")
+            from anybit.in_transformers import InTransformers
+            from anybit.serve.one_text import OneText
+
+            return OneText(InTransformers(model, precision, report=report, **how), model, shares.context)
 
     settings = Settings(
         name or Path(model).resolve().name or model,

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from anybit.artifact.levels import Budget
 from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, encode
+from anybit.config import Json
 from anybit.engine.description import Unsupported
 from anybit.engine.drafts import Drafts, StepTimes
 from anybit.engine.opening import open_source
@@ -248,6 +249,16 @@ class Engine:
     # ---- several texts at once, for whoever gives out the pages
 
     @property
+    def together(self) -> bool:
+        """Whether it computes several texts at a time: an engine does."""
+        return True
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page of the KV-cache."""
+        return cpu._native.PAGE_TOKENS
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page of the KV-cache."""
         return self._cache.page_bytes
@@ -418,10 +429,15 @@ class Engine:
     @property
     def ends(self) -> set[int]:
         """Tokens that end a text."""
-        ends = self.generation.get("eos_token_id")
-        if ends is None:
-            ends = self.tokenizer.eos_token_id
-        return set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
+        return ends_of(self.generation, self.tokenizer)
+
+
+def ends_of(generation: Json, tokenizer: Any) -> set[int]:
+    """Tokens that end a text, by generation_config.json or by the tokenizer."""
+    ends = generation.get("eos_token_id")
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    return set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
 
 
 def _check_kv_bits(bits: int) -> None:

@@ -11,11 +11,11 @@ from statistics import median
 from anybit.checkpoint.tokenizer import check_ids
 from anybit.engine.distribution import Floats
 from anybit.engine.drafts import Drafts
-from anybit.engine.engine import Engine
 from anybit.engine.sampling import MAX_SEED, Drawn, Sampler
 from anybit.engine.text import TextStream, check_tokenizer
 from anybit.errors import InputError
 from anybit.formats.levels import largest
+from anybit.serve.model import Model
 from anybit.serve.request import AUTO, Request
 from anybit.serve.scheduler import Text
 
@@ -55,7 +55,7 @@ class Job:
     """
 
     def __init__(
-        self, engine: Engine, request: Request, number: int, level: int, hear: Callable[[Progress], None]
+        self, engine: Model, request: Request, number: int, level: int, hear: Callable[[Progress], None]
     ) -> None:
         sampling, tokens = request.sampling, request.tokens
         if sampling.seed is not None and number:
@@ -66,7 +66,7 @@ class Job:
         self.stream = TextStream(check_tokenizer(engine.tokenizer), request.stop, tokens)
         self.ends: set[int] = set() if request.ignores_ends else engine.ends
         self.constraint = request.constraint.copy() if request.constraint is not None else None
-        self.drafts = Drafts(tokens) if request.speculates else None
+        self.drafts = Drafts(tokens) if request.speculates and engine.together else None
         self.drafted = self.accepted = 0  # tokens of drafts that were computed, and drawn
         self.times = Times()
         self.levels: dict[int, int] = {}  # tokens drawn at each level
@@ -142,7 +142,7 @@ class Job:
 
 
 def jobs_of(
-    engine: Engine, context: int, request: Request, hear: Callable[[int, Progress], None]
+    engine: Model, context: int, request: Request, hear: Callable[[int, Progress], None]
 ) -> list[Job]:
     """The jobs of a request, one for each of its texts.
 
@@ -169,7 +169,7 @@ def jobs_of(
     return [Job(engine, request, i, level, partial(hear, i)) for i in range(request.n)]
 
 
-def level_of(engine: Engine, bits: float | str | None) -> int:
+def level_of(engine: Model, bits: float | str | None) -> int:
     """Which of an engine's levels serves a width.
 
     Raises:

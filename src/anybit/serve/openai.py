@@ -94,6 +94,10 @@ def completions(served: Served, body: dict[str, Any], key: str) -> Wanted:
     fields.only("best_of", 1, request.n)
     stream, usage = _streaming(fields)
     fields.finish()
+    if len(prompts) > 1 and not served.engine.together:
+        raise BadField(
+            "prompt", f"{len(prompts)} prompts: this model runs inside Transformers, one at a time"
+        )
     if len(prompts) * request.n > MOST_TEXTS:
         raise BadField("prompt", f"{len(prompts)} prompts by n = {request.n}: at most {MOST_TEXTS} texts")
     request = replace(request, most=most, every=echo and top is not None)
@@ -108,12 +112,15 @@ def _request(served: Served, fields: Fields, key: str, logprobs: int | None) -> 
     """What both kinds have, without a prompt."""
     bits = _bits(served, fields)
     target = fields.number("latency_target_ms", *TARGETS)
+    n = fields.whole("n", 1, 1, MOST_TEXTS) or 1
+    if not served.engine.together:
+        _refuse_several(bits is not None or target is not None, n)
     if target is not None and bits is not None:
         raise BadField("latency_target_ms", "latency_target_ms chooses the width: leave bits out")
     fields.accept(*INERT)
     return Request(
         [],
-        n=fields.whole("n", 1, 1, MOST_TEXTS) or 1,
+        n=n,
         sampling=_sampling(served, fields, logprobs),
         stop=fields.texts("stop", MOST_STOPS, LONGEST_STOP),
         bits=bits,
@@ -123,6 +130,14 @@ def _request(served: Served, fields: Fields, key: str, logprobs: int | None) -> 
         key=key,
         speculates=fields.flag("speculate", True),
     )
+
+
+def _refuse_several(widths: bool, texts: int) -> None:
+    """What a model inside Transformers does not do."""
+    if widths:
+        raise BadField("bits", "this model runs inside Transformers, which has one width: leave bits out")
+    if texts > 1:
+        raise BadField("n", f"this model runs inside Transformers, one text at a time: {texts} are asked for")
 
 
 def _bits(served: Served, fields: Fields) -> float | str | None:

@@ -13,10 +13,10 @@ from functools import partial
 
 import numpy as np
 
-from anybit.engine.engine import Engine, Floats
+from anybit.engine.distribution import Floats
 from anybit.errors import InputError
-from anybit.kernels import cpu
 from anybit.serve.job import RECENT, Job, Progress
+from anybit.serve.model import Model
 from anybit.serve.pace import Auto, Pace, stops
 from anybit.serve.request import AUTO
 from anybit.serve.scheduler import Rows, Scheduler, Step, Text
@@ -66,16 +66,12 @@ class Runner:
         deliver: takes what a round has made, in the engine's thread; default: each job hears it there.
     """
 
-    def __init__(
-        self, engine: Engine, limits: Limits, deliver: Callable[[Heard], None] | None = None
-    ) -> None:
+    def __init__(self, engine: Model, limits: Limits, deliver: Callable[[Heard], None] | None = None) -> None:
         engine.give_pages(limits.pages)
         self.engine, self.limits, self._deliver = engine, limits, deliver or _tell
         seed = repr((engine.name, engine.kv_bits, engine.codebook_precision)).encode()
-        page_tokens = cpu._native.PAGE_TOKENS
-        self.scheduler = Scheduler(
-            limits.pages, page_tokens, most_running=limits.running, most_waiting=limits.waiting, seed=seed
-        )
+        most = {"most_running": limits.running, "most_waiting": limits.waiting}
+        self.scheduler = Scheduler(limits.pages, engine.page_tokens, **most, seed=seed)
         self.pace, self.auto = Pace(engine.widths), Auto(stops(engine.widths, limits.auto_bits))
         self.counters, self.served = Counters(), dict.fromkeys(range(len(engine.widths)), 0)
         self.step_begun: float | None = None  # when the step that runs now began

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from anybit.checkpoint.chat_template import render
 from anybit.checkpoint.tokenizer import encode
 from anybit.config import Json
-from anybit.engine.engine import Engine
 from anybit.engine.sampling import Sampling
 from anybit.engine.text import BROKEN, check_tokenizer
 from anybit.errors import InputError
-from anybit.kernels import cpu
 from anybit.serve.constraint import Constraint, Constraints
+from anybit.serve.model import Model
 from anybit.serve.runner import Heard, Limits, Runner
 
 if TYPE_CHECKING:
@@ -35,12 +34,12 @@ class Served:
     """
 
     def __init__(
-        self, engine: Engine, name: str, limits: Limits, deliver: Callable[[Heard], None] | None = None
+        self, engine: Model, name: str, limits: Limits, deliver: Callable[[Heard], None] | None = None
     ) -> None:
         self.engine, self.name = engine, name
         self.tokenizer: Tokenizer = check_tokenizer(engine.tokenizer)
         self.runner = Runner(engine, limits, deliver)
-        self.context: int = min(engine.context, limits.pages * cpu._native.PAGE_TOKENS)
+        self.context: int = min(engine.context, limits.pages * engine.page_tokens)
         sampling = engine.default_sampling()
         # OpenAI's default is temperature 1; a model whose makers want another has its own.
         self.sampling: Sampling = replace(sampling, temperature=1.0) if not sampling.temperature else sampling

@@ -11,12 +11,11 @@ from contextlib import asynccontextmanager, suppress
 import uvicorn
 from starlette.applications import Starlette
 
-from anybit.engine.engine import Engine
 from anybit.engine.pages import free_memory
 from anybit.errors import InputError
-from anybit.kernels import cpu
 from anybit.serve.app import State, app
 from anybit.serve.guard import Guard
+from anybit.serve.model import Model
 from anybit.serve.runner import Heard, Limits
 from anybit.serve.served import Served
 from anybit.serve.settings import Settings
@@ -26,24 +25,25 @@ LATE = 5  # seconds after which connections are cut that have still not ended
 BACKLOG = 1024  # connections that wait to be accepted
 
 
-def limits(engine: Engine, settings: Settings) -> Limits:
+def limits(engine: Model, settings: Settings) -> Limits:
     """What texts share.
 
     Raises:
         InputError: no memory for a single page.
     """
     wanted = int(free_memory() * KV_SHARE) if settings.kv_bytes is None else settings.kv_bytes
-    useful = settings.running * -(-engine.context // cpu._native.PAGE_TOKENS)
+    running = settings.running if engine.together else 1
+    useful = running * -(-engine.context // engine.page_tokens)
     pages = min(wanted // engine.page_bytes, useful)
     if pages < 1:
         raise InputError(
-            f"keys and values may take {wanted} bytes, and a page of {cpu._native.PAGE_TOKENS} tokens takes "
-            f"{engine.page_bytes}: give them more (--kv-memory)"
+            f"keys and values may take {wanted} bytes, and a page of {engine.page_tokens} tokens takes "
+            f"{engine.page_bytes}: give them more (--kv-memory), or texts fewer tokens (--context)"
         )
-    return Limits(pages, settings.running, settings.waiting, settings.auto_bits)
+    return Limits(pages, running, settings.waiting, settings.auto_bits)
 
 
-def run(load: Callable[[], Engine], settings: Settings, say: Callable[[str], None]) -> None:
+def run(load: Callable[[], Model], settings: Settings, say: Callable[[str], None]) -> None:
     """Serve until a signal comes.
 
     Args:
@@ -122,7 +122,7 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)  # type: ignore[arg-type]
 
 
-async def _load(state: State, load: Callable[[], Engine], settings: Settings) -> None:
+async def _load(state: State, load: Callable[[], Model], settings: Settings) -> None:
     deliver = deliver_to(asyncio.get_running_loop())
 
     def make() -> Served:

@@ -1,0 +1,51 @@
+"""What the server asks of whoever computes: `anybit.Engine`, or `one_text.OneText` around Transformers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from anybit.engine.distribution import Floats
+from anybit.engine.sampling import Sampling
+
+Tokens = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class Model(Protocol):
+    """A model that computes tokens of texts; `Engine` says what each of this is."""
+
+    name: str
+    tokenizer: Any
+    vocabulary: int
+    context: int
+    kv_bits: int
+    codebook_precision: str
+    threads: int
+
+    @property
+    def together(self) -> bool:
+        """Whether it has several texts at a time, at widths of their own."""
+
+    @property
+    def widths(self) -> list[float]: ...
+
+    @property
+    def ends(self) -> set[int]: ...
+
+    @property
+    def page_tokens(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    @property
+    def level_bytes(self) -> list[int]: ...
+
+    def default_sampling(self, **changes: Any) -> Sampling: ...
+
+    def give_pages(self, count: int) -> None: ...
+
+    def step(
+        self, tokens: Tokens, positions: Tokens, texts: Tokens, pages: Tokens, wanted: Tokens, level: int
+    ) -> Floats: ...

@@ -1,0 +1,103 @@
+"""A model inside Transformers, for the server: what the native engine does not run is served one text at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from anybit.engine.distribution import Floats
+from anybit.engine.engine import ends_of
+from anybit.engine.sampling import Sampling
+from anybit.errors import InputError
+from anybit.in_transformers import InTransformers
+from anybit.kv_cache import CACHE, QuantizedCache, key_biases
+
+Tokens = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class OneText:
+    """Has of `Engine` what the server asks for, at one width and for one text at a time.
+
+    Args:
+        inside: the model.
+        name: as the user gave it.
+        context: most tokens of a text; default: what the model reaches.
+
+    Raises:
+        InputError: a context beyond what the model reaches, or a model that does not say how far it reaches.
+    """
+
+    together = False  # texts wait for each other, and none is drafted
+
+    def __init__(self, inside: InTransformers, name: str, context: int | None = None) -> None:
+        reached = inside.context
+        if reached is None and context is None:
+            raise InputError(f"{name} does not say how many tokens it reaches: give --context")
+        if reached is not None and context is not None and context > reached:
+            raise InputError(f"--context {context}: {name} reaches {reached} tokens")
+        self._inside, self.name = inside, name
+        self.context = context or reached or 0
+        self.tokenizer, self.generation = inside.tokenizer, inside.generation
+        self.vocabulary: int = inside.vocabulary or len(inside.tokenizer)
+        self.kv_bits, self.codebook_precision = inside.kv_bits, "fp16"
+        self.threads = torch.get_num_threads()
+        levels = getattr(inside.model, "levels", ())
+        self.widths = [levels[-1].bits if levels else 16.0]
+        self.page_tokens = self.context  # the scheduler's page is a whole text: none is shared
+        self._cache: Any = None
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of keys and values of a text as long as the context, scales left out."""
+        config = self._inside.model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        bits = self.kv_bits if self.kv_bits != 16 else 8 * self._inside.model.dtype.itemsize
+        return int(2 * config.num_hidden_layers * heads * size * self.context * bits / 8)
+
+    @property
+    def level_bytes(self) -> list[int]:
+        """Bytes of all weights."""
+        tensors = [*self._inside.model.parameters(), *self._inside.model.buffers()]
+        return [sum(tensor.nbytes for tensor in tensors)]
+
+    @property
+    def ends(self) -> set[int]:
+        """Tokens that end a text."""
+        return ends_of(self.generation, self.tokenizer)
+
+    def default_sampling(self, **changes: Any) -> Sampling:
+        """What generation_config.json asks for."""
+        return Sampling.from_generation_config(self.generation | changes)
+
+    def give_pages(self, count: int) -> None:
+        """As `Engine` has it: memory is taken as texts grow."""
+
+    def _empty_cache(self) -> Any:
+        model = self._inside.model
+        if self.kv_bits == 16:
+            return DynamicCache(config=model.config)
+        return QuantizedCache(model.config, self.kv_bits, key_biases(model))
+
+    def step(
+        self, tokens: Tokens, positions: Tokens, texts: Tokens, pages: Tokens, wanted: Tokens, level: int
+    ) -> Floats:
+        """`Engine.step`, of one text, whose first token begins it anew.
+
+        Raises:
+            InputError: NaN or Inf.
+        """
+        model = self._inside.model
+        if positions[0] == 0:
+            self._cache = self._empty_cache()
+        ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
+        kept = len(tokens) - int(wanted[0]) if len(wanted) else 1
+        with torch.inference_mode():
+            made = model(ids, use_cache=True, logits_to_keep=kept, **{CACHE: self._cache}).logits[0, -kept:]
+        logits: Floats = made.float().numpy()[wanted - (len(tokens) - kept)]
+        if not np.isfinite(logits).all():
+            raise InputError(f"{self.name}: its logits hold NaN or Inf: its weights are damaged, or overflow")
+        return logits

@@ -1,0 +1,123 @@
+"""Models inside Transformers, served one text at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import anybit
+from anybit.errors import InputError
+from anybit.in_transformers import InTransformers
+from anybit.kernels import cpu
+from anybit.kv_cache import CACHE, QuantizedCache
+from anybit.serve.one_text import OneText
+from anybit.serve.server import limits
+from anybit.serve.settings import Settings
+from tests.serve.conftest import refusal, serving
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native extension is not built")
+ASKED = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+PROMPT = [5, 80, 33, 120, 77] * 3
+
+
+def expected(model: Any, prompt: list[int], kv_bits: int) -> list[int]:
+    cache = {} if kv_bits == 16 else {CACHE: QuantizedCache(model.config, kv_bits)}
+    ids = torch.tensor([prompt])
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=12,
+        min_new_tokens=12,
+        do_sample=False,
+        **cache,
+    )
+    return list(made[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_its_text_is_that_of_generate(family: str, kv_bits: int, model_dir: Callable[[str], Path]) -> None:
+    inside = InTransformers(str(model_dir(family)), kv_bits=kv_bits)
+    engine = OneText(inside, "tiny")
+    wanted = [expected(inside.model, prompt, kv_bits) for prompt in (PROMPT, PROMPT[1:])]
+    text = [inside.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in wanted]
+    with serving(engine, pages=1, running=1) as (client, state):
+        made: dict[int, str] = {}
+
+        def ask(i: int) -> None:
+            reply = client.ok("/v1/completions", {**ASKED, "prompt": (PROMPT, PROMPT[1:])[i % 2]})
+            made[i] = reply["choices"][0]["text"]
+            assert reply["timings"]["draft_tokens"] == 0
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]  # they wait for each other
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert made == {i: text[i % 2] for i in range(4)}
+        streamed = client.events("/v1/completions", {**ASKED, "prompt": PROMPT})
+        assert "".join(e["choices"][0]["text"] for e in streamed if e["choices"]) == text[0]
+        scored = client.ok(
+            "/v1/completions",
+            {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0},
+        )
+        assert len(scored["choices"][0]["logprobs"]["token_logprobs"]) == len(PROMPT) + 1
+        assert state.served is not None and state.served.runner.counters.draft_tokens == 0
+
+
+def test_widths_and_batches_are_refused(model_dir: Callable[[str], Path]) -> None:
+    engine = OneText(InTransformers(str(model_dir("gpt2"))), "tiny")
+    with serving(engine, pages=1, running=1) as (client, _):
+        for more, param in (
+            ({"bits": 4}, "bits"),
+            ({"bits": "auto"}, "bits"),
+            ({"model": "tiny@4"}, "bits"),
+            ({"latency_target_ms": 20}, "bits"),
+            ({"n": 2}, "n"),
+            ({"prompt": [PROMPT, PROMPT]}, "prompt"),
+        ):
+            status, said, name = refusal(client.ask("/v1/completions", {**ASKED, "prompt": PROMPT, **more}))
+            assert (status, name) == (400, param) and "inside Transformers" in said
+        too_long = client.ask("/v1/completions", {"prompt": [5] * engine.context, "max_tokens": 1})
+        assert refusal(too_long)[0] == 400
+        assert client.ok("/v1/completions", {**ASKED, "prompt": PROMPT})["usage"]["completion_tokens"] == 12
+
+
+def test_an_artifact_has_the_width_that_was_loaded(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    anybit.quantize(model_dir("opt"), tmp_path / "out", anybit.RTN(bits=4, group_size=16))
+    engine = OneText(InTransformers(str(tmp_path / "out")), "tiny")
+    assert len(engine.widths) == 1
+    with serving(engine, pages=1, running=1) as (client, _):
+        assert client.ok("/v1/completions", {**ASKED, "prompt": PROMPT})["usage"]["completion_tokens"] == 12
+
+
+def test_memory_and_context(model_dir: Callable[[str], Path]) -> None:
+    inside = InTransformers(str(model_dir("gpt2")))
+    engine = OneText(inside, "tiny", 40)
+    assert engine.context == 40
+    found = limits(engine, Settings("tiny", kv_bytes=engine.page_bytes))
+    assert (found.pages, found.running) == (1, 1)
+    with pytest.raises(InputError, match=r"--kv-memory\), or texts fewer tokens \(--context\)"):
+        limits(engine, Settings("tiny", kv_bytes=engine.page_bytes - 1))
+    with pytest.raises(InputError, match="reaches"):
+        OneText(inside, "tiny", 10**6)
+
+
+def test_nan_is_an_error_and_the_next_text_is_served(
+    model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = InTransformers(str(model_dir("gpt2")))
+    with serving(OneText(inside, "tiny"), pages=1, running=1) as (client, _):
+        weight = inside.model.get_input_embeddings().weight
+        kept = weight[33].clone()
+        with torch.no_grad():
+            weight[33] = torch.nan
+            status, said, _ = refusal(client.ask("/v1/completions", {**ASKED, "prompt": PROMPT}))
+            weight[33] = kept
+        assert status >= 400 and "NaN or Inf" in said
+        assert client.ok("/v1/completions", {**ASKED, "prompt": PROMPT})["usage"]["completion_tokens"] == 12
