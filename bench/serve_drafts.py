@@ -3,8 +3,8 @@
 python bench/serve_drafts.py out --text wiki.test.raw [--bits 4] [--json figures.json]
 
 Functions of Python's standard library are to be rewritten with a variable renamed; prose are articles of the text.
-Greedy. Every text must be the same with drafts and without. Rates are of one text alone, from its first token to its
-last.
+Greedy, or with --temperature by a seed. Every text must be the same with drafts and without. Rates are of one text
+alone, from its first token to its last.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODULES = (
 LINES = range(8, 40)  # of a function
 CODE = "Rewrite this function. Rename `{name}` to `renamed`, and change nothing else.\n```python\n{code}```"
 PROSE_TOKENS = 100  # of an article before its continuation
-MOST, LEAST = 256, 8  # tokens drawn; so few have no rate
+MOST, LEAST = 128, 8  # tokens drawn; so few have no rate
 
 
 def functions() -> Iterator[tuple[str, str]]:
@@ -75,9 +75,9 @@ def prompts_of_prose(engine: Engine, text: Path, count: int) -> list[list[int]]:
     return [engine.encode(line)[:PROSE_TOKENS] for line in paragraphs[::step][:count]]
 
 
-def ran(runner: Runner, tokens: list[int], speculates: bool) -> tuple[Job, list[int]]:
+def ran(runner: Runner, tokens: list[int], sampling: Sampling, speculates: bool) -> tuple[Job, list[int]]:
     said: queue.SimpleQueue[Progress] = queue.SimpleQueue()
-    asked = Request(tokens, MOST, sampling=Sampling(), speculates=speculates)
+    asked = Request(tokens, MOST, sampling=sampling, speculates=speculates)
     (job,) = jobs_of(runner.engine, runner.engine.context, asked, lambda _, progress: said.put(progress))
     runner.submit([job])
     drawn: list[int] = []
@@ -88,7 +88,7 @@ def ran(runner: Runner, tokens: list[int], speculates: bool) -> tuple[Job, list[
     return job, drawn
 
 
-def measured(runner: Runner, prompts: list[list[int]], kind: str) -> dict[str, Any]:
+def measured(runner: Runner, prompts: list[list[int]], sampling: Sampling, kind: str) -> dict[str, Any]:
     rates: dict[bool, list[float]] = {True: [], False: []}
     tokens = drafted = accepted = same = 0
     terminal = Terminal()
@@ -96,7 +96,7 @@ def measured(runner: Runner, prompts: list[list[int]], kind: str) -> dict[str, A
     for i, prompt in enumerate(prompts):
         texts = {}
         for speculates in (i % 2 == 0, i % 2 == 1):
-            job, texts[speculates] = ran(runner, prompt, speculates)
+            job, texts[speculates] = ran(runner, prompt, sampling, speculates)
             if job.drawn > LEAST:
                 rates[speculates].append((job.drawn - 1) / (job.times.last - job.times.first))
             drafted, accepted = drafted + job.drafted, accepted + job.accepted
@@ -121,9 +121,11 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="prose")
     parser.add_argument("--bits", type=float, default=4.0)
     parser.add_argument("--prompts", type=int, default=100, help="of each kind")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--json", type=Path, help="a list of runs, to which this one is added")
     given = parser.parse_args()
     engine = Engine(given.model, bits=given.bits)
+    sampling = Sampling(temperature=given.temperature, seed=1)
     runner = Runner(engine, Limits(256))
     runner.start()
     try:
@@ -135,13 +137,15 @@ def main() -> None:
             "model": Path(given.model).name,
             "bits": engine.widths[-1],
             "threads": engine.threads,
-            "kinds": [measured(runner, prompts, kind) for kind, prompts in kinds.items()],
+            "temperature": given.temperature,
+            "kinds": [measured(runner, prompts, sampling, kind) for kind, prompts in kinds.items()],
         }
     finally:
         runner.close(0)
     print(json.dumps(figures, indent=1))
     if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        runs = json.loads(given.json.read_text(encoding="utf-8")) if given.json.exists() else []
+        given.json.write_text(json.dumps([*runs, figures], indent=1) + "\n", encoding="utf-8")
     if any(found["same_text"] != found["prompts"] for found in figures["kinds"]):
         sys.exit("a text differs with drafts")
 

@@ -67,6 +67,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-quantize": gpu.quantizing,
     "gpu-targets": gpu.targets,
     "serve-latency": serve.latency,
+    "serve-drafts": serve.drafts,
     "mutations": security.mutations,
     "kills": security.kills,
 }

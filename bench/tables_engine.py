@@ -18,9 +18,9 @@ def named(name: str) -> str:
     """A contender as a reader knows it: no precision in this project's words, no file's name."""
     name = re.sub(r"^anybit ([\d.]+) int8\b", r"anybit, \1 bits, inputs of 8 bits", name)
     name = re.sub(r"^anybit ([\d.]+) fp16\b", r"anybit, \1 bits, exact inputs", name)
+    name = re.sub(r"^(llama\.cpp|mistral\.rs) (?:.*-)?(Q\w+)\.gguf", r"\1 \2", name)
     name = re.sub(r" kv(\d+)$", r", KV of \1 bits", name)
-    name = re.sub(r"^Transformers ([\d.]+) (\w+)$", r"Transformers, \1 bits, \2", name)
-    return re.sub(r"^(llama\.cpp|mistral\.rs) (?:.*-)?(Q\w+)\.gguf( flash)?$", r"\1 \2\3", name)
+    return re.sub(r"^Transformers ([\d.]+) (\w+)$", r"Transformers, \1 bits, \2", name)
 
 
 def decode() -> str:

@@ -1,4 +1,4 @@
-"""The table of the server's speed, from what `python bench/serve_latency.py --json bench/results/serve.json` wrote."""
+"""Tables of the server's speed, from what bench/serve_latency.py and bench/serve_drafts.py wrote."""
 
 from __future__ import annotations
 
@@ -21,5 +21,36 @@ def latency() -> str:
             f"{100 * found['second_over_first_turn']:.1f} %",
         ]
         for found in load("serve.json")
+    ]
+    return markdown(head, rows)
+
+
+def drafts() -> str:
+    head = [
+        "what",
+        "drawn",
+        "prompts",
+        "without drafts, tokens/s",
+        "with",
+        "ratio",
+        "a tenth has less than",
+        "least",
+    ]
+    head += ["draft tokens", "of these drawn"]
+    rows = [
+        [
+            found["kind"],
+            "greedily" if run["temperature"] == 0 else f"at temperature {run['temperature']:g}",
+            str(found["prompts"]),
+            f"{found['without_drafts']:.0f}",
+            f"{found['tokens_per_second']:.0f}",
+            f"{found['ratio']:.2f}",
+            f"{found['tenth_ratio']:.2f}",
+            f"{found['least_ratio']:.2f}",
+            f"{found['draft_tokens']}",
+            f"{100 * found['accepted_tokens'] / found['draft_tokens']:.0f} %",
+        ]
+        for run in load("serve-drafts.json")
+        for found in run["kinds"]
     ]
     return markdown(head, rows)

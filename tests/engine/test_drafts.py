@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from anybit.engine.drafts import AGAIN, DOUBT, LENGTHS, MATCH, Drafts, StepTimes, paying
+from anybit.engine.drafts import AGAIN, DOUBT, INDEXED, LENGTHS, MATCH, Drafts, StepTimes, paying
 
 
 def test_what_followed_the_last_time_is_drafted() -> None:
-    drafts = Drafts([1, 2, 3, 4, 5, 6, 7, 9, 1, 2])
+    drafts = Drafts([1, 2, 3, 4, 5, 6, 7, 9, 1])
+    drafts.push(2)
     assert drafts.draft(4) == []
     drafts.push(3)
     assert drafts.draft(4) == [4, 5, 6, 7] and drafts.draft(2) == [4, 5] and drafts.draft(0) == []
@@ -20,9 +21,20 @@ def test_what_followed_the_last_time_is_drafted() -> None:
 
 
 def test_tokens_that_come_again_and_again() -> None:
-    drafts = Drafts([5] * (MATCH + 1))
+    drafts = Drafts([5] * MATCH)
+    assert drafts.draft(3) == Drafts([]).draft(3) == []
+    drafts.push(5)
     assert drafts.draft(3) == [5]
-    assert Drafts([]).draft(3) == Drafts([5] * MATCH).draft(3) == []
+
+
+def test_of_a_long_prompt_the_end_is_looked_through() -> None:
+    drafts = Drafts([*range(2 * INDEXED)])
+    for token in range(3):
+        drafts.push(token)
+    assert drafts.draft(3) == []
+    for token in range(INDEXED, INDEXED + 3):
+        drafts.push(token)
+    assert drafts.draft(2) == [INDEXED + 3, INDEXED + 4]
 
 
 def test_acceptance_follows_what_is_drawn_though_nothing_is_computed() -> None:

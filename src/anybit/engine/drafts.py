@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 MATCH = 3  # tokens that must have stood together before
+INDEXED = 4096  # tokens of a prompt, its last ones, that are looked through
 LENGTHS = (1, 3, 7)  # of drafts
 GAIN = 1.05  # in tokens per second, from which a draft is worth its step
 DOUBT = 0.4  # acceptance before any draft was compared
@@ -24,21 +25,23 @@ class Drafts:
     """A text's tokens, and what followed where its last ones stood before.
 
     Args:
-        tokens: of the prompt.
+        tokens: of the prompt; they are looked through when the first token is drawn.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.acceptance = DOUBT  # share of draft tokens that were drawn, computed or not
+        self._prompt = tokens[-INDEXED:]
         self._tokens: list[int] = []
         self._behind: dict[
             tuple[int, ...], int
         ] = {}  # of tokens that stood together: where the next one stands
         self._next: int | None = None  # where the token stands that is expected next
-        for token in tokens:
-            self._append(token)
 
     def push(self, token: int) -> None:
         """A token that was drawn."""
+        if not self._tokens:
+            for known in self._prompt:
+                self._append(known)
         if self._next is not None:
             self.acceptance += RECENT * ((self._tokens[self._next] == token) - self.acceptance)
         self._append(token)
