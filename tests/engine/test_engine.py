@@ -117,6 +117,22 @@ def test_drafts_change_no_text_and_save_steps(
         assert engine.generate(PROMPT, 3, sampling).tokens == made.tokens[:3]
 
 
+def test_a_draft_that_cannot_be_computed_ends_no_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, step, failed = Engine(folder), Engine._step, []
+    plain = engine.generate(PROMPT, 30, speculate=False)
+
+    def fails(self: Engine, rows: Any, logits: Any, level: int) -> None:
+        if len(rows[0]) == 3:
+            failed.append(rows)
+            raise InputError("NaN")
+        step(self, rows, logits, level)
+
+    monkeypatch.setattr(Engine, "_step", fails)
+    monkeypatch.setattr(Drafts, "draft", lambda self, length: [9, 9][:length])
+    monkeypatch.setattr(Drafts, "length", lambda self, *_: 2)
+    assert engine.generate(PROMPT, 30).tokens == plain.tokens and len(failed) > 20
+
+
 def test_generation_config_is_the_default(folder: Path, engine: Engine) -> None:
     assert engine.default_sampling() == Sampling()
     engine.generation.update(top_k=7)

@@ -108,6 +108,24 @@ def test_memory_and_context(model_dir: Callable[[str], Path]) -> None:
         OneText(inside, "tiny", 10**6)
 
 
+def test_a_model_that_keeps_nothing_of_a_text_is_refused(model_dir: Callable[[str], Path]) -> None:
+    inside = InTransformers(str(model_dir("gpt2")))
+    whole, forgets = inside.model.forward, inside.model
+    assert OneText(inside, "tiny").page_bytes > 0
+
+    def forward(ids: Any, **given: Any) -> Any:
+        return whole(ids, **{name: value for name, value in given.items() if name != CACHE})
+
+    forgets.forward = forward
+    with pytest.raises(InputError, match="token by token its logits are"):
+        OneText(inside, "tiny")
+    forgets.forward = whole
+    inside.model.config.num_attention_heads, kept = None, inside.model.config.num_attention_heads
+    with pytest.raises(InputError, match="does not say how large keys and values are"):
+        OneText(inside, "tiny")
+    inside.model.config.num_attention_heads = kept
+
+
 def test_nan_is_an_error_and_the_next_text_is_served(
     model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

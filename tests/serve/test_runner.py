@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not cpu.available(), reason="the native extension is not built"),
 ]
 PATIENCE = 60
+PROMPT = [5, 9, 70, 33]
 
 
 @pytest.fixture
@@ -179,6 +180,54 @@ def test_a_text_is_the_same_with_drafts(
         runner.close(0)
         assert 20 < runner.counters.accepted_tokens < runner.counters.draft_tokens
         assert runner.counters.accepted_tokens == sum(job.accepted for o in together for job in o.jobs)
+
+
+def test_a_draft_that_fails_ends_no_text(
+    engine: Engine, start: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, step, request = start(), Engine.step, Request(PROMPT, 20, ignores_ends=True)
+    alone = Heard(runner, replace(request, speculates=False)).all()
+
+    def fails(self: Engine, tokens: Any, *rest: Any) -> Any:
+        if 17 in tokens:
+            raise InputError("NaN")
+        return step(self, tokens, *rest)
+
+    monkeypatch.setattr(Engine, "step", fails)
+    monkeypatch.setattr(Drafts, "draft", lambda self, length: [17])
+    together = [Heard(runner, request) for _ in range(3)]
+    assert all(heard.all().tokens == alone.tokens for heard in together)
+
+
+def test_what_was_drawn_before_an_error_is_told(
+    engine: Engine, start: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, request = start(), Request(PROMPT, 20, ignores_ends=True)
+    alone = Heard(runner, replace(request, speculates=False)).all().tokens[0]
+    draw = Job.draw
+
+    def fails(self: Job, logits: Any, level: int, before: int = 0) -> Any:
+        if before == 2:
+            raise InputError("no token can be drawn")
+        return draw(self, logits, level, before)
+
+    monkeypatch.setattr(Job, "draw", fails)
+    monkeypatch.setattr(Drafts, "draft", lambda self, length: alone[len(self._tokens) - len(PROMPT) :][:4])
+    heard = Heard(runner, request).all()
+    assert heard.tokens[0] == alone[:3] and heard.finish == ["error"]
+
+
+def test_a_width_is_looked_at_again_however_many_tokens_a_round_draws(engine: Engine) -> None:
+    (job,) = jobs_of(engine, engine.context, Request(PROMPT, 40), lambda _, __: None)
+    due = []
+    for drawn in (1, 9, 17, 20, 25):
+        job.levels[0] = drawn
+        due.append(job.is_due())
+    assert due == [True, True, True, False, True]
+    job.end_round(7, 8)
+    time.sleep(0.02)
+    job.end_round(7, 8)
+    assert job.gap is not None and 0.002 < job.gap < 0.02 and (job.drafted, job.accepted) == (14, 14)
 
 
 def test_drafts_end_where_the_text_does(engine: Engine, start: Callable[..., Runner]) -> None:

@@ -132,7 +132,8 @@ def serve(
             from anybit.in_transformers import InTransformers
             from anybit.serve.one_text import OneText
 
-            return OneText(InTransformers(model, precision, report=report, **how), model, shares.context)
+            inside = InTransformers(model, precision, report=report, **how)
+            return OneText(inside, model, shares.context, precision)
 
     settings = Settings(
         name or Path(model).resolve().name or model,

@@ -383,7 +383,12 @@ class Engine:
                 left = len(ids) + most - known - 2  # logits that are wanted behind those of this token
                 draft = drafts.draft(min(length, left))
                 begun = time.perf_counter()
-                made = self._run(text, [token, *draft], level, every=True)
+                try:
+                    made = self._run(text, [token, *draft], level, every=True)
+                except InputError:
+                    if not draft:
+                        raise
+                    made, draft = self._run(text, [token], level), []  # NaN of a token that is not drawn
                 times.measure(1 + len(draft), time.perf_counter() - begun)
                 for logits, expected in zip(made, [*draft, None]):
                     token, known = (yield logits), known + 1

@@ -73,6 +73,8 @@ class Job:
         self.finished: str | None = None
         self._scored = 1  # tokens of the prompt whose log-probabilities were given out, or that have none
         self._gaps: list[float] = []
+        self._rounds_end = 0.0  # when the last round that drew a token ended
+        self._due = 0  # tokens that are to be drawn before the width is chosen again
 
     @property
     def drawn(self) -> int:
@@ -84,10 +86,21 @@ class Job:
         """Median seconds between its last tokens; None: too few came yet."""
         return median(self._gaps) if len(self._gaps) == RECENT else None
 
-    def count_draft(self, drafted: int, accepted: int) -> None:
-        """A step computed so many tokens of a draft, of which so many were drawn."""
+    def is_due(self) -> bool:
+        """Whether `RECENT` tokens came since it was last said so."""
+        if self.drawn < self._due:
+            return False
+        self._due = self.drawn + RECENT
+        return True
+
+    def end_round(self, drafted: int, drawn: int) -> None:
+        """A round computed so many tokens of a draft, and drew so many tokens."""
         self.drafted += drafted
-        self.accepted += accepted
+        self.accepted += drawn - 1
+        now = time.perf_counter()
+        if self._rounds_end:
+            self._gaps = [*self._gaps, *[(now - self._rounds_end) / drawn] * drawn][-RECENT:]
+        self._rounds_end = now
 
     def draw(self, logits: Floats, level: int, before: int = 0) -> tuple[int, Progress]:
         """The next token, and what it adds; `finish` says whether it is the last.
@@ -136,8 +149,6 @@ class Job:
     def _count(self, level: int) -> None:
         now = time.perf_counter()
         self.levels[level] = self.levels.get(level, 0) + 1
-        if self.times.last:
-            self._gaps = [*self._gaps[1 - RECENT :], now - self.times.last]
         self.times.first, self.times.last = self.times.first or now, now
 
 

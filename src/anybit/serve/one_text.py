@@ -15,6 +15,9 @@ from anybit.errors import InputError
 from anybit.in_transformers import InTransformers
 from anybit.kv_cache import CACHE, QuantizedCache, key_biases
 
+PROBE = [6, 3, 1, 1, 1]  # tokens at a time
+APART = 0.1  # of their range, logits may be apart; a cache that is not kept puts them further
+
 Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -26,13 +29,18 @@ class OneText:
         name: as the user gave it.
         context: most tokens of a text; default: what the model reaches.
 
+        precision: of codebooks, as it was loaded.
+
     Raises:
-        InputError: a context beyond what the model reaches, or a model that does not say how far it reaches.
+        InputError: a context beyond what the model reaches, or a model that does not say how far it reaches; one whose
+            logits are others token by token, or whose keys and values are of no known size.
     """
 
     together = False  # texts wait for each other, and none is drafted
 
-    def __init__(self, inside: InTransformers, name: str, context: int | None = None) -> None:
+    def __init__(
+        self, inside: InTransformers, name: str, context: int | None = None, precision: str = "fp16"
+    ) -> None:
         reached = inside.context
         if reached is None and context is None:
             raise InputError(f"{name} does not say how many tokens it reaches: give --context")
@@ -42,21 +50,49 @@ class OneText:
         self.context = context or reached or 0
         self.tokenizer, self.generation = inside.tokenizer, inside.generation
         self.vocabulary: int = inside.vocabulary or len(inside.tokenizer)
-        self.kv_bits, self.codebook_precision = inside.kv_bits, "fp16"
+        self.kv_bits, self.codebook_precision = inside.kv_bits, precision
         self.threads = torch.get_num_threads()
         levels = getattr(inside.model, "levels", ())
         self.widths = [levels[-1].bits if levels else 16.0]
         self.page_tokens = self.context  # the scheduler's page is a whole text: none is shared
         self._cache: Any = None
+        self.page_bytes = self._text_bytes()
+        self._check_cache()
 
-    @property
-    def page_bytes(self) -> int:
+    def _text_bytes(self) -> int:
         """Bytes of keys and values of a text as long as the context, scales left out."""
         config = self._inside.model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         bits = self.kv_bits if self.kv_bits != 16 else 8 * self._inside.model.dtype.itemsize
-        return int(2 * config.num_hidden_layers * heads * size * self.context * bits / 8)
+        try:
+            heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            return int(2 * config.num_hidden_layers * heads * size * self.context * bits / 8)
+        except (AttributeError, TypeError) as error:
+            raise InputError(
+                f"{self.name} cannot be served: its config.json does not say how large keys and values are ({error})"
+            ) from error
+
+    def _check_cache(self) -> None:
+        """Refuse a model that takes no such cache, or computes otherwise with it: some with states of their own do."""
+        model, cache = self._inside.model, DynamicCache(config=self._inside.model.config)
+        ids = torch.arange(sum(PROBE))[None] * 7 % self.vocabulary
+        try:
+            with torch.inference_mode():
+                whole = model(ids, use_cache=False).logits[0].float()
+                parts = [
+                    model(part, use_cache=True, **{CACHE: cache}).logits[0].float()
+                    for part in ids.split(PROBE, dim=1)
+                ]
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise InputError(
+                f"{self.name} cannot be served: it does not take its text in parts ({error})"
+            ) from error
+        apart = float((torch.cat(parts) - whole).abs().max() / (whole.max() - whole.min()).clamp(min=1e-9))
+        if apart > APART:
+            raise InputError(
+                f"{self.name} cannot be served: token by token its logits are {100 * apart:.0f} % of their range apart "
+                "from those of a whole text"
+            )
 
     @property
     def level_bytes(self) -> list[int]:

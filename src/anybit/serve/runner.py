@@ -15,7 +15,7 @@ import numpy as np
 
 from anybit.engine.distribution import Floats
 from anybit.errors import InputError
-from anybit.serve.job import RECENT, Job, Progress
+from anybit.serve.job import Job, Progress
 from anybit.serve.model import Model
 from anybit.serve.pace import Auto, Pace, stops
 from anybit.serve.request import AUTO
@@ -193,7 +193,7 @@ class Runner:
             target = job.request.target
             if job.request.bits == AUTO:
                 self.scheduler.set_level(text, level)
-            elif target is not None and job.drawn % RECENT == 0:
+            elif target is not None and job.is_due():
                 now = text.level, sum(other.level == text.level for other in self.scheduler.running)
                 self.scheduler.set_level(text, self.pace.within(target, now, job.gap, self._targets))
 
@@ -215,6 +215,8 @@ class Runner:
 
     def _budget(self) -> int:
         """Tokens of prompts for the next round: what is left of its time beside the texts that decode."""
+        if not self.engine.together:  # some models compute a prompt in parts otherwise
+            return self.engine.context
         decoding = self._decoding()
         taken = sum(self.pace.step(level, texts) or 0.0 for level, texts in decoding.items())
         seconds = ROUND_SECONDS - taken if decoding else 4 * ROUND_SECONDS
@@ -263,6 +265,8 @@ class Runner:
         try:
             return self._logits(step)
         except Exception as error:
+            if any(rows.draft for rows in step.rows):  # a text is not to blame for what it has not drawn
+                return self._computed(Step(step.level, [replace(rows, draft=()) for rows in step.rows]))
             if len(step.rows) == 1:
                 return [(step.rows[0], error)]
         return [alone for rows in step.rows for alone in self._computed(Step(step.level, [rows]))]
@@ -305,12 +309,18 @@ class Runner:
         tokens: list[int] = []
         made: list[Progress] = []
         for behind, expected in zip(logits[-1 - len(rows.draft) :], [*rows.draft, None]):
-            token, progress = job.draw(behind, rows.text.level, len(tokens))
+            try:
+                token, progress = job.draw(behind, rows.text.level, len(tokens))
+            except Exception as error:
+                if not tokens:
+                    raise
+                made.append(_failed(error))
+                break
             tokens.append(token)
             made.append(progress)
             if progress.finish is not None or token != expected:
                 break
-        job.count_draft(len(rows.draft), len(tokens) - 1)
+        job.end_round(len(rows.draft), len(tokens))
         made[0] = replace(made[0], prompt=prompt)
         return tokens, made
 

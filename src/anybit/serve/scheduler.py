@@ -174,10 +174,14 @@ class Scheduler:
         Args:
             budget: tokens of prompts, at least 1.
         """
-        planned: list[Rows] = []
-        for text in list(self.running):
-            if text.missing == 1 and text in self.running and self._extend(text):
-                planned.append(Rows(text, text.done, 1, self._draft(text)))
+        decoding = [
+            text
+            for text in list(self.running)
+            if text.missing == 1 and text in self.running and self._extend(text)
+        ]
+        planned = [
+            Rows(text, text.done, 1, self._draft(text)) for text in decoding
+        ]  # from pages that are left
         self._admit()
         planned += self._prompts(budget, {rows.text for rows in planned})
         steps: dict[int, list[Rows]] = {}
