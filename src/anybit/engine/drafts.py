@@ -17,7 +17,6 @@ RECENT = 0.1  # weight of the newest comparison
 SURE = 0.7  # acceptance from which step times are measured again
 AGAIN = 64  # steps from one such measurement to the next
 
-
 Seconds = Callable[[int], float | None]
 
 
@@ -32,9 +31,8 @@ class Drafts:
         self.acceptance = DOUBT  # share of draft tokens that were drawn, computed or not
         self._prompt = tokens[-INDEXED:]
         self._tokens: list[int] = []
-        self._behind: dict[
-            tuple[int, ...], int
-        ] = {}  # of tokens that stood together: where the next one stands
+        # Of tokens that stood together: where the next one stands.
+        self._behind: dict[tuple[int, ...], int] = {}
         self._next: int | None = None  # where the token stands that is expected next
 
     def push(self, token: int) -> None:
@@ -43,7 +41,7 @@ class Drafts:
             for known in self._prompt:
                 self._append(known)
         if self._next is not None:
-            self.acceptance += RECENT * ((self._tokens[self._next] == token) - self.acceptance)
+            self.acceptance = recent(self.acceptance, self._tokens[self._next] == token)
         self._append(token)
 
     def length(self, rows: int, seconds: Seconds, steps: int) -> int:
@@ -54,6 +52,8 @@ class Drafts:
             seconds: of a step with so many rows, as measured; None: not known.
             steps: that were computed so far.
         """
+        if self._next is None:  # there is nothing to draft
+            return 0
         if self.acceptance >= SURE and rows == 1 and steps % AGAIN == 0:
             return LENGTHS[-1]
         return paying(self.acceptance, rows, seconds)
@@ -78,15 +78,24 @@ class StepTimes:
         self._means: dict[int, float] = {}
 
     def measure(self, rows: int, seconds: float) -> None:
-        size = (rows - 1).bit_length()
-        mean = self._means.get(size, seconds)
-        self._means[size] = mean + RECENT * (seconds - mean)
+        size = size_of(rows)
+        self._means[size] = recent(self._means.get(size), seconds)
         self.steps += 1
 
     def seconds(self, rows: int) -> float | None:
         """Of a step with so many tokens, or with the nearest number that was measured; None: nothing was."""
-        size = (rows - 1).bit_length()
+        size = size_of(rows)
         return min(((abs(other - size), mean) for other, mean in self._means.items()), default=(0, None))[1]
+
+
+def size_of(rows: int) -> int:
+    """Which power of 2 holds so many tokens of a step: steps of one size take about as long."""
+    return (rows - 1).bit_length()
+
+
+def recent(before: float | None, new: float) -> float:
+    """A mean in which the newest counts `RECENT`; None: it is the first."""
+    return new if before is None else before + RECENT * (new - before)
 
 
 def paying(acceptance: float, rows: int, seconds: Seconds) -> int:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import numpy as np
-
-from anybit.engine.distribution import Floats
+from anybit.engine.engine import Floats, Tokens
 from anybit.engine.sampling import Sampling
-
-Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Model(Protocol):

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from anybit.engine.distribution import Floats
-from anybit.engine.engine import ends_of
+from anybit.engine.engine import Floats, Tokens, ends_of
 from anybit.engine.sampling import Sampling
 from anybit.errors import InputError
 from anybit.in_transformers import InTransformers
@@ -17,8 +16,6 @@ from anybit.kv_cache import CACHE, QuantizedCache, key_biases
 
 PROBE = [6, 3, 1, 1, 1]  # tokens at a time
 APART = 0.1  # of their range, logits may be apart; a cache that is not kept puts them further
-
-Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class OneText:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-RECENT = 0.1  # weight of the newest measurement in a mean
+from anybit.engine.drafts import recent, size_of
+
 STOPS = 4  # widths among which "auto" moves: pages are shared at one width only, so few are better
 CALM = 32  # rounds of less load before "auto" goes up by one stop
 
@@ -26,10 +27,10 @@ class Pace:
     def measure(self, level: int, texts: int, prompt: int, seconds: float) -> None:
         """A step at a level with so many texts that decode and so many tokens of prompts."""
         if not prompt:
-            known = self._steps.setdefault((texts - 1).bit_length(), {})
-            known[level] = _mean(known.get(level), seconds)
+            known = self._steps.setdefault(size_of(texts), {})
+            known[level] = recent(known.get(level), seconds)
         elif seconds > (decoding := (self.step(level, texts) or 0.0) if texts else 0.0):
-            self._prompt = _mean(self._prompt, (seconds - decoding) / prompt)
+            self._prompt = recent(self._prompt, (seconds - decoding) / prompt)
 
     def step(self, level: int, texts: int) -> float | None:
         """Seconds of a step that decodes so many texts; None: nothing was measured.
@@ -39,7 +40,7 @@ class Pace:
         """
         if not self._steps:
             return None
-        size = (texts - 1).bit_length()
+        size = size_of(texts)
         known = self._steps[min(self._steps, key=lambda other: abs(other - size))]
         if level in known:
             return known[level]
@@ -113,7 +114,3 @@ def stops(widths: Sequence[float], least: float, count: int = STOPS) -> list[int
     first = next((i for i, width in enumerate(widths) if width >= least - 0.05), len(widths) - 1)
     wanted = np.linspace(widths[first], widths[-1], count)
     return sorted({int(np.abs(np.asarray(widths) - bits).argmin()) for bits in wanted})
-
-
-def _mean(before: float | None, new: float) -> float:
-    return new if before is None else before + RECENT * (new - before)

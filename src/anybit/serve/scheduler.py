@@ -179,9 +179,8 @@ class Scheduler:
             for text in list(self.running)
             if text.missing == 1 and text in self.running and self._extend(text)
         ]
-        planned = [
-            Rows(text, text.done, 1, self._draft(text)) for text in decoding
-        ]  # from pages that are left
+        # Drafts take pages that are left.
+        planned = [Rows(text, text.done, 1, self._draft(text)) for text in decoding]
         self._admit()
         planned += self._prompts(budget, {rows.text for rows in planned})
         steps: dict[int, list[Rows]] = {}
