@@ -61,6 +61,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-one-token": gpu.one_token,
     "gpu-bounds": gpu.bounds,
     "gpu-tokens": gpu.tokens,
+    "gpu-more-tokens": gpu.more_tokens,
     "gpu-decode": gpu.decode,
     "gpu-attention": gpu.attention,
     "gpu-activations": gpu.activations,

@@ -64,6 +64,17 @@ def bounds() -> str:
     return markdown([*table["columns"][:3], *names], lines)
 
 
+def more_tokens() -> str:
+    """The same of the formats that `gemm` leaves out."""
+    found = rows("gemm-more")
+    averages = load("gpu/gemm-more.json")["averages"]
+    lines = [
+        [name, *(f"{over_shapes(found, name, count):.2f}" for count in TOKENS), f"{average:.2f}"]
+        for name, average in averages.items()
+    ]
+    return markdown(["layout", *map(str, TOKENS), "all"], lines)
+
+
 def tokens() -> str:
     """Speed over cuBLAS float16, average over the shapes."""
     found = rows("gemm")

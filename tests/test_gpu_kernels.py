@@ -236,7 +236,8 @@ def test_codebooks_are_looked_up(bits: int) -> None:
                 x, y = torch.randn(tokens, c, device=DEVICE).to(dtype), poisoned(tokens, r)
                 tile.matmul(x, y)
                 of_dtype = weight if tokens == 1 else weight.to(dtype)  # several tokens meet the tensor cores
-                close(y, x.double() @ of_dtype.double().T, 2e-6)
+                rounds = tile is by_channel and tokens > 1 and dtype != torch.float32  # PyTorch's product
+                close(y, x.double() @ of_dtype.double().T, torch.finfo(dtype).eps if rounds else 2e-6)
 
 
 def test_a_narrower_width_is_the_first_planes() -> None:
@@ -458,10 +459,11 @@ def test_prefill_and_other_types(name: str) -> None:
     assert y.shape == (2, FUSED_TOKENS, 48)
     close(y.view(-1, 48), reference.int_matmul(x.cpu().view(-1, 640), readable), 2e-5)
     for dtype in FLOATS[1:]:
-        x = torch.randn(2, 640, device=DEVICE).to(dtype)
-        y = bound.matmul(x)
-        assert y.dtype == dtype
-        close(y.cpu(), reference.int_matmul(x.float().cpu(), readable), 2e-2)
+        for tokens in (2, codebook.FUSED_LOADS + 1, FUSED_TOKENS + 1):  # decoded as they are met, and dense
+            x = torch.randn(tokens, 640, device=DEVICE).to(dtype)
+            y = bound.matmul(x)
+            assert y.dtype == dtype
+            close(y.cpu(), reference.int_matmul(x.float().cpu(), readable), 2e-2)
     assert bound.matmul(x[:0]).shape == (0, 48)
 
 
@@ -641,11 +643,11 @@ for bits in (3, 4, 5):
     build(codebook._row_gemv, tile + 4 * " i32", 2, **kind, **flags, BLOCK=32)
 build(codebook._row_gemm, tile + 5 * " i32", **kind, **flags, TOKENS=16, BLOCK=64)
 build(codebook._row_dequantize, "*i32 *i64 *fp16 *i32 *u8 *fp32 *bf16 i32 i32 i32", **kind, BLOCK=16)
+kind = dict(BITS=5, ENTRIES=32, CHUNKS=16, ADD=False, BLOCK=64)
+build(codebook._channel_gemv, "*bf16 *i32 *fp32 *bf16" + 4 * " i32", **kind)
+dense = dict(BITS=5, ENTRIES=32, CHANNELS=64, BLOCK=32)
+build(codebook._channel_dequantize, "*i32 *fp32 *bf16 i32 i32", **dense)
 for tokens in (1, 16):
-    kind = dict(BITS=5, ENTRIES=32, CHUNKS=16, ADD=False, TOKENS=tokens, BLOCK=64)
-    build(codebook._channel_product, "*bf16 *i32 *fp32 *bf16" + 5 * " i32", **kind)
-    dense = dict(BITS=5, ENTRIES=32, CHANNELS=64, BLOCK=32)
-    build(codebook._channel_dequantize, "*i32 *fp32 *bf16 i32 i32", **dense)
     kind = dict(HALVES=1, ADD=False, TOKENS=tokens, WORDS=32, BLOCK=32)
     build(two_four._product, "*bf16 *i32 *u8 *fp16 *u8 *i32 *fp16 *u8 *bf16" + 6 * " i32", **kind)
 types = "*bf16 None *i32 *fp16 *fp16 None *i8 *fp32 *i32" + 5 * " i32" + " fp32"
@@ -663,4 +665,4 @@ def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 24
+    assert len(done.stdout.split()) == 22

@@ -87,6 +87,7 @@ LOOK_UP_8, LOOK_UP_16 = (tl.constexpr(_look_up_ptx(parts, True)) for parts in (1
 LOOK_UP_8_HALF, LOOK_UP_16_HALF = (tl.constexpr(_look_up_ptx(parts, False)) for parts in (1, 2))
 CHANNEL_CHUNKS = 16  # chunks of 32 channels that a step takes
 MOST_PERMUTED = 4  # bits: of more, entries are loaded one by one
+FUSED_LOADS = 16  # tokens that such entries are loaded anew for; more are multiplied with the dense matrix
 
 
 def pack_entries(tables: Tensor) -> Tensor:
@@ -321,6 +322,10 @@ class RowCodebook:
     def tiling(m: int) -> Tiling:
         return Tiling(1, 32, 2) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4)
 
+    def fuses(self, x: Tensor) -> bool:
+        """Whether several tokens meet weights as they are decoded; see `group_int.fused`."""
+        return fused(x) if self._permuted else fused(x, FUSED_LOADS)
+
     def splits(self, x: Tensor) -> int:
         """See `group_int.GroupIntKernel.splits`."""
         return splits_of([self], x)
@@ -340,7 +345,7 @@ class RowCodebook:
                 x, *self._stored(), rows, y, self.r, self.c, out, self.chunks, **self._grid(), **flags,
                 BLOCK=tiling.block, num_warps=tiling.warps,
             )  # fmt: skip
-        elif fused(x):
+        elif self.fuses(x):
             _row_gemm[tiling.grid(self.r, len(x), y)](
                 x, *self._stored(), rows, y, len(x), self.r, self.c, out, self.chunks, **self._grid(), **flags,
                 TOKENS=tiling.tokens, BLOCK=tiling.block, num_warps=tiling.warps, num_stages=1,
@@ -368,7 +373,7 @@ class RowCodebook:
 
 def splits_of(tiles: Sequence[RowCodebook], x: Tensor) -> int:
     """Parts that the products with x of tiles of the same columns, at the same time, are best summed in."""
-    if len(x) > 1 and not fused(x):
+    if len(x) > 1 and not all(tile.fuses(x) for tile in tiles):
         return 1
     tiling = RowCodebook.tiling(len(x))
     warps = sum(tiling.warps_of(tile.r, len(x)) for tile in tiles)
@@ -415,13 +420,12 @@ def _words(bits: Tensor) -> Tensor:
     return pack_plane(bits, 1)[:, :, 0].contiguous()
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks"])
-def _channel_product(
-    x,  # [tokens, c]
+@triton.jit(do_not_specialize=["chunks"])
+def _channel_gemv(
+    x,  # [c]
     words,  # int32 [chunks of 32 channels, BITS, r]
     tables,  # [c, ENTRIES]
-    y,  # [parts, tokens, out]
-    tokens,
+    y,  # [parts, 1, out]
     r,
     c,
     out,
@@ -430,13 +434,11 @@ def _channel_product(
     ENTRIES: tl.constexpr,
     CHUNKS: tl.constexpr,  # at a time
     ADD: tl.constexpr,
-    TOKENS: tl.constexpr,  # 1: multiply-adds; else tensor cores
     BLOCK: tl.constexpr,
 ):
     n = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     mask = n < r
-    total = tl.zeros((CHUNKS if TOKENS == 1 else TOKENS, BLOCK), tl.float32)
+    total = tl.zeros((CHUNKS, BLOCK), tl.float32)
     start, stop = share(tl.cdiv(chunks, CHUNKS))
     for s in range(start, stop):
         chunk = s * CHUNKS + tl.arange(0, CHUNKS)
@@ -449,17 +451,9 @@ def _channel_product(
                 code = ((pair >> 16 * half) & ((1 << BITS) - 1)).to(tl.int32, bitcast=True)
                 at = tables + (channel * ENTRIES)[:, None] + code
                 weight = tl.load(at, mask=(channel < c)[:, None], other=0.0)
-                if TOKENS == 1:
-                    one = tl.load(x + channel, mask=channel < c, other=0.0).to(tl.float32)
-                    total += weight.to(tl.float32) * one[:, None]
-                else:
-                    inputs = x + (m.to(tl.int64) * c)[:, None] + channel[None, :]
-                    some = tl.load(inputs, mask=(m < tokens)[:, None] & (channel < c)[None, :], other=0.0)
-                    total = dot(some, rounded(weight.to(tl.float32), some.dtype), total)
-    if TOKENS == 1:
-        store(tl.sum(total, 0), y, words, n, mask, out, False, ADD)
-    else:
-        store_tile(total, y, words, m, n, tokens, r, out, False, ADD)
+                one = tl.load(x + channel, mask=channel < c, other=0.0).to(tl.float32)
+                total += weight.to(tl.float32) * one[:, None]
+    store(tl.sum(total, 0), y, words, n, mask, out, False, ADD)
 
 
 @triton.jit
@@ -508,26 +502,23 @@ class ChannelCodebook:
         (self.r, self.c), self.bits, self.tables = codes.shape, bits, tables.contiguous()
         self._words = pack_words(codes, bits, 1)[..., 0].permute(1, 2, 0).contiguous()
 
-    @staticmethod
-    def _tiling(m: int) -> Tiling:
-        return Tiling(1, 64, 4) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4)
+    _tiling = Tiling(1, 64, 4)
 
     def splits(self, x: Tensor) -> int:
         """See `group_int.GroupIntKernel.splits`."""
-        if len(x) > 1 and not fused(x):
+        if len(x) > 1:
             return 1
-        tiling, steps = self._tiling(len(x)), -(-len(self._words) // CHANNEL_CHUNKS)
-        return split.splits(tiling.warps_of(self.r, len(x)), tiling.each, steps, x.device)
+        warps, steps = self._tiling.warps_of(self.r, 1), -(-len(self._words) // CHANNEL_CHUNKS)
+        return split.splits(warps, self._tiling.each, steps, x.device)
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
-        """`y = x @ W.T`, or `+=`; see `RowCodebook.matmul`."""
-        if len(x) > 1 and not fused(x):
+        """`y = x @ W.T`, or `+=`; see `RowCodebook.matmul`. Several tokens meet the dense matrix, which is faster."""
+        if len(x) > 1:
             return place_product(x @ self.dequantize(x.dtype).T, y, None, add)
-        tiling = self._tiling(len(x))
-        _channel_product[tiling.grid(self.r, len(x), y)](
-            x, self._words, self.tables, y, len(x), self.r, self.c, y.shape[-1], len(self._words), BITS=self.bits,
-            ENTRIES=self.tables.shape[1], CHUNKS=CHANNEL_CHUNKS, ADD=add, TOKENS=tiling.tokens, BLOCK=tiling.block,
-            num_warps=tiling.warps, num_stages=1,
+        _channel_gemv[self._tiling.grid(self.r, 1, y)](
+            x, self._words, self.tables, y, self.r, self.c, y.shape[-1], len(self._words), BITS=self.bits,
+            ENTRIES=self.tables.shape[1], CHUNKS=CHANNEL_CHUNKS, ADD=add, BLOCK=self._tiling.block,
+            num_warps=self._tiling.warps, num_stages=1,
         )  # fmt: skip
 
     def codes(self) -> Tensor:

@@ -26,7 +26,7 @@ from anybit.kernels.gpu.arithmetic import INTERPRETED, dot, rounded, side_by_sid
 from anybit.kernels.gpu.split import Tiling, share
 from anybit.kernels.gpu.words import FEW_LANES, HALF, LANES, pack_words, unpack_words
 
-FUSED_TOKENS = 256  # more are multiplied with the dense matrix
+FUSED_TOKENS = 64  # more are multiplied with the dense matrix
 DEPTH = tl.constexpr(
     32
 )  # of a product: of four threads, each with what Triton loads at a time, up to 8 inputs
@@ -433,9 +433,12 @@ class GroupIntKernel:
         return unpack_words(self.words, self.c)
 
 
-def fused(x: Tensor) -> bool:
-    """Whether weights are decoded as several tokens meet them: few enough, and of a type that tensor cores take."""
-    return len(x) <= FUSED_TOKENS and x.dtype != torch.float32
+def fused(x: Tensor, most: int = FUSED_TOKENS) -> bool:
+    """Whether several tokens meet weights as they are decoded: at most so many, of a type that tensor cores take.
+
+    A dense matrix costs as much for any number of tokens; decoding once more for each 64 tokens soon costs more.
+    """
+    return len(x) <= most and x.dtype != torch.float32
 
 
 def place_product(product: Tensor, y: Tensor, rows: Tensor | None, add: bool) -> None:

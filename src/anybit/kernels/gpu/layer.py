@@ -17,13 +17,14 @@ from anybit.formats.codebook import decode_table
 from anybit.formats.layout import LayerLayout, PlacedTile
 from anybit.formats.weight import PackedWeight, place
 from anybit.kernels.gpu import activations, codebook, integer
-from anybit.kernels.gpu.group_int import FUSED_TOKENS, GroupIntKernel, place_product
+from anybit.kernels.gpu.group_int import GroupIntKernel, place_product
 from anybit.kernels.gpu.sparse import SparseKernel
 from anybit.kernels.gpu.split import sum_parts
 from anybit.kernels.gpu.streams import concurrently
 from anybit.kernels.gpu.two_four import TwoFourKernel
 from anybit.kernels.gpu.words import LANES
 
+MOST_PARTS = 256  # tokens whose products are cut into parts
 TWO_FOUR_CODES = {"codes", "rest", "grids", "narrow_codes", "zeros", "scale_codes", "wide_codes"}
 
 
@@ -312,7 +313,7 @@ class Layer:
             return x.new_empty(0, self.out_features)
         given = x if self._input_scale is None else (x.float() * self._input_scale).to(x.dtype)
         dtype, shape = x.dtype if self._direct else torch.float32, (len(x), self.out_features)
-        if self._mixed or len(x) > FUSED_TOKENS:  # so many keep the GPU busy, and parts would take room
+        if self._mixed or len(x) > MOST_PARTS:  # so many keep the GPU busy, and parts would take room
             y = (torch.zeros if self._mixed else torch.empty)(shape, dtype=dtype, device=x.device)
             for product in self._products:
                 _multiply(product, x, given, y, self._mixed or product.addend > 0)

@@ -18,7 +18,7 @@ from anybit import formats
 from anybit.formats.two_four import BLOCK
 from anybit.kernels.gpu import split
 from anybit.kernels.gpu.arithmetic import dot, rounded
-from anybit.kernels.gpu.group_int import fused, one_plus, place_product, store, store_tile
+from anybit.kernels.gpu.group_int import one_plus, place_product, store, store_tile
 from anybit.kernels.gpu.split import Tiling, share
 from anybit.kernels.gpu.words import as_int32
 
@@ -122,6 +122,14 @@ def _product(
         store_tile(tl.trans(total), y, codes, m, n, tokens, r, out, False, ADD)
 
 
+def _dense(x: Tensor) -> bool:
+    """Whether inputs meet the dense matrix: several of a type that tensor cores do not take.
+
+    All others meet weights as they are decoded. The dense matrix is made by plain PyTorch, which takes longer.
+    """
+    return len(x) > 1 and x.dtype == torch.float32
+
+
 def _tiling(m: int) -> Tiling:
     return Tiling(1, 32, 2) if m == 1 else Tiling(16 if m <= 16 else 64, 64, 4)
 
@@ -145,7 +153,7 @@ class TwoFourKernel:
 
     def splits(self, x: Tensor) -> int:
         """See `group_int.GroupIntKernel.splits`."""
-        if len(x) > 1 and not fused(x):
+        if _dense(x):
             return 1
         tiling = _tiling(len(x))
         steps = sum(-(-codes.shape[1] // WORDS) for codes in (self._codes, self._wide_codes))
@@ -153,7 +161,7 @@ class TwoFourKernel:
 
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         """`y = x @ W.T`, or `+=`; see `group_int.GroupIntKernel.matmul`."""
-        if len(x) > 1 and not fused(x):
+        if _dense(x):
             return place_product(x @ self.dequantize(x.dtype).T, y, None, add)
         given, tiling = self._given, _tiling(len(x))
         ordered = torch.nn.functional.pad(x, (0, 1)) if len(self._order) > self.c else x
