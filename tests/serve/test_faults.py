@@ -353,7 +353,7 @@ def test_a_text_that_the_end_of_the_server_cuts_is_told_so(
 
 
 def test_health_says_that_a_step_is_stuck(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anybit.serve.runner.STUCK", 0.05)
+    monkeypatch.setattr("anybit.serve.worker.STUCK", 0.05)
     with slow_steps(monkeypatch, 0.5):
         thread = threading.Thread(target=client.ask, args=(COMPLETIONS, {**LONG, "max_tokens": 1}))
         thread.start()
