@@ -112,7 +112,7 @@ LONG = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True, "temperature": 0
         (CHAT, {**HELLO, "structured_outputs": {"xgrammar": 1}}, 400, "no parameter", None),
         ("/tokenize", {}, 400, "give either prompt", "prompt"),
         ("/detokenize", {"tokens": ["a"]}, 400, "tokens is expected", "tokens"),
-        ("/v1/embeddings", {"input": "a"}, 404, "is no address", None),
+        ("/v1/embeddings", {"input": "a"}, 400, "is a language model, which has no embeddings", None),
     ],
     ids=str,
 )  # fmt: skip

@@ -1,0 +1,514 @@
+"""/v1/embeddings: the embeddings of Transformers' own model, in every form, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    DistilBertConfig,
+    FNetConfig,
+    PreTrainedConfig,
+    RobertaConfig,
+)
+from typer.testing import CliRunner
+
+import anybit
+from anybit import Engine
+from anybit.cli.main import app
+from anybit.encoder import Encoder
+from anybit.engine.engine import Floats, Tokens
+from anybit.errors import InputError
+from anybit.kernels import cpu
+from anybit.serve.app import State
+from anybit.serve.embedder import BATCH_TOKENS
+from anybit.serve.embeddings import embeddings
+from anybit.serve.errors import Refused, refused
+from anybit.serve.guard import Guard
+from tests.builders import save_encoder
+from tests.serve.conftest import SIZES, Client, refusal, serving, until
+
+PATH = "/v1/embeddings"
+TEXTS = ["rain", "a cat sat down", "dogs ran far away today", "grün", "the sun is out over the hills", "x"]
+CLOSE = 2e-6  # coordinates of embeddings of unit length, computed in another order
+
+
+@pytest.fixture(scope="module")
+def server(encoder: Encoder) -> Iterator[tuple[Client, State]]:
+    with serving(encoder) as made:
+        yield made
+
+
+def by_hand(folder: Path, text: str, pooling: str = "mean") -> np.ndarray:
+    """One text without padding, by Transformers' own classes."""
+    ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        states = AutoModel.from_pretrained(folder)(input_ids=ids).last_hidden_state[0].double()
+    made = states.mean(0) if pooling == "mean" else states[0]
+    return (made / made.norm()).numpy()
+
+
+def rows_of(answer: Any) -> np.ndarray:
+    assert [one["index"] for one in answer["data"]] == [*range(len(answer["data"]))]
+    return np.array([one["embedding"] for one in answer["data"]])
+
+
+# ---- what is answered
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        RobertaConfig(**SIZES),
+        DistilBertConfig(
+            vocab_size=300, dim=48, hidden_dim=80, n_layers=2, n_heads=4, max_position_embeddings=64
+        ),
+    ],
+    ids=["roberta", "distilbert"],
+)
+def test_embeddings_are_those_of_transformers(tmp_path: Path, config: PreTrainedConfig, pooling: str) -> None:
+    """Of an artifact, whose files say how it pools; many texts at once are padded."""
+    folder = save_encoder(config, tmp_path / "model")
+    modes = {"pooling_mode_mean_tokens": pooling == "mean", "pooling_mode_cls_token": pooling == "cls"}
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text(json.dumps(modes))
+    anybit.quantize(folder, tmp_path / "out", anybit.RTN(bits=4, group_size=16))
+    encoder = Encoder(str(tmp_path / "out"))
+    assert (encoder.pooling, encoder.pooled_by) == (pooling, "by 1_Pooling/config.json")
+    with serving(encoder) as (client, _):
+        found = rows_of(client.ok(PATH, {"input": TEXTS}))
+    wanted = np.stack([by_hand(tmp_path / "out", text, pooling) for text in TEXTS])
+    assert np.abs(found - wanted).max() < CLOSE
+
+
+def test_the_shape_of_an_answer(client: Client, encoder_artifact: Path) -> None:
+    made = client.ok(PATH, {"input": "rain", "model": "tiny", "user": "me", "encoding_format": "float"})
+    assert made == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": made["data"][0]["embedding"]}],
+        "model": "tiny",
+        "usage": {"prompt_tokens": 6, "total_tokens": 6},
+    }
+    (row,) = rows_of(made)
+    assert np.abs(row - by_hand(encoder_artifact, "rain")).max() < CLOSE
+    assert np.linalg.norm(row) == pytest.approx(1, abs=1e-6)
+
+
+def test_a_text_is_its_tokens_alone_and_beside_others(client: Client) -> None:
+    alone = np.concatenate([rows_of(client.ok(PATH, {"input": text})) for text in TEXTS])
+    tokens = [client.ok("/tokenize", {"prompt": text})["tokens"] for text in TEXTS]
+    assert client.ok("/detokenize", {"tokens": tokens[3]}) == {"prompt": "grün"}
+    for inputs in (TEXTS, tokens, [tokens[0], *TEXTS[1:]]):
+        made = client.ok(PATH, {"input": inputs})
+        assert np.abs(rows_of(made) - alone).max() < CLOSE
+        assert made["usage"]["prompt_tokens"] == sum(map(len, tokens))
+    assert np.abs(rows_of(client.ok(PATH, {"input": tokens[2]}))[0] - alone[2]).max() < CLOSE
+
+
+def test_bytes_are_the_numbers(client: Client) -> None:
+    numbers = rows_of(client.ok(PATH, {"input": TEXTS}))
+    data = client.ok(PATH, {"input": TEXTS, "encoding_format": "base64"})["data"]
+    found = np.stack([np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in data])
+    assert np.array_equal(found.astype(np.float64), numbers)
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+def test_fewer_dimensions_have_unit_length_again(client: Client, form: str) -> None:
+    whole = rows_of(client.ok(PATH, {"input": TEXTS}))
+    for dimensions in (1, 5, 48):
+        data = client.ok(PATH, {"input": TEXTS, "dimensions": dimensions, "encoding_format": form})["data"]
+        found = np.array(
+            [
+                np.frombuffer(base64.b64decode(one["embedding"]), "<f4")
+                if form == "base64"
+                else one["embedding"]
+                for one in data
+            ]
+        )
+        wanted = whole[:, :dimensions] / np.linalg.norm(whole[:, :dimensions], axis=1, keepdims=True)
+        assert found.shape == wanted.shape and np.abs(found - wanted).max() < 1e-6
+
+
+def test_the_width_that_there_is(client: Client) -> None:
+    made = client.ok(PATH, {"input": "rain"})
+    for how in ({"bits": 4}, {"model": "tiny@4"}, {"model": "tiny@auto"}, {"bits": "auto"}):
+        assert client.ok(PATH, {"input": "rain", **how}) == made
+
+
+def test_requests_at_once_share_batches_within_the_bounds(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed, shapes = Encoder.embed, []
+
+    def noting(self: Encoder, texts: Sequence[Tokens]) -> Floats:
+        shapes.append((len(texts), max(map(len, texts))))
+        time.sleep(0.02)
+        return embed(self, texts)
+
+    monkeypatch.setattr(Encoder, "embed", noting)
+    monkeypatch.setattr("anybit.serve.embedder.BATCH_TOKENS", 120)
+    with serving(encoder, running=7) as (client, state):
+        wanted = {text: rows_of(client.ok(PATH, {"input": text}))[0] for text in TEXTS}
+        shapes.clear()
+        apart: list[float] = []
+
+        def ask(i: int) -> None:
+            texts = TEXTS[i % 6 :] + TEXTS
+            made = rows_of(client.ok(PATH, {"input": texts}))
+            apart.append(max(np.abs(row - wanted[text]).max() for row, text in zip(made, texts)))
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(apart) == 12 and max(apart) < CLOSE
+        assert all(texts <= 7 and (texts == 1 or texts * longest <= 120) for texts, longest in shapes)
+        assert sum(texts for texts, _ in shapes) > 2 * len(shapes)
+        counters = state.served.runner.counters
+        assert counters.texts == 6 + sum(texts for texts, _ in shapes) and counters.batches == 6 + len(shapes)
+    assert BATCH_TOKENS >= 512  # of BERT's own texts several fit
+
+
+def test_what_there_is_and_figures(client: Client, encoder: Encoder) -> None:
+    client.ok(PATH, {"input": TEXTS})
+    (card,) = client.ok("/v1/models")["data"]
+    assert card["id"] == "tiny" and card["max_model_len"] == 64 and card["chat"] is False
+    assert (card["dimensions"], card["pooling"], card["levels"]) == (
+        48,
+        "mean",
+        [{"bits": 4.0, "bytes_per_token": None}],
+    )
+    assert client.ok("/health")["status"] == "ok"
+    lines = client.ok("/metrics").splitlines()
+    figures = {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+    assert figures["anybit_embedded_texts_total"] >= 6 and figures["anybit_padding_tokens_total"] > 0
+    assert figures['anybit_embedding_seconds_bucket{le="+Inf"}'] >= 1
+    assert len({line.split()[2] for line in lines if line.startswith("# TYPE")}) == sum(
+        line.startswith("# TYPE") for line in lines
+    )
+    assert not any("token_seconds" in line or "cache" in line for line in lines)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words", "param"),
+    [
+        ({}, 400, "input is expected to be a string, a list of strings", "input"),
+        ({"input": None}, 400, "input is expected", "input"),
+        ({"input": ""}, 400, "input is empty: give some text", "input"),
+        ({"input": []}, 400, "input is empty", "input"),
+        ({"input": ["a", ""]}, 400, "input[1] is empty", "input"),
+        ({"input": [[5], []]}, 400, "input[1] is empty", "input"),
+        ({"input": {}}, 400, "input is expected", "input"),
+        ({"input": 5}, 400, "input is expected", "input"),
+        ({"input": [1, "a"]}, 400, "input is expected", "input"),
+        ({"input": [True]}, 400, "input is expected", "input"),
+        ({"input": [1.5]}, 400, "input is expected", "input"),
+        ({"input": [["a"]]}, 400, "input is expected", "input"),
+        ({"input": [300]}, 400, "input: token ids run from 300 to 300, but the model's vocabulary has 300", "input"),
+        ({"input": [[5], [-1]]}, 400, "input[1]: token ids run from -1", "input"),
+        ({"input": [10**30]}, 400, "vocabulary has 300", "input"),
+        ({"input": "a" * 63}, 400, "input has 65 tokens; the model takes up to 64: shorten it", "input"),
+        ({"input": ["a", [5] * 65]}, 400, "input[1] has 65 tokens; the model takes up to 64", "input"),
+        ({"input": "a" * 5000}, 400, "the text has 5000 bytes, which are more than the 64 tokens", "input"),
+        ({"input": "\ud800"}, 400, "not valid UTF-8", "input"),
+        ({"input": ["a"] * 2049}, 400, "input has 2049 texts, expected at most 2048", "input"),
+        ({"input": "a", "dimensions": 49}, 400, "dimensions is 49, expected a whole number from 1 to 48", "dimensions"),
+        ({"input": "a", "dimensions": 0}, 400, "dimensions is 0", "dimensions"),
+        ({"input": "a", "dimensions": True}, 400, "dimensions is true", "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, 400, 'is "int8", expected "float" or "base64"', "encoding_format"),
+        ({"input": "a", "encoding_format": 1}, 400, "encoding_format is 1", "encoding_format"),
+        ({"input": "a", "model": "other"}, 404, "there is no model 'other' here", "model"),
+        ({"input": "a", "model": "tiny@3"}, 400, "the model has one width, 4.00 bits, not 3", None),
+        ({"input": "a", "bits": 3}, 400, "the model has one width, 4.00 bits, not 3", None),
+        ({"input": "a", "bits": "lots"}, 400, 'bits is "lots"', "bits"),
+        ({"input": "a", "truncate": True}, 400, "'truncate' is no parameter of this server", "truncate"),
+        (b"{", 400, "the body is no JSON", None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_bad_request_is_refused(
+    client: Client, body: Any, status: int, words: str, param: str | None
+) -> None:
+    found = refusal(client.ask(PATH, body))
+    assert found[0] == status and words in found[1], found
+    if param is not None:
+        assert found[2] == param
+
+
+def test_as_many_as_allowed_are_embedded(client: Client) -> None:
+    assert len(rows_of(client.ok(PATH, {"input": ["a"] * 2048}))) == 2048
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = ("input", "model", "bits", "dimensions", "encoding_format", "user")
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
+def test_any_body_is_a_request_or_an_error_in_words(state: State, body: dict[str, Any]) -> None:
+    try:
+        wanted = embeddings(state.served, {"input": "a", **body}, "")
+    except (InputError, Refused) as error:
+        assert str(error) and 400 <= refused(error).status < 500
+    else:
+        assert wanted.texts and all(1 <= len(text) <= 64 for text in wanted.texts)
+
+
+def test_each_kind_of_model_names_the_other_kinds_addresses(client: Client) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        status, said, _ = refusal(client.ask(path, {"prompt": "a"}))
+        assert (
+            status == 400
+            and said == "tiny is an encoder, which embeds texts and writes none: use /v1/embeddings"
+        )
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    assert "is an encoder" in refusal(client.ask("/tokenize", chat))[1]
+
+
+@pytest.mark.native
+@pytest.mark.skipif(not cpu.available(), reason="the native extension is not built")
+def test_a_language_model_says_that_it_has_no_embeddings(other_engine: Engine) -> None:
+    with serving(other_engine) as (client, _):
+        status, said, _ = refusal(client.ask(PATH, {"input": "a"}))
+        assert status == 400 and said.startswith("tiny is a language model, which has no embeddings")
+
+
+# ---- faults while it serves
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    embed = Encoder.embed
+
+    def slow(self: Encoder, texts: Sequence[Tokens]) -> Floats:
+        time.sleep(seconds)
+        return embed(self, texts)
+
+    monkeypatch.setattr(Encoder, "embed", slow)
+
+
+def test_a_client_that_leaves_is_served_no_further(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    slowly(monkeypatch, 0.05)
+    with serving(encoder, running=1) as (client, state):
+        runner = state.served.runner
+        body = json.dumps({"input": ["abc"] * 200}).encode()
+        leaving = socket.create_connection(("127.0.0.1", client.port))
+        leaving.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\n" % PATH.encode())
+        leaving.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        until(lambda: runner.counters.batches >= 2)
+        leaving.close()
+        until(lambda: runner.waiting == 0 and runner.running == 0)
+        assert runner.counters.batches < 100
+        client.ok(PATH, {"input": "rain"})
+        until(lambda: (PATH, 499) in state.metrics.answers)
+
+
+def test_a_full_queue_says_when_to_come_again(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    slowly(monkeypatch, 0.1)
+    with serving(encoder, running=1, waiting=1) as (client, state):
+        runner = state.served.runner
+        many = threading.Thread(target=client.ok, args=(PATH, {"input": ["abc"] * 20}))
+        many.start()
+        until(lambda: runner.running == 1 and runner.waiting > 0)
+        status, _, headers = answer = client.ask(PATH, {"input": "a"})
+        assert status == 429 and int(headers["retry-after"]) >= 1
+        assert "1 requests wait already, and 1 may" in refusal(answer)[1]
+        many.join()
+        client.ok(PATH, {"input": "a"})
+
+
+def test_a_small_request_does_not_wait_for_the_whole_of_a_large_one(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowly(monkeypatch, 0.02)
+    with serving(encoder, running=1) as (client, state):
+        large = threading.Thread(target=client.ok, args=(PATH, {"input": ["abcdefgh"] * 60}))
+        large.start()
+        until(lambda: state.served.runner.counters.batches >= 2)
+        client.ok(PATH, {"input": "a"})
+        assert state.served.runner.waiting > 0
+        large.join()
+
+
+def test_what_fails_ends_its_own_request_alone(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    embed, begin = Encoder.embed, threading.Event()
+
+    def faulty(self: Encoder, texts: Sequence[Tokens]) -> Floats:
+        begin.wait(10)
+        if any(99 in text for text in texts):
+            raise RuntimeError("no such thing")
+        made = embed(self, texts)
+        made[[98 in text for text in texts]] = np.nan
+        return made
+
+    monkeypatch.setattr(Encoder, "embed", faulty)
+    with serving(encoder) as (client, state):
+        answers: dict[int, Any] = {}
+
+        def ask(token: int) -> None:
+            answers[token] = client.ask(PATH, {"input": [[5, 6], [5, token]]})
+
+        threads = [threading.Thread(target=ask, args=(token,)) for token in (97, 98, 99, 96)]
+        for i, thread in enumerate(threads):  # the first is under way while the others wait for one batch
+            thread.start()
+            until(lambda at=i: (state.served.runner.running, state.served.runner.waiting) == (2, 2 * at))
+        begin.set()
+        for thread in threads:
+            thread.join()
+        assert answers[96][0] == answers[97][0] == 200
+        status, said, _ = refusal(answers[98])
+        assert status == 400 and "an embedding holds NaN or Inf" in said
+        status, said, _ = refusal(answers[99])
+        assert status == 500 and "RuntimeError" in said
+        assert client.ok("/health")["status"] == "ok"
+
+
+def test_a_defect_of_the_thread_is_told_to_all(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anybit.serve.embedder.Embedder._count", lambda *_: 1 / 0)
+    with serving(encoder, running=1) as (client, state):
+        status, said, _ = refusal(client.ask(PATH, {"input": ["a", "b"]}))
+        assert status == 500 and "RuntimeError" in said
+        until(lambda: state.served.runner.broken is not None)
+        assert "ZeroDivisionError" in refusal(client.ask(PATH, {"input": "a"}))[1]
+        code, health, _ = client.ask("/health")
+        assert (code, health["status"]) == (503, "broken")
+
+
+@pytest.mark.parametrize(("patience", "status"), [(30.0, 200), (0.1, 503)])
+def test_the_end_of_the_server_waits_for_what_it_has_and_cuts_what_is_late(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch, patience: float, status: int
+) -> None:
+    slowly(monkeypatch, 0.05)
+    with serving(encoder, running=1) as (client, state):
+        runner, answers = state.served.runner, []
+        thread = threading.Thread(target=lambda: answers.append(client.ask(PATH, {"input": ["abc"] * 20})))
+        thread.start()
+        until(lambda: runner.counters.batches >= 1)
+        runner.drain(patience)
+        assert refusal(client.ask(PATH, {"input": "a"}))[:2] == (503, "the server is stopping")
+        assert client.ask("/health")[1]["status"] == "stopping"
+        thread.join()
+        assert answers[0][0] == status
+        if status == 503:
+            assert refusal(answers[0])[1] == "the server has stopped"
+
+
+def test_health_says_that_a_batch_is_stuck(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anybit.serve.worker.STUCK", 0.05)
+    slowly(monkeypatch, 0.5)
+    with serving(encoder) as (client, _):
+        thread = threading.Thread(target=client.ok, args=(PATH, {"input": "a"}))
+        thread.start()
+        until(lambda: client.ask("/health")[1]["status"] == "stuck")
+        thread.join()
+        assert client.ok("/health")["status"] == "ok"
+
+
+def test_keys_and_bodies_have_limits(encoder: Encoder) -> None:
+    with serving(encoder, Guard(keys=("secret",)), most_bytes=1000) as (client, _):
+        assert refusal(client.ask(PATH, {"input": "a"}))[0] == 401
+        client.key = "secret"
+        assert refusal(client.ask(PATH, {"input": "a" * 1000}))[0] == 413
+        client.ok(PATH, {"input": "a"})
+    with serving(None) as (client, _):
+        assert refusal(client.ask(PATH, {"input": "a"}))[0] == 503
+
+
+# ---- what is loaded
+
+
+@pytest.fixture
+def copy(encoder_artifact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(encoder_artifact, tmp_path / "copy"))
+
+
+def test_the_pooling_is_said_and_where_it_comes_from(copy: Path) -> None:
+    cls = Encoder(str(copy), pooling="cls")
+    assert (cls.pooling, cls.pooled_by) == ("cls", "by --pooling")
+    ids = np.array(cls.tokenizer("rain")["input_ids"], np.int32)
+    assert np.abs(cls.embed([ids])[0] - by_hand(copy, "rain", "cls")).max() < CLOSE
+    with pytest.raises(InputError, match=r"--pooling 'max': expected one of mean, cls"):
+        Encoder(str(copy), pooling="max")
+    shutil.rmtree(copy / "1_Pooling")
+    plain = Encoder(str(copy))
+    assert plain.pooled_by == "as there is no 1_Pooling/config.json that says otherwise"
+    (copy / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
+    with pytest.raises(InputError, match="puts a Dense into the embedding"):
+        Encoder(str(copy), pooling="mean")
+
+
+def test_how_long_texts_may_be(copy: Path) -> None:
+    assert Encoder(str(copy), context=20).context == 20
+    with pytest.raises(InputError, match=r"--context 65: .* reaches 64 tokens"):
+        Encoder(str(copy), context=65)
+    with pytest.raises(InputError, match="2 tokens by --context, but a number above the 2 special ones"):
+        Encoder(str(copy), context=2)
+    file = copy / "sentence_bert_config.json"
+    for said, length in ((30, 30), (None, 64), (500, 64)):
+        file.write_text(json.dumps({"max_seq_length": said}))
+        assert Encoder(str(copy)).context == length
+    for said in ("x", -1, [5]):
+        file.write_text(json.dumps({"max_seq_length": said}))
+        with pytest.raises(InputError, match="by max_seq_length"):
+            Encoder(str(copy))
+    assert Encoder(str(copy), context=40).context == 40
+
+
+def test_a_model_that_sees_padding_is_refused(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = FNetConfig(
+        vocab_size=300, hidden_size=48, intermediate_size=80, num_hidden_layers=2, max_position_embeddings=64
+    )
+    save_encoder(config, tmp_path / "fnet")
+    with pytest.raises(
+        InputError, match="cannot be served: a text's embedding is another beside a longer text"
+    ):
+        Encoder(str(tmp_path / "fnet"))
+    monkeypatch.setattr(encoder.model, "forward", lambda input_ids: input_ids)
+    with pytest.raises(InputError, match="cannot be served: it takes no texts with a mask"):
+        encoder._probed()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--kv-bits", "8"], "is an encoder, which has no KV-cache: leave --kv-bits out"),
+        (["--kv-memory", "1GB"], "is an encoder, which has no KV-cache: leave --kv-memory out"),
+        (["--pooling", "max"], "--pooling 'max': expected one of mean, cls"),
+        (["--context", "65"], "--context 65"),
+        (["--bits", "3"], "has one width, 4.00 bits, not 3"),
+    ],
+)
+def test_options_that_an_encoder_has_no_use_for(
+    encoder_artifact: Path, options: list[str], words: str
+) -> None:
+    made = CliRunner().invoke(app, ["serve", str(encoder_artifact), "--port", "0", *options])
+    assert isinstance(made.exception, InputError) and words in str(made.exception)
+
+
+def test_a_language_model_has_nothing_to_pool(anybit_artifact: Path) -> None:
+    made = CliRunner().invoke(app, ["serve", str(anybit_artifact), "--port", "0", "--pooling", "mean"])
+    assert "is no encoder, and has no embeddings to pool" in str(made.exception)
