@@ -68,9 +68,7 @@ class Shares:
     ] = Settings.running
     max_waiting: Annotated[
         int,
-        typer.Option(
-            help="Texts that wait, an encoder's requests; more are told 429.", min=1, rich_help_panel=LIMITS
-        ),
+        typer.Option(help="Texts that wait; more are told 429.", min=1, rich_help_panel=LIMITS),
     ] = Settings.waiting
     auto_bits: Annotated[
         float, typer.Option(help="The least width that load or a latency chooses.", rich_help_panel=LIMITS)
@@ -98,7 +96,7 @@ class Computing:
     pooling: Annotated[
         str | None,
         typer.Option(
-            help="An encoder's: mean or cls. [default: as its files say, else mean]",
+            help="Of an encoder: mean or cls.",
             rich_help_panel=COMPUTING,
         ),
     ] = None
@@ -115,11 +113,9 @@ def serve(
         str | None, typer.Option(help="As requests name the model. [default: the last part of MODEL]")
     ] = None,
 ) -> None:
-    """Serve MODEL over HTTP as OpenAI's API has it, each request at a width of its own; a page to try it is at /.
+    """Serve MODEL over HTTP as OpenAI's API has it: texts, each at a width of its own, or an encoder's embeddings.
 
-    An encoder, such as BERT, is served with /v1/embeddings.
-
-    Example: `anybit serve out`, then open http://127.0.0.1:8000
+    Example: `anybit serve out`, then open the page at http://127.0.0.1:8000
     """
     require_extra("serve", "anybit serve")
     budget = level.asked()
