@@ -39,6 +39,7 @@ from anybit.serve.embedder import BATCH_TOKENS
 from anybit.serve.embeddings import embeddings
 from anybit.serve.errors import Refused, refused
 from anybit.serve.guard import Guard
+from anybit.serve.served import ServedEncoder
 from tests.builders import save_encoder
 from tests.serve.conftest import SIZES, Client, refusal, serving, until
 
@@ -252,6 +253,20 @@ def test_a_bad_request_is_refused(
     assert found[0] == status and words in found[1], found
     if param is not None:
         assert found[2] == param
+
+
+def test_a_text_without_end_is_refused_by_its_beginning(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing bounds the bytes of a token, such as WordPiece's."""
+    served = ServedEncoder(encoder, "tiny", 1, 1)
+    served._most_bytes = float("inf")
+    with pytest.raises(
+        InputError, match=r"1000000 characters, whose first 4096 are 4098 tokens; .* holds 64:"
+    ):
+        served.encode("a" * 1_000_000)
+    monkeypatch.setattr("anybit.serve.served.BEGINNING", 1)
+    assert len(served.encode("a" * 100)) == 102  # its beginning is no longer than twice the context
 
 
 def test_as_many_as_allowed_are_embedded(client: Client) -> None:

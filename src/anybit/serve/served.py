@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+BEGINNING = (
+    64  # characters for each token of the context, by which a long text is refused without cutting up all
+)
+
+
 class Named:
     """A model under a name: what all kinds have in common.
 
@@ -48,13 +53,22 @@ class Named:
         """Token ids of a text, with the special tokens that go around it or without.
 
         Raises:
-            InputError: a text that no number of tokens within the context can be: cutting it up takes two hundred times
-                its memory.
+            InputError: a text that is far longer than the context, by its bytes or its beginning: cutting it up takes
+                seconds, and two hundred times its memory.
         """
         size = len(text.encode(errors="replace"))
         if size > self._most_bytes:
             raise InputError(
                 f"the text has {size} bytes, which are more than the {self.context} tokens that the context holds"
+            )
+        beginning = text[: BEGINNING * self.context]
+        found = encode(self._transformers, beginning, special)
+        if len(beginning) == len(text):
+            return found
+        if len(found) > 2 * self.context:  # what comes behind may join its last tokens, but not half of them
+            raise InputError(
+                f"the text has {len(text)} characters, whose first {len(beginning)} are {len(found)} tokens; "
+                f"the context holds {self.context}: shorten it"
             )
         return encode(self._transformers, text, special)
 
