@@ -38,6 +38,7 @@ from anybit.artifact.verify import verify
 from anybit.calibration.streaming import StreamedModel, run_block
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.cli.main import app
+from anybit.encoder import pooling_of
 from anybit.errors import InputError
 from anybit.evaluation import embeddings
 from anybit.generate import Generator
@@ -394,7 +395,7 @@ def test_other_poolings_are_refused(tmp_path: Path, modes: dict[str, bool], word
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": 4, **modes}))
     with pytest.raises(InputError, match=words):
-        embeddings.pooling_of(tmp_path)
+        pooling_of(tmp_path)
 
 
 def test_a_dense_layer_behind_the_pooling_is_refused(tmp_path: Path) -> None:
@@ -402,21 +403,21 @@ def test_a_dense_layer_behind_the_pooling_is_refused(tmp_path: Path) -> None:
     modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in kinds]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(InputError, match="puts a Dense into the embedding"):
-        embeddings.pooling_of(tmp_path)
+        pooling_of(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '["x"]', "[1]", "{}"])
 def test_a_list_of_modules_that_is_none_is_a_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text)
     with pytest.raises(InputError, match=r"modules\.json"):
-        embeddings.pooling_of(tmp_path)
+        pooling_of(tmp_path)
 
 
 def test_a_list_of_modules_without_end_is_refused_unread(tmp_path: Path) -> None:
     with (tmp_path / "modules.json").open("wb") as file:
         file.truncate(10**12)
     with pytest.raises(InputError, match=r"modules\.json has 1000000000000 bytes"):
-        embeddings.pooling_of(tmp_path)
+        pooling_of(tmp_path)
 
 
 def split_by(pattern: str) -> Callable[[Any], object]:

@@ -16,7 +16,8 @@ from typing import Any
 
 from anybit import evaluate, methods, quantize
 from anybit.calibration import texts
-from anybit.evaluation.embeddings import COLUMNS, embed, pooling_of, split_sentences
+from anybit.encoder import pooling_of
+from anybit.evaluation.embeddings import COLUMNS, embed, split_sentences
 from anybit.loader import load, load_tokenizer
 from anybit.progress import Terminal
 

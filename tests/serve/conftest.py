@@ -14,15 +14,29 @@ from typing import Any
 
 import pytest
 import uvicorn
+from transformers import BertConfig
 
+import anybit
 from anybit import Engine
+from anybit.encoder import Encoder
 from anybit.serve.app import State, app
 from anybit.serve.guard import Guard
 from anybit.serve.runner import Limits
-from anybit.serve.served import Served
+from anybit.serve.served import Served, ServedEncoder
 from anybit.serve.server import deliver_to
+from anybit.serve.settings import Settings
+from tests import builders
 
 PATIENCE = 60
+SIZES = {  # of an encoder
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
 
 
 class Client:
@@ -76,9 +90,9 @@ def refusal(answer: tuple[int, Any, dict[str, str]]) -> tuple[int, str, str | No
 
 @contextmanager
 def serving(
-    engine: Engine | None, guard: Guard | None = None, **limits: Any
+    engine: Engine | Encoder | None, guard: Guard | None = None, **limits: Any
 ) -> Iterator[tuple[Client, State]]:
-    """A server with an engine, or with one that never comes."""
+    """A server with a model, or with one that never comes."""
     state = State(guard or Guard(), limits.pop("most_bytes", 1 << 20), limits.pop("most_requests", 300))
     server = uvicorn.Server(
         uvicorn.Config(app(state), port=0, log_level="error", timeout_graceful_shutdown=1)
@@ -88,21 +102,29 @@ def serving(
     thread.start()
     until(lambda: server.started)
     if engine is not None:
-        served = Served(
-            engine, limits.pop("name", "tiny"), Limits(**{"pages": 64, **limits}), deliver_to(loop)
-        )
-        served.runner.start()
-        state.served = served
+        state.served = served_of(engine, deliver_to(loop), **limits)
+        state.served.runner.start()
     yield Client(server.servers[0].sockets[0].getsockname()[1]), state
     if state.served is not None:
-        until(lambda: not state.served.runner._jobs)  # type: ignore[union-attr]
         runner = state.served.runner
+        until(lambda: not runner.running and not runner.waiting)
         runner.close(0)
-        assert runner.scheduler.blocks.available == runner.scheduler.blocks.pages
+        if isinstance(state.served, Served):
+            blocks = state.served.runner.scheduler.blocks
+            assert blocks.available == blocks.pages
     server.should_exit = True
     thread.join(PATIENCE)
     loop.close()
     assert state.requests == 0
+
+
+def served_of(
+    model: Engine | Encoder, deliver: Any, *, name: str = "tiny", **limits: Any
+) -> Served | ServedEncoder:
+    if isinstance(model, Encoder):
+        running, waiting = (limits.get(what, getattr(Settings, what)) for what in ("running", "waiting"))
+        return ServedEncoder(model, name, running, waiting)
+    return Served(model, name, Limits(**{"pages": 64, **limits}), deliver)
 
 
 @contextmanager
@@ -151,3 +173,20 @@ def client(server: tuple[Client, State]) -> Client:
 @pytest.fixture
 def state(server: tuple[Client, State]) -> State:
     return server[1]
+
+
+@pytest.fixture(scope="session")
+def encoder_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT of 64 positions, whose files ask for the mean of the states."""
+    folder = tmp_path_factory.mktemp("encoder")
+    builders.save_encoder(BertConfig(**SIZES), folder / "bert")
+    modes = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+    (folder / "bert/1_Pooling").mkdir()
+    (folder / "bert/1_Pooling/config.json").write_text(json.dumps(modes))
+    anybit.quantize(folder / "bert", folder / "out", anybit.RTN(bits=4, group_size=16))
+    return folder / "out"
+
+
+@pytest.fixture(scope="session")
+def encoder(encoder_artifact: Path) -> Encoder:
+    return Encoder(str(encoder_artifact))

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from anybit import Engine
+from anybit.encoder import Encoder
 from anybit.kernels import cpu
 from anybit.serve import openai as limits
 from anybit.serve.constraint import DEEPEST, LONGEST
+from anybit.serve.embedder import BATCH_TOKENS
+from anybit.serve.embeddings import MOST_INPUTS
 from anybit.serve.settings import Settings
 from tests.serve.conftest import serving
 
@@ -26,20 +29,31 @@ def blocks(kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", PAGE, re.S)
 
 
+def answered(command: str, here: str) -> Any:
+    asked = f"{command.replace('localhost:8000', here)} -sS"
+    ran = subprocess.run(["sh", "-c", asked], capture_output=True, check=False)
+    assert ran.returncode == 0
+    return json.loads(ran.stdout)
+
+
 @pytest.mark.e2e
 @pytest.mark.native
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 @pytest.mark.skipif(not cpu.available(), reason="the native extension is not built")
-def test_every_example_runs(other_engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(other_engine, name="out") as (client, _):
+def test_every_example_runs(
+    other_engine: Engine, encoder: Encoder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(other_engine, name="out") as (client, _), serving(encoder, name="out") as (embedding, _):
         here = f"localhost:{client.port}"
-        scripts = [block.replace("localhost:8000", here) for block in blocks("sh")]
-        commands = [f"curl{part}" for script in scripts for part in script.split("curl")[1:]]
-        assert len(commands) == 7
+        commands = [f"curl {part.strip()}" for block in blocks("sh") for part in block.split("curl")[1:]]
+        assert len(commands) == 8
         for command in commands:
-            ran = subprocess.run(["sh", "-c", f"{command.strip()} -sS"], capture_output=True, check=False)
-            found: Any = json.loads(ran.stdout)
-            assert ran.returncode == 0 and found["choices"][0]["finish_reason"] in ("stop", "length"), found
+            if "/v1/embeddings" in command:
+                found = answered(command, f"localhost:{embedding.port}")
+                assert len(found["data"]) == 2, found
+            else:
+                found = answered(command, here)
+                assert found["choices"][0]["finish_reason"] in ("stop", "length"), found
         (python,) = blocks("python")
         exec(compile(python.replace("localhost:8000", here), "docs/serve.md", "exec"), {})
         assert capsys.readouterr().out
@@ -52,6 +66,8 @@ def test_the_table_of_limits_is_true() -> None:
         f"| requests at a time | {settings.most_requests} |",
         f"| body | {settings.most_bytes >> 20} MiB, within 30 seconds |",
         f"| texts of a request | {limits.MOST_TEXTS}:",
+        f"| inputs of a request for embeddings | {MOST_INPUTS}, each at most the context; {settings.waiting} such",
+        f"batches of up to {BATCH_TOKENS} tokens",
         f"| stop strings | {limits.MOST_STOPS} of {limits.LONGEST_STOP} characters |",
         f"| likely tokens beside each | {limits.MOST_LOGPROBS} |",
         f"| form | {LONGEST >> 10} KiB, {DEEPEST} levels,",

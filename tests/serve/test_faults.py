@@ -112,7 +112,7 @@ LONG = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True, "temperature": 0
         (CHAT, {**HELLO, "structured_outputs": {"xgrammar": 1}}, 400, "no parameter", None),
         ("/tokenize", {}, 400, "give either prompt", "prompt"),
         ("/detokenize", {"tokens": ["a"]}, 400, "tokens is expected", "tokens"),
-        ("/v1/embeddings", {"input": "a"}, 404, "is no address", None),
+        ("/v1/embeddings", {"input": "a"}, 400, "is a language model, which has no embeddings", None),
     ],
     ids=str,
 )  # fmt: skip
@@ -353,7 +353,7 @@ def test_a_text_that_the_end_of_the_server_cuts_is_told_so(
 
 
 def test_health_says_that_a_step_is_stuck(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anybit.serve.runner.STUCK", 0.05)
+    monkeypatch.setattr("anybit.serve.worker.STUCK", 0.05)
     with slow_steps(monkeypatch, 0.5):
         thread = threading.Thread(target=client.ask, args=(COMPLETIONS, {**LONG, "max_tokens": 1}))
         thread.start()

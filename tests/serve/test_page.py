@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from anybit import Engine
+from anybit.encoder import Encoder
 from anybit.kernels import cpu
 from anybit.serve.guard import Guard
 from tests.serve.browser import PROGRAM, Browser, browser
@@ -76,6 +77,20 @@ async def a_visit(url: str, widths: list[float]) -> None:
 def test_a_visit(other_engine: Engine) -> None:
     with serving(other_engine, Guard(keys=("secret",))) as (client, _):
         asyncio.run(a_visit(f"http://127.0.0.1:{client.port}/", other_engine.widths))
+
+
+async def a_visit_to_an_encoder(url: str) -> None:
+    async with browser() as page:
+        await page.open(url)
+        await page.until("document.title.startsWith('tiny')")
+        assert "does not chat" in await page.run("document.getElementById('model').textContent")
+        assert await page.run("document.getElementById('composer').offsetParent === null")
+        assert page.complaints == []
+
+
+def test_an_encoder_does_not_pretend_to_chat(encoder: Encoder) -> None:
+    with serving(encoder) as (client, _):
+        asyncio.run(a_visit_to_an_encoder(f"http://127.0.0.1:{client.port}/"))
 
 
 async def a_stop(url: str) -> None:

@@ -44,7 +44,7 @@ def command(model: Path | str, *options: str) -> list[str]:
 def process(
     model: Path, *options: str, key: str | None = None, said: list[str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """A server that has loaded its model; `said` gets the lines that it printed before."""
+    """A server that has loaded its model; `said` gets the lines that it printed, the greeting last."""
     env = {**os.environ, **({"ANYBIT_API_KEY": key} if key else {})}
     running = subprocess.Popen(command(model, *options), stderr=subprocess.PIPE, text=True, env=env)
     try:
@@ -129,6 +129,39 @@ def test_a_model_that_only_transformers_runs_is_served_and_the_command_says_so(
         reply = client.ok("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True})
         assert reply["usage"]["completion_tokens"] == 4
     assert "runs inside Transformers, one text at a time" in "".join(said) and "gpt2" in "".join(said)
+
+
+def test_the_openai_client_and_an_encoder(encoder_artifact: Path) -> None:
+    said: list[str] = []
+    with process(encoder_artifact, "--name", "tiny", key="secret", said=said) as (running, client):
+        assert "the mean of the tokens' states (mean, by 1_Pooling/config.json)" in said[-1]
+        assert "embeddings of 48 dimensions" in said[-1] and "one text at a time" not in "".join(said)
+        api = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="secret", max_retries=0)
+        texts = ["rain", "a cat sat down", "dogs ran far away"]
+        as_bytes = api.embeddings.create(model="tiny", input=texts)  # the client asks for base64 by itself
+        as_numbers = api.embeddings.create(model="tiny", input=texts, encoding_format="float")
+        assert np.array_equal(
+            [one.embedding for one in as_bytes.data], [one.embedding for one in as_numbers.data]
+        )
+        assert [one.index for one in as_bytes.data] == [0, 1, 2] and as_bytes.model == "tiny"
+        assert as_bytes.usage.prompt_tokens == as_bytes.usage.total_tokens == sum(len(t) + 2 for t in texts)
+        short = api.embeddings.create(model="tiny@4", input="rain", dimensions=3)
+        assert len(short.data[0].embedding) == 3
+        with pytest.raises(openai.BadRequestError, match="input has 102 tokens; the model takes up to 64"):
+            api.embeddings.create(model="tiny", input="a" * 100)
+        with pytest.raises(openai.BadRequestError, match="use /v1/embeddings"):
+            api.completions.create(model="tiny", prompt="a")
+        # A request that is on its way is answered before the server ends.
+        answers: list[int] = []
+        many = ["some words for a text"] * 1500
+        thread = threading.Thread(
+            target=lambda: answers.append(len(api.embeddings.create(model="tiny", input=many).data))
+        )
+        thread.start()
+        until(lambda: client.ok("/health")["running"] > 0)
+        running.send_signal(signal.SIGTERM)
+        thread.join(PATIENCE)
+        assert answers == [1500] and running.wait(PATIENCE) == 0
 
 
 def test_a_server_that_cannot_begin_says_why(other_engine: Engine) -> None:

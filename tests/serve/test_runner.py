@@ -426,7 +426,7 @@ def test_a_step_that_takes_too_long_is_seen(
         go_on.wait(PATIENCE)
         return step(self, *rows)
 
-    monkeypatch.setattr("anybit.serve.runner.STUCK", 0.02)
+    monkeypatch.setattr("anybit.serve.worker.STUCK", 0.02)
     monkeypatch.setattr(Engine, "step", slow)
     heard = Heard(runner, Request([5], 1))
     deadline = time.monotonic() + PATIENCE

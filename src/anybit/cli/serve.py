@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anybit.cli.options import Level, Model, check_threads, grouped, reporting
 from anybit.config import Json, parse_bytes
 from anybit.errors import InputError, require_extra
+from anybit.progress import Silent
 from anybit.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from anybit.encoder import Encoder
+    from anybit.serve.model import Model as ServedModel
 
 NETWORK, LIMITS, COMPUTING = "Network", "Limits", "Computing"
 
@@ -62,7 +67,8 @@ class Shares:
         int, typer.Option(help="Texts that run together.", min=1, max=1024, rich_help_panel=LIMITS)
     ] = Settings.running
     max_waiting: Annotated[
-        int, typer.Option(help="Texts that wait; more are told 429.", min=1, rich_help_panel=LIMITS)
+        int,
+        typer.Option(help="Texts that wait; more are told 429.", min=1, rich_help_panel=LIMITS),
     ] = Settings.waiting
     auto_bits: Annotated[
         float, typer.Option(help="The least width that load or a latency chooses.", rich_help_panel=LIMITS)
@@ -75,7 +81,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Computing:
-    """How the engine computes."""
+    """How the model computes."""
 
     kv_bits: Annotated[
         int | None, typer.Option(help="KV-cache: 16, 8 or 4 bits.", rich_help_panel=COMPUTING)
@@ -86,6 +92,13 @@ class Computing:
     threads: Annotated[
         int | None,
         typer.Option(help="CPU threads. [default: physical cores]", min=1, rich_help_panel=COMPUTING),
+    ] = None
+    pooling: Annotated[
+        str | None,
+        typer.Option(
+            help="Of an encoder: mean or cls.",
+            rich_help_panel=COMPUTING,
+        ),
     ] = None
 
 
@@ -100,9 +113,9 @@ def serve(
         str | None, typer.Option(help="As requests name the model. [default: the last part of MODEL]")
     ] = None,
 ) -> None:
-    """Serve MODEL over HTTP as OpenAI's API has it, each request at a width of its own; a page to try it is at /.
+    """Serve MODEL over HTTP as OpenAI's API has it: texts, each at a width of its own, or an encoder's embeddings.
 
-    Example: `anybit serve out`, then open http://127.0.0.1:8000
+    Example: `anybit serve out`, then open the page at http://127.0.0.1:8000
     """
     require_extra("serve", "anybit serve")
     budget = level.asked()
@@ -114,26 +127,11 @@ def serve(
     kv_bytes = None if shares.kv_memory is None else parse_bytes(shares.kv_memory)
     check_threads(computing.threads)
 
-    from anybit.engine.description import Unsupported
-    from anybit.engine.engine import Engine
-    from anybit.serve.model import Model as ServedModel
     from anybit.serve.server import run
 
-    def load() -> ServedModel:
-        how: Json = {"kv_bits": computing.kv_bits, "threads": computing.threads, **budget}
-        precision = computing.codebook_precision
+    def load() -> ServedModel | Encoder:
         with reporting() as report:
-            try:
-                return Engine(
-                    model, codebook_precision=precision, context=shares.context, report=report, **how
-                )
-            except Unsupported as error:
-                report.say(f"runs inside Transformers, one text at a time: {error}")
-            from anybit.in_transformers import InTransformers
-            from anybit.serve.one_text import OneText
-
-            inside = InTransformers(model, precision, report=report, **how)
-            return OneText(inside, model, shares.context, precision)
+            return _load(model, budget, shares, computing, report)
 
     settings = Settings(
         name or Path(model).resolve().name or model,
@@ -149,3 +147,49 @@ def serve(
         patience=shares.drain_seconds,
     )
     run(load, settings, lambda line: typer.echo(f"anybit: {line}", err=True))
+
+
+def _load(
+    model: str, budget: Json, shares: Shares, computing: Computing, report: Silent
+) -> ServedModel | Encoder:
+    """The model, on the native engine where that runs it; an encoder, as what embeds texts."""
+    from anybit.engine.description import Unsupported
+    from anybit.engine.engine import Engine
+
+    how: Json = {"kv_bits": computing.kv_bits, "threads": computing.threads, **budget}
+    precision = computing.codebook_precision
+    why = ""
+    if computing.pooling is None:
+        try:
+            return Engine(model, codebook_precision=precision, context=shares.context, report=report, **how)
+        except Unsupported as error:
+            why = str(error)
+    from anybit.checkpoint.architectures import is_encoder
+    from anybit.loader import config_of
+
+    if is_encoder(config_of(model)):
+        return _encoder(model, budget, shares, computing, report)
+    if computing.pooling is not None:
+        raise InputError(f"{model} is no encoder, and has no embeddings to pool: leave --pooling out")
+    report.say(f"runs inside Transformers, one text at a time: {why}")
+    from anybit.in_transformers import InTransformers
+    from anybit.serve.one_text import OneText
+
+    return OneText(InTransformers(model, precision, report=report, **how), model, shares.context, precision)
+
+
+def _encoder(model: str, budget: Json, shares: Shares, computing: Computing, report: Silent) -> Encoder:
+    from anybit.encoder import Encoder
+
+    for option, value in (("--kv-memory", shares.kv_memory), ("--kv-bits", computing.kv_bits)):
+        if value is not None:
+            raise InputError(f"{model} is an encoder, which has no KV-cache: leave {option} out")
+    return Encoder(
+        model,
+        computing.codebook_precision,
+        pooling=computing.pooling,
+        context=shares.context,
+        threads=computing.threads,
+        report=report,
+        **budget,
+    )

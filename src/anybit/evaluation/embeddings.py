@@ -1,9 +1,8 @@
 """Sentence embeddings of an encoder, and how far quantization moved them.
 
-An embedding is the mean of the last hidden states over the attention mask, or the state of the first token where
-sentence-transformers' pooling file says so, divided by its length. Two models are compared by the cosine between their
-embeddings of the same sentences; a model and human judgement by Spearman's rank correlation between the cosines of
-sentence pairs and their scores, as on the STS benchmarks.
+`anybit.encoder` says what an embedding is. Two models are compared by the cosine between their embeddings of the same
+sentences; a model and human judgement by Spearman's rank correlation between the cosines of sentence pairs and their
+scores, as on the STS benchmarks.
 """
 
 from __future__ import annotations
@@ -24,17 +23,15 @@ from torch import Tensor
 
 from anybit.calibration.texts import read_utf8, text_field
 from anybit.checkpoint.architectures import max_positions
-from anybit.checkpoint.files import POOLING, read_json, read_json_list
 from anybit.checkpoint.tokenizer import check_ids, encode_batch
+from anybit.encoder import SURELY, pooled
 from anybit.errors import InputError
 from anybit.progress import Advance, ignore
 
 BATCH = 32  # sentences embedded at a time
 SENTENCES = 500  # of a text, evenly spaced
-SURELY = 2**31 - 1  # tokens that no sentence has
 SENTENCE_WORDS = 5  # fewer make no sentence
 COLUMNS = ("sentence1", "sentence2", "score")
-MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, what is computed here
 
 
 class Tsv(csv.excel_tab):
@@ -133,40 +130,6 @@ def sentences_of(text: str) -> list[str]:
     return [found[int(i * step)] for i in range(min(len(found), SENTENCES))]
 
 
-def pooling_of(folder: Path) -> str:
-    """How a directory's model pools: "mean" or "cls"; the mean where nothing is said.
-
-    Raises:
-        InputError: another pooling, or modules behind it that are not computed here.
-    """
-    if (folder / "modules.json").is_file():
-        _check_modules(folder / "modules.json")
-    if not (folder / POOLING).is_file():
-        return "mean"
-    config = read_json(folder / POOLING)
-    modes = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
-    chosen = sorted(key for key, value in config.items() if key.startswith("pooling_mode_") and value is True)
-    if len(chosen) != 1 or chosen[0] not in modes:
-        raise InputError(
-            f"{folder / POOLING} sets {' and '.join(chosen) or 'no pooling_mode'}: only one of {' and '.join(modes)} "
-            "is computed here"
-        )
-    return modes[chosen[0]]
-
-
-def _check_modules(path: Path) -> None:
-    """Refuse sentence-transformers' modules that change the embedding behind the pooling."""
-    try:
-        kinds = [str(module["type"]).rpartition(".")[2] for module in read_json_list(path)]
-    except (TypeError, KeyError) as error:
-        raise InputError(f"{path} is not sentence-transformers' list of modules: copy it again") from error
-    for kind in kinds:
-        if kind not in MODULES:
-            raise InputError(
-                f"{path} puts a {kind} into the embedding, which is not computed here: only {', '.join(MODULES)} are"
-            )
-
-
 @torch.no_grad()
 def embed(
     model: Any,
@@ -200,7 +163,7 @@ def embed(
         check_ids([int(ids.min()), int(ids.max())], model.get_input_embeddings().num_embeddings)
         given = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
         states = model(**given, return_dict=True).last_hidden_state
-        made |= zip(batch, _pooled(states.double().cpu(), mask, pooling))
+        made |= zip(batch, pooled(states.double().cpu(), mask, pooling))
         advance(len(batch))
     embeddings = torch.stack([made[i] for i in range(len(sentences))])
     if not embeddings.isfinite().all():
@@ -233,15 +196,6 @@ def _length(model: Any, tokenizer: Any, seq_len: int | None) -> int:
             "expected: mend it in tokenizer_config.json, or give --seq-len 128"
         )
     return int(min(own, SURELY if limit is None else limit))
-
-
-def _pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
-    """[n, hidden] of unit length from states [n, tokens, hidden] and their mask [n, tokens]."""
-    if pooling == "cls":
-        first = mask.argmax(1)  # padding may stand in front
-        return torch.nn.functional.normalize(states[torch.arange(len(states)), first], dim=-1)
-    weights = mask[..., None].to(states.dtype)
-    return torch.nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=-1)
 
 
 def compare(own: Embeddings, base: Embeddings) -> dict[str, float]:

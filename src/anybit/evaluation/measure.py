@@ -14,6 +14,7 @@ from anybit.artifact.sizes import inspect
 from anybit.calibration import texts
 from anybit.checkpoint.architectures import is_encoder, max_positions
 from anybit.config import Json, check_kv_bits
+from anybit.encoder import pooling_of
 from anybit.engine.engine import Engine
 from anybit.errors import InputError, enough_memory, refuse_unknown
 from anybit.evaluation import embeddings
@@ -227,7 +228,7 @@ def _evaluate_encoder(model: str | Path, settings: Settings) -> Json:
         sentences = embeddings.sentences_of(texts.read_text("builtin-eval"))
     else:
         sentences = list(dict.fromkeys([*scored.first, *scored.second]))
-    pooling = embeddings.pooling_of(opened(model).path)
+    pooling = pooling_of(opened(model).path)
     tokenizer = load_tokenizer(model)
 
     def embedded(source: str | Path) -> dict[str, Tensor]:

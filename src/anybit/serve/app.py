@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -18,20 +19,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anybit.config import Json
-from anybit.serve import openai, static
+from anybit.serve import embeddings, openai, static
+from anybit.serve.batches import Asked
 from anybit.serve.errors import Refused, refused
 from anybit.serve.exchange import Exchange
 from anybit.serve.fields import Fields, read_json
 from anybit.serve.guard import Guard
 from anybit.serve.metrics import Metrics
 from anybit.serve.replies import Replies
-from anybit.serve.served import Served
+from anybit.serve.served import Named, Served, ServedEncoder
 
 LOG = logging.getLogger(__name__)
 BODY_SECONDS = 30.0  # that a body may take to come
-PARSERS = 4  # threads that render templates, cut texts into tokens and compile forms
+PARSERS = 4  # threads that render templates, cut texts into tokens, compile forms and write embeddings
 
-Parse = Callable[[Served, Json, str], Any]
+T = TypeVar("T")
+
+Answer = Callable[[Any, Json, Request], Awaitable[Response]]  # of a served model of some kind
 
 
 @dataclass
@@ -42,12 +46,12 @@ class State:
     most_bytes: int  # of a body
     most_requests: int  # at a time
     created: int = 0  # when the model was loaded, in seconds since 1970
-    served: Served | None = None  # None: it is loading
+    served: Served | ServedEncoder | None = None  # None: it is loading
     metrics: Metrics = field(default_factory=Metrics)
     requests: int = 0  # that are answered now
     parsers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PARSERS, "parser"))
 
-    def ready(self) -> Served:
+    def ready(self) -> Served | ServedEncoder:
         if self.served is None:
             raise Refused(503, "the model is loading: try again later", "loading")
         return self.served
@@ -60,14 +64,15 @@ def app(state: State, lifespan: Any = None) -> Starlette:
         state: `served` is set when the model is there.
         lifespan: Starlette's.
     """
-    posts: dict[str, Callable[[Served, Json, Request], Awaitable[Response]]] = {
-        "/v1/chat/completions": _answer(openai.chat),
-        "/v1/completions": _answer(openai.completions),
-        "/tokenize": _tokenize,
-        "/detokenize": _detokenize,
+    posts = {
+        "/v1/chat/completions": _post(Served, _answer(openai.chat)),
+        "/v1/completions": _post(Served, _answer(openai.completions)),
+        "/v1/embeddings": _post(ServedEncoder, _embeddings),
+        "/tokenize": _post(Named, _tokenize),
+        "/detokenize": _post(Named, _detokenize),
     }
     gets = {"/v1/models": _models, "/v1/models/{name:path}": _model, "/health": _health, "/metrics": _metrics}
-    routes = [Route(path, _post(answer), methods=["POST"]) for path, answer in posts.items()]
+    routes = [Route(path, answer, methods=["POST"]) for path, answer in posts.items()]
     routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
     routes += static.routes()
     middleware = [Middleware(Door, state=state, paths={*posts, *gets, *static.FILES})]
@@ -141,13 +146,20 @@ def _missing(request: Request, error: Exception) -> Response:
     return _error(Refused(404, f"{request.url.path:.100} is no address of this server", "not_found"))
 
 
-def _post(answer: Callable[[Served, Json, Request], Awaitable[Response]]) -> Any:
-    """An address that takes a JSON object; whatever is wrong with it has an answer."""
+def _post(kind: type[Named], answer: Answer) -> Any:
+    """An address that takes a JSON object; whatever is wrong with it has an answer.
+
+    Args:
+        kind: of the models that it asks; others refuse.
+        answer: makes the answer.
+    """
 
     async def handle(request: Request) -> Response:
         state: State = request.app.state.shared
         try:
             served = state.ready()
+            if not isinstance(served, kind):
+                raise Refused(400, f"{served.name} {served.instead}", "wrong_kind_of_model")
             body = read_json(await _body(request, state.most_bytes))
             return await answer(served, body, request)
         except (Refused, ClientDisconnect):
@@ -181,17 +193,21 @@ async def _body(request: Request, most: int) -> bytes:
     return b"".join(parts)
 
 
-async def _parsed(request: Request, parse: Parse, served: Served, body: Json) -> Any:
+async def _parsed(request: Request, parse: Callable[..., Any], served: Named, body: Json) -> Any:
     """What a body says, found in a thread: templates, tokenizers and forms take their time."""
+    return await _apart(request, parse, served, body, request.scope["anybit.key"])
+
+
+async def _apart(request: Request, function: Callable[..., Any], *given: Any) -> Any:
+    """What a function returns that would hold up others."""
     state: State = request.app.state.shared
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(state.parsers, parse, served, body, request.scope["anybit.key"])
+    return await asyncio.get_running_loop().run_in_executor(state.parsers, function, *given)
 
 
 # ---- texts
 
 
-def _answer(parse: Parse) -> Callable[[Served, Json, Request], Awaitable[Response]]:
+def _answer(parse: Callable[[Served, Json, str], openai.Wanted]) -> Answer:
     async def answer(served: Served, body: Json, request: Request) -> Response:
         wanted = await _parsed(request, parse, served, body)
         exchange = Exchange(served, wanted)
@@ -227,7 +243,7 @@ def _close(exchange: Exchange, metrics: Metrics) -> None:
         metrics.ended(job)
 
 
-async def _unless_gone(request: Request, made: Awaitable[Json]) -> Json:
+async def _unless_gone(request: Request, made: Awaitable[T]) -> T:
     """An answer, unless its client leaves first.
 
     Raises:
@@ -250,12 +266,23 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _tokenize(served: Served, body: Json, request: Request) -> Response:
+async def _embeddings(served: ServedEncoder, body: Json, request: Request) -> Response:
+    begun = time.perf_counter()
+    wanted = await _parsed(request, embeddings.embeddings, served, body)
+    asked = Asked(wanted.texts, wanted.key)
+    served.runner.submit(asked)
+    rows = await _unless_gone(request, asyncio.wrap_future(asked.done))
+    made = await _apart(request, embeddings.answer, served, wanted, rows)
+    request.app.state.shared.metrics.embedding.add(time.perf_counter() - begun)
+    return Response(made, media_type="application/json")
+
+
+async def _tokenize(served: Named, body: Json, request: Request) -> Response:
     tokens = await _parsed(request, _tokens, served, body)
     return JSONResponse({"count": len(tokens), "max_model_len": served.context, "tokens": tokens})
 
 
-def _tokens(served: Served, body: Json, key: str) -> list[int]:
+def _tokens(served: Named, body: Json, key: str) -> list[int]:
     fields = Fields(body)
     prompt, messages = fields.text("prompt"), fields.any("messages")
     fields.accept("model")
@@ -265,20 +292,18 @@ def _tokens(served: Served, body: Json, key: str) -> list[int]:
     return served.encode(prompt) if prompt is not None else served.encode_chat(openai.messages(messages))
 
 
-async def _detokenize(served: Served, body: Json, request: Request) -> Response:
+async def _detokenize(served: Named, body: Json, request: Request) -> Response:
     return JSONResponse({"prompt": await _parsed(request, _text, served, body)})
 
 
-def _text(served: Served, body: Json, key: str) -> str:
+def _text(served: Named, body: Json, key: str) -> str:
     fields = Fields(body)
     tokens = fields.any("tokens")
     fields.accept("model")
     fields.finish()
-    if not isinstance(tokens, list) or not all(
-        type(t) is int and 0 <= t < served.engine.vocabulary for t in tokens
-    ):
+    if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < served.vocabulary for t in tokens):
         raise Refused(
-            400, f"tokens is expected to be a list of ids below {served.engine.vocabulary}", param="tokens"
+            400, f"tokens is expected to be a list of ids below {served.vocabulary}", param="tokens"
         )
     return served.decode(tokens)
 
@@ -299,23 +324,15 @@ async def _model(request: Request) -> Response:
     return JSONResponse(_card(served, state.created))
 
 
-def _card(served: Served, created: int) -> Json:
-    """A model as OpenAI has it, and what only this server has: its levels, the smallest first."""
-    engine = served.engine
+def _card(served: Named, created: int) -> Json:
+    """A model as OpenAI has it, and what only this server has."""
     return {
         "id": served.name,
         "object": "model",
         "created": created,
         "owned_by": "anybit",
         "max_model_len": served.context,
-        "chat": served.chats,
-        "kv_bits": engine.kv_bits,
-        "kv_bytes_per_token": engine.page_bytes / served.runner.scheduler.page_tokens,
-        "kv_bytes": engine.page_bytes * served.runner.scheduler.blocks.pages,
-        "levels": [
-            {"bits": bits, "bytes_per_token": taken or None}
-            for bits, taken in zip(engine.widths, engine.level_bytes)
-        ],
+        **served.card(),
     }
 
 
@@ -331,8 +348,8 @@ async def _health(request: Request) -> Response:
         "status": status,
         "step_seconds": round(runner.step_seconds, 3),  # of the step that runs now
         "seconds_since_step": round(runner.seconds_since_step, 3),
-        "running": len(runner.scheduler.running),
-        "waiting": runner.scheduler.waiting_count,
+        "running": runner.running,
+        "waiting": runner.waiting,
         "requests": state.requests,  # this one among them
     }
     if runner.broken:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from anybit.config import Json
 from anybit.errors import InputError
-from anybit.serve.runner import Closing
 from anybit.serve.scheduler import Busy
+from anybit.serve.worker import Closing
 
 RETRY_SECONDS = 1  # after which a busy server may be asked again
 KINDS = {

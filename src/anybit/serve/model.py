@@ -1,8 +1,9 @@
-"""What the server asks of whoever computes: `anybit.Engine`, or `one_text.OneText` around Transformers."""
+"""What the server asks of whoever computes: `anybit.Engine` or `one_text.OneText`; of an encoder `anybit.encoder`."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from anybit.engine.engine import Floats, Tokens
 from anybit.engine.sampling import Sampling
@@ -45,3 +46,20 @@ class Model(Protocol):
     def step(
         self, tokens: Tokens, positions: Tokens, texts: Tokens, pages: Tokens, wanted: Tokens, level: int
     ) -> Floats: ...
+
+
+@runtime_checkable
+class Embeds(Protocol):
+    """A model that embeds texts; `Encoder` says what each of this is."""
+
+    name: str
+    tokenizer: Any
+    vocabulary: int
+    context: int
+    threads: int
+    dimensions: int
+    pooling: str
+    pooled_by: str
+    widths: list[float]
+
+    def embed(self, texts: Sequence[Tokens]) -> Floats: ...

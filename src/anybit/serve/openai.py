@@ -15,7 +15,7 @@ from anybit.serve.constraint import Constraint
 from anybit.serve.errors import BadField, Refused
 from anybit.serve.fields import Fields
 from anybit.serve.request import AUTO, Request
-from anybit.serve.served import Served
+from anybit.serve.served import Named, Served
 
 MOST_TEXTS = 64  # of one request: prompts times n
 MOST_STOPS, LONGEST_STOP = 16, 256  # strings, characters
@@ -110,7 +110,7 @@ def completions(served: Served, body: dict[str, Any], key: str) -> Wanted:
 
 def _request(served: Served, fields: Fields, key: str, logprobs: int | None) -> Request:
     """What both kinds have, without a prompt."""
-    bits = _bits(served, fields)
+    bits = asked_bits(served, fields)
     target = fields.number("latency_target_ms", *TARGETS)
     n = fields.whole("n", 1, 1, MOST_TEXTS) or 1
     if not served.engine.together:
@@ -140,8 +140,13 @@ def _refuse_several(widths: bool, texts: int) -> None:
         raise BadField("n", f"this model runs inside Transformers, one text at a time: {texts} are asked for")
 
 
-def _bits(served: Served, fields: Fields) -> float | str | None:
-    """The width that is asked for, by `bits` or by a model's name."""
+def asked_bits(served: Named, fields: Fields) -> float | str | None:
+    """The width that is asked for, by `bits` or by a model's name.
+
+    Raises:
+        BadField: it is none.
+        Refused: another model.
+    """
     model, bits = fields.text("model") or served.name, fields.any("bits")
     name, at, asked = (model, "", "") if model == served.name else model.rpartition("@")
     if name != served.name:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,18 +19,14 @@ from anybit.serve.pace import Auto, Pace, stops
 from anybit.serve.request import AUTO
 from anybit.serve.scheduler import Rows, Scheduler, Step, Text
 from anybit.serve.settings import Settings
+from anybit.serve.worker import Closing, Worker
 
 LOG = logging.getLogger(__name__)  # unlike printing, it survives a full disk
 ROUND_SECONDS = 0.11  # of a round with prompts beside texts that decode; prompts alone: four times that
 LEAST_PROMPT, MOST_PROMPT = 16, 256  # tokens of prompts in a round
-STUCK = 30.0  # seconds after which a step is called stuck
 TARGET_STOPS = 8  # widths among which a latency chooses
 
 Heard = Sequence[tuple[Job, Progress]]
-
-
-class Closing(Exception):
-    """The server takes no more requests."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ class Counters:
     busy_seconds: float = 0.0
 
 
-class Runner:
+class Runner(Worker):
     """Runs jobs on an engine, which nobody else may use meanwhile.
 
     Args:
@@ -67,6 +61,7 @@ class Runner:
     """
 
     def __init__(self, engine: Model, limits: Limits, deliver: Callable[[Heard], None] | None = None) -> None:
+        super().__init__()
         engine.give_pages(limits.pages)
         self.engine, self.limits, self._deliver = engine, limits, deliver or _tell
         seed = repr((engine.name, engine.kv_bits, engine.codebook_precision)).encode()
@@ -74,21 +69,11 @@ class Runner:
         self.scheduler = Scheduler(limits.pages, engine.page_tokens, **most, seed=seed)
         self.pace, self.auto = Pace(engine.widths), Auto(stops(engine.widths, limits.auto_bits))
         self.counters, self.served = Counters(), dict.fromkeys(range(len(engine.widths)), 0)
-        self.step_begun: float | None = None  # when the step that runs now began
-        self.step_ended = time.perf_counter()
-        self.broken: str | None = None  # why nothing is served any more
         self._targets = stops(engine.widths, limits.auto_bits, TARGET_STOPS)
         self._jobs: dict[Text, Job] = {}
         self._cancelled: set[Job] = set()
-        self.closing = False  # no more jobs are taken
-        self._deadline = math.inf  # for the jobs that are there
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ---- from any thread
-
-    def start(self) -> None:
-        self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Take jobs, all of them or none.
@@ -99,8 +84,7 @@ class Runner:
             Closing: the server stops.
         """
         with self._changed:
-            if self.closing or self.broken:
-                raise Closing(self.broken or "the server is stopping")
+            self._refuse_late()
             self.scheduler.add([job.text for job in jobs])
             self._jobs |= {job.text: job for job in jobs}
             self._changed.notify()
@@ -111,31 +95,13 @@ class Runner:
             self._cancelled.add(job)
             self._changed.notify()
 
-    def drain(self, patience: float) -> None:
-        """Take no more jobs, and end those with an error that are there after so many seconds; waits for nothing."""
-        self.closing, self._deadline = True, time.perf_counter() + patience
-
-    def close(self, patience: float) -> None:
-        """`drain`, and wait until nothing runs."""
-        with self._changed:
-            self.drain(patience)
-            self._changed.notify()
-        self._thread.join()
+    @property
+    def running(self) -> int:
+        return len(self.scheduler.running)
 
     @property
-    def step_seconds(self) -> float:
-        """How long the step has run that runs now, drawing tokens behind it included; 0: none does."""
-        begun = self.step_begun
-        return 0.0 if begun is None else time.perf_counter() - begun
-
-    @property
-    def seconds_since_step(self) -> float:
-        """How long ago the last step ended."""
-        return time.perf_counter() - self.step_ended
-
-    @property
-    def stuck(self) -> bool:
-        return self.step_seconds > STUCK
+    def waiting(self) -> int:
+        return self.scheduler.waiting_count
 
     def load(self) -> float:
         """From 0, nobody is served, to 1, nothing more can be."""
@@ -145,18 +111,17 @@ class Runner:
 
     # ---- in the engine's thread
 
-    def _run(self) -> None:
-        try:
-            while (steps := self._next()) is not None:
-                for step in steps:
-                    self._deliver(self._step(step))
-        except BaseException as error:  # a defect: whoever waits is told, and /health
-            LOG.critical("the engine's thread has ended", exc_info=error)
-            with self._changed:
-                self.broken = f"the engine's thread has ended: {type(error).__name__}: {error}"
-                left, self._jobs = list(self._jobs.values()), {}
-            failed = Progress(finish="error", error=RuntimeError(self.broken))
-            self._deliver([(job, failed) for job in left])
+    def _round(self) -> bool:
+        steps = self._next()
+        for step in steps or ():
+            self._deliver(self._step(step))
+        return steps is not None
+
+    def _abandon(self, error: Exception) -> None:
+        with self._changed:
+            left, self._jobs = list(self._jobs.values()), {}
+        failed = Progress(finish="error", error=error)
+        self._deliver([(job, failed) for job in left])
 
     def _next(self) -> list[Step] | None:
         """The steps of the next round, waited for; None: there will be none."""

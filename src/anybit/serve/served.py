@@ -1,4 +1,4 @@
-"""The model that is served, and what requests need to know of it."""
+"""The model that is served, and what requests need to know of it: one that writes texts, or one that embeds them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anybit.checkpoint.chat_template import render
 from anybit.checkpoint.tokenizer import encode
@@ -16,15 +16,85 @@ from anybit.engine.sampling import Sampling
 from anybit.engine.text import BROKEN, check_tokenizer
 from anybit.errors import InputError
 from anybit.serve.constraint import Constraint, Constraints
-from anybit.serve.model import Model
+from anybit.serve.embedder import Embedder
+from anybit.serve.model import Embeds, Model
 from anybit.serve.runner import Heard, Limits, Runner
+from anybit.serve.worker import Worker
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-class Served:
-    """A model under a name.
+BEGINNING = (
+    64  # characters for each token of the context, by which a long text is refused without cutting up all
+)
+
+
+class Named:
+    """A model under a name: what all kinds have in common.
+
+    Args:
+        name: as requests name it.
+        tokenizer: Transformers'.
+        vocabulary: token ids that there are.
+        context: most tokens of a text.
+    """
+
+    runner: Worker  # the thread that has the model
+    instead: str  # what those are told who ask for what only the other kind does, behind the name
+
+    def __init__(self, name: str, tokenizer: Any, vocabulary: int, context: int) -> None:
+        self.name, self.vocabulary, self.context = name, vocabulary, context
+        self.tokenizer: Tokenizer = check_tokenizer(tokenizer)
+        self._transformers = tokenizer
+        self._most_bytes = self.context * _longest(self.tokenizer)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that go around it or without.
+
+        Raises:
+            InputError: a text that is far longer than the context, by its bytes or its beginning: cutting it up takes
+                seconds, and two hundred times its memory.
+        """
+        size = len(text.encode(errors="replace"))
+        if size > self._most_bytes:
+            raise InputError(
+                f"the text has {size} bytes, which are more than the {self.context} tokens that the context holds"
+            )
+        beginning = text[: BEGINNING * self.context]
+        found = encode(self._transformers, beginning, special)
+        if len(beginning) == len(text):
+            return found
+        if len(found) > 2 * self.context:  # what comes behind may join its last tokens, but not half of them
+            raise InputError(
+                f"the text has {len(text)} characters, whose first {len(beginning)} are {len(found)} tokens; "
+                f"the context holds {self.context}: shorten it"
+            )
+        return encode(self._transformers, text, special)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens; special ones have none."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer.
+
+        Raises:
+            InputError: there is no template, or it fails.
+        """
+        raise InputError(f"{self.name} {self.instead}")
+
+    def card(self) -> Json:
+        """What /v1/models says of it besides its name."""
+        raise NotImplementedError
+
+    def greeting(self) -> str:
+        """What the command says of it behind its address."""
+        raise NotImplementedError
+
+
+class Served(Named):
+    """A language model, which writes texts.
 
     Args:
         engine: runs it.
@@ -33,37 +103,24 @@ class Served:
         deliver: see `Runner`.
     """
 
+    runner: Runner
+    instead = "is a language model, which has no embeddings: serve an encoder to have /v1/embeddings"
+
     def __init__(
         self, engine: Model, name: str, limits: Limits, deliver: Callable[[Heard], None] | None = None
     ) -> None:
-        self.engine, self.name = engine, name
-        self.tokenizer: Tokenizer = check_tokenizer(engine.tokenizer)
-        self.runner = Runner(engine, limits, deliver)
-        self.context: int = min(engine.context, limits.pages * engine.page_tokens)
+        self.engine, self.runner = engine, Runner(engine, limits, deliver)
+        context = min(engine.context, limits.pages * engine.page_tokens)
+        super().__init__(name, engine.tokenizer, engine.vocabulary, context)
         sampling = engine.default_sampling()
         # OpenAI's default is temperature 1; a model whose makers want another has its own.
         self.sampling: Sampling = replace(sampling, temperature=1.0) if not sampling.temperature else sampling
-        self._most_bytes = self.context * _longest(self.tokenizer)
         self._compiling = threading.Lock()
 
     @property
     def chats(self) -> bool:
         """Whether it has a chat template."""
         return bool(self.engine.tokenizer.chat_template)
-
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text, with the special tokens that go around it or without.
-
-        Raises:
-            InputError: a text that no number of tokens within the context can be: cutting it up takes two hundred times
-                its memory.
-        """
-        size = len(text.encode(errors="replace"))
-        if size > self._most_bytes:
-            raise InputError(
-                f"the prompt has {size} bytes, which are more than the {self.context} tokens that the context holds"
-            )
-        return encode(self.engine.tokenizer, text, special)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
@@ -75,10 +132,6 @@ class Served:
             raise InputError(f"{self.name} has no chat template: use /v1/completions")
         text = render(self.name, self.engine.tokenizer, messages)
         return self.encode(text, special=False)  # the template has them
-
-    def decode(self, tokens: list[int]) -> str:
-        """The text of tokens; special ones have none."""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def word(self, token: int) -> str:
         """A token by itself, as log-probabilities name it: parts of characters as the vocabulary writes them."""
@@ -97,6 +150,69 @@ class Served:
     @cached_property
     def _constraints(self) -> Constraints:
         return Constraints(self.tokenizer, self.engine.vocabulary, self.engine.ends)
+
+    def card(self) -> Json:
+        """With its levels, the smallest first, and what keys and values take."""
+        engine, scheduler = self.engine, self.runner.scheduler
+        return {
+            "chat": self.chats,
+            "kv_bits": engine.kv_bits,
+            "kv_bytes_per_token": engine.page_bytes / scheduler.page_tokens,
+            "kv_bytes": engine.page_bytes * scheduler.blocks.pages,
+            "levels": [
+                {"bits": bits, "bytes_per_token": taken or None}
+                for bits, taken in zip(engine.widths, engine.level_bytes)
+            ],
+        }
+
+    def greeting(self) -> str:
+        engine, scheduler = self.engine, self.runner.scheduler
+        widths = f"{engine.widths[0]:.2f}"
+        if len(engine.widths) > 1:
+            widths += f" to {engine.widths[-1]:.2f}"
+        taken = engine.page_bytes * scheduler.blocks.pages
+        return (
+            f"widths {widths} bits, {engine.threads} threads; texts of up to {self.context} tokens, "
+            f"{scheduler.capacity} in all, whose keys and values of {engine.kv_bits} bits take up to "
+            f"{taken / 1e6:.0f} MB"
+        )
+
+
+class ServedEncoder(Named):
+    """An encoder, which embeds texts.
+
+    Args:
+        encoder: runs it.
+        name: as requests name it.
+        running: texts that are embedded together, at most.
+        waiting: requests that wait.
+    """
+
+    runner: Embedder
+    instead = "is an encoder, which embeds texts and writes none: use /v1/embeddings"
+
+    def __init__(self, encoder: Embeds, name: str, running: int, waiting: int) -> None:
+        self.encoder, self.runner = encoder, Embedder(encoder, running, waiting)
+        super().__init__(name, encoder.tokenizer, encoder.vocabulary, encoder.context)
+
+    def card(self) -> Json:
+        """With how it pools."""
+        encoder = self.encoder
+        return {
+            "chat": False,
+            "dimensions": encoder.dimensions,
+            "pooling": encoder.pooling,
+            "levels": [{"bits": bits, "bytes_per_token": None} for bits in encoder.widths],
+        }
+
+    def greeting(self) -> str:
+        encoder = self.encoder
+        what = {"mean": "the mean of the tokens' states", "cls": "the first token's state"}[encoder.pooling]
+        return (
+            f"widths {encoder.widths[-1]:.2f} bits, {encoder.threads} threads; embeddings of {encoder.dimensions} "
+            f"dimensions and unit length, {what} ({encoder.pooling}, {encoder.pooled_by}); "
+            f"texts of up to {encoder.context} tokens"
+        )
 
 
 def _longest(tokenizer: Tokenizer) -> float:

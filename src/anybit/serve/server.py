@@ -15,9 +15,9 @@ from anybit.engine.pages import free_memory
 from anybit.errors import InputError
 from anybit.serve.app import State, app
 from anybit.serve.guard import Guard
-from anybit.serve.model import Model
+from anybit.serve.model import Embeds, Model
 from anybit.serve.runner import Heard, Limits
-from anybit.serve.served import Served
+from anybit.serve.served import Served, ServedEncoder
 from anybit.serve.settings import Settings
 
 KV_SHARE = 0.25  # of the memory that is free, for keys and values, where nobody says how much
@@ -43,11 +43,24 @@ def limits(engine: Model, settings: Settings) -> Limits:
     return Limits(pages, running, settings.waiting, settings.auto_bits)
 
 
-def run(load: Callable[[], Model], settings: Settings, say: Callable[[str], None]) -> None:
+def served_of(
+    model: Model | Embeds, settings: Settings, deliver: Callable[[Heard], None] | None = None
+) -> Served | ServedEncoder:
+    """A model as it is served.
+
+    Raises:
+        InputError: see `limits`.
+    """
+    if isinstance(model, Embeds):
+        return ServedEncoder(model, settings.name, settings.running, settings.waiting)
+    return Served(model, settings.name, limits(model, settings), deliver)
+
+
+def run(load: Callable[[], Model | Embeds], settings: Settings, say: Callable[[str], None]) -> None:
     """Serve until a signal comes.
 
     Args:
-        load: makes the engine, in a thread.
+        load: makes the model, in a thread.
         settings: how it is served.
         say: prints a line.
 
@@ -122,14 +135,9 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)  # type: ignore[arg-type]
 
 
-async def _load(state: State, load: Callable[[], Model], settings: Settings) -> None:
+async def _load(state: State, load: Callable[[], Model | Embeds], settings: Settings) -> None:
     deliver = deliver_to(asyncio.get_running_loop())
-
-    def make() -> Served:
-        engine = load()
-        return Served(engine, settings.name, limits(engine, settings), deliver)
-
-    served = await asyncio.to_thread(make)
+    served = await asyncio.to_thread(lambda: served_of(load(), settings, deliver))
     served.runner.start()
     state.served, state.created = served, int(time.time())
 
@@ -160,17 +168,4 @@ def _loaded(
         failed.append(error)
         server.should_exit = True
     elif (served := server.shared.served) is not None:
-        say(_greeting(served, server.address))
-
-
-def _greeting(served: Served, address: str) -> str:
-    engine, scheduler = served.engine, served.runner.scheduler
-    widths = f"{engine.widths[0]:.2f}"
-    if len(engine.widths) > 1:
-        widths += f" to {engine.widths[-1]:.2f}"
-    taken = engine.page_bytes * scheduler.blocks.pages
-    return (
-        f"serving {served.name} at {address}, widths {widths} bits, {engine.threads} threads; "
-        f"texts of up to {served.context} tokens, {scheduler.capacity} in all, whose keys and values of "
-        f"{engine.kv_bits} bits take up to {taken / 1e6:.0f} MB"
-    )
+        say(f"serving {served.name} at {server.address}, {served.greeting()}")

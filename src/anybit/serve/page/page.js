@@ -73,10 +73,15 @@ async function connect() {
     setTimeout(connect, 1000);
     return;
   }
+  document.title = `${card.id} – anybit`;
+  if (card.dimensions) {
+    $("model").textContent = `${card.id} is an encoder: it embeds texts at /v1/embeddings and does not chat`;
+    for (const part of document.querySelectorAll("nav, #composer, #keys")) part.hidden = true;
+    return;
+  }
   const kind = card.chat ? "" : ", continues texts";
   $("model").textContent = `${card.id}, context ${card.max_model_len.toLocaleString()} tokens${kind}`;
   $("model").classList.remove("bad");
-  document.title = `${card.id} – anybit`;
   panes.push(new Pane(0.5));
   $("prompt").dispatchEvent(new Event("input"));
 }

@@ -1,0 +1,124 @@
+"""Which texts are embedded together: no model, no clock, no thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from anybit.engine.engine import Floats, Tokens
+from anybit.serve.scheduler import Busy
+
+SHORTEST = 0.5  # of a batch's longest text: one that is shorter waits for a batch of its like
+
+
+@dataclass(eq=False)
+class Asked:
+    """The texts of one request."""
+
+    texts: Sequence[Tokens]  # at least one token each
+    key: str = ""  # whose they are
+    done: Future[list[Floats]] = field(
+        default_factory=Future
+    )  # [dimensions] of each text; who cancels it has left
+    left: list[int] = field(init=False)  # texts that wait, by length, the longest last
+    made: dict[int, Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.left = sorted(range(len(self.texts)), key=lambda at: len(self.texts[at]))
+
+    def put(self, at: int, row: Floats) -> None:
+        """A text is embedded; `done` has all when it was the last."""
+        self.made[at] = row
+        if len(self.made) == len(self.texts):
+            with suppress(InvalidStateError):  # who asked has left
+                self.done.set_result([self.made[i] for i in range(len(self.texts))])
+
+    def fail(self, error: Exception) -> None:
+        """No more of it is computed."""
+        with suppress(InvalidStateError):
+            self.done.set_exception(error)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A text of a batch."""
+
+    asked: Asked
+    at: int  # which of its texts
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.asked.texts[self.at]
+
+
+class Batches:
+    """The requests that wait, in turns: first by key, then by request.
+
+    Args:
+        most_tokens: of a batch, padding among them; a single longer text is a batch, too.
+        most_texts: of a batch.
+        most_waiting: requests that wait.
+    """
+
+    def __init__(self, most_tokens: int, most_texts: int, most_waiting: int) -> None:
+        self.most_tokens, self.most_texts, self.most_waiting = most_tokens, most_texts, most_waiting
+        self._queues: dict[str, deque[Asked]] = {}  # by key; the first key and its first request are next
+
+    @property
+    def waiting(self) -> int:
+        """Texts that wait."""
+        return sum(len(asked.left) for asked in self)
+
+    def __iter__(self) -> Iterator[Asked]:
+        for queue in self._queues.values():
+            yield from queue
+
+    def add(self, asked: Asked) -> None:
+        """Take a request.
+
+        Raises:
+            Busy: too many wait already.
+        """
+        if (waiting := len(list(self))) >= self.most_waiting:
+            raise Busy(f"{waiting} requests wait already, and {self.most_waiting} may")
+        self._queues.setdefault(asked.key, deque()).append(asked)
+
+    def forget_ended(self) -> None:
+        """Drop requests of which no text waits, that have an error, or whose client has left."""
+        for key, queue in list(self._queues.items()):
+            self._queues[key] = deque(asked for asked in queue if asked.left and not asked.done.done())
+            if not self._queues[key]:
+                del self._queues[key]
+
+    def next(self) -> list[Row]:
+        """The next batch, the longest text first: that of the request whose turn it is, and some nearly as long.
+
+        Texts of all requests fill it up. Half of a batch at most is padding.
+        """
+        if not self._queues:
+            return []
+        first = self._take_turn()
+        longest = len(first.texts[first.left[-1]])
+        room = min(self.most_texts, max(1, self.most_tokens // longest))
+        fits = [
+            Row(asked, at)
+            for asked in (first, *(other for other in self if other is not first))
+            for at in reversed(asked.left)
+            if SHORTEST * longest <= len(asked.texts[at]) <= longest
+        ]
+        batch = sorted(fits, key=lambda row: -len(row.tokens))[:room]
+        for row in batch:
+            row.asked.left.remove(row.at)
+        self.forget_ended()
+        return batch
+
+    def _take_turn(self) -> Asked:
+        """The request that is next; it and its key are the last from now on."""
+        key = next(iter(self._queues))
+        queue = self._queues.pop(key)
+        queue.rotate(-1)
+        self._queues[key] = queue
+        return queue[-1]

@@ -1,0 +1,95 @@
+"""Which texts are embedded together: fairness, bounds, and nobody forgotten."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybit.serve.batches import Asked, Batches
+from anybit.serve.scheduler import Busy
+
+
+def asked(*lengths: int, key: str = "") -> Asked:
+    return Asked([np.zeros(length, np.int32) for length in lengths], key)
+
+
+def taken(batches: Batches) -> list[tuple[Asked, int]]:
+    return [(row.asked, row.at) for row in batches.next()]
+
+
+def test_texts_of_all_requests_fill_a_batch_and_short_ones_wait_for_their_like() -> None:
+    batches, first, second = Batches(100, 8, 9), asked(4, 20, 12), asked(18, 3, 21, 5)
+    batches.add(first)
+    batches.add(second)
+    assert batches.waiting == 7
+    assert taken(batches) == [(first, 1), (second, 0), (first, 2)]  # none is longer than the first's longest
+    assert taken(batches) == [(second, 2)]
+    assert taken(batches) == [(first, 0), (second, 1)]
+    assert taken(batches) == [(second, 3)]
+    assert batches.next() == [] and batches.waiting == 0 and not list(batches)
+
+
+def test_a_batch_is_bounded_by_tokens_and_by_texts_and_one_long_text_is_one() -> None:
+    batches = Batches(40, 3, 9)
+    batches.add(asked(10, 10, 10, 9, 20, 20, 20, 50))
+    assert [[len(row.tokens) for row in batches.next()] for _ in range(4)] == [
+        [50],
+        [20, 20],
+        [20, 10],
+        [10, 10, 9],
+    ]
+
+
+def test_requests_take_turns_and_keys_before_them() -> None:
+    batches, many, late, other = Batches(10, 1, 9), asked(10, 10, 10), asked(10, 10), asked(10, key="other")
+    for one in (many, late, other):
+        batches.add(one)
+    turns = [taken(batches)[0][0] for _ in range(6)]
+    assert turns == [many, other, late, many, late, many]
+
+
+def test_who_has_left_or_failed_is_forgotten() -> None:
+    batches, gone, failed, stays = Batches(10, 1, 3), asked(10), asked(10, 10), asked(10)
+    for one in (gone, failed, stays):
+        batches.add(one)
+    with pytest.raises(Busy, match="3 requests wait already, and 3 may"):
+        batches.add(asked(1))
+    gone.done.cancel()
+    failed.fail(ValueError("no"))
+    batches.forget_ended()
+    assert list(batches) == [stays]
+    gone.put(0, np.zeros(2, np.float32))  # a row that was on its way: nobody listens
+    gone.fail(ValueError("late"))
+    assert gone.done.cancelled()
+
+
+def test_rows_come_in_the_order_of_the_request() -> None:
+    one = asked(3, 5)
+    for at in (1, 0):
+        one.put(at, np.full(2, at, np.float32))
+    assert [row[0] for row in one.done.result(0)] == [0, 1]
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.sampled_from("ab")), max_size=9
+    ),
+    st.integers(1, 100),
+    st.integers(1, 5),
+)
+def test_every_text_is_taken_once_within_the_bounds(
+    requests: list[tuple[list[int], str]], tokens: int, texts: int
+) -> None:
+    batches = Batches(tokens, texts, 9)
+    made = [asked(*lengths, key=key) for lengths, key in requests]
+    for one in made:
+        batches.add(one)
+    found = []
+    while rows := batches.next():
+        longest = len(rows[0].tokens)
+        assert len(rows) == 1 or longest * len(rows) <= tokens
+        assert len(rows) <= texts and all(longest / 2 <= len(row.tokens) <= longest for row in rows)
+        found += [(row.asked, row.at) for row in rows]
+    assert len(found) == len({*found}) == sum(len(one.texts) for one in made)
