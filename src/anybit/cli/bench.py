@@ -132,7 +132,7 @@ def bench_kernels(
 
     The default shapes take some 8 GB of memory and 10 minutes."""
     check_writable(json_file)
-    _check_plot(timed.plot)
+    check_plot(timed.plot)
     if device == "cuda":
         refuse_ignored(cpu.given(), "it is for --device cpu")
         _on_gpu(timed, gpu, json_file)
@@ -143,7 +143,7 @@ def bench_kernels(
         raise InputError(f"--device {device}: expected cpu or cuda")
 
 
-def _check_plot(plot: Path | None) -> None:
+def check_plot(plot: Path | None) -> None:
     """Refuse a picture that could not be drawn when the work is done."""
     from anybit.bench.picture import PICTURES
 
@@ -291,7 +291,7 @@ def bench_decode(
     from anybit.bench import decode
 
     check_writable(out)
-    _check_plot(plot)
+    check_plot(plot)
     set_threads(decoded.threads)
     with reporting() as report:
         plan = decode.Plan(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import anybit
-from anybit.cli import artifact, bench, evaluate, methods, quantize, run, serve
+from anybit.cli import artifact, bench, bench_serve, evaluate, methods, quantize, run, serve
 from anybit.errors import InputError, printable, raised_by_a_model
 
 app = typer.Typer(
@@ -45,6 +45,7 @@ for function in (
 benchmarks.command(name="quantize")(bench.bench_quantize)
 benchmarks.command(name="kernels")(bench.bench_kernels)
 benchmarks.command(name="decode")(bench.bench_decode)
+benchmarks.command(name="serve")(bench_serve.bench_serve)
 app.add_typer(benchmarks, name="bench")
 
 # Click's base class of usage errors, which typer may or may not bring along under its own name.

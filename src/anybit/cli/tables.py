@@ -14,7 +14,7 @@ from anybit.config import Json
 from anybit.errors import printable
 
 
-def _print(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table of texts; `<` before a heading: its column is not numbers and stands to the left.
 
     Rows fold at a terminal's edge; in a file or a pipe they stay whole.
@@ -125,7 +125,7 @@ def print_inspection(f: Json) -> None:
             f"calibration       {calibration['samples']} x {calibration['seq_len']} tokens of {calibration['source']}"
         )
     layers = [_layer_row(layer) for layer in f["embeddings"] + f["layers"]]
-    _print(("<layer", "shape", "bits", "bits per weight", "<parts"), layers)
+    print_table(("<layer", "shape", "bits", "bits per weight", "<parts"), layers)
 
 
 def _layer_row(layer: Json) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ def _layer_row(layer: Json) -> tuple[str, ...]:
 
 def print_comparison(f: Json) -> None:
     """The cells of `compare`; the report has more."""
-    _print(
+    print_table(
         ("<method", "bits", "bits per weight", "perplexity", "KLD mean", "quantized in"),
         [_cell_row(cell) for cell in f["cells"]],
     )
@@ -171,7 +171,7 @@ def print_plan(f: Json) -> None:
         mark = BEST if row == f["best"] else "" if row["fits"] else "too large"
         widths = str(row["bits"]), str(row["embed_bits"])
         rows.append((*widths, f"{row['bits_per_weight']:.3f}", f"{row['size_bytes'] / 1e6:.1f} MB", mark))
-    _print(("bits", "embed bits", "bits per weight", "size", "<"), rows)
+    print_table(("bits", "embed bits", "bits per weight", "size", "<"), rows)
 
 
 def print_levels(f: Json) -> None:
@@ -184,7 +184,7 @@ def print_levels(f: Json) -> None:
         loss = "not known" if row["loss"] is None else f"{row['loss']:.4f}"
         sizes = f"{row['file_bits_per_weight']:.3f}", f"{row['size_bytes'] / 1e6:.1f} MB"
         rows.append((*rates, *sizes, loss, mark))
-    _print(("bits", "bits per weight", "of the embedding", "in the files", "size", LOSS, "<"), rows)
+    print_table(("bits", "bits per weight", "of the embedding", "in the files", "size", LOSS, "<"), rows)
 
 
 def print_bench_quantize(f: Json) -> None:
@@ -199,7 +199,7 @@ def print_bench_quantize(f: Json) -> None:
             beside = f"{peer / 1e6:.2f}", f"{ours / peer:.1f}x", f"{loss:.4f}"
         rows.append((f"{row['rows']} x {row['columns']}", str(row["bits"]), f"{ours / 1e6:.2f}", *beside))
     rows.append(("nested", "3 to 8", f"{f['nested']['weights_per_second'] / 1e6:.2f}", "", "", ""))
-    _print(("<rows x columns", "bits", "anybit", f["peer"] or "no peer", "ratio", "loss"), rows)
+    print_table(("<rows x columns", "bits", "anybit", f["peer"] or "no peer", "ratio", "loss"), rows)
     typer.echo(json.dumps(f))
 
 
@@ -230,7 +230,7 @@ def _print_variants(variants: dict[str, Json], cached: bool) -> None:
         last = [str(v["rows"])] if cached else [f"{variants[base]['us'] / v['us']:.2f}" for base in bases]
         rates = f"{v['us']:.1f}", f"{v['gb_per_s']:.1f}", f"{100 * v['of_limit']:.0f}%"
         rows.append((name, *rates, *last))
-    _print(("<", "us", "GB/s", "of limit", *over), rows)
+    print_table(("<", "us", "GB/s", "of limit", *over), rows)
 
 
 def print_bench_decode(f: Json) -> None:
@@ -263,7 +263,7 @@ def print_bench_decode(f: Json) -> None:
                     f"{100 * c['of_limit']:.0f}%",
                 )
             rows.append((name, f"{c['tokens_per_second']:.1f}", f"{low:.1f} to {high:.1f}", *shares))
-        _print(("<", "tokens/s", "range", "MB a token", "read GB/s", "of limit"), rows)
+        print_table(("<", "tokens/s", "range", "MB a token", "read GB/s", "of limit"), rows)
 
 
 def _print_agreement(cell: Json) -> None:
@@ -274,7 +274,7 @@ def _print_agreement(cell: Json) -> None:
     for name, c in cell["contenders"].items():
         gap = "" if c["gap"] is None else f"{c['gap']:.1e}"
         rows.append((name, f"{c['difference']:.1e}", str(c["equal"]), gap))
-    _print(("<", "of the spread", "equal greedy tokens", "best two apart"), rows)
+    print_table(("<", "of the spread", "equal greedy tokens", "best two apart"), rows)
 
 
 def print_decode_targets(f: Json) -> None:
@@ -285,7 +285,7 @@ def print_decode_targets(f: Json) -> None:
 
     words = {None: "", True: "met", False: "MISSED"}
     _say("")
-    _print(
+    print_table(
         ("row", "<target", "must", "measured", "bound", "<"),
         [
             (

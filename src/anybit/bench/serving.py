@@ -1,0 +1,316 @@
+"""`anybit bench serve`: servers under the load of a trace, over HTTP, each with the same memory.
+
+A cell is a system with a trace, in one life of its server:
+
+1. Prompts of the trace's mean length, one at a time: what a token of a prompt costs.
+2. As many requests together as may run, in the trace's order: the rate at saturation, in tokens of prompts and answers.
+3. The trace's requests at its own times, stretched alike for all systems so that they ask for a share of what the first
+   system, the reference, does at saturation.
+
+Requests have the trace's lengths and random tokens, other ones in each part, so that no prefix is found in a cache.
+Answers go on to their length whatever is drawn. A cell that a file has already, of the same files, settings, machine
+and code, is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from anybit.bench.contenders import MistralRs
+from anybit.bench.load import Answer, Asked, Client
+from anybit.bench.others import Used, used
+from anybit.bench.prediction import Work
+from anybit.bench.reading import Buffer
+from anybit.bench.servers import Programs, Server, Share, command, free_port, started
+from anybit.bench.serving_figures import Bounds, figures, steady_rate
+from anybit.bench.systems import AUTO, Peer, System, common_context, kv_memory
+from anybit.bench.traces import Trace
+from anybit.compare.machine import machine, source
+from anybit.config import Json
+from anybit.engine.threads import default_threads
+from anybit.errors import InputError
+from anybit.kernels import cpu
+from anybit.progress import SILENT, Silent
+
+COSTS = 3  # prompts whose fastest counts
+SPARE = 256  # ids at the end of a vocabulary, where special tokens may be
+BEGIN = 16  # and at its beginning
+REST = 10  # seconds that a server has to drop what it was told to stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured.
+
+    Raises:
+        InputError: on use, what of it cannot be; see `check`.
+    """
+
+    systems: Sequence[System]  # the first is the reference
+    traces: Sequence[Trace]
+    memory: int  # bytes of weights and of keys and values, for every system
+    load: float = 0.8  # of the reference's rate at saturation
+    seconds: float = 300  # of a trace; later requests are left out
+    saturation: float = 60
+    drain: float = 30
+    running: int = 32
+    slots: int | None = None  # of llama.cpp; None: as many longest texts as its cache holds
+    threads: int = 0  # 0: what the engine takes by default
+    bounds: Bounds = field(default_factory=Bounds)
+    programs: Programs = field(default_factory=Programs)
+
+    @property
+    def count(self) -> int:
+        """Threads."""
+        return self.threads or default_threads()
+
+    @cached_property
+    def context(self) -> int:
+        """Tokens of the longest text that every system can hold."""
+        from anybit import _native
+
+        return common_context(self.systems, self.memory, _native.PAGE_TOKENS)
+
+    def share(self, system: System, trace: Trace) -> Share:
+        """What of the memory is for keys and values."""
+        kv_bytes = kv_memory(system, self.memory)
+        tokens, running = int(kv_bytes / system.kv_token), self.running
+        if system.engine == "llama.cpp":  # a text that finds no room there fails
+            longest = max(request.tokens for request in trace.requests)
+            running = self.slots or max(1, min(running, tokens // longest))
+        return Share(kv_bytes, tokens, self.context, running, self.count)
+
+    def check(self) -> None:
+        """Refuse before any work what cannot be measured.
+
+        Raises:
+            InputError: a model, a width, a file or a program that is none; too little memory; twice the same name.
+        """
+        if not cpu.available():
+            raise InputError(f"the native extension is not there: {cpu.why_not()}")
+        names = [system.name for system in self.systems]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise InputError(f"{', '.join(sorted(twice))}: give every system a name of its own")
+        vocabularies = {system.config.vocab_size for system in self.systems}
+        if len(vocabularies) > 1:
+            raise InputError(f"the systems have {len(vocabularies)} vocabularies: compare sizes of one model")
+        if self.context < 2:
+            raise InputError("--memory leaves no page for keys and values: give more")
+        if not 0 < self.load <= 2:
+            raise InputError(f"--load {self.load:g}: expected a share of saturation above 0, up to 2")
+        peers = {system.engine for system in self.systems if isinstance(system, Peer)}
+        for engine, program in (("llama.cpp", self.programs.llama), ("mistral.rs", self.programs.mistralrs)):
+            if (engine in peers) != (program is not None):
+                raise InputError(f"{engine} needs its program and a --gguf: give both or neither")
+        if self.programs.mistralrs is not None:
+            MistralRs.check(self.programs.mistralrs)
+
+
+def serve(plan: Plan, out: Path | None = None, report: Silent = SILENT) -> Json:
+    """Figures of what a plan names; written to `out` after every cell, which is read first.
+
+    Raises:
+        InputError: see `Plan.check`; a file that is none of this benchmark; a server that does not start.
+    """
+    plan.check()
+    made = read(out) or {"bench": "serve", "cells": []}
+    advance = report.task("serve", len(plan.traces) * len(plan.systems))
+    for whole in plan.traces:
+        trace, rate = whole.within(plan.context), None
+        for system in plan.systems:
+            made_by = _made_by(plan, system, trace, rate)
+            same = {"trace": trace.name, "system": system.name}
+            old = [cell for cell in made["cells"] if same.items() <= cell.items()]
+            cell = next((cell for cell in old if cell["made_by"] == made_by), None)
+            if cell is None:
+                cell = {**same, "reference": rate is None, "made_by": made_by}
+                cell |= _measure(plan, system, trace, rate)
+                made["cells"] = [c for c in made["cells"] if c not in old] + [cell]
+                write(made, out)
+            rate = rate or plan.load * cell["saturation"]["tokens_per_second"]
+            advance(1)
+    return made
+
+
+def _made_by(plan: Plan, system: System, trace: Trace, rate: float | None) -> Json:
+    """What has to be the same for a cell to be the same."""
+    asked: Json = {
+        "memory": plan.memory,
+        "load": plan.load,
+        "seconds": plan.seconds,
+        "saturation": plan.saturation,
+    }
+    asked |= {
+        "drain": plan.drain,
+        "slots": plan.slots,
+        "bounds": asdict(plan.bounds),
+        "context": plan.context,
+    }
+    about = {key: value for key, value in machine().items() if key != "threads"}
+    programs = {"llama.cpp": plan.programs.llama, "mistral.rs": plan.programs.mistralrs}
+    how = {"bits": system.bits, "least": system.least, "kv_bits": system.kv_bits, "engine": system.engine}
+    made = {
+        **about, "source": source(), "threads": plan.count, "running": plan.running, **asked, **how, "rate": rate,
+        "state": system.state, "program": str(programs.get(system.engine, "")), "trace": trace.state,
+        "requests": len(trace.requests),
+    }  # fmt: skip
+    return dict(json.loads(json.dumps(made)))
+
+
+def _measure(plan: Plan, system: System, trace: Trace, rate: float | None) -> Json:
+    """A system with a trace; without a rate it is the reference."""
+    share, port = plan.share(system, trace), free_port()
+    read_rate = Buffer(system.step_bytes, plan.count).rate(system.step_bytes)
+    with started(command(system, share, plan.programs, port), port, plan.count) as server:
+        asker = _Asker(system, trace, server)
+        token = asker.prompt_token()
+        answers, spent = asker.spent(lambda client: client.together(
+            asker.asked(trace, "saturation"), plan.running, plan.saturation))  # fmt: skip
+        ran_out = len(answers) == len(trace.requests)
+        saturated = figures(answers, plan.bounds)
+        saturated |= {"tokens_per_second": steady_rate(answers, plan.saturation, ran_out), **spent}
+        _check(system, answers)
+        asker.rest()
+        rate = rate or plan.load * saturated["tokens_per_second"]
+        timed = asker.asked(trace.at_rate(rate), "load")
+        before = server.figure("anybit_preemptions_total")
+        answers, spent = asker.spent(lambda client: client.at_times(timed, plan.seconds, plan.drain))
+        loaded = {**figures(answers, plan.bounds), **spent, "tokens_per_second_asked": rate}
+        after = server.figure("anybit_preemptions_total")
+        loaded["preemptions"] = None if before is None or after is None else after - before
+        peak = server.peak_bytes
+    work = Work(
+        trace.prompt, trace.answer, share.running, share.kv_tokens, system.step_bytes, system.kv_token,
+        read_rate, token,
+    )  # fmt: skip
+    return {
+        "engine": system.engine, "requests": len(trace.requests), "clipped": trace.clipped,
+        "context": share.context, "weight_bytes": system.weight_bytes, "kv_bytes": share.kv_bytes,
+        "kv_bits": system.kv_bits, "kv_tokens": share.kv_tokens, "running": share.running, "peak_bytes": peak,
+        "saturation": saturated, "load": loaded,
+        "predicted": {**asdict(work), "together": work.together, "tokens_per_second": work.tokens_per_second},
+    }  # fmt: skip
+
+
+def _check(system: System, answers: Sequence[Answer]) -> None:
+    """Refuse figures of a server that answers nothing."""
+    if not any(answer.times for answer in answers):
+        said = next((answer.error for answer in answers if answer.error), "nothing came in time")
+        raise InputError(f"{system.name} answered no request: {said}")
+
+
+class _Asker:
+    """Makes requests for a server, and counts what they cost."""
+
+    def __init__(self, system: System, trace: Trace, server: Server) -> None:
+        self._system, self._trace, self._server = system, trace, server
+        self._ids = range(BEGIN, max(BEGIN + 1, system.config.vocab_size - SPARE))
+
+    def asked(self, trace: Trace, part: str) -> list[Asked]:
+        """Requests whose tokens depend on the part and on their place alone: all systems get the same."""
+        made = []
+        for place, request in enumerate(trace.requests):
+            tokens = random.Random(f"{part} {place}").choices(self._ids, k=request.prompt)
+            body = self._body(tokens, request.answer)
+            made.append(Asked(request.at, request.prompt, request.answer, body))
+        return made
+
+    def _body(self, tokens: list[int], answer: int, bits: float | str | None = None) -> bytes:
+        """As the servers understand it; no text ends early, none has drafts."""
+        body: Json = {"prompt": tokens, "max_tokens": answer, "temperature": 0, "stream": True}
+        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+        if self._system.engine == "anybit":
+            body["speculate"] = False
+            if self._system.least is not None:
+                body["bits"] = AUTO if bits is None else bits
+        else:
+            body["cache_prompt"] = False
+        return json.dumps(body).encode()
+
+    def prompt_token(self) -> float:
+        """Seconds that a token of a prompt of mean length takes alone; of "auto" at its narrowest."""
+        count, took = max(1, round(self._trace.prompt)), []
+        for i in range(COSTS):
+            tokens = random.Random(f"cost {i}").choices(self._ids, k=count)
+            one = Asked(0, count, 1, self._body(tokens, 1, self._system.least))
+            (answer,) = Client(self._server.port).at_times([one], 1, REST + 600)
+            if not answer.times:
+                raise InputError(
+                    f"{self._system.name} does not answer a request: {answer.error or 'it is silent'}"
+                )
+            took.append(answer.times[0] - answer.asked)
+        return min(took) / count
+
+    def spent(self, load: object) -> tuple[list[Answer], Json]:
+        """What came of a load, and the processors that client, server and others took, on average."""
+        before, served, wall = used(), self._server.processor_seconds, time.perf_counter()
+        own = time.process_time()
+        answers = load(Client(self._server.port))  # type: ignore[operator]
+        wall = time.perf_counter() - wall
+        client, server = time.process_time() - own, self._server.processor_seconds - served
+        return answers, {
+            "client": client / wall,
+            "server": server / wall,
+            "others": _others(before, server, client),
+        }
+
+    def rest(self) -> None:
+        """Wait until the server has dropped what was cut off."""
+        if self._system.engine != "anybit":
+            time.sleep(min(REST, 2))
+            return
+        deadline = time.monotonic() + REST
+        while self._server.figure("anybit_running_texts") and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
+def _others(before: Used, server: float, client: float) -> float | None:
+    """Processors that nobody here took."""
+    after = used()
+    if before.all is None or after.all is None:
+        return None
+    return max(0.0, after.all - before.all - server - client) / (after.wall - before.wall)
+
+
+def ratios(made: Json) -> list[Json]:
+    """Of every cell its rate at saturation over the reference's, predicted and measured."""
+    first = {cell["trace"]: cell for cell in made["cells"] if cell["reference"]}
+    found = []
+    for cell in made["cells"]:
+        row = {"trace": cell["trace"], "system": cell["system"]}
+        for name, part in (("predicted", "predicted"), ("measured", "saturation")):
+            of = first[cell["trace"]][part]["tokens_per_second"]
+            row[name] = cell[part]["tokens_per_second"] / of if of else None
+        found.append(row)
+    return found
+
+
+def read(out: Path | None) -> Json | None:
+    """The figures that a file has.
+
+    Raises:
+        InputError: a file of something else.
+    """
+    if out is None or not out.exists():
+        return None
+    try:
+        made = json.loads(out.read_text(encoding="utf-8"))
+        if made["bench"] == "serve" and isinstance(made["cells"], list):
+            return dict(made)
+    except (ValueError, KeyError, TypeError, OSError):
+        pass
+    raise InputError(f"{out} is no file of `anybit bench serve`: name another, or remove it")
+
+
+def write(made: Json, out: Path | None) -> None:
+    """Whole or not at all: a run may be stopped at any time."""
+    if out is not None:
+        part = out.with_name(out.name + ".part")
+        part.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+        part.replace(out)

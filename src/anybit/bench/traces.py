@@ -1,0 +1,113 @@
+"""Traces of requests: when each came, and how many tokens its prompt and its answer had.
+
+The form is that of Azure's traces of language models (https://github.com/Azure/AzurePublicDataset): a CSV file with the
+columns TIMESTAMP, ContextTokens and GeneratedTokens. There are no texts in it.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+
+from anybit.errors import InputError
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+DIGITS = len("2023-11-16 18:17:03.979960")  # the seventh digit behind the point is a tenth of a microsecond
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a trace."""
+
+    at: float  # seconds after the first
+    prompt: int  # tokens, from 1 up
+    answer: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.answer
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests by ascending times."""
+
+    name: str
+    state: str  # of the file, 12 digits
+    requests: tuple[Request, ...]
+    clipped: int = 0  # requests that were shortened
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts and answers: the work that a trace is."""
+        return sum(request.tokens for request in self.requests)
+
+    @property
+    def prompt(self) -> float:
+        """Mean tokens of a prompt."""
+        return sum(request.prompt for request in self.requests) / len(self.requests)
+
+    @property
+    def answer(self) -> float:
+        """Mean tokens of an answer."""
+        return sum(request.answer for request in self.requests) / len(self.requests)
+
+    def within(self, context: int) -> Trace:
+        """With requests of at most so many tokens: an answer has up to half of them, its prompt the rest."""
+        made = []
+        for request in self.requests:
+            answer = min(request.answer, context // 2)
+            made.append(replace(request, prompt=min(request.prompt, context - answer), answer=answer))
+        clipped = sum(old != new for old, new in zip(self.requests, made))
+        return replace(self, requests=tuple(made), clipped=clipped)
+
+    def at_rate(self, tokens_per_second: float) -> Trace:
+        """With times stretched alike, so that so many tokens are asked for in a second on average."""
+        span = self.requests[-1].at
+        if not span:
+            raise InputError(f"{self.name}: all requests come at once, so their times cannot be stretched")
+        factor = self.tokens / tokens_per_second / span
+        return replace(self, requests=tuple(replace(r, at=r.at * factor) for r in self.requests))
+
+
+def read_trace(path: Path, count: int) -> Trace:
+    """The first requests of a file.
+
+    Raises:
+        InputError: no such file, other columns, a row that is no request, times that go back, too few rows.
+    """
+    try:
+        data = path.read_bytes()
+        rows = list(csv.reader(data.decode("utf-8-sig").splitlines()))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no CSV file"
+        raise InputError(f"{path} cannot be read: {reason}") from error
+    if not rows or not set(COLUMNS) <= set(rows[0]):
+        raise InputError(f"{path}: the first line is to name the columns {', '.join(COLUMNS)}")
+    columns = [rows[0].index(name) for name in COLUMNS]
+    found = [_row(path, line, row, columns) for line, row in enumerate(rows[1 : count + 1], 2) if row]
+    if len(found) < count:
+        raise InputError(f"{path} has {len(found)} requests, and {count} were asked for: see --requests")
+    for line, (before, (at, *_)) in enumerate(pairwise(found), 3):
+        if at < before[0]:
+            raise InputError(
+                f"{path}, line {line}: its time is before that of line {line - 1}; sort the file"
+            )
+    first = found[0][0]
+    requests = (Request((at - first).total_seconds(), prompt, answer) for at, prompt, answer in found)
+    return Trace(path.stem, hashlib.sha256(data).hexdigest()[:12], tuple(requests))
+
+
+def _row(path: Path, line: int, row: list[str], columns: list[int]) -> tuple[datetime, int, int]:
+    try:
+        at, prompt, answer = (row[column].strip() for column in columns)
+        found = datetime.fromisoformat(at[:DIGITS]), int(prompt), int(answer)
+    except (ValueError, IndexError) as error:
+        raise InputError(f"{path}, line {line}: expected a time and two numbers, not {row}") from error
+    if min(found[1:]) < 1:
+        raise InputError(f"{path}, line {line}: a request has at least one token each way, not {row}")
+    return found
