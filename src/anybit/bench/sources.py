@@ -84,10 +84,10 @@ def open_source(name: str, bits: Sequence[float]) -> Source:
         levels = Levels(open_artifact(path))
         there = [size.bits for size in levels.sizes[: levels.last + 1]]
         found = {there[largest(there, width, f"{name} has")] for width in bits}
-        source = Source(name, _state(path), levels.artifact.checkpoint.config, tuple(sorted(found)))
+        source = Source(name, state_of(path), levels.artifact.checkpoint.config, tuple(sorted(found)))
     else:
         checkpoint = open_checkpoint(name)
-        source = Source(name, _state(checkpoint.path), checkpoint.config, (PLAIN,))
+        source = Source(name, state_of(checkpoint.path), checkpoint.config, (PLAIN,))
     if source.config.model_type not in FAMILIES:
         raise InputError(
             f"{name} is of the family {source.config.model_type!r}; the engine runs {', '.join(FAMILIES)}"
@@ -95,7 +95,7 @@ def open_source(name: str, bits: Sequence[float]) -> Source:
     return source
 
 
-def _state(path: Path) -> str:
+def state_of(path: Path) -> str:
     """Names, sizes and times of a model's files, as 12 digits."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     found = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -125,4 +125,4 @@ def open_gguf(path: Path) -> Gguf:
         raise InputError(f"{path} describes no language model: give a .gguf file that llama.cpp runs")
     untied = tensors["token_embd.weight"].n_bytes if "output.weight" in tensors else 0
     nbytes = sum(tensor.n_bytes for tensor in tensors.values()) - untied
-    return Gguf(path, _state(path), (hidden, blocks), nbytes)
+    return Gguf(path, state_of(path), (hidden, blocks), nbytes)

@@ -20,9 +20,10 @@ from anybit.artifact.levels import Levels
 from anybit.artifact.reader import open_artifact
 from anybit.bench.contenders import head_size
 from anybit.bench.decode import LLAMA_NUMBERS
-from anybit.bench.sources import Gguf, open_gguf, open_source
+from anybit.bench.sources import Gguf, open_gguf, state_of
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.checkpoint.gguf_header import read_header
+from anybit.engine.description import FAMILIES
 from anybit.engine.engine import KV_BITS
 from anybit.errors import InputError
 from anybit.formats.levels import largest
@@ -47,7 +48,18 @@ class System:
 
     @cached_property
     def config(self) -> Any:
-        return open_source(self.model, (self.bits,) if self.bits else (8,)).config
+        """Of the model.
+
+        Raises:
+            InputError: no such model; one that the engine does not run.
+        """
+        path = Path(self.model)
+        opened = open_artifact(path).checkpoint if is_artifact(path) else open_checkpoint(self.model)
+        if opened.config.model_type not in FAMILIES:
+            raise InputError(
+                f"{self.name} is of the family {opened.config.model_type!r}; the engine runs {', '.join(FAMILIES)}"
+            )
+        return opened.config
 
     @cached_property
     def kv_bits(self) -> int:
@@ -99,7 +111,8 @@ class System:
     @property
     def state(self) -> str:
         """Of the files."""
-        return open_source(self.model, (self.bits,) if self.bits else (8,)).state
+        path = Path(self.model)
+        return state_of(path if is_artifact(path) else open_checkpoint(self.model).path)
 
 
 @dataclass(frozen=True)
