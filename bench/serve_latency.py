@@ -2,8 +2,9 @@
 
 python bench/serve_latency.py out --bits 4 [--rounds 5] [--json figures.json]
 
-Starts `anybit serve` and asks it over HTTP, in turns with the engine in process. Tokens are counted by the server.
-Greedy, and no text ends early.
+Starts `anybit serve` and asks it over HTTP, in turns with the engine in process: one stream as `Engine.stream` gives
+it, eight by the server's own scheduler and drawing, without HTTP. The client of HTTP runs on the same cores. Tokens are
+counted by the server. Greedy, and no text ends early.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from statistics import median
 from typing import Any
 
 import anybit
+from anybit.serve.job import Progress, jobs_of
+from anybit.serve.request import Request
+from anybit.serve.runner import Limits, Runner
 
 TOKENS = 128  # drawn by each stream
 DEPTH = 32  # tokens of its prompt
+STREAMS = 8  # together in process
 TURN, ANSWER, MORE = 2048, 64, 16  # tokens of the first turn, of its answer, and of the second turn
 STRIDE = 7919  # between tokens of prompts
 
@@ -96,8 +101,39 @@ def rate_of_streams(server: Server, streams: int, vocabulary: int, salt: int) ->
         thread.start()
     for thread in threads:
         thread.join()
+    return rate_while_all_run(made)
+
+
+def rate_while_all_run(made: list[list[float]]) -> float:
+    """Tokens per second of streams whose tokens came at these times."""
     begin, end = max(times[0] for times in made), min(times[-1] for times in made)
     return sum(begin < at <= end for times in made for at in times) / (end - begin)
+
+
+def rate_of_runner(engine: anybit.Engine, salt: int) -> float:
+    """Tokens per second of STREAMS texts together, as the server computes them, without HTTP."""
+    pages = STREAMS * -(-(DEPTH + TOKENS) // engine.page_tokens) + 1
+    runner = Runner(engine, Limits(pages))
+    made: list[list[float]] = [[] for _ in range(STREAMS)]
+    ended = threading.Semaphore(0)
+
+    def hear(i: int, progress: Progress) -> None:
+        if progress.drawn is not None:
+            made[i].append(time.perf_counter())
+        if progress.finish is not None:
+            ended.release()
+
+    jobs = []
+    for i in range(STREAMS):
+        asked = prompt(DEPTH, 1000 * (salt * 64 + i), engine.vocabulary)
+        request = Request(asked, TOKENS, ignores_ends=True, speculates=False)
+        jobs += jobs_of(engine, engine.context, request, lambda _, progress, i=i: hear(i, progress))
+    runner.start()
+    runner.submit(jobs)
+    for _ in jobs:
+        ended.acquire()
+    runner.close(0)
+    return rate_while_all_run(made)
 
 
 def rate_in_process(engine: anybit.Engine, salt: int) -> float:
@@ -131,13 +167,14 @@ def tokens_of(server: Server, text: str) -> list[int]:
 
 
 def measured(model: str, bits: float, kv_bits: int, rounds: int) -> dict[str, Any]:
-    alone, inside, together = [], [], {1: [], 4: [], 8: []}
+    alone, inside, inside_together, together = [], [], [], {1: [], 4: [], 8: []}
     chats: list[tuple[float, float, int]] = []
     for k in range(rounds):
         engine = anybit.Engine(model, bits=bits, kv_bits=kv_bits)
         vocabulary, name = engine.vocabulary, engine.widths[-1]
         rate_in_process(engine, 0)
         inside.append(max(rate_in_process(engine, 1 + k), rate_in_process(engine, 2 + k)))
+        inside_together.append(rate_of_runner(engine, 8 * k + STREAMS))
         del engine
         server = Server(model, bits, kv_bits)
         try:
@@ -152,6 +189,8 @@ def measured(model: str, bits: float, kv_bits: int, rounds: int) -> dict[str, An
         "model": model, "bits": name, "kv_bits": kv_bits, "rounds": rounds, "cores": len(os.sched_getaffinity(0)),
         "in_process": median(inside), "one_stream": median(alone),
         "slower_than_in_process": 1 - median(a / b for a, b in zip(alone, inside)),
+        "eight_in_process": median(inside_together), "eight_streams": median(together[STREAMS]),
+        "eight_slower_than_in_process": 1 - median(a / b for a, b in zip(together[STREAMS], inside_together)),
         "four_over_one": median(b / a for a, b in zip(together[1], together[4])),
         "eight_over_one": median(b / a for a, b in zip(together[1], together[8])),
         "first_turn_seconds": median(chat[0] for chat in chats),

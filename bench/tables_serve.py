@@ -7,7 +7,7 @@ from figures import load, markdown
 
 def latency() -> str:
     head = ["model", "bits", "in process, tokens/s", "over HTTP", "slower by", "4 streams over one", "8"]
-    head += ["first turn, s", "second turn"]
+    head += ["8 in process, tokens/s", "8 over HTTP", "slower by", "first turn, s", "second turn"]
     rows = [
         [
             found["model"],
@@ -17,6 +17,9 @@ def latency() -> str:
             f"{100 * found['slower_than_in_process']:.1f} %",
             f"{found['four_over_one']:.2f}",
             f"{found['eight_over_one']:.2f}",
+            f"{found['eight_in_process']:.0f}",
+            f"{found['eight_streams']:.0f}",
+            f"{100 * found['eight_slower_than_in_process']:.1f} %",
             f"{found['first_turn_seconds']:.1f}",
             f"{100 * found['second_over_first_turn']:.1f} %",
         ]

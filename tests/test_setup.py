@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -139,3 +140,11 @@ def test_another_compiler_and_python_can_be_named(path: Path) -> None:
     (path / "python3").rename(path / "python")
     code, said = make(path, "demo", "CXX=mine++", "PYTHON=python")
     assert code and "missing" not in said and "Error 9" in said
+
+
+def test_the_image_has_what_the_build_needs_and_the_same_pytorch() -> None:
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert all((ROOT / name).exists() for name in kept)
+    assert {"CMakeLists.txt", "LICENSE", "README.md", "csrc", "pyproject.toml", "src"} <= set(kept)
+    (ours,) = re.findall(r"^TORCH +\?= (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert f'ARG TORCH="{ours}"' in (ROOT / "Dockerfile").read_text()

@@ -41,12 +41,13 @@ template <int B> struct RowPlanes {
     RowPlanes(const CodebookByRow& c, int64_t row) {
         for (int p = 0; p < B; ++p) from[p] = plane_bytes(c, B - 1 - p) + row * 4 * c.words;
     }
-    // Those of a block at `at` bytes; what is `next` bytes further is fetched meanwhile.
-    void load(int64_t at, int64_t next, Present there, Codes (&plane)[B]) const {
-        for (int p = 0; p < B; ++p) {
-            __builtin_prefetch(from[p] + at + next);
-            plane[p] = load_plane(from[p] + at, there);
-        }
+    // Those of a block at `at` bytes.
+    void load(int64_t at, Present there, Codes (&plane)[B]) const {
+        for (int p = 0; p < B; ++p) plane[p] = load_plane(from[p] + at, there);
+    }
+    // Have the lines there come into the first cache, meanwhile.
+    void fetch(int64_t at) const {
+        for (int p = 0; p < B; ++p) __builtin_prefetch(from[p] + at);
     }
 };
 

@@ -350,7 +350,8 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, const
             for (int k = 0; k < M; ++k) own[k] = total[row - first][k];
             for (int64_t b = begin; b < least(end, whole); ++b) {
                 Codes plane[B], code[PHASES];
-                planes.load(b * BYTES, next, present(bytes - b * BYTES), plane);
+                planes.fetch(b * BYTES + next);
+                planes.load(b * BYTES, present(bytes - b * BYTES), plane);
                 fold<B>(c, plane);
                 codes_of<B>(plane, code);
                 sums.add(code, b, own);

@@ -16,6 +16,7 @@ namespace {
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__) // the second has TileShapes
 constexpr int64_t TOKENS = 8;                      // of a tile
 constexpr int64_t ROWS = 2;                        // tiles of rows that are multiplied together
+constexpr int64_t TILES_AHEAD = 1;                 // tiles of rows that are fetched before they are decoded
 constexpr int64_t TILE = 16 * BYTES;
 constexpr int64_t CHUNK = 2; // blocks of a row that are decoded at a time: with their inputs they fit the first cache
 constexpr int64_t MOST_VECTORS = CHUNK * PHASES + MOST_TAILS;
@@ -103,7 +104,8 @@ void decode_rows(const CodebookByRow& c, int64_t first, int64_t tiles, const Chu
         };
         for (int64_t b = 0; b < chunk.count; ++b) {
             Codes plane[B], code[PHASES];
-            planes.load(begin + b * BYTES, next, present(bytes - begin - b * BYTES), plane);
+            planes.fetch(begin + b * BYTES + next);
+            planes.load(begin + b * BYTES, present(bytes - begin - b * BYTES), plane);
             codes_of<B>(plane, code);
 #pragma GCC unroll 8
             for (int64_t s = 0; s < PHASES; ++s) put(b * PHASES + s, code[s]);
@@ -178,6 +180,7 @@ struct Tokens {
     __m512i sums; // of factor times code
     __m256 units;
 
+    Tokens() = default;
     Tokens(const WholeInputs& in, int64_t k) : first(k), count(least(TOKENS, in.tokens - k)) {
         int64_t all[TOKENS] = {};
         float own[TOKENS] = {};
@@ -215,75 +218,190 @@ inline void turn(const __m256 (&rows)[16], Floats (&tokens)[TOKENS]) {
     }
 }
 
-// Sums of a tile of rows and TOKENS tokens go where outputs say.
-template <int BYTES_EACH>
-void finish_tile(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, const Places& places, int64_t row,
-                 const double* steps, const Tokens& tokens, const Ints* sums, const Ints* second) {
-    constexpr int64_t CENTRES = (BYTES_EACH == 2 ? CodebookByRow::WORD + 1 : 1) * CodebookByRow::BYTE_ZERO;
-    const __m512i excess = _mm512_mullo_epi64(tokens.sums, _mm512_set1_epi64(CENTRES));
-    __m256 rows[LANES];
-    for (int i = 0; i < LANES; ++i) {
-        __m512i all = join_digits(sums[i]);
-        if constexpr (BYTES_EACH == 2)
-            all = _mm512_add_epi64(_mm512_mullo_epi64(all, _mm512_set1_epi64(CodebookByRow::WORD)),
-                                   join_digits(second[i]));
-        rows[i] = whole_values(_mm512_sub_epi64(all, excess), _mm512_set1_pd(steps[i]), tokens.units);
+// Sums of tiles of rows go where outputs say.
+template <int EACH> class Finish {
+public:
+    Finish(const CodebookByRow& c, const WholeInputs& in, const Outputs& y)
+        : c_(c), in_(in), y_(y), groups_(ceil_div(in.tokens, TOKENS)) {
+        for (int64_t g = 0; g < groups_; ++g) tokens_[g] = Tokens(in, g * TOKENS);
     }
-    Floats values[TOKENS], kept[TOKENS] = {};
-    turn(rows, values);
-    if (c.kept_columns > 0)
-        by_tokens<TOKENS>(tokens.count, [&](auto m, int64_t k) {
-            Floats own[m.value] = {};
-            sum_kept<m.value>(c, in.kept + (tokens.first + k) * c.kept_columns, row, places.count, own);
-            for (int l = 0; l < m.value; ++l) kept[k + l] = own[l];
-        });
-    for (int64_t k = 0; k < tokens.count; ++k)
-        finish(y, tokens.first + k, places, c.kept_columns > 0 ? kept[k] + values[k] : values[k]);
+
+    // A block of rows, whose sums of the next TOKENS lie `stride` vectors further, those of second bytes `second`.
+    void operator()(int64_t block, const Ints* sums, int64_t stride, int64_t second = 0) const {
+        const Places places = find_places(y_, block, c_.rows);
+        double steps[LANES];
+        for (int64_t i = 0; i < LANES; i += 8)
+            _mm512_storeu_pd(steps + i, whole_steps(c_, block * LANES + i, places.count - i));
+        for (int64_t g = 0; g < groups_; ++g, sums += stride)
+            finish_tokens(block, places, steps, tokens_[g], sums, second);
+    }
+
+private:
+    void finish_tokens(int64_t block, const Places& places, const double* steps, const Tokens& tokens, const Ints* sums,
+                       int64_t second) const {
+        constexpr int64_t CENTRES = (EACH == 2 ? CodebookByRow::WORD + 1 : 1) * CodebookByRow::BYTE_ZERO;
+        const __m512i excess = _mm512_mullo_epi64(tokens.sums, _mm512_set1_epi64(CENTRES));
+        __m256 rows[LANES];
+        for (int i = 0; i < LANES; ++i) {
+            __m512i all = join_digits(sums[i]);
+            if constexpr (EACH == 2)
+                all = _mm512_add_epi64(_mm512_mullo_epi64(all, _mm512_set1_epi64(CodebookByRow::WORD)),
+                                       join_digits(sums[second + i]));
+            rows[i] = whole_values(_mm512_sub_epi64(all, excess), _mm512_set1_pd(steps[i]), tokens.units);
+        }
+        Floats values[TOKENS], kept[TOKENS] = {};
+        turn(rows, values);
+        if (c_.kept_columns > 0)
+            by_tokens<TOKENS>(tokens.count, [&](auto m, int64_t k) {
+                Floats own[m.value] = {};
+                sum_kept<m.value>(c_, in_.kept + (tokens.first + k) * c_.kept_columns, block * LANES, places.count,
+                                  own);
+                for (int l = 0; l < m.value; ++l) kept[k + l] = own[l];
+            });
+        for (int64_t k = 0; k < tokens.count; ++k)
+            finish(y_, tokens.first + k, places, c_.kept_columns > 0 ? kept[k] + values[k] : values[k]);
+    }
+
+    const CodebookByRow& c_;
+    const WholeInputs& in_;
+    const Outputs& y_;
+    int64_t groups_;
+    Tokens tokens_[BATCH / TOKENS];
+};
+
+// ---- up to 2 TOKENS tokens: all sums of a tile of rows stay in tiles
+
+// Vectors take turns at two tiles of sums, as the next product with one has to wait for the last.
+template <bool MORE> struct FewSums {
+    static constexpr int64_t BOTH = 2 * 16; // vectors of both
+
+    static void zero() {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (MORE) _tile_zero(2);
+        if (MORE) _tile_zero(3);
+    }
+    static void add(const Codes (*panel)[16], int64_t vectors, const int8_t* x, int64_t stride) {
+        __asm__ volatile("" ::: "memory"); // as in DigitSums
+        for (int64_t v = 0; v < vectors; ++v, x += TILE) {
+            _tile_loadd(4, panel[v], BYTES);
+            _tile_loadd(6, x, BYTES);
+            _tile_dpbusd(0, 4, 6);
+            if (MORE) _tile_loadd(7, x + stride, BYTES);
+            if (MORE) _tile_dpbusd(2, 4, 7);
+            if (++v == vectors) break;
+            x += TILE;
+            _tile_loadd(5, panel[v], BYTES);
+            _tile_loadd(6, x, BYTES);
+            _tile_dpbusd(1, 5, 6);
+            if (MORE) _tile_loadd(7, x + stride, BYTES);
+            if (MORE) _tile_dpbusd(3, 5, 7);
+        }
+        __asm__ volatile("" ::: "memory");
+    }
+    // The sums of the first TOKENS, then of the next.
+    static void save(Ints* sums) {
+        _tile_stored(0, sums, BYTES);
+        _tile_stored(1, sums + 16, BYTES);
+        if (MORE) _tile_stored(2, sums + BOTH, BYTES);
+        if (MORE) _tile_stored(3, sums + BOTH + 16, BYTES);
+        for (int64_t i = 0; i < (MORE ? 2 : 1) * BOTH; i += BOTH)
+            for (int64_t l = 0; l < 16; ++l) sums[i + l] += sums[i + 16 + l];
+    }
+};
+
+// The centroids of a block of a tile of rows, or of their tails. The tile that comes next is fetched meanwhile, in the
+// order in which it lies in memory. What the loop needs of `c` is at hand: bytes that are written may be anything.
+template <int B> void decode_block(const CodebookByRow& c, int64_t first, int64_t b, Codes (*to)[16]) {
+    const int64_t bytes = 4 * c.words, at = b * BYTES, lines = ceil_div(16 * bytes, BYTES), last = c.rows - 1 - first;
+    const int64_t whole = vectors_of(c) / PHASES, tails = tails_of(c);
+    const RowPlanes<B> own(c, first), coming(c, first + 16);
+    const uint8_t *const tables = c.table, *const kinds = c.kinds;
+    const Present there = present(bytes - at);
+    for (int64_t i = 0; i < 16; ++i) {
+        const int64_t row = least(i, last); // nobody reads what lies behind the last row
+        const Table<B> table(tables + ((kinds == nullptr ? first + row : kinds[first + row]) << B));
+        if (const int64_t line = b * 16 + i; line < lines) coming.fetch(line * BYTES);
+        if (b < whole) {
+            Codes plane[B], code[PHASES];
+            own.load(row * bytes + at, there, plane);
+            codes_of<B>(plane, code);
+#pragma GCC unroll 8
+            for (int64_t s = 0; s < PHASES; ++s) to[s][i] = table(code[s]);
+        } else
+            for (int64_t t = 0; t < tails; ++t) to[t][i] = table(tail_codes<B>(c, first + row, at + t * TAIL_BYTES));
+    }
 }
 
-template <int B, int BYTES_EACH>
-void gemm_bits(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
+// A block is multiplied when the next one is decoded: until then its centroids have come out of the store buffer, which
+// tiles cannot read.
+template <int B, bool MORE>
+void gemm_few(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
+    using Few = FewSums<MORE>;
+    const int64_t vectors = vectors_of(c), blocks = ceil_div(vectors, PHASES), all = (end - begin) * blocks;
+    auto* panels = static_cast<Codes(*)[16]>(thread_memory((2 * PHASES + 4) * TILE));
+    auto* sums = reinterpret_cast<Ints*>(panels + 2 * PHASES);
+    const auto panel = [&](int64_t i) { return panels + i % 2 * PHASES; };
+    const Finish<1> finish(c, in, y);
+    shape_digit_tiles(in.tokens);
+    const auto multiply = [&](int64_t i) {
+        const int64_t b = i % blocks, first = b * PHASES;
+        if (b == 0) Few::zero();
+        Few::add(panel(i), least(PHASES, vectors - first), in.x + first * TILE, vectors * TILE);
+        if (b + 1 < blocks) return;
+        Few::save(sums);
+        finish(begin + i / blocks, sums, Few::BOTH);
+    };
+    for (int64_t i = 0; i < all; ++i) {
+        decode_block<B>(c, (begin + i / blocks) * LANES, i % blocks, panel(i));
+        if (i > 0) multiply(i - 1);
+    }
+    multiply(all - 1);
+    _tile_release();
+}
+
+// ---- any number of tokens
+
+template <int B, int EACH>
+void gemm_many(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
     const int64_t vectors = vectors_of(c), whole = vectors / PHASES, groups = ceil_div(in.tokens, TOKENS);
     const int64_t chunks = ceil_div(whole > 0 ? whole : 1, CHUNK), stride = vectors * TILE;
     const int64_t half = groups * ROWS * 16; // vectors of sums of a byte of the entries
-    constexpr int64_t PANELS = BYTES_EACH * sizeof(Panel), MOST = BYTES_EACH * BATCH / TOKENS * ROWS * TILE;
+    constexpr int64_t PANELS = EACH * sizeof(Panel), MOST = EACH * BATCH / TOKENS * ROWS * TILE;
     static_assert(PANELS + MOST <= GEMM_MEMORY);
     auto* panels = static_cast<Panel*>(thread_memory(PANELS + MOST));
-    auto* sums = reinterpret_cast<Ints*>(panels + BYTES_EACH);
-    const bool stay = groups <= 2 && BYTES_EACH == 1; // all sums in tiles, chunk after chunk
-    if (stay) shape_digit_tiles(in.tokens);
+    auto* sums = reinterpret_cast<Ints*>(panels + EACH);
+    const Finish<EACH> finish(c, in, y);
     for (int64_t block = begin; block < end; block += ROWS) {
         const int64_t tiles = least(ROWS, end - block);
         for (int64_t q = 0; q < chunks; ++q) {
             const Chunk chunk{q * CHUNK, least(CHUNK, whole - q * CHUNK), q == chunks - 1};
-            decode_rows<B, BYTES_EACH>(c, block * LANES, tiles, chunk, panels);
+            decode_rows<B, EACH>(c, block * LANES, tiles, chunk, panels);
             const int64_t here = chunk.count * PHASES + (chunk.tails ? vectors % PHASES : 0);
             for (int64_t g = 0; g < groups; g += 2) {
                 const int64_t tokens = least(2 * TOKENS, in.tokens - g * TOKENS);
-                if (!stay && (g == 0 || tokens < 2 * TOKENS)) shape_digit_tiles(tokens);
+                if (g == 0 || tokens < 2 * TOKENS) shape_digit_tiles(tokens);
                 const int8_t* x = in.x + g * stride + chunk.block * PHASES * TILE;
-                for (int64_t e = 0; e < BYTES_EACH; ++e)
+                for (int64_t e = 0; e < EACH; ++e)
                     by_tiles(tiles, tokens > TOKENS, [&](auto tile) {
                         Ints* own = sums + e * half + g * ROWS * 16;
                         if (q == 0) tile.zero();
-                        else if (!stay) tile.load(own);
+                        else tile.load(own);
                         tile.add(panels[e][0], here, x, stride);
-                        if (!stay || q == chunks - 1) tile.save(own);
+                        tile.save(own);
                     });
             }
         }
-        for (int64_t t = 0; t < tiles; ++t) {
-            const Places places = find_places(y, block + t, c.rows);
-            const int64_t row = (block + t) * LANES;
-            double steps[LANES] = {};
-            for (int64_t i = 0; i < places.count; ++i) steps[i] = whole_step(c, row + i);
-            for (int64_t g = 0; g < groups; ++g) {
-                const Ints* own = sums + (g * ROWS + t) * 16;
-                finish_tile<BYTES_EACH>(c, in, y, places, row, steps, Tokens(in, g * TOKENS), own, own + half);
-            }
-        }
+        for (int64_t t = 0; t < tiles; ++t) finish(block + t, sums + t * 16, ROWS * 16, half);
     }
     _tile_release();
+}
+
+template <int B, int EACH>
+void gemm_bits(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
+    if (EACH > 1 || in.tokens > 2 * TOKENS) return gemm_many<B, EACH>(c, in, y, begin, end);
+    if (in.tokens > TOKENS) return gemm_few<B, true>(c, in, y, begin, end);
+    gemm_few<B, false>(c, in, y, begin, end);
 }
 
 void gemm_whole(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
