@@ -39,7 +39,7 @@ from types import SimpleNamespace
 class Which(SimpleNamespace):
     GGUF = SimpleNamespace
 
-CompletionRequest = SimpleNamespace
+CompletionRequest = ChatCompletionRequest = SimpleNamespace
 
 class Runner:
     def __init__(self, which, **settings):
@@ -55,6 +55,13 @@ class Runner:
             log.write(json.dumps([len(request.prompt) + 1, request.max_tokens, request.ignore_eos, threads]) + "\\n")
         used = dict(prompt_tokens=len(request.prompt) + 1, completion_tokens=min(request.max_tokens, {most}))
         return SimpleNamespace(usage=SimpleNamespace(**used, total_prompt_time_sec=0.5, total_completion_time_sec=0.25))
+
+    def send_chat_completion_request(self, request):
+        said = [("a", None)] * request.max_tokens + [("", "length")]
+        for n, (text, finish) in enumerate(said):
+            choice = SimpleNamespace(delta=SimpleNamespace(content=text), finish_reason=finish)
+            used = SimpleNamespace(completion_tokens=request.max_tokens) if finish else None
+            yield SimpleNamespace(choices=[choice], usage=used)
 """
 
 

@@ -40,6 +40,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
+        self.wfile.write(b"ready")
 
     def do_POST(self) -> None:
         from mistralrs import ChatCompletionRequest

@@ -1,0 +1,336 @@
+"""`anybit bench serve`: what clients note, what systems may take, and one small run of everything."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from anybit.bench import reading, serving
+from anybit.bench.load import Asked, Client
+from anybit.bench.servers import Programs, Share, command, free_port, started
+from anybit.bench.serving import Plan, ratios, serve
+from anybit.bench.systems import Peer, System, common_context, kv_memory, parsed
+from anybit.bench.traces import Request, Trace
+from anybit.cli.main import app
+from anybit.errors import InputError
+from anybit.kernels import cpu
+from tests.bench.decoding import gguf, mistralrs
+
+Json = dict[str, Any]
+TRACE = Trace("five", "0" * 12, tuple(Request(0.2 * i, 20 + i, 4) for i in range(5)))
+CSV = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:15:4{i}.6805900,{20 + i},4\n" for i in range(5)
+)
+
+needs_native = pytest.mark.skipif(not cpu.available(), reason="the native extension is not built")
+
+
+# ---- clients
+
+
+@contextmanager
+def standing_in(answer: Callable[[BaseHTTPRequestHandler, Json], None]) -> Iterator[int]:
+    """The port of a server that answers so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            answer(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def events(handler: BaseHTTPRequestHandler, *made: Json) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    for event in made:
+        handler.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+    handler.wfile.write(b"data: [DONE]\n\n")
+
+
+def asked(kind: str, at: float = 0.0, answer: int = 2) -> Asked:
+    return Asked(at, 10, answer, json.dumps({"kind": kind}).encode())
+
+
+TOKEN: Json = {"choices": [{"text": "a", "finish_reason": None}]}
+END: Json = {"choices": [{"text": "", "finish_reason": "length"}]}
+
+
+def stand_in(handler: BaseHTTPRequestHandler, body: Json) -> None:
+    kind = body["kind"]
+    if kind in ("busy", "wrong"):
+        handler.send_error(429 if kind == "busy" else 400)
+    elif kind == "cut":
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        handler.wfile.write(b"40\r\ndata: ")  # and the connection ends
+    elif kind == "error":
+        events(handler, TOKEN, {"error": {"message": "it broke"}})
+    elif kind == "short":
+        events(handler, TOKEN, END)
+    else:
+        usage = {"choices": [], "usage": {"completion_tokens": 2}, "timings": {"bits": {"mean": 3.5}}}
+        events(handler, TOKEN, TOKEN, END, usage)
+
+
+def test_clients_note_what_came_of_each_request() -> None:
+    kinds = "good", "busy", "wrong", "cut", "error", "short"
+    with standing_in(stand_in) as port:
+        answers = Client(port).at_times([asked(kind) for kind in kinds], 5, 5)
+    assert [answer.status for answer in answers] == ["ok", "refused", "failed", "failed", "failed", "failed"]
+    good, busy, wrong, cut, error, short = answers
+    assert (len(good.times), good.tokens, good.bits, good.error) == (2, 2, {"mean": 3.5}, "")
+    assert good.asked <= good.times[0] <= good.times[1] <= (good.ended or 0)
+    assert busy.error.startswith("429") and wrong.error.startswith("400") and "Incomplete" in cut.error
+    assert "it broke" in error.error
+    assert short.error == "1 tokens came, 2 were asked for"
+
+
+def test_requests_come_at_their_times_until_the_end_and_late_ones_are_cut() -> None:
+    held = threading.Event()
+
+    def slow(handler: BaseHTTPRequestHandler, body: Json) -> None:
+        if body["kind"] == "slow":
+            held.wait(10)
+        stand_in(handler, body)
+
+    with standing_in(slow) as port:
+        answers = Client(port).at_times(
+            [asked("good", 0.2), asked("slow", 0.3), asked("good", 0.6)], 0.5, 0.2
+        )
+        held.set()
+    assert [answer.status for answer in answers] == ["ok", "unfinished"]  # the third came too late
+    assert 0.2 <= answers[0].asked < 0.3
+
+
+def test_as_many_ask_together_as_may() -> None:
+    now, most, lock = 0, 0, threading.Lock()
+
+    def count(handler: BaseHTTPRequestHandler, body: Json) -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        threading.Event().wait(0.05)
+        with lock:
+            now -= 1
+        stand_in(handler, body)
+
+    with standing_in(count) as port:
+        answers = Client(port).together([asked("good") for _ in range(9)], 3, 10)
+    assert [answer.status for answer in answers] == ["ok"] * 9
+    assert most == 3
+
+
+def test_nobody_there_is_a_failure() -> None:
+    with standing_in(stand_in) as port:
+        pass
+    (answer,) = Client(port).at_times([asked("good")], 1, 1)
+    assert answer.status == "failed" and "Connection" in answer.error
+
+
+# ---- systems
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("bf16=model", ("bf16", "model", None, None, None)),
+        ("four=out@4", ("four", "out", 4.0, None, None)),
+        ("all=out@auto", ("all", "out", None, 3.0, None)),
+        ("some=a/b@2.5-4.5+kv8", ("some", "a/b", 4.5, 2.5, 8)),
+        ("x=user@home/out@3", ("x", "user@home/out", 3.0, None, None)),
+        ("atom=atom+kv4", ("atom", "atom", None, None, 4)),
+    ],
+)
+def test_systems_are_named(text: str, found: tuple[object, ...]) -> None:
+    made = parsed(text)
+    assert (made.name, made.model, made.bits, made.least, made.asked_kv) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("out@4", "expected NAME=MODEL"), ("a=out@3+kv5", "16, 8, 4 bits")]
+)
+def test_other_systems_are_refused(text: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        parsed(text)
+
+
+def test_a_budget_is_shared_by_weights_keys_and_values(model_dir: Any, anybit_artifact: Path) -> None:
+    plain, file = System("bf16", str(model_dir("llama"))), System("all", str(anybit_artifact))
+    config = plain.config
+    head = config.head_dim or config.hidden_size // config.num_attention_heads
+    token = config.num_hidden_layers * config.num_key_value_heads * 2 * head * 2  # of 16 bits
+    assert plain.kv_token == token
+    weights = sum(path.stat().st_size for path in Path(plain.model).glob("*.safetensors"))
+    assert 0.95 * weights < plain.weight_bytes <= weights
+    assert kv_memory(plain, plain.weight_bytes + 70 * token) == 70 * token
+    narrow = System("narrow", file.model, bits=3.0)
+    assert narrow.weight_bytes < file.weight_bytes < plain.weight_bytes
+    assert System("auto", file.model, least=3.0).step_bytes == narrow.weight_bytes
+    most = plain.weight_bytes + 70 * token
+    assert common_context([plain, file], most, 32) == 64  # whole pages of the one with the least
+    with pytest.raises(InputError, match=r"its weights take .* give more"):
+        kv_memory(plain, plain.weight_bytes)
+
+
+def test_what_cannot_be_measured_is_refused_before_any_work(model_dir: Any, tmp_path: Path) -> None:
+    plain = System("bf16", str(model_dir("llama")))
+    memory = plain.weight_bytes + 10**7
+
+    def check(systems: list[System], **given: Any) -> None:
+        Plan(**{"systems": systems, "traces": [TRACE], "memory": memory} | given).check()
+
+    if not cpu.available():
+        pytest.skip("the native extension is not built")
+    check([plain])
+    with pytest.raises(InputError, match="a name of its own"):
+        check([plain, plain])
+    with pytest.raises(InputError, match="expected a share of saturation"):
+        check([plain], load=0.0)
+    with pytest.raises(InputError, match=r"llama\.cpp needs its program and a --gguf"):
+        check([plain], programs=Programs(llama=tmp_path / "llama-server"))
+    other = Peer("x", str(gguf(tmp_path / "x.gguf", hidden=80)), engine="llama.cpp", asked_kv=16, like=plain)
+    with pytest.raises(InputError, match="unlike bf16"):
+        check([plain, other], programs=Programs(llama=tmp_path / "llama-server"))
+
+
+def test_servers_get_their_share() -> None:
+    share = Share(kv_bytes=5_000_000, kv_tokens=3000, context=2048, running=4, threads=2)
+    ours = command(parsed("auto=out@3-4.5+kv8"), share, Programs(), 1234)
+    given = dict(zip(ours[5::2], ours[6::2]))
+    assert given == {
+        "--port": "1234", "--kv-memory": "5000000", "--context": "2048", "--kv-bits": "8", "--max-running": "4",
+        "--max-waiting": "1000", "--threads": "2", "--drain-seconds": "1", "--bits": "4.5", "--auto-bits": "3",
+    }  # fmt: skip
+    peer = Peer("llama.cpp", "x.gguf", engine="llama.cpp", asked_kv=16)
+    theirs = command(peer, share, Programs(llama=Path("llama-server")), 1234)
+    assert theirs[0] == "llama-server" and {"-c", "3000", "-np", "4"} <= set(theirs)
+
+
+@pytest.mark.e2e
+def test_mistralrs_gets_a_server(tmp_path: Path) -> None:
+    file, programs, port = gguf(tmp_path / "x.gguf"), Programs(mistralrs=mistralrs(tmp_path)), free_port()
+    share = Share(kv_bytes=1, kv_tokens=1, context=1, running=2, threads=1)
+    asked_of = command(Peer("x", str(file), engine="mistral.rs", asked_kv=16), share, programs, port)
+    body = json.dumps({"prompt": [1] * 10, "max_tokens": 3}).encode()
+    with started(asked_of, port, 1) as server:
+        answers = Client(port).at_times([Asked(0, 10, 3, body)] * 2, 5, 5)
+        assert server.alive
+    assert [(a.status, len(a.times), a.tokens) for a in answers] == [("ok", 3, 3)] * 2
+    assert not server.alive
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text("#!/bin/sh\necho no such model >&2; exit 3\n")
+    program.chmod(0o755)
+    with (
+        pytest.raises(InputError, match="ended with 3; it said: no such model"),
+        started([str(program)], 1, 1),
+    ):
+        pass
+
+
+# ---- all of it
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "LEAST_SECONDS", 1e-4)
+    monkeypatch.setattr(serving, "COSTS", 1)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.native
+@needs_native
+def test_a_run_and_another_that_goes_on(
+    small: None, model_dir: Any, anybit_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, file = System("bf16", str(model_dir("llama"))), System("auto", str(anybit_artifact), least=3.0)
+    memory, out = plain.weight_bytes + 10**6, tmp_path / "serve.json"
+    plan: Json = {"traces": [TRACE], "memory": memory, "seconds": 20, "saturation": 20, "drain": 20}
+    plan |= {"running": 4, "threads": 1}
+    made = serve(Plan(systems=[plain], **plan), out)
+    assert json.loads(out.read_text()) == made
+    made = serve(Plan(systems=[plain, file], **plan), out)
+    reference, auto = made["cells"]
+    for cell in (reference, auto):
+        for part in (cell["saturation"], cell["load"]):
+            assert (part["offered"], part["completed"], part["errors"]) == (5, 5, [])
+        assert cell["kv_bytes"] == memory - cell["weight_bytes"]
+        assert cell["load"]["preemptions"] == 0
+    assert auto["load"]["tokens_per_second_asked"] == 0.8 * reference["saturation"]["tokens_per_second"]
+    low, high = auto["load"]["bits"]["min"], auto["load"]["bits"]["max"]
+    assert 2.5 < low <= high and reference["load"]["bits"]["mean"] == 16
+    assert next(row["measured"] for row in ratios(made)) == 1
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a cell that is there was measured again")
+
+    monkeypatch.setattr(serving, "started", never)
+    assert serve(Plan(systems=[plain, file], **plan), out) == made
+    with pytest.raises(AssertionError, match="measured again"):
+        serve(Plan(systems=[plain, file], **plan | {"running": 3}), out)
+    assert json.loads(out.read_text()) == made
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.native
+@needs_native
+def test_the_command_prints_and_draws(small: None, model_dir: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model, trace, plot = str(model_dir("llama")), tmp_path / "five.csv", tmp_path / "serve.png"
+    trace.write_text(CSV)
+    run = ["bench", "serve", f"bf16={model}", "--trace", str(trace), "--requests", "5", "--memory", "2MB"]
+    run += ["--seconds", "20", "--saturation", "20", "--running", "2", "--threads", "1", "--plot", str(plot)]
+    made = CliRunner().invoke(app, [*run, "-o", str(tmp_path / "serve.json")])
+    assert made.exit_code == 0, made.output
+    assert (
+        "five: 5 requests, 0 shortened" in made.output and "2 MB for weights, keys and values" in made.output
+    )
+    assert "goodput: requests/s with the first token within 2 s" in made.output
+    assert plot.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "No such file"),
+        (["--gguf", "x.gguf"], "give a file and who serves it"),
+        (["--plot", "x.txt"], "expected a name that ends in"),
+    ],
+)
+def test_the_command_refuses(options: list[str], says: str, model_dir: Any) -> None:
+    run = ["bench", "serve", f"bf16={model_dir('llama')}", "--trace", "none.csv", "--memory", "2MB", *options]
+    made = CliRunner().invoke(app, run)
+    assert made.exit_code != 0
+    assert says in " ".join((made.output + str(made.exception)).split())
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"bench": "decode"}')
+    with pytest.raises(InputError, match="no file of `anybit bench serve`"):
+        serving.read(tmp_path / "other.json")
+    assert serving.read(tmp_path / "none.json") is None
