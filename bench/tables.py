@@ -68,6 +68,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-quantize": gpu.quantizing,
     "gpu-targets": gpu.targets,
     "serve-latency": serve.latency,
+    "serve-trace": serve.trace,
     "serve-drafts": serve.drafts,
     "mutations": security.mutations,
     "kills": security.kills,

@@ -28,6 +28,46 @@ def latency() -> str:
     return markdown(head, rows)
 
 
+def trace() -> str:
+    """Servers with as many requests of a trace together as may run, beside what was predicted."""
+    cells = load("serve-trace.json")["cells"]
+    first = next(cell for cell in cells if cell["reference"])
+    head = [
+        "system",
+        "weights, MB",
+        "KV, MB",
+        "tokens that fit",
+        "texts at once",
+        "tokens/s",
+        "drawn, tokens/s",
+    ]
+    head += ["over bf16", "predicted", "token to token, ms", "p99"]
+    rows = []
+    for cell in cells:
+        ran, (measured, predicted) = (
+            cell["saturation"],
+            [
+                cell[part]["tokens_per_second"] / first[part]["tokens_per_second"]
+                for part in ("saturation", "predicted")
+            ],
+        )
+        rows.append(
+            [
+                cell["system"],
+                f"{cell['weight_bytes'] / 1e6:.0f}",
+                f"{cell['kv_bytes'] / 1e6:.0f}",
+                str(cell["kv_tokens"]),
+                str(ran["most_at_once"]),
+                f"{ran['tokens_per_second']:.0f}",
+                f"{ran['output_tokens_per_second']:.0f}",
+                f"{measured:.2f}",
+                f"{predicted:.2f}",
+                *("" if ran[gap] is None else f"{1000 * ran[gap]:.0f}" for gap in ("gap_p50", "gap_p99")),
+            ]
+        )
+    return markdown(head, rows)
+
+
 def drafts() -> str:
     head = [
         "what",

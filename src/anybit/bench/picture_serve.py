@@ -42,7 +42,7 @@ def _ratio_panel(axes: Any, trace: str, rows: list[tuple[Json, Json]]) -> None:
         "predicted": ("#bbb", [ratio["predicted"] or 0.0 for _, ratio in rows]),
     }
     _bars(axes, rows, series)
-    axes.set(title=f"{trace}: at saturation", xlabel="tokens/s over the reference's")
+    axes.set(title=trace, xlabel="tokens/s at saturation over the reference's")
 
 
 def _goodput_panel(axes: Any, trace: str, rows: list[tuple[Json, Json]]) -> None:
@@ -51,7 +51,7 @@ def _goodput_panel(axes: Any, trace: str, rows: list[tuple[Json, Json]]) -> None
         "good": ("C1", [cell["load"]["goodput"] for cell, _ in rows]),
     }
     _bars(axes, rows, series)
-    axes.set(title=f"{trace}: at the trace's times", xlabel="requests/s")
+    axes.set(title=trace, xlabel="requests/s at the trace's times")
 
 
 def _latency_panel(axes: Any, trace: str, rows: list[tuple[Json, Json]]) -> None:
@@ -64,5 +64,5 @@ def _latency_panel(axes: Any, trace: str, rows: list[tuple[Json, Json]]) -> None
         for part, color in zip(("p50", "p99"), colors)
     }
     _bars(axes, rows, series)
-    axes.set(title=f"{trace}: at the trace's times", xlabel="seconds")
+    axes.set(title=trace, xlabel="seconds at the trace's times")
     axes.set_xscale("log")

@@ -154,10 +154,11 @@ def _made_by(plan: Plan, system: System, trace: Trace, rate: float | None) -> Js
     }
     about = {key: value for key, value in machine().items() if key != "threads"}
     programs = {"llama.cpp": plan.programs.llama, "mistral.rs": plan.programs.mistralrs}
+    program = programs.get(system.engine)
     how = {"bits": system.bits, "least": system.least, "kv_bits": system.kv_bits, "engine": system.engine}
     made = {
         **about, "source": source(), "threads": plan.count, "running": plan.running, **asked, **how, "rate": rate,
-        "state": system.state, "program": str(programs.get(system.engine, "")), "trace": trace.state,
+        "state": system.state, "program": program.name if program else "", "trace": trace.state,
         "requests": len(trace.requests),
     }  # fmt: skip
     return dict(json.loads(json.dumps(made)))
