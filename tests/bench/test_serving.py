@@ -115,11 +115,11 @@ def test_requests_come_at_their_times_until_the_end_and_late_ones_are_cut() -> N
 
     with standing_in(slow) as port:
         answers = Client(port).at_times(
-            [asked("good", 0.2), asked("slow", 0.3), asked("good", 0.6)], 0.5, 0.2
+            [asked("good", 0.2), asked("slow", 0.3), asked("good", 0.6)], 0.5, 1.0
         )
         held.set()
     assert [answer.status for answer in answers] == ["ok", "unfinished"]  # the third came too late
-    assert 0.2 <= answers[0].asked < 0.3
+    assert 0.2 <= answers[0].asked
 
 
 def test_as_many_ask_together_as_may() -> None:
