@@ -339,6 +339,7 @@ template <int B, bool MORE>
 void gemm_few(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
     using Few = FewSums<MORE>;
     const int64_t vectors = vectors_of(c), blocks = ceil_div(vectors, PHASES), all = (end - begin) * blocks;
+    if (all == 0) return; // no rows
     auto* panels = static_cast<Codes(*)[16]>(thread_memory((2 * PHASES + 4) * TILE));
     auto* sums = reinterpret_cast<Ints*>(panels + 2 * PHASES);
     const auto panel = [&](int64_t i) { return panels + i % 2 * PHASES; };

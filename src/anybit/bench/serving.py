@@ -176,7 +176,7 @@ def _measure(plan: Plan, system: System, trace: Trace, rate: float | None) -> Js
         ran_out = len(answers) == len(trace.requests)
         saturated = figures(answers, plan.bounds)
         saturated |= {"tokens_per_second": steady_rate(answers, plan.saturation, ran_out), **spent}
-        _check(system, answers)
+        _check(system, server, answers, saturated["tokens_per_second"])
         asker.rest()
         rate = rate or plan.load * saturated["tokens_per_second"]
         timed = asker.asked(trace.at_rate(rate), "load")
@@ -185,6 +185,8 @@ def _measure(plan: Plan, system: System, trace: Trace, rate: float | None) -> Js
         loaded = {**figures(answers, plan.bounds), **spent, "tokens_per_second_asked": rate}
         after = server.figure("anybit_preemptions_total")
         loaded["preemptions"] = None if before is None or after is None else after - before
+        if not server.alive:
+            raise InputError(f"{system.name} ended under the load: see its memory")
         peak = server.peak_bytes
     work = Work(
         trace.prompt, trace.answer, share.running, share.kv_tokens, system.step_bytes, system.kv_token,
@@ -199,11 +201,15 @@ def _measure(plan: Plan, system: System, trace: Trace, rate: float | None) -> Js
     }  # fmt: skip
 
 
-def _check(system: System, answers: Sequence[Answer]) -> None:
-    """Refuse figures of a server that answers nothing."""
+def _check(system: System, server: Server, answers: Sequence[Answer], rate: float) -> None:
+    """Refuse figures of a server that answers nothing, or has ended."""
+    if not server.alive:
+        raise InputError(f"{system.name} ended when it was saturated: see its memory")
     if not any(answer.times for answer in answers):
         said = next((answer.error for answer in answers if answer.error), "nothing came in time")
         raise InputError(f"{system.name} answered no request: {said}")
+    if not rate:
+        raise InputError(f"{system.name}: no token came in the time that counts; give a longer --saturation")
 
 
 class _Asker:
