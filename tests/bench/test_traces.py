@@ -31,6 +31,21 @@ def test_a_trace_is_its_first_requests(tmp_path: Path) -> None:
     assert (trace.name, trace.tokens, trace.prompt, trace.answer) == ("trace", 923, 385, 76.5)
 
 
+def test_times_may_name_a_zone_and_lines_may_be_blank(tmp_path: Path) -> None:
+    text = """
+2024-05-10 00:00:00.009930+00:00,10,1
+
+2024-05-10 00:00:00.2599300Z,20,2
+2024-05-10 00:00:01+00:00,30,3
+ \t
+2024-05-10 03:00:01.5099300+03:00,40,4
+2024-05-10 00:00:02.00993,50,5
+"""
+    trace = read_trace(written(tmp_path, "\n" + HEAD + text), 5)
+    assert [r.at for r in trace.requests] == pytest.approx([0, 0.25, 0.99007, 1.5, 2])
+    assert [r.prompt for r in trace.requests] == [10, 20, 30, 40, 50]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -41,6 +56,8 @@ def test_a_trace_is_its_first_requests(tmp_path: Path) -> None:
         (HEAD + ROWS + "2023-11-16 18:15:50.6805900,20\n", "line 5: expected a time and two numbers"),
         (HEAD + ROWS + "2023-11-16 18:15:50.7,20,0\n", "line 5: a request has at least one token"),
         (HEAD + ROWS + "2023-11-16 18:15:49.0,20,5\n", "line 5: its time is before that of line 4"),
+        (HEAD + ROWS + "\n\n2023-11-16 18:15:49.0,20,5\n", "line 7: its time is before that of line 4"),
+        (HEAD + ROWS + "\n2023-11-16 18:15:51+00:0,20,5\n", "line 6: expected a time and two numbers"),
     ],
 )
 def test_what_is_no_trace_is_refused(text: str, says: str, tmp_path: Path) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import csv
 import hashlib
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
 from anybit.errors import InputError
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-DIGITS = len("2023-11-16 18:17:03.979960")  # the seventh digit behind the point is a tenth of a microsecond
 
 
 @dataclass(frozen=True)
@@ -75,39 +74,39 @@ class Trace:
 
 
 def read_trace(path: Path, count: int) -> Trace:
-    """The first requests of a file.
+    """The first requests of a file; blank lines are skipped.
 
     Raises:
         InputError: no such file, other columns, a row that is no request, times that go back, too few rows.
     """
     try:
         data = path.read_bytes()
-        rows = list(csv.reader(data.decode("utf-8-sig").splitlines()))
+        lines = [(n, line) for n, line in enumerate(data.decode("utf-8-sig").splitlines(), 1) if line.strip()]
+        (_, head), *rows = [(n, next(csv.reader([line]))) for n, line in lines[: count + 1]] or [(1, [])]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no CSV file"
         raise InputError(f"{path} cannot be read: {reason}") from error
-    if not rows or not set(COLUMNS) <= set(rows[0]):
+    if not set(COLUMNS) <= set(head):
         raise InputError(f"{path}: the first line is to name the columns {', '.join(COLUMNS)}")
-    columns = [rows[0].index(name) for name in COLUMNS]
-    found = [_row(path, line, row, columns) for line, row in enumerate(rows[1 : count + 1], 2) if row]
+    columns = [head.index(name) for name in COLUMNS]
+    found = [(line, *_row(path, line, row, columns)) for line, row in rows]
     if len(found) < count:
         raise InputError(f"{path} has {len(found)} requests, and {count} were asked for: see --requests")
-    for line, (before, (at, *_)) in enumerate(pairwise(found), 3):
-        if at < before[0]:
-            raise InputError(
-                f"{path}, line {line}: its time is before that of line {line - 1}; sort the file"
-            )
-    first = found[0][0]
-    requests = (Request((at - first).total_seconds(), prompt, answer) for at, prompt, answer in found)
+    for (before, earlier, *_), (line, at, *_) in pairwise(found):
+        if at < earlier:
+            raise InputError(f"{path}, line {line}: its time is before that of line {before}; sort the file")
+    first = found[0][1]
+    requests = (Request((at - first).total_seconds(), prompt, answer) for _, at, prompt, answer in found)
     return Trace(path.stem, hashlib.sha256(data).hexdigest()[:12], tuple(requests))
 
 
 def _row(path: Path, line: int, row: list[str], columns: list[int]) -> tuple[datetime, int, int]:
+    """A time, which is one of UTC where it names no zone, and the tokens of a prompt and of an answer."""
     try:
-        at, prompt, answer = (row[column].strip() for column in columns)
-        found = datetime.fromisoformat(at[:DIGITS]), int(prompt), int(answer)
+        time, prompt, answer = (row[column].strip() for column in columns)
+        at, tokens = datetime.fromisoformat(time), (int(prompt), int(answer))
     except (ValueError, IndexError) as error:
         raise InputError(f"{path}, line {line}: expected a time and two numbers, not {row}") from error
-    if min(found[1:]) < 1:
+    if min(tokens) < 1:
         raise InputError(f"{path}, line {line}: a request has at least one token each way, not {row}")
-    return found
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)), *tokens
