@@ -8,7 +8,7 @@ import pytest
 
 from anybit.bench.load import Answer
 from anybit.bench.prediction import Work
-from anybit.bench.serving_figures import Bounds, figures, most_at_once, percentile, steady_rate
+from anybit.bench.serving_figures import Bounds, figures, most_at_once, offered, percentile, steady_rate
 from anybit.bench.traces import Request, Trace, read_trace
 from anybit.errors import InputError
 
@@ -73,14 +73,39 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         read_trace(tmp_path / "other.csv", 1)
 
 
-def test_requests_are_shortened_and_times_stretched(tmp_path: Path) -> None:
+def test_requests_are_shortened(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, HEAD + ROWS), 3).within(128)
     assert [(r.prompt, r.answer) for r in trace.requests] == [(84, 44), (64, 64), (20, 6)]
     assert (trace.clipped, trace.tokens) == (2, 282)
-    slow = trace.at_rate(14.1)  # 20 seconds of tokens
-    assert [r.at for r in slow.requests] == pytest.approx([0, 7.5, 20])
+
+
+def even(*at: float) -> Trace:
+    return Trace("even", "", tuple(Request(time, 9, 1) for time in at))
+
+
+def test_a_load_is_the_longest_beginning_that_fits_at_its_rate() -> None:
+    """A sparse beginning, ten tokens a request: 2 tokens/s for 60 seconds are 12 requests, whenever they came."""
+    trace = even(*range(0, 1200, 100), *range(1100, 1188))
+    sent = trace.at_rate(2, 60)
+    assert len(sent.requests) == 12
+    assert [r.at for r in sent.requests] == pytest.approx([60 / 1100 * 100 * i for i in range(12)])
+    assert len(trace.at_rate(2, 59.9).requests) == 11
+    whole = trace.at_rate(2, 10**4)
+    assert (len(whole.requests), whole.requests[-1].at) == (100, pytest.approx(500))
+    assert (whole.name, whole.state, whole.clipped) == (trace.name, trace.state, trace.clipped)
+
+
+def test_a_load_of_too_few_requests_or_at_once_is_refused() -> None:
+    with pytest.raises(InputError, match=r"at 2 tokens/s 9 requests fit within 49 seconds.* more --seconds"):
+        even(*range(100)).at_rate(2, 49)
     with pytest.raises(InputError, match="all requests come at once"):
-        Trace("burst", "", (Request(0, 1, 1), Request(0, 1, 1))).at_rate(1)
+        even(*[0] * 10, 1).at_rate(1, 100)
+
+
+def test_what_was_offered_is_counted_as_it_was_sent() -> None:
+    answers = [answer(0, 1.0), answer(4, status="refused"), answer(2, 3.0, 4.0)]
+    assert offered(answers) == {"offered_tokens": 33, "tokens_per_second_offered": 33 / 4}
+    assert offered([answer(0, 1.0)])["tokens_per_second_offered"] is None
 
 
 def test_percentiles_are_of_the_nearest_rank() -> None:

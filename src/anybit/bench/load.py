@@ -59,9 +59,9 @@ class Client:
     def now(self) -> float:
         return time.perf_counter() - self._begun
 
-    def at_times(self, asked: Sequence[Asked], seconds: float, drain: float) -> list[Answer]:
-        """Ask at set times, as long as `seconds` last, and wait for `drain` more until all have ended."""
-        asyncio.run(self._at_times([one for one in asked if one.at < seconds], seconds + drain))
+    def at_times(self, asked: Sequence[Asked], seconds: float) -> list[Answer]:
+        """Ask at set times, and wait until all have ended or `seconds` have passed."""
+        asyncio.run(self._at_times(asked, seconds))
         return self.answers
 
     def together(self, asked: Sequence[Asked], many: int, seconds: float) -> list[Answer]:

@@ -5,7 +5,7 @@ A cell is a system with a trace, in one life of its server:
 1. Prompts of the trace's mean length, one at a time: what a token of a prompt costs.
 2. As many requests together as may run, in the trace's order: the rate at saturation, in tokens of prompts and answers.
 3. The trace's requests at its own times, stretched alike for all systems so that they ask for a share of what the first
-   system, the reference, does at saturation.
+   system, the reference, does at saturation: as many of the first ones as then fit within the time.
 
 Requests have the trace's lengths and random tokens, other ones in each part, so that no prefix is found in a cache.
 Answers go on to their length whatever is drawn. A cell that a file has already, of the same files, settings, machine
@@ -28,9 +28,9 @@ from anybit.bench.others import Used, used
 from anybit.bench.prediction import Work
 from anybit.bench.reading import Buffer
 from anybit.bench.servers import Programs, Server, Share, command, free_port, started
-from anybit.bench.serving_figures import Bounds, figures, steady_rate
+from anybit.bench.serving_figures import Bounds, figures, offered, steady_rate
 from anybit.bench.systems import AUTO, Peer, System, common_context, kv_memory
-from anybit.bench.traces import Trace
+from anybit.bench.traces import LEAST, Trace
 from anybit.compare.machine import machine, source
 from anybit.config import Json
 from anybit.engine.threads import default_threads
@@ -41,6 +41,7 @@ from anybit.progress import SILENT, Silent
 COSTS = 3  # prompts whose fastest counts
 SPARE = 256  # ids at the end of a vocabulary, where special tokens may be
 BEGIN = 16  # and at its beginning
+ALONE = 600  # seconds that a server has for one request
 REST = 10  # seconds that a server has to drop what it was told to stop
 
 
@@ -56,7 +57,7 @@ class Plan:
     traces: Sequence[Trace]
     memory: int  # bytes of weights and of keys and values, for every system
     load: float = 0.8  # of the reference's rate at saturation
-    seconds: float = 300  # of a trace; later requests are left out
+    seconds: float = 300  # within which requests are sent
     saturation: float = 60
     drain: float = 30
     running: int = 32
@@ -90,7 +91,8 @@ class Plan:
         """Refuse before any work what cannot be measured.
 
         Raises:
-            InputError: a model, a width, a file or a program that is none; too little memory; twice the same name.
+            InputError: a model, a width, a file or a program that is none; too little memory; too few requests; twice
+                the same name.
         """
         if not cpu.available():
             raise InputError(f"the native extension is not there: {cpu.why_not()}")
@@ -102,6 +104,9 @@ class Plan:
             raise InputError(f"the systems have {len(vocabularies)} vocabularies: compare sizes of one model")
         if self.context < 2:
             raise InputError("--memory leaves no page for keys and values: give more")
+        for trace in self.traces:
+            if len(trace.requests) < LEAST:
+                raise InputError(f"{trace.name}: a load has {LEAST} requests or more: give more --requests")
         if not 0 < self.load <= 2:
             raise InputError(f"--load {self.load:g}: expected a share of saturation above 0, up to 2")
         peers = {system.engine for system in self.systems if isinstance(system, Peer)}
@@ -179,10 +184,15 @@ def _measure(plan: Plan, system: System, trace: Trace, rate: float | None) -> Js
         _check(system, server, answers, saturated["tokens_per_second"])
         asker.rest()
         rate = rate or plan.load * saturated["tokens_per_second"]
-        timed = asker.asked(trace.at_rate(rate), "load")
+        timed = asker.asked(trace.at_rate(rate, plan.seconds), "load")
         before = server.figure("anybit_preemptions_total")
-        answers, spent = asker.spent(lambda client: client.at_times(timed, plan.seconds, plan.drain))
-        loaded = {**figures(answers, plan.bounds), **spent, "tokens_per_second_asked": rate}
+        answers, spent = asker.spent(lambda client: client.at_times(timed, plan.seconds + plan.drain))
+        loaded = {
+            **figures(answers, plan.bounds),
+            **offered(answers),
+            **spent,
+            "tokens_per_second_asked": rate,
+        }
         after = server.figure("anybit_preemptions_total")
         loaded["preemptions"] = None if before is None or after is None else after - before
         if not server.alive:
@@ -246,7 +256,7 @@ class _Asker:
         for i in range(COSTS):
             tokens = random.Random(f"cost {i}").choices(self._ids, k=count)
             one = Asked(0, count, 1, self._body(tokens, 1, self._system.least))
-            (answer,) = Client(self._server.port).at_times([one], 1, REST + 600)
+            (answer,) = Client(self._server.port).at_times([one], ALONE)
             if not answer.times:
                 raise InputError(
                     f"{self._system.name} does not answer a request: {answer.error or 'it is silent'}"

@@ -90,6 +90,13 @@ def figures(answers: Sequence[Answer], bounds: Bounds) -> Json:
     }  # fmt: skip
 
 
+def offered(answers: Sequence[Answer]) -> Json:
+    """The load as it was sent: tokens of prompts and of the answers asked for, until the last request was sent."""
+    tokens = sum(answer.prompt + answer.answer for answer in answers)
+    last = max(answer.asked for answer in answers)
+    return {"offered_tokens": tokens, "tokens_per_second_offered": tokens / last if last else None}
+
+
 def served_bits(answers: Sequence[Answer]) -> Json | None:
     """Least, mean and most width of the tokens drawn; None: nobody said."""
     said = [(a.bits, a.drawn) for a in answers if a.bits and a.bits.get("mean") is not None and a.drawn]

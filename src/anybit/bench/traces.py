@@ -10,11 +10,12 @@ import csv
 import hashlib
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from anybit.errors import InputError
 
+LEAST = 10  # requests of a load: fewer say little
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -64,13 +65,26 @@ class Trace:
         clipped = sum(old != new for old, new in zip(self.requests, made))
         return replace(self, requests=tuple(made), clipped=clipped)
 
-    def at_rate(self, tokens_per_second: float) -> Trace:
-        """With times stretched alike, so that so many tokens are asked for in a second on average."""
-        span = self.requests[-1].at
-        if not span:
+    def at_rate(self, tokens_per_second: float, seconds: float) -> Trace:
+        """The longest beginning that asks for so many tokens in a second on average, and ends within `seconds`.
+
+        Its times are stretched alike.
+
+        Raises:
+            InputError: that are fewer than `LEAST` requests, or all come at once.
+        """
+        totals = accumulate(request.tokens for request in self.requests)
+        count = sum(total <= tokens_per_second * seconds for total in totals)
+        if count < LEAST:
+            raise InputError(
+                f"{self.name}: at {tokens_per_second:.0f} tokens/s {count} requests fit within {seconds:g} seconds, "
+                f"and fewer than {LEAST} say little: give more --seconds or a higher --load"
+            )
+        sent = self.requests[:count]
+        if not (span := sent[-1].at):
             raise InputError(f"{self.name}: all requests come at once, so their times cannot be stretched")
-        factor = self.tokens / tokens_per_second / span
-        return replace(self, requests=tuple(replace(r, at=r.at * factor) for r in self.requests))
+        factor = sum(request.tokens for request in sent) / tokens_per_second / span
+        return replace(self, requests=tuple(replace(r, at=r.at * factor) for r in sent))
 
 
 def read_trace(path: Path, count: int) -> Trace:

@@ -38,13 +38,14 @@ class Loaded:
         ),
     ]
     requests: Annotated[
-        int, typer.Option(help="The first so many of each trace.", min=2, rich_help_panel=LOAD)
+        int, typer.Option(help="Of each trace the first so many, at most.", min=2, rich_help_panel=LOAD)
     ] = 200
     load: Annotated[
         float, typer.Option(help="Share of the first system's rate at saturation.", rich_help_panel=LOAD)
     ] = 0.8
     seconds: Annotated[
-        float, typer.Option(help="Of a cell; later requests are left out.", min=1, rich_help_panel=LOAD)
+        float,
+        typer.Option(help="Of a cell: as many requests are sent as fit in.", min=1, rich_help_panel=LOAD),
     ] = 300
     saturation: Annotated[
         float, typer.Option(help="Seconds that measure saturation.", min=1, rich_help_panel=LOAD)

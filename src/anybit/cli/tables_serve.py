@@ -29,7 +29,8 @@ def _print_trace(trace: str, rows: list[tuple[Json, Json]], bounds: Bounds) -> N
     typer.echo(
         f"{trace}: {one['requests']} requests, {one['clipped']} shortened to {one['context']} tokens; "
         f"{one['made_by']['memory'] / 1e6:.0f} MB for weights, keys and values; "
-        f"{one['load']['tokens_per_second_asked']:.0f} tokens/s asked for by the whole trace, prompts included"
+        f"{one['load']['offered']} requests sent at {one['load']['tokens_per_second_offered']:.0f} tokens/s, prompts "
+        f"included, of {one['load']['tokens_per_second_asked']:.0f} planned"
     )
     print_table(
         ("<", "weights MB", "KV MB", "KV bits", "KV tokens", "texts", "peak MB", "client", "server", "others"),
