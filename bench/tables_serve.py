@@ -31,7 +31,9 @@ def latency() -> str:
 def trace() -> str:
     """Servers with as many requests of a trace together as may run, beside what was predicted."""
     cells = load("serve-trace.json")["cells"]
-    first = next(cell for cell in cells if cell["reference"])
+    first, *more = [cell for cell in cells if cell["reference"]]
+    if more:
+        raise ValueError("serve-trace.json has cells of several plans: keep those of one")
     head = [
         "system",
         "weights, MB",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from typer.testing import CliRunner
 
 from anybit.bench import reading, serving
 from anybit.bench.load import Asked, Client
-from anybit.bench.servers import Programs, Share, command, free_port, started
+from anybit.bench.servers import Programs, Share, command, free_port, started, version
 from anybit.bench.serving import Plan, ratios, serve
+from anybit.bench.serving_figures import Bounds
 from anybit.bench.systems import Peer, System, common_context, kv_memory, parsed
 from anybit.bench.traces import Request, Trace
 from anybit.cli.main import app
@@ -26,6 +29,7 @@ from tests.bench.decoding import gguf, mistralrs
 
 Json = dict[str, Any]
 TRACE = Trace("ten", "0" * 12, tuple(Request(0.2 * i, 20 + i, 4) for i in range(10)))
+OTHER = Trace("ten", "1" * 12, TRACE.requests)
 CSV = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:15:4{i}.6805900,{20 + i},4\n" for i in range(10)
 )
@@ -203,6 +207,10 @@ def test_what_cannot_be_measured_is_refused_before_any_work(model_dir: Any, tmp_
     check([plain])
     with pytest.raises(InputError, match="a name of its own"):
         check([plain, plain])
+    with pytest.raises(InputError, match="ten: give every trace a name of its own"):
+        check([plain], traces=[TRACE, OTHER])
+    with pytest.raises(InputError, match="there is no system"):
+        check([])
     with pytest.raises(InputError, match="five: a load has 10 requests or more: give more --requests"):
         check([plain], traces=[Trace("five", "", TRACE.requests[:5])])
     with pytest.raises(InputError, match="expected a share of saturation"):
@@ -225,6 +233,73 @@ def test_servers_get_their_share() -> None:
     peer = Peer("llama.cpp", "x.gguf", engine="llama.cpp", asked_kv=16)
     theirs = command(peer, share, Programs(llama=Path("llama-server")), 1234)
     assert theirs[0] == "llama-server" and {"-c", "3000", "-np", "4"} <= set(theirs)
+
+
+def test_a_cell_has_a_key_of_all_that_its_figures_depend_on(model_dir: Any, tmp_path: Path) -> None:
+    systems = [System(name, str(model_dir("llama"))) for name in ("a", "b")]
+    memory = systems[0].weight_bytes + 10**7
+    base: Json = {"systems": systems, "traces": [TRACE], "memory": memory, "threads": 1}
+
+    def key(system: System = systems[1], trace: Trace = TRACE, **given: Any) -> str:
+        return json.dumps(Plan(**base | given).key(system, trace), sort_keys=True)
+
+    others = [
+        key(systems[0]), key(System("b", systems[1].model, bits=4.0)), key(System("b", systems[1].model, least=3.0)),
+        key(System("b", systems[1].model, asked_kv=8)), key(trace=OTHER), key(trace=replace(TRACE, name="x")),
+        key(trace=replace(TRACE, requests=TRACE.requests[:-1])), key(memory=memory + 1), key(load=0.5),
+        key(seconds=1), key(saturation=1), key(drain=1), key(running=1), key(slots=1), key(threads=2),
+        key(bounds=Bounds(first=1)), key(systems=systems[::-1]),
+    ]  # fmt: skip
+    assert key() == key() and len({key(), *others}) == 1 + len(others)
+    assert systems[0].model not in key()
+
+
+def test_ratios_are_of_the_cells_of_one_plan() -> None:
+    def cell(trace: str, rate: float, reference: bool = False) -> Json:
+        part = {"tokens_per_second": rate}
+        names = {"trace": trace, "system": f"{rate}", "reference": reference}
+        return {**names, "saturation": part, "predicted": part}
+
+    cells = [cell("x", 2, True), cell("x", 3), cell("y", 4, True)]
+    assert [row["measured"] for row in ratios(cells)] == [1, 1.5, 1]
+    with pytest.raises(InputError, match="x has 2 references: expected the cells of one plan"):
+        ratios([*cells, cell("x", 5, True)])
+    with pytest.raises(InputError, match="z has 0 references"):
+        ratios([*cells, cell("z", 5)])
+
+
+def test_the_file_of_the_results_has_the_cells_of_one_plan() -> None:
+    file = serving.read(Path(__file__).parents[2] / "bench/results/serve-trace.json")
+    assert file is not None and ratios(file["cells"])[0]["measured"] == 1
+    assert len({json.dumps(cell["key"]) for cell in file["cells"]}) == len(file["cells"]) == 9
+
+
+def test_a_peer_is_known_by_the_version_that_it_states(tmp_path: Path) -> None:
+    program = tmp_path / "llama-server"
+
+    def stating(line: str) -> str:
+        program.write_text(f"#!/bin/sh\necho '{line}' >&2\n")
+        program.chmod(0o755)
+        return version("llama.cpp", program)
+
+    assert stating("version: 5590 (0d398442)") == "5590 (0d398442)"
+    one, other = stating("version: 0 (unknown)"), stating("version: 0 (unknown) ")
+    assert one != other and all(re.fullmatch("[0-9a-f]{12}", found) for found in (one, other))
+    plain = mistralrs(tmp_path)  # a package without a version
+    before = version("mistral.rs", plain)
+    (tmp_path / "package/mistralrs.py").write_text("")
+    assert version("mistral.rs", plain) != before
+    (tmp_path / "package/mistralrs-0.9.dist-info").mkdir()
+    (tmp_path / "package/mistralrs-0.9.dist-info/METADATA").write_text("Name: mistralrs\nVersion: 0.9\n")
+    (tmp_path / "package/mistralrs-0.9.dist-info/top_level.txt").write_text("mistralrs\n")
+    assert version("mistral.rs", plain) == "mistralrs 0.9"
+
+
+def test_a_peer_without_a_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"does not start, so llama\.cpp cannot be measured"):
+        version("llama.cpp", tmp_path / "llama-server")
+    with pytest.raises(InputError, match="expected a Python interpreter that has the package xllamacpp"):
+        version("llama.cpp", mistralrs(tmp_path))
 
 
 @pytest.mark.e2e
@@ -271,10 +346,12 @@ def test_a_run_and_another_that_goes_on(
     memory, out = plain.weight_bytes + 10**6, tmp_path / "serve.json"
     plan: Json = {"traces": [TRACE], "memory": memory, "seconds": 20, "saturation": 20, "drain": 20}
     plan |= {"running": 4, "threads": 1}
-    made = serve(Plan(systems=[plain], **plan), out)
-    assert json.loads(out.read_text()) == made
+    alone = serve(Plan(systems=[plain], **plan), out)
+    assert json.loads(out.read_text()) == alone
     made = serve(Plan(systems=[plain, file], **plan), out)
     reference, auto = made["cells"]
+    assert reference == alone["cells"][0] and (reference["reference"], auto["reference"]) == (True, False)
+    assert str(tmp_path) not in out.read_text() and plain.model not in out.read_text()
     for cell in (reference, auto):
         for part in (cell["saturation"], cell["load"]):
             assert (part["offered"], part["completed"], part["errors"]) == (10, 10, [])
@@ -286,16 +363,32 @@ def test_a_run_and_another_that_goes_on(
     assert auto["load"]["tokens_per_second_asked"] == 0.8 * reference["saturation"]["tokens_per_second"]
     low, high = auto["load"]["bits"]["min"], auto["load"]["bits"]["max"]
     assert 2.5 < low <= high and reference["load"]["bits"]["mean"] == 16
-    assert next(row["measured"] for row in ratios(made)) == 1
+    assert next(row["measured"] for row in ratios(made["cells"])) == 1
 
     def never(*_: Any) -> None:
         raise AssertionError("a cell that is there was measured again")
 
     monkeypatch.setattr(serving, "started", never)
     assert serve(Plan(systems=[plain, file], **plan), out) == made
-    with pytest.raises(AssertionError, match="measured again"):
-        serve(Plan(systems=[plain, file], **plan | {"running": 3}), out)
+    for other in (
+        {"running": 3},
+        {"seconds": 21},
+        {"load": 0.7},
+        {"memory": memory + 1},
+        {"traces": [OTHER]},
+    ):
+        with pytest.raises(AssertionError, match="measured again"):
+            serve(Plan(systems=[plain, file], **plan | other), out)
     assert json.loads(out.read_text()) == made
+
+    monkeypatch.undo()
+    stale = made["cells"][0] | {"key": {"memory": 1}, "system": "stale"}
+    other_code = auto | {"made_by": auto["made_by"] | {"source": "other"}}
+    serving.write({**made, "cells": [stale, reference, other_code]}, out)
+    monkeypatch.setattr(serving, "_measure", lambda *_: {"saturation": auto["saturation"], "new": True})
+    again = serve(Plan(systems=[plain, file], **plan), out)["cells"]
+    assert (again[0], again[1]["new"]) == (reference, True)
+    assert json.loads(out.read_text())["cells"] == [stale, *again]
 
 
 @pytest.mark.e2e
@@ -333,7 +426,12 @@ def test_the_command_refuses(options: list[str], says: str, model_dir: Any) -> N
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text('{"bench": "decode"}')
-    with pytest.raises(InputError, match="no file of `anybit bench serve`"):
-        serving.read(tmp_path / "other.json")
+    for other in (
+        '{"bench": "decode"}',
+        '{"bench": "serve", "cells": [{"trace": "x"}]}',
+        '{"bench": "serve"}',
+    ):
+        (tmp_path / "other.json").write_text(other)
+        with pytest.raises(InputError, match="no file of `anybit bench serve`"):
+            serving.read(tmp_path / "other.json")
     assert serving.read(tmp_path / "none.json") is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,9 +18,18 @@ from pathlib import Path
 
 from anybit.bench import llama_server, mistralrs_server
 from anybit.bench.contenders import LLAMA_TYPES
+from anybit.bench.sources import state_of
 from anybit.bench.systems import System
 from anybit.errors import InputError
 
+PACKAGES = {"llama.cpp": "xllamacpp", "mistral.rs": "mistralrs"}
+# A package's version, or else its file.
+STATES = """
+import importlib.metadata, importlib.util, sys
+file = importlib.util.find_spec(sys.argv[1]).origin
+names = importlib.metadata.packages_distributions().get(sys.argv[1])
+print(f"version: {names[0]} {importlib.metadata.version(names[0])}" if names else file)
+"""
 START, STOP = 300, 20  # seconds that a server has
 PAUSE = 0.1
 
@@ -42,9 +52,39 @@ class Programs:
     llama: Path | None = None  # llama-server, or a Python interpreter that has xllamacpp
     mistralrs: Path | None = None  # a Python interpreter that has mistralrs
 
+    @property
+    def given(self) -> dict[str, Path]:
+        """By engine."""
+        both = {"llama.cpp": self.llama, "mistral.rs": self.mistralrs}
+        return {engine: program for engine, program in both.items() if program is not None}
+
 
 def is_python(program: Path) -> bool:
     return program.name.startswith("python")
+
+
+def version(engine: str, program: Path) -> str:
+    """As a peer states it; else a digest of its file's name, size and time, so that another build is told from it.
+
+    Raises:
+        InputError: it does not start, or has no such package.
+    """
+    package = PACKAGES[engine]
+    options = ["-c", STATES, package] if is_python(program) else ["--version"]
+    try:
+        ran = subprocess.run(
+            [str(program), *options], capture_output=True, text=True, check=False, timeout=START
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(f"{program} does not start, so {engine} cannot be measured: {error}") from error
+    said = ran.stdout + ran.stderr
+    if stated := re.search(r"^version: (?!.*unknown)(.+)$", said, re.MULTILINE):
+        return stated[1].strip()
+    if is_python(program):
+        if ran.returncode:
+            raise InputError(f"{program}: expected a Python interpreter that has the package {package}")
+        return state_of(Path(ran.stdout.strip()))
+    return state_of(Path(shutil.which(program) or program))
 
 
 def command(system: System, share: Share, programs: Programs, port: int) -> list[str]:

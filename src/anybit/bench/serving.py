@@ -8,8 +8,10 @@ A cell is a system with a trace, in one life of its server:
    system, the reference, does at saturation: as many of the first ones as then fit within the time.
 
 Requests have the trace's lengths and random tokens, other ones in each part, so that no prefix is found in a cache.
-Answers go on to their length whatever is drawn. A cell that a file has already, of the same files, settings, machine
-and code, is not measured again.
+Answers go on to their length whatever is drawn.
+
+A cell has a key: its trace, its system, the reference and every setting. A file keeps cells of several plans, one of
+each key. A cell that it has already, by the same machine, code and rate, is not measured again.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from anybit.bench.load import Answer, Asked, Client
 from anybit.bench.others import Used, used
 from anybit.bench.prediction import Work
 from anybit.bench.reading import Buffer
-from anybit.bench.servers import Programs, Server, Share, command, free_port, started
+from anybit.bench.servers import Programs, Server, Share, command, free_port, started, version
 from anybit.bench.serving_figures import Bounds, figures, offered, steady_rate
 from anybit.bench.systems import AUTO, Peer, System, common_context, kv_memory
 from anybit.bench.traces import LEAST, Trace
@@ -54,7 +56,7 @@ class Plan:
     """
 
     systems: Sequence[System]  # the first is the reference
-    traces: Sequence[Trace]
+    traces: Sequence[Trace]  # of different names
     memory: int  # bytes of weights and of keys and values, for every system
     load: float = 0.8  # of the reference's rate at saturation
     seconds: float = 300  # within which requests are sent
@@ -78,6 +80,24 @@ class Plan:
 
         return common_context(self.systems, self.memory, _native.PAGE_TOKENS)
 
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        """Of the peers' programs, by engine."""
+        return {engine: version(engine, program) for engine, program in self.programs.given.items()}
+
+    def key(self, system: System, trace: Trace) -> Json:
+        """What a cell's figures depend on, but for the machine and the code."""
+        return {
+            "trace": {"name": trace.name, "state": trace.state}, "requests": len(trace.requests),
+            "system": self._key_of(system), "reference": self._key_of(self.systems[0]), "memory": self.memory,
+            "context": self.context, "running": self.running, "slots": self.slots, "threads": self.count,
+            "load": self.load, "seconds": self.seconds, "saturation": self.saturation, "drain": self.drain,
+            "bounds": asdict(self.bounds),
+        }  # fmt: skip
+
+    def _key_of(self, system: System) -> Json:
+        return {**system.key, "program": self.versions.get(system.engine)}
+
     def share(self, system: System, trace: Trace) -> Share:
         """What of the memory is for keys and values."""
         kv_bytes = kv_memory(system, self.memory)
@@ -91,14 +111,19 @@ class Plan:
         """Refuse before any work what cannot be measured.
 
         Raises:
-            InputError: a model, a width, a file or a program that is none; too little memory; too few requests; twice
-                the same name.
+            InputError: no system; a model, a width, a file or a program that is none; too little memory; too few
+                requests; twice the same name.
         """
         if not cpu.available():
             raise InputError(f"the native extension is not there: {cpu.why_not()}")
-        names = [system.name for system in self.systems]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise InputError(f"{', '.join(sorted(twice))}: give every system a name of its own")
+        if not self.systems:
+            raise InputError("there is no system: give one or more, of which the first is the reference")
+        for what, names in (
+            ("system", [system.name for system in self.systems]),
+            ("trace", [trace.name for trace in self.traces]),
+        ):
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise InputError(f"{', '.join(sorted(twice))}: give every {what} a name of its own")
         vocabularies = {system.config.vocab_size for system in self.systems}
         if len(vocabularies) > 1:
             raise InputError(f"the systems have {len(vocabularies)} vocabularies: compare sizes of one model")
@@ -110,63 +135,47 @@ class Plan:
         if not 0 < self.load <= 2:
             raise InputError(f"--load {self.load:g}: expected a share of saturation above 0, up to 2")
         peers = {system.engine for system in self.systems if isinstance(system, Peer)}
-        for engine, program in (("llama.cpp", self.programs.llama), ("mistral.rs", self.programs.mistralrs)):
-            if (engine in peers) != (program is not None):
-                raise InputError(f"{engine} needs its program and a --gguf: give both or neither")
+        if wrong := peers ^ self.programs.given.keys():
+            raise InputError(f"{wrong.pop()} needs its program and a --gguf: give both or neither")
         if self.programs.mistralrs is not None:
             MistralRs.check(self.programs.mistralrs)
+        assert self.versions.keys() == peers  # or a refusal
 
 
 def serve(plan: Plan, out: Path | None = None, report: Silent = SILENT) -> Json:
-    """Figures of what a plan names; written to `out` after every cell, which is read first.
+    """Cells of what a plan names, in its order; `out` is read first, and written after every cell that is measured.
 
     Raises:
         InputError: see `Plan.check`; a file that is none of this benchmark; a server that does not start.
     """
     plan.check()
-    made = read(out) or {"bench": "serve", "cells": []}
+    file, cells = read(out) or {"bench": "serve", "cells": []}, []
     advance = report.task("serve", len(plan.traces) * len(plan.systems))
     for whole in plan.traces:
         trace, rate = whole.within(plan.context), None
         for system in plan.systems:
-            made_by = _made_by(plan, system, trace, rate)
-            same = {"trace": trace.name, "system": system.name}
-            old = [cell for cell in made["cells"] if same.items() <= cell.items()]
-            cell = next((cell for cell in old if cell["made_by"] == made_by), None)
+            head: Json = {
+                "trace": trace.name,
+                "system": system.name,
+                "reference": rate is None,
+                "key": plan.key(system, trace),
+                "made_by": _made_by(rate),
+            }
+            cell = next((cell for cell in file["cells"] if head.items() <= cell.items()), None)
             if cell is None:
-                cell = {**same, "reference": rate is None, "made_by": made_by}
-                cell |= _measure(plan, system, trace, rate)
-                made["cells"] = [c for c in made["cells"] if c not in old] + [cell]
-                write(made, out)
+                cell = head | _measure(plan, system, trace, rate)
+                file["cells"] = [c for c in file["cells"] if c["key"] != cell["key"]] + [cell]
+                write(file, out)
+            cells.append(cell)
             rate = rate or plan.load * cell["saturation"]["tokens_per_second"]
             advance(1)
-    return made
+    return {**file, "cells": cells}
 
 
-def _made_by(plan: Plan, system: System, trace: Trace, rate: float | None) -> Json:
-    """What has to be the same for a cell to be the same."""
-    asked: Json = {
-        "memory": plan.memory,
-        "load": plan.load,
-        "seconds": plan.seconds,
-        "saturation": plan.saturation,
-    }
-    asked |= {
-        "drain": plan.drain,
-        "slots": plan.slots,
-        "bounds": asdict(plan.bounds),
-        "context": plan.context,
-    }
+def _made_by(rate: float | None) -> Json:
+    """What has to be the same for a cell of the same key to be the same; the reference's own cell has no rate."""
     about = {key: value for key, value in machine().items() if key != "threads"}
-    programs = {"llama.cpp": plan.programs.llama, "mistral.rs": plan.programs.mistralrs}
-    program = programs.get(system.engine)
-    how = {"bits": system.bits, "least": system.least, "kv_bits": system.kv_bits, "engine": system.engine}
-    made = {
-        **about, "source": source(), "threads": plan.count, "running": plan.running, **asked, **how, "rate": rate,
-        "state": system.state, "program": program.name if program else "", "trace": trace.state,
-        "requests": len(trace.requests),
-    }  # fmt: skip
-    return dict(json.loads(json.dumps(made)))
+    return {**about, "source": source(), "rate": rate}
 
 
 def _measure(plan: Plan, system: System, trace: Trace, rate: float | None) -> Json:
@@ -295,11 +304,19 @@ def _others(before: Used, server: float, client: float) -> float | None:
     return max(0.0, after.all - before.all - server - client) / (after.wall - before.wall)
 
 
-def ratios(made: Json) -> list[Json]:
-    """Of every cell its rate at saturation over the reference's, predicted and measured."""
-    first = {cell["trace"]: cell for cell in made["cells"] if cell["reference"]}
-    found = []
-    for cell in made["cells"]:
+def ratios(cells: Sequence[Json]) -> list[Json]:
+    """Of every cell of a plan its rate at saturation over the reference's, predicted and measured.
+
+    Raises:
+        InputError: a trace without a reference, or with several: cells of several plans.
+    """
+    first, found = {}, []
+    for trace in {cell["trace"] for cell in cells}:
+        references = [cell for cell in cells if cell["trace"] == trace and cell["reference"]]
+        if len(references) != 1:
+            raise InputError(f"{trace} has {len(references)} references: expected the cells of one plan")
+        first[trace] = references[0]
+    for cell in cells:
         row = {"trace": cell["trace"], "system": cell["system"]}
         for name, part in (("predicted", "predicted"), ("measured", "saturation")):
             of = first[cell["trace"]][part]["tokens_per_second"]
@@ -318,7 +335,7 @@ def read(out: Path | None) -> Json | None:
         return None
     try:
         made = json.loads(out.read_text(encoding="utf-8"))
-        if made["bench"] == "serve" and isinstance(made["cells"], list):
+        if made["bench"] == "serve" and all("key" in cell for cell in made["cells"]):
             return dict(made)
     except (ValueError, KeyError, TypeError, OSError):
         pass

@@ -23,6 +23,7 @@ from anybit.bench.decode import LLAMA_NUMBERS
 from anybit.bench.sources import Gguf, open_gguf, state_of
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.checkpoint.gguf_header import read_header
+from anybit.config import Json
 from anybit.engine.description import FAMILIES
 from anybit.engine.engine import KV_BITS
 from anybit.errors import InputError
@@ -78,6 +79,14 @@ class System:
         """Bytes of a token's keys and values."""
         heads = self.config.num_key_value_heads or self.config.num_attention_heads
         return self.config.num_hidden_layers * heads * 2 * head_size(self.config) * self.kv_number / 8
+
+    @property
+    def key(self) -> Json:
+        """What tells it from others."""
+        return {
+            "name": self.name, "engine": self.engine, "state": self.state, "bits": self.bits, "least": self.least,
+            "kv_bits": self.kv_bits,
+        }  # fmt: skip
 
     @cached_property
     def weight_bytes(self) -> int:

@@ -124,7 +124,9 @@ def bench_serve(
     out: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--out", help="JSON, written after every cell; what it has is not measured again."
+            "-o",
+            "--out",
+            help="JSON, written after every cell; what it has of the same plan is not measured again.",
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it: a .png, .svg or .pdf.")] = None,
@@ -144,12 +146,12 @@ def bench_serve(
 
     with reporting() as report, _ends_servers():
         figures = serving.serve(plan, out, report)
-    kept = {**figures, "cells": [c for c in figures["cells"] if c["made_by"]["memory"] == plan.memory]}
-    tables_serve.print_bench_serve(kept, serving.ratios(kept), plan.bounds)
+    ratios = serving.ratios(figures["cells"])
+    tables_serve.print_bench_serve(figures, ratios, plan.bounds)
     if plot is not None:
         from anybit.bench import picture_serve
 
-        picture_serve.plot_serve(kept, serving.ratios(kept), plot)
+        picture_serve.plot_serve(figures, ratios, plot)
     if out is None:
         typer.echo(json.dumps(figures))
 
@@ -162,11 +164,11 @@ def _plan(names: list[str], loaded: Loaded, good: Good, peers: Peers) -> Plan:
     from anybit.bench.traces import read_trace
 
     systems = [parsed(name) for name in names]
-    programs = {"llama.cpp": peers.llama_server, "mistral.rs": peers.mistralrs}
-    if bool(peers.gguf) != any(programs.values()):
+    programs = Programs(peers.llama_server, peers.mistralrs)
+    if bool(peers.gguf) != bool(programs.given):
         raise InputError("--gguf belongs with --llama-server or --mistralrs: give a file and who serves it")
-    for engine, program in programs.items():
-        for file in (peers.gguf or ()) if program else ():
+    for engine in programs.given:
+        for file in peers.gguf or ():
             name = f"{engine} {file.stem}"
             systems.append(Peer(name, str(file), engine=engine, asked_kv=16, like=systems[0]))
     how: Json = {
@@ -179,7 +181,7 @@ def _plan(names: list[str], loaded: Loaded, good: Good, peers: Peers) -> Plan:
         threads=loaded.threads or 0,
         slots=peers.slots,
         bounds=Bounds(good.ttft, good.ttft_per_token / 1000, good.itl / 1000),
-        programs=Programs(peers.llama_server, peers.mistralrs),
+        programs=programs,
         **how,
     )
 

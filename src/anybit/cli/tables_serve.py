@@ -28,7 +28,7 @@ def _print_trace(trace: str, rows: list[tuple[Json, Json]], bounds: Bounds) -> N
     typer.echo("")
     typer.echo(
         f"{trace}: {one['requests']} requests, {one['clipped']} shortened to {one['context']} tokens; "
-        f"{one['made_by']['memory'] / 1e6:.0f} MB for weights, keys and values; "
+        f"{one['key']['memory'] / 1e6:.0f} MB for weights, keys and values; "
         f"{one['load']['offered']} requests sent at {one['load']['tokens_per_second_offered']:.0f} tokens/s, prompts "
         f"included, of {one['load']['tokens_per_second_asked']:.0f} planned"
     )
