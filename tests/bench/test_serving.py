@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from anybit.bench import reading, serving
 from anybit.bench.load import Asked, Client
-from anybit.bench.servers import Programs, Share, command, free_port, started, version
+from anybit.bench.servers import Programs, Server, Share, command, free_port, started, version
 from anybit.bench.serving import Plan, ratios, serve
 from anybit.bench.serving_figures import Bounds
 from anybit.bench.systems import Peer, System, common_context, kv_memory, parsed
@@ -107,6 +108,47 @@ def test_clients_note_what_came_of_each_request() -> None:
     assert busy.error.startswith("429") and wrong.error.startswith("400") and "Incomplete" in cut.error
     assert "it broke" in error.error
     assert short.error == "1 tokens came, 2 were asked for"
+
+
+def test_tokens_are_counted_as_the_server_says() -> None:
+    def event(text: str, finish: str | None = None, told: int | None = None, **more: Any) -> Json:
+        timings = {} if told is None else {"timings": {"predicted_n": told}}
+        return {"choices": [{"text": text, "finish_reason": finish}], **timings, **more}
+
+    streams = {
+        "with every event": [
+            event("", told=0),
+            event("ab", told=2),
+            event("", told=3),
+            event("", "length", told=5),
+        ],
+        "the last without": [event("a", told=4), event("b", told=5), event("", "length", told=5)],
+        "at the end": [event("ab"), event("c"), event("", "length", usage={"completion_tokens": 5})],
+        "with the last": [event("ab"), event("c", "length", usage={"completion_tokens": 5})],
+    }
+
+    def told(handler: BaseHTTPRequestHandler, body: Json) -> None:
+        events(handler, *streams[body["kind"]])
+
+    with standing_in(told) as port:
+        answers = Client(port).at_times([asked(kind, answer=5) for kind in streams], 10)
+    assert [(a.status, a.tokens) for a in answers] == [("ok", 5)] * 4
+    assert [a.counts for a in answers] == [[2, 1, 2], [4, 1], [2.5, 2.5], [2.5, 2.5]]
+
+
+def test_llamacpp_is_asked_for_its_count_with_every_event(model_dir: Any, tmp_path: Path) -> None:
+    ours = System("bf16", str(model_dir("llama")))
+    peer = Peer(
+        "x",
+        str(gguf(tmp_path / "x.gguf", ours.config.hidden_size)),
+        engine="llama.cpp",
+        asked_kv=16,
+        like=ours,
+    )
+    with subprocess.Popen(["true"]) as process:
+        askers = [serving.Asker(system, TRACE, Server(process, 1)) for system in (ours, peer)]
+    bodies = [json.loads(asker.asked(TRACE, "load")[0].body) for asker in askers]
+    assert [body.get("timings_per_token") for body in bodies] == [None, True]
 
 
 def test_requests_come_at_their_times_and_what_is_late_is_cut() -> None:

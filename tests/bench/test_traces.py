@@ -159,6 +159,32 @@ def test_saturation_counts_behind_its_beginning() -> None:
     assert steady_rate([answer(0)], 9, False) == 0
 
 
+def test_where_requests_ran_out_saturation_ends_as_the_last_begins() -> None:
+    answers = [answer(0, 1, 2, 4, 6, 8), answer(3, 5, 7), answer(6, 7, 8)]
+    # From 2 to 6: of the first 4 and 6, and the second's prompt of 10 with its first token.
+    assert steady_rate(answers, 9, True) == pytest.approx((2 + 10 + 1) / 4)
+    assert steady_rate(answers, 5.4, True) == pytest.approx((2 + 10 + 1) / 3.6)  # time was over before
+    assert steady_rate([answer(0, 2, 4), answer(0, 5)], 9, True) == pytest.approx((3 + 20) / 5)  # all at once
+
+
+def test_saturation_counts_tokens_and_not_events() -> None:
+    told = Answer(10, 8, 0, [1, 4, 6], status="unfinished", told=[2, 3, 8], tokens=8)
+    ended = Answer(10, 9, 0, [2, 4, 5], 5, "ok", tokens=9)
+    unknown = Answer(10, 9, 0, [2, 4, 5], status="unfinished")
+    assert [a.counts for a in (told, ended, unknown, Answer(1, 1, 0))] == [[2, 1, 5], [3] * 3, [1] * 3, []]
+    assert steady_rate([told], 9, False) == pytest.approx((1 + 5) / 6)
+    assert steady_rate([ended], 9, False) == pytest.approx(6 / 6)
+    assert steady_rate([unknown], 9, False) == pytest.approx(2 / 6)
+    found = figures([told, ended, unknown], Bounds())
+    assert found["tokens_counted"] == {"by_server": 17, "by_events": 3}
+
+
+def test_goodput_is_by_tokens_and_not_events() -> None:
+    one = Answer(10, 9, 0, [1, 1.3, 1.6], 1.6, "ok", tokens=9)  # 0.3 seconds for three tokens
+    assert Bounds(gap=0.11).keeps(one) and not Bounds(gap=0.09).keeps(one)
+    assert Bounds(gap=0.0).keeps(Answer(10, 4, 0, [1], 1, "ok", tokens=4))
+
+
 def test_what_computing_bytes_and_pages_predict() -> None:
     roomy = Work(
         prompt=100,

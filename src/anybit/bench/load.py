@@ -26,17 +26,25 @@ class Answer:
     prompt: int  # tokens that were asked for
     answer: int
     asked: float
-    times: list[float] = field(default_factory=list)  # of each event with a token
+    times: list[float] = field(default_factory=list)  # of each event with tokens
     ended: float | None = None  # None: it did not end
     status: str = "unfinished"  # or: ok, refused, failed
-    tokens: int | None = None  # of the answer, as the server counts them
+    tokens: int | None = None  # that came, as the server counts them; None: it has not said
+    told: list[int] = field(default_factory=list)  # such tokens up to each event, where the server says so
     bits: Json | None = None  # min, mean and max, as anybit says
     error: str = ""
 
     @property
     def drawn(self) -> int:
-        """Tokens that came."""
+        """Tokens that came; each event counts as one where the server does not say."""
         return len(self.times) if self.tokens is None else self.tokens
+
+    @property
+    def counts(self) -> list[float]:
+        """Tokens of each event: as the server said then, else equal shares of those that came."""
+        if len(self.told) == len(self.times):
+            return [after - before for before, after in zip([0, *self.told], self.told)]
+        return [self.drawn / len(self.times)] * len(self.times)
 
 
 @dataclass(frozen=True)
@@ -156,12 +164,21 @@ async def _parts(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
 
 
 def _hear(answer: Answer, event: Json, now: float) -> None:
-    """Note what an event says. The last one of a text may be without a token."""
+    """Note what an event says."""
     if event.get("error"):
         answer.error = str(event["error"])[:200]
+    usage, timings = event.get("usage") or {}, event.get("timings") or {}
+    told = usage.get("completion_tokens", timings.get("predicted_n"))
     for choice in event.get("choices") or ():
-        if choice.get("text") or choice.get("finish_reason") is None:
+        if _has_tokens(answer, choice, told):
             answer.times.append(now)
-    if event.get("usage"):
-        answer.tokens = int(event["usage"]["completion_tokens"])
-    answer.bits = (event.get("timings") or {}).get("bits") or answer.bits
+            answer.told += [] if told is None else [told]
+    answer.tokens = answer.tokens if told is None else told
+    answer.bits = timings.get("bits") or answer.bits
+
+
+def _has_tokens(answer: Answer, choice: Json, told: int | None) -> bool:
+    """Whether an event has tokens: their text may be empty where they are parts of a character."""
+    if told is not None and len(answer.told) == len(answer.times):  # it has been told with every event
+        return told > (answer.told or [0])[-1]
+    return bool(choice.get("text")) or choice.get("finish_reason") is None

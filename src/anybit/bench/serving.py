@@ -8,7 +8,9 @@ A cell is a system with a trace, in one life of its server:
    system, the reference, does at saturation: as many of the first ones as then fit within the time.
 
 Requests have the trace's lengths and random tokens, other ones in each part, so that no prefix is found in a cache.
-Answers go on to their length whatever is drawn.
+Answers go on to their length whatever is drawn. Tokens are counted as the server says: llama.cpp with every event,
+others at an answer's end, where its events have equal shares. In an answer that does not end each event counts as a
+token, as it is at anybit.
 
 A cell has a key: its trace, its system, the reference and every setting. A file keeps cells of several plans, one of
 each key. A cell that it has already, by the same machine, code and rate, is not measured again.
@@ -183,7 +185,7 @@ def _measure(plan: Plan, system: System, trace: Trace, rate: float | None) -> Js
     share, port = plan.share(system, trace), free_port()
     read_rate = Buffer(system.step_bytes, plan.count).rate(system.step_bytes)
     with started(command(system, share, plan.programs, port), port, plan.count) as server:
-        asker = _Asker(system, trace, server)
+        asker = Asker(system, trace, server)
         token = asker.prompt_token()
         answers, spent = asker.spent(lambda client: client.together(
             asker.asked(trace, "saturation"), plan.running, plan.saturation))  # fmt: skip
@@ -231,7 +233,7 @@ def _check(system: System, server: Server, answers: Sequence[Answer], rate: floa
         raise InputError(f"{system.name}: no token came in the time that counts; give a longer --saturation")
 
 
-class _Asker:
+class Asker:
     """Makes requests for a server, and counts what they cost."""
 
     def __init__(self, system: System, trace: Trace, server: Server) -> None:
@@ -256,7 +258,7 @@ class _Asker:
             if self._system.least is not None:
                 body["bits"] = AUTO if bits is None else bits
         else:
-            body["cache_prompt"] = False
+            body |= {"cache_prompt": False, "timings_per_token": True}
         return json.dumps(body).encode()
 
     def prompt_token(self) -> float:

@@ -24,13 +24,12 @@ class Bounds:
     def keeps(self, answer: Answer) -> bool:
         if answer.status != "ok":
             return False
-        gaps = gaps_of(answer)
         late = answer.times[0] - answer.asked > self.first + self.per_prompt_token * answer.prompt
-        return not late and (not gaps or sum(gaps) / len(gaps) <= self.gap)
+        return not late and answer.times[-1] - answer.times[0] <= self.gap * sum(answer.counts[1:])
 
 
 def gaps_of(answer: Answer) -> list[float]:
-    """Seconds from one event with a token to the next."""
+    """Seconds from one event with tokens to the next."""
     return [after - before for before, after in zip(answer.times, answer.times[1:])]
 
 
@@ -52,14 +51,16 @@ def most_at_once(answers: Sequence[Answer]) -> int:
 def steady_rate(answers: Sequence[Answer], seconds: float, ran_out: bool) -> float:
     """Tokens per second of a saturated run: prompts count when their first token comes, tokens as they come.
 
-    What came in the first third is left out. Where requests ran out, so is what came after the last one was begun.
+    What came in the first third is left out. Where requests ran out, so is what came after the last one was begun. How
+    many tokens come with an event: see `Answer.counts`.
     """
     end = min(seconds, max((answer.asked for answer in answers), default=0.0)) if ran_out else seconds
     begin = RAMP * end
     if end <= begin:  # so few that all began at once
         begin, end = 0.0, max((a.times[-1] for a in answers if a.times), default=0.0)
     done = sum(
-        answer.prompt * (begin < answer.times[0] <= end) + sum(begin < at <= end for at in answer.times)
+        answer.prompt * (begin < answer.times[0] <= end)
+        + sum(count for at, count in zip(answer.times, answer.counts) if begin < at <= end)
         for answer in answers
         if answer.times
     )
@@ -86,6 +87,10 @@ def figures(answers: Sequence[Answer], bounds: Bounds) -> Json:
         "gap_p50": percentile(gaps, 0.5), "gap_p99": percentile(gaps, 0.99),
         "good": sum(map(bounds.keeps, answers)), "goodput": sum(map(bounds.keeps, answers)) * rate,
         "most_at_once": most_at_once(answers), "bits": served_bits(answers),
+        "tokens_counted": {
+            "by_server": sum(a.drawn for a in answers if a.tokens is not None),
+            "by_events": sum(a.drawn for a in answers if a.tokens is None),
+        },
         "errors": sorted({answer.error for answer in answers if answer.error})[:3],
     }  # fmt: skip
 
