@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybit.serve.batches import Asked, Batches
+from anybit.serve.batches import SHORTEST, Asked, Batches
 from anybit.serve.scheduler import Busy
 
 
@@ -72,6 +75,46 @@ def test_rows_come_in_the_order_of_the_request() -> None:
     assert [row[0] for row in one.done.result(0)] == [0, 1]
 
 
+class Counting(Sequence[int]):
+    """A text that counts how often one of its like is looked at."""
+
+    looked = 0
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        Counting.looked += 1
+        return self.length
+
+    def __getitem__(self, at: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_batch_looks_at_few_of_the_texts_that_wait() -> None:
+    batches = Batches(2048, 32, 9)
+    for _ in range(8):
+        batches.add(Asked([Counting(1 + i % 60) for i in range(2000)]))  # type: ignore[misc]
+    Counting.looked = 0
+    assert len(batches.next()) == 32 and batches.waiting == 8 * 2000 - 32
+    assert Counting.looked < 600  # a few for each text of the batch, and a search for each request
+
+
+def plainly(batches: Batches) -> list[tuple[Asked, int]]:
+    """The next batch, by a look at all texts that wait."""
+    first, *others = batches
+    others.sort(key=lambda one: one.key == first.key)  # the key whose turn it was is the last
+    longest = max(len(first.texts[at]) for at in first.left)
+    fits = [
+        (one, at)
+        for one in (first, *others)
+        for at in reversed(one.left)
+        if SHORTEST * longest <= len(one.texts[at]) <= longest
+    ]
+    fits.sort(key=lambda row: -len(row[0].texts[row[1]]))
+    return fits[: min(batches.most_texts, max(1, batches.most_tokens // longest))]
+
+
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.sampled_from("ab")), max_size=9
@@ -87,9 +130,12 @@ def test_every_text_is_taken_once_within_the_bounds(
     for one in made:
         batches.add(one)
     found = []
-    while rows := batches.next():
+    while batches.waiting:
+        expected, rows = plainly(batches), batches.next()
         longest = len(rows[0].tokens)
         assert len(rows) == 1 or longest * len(rows) <= tokens
         assert len(rows) <= texts and all(longest / 2 <= len(row.tokens) <= longest for row in rows)
-        found += [(row.asked, row.at) for row in rows]
+        assert [(row.asked, row.at) for row in rows] == expected
+        found += expected
+    assert batches.next() == []
     assert len(found) == len({*found}) == sum(len(one.texts) for one in made)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from heapq import merge
+from itertools import islice
 
 from anybit.engine.engine import Floats, Tokens
 from anybit.serve.scheduler import Busy
@@ -23,11 +26,36 @@ class Asked:
     done: Future[list[Floats]] = field(
         default_factory=Future
     )  # [dimensions] of each text; who cancels it has left
-    left: list[int] = field(init=False)  # texts that wait, by length, the longest last
+    left: list[int] = field(init=False)  # texts that wait, the longest last
     made: dict[int, Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.left = sorted(range(len(self.texts)), key=lambda at: len(self.texts[at]))
+        self.left = sorted(range(len(self.texts)), key=self._length)
+
+    def _length(self, at: int) -> int:
+        return len(self.texts[at])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text that waits."""
+        return self._length(self.left[-1])
+
+    def fitting(self, longest: int) -> Iterator[Row]:
+        """Texts that wait, from so many tokens down to `SHORTEST` of them, the longest first."""
+        for i in reversed(range(self._end(longest))):
+            row = Row(self, self.left[i])
+            if len(row.tokens) < SHORTEST * longest:
+                return
+            yield row
+
+    def take(self, count: int, longest: int) -> None:
+        """The first so many of `fitting` wait no more."""
+        end = self._end(longest)
+        del self.left[end - count : end]
+
+    def _end(self, longest: int) -> int:
+        """Where in `left` longer texts begin."""
+        return bisect_right(self.left, longest, key=self._length)
 
     def put(self, at: int, row: Floats) -> None:
         """A text is embedded; `done` has all when it was the last."""
@@ -101,17 +129,13 @@ class Batches:
         if not self._queues:
             return []
         first = self._take_turn()
-        longest = len(first.texts[first.left[-1]])
+        longest = first.longest
         room = min(self.most_texts, max(1, self.most_tokens // longest))
-        fits = [
-            Row(asked, at)
-            for asked in (first, *(other for other in self if other is not first))
-            for at in reversed(asked.left)
-            if SHORTEST * longest <= len(asked.texts[at]) <= longest
-        ]
-        batch = sorted(fits, key=lambda row: -len(row.tokens))[:room]
-        for row in batch:
-            row.asked.left.remove(row.at)
+        requests = (first, *(other for other in self if other is not first))
+        fitting = merge(*(one.fitting(longest) for one in requests), key=lambda row: -len(row.tokens))
+        batch = list(islice(fitting, room))  # a request's texts are looked at only as far as they are taken
+        for asked, count in Counter(row.asked for row in batch).items():
+            asked.take(count, longest)
         self.forget_ended()
         return batch
 
