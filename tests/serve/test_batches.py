@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from anybit.serve.batches import SHORTEST, Asked, Batches
 from anybit.serve.scheduler import Busy
 
+DIMENSIONS = 6
+MUCH = 1 << 30  # bytes
+
 
 def asked(*lengths: int, key: str = "") -> Asked:
-    return Asked([np.zeros(length, np.int32) for length in lengths], key)
+    return Asked([np.zeros(length, np.int32) for length in lengths], DIMENSIONS, key)
 
 
 def taken(batches: Batches) -> list[tuple[Asked, int]]:
@@ -23,7 +26,7 @@ def taken(batches: Batches) -> list[tuple[Asked, int]]:
 
 
 def test_texts_of_all_requests_fill_a_batch_and_short_ones_wait_for_their_like() -> None:
-    batches, first, second = Batches(100, 8, 9), asked(4, 20, 12), asked(18, 3, 21, 5)
+    batches, first, second = Batches(100, 8, 9, MUCH), asked(4, 20, 12), asked(18, 3, 21, 5)
     batches.add(first)
     batches.add(second)
     assert batches.waiting == 7
@@ -35,7 +38,7 @@ def test_texts_of_all_requests_fill_a_batch_and_short_ones_wait_for_their_like()
 
 
 def test_a_batch_is_bounded_by_tokens_and_by_texts_and_one_long_text_is_one() -> None:
-    batches = Batches(40, 3, 9)
+    batches = Batches(40, 3, 9, MUCH)
     batches.add(asked(10, 10, 10, 9, 20, 20, 20, 50))
     assert [[len(row.tokens) for row in batches.next()] for _ in range(4)] == [
         [50],
@@ -46,7 +49,12 @@ def test_a_batch_is_bounded_by_tokens_and_by_texts_and_one_long_text_is_one() ->
 
 
 def test_requests_take_turns_and_keys_before_them() -> None:
-    batches, many, late, other = Batches(10, 1, 9), asked(10, 10, 10), asked(10, 10), asked(10, key="other")
+    batches, many, late, other = (
+        Batches(10, 1, 9, MUCH),
+        asked(10, 10, 10),
+        asked(10, 10),
+        asked(10, key="other"),
+    )
     for one in (many, late, other):
         batches.add(one)
     turns = [taken(batches)[0][0] for _ in range(6)]
@@ -54,7 +62,7 @@ def test_requests_take_turns_and_keys_before_them() -> None:
 
 
 def test_who_has_left_or_failed_is_forgotten() -> None:
-    batches, gone, failed, stays = Batches(10, 1, 3), asked(10), asked(10, 10), asked(10)
+    batches, gone, failed, stays = Batches(10, 1, 3, MUCH), asked(10), asked(10, 10), asked(10)
     for one in (gone, failed, stays):
         batches.add(one)
     with pytest.raises(Busy, match="3 requests wait already, and 3 may"):
@@ -66,6 +74,22 @@ def test_who_has_left_or_failed_is_forgotten() -> None:
     gone.put(0, np.zeros(2, np.float32))  # a row that was on its way: nobody listens
     gone.fail(ValueError("late"))
     assert gone.done.cancelled()
+
+
+def test_what_waits_is_bounded_by_its_tokens_and_embeddings() -> None:
+    small, large = asked(4), asked(30, 30)
+    assert (small.bytes, large.bytes) == (4 * (4 + 6), 4 * (60 + 12))
+    batches = Batches(30, 1, 9, small.bytes + large.bytes)
+    batches.add(large)
+    batches.add(small)
+    with pytest.raises(Busy, match="that wait take 328 bytes and this one 40, more than the 328 that may be"):
+        batches.add(small)
+    assert taken(batches) == [(large, 1)] and taken(batches) == [(small, 0)]
+    batches.add(asked(4))  # there is room again
+    narrow = Batches(30, 1, 9, 1)
+    narrow.add(large)  # alone: there is no better time for it
+    with pytest.raises(Busy):
+        narrow.add(asked(1))
 
 
 def test_rows_come_in_the_order_of_the_request() -> None:
@@ -92,9 +116,9 @@ class Counting(Sequence[int]):
 
 
 def test_a_batch_looks_at_few_of_the_texts_that_wait() -> None:
-    batches = Batches(2048, 32, 9)
+    batches = Batches(2048, 32, 9, MUCH)
     for _ in range(8):
-        batches.add(Asked([Counting(1 + i % 60) for i in range(2000)]))  # type: ignore[misc]
+        batches.add(Asked([Counting(1 + i % 60) for i in range(2000)], DIMENSIONS))  # type: ignore[misc]
     Counting.looked = 0
     assert len(batches.next()) == 32 and batches.waiting == 8 * 2000 - 32
     assert Counting.looked < 600  # a few for each text of the batch, and a search for each request
@@ -125,7 +149,7 @@ def plainly(batches: Batches) -> list[tuple[Asked, int]]:
 def test_every_text_is_taken_once_within_the_bounds(
     requests: list[tuple[list[int], str]], tokens: int, texts: int
 ) -> None:
-    batches = Batches(tokens, texts, 9)
+    batches = Batches(tokens, texts, 9, MUCH)
     made = [asked(*lengths, key=key) for lengths, key in requests]
     for one in made:
         batches.add(one)

@@ -180,6 +180,21 @@ def test_a_full_queue_says_when_to_come_again(encoder: Encoder, monkeypatch: pyt
         client.ok(PATH, {"input": "a"})
 
 
+def test_large_requests_wait_up_to_a_bound(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    slowly(monkeypatch, 0.1)
+    monkeypatch.setattr("anybit.serve.embedder.WAITING_BYTES", 5000)
+    with serving(encoder, running=1) as (client, state):
+        many = threading.Thread(target=client.ok, args=(PATH, {"input": ["abc"] * 20}))  # 4240 bytes
+        many.start()
+        until(lambda: state.served.runner.waiting > 0)
+        status, _, headers = answer = client.ask(PATH, {"input": ["abc"] * 4})
+        assert status == 429 and int(headers["retry-after"]) >= 1
+        assert "more than the 5000 that may be taken" in refusal(answer)[1]
+        client.ok(PATH, {"input": "abc"})
+        many.join()
+        client.ok(PATH, {"input": ["abc"] * 20})
+
+
 def test_a_small_request_does_not_wait_for_the_whole_of_a_large_one(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

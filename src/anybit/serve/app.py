@@ -269,7 +269,7 @@ async def _gone(request: Request) -> None:
 async def _embeddings(served: ServedEncoder, body: Json, request: Request) -> Response:
     begun = time.perf_counter()
     wanted = await _parsed(request, embeddings.embeddings, served, body)
-    asked = Asked(wanted.texts, wanted.key)
+    asked = Asked(wanted.texts, served.encoder.dimensions, wanted.key)
     served.runner.submit(asked)
     rows = await _unless_gone(request, asyncio.wrap_future(asked.done))
     made = await _apart(request, embeddings.answer, served, wanted, rows)

@@ -15,6 +15,7 @@ from anybit.engine.engine import Floats, Tokens
 from anybit.serve.scheduler import Busy
 
 SHORTEST = 0.5  # of a batch's longest text: one that is shorter waits for a batch of its like
+NUMBER = 4  # bytes of a token, and of a coordinate
 
 
 @dataclass(eq=False)
@@ -22,14 +23,17 @@ class Asked:
     """The texts of one request."""
 
     texts: Sequence[Tokens]  # at least one token each
+    dimensions: int  # of an embedding
     key: str = ""  # whose they are
     done: Future[list[Floats]] = field(
         default_factory=Future
     )  # [dimensions] of each text; who cancels it has left
     left: list[int] = field(init=False)  # texts that wait, the longest last
     made: dict[int, Floats] = field(default_factory=dict)
+    bytes: int = field(init=False)  # that its tokens and embeddings take
 
     def __post_init__(self) -> None:
+        self.bytes = NUMBER * (sum(map(len, self.texts)) + len(self.texts) * self.dimensions)
         self.left = sorted(range(len(self.texts)), key=self._length)
 
     def _length(self, at: int) -> int:
@@ -89,10 +93,12 @@ class Batches:
         most_tokens: of a batch, padding among them; a single longer text is a batch, too.
         most_texts: of a batch.
         most_waiting: requests that wait.
+        most_bytes: that the tokens and embeddings of those take; a single larger request may wait, too.
     """
 
-    def __init__(self, most_tokens: int, most_texts: int, most_waiting: int) -> None:
-        self.most_tokens, self.most_texts, self.most_waiting = most_tokens, most_texts, most_waiting
+    def __init__(self, most_tokens: int, most_texts: int, most_waiting: int, most_bytes: int) -> None:
+        self.most_tokens, self.most_texts = most_tokens, most_texts
+        self.most_waiting, self.most_bytes = most_waiting, most_bytes
         self._queues: dict[str, deque[Asked]] = {}  # by key; the first key and its first request are next
 
     @property
@@ -108,10 +114,16 @@ class Batches:
         """Take a request.
 
         Raises:
-            Busy: too many wait already.
+            Busy: too many wait already, or too large ones.
         """
-        if (waiting := len(list(self))) >= self.most_waiting:
-            raise Busy(f"{waiting} requests wait already, and {self.most_waiting} may")
+        waiting = [one.bytes for one in self]
+        if len(waiting) >= self.most_waiting:
+            raise Busy(f"{len(waiting)} requests wait already, and {self.most_waiting} may")
+        if waiting and sum(waiting) + asked.bytes > self.most_bytes:
+            raise Busy(
+                f"requests that wait take {sum(waiting)} bytes and this one {asked.bytes}, more than the "
+                f"{self.most_bytes} that may be taken"
+            )
         self._queues.setdefault(asked.key, deque()).append(asked)
 
     def forget_ended(self) -> None:

@@ -18,6 +18,7 @@ from anybit.serve.worker import Closing, Worker
 
 LOG = logging.getLogger(__name__)
 BATCH_TOKENS = 2048  # of a batch with its padding: what bounds the memory that it takes
+WAITING_BYTES = 256 << 20  # of the tokens and embeddings of requests that wait
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Embedder(Worker):
     ) -> None:
         super().__init__()
         self.encoder, self.counters = encoder, Counters()
-        self.batches = Batches(BATCH_TOKENS, most_texts, most_waiting)
+        self.batches = Batches(BATCH_TOKENS, most_texts, most_waiting, WAITING_BYTES)
         self._batch: list[Row] = []  # that is computed now
 
     # ---- from any thread
@@ -54,7 +55,7 @@ class Embedder(Worker):
         """Take a request. Whoever cancels its `done` ends it after the batch that runs now.
 
         Raises:
-            Busy: too many wait.
+            Busy: too many wait, or too large ones.
             Closing: the server stops.
         """
         with self._changed:
