@@ -31,6 +31,8 @@ from anybit.engine.engine import Floats, Tokens
 from anybit.errors import InputError
 from anybit.serve.app import State
 from anybit.serve.embedder import BATCH_TOKENS
+from anybit.serve.embeddings import Wanted, answer
+from anybit.serve.served import ServedEncoder
 from tests.builders import save_encoder
 from tests.serve.conftest import SIZES, Client, serving
 
@@ -117,6 +119,44 @@ def test_bytes_are_the_numbers(client: Client) -> None:
     data = client.ok(PATH, {"input": TEXTS, "encoding_format": "base64"})["data"]
     found = np.stack([np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in data])
     assert np.array_equal(found.astype(np.float64), numbers)
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+def test_a_large_answer_is_written_row_by_row(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """One call for all of it would hold up all other threads meanwhile."""
+    written: list[str] = []
+
+    def noting(value: Any) -> str:
+        written.append(json.dumps(value))
+        return written[-1]
+
+    monkeypatch.setattr("anybit.serve.embeddings._json", noting)
+    monkeypatch.setattr("anybit.serve.embeddings.PIECE", 480)
+    rows = encoder.embed([np.full(3 + i % 9, 5, np.int32) for i in range(40)])
+    wanted = Wanted([np.zeros(3, np.int32)] * 40, 48, form == "base64")
+    pieces = [*answer(ServedEncoder(encoder, 'tiny "ü\udcff"', 1, 1), wanted, rows)]
+    assert len(pieces) == 4 and len(written) == 40 + 2
+    made = json.loads(b"".join(pieces))
+    assert (made["model"], made["usage"]["total_tokens"]) == ('tiny "ü\udcff"', 120)
+    assert [*map(json.loads, written[:40])] == made["data"]
+    if form == "float":
+        assert np.array_equal(rows_of(made).astype(np.float32), rows)
+
+
+def test_an_answer_of_many_pieces(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anybit.serve.embeddings.PIECE", 48)
+    with serving(encoder) as (client, _):
+        made = client.ok(PATH, {"input": TEXTS * 9})
+        assert (
+            np.abs(rows_of(made) - np.concatenate([rows_of(client.ok(PATH, {"input": TEXTS}))] * 9)).max()
+            < CLOSE
+        )
+        connection, response = client.open(PATH, {"input": TEXTS * 200})
+        response.read(10)
+        connection.close()  # in the middle of it
+        client.ok(PATH, {"input": "rain"})
 
 
 @pytest.mark.parametrize("form", ["float", "base64"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -272,9 +272,15 @@ async def _embeddings(served: ServedEncoder, body: Json, request: Request) -> Re
     asked = Asked(wanted.texts, served.encoder.dimensions, wanted.key)
     served.runner.submit(asked)
     rows = await _unless_gone(request, asyncio.wrap_future(asked.done))
-    made = await _apart(request, embeddings.answer, served, wanted, rows)
     request.app.state.shared.metrics.embedding.add(time.perf_counter() - begun)
-    return Response(made, media_type="application/json")
+    pieces = _made_apart(request, embeddings.answer(served, wanted, rows))
+    return StreamingResponse(pieces, media_type="application/json")
+
+
+async def _made_apart(request: Request, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Pieces of an answer, each made in a thread when the one before is sent."""
+    while piece := await _apart(request, next, pieces, b""):
+        yield piece
 
 
 async def _tokenize(served: Named, body: Json, request: Request) -> Response:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from anybit.serve.openai import INERT, asked_bits
 from anybit.serve.served import ServedEncoder
 
 MOST_INPUTS = 2048  # texts of one request, as OpenAI has it
+PIECE = 1 << 14  # numbers of a piece of an answer: what is made in one go while others wait
 EXPECTED = "a string, a list of strings, a list of token ids, or a list of those"
 
 
@@ -87,26 +89,33 @@ def _tokens(served: ServedEncoder, text: str | list[int], name: str) -> Tokens:
     return np.array(tokens, np.int32)
 
 
-def answer(served: ServedEncoder, wanted: Wanted, rows: Sequence[Floats]) -> bytes:
-    """The body of an answer, as JSON.
+def answer(served: ServedEncoder, wanted: Wanted, rows: Sequence[Floats]) -> Iterator[bytes]:
+    """The body of an answer, as JSON in pieces, none of which can fail.
+
+    Whatever writes JSON holds up all other threads until its call ends, so each embedding is a call of its own.
 
     Args:
         served: the model.
         wanted: the request.
-        rows: float32 [dimensions] of each text, of unit length.
+        rows: float32 [dimensions] of each text, finite and of unit length.
     """
+    parts = _parts(served, wanted, rows)
+    while piece := "".join(islice(parts, 2 + PIECE // wanted.dimensions)):
+        yield piece.encode()
+
+
+def _parts(served: ServedEncoder, wanted: Wanted, rows: Sequence[Floats]) -> Iterator[str]:
+    yield '{"object":"list","data":['
+    for i, row in enumerate(rows):
+        written = _written(_cut(row, wanted.dimensions), wanted.base64)
+        yield "," * (i > 0) + _json({"object": "embedding", "index": i, "embedding": written})
     tokens = sum(map(len, wanted.texts))
-    data = [
-        {
-            "object": "embedding",
-            "index": i,
-            "embedding": _written(_cut(row, wanted.dimensions), wanted.base64),
-        }
-        for i, row in enumerate(rows)
-    ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    made = {"object": "list", "data": data, "model": served.name, "usage": usage}
-    return json.dumps(made, ensure_ascii=False, separators=(",", ":")).encode()
+    yield f'],"model":{_json(served.name)},"usage":{_json(usage)}}}'
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _cut(row: Floats, dimensions: int) -> Floats:
