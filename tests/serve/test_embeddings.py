@@ -26,9 +26,11 @@ from typer.testing import CliRunner
 
 import anybit
 from anybit.cli.main import app
+from anybit.cli.serve import Computing, Shares, _load
 from anybit.encoder import Encoder
 from anybit.engine.engine import Floats, Tokens
 from anybit.errors import InputError
+from anybit.progress import SILENT
 from anybit.serve.app import State
 from anybit.serve.embedder import BATCH_TOKENS
 from anybit.serve.embeddings import Wanted, answer
@@ -291,6 +293,13 @@ def test_a_model_that_sees_padding_is_refused(
     monkeypatch.setattr(encoder.model, "forward", lambda input_ids: input_ids)
     with pytest.raises(InputError, match="cannot be served: it takes no texts with a mask"):
         encoder._probed()
+
+
+def test_transformers_draws_no_bars(encoder_artifact: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Encoder(str(encoder_artifact))
+    assert "Loading weights" in capfd.readouterr().err
+    made = _load(str(encoder_artifact), {}, Shares(), Computing(), SILENT)
+    assert isinstance(made, Encoder) and capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import typer
 from anybit.cli.options import Level, Model, check_threads, grouped, reporting
 from anybit.config import Json, parse_bytes
 from anybit.errors import InputError, require_extra
-from anybit.progress import Silent
+from anybit.progress import Silent, no_other_bars
 from anybit.serve.settings import Settings
 
 if TYPE_CHECKING:
@@ -175,7 +175,9 @@ def _load(
     from anybit.in_transformers import InTransformers
     from anybit.serve.one_text import OneText
 
-    return OneText(InTransformers(model, precision, report=report, **how), model, shares.context, precision)
+    with no_other_bars():
+        inside = InTransformers(model, precision, report=report, **how)
+    return OneText(inside, model, shares.context, precision)
 
 
 def _encoder(model: str, budget: Json, shares: Shares, computing: Computing, report: Silent) -> Encoder:
@@ -184,12 +186,13 @@ def _encoder(model: str, budget: Json, shares: Shares, computing: Computing, rep
     for option, value in (("--kv-memory", shares.kv_memory), ("--kv-bits", computing.kv_bits)):
         if value is not None:
             raise InputError(f"{model} is an encoder, which has no KV-cache: leave {option} out")
-    return Encoder(
-        model,
-        computing.codebook_precision,
-        pooling=computing.pooling,
-        context=shares.context,
-        threads=computing.threads,
-        report=report,
-        **budget,
-    )
+    with no_other_bars():
+        return Encoder(
+            model,
+            computing.codebook_precision,
+            pooling=computing.pooling,
+            context=shares.context,
+            threads=computing.threads,
+            report=report,
+            **budget,
+        )
