@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from anybit.bench import reading, serving
 from anybit.bench.load import Asked, Client
-from anybit.bench.servers import Programs, Server, Share, command, free_port, started, version
+from anybit.bench.servers import QUEUES, Programs, Server, Share, command, free_port, started, version
 from anybit.bench.serving import Plan, ratios, serve
 from anybit.bench.serving_figures import Bounds
 from anybit.bench.systems import Peer, System, common_context, kv_memory, parsed
@@ -274,7 +274,7 @@ def test_servers_get_their_share() -> None:
     }  # fmt: skip
     peer = Peer("llama.cpp", "x.gguf", engine="llama.cpp", asked_kv=16)
     theirs = command(peer, share, Programs(llama=Path("llama-server")), 1234)
-    assert theirs[0] == "llama-server" and {"-c", "3000", "-np", "4"} <= set(theirs)
+    assert theirs[0] == "llama-server" and {"-c", "3000", "-np", "4", "--metrics"} <= set(theirs)
 
 
 def test_a_cell_has_a_key_of_all_that_its_figures_depend_on(model_dir: Any, tmp_path: Path) -> None:
@@ -344,14 +344,33 @@ def test_a_peer_without_a_version_is_refused(tmp_path: Path) -> None:
         version("llama.cpp", mistralrs(tmp_path))
 
 
+BORROWED = """
+import threading, time
+send, one = Runner.send_chat_completion_request, threading.Lock()
+
+def alone(self, request):
+    if not one.acquire(blocking=False):
+        raise RuntimeError("Already borrowed")
+    time.sleep(0.1)
+    one.release()
+    return send(self, request)
+
+Runner.send_chat_completion_request = alone
+"""
+
+
 @pytest.mark.e2e
 def test_mistralrs_gets_a_server(tmp_path: Path) -> None:
+    """Its package refuses calls of two threads at once."""
     file, programs, port = gguf(tmp_path / "x.gguf"), Programs(mistralrs=mistralrs(tmp_path)), free_port()
+    package = tmp_path / "package/mistralrs.py"
+    package.write_text(package.read_text() + BORROWED)
     share = Share(kv_bytes=1, kv_tokens=1, context=1, running=2, threads=1)
     asked_of = command(Peer("x", str(file), engine="mistral.rs", asked_kv=16), share, programs, port)
     body = json.dumps({"prompt": [1] * 10, "max_tokens": 3}).encode()
     with started(asked_of, port, 1) as server:
         answers = Client(port).at_times([Asked(0, 10, 3, body)] * 2, 10)
+        assert server.figures(*QUEUES["mistral.rs"]) == [0]
         assert server.alive
     assert [(a.status, len(a.times), a.tokens) for a in answers] == [("ok", 3, 3)] * 2
     assert not server.alive
@@ -366,6 +385,44 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
         started([str(program)], 1, 1),
     ):
         pass
+
+
+class Telling(Server):
+    """A server that says what runs and what waits, each time the next of some pages."""
+
+    def __init__(self, *pages: str, alive: bool = True) -> None:
+        self.left, self._alive = list(pages), alive
+
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
+    def get(self, path: str) -> str:
+        assert path == "/metrics"
+        return self.left.pop(0) if self.left else ""
+
+
+def page(engine: str, *figures: int) -> str:
+    return "".join(f"{name} {figure}\n" for name, figure in zip(QUEUES[engine], figures))
+
+
+@pytest.mark.parametrize("engine", ["anybit", "llama.cpp"])
+def test_rest_lasts_until_nothing_runs_and_nothing_waits(
+    engine: str, model_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "PAUSE", 0)
+    system = System("it", str(model_dir("llama")), engine=engine)
+    idle, some = page(engine, 0, 0), page(engine, 1, 1)
+    busy = [page(engine, 2, 3), page(engine, 1, 0), page(engine, 0, 1), "", idle, page(engine, 1, 0)]
+    server = Telling(*busy, idle, idle, some)
+    serving.Asker(system, TRACE, server).rest()
+    assert server.left == [some]
+    monkeypatch.setattr(serving, "REST", 0.05)
+    for silent in (Telling(), Telling(*[some] * 10**4)):
+        with pytest.raises(InputError, match=r"it does not say within 0\.05 seconds that it has dropped"):
+            serving.Asker(system, TRACE, silent).rest()
+    with pytest.raises(InputError, match="it ended when its requests were cut off"):
+        serving.Asker(system, TRACE, Telling(alive=False)).rest()
 
 
 # ---- all of it

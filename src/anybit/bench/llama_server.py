@@ -15,7 +15,7 @@ def main() -> None:
         parser.add_argument(option)
     for option in ("--port", "-c", "-np", "-t", "--cache-ram"):
         parser.add_argument(option, type=int)
-    for option in ("-kvu", "--no-cache-prompt", "--no-ui"):
+    for option in ("-kvu", "--no-cache-prompt", "--no-ui", "--metrics"):
         parser.add_argument(option, action="store_true")
     asked = parser.parse_args()
     import xllamacpp
@@ -29,7 +29,7 @@ def main() -> None:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = asked.t
     params.cache_type_k, params.cache_type_v = kinds[asked.ctk], kinds[asked.ctv]
     params.cache_prompt, params.cache_ram_mib, params.fit_params = False, asked.cache_ram, False
-    params.n_gpu_layers = 0
+    params.n_gpu_layers, params.endpoint_metrics = 0, asked.metrics
     server = xllamacpp.Server(params)
     while server.listening_address:  # a signal ends it
         signal.pause()

@@ -35,28 +35,42 @@ class Handler(BaseHTTPRequestHandler):
 
     runner: Any
     text: Any
-    making = threading.Lock()
+    making, counting = threading.Lock(), threading.Lock()
+    requests = 0  # that run or wait
 
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/health" else 404)
+        pages = {"/health": "ready", "/metrics": f"mistralrs_requests {self.requests}\n"}
+        self.send_response(200 if self.path in pages else 404)
         self.end_headers()
-        self.wfile.write(b"ready")
+        self.wfile.write(pages.get(self.path, "").encode())
 
     def do_POST(self) -> None:
+        self.count(1)
+        try:
+            self.answer()
+        finally:
+            self.count(-1)
+
+    @classmethod
+    def count(cls, more: int) -> None:
+        with cls.counting:
+            cls.requests += more
+
+    def answer(self) -> None:
         from mistralrs import ChatCompletionRequest
 
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.making:
-            prompt = self.text(len(asked["prompt"]))
-        request = ChatCompletionRequest(
-            messages=prompt, model="default", max_tokens=asked["max_tokens"], temperature=0.0, stream=True,
-            ignore_eos=True,
-        )  # fmt: skip
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         try:
-            for piece in self.runner.send_chat_completion_request(request):
+            with self.making:  # the package refuses calls of two threads at once
+                request = ChatCompletionRequest(
+                    messages=self.text(len(asked["prompt"])), model="default", max_tokens=asked["max_tokens"],
+                    temperature=0.0, stream=True, ignore_eos=True,
+                )  # fmt: skip
+                pieces = self.runner.send_chat_completion_request(request)
+            for piece in pieces:
                 self.event(piece)
         except OSError:
             return  # the client is gone

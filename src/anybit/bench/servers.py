@@ -30,6 +30,12 @@ file = importlib.util.find_spec(sys.argv[1]).origin
 names = importlib.metadata.packages_distributions().get(sys.argv[1])
 print(f"version: {names[0]} {importlib.metadata.version(names[0])}" if names else file)
 """
+# Figures of what runs and what waits.
+QUEUES = {
+    "anybit": ("anybit_running_texts", "anybit_waiting_texts"),
+    "llama.cpp": ("llamacpp:requests_processing", "llamacpp:requests_deferred"),
+    "mistral.rs": ("mistralrs_requests",),
+}
 START, STOP = 300, 20  # seconds that a server has
 PAUSE = 0.1
 
@@ -96,7 +102,7 @@ def command(system: System, share: Share, programs: Programs, port: int) -> list
         return [
             *start, "-m", system.model, "--host", "127.0.0.1", "--port", str(port), "-c", str(share.kv_tokens),
             "-np", str(share.running), "-kvu", "-t", str(share.threads), "-ctk", kind, "-ctv", kind,
-            "--no-cache-prompt", "--cache-ram", "0", "--fit", "off", "--no-ui",
+            "--no-cache-prompt", "--cache-ram", "0", "--fit", "off", "--no-ui", "--metrics",
         ]  # fmt: skip
     if system.engine == "mistral.rs":
         start = [str(programs.mistralrs), mistralrs_server.__file__]
@@ -138,10 +144,11 @@ class Server:
         finally:
             connection.close()
 
-    def figure(self, name: str) -> float | None:
-        """One of /metrics."""
-        found = re.search(rf"^{name} (\S+)", self.get("/metrics"), re.MULTILINE)
-        return float(found[1]) if found else None
+    def figures(self, *names: str) -> list[float | None]:
+        """Of /metrics, at one time; None: it does not say."""
+        page = self.get("/metrics")
+        found = [re.search(rf"^{name} (\S+)", page, re.MULTILINE) for name in names]
+        return [float(one[1]) if one else None for one in found]
 
     @property
     def processor_seconds(self) -> float:

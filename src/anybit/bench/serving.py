@@ -31,7 +31,7 @@ from anybit.bench.load import Answer, Asked, Client
 from anybit.bench.others import Used, used
 from anybit.bench.prediction import Work
 from anybit.bench.reading import Buffer
-from anybit.bench.servers import Programs, Server, Share, command, free_port, started, version
+from anybit.bench.servers import PAUSE, QUEUES, Programs, Server, Share, command, free_port, started, version
 from anybit.bench.serving_figures import Bounds, figures, offered, steady_rate
 from anybit.bench.systems import AUTO, Peer, System, common_context, kv_memory
 from anybit.bench.traces import LEAST, Trace
@@ -46,7 +46,8 @@ COSTS = 3  # prompts whose fastest counts
 SPARE = 256  # ids at the end of a vocabulary, where special tokens may be
 BEGIN = 16  # and at its beginning
 ALONE = 600  # seconds that a server has for one request
-REST = 10  # seconds that a server has to drop what it was told to stop
+REST = 300  # and to drop what was cut off, which may be prompts that it has begun
+PREEMPTIONS = "anybit_preemptions_total"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +197,7 @@ def _measure(plan: Plan, system: System, trace: Trace, rate: float | None) -> Js
         asker.rest()
         rate = rate or plan.load * saturated["tokens_per_second"]
         timed = asker.asked(trace.at_rate(rate, plan.seconds), "load")
-        before = server.figure("anybit_preemptions_total")
+        (before,) = server.figures(PREEMPTIONS)
         answers, spent = asker.spent(lambda client: client.at_times(timed, plan.seconds + plan.drain))
         loaded = {
             **figures(answers, plan.bounds),
@@ -204,7 +205,7 @@ def _measure(plan: Plan, system: System, trace: Trace, rate: float | None) -> Js
             **spent,
             "tokens_per_second_asked": rate,
         }
-        after = server.figure("anybit_preemptions_total")
+        (after,) = server.figures(PREEMPTIONS)
         loaded["preemptions"] = None if before is None or after is None else after - before
         if not server.alive:
             raise InputError(f"{system.name} ended under the load: see its memory")
@@ -289,13 +290,22 @@ class Asker:
         }
 
     def rest(self) -> None:
-        """Wait until the server has dropped what was cut off."""
-        if self._system.engine != "anybit":
-            time.sleep(min(REST, 2))
-            return
-        deadline = time.monotonic() + REST
-        while self._server.figure("anybit_running_texts") and time.monotonic() < deadline:
-            time.sleep(0.1)
+        """Wait until the server has dropped what was cut off: it says twice that nothing runs and nothing waits.
+
+        Raises:
+            InputError: it has ended, or does not say so in time.
+        """
+        name, deadline, idle = self._system.name, time.monotonic() + REST, 0
+        while idle < 2:
+            if not self._server.alive:
+                raise InputError(f"{name} ended when its requests were cut off: see its memory")
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"{name} does not say within {REST} seconds that it has dropped what was cut off"
+                )
+            time.sleep(PAUSE)
+            queues = self._server.figures(*QUEUES[self._system.engine])
+            idle = 0 if any(figure != 0 for figure in queues) else idle + 1
 
 
 def _others(before: Used, server: float, client: float) -> float | None:
