@@ -17,12 +17,19 @@ from torch import Tensor
 from anybit.artifact.levels import Budget
 from anybit.checkpoint.architectures import max_positions
 from anybit.checkpoint.files import POOLING, read_json, read_json_list
+from anybit.config import Json
 from anybit.engine.engine import Floats, Tokens
 from anybit.errors import InputError, enough_memory
 from anybit.loader import load, load_tokenizer, opened
 from anybit.progress import SILENT, Silent
 
 POOLINGS = ("mean", "cls")
+MODES = {  # of sentence-transformers' pooling file, whose older form has switches
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode mean": "mean",
+    "pooling_mode cls": "cls",
+}
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, what is computed here
 LENGTHS = "sentence_bert_config.json"  # sentence-transformers': the tokens that a text is cut to
 SURELY = 2**31 - 1  # tokens that no text has
@@ -36,33 +43,44 @@ def pooling_of(folder: Path) -> str:
     Raises:
         InputError: another pooling, or modules behind it that are not computed here.
     """
-    _check_modules(folder / "modules.json")
+    expected = str(Path(POOLING).parent)
+    for kind, place in _modules(folder / "modules.json"):
+        if kind == "Pooling" and place not in (expected, None):
+            raise InputError(
+                f"{folder / 'modules.json'} has the pooling in {place!r}, but only {expected} is read: move it there"
+            )
     if not (folder / POOLING).is_file():
         return "mean"
-    config = read_json(folder / POOLING)
-    modes = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
-    chosen = sorted(key for key, value in config.items() if key.startswith("pooling_mode_") and value is True)
-    if len(chosen) != 1 or chosen[0] not in modes:
+    chosen = _modes(read_json(folder / POOLING))
+    if len(chosen) != 1 or chosen[0] not in MODES:
         raise InputError(
-            f"{folder / POOLING} sets {' and '.join(chosen) or 'no pooling_mode'}: only one of {' and '.join(modes)} "
-            "is computed here"
+            f"{folder / POOLING} sets {' and '.join(chosen) or 'no pooling_mode'}: only one of "
+            f"{' and '.join(POOLINGS)} is computed here"
         )
-    return modes[chosen[0]]
+    return MODES[chosen[0]]
 
 
-def _check_modules(path: Path) -> None:
-    """Refuse sentence-transformers' modules that change the embedding behind the pooling."""
+def _modes(config: Json) -> list[str]:
+    """What a pooling file sets, in its own words."""
+    if (named := config.get("pooling_mode")) is not None:
+        return [f"pooling_mode {one!s:.40}" for one in (named if isinstance(named, list) else [named])]
+    return sorted(key for key, value in config.items() if key.startswith("pooling_mode_") and value is True)
+
+
+def _modules(path: Path) -> list[tuple[str, Any]]:
+    """Kinds and folders of sentence-transformers' modules, of which none may change the embedding after the pooling."""
     if not path.is_file():
-        return
+        return []
     try:
-        kinds = [str(module["type"]).rpartition(".")[2] for module in read_json_list(path)]
-    except (TypeError, KeyError) as error:
+        kinds = [(str(m["type"]).rpartition(".")[2], m.get("path")) for m in read_json_list(path)]
+    except (TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path} is not sentence-transformers' list of modules: copy it again") from error
-    for kind in kinds:
+    for kind, _ in kinds:
         if kind not in MODULES:
             raise InputError(
                 f"{path} puts a {kind} into the embedding, which is not computed here: only {', '.join(MODULES)} are"
             )
+    return kinds
 
 
 def pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
@@ -179,7 +197,7 @@ def _chosen(folder: Path, asked: str | None) -> tuple[str, str]:
     if asked is not None:
         if asked not in POOLINGS:
             raise InputError(f"--pooling {asked!r}: expected one of {', '.join(POOLINGS)}")
-        _check_modules(folder / "modules.json")
+        _modules(folder / "modules.json")
         return asked, "by --pooling"
     found = pooling_of(folder)
     if (folder / POOLING).is_file():

@@ -262,6 +262,29 @@ def test_the_pooling_is_said_and_where_it_comes_from(copy: Path) -> None:
         Encoder(str(copy), pooling="mean")
 
 
+def test_both_forms_of_a_pooling_file_are_read_and_other_poolings_refused_by_name(copy: Path) -> None:
+    for said, pooling in (("cls", "cls"), (["mean"], "mean")):
+        (copy / "1_Pooling/config.json").write_text(
+            json.dumps({"pooling_mode": said, "include_prompt": True})
+        )
+        assert Encoder(str(copy)).pooling == pooling
+    for modes, words in (
+        ({"pooling_mode": "max"}, "sets pooling_mode max: only one of mean and cls is computed here"),
+        ({"pooling_mode": ["cls", "mean"]}, "sets pooling_mode cls and pooling_mode mean: only one"),
+        ({"pooling_mode": [[1]]}, r"sets pooling_mode \[1\]: only one"),
+        ({"pooling_mode_weightedmean_tokens": True}, "sets pooling_mode_weightedmean_tokens: only one"),
+        ({"pooling_mode_lasttoken": True}, "sets pooling_mode_lasttoken: only one"),
+    ):
+        (copy / "1_Pooling/config.json").write_text(json.dumps(modes))
+        with pytest.raises(InputError, match=words):
+            Encoder(str(copy))
+    modules = [{"type": "sentence_transformers.models.Pooling", "path": "2_Pooling"}]
+    (copy / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(InputError, match="has the pooling in '2_Pooling', but only 1_Pooling is read"):
+        Encoder(str(copy))
+    assert Encoder(str(copy), pooling="mean").pooling == "mean"
+
+
 def test_how_long_texts_may_be(copy: Path) -> None:
     assert Encoder(str(copy), context=20).context == 20
     with pytest.raises(InputError, match=r"--context 65: .* reaches 64 tokens"):
