@@ -230,11 +230,36 @@ def test_a_budget_is_shared_by_weights_keys_and_values(model_dir: Any, anybit_ar
     assert kv_memory(plain, plain.weight_bytes + 70 * token) == 70 * token
     narrow = System("narrow", file.model, bits=3.0)
     assert narrow.weight_bytes < file.weight_bytes < plain.weight_bytes
-    assert System("auto", file.model, least=3.0).step_bytes == narrow.weight_bytes
+    assert System("auto", file.model, least=3.0).step_bytes == narrow.step_bytes < narrow.weight_bytes
     most = plain.weight_bytes + 70 * token
     assert common_context([plain, file], most, 32) == 64  # whole pages of the one with the least
     with pytest.raises(InputError, match=r"its weights take .* give more"):
         kv_memory(plain, plain.weight_bytes)
+
+
+@pytest.mark.parametrize("bits", [None, 16, 8])
+def test_a_step_reads_no_embedding_beside_a_head(
+    bits: int | None, model_dir: Any, artifact_of: Callable[..., Path]
+) -> None:
+    def system(family: str) -> System:
+        return System("x", str(model_dir(family) if bits is None else artifact_of(family, embed_bits=bits)))
+
+    tied, untied = system("llama-tied"), system("llama")
+    embedding = untied.weight_bytes - tied.weight_bytes
+    assert tied.step_bytes == tied.weight_bytes
+    assert untied.step_bytes == untied.weight_bytes - embedding
+    plain = {None: 4, 16: 2, 8: 1}[bits] * untied.config.vocab_size * untied.config.hidden_size
+    assert plain <= embedding < 1.5 * plain  # it may have scales
+
+
+def test_a_step_of_a_peer_reads_no_embedding_beside_a_head(tmp_path: Path) -> None:
+    peers = [
+        Peer("x", str(gguf(tmp_path / f"{untied}.gguf", untied=untied)), engine="llama.cpp", asked_kv=16)
+        for untied in (False, True)
+    ]
+    tied, untied = peers
+    assert tied.step_bytes == tied.weight_bytes == untied.step_bytes
+    assert untied.weight_bytes - untied.step_bytes == 320 * 64 * 2
 
 
 def test_what_cannot_be_measured_is_refused_before_any_work(model_dir: Any, tmp_path: Path) -> None:

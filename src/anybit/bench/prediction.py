@@ -4,11 +4,12 @@
     V = max((W + k (P + G/2) K) / B, k c)                                    seconds of a step: bytes, computing
     X = (P + G) / (P c + G V / k)                                            tokens per second, prompts included
 
-P and G are the mean tokens of a prompt and of an answer, W the bytes of weights that a step reads, K those of one
-token's keys and values, B the bytes per second that the machine reads, c the seconds that one token of a prompt of P
-takes, both measured. A text is half done on average, so its keys and values are of P + G/2 tokens. V takes the larger
-of reading and computing, as one hides behind the other. It takes a token in a step of few texts to cost no more than
-one of a prompt, which is where a real server loses most: c is of products with many tokens.
+P and G are the mean tokens of a prompt and of an answer, W the bytes of weights that a step reads (without an embedding
+beside a head of its own, of which few rows are looked up), K those of one token's keys and values, B the bytes per
+second that the machine reads, c the seconds that one token of a prompt of P takes, both measured. A text is half done
+on average, so its keys and values are of P + G/2 tokens. V takes the larger of reading and computing, as one hides
+behind the other. It takes a token in a step of few texts to cost no more than one of a prompt, which is where a real
+server loses most: c is of products with many tokens.
 """
 
 from __future__ import annotations

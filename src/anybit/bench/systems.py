@@ -8,6 +8,7 @@ not in the budget; its peak is measured.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ from anybit.checkpoint.gguf_header import read_header
 from anybit.config import Json
 from anybit.engine.description import FAMILIES
 from anybit.engine.engine import KV_BITS
+from anybit.engine.source import EMBEDDING, HEAD
 from anybit.errors import InputError
 from anybit.formats.levels import largest
 
@@ -91,31 +93,34 @@ class System:
     @cached_property
     def weight_bytes(self) -> int:
         """That are held."""
-        return self._bytes_at(self.bits)
+        return self._bytes_at(self.bits).total()
 
     @cached_property
     def step_bytes(self) -> int:
-        """That a step reads when the load is high: of "auto" those of its narrowest level."""
-        return self.weight_bytes if self.least is None else self._bytes_at(self.least)
+        """That a step reads when the load is high: of "auto" those of its narrowest level.
 
-    def _bytes_at(self, bits: float | None) -> int:
-        path = Path(self.model)
+        An embedding beside a head of its own is not among them: a few rows of it are looked up.
+        """
+        found = self._bytes_at(self.bits if self.least is None else self.least)
+        return found.total() - (found[EMBEDDING] if HEAD in found else 0)
+
+    def _bytes_at(self, bits: float | None) -> Counter[str]:
+        """By the names of modules."""
+        path, found = Path(self.model), Counter[str]()
         if not is_artifact(path):
             checkpoint = open_checkpoint(self.model)
-            return sum(
-                prod(checkpoint.shape(name)) * checkpoint.dtype(name).itemsize for name in checkpoint.names()
-            )
+            for name in checkpoint.names():
+                found[module_of(name)] += prod(checkpoint.shape(name)) * checkpoint.dtype(name).itemsize
+            return found
         levels = Levels(open_artifact(path))
         there = [size.bits for size in levels.sizes[: levels.last + 1]]
         level = levels.last if bits is None else largest(there, bits, f"{self.name} has")
         layers, embeddings = levels.layouts(level)
-        quantized = (*layers, *embeddings)
-        plain = sum(
-            prod(tensor.shape) * tensor.dtype.itemsize
-            for name, tensor in levels.artifact.tensors.items()
-            if name.rpartition(".")[0] not in quantized
-        )
-        return plain + sum(layout.nbytes for layout in (*layers.values(), *embeddings.values()))
+        quantized = {name: layout.nbytes for name, layout in (layers | embeddings).items()}
+        for name, tensor in levels.artifact.tensors.items():
+            if module_of(name) not in quantized:
+                found[module_of(name)] += prod(tensor.shape) * tensor.dtype.itemsize
+        return found + Counter(quantized)
 
     @property
     def state(self) -> str:
@@ -147,12 +152,22 @@ class Peer(System):
     def kv_number(self) -> float:
         return LLAMA_NUMBERS[self.kv_bits]
 
-    def _bytes_at(self, bits: float | None) -> int:
+    @cached_property
+    def weight_bytes(self) -> int:
         return sum(tensor.n_bytes for tensor in read_header(Path(self.model))[1].values())
+
+    @property
+    def step_bytes(self) -> int:
+        return self.file.nbytes
 
     @property
     def state(self) -> str:
         return self.file.state
+
+
+def module_of(tensor: str) -> str:
+    """ "lm_head.weight" -> "lm_head"."""
+    return tensor.rpartition(".")[0]
 
 
 def parsed(text: str) -> System:
