@@ -18,6 +18,8 @@ import shlex
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -30,7 +32,7 @@ LENT = (
     "/etc/apt/apt.conf.d/proxy.conf",
 )
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
-PATIENCE = 120.0  # seconds until the server answers
+PATIENCE = 120.0  # seconds until the server answers, at most
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
@@ -45,8 +47,11 @@ class Image:
 
     def __init__(self, root: Path, suite: str, arguments: dict[str, str]) -> None:
         self.root, self.arguments = root, arguments
-        if not (root / "etc").exists():
-            run(["debootstrap", "--variant=minbase", suite, str(root)])
+        if root.exists():
+            raise SystemExit(
+                f"{root} is there already: give a new folder, as each step begins with what the last left"
+            )
+        run(["debootstrap", "--variant=minbase", suite, str(root)])
 
     def enter(self, *command: str) -> list[str]:
         """A command inside, as `subprocess` takes it."""
@@ -115,7 +120,22 @@ def serve(image: Image, command: list[str], model: Path) -> None:
     """Serve a model from inside, and ask it."""
     shutil.copytree(model, image.root / "model", dirs_exist_ok=True)
     (image.root / "proc").mkdir(exist_ok=True)
-    run(["mount", "-t", "proc", "proc", str(image.root / "proc")])
+    with mounted(image.root / "proc"):
+        answered(image, command)
+
+
+@contextmanager
+def mounted(proc: Path) -> Iterator[None]:
+    """What the kernel says of processes, in a folder."""
+    run(["mount", "-t", "proc", "proc", str(proc)])
+    try:
+        yield
+    finally:
+        run(["umount", str(proc)])
+
+
+def answered(image: Image, command: list[str]) -> None:
+    """Start a server, ask it and end it."""
     server = subprocess.Popen(
         ["chroot", "--userspec=anybit", str(image.root), *command], env={"HOME": "/home/anybit", "PATH": PATH}
     )
@@ -123,7 +143,7 @@ def serve(image: Image, command: list[str], model: Path) -> None:
         begun = time.monotonic()
         while True:
             try:
-                urlopen("http://localhost:8000/health").read()
+                urlopen("http://localhost:8000/health", timeout=PATIENCE).read()
                 break
             except (URLError, ConnectionError):
                 if time.monotonic() - begun > PATIENCE or server.poll() is not None:
@@ -132,11 +152,10 @@ def serve(image: Image, command: list[str], model: Path) -> None:
         print(f"answers after {time.monotonic() - begun:.1f} s", flush=True)
         body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
         asked = Request("http://localhost:8000/v1/completions", json.dumps(body).encode())
-        print(json.load(urlopen(asked))["choices"][0]["text"], flush=True)
+        print(json.load(urlopen(asked, timeout=PATIENCE))["choices"][0]["text"], flush=True)
     finally:
         server.terminate()
         print("exit code", server.wait(60), flush=True)
-        run(["umount", str(image.root / "proc")])
 
 
 if __name__ == "__main__":

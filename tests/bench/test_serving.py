@@ -549,6 +549,15 @@ def test_the_command_refuses(options: list[str], says: str, model_dir: Any) -> N
     assert says in " ".join((made.output + str(made.exception)).split())
 
 
+@pytest.mark.parametrize("missing", ["--memory", "--trace"])
+def test_the_command_says_what_is_missing(missing: str) -> None:
+    given = {"--memory": "2MB", "--trace": "none.csv"}
+    options = [word for name, value in given.items() if name != missing for word in (name, value)]
+    made = CliRunner().invoke(app, ["bench", "serve", "a=b", *options])
+    assert made.exit_code == 2
+    assert f"Missing option '{missing}'" in made.output
+
+
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     for other in (
         '{"bench": "decode"}',

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -167,9 +167,13 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 def _parameters(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
     kind = inspect.Parameter.KEYWORD_ONLY
-    return [
-        inspect.Parameter(item.name, kind, default=item.default, annotation=hints[item.name])
+    defaults = {
+        item.name: inspect.Parameter.empty if item.default is MISSING else item.default
         for item in fields(group)
+    }
+    return [
+        inspect.Parameter(name, kind, default=default, annotation=hints[name])
+        for name, default in defaults.items()
     ]
 
 
