@@ -17,7 +17,7 @@ from anybit.encoder import Encoder
 from anybit.kernels import cpu
 from anybit.serve import openai as limits
 from anybit.serve.constraint import DEEPEST, LONGEST
-from anybit.serve.embedder import BATCH_TOKENS
+from anybit.serve.embedder import BATCH_TOKENS, WAITING_BYTES
 from anybit.serve.embeddings import MOST_INPUTS
 from anybit.serve.settings import Settings
 from tests.serve.conftest import serving
@@ -66,7 +66,9 @@ def test_the_table_of_limits_is_true() -> None:
         f"| requests at a time | {settings.most_requests} |",
         f"| body | {settings.most_bytes >> 20} MiB, within 30 seconds |",
         f"| texts of a request | {limits.MOST_TEXTS}:",
-        f"| inputs of a request for embeddings | {MOST_INPUTS}, each at most the context; {settings.waiting} such",
+        f"| inputs of a request for embeddings | {MOST_INPUTS}, each at most the context |",
+        f"| requests for embeddings that wait | {settings.waiting} (`--max-waiting`), whose tokens and embeddings take "
+        f"up to {WAITING_BYTES >> 20} MiB;",
         f"batches of up to {BATCH_TOKENS} tokens",
         f"| stop strings | {limits.MOST_STOPS} of {limits.LONGEST_STOP} characters |",
         f"| likely tokens beside each | {limits.MOST_LOGPROBS} |",
