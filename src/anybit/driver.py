@@ -20,20 +20,23 @@ from anybit.artifact.config_json import artifact_config, provenance
 from anybit.artifact.files import resolved
 from anybit.artifact.model_card import model_card
 from anybit.artifact.sizes import inspect
-from anybit.artifact.split import LOSSES, Cut, Split, split
+from anybit.artifact.split import LOSSES, Cut, Split, split, written_planes
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
 from anybit.calibration.as_stored import as_stored
 from anybit.calibration.gradients import gradient_statistics, spilled_statistics
 from anybit.calibration.moments import Activations, Collector
 from anybit.calibration.stats import GradientStats, LinearStats
 from anybit.calibration.streaming import BlockCall, run_block
+from anybit.calibration.texts import calibration_set
 from anybit.config import Options
 from anybit.cost import Cost
 from anybit.errors import InputError, about_layer, enough_memory, refuse_unknown
+from anybit.formats import Nested
 from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
-from anybit.formats.weight import PackedWeight, QuantizedWeight, pack
+from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.methods import DEFAULT
+from anybit.methods.end_to_end import JUDGED, OTHER_TEXT, TUNING_TOKENS, WINDOWS, Training, name_of, parted
 from anybit.methods.finetune import Task, passes
 from anybit.methods.method import Allocation, Search, Start
 from anybit.methods.ordering import nested_layers, with_all_planes
@@ -385,13 +388,61 @@ class _Run(Ready):
             return Cut(asked.bits, asked.whole, asked.coded, beside)
         return Cut(self.options.widths_of.high, asked.whole, asked.coded, beside, plane_room(self.plan))
 
+    def _end_to_end(self) -> dict[str, Tensor]:
+        """What training over the whole model makes of tensors, by name."""
+        count, train = self.method.tuning(self.options), self.method.end_to_end
+        if not count or train is None:
+            return {}
+        layouts, model = {**self.plan.layouts, **self.plan.embeddings}, self.streamed.model
+        head = str(name_of(model, model.get_output_embeddings()))
+        matrices = {name: (name, head) if layouts[name].tied else (name,) for name in nested_layers(layouts)}
+        windows, held_out = self._tuning_windows(count)
+        assert self.options.bits is not None
+        with written_planes(self.writer, layouts) as planes:
+
+            def tile(name: str) -> Nested:
+                (made,) = unpack(planes.whole(name)).tiles
+                assert isinstance(made, Nested)
+                return made
+
+            made = train(
+                Training(
+                    self.streamed,
+                    tile,
+                    matrices,
+                    self._cut().order(planes),
+                    self.options.bits,
+                    windows,
+                    held_out,
+                    count,
+                    self.options.seed,
+                    self.writer.tuning(),
+                    self.report,
+                )
+            )
+        model.to("meta")
+        return {name: tensor.cpu() for name, tensor in made.items()}
+
+    def _tuning_windows(self, count: int) -> tuple[Tensor, Tensor]:
+        """Windows for so many steps of training, and windows to judge it by: of the same text, and of another."""
+        assert self.text is not None
+        tokenizer, length = self.streamed.checkpoint.tokenizer(), min(self.options.seq_len, TUNING_TOKENS)
+        wanted, seed = count * WINDOWS, self.options.seed + 1  # others than the moments are made of
+        own = calibration_set(tokenizer, self.text.source, wanted + JUDGED, length, seed).tokens
+        training, held_out = (own[picked] for picked in parted(len(own), JUDGED))
+        if self.text.source == OTHER_TEXT:
+            return training, held_out
+        other = calibration_set(tokenizer, OTHER_TEXT, JUDGED, length, seed).tokens
+        return training, torch.cat([held_out, other])
+
     def finish(self) -> Cost | None:
         """Write what describes the artifact, and give it its name; what shared statistics took."""
         writer, checkpoint, plan, options = self.writer, self.streamed.checkpoint, self.plan, self.options
         parts: Split | None = None
         if self.method.ordered is not None:
+            tuned = self._end_to_end()
             self.report.say("orders the planes and writes base layer and enhancement layers")
-            parts = split(writer, {**plan.layouts, **plan.embeddings}, self._cut())
+            parts = split(writer, {**plan.layouts, **plan.embeddings}, self._cut(), tuned)
             plan = plan.with_layouts(parts.layouts)
             if self.plan.most_bytes is not None:  # the width followed from them
                 options = options.with_bits(max(parts.bits, options.widths_of.low))

@@ -23,7 +23,7 @@ from anybit.formats import GroupIntLayout
 from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
 from anybit.formats.unquantized import UnquantizedLayout
-from anybit.methods import METHODS, Method, finetune, nested_codes, ordering
+from anybit.methods import METHODS, Method, end_to_end, finetune, nested_codes, ordering
 from anybit.methods.anybit import BITS
 from anybit.methods.rtn import RTN
 
@@ -266,11 +266,14 @@ def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speed: float
         forwards += 1 + 3 * effort.epochs
         steps = effort.epochs * options.windows / finetune.batch_size(options.windows, options.seq_len)
         training = finetune.STEP_SECONDS * steps * plan.quantized_weights / threads
+    through, headed, decoded = end_to_end.work(METHODS[options.name].tuning(options), options.seq_len)
+    tuning = 2 * (through * plan.linear_weights + headed * _head_weights(streamed))
+    training += decoded * end_to_end.WRITE_SECONDS * plan.model_weights / threads
     flops = forwards * 2 * block_weights * tokens + moments + sweep + 200 * block_weights
     head = 4 * effort.passes * tokens * _head_weights(streamed)  # logits once, and their gradient
     nested = sum(plan.embeddings[name].weights for name in ordering.nested_layers(plan.embeddings))
     clustering = (effort.clustering / threads + effort.serial) * (plan.quantized_weights + nested)
-    return (blocks * flops + head) / speed + clustering + training + plan.model_weights / 2e8
+    return (blocks * flops + head + tuning) / speed + clustering + training + plan.model_weights / 2e8
 
 
 def _head_weights(streamed: StreamedModel) -> int:
@@ -298,6 +301,10 @@ def _peak_memory(streamed: StreamedModel, plan: Plan, options: Options) -> int:
     if effort.passes:
         logits = 3 * 4 * min(options.seq_len, LOGIT_CHUNK) * text.vocab_size  # float32 softmax, and gradients
         working += plan.model_weights * size + logits
+    if METHODS[options.name].tuning(options):  # all weights, their codes, the unquantized head
+        chunk = 6 * 4 * min(options.seq_len, LOGIT_CHUNK) * text.vocab_size
+        codes = end_to_end.BYTES_PER_WEIGHT * plan.model_weights
+        working = max(working, plan.model_weights * size + codes + _head_weights(streamed) * size + chunk)
     if effort.epochs:
         working += block_weights * finetune.BYTES_PER_WEIGHT
         activations *= 2

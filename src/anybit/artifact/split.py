@@ -69,6 +69,10 @@ class Cut:
     beside: Collection[str] = ()  # matrices that do not count for the average: embedding and head
     file_bytes: int | None = None  # of all planes in the files; None: any
 
+    def order(self, planes: WrittenPlanes) -> Steps:
+        """All planes in their order."""
+        return order(planes.losses(), planes.columns, self.whole, self.beside)
+
     def ends(self, steps: Steps, planes: WrittenPlanes) -> list[int]:
         """How many steps there are up to each level."""
         last = steps.upto(self.bits)
@@ -98,8 +102,10 @@ class Cut:
 class WrittenPlanes(Planes):
     """All planes of all rows of nested matrices, in the shards that a run has written."""
 
-    def __init__(self, layouts: Mapping[str, LayerLayout], files: Sequence[Any]) -> None:
-        self.layouts = layouts
+    def __init__(
+        self, layouts: Mapping[str, LayerLayout], files: Sequence[Any], tuned: Mapping[str, Tensor]
+    ) -> None:
+        self.layouts, self.tuned = layouts, tuned
         self.columns = coded_columns(layouts)
         self._file_of = {
             name.removesuffix(f".{LOSSES}"): file
@@ -118,12 +124,19 @@ class WrittenPlanes(Planes):
     def shapes(self, name: str) -> Tensor:
         return self._file_of[name].get_tensor(f"{name}.shapes")
 
+    def whole(self, name: str) -> PackedWeight:
+        """A matrix with all planes of all rows."""
+        return self.base(name, [self.layouts[name].shape[0]] * BITS, coded=False)
+
     def base(self, name: str, counts: Sequence[int], coded: bool) -> PackedWeight:
         """A matrix as a base layer with so many rows of its planes has it in its file."""
         layout, file = with_counts(self.layouts[name], counts), self._file_of[name]
         tensors = {
             field: file.get_slice(f"{name}.{field}")[: shape[0]]
             for field, (_, shape) in layout.stored_tensors().items()
+        }
+        tensors |= {
+            field: self.tuned[f"{name}.{field}"] for field in tensors if f"{name}.{field}" in self.tuned
         }
         packed = PackedWeight(layout, tensors)
         return code(packed) if coded else packed
@@ -140,34 +153,44 @@ class WrittenPlanes(Planes):
 
 
 @contextmanager
-def written_planes(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout]) -> Iterator[WrittenPlanes]:
+def written_planes(
+    writer: ArtifactWriter, layouts: Mapping[str, LayerLayout], tuned: Mapping[str, Tensor] | None = None
+) -> Iterator[WrittenPlanes]:
     """The planes of a run all of whose shards are finished, its files open.
 
     Args:
         writer: of the run.
         layouts: of all layers, and of embeddings; of nested ones only the kept channels matter.
+        tuned: tensors that are to stand in the place of those in the files, by name.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(writer.open_whole(shard)) for shard in range(writer.shards)]
-        yield WrittenPlanes(layouts, files)
+        yield WrittenPlanes(layouts, files, tuned or {})
 
 
-def split(writer: ArtifactWriter, layouts: Mapping[str, LayerLayout], cut: Cut) -> Split:
+def split(
+    writer: ArtifactWriter,
+    layouts: Mapping[str, LayerLayout],
+    cut: Cut,
+    tuned: Mapping[str, Tensor] | None = None,
+) -> Split:
     """Write what a run has made, all planes of all rows, again as base layer and enhancement layers.
 
     Args:
         writer: all of whose shards are finished, with the losses of every nested layer.
         layouts: of all layers, and of embeddings; of nested ones only the kept channels matter.
         cut: how far.
+        tuned: tensors that stand in the place of those that the run has written, by name.
     """
-    with written_planes(writer, layouts) as planes:
-        steps = order(planes.losses(), planes.columns, cut.whole, cut.beside)
+    with written_planes(writer, layouts, tuned) as planes:
+        steps = cut.order(planes)
         ends = cut.ends(steps, planes)
         counts = [steps.counts(end) for end in ends]
         base, chain = dict(layouts), ""
         writer.begin_split()
         for shard in range(writer.shards):
             tensors = writer.read_whole(shard)
+            tensors |= {name: tensor for name, tensor in planes.tuned.items() if name in tensors}
             for name in (name for name in counts[0] if f"{name}.{LOSSES}" in tensors):
                 packed = planes.base(name, counts[0][name], cut.coded)
                 tensors, base[name] = _with_base(name, packed, tensors), packed.layout

@@ -33,6 +33,7 @@ from anybit.formats.layout import FORMAT_VERSION
 
 STATISTICS = "statistics"  # folder beside the artifact under way
 SEARCH = "search"
+TUNING = "tuning"
 COMPLETE = "complete"  # file in it that says that it is whole
 
 
@@ -163,6 +164,10 @@ class ArtifactWriter:
         """Where a search over the whole model keeps what it has found, at least while the run lasts."""
         return (self._shared or self.folder) / SEARCH
 
+    def tuning(self) -> Path:
+        """Where a training of all that was made keeps its state while the run lasts."""
+        return self.folder / TUNING
+
     def has_statistics(self) -> bool:
         return (self.statistics() / COMPLETE).is_file()
 
@@ -190,6 +195,8 @@ class ArtifactWriter:
         return self._shared is None and (self.has_statistics() or self.search().exists())
 
     def _drop_statistics(self) -> None:
+        if self.tuning().exists():
+            _remove(self.tuning())
         if self._shared is not None:  # others may want them
             return
         for folder in (self.statistics(), self.search()):

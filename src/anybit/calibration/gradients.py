@@ -9,6 +9,7 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,14 @@ def gradient_statistics(
             information = torch.zeros(shape, device=device)
         stats[name] = _empty(information, len(deltas), tokens, shape[0])
 
-    def reduce(name: str, x: Tensor, gradient: Tensor) -> None:
+    def reduce(name: str, x: Tensor, _: Tensor, gradient: Tensor) -> None:
         _add_sample(stats[name], name, x, gradient, deltas)
 
-    with _reduced(model, stats, reduce) as embedded, _recomputed(streamed.blocks):
+    with reduced(model, stats, reduce) as embedded, recomputed(streamed.blocks):
         for row in tokens:
             sample_loss(model, row, vocabulary).backward()
             if vocabulary is not None:
-                vocabulary.add_sample(row, _gradient_of_embedding(model, embedded[0]))
+                vocabulary.add_sample(row, gradient_of_embedding(model, embedded[0]))
             advance(1)
     for i, (name, s) in enumerate(stats.items()):
         s.check(name)
@@ -195,69 +196,85 @@ def sample_loss(model: Any, tokens: Tensor, vocabulary: VocabularyStats | None =
 
     `vocabulary` gets what the head does.
     """
-    hidden = _final_hidden(model, tokens[None])[0, :-1]
-    loss: Tensor = _HeadLoss.apply(hidden, tokens[1:], model, vocabulary)
-    return loss
+    targets = tokens[1:, None]
+
+    def likelihood(part: slice, chunk: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        slope, aims = logits.log_softmax(-1), targets[part]
+        loss = -slope.gather(1, aims).sum()
+        slope.exp_()
+        if vocabulary is not None:
+            vocabulary.add_head(chunk, slope)
+        return loss, slope.scatter_add_(1, aims, slope.new_full(aims.shape, -1.0))
+
+    return head_loss(model, final_hidden(model, tokens[None])[0, :-1], likelihood)
 
 
-def _gradient_of_embedding(model: Any, embedded: Tensor) -> Tensor:
+def gradient_of_embedding(model: Any, embedded: Tensor) -> Tensor:
     """The gradient [seq_len, hidden] at what is looked up, of what the embedding gave: Gemma's is scaled."""
     assert embedded.grad is not None
     scale = float(getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0))
     return embedded.grad[0].float() * scale
 
 
+# Of some positions, their hidden states and their logits: the sum of their losses, and its gradient at the logits.
+ChunkLoss = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def head_loss(model: Any, hidden: Tensor, of_chunk: ChunkLoss) -> Tensor:
+    """The mean over positions of a loss of the logits that the head makes of hidden states [seq_len, hidden]."""
+    loss: Tensor = _HeadLoss.apply(hidden, model, of_chunk)
+    return loss
+
+
 class _HeadLoss(torch.autograd.Function):
-    """Mean negative log-likelihood of what the head makes of hidden states.
+    """See `head_loss`.
 
     The gradient of a chunk is made together with its loss, while its logits are there: they are neither kept for the
     backward pass, [seq_len, vocabulary] in all, nor made a second time in it.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, targets: Tensor, model: Any, vocabulary: VocabularyStats | None
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, model: Any, of_chunk: ChunkLoss) -> Tensor:
         gradient = torch.empty_like(hidden)
         total = hidden.new_zeros((), dtype=torch.float32)
         for a in range(0, len(hidden), LOGIT_CHUNK):
-            part, aims = slice(a, a + LOGIT_CHUNK), targets[a : a + LOGIT_CHUNK, None]
+            part = slice(a, a + LOGIT_CHUNK)
             with torch.enable_grad():
                 chunk = hidden[part].detach().requires_grad_()
-                logits = _logits(model, chunk)
-            slope = logits.detach().log_softmax(-1)
-            total -= slope.gather(1, aims).sum()
-            slope.exp_()
-            if vocabulary is not None:
-                vocabulary.add_head(chunk.detach(), slope)
-            slope.scatter_add_(1, aims, slope.new_full(aims.shape, -1.0)).div_(len(hidden))
-            (gradient[part],) = torch.autograd.grad(logits, chunk, slope)
+                logits = logits_of(model, chunk)
+            loss, slope = of_chunk(part, chunk.detach(), logits.detach())
+            total += loss
+            (gradient[part],) = torch.autograd.grad(logits, chunk, slope.div_(len(hidden)))
         ctx.save_for_backward(gradient)
         return total / len(hidden)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0], None, None, None
+        return gradient * gradients[0], None, None
 
 
-def _final_hidden(model: Any, tokens: Tensor) -> Tensor:
+def final_hidden(model: Any, tokens: Tensor) -> Tensor:
     """What the head reads, [n, seq_len, hidden]."""
     return model.base_model(input_ids=tokens, use_cache=False, return_dict=True).last_hidden_state
 
 
-def _logits(model: Any, hidden: Tensor) -> Tensor:
+def logits_of(model: Any, hidden: Tensor) -> Tensor:
     """Logits of what the head reads, float32 [..., vocabulary]."""
+    return soft_capped(model, model.get_output_embeddings()(hidden).float())
+
+
+def soft_capped(model: Any, logits: Tensor) -> Tensor:
+    """Logits as the model gives them, of what its head puts out."""
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    logits = model.get_output_embeddings()(hidden).float()
     return torch.tanh(logits / cap) * cap if cap else logits
 
 
 @torch.no_grad()
 def _check_logits(model: Any, tokens: Tensor) -> None:
-    """`_logits` are the model's: some architectures scale them, and their loss would silently be another."""
+    """`logits_of` are the model's: some architectures scale them, and their loss would silently be another."""
     own = model(input_ids=tokens, use_cache=False, return_dict=True).logits.float()
-    ours = _logits(model, _final_hidden(model, tokens))
+    ours = logits_of(model, final_hidden(model, tokens))
     if not torch.allclose(ours, own, rtol=0.01, atol=0.01 * float(own.abs().max()), equal_nan=True):
         raise InputError(
             f"{model.config.model_type} changes the logits after its head in a way that anybit does not know: "
@@ -270,20 +287,23 @@ class _ReducedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, reduce: Any) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        out = nn.functional.linear(x, weight, bias)
+        ctx.save_for_backward(x, weight, out)
         ctx.reduce = reduce
-        return nn.functional.linear(x, weight, bias)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        ctx.reduce(x, gradients[0])
+        x, weight, out = ctx.saved_tensors
+        ctx.reduce(x, out, gradients[0])
         return gradients[0] @ weight, None, None, None
 
 
 @contextmanager
-def _reduced(model: Any, names: Iterable[str], reduce: Any) -> Iterator[list[Tensor]]:
+def reduced(model: Any, names: Iterable[str], reduce: Any) -> Iterator[list[Tensor]]:
     """Route the named linears through `_ReducedLinear`, and make the embeddings the root of the graph.
+
+    `reduce` gets a layer's name, its inputs, its outputs and their gradient.
 
     The list has what the embedding gave last, whose gradient is there after a backward pass.
     """
@@ -296,7 +316,7 @@ def _reduced(model: Any, names: Iterable[str], reduce: Any) -> Iterator[list[Ten
 
     def forward_of(name: str, module: Any) -> Any:
         weight = module.weight.T if isinstance(module, Conv1D) else module.weight
-        return lambda x: _ReducedLinear.apply(x, weight, module.bias, lambda x, g: reduce(name, x, g))
+        return lambda x: _ReducedLinear.apply(x, weight, module.bias, partial(reduce, name))
 
     for name in names:
         module = model.get_submodule(name)
@@ -312,7 +332,7 @@ def _reduced(model: Any, names: Iterable[str], reduce: Any) -> Iterator[list[Ten
 
 
 @contextmanager
-def _recomputed(blocks: nn.ModuleList) -> Iterator[None]:
+def recomputed(blocks: nn.ModuleList) -> Iterator[None]:
     """Recompute each block in the backward pass instead of keeping its activations."""
 
     def forward_of(original: Any) -> Any:

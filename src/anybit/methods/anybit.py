@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from anybit.calibration.stats import LinearStats, VocabularyCost
     from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
+    from anybit.methods.end_to_end import Training
 
 BITS = 8  # planes of a row, at most
 BASE_BITS = 2.0  # average width of the base layer
@@ -46,12 +47,13 @@ class Pains:
     tokens: int  # that second moments are gathered from
     gradient_tokens: int  # of those, that are weighted by gradients
     descent: int  # passes over the codes after the first
+    steps: int  # of `--tune`
 
 
 EFFORTS = {
-    "quick": Pains(16_384, 8_192, 1),
-    "normal": Pains(65_536, 16_384, 2),
-    "best": Pains(131_072, 32_768, 4),
+    "quick": Pains(16_384, 8_192, 1, 50),
+    "normal": Pains(65_536, 16_384, 2, 150),
+    "best": Pains(131_072, 32_768, 4, 400),
 }
 
 
@@ -96,6 +98,10 @@ class AnyBit(Sequential, Damped):
         expected="a whole number from 0 to 100",
         valid=lambda value: 0 <= value <= 100,
     )
+    tune: bool = option(
+        False, "Train scales and kept channels end to end after all else, for all widths at once.",
+        flag="--tune",
+    )  # fmt: skip
     kept_channels: float = option(1 / 128, "Share of input channels kept in 16 bits.", layer=True, **SHARE)
     whole_layers: bool = option(
         False, "One width for a whole layer, the same for q, k and v and for gate and up, instead of one per row.",
@@ -201,6 +207,13 @@ def _effort(options: AnyBit) -> Effort:
     )
 
 
+def tune(training: Training) -> dict[str, Tensor]:
+    """Scales and kept channels that bring the model of every width nearer to the unquantized one."""
+    from anybit.methods import end_to_end
+
+    return end_to_end.end_to_end(training)
+
+
 METHOD = Method(
     AnyBit,
     title="",
@@ -217,5 +230,7 @@ METHOD = Method(
     searched=lambda options: [options.salience, options.gradient_samples, options.embed_bits is None],
     ordered=lambda options: Ordered(float(options.bits), options.whole_layers, options.coded),
     running=running,
+    tuning=lambda options: EFFORTS[options.effort].steps if options.tune else 0,
+    end_to_end=tune,
     check_given=check_given,
 )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from anybit.calibration.streaming import StreamedModel
     from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
+    from anybit.methods.end_to_end import Training
     from anybit.methods.finetune import Task
     from anybit.progress import Advance
 
@@ -153,6 +154,9 @@ class Method:
     running: (
         Callable[[Any, Mapping[str, LayerLayout], Mapping[str, Tensor]], Mapping[str, LayerLayout]] | None
     ) = None
+    # Steps of training once all layers are there; and what trains: tensors by name that take the place of theirs.
+    tuning: Callable[[Any], int] = lambda options: 0
+    end_to_end: Callable[[Training], dict[str, Tensor]] | None = None
     # Refuses what a map of specs says of a layer: name, its spec, that of a layer it does not name.
     check_given: Callable[[str, Any, Any], None] = lambda name, spec, usual: None
 
