@@ -87,17 +87,16 @@ class Training:
 class _Matrix:
     """A nested matrix [r, c], and which of all parameters are its own; rows as they are stored."""
 
-    def __init__(self, name: str, tile: Nested, rows: int, values: int) -> None:
+    def __init__(self, name: str, tile: Nested, rows: int, values: int, device: torch.device) -> None:
         r, k = tile.kept_values.shape
-        self.name, self.order, self.kept_columns = name, tile.order, tile.kept
-        self.scales, self.values = tile.scales.float(), tile.kept_values.float()
+        self.name, self.order, self.kept_columns = name, tile.order.to(device), tile.kept.to(device)
+        self.scales, self.values = tile.scales.to(device).float(), tile.kept_values.to(device).float()
         self.kept_size = _size(self.values)
         self.of_scales, self.of_kept = slice(rows, rows + r), slice(values, values + r * k)
-        self._codes = tile.codes.new_zeros(r, tile.codes.shape[1] + k)  # of 8 bits, rows as they are put out
-        self._codes[:, tile.coded(self._codes.shape[1], tile.kept)] = tile.codes
-        self._codes = self._codes[tile.order.argsort()]
-        self._shapes = tile.shapes.to(torch.int32)
-        self._tables = shapes.tables().to(self._codes.device)
+        codes = tile.codes.new_zeros(r, tile.codes.shape[1] + k)  # of 8 bits, rows as they are put out
+        codes[:, tile.coded(codes.shape[1], tile.kept)] = tile.codes
+        self._codes = codes[tile.order.argsort()].to(device)
+        self._shapes, self._tables = tile.shapes.to(device, torch.int32), shapes.tables().to(device)
 
     def write(self, counts: Sequence[int], scales: Tensor, kept_values: Tensor, weight: Tensor) -> None:
         """Let `weight` [r, c] be the matrix with so many rows of every plane."""
@@ -131,7 +130,7 @@ class _Student:
         self.of_module: dict[str, _Matrix] = {}
         rows = values = 0
         for name, modules in training.matrices.items():
-            matrix = _Matrix(name, training.tile(name), rows, values)
+            matrix = _Matrix(name, training.tile(name), rows, values, self.device)
             rows, values = matrix.of_scales.stop, matrix.of_kept.stop
             self.matrices[name] = matrix
             self.of_module |= dict.fromkeys(modules, matrix)
