@@ -38,7 +38,7 @@ def test_the_report_shows_every_cell(
     for cell in results["cells"][1:]:
         assert (
             f"<td>{html.escape(label(cell))}</td><td>{width(cell)}</td><td>{cell['bits_per_weight']:.3f}</td>"
-            in page
+            f"<td>{cell['file_bits_per_weight']:.3f}</td>" in page
         )
         assert f"<td>{cell['kld_mean']:.4f}</td>" in page
     assert page.count("data:image/png;base64,iVBOR") == 3  # two curves and the bars: all layers are alike
@@ -104,6 +104,7 @@ def test_a_report_stands_whatever_is_missing(tmp_path: Path) -> None:
         page = write_report(tmp_path, {**results, "cells": cells}).read_text(encoding="utf-8")
         assert "none" in page
     assert "one, 1 threads" in page and "; rows marked ¹ on another" in page and "$x$ _ [rtn] ¹" in page
+    assert "<td>3.100</td><td>?</td><td>0.0</td>" in page  # older runs did not record what files take
 
 
 def test_bars_show_processor_seconds_and_cut_long_waits() -> None:

@@ -142,7 +142,7 @@ def _layer_row(layer: Json) -> tuple[str, ...]:
 def print_comparison(f: Json) -> None:
     """The cells of `compare`; the report has more."""
     print_table(
-        ("<method", "bits", "bits per weight", "perplexity", "KLD mean", "quantized in"),
+        ("<method", "bits", "bits per weight", "in the files", "perplexity", "KLD mean", "quantized in"),
         [_cell_row(cell) for cell in f["cells"]],
     )
     for row in f["left_out"]:
@@ -155,9 +155,11 @@ def _cell_row(cell: Json) -> tuple[str, ...]:
     quality = "none" if cell["perplexity"] is None else f"{cell['perplexity']:.2f}"
     head = cell["name"], f"{cell['bits']:g}"
     if "bits_per_weight" not in cell:
-        return *head, "", quality, "", ""
+        return *head, "", "", quality, "", ""
+    in_files = cell.get("file_bits_per_weight")  # of a cell that was made before it was recorded: none
+    stored = "" if in_files is None else f"{in_files:.3f}"
     kld = "none" if cell.get("kld_mean") is None else f"{cell['kld_mean']:.4f}"
-    return *head, f"{cell['bits_per_weight']:.3f}", quality, kld, f"{cell['seconds']:.0f} s"
+    return *head, f"{cell['bits_per_weight']:.3f}", stored, quality, kld, f"{cell['seconds']:.0f} s"
 
 
 BEST = "<- the best that fits"

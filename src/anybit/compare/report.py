@@ -22,6 +22,7 @@ HEADS = (
     "method",
     "width",
     "bpw",
+    "in the files",
     "size, MB",
     "perplexity",
     "over the base, 95 %",
@@ -65,7 +66,9 @@ def write_report(out: Path, results: Json) -> Path:
         made_on=rows.made_on(results["cells"], marks),
         heads=[*HEADS, *(f"{task}, %" for task in tasks), *COSTS],
         rows=_rows(base, cells, tasks, marks),
-        unknown=any(c.get("processor_seconds") is None for c in cells),
+        unknown=any(
+            c.get(key) is None for c in cells for key in ("processor_seconds", "file_bits_per_weight")
+        ),
         resumed=any(c["resumed"] for c in cells),
         what_the_rows_are=rows.section(results, cells) if cells else "",  # HTML
         curves=[(name, png(figure)) for name, figure in curves.items()],
@@ -99,6 +102,7 @@ def _rows(
         base["name"] + rows.mark(base, marks),
         "W16A16",
         "16",
+        "16",
         "",
         _short(base["perplexity"]),
         *unmeasured,
@@ -117,6 +121,7 @@ def _line(cell: Row, base: Row, tasks: Sequence[str]) -> list[str]:
     return [
         width(cell),
         f"{cell['bits_per_weight']:.3f}",
+        rows.in_files(cell),
         f"{cell['size_bytes'] / 1e6:.1f}",
         _short(cell["perplexity"]),
         _over(cell, base),
@@ -179,7 +184,7 @@ def _curve(cells: Sequence[Row], key: str, label: str, base: float | None = None
         points = sorted((c["bits_per_weight"], c[key]) for c in same)
         axes.plot(*zip(*points), marker=MARKERS[i % len(MARKERS)], color=f"C{i % 10}", label=_plain(name),
                   linewidth=1.2, linestyle="-" if i < 10 else ":")  # fmt: skip
-    axes.set(xlabel="stored bits per weight (linear layers)", ylabel=label, yscale="log")
+    axes.set(xlabel="bits per weight of the linear layers, in memory", ylabel=label, yscale="log")
     if base is not None:
         axes.axhline(base, linestyle="--", color="#888", label="unquantized")
         axes.set_ylim(0.93 * base, WORST * base)

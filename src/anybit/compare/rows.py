@@ -27,6 +27,12 @@ def label(cell: Row) -> str:
     return name if method in name.lower() else f"{name} [{method}]"
 
 
+def in_files(cell: Row) -> str:
+    """Bits per weight that the files take; of a cell that was made before that was recorded a question mark."""
+    found = cell.get("file_bits_per_weight")
+    return "?" if found is None else f"{found:.3f}"
+
+
 def by_entry(cells: Sequence[Row]) -> dict[str, list[Row]]:
     """Cells by label, in order."""
     found: dict[str, list[Row]] = {}
