@@ -60,6 +60,8 @@ std::vector<float> Tables::round_to_steps(const float* tables) {
                 to[e] = static_cast<uint8_t>(high + ZERO);
                 if (two) to[entries + e] = static_cast<uint8_t>(steps - WORD * high + ZERO);
             }
+            for (const uint8_t *part = to, *end = to + entries * (two ? 2 : 1); part < end; part += entries)
+                for (int64_t e = 0; e < entries; ++e) steps_mirrored_ &= part[e] + part[entries - 1 - e] == 2 * ZERO;
         }
     }
     return made;

@@ -89,6 +89,7 @@ public:
             c.table = bytes_[c.bits].data();
             c.scales = steps_[c.bits].data();
             c.two_bytes = c.bits > CodebookByRow::MOST_BYTE_BITS;
+            c.mirrored = steps_mirrored_;
             return;
         }
         const bool halves = inputs == Numbers::bf16;
@@ -115,7 +116,7 @@ private:
     const MatmulOps& ops_;
     const bool int8_;
     int64_t count_ = 0;
-    bool mirrored_ = true; // as in CodebookByRow
+    bool mirrored_ = true, steps_mirrored_ = true; // as in CodebookByRow, of floats and of `bytes_`
     std::vector<uint8_t> plain_[9], floats_[9], halves_[9], bytes_[9];
     std::vector<float> steps_[9]; // [shapes]
 };

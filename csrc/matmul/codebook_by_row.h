@@ -24,9 +24,15 @@ typedef int64_t Present;
 inline Present present(int64_t left) { return left; }
 inline Codes load_plane(const uint8_t* from, Present left) {
     if (left >= BYTES) return load_as<Codes>(from);
+#if defined(__AVX2__)
+    const __m256i there = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int32_t>(left / 4)),
+                                             _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    return reinterpret_cast<Codes>(_mm256_maskload_epi32(reinterpret_cast<const int32_t*>(from), there));
+#else
     Codes bytes{};
     __builtin_memcpy(&bytes, from, static_cast<size_t>(left));
     return bytes;
+#endif
 }
 #endif
 
@@ -65,10 +71,14 @@ inline int64_t tails_of(const CodebookByRow& c) {
 }
 
 // Codes of the upper half of a mirrored table become those of the entries opposite, below their highest bit.
-template <int B> inline void fold(const CodebookByRow& c, Codes (&plane)[B]) {
+template <int B> inline void fold(Codes (&plane)[B]) {
+    for (int p = 0; p < B - 1; ++p) plane[p] ^= plane[B - 1];
+}
+
+// The same where floats are looked up so.
+template <int B> inline void fold_floats(const CodebookByRow& c, Codes (&plane)[B]) {
     if constexpr (looks_up_mirrored(B))
-        if (c.mirrored)
-            for (int p = 0; p < B - 1; ++p) plane[p] ^= plane[B - 1];
+        if (c.mirrored) fold(plane);
 }
 
 // The codes of a tail of a row in their low B bits, in the weights' order: bits of the planes are masks of bytes.

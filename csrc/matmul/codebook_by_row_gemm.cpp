@@ -21,7 +21,7 @@ void decode_block(const CodebookByRow& c, int64_t block, int64_t column, Floats*
         Codes plane[B], code[PHASES];
         for (int p = 0; p < B; ++p)
             plane[p] = load_plane(plane_bytes(c, B - 1 - p) + row * bytes + at, present(bytes - at));
-        fold<B>(c, plane);
+        fold_floats(c, plane);
         codes_of<B>(plane, code);
         if constexpr (floating(B) != Floating::none) {
             const Table table(c.table, c.kind(row));

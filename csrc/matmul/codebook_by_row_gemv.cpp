@@ -20,15 +20,22 @@ constexpr int MOST_ROUNDED = 2;
 #endif
 
 // sums[i] += the dot product of four centroids with four inputs, the centroids less CENTRE.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline Ints dot_centred(Ints sums, Codes centred, const int8_t* x) {
+    const auto from = load_as<__m256i>(x);
+    const __m256i size = _mm256_abs_epi8(from), turned = _mm256_sign_epi8(reinterpret_cast<__m256i>(centred), from);
+#if defined(__AVXVNNI__)
+    return reinterpret_cast<Ints>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sums), size, turned));
+#else
+    return sums + reinterpret_cast<Ints>(_mm256_madd_epi16(_mm256_maddubs_epi16(size, turned), _mm256_set1_epi16(1)));
+#endif
+}
+#endif
+
 #if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512F__)
 constexpr int32_t CENTRE = CodebookByRow::BYTE_ZERO; // centred, they fit pairs of 16 bits that are signed
 
-inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
-    const __m256i from = load_as<__m256i>(x),
-                  centred = reinterpret_cast<__m256i>(centroids ^ fill(CodebookByRow::BYTE_ZERO));
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(from), _mm256_sign_epi8(centred, from));
-    return sums + reinterpret_cast<Ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
+inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) { return dot_centred(sums, centroids, x); }
 #else
 constexpr int32_t CENTRE = 0;
 
@@ -76,6 +83,7 @@ public:
     static constexpr int MOST = MOST_ROUNDED;
     static constexpr int64_t MOST_BLOCKS = 32; // whose inputs stay close while rows take turns
 
+    static void fold_planes(const CodebookByRow&, Codes (&)[B]) {}
     static WholeInputs skip(const CodebookByRow& c, const WholeInputs& in, int64_t tokens) {
         return {in.x + tokens * in.stride,
                 in.tokens - tokens,
@@ -108,7 +116,7 @@ private:
 template <int B, int M> class ByteCentroids : public WholeCentroids<B, M> {
 public:
     ByteCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
-        : WholeCentroids<B, M>(c, in), table_(c.table + (c.kind(row) << B)) {}
+        : WholeCentroids<B, M>(c, in), table_(c.table + (c.kind(row) << B), CENTRE) {}
 
     void add(const Codes (&code)[PHASES], int64_t b, WholeSums (&total)[M]) const {
         constexpr int OWN = M > 4 ? 1 : 2; // chains of sums
@@ -145,8 +153,8 @@ public:
     static constexpr int MOST = MOST_TOKENS;
 
     WordCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
-        : WholeCentroids<B, M>(c, in), high_(c.table + (2 * c.kind(row) << B)),
-          low_(c.table + ((2 * c.kind(row) + 1) << B)) {}
+        : WholeCentroids<B, M>(c, in), high_(c.table + (2 * c.kind(row) << B), CENTRE),
+          low_(c.table + ((2 * c.kind(row) + 1) << B), CENTRE) {}
 
     void add(const Codes (&code)[PHASES], int64_t b, WholeSums (&total)[M]) const {
         Ints high[2][M] = {}, low[2][M] = {};
@@ -180,6 +188,39 @@ private:
     Table<B> high_, low_;
 };
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The same of mirrored tables.
+template <int B, int M> class MirroredWordCentroids : public WholeCentroids<B, M> {
+public:
+    static constexpr int MOST = MOST_TOKENS;
+
+    MirroredWordCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
+        : WholeCentroids<B, M>(c, in), lookup_(c, row) {}
+
+    static void fold_planes(const CodebookByRow&, Codes (&plane)[B]) { fold(plane); }
+
+    void add(const Codes (&code)[PHASES], int64_t b, WholeSums (&total)[M]) const {
+        Ints high[M] = {}, low[M] = {};
+#pragma GCC unroll 8
+        for (int64_t s = 0; s < PHASES; ++s) {
+            Codes found[2];
+            lookup_(code[s], found);
+            for (int64_t k = 0; k < M; ++k) {
+                const int8_t* x = this->inputs(k, b, s);
+                high[k] = dot_centred(high[k], found[0], x);
+                low[k] = dot_centred(low[k], found[1], x);
+            }
+        }
+        for (int64_t k = 0; k < M; ++k) total[k].add(high[k] * CodebookByRow::WORD + low[k], this->factors(k, b));
+    }
+
+    static constexpr int32_t EXCESS = 0;
+
+private:
+    MirroredWords<B> lookup_;
+};
+#endif
+
 // Activations of T in the kernels' order.
 template <typename X> struct Plain {
     using Given = Inputs<X>;
@@ -188,6 +229,8 @@ template <typename X> struct Plain {
     using Total = Floats;
     static constexpr int MOST = MOST_TOKENS;
     static constexpr int64_t MOST_BLOCKS = 32 / sizeof(X);
+
+    template <int B> static void fold_planes(const CodebookByRow& c, Codes (&plane)[B]) { fold_floats(c, plane); }
 
     static Inputs<X> skip(const CodebookByRow& c, const Inputs<X>& in, int64_t tokens) {
         return {in.x + tokens * in.stride, in.tokens - tokens, in.stride, nullptr, in.kept + tokens * c.kept_columns};
@@ -352,7 +395,7 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, const
                 Codes plane[B], code[PHASES];
                 planes.fetch(b * BYTES + next);
                 planes.load(b * BYTES, present(bytes - b * BYTES), plane);
-                fold<B>(c, plane);
+                By<B, M>::fold_planes(c, plane);
                 codes_of<B>(plane, code);
                 sums.add(code, b, own);
             }
@@ -379,8 +422,12 @@ void gemv_bits(const CodebookByRow& c, const typename By<B, 1>::Given& in, const
 void gemv_whole(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
     by_width(c.bits, [&](auto bits) {
         constexpr int B = bits.value;
-        if constexpr (B > CodebookByRow::MOST_BYTE_BITS)
+        if constexpr (B > CodebookByRow::MOST_BYTE_BITS) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+            if (c.two_bytes && c.mirrored) return gemv_bits<MirroredWordCentroids, B>(c, in, y, begin, end);
+#endif
             if (c.two_bytes) return gemv_bits<WordCentroids, B>(c, in, y, begin, end);
+        }
         gemv_bits<ByteCentroids, B>(c, in, y, begin, end);
     });
 }

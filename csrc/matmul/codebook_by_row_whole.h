@@ -27,6 +27,50 @@ inline __m512d whole_steps(const CodebookByRow& c, int64_t row, int64_t rows) {
 }
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// A row's centroids less BYTE_ZERO, of a byte or of two.
+template <int B> struct CentredBytes {
+    static constexpr bool FOLDS = false;
+
+    CentredBytes(const CodebookByRow& c, int64_t row)
+        : table_(c.table + (c.kind(row) << B), CodebookByRow::BYTE_ZERO) {}
+    void operator()(Codes code, Codes (&found)[1]) const { found[0] = table_(code); }
+
+private:
+    Table<B> table_;
+};
+
+template <int B> struct CentredWords {
+    static constexpr bool FOLDS = false;
+
+    CentredWords(const CodebookByRow& c, int64_t row)
+        : high_(c.table + (2 * c.kind(row) << B), CodebookByRow::BYTE_ZERO),
+          low_(c.table + ((2 * c.kind(row) + 1) << B), CodebookByRow::BYTE_ZERO) {}
+    void operator()(Codes code, Codes (&found)[2]) const { found[0] = high_(code), found[1] = low_(code); }
+
+private:
+    Table<B> high_, low_;
+};
+
+// The same by the lower half of mirrored tables, which takes half the instructions: codes are folded, and their highest
+// bit says which sign an entry has.
+template <int B> struct MirroredWords {
+    static constexpr bool FOLDS = true;
+
+    MirroredWords(const CodebookByRow& c, int64_t row)
+        : high_(c.table + (2 * c.kind(row) << B), CodebookByRow::BYTE_ZERO),
+          low_(c.table + ((2 * c.kind(row) + 1) << B), CodebookByRow::BYTE_ZERO) {}
+    void operator()(Codes code, Codes (&found)[2]) const {
+        const auto sign = reinterpret_cast<__m256i>(left<8 - B>(code) | fill(1));
+        found[0] = reinterpret_cast<Codes>(_mm256_sign_epi8(reinterpret_cast<__m256i>(high_(code)), sign));
+        found[1] = reinterpret_cast<Codes>(_mm256_sign_epi8(reinterpret_cast<__m256i>(low_(code)), sign));
+    }
+
+private:
+    Table<B - 1> high_, low_;
+};
+#endif
+
 // A block of a token's inputs as its vectors of codes meet them: byte m of vector s is input 8 m + s, or in a block of
 // tails input 64 s + m; those that are missing are 0.
 inline void order_inputs(const CodebookByRow& c, const int8_t* codes, int64_t b, Codes (&block)[PHASES]) {

@@ -11,7 +11,7 @@ namespace {
 template <int B> struct Table {
     __m512i part[B <= 6 ? 1 : 1 << (B - 6)];
 
-    explicit Table(const uint8_t* entry) {
+    explicit Table(const uint8_t* entry, int = 0) {
         if constexpr (B == 1) part[0] = _mm512_set1_epi16(load_as<int16_t>(entry));
         else if constexpr (B == 2) part[0] = _mm512_set1_epi32(load_as<int32_t>(entry));
         else if constexpr (B == 3) part[0] = _mm512_set1_epi64(load_as<int64_t>(entry));
@@ -66,12 +66,17 @@ template <int B> struct Table {
     static constexpr int PARTS = B <= 4 ? 1 : 1 << (B - 4);
     Codes part[PARTS];
 
-    explicit Table(const uint8_t* entry) {
+    // Entries are exclusive-or `turned`, which costs nothing later on.
+    explicit Table(const uint8_t* entry, [[maybe_unused]] int turned = 0) {
         if constexpr (B == 1) part[0] = repeat(_mm_set1_epi16(load_as<int16_t>(entry)));
         else if constexpr (B == 2) part[0] = repeat(_mm_set1_epi32(load_as<int32_t>(entry)));
         else if constexpr (B == 3) part[0] = repeat(_mm_set1_epi64x(load_as<int64_t>(entry)));
         else
             for (int i = 0; i < PARTS; ++i) part[i] = repeat(sixteen(entry, i));
+#if !defined(__AVX512BW__)
+        for (int i = 0; i < PARTS; i += RUN)
+            part[i] ^= fill(turned); // those after it cancel it out and put it in again
+#endif
     }
 
 #if defined(__AVX512BW__)
@@ -126,7 +131,7 @@ private:
 template <int B> struct Table {
     const uint8_t* entry;
 
-    explicit Table(const uint8_t* from) : entry(from) {}
+    explicit Table(const uint8_t* from, int = 0) : entry(from) {}
 
     Codes operator()(Codes code) const {
         Codes found;

@@ -92,7 +92,8 @@ struct CodebookByChannel {
 struct CodebookByRow {
     const uint32_t* planes[8]; // as in CodebookByWord
     const uint8_t* table;      // [rows, 2^bits], laid out as TableForm says
-    bool mirrored;             // for floats: tables are of float16 numbers, entry e minus that of 2^bits - 1 - e
+    bool mirrored;             // entry e is minus that of 2^bits - 1 - e. For floats: float16 numbers. For int8: less
+                               // BYTE_ZERO; each byte of two
     bool halves;               // for `bf16.gemm`: the table is of bfloat16 as `bf16_form` says, or else of plain floats
     bool two_bytes;            // for int8: an entry is WORD a + b, first all of a, then all of b; else it is a byte
     const float* scales;       // for int8: [tables], of a step

@@ -16,6 +16,7 @@ void add_codebook_by_channel_gemv(MatmulOps&);
 void add_codebook_by_channel_gemm(MatmulOps&);
 void add_codebook_by_row_gemv(MatmulOps&);
 void add_codebook_by_row_gemm(MatmulOps&);
+void add_codebook_by_row_gemm_int8(MatmulOps&);
 void add_codebook_by_row_tiles(MatmulOps&);
 void add_codebook_by_word(MatmulOps&);
 void add_float16(MatmulOps&);
@@ -41,6 +42,7 @@ MatmulOps make_matmul_ops() {
     add_codebook_by_channel_gemm(ops);
     add_codebook_by_row_gemv(ops);
     add_codebook_by_row_gemm(ops);
+    add_codebook_by_row_gemm_int8(ops);
     add_codebook_by_row_tiles(ops);
     add_codebook_by_word(ops);
     add_float16(ops);

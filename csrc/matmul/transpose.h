@@ -47,6 +47,16 @@ struct PartialHalves {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
         const __m256i there = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), from);
         __builtin_memcpy(halves, &there, sizeof there);
+#elif defined(__AVX2__)
+        const auto all = static_cast<int32_t>(count);
+        const __m128i pairs = _mm_cmpgt_epi32(_mm_set1_epi32(all / 2), _mm_setr_epi32(0, 1, 2, 3));
+        __m128i there = _mm_maskload_epi32(reinterpret_cast<const int32_t*>(from), pairs);
+        if (all % 2 == 1) {
+            const __m128i last =
+                _mm_cmpeq_epi16(_mm_set1_epi16(static_cast<int16_t>(all - 1)), _mm_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7));
+            there = _mm_or_si128(there, _mm_and_si128(last, _mm_set1_epi16(load_as<int16_t>(from + all - 1))));
+        }
+        __builtin_memcpy(halves, &there, sizeof there);
 #else
         __builtin_memset(halves, 0, sizeof halves);
         __builtin_memcpy(halves, from, static_cast<size_t>(count) * 2);
