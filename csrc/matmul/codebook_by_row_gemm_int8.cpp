@@ -18,7 +18,7 @@ constexpr int64_t ROWS = GEMM_BLOCKS * LANES; // that are decoded at a time
 constexpr int64_t BLOCK = PHASES * BYTES;     // columns
 constexpr int64_t CHUNK = 2 * BLOCK;          // columns that are decoded at a time: with some inputs they fit the first
                                               // cache, and sums of so many products fit 32 bits
-constexpr int QUAD = 4;                       // rows whose sums are in registers
+constexpr int64_t QUAD = 4;                   // rows whose sums are in registers
 constexpr int PAIR = 2;                       // tokens
 constexpr int64_t LEAST_TOKENS = 3;           // of fewer, gemv takes less time
 constexpr int64_t MOST_COLUMNS = int64_t(1) << 20;
@@ -83,38 +83,58 @@ void decode_rows(const CodebookByRow& c, int64_t first, int64_t block, int64_t b
 
 // ---- products
 
-inline __m256i dot_pairs_of_16(__m256i sums, __m256i a, __m256i b) {
+// Has a vector stay in one register: GCC would load it again for every use, and copy sums back and forth.
+inline void keep(__m256i& v) { __asm__("" : "+x"(v)); }
+
+inline __m256i load_pairs(const int16_t* from) {
+    auto loaded = load_as<__m256i>(from);
+    keep(loaded);
+    return loaded;
+}
+
+inline void add_dots(__m256i& sums, __m256i a, __m256i b) {
 #if defined(__AVXVNNI__)
-    return _mm256_dpwssd_avx_epi32(sums, a, b);
+    sums = _mm256_dpwssd_avx_epi32(sums, a, b);
 #else
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
 #endif
+    keep(sums);
 }
 
-// The totals of four vectors.
-inline __m128i totals_of(const __m256i (&v)[QUAD]) {
-    const __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
-    return _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-}
+// Sums of four rows and one token. No array: GCC keeps those in memory.
+struct Quad {
+    __m256i a{}, b{}, c{}, d{};
 
-// sums[t, r] += factor times the dot product of QUAD rows of a panel with M tokens; or it is that, at first.
+    void add(const Quad& weights, __m256i x) {
+        add_dots(a, weights.a, x);
+        add_dots(b, weights.b, x);
+        add_dots(c, weights.c, x);
+        add_dots(d, weights.d, x);
+    }
+    // sums[r] += factor times the total of row r; or it is that, at first.
+    void add_to(int64_t* sums, int32_t factor, bool fresh) const {
+        const __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
+        const __m128i totals = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+        __m256i made = _mm256_mul_epi32(_mm256_cvtepi32_epi64(totals), _mm256_set1_epi64x(factor));
+        if (!fresh) made = _mm256_add_epi64(made, load_as<__m256i>(sums));
+        __builtin_memcpy(sums, &made, sizeof made);
+    }
+};
+
+// The dot products of four rows of a panel with M tokens, of at least one column.
 template <int M>
 void multiply(const int16_t (*panel)[CHUNK], const int16_t* x, int64_t stride, int64_t columns, int32_t factor,
               bool fresh, int64_t* sums) {
-    __m256i own[M][QUAD] = {};
-    for (int64_t j = 0; j < columns; j += BYTES / 2) {
-        __m256i weights[QUAD];
-        for (int r = 0; r < QUAD; ++r) weights[r] = load_as<__m256i>(panel[r] + j);
-        for (int t = 0; t < M; ++t) {
-            const auto inputs = load_as<__m256i>(x + t * stride + j);
-            for (int r = 0; r < QUAD; ++r) own[t][r] = dot_pairs_of_16(own[t][r], weights[r], inputs);
-        }
-    }
-    for (int t = 0; t < M; ++t, sums += ROWS) {
-        __m256i total = _mm256_mul_epi32(_mm256_cvtepi32_epi64(totals_of(own[t])), _mm256_set1_epi64x(factor));
-        if (!fresh) total = _mm256_add_epi64(total, load_as<__m256i>(sums));
-        __builtin_memcpy(sums, &total, sizeof total);
-    }
+    Quad first, second;
+    int64_t j = 0;
+    do {
+        const Quad weights{load_pairs(panel[0] + j), load_pairs(panel[1] + j), load_pairs(panel[2] + j),
+                           load_pairs(panel[3] + j)};
+        first.add(weights, load_pairs(x + j));
+        if constexpr (M == 2) second.add(weights, load_pairs(x + stride + j));
+    } while ((j += BYTES / 2) < columns);
+    first.add_to(sums, factor, fresh);
+    if constexpr (M == 2) second.add_to(sums + ROWS, factor, fresh);
 }
 
 // What exact sums of a block of rows stand for, of one token.
