@@ -382,15 +382,15 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, const
     using Total = typename By<B, M>::Total;
     const int64_t bytes = 4 * c.words, blocks = blocks_of(c), tails = tails_of(c), whole = blocks - (tails > 0);
     const int64_t tile = ceil_div(blocks, ceil_div(blocks * M, By<B, M>::MOST_BLOCKS)); // as equal as can be
-    Total total[CodebookByRow::TOGETHER][M] = {};
+    Total total[CodebookByRow::TOGETHER][M]; // begun by the first tile, of which there always is one
     for (int64_t begin = 0; begin < blocks; begin += tile) {
         const int64_t end = least(blocks, begin + tile);
         const int64_t next = end < blocks ? tile * BYTES : CodebookByRow::TOGETHER * bytes - begin * BYTES;
         for (int64_t row = first; row < last; ++row) {
             const By<B, M> sums(c, in, row);
             const RowPlanes<B> planes(c, row);
-            Total own[M];
-            for (int k = 0; k < M; ++k) own[k] = total[row - first][k];
+            Total own[M] = {};
+            for (int k = 0; k < M && begin > 0; ++k) own[k] = total[row - first][k];
             for (int64_t b = begin; b < least(end, whole); ++b) {
                 Codes plane[B], code[PHASES];
                 planes.fetch(b * BYTES + next);
