@@ -22,17 +22,27 @@ inline Codes merge(int mask, Codes where_set, Codes elsewhere) {
     return (where_set & fill(mask)) | (elsewhere & fill(~mask));
 }
 
+// Bytes in which fields of N bits of `low` and `high` take turns: the first ones, third ones ... of both into `even`, the
+// others into `odd`. `mask` has the first, third ... field of a byte.
+template <int N> inline void take_turns(int mask, Codes low, Codes high, Codes& even, Codes& odd) {
+#if defined(__AVX512F__) // where a merge is one instruction
+    even = merge(mask, low, left<N>(high));
+    odd = merge(mask, right<N>(low), high);
+#else
+    const Codes changed = (right<N>(low) ^ high) & fill(mask); // swapped, with two instructions less
+    even = low ^ left<N>(changed);
+    odd = high ^ changed;
+#endif
+}
+
 // The codes of a block in their low B bits, from its planes (the least significant first).
 template <int B> inline void codes_of(const Codes (&plane)[B], Codes (&code)[PHASES]) {
     constexpr int P = (B + 1) / 2, Q = (B + 3) / 4;
     Codes even[P], odd[P]; // fields of 2 bits
     for (int i = 0; i < P; ++i) {
         const Codes low = plane[2 * i];
-        if (2 * i + 1 < B) {
-            const Codes high = plane[2 * i + 1];
-            even[i] = merge(0x55, low, left<1>(high));
-            odd[i] = merge(0x55, right<1>(low), high);
-        } else even[i] = low, odd[i] = right<1>(low);
+        if (2 * i + 1 < B) take_turns<1>(0x55, low, plane[2 * i + 1], even[i], odd[i]);
+        else even[i] = low, odd[i] = right<1>(low);
     }
     if constexpr (B <= 2) {
         code[0] = even[0], code[2] = right<2>(even[0]), code[4] = right<4>(even[0]), code[6] = right<6>(even[0]);
@@ -42,16 +52,14 @@ template <int B> inline void codes_of(const Codes (&plane)[B], Codes (&code)[PHA
         for (int i = 0; i < Q; ++i)
             for (int o = 0; o < 2; ++o) {
                 const Codes low = (o == 0 ? even : odd)[2 * i];
-                if (2 * i + 1 < P) {
-                    const Codes high = (o == 0 ? even : odd)[2 * i + 1];
-                    field[o][i] = merge(0x33, low, left<2>(high));
-                    field[o + 2][i] = merge(0x33, right<2>(low), high);
-                } else field[o][i] = low, field[o + 2][i] = right<2>(low);
+                if (2 * i + 1 < P)
+                    take_turns<2>(0x33, low, (o == 0 ? even : odd)[2 * i + 1], field[o][i], field[o + 2][i]);
+                else field[o][i] = low, field[o + 2][i] = right<2>(low);
             }
         for (int s = 0; s < 4; ++s) {
             const Codes low = field[s][0], high = field[s][Q - 1];
-            code[s] = Q == 1 ? low : merge(0x0f, low, left<4>(high));
-            code[s + 4] = Q == 1 ? right<4>(low) : merge(0x0f, right<4>(low), high);
+            if constexpr (Q == 1) code[s] = low, code[s + 4] = right<4>(low);
+            else take_turns<4>(0x0f, low, high, code[s], code[s + 4]);
         }
     }
 }

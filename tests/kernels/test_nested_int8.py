@@ -121,7 +121,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(columns: int, kept: in
     x[:, tile.kept] *= 100
     x[4], x[5, 3], x[6] = 0, torch.nan, 1e-40
     layer = Layer(packed.layout, packed.tensors, "int8", isa=isa)
-    few = 150 if isa == "amx_bf16" else 32
+    few = 150 if isa in ("amx_bf16", "avx2", "avx_vnni") else 32
     for inputs in (x, x.bfloat16()):
         whole = torch.int32 if inputs.dtype == torch.float32 else torch.int16
         alone = torch.cat([layer.matmul(row) for row in inputs.split(1)])
