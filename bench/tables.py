@@ -56,6 +56,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine/decode": engine.decode,
     "engine/depths": engine.depths,
     "engine/prefill": engine.prefill,
+    "engine/avx2": engine.avx2,
     "engine/others": engine.disturbed,
     "engine/steps": engine.steps,
     "gpu-one-token": gpu.one_token,

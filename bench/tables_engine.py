@@ -10,8 +10,8 @@ from figures import load, markdown
 DEPTH = 128  # tokens before the one that is decoded, where nothing else is said
 
 
-def cells(test: str) -> list[dict[str, Any]]:
-    return [cell for cell in load("engine/decode.json")["cells"] if cell["test"] == test]
+def cells(test: str, file: str = "decode") -> list[dict[str, Any]]:
+    return [cell for cell in load(f"engine/{file}.json")["cells"] if cell["test"] == test]
 
 
 def named(name: str) -> str:
@@ -77,6 +77,25 @@ def prefill() -> str:
             speed = f"{found['tokens_per_second']:.0f}"
             rows.append([cell["shape"], named(name), f"{cell['tokens']}", speed, f"{low:.0f} to {high:.0f}"])
     return markdown(["model", "who", "tokens", "tokens/s", "range"], rows)
+
+
+def avx2() -> str:
+    """One token and a prompt, on a machine without AVX-512."""
+    (one,), (many,) = cells("decode", "decode-avx2"), cells("prefill", "decode-avx2")
+    head = ["who", "MB a token", "tokens/s", "range", f"prompt of {many['tokens']}, tokens/s", "range"]
+    rows = []
+    for name, found in one["contenders"].items():
+        prompt = many["contenders"][name]
+        low, high = prompt["range"]
+        rows.append(
+            [
+                named(name),
+                *speed(name, found)[:3],
+                f"{prompt['tokens_per_second']:.0f}",
+                f"{low:.0f} to {high:.0f}",
+            ]
+        )
+    return markdown(head, rows)
 
 
 def disturbed() -> str:
