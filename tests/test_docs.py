@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in lines}
 
 
+@lru_cache
 def tracked() -> list[str]:
     """Every file of the checkout that is no build output."""
     skipped = {
@@ -162,8 +165,11 @@ def tracked() -> list[str]:
         ".ruff_cache",
         ".hypothesis",
     }
-    files = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
-    return [file.as_posix() for file in files if not skipped & set(file.parts)]
+    files = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in skipped]
+        files += [(Path(folder) / name).relative_to(ROOT).as_posix() for name in names]
+    return files
 
 
 NAMED = re.compile(r"`([\w.\-/]+(?:\.(?:py|pyi|h|cpp|md|toml|sh)|/))`")  # a file of the tree, or a folder

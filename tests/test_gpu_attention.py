@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from anybit.bench import gpu_attention
 from anybit.kernels.gpu.attention import PagedCache, Tile, paged_attention, reference, write
+from tests.interpreted import spread
 
 pytestmark = pytest.mark.gpu
 
@@ -122,12 +123,16 @@ def close(made: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(made.cpu().double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] / 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("ratio, d", [(1, 64), (3, 80), (4, 128), (7, 64)])
-@pytest.mark.parametrize("bits", [4, 8, 16])
+HEADS = [(1, 64), (3, 80), (4, 128), (7, 64)]  # query heads to a head of the cache, dimensions
+
+
+@pytest.mark.parametrize(
+    "bits, dtype, heads", spread([4, 4, 8, 8, 16, 16], [torch.float16, torch.bfloat16], HEADS)
+)
 def test_attention_is_that_of_the_dequantized_cache(
-    bits: int, ratio: int, d: int, dtype: torch.dtype
+    bits: int, dtype: torch.dtype, heads: tuple[int, int]
 ) -> None:
+    ratio, d = heads
     cache, query, tables, lengths, (keys, values) = case(bits, ratio, d, dtype)
     wanted = expected(query.cpu(), keys, values, LENGTHS)
     for splits in (1, 4):  # with and without a merge; four are more than short sequences have blocks
