@@ -42,6 +42,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
@@ -100,7 +104,9 @@ def short_texts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The first 100 kB of the texts in the package: the byte tokenizer takes half a second for all."""
     folder, data = tmp_path_factory.mktemp("builtin"), resources.files("anybit.calibration").joinpath("data")
     for name, file in texts.BUILTIN.items():
-        (folder / file).write_text(data.joinpath(file).read_text(encoding="utf-8")[:100_000], encoding="utf-8")
+        (folder / file).write_text(
+            data.joinpath(file).read_text(encoding="utf-8")[:100_000], encoding="utf-8"
+        )
         texts.BUILTIN[name] = str(folder / file)
 
 

@@ -134,8 +134,7 @@ inline void sum_kept(const CodebookByRow& c, const float* x, int64_t row, int64_
         const int64_t here = least(LANES, n - j);
         Floats channel[LANES];
         for (int64_t l = 0; l < LANES; ++l)
-            channel[l] =
-                l < rows ? load_halves(PartialHalves(c.kept + (row + l) * n + j, here).halves) : Floats{};
+            channel[l] = l < rows ? load_halves(PartialHalves(c.kept + (row + l) * n + j, here).halves) : Floats{};
         transpose(channel);
         for (int64_t i = 0; i < here; ++i)
             for (int k = 0; k < M; ++k) sums[k] += channel[i] * broadcast(x[k * n + j + i]);

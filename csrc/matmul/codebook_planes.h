@@ -22,8 +22,8 @@ inline Codes merge(int mask, Codes where_set, Codes elsewhere) {
     return (where_set & fill(mask)) | (elsewhere & fill(~mask));
 }
 
-// Bytes in which fields of N bits of `low` and `high` take turns: the first ones, third ones ... of both into `even`, the
-// others into `odd`. `mask` has the first, third ... field of a byte.
+// Bytes in which fields of N bits of `low` and `high` take turns: the first ones, third ones ... of both into `even`,
+// the others into `odd`. `mask` has the first, third ... field of a byte.
 template <int N> inline void take_turns(int mask, Codes low, Codes high, Codes& even, Codes& odd) {
 #if defined(__AVX512F__) // where a merge is one instruction
     even = merge(mask, low, left<N>(high));
