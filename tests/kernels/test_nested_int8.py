@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from anybit.formats import Nested, NestedLayout
 from anybit.formats import tables as shapes
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack
-from anybit.kernels import cpu
+from anybit.kernels import cpu, cpu_layer
 from anybit.kernels.cpu_layer import Layer
 from anybit.kernels.dispatch import BoundWeight
 from tests.formats.test_nested import random_tile
@@ -23,6 +24,8 @@ from tests.probes import isas
 
 if not cpu.available():
     pytest.skip(str(cpu.why_not()), allow_module_level=True)
+
+from anybit import _native
 
 pytestmark = pytest.mark.native
 GROUP = 32  # inputs that share a scale
@@ -135,6 +138,26 @@ def test_a_token_has_the_same_bits_alone_and_among_others(columns: int, kept: in
     assert torch.equal(added.nan_to_num(), (1 + layer.matmul(x[:21])).nan_to_num())
 
 
+@pytest.mark.parametrize("isa", isas())
+def test_tables_that_are_not_mirrored(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of two bytes have other kernels then. The tables of this package are mirrored, a caller's may not be."""
+    raised = shapes.entries().copy()
+    raised[:, [2**8 - 3, 2**9 - 3]] *= 1.5  # the last entries of 7 and 8 bits
+    raised = raised.astype(np.float16).astype(np.float32)
+    monkeypatch.setattr(shapes, "tables", lambda: torch.from_numpy(raised))
+    monkeypatch.setattr(cpu_layer, "_tables", lambda isa, int8: _native.Tables(raised, isa, int8))
+    tile, packed = case(40, 700, 3, [8, 8, 8, 8, 8, 7, 4], 2)
+    layer = Layer(packed.layout, packed.tensors, "int8", isa=isa)
+    x = torch.randn(20, 700, generator=torch.Generator().manual_seed(1))
+    expected, size = (
+        inputs_of(tile, x) @ weight_of(tile).T,
+        inputs_of(tile, x).abs() @ weight_of(tile).abs().T,
+    )
+    for tokens in (1, 2, 3, 20):
+        found = layer.matmul(x[:tokens]).double()
+        assert ((found - expected[:tokens]).abs() <= 2e-6 * size[:tokens]).all(), tokens
+
+
 def test_levels_and_other_precision() -> None:
     """Fewer planes of the same layer, and a layer that is exact again."""
     _, packed = case(40, 130, 2, [8, 8, 8, 4, 2], 3)
@@ -151,8 +174,6 @@ def test_levels_and_other_precision() -> None:
 
 
 def test_tables_are_of_the_layers_kind() -> None:
-    from anybit import _native
-
     _, packed = case(8, 64, 1, [8], 0)
     for int8 in (False, True):
         with pytest.raises(ValueError, match="tables rounded for them, and others need exact ones"):
