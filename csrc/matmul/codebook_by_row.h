@@ -90,9 +90,6 @@ template <int B> inline Codes tail_codes(const CodebookByRow& c, int64_t row, in
         const uint8_t* from = plane_bytes(c, B - 1 - p) + row * bytes + at;
         bits[p] = bytes - at >= TAIL_BYTES ? load_as<uint64_t>(from) : load_as<uint32_t>(from);
     }
-    if constexpr (looks_up_mirrored(B))
-        if (c.mirrored)
-            for (int p = 0; p < B - 1; ++p) bits[p] ^= bits[B - 1];
     __m512i codes = _mm512_maskz_set1_epi8(bits[0], 1);
     for (int p = 1; p < B; ++p)
         codes = _mm512_mask_add_epi8(codes, bits[p], codes, _mm512_set1_epi8(static_cast<char>(1 << p)));

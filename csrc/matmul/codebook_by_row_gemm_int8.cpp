@@ -1,6 +1,6 @@
 // Format "codebook" by rows times many tokens of 8 bits, by products of 16 bits. Sums are exact, so the bits are those
-// of gemv. AMX has a way of its own (codebook_by_row_tiles.cpp), and VNNI on vectors of 64 bytes needs none: there gemv
-// meets more tokens at a time.
+// of gemv. AMX has a way of its own (codebook_by_row_tiles.cpp), and AVX-512 needs none: there gemv meets more tokens
+// at a time.
 //
 // An input is its group's factor times its code: a number of 16 bits. Centroids are decoded to as many, a chunk of
 // columns of some rows at a time, and meet all tokens; those of two bytes byte by byte.
@@ -16,8 +16,8 @@ namespace {
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int64_t ROWS = GEMM_BLOCKS * LANES; // that are decoded at a time
 constexpr int64_t BLOCK = PHASES * BYTES;     // columns
-constexpr int64_t CHUNK = 2 * BLOCK;          // columns that are decoded at a time: with some inputs they fit the first
-                                              // cache, and sums of so many products fit 32 bits
+constexpr int64_t CHUNK = 2 * BLOCK;          // columns that are decoded at a time: 16 KB of numbers of 16 bits, which
+                                              // the first cache holds, and sums of so many products fit 32 bits
 constexpr int64_t QUAD = 4;                   // rows whose sums are in registers
 constexpr int PAIR = 2;                       // tokens
 constexpr int64_t LEAST_TOKENS = 3;           // of fewer, gemv takes less time
@@ -51,16 +51,16 @@ void prepare_many(const CodebookByRow& c, const int8_t* codes, const float* scal
 
 typedef int16_t Panel[ROWS][CHUNK];
 
-// Centroids of ROWS rows, in a chunk of so many blocks; of entries of two bytes the second ones follow.
+// Centroids of ROWS rows, in `count` blocks of columns; of entries of two bytes the second ones follow.
 template <typename Lookup, int B, int EACH>
-void decode_rows(const CodebookByRow& c, int64_t first, int64_t block, int64_t blocks, Panel* panels) {
+void decode_rows(const CodebookByRow& c, int64_t first, int64_t column_block, int64_t count, Panel* panels) {
     const int64_t bytes = 4 * c.words;
     for (int64_t i = 0; i < ROWS; ++i) {
-        const int64_t row = least(first + i, c.rows - 1); // nobody reads what lies behind the last row
+        const int64_t row = least(first + i, c.rows - 1); // sums of what lies behind the last row go nowhere
         const Lookup lookup(c, row);
         const RowPlanes<B> planes(c, row);
-        for (int64_t b = 0; b < blocks; ++b) {
-            const int64_t at = (block + b) * BYTES;
+        for (int64_t b = 0; b < count; ++b) {
+            const int64_t at = (column_block + b) * BYTES;
             Codes plane[B], code[PHASES];
             planes.fetch(at + ROWS * bytes);
             planes.load(at, present(bytes - at), plane);

@@ -19,8 +19,8 @@ constexpr int MOST_TOKENS = 2;
 constexpr int MOST_ROUNDED = 2;
 #endif
 
-// sums[i] += the dot product of four centroids with four inputs, the centroids less CENTRE.
 #if defined(__AVX2__) && !defined(__AVX512F__)
+// sums[i] += the dot product of four centroids, less BYTE_ZERO, with four inputs.
 inline Ints dot_centred(Ints sums, Codes centred, const int8_t* x) {
     const auto from = load_as<__m256i>(x);
     const __m256i size = _mm256_abs_epi8(from), turned = _mm256_sign_epi8(reinterpret_cast<__m256i>(centred), from);

@@ -66,7 +66,7 @@ template <int B> struct Table {
     static constexpr int PARTS = B <= 4 ? 1 : 1 << (B - 4);
     Codes part[PARTS];
 
-    // Entries are exclusive-or `turned`, which costs nothing later on.
+    // Entries are exclusive-or `turned`, which costs nothing later on; with AVX-512 or without vectors it is 0.
     explicit Table(const uint8_t* entry, [[maybe_unused]] int turned = 0) {
         if constexpr (B == 1) part[0] = repeat(_mm_set1_epi16(load_as<int16_t>(entry)));
         else if constexpr (B == 2) part[0] = repeat(_mm_set1_epi32(load_as<int32_t>(entry)));
