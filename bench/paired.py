@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from anybit.calibration.texts import read_text, token_ids
-from anybit.layers import QuantLinear
+from anybit.layers import PackedModule
 from anybit.loader import load, load_tokenizer
 
 LENGTH = 1024  # tokens of a window
@@ -45,12 +45,14 @@ def hidden_states(model: Any, windows: Tensor) -> Tensor:
     )
 
 
-def window_figures(head: Tensor, base: Tensor, own: Tensor, ids: Tensor) -> tuple[float, float]:
+def window_figures(
+    heads: tuple[Tensor, Tensor], base: Tensor, own: Tensor, ids: Tensor
+) -> tuple[float, float]:
     """Of one window: mean divergence from the base and mean negative log-likelihood, in nats per scored token."""
     divergence = loss = 0.0
     for a in range(0, LENGTH - 1, CHUNK):
         b = min(a + CHUNK, LENGTH - 1)
-        p, q = ((h[a:b] @ head.T).float().log_softmax(-1) for h in (base, own))
+        p, q = ((h[a:b] @ head.T).float().log_softmax(-1) for h, head in zip((base, own), heads))
         loss -= float(q.gather(1, ids[a + 1 : b + 1, None]).sum())
         divergence += float((p.exp() * (p - q)).sum())
     return divergence / (LENGTH - 1), loss / (LENGTH - 1)
@@ -59,15 +61,15 @@ def window_figures(head: Tensor, base: Tensor, own: Tensor, ids: Tensor) -> tupl
 def measure(base: Any, artifact: Path, widths: Sequence[float], windows: Tensor) -> dict[str, Any]:
     """Figures of every window at every width; the base's weights are overwritten."""
     head, made = base.get_output_embeddings().weight, load(artifact)
-    states = base.known_states
     found = {}
     for bits in widths:
         made.set_bits(bits)
         for name, module in made.named_modules():
-            if isinstance(module, QuantLinear):
-                base.get_submodule(name).weight.copy_(module.prepared().dequantize())
+            if isinstance(module, PackedModule):
+                base.get_submodule(name).weight.copy_(module.bound().dequantize())
         own = hidden_states(base, windows)
-        pairs = [window_figures(head, s, o, ids) for s, o, ids in zip(states, own, windows)]
+        known = zip(base.known_states, own, windows)
+        pairs = [window_figures((base.known_head, head), s, o, ids) for s, o, ids in known]
         kld, nll = zip(*pairs)
         found[f"{bits:g}"] = {"kld": kld, "nll": nll}
         print(f"{artifact.name} {bits:g}: {np.exp(np.mean(nll)):.3f}, {np.mean(kld):.4f}", flush=True)
@@ -96,7 +98,10 @@ def main() -> None:
     torch.set_grad_enabled(False)
     base = load(args.model, dtype="bfloat16")
     windows = windows_of(load_tokenizer(args.model), read_text(args.text), args.skip, args.windows)
-    base.known_states = hidden_states(base, windows)
+    base.known_states, base.known_head = (
+        hidden_states(base, windows),
+        base.get_output_embeddings().weight.clone(),
+    )
     widths = [float(bits) for bits in args.bits.split(",")]
     given = dict(text.split("=", 1) for text in args.artifacts)
     cells = {name: measure(base, Path(path), widths, windows) for name, path in given.items()}

@@ -37,6 +37,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "descent": quality.descent,
     "paired": quality.paired,
     "file-sizes": quality.file_sizes,
+    "tuned": quality.tuned,
     "coded": quality.coded,
     "llama-cpp": quality.llama_cpp,
     "methods": quality.methods,

@@ -179,6 +179,22 @@ def file_sizes() -> str:
     return how(found) + markdown(["at most", "files", *layers, "perplexity", "KLD"], rows)
 
 
+def tuned() -> str:
+    """One artifact, and what `--tune` made of it: the same codes, at the same widths."""
+    found = load("tuned.json")
+    rows = []
+    for bits in next(iter(found["texts"].values()))["untuned"]:
+        row = [bits]
+        for text in found["texts"].values():
+            for name in ("untuned", "tuned"):
+                row.append(
+                    f"{perplexity(text[name][bits]['perplexity'])}, {text[name][bits]['kld_mean']:.4f}"
+                )
+        rows.append(row)
+    head = ["average bits", *(f"{text}, {what}" for text in found["texts"] for what in ("untuned", "tuned"))]
+    return how(found) + markdown(head, rows)
+
+
 def coded() -> str:
     """Linear layers alone, at about as many bits per weight in the files as those of `descent` have in memory."""
     found, plain = load("coded.json"), {cell["bits"]: cell for cell in cells("descent.json")}
