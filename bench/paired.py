@@ -28,6 +28,7 @@ from anybit.loader import load, load_tokenizer
 LENGTH = 1024  # tokens of a window
 CHUNK = 256  # positions whose logits are alive at a time
 RESAMPLES = 2000
+Said = tuple[Tensor, Tensor]  # hidden states and the head that makes logits of them
 
 
 def windows_of(tokenizer: Any, text: str, skip: float, count: int) -> Tensor:
@@ -38,38 +39,36 @@ def windows_of(tokenizer: Any, text: str, skip: float, count: int) -> Tensor:
     return found[:: max(1, len(found) // count)][:count]
 
 
-def hidden_states(model: Any, windows: Tensor) -> Tensor:
-    """What the head reads, [windows, LENGTH, hidden]."""
-    return torch.cat(
-        [model.base_model(input_ids=w[None], use_cache=False).last_hidden_state for w in windows]
-    )
+def said(model: Any, windows: Tensor) -> Said:
+    """What the head reads, [windows, LENGTH, hidden], and the head, which may be the embedding: both are quantized."""
+    states = [model.base_model(input_ids=w[None], use_cache=False).last_hidden_state for w in windows]
+    return torch.cat(states), model.get_output_embeddings().weight
 
 
-def window_figures(
-    heads: tuple[Tensor, Tensor], base: Tensor, own: Tensor, ids: Tensor
-) -> tuple[float, float]:
+def window_figures(base: Said, own: Said, ids: Tensor) -> tuple[float, float]:
     """Of one window: mean divergence from the base and mean negative log-likelihood, in nats per scored token."""
     divergence = loss = 0.0
     for a in range(0, LENGTH - 1, CHUNK):
         b = min(a + CHUNK, LENGTH - 1)
-        p, q = ((h[a:b] @ head.T).float().log_softmax(-1) for h, head in zip((base, own), heads))
+        p, q = ((states[a:b] @ head.T).float().log_softmax(-1) for states, head in (base, own))
         loss -= float(q.gather(1, ids[a + 1 : b + 1, None]).sum())
         divergence += float((p.exp() * (p - q)).sum())
     return divergence / (LENGTH - 1), loss / (LENGTH - 1)
 
 
-def measure(base: Any, artifact: Path, widths: Sequence[float], windows: Tensor) -> dict[str, Any]:
-    """Figures of every window at every width; the base's weights are overwritten."""
-    head, made = base.get_output_embeddings().weight, load(artifact)
+def measure(
+    base: Any, known: Said, artifact: Path, widths: Sequence[float], windows: Tensor
+) -> dict[str, Any]:
+    """Figures of every window at every width beside what the base said; the base's weights are overwritten."""
+    (states, known_head), made = known, load(artifact)
     found = {}
     for bits in widths:
         made.set_bits(bits)
         for name, module in made.named_modules():
             if isinstance(module, PackedModule):
                 base.get_submodule(name).weight.copy_(module.bound().dequantize())
-        own = hidden_states(base, windows)
-        known = zip(base.known_states, own, windows)
-        pairs = [window_figures((base.known_head, head), s, o, ids) for s, o, ids in known]
+        own, head = said(base, windows)
+        pairs = [window_figures((s, known_head), (o, head), ids) for s, o, ids in zip(states, own, windows)]
         kld, nll = zip(*pairs)
         found[f"{bits:g}"] = {"kld": kld, "nll": nll}
         print(f"{artifact.name} {bits:g}: {np.exp(np.mean(nll)):.3f}, {np.mean(kld):.4f}", flush=True)
@@ -98,13 +97,11 @@ def main() -> None:
     torch.set_grad_enabled(False)
     base = load(args.model, dtype="bfloat16")
     windows = windows_of(load_tokenizer(args.model), read_text(args.text), args.skip, args.windows)
-    base.known_states, base.known_head = (
-        hidden_states(base, windows),
-        base.get_output_embeddings().weight.clone(),
-    )
+    states, head = said(base, windows)
+    known = states, head.clone()
     widths = [float(bits) for bits in args.bits.split(",")]
     given = dict(text.split("=", 1) for text in args.artifacts)
-    cells = {name: measure(base, Path(path), widths, windows) for name, path in given.items()}
+    cells = {name: measure(base, known, Path(path), widths, windows) for name, path in given.items()}
     first = next(iter(cells.values()))
     criteria = {name: ratio(first, found) for name, found in cells.items()}
     for name, (mean, low, high) in criteria.items():

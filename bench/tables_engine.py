@@ -60,12 +60,16 @@ def steps() -> str:
     return markdown(["model", "one, ms", *many], rows)
 
 
+def rate(found: dict[str, Any]) -> list[str]:
+    """Tokens per second and their range."""
+    low, high = found["range"]
+    return [f"{found['tokens_per_second']:.0f}", f"{low:.0f} to {high:.0f}"]
+
+
 def speed(name: str, found: dict[str, Any]) -> list[str]:
     """Bytes, tokens per second, their range and the share of the memory's rate."""
-    low, high = found["range"]
     limit = f"{100 * found['of_limit']:.0f} %" if name.startswith("anybit") else ""
-    size, rate = found["bytes_per_token"] / 1e6, found["tokens_per_second"]
-    return [f"{size:.0f}", f"{rate:.0f}", f"{low:.0f} to {high:.0f}", limit]
+    return [f"{found['bytes_per_token'] / 1e6:.0f}", *rate(found), limit]
 
 
 def prefill() -> str:
@@ -73,9 +77,7 @@ def prefill() -> str:
     rows = []
     for cell in cells("prefill"):
         for name, found in cell["contenders"].items():
-            low, high = found["range"]
-            speed = f"{found['tokens_per_second']:.0f}"
-            rows.append([cell["shape"], named(name), f"{cell['tokens']}", speed, f"{low:.0f} to {high:.0f}"])
+            rows.append([cell["shape"], named(name), f"{cell['tokens']}", *rate(found)])
     return markdown(["model", "who", "tokens", "tokens/s", "range"], rows)
 
 
@@ -83,18 +85,10 @@ def avx2() -> str:
     """One token and a prompt, on a machine without AVX-512."""
     (one,), (many,) = cells("decode", "decode-avx2"), cells("prefill", "decode-avx2")
     head = ["who", "MB a token", "tokens/s", "range", f"prompt of {many['tokens']}, tokens/s", "range"]
-    rows = []
-    for name, found in one["contenders"].items():
-        prompt = many["contenders"][name]
-        low, high = prompt["range"]
-        rows.append(
-            [
-                named(name),
-                *speed(name, found)[:3],
-                f"{prompt['tokens_per_second']:.0f}",
-                f"{low:.0f} to {high:.0f}",
-            ]
-        )
+    rows = [
+        [named(name), *speed(name, found)[:3], *rate(many["contenders"][name])]
+        for name, found in one["contenders"].items()
+    ]
     return markdown(head, rows)
 
 

@@ -63,6 +63,11 @@ def all_methods() -> str:
     return markdown(head.split(","), rows)
 
 
+def pair(cell: Cell) -> str:
+    """Perplexity and mean divergence."""
+    return f"{perplexity(cell['perplexity'])}, {cell['kld_mean']:.4f}"
+
+
 def quality(cell: Cell) -> list[str]:
     figures = [f"{cell['bits_per_weight']:.3f}", perplexity(cell["perplexity"]), f"{cell['kld_mean']:.4f}"]
     return [*figures, f"{100 * cell['top1_agreement']:.1f} %", score(cell, "piqa"), score(cell, "arc_easy")]
@@ -130,7 +135,7 @@ def beside_others(paths: Sequence[str]) -> str:
 
 def named(cell: Cell) -> str:
     name = "" if cell["name"] == "anybit" else f"{cell['name']} {cell['bits']:g}: "
-    return f"{name}{perplexity(cell['perplexity'])}, {cell['kld_mean']:.4f} ({cell['bits_per_weight']:.3f})"
+    return f"{name}{pair(cell)} ({cell['bits_per_weight']:.3f})"
 
 
 def wikitext() -> str:
@@ -155,7 +160,7 @@ def descent() -> str:
     for cell in cells("descent.json"):
         before = old[cell["bits"]]
         change = 100 * (cell["kld_mean"] / before["kld_mean"] - 1)
-        figures = [f"{perplexity(c['perplexity'])}, {c['kld_mean']:.4f}" for c in (before, cell)]
+        figures = [pair(before), pair(cell)]
         rows.append([f"{cell['bits']:g}", f"{cell['bits_per_weight']:.3f}", *figures, f"{change:+.1f} %"])
     return how(found) + markdown(["average bits", "bpw", "one pass", "now", "KLD"], rows)
 
@@ -182,17 +187,8 @@ def file_sizes() -> str:
 def tuned() -> str:
     """One artifact, and what `--tune` made of it: the same codes, at the same widths."""
     found = load("tuned.json")
-    rows = []
-    for bits in next(iter(found["texts"].values()))["untuned"]:
-        row = [bits]
-        for text in found["texts"].values():
-            for name in ("untuned", "tuned"):
-                row.append(
-                    f"{perplexity(text[name][bits]['perplexity'])}, {text[name][bits]['kld_mean']:.4f}"
-                )
-        rows.append(row)
-    head = ["average bits", *(f"{text}, {what}" for text in found["texts"] for what in ("untuned", "tuned"))]
-    return how(found) + markdown(head, rows)
+    rows = [[text, *row] for text, of in found["texts"].items() for row in paired_rows(of)]
+    return how(found) + markdown(["text", *paired_head(next(iter(found["texts"].values())))], rows)
 
 
 def coded() -> str:
@@ -202,10 +198,7 @@ def coded() -> str:
     for cell in found["cells"]:
         other = plain[cell["beside"]]
         sizes = f"{cell['file_bits_per_weight']:.3f}", f"{cell['bits_per_weight']:.3f}", f"{cell['bits']:.2f}"
-        before = (
-            f"{perplexity(other['perplexity'])}, {other['kld_mean']:.4f} at {other['bits_per_weight']:.3f}"
-        )
-        rows.append([*sizes, f"{perplexity(cell['perplexity'])}, {cell['kld_mean']:.4f}", before])
+        rows.append([*sizes, pair(cell), f"{pair(other)} at {other['bits_per_weight']:.3f}"])
     head = ["bpw in the files", "bpw in memory", "average bits", "coded", "not coded"]
     return how(found) + markdown(head, rows)
 
@@ -218,7 +211,7 @@ def llama_cpp() -> str:
         sizes = f"{cell['bytes'] / 1e6:.1f} MB", f"{cell['bpw']:.2f}"
         for text, theirs in cell["texts"].items():
             ours = cell["anybit"][text]
-            figures = [f"{perplexity(of['perplexity'])}, {of['kld_mean']:.4f}" for of in (theirs, ours)]
+            figures = [pair(theirs), pair(ours)]
             rows.append([cell["peer"], *sizes, text, *figures, f"{ours['size_bytes'] / 1e6:.1f} MB"])
     head = [
         "llama.cpp",
@@ -232,9 +225,13 @@ def llama_cpp() -> str:
     return how(found) + markdown(head, rows)
 
 
-def paired() -> str:
-    """Artifacts made in different ways, at some widths over the same windows; the criterion is against the first."""
-    found = load("paired.json")
+def paired_head(found: Any) -> list[str]:
+    widths = next(iter(found["cells"].values()))
+    return ["", *(f"{bits} bits" for bits in widths), "KLD, geometric mean over the widths (95 %)"]
+
+
+def paired_rows(found: Any) -> list[list[str]]:
+    """What `bench/paired.py` found: perplexity and divergence at every width, and the criterion against the first."""
     rows = []
     for name, widths in found["cells"].items():
         figures = [
@@ -243,8 +240,13 @@ def paired() -> str:
         ]
         mean, low, high = (100 * math.expm1(value) for value in found["criteria"][name])
         rows.append([name, *figures, f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})" if mean else ""])
-    head = ["", *(f"{bits} bits" for bits in next(iter(found["cells"].values())))]
-    return how(found) + markdown([*head, "KLD, geometric mean over the widths (95 %)"], rows)
+    return rows
+
+
+def paired() -> str:
+    """Artifacts made in different ways, at some widths over the same windows."""
+    found = load("paired.json")
+    return how(found) + markdown(paired_head(found), paired_rows(found))
 
 
 def step(cell: Cell, after: Cell) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -152,7 +152,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in lines}
 
 
-@lru_cache
+@cache
 def tracked() -> list[str]:
     """Every file of the checkout that is no build output."""
     skipped = {

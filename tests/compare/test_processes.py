@@ -45,6 +45,7 @@ def test_a_killed_run_goes_on(
         *("--calibration", s.calibration, "--samples", "3", "--seq-len", "32"),
         *("--text", s.text, "--max-tokens", "256", "--threads", "1"),
     ]
+    before: dict[str, int] = {}
     for moment in moments:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
@@ -53,7 +54,7 @@ def test_a_killed_run_goes_on(
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    before = {file.name: file.stat().st_mtime_ns for file in out.glob("cells/*.json")}
+        before = {file.name: file.stat().st_mtime_ns for file in out.glob("cells/*.json")} | before
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     after = {file.name: file.stat().st_mtime_ns for file in out.glob("cells/*.json")}
