@@ -87,9 +87,9 @@ void LookupTile::arrange(const Way& way, const void* x, const float* scales, con
         const CodebookByRow& c = spans_[0].c;
         const auto* codes = static_cast<const int8_t*>(x);
         auto* inputs = reinterpret_cast<int8_t*>(to);
-        auto* factors = reinterpret_cast<int32_t*>(to + at.factors) + k * at.stride / CodebookByRow::INPUT_GROUP;
+        auto* factors = reinterpret_cast<int32_t*>(to + at.factors);
         if (way.kernel == Way::Kernel::gemm) kernels.whole.prepare_many(c, codes, scales, k, inputs, token);
-        else kernels.whole.prepare(c, codes, scales, inputs + k * at.stride, factors, token);
+        else kernels.whole.prepare(c, codes, scales, k, tokens, inputs, factors, token);
         return;
     }
     const auto* floats = static_cast<const float*>(x);
@@ -141,7 +141,7 @@ void LookupTile::multiply_whole(const Way& way, const TileInputs& x, Outputs y, 
     centroids_->fill(c, way.inputs, false);
     const WholeInputs inputs{x.codes(),
                              x.tokens,
-                             at.stride,
+                             x.tokens * ops_.lanes * CodebookByRow::INPUT_GROUP, // a block has as many groups as lanes
                              reinterpret_cast<const int32_t*>(base + at.factors),
                              reinterpret_cast<const WholeInputs::Token*>(base + at.token),
                              reinterpret_cast<const float*>(base + at.kept)};

@@ -1,6 +1,6 @@
-// Format "codebook" by rows times many tokens of 8 bits, by products of 16 bits. Sums are exact, so the bits are those
-// of gemv. AMX has a way of its own (codebook_by_row_tiles.cpp), and AVX-512 needs none: there gemv meets more tokens
-// at a time.
+// Format "codebook" by rows times many tokens of 8 bits, by AVX2's products of 16 bits. Sums are exact, so the bits are
+// those of gemv. AMX has a way of its own (codebook_by_row_tiles.cpp), and AVX-512 needs none: there gemv meets more
+// tokens at a time.
 //
 // An input is its group's factor times its code: a number of 16 bits. Centroids are decoded to as many, a chunk of
 // columns of some rows at a time, and meet all tokens; those of two bytes byte by byte.
@@ -13,7 +13,6 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int64_t ROWS = GEMM_BLOCKS * LANES; // that are decoded at a time
 constexpr int64_t BLOCK = PHASES * BYTES;     // columns
 constexpr int64_t CHUNK = 2 * BLOCK;          // columns that are decoded at a time: 16 KB of numbers of 16 bits, which
@@ -199,19 +198,16 @@ void gemm_whole(const CodebookByRow& c, const WholeInputs& in, const Outputs& y,
         gemm_rows<CentredBytes<B>, B, 1>(c, in, y, begin, end);
     });
 }
-#endif
 
 } // namespace
 
-void add_codebook_by_row_gemm_int8([[maybe_unused]] MatmulOps& ops) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+void add_codebook_by_row_gemm_int8(MatmulOps& ops) {
     WholeOps& own = ops.codebook_by_row.whole;
     own.least = LEAST_TOKENS;
     own.most_columns = MOST_COLUMNS;
     own.bytes = input_bytes;
     own.prepare_many = prepare_many;
     own.gemm = gemm_whole;
-#endif
 }
 
 } // namespace anybit::ANYBIT_ISA

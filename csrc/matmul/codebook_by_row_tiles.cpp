@@ -13,10 +13,9 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__) // the second has TileShapes
-constexpr int64_t TOKENS = 8;                      // of a tile
-constexpr int64_t ROWS = 2;                        // tiles of rows that are multiplied together
-constexpr int64_t TILES_AHEAD = 1;                 // tiles of rows that are fetched before they are decoded
+constexpr int64_t TOKENS = 8;      // of a tile
+constexpr int64_t ROWS = 2;        // tiles of rows that are multiplied together
+constexpr int64_t TILES_AHEAD = 1; // tiles of rows that are fetched before they are decoded
 constexpr int64_t TILE = 16 * BYTES;
 constexpr int64_t CHUNK = 2; // blocks of a row that are decoded at a time: with their inputs they fit the first cache
 constexpr int64_t MOST_VECTORS = CHUNK * PHASES + MOST_TAILS;
@@ -47,20 +46,14 @@ inline void digits_of(Codes codes, __m512i factors, Codes& high, Codes& low) {
 
 void prepare_many(const CodebookByRow& c, const int8_t* codes, const float* scales, int64_t k, int8_t* x,
                   WholeInputs::Token& token) {
-    constexpr int64_t SIZE = CodebookByRow::INPUT_GROUP;
-    const int64_t groups = ceil_div(c.columns, SIZE), blocks = blocks_of(c), tails = tails_of(c),
-                  vectors = vectors_of(c);
-    const float unit = find_unit(scales, groups);
-    int64_t sum = 0;
+    const int64_t blocks = blocks_of(c), tails = tails_of(c), vectors = vectors_of(c);
+    token = {find_unit(scales, ceil_div(c.columns, CodebookByRow::INPUT_GROUP)), 0};
     x += k / TOKENS * vectors * TILE + k % TOKENS * 2 * 4;
     for (int64_t b = 0, v = 0; b < blocks; ++b) {
         Codes block[PHASES];
         order_inputs(c, codes, b, block);
-        int32_t factors[LANES] = {};
-        for (int64_t l = 0, g = b * LANES; l < LANES && g < groups; ++l, ++g) {
-            factors[l] = factor_of(scales[g], unit);
-            sum += int64_t(factors[l]) * sum_of(codes + g * SIZE, least(SIZE, c.columns - g * SIZE));
-        }
+        int32_t factors[LANES];
+        token.sum += find_factors(codes, c.columns, scales, token.unit, b * LANES, factors);
         const bool tail = b == blocks - 1 && tails > 0;
         for (int64_t s = 0; s < (tail ? tails : PHASES); ++s, ++v) {
             const Ints lanes = tail ? tail_factors(factors, s) : load_as<Ints>(factors);
@@ -72,7 +65,6 @@ void prepare_many(const CodebookByRow& c, const int8_t* codes, const float* scal
                 for (int64_t d = 0; d < 2; ++d) __builtin_memcpy(x + v * TILE + l * BYTES + d * 4, &words[d][l], 4);
         }
     }
-    token = {unit, sum};
 }
 
 // ---- weights
@@ -413,19 +405,16 @@ void gemm_whole(const CodebookByRow& c, const WholeInputs& in, const Outputs& y,
         gemm_bits<B, 1>(c, in, y, begin, end);
     });
 }
-#endif
 
 } // namespace
 
-void add_codebook_by_row_tiles([[maybe_unused]] MatmulOps& ops) {
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__)
+void add_codebook_by_row_tiles(MatmulOps& ops) {
     WholeOps& own = ops.codebook_by_row.whole;
     own.least = LEAST_TOKENS;
     own.most_columns = MOST_COLUMNS;
     own.bytes = input_bytes;
     own.prepare_many = prepare_many;
     own.gemm = gemm_whole;
-#endif
 }
 
 } // namespace anybit::ANYBIT_ISA

@@ -179,9 +179,9 @@ struct WholeInputs {
         int64_t sum; // of factor times code
     };
 
-    const int8_t* x;        // in the order of `gemv` [tokens, columns] of a stride, or in that of `gemm`
-    int64_t tokens, stride; // the stride for `gemv`, in inputs
-    const int32_t* factors; // for `gemv`: [tokens, stride / INPUT_GROUP]
+    const int8_t* x;        // in the order of `gemv` [blocks, tokens, columns of a block], or in that of `gemm`
+    int64_t tokens, stride; // the stride for `gemv`, in inputs from block to block: of these tokens and others
+    const int32_t* factors; // for `gemv`: [blocks, tokens, columns of a block / INPUT_GROUP]
     const Token* token;     // [tokens]
     const float* kept;      // [tokens, kept_columns]
 };

@@ -3,28 +3,27 @@
 
 #include "common/simd.h"
 
-namespace anybit::ANYBIT_ISA {
+namespace anybit {
 
-// Each in the file of its name.
-void add_group_int_pack(MatmulOps&);
-void add_group_int_gemv(MatmulOps&);
-void add_group_int_gemm(MatmulOps&);
-void add_group_int_gemm_int8(MatmulOps&);
-void add_two_four(MatmulOps&);
-void add_codebook_by_channel_pack(MatmulOps&);
-void add_codebook_by_channel_gemv(MatmulOps&);
-void add_codebook_by_channel_gemm(MatmulOps&);
-void add_codebook_by_row_gemv(MatmulOps&);
-void add_codebook_by_row_gemm(MatmulOps&);
-void add_codebook_by_row_gemm_int8(MatmulOps&);
-void add_codebook_by_row_tiles(MatmulOps&);
-void add_codebook_by_word(MatmulOps&);
-void add_float16(MatmulOps&);
-void add_sparse(MatmulOps&);
-void add_inputs(MatmulOps&);
+#ifdef ANYBIT_BEYOND
+namespace ANYBIT_BEYOND {
+MatmulOps make_matmul_ops();
+}
+#endif
+
+namespace ANYBIT_ISA {
+
+// In each file that is compiled for this instruction set (CMakeLists.txt).
+#define ANYBIT_FILE(name) void add_##name(MatmulOps&);
+ANYBIT_FILES
+#undef ANYBIT_FILE
 
 MatmulOps make_matmul_ops() {
+#ifdef ANYBIT_BEYOND // the other files' functions
+    MatmulOps ops = ANYBIT_BEYOND::make_matmul_ops();
+#else
     MatmulOps ops{};
+#endif
     ops.isa = Isa::ANYBIT_ISA;
     ops.lanes = LANES;
 #ifdef __AMX_BF16__
@@ -32,23 +31,11 @@ MatmulOps make_matmul_ops() {
 #else
     ops.gemv_tokens_bf16 = GEMV_TOKENS;
 #endif
-    add_group_int_pack(ops);
-    add_group_int_gemv(ops);
-    add_group_int_gemm(ops);
-    add_group_int_gemm_int8(ops);
-    add_two_four(ops);
-    add_codebook_by_channel_pack(ops);
-    add_codebook_by_channel_gemv(ops);
-    add_codebook_by_channel_gemm(ops);
-    add_codebook_by_row_gemv(ops);
-    add_codebook_by_row_gemm(ops);
-    add_codebook_by_row_gemm_int8(ops);
-    add_codebook_by_row_tiles(ops);
-    add_codebook_by_word(ops);
-    add_float16(ops);
-    add_sparse(ops);
-    add_inputs(ops);
+#define ANYBIT_FILE(name) add_##name(ops);
+    ANYBIT_FILES
+#undef ANYBIT_FILE
     return ops;
 }
 
-} // namespace anybit::ANYBIT_ISA
+} // namespace ANYBIT_ISA
+} // namespace anybit

@@ -70,9 +70,9 @@ struct CodebookByChannelOps : PackedOps<CodebookByChannel> {
 
 // Products of codebooks by row with inputs of 8 bits. They have the same bits, however many tokens there are.
 struct WholeOps {
-    // A token's codes and scales (InputGrid::multiples) in the order of `gemv`: x [columns], and their factors.
-    void (*prepare)(const CodebookByRow&, const int8_t* codes, const float* scales, int8_t* x, int32_t* factors,
-                    WholeInputs::Token&);
+    // Codes and scales (InputGrid::multiples) of token k of so many in the order of `gemv`: all x, and their factors.
+    void (*prepare)(const CodebookByRow&, const int8_t* codes, const float* scales, int64_t k, int64_t tokens,
+                    int8_t* x, int32_t* factors, WholeInputs::Token&);
     // Sums go to the rows that the outputs name, not the tile.
     void (*gemv)(const CodebookByRow&, const WholeInputs&, const Outputs& y, int64_t begin, int64_t end);
     // The same for many tokens, up to BATCH, in ranges of blocks: from `least` tokens on it takes less time, and it

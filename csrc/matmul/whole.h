@@ -44,16 +44,18 @@ inline int32_t sum_of(const int8_t* codes, int64_t count) {
     return sum;
 }
 
-// A token's unit, the factors of `groups` of its `columns` inputs, and its sum.
-inline WholeInputs::Token find_factors(const int8_t* codes, int64_t columns, const float* scales, int32_t* factors) {
+// The factors of a token's LANES groups of inputs from `first` on, 0 where there are none; returns the sum of factors
+// times codes.
+inline int64_t find_factors(const int8_t* codes, int64_t columns, const float* scales, float unit, int64_t first,
+                            int32_t* factors) {
     constexpr int64_t SIZE = CodebookByRow::INPUT_GROUP;
     const int64_t groups = ceil_div(columns, SIZE);
-    WholeInputs::Token token{find_unit(scales, groups), 0};
-    for (int64_t g = 0; g < groups; ++g) {
-        factors[g] = factor_of(scales[g], token.unit);
-        token.sum += int64_t(factors[g]) * sum_of(codes + g * SIZE, least(SIZE, columns - g * SIZE));
+    int64_t sum = 0;
+    for (int64_t l = 0, g = first; l < LANES; ++l, ++g) {
+        factors[l] = g < groups ? factor_of(scales[g], unit) : 0;
+        if (g < groups) sum += int64_t(factors[l]) * sum_of(codes + g * SIZE, least(SIZE, columns - g * SIZE));
     }
-    return token;
+    return sum;
 }
 
 // Sums of 64 bits of integers times factors.
@@ -89,7 +91,7 @@ public:
 
 private:
     typedef int64_t Longs __attribute__((vector_size(LANES * 4)));
-    Longs even_{}, odd_{};
+    Longs even_, odd_; // not set: arrays of sums are large
 };
 
 // What an exact sum stands for; the same roundings everywhere. Units are powers of two.

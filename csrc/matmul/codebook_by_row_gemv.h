@@ -1,0 +1,75 @@
+// Format "codebook" by rows times few tokens: rows take turns, tile by tile of columns. What centroids are multiplied
+// as is a class of the file that includes this.
+//
+// It is the inputs that are put in the order of the vectors, once per call.
+#pragma once
+
+#include "matmul/codebook_by_row.h"
+#include "matmul/unroll.h"
+
+namespace anybit::ANYBIT_ISA {
+namespace {
+
+// Tokens in registers at once, where no file says otherwise.
+#if defined(__AVX512F__)
+constexpr int MOST_TOKENS = 4;
+#else
+constexpr int MOST_TOKENS = 2;
+#endif
+
+// finish(totals) of up to CodebookByRow::TOGETHER rows and M tokens. Tile by tile of columns: the inputs of a tile stay
+// close, and what the same row needs next is fetched meanwhile.
+template <template <int, int> typename By, int B, int M, typename F>
+void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64_t first, int64_t last, F&& finish) {
+    using Total = typename By<B, M>::Total;
+    const int64_t bytes = 4 * c.words, blocks = blocks_of(c), tails = tails_of(c), whole = blocks - (tails > 0);
+    const int64_t tile = ceil_div(blocks, ceil_div(blocks * M, By<B, M>::MOST_BLOCKS)); // as equal as can be
+    Total total[CodebookByRow::TOGETHER][M]; // begun by the first tile, of which there always is one
+    for (int64_t begin = 0; begin < blocks; begin += tile) {
+        const int64_t end = least(blocks, begin + tile);
+        const int64_t next = end < blocks ? tile * BYTES : CodebookByRow::TOGETHER * bytes - begin * BYTES;
+        for (int64_t row = first; row < last; ++row) {
+            const By<B, M> sums(c, in, row);
+            const RowPlanes<B> planes(c, row);
+            Total own[M];
+#pragma GCC unroll 8 // so that sums stay in registers
+            for (int k = 0; k < M; ++k) own[k] = begin > 0 ? total[row - first][k] : Total{};
+            for (int64_t b = begin; b < least(end, whole); ++b) {
+                Codes plane[B], code[PHASES];
+                planes.fetch(b * BYTES + next);
+                planes.load(b * BYTES, present(bytes - b * BYTES), plane);
+                By<B, M>::fold_planes(c, plane);
+                codes_of<B>(plane, code);
+                sums.add(code, b, own);
+            }
+            if constexpr (MOST_TAILS > 0)
+                for (int64_t t = 0; t < (end == blocks ? tails : 0); ++t)
+                    sums.add_tail(tail_codes<B>(c, row, whole * BYTES + t * TAIL_BYTES), t, own);
+#pragma GCC unroll 8
+            for (int k = 0; k < M; ++k) total[row - first][k] = own[k];
+        }
+    }
+    finish(total);
+}
+
+// finish(inputs from token k on, totals [TOGETHER][M] of rows and tokens, k, first row, last row) of all that rows
+// begin <= i < end give. By<B, M> is what the codes of a row are multiplied as, block by block:
+//   Given, skip(c, in, k): inputs, and those from token k on;
+//   MOST, THREE: tokens at once, and whether three are;
+//   MOST_BLOCKS: whose inputs stay close while rows take turns;
+//   Total, add(code, block, total), add_tail(codes, tail, total): sums of a row;
+//   fold_planes: what is done with planes before they become codes.
+template <template <int, int> typename By, int B, typename F>
+void gemv_bits(const CodebookByRow& c, const typename By<B, 1>::Given& in, int64_t begin, int64_t end, F&& finish) {
+    for (int64_t first = begin; first < end; first += CodebookByRow::TOGETHER) {
+        const int64_t last = least(end, first + CodebookByRow::TOGETHER);
+        by_tokens<By<B, 1>::MOST, By<B, 1>::THREE>(in.tokens, [&](auto m, int64_t k) {
+            const auto from = By<B, 1>::skip(c, in, k);
+            gemv_rows<By, B, m.value>(c, from, first, last,
+                                      [&](const auto& total) { finish(from, total, k, first, last); });
+        });
+    }
+}
+
+} // namespace
+} // namespace anybit::ANYBIT_ISA
