@@ -1,6 +1,8 @@
-"""Tables of the server's speed, from what bench/serve_latency.py and bench/serve_drafts.py wrote."""
+"""Tables of the server's speed, from what `anybit bench serve` and bench/serve_*.py wrote."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from figures import load, markdown
 
@@ -28,12 +30,18 @@ def latency() -> str:
     return markdown(head, rows)
 
 
-def trace() -> str:
-    """Servers with as many requests of a trace together as may run, beside what was predicted."""
-    cells = load("serve-trace.json")["cells"]
+def cells_of(name: str) -> tuple[list[Any], Any]:
+    """What `anybit bench serve` measured of one trace, and of it the reference."""
+    cells = load(f"{name}.json")["cells"]
     first, *more = [cell for cell in cells if cell["reference"]]
     if more:
-        raise ValueError("serve-trace.json has cells of several plans: keep those of one")
+        raise ValueError(f"{name}.json has cells of several plans: keep those of one")
+    return cells, first
+
+
+def saturated(name: str) -> str:
+    """Servers with as many requests of a trace together as may run, beside what was predicted."""
+    cells, first = cells_of(name)
     head = [
         "system",
         "weights, MB",
@@ -64,10 +72,42 @@ def trace() -> str:
                 f"{ran['output_tokens_per_second']:.0f}",
                 f"{measured:.2f}",
                 f"{predicted:.2f}",
-                *("" if ran[gap] is None else f"{1000 * ran[gap]:.0f}" for gap in ("gap_p50", "gap_p99")),
+                *(scaled(ran[gap], 1000, 0) for gap in ("gap_p50", "gap_p99")),
             ]
         )
     return markdown(head, rows)
+
+
+def timed(name: str) -> str:
+    """The same servers with requests at the trace's own times, stretched to a share of the reference's rate."""
+    head = [
+        "system",
+        "requests",
+        "ended",
+        "good",
+        "good/s",
+        "first token, s",
+        "p99",
+        "token to token, ms",
+        "p99",
+    ]
+    rows = []
+    for cell in cells_of(name)[0]:
+        ran = cell["load"]
+        rows.append(
+            [
+                cell["system"],
+                *(str(ran[field]) for field in ("offered", "completed", "good")),
+                f"{ran['goodput']:.2f}",
+                *(scaled(ran[time], 1, 1) for time in ("first_token_p50", "first_token_p99")),
+                *(scaled(ran[gap], 1000, 0) for gap in ("gap_p50", "gap_p99")),
+            ]
+        )
+    return markdown(head, rows)
+
+
+def scaled(value: float | None, by: float, digits: int) -> str:
+    return "" if value is None else f"{by * value:.{digits}f}"
 
 
 def drafts() -> str:

@@ -36,6 +36,17 @@ enum class Isa { ANYBIT_ISAS(ANYBIT_NAME) };
 constexpr Isa EVERY_ISA[] = {ANYBIT_ISAS(ANYBIT_VALUE)};
 #undef ANYBIT_VALUE
 
+// The instruction set that it goes beyond; itself, if there is none.
+constexpr Isa beyond(Isa isa) {
+    switch (isa) {
+#define ANYBIT_BEYOND_OF(name, kinds, before, ...) \
+    case Isa::name: return Isa::before;
+        ANYBIT_ISAS(ANYBIT_BEYOND_OF)
+#undef ANYBIT_BEYOND_OF
+    }
+    return isa;
+}
+
 const char* isa_name(Isa isa);
 // Whether this machine has all that it needs (common/features.cpp).
 bool runs(Isa isa);

@@ -58,8 +58,8 @@ std::map<std::string, bool> find_features() {
 }
 
 // Those that are named, and those of the instruction set that it goes beyond.
-std::vector<std::string> needs(Isa isa, Isa beyond, const char* names) {
-    std::vector<std::string> made = isa == beyond ? std::vector<std::string>() : isa_needs(beyond);
+std::vector<std::string> needs(Isa isa, const char* names) {
+    std::vector<std::string> made = isa == beyond(isa) ? std::vector<std::string>() : isa_needs(beyond(isa));
     std::istringstream words(names);
     for (std::string name; std::getline(words >> std::ws, name, ',');) made.push_back(name);
     return made;
@@ -74,8 +74,8 @@ const std::map<std::string, bool>& cpu_features() {
 
 std::vector<std::string> isa_needs(Isa isa) {
     switch (isa) {
-#define ANYBIT_NEEDS(name, kinds, beyond, ...) \
-    case Isa::name: return needs(Isa::name, Isa::beyond, #__VA_ARGS__);
+#define ANYBIT_NEEDS(name, kinds, before, ...) \
+    case Isa::name: return needs(Isa::name, #__VA_ARGS__);
         ANYBIT_ISAS(ANYBIT_NEEDS)
 #undef ANYBIT_NEEDS
     }

@@ -1,5 +1,5 @@
 // The few vector operations that the kernels are written in, on the compiler's vector types (GCC, Clang).
-// Compiled once per instruction set, inside its namespace and with internal linkage: an inline function of
+// Compiled for each instruction set, inside its namespace and with internal linkage: an inline function of
 // the standard library in these files could be emitted with AVX-512 instructions and then be the copy that
 // the linker keeps for everybody, so none is used.
 #pragma once

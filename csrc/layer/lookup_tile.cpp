@@ -141,7 +141,8 @@ void LookupTile::multiply_whole(const Way& way, const TileInputs& x, Outputs y, 
     centroids_->fill(c, way.inputs, false);
     const WholeInputs inputs{x.codes(),
                              x.tokens,
-                             x.tokens * ops_.lanes * CodebookByRow::INPUT_GROUP, // a block has as many groups as lanes
+                             x.tokens * ops_.lanes *
+                                 CodebookByRow::INPUT_GROUP, // a token's block: as many groups as lanes
                              reinterpret_cast<const int32_t*>(base + at.factors),
                              reinterpret_cast<const WholeInputs::Token*>(base + at.token),
                              reinterpret_cast<const float*>(base + at.kept)};

@@ -108,7 +108,7 @@ private:
     };
     // Where arranged inputs of some tokens lie.
     struct Room {
-        int64_t stride;                      // numbers from one token to the next
+        int64_t stride;                      // numbers that a token has
         int64_t form;                        // bytes of each form that few tokens have
         int64_t factors, token, kept, bytes; // where what follows the inputs begins, and all
     };

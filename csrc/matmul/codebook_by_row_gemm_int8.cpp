@@ -4,6 +4,9 @@
 //
 // An input is its group's factor times its code: a number of 16 bits. Centroids are decoded to as many, a chunk of
 // columns of some rows at a time, and meet all tokens; those of two bytes byte by byte.
+#if !defined(__AVX2__) || defined(__AVX512F__)
+#error "for AVX2 and AVX-VNNI only: CMakeLists.txt"
+#endif
 #include "common/thread_memory.h"
 #include "matmul/codebook_by_row_whole.h"
 #include "matmul/ops.h"

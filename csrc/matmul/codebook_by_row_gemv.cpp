@@ -8,7 +8,7 @@ namespace {
 
 // ---- what centroids are multiplied as -----------------------------------------------------------------------------
 
-// Activations of T in the kernels' order.
+// Inputs of type X in the kernels' order.
 template <typename X> struct Plain {
     using Given = Inputs<X>;
     static constexpr bool THREE = false;

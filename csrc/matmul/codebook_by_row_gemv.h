@@ -1,7 +1,7 @@
 // Format "codebook" by rows times few tokens: rows take turns, tile by tile of columns. What centroids are multiplied
 // as is a class of the file that includes this.
 //
-// It is the inputs that are put in the order of the vectors, once per call.
+// It is the inputs that are put in the order of the vectors, once per call; weights are read as they are stored.
 #pragma once
 
 #include "matmul/codebook_by_row.h"
@@ -10,15 +10,15 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-// Tokens in registers at once, where no file says otherwise.
+// Tokens in registers at once; entries of bytes have more (codebook_by_row_gemv_int8.cpp).
 #if defined(__AVX512F__)
 constexpr int MOST_TOKENS = 4;
 #else
 constexpr int MOST_TOKENS = 2;
 #endif
 
-// finish(totals) of up to CodebookByRow::TOGETHER rows and M tokens. Tile by tile of columns: the inputs of a tile stay
-// close, and what the same row needs next is fetched meanwhile.
+// Calls finish(totals) with the sums of up to CodebookByRow::TOGETHER rows and M tokens. Tile by tile of columns: the
+// inputs of a tile stay close, and what the same row needs next is fetched meanwhile.
 template <template <int, int> typename By, int B, int M, typename F>
 void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64_t first, int64_t last, F&& finish) {
     using Total = typename By<B, M>::Total;
@@ -52,8 +52,8 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64
     finish(total);
 }
 
-// finish(inputs from token k on, totals [TOGETHER][M] of rows and tokens, k, first row, last row) of all that rows
-// begin <= i < end give. By<B, M> is what the codes of a row are multiplied as, block by block:
+// Calls finish(inputs from token k on, totals [TOGETHER][M] of rows and tokens, k, first row, last row) for all rows
+// begin <= i < end and tokens. By<B, M> is what the codes of a row are multiplied as, block by block:
 //   Given, skip(c, in, k): inputs, and those from token k on;
 //   MOST, THREE: tokens at once, and whether three are;
 //   MOST_BLOCKS: whose inputs stay close while rows take turns;

@@ -52,27 +52,29 @@ public:
 
     static void fold_planes(const CodebookByRow&, Codes (&)[B]) {}
     static WholeInputs skip(const CodebookByRow& c, const WholeInputs& in, int64_t tokens) {
-        return {in.x + tokens * PHASES * BYTES, in.tokens - tokens, in.stride,
+        return {in.x + tokens * PHASES * BYTES, in.tokens - tokens, in.block_stride,
                 in.factors + tokens * LANES,    in.token + tokens,  in.kept + tokens * c.kept_columns};
     }
 
 protected:
     WholeCentroids(const CodebookByRow& c, const WholeInputs& in)
-        : x_(in.x), factors_(in.factors), stride_(in.stride), last_(blocks_of(c) - 1) {}
+        : x_(in.x), factors_(in.factors), block_stride_(in.block_stride), last_(blocks_of(c) - 1) {}
 
-    const int8_t* inputs(int64_t k, int64_t b, int64_t s) const { return x_ + b * stride_ + (k * PHASES + s) * BYTES; }
+    const int8_t* inputs(int64_t k, int64_t b, int64_t s) const {
+        return x_ + b * block_stride_ + (k * PHASES + s) * BYTES;
+    }
     const int8_t* tail_inputs(int64_t k, int64_t t) const { return inputs(k, last_, t); }
     Ints factors(int64_t k, int64_t b) const { return load_as<Ints>(factors_of(k, b)); }
     Ints factors_of_tail(int64_t k, int64_t t) const { return tail_factors(factors_of(k, last_), t); }
 
 private:
     const int32_t* factors_of(int64_t k, int64_t b) const {
-        return factors_ + b * (stride_ / CodebookByRow::INPUT_GROUP) + k * LANES;
+        return factors_ + b * (block_stride_ / CodebookByRow::INPUT_GROUP) + k * LANES;
     }
 
     const int8_t* x_;
     const int32_t* factors_;
-    int64_t stride_, last_;
+    int64_t block_stride_, last_;
 };
 
 // Entries of a byte.
@@ -191,7 +193,8 @@ private:
 
 // ---- rows ---------------------------------------------------------------------------------------------------------
 
-// What rows' exact sums stand for, and their kept channels, go where outputs say. Every entry is that much too large.
+// What rows' exact sums stand for, and their kept channels, go where outputs say, from token k on. Every entry is
+// `excess` steps too large.
 template <int M>
 void finish_rows(const CodebookByRow& c, const WholeInputs& in, int32_t excess,
                  const WholeSums (&total)[CodebookByRow::TOGETHER][M], const Outputs& to, int64_t k, int64_t first,

@@ -3,6 +3,9 @@
 // An input is its group's factor times its code: a number of 16 bits. Its two digits, 256 high + low, meet the same
 // centroids. So a tile of inputs has the digits of 8 tokens as its 16 columns, and 64 inputs as its rows, four to a
 // row. A tile of weights has 16 rows of the matrix. Products of rows of up to MOST_COLUMNS are summed in 32 bits.
+#if !defined(__AMX_INT8__) || !defined(__AMX_BF16__)
+#error "for AMX only: CMakeLists.txt"
+#endif
 #include "common/thread_memory.h"
 #include "matmul/codebook_by_row_whole.h"
 #include "matmul/gemm_panels.h"

@@ -179,8 +179,9 @@ struct WholeInputs {
         int64_t sum; // of factor times code
     };
 
-    const int8_t* x;        // in the order of `gemv` [blocks, tokens, columns of a block], or in that of `gemm`
-    int64_t tokens, stride; // the stride for `gemv`, in inputs from block to block: of these tokens and others
+    const int8_t* x; // in the order of `gemv` [blocks, tokens, columns of a block], or in that of `gemm`
+    int64_t tokens;
+    int64_t block_stride;   // for `gemv`: inputs from a block to the next, which has other tokens' too
     const int32_t* factors; // for `gemv`: [blocks, tokens, columns of a block / INPUT_GROUP]
     const Token* token;     // [tokens]
     const float* kept;      // [tokens, kept_columns]

@@ -6,6 +6,7 @@
 namespace anybit {
 
 #ifdef ANYBIT_BEYOND
+static_assert(beyond(Isa::ANYBIT_ISA) == Isa::ANYBIT_BEYOND);
 namespace ANYBIT_BEYOND {
 MatmulOps make_matmul_ops();
 }
@@ -19,7 +20,7 @@ ANYBIT_FILES
 #undef ANYBIT_FILE
 
 MatmulOps make_matmul_ops() {
-#ifdef ANYBIT_BEYOND // the other files' functions
+#ifdef ANYBIT_BEYOND // functions of files that are not compiled for this instruction set
     MatmulOps ops = ANYBIT_BEYOND::make_matmul_ops();
 #else
     MatmulOps ops{};

@@ -70,7 +70,8 @@ struct CodebookByChannelOps : PackedOps<CodebookByChannel> {
 
 // Products of codebooks by row with inputs of 8 bits. They have the same bits, however many tokens there are.
 struct WholeOps {
-    // Codes and scales (InputGrid::multiples) of token k of so many in the order of `gemv`: all x, and their factors.
+    // Puts codes and scales (InputGrid::multiples) of token k of so many where `gemv` reads them. x and factors: where
+    // those of all tokens begin.
     void (*prepare)(const CodebookByRow&, const int8_t* codes, const float* scales, int64_t k, int64_t tokens,
                     int8_t* x, int32_t* factors, WholeInputs::Token&);
     // Sums go to the rows that the outputs name, not the tile.

@@ -91,7 +91,7 @@ public:
 
 private:
     typedef int64_t Longs __attribute__((vector_size(LANES * 4)));
-    Longs even_, odd_; // not set: arrays of sums are large
+    Longs even_, odd_; // not set, as arrays of sums are large; WholeSums{} is 0
 };
 
 // What an exact sum stands for; the same roundings everywhere. Units are powers of two.
