@@ -53,6 +53,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens-a": lambda: speed.tokens("tokens"),
     "narrow-prefill": speed.narrow_prefill,
     "same-speed": speed.same_speed,
+    "same-speed-few": speed.same_speed_few,
     "call-overhead": speed.call_overhead,
     "engine/decode": engine.decode,
     "engine/depths": engine.depths,

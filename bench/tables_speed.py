@@ -153,6 +153,18 @@ def same_speed() -> str:
     return markdown(["format", *head], said)
 
 
+def same_speed_few() -> str:
+    """New time over old time by number of tokens."""
+    rows = load("kernels/same-speed-few.json")["rows"]
+    ratios = {(r["format"], r["out"], r["columns"], r["tokens"]): f"{r['ratio']:.2f}" for r in rows}
+    tokens = sorted({row["tokens"] for row in rows})
+    said = [
+        [name, f"{out} x {columns}", *(ratios[name, out, columns, n] for n in tokens)]
+        for name, out, columns in dict.fromkeys(key[:3] for key in ratios)
+    ]
+    return markdown(["format", "matrix", *(f"{n} token{'s' * (n > 1)}" for n in tokens)], said)
+
+
 def call_overhead() -> str:
     """Microseconds beside the product, of the old tree and the new one."""
     rows = load("call_overhead.json")["layers"]

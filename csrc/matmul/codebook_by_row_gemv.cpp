@@ -134,10 +134,15 @@ void finish_rows(const CodebookByRow& c, const Inputs<X>& in, const Floats (&tot
     }
 }
 
-void gemv_f32(const CodebookByRow& c, const Inputs<float>& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
-    const auto finish = [&](const auto& from, const auto& total, int64_t k, int64_t first, int64_t last) {
+// What `gemv_bits` calls to add sums to outputs.
+inline auto adds_to(const CodebookByRow& c, float* y, int64_t y_stride) {
+    return [&c, y, y_stride](const auto& from, const auto& total, int64_t k, int64_t first, int64_t last) {
         finish_rows(c, from, total, y, y_stride, k, first, last);
     };
+}
+
+void gemv_f32(const CodebookByRow& c, const Inputs<float>& in, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+    const auto finish = adds_to(c, y, y_stride);
     by_width(c.bits, [&](auto bits) {
         constexpr int B = bits.value;
         if constexpr (looks_up_mirrored(B))
@@ -149,9 +154,7 @@ void gemv_f32(const CodebookByRow& c, const Inputs<float>& in, float* y, int64_t
 #ifdef __AVX2__
 void gemv_bf16(const CodebookByRow& c, const Inputs<uint16_t>& in, float* y, int64_t y_stride, int64_t begin,
                int64_t end) {
-    const auto finish = [&](const auto& from, const auto& total, int64_t k, int64_t first, int64_t last) {
-        finish_rows(c, from, total, y, y_stride, k, first, last);
-    };
+    const auto finish = adds_to(c, y, y_stride);
     by_width(c.bits, [&](auto bits) {
         if constexpr (looks_up_halves(bits.value)) gemv_bits<PairedCentroids, bits.value>(c, in, begin, end, finish);
     });
