@@ -62,11 +62,13 @@ const QuantizeOps* quantize_ops(Isa isa) {
     switch (isa) {
 #define ANYBIT_QUANTIZE_all(isa) \
     case Isa::isa: return made<isa::make_quantize_ops>();
+#define ANYBIT_QUANTIZE_engine(isa)
 #define ANYBIT_QUANTIZE_products(isa)
 #define ANYBIT_QUANTIZE(isa, kinds, ...) ANYBIT_QUANTIZE_##kinds(isa)
         ANYBIT_ISAS(ANYBIT_QUANTIZE)
 #undef ANYBIT_QUANTIZE
 #undef ANYBIT_QUANTIZE_products
+#undef ANYBIT_QUANTIZE_engine
 #undef ANYBIT_QUANTIZE_all
     default: return nullptr;
     }
@@ -77,11 +79,13 @@ const EngineOps* engine_ops(Isa isa) {
     switch (isa) {
 #define ANYBIT_ENGINE_all(isa) \
     case Isa::isa: return made<isa::make_engine_ops>();
+#define ANYBIT_ENGINE_engine(isa) ANYBIT_ENGINE_all(isa)
 #define ANYBIT_ENGINE_products(isa)
 #define ANYBIT_ENGINE(isa, kinds, ...) ANYBIT_ENGINE_##kinds(isa)
         ANYBIT_ISAS(ANYBIT_ENGINE)
 #undef ANYBIT_ENGINE
 #undef ANYBIT_ENGINE_products
+#undef ANYBIT_ENGINE_engine
 #undef ANYBIT_ENGINE_all
     default: return nullptr;
     }

@@ -8,8 +8,8 @@ struct QuantizeOps; // quantize/ops.h
 struct EngineOps;   // engine/ops.h
 
 // Every instruction set that kernels are compiled for (CMakeLists.txt has the flags), each in a namespace of its name:
-// which kernels (all, or products only), the one that it goes beyond, and what it needs of the processor besides. Of
-// those that a machine runs, the last one is the best.
+// which kernels (all; products and the engine's; products only), the one that it goes beyond, and what it needs of the
+// processor besides. Of those that a machine runs, the last one is the best.
 #ifdef ANYBIT_AMX
 #define ANYBIT_AMX_ISAS(X) X(amx_bf16, products, avx512_bf16, amx_bf16, amx_int8)
 #else
@@ -19,9 +19,9 @@ struct EngineOps;   // engine/ops.h
 #define ANYBIT_ISAS(X)                                          \
     X(portable, all, portable)                                  \
     X(avx2, all, portable, avx2, fma, f16c)                     \
-    X(avx_vnni, products, avx2, avx_vnni)                       \
+    X(avx_vnni, engine, avx2, avx_vnni)                         \
     X(avx512, all, avx2, avx512f, avx512bw, avx512vl, avx512dq) \
-    X(avx512_vnni, products, avx512, avx512_vnni)               \
+    X(avx512_vnni, engine, avx512, avx512_vnni)                 \
     X(avx512_vbmi, products, avx512_vnni, avx512_vbmi)          \
     X(avx512_bf16, products, avx512_vbmi, avx512_bf16)          \
     ANYBIT_AMX_ISAS(X)

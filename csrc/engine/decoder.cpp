@@ -60,7 +60,8 @@ void DecoderSpec::check() const {
     }
 }
 
-Decoder::Decoder(DecoderSpec spec, bool rounds) : spec_(std::move(spec)), rounds_(rounds), ops_(best_engine_ops()) {
+Decoder::Decoder(DecoderSpec spec, bool rounds, const EngineOps& ops)
+    : spec_(std::move(spec)), rounds_(rounds), ops_(ops) {
     spec_.check();
     for (const Rope& rope : spec_.ropes) {
         const size_t half = rope.frequencies.size();
@@ -119,6 +120,8 @@ void Decoder::check(const Step& step, const KvCache& cache) const {
     if (cache.blocks() != static_cast<int64_t>(spec_.blocks.size()) || cache.kv_heads() != spec_.kv_heads ||
         cache.format().head_size != spec_.head_size)
         refuse("the KV-cache was made for another model");
+    bool all = false, windowed = false;
+    for (size_t b = 0; b < spec_.blocks.size(); ++b) (cache.windowed(b) ? windowed : all) = true;
     for (int64_t r = 0; r < step.rows; ++r) {
         check_index("tokens", r, step.tokens[r], spec_.vocabulary);
         check_index("positions", r, step.positions[r], step.row_pages * PAGE);
@@ -129,10 +132,12 @@ void Decoder::check(const Step& step, const KvCache& cache) const {
                     refuse("rows of sequence " + std::to_string(step.sequences[r]) + " do not stand together");
         } else if (step.positions[r] != step.positions[r - 1] + 1)
             refuse("positions of sequence " + std::to_string(step.sequences[r]) + " do not follow one another");
-        const int32_t* pages = step.pages + step.sequences[r] * step.row_pages;
-        for (int64_t p = r > 0 && step.sequences[r] == step.sequences[r - 1] ? step.positions[r] / PAGE : 0;
-             p <= step.positions[r] / PAGE; ++p)
-            check_index("pages", step.sequences[r] * step.row_pages + p, pages[p], cache.pages());
+        const int64_t pages = step.sequences[r] * step.row_pages;
+        const bool goes_on = r > 0 && step.sequences[r] == step.sequences[r - 1];
+        for (int64_t p = pages + (goes_on ? step.positions[r] / PAGE : 0); p <= pages + step.positions[r] / PAGE; ++p) {
+            if (all) check_index("pages", p, step.pages[p], cache.pages(false));
+            if (windowed) check_index("window_pages", p, step.window_pages[p], cache.pages(true));
+        }
     }
     for (int64_t i = 0; i < step.wanted_count; ++i) check_index("wanted", i, step.wanted[i], step.rows);
 }

@@ -59,7 +59,9 @@ struct DecoderWeights {
 struct Step {
     const int32_t *tokens, *positions, *sequences; // [rows]; which of the sequences a row belongs to
     int64_t rows;
-    const int32_t* pages; // [sequences, row_pages]: pages of each sequence in the cache, in order
+    // [sequences, row_pages]: pages of each sequence in the cache, in order; and those of blocks that have their own.
+    // There, pages behind the window may stand for others by now, but for the first one.
+    const int32_t *pages, *window_pages;
     int64_t sequences_count, row_pages;
     const int32_t* wanted; // [wanted_count]: rows whose logits are asked for
     int64_t wanted_count;
@@ -68,10 +70,11 @@ struct Step {
 
 class Decoder {
 public:
-    // rounds: inputs of layers that allow it are rounded to 8 bits (`Layer::int8_group_size`).
+    // rounds: inputs of layers that allow it are rounded to 8 bits (`Layer::int8_group_size`). ops: what lies between
+    // the layers.
     //
     // Throws std::invalid_argument: a description whose sizes do not belong together.
-    Decoder(DecoderSpec spec, bool rounds);
+    Decoder(DecoderSpec spec, bool rounds, const EngineOps& ops);
 
     // Throws std::invalid_argument: layers of other shapes than the description says.
     size_t add_level(DecoderWeights weights);

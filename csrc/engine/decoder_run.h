@@ -13,7 +13,8 @@ public:
     Run(Decoder& decoder, const DecoderWeights& weights, const Step& step, KvCache& cache, int threads)
         : spec_(decoder.spec_), ops_(decoder.ops_), weights_(weights), step_(step), cache_(cache), threads_(threads),
           rounds_(decoder.rounds_), memory_(decoder.memory_), offsets_(decoder.offsets_), starts_(decoder.starts_),
-          rows_(step.rows), head_(spec_.head_size), padded_(padded(head_)), group_(spec_.heads / spec_.kv_heads) {}
+          rows_(step.rows), codes_(cache.format().bits < 16), head_(spec_.head_size), padded_(padded(head_)),
+          group_(spec_.heads / spec_.kv_heads) {}
 
     void run() {
         x_ = floats(spec_.hidden);
@@ -22,10 +23,14 @@ public:
         keys_ = floats(spec_.kv_heads * head_);
         values_ = floats(spec_.kv_heads * head_);
         asked_ = floats(spec_.heads * head_);
-        queries_ = floats(spec_.heads * padded_);
+        if (codes_) {
+            turned_ = floats(padded_);
+            digits_ = memory_.take<int8_t>(rows_ * spec_.heads * 2 * padded_);
+            rounded_ = memory_.take<RoundedQuery>(rows_ * spec_.heads);
+        }
         gate_ = floats(spec_.intermediate);
         up_ = floats(spec_.intermediate);
-        for (int64_t r = 0; r < rows_; ++r) opens_ = opens_ || (cache_.format().bits < 16 && step_.positions[r] < PAGE);
+        for (int64_t r = 0; r < rows_; ++r) opens_ = opens_ || (codes_ && step_.positions[r] < PAGE);
         turn();
         plan_attention();
         embed();
@@ -74,6 +79,11 @@ private:
         weights_.embedding->rows(ids.data(), rows_, x_);
         if (spec_.embedding_scale != 1)
             for (int64_t i = 0; i < rows_ * spec_.hidden; ++i) x_[i] *= spec_.embedding_scale;
+    }
+
+    // The pages that a block has of a sequence.
+    const int32_t* pages_of(size_t b, int32_t sequence) const {
+        return (cache_.windowed(b) ? step_.window_pages : step_.pages) + sequence * step_.row_pages;
     }
 
     int64_t begin_of(int64_t row, const BlockSpec& block) const {
@@ -138,7 +148,6 @@ private:
         const float* angles = block.rope < 0 ? nullptr : angles_[static_cast<size_t>(block.rope)];
         const int64_t half =
             block.rope < 0 ? 0 : static_cast<int64_t>(spec_.ropes[static_cast<size_t>(block.rope)].frequencies.size());
-        const bool codes = cache_.format().bits < 16;
         const auto prepare = [&](float* x, int64_t head, const std::vector<float>& bias,
                                  const std::vector<float>& norm) {
             for (int64_t i = 0; i < head_ && !bias.empty(); ++i) x[i] += bias[static_cast<size_t>(head * head_ + i)];
@@ -146,20 +155,24 @@ private:
             if (angles != nullptr) ops_.rotate(x, angles + r * 2 * half, angles + (r * 2 + 1) * half, half);
         };
         for (int64_t h = 0; h < spec_.heads; ++h) {
-            float *x = asked_ + (r * spec_.heads + h) * head_, *to = queries_ + (r * spec_.heads + h) * padded_;
+            float* x = asked_ + (r * spec_.heads + h) * head_;
             prepare(x, h, block.q_bias, block.of_queries);
             for (int64_t i = 0; i < head_; ++i) x[i] *= spec_.softmax_scale;
-            for (int64_t i = 0; i < padded_; ++i) to[i] = i < head_ ? x[i] : 0;
-            if (codes) ops_.hadamard(to, head_);
+            if (!codes_) continue;
+            float* turned = turned_ + r * padded_;
+            for (int64_t i = 0; i < padded_; ++i) turned[i] = i < head_ ? x[i] : 0;
+            ops_.hadamard(turned, head_);
+            const int64_t at = r * spec_.heads + h;
+            rounded_[at] = ops_.round_query(turned, padded_, digits_ + at * 2 * padded_);
         }
         const int32_t position = step_.positions[r];
-        const int32_t page = step_.pages[step_.sequences[r] * step_.row_pages + position / PAGE];
+        const int32_t page = pages_of(b, step_.sequences[r])[position / PAGE];
         for (int64_t h = 0; h < spec_.kv_heads; ++h) {
             float *key = keys_ + (r * spec_.kv_heads + h) * head_, *value = values_ + (r * spec_.kv_heads + h) * head_;
             prepare(key, h, block.k_bias, block.of_keys);
             for (int64_t i = 0; i < head_ && !block.v_bias.empty(); ++i)
                 value[i] += block.v_bias[static_cast<size_t>(h * head_ + i)];
-            if (codes) {
+            if (codes_) {
                 take_centre(centres(block, b, step_.sequences[r], h), position, key, head_);
                 ops_.hadamard(key, head_);
                 ops_.hadamard(value, head_);
@@ -172,7 +185,7 @@ private:
     Centres centres(const BlockSpec& block, size_t b, int32_t sequence, int64_t h) const {
         Centres made;
         if (!block.k_bias.empty() && block.of_keys.empty()) made.first = block.k_bias.data() + h * head_;
-        made.others = cache_.centre(step_.pages[sequence * step_.row_pages], static_cast<int64_t>(b), h);
+        made.others = cache_.centre(pages_of(b, sequence)[0], static_cast<int64_t>(b), h);
         if (block.rope < 0) return made;
         const auto rope = static_cast<size_t>(block.rope);
         made.starts = starts_[rope].data();
@@ -201,7 +214,7 @@ private:
     // The centre of what follows the first page of a text, whose last row this is: the mean of the page's keys as they
     // are read, before their rotary embedding.
     void settle(const BlockSpec& block, size_t b, int64_t r) const {
-        const int32_t page = step_.pages[step_.sequences[r] * step_.row_pages];
+        const int32_t page = pages_of(b, step_.sequences[r])[0];
         std::vector<float> key(static_cast<size_t>(head_));
         for (int64_t h = 0; h < spec_.kv_heads; ++h) {
             const Centres from = centres(block, b, step_.sequences[r], h);
@@ -228,13 +241,13 @@ private:
 
     void look(const BlockSpec& block, size_t b, const Task& task, int64_t kv_head) const {
         const int64_t from = task.split * SPLIT;
-        const int32_t* table = step_.pages + step_.sequences[task.first] * step_.row_pages + from / PAGE;
-        const uint8_t* pages[SPLIT / PAGE + 1];
+        const int32_t* table = pages_of(b, step_.sequences[task.first]) + from / PAGE;
+        const uint8_t* pages[SPLIT / PAGE + 1] = {};
         const int64_t left = step_.positions[task.last - 1] + 1 - from;
         for (int64_t p = 0; p <= SPLIT / PAGE; ++p)
             pages[p] = p * PAGE < left ? cache_.page(table[p], static_cast<int64_t>(b), kv_head) : pages[0];
         KvPages kv{cache_.format(), pages, from, spec_.attention_softcap, {}};
-        if (cache_.format().bits < 16) {
+        if (codes_) {
             kv.centres = centres(block, b, step_.sequences[task.first], kv_head);
             if (kv.centres.half > 0) kv.centres.starts += from / PAGE * 2 * kv.centres.half;
         }
@@ -247,7 +260,8 @@ private:
             for (int64_t h = kv_head * group_; h < (kv_head + 1) * group_; ++h) {
                 float* to = part_of(r, task.split, h);
                 const int64_t at = r * spec_.heads + h;
-                queries[count++] = {queries_ + at * padded_, asked_ + at * head_, to + PART, to, to + 1, begin, end};
+                const RoundedQuery rounded = codes_ ? rounded_[at] : RoundedQuery();
+                queries[count++] = {asked_ + at * head_, rounded, to + PART, to, to + 1, begin, end};
                 if (count < QUERIES) continue;
                 ops_.attend(kv, queries, count);
                 count = 0;
@@ -263,7 +277,7 @@ private:
             for (int64_t s = first; s <= last; ++s) parts[static_cast<size_t>(s - first)] = part_of(r, s, h);
             float* to = attended_ + (r * spec_.heads + h) * head_;
             ops_.combine(parts.data(), last - first + 1, head_, to);
-            if (cache_.format().bits < 16) ops_.hadamard(to, head_);
+            if (codes_) ops_.hadamard(to, head_);
         }
     }
 
@@ -367,12 +381,16 @@ private:
     const bool rounds_;
     Workspace& memory_;
     const std::vector<std::vector<float>>&offsets_, &starts_;
-    const int64_t rows_, head_, padded_, group_;
+    const int64_t rows_;
+    const bool codes_; // the cache holds codes
+    const int64_t head_, padded_, group_;
 
     float* x_ = nullptr; // [rows, hidden]: the residual
     float *normed_ = nullptr, *attended_ = nullptr, *keys_ = nullptr, *values_ = nullptr, *asked_ = nullptr;
-    float *queries_ = nullptr, *gate_ = nullptr, *up_ = nullptr, *parts_ = nullptr;
-    std::vector<float*> angles_; // of each rope: [rows, 2, half]
+    float *turned_ = nullptr, *gate_ = nullptr, *up_ = nullptr, *parts_ = nullptr;
+    int8_t* digits_ = nullptr;        // [rows, heads, 2, padded], of a cache of codes
+    RoundedQuery* rounded_ = nullptr; // [rows, heads]
+    std::vector<float*> angles_;      // of each rope: [rows, 2, half]
     std::vector<Task> tasks_;
     std::vector<int64_t> parts_begin_; // of each row
     int64_t parts_count_ = 0, attention_work_ = 0;

@@ -6,12 +6,14 @@ namespace anybit::ANYBIT_ISA {
 // Each in the file of its name.
 void add_elementwise(EngineOps&);
 void add_attention(EngineOps&);
+void add_kv_pages(EngineOps&);
 
 EngineOps make_engine_ops() {
     EngineOps ops{};
     ops.isa = Isa::ANYBIT_ISA;
     add_elementwise(ops);
     add_attention(ops);
+    add_kv_pages(ops);
     return ops;
 }
 

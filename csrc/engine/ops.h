@@ -20,18 +20,29 @@ constexpr int64_t HEAD_PAD = 32; // a head is padded with zeros to a multiple of
 
 constexpr int64_t padded(int64_t head_size) { return (head_size + HEAD_PAD - 1) / HEAD_PAD * HEAD_PAD; }
 
-// How one KV head's keys and values of a page lie: keys [head_size, PAGE], so that tokens are lanes, then values
-// [PAGE, padded]. With 16 bits both are float16. With 8 and 4 bits they are codes, and behind them stand four float16
-// arrays [PAGE]: scale and minimum of the keys, scale and minimum of the values, of each token. Of 4 bits one byte
-// holds numbers i (low) and i + n / 2 (high) of the n = padded numbers of a token.
+// How one KV head's keys and values of a page lie. With 16 bits: float16 keys [head_size, PAGE], so that tokens are
+// lanes, then values [PAGE, padded]. With 8 and 4 bits: codes in fours, as dot products of bytes read them. Keys are
+// [row / 4, PAGE, 4], four numbers of a token; values are [PAGE / 4, row, 4], a number of four tokens. Behind them
+// stand four float16 arrays [PAGE]: scale and minimum of the keys, scale and minimum of the values, of each token. Of 4
+// bits one byte holds numbers i (low) and i + row (high) of a token.
 struct KvFormat {
     int bits = 16;
     int64_t head_size = 0;
 
-    int64_t key_bytes() const { return (bits == 16 ? head_size * 2 : padded(head_size) * bits / 8) * PAGE; }
-    int64_t value_bytes() const { return padded(head_size) * PAGE * bits / 8; }
+    int64_t row_bytes() const { return padded(head_size) * bits / 8; } // of a token's codes
+    int64_t key_bytes() const { return bits == 16 ? head_size * 2 * PAGE : row_bytes() * PAGE; }
+    int64_t value_bytes() const { return row_bytes() * PAGE; }
     int64_t scale_bytes() const { return bits == 16 ? 0 : 4 * PAGE * 2; }
     int64_t page_bytes() const { return key_bytes() + value_bytes() + scale_bytes(); }
+
+    // Where byte i of a token's codes lies.
+    static int64_t key_place(int64_t i, int64_t token) { return (i / 4 * PAGE + token) * 4 + i % 4; }
+    int64_t value_place(int64_t i, int64_t token) const { return (token / 4 * row_bytes() + i) * 4 + token % 4; }
+
+    uint16_t* scales(uint8_t* page) const { return reinterpret_cast<uint16_t*>(page + key_bytes() + value_bytes()); }
+    const uint16_t* scales(const uint8_t* page) const {
+        return reinterpret_cast<const uint16_t*>(page + key_bytes() + value_bytes());
+    }
 };
 
 // What keys are less before they are rounded: a key at position t, as it was before its rotary embedding, is thought of
@@ -46,10 +57,17 @@ struct Centres {
     int64_t half = 0;               // numbers from 2 half on are not turned
 };
 
-// One query head of one token.
+// A query as bytes: its numbers, turned as the keys are, are scale * (128 high + low), to 15 bits.
+struct RoundedQuery {
+    const int8_t* digits = nullptr; // [2, padded]: high, low
+    float scale = 0;
+    float total = 0; // sum of the numbers
+};
+
+// One query head of one token, multiplied with the softmax scale.
 struct Query {
-    const float* q;     // [padded], multiplied with the softmax scale, turned as the keys are
-    const float* plain; // [head_size]: before it was turned
+    const float* plain; // [head_size]: not turned as keys of 8 and 4 bits are
+    RoundedQuery codes; // for those
     float* out;         // [padded]: sum of p v, not divided
     float* largest;     // of the scores
     float* sum;         // of p = exp(score - largest)
@@ -81,6 +99,8 @@ struct EngineOps {
     // Write keys and values [head_size] of the token at a slot of a page. Codes: those of the range of the token's
     // head.
     void (*store)(const KvFormat&, uint8_t* page, int64_t slot, const float* key, const float* value);
+    // A query [padded], not finite: its scale is NaN. Writes digits [2, padded].
+    RoundedQuery (*round_query)(const float* query, int64_t n, int8_t* digits);
     // The key [head_size] of a token, from its codes.
     void (*load_key)(const KvFormat&, const uint8_t* page, int64_t slot, float* key);
     // Attend for some queries that share a KV head.

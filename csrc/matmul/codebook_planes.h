@@ -5,7 +5,7 @@
 // above them that the lookup does not see.
 #pragma once
 
-#include "matmul/dot_int8.h"
+#include "common/dot_int8.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

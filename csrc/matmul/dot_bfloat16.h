@@ -4,7 +4,7 @@
 // 0x4300 | code is 128 + code exactly. The 128 leaves again with the zero point, through the sum of the inputs.
 #pragma once
 
-#include "matmul/dot_int8.h"
+#include "common/dot_int8.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {

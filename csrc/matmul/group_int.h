@@ -11,7 +11,7 @@
 // that nobody writes.
 #pragma once
 
-#include "matmul/dot_int8.h"
+#include "common/dot_int8.h"
 #include "matmul/formats.h"
 
 namespace anybit::ANYBIT_ISA {

@@ -3,6 +3,7 @@
 
 #include "common/array.h"
 #include "common/dispatch.h"
+#include "engine/ops.h"
 #include "matmul/ops.h"
 #include "quantize/ops.h"
 
@@ -13,6 +14,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace anybit {
 
@@ -110,6 +112,17 @@ inline const QuantizeOps& find_quantize_ops(const std::optional<std::string>& is
 }
 inline const MatmulOps& find_matmul_ops(const std::optional<std::string>& isa) {
     return find_ops(matmul_ops, best_matmul_ops(), isa);
+}
+inline const EngineOps& find_engine_ops(const std::optional<std::string>& isa) {
+    return find_ops(engine_ops, best_engine_ops(), isa);
+}
+
+// Those that this machine has kernels of some kind in.
+template <typename K> std::vector<std::string> isa_names(const K* (*find)(Isa)) {
+    std::vector<std::string> found;
+    for (Isa isa : EVERY_ISA)
+        if (find(isa) != nullptr) found.emplace_back(isa_name(isa));
+    return found;
 }
 
 inline int64_t row_stride(int64_t rows, int64_t stride, int64_t columns) { return rows > 1 ? stride : columns; }

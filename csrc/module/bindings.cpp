@@ -373,13 +373,7 @@ NB_MODULE(_native, m) {
           "What each way to multiply that was compiled needs of the processor, the best last: {name: names of\n"
           "`cpu_features`}.");
     m.def(
-        "matmul_isas",
-        [] {
-            std::vector<std::string> found;
-            for (Isa isa : EVERY_ISA)
-                if (matmul_ops(isa) != nullptr) found.emplace_back(isa_name(isa));
-            return found;
-        },
+        "matmul_isas", [] { return isa_names(matmul_ops); },
         "The ways to multiply that this machine has, the best last.");
     m.def(
         "quantize_activations", &quantize_activations, nb::arg("x").noconvert(), nb::arg("clip").noconvert().none(),

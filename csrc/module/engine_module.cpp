@@ -5,6 +5,7 @@
 #include "module/arrays.h"
 #include "module/layer_module.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -107,23 +108,26 @@ DecoderSpec decoder_spec(const nb::dict& description) {
 
 class BoundCache {
 public:
-    BoundCache(int64_t blocks, int64_t kv_heads, int64_t head_size, int bits, int64_t pages)
-        : cache(checked(blocks, kv_heads, head_size, bits, pages)) {}
+    BoundCache(int64_t blocks, int64_t kv_heads, int64_t head_size, int bits, int64_t pages,
+               const std::vector<bool>& windowed, int64_t window_pages)
+        : cache(checked(blocks, kv_heads, head_size, bits, pages, {windowed, window_pages})) {}
 
     KvCache cache;
 
 private:
-    static KvCache checked(int64_t blocks, int64_t kv_heads, int64_t head_size, int bits, int64_t pages) {
+    static KvCache checked(int64_t blocks, int64_t kv_heads, int64_t head_size, int bits, int64_t pages,
+                           Windowed windowed) {
         check_range("blocks", blocks, 1, int64_t(1) << 16);
         check_range("kv_heads", kv_heads, 1, int64_t(1) << 16);
         check_range("head_size", head_size, 1, int64_t(1) << 12);
-        return {blocks, kv_heads, head_size, bits, pages};
+        return {blocks, kv_heads, head_size, bits, pages, std::move(windowed)};
     }
 };
 
 class BoundDecoder {
 public:
-    BoundDecoder(const nb::dict& description, bool rounds) : decoder_(decoder_spec(description), rounds) {}
+    BoundDecoder(const nb::dict& description, bool rounds, const std::optional<std::string>& isa)
+        : decoder_(decoder_spec(description), rounds, find_engine_ops(isa)) {}
 
     size_t add_level(nb::handle embedding, nb::handle head, const std::vector<std::vector<nb::object>>& blocks) {
         DecoderWeights weights{native_layer(embedding), native_layer(head), {}};
@@ -136,7 +140,8 @@ public:
     }
 
     void step(const Input& tokens, const Input& positions, const Input& sequences, const Input& pages,
-              const Input& wanted, const Output& logits, size_t level, BoundCache& cache, int64_t threads) {
+              const Input& wanted, const Output& logits, size_t level, BoundCache& cache, int64_t threads,
+              const std::optional<Input>& window_pages) {
         const int used = check_threads(threads);
         const auto index = [](const char* name, const Input& given, int64_t n) {
             check(name, given, {Type::i32}, {n}, Layout::dense);
@@ -146,17 +151,18 @@ public:
         const int64_t rows = size_of("tokens", tokens, 0, 1), asked = size_of("wanted", wanted, 0, 1);
         const int64_t count = size_of("pages", pages, 0, 2), row_pages = size_of("pages", pages, 1, 2);
         check_range("rows", rows, 0, MOST_ROWS);
-        check("pages", pages, {Type::i32}, {count, row_pages}, Layout::dense);
         check("logits", logits, {Type::f32}, {asked, decoder_.spec().vocabulary}, Layout::dense);
         const auto own_tokens = index("tokens", tokens, rows), own_positions = index("positions", positions, rows);
         const auto own_sequences = index("sequences", sequences, rows), own_wanted = index("wanted", wanted, asked);
-        const auto* from = static_cast<const int32_t*>(pages.data());
-        const std::vector<int32_t> own_pages(from, from + count * row_pages);
+        const auto own_pages = table("pages", pages, count, row_pages);
+        const auto own_window_pages =
+            window_pages ? table("window_pages", *window_pages, count, row_pages) : std::vector<int32_t>();
         const Step step{own_tokens.data(),
                         own_positions.data(),
                         own_sequences.data(),
                         rows,
                         own_pages.data(),
+                        window_pages ? own_window_pages.data() : own_pages.data(),
                         count,
                         row_pages,
                         own_wanted.data(),
@@ -167,6 +173,12 @@ public:
     }
 
 private:
+    static std::vector<int32_t> table(const char* name, const Input& given, int64_t rows, int64_t columns) {
+        check(name, given, {Type::i32}, {rows, columns}, Layout::dense);
+        const auto* from = static_cast<const int32_t*>(given.data());
+        return {from, from + rows * columns};
+    }
+
     static constexpr int64_t MOST_ROWS = 1 << 14; // of a step: prompts come in chunks
 
     Decoder decoder_;
@@ -176,21 +188,33 @@ private:
 
 void add_engine(nb::module_& m) {
     m.attr("PAGE_TOKENS") = PAGE;
+    m.def(
+        "engine_isas", [] { return isa_names(engine_ops); },
+        "The instruction sets that this machine has kernels of the engine in, the best last.");
     nb::exception<Decoder::NotFinite>(m, "NotFiniteError", PyExc_ArithmeticError);
     nb::class_<BoundCache>(m, "KvCache", "Pages of keys and values.")
-        .def(nb::init<int64_t, int64_t, int64_t, int, int64_t>(), nb::arg("blocks"), nb::arg("kv_heads"),
-             nb::arg("head_size"), nb::arg("bits"), nb::arg("pages"),
-             "pages of PAGE_TOKENS tokens; bits: 16, 8 or 4. Memory is taken as pages are written.")
-        .def_prop_ro("pages", [](const BoundCache& c) { return c.cache.pages(); })
-        .def_prop_ro("page_bytes", [](const BoundCache& c) { return c.cache.page_bytes(); });
+        .def(
+            nb::init<int64_t, int64_t, int64_t, int, int64_t, const std::vector<bool>&, int64_t>(), nb::arg("blocks"),
+            nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("bits"), nb::arg("pages"),
+            nb::arg("windowed") = std::vector<bool>(), nb::arg("window_pages") = 0,
+            "pages of PAGE_TOKENS tokens; bits: 16, 8 or 4; windowed [blocks]: which blocks have window_pages of their\n"
+            "own instead. Memory is taken as pages are written.")
+        .def_prop_ro("pages", [](const BoundCache& c) { return c.cache.pages(false); })
+        .def_prop_ro("page_bytes", [](const BoundCache& c) { return c.cache.page_bytes(false); })
+        .def_prop_ro("window_pages", [](const BoundCache& c) { return c.cache.pages(true); })
+        .def_prop_ro("window_page_bytes", [](const BoundCache& c) { return c.cache.page_bytes(true); });
     nb::class_<BoundDecoder>(m, "Decoder", "A decoder-only transformer on stored layers.")
-        .def(nb::init<const nb::dict&, bool>(), nb::arg("description"), nb::arg("rounds"),
-             "description: see csrc/engine/decoder.h; rounds: inputs of layers that allow it are rounded to 8 bits.")
+        .def(nb::init<const nb::dict&, bool, const std::optional<std::string>&>(), nb::arg("description"),
+             nb::arg("rounds"), nb::arg("isa") = nb::none(),
+             "description: see csrc/engine/decoder.h; rounds: inputs of layers that allow it are rounded to 8 bits;\n"
+             "isa: one of `engine_isas` instead of the best, for what lies between the layers.")
         .def("add_level", &BoundDecoder::add_level, nb::arg("embedding"), nb::arg("head"), nb::arg("blocks"),
              "Matrices at one level; blocks: q, k, v, o, gate, up and down of each. Returns the level's number.")
-        .def("step", &BoundDecoder::step, nb::arg("tokens").noconvert(), nb::arg("positions").noconvert(),
-             nb::arg("sequences").noconvert(), nb::arg("pages").noconvert(), nb::arg("wanted").noconvert(),
-             nb::arg("logits").noconvert(), nb::arg("level"), nb::arg("cache"), nb::arg("threads"),
-             "Run tokens at positions of sequences, int32 [rows] each; pages int32 [sequences, n]; logits float32\n"
-             "[wanted, vocabulary] of the rows `wanted`.");
+        .def(
+            "step", &BoundDecoder::step, nb::arg("tokens").noconvert(), nb::arg("positions").noconvert(),
+            nb::arg("sequences").noconvert(), nb::arg("pages").noconvert(), nb::arg("wanted").noconvert(),
+            nb::arg("logits").noconvert(), nb::arg("level"), nb::arg("cache"), nb::arg("threads"),
+            nb::arg("window_pages").noconvert().none() = nb::none(),
+            "Run tokens at positions of sequences, int32 [rows] each; pages int32 [sequences, n], and window_pages of the\n"
+            "blocks that have their own, default: the same; logits float32 [wanted, vocabulary] of the rows `wanted`.");
 }

@@ -18,8 +18,8 @@ from anybit.bench.contenders import InTransformers, LlamaBench, MistralRs, Nativ
 from anybit.bench.decode import Plan
 from anybit.bench.others import Used, others, used
 from anybit.bench.picture import plot_decode
-from anybit.engine.engine import _Text
 from anybit.engine.filler import fill
+from anybit.engine.pages import Held
 from anybit.engine.timing import prompt_seconds, step_seconds
 from anybit.errors import InputError
 from anybit.formats.layout import code_bits
@@ -179,9 +179,9 @@ def test_transformers_decodes_behind_a_filled_cache() -> None:
 
 def test_steps_are_timed_behind_keys_and_values_that_are_there() -> None:
     engine = Engine(family("llama"), threads=1, context=100)
-    free = engine._pages.free
+    free = engine._cache.free
     assert len(step_seconds(engine, 60, 5)) == 5 and prompt_seconds(engine, 100) > 0
-    assert engine._pages.free == free
+    assert engine._cache.free == free
     for depth, steps in ((99, 2), (-1, 2), (5, 0)):
         with pytest.raises(InputError, match="the context holds 100"):
             step_seconds(engine, depth, steps)
@@ -193,7 +193,8 @@ def test_steps_are_timed_behind_keys_and_values_that_are_there() -> None:
 def test_every_page_that_is_filled_is_written(bits: int) -> None:
     engine = Engine(family("llama"), threads=1, kv_bits=bits, context=1024)
     every = list(range(32))
-    fill(engine._cache, *engine._cache_sizes, every, 1)
+    table = np.array(every, np.int32)
+    fill(engine._cache.native, engine._cache.sizes[:3], (table, table), 1)
     whole = _logits_behind(engine, every)
     assert np.array_equal(_logits_behind(engine, every), whole)
     for at in (0, 17, 30):  # each has numbers of its own
@@ -204,8 +205,7 @@ def test_every_page_that_is_filled_is_written(bits: int) -> None:
 
 def _logits_behind(engine: Engine, pages: list[int]) -> Any:
     """Logits of one token behind all tokens of some pages but the last."""
-    text = _Text()
-    text.pages, text.done = list(pages), len(pages) * cpu._native.PAGE_TOKENS - 1
+    text = Held(list(pages), done=len(pages) * cpu._native.PAGE_TOKENS - 1)
     return engine._run(text, [5], engine._level_of(None))
 
 

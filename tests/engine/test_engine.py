@@ -17,7 +17,7 @@ import torch
 
 import anybit
 from anybit import Engine, Sampling
-from anybit.engine import engine as module
+from anybit.engine import pages as cache
 from anybit.engine.description import Unsupported
 from anybit.engine.drafts import Drafts
 from anybit.engine.pages import Pages
@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not cpu.available(), reason="the native extension is not built"),
 ]
 PROMPT = [5, 80, 33, 120, 77]
+WINDOWS = {"qwen2-windows": 50, "mistral": 70}
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +122,11 @@ def test_a_draft_that_cannot_be_computed_ends_no_text(folder: Path, monkeypatch:
     engine, step, failed = Engine(folder), Engine._step, []
     plain = engine.generate(PROMPT, 30, speculate=False)
 
-    def fails(self: Engine, rows: Any, logits: Any, level: int) -> None:
+    def fails(self: Engine, rows: Any, *how: Any) -> None:
         if len(rows[0]) == 3:
             failed.append(rows)
             raise InputError("NaN")
-        step(self, rows, logits, level)
+        step(self, rows, *how)
 
     monkeypatch.setattr(Engine, "_step", fails)
     monkeypatch.setattr(Drafts, "draft", lambda self, length: [9, 9][:length])
@@ -202,13 +203,13 @@ def test_prompts_that_do_not_fit_name_both_numbers(engine: Engine) -> None:
 
 
 def test_pages_come_back_however_a_text_ends(engine: Engine) -> None:
-    free = engine._pages.free
+    free = engine._cache.free
     engine.generate(PROMPT, 40)
     pieces = engine.stream(PROMPT, 100)
     next(pieces)
-    assert engine._pages.free < free
+    assert engine._cache.free < free
     pieces.close()
-    assert engine._pages.free == free
+    assert engine._cache.free == free
 
 
 def test_a_shorter_context(folder: Path) -> None:
@@ -222,11 +223,44 @@ def test_memory_bounds_the_context(folder: Path, monkeypatch: pytest.MonkeyPatch
     page = (
         4 * 2 * 16 * 2 * 2 * 32
     )  # blocks, KV heads, head size (keys are not padded), K and V, bytes, tokens
-    monkeypatch.setattr(module, "free_memory", lambda: 2 * 3 * 2 * page)
+    monkeypatch.setattr(cache, "free_memory", lambda: 2 * 3 * 2 * page)
     assert Engine(folder).context in (96, 128)
-    monkeypatch.setattr(module, "free_memory", lambda: 100)
+    monkeypatch.setattr(cache, "free_memory", lambda: 100)
     with pytest.raises(InputError, match="no memory for a KV-cache"):
         Engine(folder)
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8, 4])
+@pytest.mark.parametrize("family", WINDOWS)
+def test_pages_that_a_window_has_passed_are_used_again(
+    family: str, kv_bits: int, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In some blocks, or in all of them: texts far beyond the window have the bits that they have with all pages."""
+    model = random_model(family, vocab_size=len(tokenizer), eos_token_id=0, max_position_embeddings=4096)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids = np.random.default_rng(0).integers(1, len(tokenizer), 900).tolist()
+    few = Engine(tmp_path, kv_bits=kv_bits)
+    monkeypatch.setattr(cache, "WINDOWED_TEXTS", 1000)  # so many cost more than all pages
+    every = Engine(tmp_path, kv_bits=kv_bits)
+    few.generation["eos_token_id"] = every.generation["eos_token_id"] = []
+    plain = few.generate(ids[:600], 40, speculate=False).tokens
+    assert every.generate(ids[:600], 40).tokens == few.generate(ids[:600], 40).tokens == plain
+    assert np.array_equal(few.logits(ids), every.logits(ids))
+    native = few._cache.native
+    kept = native.pages * native.page_bytes + native.window_pages * native.window_page_bytes
+    assert (
+        every._cache.native.window_pages
+        == 0
+        < native.window_pages
+        == 4 * (2 + -(-(WINDOWS[family] + 256) // 32))
+    )
+    assert kept < 0.8 * every._cache.native.pages * every.page_bytes
+    one, other = few.stream(ids[:500], 20), few.stream(ids[100:600], 20)
+    found = [[piece.drawn.token for piece in pair if piece.drawn] for pair in zip(*zip(one, other))]
+    assert found == [few.generate(ids[:500], 20).tokens, few.generate(ids[100:600], 20).tokens]
+    few.give_pages(8)  # to whoever runs several texts: of all blocks
+    assert (few._cache.native.pages, few._cache.native.page_bytes) == (8, few.page_bytes)
 
 
 def test_pages_are_given_out_once() -> None:

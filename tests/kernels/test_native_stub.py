@@ -28,6 +28,7 @@ STUB = ast.parse((Path(anybit.__file__).parent / "_native.pyi").read_text(encodi
 # What nanobind calls a parameter's type, and what the stub may say of it.
 TYPES = {
     "object": {"Array", "Tensor", "Layer", "NDArray[int32]", "NDArray[float32]"},
+    "collections.abc.Sequence[bool]": {"Sequence[bool]"},
     "collections.abc.Sequence[object]": {"Sequence[Array]"},
     "collections.abc.Sequence[collections.abc.Sequence[object]]": {"Sequence[Sequence[Layer]]"},
     "dict": {"Json", "Arrays"},

@@ -7,7 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -21,7 +21,7 @@ from anybit.config import Json
 from anybit.engine.description import Unsupported
 from anybit.engine.drafts import Drafts, StepTimes
 from anybit.engine.opening import open_source
-from anybit.engine.pages import Pages, free_memory
+from anybit.engine.pages import CHUNK, Cache, Held
 from anybit.engine.sampling import Drawn, Sampler, Sampling
 from anybit.engine.source import Source, in_words
 from anybit.engine.text import TextStream, check_tokenizer
@@ -36,8 +36,6 @@ Tokens = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 KV_BITS = (16, 8, 4)  # widths of keys and values that the engine has
-CHUNK = 256  # tokens of a prompt that go through the model together
-KV_SHARE = 0.5  # of the memory that is free, at most, for keys and values
 NO_CONTEXT = 4096  # tokens where a config does not say how many a model reaches
 
 
@@ -63,14 +61,6 @@ class Generation:
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-
-
-class _Text:
-    """Tokens of one sequence, of which the first `done` are in the cache."""
-
-    def __init__(self) -> None:
-        self.pages: list[int] = []
-        self.done = 0
 
 
 class Engine:
@@ -147,28 +137,10 @@ class Engine:
         self.generation = for_one_sequence(self.name, source.generation, self.vocabulary)
         self._drawing = {name: source.generation.get(name) for name in ("do_sample", "temperature")}
         reached = source.config["max_position_embeddings"] or NO_CONTEXT
-        self.context = self._make_cache(description, reached, context)
-        source.release()
-
-    def _make_cache(self, description: dict[str, Any], reached: int, wanted: int | None) -> int:
-        """Make the KV-cache; returns how many tokens a text may have."""
-        page = cpu._native.PAGE_TOKENS
-        sizes = len(description["blocks"]), description["kv_heads"], description["head_size"]
-        needed = cpu._native.KvCache(*sizes, self.kv_bits, 1).page_bytes
-        fits = int(free_memory() * KV_SHARE) // needed * page
-        if wanted is not None and not 1 <= wanted <= min(reached, fits):
-            raise InputError(
-                f"a context of {wanted} tokens: expected 1 to {min(reached, fits)}; the model reaches {reached}, and "
-                f"memory holds keys and values of {fits}"
-            )
-        context = min(reached, fits) if wanted is None else wanted
-        if context < 1:
-            raise Unsupported(f"no memory for a KV-cache: a page of {page} tokens takes {needed} bytes")
-        self._cache = cpu._native.KvCache(*sizes, self.kv_bits, -(-context // page))
-        self._cache_sizes = sizes
-        self._pages = Pages(self._cache.pages, page)
+        self._cache = Cache(description, self.kv_bits, reached, context)
+        self.context = self._cache.context
         self._times: dict[int, StepTimes] = {}  # of each level
-        return context
+        source.release()
 
     # ---- levels
 
@@ -191,26 +163,11 @@ class Engine:
 
     # ---- tokens in, logits out
 
-    @contextmanager
-    def _text(self, tokens: int) -> Iterator[_Text]:
-        """A text with pages for so many tokens, which no other text can take before its end.
-
-        Raises:
-            InputError: too few pages are free.
-        """
-        text = _Text()
-        try:
-            self._pages.extend(text.pages, tokens)
-            yield text
-        finally:
-            self._pages.release(text.pages)
-
-    def _run(self, text: _Text, tokens: Sequence[int], level: int, every: bool = False) -> Floats:
+    def _run(self, text: Held, tokens: Sequence[int], level: int, every: bool = False) -> Floats:
         """Append tokens to a text; logits [1, vocabulary] after the last one, or of all of them."""
         if os.getpid() != self._process:
             raise InputError("an engine does not work in a forked process: make one there")
-        self._pages.extend(text.pages, text.done + len(tokens))
-        pages = np.array([text.pages], np.int32)
+        pages, window_pages = self._cache.tables(text)
         made = np.empty((len(tokens) if every else 1, self.vocabulary), np.float32)
         for first in range(0, len(tokens), CHUNK):
             chunk = np.array(tokens[first : first + CHUNK], np.int32)
@@ -218,18 +175,24 @@ class Engine:
             wanted = np.arange(0 if every else n - last, n, dtype=np.int32)
             logits = made[first : first + n] if every else made[: len(wanted)]
             positions = np.arange(text.done, text.done + n, dtype=np.int32)
-            self._step((chunk, positions, np.zeros(n, np.int32), pages, wanted), logits, level)
+            self._step((chunk, positions, np.zeros(n, np.int32), pages, wanted), logits, level, window_pages)
             text.done += n
         return made
 
-    def _step(self, rows: tuple[Tokens, Tokens, Tokens, Tokens, Tokens], logits: Floats, level: int) -> None:
+    def _step(
+        self,
+        rows: tuple[Tokens, Tokens, Tokens, Tokens, Tokens],
+        logits: Floats,
+        level: int,
+        window_pages: Tokens | None = None,
+    ) -> None:
         """`Decoder.step` with the engine's cache and threads.
 
         Raises:
             InputError: NaN or Inf.
         """
         try:
-            self._decoder.step(*rows, logits, level, self._cache, self.threads)
+            self._decoder.step(*rows, logits, level, self._cache.native, self.threads, window_pages)
         except cpu._native.NotFiniteError as error:
             raise InputError(f"{self.name}: {error}: its weights are damaged, or overflow 16 bits") from None
 
@@ -243,7 +206,7 @@ class Engine:
         check_ids(list(tokens), self.vocabulary)
         if not 1 <= len(tokens) <= self.context:
             raise InputError(f"the text has {len(tokens)} tokens, expected 1 to {self.context}, the context")
-        with self._text(len(tokens)) as text:
+        with self._cache.hold(len(tokens)) as text:
             return self._run(text, tokens, level, every=True)
 
     # ---- several texts at once, for whoever gives out the pages
@@ -270,8 +233,7 @@ class Engine:
 
     def give_pages(self, count: int) -> None:
         """Let the KV-cache have so many pages, empty ones; memory is taken as they are written."""
-        self._cache = cpu._native.KvCache(*self._cache_sizes, self.kv_bits, count)
-        self._pages = Pages(count, cpu._native.PAGE_TOKENS)
+        self._cache.share(count)
 
     def step(
         self, tokens: Tokens, positions: Tokens, texts: Tokens, pages: Tokens, wanted: Tokens, level: int
@@ -375,7 +337,7 @@ class Engine:
         """
         times = self._times.setdefault(level, StepTimes())
         drafts = Drafts(ids)
-        with self._text(len(ids) + most) as text:
+        with self._cache.hold(len(ids) + most) as text:
             token, known = (yield self._run(text, ids, level)[0]), len(ids)
             while True:
                 drafts.push(token)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from anybit.config import Json
 from anybit.engine.source import plain_layer
@@ -20,17 +20,24 @@ TOGETHER = 16  # pages that are written by one step
 
 
 def fill(
-    cache: _native.KvCache, blocks: int, kv_heads: int, head_size: int, pages: Sequence[int], threads: int
+    cache: _native.KvCache,
+    sizes: tuple[int, int, int],
+    pages: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]],
+    threads: int,
 ) -> None:
     """Write every token of some pages.
+
+    Args:
+        sizes: blocks, KV heads and head size of the cache.
+        pages: int32 [n] each: of most blocks, and of those that have their own.
 
     Memory that nothing wrote is one page of zeros to the system, which a processor reads from its cache. So the keys
     and values have to be there. A tiny decoder with the same cache writes them, a text of one page after another.
     """
-    decoder, level = _decoder(blocks, kv_heads, head_size)
+    decoder, level = _decoder(*sizes)
     tokens, generator = cpu._native.PAGE_TOKENS, np.random.default_rng(0)
-    for first in range(0, len(pages), TOGETHER):
-        table = np.array(pages[first : first + TOGETHER], np.int32)[:, None]
+    for first in range(0, len(pages[0]), TOGETHER):
+        table, window_table = (each[first : first + TOGETHER, None].copy() for each in pages)
         rows = len(table) * tokens
         decoder.step(
             generator.integers(0, WIDTH, rows, np.int32),
@@ -42,6 +49,7 @@ def fill(
             level,
             cache,
             threads,
+            window_table,
         )
 
 

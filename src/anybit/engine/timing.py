@@ -26,8 +26,10 @@ def step_seconds(engine: Engine, depth: int, steps: int, bits: float | None = No
     level, made = engine._level_of(bits), []
     if depth < 0 or not 1 <= steps <= engine.context - depth:
         raise InputError(f"{steps} steps behind {depth} tokens: the context holds {engine.context}")
-    with engine._text(depth + steps) as text:
-        fill(engine._cache, *engine._cache_sizes, text.pages, engine.threads)
+    cache = engine._cache
+    with cache.hold(depth + steps) as text:
+        pages, window_pages = cache.tables(text)
+        fill(cache.native, cache.sizes[:3], (pages[0], window_pages[0]), engine.threads)
         text.done = depth
         for token in far_apart(steps, engine.vocabulary):
             begun = time.perf_counter()
@@ -41,7 +43,7 @@ def prompt_seconds(engine: Engine, tokens: int, bits: float | None = None) -> fl
     level = engine._level_of(bits)
     if not 1 <= tokens <= engine.context:
         raise InputError(f"a prompt of {tokens} tokens: the context holds {engine.context}")
-    with engine._text(tokens) as text:
+    with engine._cache.hold(tokens) as text:
         begun = time.perf_counter()
         engine._run(text, far_apart(tokens, engine.vocabulary), level)
         return time.perf_counter() - begun
