@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import anybit
 from anybit import Engine
-from anybit.bench import decode, decode_targets, mistralrs_rate, random_model, sources
+from anybit.bench import decode, decode_targets, mistralrs_rate, quality, random_model, sources
 from anybit.bench.agreement import agreement, agrees
 from anybit.bench.contenders import InTransformers, LlamaBench, MistralRs, Native, kv_bytes, touched
 from anybit.bench.decode import Plan
@@ -25,6 +27,7 @@ from anybit.errors import InputError
 from anybit.formats.layout import code_bits
 from anybit.kernels import cpu
 from tests.bench.decoding import Json, gguf, little, mistralrs, stand_in
+from tests.checkpoint.models import write_gguf
 from tests.engine.models import FAMILIES
 from tests.engine.models import random_model as family
 
@@ -348,6 +351,31 @@ def test_the_widest_level_of_no_more_bytes_meets_the_fastest_file() -> None:
     )  # nothing is as small
 
 
+def test_a_file_is_beaten_only_by_what_is_as_good() -> None:
+    """By perplexity of SmolLM2 and by divergence of Qwen, where they were measured."""
+    for row, shape, figure in ((2, decode_targets.SMALL, "perplexity"), (3, decode_targets.CODER, "kld")):
+        peer, level = theirs(10, "x-Q2_K-Q4_K_M.gguf"), ours(15, bits=4.4)
+        timed = cell("decode", shape, 128, ours(30, bits=2.5), level, peer)
+        (found,) = rows(row, timed)
+        assert found["met"] and found["target"].endswith(f"{figure} not measured")
+        for value, met in ((9.0, True), (9.2, False)):
+            read = cell("quality", shape, 8192, {**ours(1, bits=2.5), figure: 30}, {**level, figure: value})
+            read["contenders"]["x"] = {"engine": "file", "file": peer["file"], figure: 9.1, "others": None}
+            (found,) = rows(row, timed, read)
+            assert found["met"] is met and found["target"].endswith(f"{figure} {value:.4g} against 9.1")
+
+
+def test_what_rounded_keys_and_values_cost_is_judged_at_the_worst_width() -> None:
+    def read(bits: float, kv_bits: int, value: float) -> Json:
+        return {**ours(1, bits=bits, precision="fp16", kv_bits=kv_bits), "perplexity": value}
+
+    figures = {16: (10.0, 20.0), 8: (10.01, 20.08), 4: (10.1, 20.4)}
+    found = [read(bits, kv, value) for kv, both in figures.items() for bits, value in zip((3, 4), both)]
+    eight, four = rows(7, cell("quality", decode_targets.SMALL, 8192, *found))
+    assert eight["measured"] == pytest.approx(0.004) and eight["met"] is False
+    assert four["measured"] == pytest.approx(0.02) and four["met"] is True
+
+
 def test_deep_and_prompt_targets_are_over_whatever_is_fastest() -> None:
     deep = cell(
         "decode", "Qwen3-1.7B", 8192, ours(10.5), ours(20, kv_bits=8), theirs(9), theirs(10, kv_bits=8)
@@ -389,6 +417,51 @@ def test_the_engine_is_compared_with_transformers(tmp_path: Path) -> None:
     assert target["measured"] == found["difference"] and target["met"] is True
     random = decode.decode(tiny(only=("anybit 4.00 fp16", "Transformers 4.00 float32"), prompts=()))
     assert [c["test"] for c in random["cells"]] == ["decode"]
+
+
+def test_perplexities_of_widths_caches_and_files(
+    anybit_artifact: Path,
+    model_dir: Any,
+    text_file: Path,
+    llama: Json,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quality, "WINDOW", 32)
+    monkeypatch.setattr(decode, "WINDOW", 32)
+    monkeypatch.setattr(decode, "TOKENS", 32)
+    base = str(model_dir("llama"))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    file = write_gguf(tmp_path / "exact.gguf", model, "llama")
+    plan = tiny(
+        models=[str(anybit_artifact)], **llama | {"ggufs": (file,)}, text=text_file, base=base,
+        only=("anybit 2.47", "anybit 3.97", "llama.cpp"), kv_bits=(16, 4), depths=(8,), prompts=(), tokens=32,
+    )  # fmt: skip
+    out = tmp_path / "decode.json"
+    figures = decode.decode(plan, out)
+    (found,) = [c["contenders"] for c in figures["cells"] if c["test"] == "quality"]
+    exact = found["exact.gguf"]["perplexity"]
+    assert found["exact.gguf"]["kld"] < 1e-6
+    assert len(found) == 9
+    for name, c in list(found.items())[:-1]:
+        alone = anybit.evaluate(
+            anybit_artifact, engine="native", text=str(text_file), seq_len=32, max_tokens=256, bits=c["bits"],
+            kv_bits=c["kv_bits"], codebook_precision=c["precision"], base=base,
+        )  # fmt: skip
+        assert (c["perplexity"], c["kld"]) == pytest.approx(
+            (alone["perplexity"], alone["kld_mean"]), rel=1e-6
+        ), name
+        assert c["kld"] > 1e-4 and c["perplexity"] != exact
+    again = decode.decode(plan, out)
+    assert again["cells"] == figures["cells"]
+    other = tmp_path / "other.txt"
+    other.write_text(text_file.read_text()[::-1])
+    cells = decode.decode(replace(plan, text=other), out)["cells"]
+    assert [c["test"] for c in cells if c not in figures["cells"]] == ["quality"]
+    with pytest.raises(InputError, match="--base is for divergences on a text"):
+        replace(plan, text=None).check()
+    with pytest.raises(InputError, match="none"):
+        replace(plan, text=tmp_path / "none.txt").check()
 
 
 def test_texts_may_part_where_two_tokens_are_equal() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from anybit.engine import engine
+from anybit.engine import pages
 from anybit.generate import Generator, Say
 from tests.cli.commands import Run, refused
 
@@ -53,7 +53,7 @@ def test_what_the_engine_refuses_late_runs_inside_transformers(run: Run, made: P
     assert "runs inside Transformers" in inside.err and "typical_p" in inside.err
     assert inside.code == 0 and inside.out.startswith("abc")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "free_memory", lambda: 0)
+        patch.setattr(pages, "free_memory", lambda: 0)
         without = run("generate", made, *how)
     assert "no memory for a KV-cache" in without.err
     assert without.out == run("generate", made, *how).out

@@ -29,9 +29,11 @@ from anybit.bench.contenders import (
 )
 from anybit.bench.decode_targets import AGREEMENT, is_quiet, targets
 from anybit.bench.others import Used, others, used
+from anybit.bench.quality import QUALITY, WINDOW, WINDOWS, quality
 from anybit.bench.reading import Buffer
-from anybit.bench.sources import PLAIN, Gguf, Source, open_gguf, open_source
+from anybit.bench.sources import PLAIN, Gguf, Source, open_gguf, open_source, state_of
 from anybit.bench.variants import chosen
+from anybit.calibration.texts import read_text
 from anybit.compare.machine import machine, source
 from anybit.config import Json
 from anybit.engine.engine import KV_BITS
@@ -39,6 +41,7 @@ from anybit.engine.threads import default_threads
 from anybit.errors import InputError
 from anybit.kernels import cpu
 from anybit.kernels.cpu_layer import CODEBOOK_PRECISIONS
+from anybit.loader import config_of
 from anybit.progress import SILENT, Silent
 
 DTYPES = ("bfloat16", "float32")  # of Transformers
@@ -79,6 +82,8 @@ class Plan:
     mistralrs: Path | None = None  # a Python interpreter that has this package
     ggufs: Sequence[Path] = ()
     only: Sequence[str] = ()  # contenders of these names, or that begin so; all by default
+    text: Path | None = None  # what perplexities are measured on; none: they are not
+    base: str | None = None  # the model that models and files are made of, for divergences from it
 
     @cached_property
     def sources(self) -> list[Source]:
@@ -95,7 +100,8 @@ class Plan:
 
     @property
     def context(self) -> int:
-        return max(*(depth + self.tokens for depth in self.depths), *self.prompts, TOKENS) + SLACK
+        read = WINDOW + 1 if self.text is not None else 0
+        return max(*(depth + self.tokens for depth in self.depths), *self.prompts, TOKENS, read) + SLACK
 
     def check(self) -> None:
         """Refuse before any work what cannot be timed.
@@ -116,6 +122,7 @@ class Plan:
             raise InputError(f"--llama-bench {self.llama_bench}: expected llama.cpp's program of this name")
         if self.mistralrs is not None:
             MistralRs.check(self.mistralrs)
+        self._check_text()
         for found in self.sources:
             reached = found.config.max_position_embeddings
             if self.context > reached:
@@ -130,6 +137,14 @@ class Plan:
                 )
         everyone = {c.name: c for found in self.sources for c in self._all_contenders(found)}
         chosen(self.only, everyone)
+
+    def _check_text(self) -> None:
+        if self.text is not None:
+            read_text(str(self.text))
+        if self.base is not None:
+            if self.text is None:
+                raise InputError("--base is for divergences on a text: give one with --text")
+            config_of(self.base)
 
     def contenders(self, found: Source) -> list[Contender]:
         """Who runs a model."""
@@ -204,15 +219,20 @@ def decode(plan: Plan, out: Path | None = None, report: Silent = SILENT) -> Json
     plan.check()
     figures = read(out) or {"bench": "decode", "cells": []}
     tests = [("decode", depth) for depth in plan.depths] + [("prefill", prompt) for prompt in plan.prompts]
-    tests += [(AGREEMENT, TOKENS)]
+    tests += [(AGREEMENT, TOKENS), (QUALITY, WINDOW * WINDOWS)]
     advance = report.task("decode", len(plan.sources) * len(tests) * plan.rounds)
     for found in plan.sources:
         kept, runners = plan.contenders(found), _Runners()
         for test, tokens in tests if kept else ():
-            if test == AGREEMENT and (found.random or not compared(kept)):
-                advance(plan.rounds)  # random weights have no best token
+            if found.random and test in (AGREEMENT, QUALITY):  # random weights have no best token
+                advance(plan.rounds)
+                continue
+            if (test == AGREEMENT and not compared(kept)) or (test == QUALITY and plan.text is None):
+                advance(plan.rounds)
                 continue
             made_by = _made_by(plan, found, kept)
+            if test == QUALITY:
+                made_by |= {"text": state_of(Path(plan.text or "")), "base": plan.base}
             same = {"model": found.name, "test": test, "tokens": tokens}
             old = [c for c in figures["cells"] if same.items() <= c.items()]
             if any(cell["made_by"] == made_by and is_quiet(cell) for cell in old):
@@ -227,6 +247,9 @@ def decode(plan: Plan, out: Path | None = None, report: Silent = SILENT) -> Json
             cell |= {"made_by": made_by, "load_at_start": os.getloadavg()[0], "processors": os.cpu_count()}
             if test == AGREEMENT:
                 cell["contenders"] = _agreement(kept, runners)
+                advance(plan.rounds)
+            elif test == QUALITY:
+                cell["contenders"] = _quality(plan, found, kept, runners)
                 advance(plan.rounds)
             else:
                 cell["contenders"] = _measure(plan, found, kept, runners, (test, tokens), advance)
@@ -307,6 +330,20 @@ def _agreement(kept: list[Contender], runners: _Runners) -> Json:
         assert isinstance(engine, Native) and isinstance(beside, InTransformers)
         made[ours.name] = {**ours.about, **agreement(engine, beside, bits), "others": None}
     return made
+
+
+def _quality(plan: Plan, found: Source, kept: list[Contender], runners: _Runners) -> Json:
+    """The engine at its widths, and peers' files."""
+    engines = {}
+    for contender in kept:
+        if contender.about["engine"] == "anybit":
+            native = runners.of(contender)
+            assert isinstance(native, Native)
+            engines[contender.name] = contender.about, native, contender.bits
+    raced = {contender.about.get("file") for contender in kept}
+    files = [file for file in plan.files if file.sizes == found.sizes and file.path.name in raced]
+    assert plan.text is not None
+    return quality(found, engines, files, plan.text, plan.base)
 
 
 def _rate(rates: list[float]) -> Json:

@@ -1,8 +1,8 @@
 """What decoding is to reach, beside what `anybit bench decode` measured and what the memory's rate would allow.
 
-A row that the cells are not enough for is not measured, which is no miss. Perplexities are not measured here. Where a
-peer's file is to be beaten at no more bytes, the widest of this engine's levels that reads no more for a token stands
-for the best quality at these bytes.
+A row that the cells are not enough for is not measured, which is no miss. Where a peer's file is to be beaten at no
+more bytes, the widest of this engine's levels that reads no more for a token stands for the best quality at these
+bytes. That it is no worse than the file counts where a text was given.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from anybit.bench.agreement import agrees
+from anybit.bench.quality import QUALITY
 from anybit.config import Json
 from anybit.formats.levels import CLOSE_BITS
 
@@ -104,10 +105,10 @@ def _small(cells: Sequence[Cell]) -> Iterator[Target]:
     found = [(cell, _peers(cell, *SMALL_FILES)) for cell in _of(cells, "decode", SMALL)]
     made = [_over(2, what, SMALL_MUST, cell, peers) for cell, peers in found if peers]
     for target in made:
-        share = target.pop("share")
+        share = target["share"]
         target["target"] += f", or {100 * SMALL_SHARE:.0f}% of the bound"
         target["met"] = target["met"] or (None if share is None else share >= SMALL_SHARE)
-        yield target
+        yield _no_worse(target, cells, SMALL, "perplexity")
     if not made:
         yield _target(2, what, SMALL_MUST)
 
@@ -117,8 +118,24 @@ def _coder(cells: Sequence[Cell]) -> Iterator[Target]:
     found = [(cell, _peers(cell, CODER_FILE)) for cell in _of(cells, "decode", CODER)]
     made = [_over(3, what, CODER_MUST, cell, peers) for cell, peers in found if peers]
     for target in made:
-        target.pop("share")
-    yield from made or [_target(3, what, CODER_MUST)]
+        yield _no_worse(target, cells, CODER, "kld")
+    if not made:
+        yield _target(3, what, CODER_MUST)
+
+
+def _no_worse(target: Target, cells: Sequence[Cell], shape: str, figure: str) -> Target:
+    """Missed where the level's figure on a text is above the file's; says so where that was not measured."""
+    bits, file = target.pop("bits"), target.pop("file")
+    target.pop("share")
+    for cell in _of(cells, QUALITY, shape):
+        ours = [c[figure] for c in _ours(cell) if c["bits"] == bits]
+        theirs = [c[figure] for c in cell["contenders"].values() if c.get("file") == file]
+        if ours and theirs and ours[0] is not None and theirs[0] is not None:
+            target["target"] += f"; {figure} {ours[0]:.4g} against {theirs[0]:.4g}"
+            target["met"] = target["met"] and ours[0] <= theirs[0]
+            return target
+    target["target"] += f"; {figure} not measured"
+    return target
 
 
 def _over(row: int, what: str, must: float, cell: Cell, peers: Sequence[Json]) -> Target:
@@ -127,10 +144,11 @@ def _over(row: int, what: str, must: float, cell: Cell, peers: Sequence[Json]) -
     ours = _at_no_more_bytes(cell, peer)
     what += f", {cell['tokens']} tokens before"
     if ours is None:
-        return _target(row, f"{what}: no level is as small", must, share=None)
+        return _target(row, f"{what}: no level is as small", must, share=None, bits=None, file=peer["file"])
     ratio = ours["tokens_per_second"] / peer["tokens_per_second"]
     what += f": {ours['bits']:.2f} bits over {peer['file']}"
-    return _target(row, what, must, ratio, _bound(ours, ratio), share=ours["of_limit"])
+    about = {"share": ours["of_limit"], "bits": ours["bits"], "file": peer["file"]}
+    return _target(row, what, must, ratio, _bound(ours, ratio), **about)
 
 
 def _deep(cells: Sequence[Cell]) -> Iterator[Target]:
@@ -163,11 +181,17 @@ def _against_all(
     return _target(row, f"{what}, over {' and '.join(engines)}", must)
 
 
-def _elsewhere(cells: Sequence[Cell]) -> Iterator[Target]:
+def _rounded_cache(cells: Sequence[Cell]) -> Iterator[Target]:
+    """What keys and values of few bits cost at the worst of the widths, inputs exact."""
     for kv_bits, most in KV_LOSS.items():
-        yield _target(
-            7, f"perplexity lost by KV of {kv_bits} bits, at most: see `anybit eval --kv-bits`", most
-        )
+        losses = [
+            rounded["perplexity"] / exact["perplexity"] - 1
+            for cell in _of(cells, QUALITY, SMALL)
+            for exact, rounded in zip(_ours(cell, "fp16"), _ours(cell, "fp16", kv_bits))
+        ]
+        worst = max(losses, default=None)
+        what = f"{SMALL}, perplexity lost by KV of {kv_bits} bits, at most"
+        yield _target(7, what, most, worst, met=None if worst is None else worst <= most)
 
 
 def _agreement(cells: Sequence[Cell]) -> Iterator[Target]:
@@ -184,6 +208,6 @@ ROWS: tuple[Callable[[Sequence[Cell]], Iterator[Target]], ...] = (
     _coder,
     _deep,
     _prompts,
-    _elsewhere,
+    _rounded_cache,
     _agreement,
 )

@@ -219,6 +219,13 @@ class Decoded:
         str | None,
         typer.Option(help="Contenders, or how their names begin, comma-separated, e.g. anybit,llama.cpp."),
     ] = None
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Also perplexities on this file, of the engine at its widths and of peers' files."),
+    ] = None
+    base: Annotated[
+        str | None, typer.Option(help="Also divergences from this model, which the others are made of.")
+    ] = None
 
     def plan(self) -> Json:
         """As `bench.decode.Plan` takes it."""
@@ -232,6 +239,8 @@ class Decoded:
             "rounds": self.rounds,
             "threads": self.threads or 0,
             "only": named("only", self.only),
+            "text": self.text,
+            "base": self.base,
         }
 
 

@@ -241,6 +241,9 @@ def print_bench_decode(f: Json) -> None:
         if cell["test"] == "agreement":
             _print_agreement(cell)
             continue
+        if cell["test"] == "quality":
+            _print_quality(cell)
+            continue
         decoding = cell["test"] == "decode"
         what = (
             f"decoding, {cell['tokens']} tokens before"
@@ -277,6 +280,17 @@ def _print_agreement(cell: Json) -> None:
         gap = "" if c["gap"] is None else f"{c['gap']:.1e}"
         rows.append((name, f"{c['difference']:.1e}", str(c["equal"]), gap))
     print_table(("<", "of the spread", "equal greedy tokens", "best two apart"), rows)
+
+
+def _print_quality(cell: Json) -> None:
+    """What the engine at its widths and peers' files make of a text."""
+    _say("")
+    _say(f"{cell['model']}: {cell['tokens']} tokens of a text; files dequantized, in float32")
+    rows = [
+        (name, f"{c['perplexity']:.3f}", "" if c["kld"] is None else f"{c['kld']:.4f}")
+        for name, c in cell["contenders"].items()
+    ]
+    print_table(("<", "perplexity", "divergence"), rows)
 
 
 def print_decode_targets(f: Json) -> None:

@@ -12,14 +12,15 @@ from anybit.engine.engine import Engine
 
 
 class NativeModel(nn.Module):
-    """A model of Transformers whose weights an engine has: its configuration, and the engine's logits."""
+    """A model of Transformers whose weights an engine has: its configuration, and the engine's logits at a width."""
 
     device = torch.device("cpu")
 
-    def __init__(self, engine: Engine, config: Any) -> None:
+    def __init__(self, engine: Engine, config: Any, bits: float | None = None) -> None:
         super().__init__()
-        self.engine, self.config = engine, config
+        self.engine, self.config, self.bits = engine, config, bits
 
     def forward(self, input_ids: Tensor, **_: Any) -> Any:
         """Logits float32 [1, tokens, vocabulary] of one text, input_ids [1, tokens]."""
-        return SimpleNamespace(logits=torch.from_numpy(self.engine.logits(input_ids[0].tolist()))[None])
+        logits = self.engine.logits(input_ids[0].tolist(), self.bits)
+        return SimpleNamespace(logits=torch.from_numpy(logits)[None])
