@@ -14,11 +14,24 @@ constexpr int TOGETHER = 2;
 constexpr int TOGETHER = 1;
 #endif
 
+// What attention over pages of 16 bits, and over pages of codes, is made of.
+struct OfHalves {
+    using Page = HalfPage;
+    template <int COUNT> using Centres = NoCentres<COUNT>;
+    using Weights = FloatWeights;
+};
+template <int BITS> struct OfCodes {
+    using Page = CodePage<BITS>;
+    template <int COUNT> using Centres = CentreScores<COUNT>;
+    using Weights = RoundedWeights;
+};
+
 // What a page's scores [PAGE] make of a query: weights of the page's values.
-template <typename P, typename W>
-inline void weigh(const P& page, const Query& query, int64_t first, float softcap, const float* scores, W& weights) {
+template <typename Page, typename Weights>
+inline void weigh(const Page& page, const Query& query, int64_t first, float softcap, const float* scores,
+                  Weights& weights) {
     const int64_t begin = query.begin - first, end = query.end - first;
-    weights = W();
+    weights = Weights();
     if (begin >= PAGE || end <= 0) return; // no token of the page: nothing changes
     Ints lane{};
     for (int l = 0; l < LANES; ++l) lane[l] = l;
@@ -45,12 +58,12 @@ inline void weigh(const P& page, const Query& query, int64_t first, float softca
     *query.sum = *query.sum * weights.factor + reduce(sum);
 }
 
-template <typename P, template <int> class C, typename W, int COUNT>
+template <typename Of, int COUNT>
 inline void attend_together(const KvPages& kv, const Query* queries, int64_t count) {
     if constexpr (COUNT > 1)
-        if (count < COUNT) return attend_together<P, C, W, COUNT - 1>(kv, queries, count);
+        if (count < COUNT) return attend_together<Of, COUNT - 1>(kv, queries, count);
     float scores[COUNT * PAGE];
-    W weights[COUNT];
+    typename Of::Weights weights[COUNT];
     int64_t begin = queries[0].begin, end = queries[0].end;
     for (int k = 0; k < COUNT; ++k) {
         begin = least(begin, queries[k].begin);
@@ -60,27 +73,26 @@ inline void attend_together(const KvPages& kv, const Query* queries, int64_t cou
         for (int64_t i = 0; i < padded(kv.format.head_size); ++i) queries[k].out[i] = 0;
     }
     const int64_t first_page = (begin - kv.first) / PAGE, last_page = (end - kv.first + PAGE - 1) / PAGE;
-    const C<COUNT> centres(kv, queries, first_page, last_page);
+    const typename Of::template Centres<COUNT> centres(kv, queries, first_page, last_page);
     for (int64_t p = first_page; p < last_page; ++p) {
         const int64_t first = kv.first + p * PAGE;
         const Span tokens{begin > first ? begin - first : 0, least(PAGE, end - first)};
-        const P page(kv.format, kv.pages[p], kv.pages[p + 1]);
+        const typename Of::Page page(kv.format, kv.pages[p], kv.pages[p + 1]);
         multiply_keys<COUNT>(page, centres, p, queries, scores);
         for (int k = 0; k < COUNT; ++k) weigh(page, queries[k], first, kv.softcap, scores + k * PAGE, weights[k]);
         add_values<COUNT>(page, queries, weights, tokens);
     }
 }
 
-template <typename P, template <int> class C, typename W> void attend_as(const KvPages& kv, const Query* queries,
-                                                                         int64_t count) {
+template <typename Of> void attend_as(const KvPages& kv, const Query* queries, int64_t count) {
     for (int64_t k = 0; k < count; k += TOGETHER)
-        attend_together<P, C, W, TOGETHER>(kv, queries + k, least(TOGETHER, count - k));
+        attend_together<Of, TOGETHER>(kv, queries + k, least(TOGETHER, count - k));
 }
 
 void attend(const KvPages& kv, const Query* queries, int64_t count) {
-    if (kv.format.bits == 16) return attend_as<HalfPage, NoScores, FloatWeights>(kv, queries, count);
-    if (kv.format.bits == 8) return attend_as<CodePage<8>, CentreScores, RoundedWeights>(kv, queries, count);
-    return attend_as<CodePage<4>, CentreScores, RoundedWeights>(kv, queries, count);
+    if (kv.format.bits == 16) return attend_as<OfHalves>(kv, queries, count);
+    if (kv.format.bits == 8) return attend_as<OfCodes<8>>(kv, queries, count);
+    return attend_as<OfCodes<4>>(kv, queries, count);
 }
 
 void combine(const float* const* parts, int64_t count, int64_t n, float* out) {

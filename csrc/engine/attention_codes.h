@@ -1,6 +1,6 @@
 // Products of queries and weights with a page of codes, as integers. Queries, and weights with the values' scales, are
-// rounded to two digits of 7 bits, which is finer by far than what the codes have lost. Each digit meets the codes in
-// dot products of bytes; their sums are exact.
+// rounded to two digits of 7 bits. Beside codes of 4 bits that loses nothing, and about a twentieth of what codes of 8
+// bits have lost. Each digit meets the codes in dot products of bytes; their sums are exact.
 #pragma once
 
 #include "common/dot_int8.h"
@@ -65,7 +65,7 @@ template <int WIDTH> struct CodePage {
         : keys(page), values(page + format.key_bytes()), scales(format.scales(page)), n(padded(format.head_size)),
           row(format.row_bytes()), behind(next - page) {}
 
-    // Codes of the bytes at `from`, of the first or the second part of a token's numbers.
+    // The codes of some bytes: of the first or the second half of the tokens' numbers.
     static Codes part_of(Codes bytes, int part) {
         if constexpr (BITS == 8) return bytes;
         else return part == 0 ? bytes & fill(15) : bytes >> 4;
@@ -176,11 +176,11 @@ private:
 template <int COUNT, int BITS>
 inline void multiply_keys(const CodePage<BITS>& page, const CentreScores<COUNT>& centres, int64_t p,
                           const Query* queries, float* scores) {
-    constexpr int TOGETHER_VECTORS = VECTORS < 2 ? VECTORS : 2; // whose sums are in registers
-    for (int first = 0; first < VECTORS; first += TOGETHER_VECTORS) {
-        Ints high[COUNT][TOGETHER_VECTORS] = {}, low[COUNT][TOGETHER_VECTORS] = {};
+    constexpr int SOME = 2; // vectors of tokens whose sums are in registers
+    for (int first = 0; first < VECTORS; first += SOME) {
+        Ints high[COUNT][SOME] = {}, low[COUNT][SOME] = {};
         for (int64_t i = 0; i < page.row; i += 4)
-            for (int v = 0; v < TOGETHER_VECTORS; ++v) {
+            for (int v = 0; v < SOME; ++v) {
                 const Codes bytes = page.read(page.keys + KvFormat::key_place(i, (first + v) * LANES));
                 for (int part = 0; part < page.PARTS; ++part) {
                     const Codes codes = page.part_of(bytes, part);
@@ -192,12 +192,12 @@ inline void multiply_keys(const CodePage<BITS>& page, const CentreScores<COUNT>&
                 }
             }
         for (int k = 0; k < COUNT; ++k)
-            for (int v = 0; v < TOGETHER_VECTORS; ++v) {
+            for (int v = 0; v < SOME; ++v) {
                 const RoundedQuery& query = queries[k].codes;
                 const Floats sum = joined(high[k][v], low[k][v]) * query.scale;
-                const Floats least =
+                const Floats minima =
                     fused(page.key_least(first + v), broadcast(query.total), centres.at(p, k, first + v));
-                store(scores + k * PAGE + (first + v) * LANES, fused(sum, page.key_scale(first + v), least));
+                store(scores + k * PAGE + (first + v) * LANES, fused(sum, page.key_scale(first + v), minima));
             }
     }
 }

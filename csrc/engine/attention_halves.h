@@ -41,13 +41,13 @@ constexpr int WAYS = 1;
 #endif
 
 // Keys of 16 bits have no centres.
-template <int COUNT> struct NoScores {
-    NoScores(const KvPages&, const Query*, int64_t, int64_t) {}
+template <int COUNT> struct NoCentres {
+    NoCentres(const KvPages&, const Query*, int64_t, int64_t) {}
 };
 
 // scores [COUNT, PAGE] = keys times queries.
 template <int COUNT>
-inline void multiply_keys(const HalfPage& page, const NoScores<COUNT>&, int64_t, const Query* queries, float* scores) {
+inline void multiply_keys(const HalfPage& page, const NoCentres<COUNT>&, int64_t, const Query* queries, float* scores) {
     Floats sums[WAYS][COUNT][VECTORS] = {};
     const auto add = [&](int64_t i, Floats(&to)[COUNT][VECTORS]) {
         Floats keys[VECTORS];

@@ -120,23 +120,21 @@ void Decoder::check(const Step& step, const KvCache& cache) const {
     if (cache.blocks() != static_cast<int64_t>(spec_.blocks.size()) || cache.kv_heads() != spec_.kv_heads ||
         cache.format().head_size != spec_.head_size)
         refuse("the KV-cache was made for another model");
-    bool all = false, windowed = false;
-    for (size_t b = 0; b < spec_.blocks.size(); ++b) (cache.windowed(b) ? windowed : all) = true;
     for (int64_t r = 0; r < step.rows; ++r) {
         check_index("tokens", r, step.tokens[r], spec_.vocabulary);
         check_index("positions", r, step.positions[r], step.row_pages * PAGE);
         check_index("sequences", r, step.sequences[r], step.sequences_count);
-        if (r == 0 || step.sequences[r] != step.sequences[r - 1]) {
+        const bool goes_on = r > 0 && step.sequences[r] == step.sequences[r - 1];
+        if (!goes_on) {
             for (int64_t before = 0; before + 1 < r; ++before)
                 if (step.sequences[before] == step.sequences[r])
                     refuse("rows of sequence " + std::to_string(step.sequences[r]) + " do not stand together");
         } else if (step.positions[r] != step.positions[r - 1] + 1)
             refuse("positions of sequence " + std::to_string(step.sequences[r]) + " do not follow one another");
         const int64_t pages = step.sequences[r] * step.row_pages;
-        const bool goes_on = r > 0 && step.sequences[r] == step.sequences[r - 1];
         for (int64_t p = pages + (goes_on ? step.positions[r] / PAGE : 0); p <= pages + step.positions[r] / PAGE; ++p) {
-            if (all) check_index("pages", p, step.pages[p], cache.pages(false));
-            if (windowed) check_index("window_pages", p, step.window_pages[p], cache.pages(true));
+            if (cache.pages(false) > 0) check_index("pages", p, step.pages[p], cache.pages(false));
+            if (cache.pages(true) > 0) check_index("window_pages", p, step.window_pages[p], cache.pages(true));
         }
     }
     for (int64_t i = 0; i < step.wanted_count; ++i) check_index("wanted", i, step.wanted[i], step.rows);

@@ -60,7 +60,8 @@ struct Step {
     const int32_t *tokens, *positions, *sequences; // [rows]; which of the sequences a row belongs to
     int64_t rows;
     // [sequences, row_pages]: pages of each sequence in the cache, in order; and those of blocks that have their own.
-    // There, pages behind the window may stand for others by now, but for the first one.
+    // There, entries that the window has passed may name pages that are used again; the first one stays. Pages that a
+    // step writes are different ones.
     const int32_t *pages, *window_pages;
     int64_t sequences_count, row_pages;
     const int32_t* wanted; // [wanted_count]: rows whose logits are asked for

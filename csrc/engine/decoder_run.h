@@ -1,6 +1,7 @@
 // One step of a decoder, phase by phase.
 #pragma once
 
+#include "engine/centres.h"
 #include "engine/decoder.h"
 
 #include <cmath>
@@ -192,23 +193,6 @@ private:
         made.offsets = offsets_[rope].data();
         made.half = static_cast<int64_t>(spec_.ropes[rope].frequencies.size());
         return made;
-    }
-
-    // key -= R(position) centre.
-    static void take_centre(const Centres& from, int64_t position, float* key, int64_t n) {
-        const float* centre = position < PAGE ? from.first : from.others;
-        if (centre == nullptr) return;
-        const int64_t half = from.half;
-        const int64_t page = position / PAGE * 2 * half, place = position % PAGE;
-        for (int64_t i = 0, j = half; i < half; ++i, ++j) {
-            const float *start = from.starts + page, *offset = from.offsets + place;
-            const float x = centre[i] * start[i] - centre[j] * start[j],
-                        y = centre[j] * start[i] + centre[i] * start[j];
-            const float cosine = offset[i * PAGE], sine = offset[j * PAGE];
-            key[i] -= x * cosine - y * sine;
-            key[j] -= y * cosine + x * sine;
-        }
-        for (int64_t i = 2 * half; i < n; ++i) key[i] -= centre[i];
     }
 
     // The centre of what follows the first page of a text, whose last row this is: the mean of the page's keys as they

@@ -31,6 +31,7 @@ public:
         for (const bool own : windowed_) places_.push_back(groups_[own].blocks++);
         groups_[0].make(*this, "pages", pages);
         groups_[1].make(*this, "window_pages", windowed.pages);
+        if (groups_[1].blocks == 0 && windowed.pages != 0) refuse("window_pages, but no block is windowed");
     }
 
     const KvFormat& format() const { return format_; }
@@ -57,7 +58,7 @@ private:
         std::unique_ptr<float[]> centres;
 
         void make(const KvCache& cache, const char* name, int64_t wanted) {
-            if (blocks == 0) return;
+            if (blocks == 0) return; // all others have the pages
             const int64_t heads = blocks * cache.kv_heads_, bytes = heads * cache.format_.page_bytes();
             check_range(name, wanted, 1, (int64_t(1) << 46) / bytes);
             pages = wanted;

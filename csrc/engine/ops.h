@@ -99,7 +99,7 @@ struct EngineOps {
     // Write keys and values [head_size] of the token at a slot of a page. Codes: those of the range of the token's
     // head.
     void (*store)(const KvFormat&, uint8_t* page, int64_t slot, const float* key, const float* value);
-    // A query [padded], not finite: its scale is NaN. Writes digits [2, padded].
+    // Rounds a query [n = padded] to digits [2, n]; where it is not finite the scale is NaN.
     RoundedQuery (*round_query)(const float* query, int64_t n, int8_t* digits);
     // The key [head_size] of a token, from its codes.
     void (*load_key)(const KvFormat&, const uint8_t* page, int64_t slot, float* key);

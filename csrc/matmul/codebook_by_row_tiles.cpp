@@ -301,7 +301,9 @@ template <bool MORE> struct FewSums {
         if (MORE) _tile_stored(2, sums + BOTH, BYTES);
         if (MORE) _tile_stored(3, sums + BOTH + 16, BYTES);
         for (int64_t i = 0; i < (MORE ? 2 : 1) * BOTH; i += BOTH)
-            for (int64_t l = 0; l < 16; ++l) sums[i + l] += sums[i + 16 + l];
+            for (int64_t l = 0; l < 16; ++l) // lanes of tokens that are not there may hold anything, and overflow
+                sums[i + l] = reinterpret_cast<Ints>(_mm512_add_epi32(reinterpret_cast<__m512i>(sums[i + l]),
+                                                                      reinterpret_cast<__m512i>(sums[i + 16 + l])));
     }
 };
 

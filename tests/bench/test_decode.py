@@ -182,14 +182,22 @@ def test_transformers_decodes_behind_a_filled_cache() -> None:
 
 def test_steps_are_timed_behind_keys_and_values_that_are_there() -> None:
     engine = Engine(family("llama"), threads=1, context=100)
-    free = engine._cache.free
+    free = engine._cache._pages.free
     assert len(step_seconds(engine, 60, 5)) == 5 and prompt_seconds(engine, 100) > 0
-    assert engine._cache.free == free
+    assert engine._cache._pages.free == free
     for depth, steps in ((99, 2), (-1, 2), (5, 0)):
         with pytest.raises(InputError, match="the context holds 100"):
             step_seconds(engine, depth, steps)
     with pytest.raises(InputError, match="a prompt of 101"):
         prompt_seconds(engine, 101)
+
+
+@pytest.mark.parametrize("kv_bits", [16, 4])
+def test_steps_behind_pages_that_take_turns(kv_bits: int) -> None:
+    model = family("qwen2-windows", max_position_embeddings=4096)
+    engine = Engine(model, threads=2, kv_bits=kv_bits)
+    assert engine._cache.native.window_pages
+    assert len(step_seconds(engine, 3000, 4)) == 4
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -294,11 +302,20 @@ def test_others_are_what_neither_this_process_nor_its_children_took() -> None:
 # ---- targets
 
 
-def cell(test: str, shape: str, tokens: int, *found: Json, others: float = 0.0, random: bool = False) -> Json:
+def cell(
+    test: str,
+    shape: str,
+    tokens: int,
+    *found: Json,
+    others: float = 0.0,
+    random: bool = False,
+    model: str = "",
+) -> Json:
     named = {f"{i}": {"others": others, "kv_bits": 16, **c} for i, c in enumerate(found)}
     size = 1e8 if shape == decode_targets.SMALL else 6e8
     return {
         "test": test,
+        "model": model or shape,
         "shape": shape,
         "tokens": tokens,
         "random": random,
@@ -339,8 +356,8 @@ def test_the_widest_level_of_no_more_bytes_meets_the_fastest_file() -> None:
     peers = [theirs(10), theirs(12, "x-Q2_K.gguf"), theirs(99, "x-Q8_0.gguf")]
     levels = [ours(30, bits=2.5), ours(18, bits=4.4), ours(99, bits=4.6)]
     (found,) = rows(2, cell("decode", decode_targets.SMALL, 128, *levels, *peers))
-    assert found["measured"] == 1.5 and found["met"] and found["bound"] == pytest.approx(1.5 / 0.8)
-    for share, met in ((0.86, True), (0.84, False)):  # or near the bound
+    assert found["measured"] == 1.5 and found["met"] is None and found["bound"] == pytest.approx(1.5 / 0.8)
+    for share, met in ((0.86, None), (0.84, False)):  # or near the bound
         (found,) = rows(2, cell("decode", decode_targets.SMALL, 128, ours(12, of_limit=share), *peers))
         assert found["measured"] == 1 and found["met"] is met
     (found,) = rows(3, cell("decode", decode_targets.CODER, 128, ours(12), theirs(10, "q-Q4_K_M.gguf")))
@@ -357,12 +374,16 @@ def test_a_file_is_beaten_only_by_what_is_as_good() -> None:
         peer, level = theirs(10, "x-Q2_K-Q4_K_M.gguf"), ours(15, bits=4.4)
         timed = cell("decode", shape, 128, ours(30, bits=2.5), level, peer)
         (found,) = rows(row, timed)
-        assert found["met"] and found["target"].endswith(f"{figure} not measured")
+        assert found["met"] is None and found["target"].endswith(f"{figure} not measured")
+        (found,) = rows(row, cell("decode", shape, 128, ours(5, bits=4.4), peer))
+        assert found["met"] is False  # slower
         for value, met in ((9.0, True), (9.2, False)):
             read = cell("quality", shape, 8192, {**ours(1, bits=2.5), figure: 30}, {**level, figure: value})
             read["contenders"]["x"] = {"engine": "file", "file": peer["file"], figure: 9.1, "others": None}
             (found,) = rows(row, timed, read)
             assert found["met"] is met and found["target"].endswith(f"{figure} {value:.4g} against 9.1")
+            (found,) = rows(row, timed | {"model": "another"}, read)  # of the same sizes
+            assert found["met"] is None
 
 
 def test_what_rounded_keys_and_values_cost_is_judged_at_the_worst_width() -> None:
@@ -371,6 +392,7 @@ def test_what_rounded_keys_and_values_cost_is_judged_at_the_worst_width() -> Non
 
     figures = {16: (10.0, 20.0), 8: (10.01, 20.08), 4: (10.1, 20.4)}
     found = [read(bits, kv, value) for kv, both in figures.items() for bits, value in zip((3, 4), both)]
+    found.append(read(9, 8, 99.0))  # at a width that has no cache of 16 bits
     eight, four = rows(7, cell("quality", decode_targets.SMALL, 8192, *found))
     assert eight["measured"] == pytest.approx(0.004) and eight["met"] is False
     assert four["measured"] == pytest.approx(0.02) and four["met"] is True
@@ -462,6 +484,13 @@ def test_perplexities_of_widths_caches_and_files(
         replace(plan, text=None).check()
     with pytest.raises(InputError, match="none"):
         replace(plan, text=tmp_path / "none.txt").check()
+    with pytest.raises(InputError, match="was made of: it has other sizes"):
+        family("llama").save_pretrained(tmp_path / "wider")
+        replace(plan, base=str(tmp_path / "wider")).check()
+    other.write_text("abc")
+    with pytest.raises(InputError, match=r"has \d tokens, expected 256: give a longer one"):
+        replace(plan, text=other).check()
+    assert "quality" in [c["test"] for c in decode.decode(replace(plan, only=("llama.cpp",)))["cells"]]
 
 
 def test_texts_may_part_where_two_tokens_are_equal() -> None:

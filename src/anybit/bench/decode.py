@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from anybit.bench.agreement import TOKENS, agreement, compared
 from anybit.bench.contenders import (
@@ -29,11 +29,10 @@ from anybit.bench.contenders import (
 )
 from anybit.bench.decode_targets import AGREEMENT, is_quiet, targets
 from anybit.bench.others import Used, others, used
-from anybit.bench.quality import QUALITY, WINDOW, WINDOWS, quality
+from anybit.bench.quality import QUALITY, WINDOW, WINDOWS, Text, quality
 from anybit.bench.reading import Buffer
-from anybit.bench.sources import PLAIN, Gguf, Source, open_gguf, open_source, state_of
+from anybit.bench.sources import PLAIN, Gguf, Source, open_gguf, open_source
 from anybit.bench.variants import chosen
-from anybit.calibration.texts import read_text
 from anybit.compare.machine import machine, source
 from anybit.config import Json
 from anybit.engine.engine import KV_BITS
@@ -41,7 +40,6 @@ from anybit.engine.threads import default_threads
 from anybit.errors import InputError
 from anybit.kernels import cpu
 from anybit.kernels.cpu_layer import CODEBOOK_PRECISIONS
-from anybit.loader import config_of
 from anybit.progress import SILENT, Silent
 
 DTYPES = ("bfloat16", "float32")  # of Transformers
@@ -128,7 +126,7 @@ class Plan:
             if self.context > reached:
                 raise InputError(
                     f"{found.name} reaches {reached} tokens, and {self.context} are needed: give smaller --depths or "
-                    "--prompts"
+                    "--prompts" + (f", or no --text, whose windows have {WINDOW}" if self.text else "")
                 )
         for file in self.files:
             if all(file.sizes != found.sizes for found in self.sources):
@@ -139,12 +137,15 @@ class Plan:
         chosen(self.only, everyone)
 
     def _check_text(self) -> None:
-        if self.text is not None:
-            read_text(str(self.text))
-        if self.base is not None:
-            if self.text is None:
-                raise InputError("--base is for divergences on a text: give one with --text")
-            config_of(self.base)
+        if self.read is not None:
+            self.read.check([found for found in self.sources if not found.random])
+        elif self.base is not None:
+            raise InputError("--base is for divergences on a text: give one with --text")
+
+    @property
+    def read(self) -> Text | None:
+        """What qualities are measured on."""
+        return None if self.text is None else Text(self.text, self.base)
 
     def contenders(self, found: Source) -> list[Contender]:
         """Who runs a model."""
@@ -224,15 +225,10 @@ def decode(plan: Plan, out: Path | None = None, report: Silent = SILENT) -> Json
     for found in plan.sources:
         kept, runners = plan.contenders(found), _Runners()
         for test, tokens in tests if kept else ():
-            if found.random and test in (AGREEMENT, QUALITY):  # random weights have no best token
+            if not _applies(test, plan, found, kept):
                 advance(plan.rounds)
                 continue
-            if (test == AGREEMENT and not compared(kept)) or (test == QUALITY and plan.text is None):
-                advance(plan.rounds)
-                continue
-            made_by = _made_by(plan, found, kept)
-            if test == QUALITY:
-                made_by |= {"text": state_of(Path(plan.text or "")), "base": plan.base}
+            made_by = _made_by(plan, found, kept, test)
             same = {"model": found.name, "test": test, "tokens": tokens}
             old = [c for c in figures["cells"] if same.items() <= c.items()]
             if any(cell["made_by"] == made_by and is_quiet(cell) for cell in old):
@@ -263,6 +259,12 @@ def decode(plan: Plan, out: Path | None = None, report: Silent = SILENT) -> Json
     return figures
 
 
+def _applies(test: str, plan: Plan, found: Source, kept: list[Contender]) -> bool:
+    if test == AGREEMENT:
+        return not found.random and bool(compared(kept))  # random weights have no best token
+    return test != QUALITY or (plan.read is not None and not found.random)
+
+
 class _Runners(dict[str, Runner]):
     """What is loaded of a model, by the contenders' keys."""
 
@@ -278,9 +280,11 @@ def _here(plan: Plan) -> Json:
     return {**about, "source": source(), "threads": plan.count}
 
 
-def _made_by(plan: Plan, found: Source, kept: list[Contender]) -> Json:
+def _made_by(plan: Plan, found: Source, kept: list[Contender], test: str) -> Json:
     """What has to be the same for a cell to be the same."""
-    asked = {"rounds": plan.rounds, "decoded": plan.tokens}
+    asked: Json = {"rounds": plan.rounds, "decoded": plan.tokens}
+    if test == QUALITY and plan.read is not None:
+        asked = plan.read.state
     about = json.loads(json.dumps({contender.name: contender.about for contender in kept}))
     return {**_here(plan), **asked, "state": found.state, "contenders": about}
 
@@ -334,16 +338,12 @@ def _agreement(kept: list[Contender], runners: _Runners) -> Json:
 
 def _quality(plan: Plan, found: Source, kept: list[Contender], runners: _Runners) -> Json:
     """The engine at its widths, and peers' files."""
-    engines = {}
-    for contender in kept:
-        if contender.about["engine"] == "anybit":
-            native = runners.of(contender)
-            assert isinstance(native, Native)
-            engines[contender.name] = contender.about, native, contender.bits
+    ours = {c.name: c for c in kept if c.about["engine"] == "anybit"}
+    engines = {name: (cast(Native, runners.of(c)), c.bits) for name, c in ours.items()}
     raced = {contender.about.get("file") for contender in kept}
     files = [file for file in plan.files if file.sizes == found.sizes and file.path.name in raced]
-    assert plan.text is not None
-    return quality(found, engines, files, plan.text, plan.base)
+    made = quality(found, engines, files, cast(Text, plan.read), plan.count)
+    return {name: (ours[name].about if name in ours else {}) | figures for name, figures in made.items()}
 
 
 def _rate(rates: list[float]) -> Json:

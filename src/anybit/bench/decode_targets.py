@@ -124,17 +124,20 @@ def _coder(cells: Sequence[Cell]) -> Iterator[Target]:
 
 
 def _no_worse(target: Target, cells: Sequence[Cell], shape: str, figure: str) -> Target:
-    """Missed where the level's figure on a text is above the file's; says so where that was not measured."""
-    bits, file = target.pop("bits"), target.pop("file")
+    """Met only where the level's figure on a text is at most the file's; not known where that was not measured."""
+    model, bits, file = (target.pop(key) for key in ("model", "bits", "file"))
     target.pop("share")
+    if bits is None:
+        return target
     for cell in _of(cells, QUALITY, shape):
-        ours = [c[figure] for c in _ours(cell) if c["bits"] == bits]
+        ours = [c[figure] for c in _ours(cell) if c["bits"] == bits and cell["model"] == model]
         theirs = [c[figure] for c in cell["contenders"].values() if c.get("file") == file]
         if ours and theirs and ours[0] is not None and theirs[0] is not None:
             target["target"] += f"; {figure} {ours[0]:.4g} against {theirs[0]:.4g}"
             target["met"] = target["met"] and ours[0] <= theirs[0]
             return target
     target["target"] += f"; {figure} not measured"
+    target["met"] = None if target["met"] else target["met"]
     return target
 
 
@@ -144,10 +147,12 @@ def _over(row: int, what: str, must: float, cell: Cell, peers: Sequence[Json]) -
     ours = _at_no_more_bytes(cell, peer)
     what += f", {cell['tokens']} tokens before"
     if ours is None:
-        return _target(row, f"{what}: no level is as small", must, share=None, bits=None, file=peer["file"])
+        return _target(
+            row, f"{what}: no level is as small", must, share=None, bits=None, file=None, model=None
+        )
     ratio = ours["tokens_per_second"] / peer["tokens_per_second"]
     what += f": {ours['bits']:.2f} bits over {peer['file']}"
-    about = {"share": ours["of_limit"], "bits": ours["bits"], "file": peer["file"]}
+    about = {"share": ours["of_limit"], "bits": ours["bits"], "file": peer["file"], "model": cell["model"]}
     return _target(row, what, must, ratio, _bound(ours, ratio), **about)
 
 
@@ -187,7 +192,9 @@ def _rounded_cache(cells: Sequence[Cell]) -> Iterator[Target]:
         losses = [
             rounded["perplexity"] / exact["perplexity"] - 1
             for cell in _of(cells, QUALITY, SMALL)
-            for exact, rounded in zip(_ours(cell, "fp16"), _ours(cell, "fp16", kv_bits))
+            for exact in _ours(cell, "fp16")
+            for rounded in _ours(cell, "fp16", kv_bits)
+            if exact["bits"] == rounded["bits"]
         ]
         worst = max(losses, default=None)
         what = f"{SMALL}, perplexity lost by KV of {kv_bits} bits, at most"

@@ -36,8 +36,9 @@ def fill(
     """
     decoder, level = _decoder(*sizes)
     tokens, generator = cpu._native.PAGE_TOKENS, np.random.default_rng(0)
-    for first in range(0, len(pages[0]), TOGETHER):
-        table, window_table = (each[first : first + TOGETHER, None].copy() for each in pages)
+    together = min(TOGETHER, max(1, len(np.unique(pages[1])) - 1))  # pages that take turns, each once
+    for first in range(0, len(pages[0]), together):
+        table, window_table = (each[first : first + together, None].copy() for each in pages)
         rows = len(table) * tokens
         decoder.step(
             generator.integers(0, WIDTH, rows, np.int32),

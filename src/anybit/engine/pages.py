@@ -62,12 +62,44 @@ class Held:
     done: int = 0
 
 
+@dataclass(frozen=True)
+class Room:
+    """How a cache is laid out."""
+
+    windowed: bool  # blocks with a sliding window have pages of their own
+    pages: int
+    window_pages: int
+    ring: int  # pages of a text beyond its window: the first, those of window and chunk, and one where they begin
+    fits: int  # tokens of a text that there is memory for
+
+
+def room(windows: list[int], block_bytes: int, reached: int, memory: int) -> Room:
+    """The layout in which the longest text fits; of two that hold as much, the one that takes less memory.
+
+    Args:
+        windows: of each block; 0: none.
+        block_bytes: of a page of one block.
+        reached: tokens that a text has at most.
+        memory: bytes for all of it.
+    """
+    page, window = cpu._native.PAGE_TOKENS, sum(w > 0 for w in windows)
+    most, ring = -(-reached // page), 1 + -(-(max(windows) + CHUNK) // page) + 1
+    there = min(most, memory // (len(windows) * block_bytes))
+    plain = Room(False, there, 0, ring, min(reached, there * page))
+    own = WINDOWED_TEXTS * ring
+    left, rest = memory - own * window * block_bytes, (len(windows) - window) * block_bytes
+    if window == 0 or own >= most or left < rest:
+        return plain
+    there = min(most, left // rest) if rest else most
+    return plain if there < plain.pages else Room(True, there, own, ring, min(reached, there * page))
+
+
 class Cache:
     """Keys and values of texts of up to `context` tokens.
 
-    Blocks with a sliding window have pages of their own, as soon as that takes less memory: a text beyond the window
-    has a few of them, and those that the window has passed are used again. Its first page stays, for it has the
-    centres of keys.
+    Blocks with a sliding window have pages of their own where that takes less memory and no text gets shorter by it. A
+    text beyond the window then has a few of them, and uses those that the window has passed again. Its first page
+    stays, for it has the centres of keys. `WINDOWED_TEXTS` such texts can be there at a time.
 
     Args:
         description: the decoder's; see `describe`.
@@ -83,36 +115,28 @@ class Cache:
     def __init__(self, description: dict[str, Any], kv_bits: int, reached: int, wanted: int | None) -> None:
         windows = [block["window"] for block in description["blocks"]]
         self.sizes = len(windows), description["kv_heads"], description["head_size"], kv_bits
-        self._page = page = cpu._native.PAGE_TOKENS
         self.page_bytes = cpu._native.KvCache(*self.sizes, 1).page_bytes  # of all blocks
-        block_bytes = self.page_bytes // len(windows)
-        self._ring = 1 + -(-(max(windows) + CHUNK) // page) + 1  # pages that a text needs beyond its window
-        self._windowed = [window > 0 for window in windows]
-        own = WINDOWED_TEXTS * self._ring
-        if not any(windows) or own >= -(-(wanted or reached) // page):
-            self._windowed, own = [False] * len(windows), 0
-        windowed_bytes = sum(self._windowed) * block_bytes
-        left = int(free_memory() * KV_SHARE) - own * windowed_bytes
-        fits = left // max(1, self.page_bytes - windowed_bytes) * page if left > 0 else 0
-        if wanted is not None and not 1 <= wanted <= min(reached, fits):
+        memory = int(free_memory() * KV_SHARE)
+        most = reached if wanted is None else max(1, min(wanted, reached))
+        found = room(windows, self.page_bytes // len(windows), most, memory)
+        if wanted is not None and not 1 <= wanted <= found.fits:
+            found = room(windows, self.page_bytes // len(windows), reached, memory)
             raise InputError(
-                f"a context of {wanted} tokens: expected 1 to {min(reached, fits)}; the model reaches {reached}, and "
-                f"memory holds keys and values of {fits}"
+                f"a context of {wanted} tokens: expected 1 to {found.fits}; the model reaches {reached}, and memory "
+                f"holds keys and values of {found.fits}"
             )
-        self.context = min(reached, fits) if wanted is None else wanted
-        if self.context < 1:
-            needed = max(self.page_bytes, own * windowed_bytes)
-            raise Unsupported(f"no memory for a KV-cache: it takes {needed} bytes at least")
-        self._make(-(-self.context // page), own)
+        if found.fits < 1:
+            raise Unsupported(
+                f"no memory for a KV-cache: a page of {cpu._native.PAGE_TOKENS} tokens takes {self.page_bytes} bytes"
+            )
+        self.context, self._ring = found.fits, found.ring
+        self._windowed = [found.windowed and window > 0 for window in windows]
+        self._make(found.pages, found.window_pages)
 
     def _make(self, pages: int, window_pages: int) -> None:
         self.native = cpu._native.KvCache(*self.sizes, pages, self._windowed, window_pages)
-        self._pages, self._window_pages = Pages(pages, self._page), Pages(window_pages, self._page)
-
-    @property
-    def free(self) -> int:
-        """Pages that nobody has, of both kinds."""
-        return self._pages.free + self._window_pages.free
+        tokens = cpu._native.PAGE_TOKENS
+        self._pages, self._window_pages = Pages(pages, tokens), Pages(window_pages, tokens)
 
     def share(self, pages: int) -> None:
         """Have so many pages, empty ones, of all blocks: for whoever gives them out."""
@@ -130,16 +154,26 @@ class Cache:
         try:
             self._pages.extend(held.pages, tokens)
             if any(self._windowed):
-                self._window_pages.extend(held.window_pages, min(tokens, self._ring * self._page))
+                self._take_ring(held, tokens)
             yield held
         finally:
             self._pages.release(held.pages)
             self._window_pages.release(held.window_pages)
 
+    def _take_ring(self, held: Held, tokens: int) -> None:
+        needed = min(tokens, self._ring * cpu._native.PAGE_TOKENS)
+        try:
+            self._window_pages.extend(held.window_pages, needed)
+        except InputError:
+            raise InputError(
+                f"too many texts are open: the engine holds {WINDOWED_TEXTS} beyond the model's window at a time; end "
+                "one of them first"
+            ) from None
+
     def tables(self, held: Held) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Pages of a text, int32 [1, n] each: of most blocks, and of those that have their own.
 
-        After the first one, those take turns: page p is written when window and chunk have passed the one before.
+        After the first one, those take turns: each is written again once window and chunk have passed it.
         """
         pages = np.array([held.pages], np.int32)
         if not held.window_pages:

@@ -1,0 +1,24 @@
+// What keys are less before they are rounded (`Centres`).
+#pragma once
+
+#include "engine/ops.h"
+
+namespace anybit {
+
+// key -= R(position) centre.
+inline void take_centre(const Centres& from, int64_t position, float* key, int64_t n) {
+    const float* centre = position < PAGE ? from.first : from.others;
+    if (centre == nullptr) return;
+    const int64_t half = from.half;
+    const int64_t page = position / PAGE * 2 * half, place = position % PAGE;
+    for (int64_t i = 0, j = half; i < half; ++i, ++j) {
+        const float *start = from.starts + page, *offset = from.offsets + place;
+        const float x = centre[i] * start[i] - centre[j] * start[j], y = centre[j] * start[i] + centre[i] * start[j];
+        const float cosine = offset[i * PAGE], sine = offset[j * PAGE];
+        key[i] -= x * cosine - y * sine;
+        key[j] -= y * cosine + x * sine;
+    }
+    for (int64_t i = 2 * half; i < n; ++i) key[i] -= centre[i];
+}
+
+} // namespace anybit
