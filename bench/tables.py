@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine/decode": engine.decode,
     "engine/depths": engine.depths,
     "engine/prefill": engine.prefill,
+    "engine/quality": engine.quality,
     "engine/avx2": engine.avx2,
     "engine/others": engine.disturbed,
     "engine/steps": engine.steps,

@@ -45,6 +45,17 @@ def depths() -> str:
     return markdown(head, rows)
 
 
+def quality() -> str:
+    """What rounded inputs, keys and values make of a text."""
+    rows = [
+        [named(name), f"{found['perplexity']:.3f}", f"{found['kld']:.4f}"]
+        for cell in cells("quality", "quality")
+        for name, found in cell["contenders"].items()
+        if found["engine"] == "anybit"
+    ]
+    return markdown(["who", "perplexity", "KLD"], rows)
+
+
 def steps() -> str:
     """One token of each of several texts."""
     found = load("engine/steps.json")
