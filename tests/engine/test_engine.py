@@ -279,13 +279,13 @@ def test_pages_of_their_own_shorten_no_text() -> None:
         longest = 0
         for memory in (10**6, 10**8, 10**9, 2 * 10**9, 4 * 10**9, 10**10):
             found = cache.room(windows, block_bytes, 32768, memory)
-            own = sum(w > 0 for w in windows) if found.windowed else 0
+            own = sum(w > 0 for w in windows) if found.window_pages else 0
             used = (len(windows) - own) * found.pages + own * found.window_pages
             assert used * block_bytes <= memory
             assert found.fits >= min(32768, memory // (len(windows) * block_bytes) * 32)
             longest = max(longest, found.fits)
-        assert longest == 32768 and found.windowed
-    assert not cache.room([0, 0], 1000, 512, 10**9).windowed
+        assert longest == 32768 and found.window_pages
+    assert not cache.room([0, 0], 1000, 512, 10**9).window_pages
 
 
 def test_pages_are_given_out_once() -> None:

@@ -66,9 +66,8 @@ class Held:
 class Room:
     """How a cache is laid out."""
 
-    windowed: bool  # blocks with a sliding window have pages of their own
     pages: int
-    window_pages: int
+    window_pages: int  # of blocks with a sliding window, where they have pages of their own
     ring: int  # pages of a text beyond its window: the first, those of window and chunk, and one where they begin
     fits: int  # tokens of a text that there is memory for
 
@@ -85,13 +84,13 @@ def room(windows: list[int], block_bytes: int, reached: int, memory: int) -> Roo
     page, window = cpu._native.PAGE_TOKENS, sum(w > 0 for w in windows)
     most, ring = -(-reached // page), 1 + -(-(max(windows) + CHUNK) // page) + 1
     there = min(most, memory // (len(windows) * block_bytes))
-    plain = Room(False, there, 0, ring, min(reached, there * page))
+    plain = Room(there, 0, ring, min(reached, there * page))
     own = WINDOWED_TEXTS * ring
     left, rest = memory - own * window * block_bytes, (len(windows) - window) * block_bytes
     if window == 0 or own >= most or left < rest:
         return plain
     there = min(most, left // rest) if rest else most
-    return plain if there < plain.pages else Room(True, there, own, ring, min(reached, there * page))
+    return plain if there < plain.pages else Room(there, own, ring, min(reached, there * page))
 
 
 class Cache:
@@ -130,7 +129,7 @@ class Cache:
                 f"no memory for a KV-cache: a page of {cpu._native.PAGE_TOKENS} tokens takes {self.page_bytes} bytes"
             )
         self.context, self._ring = found.fits, found.ring
-        self._windowed = [found.windowed and window > 0 for window in windows]
+        self._windowed = [found.window_pages > 0 and window > 0 for window in windows]
         self._make(found.pages, found.window_pages)
 
     def _make(self, pages: int, window_pages: int) -> None:
