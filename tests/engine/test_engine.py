@@ -203,13 +203,76 @@ def test_prompts_that_do_not_fit_name_both_numbers(engine: Engine) -> None:
 
 
 def test_pages_come_back_however_a_text_ends(engine: Engine) -> None:
+    """But those of the text that ended last, until another begins."""
+    engine.logits(PROMPT)
     free = engine._cache._pages.free
     engine.generate(PROMPT, 40)
     pieces = engine.stream(PROMPT, 100)
     next(pieces)
-    assert engine._cache._pages.free < free
+    assert engine._cache._pages.free == free - 4
     pieces.close()
+    assert engine._cache._pages.free == free - 4
+    engine.logits(PROMPT)
     assert engine._cache._pages.free == free
+    with pytest.raises(InputError, match="the text has 1000 tokens"):
+        engine.logits([0] * 1000)
+    assert engine._cache._pages.free == free
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8, 4])
+@pytest.mark.parametrize("family", ["llama", *WINDOWS])
+def test_a_conversation_goes_on_where_it_was(
+    family: str, kv_bits: int, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns have the tokens that they have when all is computed anew, far beyond windows, whatever drafts left."""
+    model = random_model(family, vocab_size=len(tokenizer), eos_token_id=0, max_position_embeddings=4096)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    engine, fresh = Engine(tmp_path, kv_bits=kv_bits), Engine(tmp_path, kv_bits=kv_bits)
+    engine.generation["eos_token_id"] = fresh.generation["eos_token_id"] = []
+    monkeypatch.setattr(Drafts, "draft", lambda self, length: [9, 8, 7][:length])
+    monkeypatch.setattr(Drafts, "length", lambda self, *_: 3)
+    chance, text, cached = np.random.default_rng(0), [], []
+    for turn in (500, 1, 33, 700, 20):
+        text += chance.integers(1, len(tokenizer), turn).tolist()
+        made = engine.generate(text, 40)
+        fresh.logits(PROMPT)  # nothing is left of the turn before
+        assert made.tokens == fresh.generate(text, 40).tokens
+        cached.append(made.cached_tokens)
+        text += made.tokens
+    assert cached == [0, *np.cumsum([539, 41, 73, 740])]  # the last token of an answer is never computed
+    there = engine.generate(text[:1000], 2)  # back into the past, behind which windows are written over
+    assert there.cached_tokens == (999 if family == "llama" else 0)
+    assert there.tokens == fresh.generate(text[:1000], 2).tokens
+    one, other = engine.stream(text[:1001], 20), engine.stream(text[:1001], 20)  # only one can have the pages
+    found = [[piece.drawn.token for piece in pair if piece.drawn] for pair in zip(*zip(one, other))]
+    assert found == [fresh.generate(text[:1001], 20).tokens] * 2
+    one.close()
+    other.close()
+    engine._cache._let_go()
+    for pages in (engine._cache._pages, engine._cache._window_pages):
+        assert pages.free == pages.count
+
+
+def test_what_has_no_use_is_computed_anew(engine: Engine, anybit_artifact: Path) -> None:
+    """Less than a page, another level, other tokens."""
+    text = list(range(5, 45))
+    for ids, most, cached in (
+        (text, 5, 0),
+        (text, 5, 39),
+        (text[:35], 5, 34),
+        (text[:31], 5, 0),
+        (text, 1, 0),
+    ):
+        assert engine.generate(ids, most).cached_tokens == cached
+    assert engine.generate([*text[:33], 5, 6], 1).cached_tokens == 33
+    assert engine.generate([7, *text], 1).cached_tokens == 0
+    several = Engine(anybit_artifact)
+    low, high = several.widths[0], several.widths[-1]
+    ids = [5 + i % 40 for i in range(50)]
+    found = [several.generate(ids, 4, bits=bits) for bits in (low, high, high, low)]
+    assert [made.cached_tokens for made in found] == [0, 0, 49, 0]
+    assert found[0].tokens == found[3].tokens and found[1].tokens == found[2].tokens
 
 
 def test_a_shorter_context(folder: Path) -> None:
@@ -267,6 +330,7 @@ def test_pages_that_a_window_has_passed_are_used_again(
         list(map(next, streams))
     for stream in streams:
         stream.close()
+    few._cache._let_go()
     assert few._cache._window_pages.free == native.window_pages
     few.give_pages(8)  # to whoever runs several texts: of all blocks
     assert (few._cache.native.pages, few._cache.native.page_bytes) == (8, few.page_bytes)

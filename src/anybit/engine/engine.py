@@ -59,6 +59,7 @@ class Generation:
     drawn: list[Drawn] = field(default_factory=list)
     finish: str = "length"
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of those, that the text before had computed
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -140,6 +141,7 @@ class Engine:
         self._cache = Cache(description, self.kv_bits, reached, context)
         self.context = self._cache.context
         self._times: dict[int, StepTimes] = {}  # of each level
+        self._shared = 0  # tokens that the text begun last found in the cache
         source.release()
 
     # ---- levels
@@ -176,7 +178,7 @@ class Engine:
             logits = made[first : first + n] if every else made[: len(wanted)]
             positions = np.arange(text.done, text.done + n, dtype=np.int32)
             self._step((chunk, positions, np.zeros(n, np.int32), pages, wanted), logits, level, window_pages)
-            text.done += n
+            text.append(chunk.tolist())
         return made
 
     def _step(
@@ -287,6 +289,8 @@ class Engine:
     ) -> Iterator[Piece]:
         """A text's continuation, token by token; ends at the model's end of text.
 
+        A prompt that begins like the text before, such as that of a conversation, is computed from there on.
+
         Args:
             prompt: text, or token ids.
             max_new_tokens: at most so many.
@@ -337,8 +341,9 @@ class Engine:
         """
         times = self._times.setdefault(level, StepTimes())
         drafts = Drafts(ids)
-        with self._cache.hold(len(ids) + most) as text:
-            token, known = (yield self._run(text, ids, level)[0]), len(ids)
+        with self._cache.going_on(ids, most, level) as text:
+            self._shared = text.done
+            token, known = (yield self._run(text, ids[text.done :], level)[0]), len(ids)
             while True:
                 drafts.push(token)
                 length = drafts.length(1, times.seconds, times.steps) if speculate else 0
@@ -357,7 +362,7 @@ class Engine:
                     if token != expected:
                         break
                     drafts.push(token)
-                text.done = known  # what was computed of wrong tokens is written over
+                del text.tokens[known:]  # what was computed of wrong ones is written over
 
     def generate(
         self,
@@ -372,7 +377,8 @@ class Engine:
         ids = self.encode(prompt)
         made, begun, first = Generation(prompt_tokens=len(ids)), time.perf_counter(), 0.0
         for piece in self.stream(ids, max_new_tokens, sampling, stop, bits, speculate):
-            first = first or time.perf_counter()
+            if not first:
+                first, made.cached_tokens = time.perf_counter(), self._shared
             made.text += piece.text
             if piece.drawn is not None:
                 made.tokens.append(piece.drawn.token)

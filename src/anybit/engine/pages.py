@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,11 +55,28 @@ class Pages:
 
 @dataclass
 class Held:
-    """A text's pages; the first `done` of its tokens are in the cache."""
+    """A text's pages, and what is in them."""
 
     pages: list[int] = field(default_factory=list)
     window_pages: list[int] = field(default_factory=list)  # of blocks that have pages of their own
-    done: int = 0
+    tokens: list[int] = field(
+        default_factory=list
+    )  # whose keys and values are in the cache, from the first on
+    written: int = 0  # most tokens that were ever there
+
+    @property
+    def done(self) -> int:
+        return len(self.tokens)
+
+    def append(self, tokens: Iterable[int]) -> None:
+        """These tokens have been computed."""
+        self.tokens.extend(tokens)
+        self.written = max(self.written, self.done)
+
+    def shared(self, ids: Sequence[int]) -> int:
+        """How many of these tokens are there already."""
+        pairs = zip(self.tokens, ids)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(self.done, len(ids)))
 
 
 @dataclass(frozen=True)
@@ -100,6 +117,8 @@ class Cache:
     text beyond the window then has a few of them, and uses those that the window has passed again. Its first page
     stays, for it has the centres of keys. `WINDOWED_TEXTS` such texts can be there at a time.
 
+    The text that ended last keeps its pages until another begins, which goes on from there where it begins alike.
+
     Args:
         description: the decoder's; see `describe`.
         kv_bits: 16, 8 or 4.
@@ -136,6 +155,7 @@ class Cache:
         self.native = cpu._native.KvCache(*self.sizes, pages, self._windowed, window_pages)
         tokens = cpu._native.PAGE_TOKENS
         self._pages, self._window_pages = Pages(pages, tokens), Pages(window_pages, tokens)
+        self._last: tuple[int, Held] | None = None  # the level and pages of the text that ended last
 
     def share(self, pages: int) -> None:
         """Have so many pages, empty ones, of all blocks: for whoever gives them out."""
@@ -149,15 +169,67 @@ class Cache:
         Raises:
             InputError: too few are free.
         """
+        self._let_go()
         held = Held()
         try:
-            self._pages.extend(held.pages, tokens)
-            if any(self._windowed):
-                self._take_ring(held, tokens)
+            self._extend(held, tokens)
             yield held
         finally:
-            self._pages.release(held.pages)
-            self._window_pages.release(held.window_pages)
+            self._release(held)
+
+    @contextmanager
+    def going_on(self, ids: Sequence[int], most: int, level: int) -> Iterator[Held]:
+        """Pages for a text that begins with `ids` and has at most `most` tokens more, computed at a level.
+
+        Where the text that ended last began alike, its pages and what is in them: all tokens but the last at most, as
+        somebody wants to know what comes behind that one.
+
+        Raises:
+            InputError: too few are free.
+        """
+        held = self._taken_over(ids, level)
+        try:
+            self._extend(held, len(ids) + most)
+        except InputError:
+            self._release(held)
+            raise
+        try:
+            yield held
+        finally:
+            self._let_go()
+            self._last = level, held
+
+    def _taken_over(self, ids: Sequence[int], level: int) -> Held:
+        """The text that ended last, cut to what these tokens share with it; an empty one where that is no use.
+
+        Less than a page is none, as centres of keys are means over the first. Where windows have pages of their own,
+        those that the shared part looks back at may be written over: `room` leaves a chunk in between.
+        """
+        if self._last is not None:
+            known, held = self._last
+            shared = min(held.shared(ids), len(ids) - 1)
+            there = not held.window_pages or held.written - shared <= CHUNK - self._pages.tokens
+            if known == level and shared >= self._pages.tokens and there:
+                self._last = None
+                del held.tokens[shared:]
+                return held
+        self._let_go()
+        return Held()
+
+    def _extend(self, held: Held, tokens: int) -> None:
+        self._pages.extend(held.pages, tokens)
+        if any(self._windowed):
+            self._take_ring(held, tokens)
+
+    def _release(self, held: Held) -> None:
+        self._pages.release(held.pages)
+        self._window_pages.release(held.window_pages)
+
+    def _let_go(self) -> None:
+        """Free the pages of the text that ended last."""
+        if self._last is not None:
+            self._release(self._last[1])
+            self._last = None
 
     def _take_ring(self, held: Held, tokens: int) -> None:
         needed = min(tokens, self._ring * cpu._native.PAGE_TOKENS)
