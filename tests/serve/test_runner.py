@@ -9,21 +9,26 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from anybit import Engine, Sampling
 from anybit.engine.drafts import Drafts
 from anybit.engine.text import check_tokenizer
 from anybit.errors import InputError
 from anybit.kernels import cpu
+from anybit.serve import server
 from anybit.serve.constraint import Constraints
 from anybit.serve.job import Job, Progress, jobs_of
 from anybit.serve.request import Request
 from anybit.serve.runner import Closing, Limits, Runner
 from anybit.serve.scheduler import Busy
+from anybit.serve.settings import Settings
+from tests.engine.models import random_model
 
 pytestmark = [
     pytest.mark.native,
@@ -148,6 +153,55 @@ def test_so_it_is_where_keys_hang_on_a_texts_first_page(anybit_artifact: Path, k
         runner.close(0)
     assert found[0] == found[1] == found[2]
     assert runner.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("kv_bits", [16, 4])
+@pytest.mark.parametrize("family", ["qwen2-windows", "mistral"])
+def test_so_it_is_where_windows_have_pages_of_their_own(
+    family: str, kv_bits: int, tmp_path: Path, tokenizer: Any
+) -> None:
+    """In some blocks or in all of them; prompts begin alike, go far beyond the window, and are asked for again."""
+    model = random_model(family, vocab_size=len(tokenizer), eos_token_id=0, max_position_embeddings=1024)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    engine, chance = Engine(tmp_path, threads=1, kv_bits=kv_bits), np.random.default_rng(0)
+    common = chance.integers(3, len(tokenizer), 400).tolist()
+    prompts = [
+        common[:length] + chance.integers(3, len(tokenizer), 5).tolist() for length in (30, 90, 200, 400)
+    ]
+    asked = [Request(prompt, 50, ignores_ends=True) for prompt in [*prompts, *prompts[::-1]]]
+    found, cached = [], []
+    for pages, running, own in ((120, 1, 0), (120, 1, 13), (120, 4, 70), (40, 4, 104)):
+        runner = Runner(engine, Limits(pages, own, running))
+        together = [Heard(runner, request) for request in asked]
+        runner.start()
+        found.append([heard.all().tokens for heard in together])
+        runner.close(0)
+        cached.append(runner.counters.cached_tokens)
+        assert runner.scheduler.blocks.available == pages
+        if runner.scheduler.windows is not None:
+            assert runner.scheduler.windows.blocks.available == own
+    assert found[0] == found[1] == found[2] == found[3]
+    assert cached[0] > cached[1] > 0 < cached[2]
+
+
+def test_memory_goes_to_windows_where_more_fits() -> None:
+    """Gemma 3 1B's shape: 22 of 26 blocks look back 512 tokens; Mistral's 32 all look back 4096."""
+
+    def pages(window: int, share: float, memory: float, context: int) -> tuple[int, int]:
+        bytes_ = {"page_tokens": 32, "page_bytes": 2**20, "window_page_bytes": int(share * 2**20)}
+        model = SimpleNamespace(context=context, together=True, window=window, **bytes_)
+        found = server.limits(model, Settings("model", kv_bytes=int(memory * 2**20), running=16))  # type: ignore[arg-type]
+        assert found.pages * (2**20 - (share * 2**20 if found.window_pages else 0)) <= memory * 2**20
+        return found.pages, found.window_pages
+
+    own = 2 * 16 * (1 + (512 + 256 + 31) // 32 + 1)
+    assert pages(512, 22 / 26, 4000, 32768) == (16 * 1024, own)  # all that 16 texts can have; 4000 without
+    assert pages(512, 22 / 26, 1500, 32768)[1] == own
+    assert pages(512, 22 / 26, 500, 32768) == (500, 0)  # too little for 16 windows
+    assert pages(512, 22 / 26, 4000, 600) == (16 * 19, 0)  # no text goes far beyond its window
+    assert pages(4096, 1.0, 5000, 32768) == (16 * 1024, 2 * 16 * 138)
+    assert pages(0, 0.0, 4000, 32768) == (4000, 0)
 
 
 @pytest.mark.parametrize("kv_bits", [16, 4])

@@ -12,14 +12,20 @@ from hypothesis import strategies as st
 
 from anybit.errors import InputError
 from anybit.serve.blocks import Blocks, chain
-from anybit.serve.scheduler import Busy, Scheduler, Text
+from anybit.serve.scheduler import Busy, Rows, Scheduler, Text
+from anybit.serve.windows import GONE, WindowPages
 
 PAGE = 4
 LEVELS = 3
 
 
-def scheduler(pages: int, **limits: int) -> Scheduler:
-    return Scheduler(pages, PAGE, **{"most_running": 32, "most_waiting": 256, **limits})
+def scheduler(pages: int, window: int = 0, spare: int = 0, **limits: int) -> Scheduler:
+    """With pages for windows, if there are some, just enough for rounds of 8 tokens and some more."""
+    limits = {"most_running": 32, "most_waiting": 256, **limits}
+    running, windows = limits["most_running"], None
+    if window:
+        windows = WindowPages(window, running * WindowPages.needed(window, 8, PAGE) + spare, PAGE, running)
+    return Scheduler(pages, PAGE, **limits, windows=windows)
 
 
 def next_token(tokens: list[int], level: int) -> int:
@@ -38,6 +44,7 @@ class Machine:
         self.chance = None if seed is None else random.Random(seed)
         self.drafted = self.accepted = 0
         self.cache: dict[tuple[int, int], tuple[int, int]] = {}  # (page, place): token and position
+        self.window_cache: dict[tuple[int, int], tuple[int, int]] = {}  # the same of blocks with windows
         self.log: list[Any] = []
 
     def round(self, budget: int = 8) -> bool:
@@ -64,6 +71,8 @@ class Machine:
                     self.cache[text.pages[at // PAGE], at % PAGE] for at in range(rows.first + rows.count)
                 ]
                 assert read == [(text.tokens[at], at) for at in range(rows.first + rows.count)]
+                if self.scheduler.windows is not None:
+                    self.check_window(rows, self.scheduler.windows)
                 if rows.last and text.left:
                     assert len(rows.draft) < text.left
                     drawn[text] = draw(text.tokens, rows.draft, step.level)
@@ -76,8 +85,31 @@ class Machine:
         self.check_pages()
         return bool(steps)
 
+    def check_window(self, rows: Rows, windows: WindowPages) -> None:
+        """Write a text's rows into pages that are its own, and read what their windows reach and the first page."""
+        pages, known = rows.text.window_pages, [*rows.text.tokens[: rows.first], *rows.tokens]
+        for at, token in enumerate(rows.tokens, rows.first):
+            page = pages[at // PAGE]
+            assert windows.blocks.users(page) == 1 and not windows.blocks.published(page)
+            self.window_cache[page, at % PAGE] = token, at
+        for at in range(rows.first, len(known)):
+            for other in {*range(min(PAGE, at)), *range(max(0, at + 1 - windows.window), at + 1)}:
+                assert self.window_cache[pages[other // PAGE], other % PAGE] == (known[other], other)
+
+    def check_windows(self, windows: WindowPages) -> None:
+        held, running = [0] * windows.blocks.pages, self.scheduler.running
+        for text in running:
+            own = [page for page in text.window_pages if page != GONE]
+            assert len(own) <= windows.blocks.pages // self.scheduler.most_running
+            for page in own:
+                held[page] += 1
+        assert held == [windows.blocks.users(page) for page in range(len(held))]
+        assert windows.blocks.available == held.count(0)
+
     def check_pages(self) -> None:
         """Every page is free, idle, or in as many hands as it says."""
+        if self.scheduler.windows is not None:
+            self.check_windows(self.scheduler.windows)
         scheduler, held = self.scheduler, [0] * self.scheduler.blocks.pages
         for text in scheduler.running:
             assert len(set(text.pages)) == len(text.pages)
@@ -136,9 +168,11 @@ EVENTS = st.lists(
 )
 
 
-def play(events: list[Any], pages: int, running: int, seed: int | None = None) -> tuple[Machine, list[Text]]:
+def play(
+    events: list[Any], pages: int, running: int, seed: int | None = None, **windows: int
+) -> tuple[Machine, list[Text]]:
     """A machine after some events, and the texts that nobody ended."""
-    machine, texts = Machine(pages, seed, most_running=running, most_waiting=10), []
+    machine, texts = Machine(pages, seed, most_running=running, most_waiting=10, **windows), []
     for kind, what in events:
         if kind == "add":
             text = Text(list(what[0]), *what[1:])
@@ -156,11 +190,18 @@ def play(events: list[Any], pages: int, running: int, seed: int | None = None) -
 
 
 @settings(deadline=None, max_examples=150)
-@given(EVENTS, st.integers(3, 20), st.integers(1, 5), st.none() | st.integers(0, 2**32))
+@given(
+    EVENTS,
+    st.integers(3, 20),
+    st.integers(1, 5),
+    st.none() | st.integers(0, 2**32),
+    st.integers(0, 15),
+    st.integers(0, 20),
+)
 def test_every_text_is_what_it_is_alone_and_every_page_comes_back(
-    events: list[Any], pages: int, running: int, seed: int | None
+    events: list[Any], pages: int, running: int, seed: int | None, window: int, spare: int
 ) -> None:
-    _, texts = play(events, pages, running, seed)
+    _, texts = play(events, pages, running, seed, window=window, spare=spare)
     for text in texts:
         assert text.tokens == alone(text.tokens[: text.prompt], text.most, text.level)
 
@@ -244,6 +285,24 @@ def test_a_prompt_that_another_computes_is_waited_for_and_shared() -> None:
     machine.drain()
     assert [text.cached for text in texts] == [0, 40, 40, 40]
     assert other.cached == 0  # another level
+
+
+def test_a_prompt_goes_on_where_the_window_of_another_is_still_there() -> None:
+    """Its end, and any place before it whose window is known; the rest has been written over."""
+    for spare, cached in ((50, [0, 40, 20, 40]), (0, [0, 40, 4, 20])):
+        machine, made = Machine(100, most_running=1, window=6, spare=spare), []
+        for prompt in ([1] * 41, [1] * 41, [1] * 21, [1] * 45):
+            text = Text(list(prompt), 0, 0)
+            machine.scheduler.add([text])
+            machine.drain()
+            made.append(text.cached)
+        assert made == cached
+
+
+def test_windows_need_pages_for_all_texts() -> None:
+    with pytest.raises(ValueError, match="8 pages for 2 texts with a window of 8 tokens"):
+        WindowPages(8, 8, PAGE, 2)
+    assert WindowPages(8, 10, PAGE, 2).most == 4
 
 
 def test_pages_of_a_text_whose_level_changed_are_its_own() -> None:

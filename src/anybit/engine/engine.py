@@ -229,16 +229,38 @@ class Engine:
         return self._cache.page_bytes
 
     @property
+    def window(self) -> int:
+        """Positions that a token attends to in blocks with a sliding window, where they are most; 0: there are none."""
+        return max(self._cache.windows)
+
+    @property
+    def window_page_bytes(self) -> int:
+        """Bytes of a page of those blocks, part of `page_bytes`."""
+        return self.page_bytes // len(self._cache.windows) * sum(w > 0 for w in self._cache.windows)
+
+    @property
     def level_bytes(self) -> list[int]:
         """Bytes of the quantized matrices at each of `widths`; a token reads all of them, and what is not quantized."""
         return [sum(layout.nbytes for layout in layouts.values()) for _, layouts in self._source.levels]
 
-    def give_pages(self, count: int) -> None:
-        """Let the KV-cache have so many pages, empty ones; memory is taken as they are written."""
-        self._cache.share(count)
+    def give_pages(self, count: int, window_pages: int = 0) -> None:
+        """Let the KV-cache have so many pages, empty ones; memory is taken as they are written.
+
+        Args:
+            count: of all blocks, or of those without a sliding window where the others have their own.
+            window_pages: of the others; 0: they have none of their own.
+        """
+        self._cache.share(count, window_pages)
 
     def step(
-        self, tokens: Tokens, positions: Tokens, texts: Tokens, pages: Tokens, wanted: Tokens, level: int
+        self,
+        tokens: Tokens,
+        positions: Tokens,
+        texts: Tokens,
+        pages: Tokens,
+        wanted: Tokens,
+        level: int,
+        window_pages: Tokens | None = None,
     ) -> Floats:
         """Compute some tokens of some texts together.
 
@@ -249,6 +271,8 @@ class Engine:
             pages: int32 [texts, n]; of each text, in order.
             wanted: int32; rows whose logits are wanted.
             level: place among `widths`.
+            window_pages: int32 like `pages`, of blocks with a sliding window where these have pages of their own; what
+                the window has passed may be any but the first.
 
         Returns:
             Logits float32 [wanted, vocabulary].
@@ -257,7 +281,7 @@ class Engine:
             InputError: NaN or Inf.
         """
         logits = np.empty((len(wanted), self.vocabulary), np.float32)
-        self._step((tokens, positions, texts, pages, wanted), logits, self._level(level))
+        self._step((tokens, positions, texts, pages, wanted), logits, self._level(level), window_pages)
         return logits
 
     # ---- text in, text out

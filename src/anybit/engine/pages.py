@@ -131,7 +131,7 @@ class Cache:
     """
 
     def __init__(self, description: dict[str, Any], kv_bits: int, reached: int, wanted: int | None) -> None:
-        windows = [block["window"] for block in description["blocks"]]
+        self.windows = windows = [block["window"] for block in description["blocks"]]
         self.sizes = len(windows), description["kv_heads"], description["head_size"], kv_bits
         self.page_bytes = cpu._native.KvCache(*self.sizes, 1).page_bytes  # of all blocks
         memory = int(free_memory() * KV_SHARE)
@@ -157,10 +157,10 @@ class Cache:
         self._pages, self._window_pages = Pages(pages, tokens), Pages(window_pages, tokens)
         self._last: tuple[int, Held] | None = None  # the level and pages of the text that ended last
 
-    def share(self, pages: int) -> None:
-        """Have so many pages, empty ones, of all blocks: for whoever gives them out."""
-        self._windowed = [False] * len(self._windowed)
-        self._make(pages, 0)
+    def share(self, pages: int, window_pages: int) -> None:
+        """Have so many pages, empty ones, for whoever gives them out; see `Engine.give_pages`."""
+        self._windowed = [window_pages > 0 and window > 0 for window in self.windows]
+        self._make(pages, window_pages)
 
     @contextmanager
     def hold(self, tokens: int) -> Iterator[Held]:

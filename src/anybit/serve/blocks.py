@@ -72,6 +72,10 @@ class Blocks:
         self._users[page] = 1
         return page
 
+    def known(self, key: Hash) -> bool:
+        """Whether there is a page with this content that may be shared."""
+        return key in self._page_of
+
     def matching(self, hashes: Sequence[Hash]) -> int:
         """How many of a text's first pages are here."""
         return next((i for i, key in enumerate(hashes) if key not in self._page_of), len(hashes))

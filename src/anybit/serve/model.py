@@ -37,14 +37,27 @@ class Model(Protocol):
     def page_bytes(self) -> int: ...
 
     @property
+    def window(self) -> int: ...
+
+    @property
+    def window_page_bytes(self) -> int: ...
+
+    @property
     def level_bytes(self) -> list[int]: ...
 
     def default_sampling(self, **changes: Any) -> Sampling: ...
 
-    def give_pages(self, count: int) -> None: ...
+    def give_pages(self, count: int, window_pages: int = 0) -> None: ...
 
     def step(
-        self, tokens: Tokens, positions: Tokens, texts: Tokens, pages: Tokens, wanted: Tokens, level: int
+        self,
+        tokens: Tokens,
+        positions: Tokens,
+        texts: Tokens,
+        pages: Tokens,
+        wanted: Tokens,
+        level: int,
+        window_pages: Tokens | None = None,
     ) -> Floats: ...
 
 

@@ -106,7 +106,9 @@ class OneText:
         """What generation_config.json asks for."""
         return Sampling.from_generation_config(self.generation | changes)
 
-    def give_pages(self, count: int) -> None:
+    window = window_page_bytes = 0
+
+    def give_pages(self, count: int, window_pages: int = 0) -> None:
         """As `Engine` has it: memory is taken as texts grow."""
 
     def _empty_cache(self) -> Any:
@@ -116,7 +118,14 @@ class OneText:
         return QuantizedCache(model.config, self.kv_bits, key_biases(model))
 
     def step(
-        self, tokens: Tokens, positions: Tokens, texts: Tokens, pages: Tokens, wanted: Tokens, level: int
+        self,
+        tokens: Tokens,
+        positions: Tokens,
+        texts: Tokens,
+        pages: Tokens,
+        wanted: Tokens,
+        level: int,
+        window_pages: Tokens | None = None,
     ) -> Floats:
         """`Engine.step`, of one text, whose first token begins it anew.
 

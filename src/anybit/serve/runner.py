@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from anybit.engine.distribution import Floats
+from anybit.engine.engine import Tokens
 from anybit.errors import InputError
 from anybit.serve.job import Job, Progress
 from anybit.serve.model import Model
@@ -19,6 +20,7 @@ from anybit.serve.pace import Auto, Pace, stops
 from anybit.serve.request import AUTO
 from anybit.serve.scheduler import Rows, Scheduler, Step, Text
 from anybit.serve.settings import Settings
+from anybit.serve.windows import WindowPages
 from anybit.serve.worker import Closing, Worker
 
 LOG = logging.getLogger(__name__)  # unlike printing, it survives a full disk
@@ -34,6 +36,7 @@ class Limits:
     """What the engine is shared by."""
 
     pages: int  # of the KV-cache
+    window_pages: int = 0  # of blocks with a sliding window, where these have their own
     running: int = Settings.running  # texts that run together
     waiting: int = Settings.waiting  # texts that wait
     auto_bits: float = Settings.auto_bits  # the least that load and latencies choose
@@ -62,11 +65,14 @@ class Runner(Worker):
 
     def __init__(self, engine: Model, limits: Limits, deliver: Callable[[Heard], None] | None = None) -> None:
         super().__init__()
-        engine.give_pages(limits.pages)
+        engine.give_pages(limits.pages, limits.window_pages)
         self.engine, self.limits, self._deliver = engine, limits, deliver or _tell
         seed = repr((engine.name, engine.kv_bits, engine.codebook_precision)).encode()
         most = {"most_running": limits.running, "most_waiting": limits.waiting}
-        self.scheduler = Scheduler(limits.pages, engine.page_tokens, **most, seed=seed)
+        windows = None
+        if limits.window_pages:
+            windows = WindowPages(engine.window, limits.window_pages, engine.page_tokens, limits.running)
+        self.scheduler = Scheduler(limits.pages, engine.page_tokens, **most, seed=seed, windows=windows)
         self.pace, self.auto = Pace(engine.widths), Auto(stops(engine.widths, limits.auto_bits))
         self.counters, self.served = Counters(), dict.fromkeys(range(len(engine.widths)), 0)
         self._targets = stops(engine.widths, limits.auto_bits, TARGET_STOPS)
@@ -242,9 +248,10 @@ class Runner(Worker):
         counts = np.array([len(own) for own in tokens])
         starts = np.cumsum(counts) - counts
         positions = [np.arange(r.first, r.first + len(own)) for r, own in zip(rows, tokens)]
-        pages = np.zeros((len(rows), max(len(r.text.pages) for r in rows)), np.int32)
-        for table, r in zip(pages, rows):
-            table[: len(r.text.pages)] = r.text.pages
+        pages = _table([r.text.pages for r in rows])
+        window_pages = None
+        if self.scheduler.windows is not None:
+            window_pages = _table([r.text.window_pages for r in rows], pages.shape[1])
         wanted = [
             np.arange(start + (0 if r.text.every else r.count - r.last), start + count)
             for start, count, r in zip(starts, counts, rows)
@@ -256,6 +263,7 @@ class Runner(Worker):
             pages,
             np.concatenate(wanted).astype(np.int32),
             step.level,
+            window_pages,
         )
         parts = np.split(logits, np.cumsum([len(own) for own in wanted])[:-1])
         return list(zip(rows, parts))
@@ -299,6 +307,14 @@ class Runner(Worker):
             self.counters.accepted_tokens += job.accepted
             self.scheduler.end(job.text)
         return progress
+
+
+def _table(pages: Sequence[Sequence[int]], width: int = 0) -> Tokens:
+    """Pages of some texts, int32 [texts, n]; what no token reads names the first."""
+    made = np.zeros((len(pages), max(width, *map(len, pages))), np.int32)
+    for row, own in zip(made, pages):
+        row[: len(own)] = own
+    return np.maximum(made, 0)
 
 
 def _failed(error: Exception) -> Progress:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from anybit.errors import InputError
 from anybit.serve.blocks import Blocks, Hash, chain
+from anybit.serve.windows import WindowPages
 
 LOOK_AHEAD = 8  # texts of a key among which one is looked for that need not wait for another's pages
 
@@ -35,6 +36,7 @@ class Text:
     prompt: int = field(init=False)  # tokens of the prompt
     arrival: int = field(default=-1, init=False)
     pages: list[int] = field(default_factory=list, init=False)
+    window_pages: list[int] = field(default_factory=list, init=False)  # where windows have pages of their own
     done: int = field(default=0, init=False)  # tokens whose keys and values are in the pages
     cached: int | None = field(
         default=None, init=False
@@ -93,15 +95,23 @@ class Scheduler:
         most_running: texts that run together.
         most_waiting: texts that may wait to run for the first time.
         seed: names the model and the cache's bits; a page is shared by texts of one seed and level.
+        windows: pages of blocks with a sliding window, where these have their own.
     """
 
     def __init__(
-        self, pages: int, page_tokens: int, *, most_running: int, most_waiting: int, seed: bytes = b""
+        self,
+        pages: int,
+        page_tokens: int,
+        *,
+        most_running: int,
+        most_waiting: int,
+        seed: bytes = b"",
+        windows: WindowPages | None = None,
     ) -> None:
         self.blocks = Blocks(pages)
         self.page_tokens, self.most_running, self.most_waiting = page_tokens, most_running, most_waiting
         self.running: list[Text] = []  # by arrival
-        self.preemptions = 0
+        self.windows, self.preemptions = windows, 0
         self._queues: OrderedDict[str, deque[Text]] = (
             OrderedDict()
         )  # of each key, that whose turn it is first
@@ -174,6 +184,8 @@ class Scheduler:
         Args:
             budget: tokens of prompts, at least 1.
         """
+        if self.windows is not None:
+            budget = min(budget, self.windows.most)
         decoding = [
             text
             for text in list(self.running)
@@ -185,6 +197,8 @@ class Scheduler:
         planned += self._prompts(budget, {rows.text for rows in planned})
         steps: dict[int, list[Rows]] = {}
         for rows in planned:
+            if self.windows is not None:
+                self.windows.extend(rows.text.window_pages, rows.first + len(rows.tokens))
             steps.setdefault(rows.text.level, []).append(rows)
         return [Step(level, rows) for level, rows in steps.items()]
 
@@ -204,6 +218,8 @@ class Scheduler:
             text.tokens += new
             text.done += rows.count + max(0, len(new) - 1)
             self._publish(text, rows.first)
+            if self.windows is not None:
+                self.windows.pass_by(text.window_pages, text.done)
             if text.left <= 0 and text.done >= text.prompt:
                 self.end(text)
 
@@ -222,7 +238,8 @@ class Scheduler:
 
     def _draft(self, text: Text) -> Sequence[int]:
         """A text's draft, with pages for it; none if these are not free."""
-        draft = text.draft[: max(0, text.left - 1)]
+        most = text.left - 1 if self.windows is None else min(text.left, self.windows.most) - 1
+        draft = text.draft[: max(0, most)]
         needed = self._pages_of(len(text.tokens) + len(draft)) - len(text.pages)
         if needed > self.blocks.available:
             return ()
@@ -256,11 +273,14 @@ class Scheduler:
 
     def _start(self, text: Text) -> bool:
         """Let a text run, unless too few pages are left for it and one more for each that runs."""
-        shared = self.blocks.share(self._prefix(text))
+        prefix = self._prefix(text)
+        shared = self.blocks.share(prefix[: self._matching(prefix)])
         needed = self._pages_of(len(text.tokens) + (text.left > 0)) - len(shared)
         if needed + len(self.running) > self.blocks.available:
             self.blocks.release(shared)
             return False
+        if self.windows is not None:
+            text.window_pages = self.windows.share(prefix[: len(shared)])
         text.done = len(shared) * self.page_tokens
         text.pages = shared + self.blocks.take(self._pages_of(len(text.tokens)) - len(shared))
         if text.cached is None:
@@ -274,7 +294,7 @@ class Scheduler:
     def _waits(self, text: Text) -> bool:
         """Whether the next page that a text would compute is being computed."""
         prefix = self._prefix(text)
-        found = self.blocks.matching(prefix)
+        found = self._matching(prefix)
         return found < len(prefix) and prefix[found] in self._coming
 
     def _prompts(self, budget: int, decoding: set[Text]) -> list[Rows]:
@@ -303,6 +323,11 @@ class Scheduler:
         """Hashes of the pages that a text may share: its last token is computed, and no shared page is written."""
         return [] if text.every else self._hashes(text)[: (len(text.tokens) - 1) // self.page_tokens]
 
+    def _matching(self, prefix: Sequence[Hash]) -> int:
+        """How many of a text's first pages it can share now."""
+        found = self.blocks.matching(prefix)
+        return found if self.windows is None else self.windows.matching(prefix[:found])
+
     def _publish(self, text: Text, first: int) -> None:
         """Let others share the pages that have become full with the tokens from `first` on."""
         if text.mixed:
@@ -310,12 +335,16 @@ class Scheduler:
         hashes = self._hashes(text)
         for i in range(first // self.page_tokens, text.done // self.page_tokens):
             self.blocks.publish(text.pages[i], hashes[i])
+            if self.windows is not None:
+                self.windows.publish(text.window_pages[i], hashes[i])
             if self._coming.get(hashes[i]) is text:
                 del self._coming[hashes[i]]
 
     def _give_up(self, text: Text) -> None:
         self._unclaim(text)
         self.blocks.release(text.pages)
+        if self.windows is not None:
+            self.windows.give_up(text.window_pages)
         text.done, text.mixed = 0, False
 
     def _unclaim(self, text: Text) -> None:

@@ -118,6 +118,13 @@ class Served(Named):
         self._compiling = threading.Lock()
 
     @property
+    def kv_bytes(self) -> int:
+        """What keys and values take at most."""
+        engine, limits = self.engine, self.runner.limits
+        own = engine.window_page_bytes if limits.window_pages else 0
+        return limits.pages * (engine.page_bytes - own) + limits.window_pages * own
+
+    @property
     def chats(self) -> bool:
         """Whether it has a chat template."""
         return bool(self.engine.tokenizer.chat_template)
@@ -158,7 +165,7 @@ class Served(Named):
             "chat": self.chats,
             "kv_bits": engine.kv_bits,
             "kv_bytes_per_token": engine.page_bytes / scheduler.page_tokens,
-            "kv_bytes": engine.page_bytes * scheduler.blocks.pages,
+            "kv_bytes": self.kv_bytes,
             "levels": [
                 {"bits": bits, "bytes_per_token": taken or None}
                 for bits, taken in zip(engine.widths, engine.level_bytes)
@@ -170,11 +177,10 @@ class Served(Named):
         widths = f"{engine.widths[0]:.2f}"
         if len(engine.widths) > 1:
             widths += f" to {engine.widths[-1]:.2f}"
-        taken = engine.page_bytes * scheduler.blocks.pages
         return (
             f"widths {widths} bits, {engine.threads} threads; texts of up to {self.context} tokens, "
             f"{scheduler.capacity} in all, whose keys and values of {engine.kv_bits} bits take up to "
-            f"{taken / 1e6:.0f} MB"
+            f"{self.kv_bytes / 1e6:.0f} MB"
         )
 
 

@@ -16,9 +16,10 @@ from anybit.errors import InputError
 from anybit.serve.app import State, app
 from anybit.serve.guard import Guard
 from anybit.serve.model import Embeds, Model
-from anybit.serve.runner import Heard, Limits
+from anybit.serve.runner import MOST_PROMPT, Heard, Limits
 from anybit.serve.served import Served, ServedEncoder
 from anybit.serve.settings import Settings
+from anybit.serve.windows import WindowPages
 
 KV_SHARE = 0.25  # of the memory that is free, for keys and values, where nobody says how much
 LATE = 5  # seconds after which connections are cut that have still not ended
@@ -33,14 +34,32 @@ def limits(engine: Model, settings: Settings) -> Limits:
     """
     wanted = int(free_memory() * KV_SHARE) if settings.kv_bytes is None else settings.kv_bytes
     running = settings.running if engine.together else 1
-    useful = running * -(-engine.context // engine.page_tokens)
-    pages = min(wanted // engine.page_bytes, useful)
+    pages, window_pages = _pages(engine, wanted, running)
     if pages < 1:
         raise InputError(
             f"keys and values may take {wanted} bytes, and a page of {engine.page_tokens} tokens takes "
             f"{engine.page_bytes}: give them more (--kv-memory), or texts fewer tokens (--context)"
         )
-    return Limits(pages, running, settings.waiting, settings.auto_bits)
+    return Limits(pages, window_pages, running, settings.waiting, settings.auto_bits)
+
+
+def _pages(engine: Model, wanted: int, running: int) -> tuple[int, int]:
+    """Pages of the KV-cache within so many bytes, and those of blocks with a sliding window.
+
+    These have their own where more texts fit then, or as many in less memory: twice what texts that run need, so that
+    the ends of others stay for prompts that go on from there.
+    """
+    useful = running * -(-engine.context // engine.page_tokens)
+    plain = min(wanted // engine.page_bytes, useful)
+    if not engine.window:
+        return plain, 0
+    own = 2 * running * WindowPages.needed(engine.window, MOST_PROMPT, engine.page_tokens)
+    left, rest = wanted - own * engine.window_page_bytes, engine.page_bytes - engine.window_page_bytes
+    pages = min(left // rest, useful) if rest else useful
+    taken = own * engine.window_page_bytes + pages * rest
+    if left < 0 or pages < plain or (pages == plain and taken >= plain * engine.page_bytes):
+        return plain, 0
+    return pages, own
 
 
 def served_of(
