@@ -216,8 +216,7 @@ def test_every_page_that_is_filled_is_written(bits: int) -> None:
 
 def _logits_behind(engine: Engine, pages: list[int]) -> Any:
     """Logits of one token behind all tokens of some pages but the last."""
-    text = Held(list(pages))
-    text.append([0] * (len(pages) * cpu._native.PAGE_TOKENS - 1))
+    text = Held(list(pages), tokens=[0] * (len(pages) * cpu._native.PAGE_TOKENS - 1))
     return engine._run(text, [5], engine._level_of(None))
 
 

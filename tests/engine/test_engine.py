@@ -204,7 +204,7 @@ def test_prompts_that_do_not_fit_name_both_numbers(engine: Engine) -> None:
 
 def test_pages_come_back_however_a_text_ends(engine: Engine) -> None:
     """But those of the text that ended last, until another begins."""
-    engine.logits(PROMPT)
+    engine._cache._let_go()
     free = engine._cache._pages.free
     engine.generate(PROMPT, 40)
     pieces = engine.stream(PROMPT, 100)
@@ -212,7 +212,9 @@ def test_pages_come_back_however_a_text_ends(engine: Engine) -> None:
     assert engine._cache._pages.free == free - 4
     pieces.close()
     assert engine._cache._pages.free == free - 4
-    engine.logits(PROMPT)
+    engine.logits(PROMPT)  # of another text, which leaves it alone
+    assert engine._cache._pages.free == free - 4
+    engine.logits([5] * 190)  # unless it needs the room
     assert engine._cache._pages.free == free
     with pytest.raises(InputError, match="the text has 1000 tokens"):
         engine.logits([0] * 1000)
@@ -236,11 +238,12 @@ def test_a_conversation_goes_on_where_it_was(
     for turn in (500, 1, 33, 700, 20):
         text += chance.integers(1, len(tokenizer), turn).tolist()
         made = engine.generate(text, 40)
-        fresh.logits(PROMPT)  # nothing is left of the turn before
+        fresh._cache._let_go()  # nothing is left of the turn before
         assert made.tokens == fresh.generate(text, 40).tokens
         cached.append(made.cached_tokens)
         text += made.tokens
     assert cached == [0, *np.cumsum([539, 41, 73, 740])]  # the last token of an answer is never computed
+    fresh._cache._let_go()
     there = engine.generate(text[:1000], 2)  # back into the past, behind which windows are written over
     assert there.cached_tokens == (999 if family == "llama" else 0)
     assert there.tokens == fresh.generate(text[:1000], 2).tokens
@@ -252,6 +255,45 @@ def test_a_conversation_goes_on_where_it_was(
     engine._cache._let_go()
     for pages in (engine._cache._pages, engine._cache._window_pages):
         assert pages.free == pages.count
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_windows_are_there_as_far_back_as_it_is_said(
+    family: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, also where a step wrote pages and failed."""
+    model = random_model(family, vocab_size=len(tokenizer), eos_token_id=0, max_position_embeddings=4096)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    engine, ids = Engine(tmp_path), np.random.default_rng(0).integers(1, len(tokenizer), 1500).tolist()
+    level = engine._level_of(None)
+
+    def behind(prompt: list[int]) -> tuple[int, Any]:
+        with engine._cache.going_on(prompt, 1, level) as text:
+            done = text.done
+            return done, engine._run(text, prompt[done:], level)
+
+    step, back = engine._step, cache.CHUNK - 32
+    for whole in (100, 1500):  # before any page is written twice, and long after
+        for further in (back, back + 1) if whole == 1500 else (60,):
+            behind(ids[:whole])
+            prompt = [*ids[: whole - further], 7]
+            done, found = behind(prompt)
+            assert done == (0 if further > back else whole - further)
+            assert np.array_equal(found[0], engine.logits(prompt)[-1])
+    engine._cache._let_go()
+
+    def interrupted(rows: Any, *rest: Any) -> None:
+        step(rows, *rest)
+        if rows[1][0] == 512:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        behind(ids)
+    monkeypatch.setattr(engine, "_step", step)
+    done, found = behind([*ids[:300], 7])
+    assert done == 0 and np.array_equal(found[0], engine.logits([*ids[:300], 7])[-1])
 
 
 def test_what_has_no_use_is_computed_anew(engine: Engine, anybit_artifact: Path) -> None:

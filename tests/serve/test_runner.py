@@ -155,10 +155,10 @@ def test_so_it_is_where_keys_hang_on_a_texts_first_page(anybit_artifact: Path, k
     assert runner.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("kv_bits", [16, 4])
+@pytest.mark.parametrize("kv_bits", [16, 8, 4])
 @pytest.mark.parametrize("family", ["qwen2-windows", "mistral"])
 def test_so_it_is_where_windows_have_pages_of_their_own(
-    family: str, kv_bits: int, tmp_path: Path, tokenizer: Any
+    family: str, kv_bits: int, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In some blocks or in all of them; prompts begin alike, go far beyond the window, and are asked for again."""
     model = random_model(family, vocab_size=len(tokenizer), eos_token_id=0, max_position_embeddings=1024)
@@ -169,10 +169,11 @@ def test_so_it_is_where_windows_have_pages_of_their_own(
     prompts = [
         common[:length] + chance.integers(3, len(tokenizer), 5).tolist() for length in (30, 90, 200, 400)
     ]
-    asked = [Request(prompt, 50, ignores_ends=True) for prompt in [*prompts, *prompts[::-1]]]
+    asked = [Request([7, 8 + i], 200, ignores_ends=True) for i in range(4)]  # grow until pages run out
+    asked += [Request(prompt, 50, ignores_ends=True) for prompt in [*prompts, *prompts[::-1]]]
     found, cached = [], []
-    for pages, running, own in ((120, 1, 0), (120, 1, 13), (120, 4, 70), (40, 4, 104)):
-        runner = Runner(engine, Limits(pages, own, running))
+    for pages, running, own in ((120, 1, 0), (120, 1, 13), (120, 4, 70), (18, 4, 104)):
+        runner = Runner(engine, Limits(pages, running, window_pages=own))
         together = [Heard(runner, request) for request in asked]
         runner.start()
         found.append([heard.all().tokens for heard in together])
@@ -181,8 +182,21 @@ def test_so_it_is_where_windows_have_pages_of_their_own(
         assert runner.scheduler.blocks.available == pages
         if runner.scheduler.windows is not None:
             assert runner.scheduler.windows.blocks.available == own
+    assert runner.scheduler.preemptions > 0
     assert found[0] == found[1] == found[2] == found[3]
     assert cached[0] > cached[1] > 0 < cached[2]
+    monkeypatch.setattr(Drafts, "draft", lambda self, length: [9, 8, 7])  # wrong ones
+    runner = Runner(engine, Limits(120, 4, window_pages=70))
+    together = [Heard(runner, request) for request in asked]
+    gone = Heard(runner, replace(asked[7], most=400))
+    runner.start()
+    for _ in range(5):
+        gone.next()
+    runner.cancel(gone.jobs[0])
+    assert [heard.all().tokens for heard in together] == found[0]
+    runner.close(0)
+    assert runner.counters.draft_tokens > 0
+    assert runner.scheduler.windows is not None and runner.scheduler.windows.blocks.available == 70
 
 
 def test_memory_goes_to_windows_where_more_fits() -> None:
@@ -192,15 +206,18 @@ def test_memory_goes_to_windows_where_more_fits() -> None:
         bytes_ = {"page_tokens": 32, "page_bytes": 2**20, "window_page_bytes": int(share * 2**20)}
         model = SimpleNamespace(context=context, together=True, window=window, **bytes_)
         found = server.limits(model, Settings("model", kv_bytes=int(memory * 2**20), running=16))  # type: ignore[arg-type]
-        assert found.pages * (2**20 - (share * 2**20 if found.window_pages else 0)) <= memory * 2**20
+        own = bytes_["window_page_bytes"] if found.window_pages else 0
+        assert found.pages * (2**20 - own) + found.window_pages * own <= memory * 2**20
         return found.pages, found.window_pages
 
     own = 2 * 16 * (1 + (512 + 256 + 31) // 32 + 1)
-    assert pages(512, 22 / 26, 4000, 32768) == (16 * 1024, own)  # all that 16 texts can have; 4000 without
+    every, more = pages(512, 22 / 26, 4000, 32768)
+    assert every == 16 * 1024 and more > 2 * own  # all that 16 texts can have, 4000 without; and what is left
     assert pages(512, 22 / 26, 1500, 32768)[1] == own
     assert pages(512, 22 / 26, 500, 32768) == (500, 0)  # too little for 16 windows
-    assert pages(512, 22 / 26, 4000, 600) == (16 * 19, 0)  # no text goes far beyond its window
-    assert pages(4096, 1.0, 5000, 32768) == (16 * 1024, 2 * 16 * 138)
+    assert pages(512, 22 / 26, 4000, 600) == (16 * 19, 0)  # there is memory for all
+    assert pages(512, 1 / 26, 9000, 32768) == (9000, 0)  # one block of 26 gains hardly anything
+    assert pages(4096, 1.0, 5000, 32768) == (16 * 1024, 5000)
     assert pages(0, 0.0, 4000, 32768) == (4000, 0)
 
 

@@ -299,6 +299,18 @@ def test_a_prompt_goes_on_where_the_window_of_another_is_still_there() -> None:
         assert made == cached
 
 
+def test_a_prompt_that_has_just_ended_is_there_as_a_whole() -> None:
+    """Though pages with the same content lay idle, of a window that was there no more."""
+    for spare in range(8):
+        machine = Machine(100, most_running=1, window=13, spare=spare)
+        for length in (45, 17, 17, 30, 45, 9, 30):
+            for again in (False, True):
+                text = Text([1] * length, 0, 0)
+                machine.scheduler.add([text])
+                machine.drain()
+                assert not again or text.cached == (length - 1) // PAGE * PAGE
+
+
 def test_windows_need_pages_for_all_texts() -> None:
     with pytest.raises(ValueError, match="8 pages for 2 texts with a window of 8 tokens"):
         WindowPages(8, 8, PAGE, 2)

@@ -177,8 +177,9 @@ class Engine:
             wanted = np.arange(0 if every else n - last, n, dtype=np.int32)
             logits = made[first : first + n] if every else made[: len(wanted)]
             positions = np.arange(text.done, text.done + n, dtype=np.int32)
+            text.write(n)
             self._step((chunk, positions, np.zeros(n, np.int32), pages, wanted), logits, level, window_pages)
-            text.append(chunk.tolist())
+            text.tokens += chunk.tolist()
         return made
 
     def _step(
@@ -248,7 +249,7 @@ class Engine:
 
         Args:
             count: of all blocks, or of those without a sliding window where the others have their own.
-            window_pages: of the others; 0: they have none of their own.
+            window_pages: of the others; 0: they have none of their own, or there are no others.
         """
         self._cache.share(count, window_pages)
 
@@ -271,8 +272,8 @@ class Engine:
             pages: int32 [texts, n]; of each text, in order.
             wanted: int32; rows whose logits are wanted.
             level: place among `widths`.
-            window_pages: int32 like `pages`, of blocks with a sliding window where these have pages of their own; what
-                the window has passed may be any but the first.
+            window_pages: int32 like `pages`, of blocks with a sliding window where these have pages of their own. In
+                place of what the window has passed any page may stand; a text's first page has to stay.
 
         Returns:
             Logits float32 [wanted, vocabulary].

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,16 +62,17 @@ class Held:
     tokens: list[int] = field(
         default_factory=list
     )  # whose keys and values are in the cache, from the first on
-    written: int = 0  # most tokens that were ever there
+    written: int = (
+        0  # tokens up to which pages may have been written: more than `tokens` where those were wrong
+    )
 
     @property
     def done(self) -> int:
         return len(self.tokens)
 
-    def append(self, tokens: Iterable[int]) -> None:
-        """These tokens have been computed."""
-        self.tokens.extend(tokens)
-        self.written = max(self.written, self.done)
+    def write(self, count: int) -> None:
+        """So many tokens are about to be computed, which may fail halfway."""
+        self.written = max(self.written, self.done + count)
 
     def shared(self, ids: Sequence[int]) -> int:
         """How many of these tokens are there already."""
@@ -169,13 +170,12 @@ class Cache:
         Raises:
             InputError: too few are free.
         """
-        self._let_go()
-        held = Held()
+        held, pool = Held(), self._pages
         try:
             self._extend(held, tokens)
             yield held
         finally:
-            self._release(held)
+            self._release(held, pool)
 
     @contextmanager
     def going_on(self, ids: Sequence[int], most: int, level: int) -> Iterator[Held]:
@@ -187,17 +187,16 @@ class Cache:
         Raises:
             InputError: too few are free.
         """
-        held = self._taken_over(ids, level)
+        held, pool = self._taken_over(ids, level), self._pages
         try:
             self._extend(held, len(ids) + most)
-        except InputError:
-            self._release(held)
-            raise
-        try:
             yield held
         finally:
-            self._let_go()
-            self._last = level, held
+            if self._pages is pool and held.done:
+                self._let_go()
+                self._last = level, held
+            else:
+                self._release(held, pool)
 
     def _taken_over(self, ids: Sequence[int], level: int) -> Held:
         """The text that ended last, cut to what these tokens share with it; an empty one where that is no use.
@@ -208,7 +207,9 @@ class Cache:
         if self._last is not None:
             known, held = self._last
             shared = min(held.shared(ids), len(ids) - 1)
-            there = not held.window_pages or held.written - shared <= CHUNK - self._pages.tokens
+            ring = len(held.window_pages) * self._pages.tokens
+            there = held.written <= ring or held.written - shared <= CHUNK - self._pages.tokens
+            there = there or not held.window_pages
             if known == level and shared >= self._pages.tokens and there:
                 self._last = None
                 del held.tokens[shared:]
@@ -217,18 +218,30 @@ class Cache:
         return Held()
 
     def _extend(self, held: Held, tokens: int) -> None:
+        """Give a text what it wants; the text that ended last makes room if need be."""
+        try:
+            self._extend_now(held, tokens)
+        except InputError:
+            if self._last is None:
+                raise
+            self._let_go()
+            self._extend_now(held, tokens)
+
+    def _extend_now(self, held: Held, tokens: int) -> None:
         self._pages.extend(held.pages, tokens)
         if any(self._windowed):
             self._take_ring(held, tokens)
 
-    def _release(self, held: Held) -> None:
-        self._pages.release(held.pages)
-        self._window_pages.release(held.window_pages)
+    def _release(self, held: Held, pool: Pages) -> None:
+        """Take back all pages of a text, if they are of the pool that there is now."""
+        if pool is self._pages:
+            self._pages.release(held.pages)
+            self._window_pages.release(held.window_pages)
 
     def _let_go(self) -> None:
         """Free the pages of the text that ended last."""
         if self._last is not None:
-            self._release(self._last[1])
+            self._release(self._last[1], self._pages)
             self._last = None
 
     def _take_ring(self, held: Held, tokens: int) -> None:

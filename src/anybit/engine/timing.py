@@ -30,7 +30,7 @@ def step_seconds(engine: Engine, depth: int, steps: int, bits: float | None = No
     with cache.hold(depth + steps) as text:
         pages, window_pages = cache.tables(text)
         fill(cache.native, cache.sizes[:3], (pages[0], window_pages[0]), engine.threads)
-        text.append([0] * depth)
+        text.tokens = [0] * depth
         for token in far_apart(steps, engine.vocabulary):
             begun = time.perf_counter()
             engine._run(text, [token], level)

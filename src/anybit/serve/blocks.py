@@ -89,9 +89,16 @@ class Blocks:
         return pages
 
     def publish(self, page: int, key: Hash) -> None:
-        """Let others share a page that is full; where another page with the same content is known, nothing changes."""
-        if key not in self._page_of and page not in self._hash_of:
-            self._page_of[key], self._hash_of[page] = page, key
+        """Let others share a page that is full, unless another one with the same content is in use."""
+        if page in self._hash_of:
+            return
+        known = self._page_of.get(key)
+        if known is not None:
+            if self._users[known]:
+                return
+            del self._idle[known], self._hash_of[known]
+            heapq.heappush(self._free, known)
+        self._page_of[key], self._hash_of[page] = page, key
 
     def release(self, pages: list[int]) -> None:
         """Give up a text's pages. Its last pages are lost before its first, without which they are of no use."""

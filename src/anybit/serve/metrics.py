@@ -120,6 +120,13 @@ class Metrics:
             page.one(f"{name}_total", "counter", help_, count)
         page.one("cache_pages", "gauge", "Pages of the KV-cache.", blocks.pages)
         page.one("cache_pages_used", "gauge", "Those of them that texts hold.", blocks.used)
+        if (windows := scheduler.windows) is not None:
+            page.one(
+                "cache_window_pages", "gauge", "Pages of blocks with a sliding window.", windows.blocks.pages
+            )
+            page.one(
+                "cache_window_pages_used", "gauge", "Those of them that texts hold.", windows.blocks.used
+            )
         auto = served.engine.widths[runner.auto.level]
         page.one("auto_bits", "gauge", 'Average width of bits "auto" now.', auto)
         page.histogram("time_to_first_token_seconds", "From a request to its first token.", self.first)

@@ -36,10 +36,10 @@ class Limits:
     """What the engine is shared by."""
 
     pages: int  # of the KV-cache
-    window_pages: int = 0  # of blocks with a sliding window, where these have their own
     running: int = Settings.running  # texts that run together
     waiting: int = Settings.waiting  # texts that wait
     auto_bits: float = Settings.auto_bits  # the least that load and latencies choose
+    window_pages: int = 0  # of blocks with a sliding window, where these have their own
 
 
 @dataclass
@@ -310,7 +310,7 @@ class Runner(Worker):
 
 
 def _table(pages: Sequence[Sequence[int]], width: int = 0) -> Tokens:
-    """Pages of some texts, int32 [texts, n]; what no token reads names the first."""
+    """Pages of some texts, int32 [texts, n]; in place of what no token reads stands page 0 of the cache."""
     made = np.zeros((len(pages), max(width, *map(len, pages))), np.int32)
     for row, own in zip(made, pages):
         row[: len(own)] = own

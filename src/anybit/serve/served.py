@@ -164,7 +164,7 @@ class Served(Named):
         return {
             "chat": self.chats,
             "kv_bits": engine.kv_bits,
-            "kv_bytes_per_token": engine.page_bytes / scheduler.page_tokens,
+            "kv_bytes_per_token": self.kv_bytes / scheduler.capacity,
             "kv_bytes": self.kv_bytes,
             "levels": [
                 {"bits": bits, "bytes_per_token": taken or None}

@@ -22,6 +22,7 @@ from anybit.serve.settings import Settings
 from anybit.serve.windows import WindowPages
 
 KV_SHARE = 0.25  # of the memory that is free, for keys and values, where nobody says how much
+GAIN = 1.25  # in tokens, for which blocks with a sliding window get pages of their own
 LATE = 5  # seconds after which connections are cut that have still not ended
 BACKLOG = 1024  # connections that wait to be accepted
 
@@ -40,26 +41,25 @@ def limits(engine: Model, settings: Settings) -> Limits:
             f"keys and values may take {wanted} bytes, and a page of {engine.page_tokens} tokens takes "
             f"{engine.page_bytes}: give them more (--kv-memory), or texts fewer tokens (--context)"
         )
-    return Limits(pages, window_pages, running, settings.waiting, settings.auto_bits)
+    return Limits(pages, running, settings.waiting, settings.auto_bits, window_pages)
 
 
 def _pages(engine: Model, wanted: int, running: int) -> tuple[int, int]:
     """Pages of the KV-cache within so many bytes, and those of blocks with a sliding window.
 
-    These have their own where more texts fit then, or as many in less memory: twice what texts that run need, so that
-    the ends of others stay for prompts that go on from there.
+    These have their own where clearly more text fits then: twice what texts that run need, so that the ends of others
+    stay for prompts that go on from there; more where memory is left.
     """
     useful = running * -(-engine.context // engine.page_tokens)
     plain = min(wanted // engine.page_bytes, useful)
-    if not engine.window:
+    if not engine.window or plain == useful:
         return plain, 0
     own = 2 * running * WindowPages.needed(engine.window, MOST_PROMPT, engine.page_tokens)
     left, rest = wanted - own * engine.window_page_bytes, engine.page_bytes - engine.window_page_bytes
     pages = min(left // rest, useful) if rest else useful
-    taken = own * engine.window_page_bytes + pages * rest
-    if left < 0 or pages < plain or (pages == plain and taken >= plain * engine.page_bytes):
+    if left < 0 or pages < GAIN * plain:
         return plain, 0
-    return pages, own
+    return pages, min(own + (left - pages * rest) // engine.window_page_bytes, useful)
 
 
 def served_of(

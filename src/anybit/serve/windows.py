@@ -75,7 +75,9 @@ class WindowPages:
     def pass_by(self, pages: list[int], done: int) -> None:
         """Give up what no token from position `done` on reads."""
         passed = [i for i in range(1, min(len(pages), self.reached(done))) if pages[i] != GONE]
-        self.blocks.release([pages[i] for i in passed])
+        self.blocks.release(
+            [pages[i] for i in reversed(passed)]
+        )  # a window lacks its first pages before its last
         for i in passed:
             pages[i] = GONE
 
