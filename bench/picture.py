@@ -1,11 +1,11 @@
-"""The README's picture: perplexity against stored bits per weight, from 2 to 6 bits, of every method.
+"""The README's picture, and one of files of equal bytes; needs matplotlib, reads bench/results, measures nothing.
 
-python bench/picture.py [docs/smollm2.png]    # needs matplotlib; reads bench/results, measures nothing
+python bench/picture.py    # docs/smollm2.png: perplexity against bits per weight, from 2 to 6 bits, of every method
+                           # docs/llama-cpp.png: divergence against the bytes of files, on every text
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from figures import load
@@ -33,7 +33,11 @@ TICKS = [23, 25, 30, 40, 50, 60, 80]
 
 
 def main() -> None:
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/smollm2.png"
+    every_method(ROOT / "docs/smollm2.png")
+    equal_bytes(ROOT / "docs/llama-cpp.png")
+
+
+def every_method(target: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     base = load("smollm2-135m/results.json")["cells"][0]["perplexity"]
@@ -50,6 +54,25 @@ def main() -> None:
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], fontsize=11, loc="upper right", framealpha=1)
     figure.savefig(target, dpi=150)
+
+
+def equal_bytes(target: Path) -> None:
+    cells = sorted(load("llama-cpp.json")["cells"], key=lambda cell: cell["bytes"])
+    texts = list(cells[0]["texts"])
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for axes, text in zip(figure.subplots(1, len(texts), sharey=True), texts):
+        theirs = [(cell["bytes"] / 1e6, cell["texts"][text]["kld_mean"]) for cell in cells]
+        ours = [(cell["size_bytes"] / 1e6, cell["anybit"][text]["kld_mean"]) for cell in cells]
+        axes.plot(*zip(*theirs), "s", color="tab:orange", label="llama.cpp, importance matrix")
+        axes.plot(*zip(*ours), "o-", color="black", label="anybit, one artifact")
+        for cell, place in zip(cells, theirs):
+            axes.annotate(cell["peer"], place, textcoords="offset points", xytext=(5, 4), fontsize=8)
+        axes.set(title=text, yscale="log", xlabel="MB")
+        axes.margins(x=0.35, y=0.1)
+        axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8)
+    figure.axes[0].set_ylabel("mean KLD, SmolLM2-135M")
+    figure.savefig(target, dpi=130)
 
 
 def curve(axes: Axes, name: str, label: str, color: str, marker: str) -> None:

@@ -39,7 +39,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "file-sizes": quality.file_sizes,
     "tuned": quality.tuned,
     "coded": quality.coded,
-    "llama-cpp": quality.llama_cpp,
+    "llama-cpp": lambda: quality.llama_cpp("llama-cpp.json"),
     "methods": quality.methods,
     "all-methods": quality.all_methods,
     "read-rate": lambda: speed.read_rate("decode-b", 2, speed.LARGE),

@@ -203,26 +203,31 @@ def coded() -> str:
     return how(found) + markdown(head, rows)
 
 
-def llama_cpp() -> str:
+def llama_cpp(path: str) -> str:
     """llama.cpp's files, and one artifact of anybit at no more bytes."""
-    found = load("llama-cpp.json")
+    found = load(path)
     rows = []
     for cell in found["cells"]:
-        sizes = f"{cell['bytes'] / 1e6:.1f} MB", f"{cell['bpw']:.2f}"
+        sizes = f"{cell['bytes'] / 1e6:.1f} MB, {cell['bpw']:.2f}", f"{cell['size_bytes'] / 1e6:.1f} MB"
         for text, theirs in cell["texts"].items():
-            ours = cell["anybit"][text]
-            figures = [pair(theirs), pair(ours)]
-            rows.append([cell["peer"], *sizes, text, *figures, f"{ours['size_bytes'] / 1e6:.1f} MB"])
-    head = [
-        "llama.cpp",
-        "its tensors",
-        "bits per weight",
-        "text",
-        "perplexity, KLD",
-        "anybit",
-        "all its files",
-    ]
+            mean, low, high = (100 * math.expm1(value) for value in cell["kld_ratio"][text])
+            figures = [pair(theirs), pair(cell["anybit"][text])]
+            rows.append([cell["peer"], *sizes, text, *figures, f"{mean:+.0f} % ({low:+.0f} to {high:+.0f})"])
+            cell["peer"], sizes = "", ("", "")
+    head = ["llama.cpp", "MB, bits per weight", "anybit", "text", "llama.cpp", "anybit", "KLD (95 %)"]
     return how(found) + markdown(head, rows)
+
+
+def as_they_are(path: str) -> str:
+    """Artifacts that were measured as they are, on every text."""
+    found = load(path)
+    texts = list(found["base"])
+    rows = [["unquantized", "16", *(perplexity(found["base"][text]) for text in texts)]]
+    for cell in found["others"]:
+        rows.append(
+            [cell["name"], f"{cell['bits_per_weight']:.3f}", *(pair(cell["texts"][text]) for text in texts)]
+        )
+    return how(found) + markdown(["", "bpw", *texts], rows)
 
 
 def paired_head(found: Any) -> list[str]:

@@ -35,7 +35,9 @@ PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gptqmodel-damp0.01": ("gptqmodel", ("damp_percent=0.01",)),
     "llmcompressor": ("llmcompressor", ()),
     "llmcompressor-mse": ("llmcompressor", ('observer="memoryless_mse"',)),
+    "autoround": ("autoround", ()),
 }
+USUAL = [name for name in (*OURS, *PEERS) if name != "autoround"]  # which takes hours
 COLUMNS = ("method", "bits", "group", "sym", "desc_act", "perplexity", "seconds", "peak_mb")
 
 
@@ -211,7 +213,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--symmetry", nargs="+", choices=("asym", "sym"), default=["asym", "sym"])
     parser.add_argument("--desc-act", nargs="+", choices=("on", "off"), default=["off", "on"])
-    parser.add_argument("--contenders", nargs="+", choices=(*OURS, *PEERS), default=[*OURS, *PEERS])
+    parser.add_argument("--contenders", nargs="+", choices=(*OURS, *PEERS), default=USUAL)
     parser.add_argument("--repeats", type=int, default=1, help="runs of each; seconds is their median")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers-dir", type=Path, default=default_peers, help="environments of setup.sh")

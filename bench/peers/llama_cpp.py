@@ -1,12 +1,14 @@
-"""Files of equal bytes: llama.cpp's quantizations with an importance matrix, and one artifact of the method anybit.
+"""Files of equal bytes: llama.cpp's quantizations with an importance matrix, and artifacts of anybit.
 
     python bench/peers/llama_cpp.py MODEL.gguf --tools llama.cpp/build/bin --calibration wiki.valid.tokens \
-      --text wiki=wiki.test.raw --text c4=c4.jsonl -o bench/results/llama-cpp.json
+      --text wiki=wiki.test.raw --text c4=c4.jsonl --json bench/results/llama-cpp.json
 
 MODEL is what both begin with; llama.cpp gets it as float16. The importance matrix is made of the calibration text, as
 many tokens as anybit reads. A file of llama.cpp counts with its tensors alone, anybit's artifact with all files but
-the tokenizer; it is cut to at most the bytes that the other has. anybit measures both, in float32: llama.cpp itself
-rounds inputs to 8 bits. What is there already is not made again.
+the tokenizer; it is cut to at most the bytes that the other has. `--artifact NAME=DIR@BITS` measures other artifacts
+on the same texts. All weights are dequantized and run in bfloat16, which is fast where processors multiply it; the
+base too. llama.cpp itself rounds inputs to 8 bits, which is not counted against it. What is there already is not made
+again.
 """
 
 from __future__ import annotations
@@ -16,14 +18,24 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
+import numpy as np
+import torch
 from gguf import GGUFReader
+
+from anybit.artifact.levels import Budget
+from anybit.artifact.sizes import inspect
+from anybit.calibration.texts import read_text
+from anybit.layers import PackedModule
+from anybit.loader import load, load_tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from paired import Said, ratio, said, window_figures, windows_of
 
 TYPES = ("Q2_K", "IQ3_XXS", "Q3_K_M", "Q4_0", "Q4_K_M")
 TOKENS = 65_536  # of the importance matrix: what anybit's default effort reads
 CHUNK = 512  # llama-imatrix's
-FIGURES = ("perplexity", "kld_mean", "top1_agreement", "tokens")
 
 
 def main() -> int:
@@ -36,36 +48,105 @@ def main() -> int:
     )
     parser.add_argument("--calibration", type=Path, required=True)
     parser.add_argument("--text", action="append", required=True, help="NAME=FILE, several times")
+    parser.add_argument(
+        "--artifact", action="append", default=[], help="NAME=DIR or NAME=DIR@BITS, measured as it is"
+    )
     parser.add_argument("--types", nargs="+", default=list(TYPES))
-    parser.add_argument("--max-tokens", type=int, default=16_384)
-    parser.add_argument("--seq-len", type=int, default=1_024)
+    parser.add_argument("--windows", type=int, default=16, help="of 1024 tokens, spread over each text")
     parser.add_argument("--work", type=Path, default=Path("build/peers/llama-cpp"))
-    parser.add_argument("-o", "--out", type=Path, required=True)
+    parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    texts = dict(text.split("=", 1) for text in given.text)
     files = {kind: quantized(given, kind) for kind in given.types}
     artifact, budget = given.work / "anybit", max(map(tensor_bytes, files.values())) + 1_000_000
     if not artifact.exists():
         options = ["--size", str(budget), "--calibration", str(given.calibration)]
-        anybit("quantize", str(given.model), "-o", str(artifact), *options)
+        run(Path(sys.executable), "-m", "anybit", "quantize", given.model, "-o", artifact, *options)
+    torch.set_grad_enabled(False)
+    texts = Texts(given)
     cells = []
     for kind, file in files.items():
         size = tensor_bytes(file)
+        theirs, own = texts.measure(file), texts.measure(artifact, size=size)
+        held = {text: ratio({"": theirs[text]}, {"": own[text]}) for text in theirs}
         cells.append({
-            "peer": kind,
-            "bytes": size,
-            "bpw": 8 * size / weights(file),
-            "texts": {name: evaluated(given, file, text, ()) for name, text in texts.items()},
-            "anybit": {name: evaluated(given, artifact, text, ("--size", str(size))) for name, text in texts.items()},
+            "peer": kind, "bytes": size, "bpw": 8 * size / weights(file), "texts": means(theirs),
+            "anybit": means(own), "size_bytes": inspect(artifact, size=size)["size_bytes"], "kld_ratio": held,
         })  # fmt: skip
+        print(json.dumps(cells[-1]), flush=True)
+    others = []
+    for name, path in (pair.split("=", 1) for pair in given.artifact):
+        place, _, bits = path.partition("@")
+        level: dict[str, Any] = {"bits": float(bits)} if bits else {}
+        about = inspect(Path(place), **level)
+        figures = {key: about[key] for key in ("bits_per_weight", "size_bytes")}
+        others.append({"name": name, **figures, "texts": means(texts.measure(Path(place), **level))})
+        print(json.dumps(others[-1]), flush=True)
     found = {
-        "command": "python bench/peers/llama_cpp.py SmolLM2.gguf "
-        + " ".join(f"--text {name}=..." for name in texts),
-        "cells": cells,
-    }
-    given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        "command": f"python bench/peers/llama_cpp.py {given.model.name} --windows {given.windows} "
+        + " ".join(f"--text {name}=..." for name in texts.windows),
+        "base": texts.base_perplexity, "cells": cells, "others": others,
+    }  # fmt: skip
+    given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+class Texts:
+    """Windows of every text, and what the base says of them."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._base = load(given.model, dtype="bfloat16")
+        tokenizer = load_tokenizer(given.model)
+        files = dict(text.split("=", 1) for text in given.text)
+        self.windows = {
+            name: windows_of(tokenizer, read_text(file), 0.0, given.windows) for name, file in files.items()
+        }
+        self._known: dict[str, Said] = {}
+        for name, windows in self.windows.items():
+            states, head = said(self._base, windows)
+            self._known[name] = states, head.clone()
+        self.base_perplexity = {
+            name: perplexity(
+                [window_figures((s, head), (s, head), ids)[1] for s, ids in zip(states, windows)]
+            )
+            for (name, windows), (states, head) in zip(self.windows.items(), self._known.values())
+        }
+
+    def measure(self, model: Path, **at: Unpack[Budget]) -> dict[str, dict[str, Any]]:
+        """Of every text, divergence and loss of every window; the base's weights are overwritten."""
+        if model.is_dir():
+            self._dequantize(load(model, **at))
+            other = self._base
+        else:
+            other = load(model, dtype="bfloat16")
+        found = {}
+        for name, windows in self.windows.items():
+            (states, head), (own, own_head) = self._known[name], said(other, windows)
+            pairs = [window_figures((s, head), (o, own_head), ids) for s, o, ids in zip(states, own, windows)]
+            kld, nll = zip(*pairs)
+            found[name] = {"kld": kld, "nll": nll}
+        return found
+
+    def _dequantize(self, made: Any) -> None:
+        """Give the base the artifact's weights: all of them, as methods may change norms too."""
+        packed = {n: m for n, m in made.named_modules() if isinstance(m, PackedModule)}
+        for name, module in packed.items():
+            self._base.get_submodule(name).weight.copy_(module.bound().dequantize())
+        own = dict(self._base.named_parameters())
+        for name, parameter in made.named_parameters():
+            if name.rpartition(".")[0] not in packed:
+                own[name].copy_(parameter)
+
+
+def means(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    return {
+        text: {"perplexity": perplexity(of["nll"]), "kld_mean": float(np.mean(of["kld"]))}
+        for text, of in found.items()
+    }
+
+
+def perplexity(losses: Any) -> float:
+    return float(np.exp(np.mean(losses)))
 
 
 def quantized(given: argparse.Namespace, kind: str) -> Path:
@@ -89,20 +170,6 @@ def tensor_bytes(file: Path) -> int:
 
 def weights(file: Path) -> int:
     return sum(int(tensor.n_elements) for tensor in GGUFReader(file).tensors)
-
-
-def evaluated(given: argparse.Namespace, model: Path, text: str, level: tuple[str, ...]) -> dict[str, Any]:
-    """A model's figures on a text, beside the unquantized one."""
-    out = given.work / "figures.json"
-    anybit("eval", str(model), *level, "--text", text, "--base", str(given.model), "--seq-len", str(given.seq_len),
-           "--max-tokens", str(given.max_tokens), "--json", str(out))  # fmt: skip
-    found = json.loads(out.read_text(encoding="utf-8"))
-    more = {key: found[key] for key in ("size_bytes", "base_perplexity") if key in found}
-    return {key: found[key] for key in FIGURES} | more
-
-
-def anybit(*arguments: str) -> None:
-    run(Path(sys.executable), "-m", "anybit", *arguments)
 
 
 def run(*command: str | Path) -> None:

@@ -33,6 +33,9 @@ pip_install gptqmodel --no-deps --no-build-isolation gptqmodel==7.7.0
 create llmcompressor
 pip_install llmcompressor "$TORCH" llmcompressor==0.14.0.1
 
+create autoround
+pip_install autoround "$TORCH" auto-round==0.16.1
+
 for peer in gptqmodel llmcompressor; do
   "$PEERS_DIR/$peer/bin/python" -c "
 import importlib.metadata as m, sys
