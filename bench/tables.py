@@ -40,6 +40,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tuned": quality.tuned,
     "coded": quality.coded,
     "llama-cpp": lambda: quality.llama_cpp("llama-cpp.json"),
+    "llama-cpp-qwen": lambda: quality.llama_cpp("llama-cpp-qwen.json"),
+    "gptq-qwen": lambda: quality.as_they_are("llama-cpp-qwen.json"),
     "methods": quality.methods,
     "all-methods": quality.all_methods,
     "read-rate": lambda: speed.read_rate("decode-b", 2, speed.LARGE),
