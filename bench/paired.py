@@ -56,22 +56,38 @@ def window_figures(base: Said, own: Said, ids: Tensor) -> tuple[float, float]:
     return divergence / (LENGTH - 1), loss / (LENGTH - 1)
 
 
+def put_weights(base: Any, made: Any) -> None:
+    """Give the base an artifact's weights: all of them, as methods may change norms too."""
+    packed = {name: module for name, module in made.named_modules() if isinstance(module, PackedModule)}
+    for name, module in packed.items():
+        base.get_submodule(name).weight.copy_(module.bound().dequantize())
+    own = dict(base.named_parameters())
+    for name, parameter in made.named_parameters():
+        if name.rpartition(".")[0] not in packed:
+            own[name].copy_(parameter)
+
+
+def figures(known: Said, model: Any, windows: Tensor) -> dict[str, Any]:
+    """Of every window, a model's divergence from what the base said, and its loss."""
+    (states, known_head), (own, head) = known, said(model, windows)
+    pairs = [window_figures((s, known_head), (o, head), ids) for s, o, ids in zip(states, own, windows)]
+    kld, nll = zip(*pairs)
+    return {"kld": kld, "nll": nll}
+
+
 def measure(
     base: Any, known: Said, artifact: Path, widths: Sequence[float], windows: Tensor
 ) -> dict[str, Any]:
     """Figures of every window at every width beside what the base said; the base's weights are overwritten."""
-    (states, known_head), made = known, load(artifact)
-    found = {}
+    made, found = load(artifact), {}
     for bits in widths:
         made.set_bits(bits)
-        for name, module in made.named_modules():
-            if isinstance(module, PackedModule):
-                base.get_submodule(name).weight.copy_(module.bound().dequantize())
-        own, head = said(base, windows)
-        pairs = [window_figures((s, known_head), (o, head), ids) for s, o, ids in zip(states, own, windows)]
-        kld, nll = zip(*pairs)
-        found[f"{bits:g}"] = {"kld": kld, "nll": nll}
-        print(f"{artifact.name} {bits:g}: {np.exp(np.mean(nll)):.3f}, {np.mean(kld):.4f}", flush=True)
+        put_weights(base, made)
+        found[f"{bits:g}"] = of = figures(known, base, windows)
+        print(
+            f"{artifact.name} {bits:g}: {np.exp(np.mean(of['nll'])):.3f}, {np.mean(of['kld']):.4f}",
+            flush=True,
+        )
     return found
 
 

@@ -27,11 +27,10 @@ from gguf import GGUFReader
 from anybit.artifact.levels import Budget
 from anybit.artifact.sizes import inspect
 from anybit.calibration.texts import read_text
-from anybit.layers import PackedModule
 from anybit.loader import load, load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from paired import Said, ratio, said, window_figures, windows_of
+from paired import Said, figures, put_weights, ratio, said, windows_of
 
 TYPES = ("Q2_K", "IQ3_XXS", "Q3_K_M", "Q4_0", "Q4_K_M")
 TOKENS = 65_536  # of the importance matrix: what anybit's default effort reads
@@ -64,14 +63,18 @@ def main() -> int:
         run(Path(sys.executable), "-m", "anybit", "quantize", given.model, "-o", artifact, *options)
     torch.set_grad_enabled(False)
     texts = Texts(given)
-    cells = []
+    cells: list[dict[str, Any]] = []
+    levels: dict[int, Any] = {}  # figures of the artifact by the bytes of its files: sizes may share a level
     for kind, file in files.items():
         size = tensor_bytes(file)
-        theirs, own = texts.measure(file), texts.measure(artifact, size=size)
+        taken = inspect(artifact, size=size)["size_bytes"]
+        if taken not in levels:
+            levels[taken] = texts.measure(artifact, size=size)
+        theirs, own = texts.measure(file), levels[taken]
         held = {text: ratio({"": theirs[text]}, {"": own[text]}) for text in theirs}
         cells.append({
             "peer": kind, "bytes": size, "bpw": 8 * size / weights(file), "texts": means(theirs),
-            "anybit": means(own), "size_bytes": inspect(artifact, size=size)["size_bytes"], "kld_ratio": held,
+            "anybit": means(own), "size_bytes": taken, "kld_ratio": held,
         })  # fmt: skip
         print(json.dumps(cells[-1]), flush=True)
     others = []
@@ -79,8 +82,8 @@ def main() -> int:
         place, _, bits = path.partition("@")
         level: dict[str, Any] = {"bits": float(bits)} if bits else {}
         about = inspect(Path(place), **level)
-        figures = {key: about[key] for key in ("bits_per_weight", "size_bytes")}
-        others.append({"name": name, **figures, "texts": means(texts.measure(Path(place), **level))})
+        sizes = {key: about[key] for key in ("bits_per_weight", "size_bytes")}
+        others.append({"name": name, **sizes, "texts": means(texts.measure(Path(place), **level))})
         print(json.dumps(others[-1]), flush=True)
     found = {
         "command": f"python bench/peers/llama_cpp.py {given.model.name} --windows {given.windows} "
@@ -106,36 +109,18 @@ class Texts:
             states, head = said(self._base, windows)
             self._known[name] = states, head.clone()
         self.base_perplexity = {
-            name: perplexity(
-                [window_figures((s, head), (s, head), ids)[1] for s, ids in zip(states, windows)]
-            )
-            for (name, windows), (states, head) in zip(self.windows.items(), self._known.values())
+            name: perplexity(figures(self._known[name], self._base, windows)["nll"])
+            for name, windows in self.windows.items()
         }
 
     def measure(self, model: Path, **at: Unpack[Budget]) -> dict[str, dict[str, Any]]:
         """Of every text, divergence and loss of every window; the base's weights are overwritten."""
         if model.is_dir():
-            self._dequantize(load(model, **at))
+            put_weights(self._base, load(model, **at))
             other = self._base
         else:
             other = load(model, dtype="bfloat16")
-        found = {}
-        for name, windows in self.windows.items():
-            (states, head), (own, own_head) = self._known[name], said(other, windows)
-            pairs = [window_figures((s, head), (o, own_head), ids) for s, o, ids in zip(states, own, windows)]
-            kld, nll = zip(*pairs)
-            found[name] = {"kld": kld, "nll": nll}
-        return found
-
-    def _dequantize(self, made: Any) -> None:
-        """Give the base the artifact's weights: all of them, as methods may change norms too."""
-        packed = {n: m for n, m in made.named_modules() if isinstance(m, PackedModule)}
-        for name, module in packed.items():
-            self._base.get_submodule(name).weight.copy_(module.bound().dequantize())
-        own = dict(self._base.named_parameters())
-        for name, parameter in made.named_parameters():
-            if name.rpartition(".")[0] not in packed:
-                own[name].copy_(parameter)
+        return {name: figures(self._known[name], other, windows) for name, windows in self.windows.items()}
 
 
 def means(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:

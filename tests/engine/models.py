@@ -38,6 +38,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def saved_model(folder: Path, tokenizer: Any, family: str, positions: int) -> None:
+    """A random model of 16-bit weights, whose end of text is no likely token, as an HF directory."""
+    model = random_model(family, vocab_size=len(tokenizer), eos_token_id=0, max_position_embeddings=positions)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def random_model(family: str, **changes: Any) -> Any:
     """A model of 4 blocks whose logits are spread, in float32; its numbers are of bfloat16."""
     kind, own = FAMILIES[family]

@@ -24,7 +24,7 @@ from anybit.engine.pages import Pages
 from anybit.engine.threads import _quota, default_threads
 from anybit.errors import InputError
 from anybit.kernels import cpu
-from tests.engine.models import VOCABULARY, random_model
+from tests.engine.models import VOCABULARY, random_model, saved_model
 
 pytestmark = [
     pytest.mark.native,
@@ -38,9 +38,7 @@ WINDOWS = {"qwen2-windows": 50, "mistral": 70}
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     """An HF directory of 16-bit weights whose end of text is no likely token; never change it."""
     made = tmp_path_factory.mktemp("engine") / "model"
-    model = random_model("llama", vocab_size=len(tokenizer), eos_token_id=0, max_position_embeddings=200)
-    model.to(torch.bfloat16).save_pretrained(made)
-    tokenizer.save_pretrained(made)
+    saved_model(made, tokenizer, "llama", 200)
     return made
 
 
@@ -227,9 +225,7 @@ def test_a_conversation_goes_on_where_it_was(
     family: str, kv_bits: int, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Turns have the tokens that they have when all is computed anew, far beyond windows, whatever drafts left."""
-    model = random_model(family, vocab_size=len(tokenizer), eos_token_id=0, max_position_embeddings=4096)
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    saved_model(tmp_path, tokenizer, family, 4096)
     engine, fresh = Engine(tmp_path, kv_bits=kv_bits), Engine(tmp_path, kv_bits=kv_bits)
     engine.generation["eos_token_id"] = fresh.generation["eos_token_id"] = []
     monkeypatch.setattr(Drafts, "draft", lambda self, length: [9, 8, 7][:length])
@@ -262,9 +258,7 @@ def test_windows_are_there_as_far_back_as_it_is_said(
     family: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, also where a step wrote pages and failed."""
-    model = random_model(family, vocab_size=len(tokenizer), eos_token_id=0, max_position_embeddings=4096)
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    saved_model(tmp_path, tokenizer, family, 4096)
     engine, ids = Engine(tmp_path), np.random.default_rng(0).integers(1, len(tokenizer), 1500).tolist()
     level = engine._level_of(None)
 
@@ -341,9 +335,7 @@ def test_pages_that_a_window_has_passed_are_used_again(
     family: str, kv_bits: int, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In some blocks, or in all of them: texts far beyond the window have the bits that they have with all pages."""
-    model = random_model(family, vocab_size=len(tokenizer), eos_token_id=0, max_position_embeddings=4096)
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    saved_model(tmp_path, tokenizer, family, 4096)
     ids = np.random.default_rng(0).integers(1, len(tokenizer), 900).tolist()
     few = Engine(tmp_path, kv_bits=kv_bits)
     with monkeypatch.context() as patch:

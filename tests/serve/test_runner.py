@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from anybit import Engine, Sampling
 from anybit.engine.drafts import Drafts
@@ -28,7 +27,7 @@ from anybit.serve.request import Request
 from anybit.serve.runner import Closing, Limits, Runner
 from anybit.serve.scheduler import Busy
 from anybit.serve.settings import Settings
-from tests.engine.models import random_model
+from tests.engine.models import saved_model
 
 pytestmark = [
     pytest.mark.native,
@@ -161,9 +160,7 @@ def test_so_it_is_where_windows_have_pages_of_their_own(
     family: str, kv_bits: int, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In some blocks or in all of them; prompts begin alike, go far beyond the window, and are asked for again."""
-    model = random_model(family, vocab_size=len(tokenizer), eos_token_id=0, max_position_embeddings=1024)
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    saved_model(tmp_path, tokenizer, family, 1024)
     engine, chance = Engine(tmp_path, threads=1, kv_bits=kv_bits), np.random.default_rng(0)
     common = chance.integers(3, len(tokenizer), 400).tolist()
     prompts = [

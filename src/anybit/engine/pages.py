@@ -208,8 +208,8 @@ class Cache:
             known, held = self._last
             shared = min(held.shared(ids), len(ids) - 1)
             ring = len(held.window_pages) * self._pages.tokens
-            there = held.written <= ring or held.written - shared <= CHUNK - self._pages.tokens
-            there = there or not held.window_pages
+            near = held.written - shared <= CHUNK - self._pages.tokens
+            there = not held.window_pages or held.written <= ring or near
             if known == level and shared >= self._pages.tokens and there:
                 self._last = None
                 del held.tokens[shared:]
