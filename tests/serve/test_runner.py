@@ -27,6 +27,7 @@ from anybit.serve.request import Request
 from anybit.serve.runner import Closing, Limits, Runner
 from anybit.serve.scheduler import Busy
 from anybit.serve.settings import Settings
+from anybit.serve.windows import WindowPages
 from tests.engine.models import saved_model
 
 pytestmark = [
@@ -177,7 +178,7 @@ def test_so_it_is_where_windows_have_pages_of_their_own(
         runner.close(0)
         cached.append(runner.counters.cached_tokens)
         assert runner.scheduler.blocks.available == pages
-        if runner.scheduler.windows is not None:
+        if isinstance(runner.scheduler.windows, WindowPages):
             assert runner.scheduler.windows.blocks.available == own
     assert runner.scheduler.preemptions > 0
     assert found[0] == found[1] == found[2] == found[3]
@@ -193,7 +194,9 @@ def test_so_it_is_where_windows_have_pages_of_their_own(
     assert [heard.all().tokens for heard in together] == found[0]
     runner.close(0)
     assert runner.counters.draft_tokens > 0
-    assert runner.scheduler.windows is not None and runner.scheduler.windows.blocks.available == 70
+    assert (
+        isinstance(runner.scheduler.windows, WindowPages) and runner.scheduler.windows.blocks.available == 70
+    )
 
 
 def test_memory_goes_to_windows_where_more_fits() -> None:

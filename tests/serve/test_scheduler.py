@@ -71,7 +71,7 @@ class Machine:
                     self.cache[text.pages[at // PAGE], at % PAGE] for at in range(rows.first + rows.count)
                 ]
                 assert read == [(text.tokens[at], at) for at in range(rows.first + rows.count)]
-                if self.scheduler.windows is not None:
+                if isinstance(self.scheduler.windows, WindowPages):
                     self.check_window(rows, self.scheduler.windows)
                 if rows.last and text.left:
                     assert len(rows.draft) < text.left
@@ -108,7 +108,7 @@ class Machine:
 
     def check_pages(self) -> None:
         """Every page is free, idle, or in as many hands as it says."""
-        if self.scheduler.windows is not None:
+        if isinstance(self.scheduler.windows, WindowPages):
             self.check_windows(self.scheduler.windows)
         scheduler, held = self.scheduler, [0] * self.scheduler.blocks.pages
         for text in scheduler.running:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from anybit.serve.job import Job
 from anybit.serve.served import Served, ServedEncoder
+from anybit.serve.windows import WindowPages
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 GAPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)  # seconds from token to token
@@ -120,7 +121,7 @@ class Metrics:
             page.one(f"{name}_total", "counter", help_, count)
         page.one("cache_pages", "gauge", "Pages of the KV-cache.", blocks.pages)
         page.one("cache_pages_used", "gauge", "Those of them that texts hold.", blocks.used)
-        if (windows := scheduler.windows) is not None:
+        if isinstance(windows := scheduler.windows, WindowPages):
             page.one(
                 "cache_window_pages", "gauge", "Pages of blocks with a sliding window.", windows.blocks.pages
             )

@@ -250,7 +250,7 @@ class Runner(Worker):
         positions = [np.arange(r.first, r.first + len(own)) for r, own in zip(rows, tokens)]
         pages = _table([r.text.pages for r in rows])
         window_pages = None
-        if self.scheduler.windows is not None:
+        if isinstance(self.scheduler.windows, WindowPages):
             window_pages = _table([r.text.window_pages for r in rows], pages.shape[1])
         wanted = [
             np.arange(start + (0 if r.text.every else r.count - r.last), start + count)

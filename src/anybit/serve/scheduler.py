@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from anybit.errors import InputError
 from anybit.serve.blocks import Blocks, Hash, chain
-from anybit.serve.windows import WindowPages
+from anybit.serve.windows import NoWindows, WindowPages
 
 LOOK_AHEAD = 8  # texts of a key among which one is looked for that need not wait for another's pages
 
@@ -111,7 +111,8 @@ class Scheduler:
         self.blocks = Blocks(pages)
         self.page_tokens, self.most_running, self.most_waiting = page_tokens, most_running, most_waiting
         self.running: list[Text] = []  # by arrival
-        self.windows, self.preemptions = windows, 0
+        self.windows: WindowPages | NoWindows = NoWindows() if windows is None else windows
+        self.preemptions = 0
         self._queues: OrderedDict[str, deque[Text]] = (
             OrderedDict()
         )  # of each key, that whose turn it is first
@@ -184,8 +185,7 @@ class Scheduler:
         Args:
             budget: tokens of prompts, at least 1.
         """
-        if self.windows is not None:
-            budget = min(budget, self.windows.most)
+        budget = min(budget, self.windows.most)
         decoding = [
             text
             for text in list(self.running)
@@ -197,8 +197,7 @@ class Scheduler:
         planned += self._prompts(budget, {rows.text for rows in planned})
         steps: dict[int, list[Rows]] = {}
         for rows in planned:
-            if self.windows is not None:
-                self.windows.extend(rows.text.window_pages, rows.first + len(rows.tokens))
+            self.windows.extend(rows.text.window_pages, rows.first + len(rows.tokens))
             steps.setdefault(rows.text.level, []).append(rows)
         return [Step(level, rows) for level, rows in steps.items()]
 
@@ -218,8 +217,7 @@ class Scheduler:
             text.tokens += new
             text.done += rows.count + max(0, len(new) - 1)
             self._publish(text, rows.first)
-            if self.windows is not None:
-                self.windows.pass_by(text.window_pages, text.done)
+            self.windows.pass_by(text.window_pages, text.done)
             if text.left <= 0 and text.done >= text.prompt:
                 self.end(text)
 
@@ -238,8 +236,7 @@ class Scheduler:
 
     def _draft(self, text: Text) -> Sequence[int]:
         """A text's draft, with pages for it; none if these are not free."""
-        most = text.left - 1 if self.windows is None else min(text.left, self.windows.most) - 1
-        draft = text.draft[: max(0, most)]
+        draft = text.draft[: max(0, min(text.left, self.windows.most) - 1)]
         needed = self._pages_of(len(text.tokens) + len(draft)) - len(text.pages)
         if needed > self.blocks.available:
             return ()
@@ -279,8 +276,7 @@ class Scheduler:
         if needed + len(self.running) > self.blocks.available:
             self.blocks.release(shared)
             return False
-        if self.windows is not None:
-            text.window_pages = self.windows.share(prefix[: len(shared)])
+        text.window_pages = self.windows.share(prefix[: len(shared)])
         text.done = len(shared) * self.page_tokens
         text.pages = shared + self.blocks.take(self._pages_of(len(text.tokens)) - len(shared))
         if text.cached is None:
@@ -325,8 +321,7 @@ class Scheduler:
 
     def _matching(self, prefix: Sequence[Hash]) -> int:
         """How many of a text's first pages it can share now."""
-        found = self.blocks.matching(prefix)
-        return found if self.windows is None else self.windows.matching(prefix[:found])
+        return self.windows.matching(prefix[: self.blocks.matching(prefix)])
 
     def _publish(self, text: Text, first: int) -> None:
         """Let others share the pages that have become full with the tokens from `first` on."""
@@ -335,16 +330,14 @@ class Scheduler:
         hashes = self._hashes(text)
         for i in range(first // self.page_tokens, text.done // self.page_tokens):
             self.blocks.publish(text.pages[i], hashes[i])
-            if self.windows is not None:
-                self.windows.publish(text.window_pages[i], hashes[i])
+            self.windows.publish(text.window_pages, i, hashes[i])
             if self._coming.get(hashes[i]) is text:
                 del self._coming[hashes[i]]
 
     def _give_up(self, text: Text) -> None:
         self._unclaim(text)
         self.blocks.release(text.pages)
-        if self.windows is not None:
-            self.windows.give_up(text.window_pages)
+        self.windows.give_up(text.window_pages)
         text.done, text.mixed = 0, False
 
     def _unclaim(self, text: Text) -> None:

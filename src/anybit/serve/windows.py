@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from anybit.serve.blocks import Blocks, Hash
@@ -67,10 +68,10 @@ class WindowPages:
         missing = -(-tokens // self.page_tokens) - len(pages)
         pages += self.blocks.take(max(0, missing))
 
-    def publish(self, page: int, key: Hash) -> None:
-        """Let others share a page that is full."""
-        if page != GONE:
-            self.blocks.publish(page, key)
+    def publish(self, pages: Sequence[int], i: int, key: Hash) -> None:
+        """Let others share a text's page that is full."""
+        if pages[i] != GONE:
+            self.blocks.publish(pages[i], key)
 
     def pass_by(self, pages: list[int], done: int) -> None:
         """Give up what no token from position `done` on reads."""
@@ -85,3 +86,23 @@ class WindowPages:
         """Give up all pages of a text."""
         self.blocks.release([page for page in pages if page != GONE])
         pages.clear()
+
+
+class NoWindows:
+    """What the scheduler asks where no block has pages of its own: a text has all that its other pages hold."""
+
+    most = sys.maxsize  # tokens of a text in a round
+
+    def matching(self, hashes: Sequence[Hash]) -> int:
+        return len(hashes)
+
+    def share(self, hashes: Sequence[Hash]) -> list[int]:
+        return []
+
+    def extend(self, pages: list[int], tokens: int) -> None: ...
+
+    def publish(self, pages: Sequence[int], i: int, key: Hash) -> None: ...
+
+    def pass_by(self, pages: list[int], done: int) -> None: ...
+
+    def give_up(self, pages: list[int]) -> None: ...
