@@ -162,7 +162,7 @@ class _Run(Ready):
             assert self.method.embed is not None
             assert costs is not None
             head = self.streamed.model.get_submodule(layer) is self.streamed.model.get_output_embeddings()
-            cost = costs.cost(read=not head, multiplied=head or layout.tied)
+            cost = costs.cost(read=not head, multiplied=head or layout.tied, own=self.allocation.own_texts)
             with about_layer(layer):
                 made = self.method.embed(weight.float().to(self.streamed.device), cost, self.options)
         packed = pack(made)

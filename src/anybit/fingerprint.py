@@ -59,7 +59,13 @@ def statistics_key(
         "tokens": _tokens(text),
         "shapes": {name: list(plan.layouts[name].shape) for name in layers},
         "search": [method.name, *method.searched(options)] if method.allocate else [],
-        "made by": [anybit.__version__, torch.__version__, *_arithmetic(streamed), torch.get_num_threads()],
+        "made by": [
+            anybit.__version__,
+            torch.__version__,
+            transformers.__version__,
+            *_arithmetic(streamed),
+            torch.get_num_threads(),
+        ],
     }
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

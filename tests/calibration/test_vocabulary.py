@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anybit.calibration.gradients import gradient_statistics, load_whole
-from anybit.calibration.stats import VocabularyCost, VocabularyStats
+from anybit.calibration.stats import ExpectedTokens, VocabularyCost, VocabularyStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from tests.builders import VOCABULARY
@@ -92,3 +92,18 @@ def test_statistics_are_kept_and_found_again(model_dir: Callable[[str], Path]) -
     found = gathered(StreamedModel(open_checkpoint(model_dir("llama")), torch.float32), tokens())
     again = VocabularyStats.of(copy.deepcopy(found.tensors()), found.length)
     assert all(torch.equal(a, b) for a, b in zip(found.tensors().values(), again.tensors().values()))
+
+
+def test_half_of_a_cost_is_what_the_model_expects_in_texts_of_its_own(
+    model_dir: Callable[[str], Path],
+) -> None:
+    found = gathered(StreamedModel(open_checkpoint(model_dir("llama-tied")), torch.float32), tokens())
+    own = ExpectedTokens(torch.rand(VOCABULARY), torch.rand(VOCABULARY))
+    without, cost = found.cost(True, True), found.cost(True, True, own)
+    torch.testing.assert_close(cost.multiplied, (without.multiplied + own.variance) / 2)
+    shares = found.read.sum() / found.gradient.sum()
+    torch.testing.assert_close(cost.read, (without.read + own.probability * shares) / 2)
+    assert torch.equal(cost.moment, without.moment)
+    assert torch.equal(cost.gradient, without.gradient)
+    assert not found.cost(False, True, own).read.any()
+    assert not found.cost(True, False, own).multiplied.any()

@@ -22,13 +22,14 @@ from anybit.artifact.reader import open_artifact
 from anybit.artifact.sizes import inspect, table_of_levels
 from anybit.artifact.split import Cut
 from anybit.artifact.verify import verify
-from anybit.calibration.stats import VocabularyCost
+from anybit.calibration.stats import ExpectedTokens, VocabularyCost
 from anybit.errors import InputError
 from anybit.formats.weight import pack, unpack
 from anybit.kernels import cpu
 from anybit.layers import PackedModule, QuantEmbedding, TiedHead
 from anybit.loader import load
-from anybit.methods import nested_codes, ordering
+from anybit.methods import METHODS, nested_codes, ordering, sensitivity
+from anybit.methods.anybit import OWN_TEXT_TOKENS
 from tests import builders
 from tests.artifact.test_enhancements import index_of, write_index
 from tests.probes import logits
@@ -76,6 +77,47 @@ def test_a_model_computes_with_the_rows_of_its_level(made: Make, family: str) ->
         torch.testing.assert_close(head(h), h @ matrix.T, rtol=1e-4, atol=1e-4)
         widths.append(embedding.bits)
     assert widths == sorted(widths) and widths[0] < widths[-1] == 8
+
+
+@pytest.mark.parametrize("salience", ["output", "full"])
+def test_rows_that_the_model_expects_in_texts_of_its_own_come_first(
+    model_dir: Callable[[str], Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    salience: str,
+) -> None:
+    asked, row = [], 50
+
+    def expected(streamed: Any, *given: Any) -> ExpectedTokens:
+        asked.append(given[:3])
+        certain = torch.zeros(builders.VOCABULARY)
+        certain[row] = 1
+        return ExpectedTokens(certain, certain / 4)
+
+    monkeypatch.setattr(sensitivity, "expected_tokens", expected)
+
+    def first_rows(**options: Any) -> list[int]:
+        config = builders.options("anybit", **SHORT, salience=salience, seed=3, **options)
+        out = tmp_path / "-".join(map(str, options.values()))
+        anybit.quantize(model_dir("llama"), out, config, calibration=str(text_file))
+        model = load(out)
+        matrices = model.get_input_embeddings(), model.get_output_embeddings()
+        return [int(unpack(matrix.packed).tiles[0].order[0]) for matrix in matrices]
+
+    assert row not in first_rows(own_texts=0)
+    assert asked == []
+    assert first_rows(own_texts=7) == [row, row]
+    assert asked == [(7, SHORT["seq_len"] - 1, 3)]
+
+
+def test_texts_of_the_models_own_take_time() -> None:
+    def passes(**options: Any) -> float:
+        config = methods.options("anybit", samples=8, gradient_samples=2, seq_len=256, **options).resolve()
+        return METHODS["anybit"].effort(config).passes
+
+    assert passes(own_texts=0) == passes(own_texts=64, embed_bits=8) == 0.25
+    assert passes(own_texts=64) == 0.25 + 64 * OWN_TEXT_TOKENS / (8 * 256)
 
 
 def test_all_planes_come_close_to_the_base(made: Make, model_dir: Callable[[str], Path]) -> None:

@@ -132,6 +132,14 @@ class GradientStats:
             )
 
 
+@dataclass(frozen=True)
+class ExpectedTokens:
+    """How likely a model finds each token, float32 [vocabulary]: means over places in texts."""
+
+    probability: Tensor  # E[p]
+    variance: Tensor  # E[p (1 - p)]
+
+
 @dataclass
 class VocabularyStats:
     """What embedding and head do on some samples: sums over their tokens."""
@@ -177,20 +185,26 @@ class VocabularyStats:
         self.gradient += gradient.square().sum(0)
         self.read[rows] += of_rows.square().sum(1)
 
-    def cost(self, read: bool, multiplied: bool) -> VocabularyCost:
+    def cost(self, read: bool, multiplied: bool, own: ExpectedTokens | None = None) -> VocabularyCost:
         """What errors cost of a matrix that is looked up, or multiplied with, or both.
 
-        Which rows are looked up is known of few tokens: half of it is what the model expects.
+        Which rows are looked up is known of few tokens: half of it is what the model expects. Half of all is what it
+        expects in texts of its own, where these are given: other texts need other rows than the samples.
         """
         samples = float(self.samples)
         scored = samples * (self.length - 1)
         nothing, expected = torch.zeros_like(self.read), self.probability / scored
         shares = self.read / self.gradient.sum().clamp(min=1e-30)
+        looked_up = (shares + expected * shares.sum()) / 2
+        variance = (self.probability - self.squared).clamp(min=0) / scored
+        if own is not None:
+            looked_up = (looked_up + own.probability * shares.sum()) / 2
+            variance = (variance + own.variance) / 2
         return VocabularyCost(
             moment=self.hidden / scored,
-            multiplied=(self.probability - self.squared).clamp(min=0) / scored if multiplied else nothing,
+            multiplied=variance if multiplied else nothing,
             gradient=self.gradient * (self.length / 2 / samples),
-            read=(shares + expected * shares.sum()) / 2 if read else nothing,
+            read=looked_up if read else nothing,
         )
 
 

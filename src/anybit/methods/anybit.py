@@ -38,6 +38,7 @@ BASE_BITS = 2.0  # average width of the base layer
 SALIENCES = ("output", "full", "diagonal")
 CODING = 3e-7  # seconds per weight, thread and pass,
 FITTING = 2e-7  # and of its scale
+OWN_TEXT_TOKENS = 32  # of a text that the model writes by itself
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,13 @@ class AnyBit(Sequential, Damped):
         None, "Of those, windows whose tokens count by their gradients.", panel="Calibration",
         unset="by effort", **at_least(1),
     )  # fmt: skip
+    own_texts: int = option(
+        64,
+        "Texts that the model writes by itself: half of what says which rows of embedding and head matter. "
+        "Without --embed-bits.",
+        panel="Calibration",
+        **at_least(0),
+    )
     descent: int | None = option(
         None,
         "Passes over the codes after the first, each code chosen anew.",
@@ -200,10 +208,13 @@ def check_given(name: str, spec: LayerSpec[AnyBit], usual: LayerSpec[AnyBit]) ->
 def _effort(options: AnyBit) -> Effort:
     """A first pass compensates what follows, the next ones look at all columns."""
     descent = options.descent or 0
+    own = 0.0  # a token that is drawn takes about as long as one with its gradient
+    if options.embed_bits is None:
+        own = options.own_texts * OWN_TEXT_TOKENS / options.seq_len
     return Effort(
         sweeps=BITS * (0.5 + descent),
         clustering=CODING * (1 + descent) + FITTING,
-        passes=(options.gradient_samples or 0) / options.windows,
+        passes=((options.gradient_samples or 0) + own) / options.windows,
     )
 
 

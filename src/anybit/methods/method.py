@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from anybit.calibration.stats import VocabularyCost, VocabularyStats
+    from anybit.calibration.stats import ExpectedTokens, VocabularyCost, VocabularyStats
     from anybit.calibration.streaming import StreamedModel
     from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
@@ -109,6 +109,7 @@ class Allocation:
         default_factory=dict
     )  # layer -> sample -> weight of each token, [seq_len]
     vocabulary: VocabularyStats | None = None  # what embedding and head do, where the method asks
+    own_texts: ExpectedTokens | None = None  # and which tokens the model expects in texts of its own
 
 
 @dataclass(frozen=True)

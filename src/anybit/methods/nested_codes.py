@@ -40,7 +40,7 @@ DEVICE_CHUNK = (
 )  # the same elsewhere than on the CPU, where a column costs the same for any number of rows
 FIT_BITS = 3  # width at which a row's shape and scale are fitted
 LEAST = 0.03  # what errors far from the tuned width count: all planes must come close to the weights
-VOCABULARY_FACTOR = 3.0  # errors of embedding and head count so much more than is estimated (docs/log.md)
+VOCABULARY_FACTOR = 1.5  # errors of embedding and head count so much more than is estimated (docs/log.md)
 RANKED = slice(1, 5)  # widths 2 to 5, whose losses rank rows
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from anybit.calibration.gradients import gradient_statistics, load_whole
-from anybit.calibration.stats import GradientStats, VocabularyStats
+from anybit.calibration.own_texts import expected_tokens
+from anybit.calibration.stats import ExpectedTokens, GradientStats, VocabularyStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.files import unwritable
 from anybit.config import LayerSpec, TileSpec
@@ -30,6 +31,7 @@ from anybit.cost import Cost
 from anybit.errors import InputError
 from anybit.methods import mixllm, rounding
 from anybit.methods import nested_codes as nested
+from anybit.methods.anybit import OWN_TEXT_TOKENS
 from anybit.methods.method import Allocation, Search
 from anybit.methods.rtn import RTN
 from anybit.progress import Advance
@@ -100,7 +102,8 @@ def output_moments(search: Search) -> Allocation:
         weight = (moments / mean).float() if mean > 0 else torch.ones_like(moments)
         weights[name] = dict(zip(picked, weight))
     summed = {name: torch.stack([part[name] for part in parts]).sum(0) for name in vocabulary}
-    return Allocation(outputs=outputs, tokens=weights, vocabulary=_vocabulary(summed, length))
+    known = _vocabulary(summed, length)
+    return Allocation(outputs=outputs, tokens=weights, vocabulary=known, own_texts=_own_texts(search))
 
 
 def _vocabulary_shapes(search: Search) -> dict[str, tuple[int, ...]]:
@@ -122,6 +125,26 @@ def _vocabulary(summed: Mapping[str, Tensor], length: int) -> VocabularyStats | 
     if not summed:
         return None
     return VocabularyStats.of({name.removeprefix(VOCABULARY): t for name, t in summed.items()}, length)
+
+
+def _own_texts(search: Search) -> ExpectedTokens | None:
+    """What the model expects in texts of its own; kept in the folder like the parts."""
+    if not search.vocabulary or not search.options.own_texts:
+        return None
+    texts, seed = search.options.own_texts, search.options.seed
+    length = min(OWN_TEXT_TOKENS, search.tokens.shape[1] - 1)
+    rows = search.streamed.model.get_input_embeddings().weight.shape[0]
+    file = None if search.folder is None else search.folder / f"own-texts-{texts}-{length}-{seed}.safetensors"
+    sizes = {field.name: (rows,) for field in fields(ExpectedTokens)}
+    found = None if file is None else _read_part(file, sizes)
+    if found is not None:
+        return ExpectedTokens(**found)
+    begun = Cost.clock()
+    advance = search.report.task(f"{texts} texts of the model's own", texts * length)
+    made = expected_tokens(search.streamed, texts, length, seed, advance)
+    if file is not None:
+        _write_part(file, vars(made), Cost.since(begun))
+    return made
 
 
 def _of_gradients(search: Search) -> tuple[Search, list[int]]:
@@ -165,7 +188,7 @@ def width_scores(search: Search) -> Allocation:
     found = _mean(search, deltas, reduce, like, advance)
     samples, length = search.tokens.shape
     summed = {name: found.pop(name) * samples for name in vocabulary}
-    return Allocation(outputs=found, vocabulary=_vocabulary(summed, length))
+    return Allocation(outputs=found, vocabulary=_vocabulary(summed, length), own_texts=_own_texts(search))
 
 
 def layer_widths(

@@ -1,0 +1,78 @@
+"""Texts that a language model writes by itself, and which tokens it expects in them.
+
+Calibration text is mostly of one kind, and what other kinds need of an embedding is rare in it: the tokens of code in
+prose. The model knows them. Drawn from its first token on, its texts are of the kinds that it was trained on; LLM-QAT
+(arXiv:2305.17888) trains on such texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList
+
+from anybit.calibration.gradients import load_whole
+from anybit.calibration.stats import ExpectedTokens
+from anybit.calibration.streaming import StreamedModel
+from anybit.progress import Advance, ignore
+
+TOGETHER = 64  # texts that are written side by side
+
+
+def expected_tokens(
+    streamed: StreamedModel, texts: int, length: int, seed: int = 0, advance: Advance = ignore
+) -> ExpectedTokens:
+    """Have the model write so many texts of `length` tokens, drawn from all that it gives probability.
+
+    Args:
+        streamed: the model; materialised by this call.
+        texts: at least 1, written `TOGETHER` at a time.
+        length: at least 1; at most what the model's context holds.
+        seed: of the draws.
+        advance: called with the number of texts that have got a token more.
+    """
+    model, device = load_whole(streamed), streamed.device
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    first = torch.full((texts, 1), _first_token(model.config.get_text_config(), vocabulary), device=device)
+    probability, squared = (torch.zeros(vocabulary, device=device) for _ in range(2))
+
+    def gather(_: Tensor, logits: Tensor) -> Tensor:
+        p = logits.float().softmax(-1)
+        probability.add_(p.sum(0))
+        squared.add_(torch.linalg.vector_norm(p, dim=0).square())
+        advance(len(p))
+        return logits
+
+    drawn = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), _asked(model, drawn):
+        torch.manual_seed(seed)
+        for part in first.split(TOGETHER):
+            model.generate(part, drawn, LogitsProcessorList([gather]), attention_mask=torch.ones_like(part))
+    places = texts * length
+    variance = (probability - squared).clamp(min=0)
+    return ExpectedTokens((probability / places).cpu(), (variance / places).cpu())
+
+
+def _first_token(config: Any, vocabulary: int) -> int:
+    """What a text begins with: the token that the model is used to see there."""
+    for name in ("bos_token_id", "eos_token_id"):
+        found = getattr(config, name, None)
+        found = found[0] if isinstance(found, list | tuple) and found else found
+        if isinstance(found, int) and 0 <= found < vocabulary:
+            return found
+    return 0
+
+
+@contextmanager
+def _asked(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Have `generate` do this alone: it would fill in what the model's own file asks for, and end texts early."""
+    own = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = own
