@@ -28,6 +28,7 @@ from anybit.loader import load, load_tokenizer
 LENGTH = 1024  # tokens of a window
 CHUNK = 256  # positions whose logits are alive at a time
 RESAMPLES = 2000
+PARTS = ("all", "layers", "embedding")
 Said = tuple[Tensor, Tensor]  # hidden states and the head that makes logits of them
 
 
@@ -56,15 +57,19 @@ def window_figures(base: Said, own: Said, ids: Tensor) -> tuple[float, float]:
     return divergence / (LENGTH - 1), loss / (LENGTH - 1)
 
 
-def put_weights(base: Any, made: Any) -> None:
-    """Give the base an artifact's weights: all of them, as methods may change norms too."""
+def put_weights(base: Any, made: Any, part: str = "all") -> None:
+    """Give the base an artifact's weights: all of them, as methods may change norms too, or those of one of `PARTS`."""
     packed = {name: module for name, module in made.named_modules() if isinstance(module, PackedModule)}
+    outside = base.get_input_embeddings(), base.get_output_embeddings()
     for name, module in packed.items():
-        base.get_submodule(name).weight.copy_(module.bound().dequantize())
-    own = dict(base.named_parameters())
-    for name, parameter in made.named_parameters():
-        if name.rpartition(".")[0] not in packed:
-            own[name].copy_(parameter)
+        own = base.get_submodule(name)
+        if part == "all" or (part == "embedding") == (own in outside):
+            own.weight.copy_(module.bound().dequantize())
+    if part == "all":
+        parameters = dict(base.named_parameters())
+        for name, parameter in made.named_parameters():
+            if name.rpartition(".")[0] not in packed:
+                parameters[name].copy_(parameter)
 
 
 def figures(known: Said, model: Any, windows: Tensor) -> dict[str, Any]:
@@ -76,13 +81,13 @@ def figures(known: Said, model: Any, windows: Tensor) -> dict[str, Any]:
 
 
 def measure(
-    base: Any, known: Said, artifact: Path, widths: Sequence[float], windows: Tensor
+    base: Any, known: Said, artifact: Path, widths: Sequence[float], windows: Tensor, part: str
 ) -> dict[str, Any]:
     """Figures of every window at every width beside what the base said; the base's weights are overwritten."""
     made, found = load(artifact), {}
     for bits in widths:
         made.set_bits(bits)
-        put_weights(base, made)
+        put_weights(base, made, part)
         found[f"{bits:g}"] = of = figures(known, base, windows)
         print(
             f"{artifact.name} {bits:g}: {np.exp(np.mean(of['nll'])):.3f}, {np.mean(of['kld']):.4f}",
@@ -108,6 +113,9 @@ def main() -> None:
     parser.add_argument("--skip", type=float, default=0.0, help="share of the text that is left out")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--bits", default="2.3,2.5,3,3.5,4")
+    parser.add_argument(
+        "--part", choices=PARTS, default="all", help="what is quantized: embedding and head, or the rest"
+    )
     parser.add_argument("--json", type=Path, help="every figure of every window")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -117,7 +125,9 @@ def main() -> None:
     known = states, head.clone()
     widths = [float(bits) for bits in args.bits.split(",")]
     given = dict(text.split("=", 1) for text in args.artifacts)
-    cells = {name: measure(base, known, Path(path), widths, windows) for name, path in given.items()}
+    cells = {
+        name: measure(base, known, Path(path), widths, windows, args.part) for name, path in given.items()
+    }
     first = next(iter(cells.values()))
     criteria = {name: ratio(first, found) for name, found in cells.items()}
     for name, (mean, low, high) in criteria.items():

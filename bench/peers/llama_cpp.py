@@ -85,9 +85,13 @@ def main() -> int:
         sizes = {key: about[key] for key in ("bits_per_weight", "size_bytes")}
         others.append({"name": name, **sizes, "texts": means(texts.measure(Path(place), **level))})
         print(json.dumps(others[-1]), flush=True)
+    shown = [given.model.name, "--windows", str(given.windows)]
+    if given.types != list(TYPES):
+        shown += ["--types", *given.types]
+    shown += [f"--text {name}=..." for name in texts.windows]
+    shown += [f"--artifact {pair.split('=', 1)[0]!r}=DIR" for pair in given.artifact]
     found = {
-        "command": f"python bench/peers/llama_cpp.py {given.model.name} --windows {given.windows} "
-        + " ".join(f"--text {name}=..." for name in texts.windows),
+        "command": " ".join(["python bench/peers/llama_cpp.py", *shown]),
         "base": texts.base_perplexity, "cells": cells, "others": others,
     }  # fmt: skip
     given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
