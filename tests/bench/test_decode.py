@@ -457,7 +457,7 @@ def test_perplexities_of_widths_caches_and_files(
     file = write_gguf(tmp_path / "exact.gguf", model, "llama")
     plan = tiny(
         models=[str(anybit_artifact)], **llama | {"ggufs": (file,)}, text=text_file, base=base,
-        only=("anybit 2.47", "anybit 3.97", "llama.cpp"), kv_bits=(16, 4), depths=(8,), prompts=(), tokens=32,
+        only=("anybit 2.", "anybit 3.", "llama.cpp"), kv_bits=(16, 4), depths=(8,), prompts=(), tokens=32,
     )  # fmt: skip
     out = tmp_path / "decode.json"
     figures = decode.decode(plan, out)
