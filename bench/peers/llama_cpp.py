@@ -77,9 +77,10 @@ def main() -> int:
             "anybit": means(own), "size_bytes": taken, "kld_ratio": held,
         })  # fmt: skip
         print(json.dumps(cells[-1]), flush=True)
-    others = []
+    others, asked = [], []
     for name, path in (pair.split("=", 1) for pair in given.artifact):
-        place, _, bits = path.partition("@")
+        place, at, bits = path.partition("@")
+        asked.append((name, at + bits))
         level: dict[str, Any] = {"bits": float(bits)} if bits else {}
         about = inspect(Path(place), **level)
         sizes = {key: about[key] for key in ("bits_per_weight", "size_bytes")}
@@ -89,7 +90,7 @@ def main() -> int:
     if given.types != list(TYPES):
         shown += ["--types", *given.types]
     shown += [f"--text {name}=..." for name in texts.windows]
-    shown += [f"--artifact {pair.split('=', 1)[0]!r}=DIR" for pair in given.artifact]
+    shown += [f"--artifact '{name}=DIR{at}'" for name, at in asked]
     found = {
         "command": " ".join(["python bench/peers/llama_cpp.py", *shown]),
         "base": texts.base_perplexity, "cells": cells, "others": others,

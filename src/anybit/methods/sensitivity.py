@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -134,17 +135,13 @@ def _own_texts(search: Search) -> ExpectedTokens | None:
     texts, seed = search.options.own_texts, search.options.seed
     length = min(OWN_TEXT_TOKENS, search.tokens.shape[1] - 1)
     rows = search.streamed.model.get_input_embeddings().weight.shape[0]
-    file = None if search.folder is None else search.folder / f"own-texts-{texts}-{length}-{seed}.safetensors"
     sizes = {field.name: (rows,) for field in fields(ExpectedTokens)}
-    found = None if file is None else _read_part(file, sizes)
-    if found is not None:
-        return ExpectedTokens(**found)
-    begun = Cost.clock()
-    advance = search.report.task(f"{texts} texts of the model's own", texts * length)
-    made = expected_tokens(search.streamed, texts, length, seed, advance)
-    if file is not None:
-        _write_part(file, vars(made), Cost.since(begun))
-    return made
+
+    def make() -> Mapping[str, Tensor]:
+        advance = search.report.task(f"{texts} texts of the model's own", texts * length)
+        return vars(expected_tokens(search.streamed, texts, length, seed, advance))
+
+    return ExpectedTokens(**_kept(search, f"own-texts-{texts}-{length}-{seed}", sizes, make))
 
 
 def _of_gradients(search: Search) -> tuple[Search, list[int]]:
@@ -338,28 +335,44 @@ def _parts(
     reduce: Callable[[GradientStats], Tensor],
     size: Callable[[str, int], tuple[int, ...]],  # of what `reduce` gives, by layer and number of samples
     advance: Advance,
-) -> Iterator[dict[str, Tensor]]:
+) -> Iterator[Mapping[str, Tensor]]:
     """What `reduce` gives for every layer, for some samples at a time; finished parts are kept in the folder."""
     vocabulary = _vocabulary_shapes(search)
     for a in range(0, len(search.tokens), SAMPLES_KEPT):
         part = search.tokens[a : a + SAMPLES_KEPT]
-        file = None if search.folder is None else search.folder / f"samples-{a}.safetensors"
         sizes = {name: size(name, len(part)) for name in search.shapes} | vocabulary
-        found = None if file is None else _read_part(file, sizes)
-        if found is not None:
-            advance(len(part))
-        else:
-            begun = Cost.clock()
+
+        def make(part: Tensor = part) -> Mapping[str, Tensor]:
             more = _no_vocabulary(search, search.streamed.device) if search.vocabulary else None
             stats = gradient_statistics(
                 search.streamed, part, search.shapes, deltas=deltas, vocabulary=more, advance=advance
             )
-            found = {name: reduce(s).cpu() for name, s in stats.items()}
+            made = {name: reduce(s).cpu() for name, s in stats.items()}
             if more is not None:
-                found |= {VOCABULARY + name: tensor.cpu() for name, tensor in more.tensors().items()}
-            if file is not None:
-                _write_part(file, found, Cost.since(begun))
-        yield found
+                made |= {VOCABULARY + name: tensor.cpu() for name, tensor in more.tensors().items()}
+            return made
+
+        yield _kept(search, f"samples-{a}", sizes, make, partial(advance, len(part)))
+
+
+def _kept(
+    search: Search,
+    name: str,
+    sizes: Mapping[str, tuple[int, ...]],
+    make: Callable[[], Mapping[str, Tensor]],
+    skip: Callable[[], None] = lambda: None,  # called where it was there
+) -> Mapping[str, Tensor]:
+    """A part that was finished before, or made now; kept where the search has a folder."""
+    file = None if search.folder is None else search.folder / f"{name}.safetensors"
+    found = None if file is None else _read_part(file, sizes)
+    if found is not None:
+        skip()
+        return found
+    begun = Cost.clock()
+    made = make()
+    if file is not None:
+        _write_part(file, made, Cost.since(begun))
+    return made
 
 
 def _write_part(file: Path, found: Mapping[str, Tensor], cost: Cost) -> None:
