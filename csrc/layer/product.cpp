@@ -199,16 +199,16 @@ void Product::place(size_t p, int64_t k, int64_t piece) const {
     const Tile& tile = *plan_.parts_[p].part->tile;
     const int32_t *rows = tile.out_rows().data(), *inverse = tile.out_rows().inverse();
     const bool fresh = plan_.fresh_ && (p == 0 || layer_.alone());
+    const int64_t first = piece * Plan::PLACED_OUTPUTS, last = std::min(first + Plan::PLACED_OUTPUTS, layer_.out_);
     const auto put = [&](const auto* made, auto* to, bool set) {
         made += k * tile.rows();
-        const int64_t first = piece * Plan::PLACED_OUTPUTS, last = std::min(first + Plan::PLACED_OUTPUTS, layer_.out_);
         if (inverse == nullptr) {
             for (int64_t i = 0; i < (piece == 0 ? tile.rows() : 0); ++i)
                 to[rows[i]] = set ? made[i] : to[rows[i]] + made[i];
-        } else if (set)
-            for (int64_t i = first; i < last; ++i) to[i] = made[inverse[i]];
+        } else if constexpr (sizeof *to == sizeof(float))
+            layer_.ops_.put_in_order(made, inverse + first, last - first, set, to + first);
         else
-            for (int64_t i = first; i < last; ++i) to[i] += made[inverse[i]];
+            for (int64_t i = first; i < last; ++i) to[i] = made[inverse[i]]; // halves are set
     };
     const size_t from = Plan::PARTS + 2 * p + 1;
     if (plan_.direct_) put(region<uint16_t>(from), y_.halves + k * y_.stride, true);

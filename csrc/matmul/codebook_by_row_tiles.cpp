@@ -23,7 +23,7 @@ constexpr int64_t TILE = 16 * BYTES;
 constexpr int64_t CHUNK = 2; // blocks of a row that are decoded at a time: with their inputs they fit the first cache
 constexpr int64_t MOST_VECTORS = CHUNK * PHASES + MOST_TAILS;
 constexpr int64_t MOST_COLUMNS = INT32_MAX / (128 * 255); // a digit of -128 times a centroid of 255, everywhere
-constexpr int64_t LEAST_TOKENS = 5;                       // of fewer, gemv takes less time
+constexpr int64_t LEAST_TOKENS = 4;                       // of fewer, gemv takes less time
 
 // Vectors of codes of a row: of whole blocks, then tails.
 inline int64_t vectors_of(const CodebookByRow& c) {
@@ -60,12 +60,14 @@ void prepare_many(const CodebookByRow& c, const int8_t* codes, const float* scal
         const bool tail = b == blocks - 1 && tails > 0;
         for (int64_t s = 0; s < (tail ? tails : PHASES); ++s, ++v) {
             const Ints lanes = tail ? tail_factors(factors, s) : load_as<Ints>(factors);
-            Codes digits[2];
-            digits_of(block[s], reinterpret_cast<__m512i>(lanes | lanes << 16), digits[0], digits[1]);
-            int32_t words[2][LANES];
-            __builtin_memcpy(words, digits, sizeof words);
-            for (int64_t l = 0; l < LANES; ++l)
-                for (int64_t d = 0; d < 2; ++d) __builtin_memcpy(x + v * TILE + l * BYTES + d * 4, &words[d][l], 4);
+            Codes high, low;
+            digits_of(block[s], reinterpret_cast<__m512i>(lanes | lanes << 16), high, low);
+            const auto h = reinterpret_cast<__m512i>(high), l = reinterpret_cast<__m512i>(low);
+            int64_t pairs[2][LANES / 2]; // of each 128 bits the first two lanes' digits, and the last two
+            _mm512_storeu_si512(pairs[0], _mm512_unpacklo_epi32(h, l));
+            _mm512_storeu_si512(pairs[1], _mm512_unpackhi_epi32(h, l));
+            for (int64_t i = 0; i < LANES; ++i)
+                __builtin_memcpy(x + v * TILE + i * BYTES, &pairs[i / 2 % 2][i / 4 * 2 + i % 2], 8);
         }
     }
 }
@@ -216,24 +218,36 @@ inline void turn(const __m256 (&rows)[16], Floats (&tokens)[TOKENS]) {
 // Sums of tiles of rows go where outputs say.
 template <int EACH> class Finish {
 public:
-    Finish(const CodebookByRow& c, const WholeInputs& in, const Outputs& y)
-        : c_(c), in_(in), y_(y), groups_(ceil_div(in.tokens, TOKENS)) {
+    Finish(const CodebookByRow& c, const WholeInputs& in) : c_(c), in_(in), groups_(ceil_div(in.tokens, TOKENS)) {
         for (int64_t g = 0; g < groups_; ++g) tokens_[g] = Tokens(in, g * TOKENS);
     }
 
-    // A block of rows, whose sums of the next TOKENS lie `stride` vectors further, those of second bytes `second`.
-    void operator()(int64_t block, const Ints* sums, int64_t stride, int64_t second = 0) const {
-        const Places places = find_places(y_, block, c_.rows);
+    // A block of rows.
+    struct Rows {
+        Outputs y;
+        Places places;
+        int64_t block;
         double steps[LANES];
+    };
+    // Outputs may begin with a later row than the matrix.
+    Rows rows(const Outputs& y, int64_t block, int64_t first = 0) const {
+        Rows made{y, find_places(y, block, c_.rows), block, {}};
+        made.places.first -= first;
         for (int64_t i = 0; i < LANES; i += 8)
-            _mm512_storeu_pd(steps + i, whole_steps(c_, block * LANES + i, places.count - i));
-        for (int64_t g = 0; g < groups_; ++g, sums += stride)
-            finish_tokens(block, places, steps, tokens_[g], sums, second);
+            _mm512_storeu_pd(made.steps + i, whole_steps(c_, block * LANES + i, made.places.count - i));
+        return made;
+    }
+
+    // Groups begin <= g < end of TOKENS tokens, whose sums lie `stride` vectors apart, those of second bytes `second`
+    // further.
+    void operator()(const Rows& rows, int64_t begin, int64_t end, const Ints* sums, int64_t stride,
+                    int64_t second = 0) const {
+        for (int64_t g = begin; g < end && g < groups_; ++g, sums += stride)
+            finish_tokens(rows, tokens_[g], sums, second);
     }
 
 private:
-    void finish_tokens(int64_t block, const Places& places, const double* steps, const Tokens& tokens, const Ints* sums,
-                       int64_t second) const {
+    void finish_tokens(const Rows& own, const Tokens& tokens, const Ints* sums, int64_t second) const {
         constexpr int64_t CENTRES = (EACH == 2 ? CodebookByRow::WORD + 1 : 1) * CodebookByRow::BYTE_ZERO;
         const __m512i excess = _mm512_mullo_epi64(tokens.sums, _mm512_set1_epi64(CENTRES));
         __m256 rows[LANES];
@@ -242,24 +256,23 @@ private:
             if constexpr (EACH == 2)
                 all = _mm512_add_epi64(_mm512_mullo_epi64(all, _mm512_set1_epi64(CodebookByRow::WORD)),
                                        join_digits(sums[second + i]));
-            rows[i] = whole_values(_mm512_sub_epi64(all, excess), _mm512_set1_pd(steps[i]), tokens.units);
+            rows[i] = whole_values(_mm512_sub_epi64(all, excess), _mm512_set1_pd(own.steps[i]), tokens.units);
         }
         Floats values[TOKENS], kept[TOKENS] = {};
         turn(rows, values);
         if (c_.kept_columns > 0)
             by_tokens<TOKENS>(tokens.count, [&](auto m, int64_t k) {
-                Floats own[m.value] = {};
-                sum_kept<m.value>(c_, in_.kept + (tokens.first + k) * c_.kept_columns, block * LANES, places.count,
-                                  own);
-                for (int l = 0; l < m.value; ++l) kept[k + l] = own[l];
+                Floats some[m.value] = {};
+                sum_kept<m.value>(c_, in_.kept + (tokens.first + k) * c_.kept_columns, own.block * LANES,
+                                  own.places.count, some);
+                for (int l = 0; l < m.value; ++l) kept[k + l] = some[l];
             });
         for (int64_t k = 0; k < tokens.count; ++k)
-            finish(y_, tokens.first + k, places, c_.kept_columns > 0 ? kept[k] + values[k] : values[k]);
+            finish(own.y, tokens.first + k, own.places, c_.kept_columns > 0 ? kept[k] + values[k] : values[k]);
     }
 
     const CodebookByRow& c_;
     const WholeInputs& in_;
-    const Outputs& y_;
     int64_t groups_;
     Tokens tokens_[BATCH / TOKENS];
 };
@@ -340,7 +353,7 @@ void gemm_few(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, i
     auto* panels = static_cast<Codes(*)[16]>(thread_memory((2 * PHASES + 4) * TILE));
     auto* sums = reinterpret_cast<Ints*>(panels + 2 * PHASES);
     const auto panel = [&](int64_t i) { return panels + i % 2 * PHASES; };
-    const Finish<1> finish(c, in, y);
+    const Finish<1> finish(c, in);
     shape_digit_tiles(in.tokens);
     const auto multiply = [&](int64_t i) {
         const int64_t b = i % blocks, first = b * PHASES;
@@ -348,7 +361,7 @@ void gemm_few(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, i
         Few::add(panel(i), least(PHASES, vectors - first), in.x + first * TILE, vectors * TILE);
         if (b + 1 < blocks) return;
         Few::save(sums);
-        finish(begin + i / blocks, sums, Few::BOTH);
+        finish(finish.rows(y, begin + i / blocks), 0, 2, sums, Few::BOTH);
     };
     for (int64_t i = 0; i < all; ++i) {
         decode_block<B>(c, (begin + i / blocks) * LANES, i % blocks, panel(i));
@@ -360,18 +373,51 @@ void gemm_few(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, i
 
 // ---- any number of tokens
 
+// Outputs of some rows, held until those of a token can be written together. Block by block they would go to as many
+// pages of memory as there are tokens, one line to each, which costs more than copying where no cache holds them all.
+class Held {
+public:
+    static constexpr int64_t ROWS = 128, MEMORY = BATCH * ROWS * 4;
+    static constexpr int64_t MOST_CACHED = int64_t(1) << 20; // bytes of outputs that the second cache has room for
+
+    // Of the rows from `first` on. Only outputs that are set, and lie side by side; others go to their places at once.
+    Held(const Outputs& y, int64_t tokens, int64_t first, void* memory)
+        : y_(y), tokens_(tokens), first_(first), rows_(static_cast<float*>(memory)),
+          holds_(y.rows == nullptr && y.fresh && y.rounded == nullptr && tokens * y.stride * 4 > MOST_CACHED) {}
+
+    // Where outputs are made meanwhile, and the row that comes first there.
+    Outputs outputs() const { return holds_ ? Outputs{rows_, ROWS, true} : y_; }
+    int64_t first() const { return holds_ ? first_ : 0; }
+    // All rows up to `end` are made, and as many as `more` come next.
+    void go_on(int64_t end, int64_t more) {
+        if (!holds_ || (more > 0 && end + more - first_ <= ROWS)) return;
+        for (int64_t k = 0; k < tokens_; ++k)
+            __builtin_memcpy(y_.sums + k * y_.stride + first_, rows_ + k * ROWS, static_cast<size_t>(end - first_) * 4);
+        first_ = end;
+    }
+
+private:
+    const Outputs& y_;
+    int64_t tokens_, first_;
+    float* rows_;
+    bool holds_;
+};
+
 template <int B, int EACH>
 void gemm_many(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
     const int64_t vectors = vectors_of(c), whole = vectors / PHASES, groups = ceil_div(in.tokens, TOKENS);
     const int64_t chunks = ceil_div(whole > 0 ? whole : 1, CHUNK), stride = vectors * TILE;
     const int64_t half = groups * ROWS * 16; // vectors of sums of a byte of the entries
     constexpr int64_t PANELS = EACH * sizeof(Panel), MOST = EACH * BATCH / TOKENS * ROWS * TILE;
-    static_assert(PANELS + MOST <= GEMM_MEMORY);
-    auto* panels = static_cast<Panel*>(thread_memory(PANELS + MOST));
+    static_assert(PANELS + MOST + Held::MEMORY <= GEMM_MEMORY);
+    auto* panels = static_cast<Panel*>(thread_memory(PANELS + MOST + Held::MEMORY));
     auto* sums = reinterpret_cast<Ints*>(panels + EACH);
-    const Finish<EACH> finish(c, in, y);
+    Held held(y, in.tokens, begin * LANES, reinterpret_cast<char*>(sums) + MOST);
+    const Finish<EACH> finish(c, in);
     for (int64_t block = begin; block < end; block += ROWS) {
         const int64_t tiles = least(ROWS, end - block);
+        const auto rows = finish.rows(held.outputs(), block, held.first()),
+                   next = finish.rows(held.outputs(), block + tiles - 1, held.first());
         for (int64_t q = 0; q < chunks; ++q) {
             const Chunk chunk{q * CHUNK, least(CHUNK, whole - q * CHUNK), q == chunks - 1};
             decode_rows<B, EACH>(c, block * LANES, tiles, chunk, panels);
@@ -380,17 +426,20 @@ void gemm_many(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
                 const int64_t tokens = least(2 * TOKENS, in.tokens - g * TOKENS);
                 if (g == 0 || tokens < 2 * TOKENS) shape_digit_tiles(tokens);
                 const int8_t* x = in.x + g * stride + chunk.block * PHASES * TILE;
+                Ints* own = sums + g * ROWS * 16;
                 for (int64_t e = 0; e < EACH; ++e)
                     by_tiles(tiles, tokens > TOKENS, [&](auto tile) {
-                        Ints* own = sums + e * half + g * ROWS * 16;
                         if (q == 0) tile.zero();
-                        else tile.load(own);
+                        else tile.load(own + e * half);
                         tile.add(panels[e][0], here, x, stride);
-                        tile.save(own);
+                        tile.save(own + e * half);
                     });
+                if (q + 1 < chunks) continue;
+                finish(rows, g, g + 2, own, ROWS * 16, half);
+                if (tiles > 1) finish(next, g, g + 2, own + 16, ROWS * 16, half);
             }
         }
-        for (int64_t t = 0; t < tiles; ++t) finish(block + t, sums + t * 16, ROWS * 16, half);
+        held.go_on(least((block + tiles) * LANES, c.rows), least(end - block - tiles, ROWS) * LANES);
     }
     _tile_release();
 }

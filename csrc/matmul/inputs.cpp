@@ -1,4 +1,4 @@
-// Inputs on their way to kernels: rounded to 8 bits or fewer, or to bfloat16.
+// What lies between kernels: inputs rounded to 8 bits or fewer or to bfloat16, and outputs put in order.
 #include "matmul/ops.h"
 
 #include "matmul/whole.h"
@@ -60,11 +60,19 @@ void to_bfloat16(const float* x, int64_t n, uint16_t* bf16) {
     for (int64_t i = 0; i < n; ++i) bf16[i] = to_bf16(x[i]);
 }
 
+void put_in_order(const float* __restrict from, const int32_t* order, int64_t n, bool set, float* __restrict to) {
+    if (set)
+        for (int64_t i = 0; i < n; ++i) to[i] = from[order[i]];
+    else
+        for (int64_t i = 0; i < n; ++i) to[i] += from[order[i]];
+}
+
 } // namespace
 
 void add_inputs(MatmulOps& ops) {
     ops.quantize_inputs = quantize_inputs;
     ops.to_bfloat16 = to_bfloat16;
+    ops.put_in_order = put_in_order;
 }
 
 } // namespace anybit::ANYBIT_ISA
