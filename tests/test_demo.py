@@ -15,7 +15,6 @@ import pytest
 
 from anybit import demo
 from anybit.errors import InputError
-from anybit.evaluation.measure import evaluate
 from anybit.loader import load
 from anybit.progress import SILENT
 from tests import builders
@@ -43,7 +42,7 @@ def test_the_demo_measures_the_base_and_every_run(
     monkeypatch.setattr(demo, "RUNS", runs)
     monkeypatch.setattr(demo, "EVAL_TOKENS", 256)
     monkeypatch.setattr(demo, "fetch_model", lambda folder: model_dir("llama"))
-    monkeypatch.setattr(demo, "evaluate", lambda model, **o: evaluate(model, **{**o, "seq_len": 64}))
+    monkeypatch.setattr(demo, "SEQ_LEN", 64)
     monkeypatch.setattr(demo, "print_table", show)
     demo.run(tmp_path, SILENT)
     base, *made = shown[0]

@@ -7,16 +7,21 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from anybit.artifact.files import is_artifact
+from anybit.artifact.sizes import inspect
+from anybit.calibration.texts import default_bos, read_text, token_ids
 from anybit.compare.page import png, write_page
 from anybit.config import Json
 from anybit.driver import quantize
 from anybit.errors import InputError, require_extra
-from anybit.evaluation.measure import evaluate
+from anybit.evaluation.measure import counting
+from anybit.evaluation.perplexity import perplexity
 from anybit.generate import Generator
-from anybit.loader import opened
+from anybit.loader import load, load_tokenizer, opened
 from anybit.methods.anybit import AnyBit
 from anybit.methods.gptq import GPTQ
 from anybit.methods.rtn import RTN
@@ -31,7 +36,7 @@ RUNS = {
 }
 WIDTHS = (2.5, 3, 4, 6)  # at which the artifact of the method anybit is measured
 PROMPT = "The most important thing to know about the ocean is"
-EVAL_TOKENS = 8192
+SEQ_LEN, EVAL_TOKENS = 1024, 8192
 
 
 def run(out: Path, report: Silent) -> None:
@@ -42,14 +47,13 @@ def run(out: Path, report: Silent) -> None:
     """
     require_extra("plots", "the report of `anybit demo`")
     model = fetch_model(out / "model")
-    rows = [_measure("unquantized (16 bits)", model, report)]
+    rows = _measure("unquantized (16 bits)", model, report)
     for name, options in RUNS.items():
         artifact = out / name.lower().replace(" ", "-")
         made = quantize(model, artifact, options, overwrite=True, report=report)
-        for bits in WIDTHS if options.several else (None,):
-            row = _measure(name if bits is None else f"{name} at {bits:g} bits", artifact, report, bits)
-            once = made.seconds if bits in (None, WIDTHS[0]) else None  # all widths come from one run
-            rows.append(row | {"run": name, "seconds": once})
+        several = _measure(name, artifact, report, WIDTHS if options.several else (None,))
+        several[0]["seconds"] = made.seconds  # all widths come from one run
+        rows += [row | {"run": name} for row in several]
     report.close()
     path = write_report(out / "report.html", rows)
     print_table(rows)
@@ -105,23 +109,39 @@ def _unpack(wheel: Path, folder: Path) -> Path:
     return partial.rename(target)
 
 
-def _measure(name: str, model: Path, report: Silent, bits: float | None = None) -> Json:
-    """One row of the table: figures, and a paragraph that the model writes."""
+def _measure(name: str, model: Path, report: Silent, widths: Sequence[float | None] = (None,)) -> list[Json]:
+    """Rows of the table, one for each width of a model that is loaded once: figures, and a text that it writes."""
     dtype = str(compute_dtype()).removeprefix("torch.")
-    figures = evaluate(model, seq_len=1024, max_tokens=EVAL_TOKENS, bits=bits, dtype=dtype, report=report)
+    tokenizer = load_tokenizer(model)
+    tokens, bos = token_ids(tokenizer, read_text("builtin-eval")), default_bos(tokenizer)
+    loaded, rows = load(model, dtype=dtype, report=report), []
+    for bits in widths:
+        title = name if bits is None else f"{name} at {bits:g} bits"
+        if bits is not None:
+            loaded.set_bits(bits)
+        found = perplexity(
+            loaded, tokens, seq_len=SEQ_LEN, max_tokens=EVAL_TOKENS, bos=bos,
+            progress=counting(report, f"perplexity of {title}"),
+        )  # fmt: skip
+        figures = {"perplexity": found.perplexity, "tokens": found.tokens, "dtype": dtype}
+        rows.append({"name": title, **_sizes(model, bits), **figures, "seconds": None})
+    del loaded  # the engine, which writes, has weights of its own
+    return [row | {"text": _written(model, bits)} for row, bits in zip(rows, widths)]
+
+
+def _written(model: Path, bits: float | None) -> str:
+    """A paragraph that the model writes."""
     generator = Generator(str(model), bits=bits)
     new = generator.generate(generator.encode(PROMPT), max_new_tokens=80)
-    in_16_bits = 2 * opened(model).weights()
-    return {
-        "name": name,
-        "bits_per_weight": figures["bits_per_weight"],
-        "size_bytes": figures.get("size_bytes", in_16_bits),
-        "perplexity": figures["perplexity"],
-        "tokens": figures["tokens"],
-        "dtype": dtype,
-        "seconds": None,
-        "text": generator.tokenizer.decode(new, skip_special_tokens=True),
-    }
+    return str(generator.tokenizer.decode(new, skip_special_tokens=True))
+
+
+def _sizes(model: Path, bits: float | None) -> Json:
+    """Bits per weight and bytes of an artifact at a width, or of a model in 16 bits."""
+    if not is_artifact(model):
+        return {"bits_per_weight": None, "size_bytes": 2 * opened(model).weights()}
+    made = inspect(model, bits=bits)
+    return {key: made[key] for key in ("bits_per_weight", "size_bytes")}
 
 
 def print_table(rows: list[Json]) -> None:

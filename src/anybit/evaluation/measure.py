@@ -113,7 +113,7 @@ def _evaluate_decoder(model: str | Path, settings: Settings) -> Json:
         result = evaluation.perplexity(
             loaded, tokens, seq_len=seq_len, max_tokens=settings.get("max_tokens"),
             bos=texts.default_bos(tokenizer), base=reference,
-            progress=_counting(report, f"perplexity on {text}"),
+            progress=counting(report, f"perplexity on {text}"),
         )  # fmt: skip
     for note in result.notes:
         report.say(note)
@@ -182,7 +182,7 @@ def _prepared(tasks: tuple[str, ...], tasks_dir: Path | None, limit: int | None)
     return None
 
 
-def _counting(report: Silent, title: str) -> evaluation.Progress:
+def counting(report: Silent, title: str) -> evaluation.Progress:
     """A bar that appears with the first step, once the number of steps is known."""
     advance: Any = None
 
