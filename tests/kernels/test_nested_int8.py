@@ -29,6 +29,7 @@ from anybit import _native
 
 pytestmark = pytest.mark.native
 GROUP = 32  # inputs that share a scale
+MANY = ("amx_bf16", "avx2", "avx_vnni")  # where any number of tokens has the bits of one
 
 
 def rounded_table(bits: int) -> Tensor:
@@ -124,7 +125,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(columns: int, kept: in
     x[:, tile.kept] *= 100
     x[4], x[5, 3], x[6] = 0, torch.nan, 1e-40
     layer = Layer(packed.layout, packed.tensors, "int8", isa=isa)
-    few = 150 if isa in ("amx_bf16", "avx2", "avx_vnni") else 32
+    few = 150 if isa in MANY else 32
     for inputs in (x, x.bfloat16()):
         whole = torch.int32 if inputs.dtype == torch.float32 else torch.int16
         alone = torch.cat([layer.matmul(row) for row in inputs.split(1)])
@@ -136,6 +137,17 @@ def test_a_token_has_the_same_bits_alone_and_among_others(columns: int, kept: in
     added = torch.ones(21, 83)
     layer.product(x[:21].contiguous(), added, add=True)
     assert torch.equal(added.nan_to_num(), (1 + layer.matmul(x[:21])).nan_to_num())
+
+
+@pytest.mark.parametrize("isa", [isa for isa in isas() if isa in MANY])
+def test_more_outputs_than_a_cache_holds(isa: str) -> None:
+    """They are written in runs of rows, which end where those of a width or a thread do."""
+    tile, packed = case(700, 96, 4, [8, 8, 7, 6, 5, 4, 2], 6)
+    x = torch.randn(400, 96, generator=torch.Generator().manual_seed(7))
+    layer = Layer(packed.layout, packed.tensors, "int8", isa=isa)
+    few = torch.cat([layer.matmul(part) for part in x.split(3)])
+    for threads in (1, 3):
+        assert torch.equal(layer.matmul(x, threads), few)
 
 
 @pytest.mark.parametrize("isa", isas())
