@@ -41,7 +41,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "coded": quality.coded,
     "llama-cpp": lambda: quality.llama_cpp("llama-cpp.json"),
     "llama-cpp-qwen": lambda: quality.llama_cpp("llama-cpp-qwen.json"),
-    "gptq-qwen": lambda: quality.as_they_are("llama-cpp-qwen.json"),
+    "layers-qwen": quality.layers_alone,
     "methods": quality.methods,
     "all-methods": quality.all_methods,
     "read-rate": lambda: speed.read_rate("decode-b", 2, speed.LARGE),

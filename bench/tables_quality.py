@@ -218,16 +218,17 @@ def llama_cpp(path: str) -> str:
     return how(found) + markdown(head, rows)
 
 
-def as_they_are(path: str) -> str:
-    """Artifacts that were measured as they are, on every text."""
-    found = load(path)
-    texts = list(found["base"])
-    rows = [["unquantized", "16", *(perplexity(found["base"][text]) for text in texts)]]
-    for cell in found["others"]:
-        rows.append(
-            [cell["name"], f"{cell['bits_per_weight']:.3f}", *(pair(cell["texts"][text]) for text in texts)]
-        )
-    return how(found) + markdown(["", "bpw", *texts], rows)
+def layers_alone() -> str:
+    """Layers of several artifacts in a base whose embedding and head are left as they are, on every text."""
+    found = load("layers-qwen.json")
+    texts = list(found["texts"].values())
+    rows = [[name, *(figures_of(cells[name]) for cells in texts)] for name in texts[0]]
+    return how(found) + markdown(["", *found["texts"]], rows)
+
+
+def figures_of(windows: Any) -> str:
+    """Perplexity and divergence of some windows."""
+    return f"{perplexity(math.exp(statistics.mean(windows['nll'])))}, {statistics.mean(windows['kld']):.4f}"
 
 
 def paired_head(found: Any) -> list[str]:
@@ -239,10 +240,7 @@ def paired_rows(found: Any) -> list[list[str]]:
     """What `bench/paired.py` found: perplexity and divergence at every width, and the criterion against the first."""
     rows = []
     for name, widths in found["cells"].items():
-        figures = [
-            f"{perplexity(math.exp(statistics.mean(of['nll'])))}, {statistics.mean(of['kld']):.4f}"
-            for of in widths.values()
-        ]
+        figures = [figures_of(of) for of in widths.values()]
         mean, low, high = (100 * math.expm1(value) for value in found["criteria"][name])
         rows.append([name, *figures, f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})" if mean else ""])
     return rows

@@ -15,6 +15,7 @@ import pytest
 
 from anybit import demo
 from anybit.errors import InputError
+from anybit.evaluation.measure import evaluate
 from anybit.loader import load
 from anybit.progress import SILENT
 from tests import builders
@@ -33,19 +34,30 @@ def test_the_demo_measures_the_base_and_every_run(
         "RTN 2-bit": builders.options("rtn", 2, 16),
     }
     shown: list[list[dict[str, Any]]] = []
-    print_table = demo.print_table
+    loaded: list[Path] = []
+    print_table, load_model = demo.print_table, demo.load
 
     def show(rows: list[dict[str, Any]]) -> None:
         shown.append(rows)
         print_table(rows)
 
+    def load_once(model: Path, **options: Any) -> Any:
+        loaded.append(model)
+        return load_model(model, **options)
+
     monkeypatch.setattr(demo, "RUNS", runs)
+    monkeypatch.setattr(demo, "load", load_once)
     monkeypatch.setattr(demo, "EVAL_TOKENS", 256)
     monkeypatch.setattr(demo, "fetch_model", lambda folder: model_dir("llama"))
     monkeypatch.setattr(demo, "SEQ_LEN", 64)
     monkeypatch.setattr(demo, "print_table", show)
     demo.run(tmp_path, SILENT)
     base, *made = shown[0]
+    assert len(loaded) == len(set(loaded)) == 1 + len(runs)
+    artifact = next(path for path in loaded if path.name == "anybit")
+    for row, bits in zip(made, demo.WIDTHS):  # a width does not carry over to the next
+        alone = evaluate(artifact, bits=bits, seq_len=64, max_tokens=256, dtype=row["dtype"])
+        assert row["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-6)
     assert base["bits_per_weight"] is None and base["seconds"] is None
     assert [row["name"] for row in made] == [
         *(f"anybit at {b} bits" for b in (2.5, 3, 4, 6)),

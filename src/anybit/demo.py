@@ -13,13 +13,12 @@ from typing import Any
 
 from anybit.artifact.files import is_artifact
 from anybit.artifact.sizes import inspect
-from anybit.calibration.texts import default_bos, read_text, token_ids
+from anybit.calibration.texts import read_text, token_ids
 from anybit.compare.page import png, write_page
 from anybit.config import Json
 from anybit.driver import quantize
-from anybit.errors import InputError, require_extra
-from anybit.evaluation.measure import counting
-from anybit.evaluation.perplexity import perplexity
+from anybit.errors import InputError, enough_memory, require_extra
+from anybit.evaluation.measure import FULL, Windows, score
 from anybit.generate import Generator
 from anybit.loader import load, load_tokenizer, opened
 from anybit.methods.anybit import AnyBit
@@ -51,9 +50,8 @@ def run(out: Path, report: Silent) -> None:
     for name, options in RUNS.items():
         artifact = out / name.lower().replace(" ", "-")
         made = quantize(model, artifact, options, overwrite=True, report=report)
-        several = _measure(name, artifact, report, WIDTHS if options.several else (None,))
-        several[0]["seconds"] = made.seconds  # all widths come from one run
-        rows += [row | {"run": name} for row in several]
+        widths = WIDTHS if options.several else (None,)
+        rows += [row | {"run": name} for row in _measure(name, artifact, report, made.seconds, widths)]
     report.close()
     path = write_report(out / "report.html", rows)
     print_table(rows)
@@ -109,24 +107,39 @@ def _unpack(wheel: Path, folder: Path) -> Path:
     return partial.rename(target)
 
 
-def _measure(name: str, model: Path, report: Silent, widths: Sequence[float | None] = (None,)) -> list[Json]:
-    """Rows of the table, one for each width of a model that is loaded once: figures, and a text that it writes."""
+def _measure(
+    name: str,
+    model: Path,
+    report: Silent,
+    seconds: float | None = None,
+    widths: Sequence[float | None] = (None,),
+) -> list[Json]:
+    """Rows of the table, one for each width: figures of a model that is loaded once, then a text that it writes.
+
+    Args:
+        name: of the model.
+        model: what to load.
+        report: where progress goes.
+        seconds: that compressing it took, at all widths together.
+        widths: average bits; None: as it is.
+    """
     dtype = str(compute_dtype()).removeprefix("torch.")
     tokenizer = load_tokenizer(model)
-    tokens, bos = token_ids(tokenizer, read_text("builtin-eval")), default_bos(tokenizer)
-    loaded, rows = load(model, dtype=dtype, report=report), []
-    for bits in widths:
-        title = name if bits is None else f"{name} at {bits:g} bits"
-        if bits is not None:
-            loaded.set_bits(bits)
-        found = perplexity(
-            loaded, tokens, seq_len=SEQ_LEN, max_tokens=EVAL_TOKENS, bos=bos,
-            progress=counting(report, f"perplexity of {title}"),
-        )  # fmt: skip
-        figures = {"perplexity": found.perplexity, "tokens": found.tokens, "dtype": dtype}
-        rows.append({"name": title, **_sizes(model, bits), **figures, "seconds": None})
-    del loaded  # the engine, which writes, has weights of its own
-    return [row | {"text": _written(model, bits)} for row, bits in zip(rows, widths)]
+    tokens = token_ids(tokenizer, read_text("builtin-eval"))
+    rows: list[Json] = []
+    with enough_memory(FULL):
+        loaded = load(model, dtype=dtype, report=report)
+        for bits in widths:
+            title = name if bits is None else f"{name} at {bits:g} bits"
+            if bits is not None:
+                loaded.set_bits(bits)
+            asked: Windows = {"seq_len": SEQ_LEN, "max_tokens": EVAL_TOKENS}
+            found = score(loaded, tokenizer, tokens, f"perplexity of {title}", report, **asked)
+            figures = {"perplexity": found.perplexity, "tokens": found.tokens, "dtype": dtype}
+            taken = {"seconds": None if rows else seconds}  # all widths come from one run
+            rows.append({"name": title, **_sizes(model, bits), **figures, **taken})
+        del loaded  # the engine, which writes, reads weights of its own
+        return [row | {"text": _written(model, bits)} for row, bits in zip(rows, widths, strict=True)]
 
 
 def _written(model: Path, bits: float | None) -> str:

@@ -140,14 +140,26 @@ def test_a_token_has_the_same_bits_alone_and_among_others(columns: int, kept: in
 
 
 @pytest.mark.parametrize("isa", [isa for isa in isas() if isa in MANY])
-def test_more_outputs_than_a_cache_holds(isa: str) -> None:
+@pytest.mark.parametrize(
+    ("columns", "planes"),
+    [
+        (96, [8, 8, 8, 2]),
+        (1100, [8, 8, 8, 3]),
+        (1100, [8, 8, 8, 8, 8, 8, 3]),
+    ],  # entries of a byte, and of two
+)
+def test_more_outputs_than_a_cache_holds(columns: int, planes: list[int], isa: str) -> None:
     """They are written in runs of rows, which end where those of a width or a thread do."""
-    tile, packed = case(700, 96, 4, [8, 8, 7, 6, 5, 4, 2], 6)
-    x = torch.randn(400, 96, generator=torch.Generator().manual_seed(7))
+    _, packed = case(1071, columns, 4, planes, 6)
+    x = torch.randn(509, columns, generator=torch.Generator().manual_seed(7))
     layer = Layer(packed.layout, packed.tensors, "int8", isa=isa)
-    few = torch.cat([layer.matmul(part) for part in x.split(3)])
-    for threads in (1, 3):
-        assert torch.equal(layer.matmul(x, threads), few)
+    for inputs in (x, x.bfloat16()):
+        few = torch.cat([layer.matmul(part) for part in inputs.split(3)])
+        for threads in (1, 2):
+            assert torch.equal(layer.matmul(inputs, threads), few)
+    added = torch.ones(509, 1071)
+    layer.product(x, added, add=True)
+    assert torch.equal(added, 1 + layer.matmul(x))
 
 
 @pytest.mark.parametrize("isa", isas())

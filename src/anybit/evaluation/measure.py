@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -106,17 +106,11 @@ def _evaluate_decoder(model: str | Path, settings: Settings) -> Json:
     kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
     if natively:
         loaded = _native(loaded, tokenizer, kv_bits, settings)
-    with (
-        quantized_attention(loaded, 16 if natively else kv_bits),
-        evaluation.recalled(reference, settings.get("base_cache")),
-    ):
-        result = evaluation.perplexity(
-            loaded, tokens, seq_len=seq_len, max_tokens=settings.get("max_tokens"),
-            bos=texts.default_bos(tokenizer), base=reference,
-            progress=counting(report, f"perplexity on {text}"),
+    with evaluation.recalled(reference, settings.get("base_cache")):
+        result = score(
+            loaded, tokenizer, tokens, f"perplexity on {text}", report, 16 if natively else kv_bits,
+            seq_len=seq_len, max_tokens=settings.get("max_tokens"), base=reference,
         )  # fmt: skip
-    for note in result.notes:
-        report.say(note)
     dtype = settings.get("dtype", "float32")
     figures = {"model": str(model), "text": text, **result.as_dict(), "dtype": dtype, "kv_bits": kv_bits}
     if natively:
@@ -128,6 +122,45 @@ def _evaluate_decoder(model: str | Path, settings: Settings) -> Json:
         with quantized_attention(loaded, kv_bits):
             figures["tasks"] = lm_eval.run_prepared(loaded, tokenizer, prepared, batch_size=8)
     return figures
+
+
+class Windows(TypedDict, total=False):
+    """What `score` reads, as `perplexity` takes it."""
+
+    seq_len: Required[int]  # tokens of a window
+    max_tokens: int | None  # most tokens of the text
+    base: Any  # a loaded model
+
+
+def score(
+    loaded: Any,
+    tokenizer: Any,
+    tokens: Tensor,
+    title: str,
+    report: Silent = SILENT,
+    kv_bits: int = 16,
+    **windows: Unpack[Windows],
+) -> evaluation.PerplexityResult:
+    """Perplexity of a loaded model, at the level that it runs at, and its divergence from a base.
+
+    Args:
+        loaded: the model.
+        tokenizer: says whether windows begin with BOS.
+        tokens: int64 [T], of the text.
+        title: of the progress.
+        report: where progress and notes go.
+        kv_bits: of the keys and values that attention reads.
+        windows: see `Windows`.
+
+    Raises:
+        InputError: see `perplexity`.
+    """
+    bos, progress = texts.default_bos(tokenizer), _counting(report, title)
+    with quantized_attention(loaded, kv_bits):
+        result = evaluation.perplexity(loaded, tokens, bos=bos, progress=progress, **windows)
+    for note in result.notes:
+        report.say(note)
+    return result
 
 
 def _native(loaded: Any, tokenizer: Any, kv_bits: int, settings: Settings) -> NativeModel:
@@ -182,7 +215,7 @@ def _prepared(tasks: tuple[str, ...], tasks_dir: Path | None, limit: int | None)
     return None
 
 
-def counting(report: Silent, title: str) -> evaluation.Progress:
+def _counting(report: Silent, title: str) -> evaluation.Progress:
     """A bar that appears with the first step, once the number of steps is known."""
     advance: Any = None
 
