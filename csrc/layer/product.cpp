@@ -198,21 +198,21 @@ void Product::place(size_t p, int64_t k, int64_t piece) const {
     if (!plan_.parts_[p].placed) return;
     const Tile& tile = *plan_.parts_[p].part->tile;
     const int32_t *rows = tile.out_rows().data(), *inverse = tile.out_rows().inverse();
-    const bool fresh = plan_.fresh_ && (p == 0 || layer_.alone());
     const int64_t first = piece * Plan::PLACED_OUTPUTS, last = std::min(first + Plan::PLACED_OUTPUTS, layer_.out_);
-    const auto put = [&](const auto* made, auto* to, bool set) {
-        made += k * tile.rows();
-        if (inverse == nullptr) {
-            for (int64_t i = 0; i < (piece == 0 ? tile.rows() : 0); ++i)
-                to[rows[i]] = set ? made[i] : to[rows[i]] + made[i];
-        } else if constexpr (sizeof *to == sizeof(float))
-            layer_.ops_.put_in_order(made, inverse + first, last - first, set, to + first);
-        else
-            for (int64_t i = first; i < last; ++i) to[i] = made[inverse[i]]; // halves are set
-    };
+    const int64_t few = inverse == nullptr && piece == 0 ? tile.rows() : 0;
     const size_t from = Plan::PARTS + 2 * p + 1;
-    if (plan_.direct_) put(region<uint16_t>(from), y_.halves + k * y_.stride, true);
-    else put(region<float>(from), sums() + k * sums_stride(), fresh);
+    if (plan_.direct_) {
+        const uint16_t* made = region<uint16_t>(from) + k * tile.rows();
+        uint16_t* to = y_.halves + k * y_.stride;
+        for (int64_t i = 0; i < few; ++i) to[rows[i]] = made[i];
+        for (int64_t i = first; i < last && inverse != nullptr; ++i) to[i] = made[inverse[i]];
+        return;
+    }
+    const bool set = plan_.fresh_ && (p == 0 || layer_.alone());
+    const float* made = region<float>(from) + k * tile.rows();
+    float* to = sums() + k * sums_stride();
+    for (int64_t i = 0; i < few; ++i) to[rows[i]] = set ? made[i] : to[rows[i]] + made[i];
+    if (inverse != nullptr) layer_.ops_.put_in_order(made, inverse + first, last - first, set, to + first);
 }
 
 // Outputs begin <= i < end, or those of these rows, to 0.

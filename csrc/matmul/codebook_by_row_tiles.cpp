@@ -222,32 +222,32 @@ public:
         for (int64_t g = 0; g < groups_; ++g) tokens_[g] = Tokens(in, g * TOKENS);
     }
 
-    // A block of rows.
-    struct Rows {
+    // What finishing a block of rows needs of it.
+    struct Block {
         Outputs y;
         Places places;
-        int64_t block;
+        int64_t number;
         double steps[LANES];
     };
-    // Outputs may begin with a later row than the matrix.
-    Rows rows(const Outputs& y, int64_t block, int64_t first = 0) const {
-        Rows made{y, find_places(y, block, c_.rows), block, {}};
+    // `first`: the row that outputs begin with, where they lie side by side; else it is 0.
+    Block block(const Outputs& y, int64_t number, int64_t first = 0) const {
+        Block made{y, find_places(y, number, c_.rows), number, {}};
         made.places.first -= first;
         for (int64_t i = 0; i < LANES; i += 8)
-            _mm512_storeu_pd(made.steps + i, whole_steps(c_, block * LANES + i, made.places.count - i));
+            _mm512_storeu_pd(made.steps + i, whole_steps(c_, number * LANES + i, made.places.count - i));
         return made;
     }
 
     // Groups begin <= g < end of TOKENS tokens, whose sums lie `stride` vectors apart, those of second bytes `second`
     // further.
-    void operator()(const Rows& rows, int64_t begin, int64_t end, const Ints* sums, int64_t stride,
+    void operator()(const Block& own, int64_t begin, int64_t end, const Ints* sums, int64_t stride,
                     int64_t second = 0) const {
         for (int64_t g = begin; g < end && g < groups_; ++g, sums += stride)
-            finish_tokens(rows, tokens_[g], sums, second);
+            finish_tokens(own, tokens_[g], sums, second);
     }
 
 private:
-    void finish_tokens(const Rows& own, const Tokens& tokens, const Ints* sums, int64_t second) const {
+    void finish_tokens(const Block& own, const Tokens& tokens, const Ints* sums, int64_t second) const {
         constexpr int64_t CENTRES = (EACH == 2 ? CodebookByRow::WORD + 1 : 1) * CodebookByRow::BYTE_ZERO;
         const __m512i excess = _mm512_mullo_epi64(tokens.sums, _mm512_set1_epi64(CENTRES));
         __m256 rows[LANES];
@@ -263,7 +263,7 @@ private:
         if (c_.kept_columns > 0)
             by_tokens<TOKENS>(tokens.count, [&](auto m, int64_t k) {
                 Floats some[m.value] = {};
-                sum_kept<m.value>(c_, in_.kept + (tokens.first + k) * c_.kept_columns, own.block * LANES,
+                sum_kept<m.value>(c_, in_.kept + (tokens.first + k) * c_.kept_columns, own.number * LANES,
                                   own.places.count, some);
                 for (int l = 0; l < m.value; ++l) kept[k + l] = some[l];
             });
@@ -361,7 +361,7 @@ void gemm_few(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, i
         Few::add(panel(i), least(PHASES, vectors - first), in.x + first * TILE, vectors * TILE);
         if (b + 1 < blocks) return;
         Few::save(sums);
-        finish(finish.rows(y, begin + i / blocks), 0, 2, sums, Few::BOTH);
+        finish(finish.block(y, begin + i / blocks), 0, 2, sums, Few::BOTH);
     };
     for (int64_t i = 0; i < all; ++i) {
         decode_block<B>(c, (begin + i / blocks) * LANES, i % blocks, panel(i));
@@ -377,22 +377,23 @@ void gemm_few(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, i
 // pages of memory as there are tokens, one line to each, which costs more than copying where no cache holds them all.
 class Held {
 public:
-    static constexpr int64_t ROWS = 128, MEMORY = BATCH * ROWS * 4;
-    static constexpr int64_t MOST_CACHED = int64_t(1) << 20; // bytes of outputs that the second cache has room for
+    static constexpr int64_t MOST_ROWS = 128, MEMORY = BATCH * MOST_ROWS * 4;
+    static constexpr int64_t MOST_CACHED = int64_t(1) << 20; // bytes of all outputs, of which others' threads have some
 
     // Of the rows from `first` on. Only outputs that are set, and lie side by side; others go to their places at once.
     Held(const Outputs& y, int64_t tokens, int64_t first, void* memory)
         : y_(y), tokens_(tokens), first_(first), rows_(static_cast<float*>(memory)),
           holds_(y.rows == nullptr && y.fresh && y.rounded == nullptr && tokens * y.stride * 4 > MOST_CACHED) {}
 
-    // Where outputs are made meanwhile, and the row that comes first there.
-    Outputs outputs() const { return holds_ ? Outputs{rows_, ROWS, true} : y_; }
+    // Where outputs are made meanwhile, and the row that they begin with there.
+    Outputs outputs() const { return holds_ ? Outputs{rows_, MOST_ROWS, true} : y_; }
     int64_t first() const { return holds_ ? first_ : 0; }
-    // All rows up to `end` are made, and as many as `more` come next.
-    void go_on(int64_t end, int64_t more) {
-        if (!holds_ || (more > 0 && end + more - first_ <= ROWS)) return;
+    // Rows up to `end` are made: writes them, unless the `more` that come next fit, too. No more come: 0.
+    void write_if_full(int64_t end, int64_t more) {
+        if (!holds_ || (more > 0 && end + more - first_ <= MOST_ROWS)) return;
+        const auto bytes = static_cast<size_t>(end - first_) * 4;
         for (int64_t k = 0; k < tokens_; ++k)
-            __builtin_memcpy(y_.sums + k * y_.stride + first_, rows_ + k * ROWS, static_cast<size_t>(end - first_) * 4);
+            __builtin_memcpy(y_.sums + k * y_.stride + first_, rows_ + k * MOST_ROWS, bytes);
         first_ = end;
     }
 
@@ -416,8 +417,8 @@ void gemm_many(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
     const Finish<EACH> finish(c, in);
     for (int64_t block = begin; block < end; block += ROWS) {
         const int64_t tiles = least(ROWS, end - block);
-        const auto rows = finish.rows(held.outputs(), block, held.first()),
-                   next = finish.rows(held.outputs(), block + tiles - 1, held.first());
+        typename Finish<EACH>::Block made[ROWS];
+        for (int64_t t = 0; t < tiles; ++t) made[t] = finish.block(held.outputs(), block + t, held.first());
         for (int64_t q = 0; q < chunks; ++q) {
             const Chunk chunk{q * CHUNK, least(CHUNK, whole - q * CHUNK), q == chunks - 1};
             decode_rows<B, EACH>(c, block * LANES, tiles, chunk, panels);
@@ -435,11 +436,10 @@ void gemm_many(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
                         tile.save(own + e * half);
                     });
                 if (q + 1 < chunks) continue;
-                finish(rows, g, g + 2, own, ROWS * 16, half);
-                if (tiles > 1) finish(next, g, g + 2, own + 16, ROWS * 16, half);
+                for (int64_t t = 0; t < tiles; ++t) finish(made[t], g, g + 2, own + t * 16, ROWS * 16, half);
             }
         }
-        held.go_on(least((block + tiles) * LANES, c.rows), least(end - block - tiles, ROWS) * LANES);
+        held.write_if_full(least((block + tiles) * LANES, c.rows), least(end - block - tiles, ROWS) * LANES);
     }
     _tile_release();
 }

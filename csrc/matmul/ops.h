@@ -124,7 +124,8 @@ struct MatmulOps {
     // Identical results in every instruction set; the second rounds to nearest even.
     void (*quantize_inputs)(const float* x, const InputGrid&, int8_t* codes, float* scales);
     void (*to_bfloat16)(const float* x, int64_t n, uint16_t* bf16);
-    // to[i] is from[order[i]], or that is added to it.
+
+    // to[i] is from[order[i]], or that is added to it, i < n; they do not overlap.
     void (*put_in_order)(const float* from, const int32_t* order, int64_t n, bool set, float* to);
 };
 
