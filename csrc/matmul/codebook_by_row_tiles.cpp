@@ -378,7 +378,7 @@ void gemm_few(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, i
 class Held {
 public:
     static constexpr int64_t MOST_ROWS = 128, MEMORY = BATCH * MOST_ROWS * 4;
-    static constexpr int64_t MOST_CACHED = int64_t(1) << 20; // bytes of all outputs, of which others' threads have some
+    static constexpr int64_t MOST_CACHED = int64_t(1) << 20; // bytes of all outputs, other threads' too
 
     // Of the rows from `first` on. Only outputs that are set, and lie side by side; others go to their places at once.
     Held(const Outputs& y, int64_t tokens, int64_t first, void* memory)

@@ -18,7 +18,7 @@ from anybit.compare.page import png, write_page
 from anybit.config import Json
 from anybit.driver import quantize
 from anybit.errors import InputError, enough_memory, require_extra
-from anybit.evaluation.measure import FULL, Windows, score
+from anybit.evaluation.measure import FULL, score
 from anybit.generate import Generator
 from anybit.loader import load, load_tokenizer, opened
 from anybit.methods.anybit import AnyBit
@@ -133,8 +133,10 @@ def _measure(
             title = name if bits is None else f"{name} at {bits:g} bits"
             if bits is not None:
                 loaded.set_bits(bits)
-            asked: Windows = {"seq_len": SEQ_LEN, "max_tokens": EVAL_TOKENS}
-            found = score(loaded, tokenizer, tokens, f"perplexity of {title}", report, **asked)
+            found = score(
+                loaded, tokenizer, tokens, f"perplexity of {title}", report,
+                seq_len=SEQ_LEN, max_tokens=EVAL_TOKENS,
+            )  # fmt: skip
             figures = {"perplexity": found.perplexity, "tokens": found.tokens, "dtype": dtype}
             taken = {"seconds": None if rows else seconds}  # all widths come from one run
             rows.append({"name": title, **_sizes(model, bits), **figures, **taken})

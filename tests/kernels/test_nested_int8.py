@@ -140,13 +140,9 @@ def test_a_token_has_the_same_bits_alone_and_among_others(columns: int, kept: in
 
 
 @pytest.mark.parametrize("isa", [isa for isa in isas() if isa in MANY])
+# Entries of a byte, in one chunk of columns and in more; of two bytes.
 @pytest.mark.parametrize(
-    ("columns", "planes"),
-    [
-        (96, [8, 8, 8, 2]),
-        (1100, [8, 8, 8, 3]),
-        (1100, [8, 8, 8, 8, 8, 8, 3]),
-    ],  # entries of a byte, and of two
+    ("columns", "planes"), [(96, [8, 8, 8, 2]), (1100, [8, 8, 8, 3]), (1100, [8, 8, 8, 8, 8, 8, 3])]
 )
 def test_more_outputs_than_a_cache_holds(columns: int, planes: list[int], isa: str) -> None:
     """They are written in runs of rows, which end where those of a width or a thread do."""
