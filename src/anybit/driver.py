@@ -132,12 +132,14 @@ class _Run(Ready):
             )
         )
         self.streamed.model.to("meta")
+        tokens = self.text.tokens if found.windows is None else found.windows
+        run = replace(self, allocation=found, text=replace(self.text, tokens=tokens))
         if not found.specs:
-            return replace(self, allocation=found)
+            return run
         plan = make_plan(self.streamed, self.options, {**found.specs, **self.given})
         out = self.writer.out
         check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, self.options))
-        return replace(self, plan=plan, allocation=found)
+        return replace(run, plan=plan)
 
     def outside(self) -> None:
         """Shard 0: everything outside the blocks."""

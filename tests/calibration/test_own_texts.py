@@ -13,7 +13,7 @@ import torch
 
 from anybit.calibration import own_texts
 from anybit.calibration.gradients import load_whole
-from anybit.calibration.own_texts import _first_token, expected_tokens
+from anybit.calibration.own_texts import OwnTexts, _first_token, most_varied, write_texts
 from anybit.calibration.stats import ExpectedTokens
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
@@ -31,31 +31,31 @@ def opened(folder: Path) -> StreamedModel:
 
 
 @torch.no_grad()
-def drawn(model: torch.nn.Module, first: int, length: int) -> ExpectedTokens:
+def drawn(model: torch.nn.Module, first: int, length: int) -> OwnTexts:
     torch.manual_seed(SEED)
     ids, chances = torch.full((TEXTS, 1), first), []
-    for _ in range(length):
+    for _ in range(length - 1):
         chances.append(model(input_ids=ids, use_cache=False).logits[:, -1].float().softmax(-1))
         ids = torch.cat([ids, torch.multinomial(chances[-1], 1)], 1)
     p = torch.cat(chances)
-    return ExpectedTokens(p.mean(0), (p * (1 - p)).mean(0))
+    return OwnTexts(ids, ExpectedTokens(p.mean(0), (p * (1 - p)).mean(0)))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_probabilities_are_those_of_drawing_from_all_that_the_model_says(
-    model_dir: Callable[[str], Path], family: str
-) -> None:
+def test_texts_are_drawn_from_all_that_the_model_says(model_dir: Callable[[str], Path], family: str) -> None:
     streamed = opened(model_dir(family))
     model = load_whole(streamed)
     wishes = model.generation_config
     wishes.update(temperature=0.1, top_k=2, repetition_penalty=3.0, eos_token_id=list(range(VOCABULARY)))
     before = torch.get_rng_state()
-    found = expected_tokens(streamed, TEXTS, 12, SEED)
+    found = write_texts(streamed, TEXTS, 13, SEED)
     assert torch.equal(torch.get_rng_state(), before)
     assert model.generation_config is wishes
-    expected = drawn(model, _first_token(model.config.get_text_config(), VOCABULARY), 12)
-    torch.testing.assert_close(found.probability, expected.probability, rtol=1e-3, atol=1e-6)
-    torch.testing.assert_close(found.variance, expected.variance, rtol=1e-3, atol=1e-6)
+    wanted = drawn(model, _first_token(model.config.get_text_config(), VOCABULARY), 13)
+    assert torch.equal(found.tokens, wanted.tokens)
+    probability, variance = found.expected.probability, found.expected.variance
+    torch.testing.assert_close(probability, wanted.expected.probability, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(variance, wanted.expected.variance, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -73,27 +73,64 @@ def test_what_was_drawn_is_kept_with_the_other_statistics(
 ) -> None:
     asked: list[tuple[int, int, int]] = []
 
-    def counted(streamed: StreamedModel, texts: int, length: int, seed: int, advance: Advance) -> Any:
+    def counted(streamed: StreamedModel, texts: int, length: int, seed: int, advance: Advance) -> OwnTexts:
         asked.append((texts, length, seed))
-        return expected_tokens(streamed, texts, length, seed, advance)
+        return write_texts(streamed, texts, length, seed, advance)
 
-    monkeypatch.setattr(sensitivity, "expected_tokens", counted)
-    options = METHODS["anybit"].options(own_texts=TEXTS, samples=1, seq_len=48, seed=SEED).resolve()
-    tokens = torch.zeros(1, 48).long()
+    monkeypatch.setattr(sensitivity, "write_texts", counted)
+    options = METHODS["anybit"].options(own_texts=0.5, samples=3, seq_len=48, seed=SEED).resolve()
+    tokens = torch.arange(3)[:, None].expand(3, 48)
     search = Search(opened(model_dir("llama")), tokens, {}, options, folder=tmp_path, vocabulary=True)
-    found, again = sensitivity._own_texts(search), sensitivity._own_texts(search)
-    assert asked == [(TEXTS, OWN_TEXT_TOKENS, SEED)]
-    assert found is not None
-    assert again is not None
-    assert torch.equal(found.probability, again.probability)
-    assert torch.equal(found.variance, again.variance)
+    found, again = sensitivity._with_own_texts(search), sensitivity._with_own_texts(search)
+    assert asked == [(3, 48, SEED)]  # half as many again as the two that are taken
+    assert found[1] is not None and again[1] is not None
+    assert torch.equal(found[0], again[0])
+    assert torch.equal(found[1].probability, again[1].probability)
+    assert torch.equal(found[1].variance, again[1].variance)
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-1])
-    sensitivity._own_texts(search)
-    sensitivity._own_texts(replace(search, tokens=tokens[:, :8]))
-    assert asked[1:] == [(TEXTS, OWN_TEXT_TOKENS, SEED), (TEXTS, 7, SEED)]
-    assert sensitivity._own_texts(replace(search, vocabulary=False)) is None
-    assert sensitivity._own_texts(replace(search, options=replace(options, own_texts=0))) is None
+    assert torch.equal(sensitivity._with_own_texts(search)[0], found[0])
+    sensitivity._with_own_texts(replace(search, tokens=tokens[:, :8]))
+    assert asked[1:] == [(3, 48, SEED), (3, 8, SEED)]
+    plain = sensitivity._with_own_texts(replace(search, options=replace(options, own_texts=0)))
+    assert plain[0] is tokens and plain[1] is None
+
+
+@pytest.mark.parametrize(("samples", "seq_len"), [(8, 600), (7, 256), (1, 2000), (5, 100)])
+def test_a_share_of_the_windows_is_the_models_own(
+    model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, samples: int, seq_len: int
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def numbered(streamed: StreamedModel, texts: int, length: int, *_: Any) -> OwnTexts:
+        asked.append((texts, length))
+        nothing = torch.zeros(VOCABULARY)
+        tokens = 1000 + torch.arange(length).expand(texts, length)
+        return OwnTexts(tokens, ExpectedTokens(nothing, nothing))
+
+    monkeypatch.setattr(sensitivity, "write_texts", numbered)
+    options = METHODS["anybit"].options(own_texts=0.3, samples=20, seq_len=seq_len).resolve()
+    tokens = torch.arange(samples)[:, None].expand(samples, seq_len)
+    windows, own = sensitivity._with_own_texts(Search(opened(model_dir("llama")), tokens, {}, options))
+    count = round(0.3 * samples)
+    assert windows.shape == (samples, seq_len)
+    assert (own is None) == (count == 0)
+    of_text, of_model = windows[: samples - count], windows[samples - count :]
+    numbers = of_text[:, 0].tolist()
+    assert len(set(numbers)) == samples - count and numbers[0] == 0
+    assert torch.equal(of_text, tokens[numbers])
+    if count:
+        (texts, length), flat = asked[0], of_model.flatten()
+        assert length == min(OWN_TEXT_TOKENS, seq_len)
+        assert texts >= 1.5 * count * seq_len / length
+        assert torch.equal(flat, 1000 + torch.arange(len(flat)) % length)
+
+
+def test_texts_that_repeat_themselves_are_left_out() -> None:
+    texts = torch.tensor([[5, 5, 5, 5], [1, 2, 3, 4], [1, 2, 1, 2], [4, 3, 2, 2]])
+    assert most_varied(texts, 2).tolist() == [[1, 2, 3, 4], [4, 3, 2, 2]]
+    assert most_varied(texts, 4).tolist() == texts.tolist()
+    assert most_varied(torch.ones(3, 2), 1).shape == (1, 2)
 
 
 def test_more_texts_than_are_written_together_are_all_counted(
@@ -101,6 +138,7 @@ def test_more_texts_than_are_written_together_are_all_counted(
 ) -> None:
     monkeypatch.setattr(own_texts, "TOGETHER", 4)
     written: list[int] = []
-    found = expected_tokens(opened(model_dir("llama")), TEXTS, 5, SEED, written.append)
+    found = write_texts(opened(model_dir("llama")), TEXTS, 6, SEED, written.append)
     assert written == 5 * [4] + 5 * [2]
-    assert float(found.probability.sum()) == pytest.approx(1, abs=1e-4)
+    assert found.tokens.shape == (TEXTS, 6)
+    assert float(found.expected.probability.sum()) == pytest.approx(1, abs=1e-4)

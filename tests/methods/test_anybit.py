@@ -272,7 +272,8 @@ def test_every_pass_of_descent_lowers_the_objective(rows: int, columns: int) -> 
     ("rows", "columns", "kept"), [(24, 40, 0.0), (9, 200, 0.05), (3, 1, 0.0), (16, 300, 0.02)]
 )
 def test_losses_are_those_of_the_stored_codes(rows: int, columns: int, kept: float) -> None:
-    """`sum_j e_j^2` of GPTQ's scaled errors, and what descent takes off, is `D H D^T` with the damped Hessian."""
+    """`sum_j e_j^2` of GPTQ's scaled errors, and what descent takes off, is `D H D^T` with the damped Hessian; rows are
+    then brought nearer to each other."""
     weight, stats = problem(rows, columns)
     assert stats.hessian is not None
     worth = torch.rand(rows, generator=torch.Generator().manual_seed(3)) + 0.1
@@ -283,6 +284,8 @@ def test_losses_are_those_of_the_stored_codes(rows: int, columns: int, kept: flo
         error = tile.dequantize() - weight
         error[:, tile.kept] = 0  # float16's rounding, which the losses leave out
         expected = (worth / stats.tokens * ((error @ damped) * error).sum(1))[tile.order]
+        nearer = expected**nested_codes.TRUST  # rows of a layer, whose sum stays
+        expected = nearer * (expected.sum() / nearer.sum())
         torch.testing.assert_close(made.losses[:, bits - 1], expected, rtol=1e-3, atol=1e-9)
 
 

@@ -53,7 +53,7 @@ def test_blocks_are_calibrated_behind_quantized_ones(
     one_shot: bool,
 ) -> None:
     """The second block's inputs are what the first one gives at the tuned width, or unquantized (one-shot); each token
-    counts by the unquantized model's gradients."""
+    counts by the unquantized model's gradients. One window of four is the model's own."""
     seen: dict[str, Tensor] = {}
     original = nested_codes.quantize
 
@@ -90,12 +90,14 @@ def test_blocks_are_calibrated_behind_quantized_ones(
     first = model.model.layers[1].self_attn.q_proj
     first.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0].float()))
     tokens = calibration_set(load_tokenizer(model_dir("llama")), str(text_file), 4, 32, 0).tokens
-    with torch.no_grad():
-        for row in tokens:
-            model(input_ids=row[None])
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), prepare.compute_dtype())
-    weights = sensitivity.output_moments(search_of(streamed, tokens, config)).tokens
-    of_layer = weights["model.layers.1.self_attn.q_proj"]
+    found = sensitivity.output_moments(search_of(streamed, tokens, config))
+    assert found.windows is not None
+    assert [row.tolist() in tokens.tolist() for row in found.windows] == [True, True, True, False]
+    with torch.no_grad():
+        for row in found.windows:
+            model(input_ids=row[None])
+    of_layer = found.tokens["model.layers.1.self_attn.q_proj"]
     assert list(of_layer) == [0, 2]  # two of four samples, spread over the text
     weighted = sum((inputs[i].T * w) @ inputs[i] for i, w in of_layer.items())
     expected = weighted * (4 / 2 / 2) + sum(x.T @ x for x in inputs) / 2
@@ -107,7 +109,8 @@ def test_moments_are_those_of_autograd(model_dir: Callable[[str], Path], tmp_pat
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
     tokens = torch.randint(3, 100, (6, 24), generator=torch.Generator().manual_seed(0))
     search = replace(
-        search_of(streamed, tokens, replace(ANYBIT, gradient_samples=6, samples=6)), folder=tmp_path
+        search_of(streamed, tokens, replace(ANYBIT, gradient_samples=6, samples=6, own_texts=0.0)),
+        folder=tmp_path,
     )
     found, again = sensitivity.output_moments(search), sensitivity.output_moments(search)
     model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=torch.float32)
@@ -160,7 +163,7 @@ def test_scores_are_the_loss_of_rounding(model_dir: Callable[[str], Path]) -> No
     tokens = torch.randint(3, 100, (3, 24), generator=torch.Generator().manual_seed(0))
     found = {
         k: sensitivity.width_scores(
-            search_of(streamed, tokens, builders.options("anybit", salience=k))
+            search_of(streamed, tokens, builders.options("anybit", salience=k, own_texts=0))
         ).outputs
         for k in ("full", "diagonal")
     }

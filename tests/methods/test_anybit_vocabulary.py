@@ -22,6 +22,7 @@ from anybit.artifact.reader import open_artifact
 from anybit.artifact.sizes import inspect, table_of_levels
 from anybit.artifact.split import Cut
 from anybit.artifact.verify import verify
+from anybit.calibration.own_texts import OwnTexts
 from anybit.calibration.stats import ExpectedTokens, VocabularyCost
 from anybit.errors import InputError
 from anybit.formats.weight import pack, unpack
@@ -29,7 +30,7 @@ from anybit.kernels import cpu
 from anybit.layers import PackedModule, QuantEmbedding, TiedHead
 from anybit.loader import load
 from anybit.methods import METHODS, nested_codes, ordering, sensitivity
-from anybit.methods.anybit import OWN_TEXT_TOKENS
+from anybit.methods.anybit import WRITTEN
 from tests import builders
 from tests.artifact.test_enhancements import index_of, write_index
 from tests.probes import logits
@@ -89,13 +90,13 @@ def test_rows_that_the_model_expects_in_texts_of_its_own_come_first(
 ) -> None:
     asked, row = [], 50
 
-    def expected(streamed: Any, *given: Any) -> ExpectedTokens:
-        asked.append(given[:3])
+    def written(streamed: Any, texts: int, length: int, *given: Any) -> OwnTexts:
+        asked.append((texts, length, given[0]))
         certain = torch.zeros(builders.VOCABULARY)
         certain[row] = 1
-        return ExpectedTokens(certain, certain / 4)
+        return OwnTexts(torch.full((texts, length), row), ExpectedTokens(certain, certain / 4))
 
-    monkeypatch.setattr(sensitivity, "expected_tokens", expected)
+    monkeypatch.setattr(sensitivity, "write_texts", written)
 
     def first_rows(**options: Any) -> list[int]:
         config = builders.options("anybit", **SHORT, salience=salience, seed=3, **options)
@@ -107,8 +108,8 @@ def test_rows_that_the_model_expects_in_texts_of_its_own_come_first(
 
     assert row not in first_rows(own_texts=0)
     assert asked == []
-    assert first_rows(own_texts=7) == [row, row]
-    assert asked == [(7, SHORT["seq_len"] - 1, 3)]
+    assert first_rows(own_texts=0.4) == [row, row]
+    assert asked == [(2, SHORT["seq_len"], 3)]
 
 
 def test_texts_of_the_models_own_take_time() -> None:
@@ -116,8 +117,8 @@ def test_texts_of_the_models_own_take_time() -> None:
         config = methods.options("anybit", samples=8, gradient_samples=2, seq_len=256, **options).resolve()
         return METHODS["anybit"].effort(config).passes
 
-    assert passes(own_texts=0) == passes(own_texts=64, embed_bits=8) == 0.25
-    assert passes(own_texts=64) == 0.25 + 64 * OWN_TEXT_TOKENS / (8 * 256)
+    assert passes(own_texts=0) == 0.25
+    assert passes(own_texts=0.5) == passes(own_texts=0.5, embed_bits=8) == 0.25 + WRITTEN / 2
 
 
 def test_all_planes_come_close_to_the_base(made: Make, model_dir: Callable[[str], Path]) -> None:

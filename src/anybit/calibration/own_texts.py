@@ -1,14 +1,15 @@
 """Texts that a language model writes by itself, and which tokens it expects in them.
 
-Calibration text is mostly of one kind, and what other kinds need of an embedding is rare in it: the tokens of code in
-prose. The model knows them. Drawn from its first token on, its texts are of the kinds that it was trained on; LLM-QAT
-(arXiv:2305.17888) trains on such texts.
+Calibration text is mostly of one kind, and what other kinds need is rare in it: the tokens of code in prose. The model
+knows them. Drawn from its first token on, its texts are of the kinds that it was trained on. LLM-QAT (arXiv:2305.17888)
+trains on such texts; here they are a part of the calibration text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,15 +24,23 @@ from anybit.progress import Advance, ignore
 TOGETHER = 64  # texts that are written side by side
 
 
-def expected_tokens(
+@dataclass(frozen=True)
+class OwnTexts:
+    tokens: (
+        Tensor  # int64 [texts, length]; each begins with what the model is used to see at the start of a text
+    )
+    expected: ExpectedTokens  # over all places but the first
+
+
+def write_texts(
     streamed: StreamedModel, texts: int, length: int, seed: int = 0, advance: Advance = ignore
-) -> ExpectedTokens:
+) -> OwnTexts:
     """Have the model write so many texts of `length` tokens, drawn from all that it gives probability.
 
     Args:
         streamed: the model; materialised by this call.
         texts: at least 1, written `TOGETHER` at a time.
-        length: at least 1; at most what the model's context holds.
+        length: at least 2; at most what the model's context holds.
         seed: of the draws.
         advance: called with the number of texts that have got a token more.
     """
@@ -47,14 +56,26 @@ def expected_tokens(
         advance(len(p))
         return logits
 
-    drawn = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length)
+    drawn = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length - 1)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), _asked(model, drawn):
         torch.manual_seed(seed)
-        for part in first.split(TOGETHER):
+        written = [
             model.generate(part, drawn, LogitsProcessorList([gather]), attention_mask=torch.ones_like(part))
-    places = texts * length
+            for part in first.split(TOGETHER)
+        ]
+    places = texts * (length - 1)
     variance = (probability - squared).clamp(min=0)
-    return ExpectedTokens((probability / places).cpu(), (variance / places).cpu())
+    expected = ExpectedTokens((probability / places).cpu(), (variance / places).cpu())
+    return OwnTexts(torch.cat(written).cpu(), expected)
+
+
+def most_varied(texts: Tensor, count: int) -> Tensor:
+    """Those `count` of texts [n, length] that have the most different tokens, in the order in which they are given.
+
+    A small model that has begun to repeat itself seldom stops.
+    """
+    different = torch.tensor([len(text.unique()) for text in texts])
+    return texts[different.argsort(descending=True, stable=True)[:count].sort().values]
 
 
 def _first_token(config: Any, vocabulary: int) -> int:

@@ -38,7 +38,8 @@ BASE_BITS = 2.0  # average width of the base layer
 SALIENCES = ("output", "full", "diagonal")
 CODING = 3e-7  # seconds per weight, thread and pass,
 FITTING = 2e-7  # and of its scale
-OWN_TEXT_TOKENS = 32  # of a text that the model writes by itself
+OWN_TEXT_TOKENS = 256  # of a text that the model writes by itself
+WRITTEN = 1.5  # so many times the texts that are taken; the others repeat themselves most
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,11 @@ class AnyBit(Sequential, Damped):
         None, "Of those, windows whose tokens count by their gradients.", panel="Calibration",
         unset="by effort", **at_least(1),
     )  # fmt: skip
-    own_texts: int = option(
-        64,
-        "Texts that the model writes by itself: half of what says which rows of embedding and head matter. "
-        "Without --embed-bits.",
+    own_texts: float = option(
+        0.25,
+        "Share of the calibration windows that the model writes by itself, so that other kinds of text count too.",
         panel="Calibration",
-        **at_least(0),
+        **within(0, 0.9, "a share"),
     )
     descent: int | None = option(
         None,
@@ -208,14 +208,16 @@ def check_given(name: str, spec: LayerSpec[AnyBit], usual: LayerSpec[AnyBit]) ->
 def _effort(options: AnyBit) -> Effort:
     """A first pass compensates what follows, the next ones look at all columns."""
     descent = options.descent or 0
-    own = 0.0  # a token that is drawn takes about as long as one with its gradient
-    if options.embed_bits is None:
-        own = options.own_texts * OWN_TEXT_TOKENS / options.seq_len
+    own = WRITTEN * options.own_texts  # a token that is drawn takes about as long as one with its gradient
     return Effort(
         sweeps=BITS * (0.5 + descent),
         clustering=CODING * (1 + descent) + FITTING,
-        passes=((options.gradient_samples or 0) + own) / options.windows,
+        passes=(options.gradient_samples or 0) / options.windows + own,
     )
+
+
+def _searched(options: AnyBit) -> list[Any]:
+    return [options.salience, options.gradient_samples, options.own_texts, options.embed_bits is None]
 
 
 def tune(training: Training) -> dict[str, Tensor]:
@@ -238,7 +240,7 @@ METHOD = Method(
     allocate=allocate,
     embedding_layout=embedding_layout,
     embed=embed,
-    searched=lambda options: [options.salience, options.gradient_samples, options.embed_bits is None],
+    searched=_searched,
     ordered=lambda options: Ordered(float(options.bits), options.whole_layers, options.coded),
     running=running,
     tuning=lambda options: EFFORTS[options.effort].steps if options.tune else 0,

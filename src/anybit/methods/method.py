@@ -110,6 +110,7 @@ class Allocation:
     )  # layer -> sample -> weight of each token, [seq_len]
     vocabulary: VocabularyStats | None = None  # what embedding and head do, where the method asks
     own_texts: ExpectedTokens | None = None  # and which tokens the model expects in texts of its own
+    windows: Tensor | None = None  # int64 [samples, seq_len] to calibrate on, if not on the text's alone
 
 
 @dataclass(frozen=True)

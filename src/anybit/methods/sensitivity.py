@@ -8,6 +8,7 @@ chooses the widths.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from anybit.calibration.gradients import gradient_statistics, load_whole
-from anybit.calibration.own_texts import expected_tokens
+from anybit.calibration.own_texts import most_varied, write_texts
 from anybit.calibration.stats import ExpectedTokens, GradientStats, VocabularyStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.files import unwritable
@@ -32,7 +33,7 @@ from anybit.cost import Cost
 from anybit.errors import InputError
 from anybit.methods import mixllm, rounding
 from anybit.methods import nested_codes as nested
-from anybit.methods.anybit import OWN_TEXT_TOKENS
+from anybit.methods.anybit import OWN_TEXT_TOKENS, WRITTEN
 from anybit.methods.method import Allocation, Search
 from anybit.methods.rtn import RTN
 from anybit.progress import Advance
@@ -82,7 +83,8 @@ def output_moments(search: Search) -> Allocation:
     sum of `g^2` over a layer's outputs (as in GuidedQuant, arXiv:2505.07004, with one group of outputs). What is
     raised: see `salient_rows`.
     """
-    search, picked = _of_gradients(search)
+    windows, own = _with_own_texts(search)
+    search, picked = _of_gradients(replace(search, tokens=windows))
     shapes, (samples, length) = search.shapes, search.tokens.shape
     vocabulary = _vocabulary_shapes(search)
     advance = search.report.task(f"gradients at the outputs of {len(shapes)} layers", samples)
@@ -104,7 +106,7 @@ def output_moments(search: Search) -> Allocation:
         weights[name] = dict(zip(picked, weight))
     summed = {name: torch.stack([part[name] for part in parts]).sum(0) for name in vocabulary}
     known = _vocabulary(summed, length)
-    return Allocation(outputs=outputs, tokens=weights, vocabulary=known, own_texts=_own_texts(search))
+    return Allocation(outputs=outputs, tokens=weights, vocabulary=known, own_texts=own, windows=windows)
 
 
 def _vocabulary_shapes(search: Search) -> dict[str, tuple[int, ...]]:
@@ -128,20 +130,29 @@ def _vocabulary(summed: Mapping[str, Tensor], length: int) -> VocabularyStats | 
     return VocabularyStats.of({name.removeprefix(VOCABULARY): t for name, t in summed.items()}, length)
 
 
-def _own_texts(search: Search) -> ExpectedTokens | None:
-    """What the model expects in texts of its own; kept in the folder like the parts."""
-    if not search.vocabulary or not search.options.own_texts:
-        return None
-    texts, seed = search.options.own_texts, search.options.seed
-    length = min(OWN_TEXT_TOKENS, search.tokens.shape[1] - 1)
+def _with_own_texts(search: Search) -> tuple[Tensor, ExpectedTokens | None]:
+    """The calibration windows, some of them texts that the model writes by itself in place of windows of the text, and
+    which tokens it expects in these; kept in the folder like the parts.
+    """
+    samples, seq_len = search.tokens.shape
+    windows, seed = round(search.options.own_texts * samples), search.options.seed
+    if not windows:
+        return search.tokens, None
+    length = min(OWN_TEXT_TOKENS, seq_len)
+    texts = math.ceil(windows * seq_len / length)
+    written = math.ceil(WRITTEN * texts)
     rows = search.streamed.model.get_input_embeddings().weight.shape[0]
-    sizes = {field.name: (rows,) for field in fields(ExpectedTokens)}
+    sizes = {"tokens": (written, length)} | {field.name: (rows,) for field in fields(ExpectedTokens)}
 
     def make() -> Mapping[str, Tensor]:
-        advance = search.report.task(f"{texts} texts of the model's own", texts * length)
-        return vars(expected_tokens(search.streamed, texts, length, seed, advance))
+        advance = search.report.task(f"{written} texts of the model's own", written * (length - 1))
+        made = write_texts(search.streamed, written, length, seed, advance)
+        return {"tokens": made.tokens, **vars(made.expected)}
 
-    return ExpectedTokens(**_kept(search, f"own-texts-{texts}-{length}-{seed}", sizes, make))
+    found = dict(_kept(search, f"own-texts-{written}-{length}-{seed}", sizes, make))
+    own = most_varied(found.pop("tokens"), texts).flatten()[: windows * seq_len].view(windows, seq_len)
+    others = search.tokens[_spread(samples, samples - windows)]
+    return torch.cat([others, own]), ExpectedTokens(**found)
 
 
 def _of_gradients(search: Search) -> tuple[Search, list[int]]:
@@ -160,7 +171,8 @@ def width_scores(search: Search) -> Allocation:
     """What every output row costs at widths 1 to 8, float32 [out, 8], by `score` of its nested codes without
     compensation: an alternative to `output_moments`. What is raised: see `salient_rows`.
     """
-    search, _ = _of_gradients(search)
+    windows, own = _with_own_texts(search)
+    search, _ = _of_gradients(replace(search, tokens=windows))
     shapes, widths = search.shapes, range(1, nested.BITS + 1)
     advance = search.report.task(
         f"scores of {sum(out for out, _ in shapes.values())} rows", len(search.tokens)
@@ -185,7 +197,8 @@ def width_scores(search: Search) -> Allocation:
     found = _mean(search, deltas, reduce, like, advance)
     samples, length = search.tokens.shape
     summed = {name: found.pop(name) * samples for name in vocabulary}
-    return Allocation(outputs=found, vocabulary=_vocabulary(summed, length), own_texts=_own_texts(search))
+    known = _vocabulary(summed, length)
+    return Allocation(outputs=found, vocabulary=known, own_texts=own, windows=windows)
 
 
 def layer_widths(
