@@ -132,8 +132,10 @@ class _Run(Ready):
             )
         )
         self.streamed.model.to("meta")
-        tokens = self.text.tokens if found.windows is None else found.windows
-        run = replace(self, allocation=found, text=replace(self.text, tokens=tokens))
+        text = self.text
+        if found.mixed is not None:
+            text = replace(text, tokens=found.mixed.tokens, own=found.mixed.own)
+        run = replace(self, allocation=found, text=text)
         if not found.specs:
             return run
         plan = make_plan(self.streamed, self.options, {**found.specs, **self.given})
@@ -164,7 +166,9 @@ class _Run(Ready):
             assert self.method.embed is not None
             assert costs is not None
             head = self.streamed.model.get_submodule(layer) is self.streamed.model.get_output_embeddings()
-            cost = costs.cost(read=not head, multiplied=head or layout.tied, own=self.allocation.own_texts)
+            mixed = self.allocation.mixed
+            own = None if mixed is None else mixed.expected
+            cost = costs.cost(read=not head, multiplied=head or layout.tied, own=own)
             with about_layer(layer):
                 made = self.method.embed(weight.float().to(self.streamed.device), cost, self.options)
         packed = pack(made)

@@ -84,16 +84,17 @@ def test_what_was_drawn_is_kept_with_the_other_statistics(
     found, again = sensitivity._with_own_texts(search), sensitivity._with_own_texts(search)
     assert asked == [(3, 48, SEED)]  # half as many again as the two that are taken
     assert found[1] is not None and again[1] is not None
-    assert torch.equal(found[0], again[0])
-    assert torch.equal(found[1].probability, again[1].probability)
-    assert torch.equal(found[1].variance, again[1].variance)
+    assert found[0].tokens is found[1].tokens and found[1].own == 2
+    assert torch.equal(found[1].tokens, again[1].tokens)
+    assert torch.equal(found[1].expected.probability, again[1].expected.probability)
+    assert torch.equal(found[1].expected.variance, again[1].expected.variance)
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-1])
-    assert torch.equal(sensitivity._with_own_texts(search)[0], found[0])
+    assert torch.equal(sensitivity._with_own_texts(search)[0].tokens, found[0].tokens)
     sensitivity._with_own_texts(replace(search, tokens=tokens[:, :8]))
     assert asked[1:] == [(3, 48, SEED), (3, 8, SEED)]
-    plain = sensitivity._with_own_texts(replace(search, options=replace(options, own_texts=0)))
-    assert plain[0] is tokens and plain[1] is None
+    search = replace(search, options=replace(options, own_texts=0))
+    assert sensitivity._with_own_texts(search) == (search, None)
 
 
 @pytest.mark.parametrize(("samples", "seq_len"), [(8, 600), (7, 256), (1, 2000), (5, 100)])
@@ -111,10 +112,10 @@ def test_a_share_of_the_windows_is_the_models_own(
     monkeypatch.setattr(sensitivity, "write_texts", numbered)
     options = METHODS["anybit"].options(own_texts=0.3, samples=20, seq_len=seq_len).resolve()
     tokens = torch.arange(samples)[:, None].expand(samples, seq_len)
-    windows, own = sensitivity._with_own_texts(Search(opened(model_dir("llama")), tokens, {}, options))
-    count = round(0.3 * samples)
+    search, mixed = sensitivity._with_own_texts(Search(opened(model_dir("llama")), tokens, {}, options))
+    windows, count = search.tokens, round(0.3 * samples)
     assert windows.shape == (samples, seq_len)
-    assert (own is None) == (count == 0)
+    assert (0 if mixed is None else mixed.own) == count
     of_text, of_model = windows[: samples - count], windows[samples - count :]
     numbers = of_text[:, 0].tolist()
     assert len(set(numbers)) == samples - count and numbers[0] == 0

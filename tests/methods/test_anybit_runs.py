@@ -92,10 +92,10 @@ def test_blocks_are_calibrated_behind_quantized_ones(
     tokens = calibration_set(load_tokenizer(model_dir("llama")), str(text_file), 4, 32, 0).tokens
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), prepare.compute_dtype())
     found = sensitivity.output_moments(search_of(streamed, tokens, config))
-    assert found.windows is not None
-    assert [row.tolist() in tokens.tolist() for row in found.windows] == [True, True, True, False]
+    assert found.mixed is not None
+    assert [row.tolist() in tokens.tolist() for row in found.mixed.tokens] == [True, True, True, False]
     with torch.no_grad():
-        for row in found.windows:
+        for row in found.mixed.tokens:
             model(input_ids=row[None])
     of_layer = found.tokens["model.layers.1.self_attn.q_proj"]
     assert list(of_layer) == [0, 2]  # two of four samples, spread over the text

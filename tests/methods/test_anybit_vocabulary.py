@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import anybit
 from anybit import methods
 from anybit.artifact import files
+from anybit.artifact.config_json import own_windows
 from anybit.artifact.levels import Levels
 from anybit.artifact.reader import open_artifact
 from anybit.artifact.sizes import inspect, table_of_levels
@@ -110,6 +111,14 @@ def test_rows_that_the_model_expects_in_texts_of_its_own_come_first(
     assert asked == []
     assert first_rows(own_texts=0.4) == [row, row]
     assert asked == [(2, SHORT["seq_len"], 3)]
+
+
+def test_an_artifact_says_what_of_its_text_is_the_models_own(made: Make) -> None:
+    path = made("llama")
+    assert inspect(path)["calibration"]["samples"] == SHORT["samples"]
+    assert inspect(path)["calibration"]["own"] == 1
+    assert ", 1 of these windows by the model itself" in (path / "README.md").read_text()
+    assert own_windows({"samples": 3}) == own_windows({"own": 0}) == ""
 
 
 def test_texts_of_the_models_own_take_time() -> None:

@@ -39,6 +39,12 @@ def provenance(checkpoint: Checkpoint, base_hash: str, options: Options, calibra
     }
 
 
+def own_windows(calibration: Json) -> str:
+    """Words behind a calibration text, about the windows that the model wrote by itself."""
+    own = calibration.get("own", 0)  # artifacts of earlier versions do not say
+    return f", {own} of these windows by the model itself" if own else ""
+
+
 def artifact_config(streamed: StreamedModel, plan: Plan, made: Json) -> Json:
     """The artifact's config.json; `made` is its `provenance`."""
     config = streamed.checkpoint.config.to_dict()

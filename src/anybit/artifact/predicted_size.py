@@ -92,7 +92,13 @@ def _widest_calibration(plan: Plan, options: Options) -> Json | None:
     if not plan.statistics:
         return None
     counts = {"samples": options.windows, "seq_len": options.seq_len, "seed": options.seed}
-    return {"source": "'" * 255, "sha256": HASH, **counts, "requested": options.windows}
+    return {
+        "source": "'" * 255,
+        "sha256": HASH,
+        **counts,
+        "requested": options.windows,
+        "own": options.windows,
+    }
 
 
 def _asset_bytes(streamed: StreamedModel) -> int:

@@ -32,6 +32,15 @@ class OwnTexts:
     expected: ExpectedTokens  # over all places but the first
 
 
+@dataclass(frozen=True)
+class MixedWindows:
+    """Calibration windows of which some are texts of the model's own."""
+
+    tokens: Tensor  # int64 [samples, seq_len], its own last
+    own: int  # how many these are
+    expected: ExpectedTokens
+
+
 def write_texts(
     streamed: StreamedModel, texts: int, length: int, seed: int = 0, advance: Advance = ignore
 ) -> OwnTexts:

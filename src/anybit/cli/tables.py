@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from anybit.artifact.config_json import own_windows
 from anybit.config import Json
 from anybit.errors import printable
 
@@ -122,7 +123,8 @@ def print_inspection(f: Json) -> None:
     calibration = f["calibration"] or {}
     if calibration:
         _say(
-            f"calibration       {calibration['samples']} x {calibration['seq_len']} tokens of {calibration['source']}"
+            f"calibration       {calibration['samples']} x {calibration['seq_len']} tokens of "
+            f"{calibration['source']}{own_windows(calibration)}"
         )
     layers = [_layer_row(layer) for layer in f["embeddings"] + f["layers"]]
     print_table(("<layer", "shape", "bits", "bits per weight", "<parts"), layers)

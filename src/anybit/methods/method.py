@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from anybit.calibration.stats import ExpectedTokens, VocabularyCost, VocabularyStats
+    from anybit.calibration.own_texts import MixedWindows
+    from anybit.calibration.stats import VocabularyCost, VocabularyStats
     from anybit.calibration.streaming import StreamedModel
     from anybit.formats.layout import LayerLayout
     from anybit.formats.weight import QuantizedWeight
@@ -109,8 +110,7 @@ class Allocation:
         default_factory=dict
     )  # layer -> sample -> weight of each token, [seq_len]
     vocabulary: VocabularyStats | None = None  # what embedding and head do, where the method asks
-    own_texts: ExpectedTokens | None = None  # and which tokens the model expects in texts of its own
-    windows: Tensor | None = None  # int64 [samples, seq_len] to calibrate on, if not on the text's alone
+    mixed: MixedWindows | None = None  # what to calibrate on, if not on windows of the text alone
 
 
 @dataclass(frozen=True)

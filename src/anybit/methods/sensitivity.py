@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from anybit.calibration.gradients import gradient_statistics, load_whole
-from anybit.calibration.own_texts import most_varied, write_texts
+from anybit.calibration.own_texts import MixedWindows, most_varied, write_texts
 from anybit.calibration.stats import ExpectedTokens, GradientStats, VocabularyStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.files import unwritable
@@ -83,8 +83,8 @@ def output_moments(search: Search) -> Allocation:
     sum of `g^2` over a layer's outputs (as in GuidedQuant, arXiv:2505.07004, with one group of outputs). What is
     raised: see `salient_rows`.
     """
-    windows, own = _with_own_texts(search)
-    search, picked = _of_gradients(replace(search, tokens=windows))
+    search, mixed = _with_own_texts(search)
+    search, picked = _of_gradients(search)
     shapes, (samples, length) = search.shapes, search.tokens.shape
     vocabulary = _vocabulary_shapes(search)
     advance = search.report.task(f"gradients at the outputs of {len(shapes)} layers", samples)
@@ -106,7 +106,7 @@ def output_moments(search: Search) -> Allocation:
         weights[name] = dict(zip(picked, weight))
     summed = {name: torch.stack([part[name] for part in parts]).sum(0) for name in vocabulary}
     known = _vocabulary(summed, length)
-    return Allocation(outputs=outputs, tokens=weights, vocabulary=known, own_texts=own, windows=windows)
+    return Allocation(outputs=outputs, tokens=weights, vocabulary=known, mixed=mixed)
 
 
 def _vocabulary_shapes(search: Search) -> dict[str, tuple[int, ...]]:
@@ -130,14 +130,14 @@ def _vocabulary(summed: Mapping[str, Tensor], length: int) -> VocabularyStats | 
     return VocabularyStats.of({name.removeprefix(VOCABULARY): t for name, t in summed.items()}, length)
 
 
-def _with_own_texts(search: Search) -> tuple[Tensor, ExpectedTokens | None]:
-    """The calibration windows, some of them texts that the model writes by itself in place of windows of the text, and
-    which tokens it expects in these; kept in the folder like the parts.
+def _with_own_texts(search: Search) -> tuple[Search, MixedWindows | None]:
+    """The search over windows some of which the model writes by itself, in place of others of the text; what it writes
+    is kept in the folder like the parts.
     """
     samples, seq_len = search.tokens.shape
     windows, seed = round(search.options.own_texts * samples), search.options.seed
     if not windows:
-        return search.tokens, None
+        return search, None
     length = min(OWN_TEXT_TOKENS, seq_len)
     texts = math.ceil(windows * seq_len / length)
     written = math.ceil(WRITTEN * texts)
@@ -152,7 +152,8 @@ def _with_own_texts(search: Search) -> tuple[Tensor, ExpectedTokens | None]:
     found = dict(_kept(search, f"own-texts-{written}-{length}-{seed}", sizes, make))
     own = most_varied(found.pop("tokens"), texts).flatten()[: windows * seq_len].view(windows, seq_len)
     others = search.tokens[_spread(samples, samples - windows)]
-    return torch.cat([others, own]), ExpectedTokens(**found)
+    mixed = MixedWindows(torch.cat([others, own]), windows, ExpectedTokens(**found))
+    return replace(search, tokens=mixed.tokens), mixed
 
 
 def _of_gradients(search: Search) -> tuple[Search, list[int]]:
@@ -171,8 +172,8 @@ def width_scores(search: Search) -> Allocation:
     """What every output row costs at widths 1 to 8, float32 [out, 8], by `score` of its nested codes without
     compensation: an alternative to `output_moments`. What is raised: see `salient_rows`.
     """
-    windows, own = _with_own_texts(search)
-    search, _ = _of_gradients(replace(search, tokens=windows))
+    search, mixed = _with_own_texts(search)
+    search, _ = _of_gradients(search)
     shapes, widths = search.shapes, range(1, nested.BITS + 1)
     advance = search.report.task(
         f"scores of {sum(out for out, _ in shapes.values())} rows", len(search.tokens)
@@ -198,7 +199,7 @@ def width_scores(search: Search) -> Allocation:
     samples, length = search.tokens.shape
     summed = {name: found.pop(name) * samples for name in vocabulary}
     known = _vocabulary(summed, length)
-    return Allocation(outputs=found, vocabulary=known, own_texts=own, windows=windows)
+    return Allocation(outputs=found, vocabulary=known, mixed=mixed)
 
 
 def layer_widths(
