@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from anybit import plan as plan_module
 from anybit.artifact.contents import Plan
+from anybit.calibration.gradients import LOGIT_CHUNK
 from anybit.calibration.streaming import StreamedModel
 from anybit.errors import InputError
 from anybit.formats.dtypes import Dtype
@@ -157,6 +158,24 @@ def test_a_disk_too_small_is_refused(
     with pytest.raises(InputError, match="MB free"):
         check_disk(made, tmp_path / "not" / "there" / "yet")
     check_disk(made, tmp_path, done_bytes=1)
+
+
+def test_texts_of_the_models_own_take_time_and_memory(model_dir: MakeModel, tmp_path: Path) -> None:
+    """Keys and values of 64 texts of 256 tokens, written side by side, beside what is there without."""
+    streamed = opened(model_dir("llama"))
+    without, some = (
+        estimate(streamed, make_plan(streamed, c), c, tmp_path)
+        for c in (
+            builders.options("anybit", samples=64, seq_len=1024, own_texts=share) for share in (0, 0.25)
+        )
+    )
+    config = streamed.model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    of_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * streamed.dtype.itemsize
+    logits = 3 * 4 * LOGIT_CHUNK * config.vocab_size
+    more = some["peak_memory_bytes"] - without["peak_memory_bytes"]
+    assert more == 64 * 256 * of_token - logits > 0
+    assert some["seconds"] > without["seconds"]
 
 
 def test_what_fits_a_memory_budget(model_dir: MakeModel) -> None:

@@ -134,7 +134,7 @@ class _Run(Ready):
         self.streamed.model.to("meta")
         text = self.text
         if found.mixed is not None:
-            text = replace(text, tokens=found.mixed.tokens, own=found.mixed.own)
+            text = replace(text, tokens=found.mixed.tokens, own_windows=found.mixed.own_windows)
         run = replace(self, allocation=found, text=text)
         if not found.specs:
             return run
@@ -167,8 +167,8 @@ class _Run(Ready):
             assert costs is not None
             head = self.streamed.model.get_submodule(layer) is self.streamed.model.get_output_embeddings()
             mixed = self.allocation.mixed
-            own = None if mixed is None else mixed.expected
-            cost = costs.cost(read=not head, multiplied=head or layout.tied, own=own)
+            expected = None if mixed is None else mixed.expected
+            cost = costs.cost(read=not head, multiplied=head or layout.tied, own=expected)
             with about_layer(layer):
                 made = self.method.embed(weight.float().to(self.streamed.device), cost, self.options)
         packed = pack(made)

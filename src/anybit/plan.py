@@ -16,6 +16,7 @@ from anybit.artifact.contents import Plan
 from anybit.artifact.predicted_size import overhead_bytes
 from anybit.calibration.gradients import LOGIT_CHUNK
 from anybit.calibration.moments import ACTIVATION_BUDGET
+from anybit.calibration.own_texts import TOGETHER
 from anybit.calibration.streaming import StreamedModel, selected
 from anybit.config import EMBED_BITS, GROUP_SIZE, Json, LayerSpec, Options, SpecMap, parse_bytes
 from anybit.errors import InputError, require_extra
@@ -24,7 +25,7 @@ from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
 from anybit.formats.unquantized import UnquantizedLayout
 from anybit.methods import METHODS, Method, end_to_end, finetune, nested_codes, ordering
-from anybit.methods.anybit import BITS
+from anybit.methods.anybit import BITS, OWN_TEXT_TOKENS
 from anybit.methods.rtn import RTN
 
 WIDER = 1  # bits that embeddings are expected to have more than layers
@@ -282,6 +283,16 @@ def _head_weights(streamed: StreamedModel) -> int:
     return 0 if streamed.encoder else int(text.vocab_size * text.hidden_size)
 
 
+def _written_bytes(tokens: int, config: Any, size: int) -> int:
+    """Of keys and values while the model writes texts of so many tokens in all, in numbers of `size` bytes."""
+    if not tokens:
+        return 0
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    of_token = 2 * config.num_hidden_layers * kv_heads * head_dim * size
+    return int(min(tokens, TOGETHER * OWN_TEXT_TOKENS) * of_token)
+
+
 def _peak_memory(streamed: StreamedModel, plan: Plan, options: Options) -> int:
     """Of the process: what is imported, a block and what is computed of it, hidden states."""
     effort, wanted, shapes = METHODS[options.name].effort(options), plan.statistics, streamed.all_linears()
@@ -300,7 +311,7 @@ def _peak_memory(streamed: StreamedModel, plan: Plan, options: Options) -> int:
         working += 2 * 4 * min(nested_codes.CHUNK, BITS * max(prod(shape) for shape in shapes.values()))
     if effort.passes:
         logits = 3 * 4 * min(options.seq_len, LOGIT_CHUNK) * text.vocab_size  # float32 softmax, and gradients
-        working += plan.model_weights * size + logits
+        working += plan.model_weights * size + max(logits, _written_bytes(effort.written, text, size))
     if METHODS[options.name].tuning(options):  # all weights, their codes, the unquantized head
         chunk = 6 * 4 * min(options.seq_len, LOGIT_CHUNK) * text.vocab_size
         codes = end_to_end.BYTES_PER_WEIGHT * plan.model_weights

@@ -18,7 +18,7 @@ from anybit.calibration.stats import ExpectedTokens
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.methods import METHODS, sensitivity
-from anybit.methods.anybit import OWN_TEXT_TOKENS
+from anybit.methods.anybit import OWN_TEXT_TOKENS, own_windows
 from anybit.methods.method import Search
 from anybit.progress import Advance
 from tests.builders import VOCABULARY
@@ -84,10 +84,13 @@ def test_what_was_drawn_is_kept_with_the_other_statistics(
     found, again = sensitivity._with_own_texts(search), sensitivity._with_own_texts(search)
     assert asked == [(3, 48, SEED)]  # half as many again as the two that are taken
     assert found[1] is not None and again[1] is not None
-    assert found[0].tokens is found[1].tokens and found[1].own == 2
+    assert found[0].tokens is found[1].tokens and found[1].own_windows == 2
     assert torch.equal(found[1].tokens, again[1].tokens)
     assert torch.equal(found[1].expected.probability, again[1].expected.probability)
     assert torch.equal(found[1].expected.variance, again[1].expected.variance)
+    assert found[0].folder == again[0].folder and found[0].folder.parent == tmp_path
+    other = sensitivity._with_own_texts(replace(search, tokens=tokens + 1))[0]
+    assert other.folder != found[0].folder  # gradients of other windows are other parts
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-1])
     assert torch.equal(sensitivity._with_own_texts(search)[0].tokens, found[0].tokens)
@@ -97,7 +100,7 @@ def test_what_was_drawn_is_kept_with_the_other_statistics(
     assert sensitivity._with_own_texts(search) == (search, None)
 
 
-@pytest.mark.parametrize(("samples", "seq_len"), [(8, 600), (7, 256), (1, 2000), (5, 100)])
+@pytest.mark.parametrize(("samples", "seq_len"), [(8, 600), (7, 256), (1, 2000), (2, 2000), (5, 100)])
 def test_a_share_of_the_windows_is_the_models_own(
     model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, samples: int, seq_len: int
 ) -> None:
@@ -106,25 +109,25 @@ def test_a_share_of_the_windows_is_the_models_own(
     def numbered(streamed: StreamedModel, texts: int, length: int, *_: Any) -> OwnTexts:
         asked.append((texts, length))
         nothing = torch.zeros(VOCABULARY)
-        tokens = 1000 + torch.arange(length).expand(texts, length)
+        tokens = 1000 + torch.arange(length).expand(texts, length)  # a text begins with 1000
         return OwnTexts(tokens, ExpectedTokens(nothing, nothing))
 
     monkeypatch.setattr(sensitivity, "write_texts", numbered)
     options = METHODS["anybit"].options(own_texts=0.3, samples=20, seq_len=seq_len).resolve()
     tokens = torch.arange(samples)[:, None].expand(samples, seq_len)
     search, mixed = sensitivity._with_own_texts(Search(opened(model_dir("llama")), tokens, {}, options))
-    windows, count = search.tokens, round(0.3 * samples)
+    windows, count = search.tokens, own_windows(samples, 0.3)
     assert windows.shape == (samples, seq_len)
-    assert (0 if mixed is None else mixed.own) == count
+    assert (0 if mixed is None else mixed.own_windows) == count
     of_text, of_model = windows[: samples - count], windows[samples - count :]
     numbers = of_text[:, 0].tolist()
     assert len(set(numbers)) == samples - count and numbers[0] == 0
     assert torch.equal(of_text, tokens[numbers])
     if count:
-        (texts, length), flat = asked[0], of_model.flatten()
+        texts, length = asked[0]
         assert length == min(OWN_TEXT_TOKENS, seq_len)
         assert texts >= 1.5 * count * seq_len / length
-        assert torch.equal(flat, 1000 + torch.arange(len(flat)) % length)
+        assert torch.equal(of_model, (1000 + torch.arange(seq_len) % length).expand(count, seq_len))
 
 
 def test_texts_that_repeat_themselves_are_left_out() -> None:

@@ -191,7 +191,7 @@ def test_windows_in_text_order_without_overlap(words):
         "seq_len": 8,
         "seed": 0,
         "requested": 9,
-        "own": 0,
+        "own_windows": 0,
     }
     json.dumps(got.describe())
 

@@ -289,6 +289,19 @@ def test_losses_are_those_of_the_stored_codes(rows: int, columns: int, kept: flo
         torch.testing.assert_close(made.losses[:, bits - 1], expected, rtol=1e-3, atol=1e-9)
 
 
+def test_rows_come_nearer_to_their_layer() -> None:
+    losses = torch.rand(20, 8, generator=torch.Generator().manual_seed(0)) ** 4
+    losses[3], losses[:, 7], losses[5, 2] = 0, 0, -1e-3
+    made = nested_codes._evened(losses)
+    known = losses.clamp(min=0)
+    torch.testing.assert_close(made.sum(0), known.sum(0))
+    assert (made >= 0).all() and (made[3] == 0).all() and (made[:, 7] == 0).all()
+    for bits in range(7):
+        assert made[:, bits].argsort().tolist() == known[:, bits].argsort().tolist()
+        spread, before = (x[6:, bits].log().std() for x in (made, known))
+        torch.testing.assert_close(spread, nested_codes.TRUST * before)
+
+
 @needs_native
 def test_every_width_is_compensated() -> None:
     """At each width the joint codes lose less than rounding to the same tables; tuned widths lose least."""

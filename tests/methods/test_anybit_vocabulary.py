@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import anybit
 from anybit import methods
 from anybit.artifact import files
-from anybit.artifact.config_json import own_windows
+from anybit.artifact.config_json import own_windows_note
 from anybit.artifact.levels import Levels
 from anybit.artifact.reader import open_artifact
 from anybit.artifact.sizes import inspect, table_of_levels
@@ -31,7 +31,7 @@ from anybit.kernels import cpu
 from anybit.layers import PackedModule, QuantEmbedding, TiedHead
 from anybit.loader import load
 from anybit.methods import METHODS, nested_codes, ordering, sensitivity
-from anybit.methods.anybit import WRITTEN
+from anybit.methods.anybit import WRITTEN_PER_TAKEN, own_windows
 from tests import builders
 from tests.artifact.test_enhancements import index_of, write_index
 from tests.probes import logits
@@ -116,9 +116,9 @@ def test_rows_that_the_model_expects_in_texts_of_its_own_come_first(
 def test_an_artifact_says_what_of_its_text_is_the_models_own(made: Make) -> None:
     path = made("llama")
     assert inspect(path)["calibration"]["samples"] == SHORT["samples"]
-    assert inspect(path)["calibration"]["own"] == 1
+    assert inspect(path)["calibration"]["own_windows"] == 1
     assert ", 1 of these windows by the model itself" in (path / "README.md").read_text()
-    assert own_windows({"samples": 3}) == own_windows({"own": 0}) == ""
+    assert own_windows_note({"samples": 3}) == own_windows_note({"own_windows": 0}) == ""
 
 
 def test_texts_of_the_models_own_take_time() -> None:
@@ -127,7 +127,24 @@ def test_texts_of_the_models_own_take_time() -> None:
         return METHODS["anybit"].effort(config).passes
 
     assert passes(own_texts=0) == 0.25
-    assert passes(own_texts=0.5) == passes(own_texts=0.5, embed_bits=8) == 0.25 + WRITTEN / 2
+    assert passes(own_texts=0.5) == passes(own_texts=0.5, embed_bits=8) == 0.25 + WRITTEN_PER_TAKEN / 2
+
+
+@pytest.mark.parametrize(
+    ("samples", "share", "own"),
+    [
+        (1, 0.25, 0),
+        (2, 0.25, 1),
+        (3, 0.25, 1),
+        (6, 0.25, 2),
+        (32, 0.25, 8),
+        (1, 0.9, 0),
+        (4, 0.9, 3),
+        (64, 0, 0),
+    ],
+)
+def test_some_windows_are_always_of_the_text(samples: int, share: float, own: int) -> None:
+    assert own_windows(samples, share) == own
 
 
 def test_all_planes_come_close_to_the_base(made: Make, model_dir: Callable[[str], Path]) -> None:

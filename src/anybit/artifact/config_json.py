@@ -39,9 +39,9 @@ def provenance(checkpoint: Checkpoint, base_hash: str, options: Options, calibra
     }
 
 
-def own_windows(calibration: Json) -> str:
+def own_windows_note(calibration: Json) -> str:
     """Words behind a calibration text, about the windows that the model wrote by itself."""
-    own = calibration.get("own", 0)  # artifacts of earlier versions do not say
+    own = calibration.get("own_windows", 0)  # artifacts of earlier versions do not say
     return f", {own} of these windows by the model itself" if own else ""
 
 

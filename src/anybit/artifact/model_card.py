@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from anybit.artifact.config_json import own_windows
+from anybit.artifact.config_json import own_windows_note
 from anybit.checkpoint.architectures import is_encoder
 from anybit.config import Json, Options, flag_of, flags_of
 from anybit.methods import changed
@@ -51,7 +51,7 @@ def model_card(
     if calibration:
         text = (
             f"{calibration['samples']} x {calibration['seq_len']} tokens of `{calibration['source']}` "
-            f"(SHA-256 `{calibration['sha256'][:16]}`){own_windows(calibration)}"
+            f"(SHA-256 `{calibration['sha256'][:16]}`){own_windows_note(calibration)}"
         )
     usual = options.layer_spec()
     mixed = any(spec != usual for spec in plan.specs.values())

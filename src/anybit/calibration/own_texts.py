@@ -37,7 +37,7 @@ class MixedWindows:
     """Calibration windows of which some are texts of the model's own."""
 
     tokens: Tensor  # int64 [samples, seq_len], its own last
-    own: int  # how many these are
+    own_windows: int  # how many these are
     expected: ExpectedTokens
 
 
@@ -88,7 +88,7 @@ def most_varied(texts: Tensor, count: int) -> Tensor:
 
 
 def _first_token(config: Any, vocabulary: int) -> int:
-    """What a text begins with: the token that the model is used to see there."""
+    """What a text begins with: the token that the model expects there."""
     for name in ("bos_token_id", "eos_token_id"):
         found = getattr(config, name, None)
         found = found[0] if isinstance(found, list | tuple) and found else found

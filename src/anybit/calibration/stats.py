@@ -189,7 +189,7 @@ class VocabularyStats:
         """What errors cost of a matrix that is looked up, or multiplied with, or both.
 
         Which rows are looked up is known of few tokens: half of it is what the model expects. Half of all is what it
-        expects in texts of its own, where these are given: other texts need other rows than the samples.
+        expects in texts of its own, where these are given: few samples have few of the rows that these need.
         """
         samples = float(self.samples)
         scored = samples * (self.length - 1)

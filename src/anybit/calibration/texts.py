@@ -33,7 +33,7 @@ class CalibrationSet:
     sha256: str  # of the whole text in UTF-8
     requested: int  # samples asked for; `tokens` holds fewer where the text is too short
     seed: int
-    own: int = 0  # of the samples, the last ones: texts that the model wrote by itself
+    own_windows: int = 0  # of the samples, the last ones: texts that the model wrote by itself
 
     def describe(self) -> Json:
         """What an artifact records of its calibration (plain JSON types): of a file only its name."""
@@ -46,7 +46,7 @@ class CalibrationSet:
             "seq_len": seq_len,
             "seed": self.seed,
             "requested": self.requested,
-            "own": self.own,
+            "own_windows": self.own_windows,
         }
 
 

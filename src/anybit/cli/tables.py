@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from anybit.artifact.config_json import own_windows
+from anybit.artifact.config_json import own_windows_note
 from anybit.config import Json
 from anybit.errors import printable
 
@@ -124,7 +124,7 @@ def print_inspection(f: Json) -> None:
     if calibration:
         _say(
             f"calibration       {calibration['samples']} x {calibration['seq_len']} tokens of "
-            f"{calibration['source']}{own_windows(calibration)}"
+            f"{calibration['source']}{own_windows_note(calibration)}"
         )
     layers = [_layer_row(layer) for layer in f["embeddings"] + f["layers"]]
     print_table(("<layer", "shape", "bits", "bits per weight", "<parts"), layers)

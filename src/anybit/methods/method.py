@@ -71,6 +71,7 @@ class Effort:
     clustering: float = 0  # seconds per weight and thread,
     serial: float = 0  # and on one thread alone
     passes: float = 0  # of all samples through the whole model, forward and backward; of some, their share
+    written: int = 0  # tokens of texts that the model writes by itself
     epochs: int = 0  # of finetuning
 
 

@@ -42,7 +42,7 @@ FIT_BITS = 3  # width at which a row's shape and scale are fitted
 LEAST = 0.03  # what errors far from the tuned width count: all planes must come close to the weights
 VOCABULARY_FACTOR = 1.5  # errors of embedding and head count so much more than is estimated (docs/log.md)
 RANKED = slice(1, 5)  # widths 2 to 5, whose losses rank rows
-TRUST = 0.75  # in how far the losses of a layer's rows differ, as a power: they are known from few tokens
+TRUST = 0.75  # power of the losses of a layer's rows: other texts differ from the few tokens that they are known from
 
 
 def layout(spec: LayerSpec[AnyBit], shape: tuple[int, int]) -> LayerLayout:
@@ -174,19 +174,23 @@ def _row_slices(weight: Tensor, columns: int) -> Iterator[slice]:
 
 
 def _in_nats(losses: Tensor, stats: LinearStats) -> Tensor:
-    """What rows cost at every width, [out, 8], from `E H E^T` and from what an output's error is worth."""
+    """What rows cost at every width, [out, 8], from `E H E^T` and from what an output's error is worth (`_evened`).
+
+    Without gradients rows cost what their errors do, whatever the text.
+    """
     worth = None if stats.outputs is None else stats.outputs.to(losses.device)
     if worth is None:
         return losses / stats.tokens
-    return _nearer(worth if worth.ndim == 2 else losses * (worth / stats.tokens)[:, None])
+    return _evened(worth if worth.ndim == 2 else losses * (worth / stats.tokens)[:, None])
 
 
-def _nearer(losses: Tensor) -> Tensor:
+def _evened(losses: Tensor) -> Tensor:
     """Losses [out, 8] that differ less from row to row, each width's sum as it was.
 
     What other texts ask of a row lies between what the calibration text does and the mean of its layer.
     """
-    made = losses.clamp(min=0) ** TRUST
+    losses = losses.clamp(min=0)
+    made = losses**TRUST
     return made * (losses.sum(0) / made.sum(0).clamp(min=1e-30))
 
 

@@ -8,6 +8,7 @@ chooses the widths.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from anybit.calibration.gradients import gradient_statistics, load_whole
-from anybit.calibration.own_texts import MixedWindows, most_varied, write_texts
+from anybit.calibration.own_texts import MixedWindows, OwnTexts, most_varied, write_texts
 from anybit.calibration.stats import ExpectedTokens, GradientStats, VocabularyStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.files import unwritable
@@ -33,7 +34,7 @@ from anybit.cost import Cost
 from anybit.errors import InputError
 from anybit.methods import mixllm, rounding
 from anybit.methods import nested_codes as nested
-from anybit.methods.anybit import OWN_TEXT_TOKENS, WRITTEN
+from anybit.methods.anybit import OWN_TEXT_TOKENS, WRITTEN_PER_TAKEN, own_windows
 from anybit.methods.method import Allocation, Search
 from anybit.methods.rtn import RTN
 from anybit.progress import Advance
@@ -131,29 +132,40 @@ def _vocabulary(summed: Mapping[str, Tensor], length: int) -> VocabularyStats | 
 
 
 def _with_own_texts(search: Search) -> tuple[Search, MixedWindows | None]:
-    """The search over windows some of which the model writes by itself, in place of others of the text; what it writes
-    is kept in the folder like the parts.
+    """The search over windows of which the last are texts that the model writes by itself, as many to a window as it
+    has room for. They take the place of others of the text. Parts are kept in a folder that these windows name.
     """
-    samples, seq_len = search.tokens.shape
-    windows, seed = round(search.options.own_texts * samples), search.options.seed
+    options, (samples, seq_len) = search.options, search.tokens.shape
+    windows = own_windows(samples, options.own_texts)
     if not windows:
         return search, None
     length = min(OWN_TEXT_TOKENS, seq_len)
-    texts = math.ceil(windows * seq_len / length)
-    written = math.ceil(WRITTEN * texts)
+    written = _written(search, windows * math.ceil(seq_len / length), length)
+    own = written.tokens.reshape(windows, -1)[:, :seq_len]
+    others = search.tokens[_spread(samples, samples - windows)]
+    mixed = MixedWindows(torch.cat([others, own]), windows, written.expected)
+    folder = search.folder
+    if folder is not None:
+        folder /= hashlib.sha256(mixed.tokens.numpy().tobytes()).hexdigest()[:16]
+    return replace(search, tokens=mixed.tokens, folder=folder), mixed
+
+
+def _written(search: Search, texts: int, length: int) -> OwnTexts:
+    """Texts of the model's own, those left out that repeat themselves most; kept in the folder like the parts.
+
+    What the model expects is over all that it wrote.
+    """
+    count, seed = math.ceil(WRITTEN_PER_TAKEN * texts), search.options.seed
     rows = search.streamed.model.get_input_embeddings().weight.shape[0]
-    sizes = {"tokens": (written, length)} | {field.name: (rows,) for field in fields(ExpectedTokens)}
+    sizes = {"tokens": (count, length)} | {field.name: (rows,) for field in fields(ExpectedTokens)}
 
     def make() -> Mapping[str, Tensor]:
-        advance = search.report.task(f"{written} texts of the model's own", written * (length - 1))
-        made = write_texts(search.streamed, written, length, seed, advance)
+        advance = search.report.task(f"{count} texts of the model's own", count * (length - 1))
+        made = write_texts(search.streamed, count, length, seed, advance)
         return {"tokens": made.tokens, **vars(made.expected)}
 
-    found = dict(_kept(search, f"own-texts-{written}-{length}-{seed}", sizes, make))
-    own = most_varied(found.pop("tokens"), texts).flatten()[: windows * seq_len].view(windows, seq_len)
-    others = search.tokens[_spread(samples, samples - windows)]
-    mixed = MixedWindows(torch.cat([others, own]), windows, ExpectedTokens(**found))
-    return replace(search, tokens=mixed.tokens), mixed
+    found = dict(_kept(search, f"own-texts-{count}-{length}-{seed}", sizes, make))
+    return OwnTexts(most_varied(found.pop("tokens"), texts), ExpectedTokens(**found))
 
 
 def _of_gradients(search: Search) -> tuple[Search, list[int]]:
