@@ -184,9 +184,9 @@ def file_sizes() -> str:
     return how(found) + markdown(["at most", "files", *layers, "perplexity", "KLD"], rows)
 
 
-def tuned() -> str:
-    """One artifact, and what `--tune` made of it: the same codes, at the same widths."""
-    found = load("tuned.json")
+def on_texts(path: str) -> str:
+    """Artifacts made in different ways, at some widths over the same windows of several texts."""
+    found = load(path)
     rows = [[text, *row] for text, of in found["texts"].items() for row in paired_rows(of)]
     return how(found) + markdown(["text", *paired_head(next(iter(found["texts"].values())))], rows)
 

@@ -107,7 +107,7 @@ def test_a_target_that_is_missed_says_so(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("<!-- table: c4 -->\n", "", "quality.md: 21 beginnings and 22 ends of tables"),
+        ("<!-- table: c4 -->\n", "", "quality.md: 22 beginnings and 23 ends of tables"),
         ("<!-- table: c4 -->", "<!-- table: c5 -->", "quality.md: no table 'c5'"),
         ("<!-- table: encoders/minilm -->", "<!-- table: encoders/bert -->", "no table 'encoders/bert'"),
     ],

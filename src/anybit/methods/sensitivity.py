@@ -140,6 +140,7 @@ def _with_own_texts(search: Search) -> tuple[Search, MixedWindows | None]:
     if not windows:
         return search, None
     length = min(OWN_TEXT_TOKENS, seq_len)
+    search.report.say(f"{windows} of the {samples} windows give way to texts that the model writes by itself")
     written = _written(search, windows * math.ceil(seq_len / length), length)
     own = written.tokens.reshape(windows, -1)[:, :seq_len]
     others = search.tokens[_spread(samples, samples - windows)]
