@@ -10,7 +10,6 @@ from typing import Any
 
 import typer
 
-from anybit.artifact.config_json import own_windows_note
 from anybit.config import Json
 from anybit.errors import printable
 
@@ -122,6 +121,8 @@ def print_inspection(f: Json) -> None:
     _say(f"size              {f['size_bytes'] / 1e6:.1f} MB without the tokenizer")
     calibration = f["calibration"] or {}
     if calibration:
+        from anybit.artifact.config_json import own_windows_note
+
         _say(
             f"calibration       {calibration['samples']} x {calibration['seq_len']} tokens of "
             f"{calibration['source']}{own_windows_note(calibration)}"
