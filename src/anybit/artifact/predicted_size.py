@@ -92,13 +92,8 @@ def _widest_calibration(plan: Plan, options: Options) -> Json | None:
     if not plan.statistics:
         return None
     counts = {"samples": options.windows, "seq_len": options.seq_len, "seed": options.seed}
-    return {
-        "source": "'" * 255,
-        "sha256": HASH,
-        **counts,
-        "requested": options.windows,
-        "own": options.windows,
-    }
+    counts |= {"requested": options.windows, "own_windows": options.windows}
+    return {"source": "'" * 255, "sha256": HASH, **counts}
 
 
 def _asset_bytes(streamed: StreamedModel) -> int:

@@ -26,9 +26,7 @@ TOGETHER = 64  # texts that are written side by side
 
 @dataclass(frozen=True)
 class OwnTexts:
-    tokens: (
-        Tensor  # int64 [texts, length]; each begins with what the model is used to see at the start of a text
-    )
+    tokens: Tensor  # int64 [texts, length]; each begins like any text, see `_first_token`
     expected: ExpectedTokens  # over all places but the first
 
 
