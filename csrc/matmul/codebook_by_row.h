@@ -70,6 +70,29 @@ inline int64_t tails_of(const CodebookByRow& c) {
     return tails <= MOST_TAILS ? tails : 0;
 }
 
+// With AVX2 the last blocks of two rows are one, a row in each half of its vectors, where they fill no more than half.
+// Inputs of such a block lie in both halves.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool HALVES = true;
+inline bool ends_in_halves(const CodebookByRow& c) {
+    const int64_t rest = 4 * c.words % BYTES;
+    return 0 < rest && rest <= BYTES / 2;
+}
+// The planes of two rows' last `rest` bytes, from `at` on; what lies behind them is 0.
+template <int B>
+inline void load_halves_of(const RowPlanes<B>& lower, const RowPlanes<B>& upper, int64_t at, int64_t rest,
+                           Codes (&plane)[B]) {
+    const __m128i there = _mm_cmpgt_epi32(_mm_set1_epi32(static_cast<int32_t>(rest / 4)), _mm_setr_epi32(0, 1, 2, 3));
+    for (int p = 0; p < B; ++p)
+        plane[p] = reinterpret_cast<Codes>(
+            _mm256_set_m128i(_mm_maskload_epi32(reinterpret_cast<const int32_t*>(upper.from[p] + at), there),
+                             _mm_maskload_epi32(reinterpret_cast<const int32_t*>(lower.from[p] + at), there)));
+}
+#else
+constexpr bool HALVES = false;
+inline bool ends_in_halves(const CodebookByRow&) { return false; }
+#endif
+
 // Codes of the upper half of a mirrored table become those of the entries opposite, below their highest bit.
 template <int B> inline void fold(Codes (&plane)[B]) {
     for (int p = 0; p < B - 1; ++p) plane[p] ^= plane[B - 1];

@@ -11,7 +11,7 @@ namespace {
 // Inputs of type X in the kernels' order.
 template <typename X> struct Plain {
     using Given = Inputs<X>;
-    static constexpr bool THREE = false;
+    static constexpr bool THREE = false, IN_HALVES = false;
     using Total = Floats;
     static constexpr int MOST = MOST_TOKENS;
     static constexpr int64_t MOST_BLOCKS = 32 / sizeof(X);

@@ -22,7 +22,9 @@ constexpr int MOST_TOKENS = 2;
 template <template <int, int> typename By, int B, int M, typename F>
 void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64_t first, int64_t last, F&& finish) {
     using Total = typename By<B, M>::Total;
-    const int64_t bytes = 4 * c.words, blocks = blocks_of(c), tails = tails_of(c), whole = blocks - (tails > 0);
+    const int64_t bytes = 4 * c.words, blocks = blocks_of(c), tails = tails_of(c);
+    const bool halves = By<B, M>::IN_HALVES && ends_in_halves(c);
+    const int64_t whole = blocks - (tails > 0 || halves);
     const int64_t tile = ceil_div(blocks, ceil_div(blocks * M, By<B, M>::MOST_BLOCKS)); // as equal as can be
     Total total[CodebookByRow::TOGETHER][M]; // begun by the first tile, of which there always is one
     for (int64_t begin = 0; begin < blocks; begin += tile) {
@@ -49,6 +51,18 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64
             for (int k = 0; k < M; ++k) total[row - first][k] = own[k];
         }
     }
+    if constexpr (By<B, M>::IN_HALVES)
+        for (int64_t row = first; row < (halves ? last : first); row += 2) {
+            const int64_t other = row + 1 < last ? row + 1 : row;
+            Codes plane[B], code[PHASES];
+            load_halves_of(RowPlanes<B>(c, row), RowPlanes<B>(c, other), whole * BYTES, bytes - whole * BYTES, plane);
+            By<B, M>::fold_planes(c, plane);
+            codes_of<B>(plane, code);
+            Total both[M] = {}, none[M] = {};
+            By<B, M>(c, in, row, other).add(code, whole, both);
+            for (int k = 0; k < M; ++k)
+                both[k].split(total[row - first][k], other > row ? total[other - first][k] : none[k]);
+        }
     finish(total);
 }
 
@@ -58,7 +72,8 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64
 //   MOST, THREE: tokens at once, and whether three are;
 //   MOST_BLOCKS: whose inputs stay close while rows take turns;
 //   Total, add(code, block, total), add_tail(codes, tail, total): sums of a row;
-//   fold_planes: what is done with planes before they become codes.
+//   fold_planes: what is done with planes before they become codes;
+//   IN_HALVES: whether it knows `ends_in_halves`; then it also looks two rows up in the halves of vectors.
 template <template <int, int> typename By, int B, typename F>
 void gemv_bits(const CodebookByRow& c, const typename By<B, 1>::Given& in, int64_t begin, int64_t end, F&& finish) {
     for (int64_t first = begin; first < end; first += CodebookByRow::TOGETHER) {

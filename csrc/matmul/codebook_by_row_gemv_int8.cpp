@@ -45,7 +45,7 @@ inline Ints dot_centroids(Ints sums, Codes centroids, const int8_t* x) {
 template <int B, int M> class WholeCentroids {
 public:
     using Given = WholeInputs;
-    static constexpr bool THREE = true;
+    static constexpr bool THREE = true, IN_HALVES = HALVES;
     using Total = WholeSums;
     static constexpr int MOST = MOST_BYTE_TOKENS;
     static constexpr int64_t MOST_BLOCKS = 32;
@@ -82,6 +82,10 @@ template <int B, int M> class ByteCentroids : public WholeCentroids<B, M> {
 public:
     ByteCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
         : WholeCentroids<B, M>(c, in), table_(c.table + (c.kind(row) << B), CENTRE) {}
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    ByteCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t lower, int64_t upper)
+        : WholeCentroids<B, M>(c, in), table_(c.table + (c.kind(lower) << B), c.table + (c.kind(upper) << B), CENTRE) {}
+#endif
 
     void add(const Codes (&code)[PHASES], int64_t b, WholeSums (&total)[M]) const {
         constexpr int OWN = M < 4 ? 2 : 1; // chains of sums of a token
@@ -122,6 +126,12 @@ public:
     WordCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
         : WholeCentroids<B, M>(c, in), high_(c.table + (2 * c.kind(row) << B), CENTRE),
           low_(c.table + ((2 * c.kind(row) + 1) << B), CENTRE) {}
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    WordCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t lower, int64_t upper)
+        : WholeCentroids<B, M>(c, in),
+          high_(c.table + (2 * c.kind(lower) << B), c.table + (2 * c.kind(upper) << B), CENTRE),
+          low_(c.table + ((2 * c.kind(lower) + 1) << B), c.table + ((2 * c.kind(upper) + 1) << B), CENTRE) {}
+#endif
 
     void add(const Codes (&code)[PHASES], int64_t b, WholeSums (&total)[M]) const {
         Ints high[2][M] = {}, low[2][M] = {};
@@ -165,6 +175,8 @@ public:
 
     MirroredWordCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
         : WholeCentroids<B, M>(c, in), lookup_(c, row) {}
+    MirroredWordCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t lower, int64_t upper)
+        : WholeCentroids<B, M>(c, in), lookup_(c, lower, upper) {}
 
     static void fold_planes(const CodebookByRow&, Codes (&plane)[B]) { fold(plane); }
 
@@ -270,8 +282,14 @@ void prepare_whole(const CodebookByRow& c, const int8_t* codes, const float* sca
     for (int64_t b = 0; b < blocks_of(c); ++b) {
         Codes block[PHASES];
         order_inputs(c, codes, b, block);
+        int32_t* own = factors + (b * tokens + k) * LANES;
+        token.sum += find_factors(codes, c.columns, scales, token.unit, b * LANES, own);
+        if (b == blocks_of(c) - 1 && ends_in_halves(c)) { // both halves have the same
+            for (Codes& phase : block)
+                __builtin_memcpy(reinterpret_cast<uint8_t*>(&phase) + BYTES / 2, &phase, BYTES / 2);
+            __builtin_memcpy(own + LANES / 2, own, LANES / 2 * sizeof *own);
+        }
         __builtin_memcpy(x + (b * tokens + k) * sizeof block, block, sizeof block);
-        token.sum += find_factors(codes, c.columns, scales, token.unit, b * LANES, factors + (b * tokens + k) * LANES);
     }
 }
 

@@ -60,6 +60,10 @@ template <int B> struct MirroredWords {
     MirroredWords(const CodebookByRow& c, int64_t row)
         : high_(c.table + (2 * c.kind(row) << B), CodebookByRow::BYTE_ZERO),
           low_(c.table + ((2 * c.kind(row) + 1) << B), CodebookByRow::BYTE_ZERO) {}
+    MirroredWords(const CodebookByRow& c, int64_t lower, int64_t upper)
+        : high_(c.table + (2 * c.kind(lower) << B), c.table + (2 * c.kind(upper) << B), CodebookByRow::BYTE_ZERO),
+          low_(c.table + ((2 * c.kind(lower) + 1) << B), c.table + ((2 * c.kind(upper) + 1) << B),
+               CodebookByRow::BYTE_ZERO) {}
     void operator()(Codes code, Codes (&found)[2]) const {
         const auto sign = reinterpret_cast<__m256i>(left<8 - B>(code) | fill(1));
         found[0] = reinterpret_cast<Codes>(_mm256_sign_epi8(reinterpret_cast<__m256i>(high_(code)), sign));

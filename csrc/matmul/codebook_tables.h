@@ -55,6 +55,14 @@ inline Codes repeat(__m128i bytes) {
 #endif
 }
 
+// Sixteen entries of B bits, or all of them again and again.
+template <int B> inline __m128i sixteen_of(const uint8_t* entry) {
+    if constexpr (B == 1) return _mm_set1_epi16(load_as<int16_t>(entry));
+    else if constexpr (B == 2) return _mm_set1_epi32(load_as<int32_t>(entry));
+    else if constexpr (B == 3) return _mm_set1_epi64x(load_as<int64_t>(entry));
+    else return load_as<__m128i>(entry);
+}
+
 #if !defined(__AVX512BW__)
 // What is negative stays so.
 inline Codes sixteen_down(Codes index) {
@@ -68,14 +76,9 @@ template <int B> struct Table {
 
     // Entries are exclusive-or `turned`, which costs nothing later on; with AVX-512 or without vectors it is 0.
     explicit Table(const uint8_t* entry, [[maybe_unused]] int turned = 0) {
-        if constexpr (B == 1) part[0] = repeat(_mm_set1_epi16(load_as<int16_t>(entry)));
-        else if constexpr (B == 2) part[0] = repeat(_mm_set1_epi32(load_as<int32_t>(entry)));
-        else if constexpr (B == 3) part[0] = repeat(_mm_set1_epi64x(load_as<int64_t>(entry)));
-        else
-            for (int i = 0; i < PARTS; ++i) part[i] = repeat(sixteen(entry, i));
+        for (int i = 0; i < PARTS; ++i) part[i] = repeat(sixteen(entry, i));
 #if !defined(__AVX512BW__)
-        for (int i = 0; i < PARTS; i += RUN)
-            part[i] ^= fill(turned); // those after it cancel it out and put it in again
+        turn(turned);
 #endif
     }
 
@@ -90,7 +93,7 @@ template <int B> struct Table {
     }
 
 private:
-    static __m128i sixteen(const uint8_t* entry, int i) { return load_as<__m128i>(entry + 16 * i); }
+    static __m128i sixteen(const uint8_t* entry, int i) { return sixteen_of<B>(entry + 16 * i); }
 
     static Codes blend(Codes where_clear, Codes where_set, __mmask64 by) {
         return reinterpret_cast<Codes>(
@@ -105,6 +108,13 @@ private:
         if constexpr (LEFT > 1) choose<SHIFT - 1>(found, code);
     }
 #else
+    // The lower half looks up in one table, the upper half in another.
+    Table(const uint8_t* lower, const uint8_t* upper, int turned) {
+        for (int i = 0; i < PARTS; ++i)
+            part[i] = reinterpret_cast<Codes>(_mm256_set_m128i(sixteen(upper, i), sixteen(lower, i)));
+        turn(turned);
+    }
+
     // A choice takes two or three instructions here. So part i holds its entries exclusive-or those of the part before:
     // what the parts up to a code's own give cancels down to its entry, and those behind see a negative index. The
     // ninth part begins anew, for codes whose highest bit is turned over.
@@ -122,8 +132,13 @@ private:
     static constexpr int RUN = 8;
 
     static __m128i sixteen(const uint8_t* entry, int i) {
-        const auto own = load_as<__m128i>(entry + 16 * i);
+        const __m128i own = sixteen_of<B>(entry + 16 * i);
         return i % RUN == 0 ? own : _mm_xor_si128(own, load_as<__m128i>(entry + 16 * (i - 1)));
+    }
+
+    void turn(int turned) {
+        for (int i = 0; i < PARTS; i += RUN)
+            part[i] ^= fill(turned); // those after it cancel it out and put it in again
     }
 #endif
 };

@@ -85,12 +85,25 @@ public:
         for (int l = 0; l < LANES / 2; ++l) sum += all[l];
         return sum;
     }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // The sums of the lower half join those of one row, those of the upper half another's.
+    void split(WholeSums& lower, WholeSums& upper) const {
+        lower.even_ += half<0>(even_), lower.odd_ += half<0>(odd_);
+        upper.even_ += half<1>(even_), upper.odd_ += half<1>(odd_);
+    }
+#endif
 #if defined(__AVX512F__)
     __m512i lanes() const { return reinterpret_cast<__m512i>(even_ + odd_); }
 #endif
 
 private:
     typedef int64_t Longs __attribute__((vector_size(LANES * 4)));
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    template <int UPPER> static Longs half(Longs v) {
+        return reinterpret_cast<Longs>(
+            _mm256_blend_epi32(_mm256_setzero_si256(), reinterpret_cast<__m256i>(v), UPPER ? 0xf0 : 0x0f));
+    }
+#endif
     Longs even_, odd_; // not set, as arrays of sums are large; WholeSums{} is 0
 };
 
