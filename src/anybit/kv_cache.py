@@ -258,9 +258,23 @@ def _turn(config: PreTrainedConfig, index: int) -> Turn:
         return Turn()
     if rope.get("partial_rotary_factor", 1) != 1:
         return Turn()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    angles, scale = frequencies(rope, size, text.max_position_embeddings)
+    angles, scale = frequencies(rope, head_size(text), text.max_position_embeddings)
     return Turn(torch.from_numpy(angles), scale)
+
+
+def kv_heads(config: Any) -> int:
+    """Heads that keys and values have, of a configuration of a text model."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def head_size(config: Any) -> int:
+    """Numbers of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def kv_numbers(config: Any) -> int:
+    """Numbers of a token's keys and values, in all blocks."""
+    return 2 * int(config.num_hidden_layers) * kv_heads(config) * head_size(config)
 
 
 def key_biases(model: Any) -> list[Tensor | None]:

@@ -24,6 +24,7 @@ from anybit.formats import GroupIntLayout
 from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
 from anybit.formats.unquantized import UnquantizedLayout
+from anybit.kv_cache import kv_numbers
 from anybit.methods import METHODS, Method, end_to_end, finetune, nested_codes, ordering
 from anybit.methods.anybit import BITS, OWN_TEXT_TOKENS
 from anybit.methods.rtn import RTN
@@ -287,10 +288,7 @@ def _written_bytes(tokens: int, config: Any, size: int) -> int:
     """Of keys and values while the model writes texts of so many tokens in all, in numbers of `size` bytes."""
     if not tokens:
         return 0
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    of_token = 2 * config.num_hidden_layers * kv_heads * head_dim * size
-    return int(min(tokens, TOGETHER * OWN_TEXT_TOKENS) * of_token)
+    return min(tokens, TOGETHER * OWN_TEXT_TOKENS) * kv_numbers(config) * size
 
 
 def _peak_memory(streamed: StreamedModel, plan: Plan, options: Options) -> int:

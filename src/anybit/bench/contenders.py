@@ -27,7 +27,7 @@ from anybit.engine.engine import Engine
 from anybit.engine.loaded import levels
 from anybit.engine.timing import prompt_seconds, step_seconds
 from anybit.errors import InputError
-from anybit.kv_cache import CACHE
+from anybit.kv_cache import CACHE, head_size, kv_heads
 from anybit.layers import PackedModule, TiedHead
 
 Floats = npt.NDArray[np.float32]
@@ -133,9 +133,8 @@ class InTransformers:
         from transformers import DynamicCache
 
         config, cache = self.model.config, DynamicCache(config=self.model.config)
-        heads = config.num_key_value_heads or config.num_attention_heads
         for i, block in enumerate(self.model.model.layers if depth else ()):
-            shape = 1, heads, depth, block.self_attn.head_dim
+            shape = 1, kv_heads(config), depth, block.self_attn.head_dim
             cache.update(*(torch.randn(shape, dtype=self.model.dtype) for _ in "kv"), i)
         return cache
 
@@ -250,7 +249,6 @@ def touched(model: Any, bits: float, itemsize: int) -> int:
 
 def kv_bytes(config: Any, depth: int, bits: float) -> int:
     """Bytes of keys and values that one token behind `depth` others reads, at so many bits a number with scales."""
-    heads = config.num_key_value_heads or config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     everywhere = config.model_type == "mistral"
@@ -258,8 +256,4 @@ def kv_bytes(config: Any, depth: int, bits: float) -> int:
         min(depth, window) if window and (everywhere or kind == "sliding_attention") else depth
         for kind in kinds
     )
-    return int(read * heads * 2 * head_size(config) * bits / 8)
-
-
-def head_size(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(read * kv_heads(config) * 2 * head_size(config) * bits / 8)

@@ -24,7 +24,6 @@ from anybit.bench.contenders import (
     MistralRs,
     Native,
     Runner,
-    head_size,
     kv_bytes,
 )
 from anybit.bench.decode_targets import AGREEMENT, is_quiet, targets
@@ -40,6 +39,7 @@ from anybit.engine.threads import default_threads
 from anybit.errors import InputError
 from anybit.kernels import cpu
 from anybit.kernels.cpu_layer import CODEBOOK_PRECISIONS
+from anybit.kv_cache import head_size, kv_heads
 from anybit.progress import SILENT, Silent
 
 DTYPES = ("bfloat16", "float32")  # of Transformers
@@ -364,7 +364,7 @@ def _share(nbytes: int, rates: list[float], reading: list[float]) -> Json:
 def parameters(config: Any) -> int:
     """Weights of a model's matrices, embedding and head counted once where they are tied."""
     hidden, size = config.hidden_size, head_size(config)
-    heads, shared = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+    heads, shared = config.num_attention_heads, kv_heads(config)
     block = hidden * (2 * heads * size + 2 * shared * size + 3 * config.intermediate_size)
     tables = 1 if config.tie_word_embeddings else 2
     return int(config.num_hidden_layers * block + tables * config.vocab_size * hidden)

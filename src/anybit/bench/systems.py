@@ -19,7 +19,6 @@ from typing import Any
 from anybit.artifact.files import is_artifact
 from anybit.artifact.levels import Levels
 from anybit.artifact.reader import open_artifact
-from anybit.bench.contenders import head_size
 from anybit.bench.decode import LLAMA_NUMBERS
 from anybit.bench.sources import Gguf, open_gguf, state_of
 from anybit.checkpoint.directory import open_checkpoint
@@ -30,6 +29,7 @@ from anybit.engine.engine import KV_BITS
 from anybit.engine.source import EMBEDDING, HEAD
 from anybit.errors import InputError
 from anybit.formats.levels import largest
+from anybit.kv_cache import head_size, kv_numbers
 
 AUTO = "auto"
 FORM = re.compile(
@@ -79,8 +79,7 @@ class System:
     @property
     def kv_token(self) -> float:
         """Bytes of a token's keys and values."""
-        heads = self.config.num_key_value_heads or self.config.num_attention_heads
-        return self.config.num_hidden_layers * heads * 2 * head_size(self.config) * self.kv_number / 8
+        return kv_numbers(self.config) * self.kv_number / 8
 
     @property
     def key(self) -> Json:

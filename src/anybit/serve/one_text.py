@@ -12,7 +12,7 @@ from anybit.engine.engine import Floats, Tokens, ends_of
 from anybit.engine.sampling import Sampling
 from anybit.errors import InputError
 from anybit.in_transformers import InTransformers
-from anybit.kv_cache import CACHE, QuantizedCache, key_biases
+from anybit.kv_cache import CACHE, QuantizedCache, key_biases, kv_numbers
 
 PROBE = [6, 3, 1, 1, 1]  # tokens at a time
 APART = 0.1  # of their range, logits may be apart; a cache that is not kept puts them further
@@ -61,9 +61,7 @@ class OneText:
         config = self._inside.model.config.get_text_config()
         bits = self.kv_bits if self.kv_bits != 16 else 8 * self._inside.model.dtype.itemsize
         try:
-            heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            return int(2 * config.num_hidden_layers * heads * size * self.context * bits / 8)
+            return kv_numbers(config) * self.context * bits // 8
         except (AttributeError, TypeError) as error:
             raise InputError(
                 f"{self.name} cannot be served: its config.json does not say how large keys and values are ({error})"
