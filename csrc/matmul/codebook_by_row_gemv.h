@@ -52,17 +52,18 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64
         }
     }
     if constexpr (By<B, M>::IN_HALVES)
-        for (int64_t row = first; row < (halves ? last : first); row += 2) {
-            const int64_t other = row + 1 < last ? row + 1 : row;
-            Codes plane[B], code[PHASES];
-            load_halves_of(RowPlanes<B>(c, row), RowPlanes<B>(c, other), whole * BYTES, bytes - whole * BYTES, plane);
-            By<B, M>::fold_planes(c, plane);
-            codes_of<B>(plane, code);
-            Total both[M] = {}, none[M] = {};
-            By<B, M>(c, in, row, other).add(code, whole, both);
-            for (int k = 0; k < M; ++k)
-                both[k].split(total[row - first][k], other > row ? total[other - first][k] : none[k]);
-        }
+        if (halves)
+            for (int64_t row = first; row < last; row += 2) {
+                const int64_t other = row + 1 < last ? row + 1 : row, rest = bytes - whole * BYTES;
+                Codes plane[B], code[PHASES];
+                load_halves_of(RowPlanes<B>(c, row), RowPlanes<B>(c, other), whole * BYTES, rest, plane);
+                By<B, M>::fold_planes(c, plane);
+                codes_of<B>(plane, code);
+                Total both[M] = {}, none[M] = {};
+                By<B, M>(c, in, row, other).add(code, whole, both);
+                for (int k = 0; k < M; ++k)
+                    both[k].split(total[row - first][k], other > row ? total[other - first][k] : none[k]);
+            }
     finish(total);
 }
 
@@ -73,7 +74,8 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64
 //   MOST_BLOCKS: whose inputs stay close while rows take turns;
 //   Total, add(code, block, total), add_tail(codes, tail, total): sums of a row;
 //   fold_planes: what is done with planes before they become codes;
-//   IN_HALVES: whether it knows `ends_in_halves`; then it also looks two rows up in the halves of vectors.
+//   IN_HALVES: whether inputs are prepared for `ends_in_halves`. Then there is a constructor for two rows, whose codes
+//   are in the halves of vectors, and Total has `split`.
 template <template <int, int> typename By, int B, typename F>
 void gemv_bits(const CodebookByRow& c, const typename By<B, 1>::Given& in, int64_t begin, int64_t end, F&& finish) {
     for (int64_t first = begin; first < end; first += CodebookByRow::TOGETHER) {

@@ -139,6 +139,22 @@ def test_a_token_has_the_same_bits_alone_and_among_others(columns: int, kept: in
     assert torch.equal(added.nan_to_num(), (1 + layer.matmul(x[:21])).nan_to_num())
 
 
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("columns", [30, 128, 129, 256, 257, 384, 385, 4672, 8320])
+def test_rows_that_end_anywhere_in_a_block(columns: int, isa: str) -> None:
+    """Of every width, an odd number of each; also where columns take turns in parts, for one token and for two."""
+    each = 17 if columns < 1000 else 3
+    tile = random_tile(8 * each, columns, 0, tuple(each * (8 - i) for i in range(8)), 4)
+    packed = pack(QuantizedWeight((8 * each, columns), (tile,)))
+    layer = Layer(packed.layout, packed.tensors, "int8", isa=isa)
+    x = torch.randn(2, columns, generator=torch.Generator().manual_seed(9))
+    expected = inputs_of(tile, x) @ weight_of(tile).T
+    size = inputs_of(tile, x).abs() @ weight_of(tile).abs().T
+    for tokens in (1, 2):
+        found = layer.matmul(x[:tokens]).double()
+        assert ((found - expected[:tokens]).abs() <= 2e-6 * size[:tokens]).all(), tokens
+
+
 @pytest.mark.parametrize("isa", [isa for isa in isas() if isa in MANY])
 # Entries of a byte, in one chunk of columns and in more; of two bytes.
 @pytest.mark.parametrize(
@@ -159,16 +175,17 @@ def test_more_outputs_than_a_cache_holds(columns: int, planes: list[int], isa: s
 
 
 @pytest.mark.parametrize("isa", isas())
-def test_tables_that_are_not_mirrored(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [99, 579, 700])
+def test_tables_that_are_not_mirrored(columns: int, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of two bytes have other kernels then. The tables of this package are mirrored, a caller's may not be."""
     raised = shapes.entries().copy()
     raised[:, [2**8 - 3, 2**9 - 3]] *= 1.5  # the last entries of 7 and 8 bits
     raised = raised.astype(np.float16).astype(np.float32)
     monkeypatch.setattr(shapes, "tables", lambda: torch.from_numpy(raised))
     monkeypatch.setattr(cpu_layer, "_tables", lambda isa, int8: _native.Tables(raised, isa, int8))
-    tile, packed = case(40, 700, 3, [8, 8, 8, 8, 8, 7, 4], 2)
+    tile, packed = case(40, columns, 3, [8, 8, 8, 8, 8, 7, 3], 2)
     layer = Layer(packed.layout, packed.tensors, "int8", isa=isa)
-    x = torch.randn(20, 700, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(20, columns, generator=torch.Generator().manual_seed(1))
     expected, size = (
         inputs_of(tile, x) @ weight_of(tile).T,
         inputs_of(tile, x).abs() @ weight_of(tile).abs().T,

@@ -62,7 +62,7 @@ class OneText:
         bits = self.kv_bits if self.kv_bits != 16 else 8 * self._inside.model.dtype.itemsize
         try:
             return kv_numbers(config) * self.context * bits // 8
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
             raise InputError(
                 f"{self.name} cannot be served: its config.json does not say how large keys and values are ({error})"
             ) from error
