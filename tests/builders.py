@@ -31,6 +31,7 @@ from anybit.config import LayerSpec, Options, TileSpec
 from anybit.formats.weight import QuantizedWeight
 from anybit.methods import METHODS, mixllm, nested_codes
 from anybit.methods.two_four_sixteen import bits_eq10
+from anybit.progress import Silent
 
 CLASSES = [
     METHODS[name].options
@@ -48,6 +49,16 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+
+
+class Said(Silent):
+    """A report that keeps the lines it is given."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
 
 
 # ---- configurations

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import anybit
 from anybit.artifact.sizes import inspect
 from anybit.errors import InputError
-from anybit.formats.states import QuantizedStates
+from anybit.formats.states import QuantizedStates, rotated
 from anybit.generate import Generator
 from anybit.kv_cache import CACHE, QuantizedCache, QuantizedLayer, quantized_attention
 from anybit.loader import load
@@ -40,6 +40,14 @@ def test_states_are_rounded_to_nearest(bits: int, d: int) -> None:
     torch.testing.assert_close(again, states.dequantize(), rtol=2e-3, atol=1e-3)
     assert states.dequantize().dtype == x.dtype
     assert QuantizedStates.of(x.bfloat16(), bits).dequantize().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("d", "rows"), [(64, 64), (80, 80), (96, 96), (40, 40), (12, 12), (72, 8), (10, 2)])
+def test_an_outlier_is_spread_over_a_head_and_comes_back(d: int, rows: int) -> None:
+    turned = rotated(torch.eye(d))
+    assert torch.equal(turned != 0, torch.block_diag(*[torch.ones(rows, rows)] * (d // rows)) != 0)
+    torch.testing.assert_close(turned.abs().amax(-1), torch.full((d,), rows**-0.5))
+    torch.testing.assert_close(rotated(turned), torch.eye(d))
 
 
 def test_more_bits_are_nearer() -> None:

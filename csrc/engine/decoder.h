@@ -66,7 +66,8 @@ struct Step {
     int64_t sequences_count, row_pages;
     const int32_t* wanted; // [wanted_count]: rows whose logits are asked for
     int64_t wanted_count;
-    float* logits; // [wanted_count, vocabulary]
+    float* logits;               // [wanted_count, vocabulary]
+    bool batch_invariant = true; // see `Arithmetic`
 };
 
 class Decoder {

@@ -13,9 +13,9 @@ class Decoder::Run {
 public:
     Run(Decoder& decoder, const DecoderWeights& weights, const Step& step, KvCache& cache, int threads)
         : spec_(decoder.spec_), ops_(decoder.ops_), weights_(weights), step_(step), cache_(cache), threads_(threads),
-          rounds_(decoder.rounds_), memory_(decoder.memory_), offsets_(decoder.offsets_), starts_(decoder.starts_),
-          rows_(step.rows), codes_(cache.format().bits < 16), head_(spec_.head_size), padded_(padded(head_)),
-          group_(spec_.heads / spec_.kv_heads) {}
+          arithmetic_{decoder.rounds_, step.batch_invariant}, memory_(decoder.memory_), offsets_(decoder.offsets_),
+          starts_(decoder.starts_), rows_(step.rows), codes_(cache.format().bits < 16), head_(spec_.head_size),
+          padded_(padded(head_)), group_(spec_.heads / spec_.kv_heads) {}
 
     void run() {
         x_ = floats(spec_.hidden);
@@ -121,7 +121,8 @@ private:
         const float* from = normed(block.before_attention, [b] {
             return b == 0 ? std::string("the embedding") : "the MLP of block " + std::to_string(b - 1);
         });
-        multiply({{*w.q, from, asked_}, {*w.k, from, keys_}, {*w.v, from, values_}}, rows_, rounds_, memory_, threads_);
+        multiply({{*w.q, from, asked_}, {*w.k, from, keys_}, {*w.v, from, values_}}, rows_, arithmetic_, memory_,
+                 threads_);
         const auto place_if = [&](bool opening) {
             by_rows((spec_.heads + spec_.kv_heads) * head_ * HEAD_WORK, [&](int64_t r) {
                 if ((step_.positions[r] < PAGE) == opening || !opens_) place(block, b, r);
@@ -271,7 +272,7 @@ private:
         const BlockSpec& block = spec_.blocks[b];
         const DecoderWeights::Block& w = weights_.blocks[b];
         const float* from = normed(block.before_mlp, [b] { return "the attention of block " + std::to_string(b); });
-        multiply({{*w.gate, from, gate_}, {*w.up, from, up_}}, rows_, rounds_, memory_, threads_);
+        multiply({{*w.gate, from, gate_}, {*w.up, from, up_}}, rows_, arithmetic_, memory_, threads_);
         const int64_t n = spec_.intermediate, pieces = (n + GATE_PIECE - 1) / GATE_PIECE, all = rows_ * pieces;
         parallel_for(all, piece_of(all, 1, rows_ * n * GATE_WORK, threads_), threads_, [&](int64_t begin, int64_t end) {
             for (int64_t u = begin; u < end; ++u) {
@@ -305,8 +306,8 @@ private:
     // The residual, with a layer's outputs added.
     void add(const Layer& layer, const float* from, const std::vector<float>& bias, const std::vector<float>& norm) {
         if (bias.empty() && norm.empty() && spec_.residual_scale == 1)
-            return multiply({{layer, from, x_, true}}, rows_, rounds_, memory_, threads_);
-        multiply({{layer, from, normed_}}, rows_, rounds_, memory_, threads_);
+            return multiply({{layer, from, x_, true}}, rows_, arithmetic_, memory_, threads_);
+        multiply({{layer, from, normed_}}, rows_, arithmetic_, memory_, threads_);
         by_rows(spec_.hidden * NORM_WORK, [&](int64_t r) {
             float *y = normed_ + r * spec_.hidden, *x = x_ + r * spec_.hidden;
             for (size_t i = 0; i < bias.size(); ++i) y[i] += bias[i];
@@ -326,7 +327,7 @@ private:
                                              spec_.epsilon, states + i * hidden);
             if (!std::isfinite(mean)) throw NotFinite("the MLP of block " + std::to_string(last) + " gives NaN or Inf");
         }
-        multiply({{*weights_.head, states, step_.logits}}, n, rounds_, memory_, threads_);
+        multiply({{*weights_.head, states, step_.logits}}, n, arithmetic_, memory_, threads_);
         std::atomic<bool> finite{true};
         const int64_t all = n * spec_.vocabulary, pieces = (all + GATE_PIECE - 1) / GATE_PIECE;
         parallel_for(pieces, piece_of(pieces, 1, all, threads_), threads_, [&](int64_t begin, int64_t end) {
@@ -362,7 +363,7 @@ private:
     const Step& step_;
     KvCache& cache_;
     const int threads_;
-    const bool rounds_;
+    const Arithmetic arithmetic_;
     Workspace& memory_;
     const std::vector<std::vector<float>>&offsets_, &starts_;
     const int64_t rows_;

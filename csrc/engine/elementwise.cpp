@@ -82,11 +82,53 @@ void softcap(float* x, int64_t n, float cap) {
     });
 }
 
+// The symmetric conference matrix of Paley's, from the squares of the field of Q elements, 5 or 9 (those are a + b i
+// with a, b < 3 and i * i = -1).
+template <int Q> struct Conference {
+    float signs[Q + 1][Q + 1] = {};
+
+    constexpr Conference() {
+        for (int x = 0; x < Q; ++x) {
+            signs[0][x + 1] = signs[x + 1][0] = 1;
+            for (int y = 0; y < Q; ++y) signs[x + 1][y + 1] = sign(x, y);
+        }
+    }
+    // Whether x - y is a square, -1 or 1; 0 where they are the same.
+    static constexpr float sign(int x, int y) {
+        if (x == y) return 0;
+        if (Q == 5) return (x - y) * (x - y) % 5 == 1 ? 1 : -1; // squares are 1 and 4, whose own square is 1
+        return x % 3 == y % 3 || x / 3 == y / 3 ? 1 : -1;       // squares are 1, -1, i and -i
+    }
+};
+
+// x [2 (Q + 1)] = x H, with Paley's second construction: pairs (u, v) of x become (C s + t, C t - s), where s = u + v
+// and t = u - v.
+template <int Q> void paley(float* x) {
+    static constexpr Conference<Q> C;
+    float s[Q + 1], t[Q + 1];
+    for (int j = 0; j <= Q; ++j) {
+        s[j] = x[2 * j] + x[2 * j + 1];
+        t[j] = x[2 * j] - x[2 * j + 1];
+    }
+    for (int i = 0; i <= Q; ++i) {
+        float u = t[i], v = -s[i];
+        for (int j = 0; j <= Q; ++j) {
+            u += C.signs[i][j] * s[j];
+            v += C.signs[i][j] * t[j];
+        }
+        x[2 * i] = u;
+        x[2 * i + 1] = v;
+    }
+}
+
 void hadamard(float* x, int64_t n) {
-    const int64_t size = n & -n;
+    const int64_t power = n & -n, odd = n / power;
+    const bool whole = power >= 4 && (odd == 3 || odd == 5);
+    const int64_t size = whole ? n : power, least = whole ? 4 * odd : 1;
     const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(size));
     for (float* block = x; block < x + n; block += size) {
-        for (int64_t half = 1; half < size; half *= 2)
+        for (int64_t i = 0; whole && i < size; i += least) odd == 3 ? paley<5>(block + i) : paley<9>(block + i);
+        for (int64_t half = least; half < size; half *= 2)
             for (int64_t i = 0; i < size; i += 2 * half)
                 for (int64_t j = i; j < i + half; ++j) {
                     const float a = block[j], b = block[j + half];

@@ -94,7 +94,8 @@ struct EngineOps {
     void (*gate)(Activation, const float* gate, const float* up, int64_t n, float* y);
     // x = cap * tanh(x / cap).
     void (*softcap)(float* x, int64_t n, float cap);
-    // x = x H / sqrt(size), blocks of the greatest power of 2 in n; its own inverse.
+    // x = x H / sqrt(size), its own inverse: all of n where that is a power of 2, or one times 12 or 20, else blocks of
+    // the greatest power of 2 in it.
     void (*hadamard)(float* x, int64_t n);
     // Write keys and values [head_size] of the token at a slot of a page. Codes: those of the range of the token's
     // head.

@@ -23,13 +23,14 @@ struct Alike {
 
 class Together {
 public:
-    Together(int64_t tokens, bool rounds, Workspace& memory, int threads)
-        : tokens_(tokens), rounds_(rounds), memory_(memory), threads_(threads) {}
+    Together(int64_t tokens, Arithmetic arithmetic, Workspace& memory, int threads)
+        : tokens_(tokens), arithmetic_(arithmetic), memory_(memory), threads_(threads) {}
 
     void add(const Multiplication& m) {
-        const bool codes = rounds_ && m.layer.int8_group_size() > 0;
+        const bool codes = arithmetic_.rounds && m.layer.int8_group_size() > 0;
         const Numbers numbers = codes ? Numbers::i8 : Numbers::f32;
-        const int64_t in = m.layer.in(), most = m.layer.few_tokens(numbers), whole = tokens_ / most;
+        const int64_t in = m.layer.in(), most = arithmetic_.batch_invariant ? m.layer.few_tokens(numbers) : BATCH;
+        const int64_t whole = tokens_ / most;
         LayerInputs x{m.x, in};
         if (codes) x = round(m);
         const auto range = [&](int64_t first, int64_t count, int64_t each) {
@@ -101,7 +102,7 @@ private:
     }
 
     int64_t tokens_;
-    bool rounds_;
+    Arithmetic arithmetic_;
     Workspace& memory_;
     int threads_;
     std::vector<Alike> all_;
@@ -114,9 +115,10 @@ private:
 
 } // namespace
 
-void multiply(std::initializer_list<Multiplication> all, int64_t tokens, bool rounds, Workspace& memory, int threads) {
+void multiply(std::initializer_list<Multiplication> all, int64_t tokens, Arithmetic arithmetic, Workspace& memory,
+              int threads) {
     const Workspace::Frame frame(memory);
-    Together together(tokens, rounds, memory, threads);
+    Together together(tokens, arithmetic, memory, threads);
     for (const Multiplication& one : all) together.add(one);
     together.run();
 }

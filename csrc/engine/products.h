@@ -17,11 +17,15 @@ struct Multiplication {
     bool add = false;
 };
 
-// Every token has the bits that it has alone: layers multiply as many at a time as share them.
-//
-// rounds: layers whose inputs their caller may round to 8 bits (`Layer::int8_group_size`) get them so.
-//
+struct Arithmetic {
+    bool rounds = false; // layers whose inputs their caller may round to 8 bits (`Layer::int8_group_size`) get them so
+    // Every token has the bits that it has alone: layers multiply as many at a time as share them. Else as many as they
+    // can, which is faster where many tokens share the decoding of a weight.
+    bool batch_invariant = true;
+};
+
 // Throws std::bad_alloc; then outputs are undefined.
-void multiply(std::initializer_list<Multiplication> all, int64_t tokens, bool rounds, Workspace& memory, int threads);
+void multiply(std::initializer_list<Multiplication> all, int64_t tokens, Arithmetic arithmetic, Workspace& memory,
+              int threads);
 
 } // namespace anybit

@@ -141,7 +141,7 @@ public:
 
     void step(const Input& tokens, const Input& positions, const Input& sequences, const Input& pages,
               const Input& wanted, const Output& logits, size_t level, BoundCache& cache, int64_t threads,
-              const std::optional<Input>& window_pages) {
+              const std::optional<Input>& window_pages, bool batch_invariant) {
         const int used = check_threads(threads);
         const auto index = [](const char* name, const Input& given, int64_t n) {
             check(name, given, {Type::i32}, {n}, Layout::dense);
@@ -167,7 +167,8 @@ public:
                         row_pages,
                         own_wanted.data(),
                         asked,
-                        static_cast<float*>(logits.data())};
+                        static_cast<float*>(logits.data()),
+                        batch_invariant};
         nb::gil_scoped_release release;
         decoder_.step(step, level, cache.cache, used);
     }
@@ -214,7 +215,8 @@ void add_engine(nb::module_& m) {
             "step", &BoundDecoder::step, nb::arg("tokens").noconvert(), nb::arg("positions").noconvert(),
             nb::arg("sequences").noconvert(), nb::arg("pages").noconvert(), nb::arg("wanted").noconvert(),
             nb::arg("logits").noconvert(), nb::arg("level"), nb::arg("cache"), nb::arg("threads"),
-            nb::arg("window_pages").noconvert().none() = nb::none(),
+            nb::arg("window_pages").noconvert().none() = nb::none(), nb::arg("batch_invariant") = true,
             "Run tokens at positions of sequences, int32 [rows] each; pages int32 [sequences, n], and window_pages of the\n"
-            "blocks that have their own, default: the same; logits float32 [wanted, vocabulary] of the rows `wanted`.");
+            "blocks that have their own, default: the same; logits float32 [wanted, vocabulary] of the rows `wanted`;\n"
+            "batch_invariant: every token has the bits that it has alone.");
 }

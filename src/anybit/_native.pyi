@@ -106,6 +106,7 @@ class Decoder:
         cache: KvCache,
         threads: int,
         window_pages: NDArray[int32] | None = None,
+        batch_invariant: bool = True,
     ) -> None: ...
 
 MAX_THREADS: int

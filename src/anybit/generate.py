@@ -17,7 +17,7 @@ from anybit.checkpoint.tokenizer import check_ids, encode
 from anybit.config import Json, check_kv_bits
 from anybit.engine.description import Unsupported
 from anybit.engine.engine import Engine
-from anybit.engine.opening import open_plain
+from anybit.engine.opening import check_engine, open_plain
 from anybit.engine.sampling import Sampling
 from anybit.errors import InputError
 from anybit.progress import SILENT, Silent
@@ -25,7 +25,6 @@ from anybit.progress import SILENT, Silent
 if TYPE_CHECKING:
     from anybit.in_transformers import InTransformers
 
-ENGINES = ("auto", "native", "transformers")
 Say = Callable[[str], None]  # gets a piece of text
 
 
@@ -36,7 +35,7 @@ def nothing(piece: str) -> None:
 class Running(Budget, total=False):
     """The budget of the level to run at, and what runs it."""
 
-    engine: str  # one of ENGINES; "auto" is the native one where it runs the model
+    engine: str  # "auto", "native" or "transformers"; "auto" is the native one where it runs the model
     threads: int | None  # None: what each finds
 
 
@@ -146,8 +145,7 @@ class Generator:
         self.name = model
         check_kv_bits(kv_bits)
         asked, threads = at.pop("engine", "auto"), at.pop("threads", None)
-        if asked not in ENGINES:
-            raise InputError(f"engine {asked!r}: expected one of {', '.join(ENGINES)}")
+        check_engine(asked)
         self._how: Json = {"kv_bits": kv_bits, "threads": threads, "report": report}
         self._at = cast(Budget, at)
         try:

@@ -42,7 +42,7 @@ def test_every_cell_is_what_quantize_and_eval_give(
         builders.options("squeezellm", 4, **options),
         builders.options("any-precision", **options),
     ]
-    measured = {"text": settings.text, "seq_len": 32, "max_tokens": 256}
+    measured = {"text": settings.text, "seq_len": 32, "max_tokens": 256, "engine": "transformers"}
     for config, cell, bits in zip(configs, (cells[0], cells[3], cells[4]), (None, None, 3)):
         made = anybit.quantize(model, tmp_path / config.name, config, calibration=settings.calibration)
         figures = anybit.evaluate(made.path, base=model, bits=bits, **measured)

@@ -22,8 +22,9 @@ from anybit.engine.plain import PlainModel
 from anybit.errors import InputError
 from anybit.generate import Generator
 from anybit.kernels import cpu
+from tests.builders import Said
 from tests.engine.models import FAMILIES, saved
-from tests.engine.test_stored import Said, edited
+from tests.engine.test_stored import edited
 
 pytestmark = [
     pytest.mark.native,

@@ -27,8 +27,8 @@ from anybit.engine.stored import StoredModel, grown
 from anybit.errors import InputError
 from anybit.generate import Generator
 from anybit.kernels import cpu
-from anybit.progress import Silent
 from tests import builders
+from tests.builders import Said
 from tests.engine.models import FAMILIES, random_model, saved
 
 pytestmark = [
@@ -129,14 +129,6 @@ def edited(folder: Path, change: Callable[[Json], Any]) -> Path:
     change(config)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-class Said(Silent):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
 
 
 def test_a_default_that_is_left_out_is_left_to_transformers(anybit_copy: Path) -> None:

@@ -93,7 +93,7 @@ class Running:
     engine: Annotated[
         str | None,
         typer.Option(
-            help="native or transformers. [default: what can; eval: transformers]",
+            help="native or transformers. [default: native where it runs the model]",
             rich_help_panel="Computing",
         ),
     ] = None

@@ -68,6 +68,7 @@ def print_evaluation(f: Json) -> None:
     shown = "none (nothing to score)" if f["perplexity"] is None else f"{f['perplexity']:.4f}"
     _say(f"perplexity        {shown} over {f['tokens']} tokens in windows of {f['seq_len']}")
     _say(f"tail left out     {f['tail_tokens']} tokens")
+    _say(f"computed by       {f['engine']}")
     _print_stored(f)
     if f["kv_bits"] != 16:
         _say(f"KV-cache          {f['kv_bits']} bits")

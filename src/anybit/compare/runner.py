@@ -309,6 +309,7 @@ class _Runner:
                 tasks_dir=s.tasks_dir,
                 limit=s.limit,
                 bits=bits,
+                engine="transformers",  # all cells in the same arithmetic, whatever runs natively
                 report=self.report,
             )
         kept = {"text": _file_name(s.text)} | {key: figures[key] for key in FIGURES if key in figures}

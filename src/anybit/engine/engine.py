@@ -165,7 +165,14 @@ class Engine:
 
     # ---- tokens in, logits out
 
-    def _run(self, text: Held, tokens: Sequence[int], level: int, every: bool = False) -> Floats:
+    def _run(
+        self,
+        text: Held,
+        tokens: Sequence[int],
+        level: int,
+        every: bool = False,
+        batch_invariant: bool = True,
+    ) -> Floats:
         """Append tokens to a text; logits [1, vocabulary] after the last one, or of all of them."""
         if os.getpid() != self._process:
             raise InputError("an engine does not work in a forked process: make one there")
@@ -178,7 +185,8 @@ class Engine:
             logits = made[first : first + n] if every else made[: len(wanted)]
             positions = np.arange(text.done, text.done + n, dtype=np.int32)
             text.write(n)
-            self._step((chunk, positions, np.zeros(n, np.int32), pages, wanted), logits, level, window_pages)
+            rows = (chunk, positions, np.zeros(n, np.int32), pages, wanted)
+            self._step(rows, logits, level, window_pages, batch_invariant)
             text.tokens += chunk.tolist()
         return made
 
@@ -188,6 +196,7 @@ class Engine:
         logits: Floats,
         level: int,
         window_pages: Tokens | None = None,
+        batch_invariant: bool = True,
     ) -> None:
         """`Decoder.step` with the engine's cache and threads.
 
@@ -195,12 +204,21 @@ class Engine:
             InputError: NaN or Inf.
         """
         try:
-            self._decoder.step(*rows, logits, level, self._cache.native, self.threads, window_pages)
+            self._decoder.step(
+                *rows, logits, level, self._cache.native, self.threads, window_pages, batch_invariant
+            )
         except cpu._native.NotFiniteError as error:
             raise InputError(f"{self.name}: {error}: its weights are damaged, or overflow 16 bits") from None
 
-    def logits(self, tokens: Sequence[int], bits: float | None = None) -> Floats:
+    def logits(
+        self, tokens: Sequence[int], bits: float | None = None, batch_invariant: bool = True
+    ) -> Floats:
         """Logits float32 [tokens, vocabulary] of a text.
+
+        Args:
+            tokens: of the text.
+            bits: the largest of the model's levels up to this average width; default: the widest.
+            batch_invariant: each token has the bits that it has alone. With exact inputs that takes longer.
 
         Raises:
             InputError: tokens that the model does not have, or more than its context holds.
@@ -210,7 +228,7 @@ class Engine:
         if not 1 <= len(tokens) <= self.context:
             raise InputError(f"the text has {len(tokens)} tokens, expected 1 to {self.context}, the context")
         with self._cache.hold(len(tokens)) as text:
-            return self._run(text, tokens, level, every=True)
+            return self._run(text, tokens, level, every=True, batch_invariant=batch_invariant)
 
     # ---- several texts at once, for whoever gives out the pages
 

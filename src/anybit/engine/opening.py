@@ -20,6 +20,14 @@ from anybit.engine.text import check_tokenizer
 from anybit.errors import InputError
 from anybit.progress import Silent
 
+ENGINES = ("auto", "native", "transformers")  # what may run a model; "auto": the native one where that can
+
+
+def check_engine(asked: str) -> None:
+    """Refuse, with InputError, an engine that there is not."""
+    if asked not in ENGINES:
+        raise InputError(f"engine {asked!r}: expected one of {', '.join(ENGINES)}")
+
 
 def open_source(model: Any, tokenizer: Any, at: Budget, how: tuple[str, int], report: Silent) -> Source:
     """Open a model. PyTorch and Transformers are imported for what the engine cannot read itself.

@@ -15,7 +15,9 @@ from anybit.calibration import texts
 from anybit.checkpoint.architectures import is_encoder, max_positions
 from anybit.config import Json, check_kv_bits
 from anybit.encoder import pooling_of
+from anybit.engine.description import Unsupported
 from anybit.engine.engine import Engine
+from anybit.engine.opening import check_engine
 from anybit.errors import InputError, enough_memory, refuse_unknown
 from anybit.evaluation import embeddings
 from anybit.evaluation import perplexity as evaluation
@@ -26,6 +28,7 @@ from anybit.loader import config_of, load, load_tokenizer, opened
 from anybit.progress import SILENT, Silent
 
 SEQ_LEN = 2048
+HOW = ("dtype", "device", "report")  # settings of `load`
 # What to do where memory is full.
 FULL = "use shorter windows (--seq-len), --dtype bfloat16, or a machine with more"
 
@@ -43,9 +46,7 @@ class Settings(Budget, total=False):
     tasks_dir: Path | None  # folder of their files; without it they are fetched
     limit: int | None  # questions of each
     kv_bits: int | None  # of the keys and values that attention reads; what the artifact asks for by default
-    engine: (
-        str  # "transformers", or "native": faster where texts are short, exact inputs unless asked otherwise
-    )
+    engine: str  # "auto", which is the native one where it runs the model, "native" or "transformers"
     threads: int | None  # of the native engine; None: what it finds
     codebook_precision: str  # this and what follows: see `load`
     dtype: str
@@ -64,8 +65,9 @@ def evaluate(model: str | Path, **settings: Unpack[Settings]) -> Json:
         settings: see `Settings`.
 
     Returns:
-        JSON-able: `perplexity`, `tokens` (scored), `seq_len`, `bits_per_weight` (None for a model that is no
-        artifact), with `base` `kld_mean`, `kld_p99`, `top1_agreement`, and with `tasks` a table of accuracies.
+        JSON-able: `perplexity`, `tokens` (scored), `seq_len`, `engine` (what computed it, and how), `bits_per_weight`
+        (None for a model that is no artifact), with `base` `kld_mean`, `kld_p99`, `top1_agreement`, and with `tasks` a
+        table of accuracies.
         Of an encoder: `sentences`, `pooling`, `bits_per_weight`, with `base` `cosine_mean` and `cosine_min`, with
         `pairs` `spearman`, and with both `base_spearman`.
 
@@ -77,7 +79,7 @@ def evaluate(model: str | Path, **settings: Unpack[Settings]) -> Json:
     refuse_unknown(settings, Settings)
     check_device(settings.get("device", "cpu"))
     check_kv_bits(settings.get("kv_bits"))
-    _check_engine(settings)
+    _not_native(settings)
     if is_encoder(config_of(model)):
         _refuse_for_encoder(model, settings)
         with enough_memory(FULL):
@@ -96,16 +98,13 @@ def _evaluate_decoder(model: str | Path, settings: Settings) -> Json:
     text, report = settings.get("text") or "builtin-eval", settings.get("report", SILENT)
     tokenizer = load_tokenizer(model)
     tokens = texts.token_ids(tokenizer, texts.read_text(text))
-    how, base = _some(settings, "dtype", "device", "report"), settings.get("base")
-    loaded = load(model, **how, **_some(settings, "codebook_precision", *Budget.__annotations__))
-    natively = settings.get("engine", "transformers") == "native"
-    reference = None if base is None else load(base, **how)
+    loaded, base = _loaded(model, tokenizer, settings), settings.get("base")
+    natively = isinstance(loaded, NativeModel)
+    reference = None if base is None else load(base, **_some(settings, *HOW))
     seq_len, kv_bits = settings.get("seq_len"), settings.get("kv_bits")
     if seq_len is None:
         seq_len = min(SEQ_LEN, max_positions(loaded) or SEQ_LEN)
     kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
-    if natively:
-        loaded = _native(loaded, tokenizer, kv_bits, settings)
     with evaluation.recalled(reference, settings.get("base_cache")):
         result = score(
             loaded, tokenizer, tokens, f"perplexity on {text}", report, 16 if natively else kv_bits,
@@ -113,8 +112,7 @@ def _evaluate_decoder(model: str | Path, settings: Settings) -> Json:
         )  # fmt: skip
     dtype = settings.get("dtype", "float32")
     figures = {"model": str(model), "text": text, **result.as_dict(), "dtype": dtype, "kv_bits": kv_bits}
-    if natively:
-        figures["engine"] = loaded.engine.how()
+    figures["engine"] = loaded.engine.how() if natively else f"Transformers, {dtype}"
     figures |= _stored(model, settings)
     if prepared is not None:
         from anybit.evaluation import tasks as lm_eval
@@ -163,39 +161,71 @@ def score(
     return result
 
 
-def _native(loaded: Any, tokenizer: Any, kv_bits: int, settings: Settings) -> NativeModel:
-    """A loaded model, whose weights the native engine gets.
+def _loaded(model: str | Path, tokenizer: Any, settings: Settings) -> Any:
+    """The model on the native engine where that may and can run it, else inside Transformers, with a word why.
+
+    Raises:
+        InputError: see `load`; an engine that does not run the model and was asked for.
+    """
+    asked, why = settings.get("engine", "auto"), _not_native(settings)
+    report = settings.get("report", SILENT)
+
+    def inside() -> Any:
+        return load(model, **_some(settings, "codebook_precision", *HOW, *Budget.__annotations__))
+
+    loaded = None
+    if asked != "transformers" and not why:
+        try:
+            if is_artifact(Path(model)):
+                return _native(model, tokenizer, settings)
+            loaded = inside()
+            return _native(loaded, tokenizer, settings)
+        except Unsupported as error:
+            why = str(error)
+    if asked == "native":
+        raise InputError(f"the native engine does not run this model: {why}; leave engine (--engine) out")
+    if asked == "auto":
+        report.say(f"runs inside Transformers: {why}")
+    return inside() if loaded is None else loaded
+
+
+def _native(model: Any, tokenizer: Any, settings: Settings) -> NativeModel:
+    """A model on the native engine.
 
     Raises:
         Unsupported: the engine does not run it.
     """
     threads = torch.get_num_threads()
     made = Engine(
-        loaded,
+        model,
         tokenizer=tokenizer,
-        kv_bits=kv_bits,
+        kv_bits=settings.get("kv_bits"),
         codebook_precision=settings.get("codebook_precision", "fp16"),
         threads=settings.get("threads"),
+        report=settings.get("report", SILENT),
+        **_some(settings, *Budget.__annotations__) if isinstance(model, str | Path) else {},
     )
     if settings.get("base") is not None:  # which runs in PyTorch, in turns with the engine
         torch.set_num_threads(threads)
-    return NativeModel(made, loaded.config)
+    return NativeModel(made, config_of(model) if isinstance(model, str | Path) else model.config)
 
 
-def _check_engine(settings: Settings) -> None:
-    """Refuse an engine that there is not, and what the native one does not do."""
-    engine = settings.get("engine", "transformers")
-    if engine not in ("native", "transformers"):
-        raise InputError(f"engine {engine!r}: expected native or transformers")
-    if engine == "native" and settings.get("tasks"):
-        raise InputError(
-            "zero-shot tasks (--tasks) run inside Transformers: leave engine (--engine native) out"
-        )
-    if engine == "native" and (settings.get("dtype", "float32"), settings.get("device", "cpu")) != (
-        "float32",
-        "cpu",
-    ):
-        raise InputError("the native engine computes in float32 on the CPU: leave dtype and device out")
+def _not_native(settings: Settings) -> str:
+    """What of the settings the native engine does not do; nothing: "".
+
+    Raises:
+        InputError: an engine that there is not, or that was asked for together with that.
+    """
+    asked, why = settings.get("engine", "auto"), ""
+    check_engine(asked)
+    how = settings.get("dtype", "float32"), settings.get("device", "cpu")
+    if settings.get("tasks"):
+        why = "zero-shot tasks (--tasks) need Transformers"
+    elif how != ("float32", "cpu"):
+        why = f"the native engine computes in float32 on the CPU, not {how[0]} on {how[1]}"
+    if why and asked == "native":
+        raise InputError(f"{why}: leave engine (--engine native) out")
+    return why
 
 
 def _some(settings: Settings, *names: str) -> Any:

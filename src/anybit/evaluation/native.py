@@ -19,8 +19,9 @@ class NativeModel(nn.Module):
     def __init__(self, engine: Engine, config: Any, bits: float | None = None) -> None:
         super().__init__()
         self.engine, self.config, self.bits = engine, config, bits
+        self.kv_bits = engine.kv_bits
 
     def forward(self, input_ids: Tensor, **_: Any) -> Any:
         """Logits float32 [1, tokens, vocabulary] of one text, input_ids [1, tokens]."""
-        logits = self.engine.logits(input_ids[0].tolist(), self.bits)
+        logits = self.engine.logits(input_ids[0].tolist(), self.bits, batch_invariant=False)
         return SimpleNamespace(logits=torch.from_numpy(logits)[None])

@@ -11,24 +11,57 @@ from torch import Tensor
 
 from anybit.formats.bits import FP16_MAX, PACKED_WIDTHS, pack_codes, unpack_codes
 
+# Odd factors of a head size, and the field whose squares make a matrix of 4 times as many rows.
+PALEY = {3: 5, 5: 9}
+
 
 def rotated(states: Tensor) -> Tensor:
     """States [..., d] times a Hadamard matrix, which is its own inverse: outliers are spread over a head.
 
-    The matrix has as many rows as the greatest power of 2 in d, and turns each run of so many numbers.
+    It has d rows where d is a power of 2, or one times 12 or 20, such as 80 or 96. Else it has as many as the greatest
+    power of 2 in d, and turns each run of so many numbers.
     """
-    n = states.shape[-1] & -states.shape[-1]
+    n = _hadamard_rows(states.shape[-1])
     runs = states.float().reshape(*states.shape[:-1], states.shape[-1] // n, n)
     return (runs @ _hadamard(n).to(runs.device)).reshape(states.shape).to(states.dtype)
 
 
+def _hadamard_rows(d: int) -> int:
+    power = d & -d
+    return d if power >= 4 and d // power in PALEY else power
+
+
 @cache
 def _hadamard(n: int) -> Tensor:
-    """Sylvester's matrix of 2^k rows, orthonormal."""
-    made = torch.ones(1, 1)
+    """A symmetric Hadamard matrix of n rows, orthonormal: Sylvester's of 2^k rows times one of 1, 12 or 20."""
+    odd = n // (n & -n)
+    made = torch.ones(1, 1) if odd == 1 else _paley(PALEY[odd])
     while len(made) < n:
         made = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), made)
     return made / n**0.5
+
+
+def _paley(q: int) -> Tensor:
+    """Paley's second construction: a symmetric Hadamard matrix of 2 (q + 1) rows, from squares in the field of q."""
+    root = 3 if q == 9 else q  # elements are a + b i, with i * i = -1 and b = 0 where q is a prime
+    squares = {_product(x, x, root) for x in range(1, q)}
+    conference = torch.zeros(q + 1, q + 1)
+    conference[0, 1:] = conference[1:, 0] = 1.0
+    for x in range(q):
+        for y in range(q):
+            if x != y:
+                conference[x + 1, y + 1] = 1.0 if _difference(x, y, root) in squares else -1.0
+    turn, own = torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
+    return torch.kron(conference, turn) + torch.kron(torch.eye(q + 1), own)
+
+
+def _product(x: int, y: int, root: int) -> int:
+    (b, a), (d, c) = divmod(x, root), divmod(y, root)
+    return (a * c - b * d) % root + root * ((a * d + b * c) % root)
+
+
+def _difference(x: int, y: int, root: int) -> int:
+    return (x - y) % root + root * ((x // root - y // root) % root)
 
 
 @dataclass(frozen=True)
