@@ -12,10 +12,10 @@ constexpr int UNIFORM = 128;
 
 // Bytes by how many ones they have, then by value.
 struct ByteOrder {
-    std::array<uint8_t, 256> bytes, ranks; // rank: among those with as many ones
-    std::array<uint8_t, 256> counts;
-    std::array<int, 10> firsts;
-    ByteOrder() {
+    std::array<uint8_t, 256> bytes{}, ranks{}; // rank: among those with as many ones
+    std::array<uint8_t, 256> counts{};
+    std::array<int, 10> firsts{};
+    constexpr ByteOrder() {
         int at = 0;
         for (int count = 0; count <= 8; ++count) {
             firsts[count] = at;
@@ -32,10 +32,7 @@ struct ByteOrder {
     }
 };
 
-const ByteOrder& byte_order() {
-    static const ByteOrder order;
-    return order;
-}
+constexpr ByteOrder ORDER;
 
 // The first class of a plane's rows of a shape; the cell is added.
 int first_class(int plane, int shape) {
@@ -79,51 +76,48 @@ uint32_t gather(uint32_t word, uint32_t mask) {
     return made;
 }
 
-// And back.
-uint32_t scatter(uint32_t bits, uint32_t mask) {
-    uint32_t made = 0;
-    for (; mask != 0; mask &= mask - 1, bits >>= 1) made |= (mask & (0 - mask)) & (0 - (bits & 1));
-    return made;
-}
-
 } // namespace
 
 ByteFrequencies::ByteFrequencies(int ones) {
     const uint64_t one = static_cast<uint64_t>(ones), zero = 256 - one;
     uint32_t sum = 0;
-    const ByteOrder& order = byte_order();
+    std::array<uint32_t, 9> frequencies;
     for (int count = 0; count <= 8; ++count) {
         uint64_t product = 1; // below 2^64, as one and zero are below 256
         for (int bit = 0; bit < 8; ++bit) product *= bit < count ? one : zero;
-        by_count_[count] = std::max<uint32_t>(1, static_cast<uint32_t>(product >> (64 - FREQUENCY_BITS)));
-        sum += by_count_[count] * static_cast<uint32_t>(order.firsts[count + 1] - order.firsts[count]);
+        frequencies[count] = std::max<uint32_t>(1, static_cast<uint32_t>(product >> (64 - FREQUENCY_BITS)));
+        sum += frequencies[count] * static_cast<uint32_t>(ORDER.firsts[count + 1] - ORDER.firsts[count]);
     }
-    by_count_[ones < UNIFORM ? 0 : 8] += (1u << FREQUENCY_BITS) - sum; // the likeliest byte: the only one of its count
+    frequencies[ones < UNIFORM ? 0 : 8] +=
+        (1u << FREQUENCY_BITS) - sum; // the likeliest byte: the only one of its count
     uint32_t start = 0;
     for (int count = 0; count <= 8; ++count) {
-        starts_[count] = start;
-        start += by_count_[count] * static_cast<uint32_t>(order.firsts[count + 1] - order.firsts[count]);
-        inverses_[count] = static_cast<uint32_t>(((uint64_t{1} << 32) + by_count_[count] - 1) / by_count_[count]);
+        const uint64_t frequency = frequencies[count];
+        counts_[count] = {((uint64_t{1} << 32) + frequency - 1) / frequency, start, static_cast<uint16_t>(frequency),
+                          static_cast<uint16_t>(ORDER.firsts[count])};
+        const uint32_t end =
+            start + frequencies[count] * static_cast<uint32_t>(ORDER.firsts[count + 1] - ORDER.firsts[count]);
+        for (uint32_t at = (start + (1u << COARSE_BITS) - 1) >> COARSE_BITS; at << COARSE_BITS < end; ++at)
+            coarse_[at] = static_cast<uint8_t>(count);
+        start = end;
     }
 }
 
-int ByteFrequencies::count_of(uint8_t byte) { return byte_order().counts[byte]; }
+uint32_t ByteFrequencies::frequency(uint8_t byte) const { return counts_[ORDER.counts[byte]].frequency; }
 
 uint32_t ByteFrequencies::start(uint8_t byte) const {
-    const ByteOrder& order = byte_order();
-    const int count = order.counts[byte];
-    return starts_[count] + order.ranks[byte] * by_count_[count];
+    const Count& count = counts_[ORDER.counts[byte]];
+    return count.start + ORDER.ranks[byte] * count.frequency;
 }
 
-uint8_t ByteFrequencies::byte_at(uint32_t slot, uint32_t& start, uint32_t& frequency) const {
-    int count = 0;
-    for (int other = 1; other <= 8; ++other) count += slot >= starts_[other];
-    frequency = by_count_[count];
-    const uint32_t within = slot - starts_[count];
-    const uint32_t rank = frequency == 1 ? within : static_cast<uint32_t>(uint64_t{within} * inverses_[count] >> 32);
-    start = starts_[count] + rank * frequency;
-    const ByteOrder& order = byte_order();
-    return order.bytes[order.firsts[count] + static_cast<int>(rank)];
+inline uint8_t ByteFrequencies::byte_at(uint32_t slot, uint32_t& within, uint32_t& frequency) const {
+    const Count* count = &counts_[coarse_[slot >> COARSE_BITS]];
+    while (count < &counts_[8] && slot >= count[1].start) ++count;
+    frequency = count->frequency;
+    within = slot - count->start;
+    const auto rank = static_cast<uint32_t>(within * count->inverse >> 32); // slots are few: this is exact
+    within -= rank * frequency;
+    return ORDER.bytes[count->first + rank];
 }
 
 void PlaneWriter::put(int of, uint32_t bits, int count) {
@@ -192,72 +186,110 @@ std::vector<uint8_t> PlaneWriter::finish() {
     return made;
 }
 
-PlaneReader::PlaneReader(const uint8_t* data, int64_t size) : next_(data), end_(data + size) {
-    for (int byte = 0; byte < 4 && next_ < end_; ++byte) state_ = state_ << 8 | *next_++;
-    good_ = size >= 4 && state_ >= LOWEST && state_ < 1u << 31;
+PlaneReader::PlaneReader(const uint8_t* data, int64_t size) : stream_{data, data + size} {
+    for (int byte = 0; byte < 4 && stream_.next < stream_.end; ++byte)
+        stream_.state = stream_.state << 8 | *stream_.next++;
+    stream_.good = size >= 4 && stream_.state >= LOWEST && stream_.state < 1u << 31;
     tables_.reserve(CLASSES + 1);
     tables_.emplace_back(UNIFORM);
 }
 
-bool PlaneReader::at_end() const { return good_ && next_ == end_ && state_ == LOWEST; }
+bool PlaneReader::at_end() const { return stream_.good && stream_.next == stream_.end && stream_.state == LOWEST; }
 
-uint8_t PlaneReader::byte_of(const ByteFrequencies& table) {
-    const uint32_t slot = state_ & ((1u << FREQUENCY_BITS) - 1);
-    uint32_t start, frequency;
-    const uint8_t byte = table.byte_at(slot, start, frequency);
-    state_ = frequency * (state_ >> FREQUENCY_BITS) + slot - start;
-    while (state_ < LOWEST) {
-        if (next_ == end_) {
-            good_ = false;
-            state_ = LOWEST;
+inline uint8_t PlaneReader::Stream::byte_of(const ByteFrequencies& table) {
+    uint32_t within, frequency;
+    const uint8_t byte = table.byte_at(state & ((1u << FREQUENCY_BITS) - 1), within, frequency);
+    state = frequency * (state >> FREQUENCY_BITS) + within; // 2^7 at least
+    const int wanted = (state < LOWEST) + (state < LOWEST >> 8);
+    if (end - next >= 2) {
+        const uint32_t two = static_cast<uint32_t>(next[0] << 8 | next[1]);
+        state = state << (8 * wanted) | two >> (16 - 8 * wanted);
+        next += wanted;
+        return byte;
+    }
+    while (state < LOWEST) {
+        if (next == end) {
+            good = false;
+            state = LOWEST;
             break;
         }
-        state_ = state_ << 8 | *next_++;
+        state = state << 8 | *next++;
     }
     return byte;
 }
 
-void PlaneReader::refill(Class& of) {
-    if (of.table < 0) {
-        const int ones = byte_of(tables_[0]);
-        good_ = good_ && ones > 0;
-        of.table = static_cast<int>(tables_.size());
-        tables_.emplace_back(std::max(ones, 1));
+inline uint32_t PlaneReader::take(Class& of, int bits, Stream& from) {
+    for (; of.left < bits; of.left += 8) {
+        if (of.table < 0) {
+            const int ones = from.byte_of(tables_[0]);
+            from.good = from.good && ones > 0;
+            of.table = static_cast<int>(tables_.size());
+            tables_.emplace_back(std::max(ones, 1));
+        }
+        of.bits |= static_cast<uint64_t>(from.byte_of(tables_[of.table])) << of.left;
     }
-    of.bits |= static_cast<uint32_t>(byte_of(tables_[of.table])) << of.left;
-    of.left += 8;
-}
-
-uint32_t PlaneReader::take(Class& of, int bits) {
-    uint32_t made = 0;
-    int at = 0;
-    while (bits > 0) {
-        if (of.left == 0) refill(of);
-        const int some = std::min(bits, of.left);
-        made |= (of.bits & ((1u << some) - 1)) << at;
-        of.bits >>= some;
-        of.left -= some;
-        at += some;
-        bits -= some;
-    }
+    const auto made = static_cast<uint32_t>(of.bits & ((uint64_t{1} << bits) - 1));
+    of.bits >>= bits;
+    of.left -= bits;
     return made;
 }
 
-bool PlaneReader::read(const PlaneRows& rows, uint32_t* plane) {
+struct PlaneReader::Bits {
+    static int count(uint32_t word) { return __builtin_popcount(word); }
+    // Bits that lie side by side, at the places of a mask.
+    static uint32_t scatter(uint32_t bits, uint32_t mask) {
+        uint32_t made = 0;
+        for (; mask != 0; mask &= mask - 1, bits >>= 1) made |= (mask & (0 - mask)) & (0 - (bits & 1));
+        return made;
+    }
+};
+
+template <typename Bits>
+__attribute__((always_inline)) inline void PlaneReader::read_rows(const PlaneRows& rows, uint32_t* plane) {
     const int64_t words = rows.words();
-    for (int64_t i = 0; i < rows.rows && good_; ++i) {
+    Stream from = stream_; // in registers: a word of the plane could be any of its numbers
+    for (int64_t i = 0; i < rows.rows && from.good; ++i) {
         Class* classes = classes_.data() + first_class(rows.plane, rows.shapes[i]);
         for (int64_t word = i * words; word < (i + 1) * words; ++word) {
             const Cells cells(rows, word, rows.columns - 32 * (word - i * words));
             uint32_t outer = 0;
             for (int cell = 0; cell < cells.count(); ++cell) {
                 const uint32_t weights = cells.weights(cell);
-                outer |= scatter(take(classes[cell], count_of(weights)), weights);
+                outer |= Bits::scatter(take(classes[cell], Bits::count(weights), from), weights);
             }
             plane[word] = (outer ^ cells.sign) & cells.there;
         }
     }
-    return good_;
+    stream_ = from;
+}
+
+#ifdef ANYBIT_X86
+// Where one instruction does either, and fast: the first Zens take one that is slower than the loop.
+#define ANYBIT_FAST_BITS __attribute__((target("bmi2,popcnt")))
+struct PlaneReader::FastBits {
+    ANYBIT_FAST_BITS static int count(uint32_t word) { return __builtin_popcount(word); }
+    ANYBIT_FAST_BITS static uint32_t scatter(uint32_t bits, uint32_t mask) {
+        return __builtin_ia32_pdep_si(bits, mask);
+    }
+};
+
+ANYBIT_FAST_BITS void PlaneReader::read_fast(const PlaneRows& rows, uint32_t* plane) {
+    read_rows<FastBits>(rows, plane);
+}
+
+bool has_fast_bits() {
+    return __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") && !__builtin_cpu_is("amdfam17h");
+}
+#endif
+
+bool PlaneReader::read(const PlaneRows& rows, uint32_t* plane) {
+#ifdef ANYBIT_X86
+    static const bool fast = has_fast_bits();
+    fast ? read_fast(rows, plane) : read_rows<Bits>(rows, plane);
+#else
+    read_rows<Bits>(rows, plane);
+#endif
+    return stream_.good;
 }
 
 } // namespace anybit

@@ -31,13 +31,20 @@ public:
     explicit ByteFrequencies(int ones); // 1 to 255; 128: all bytes alike
 
     // Bytes are in the order of how many ones they have, and of their value among those with as many.
-    uint32_t frequency(uint8_t byte) const { return by_count_[count_of(byte)]; }
+    uint32_t frequency(uint8_t byte) const;
     uint32_t start(uint8_t byte) const;
-    uint8_t byte_at(uint32_t slot, uint32_t& start, uint32_t& frequency) const; // slot: below 2^16
+    // The byte whose range a slot, below 2^16, is in; the slot's place in it, and its length.
+    uint8_t byte_at(uint32_t slot, uint32_t& within, uint32_t& frequency) const;
 
 private:
-    static int count_of(uint8_t byte);
-    std::array<uint32_t, 9> by_count_, starts_, inverses_;
+    struct Count {        // bytes of as many ones
+        uint64_t inverse; // of the frequency, times 2^32, rounded up
+        uint32_t start;
+        uint16_t frequency, first; // of each; the place of the first in their order
+    };
+    static constexpr int COARSE_BITS = 10;
+    std::array<Count, 9> counts_;
+    std::array<uint8_t, 1 << (16 - COARSE_BITS)> coarse_; // the count at the beginning of so many slots
 };
 
 // The stream of some planes, made in the order in which they are written.
@@ -70,16 +77,23 @@ public:
 
 private:
     struct Class {
-        uint32_t bits = 0; // the lowest comes next
+        uint64_t bits = 0; // the lowest comes next
         int left = 0;
         int table = -1; // in tables_; -1: its probability is still to come
     };
-    uint8_t byte_of(const ByteFrequencies& table);
-    void refill(Class& of);
-    uint32_t take(Class& of, int bits); // up to 32
-    const uint8_t *next_, *end_;
-    uint32_t state_ = 0;
-    bool good_ = true;
+    struct Stream {
+        const uint8_t *next, *end;
+        uint32_t state = 0;
+        bool good = true;
+
+        uint8_t byte_of(const ByteFrequencies& table);
+    };
+    struct Bits;
+    struct FastBits;
+    template <typename Bits> void read_rows(const PlaneRows& rows, uint32_t* plane);
+    void read_fast(const PlaneRows& rows, uint32_t* plane);
+    uint32_t take(Class& of, int bits, Stream& from); // up to 32
+    Stream stream_;
     std::array<Class, CLASSES> classes_;
     std::vector<ByteFrequencies> tables_;
 };

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, cast
 
 from anybit.artifact.files import is_artifact
 from anybit.artifact.levels import Budget
-from anybit.checkpoint.chat_template import render
 from anybit.checkpoint.generation import read_generation
 from anybit.checkpoint.tokenizer import check_ids, encode
 from anybit.config import Json, check_kv_bits
@@ -235,6 +234,8 @@ class Generator:
             raise InputError(
                 f"{self.name} has no chat template: it is not a chat model; use `anybit generate`"
             )
+        from anybit.checkpoint.chat_template import render  # Jinja, which nothing else needs
+
         text = render(self.name, self.tokenizer, messages)
         ids = encode(self.tokenizer, text, special=False)  # the template has them
         if not ids:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -171,9 +171,10 @@ class Enhancements:
             raise InputError(
                 f"{self.path}: anybit.index.json states another width of the base layer: copy it again"
             )
+        if check:
+            with ThreadPoolExecutor() as pool:
+                deque(pool.map(self._check_hash, range(1, upto + 1)), maxlen=0)
         for level in range(1, upto + 1):
-            if check:
-                check_sha256(self.path / self.entries[level].file, self.entries[level].sha256)
             found, words, plain, added, before = self._read(level), 0, 0, 0, (-1, 0)
             for layer, plane, rows in found["steps"].array().tolist():
                 if not (0 <= layer < len(names) and 2 <= plane <= BITS and rows > 0):
@@ -212,10 +213,14 @@ class Enhancements:
         Raises:
             InputError: see `read_into`.
         """
-        filled = Filled(counts[0])
+        filled, shapes = Filled(counts[0]), _Shapes(arrays)
+
+        def read(level: int) -> None:
+            with filled.failing():
+                self._read_into(level, plane_rows(counts[level], counts[level - 1]), arrays, shapes, filled)
+
         with ThreadPoolExecutor(max(1, threads)) as pool:
-            levels = range(1, len(counts))
-            made = [pool.submit(self.read_into, i, counts[i], counts[i - 1], arrays, filled) for i in levels]
+            made = [pool.submit(read, level) for level in range(1, len(counts))]
             for one in made:  # the first that failed says why
                 one.result()
                 advance(1)
@@ -226,51 +231,47 @@ class Enhancements:
         counts: Counts,
         before: Counts,
         arrays: Mapping[str, Mapping[str, np.ndarray]],
-        filled: Filled | None = None,
     ) -> None:
-        """Fill the rows that an enhancement layer adds, which `counts` has read.
+        """Fill the rows that an enhancement layer adds, which `counts` has read; those before it are there.
 
         Args:
             level: its number.
             counts: rows of every plane with it.
             before: without it.
             arrays: by layer, the stored arrays of at least these rows.
-            filled: says which rows of other enhancement layers are there, while these are read; None: all.
 
         Raises:
             InputError: coded planes that are damaged.
         """
-        with filled.failing() if filled else nullcontext():
-            self._read_into(level, plane_rows(counts, before), arrays, filled)
+        self._read_into(level, plane_rows(counts, before), arrays, _Shapes(arrays))
 
     def _read_into(
         self,
         level: int,
         steps: Iterable[tuple[str, int, int, int]],
         arrays: Mapping[str, Mapping[str, np.ndarray]],
-        filled: Filled | None,
+        shapes: Mapping[str, np.ndarray],
+        filled: Filled | None = None,
     ) -> None:
+        """`read_into`; `filled` says which rows of other enhancement layers are there, while these are read."""
         found, at = {name: tensor.array() for name, tensor in self._read(level).items()}, 0
-        shapes: dict[str, np.ndarray] = {}
         reader = (
             PlaneReader(found["coded"], str(self.path / self.entries[level].file))
             if "coded" in found
             else None
         )
         for name, plane, first, last in steps:
-            if filled is not None:
-                filled.wait(name, plane - 1, last)
             of, rows = arrays[name], slice(first, last)
             to = of[f"plane_{plane}"][rows]
             if reader is not None and plane in CODED_PLANES:
-                if name not in shapes:
-                    shapes[name] = unpack_shapes(of["shapes"])
+                if filled is not None:
+                    filled.wait(name, plane - 1, last)
                 above = [of[f"plane_{p}"][rows] for p in range(1, plane)]
                 reader.read(PlaneRows(plane, above, shapes[name][rows], self._columns(name)), to)
             else:
                 to[:] = found["words"][at : at + to.size].reshape(to.shape)
                 at += to.size
-            if filled is not None:
+            if filled is not None and plane + 1 in CODED_PLANES:  # which are read by the rows above them
                 filled.add(name, plane, first, last)
         if reader is not None:
             reader.finish()
@@ -288,6 +289,9 @@ class Enhancements:
         """
         for file, sha256 in self.base.items():
             check_sha256(self.path / file, sha256)
+
+    def _check_hash(self, level: int) -> None:
+        check_sha256(self.path / self.entries[level].file, self.entries[level].sha256)
 
     def _words(self, name: str) -> int:
         """32-bit words of a row of a layer's plane."""
@@ -314,6 +318,18 @@ class Enhancements:
 
     def _damaged(self, level: int, what: str) -> InputError:
         return InputError(f"{self.path / self.entries[level].file} {what}: copy it again")
+
+
+class _Shapes(dict[str, np.ndarray]):
+    """The shapes of all rows of each matrix, which several threads may ask for."""
+
+    def __init__(self, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        super().__init__()
+        self._arrays = arrays
+
+    def __missing__(self, name: str) -> np.ndarray:
+        made = self[name] = unpack_shapes(self._arrays[name]["shapes"])
+        return made
 
 
 def levels_upto(found: Enhancements, counts: Sequence[Counts]) -> tuple[Level, ...]:

@@ -26,6 +26,8 @@ class Filled:
         Raises:
             InputError: another thread has failed, and says why.
         """
+        if self._rows[name][plane - 1] >= rows:  # which they stay: no need of the lock
+            return
         with self._changed:
             self._changed.wait_for(lambda: self._failed or self._rows[name][plane - 1] >= rows)
             if self._failed:

@@ -79,11 +79,11 @@ class StoredModel(FileSource):
                 self._bind(name, within.expanded(), self._expanded(name, within))
         else:
             found.check_base()
-            counts = found.counts(level)
-            made, wide = levels_upto(found, counts), found.layouts_at(counts[level])
             with ThreadPoolExecutor(self._how[1]) as pool:
-                base = pool.map(self._expanded, wide, (stored.packed[name] for name in wide))
-                arrays = {n: grown(held, layout) for (n, layout), held in zip(wide.items(), base)}
+                base = pool.map(self._expanded, stored.packed, stored.packed.values())
+                counts = found.counts(level)  # meanwhile
+                made, wide = levels_upto(found, counts), found.layouts_at(counts[level])
+                arrays = {name: grown(held, wide[name]) for name, held in zip(stored.packed, base)}
             found.read_all(counts, arrays, self._how[1], report.task("loading", level))
             for name, layout in wide.items():
                 self._bind(name, layout, arrays.pop(name))

@@ -5,12 +5,14 @@ nearly uniform (e = 6). Its cells at 8 bits hold equal shares of the cube root o
 scalar quantizer of many levels does (Panter and Dite 1951); those of a smaller width are unions of neighbours, so every
 width is nested in the next. An entry is the mean of its cell.
 
-The tables are part of the stored format "nested" (docs/formats.md): an artifact names a row's shape by its number.
+The tables are part of the stored format "nested" (docs/formats.md): an artifact names a row's shape by its number. So
+they are stored, in data/shapes.npy: what `derived` computes depends on a machine's own exponentials, by a last bit.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from importlib import resources
 
 import numpy as np
 
@@ -25,6 +27,13 @@ TAIL = 60.0  # densities are cut where they fall below exp(-TAIL)
 @cache
 def entries() -> np.ndarray:
     """All entries, float32 [shapes, 2 + 4 + ... + 256], each a float16 number; width b begins at 2**b - 2."""
+    with resources.files("anybit.formats").joinpath("data/shapes.npy").open("rb") as file:
+        made: np.ndarray = np.load(file, allow_pickle=False).astype(np.float32)
+    return made
+
+
+def derived() -> np.ndarray:
+    """The same from their definition."""
     return np.stack([np.concatenate(_shape(exponent)) for exponent in EXPONENTS])
 
 
