@@ -234,7 +234,7 @@ inline uint32_t PlaneReader::take(Class& of, int bits, Stream& from) {
     return made;
 }
 
-struct PlaneReader::Bits {
+struct PlaneReader::PlainBits {
     static int count(uint32_t word) { return __builtin_popcount(word); }
     // Bits that lie side by side, at the places of a mask.
     static uint32_t scatter(uint32_t bits, uint32_t mask) {
@@ -244,7 +244,7 @@ struct PlaneReader::Bits {
     }
 };
 
-template <typename Bits>
+template <typename Word>
 __attribute__((always_inline)) inline void PlaneReader::read_rows(const PlaneRows& rows, uint32_t* plane) {
     const int64_t words = rows.words();
     Stream from = stream_; // in registers: a word of the plane could be any of its numbers
@@ -255,7 +255,7 @@ __attribute__((always_inline)) inline void PlaneReader::read_rows(const PlaneRow
             uint32_t outer = 0;
             for (int cell = 0; cell < cells.count(); ++cell) {
                 const uint32_t weights = cells.weights(cell);
-                outer |= Bits::scatter(take(classes[cell], Bits::count(weights), from), weights);
+                outer |= Word::scatter(take(classes[cell], Word::count(weights), from), weights);
             }
             plane[word] = (outer ^ cells.sign) & cells.there;
         }
@@ -277,7 +277,7 @@ ANYBIT_FAST_BITS void PlaneReader::read_fast(const PlaneRows& rows, uint32_t* pl
     read_rows<FastBits>(rows, plane);
 }
 
-bool has_fast_bits() {
+static bool has_fast_bits() {
     return __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") && !__builtin_cpu_is("amdfam17h");
 }
 #endif
@@ -285,9 +285,9 @@ bool has_fast_bits() {
 bool PlaneReader::read(const PlaneRows& rows, uint32_t* plane) {
 #ifdef ANYBIT_X86
     static const bool fast = has_fast_bits();
-    fast ? read_fast(rows, plane) : read_rows<Bits>(rows, plane);
+    fast ? read_fast(rows, plane) : read_rows<PlainBits>(rows, plane);
 #else
-    read_rows<Bits>(rows, plane);
+    read_rows<PlainBits>(rows, plane);
 #endif
     return stream_.good;
 }

@@ -88,9 +88,9 @@ private:
 
         uint8_t byte_of(const ByteFrequencies& table);
     };
-    struct Bits;
+    struct PlainBits;
     struct FastBits;
-    template <typename Bits> void read_rows(const PlaneRows& rows, uint32_t* plane);
+    template <typename Word> void read_rows(const PlaneRows& rows, uint32_t* plane);
     void read_fast(const PlaneRows& rows, uint32_t* plane);
     uint32_t take(Class& of, int bits, Stream& from); // up to 32
     Stream stream_;

@@ -178,7 +178,7 @@ def test_budget_takes_the_largest_width_within(
         (("--bits", "nan"), ("anybit", "nan", "any average")),
         (("--damp", "2"), ("damp",)),
         (("--samples", "0"), ("(--samples) 0", "from 1 up")),
-        (("--threads", "100000"), ("--threads 100000", "at most")),
+        (("--threads", "100000"), ("(--threads) 100000", "give 1 to")),
         (("--method", "rtn", "--desc-act"), ("--desc-act", "rtn")),
         (("--method", "rtn", "--damp", "0.1"), ("(--damp) would be ignored", "rtn has no use for it")),
         (("--method", "rtn", "--no-group-reorder"), ("(--group-reorder) would be ignored", "rtn")),

@@ -486,6 +486,12 @@ def test_a_forked_process_is_refused(engine: Engine) -> None:
 # ---- threads
 
 
+@pytest.mark.parametrize("threads", [0, -1, 10_000])
+def test_threads_that_cannot_be(folder: Path, threads: int) -> None:
+    with pytest.raises(InputError, match=f"threads .--threads. {threads}: .* give 1 to"):
+        Engine(folder, threads=threads)
+
+
 def test_threads_are_bounded_by_affinity() -> None:
     assert 1 <= default_threads() <= len(os.sched_getaffinity(0))
 

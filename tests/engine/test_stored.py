@@ -6,9 +6,10 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,13 +19,16 @@ from transformers import PreTrainedTokenizerFast
 
 import anybit
 from anybit import Engine
-from anybit.artifact.coded_planes import expanded
-from anybit.artifact.enhancements import read_enhancements
+from anybit.artifact.coded_planes import PlaneReader, PlaneRows, enhancement, expanded
+from anybit.artifact.enhancements import Enhancements, read_enhancements
+from anybit.artifact.entry import Entry
 from anybit.artifact.reader import open_stored
 from anybit.config import Json
 from anybit.engine.description import Unsupported
 from anybit.engine.stored import StoredModel, grown
 from anybit.errors import InputError
+from anybit.formats import NestedLayout
+from anybit.formats.layout import LayerLayout
 from anybit.generate import Generator
 from anybit.kernels import cpu
 from tests import builders
@@ -220,6 +224,49 @@ def test_enhancement_layers_read_by_threads(anybit_artifact: Path) -> None:
     for name, fields in one.items():
         for field, array in fields.items():
             assert np.array_equal(array, many[name][field]), (name, field)
+
+
+def test_plain_planes_between_coded_ones_hide_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread decodes plane 4 of one file when plane 2 of an earlier one is late, and plane 3 lies open between."""
+    rows, width = 64, 96
+    random = np.random.default_rng(0)
+    words = {1: random.integers(0, 2**32, (rows, width // 32), np.uint32)}
+    for plane in (2, 3, 4):  # mostly inner halves: coding pays
+        outer = np.packbits(random.random((rows, width)) < 0.1, axis=1, bitorder="little").view(np.uint32)
+        words[plane] = outer ^ words[1]
+    shapes = np.zeros(rows // 2, np.uint8)
+
+    class Held:
+        columns: ClassVar = {"layer": width}
+
+        def rows(self, name: str, plane: int, first: int, last: int) -> torch.Tensor:
+            return torch.from_numpy(words[plane][first:last])
+
+        def shapes(self, name: str) -> torch.Tensor:
+            return torch.from_numpy(shapes)
+
+    entries = [Entry("", 0, "", 1.0, 0.0, "", 0, 0)]
+    for plane in (2, 3, 4):
+        made = enhancement(Held(), [("layer", plane, 0, rows)], coded=plane != 3)
+        assert ("coded" in made) == (plane != 3)
+        save_file(made, tmp_path / f"{plane}")
+        entries.append(Entry(f"{plane}", 0, "", float(plane), 0.0, "", 0, 0))
+    base = {"layer": LayerLayout((rows, width), (NestedLayout.of([rows], 0),))}
+    found = Enhancements(tmp_path, base, (), {}, tuple(entries), len(entries))
+    read = PlaneReader.read
+
+    def late(self: PlaneReader, asked: PlaneRows, to: np.ndarray) -> None:
+        time.sleep(0.1 if asked.plane == 2 else 0)
+        read(self, asked, to)
+
+    monkeypatch.setattr(PlaneReader, "read", late)
+    fields = {f"plane_{p}": np.zeros_like(words[p]) for p in (2, 3, 4)}
+    arrays = {"layer": {"plane_1": words[1], "shapes": shapes, **fields}}
+    found.read_all([{"layer": (rows,) * n} for n in (1, 2, 3, 4)], arrays, 3)
+    for plane in (2, 3, 4):
+        assert np.array_equal(arrays["layer"][f"plane_{plane}"], words[plane]), plane
 
 
 def test_a_damaged_enhancement_layer_is_named(tmp_path: Path, model_dir: Any, text_file: Path) -> None:

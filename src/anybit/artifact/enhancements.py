@@ -142,12 +142,13 @@ class Enhancements:
         )
         return sum(taken * share for taken, share in list(shares)[1 : level + 1])
 
-    def counts(self, upto: int, check: bool = True) -> list[dict[str, tuple[int, ...]]]:
+    def counts(self, upto: int, check: bool = True, threads: int = 1) -> list[dict[str, tuple[int, ...]]]:
         """Rows of every plane of every layer at levels 0 to `upto`; the files' bytes are held against their hashes.
 
         Args:
             upto: the last level.
             check: False leaves the hashes out, which would read all of the files.
+            threads: that hold files against them.
 
         Raises:
             InputError: a file that is damaged or does not fit the layers.
@@ -172,7 +173,7 @@ class Enhancements:
                 f"{self.path}: anybit.index.json states another width of the base layer: copy it again"
             )
         if check:
-            with ThreadPoolExecutor() as pool:
+            with ThreadPoolExecutor(threads) as pool:
                 deque(pool.map(self._check_hash, range(1, upto + 1)), maxlen=0)
         for level in range(1, upto + 1):
             found, words, plain, added, before = self._read(level), 0, 0, 0, (-1, 0)
@@ -261,11 +262,11 @@ class Enhancements:
             else None
         )
         for name, plane, first, last in steps:
+            if filled is not None and plane in CODED_PLANES:  # coded in this file or not: see `Filled`
+                filled.wait(name, plane - 1, last)
             of, rows = arrays[name], slice(first, last)
             to = of[f"plane_{plane}"][rows]
             if reader is not None and plane in CODED_PLANES:
-                if filled is not None:
-                    filled.wait(name, plane - 1, last)
                 above = [of[f"plane_{p}"][rows] for p in range(1, plane)]
                 reader.read(PlaneRows(plane, above, shapes[name][rows], self._columns(name)), to)
             else:

@@ -13,7 +13,8 @@ from anybit.methods.ordering import BITS, Counts
 class Filled:
     """How many rows of every plane are there, for threads that each read an enhancement layer.
 
-    A layer waits for those before it only, so the first of them never waits.
+    Rows of a plane are said to be there only once those of all planes above it are: whoever adds some has waited for
+    them. A layer waits for those before it only, so the first of them never waits.
     """
 
     def __init__(self, base: Counts) -> None:

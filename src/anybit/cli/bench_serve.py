@@ -15,8 +15,9 @@ import typer
 
 from anybit.cli import tables_serve
 from anybit.cli.bench import FILES_PANEL, check_plot
-from anybit.cli.options import check_threads, check_writable, grouped, reporting
+from anybit.cli.options import check_writable, grouped, reporting
 from anybit.config import Json, parse_bytes
+from anybit.engine.threads import check_threads
 from anybit.errors import InputError, require_extra
 
 if TYPE_CHECKING:

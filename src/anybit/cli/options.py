@@ -15,9 +15,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from anybit.config import MAX_SEED, Json, parse_bytes
+from anybit.engine.threads import check_threads
 from anybit.errors import InputError
-
-THREADS_PER_PROCESSOR = 4  # more than this only costs memory, and far more ends the process
 
 
 def check_seed(seed: int) -> int:
@@ -102,7 +101,12 @@ class Running:
     )
     device: Annotated[str, typer.Option(help="cpu or cuda.", rich_help_panel="Computing")] = "cpu"
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads. Default: PyTorch's.", min=1, rich_help_panel="Computing")
+        int | None,
+        typer.Option(
+            help="CPU threads. [default: physical cores]",
+            min=1,
+            rich_help_panel="Computing",
+        ),
     ] = None
 
     def asked(self) -> Json:
@@ -205,16 +209,6 @@ def check_writable(file: Path | None) -> None:
     if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
         raise InputError(
             f"{file} cannot be written: name a file in an existing directory that you may write to"
-        )
-
-
-def check_threads(threads: int | None) -> None:
-    """Refuse threads by the thousand."""
-    processors = os.cpu_count() or 1
-    most = THREADS_PER_PROCESSOR * processors
-    if threads is not None and threads > most:
-        raise InputError(
-            f"--threads {threads}: this machine has {processors} processors; give at most {most}"
         )
 
 

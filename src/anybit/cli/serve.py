@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anybit.cli.options import Level, Model, check_threads, grouped, reporting
+from anybit.cli.options import Level, Model, grouped, reporting
 from anybit.config import Json, parse_bytes
+from anybit.engine.threads import check_threads
 from anybit.errors import InputError, require_extra
 from anybit.progress import Silent, no_other_bars
 from anybit.serve.settings import Settings

@@ -25,7 +25,7 @@ from anybit.engine.pages import CHUNK, Cache, Held
 from anybit.engine.sampling import Drawn, Sampler, Sampling
 from anybit.engine.source import Source, in_words
 from anybit.engine.text import TextStream, check_tokenizer
-from anybit.engine.threads import default_threads
+from anybit.engine.threads import check_threads, default_threads
 from anybit.errors import InputError, refuse_unknown
 from anybit.formats.levels import largest
 from anybit.kernels import cpu
@@ -101,6 +101,7 @@ class Engine:
     ) -> None:
         check_precision(codebook_precision)
         refuse_unknown(at, Budget)
+        check_threads(threads)
         if not cpu.available():
             raise Unsupported(cpu.why_not() or "there is no native extension")
         self.threads = default_threads() if threads is None else threads

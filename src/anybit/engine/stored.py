@@ -81,7 +81,7 @@ class StoredModel(FileSource):
             found.check_base()
             with ThreadPoolExecutor(self._how[1]) as pool:
                 base = pool.map(self._expanded, stored.packed, stored.packed.values())
-                counts = found.counts(level)  # meanwhile
+                counts = found.counts(level, threads=self._how[1])  # meanwhile
                 made, wide = levels_upto(found, counts), found.layouts_at(counts[level])
                 arrays = {name: grown(held, wide[name]) for name, held in zip(stored.packed, base)}
             found.read_all(counts, arrays, self._how[1], report.task("loading", level))

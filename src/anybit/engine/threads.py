@@ -6,6 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from anybit.errors import InputError
+
+THREADS_PER_PROCESSOR = 4  # more than this only costs memory, and far more ends the process
 CGROUPS = Path("/sys/fs/cgroup")
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
@@ -13,6 +16,16 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 def default_threads() -> int:
     """As many as there are physical cores in the process' affinity, at most what its cgroups grant it, at least 1."""
     return max(1, min(_cores(), *_granted(), os.cpu_count() or 1))
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuse, with InputError, none or threads by the thousand."""
+    processors = os.cpu_count() or 1
+    most = THREADS_PER_PROCESSOR * processors
+    if threads is not None and not 1 <= threads <= most:
+        raise InputError(
+            f"threads (--threads) {threads}: this machine has {processors} processors; give 1 to {most}"
+        )
 
 
 def _cores() -> int:

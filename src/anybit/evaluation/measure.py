@@ -205,6 +205,7 @@ def _native(model: Any, tokenizer: Any, settings: Settings) -> NativeModel:
         report=settings.get("report", SILENT),
         **_some(settings, *Budget.__annotations__) if isinstance(model, str | Path) else {},
     )
+    settings.get("report", SILENT).say(made.how())
     if settings.get("base") is not None:  # which runs in PyTorch, in turns with the engine
         torch.set_num_threads(threads)
     return NativeModel(made, config_of(model) if isinstance(model, str | Path) else model.config)

@@ -109,7 +109,7 @@ class AnybitQuantizer(HfQuantizer):
             InputError: a file that is damaged or does not fit the layers.
         """
         found.check_base()
-        counts = found.counts(level)
+        counts = found.counts(level, threads=torch.get_num_threads())
         arrays: dict[str, dict[str, Any]] = {}
         for name, layout in found.layouts_at(counts[level]).items():
             if name in counts[level]:
