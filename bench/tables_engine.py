@@ -94,13 +94,20 @@ def prefill() -> str:
 
 def avx2() -> str:
     """One token and a prompt, on a machine without AVX-512."""
-    (one,), (many,) = cells("decode", "decode-avx2"), cells("prefill", "decode-avx2")
-    head = ["who", "MB a token", "tokens/s", "range", f"prompt of {many['tokens']}, tokens/s", "range"]
-    rows = [
-        [named(name), *speed(name, found)[:3], *rate(many["contenders"][name])]
-        for name, found in one["contenders"].items()
-    ]
-    return markdown(head, rows)
+    rows, prompts = [], set()
+    for file in ("decode-avx2", "decode-avx2-qwen3", "decode-avx2-kv8"):
+        many = cells("prefill", file)
+        prompts.update(cell["tokens"] for cell in many)
+        for cell in cells("decode", file):
+            for name, found in cell["contenders"].items():
+                prompt = ["", ""]
+                if cell["tokens"] == DEPTH:
+                    prompt = rate(many[0]["contenders"][name])
+                row = [cell["shape"], f"{cell['tokens']}", named(name), *speed(name, found)[:3], *prompt]
+                rows.append(row)
+    (prompt_tokens,) = prompts
+    title = f"prompt of {prompt_tokens}, tokens/s"
+    return markdown(["model", "behind", "who", "MB a token", "tokens/s", "range", title, "range"], rows)
 
 
 def disturbed() -> str:
