@@ -56,7 +56,8 @@ def test_the_demo_measures_the_base_and_every_run(
     assert len(loaded) == len(set(loaded)) == 1 + len(runs)
     artifact = next(path for path in loaded if path.name == "anybit")
     for row, bits in zip(made, demo.WIDTHS):  # a width does not carry over to the next
-        alone = evaluate(artifact, bits=bits, seq_len=64, max_tokens=256, dtype=row["dtype"])
+        how = {"seq_len": 64, "max_tokens": 256, "dtype": row["dtype"], "engine": "transformers"}
+        alone = evaluate(artifact, bits=bits, **how)
         assert row["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-6)
     assert base["bits_per_weight"] is None and base["seconds"] is None
     assert [row["name"] for row in made] == [
