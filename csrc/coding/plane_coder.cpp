@@ -76,6 +76,25 @@ uint32_t gather(uint32_t word, uint32_t mask) {
     return made;
 }
 
+// And back.
+uint32_t scatter(uint32_t bits, uint32_t mask) {
+    uint32_t made = 0;
+    for (; mask != 0; mask &= mask - 1, bits >>= 1) made |= (mask & (0 - mask)) & (0 - (bits & 1));
+    return made;
+}
+
+// Whether one instruction counts bits and one scatters them, and fast: on the first Zens the latter is slower than the
+// loop.
+bool has_fast_bits() {
+#ifdef ANYBIT_X86
+    static const bool there =
+        __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") && !__builtin_cpu_is("amdfam17h");
+    return there;
+#else
+    return false;
+#endif
+}
+
 } // namespace
 
 ByteFrequencies::ByteFrequencies(int ones) {
@@ -88,8 +107,8 @@ ByteFrequencies::ByteFrequencies(int ones) {
         frequencies[count] = std::max<uint32_t>(1, static_cast<uint32_t>(product >> (64 - FREQUENCY_BITS)));
         sum += frequencies[count] * static_cast<uint32_t>(ORDER.firsts[count + 1] - ORDER.firsts[count]);
     }
-    frequencies[ones < UNIFORM ? 0 : 8] +=
-        (1u << FREQUENCY_BITS) - sum; // the likeliest byte: the only one of its count
+    // The likeliest byte, which is the only one of its count, gets what is left.
+    frequencies[ones < UNIFORM ? 0 : 8] += (1u << FREQUENCY_BITS) - sum;
     uint32_t start = 0;
     for (int count = 0; count <= 8; ++count) {
         const uint64_t frequency = frequencies[count];
@@ -186,7 +205,8 @@ std::vector<uint8_t> PlaneWriter::finish() {
     return made;
 }
 
-PlaneReader::PlaneReader(const uint8_t* data, int64_t size) : stream_{data, data + size} {
+PlaneReader::PlaneReader(const uint8_t* data, int64_t size, bool fast)
+    : fast_(fast && has_fast_bits()), stream_{data, data + size} {
     for (int byte = 0; byte < 4 && stream_.next < stream_.end; ++byte)
         stream_.state = stream_.state << 8 | *stream_.next++;
     stream_.good = size >= 4 && stream_.state >= LOWEST && stream_.state < 1u << 31;
@@ -234,17 +254,7 @@ inline uint32_t PlaneReader::take(Class& of, int bits, Stream& from) {
     return made;
 }
 
-struct PlaneReader::PlainBits {
-    static int count(uint32_t word) { return __builtin_popcount(word); }
-    // Bits that lie side by side, at the places of a mask.
-    static uint32_t scatter(uint32_t bits, uint32_t mask) {
-        uint32_t made = 0;
-        for (; mask != 0; mask &= mask - 1, bits >>= 1) made |= (mask & (0 - mask)) & (0 - (bits & 1));
-        return made;
-    }
-};
-
-template <typename Word>
+template <PlaneReader::Scatter scatter_bits>
 __attribute__((always_inline)) inline void PlaneReader::read_rows(const PlaneRows& rows, uint32_t* plane) {
     const int64_t words = rows.words();
     Stream from = stream_; // in registers: a word of the plane could be any of its numbers
@@ -255,7 +265,7 @@ __attribute__((always_inline)) inline void PlaneReader::read_rows(const PlaneRow
             uint32_t outer = 0;
             for (int cell = 0; cell < cells.count(); ++cell) {
                 const uint32_t weights = cells.weights(cell);
-                outer |= Word::scatter(take(classes[cell], Word::count(weights), from), weights);
+                outer |= scatter_bits(take(classes[cell], count_of(weights), from), weights);
             }
             plane[word] = (outer ^ cells.sign) & cells.there;
         }
@@ -264,31 +274,21 @@ __attribute__((always_inline)) inline void PlaneReader::read_rows(const PlaneRow
 }
 
 #ifdef ANYBIT_X86
-// Where one instruction does either, and fast: the first Zens take one that is slower than the loop.
 #define ANYBIT_FAST_BITS __attribute__((target("bmi2,popcnt")))
-struct PlaneReader::FastBits {
-    ANYBIT_FAST_BITS static int count(uint32_t word) { return __builtin_popcount(word); }
-    ANYBIT_FAST_BITS static uint32_t scatter(uint32_t bits, uint32_t mask) {
-        return __builtin_ia32_pdep_si(bits, mask);
-    }
-};
+ANYBIT_FAST_BITS static uint32_t scatter_fast(uint32_t bits, uint32_t mask) {
+    return __builtin_ia32_pdep_si(bits, mask);
+}
 
 ANYBIT_FAST_BITS void PlaneReader::read_fast(const PlaneRows& rows, uint32_t* plane) {
-    read_rows<FastBits>(rows, plane);
+    read_rows<scatter_fast>(rows, plane);
 }
-
-static bool has_fast_bits() {
-    return __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") && !__builtin_cpu_is("amdfam17h");
-}
+#else
+void PlaneReader::read_fast(const PlaneRows& rows, uint32_t* plane) { read_rows<scatter>(rows, plane); }
 #endif
 
 bool PlaneReader::read(const PlaneRows& rows, uint32_t* plane) {
-#ifdef ANYBIT_X86
-    static const bool fast = has_fast_bits();
-    fast ? read_fast(rows, plane) : read_rows<PlainBits>(rows, plane);
-#else
-    read_rows<PlainBits>(rows, plane);
-#endif
+    if (fast_) read_fast(rows, plane);
+    else read_rows<scatter>(rows, plane);
     return stream_.good;
 }
 

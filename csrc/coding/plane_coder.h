@@ -69,7 +69,8 @@ private:
 // What such a stream holds. It reads nothing beyond its end, whatever is in it.
 class PlaneReader {
 public:
-    PlaneReader(const uint8_t* data, int64_t size);
+    // fast: by instructions for it, where the processor has them.
+    PlaneReader(const uint8_t* data, int64_t size, bool fast = true);
 
     // Fill rows of a plane; false where the stream is damaged: then what is in them means nothing.
     bool read(const PlaneRows& rows, uint32_t* plane);
@@ -88,11 +89,11 @@ private:
 
         uint8_t byte_of(const ByteFrequencies& table);
     };
-    struct PlainBits;
-    struct FastBits;
-    template <typename Word> void read_rows(const PlaneRows& rows, uint32_t* plane);
+    using Scatter = uint32_t(uint32_t bits, uint32_t mask);
+    template <Scatter scatter_bits> void read_rows(const PlaneRows& rows, uint32_t* plane);
     void read_fast(const PlaneRows& rows, uint32_t* plane);
     uint32_t take(Class& of, int bits, Stream& from); // up to 32
+    const bool fast_;
     Stream stream_;
     std::array<Class, CLASSES> classes_;
     std::vector<ByteFrequencies> tables_;

@@ -72,7 +72,7 @@ private:
 
 class Reader {
 public:
-    explicit Reader(const Input& coded) : coded_(checked(coded)), reader_(coded_.data(), size()) {}
+    Reader(const Input& coded, bool fast) : coded_(checked(coded)), reader_(coded_.data(), size(), fast) {}
 
     void read(int64_t plane, const std::vector<Input>& above, const Input& shapes, int64_t columns,
               const Output& words) {
@@ -116,7 +116,8 @@ void add_coding(nb::module_& m) {
              "it, alike; shapes uint8 [rows].")
         .def("finish", &Writer::finish, "The stream; the next one begins.");
     nb::class_<Reader>(m, "PlaneReader", "Planes that a PlaneWriter has coded, in the order in which they were put.")
-        .def(nb::init<const Input&>(), nb::arg("coded").noconvert(), "coded uint8 [n].")
+        .def(nb::init<const Input&, bool>(), nb::arg("coded").noconvert(), nb::arg("fast") = true,
+             "coded uint8 [n]; fast: by instructions for it, where the processor has them.")
         .def("read", &Reader::read, nb::arg("plane"), nb::arg("above").noconvert(), nb::arg("shapes").noconvert(),
              nb::arg("columns"), nb::arg("words").noconvert(),
              "Fill words, rows of plane 2 to 4; the other arguments as those of `PlaneWriter.write`.")

@@ -123,6 +123,17 @@ def test_planes_come_back_and_mean_what_the_format_says(
     assert torch.equal(decoded(stream.tobytes(), codes, kinds, bits), codes)
 
 
+def test_processors_without_fast_instructions_read_the_same() -> None:
+    codes, kinds = matrix(9, 70, 4, 0.3, 0)
+    planes, shapes = planes_of(codes, 4), kinds.numpy()
+    reader = cpu._native.PlaneReader(stream_of(codes, kinds, 4), fast=False)
+    for p in (2, 3, 4):
+        words = np.empty_like(planes[p - 1])
+        reader.read(p, planes[: p - 1], shapes, codes.shape[1], words)
+        assert np.array_equal(words, planes[p - 1])
+    reader.finish()
+
+
 @pytest.mark.parametrize("share", [0.004, 0.1, 0.3, 0.5, 0.9, 0.996])
 def test_a_stream_takes_what_its_entropy_is(share: float) -> None:
     """Plane 2 of one class: a thousandth more than the entropy, and what `q` in steps of 256 costs."""

@@ -71,7 +71,7 @@ def test_what_it_does_not_measure_transformers_does(
 
 
 def test_a_checkpoint_of_16_bits_and_one_of_32(model_dir: Any, tmp_path: Path, text_file: Path) -> None:
-    """The one runs natively; the other is loaded once, for Transformers."""
+    """The one runs natively, the other inside Transformers."""
     how: dict[str, Any] = {"text": str(text_file), "seq_len": 64, "max_tokens": 128}
     inside = anybit.evaluate(model_dir("llama"), report=(report := Said()), **how)
     assert inside["engine"] == "Transformers, float32"

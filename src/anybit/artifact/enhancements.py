@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -174,7 +173,7 @@ class Enhancements:
             )
         if check:
             with ThreadPoolExecutor(threads) as pool:
-                deque(pool.map(self._check_hash, range(1, upto + 1)), maxlen=0)
+                list(pool.map(self._check_hash, range(1, upto + 1)))
         for level in range(1, upto + 1):
             found, words, plain, added, before = self._read(level), 0, 0, 0, (-1, 0)
             for layer, plane, rows in found["steps"].array().tolist():

@@ -177,9 +177,9 @@ def _loaded(model: str | Path, tokenizer: Any, settings: Settings) -> Any:
     if asked != "transformers" and not why:
         try:
             if is_artifact(Path(model)):
-                return _native(model, tokenizer, settings)
+                return _native(model, model, tokenizer, settings)
             loaded = inside()
-            return _native(loaded, tokenizer, settings)
+            return _native(model, loaded, tokenizer, settings)
         except Unsupported as error:
             why = str(error)
     if asked == "native":
@@ -189,26 +189,26 @@ def _loaded(model: str | Path, tokenizer: Any, settings: Settings) -> Any:
     return inside() if loaded is None else loaded
 
 
-def _native(model: Any, tokenizer: Any, settings: Settings) -> NativeModel:
-    """A model on the native engine.
+def _native(model: str | Path, weights: Any, tokenizer: Any, settings: Settings) -> NativeModel:
+    """A model on the native engine, which reads its weights, or takes them from what `load` made.
 
     Raises:
         Unsupported: the engine does not run it.
     """
     threads = torch.get_num_threads()
     made = Engine(
-        model,
+        weights,
         tokenizer=tokenizer,
         kv_bits=settings.get("kv_bits"),
         codebook_precision=settings.get("codebook_precision", "fp16"),
         threads=settings.get("threads"),
         report=settings.get("report", SILENT),
-        **_some(settings, *Budget.__annotations__) if isinstance(model, str | Path) else {},
+        **_some(settings, *Budget.__annotations__),
     )
     settings.get("report", SILENT).say(made.how())
     if settings.get("base") is not None:  # which runs in PyTorch, in turns with the engine
         torch.set_num_threads(threads)
-    return NativeModel(made, config_of(model) if isinstance(model, str | Path) else model.config)
+    return NativeModel(made, config_of(model))
 
 
 def _not_native(settings: Settings) -> str:

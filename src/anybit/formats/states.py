@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -43,25 +44,17 @@ def _hadamard(n: int) -> Tensor:
 
 def _paley(q: int) -> Tensor:
     """Paley's second construction: a symmetric Hadamard matrix of 2 (q + 1) rows, from squares in the field of q."""
-    root = 3 if q == 9 else q  # elements are a + b i, with i * i = -1 and b = 0 where q is a prime
-    squares = {_product(x, x, root) for x in range(1, q)}
     conference = torch.zeros(q + 1, q + 1)
     conference[0, 1:] = conference[1:, 0] = 1.0
-    for x in range(q):
-        for y in range(q):
-            if x != y:
-                conference[x + 1, y + 1] = 1.0 if _difference(x, y, root) in squares else -1.0
+    for x, y in itertools.permutations(range(q), 2):
+        conference[x + 1, y + 1] = 1.0 if _differ_by_a_square(x, y, q) else -1.0
     turn, own = torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
     return torch.kron(conference, turn) + torch.kron(torch.eye(q + 1), own)
 
 
-def _product(x: int, y: int, root: int) -> int:
-    (b, a), (d, c) = divmod(x, root), divmod(y, root)
-    return (a * c - b * d) % root + root * ((a * d + b * c) % root)
-
-
-def _difference(x: int, y: int, root: int) -> int:
-    return (x - y) % root + root * ((x // root - y // root) % root)
+def _differ_by_a_square(x: int, y: int, q: int) -> bool:
+    """In the field of 5 elements, with squares 1 and 4, or of 9: a + 3 b is a + b i, with squares 1, -1, i, -i."""
+    return (x - y) ** 2 % 5 == 1 if q == 5 else x % 3 == y % 3 or x // 3 == y // 3
 
 
 @dataclass(frozen=True)
