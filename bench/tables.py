@@ -63,6 +63,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine/prefill": engine.prefill,
     "engine/quality": engine.quality,
     "engine/avx2": engine.avx2,
+    "engine/avx2-deep": engine.avx2_deep,
     "engine/others": engine.disturbed,
     "engine/steps": engine.steps,
     "gpu-one-token": gpu.one_token,

@@ -110,6 +110,26 @@ def avx2() -> str:
     return markdown(["model", "behind", "who", "MB a token", "tokens/s", "range", title, "range"], rows)
 
 
+def avx2_deep() -> str:
+    """The same behind more tokens: cells that take long, of one round each."""
+    rows = []
+    for file in (
+        "decode-avx2-deep-2048",
+        "decode-avx2-deep-2048-kv8",
+        "decode-avx2-deep-8192",
+        "decode-avx2-deep-8192-kv8",
+    ):
+        for cell in cells("decode", file):
+            for name, found in cell["contenders"].items():
+                mb, tokens = f"{found['bytes_per_token'] / 1e6:.0f}", f"{found['tokens_per_second']:.1f}"
+                rows.append([cell["shape"], f"behind {cell['tokens']}", named(name), mb, tokens])
+        for cell in cells("prefill", file):
+            for name, found in cell["contenders"].items():
+                tokens = f"{found['tokens_per_second']:.1f}"
+                rows.append([cell["shape"], f"prompt of {cell['tokens']}", named(name), "", tokens])
+    return markdown(["model", "test", "who", "MB a token", "tokens/s"], rows)
+
+
 def disturbed() -> str:
     """How much of two processors others took, at most, in each cell."""
     rows = [
