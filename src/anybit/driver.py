@@ -433,7 +433,10 @@ class _Run(Ready):
         """Windows for so many steps of training, and windows to judge it by: of the same text, and of another."""
         assert self.text is not None
         tokenizer, length = self.streamed.checkpoint.tokenizer(), min(self.options.seq_len, TUNING_TOKENS)
-        wanted, seed = count * WINDOWS, self.options.seed + 1  # others than the moments are made of
+        wanted, seed = (
+            count * WINDOWS,
+            (self.options.seed + 1) % 2**63,
+        )  # not those again that moments are made of
         own = calibration_set(tokenizer, self.text.source, wanted + JUDGED, length, seed).tokens
         training, held_out = (own[picked] for picked in parted(len(own), JUDGED))
         if self.text.source == OTHER_TEXT:

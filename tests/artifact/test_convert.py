@@ -196,6 +196,8 @@ def test_a_forged_stream_is_refused(anybit_copy: Path, change: str) -> None:
     bits = index[files.SECTION][1]["bits"]
     with pytest.raises(InputError, match=rf"{name}: the coded planes are damaged"):
         load(anybit_copy, bits=bits)
+    with pytest.raises(InputError, match=rf"{name}: the coded planes are damaged"):
+        verify(anybit_copy)
 
 
 def test_options_leave_planes_expanded(anybit_artifact: Path, model_dir: Callable[[str], Path], text_file: Path,

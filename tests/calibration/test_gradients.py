@@ -16,6 +16,9 @@ from anybit.calibration import gradients
 from anybit.calibration.gradients import gradient_statistics, spilled_statistics
 from anybit.calibration.streaming import linear_shape
 from anybit.errors import InputError
+from anybit.methods import METHODS
+from anybit.methods.method import Search
+from anybit.methods.sensitivity import output_moments
 from tests.builders import FAMILIES, MakeModel, opened, random, save_random, token_rows
 from tests.calibration.models import COMMON, gemma2, whole_model
 
@@ -147,6 +150,15 @@ def test_a_head_that_scales_its_logits_is_right_or_refused(config: PreTrainedCon
     folder = save_random(config, tmp_path)
     with pytest.raises(InputError, match=f"{config.model_type}.*logits"):
         check_gradients(folder, token_rows(2, 6))
+
+
+@pytest.mark.parametrize("own_texts", [0.0, 0.5])
+def test_so_it_is_where_the_model_writes_texts_first(tmp_path: Path, own_texts: float) -> None:
+    config = CohereConfig(**COMMON, num_key_value_heads=2, logit_scale=0.3)
+    options = METHODS["anybit"].options(own_texts=own_texts, samples=2, seq_len=16).resolve()
+    search = Search(opened(save_random(config, tmp_path)), token_rows(2, 16), {}, options)
+    with pytest.raises(InputError, match=r"cohere.*logits"):
+        output_moments(search)
 
 
 def test_only_what_is_asked_for(model_dir: MakeModel) -> None:

@@ -18,7 +18,7 @@ from anybit.calibration.stats import ExpectedTokens
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.methods import METHODS, sensitivity
-from anybit.methods.anybit import OWN_TEXT_TOKENS, own_windows
+from anybit.methods.anybit import OWN_TEXT_TOKENS, kinds_of_windows
 from anybit.methods.method import Search
 from anybit.progress import Advance
 from tests.builders import VOCABULARY
@@ -100,7 +100,7 @@ def test_what_was_drawn_is_kept_with_the_other_statistics(
     assert sensitivity._with_own_texts(search) == (search, None)
 
 
-@pytest.mark.parametrize(("samples", "seq_len"), [(8, 600), (7, 256), (1, 2000), (2, 2000), (5, 100)])
+@pytest.mark.parametrize(("samples", "seq_len"), [(20, 600), (17, 256), (1, 2000), (2, 2000), (5, 100)])
 def test_a_share_of_the_windows_is_the_models_own(
     model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, samples: int, seq_len: int
 ) -> None:
@@ -116,12 +116,12 @@ def test_a_share_of_the_windows_is_the_models_own(
     options = METHODS["anybit"].options(own_texts=0.3, samples=20, seq_len=seq_len).resolve()
     tokens = torch.arange(samples)[:, None].expand(samples, seq_len)
     search, mixed = sensitivity._with_own_texts(Search(opened(model_dir("llama")), tokens, {}, options))
-    windows, count = search.tokens, own_windows(samples, 0.3)
-    assert windows.shape == (samples, seq_len)
+    windows, (taken, count) = search.tokens, kinds_of_windows(20, 0.3, samples)
+    assert windows.shape == (taken + count, seq_len)
     assert (0 if mixed is None else mixed.own_windows) == count
-    of_text, of_model = windows[: samples - count], windows[samples - count :]
+    of_text, of_model = windows[:taken], windows[taken:]
     numbers = of_text[:, 0].tolist()
-    assert len(set(numbers)) == samples - count and numbers[0] == 0
+    assert len(set(numbers)) == taken and numbers[0] == 0
     assert torch.equal(of_text, tokens[numbers])
     if count:
         texts, length = asked[0]

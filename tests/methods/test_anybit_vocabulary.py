@@ -31,7 +31,7 @@ from anybit.kernels import cpu
 from anybit.layers import PackedModule, QuantEmbedding, TiedHead
 from anybit.loader import load
 from anybit.methods import METHODS, nested_codes, ordering, sensitivity
-from anybit.methods.anybit import WRITTEN_PER_TAKEN, own_windows
+from anybit.methods.anybit import WRITTEN_PER_TAKEN, kinds_of_windows
 from tests import builders
 from tests.artifact.test_enhancements import index_of, write_index
 from tests.probes import logits
@@ -131,20 +131,26 @@ def test_texts_of_the_models_own_take_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "share", "own"),
+    ("samples", "share", "given", "kinds"),
     [
-        (1, 0.25, 0),
-        (2, 0.25, 1),
-        (3, 0.25, 1),
-        (6, 0.25, 2),
-        (32, 0.25, 8),
-        (1, 0.9, 0),
-        (4, 0.9, 3),
-        (64, 0, 0),
+        (1, 0.25, 1, (1, 0)),
+        (2, 0.25, 2, (1, 1)),
+        (3, 0.25, 3, (2, 1)),
+        (6, 0.25, 6, (4, 2)),
+        (32, 0.25, 32, (24, 8)),
+        (1, 0.9, 1, (1, 0)),
+        (4, 0.9, 4, (1, 3)),
+        (64, 0, 64, (64, 0)),
+        (16, 0.25, 14, (12, 4)),  # a text with enough for its share
+        (16, 0.25, 3, (3, 1)),  # one without: all of it, and a share beside it
+        (16, 0.25, 1, (1, 0)),
+        (64, 0.9, 2, (2, 18)),
     ],
 )
-def test_some_windows_are_always_of_the_text(samples: int, share: float, own: int) -> None:
-    assert own_windows(samples, share) == own
+def test_a_share_of_the_windows_is_the_models_own(
+    samples: int, share: float, given: int, kinds: tuple[int, int]
+) -> None:
+    assert kinds_of_windows(samples, share, given) == kinds
 
 
 def test_all_planes_come_close_to_the_base(made: Make, model_dir: Callable[[str], Path]) -> None:

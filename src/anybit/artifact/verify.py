@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from anybit.errors import InputError
 from anybit.formats.layout import LayerLayout
 from anybit.formats.validate import check_version, validate
 from anybit.formats.weight import PackedWeight
+from anybit.methods.ordering import coded_columns, with_counts
 
 
 def verify(path: Path, progress: Any = None) -> Json:
@@ -50,7 +51,7 @@ def verify(path: Path, progress: Any = None) -> Json:
     checks += [functools.partial(_check_layer, name, layouts[name], checkpoint) for name in layouts]
     checks += [functools.partial(_check_kept, name, checkpoint) for name in sorted(kept)]
     if found is not None:
-        checks.append(functools.partial(_check_enhancements, found))
+        checks.append(functools.partial(_check_enhancements, found, layouts, checkpoint))
     copied = [str(file.relative_to(path)) for file in checkpoint.asset_files()]
     listed = [*(file.name for file in checkpoint.files), INDEX, "config.json"]
     listed += copied if hashes.keys() & copied else ()  # earlier versions left all of them out
@@ -67,9 +68,18 @@ def verify(path: Path, progress: Any = None) -> Json:
     return {"shards": len(checkpoint.files), "layers": len(layouts), "hashes_checked": bool(hashes)}
 
 
-def _check_enhancements(found: Enhancements) -> None:
-    """What the steps of all enhancement layers say; their bytes were held against their hashes before."""
-    found.counts(found.present - 1, check=False)
+def _check_enhancements(
+    found: Enhancements, layouts: Mapping[str, LayerLayout], checkpoint: Checkpoint
+) -> None:
+    """The steps and planes of all enhancement layers; their bytes were held against their hashes before."""
+    counts, arrays = found.counts(found.present - 1, check=False), {}
+    for name in coded_columns(found.layouts):
+        stored = {field: checkpoint.read(f"{name}.{field}") for field in layouts[name].stored_tensors()}
+        packed = expand(name, PackedWeight(layouts[name], stored))
+        grown = packed.grown(with_counts(packed.layout, counts[-1][name]))
+        arrays[name] = {field: tensor.numpy() for field, tensor in grown.tensors.items()}
+    for level in range(1, found.present):
+        found.read_into(level, counts[level], counts[level - 1], arrays)
 
 
 def _check_layer(name: str, layout: LayerLayout, checkpoint: Checkpoint) -> None:

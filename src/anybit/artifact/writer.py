@@ -273,13 +273,13 @@ class ArtifactWriter:
 
     def _publish(self) -> None:
         """Rename the finished directory to OUT; a rerun completes what a kill in between leaves."""
-        self._drop_statistics()
         replaced = self.folder / "replaced"
         if self.out.exists() and any(self.out.iterdir()):
             _remove(replaced)
             self.out.rename(replaced)
         self.work.rename(self.out)
         _sync(self.out.parent)
+        self._drop_statistics()  # a rerun needs them until OUT is there
         _remove(replaced)
         self._journal.close()  # some network file systems keep the name of an open file
         if self.work.name != "artifact":  # what was split

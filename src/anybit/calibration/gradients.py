@@ -61,14 +61,10 @@ def gradient_statistics(
     """
     if tokens.shape[1] < 2:
         raise InputError("gradients need windows of at least 2 tokens: a window of 1 has nothing to predict")
-    known = not any(parameter.is_meta for parameter in streamed.model.parameters())
-    map_large_arrays()
-    model, device = load_whole(streamed), streamed.device
+    model, device = load_for_loss(streamed), streamed.device
     spill = fisher if isinstance(fisher, Path) else None
     mapped = spill if device.type == "cpu" else None  # gathered in the files themselves
     tokens = tokens.to(device)
-    if not known:
-        _check_logits(model, tokens[:1, :2])
     stats = {}
     for i, name in enumerate(layers):
         shape = linear_shape(model.get_submodule(name))
@@ -268,6 +264,22 @@ def soft_capped(model: Any, logits: Tensor) -> Tensor:
     """Logits as the model gives them, of what its head puts out."""
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def load_for_loss(streamed: StreamedModel) -> Any:
+    """The whole model, whose loss is that of `logits_of`.
+
+    Raises:
+        InputError: logits that are not the head's output.
+    """
+    known = not any(parameter.is_meta for parameter in streamed.model.parameters())
+    map_large_arrays()
+    model = load_whole(streamed)
+    if not known:
+        rows = len(model.get_input_embeddings().weight)
+        tokens = [rows // 3, rows // 2]  # not both are padding, whose embedding may be 0 and tell nothing
+        _check_logits(model, torch.tensor([tokens], device=streamed.device))
+    return model
 
 
 @torch.no_grad()

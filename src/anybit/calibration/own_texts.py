@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
-from anybit.calibration.gradients import load_whole
+from anybit.calibration.gradients import load_for_loss
 from anybit.calibration.stats import ExpectedTokens
 from anybit.calibration.streaming import StreamedModel
 from anybit.progress import Advance, ignore
 
-TOGETHER = 64  # texts that are written side by side
+TOGETHER = 128  # texts that are written side by side
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,11 @@ def write_texts(
         length: at least 2; at most what the model's context holds.
         seed: of the draws.
         advance: called with the number of texts that have got a token more.
+
+    Raises:
+        InputError: logits that are not the head's output.
     """
-    model, device = load_whole(streamed), streamed.device
+    model, device = load_for_loss(streamed), streamed.device
     vocabulary = model.get_input_embeddings().weight.shape[0]
     first = torch.full((texts, 1), _first_token(model.config.get_text_config(), vocabulary), device=device)
     probability, squared = (torch.zeros(vocabulary, device=device) for _ in range(2))

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 # Formats with native kernels.
 BOUND = (GroupIntLayout, CodebookLayout, Float16Layout, TwoFourLayout, NestedLayout)
+MOMENT_COLUMNS = (
+    256  # of second moments that are multiplied together: what is below them is what is beside them
+)
 
 
 def info() -> dict[str, Any]:
@@ -261,9 +264,15 @@ def _native(tensor: Tensor) -> bool:
 
 
 def add_moments(hessian: Tensor, x: Tensor) -> None:
-    """`hessian [n, n] += x^T x` of activations x [tokens, n], summed in float32; native for bfloat16 on the CPU."""
+    """`hessian [n, n] += x^T x` of activations x [tokens, n], summed in float32; native for bfloat16 on the CPU.
+
+    It is symmetric before and after.
+    """
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and cpu.has_moments():
         cpu.moments(x.contiguous(), hessian)
     else:
         x = x.float()
-        hessian.addmm_(x.T, x)
+        for a in range(0, len(hessian), MOMENT_COLUMNS):
+            b = a + MOMENT_COLUMNS
+            hessian[a:b, a:].addmm_(x[:, a:b].T, x[:, a:])
+            hessian[b:, a:b] = hessian[a:b, b:].T

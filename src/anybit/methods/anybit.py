@@ -207,16 +207,25 @@ def check_given(name: str, spec: LayerSpec[AnyBit], usual: LayerSpec[AnyBit]) ->
         )
 
 
-def own_windows(samples: int, share: float) -> int:
-    """How many of the calibration windows the model writes by itself; one at least is of the text."""
-    return min(samples - 1, int(share * samples + 0.5))
+def kinds_of_windows(samples: int, share: float, given: int) -> tuple[int, int]:
+    """How many calibration windows are of the text, one at least, and how many the model writes by itself.
+
+    Args:
+        samples: windows that are asked for.
+        share: of these, by the model.
+        given: windows that the text has. Where they are too few all of them are taken, and a share beside them.
+    """
+    own = min(samples - 1, int(share * samples + 0.5))
+    if given >= samples - own:
+        return samples - own, own
+    return given, min(own, int(share / (1 - share) * given + 0.5))
 
 
 def _effort(options: AnyBit) -> Effort:
     """A first pass compensates what follows, the next ones look at all columns."""
     descent = options.descent or 0
     # A token that is drawn takes about as long as one with its gradient: 18 and 20 ms of one thread for 0.5 B weights.
-    own = WRITTEN_PER_TAKEN * own_windows(options.windows, options.own_texts)
+    own = WRITTEN_PER_TAKEN * kinds_of_windows(options.windows, options.own_texts, options.windows)[1]
     return Effort(
         sweeps=BITS * (0.5 + descent),
         clustering=CODING * (1 + descent) + FITTING,

@@ -34,7 +34,7 @@ from anybit.cost import Cost
 from anybit.errors import InputError
 from anybit.methods import mixllm, rounding
 from anybit.methods import nested_codes as nested
-from anybit.methods.anybit import OWN_TEXT_TOKENS, WRITTEN_PER_TAKEN, own_windows
+from anybit.methods.anybit import OWN_TEXT_TOKENS, WRITTEN_PER_TAKEN, kinds_of_windows
 from anybit.methods.method import Allocation, Search
 from anybit.methods.rtn import RTN
 from anybit.progress import Advance
@@ -85,7 +85,7 @@ def output_moments(search: Search) -> Allocation:
     raised: see `salient_rows`.
     """
     search, mixed = _with_own_texts(search)
-    search, picked = _of_gradients(search)
+    search, picked = _of_gradients(search, mixed)
     shapes, (samples, length) = search.shapes, search.tokens.shape
     vocabulary = _vocabulary_shapes(search)
     advance = search.report.task(f"gradients at the outputs of {len(shapes)} layers", samples)
@@ -133,17 +133,20 @@ def _vocabulary(summed: Mapping[str, Tensor], length: int) -> VocabularyStats | 
 
 def _with_own_texts(search: Search) -> tuple[Search, MixedWindows | None]:
     """The search over windows of which the last are texts that the model writes by itself, as many to a window as it
-    has room for. They take the place of others of the text. Parts are kept in a folder that these windows name.
+    has room for. They take the place of others of the text where it has enough. Parts are kept in a folder that these
+    windows name.
     """
-    options, (samples, seq_len) = search.options, search.tokens.shape
-    windows = own_windows(samples, options.own_texts)
+    options, (given, seq_len) = search.options, search.tokens.shape
+    of_text, windows = kinds_of_windows(options.windows, options.own_texts, given)
     if not windows:
         return search, None
     length = min(OWN_TEXT_TOKENS, seq_len)
-    search.report.say(f"{windows} of the {samples} windows give way to texts that the model writes by itself")
+    search.report.say(
+        f"takes {of_text} windows of the text, and {windows} of texts that the model writes by itself"
+    )
     written = _written(search, windows * math.ceil(seq_len / length), length)
     own = written.tokens.reshape(windows, -1)[:, :seq_len]
-    others = search.tokens[_spread(samples, samples - windows)]
+    others = search.tokens[_spread(given, of_text)]
     mixed = MixedWindows(torch.cat([others, own]), windows, written.expected)
     folder = search.folder
     if folder is not None:
@@ -169,9 +172,13 @@ def _written(search: Search, texts: int, length: int) -> OwnTexts:
     return OwnTexts(most_varied(found.pop("tokens"), texts), ExpectedTokens(**found))
 
 
-def _of_gradients(search: Search) -> tuple[Search, list[int]]:
-    """The search over those of the samples whose gradients are taken, and their numbers."""
-    picked = _spread(len(search.tokens), search.options.gradient_samples)
+def _of_gradients(search: Search, mixed: MixedWindows | None) -> tuple[Search, list[int]]:
+    """The search over those of the samples whose gradients are taken, and their numbers: of each kind its share."""
+    samples, share = search.options.gradient_samples, search.options.own_texts
+    own = 0 if mixed is None else mixed.own_windows
+    of_text = len(search.tokens) - own
+    wanted = min(own, kinds_of_windows(samples, share, of_text)[1])
+    picked = [*_spread(of_text, samples - wanted), *(of_text + i for i in _spread(own, wanted))]
     return replace(search, tokens=search.tokens[picked]), picked
 
 
@@ -186,7 +193,7 @@ def width_scores(search: Search) -> Allocation:
     compensation: an alternative to `output_moments`. What is raised: see `salient_rows`.
     """
     search, mixed = _with_own_texts(search)
-    search, _ = _of_gradients(search)
+    search, _ = _of_gradients(search, mixed)
     shapes, widths = search.shapes, range(1, nested.BITS + 1)
     advance = search.report.task(
         f"scores of {sum(out for out, _ in shapes.values())} rows", len(search.tokens)
