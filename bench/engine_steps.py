@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import anybit
+from anybit.engine.engine import Batch
 
 TEXTS = (1, 2, 3, 4, 8, 16, 32)
 STEPS, WARM_UP = 40, 8
@@ -30,13 +31,13 @@ def step_seconds(engine: anybit.Engine, texts: int, depth: int, level: int, page
     tokens = (np.arange(depth) * STRIDE % (engine.vocabulary - 100)).astype(np.int32)
     none = np.array([], np.int32)
     for text in range(texts):
-        rows = tokens, np.arange(depth, dtype=np.int32), np.zeros(depth, np.int32)
-        engine.step(*rows, pages[text : text + 1], none, level)
+        positions, one_text = np.arange(depth, dtype=np.int32), np.zeros(depth, np.int32)
+        engine.step(Batch(tokens, positions, one_text, pages[text : text + 1], none), level)
     each, seconds = np.arange(texts, dtype=np.int32), []
     for i in range(STEPS):
         positions = np.full(texts, depth + i, np.int32)
         begun = time.perf_counter()
-        engine.step(tokens[:texts], positions, each, pages, each, level)
+        engine.step(Batch(tokens[:texts], positions, each, pages, each), level)
         seconds.append(time.perf_counter() - begun)
     return median(seconds[WARM_UP:])
 

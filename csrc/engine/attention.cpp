@@ -95,15 +95,16 @@ void attend(const KvPages& kv, const Query* queries, int64_t count) {
     return attend_as<OfCodes<4>>(kv, queries, count);
 }
 
-void combine(const float* const* parts, int64_t count, int64_t n, float* out) {
-    float largest = parts[0][0];
-    for (int64_t s = 1; s < count; ++s) largest = parts[s][0] > largest ? parts[s][0] : largest;
+void combine(const float* parts, int64_t stride, int64_t count, int64_t n, float* out) {
+    float largest = parts[0];
+    for (int64_t s = 1; s < count; ++s) largest = parts[s * stride] > largest ? parts[s * stride] : largest;
     float sum = 0;
     for (int64_t i = 0; i < n; ++i) out[i] = 0;
     for (int64_t s = 0; s < count; ++s) {
-        const float factor = exponential(broadcast(parts[s][0] - largest))[0];
-        sum += factor * parts[s][1];
-        for (int64_t i = 0; i < n; ++i) out[i] += factor * parts[s][PART + i];
+        const float* part = parts + s * stride;
+        const float factor = exponential(broadcast(part[0] - largest))[0];
+        sum += factor * part[1];
+        for (int64_t i = 0; i < n; ++i) out[i] += factor * part[PART + i];
     }
     for (int64_t i = 0; i < n; ++i) out[i] /= sum;
 }

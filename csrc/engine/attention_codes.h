@@ -1,6 +1,6 @@
 // Products of queries and weights with a page of codes, as integers. Queries, and weights with the values' scales, are
-// rounded to two digits of 7 bits. Beside codes of 4 bits that loses nothing, and about a twentieth of what codes of 8
-// bits have lost. Each digit meets the codes in dot products of bytes; their sums are exact.
+// rounded to two digits of 7 bits. That loses about a twentieth of what codes of 8 bits have lost, and far less beside
+// codes of 4 bits. Each digit meets the codes in dot products of bytes; their sums are exact.
 #pragma once
 
 #include "common/dot_int8.h"

@@ -1,4 +1,4 @@
-// What keys are less before they are rounded (`Centres`).
+// What is subtracted from keys before they are rounded (`Centres`).
 #pragma once
 
 #include "engine/ops.h"
@@ -6,7 +6,7 @@
 namespace anybit {
 
 // key -= R(position) centre.
-inline void take_centre(const Centres& from, int64_t position, float* key, int64_t n) {
+inline void subtract_centre(const Centres& from, int64_t position, float* key, int64_t n) {
     const float* centre = position < PAGE ? from.first : from.others;
     if (centre == nullptr) return;
     const int64_t half = from.half;

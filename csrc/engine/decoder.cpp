@@ -46,9 +46,9 @@ void DecoderSpec::check() const {
         const std::string at = "block " + std::to_string(i) + ": ";
         check_range(at + "window", b.window, 0, MAX_SIZE);
         check_range(at + "rope", b.rope, -1, static_cast<int64_t>(ropes.size()) - 1);
-        for (const auto* norm : {&b.before_attention, &b.behind_attention, &b.before_mlp, &b.behind_mlp})
+        for (const auto* norm : {&b.attention_norm, &b.post_attention_norm, &b.mlp_norm, &b.post_mlp_norm})
             check_size(at + "a norm", norm->size(), hidden, true);
-        for (const auto* norm : {&b.of_queries, &b.of_keys})
+        for (const auto* norm : {&b.q_norm, &b.k_norm})
             check_size(at + "a norm of heads", norm->size(), head_size, true);
         check_size(at + "q_bias", b.q_bias.size(), heads * head_size, true);
         check_size(at + "k_bias", b.k_bias.size(), kv_heads * head_size, true);
@@ -60,8 +60,8 @@ void DecoderSpec::check() const {
     }
 }
 
-Decoder::Decoder(DecoderSpec spec, bool rounds, const EngineOps& ops)
-    : spec_(std::move(spec)), rounds_(rounds), ops_(ops) {
+Decoder::Decoder(DecoderSpec spec, bool int8_inputs, const EngineOps& ops)
+    : spec_(std::move(spec)), int8_inputs_(int8_inputs), ops_(ops) {
     spec_.check();
     for (const Rope& rope : spec_.ropes) {
         const size_t half = rope.frequencies.size();
@@ -81,13 +81,13 @@ Decoder::Decoder(DecoderSpec spec, bool rounds, const EngineOps& ops)
 void Decoder::reach(int64_t pages) {
     for (size_t r = 0; r < spec_.ropes.size(); ++r) {
         const Rope& rope = spec_.ropes[r];
-        const size_t half = rope.frequencies.size();
-        for (auto page = static_cast<int64_t>(starts_[r].size() / (2 * half)); page < pages; ++page) {
-            for (const bool sine : {false, true})
-                for (float frequency : rope.frequencies) {
-                    const float angle = static_cast<float>(page * PAGE) * frequency;
-                    starts_[r].push_back((sine ? std::sin(angle) : std::cos(angle)) * rope.scale);
-                }
+        std::vector<float>& starts = starts_[r];
+        const size_t numbers = 2 * rope.frequencies.size(), wanted = static_cast<size_t>(pages) * numbers;
+        if (wanted > starts.capacity()) starts.reserve(std::max(wanted, 2 * starts.size()));
+        while (starts.size() < wanted) {
+            const auto first = static_cast<float>(starts.size() / numbers * PAGE);
+            for (float frequency : rope.frequencies) starts.push_back(std::cos(first * frequency) * rope.scale);
+            for (float frequency : rope.frequencies) starts.push_back(std::sin(first * frequency) * rope.scale);
         }
     }
 }
@@ -146,8 +146,7 @@ void Decoder::step(const Step& step, size_t level, KvCache& cache, int threads) 
         refuse("level " + std::to_string(level) + " is none of " + std::to_string(levels_.size()));
     check(step, cache);
     if (step.rows == 0) return;
-    if (cache.format().bits < 16)
-        for (int64_t r = 0; r < step.rows; ++r) reach(step.positions[r] / PAGE + 1);
+    if (cache.format().bits < 16) reach(*std::max_element(step.positions, step.positions + step.rows) / PAGE + 1);
     const Workspace::Frame frame(memory_);
     Run(*this, levels_[level], step, cache, threads).run();
 }

@@ -25,7 +25,7 @@ struct BlockSpec {
     int64_t window = 0; // positions that a token attends to, its own among them; 0: all before
     int64_t rope = -1;  // which of the decoder's; -1: none
     // Weights of norms; empty: none. Those behind are of outputs before they are added to the residual.
-    std::vector<float> before_attention, behind_attention, before_mlp, behind_mlp, of_queries, of_keys;
+    std::vector<float> attention_norm, post_attention_norm, mlp_norm, post_mlp_norm, q_norm, k_norm;
     std::vector<float> q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias; // empty: none
 };
 
@@ -34,7 +34,7 @@ struct DecoderSpec {
     Activation activation = Activation::silu;
     float epsilon = 0;                              // of norms
     float softmax_scale = 0, attention_softcap = 0; // 0: no cap
-    float embedding_scale = 1, residual_scale = 1, logit_scale = 1, logit_softcap = 0;
+    float embedding_scale = 1, logit_softcap = 0;
     std::vector<Rope> ropes;
     std::vector<BlockSpec> blocks;
     std::vector<float> final_norm;
@@ -72,11 +72,11 @@ struct Step {
 
 class Decoder {
 public:
-    // rounds: inputs of layers that allow it are rounded to 8 bits (`Layer::int8_group_size`). ops: what lies between
-    // the layers.
+    // int8_inputs: inputs of layers that allow it are rounded to 8 bits (`Layer::int8_group_size`). ops: what lies
+    // between the layers.
     //
     // Throws std::invalid_argument: a description whose sizes do not belong together.
-    Decoder(DecoderSpec spec, bool rounds, const EngineOps& ops);
+    Decoder(DecoderSpec spec, bool int8_inputs, const EngineOps& ops);
 
     // Throws std::invalid_argument: layers of other shapes than the description says.
     size_t add_level(DecoderWeights weights);
@@ -101,7 +101,7 @@ private:
     void reach(int64_t pages);
 
     const DecoderSpec spec_;
-    const bool rounds_;
+    const bool int8_inputs_;
     const EngineOps& ops_;
     std::vector<DecoderWeights> levels_;
     std::mutex alone_;

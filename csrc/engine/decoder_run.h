@@ -13,7 +13,7 @@ class Decoder::Run {
 public:
     Run(Decoder& decoder, const DecoderWeights& weights, const Step& step, KvCache& cache, int threads)
         : spec_(decoder.spec_), ops_(decoder.ops_), weights_(weights), step_(step), cache_(cache), threads_(threads),
-          arithmetic_{decoder.rounds_, step.batch_invariant}, memory_(decoder.memory_), offsets_(decoder.offsets_),
+          arithmetic_{decoder.int8_inputs_, step.batch_invariant}, memory_(decoder.memory_), offsets_(decoder.offsets_),
           starts_(decoder.starts_), rows_(step.rows), codes_(cache.format().bits < 16), head_(spec_.head_size),
           padded_(padded(head_)), group_(spec_.heads / spec_.kv_heads) {}
 
@@ -23,21 +23,21 @@ public:
         attended_ = floats(spec_.heads * head_);
         keys_ = floats(spec_.kv_heads * head_);
         values_ = floats(spec_.kv_heads * head_);
-        asked_ = floats(spec_.heads * head_);
+        queries_ = floats(spec_.heads * head_);
         if (codes_) {
-            turned_ = floats(padded_);
+            hadamard_ = floats(padded_);
             digits_ = memory_.take<int8_t>(rows_ * spec_.heads * 2 * padded_);
             rounded_ = memory_.take<RoundedQuery>(rows_ * spec_.heads);
         }
         gate_ = floats(spec_.intermediate);
         up_ = floats(spec_.intermediate);
         for (int64_t r = 0; r < rows_; ++r) opens_ = opens_ || (codes_ && step_.positions[r] < PAGE);
-        turn();
+        rope_angles();
         plan_attention();
         embed();
         for (size_t b = 0; b < spec_.blocks.size(); ++b) {
-            attend(b);
-            feed(b);
+            attention(b);
+            mlp(b);
         }
         finish();
     }
@@ -50,6 +50,14 @@ private:
     };
     static constexpr int64_t TASK_ROWS = 16;
 
+    // Rows whose parts of attention are in memory at a time.
+    struct Strip {
+        int64_t first, last;          // rows
+        size_t first_task, last_task; // of these
+        int64_t parts, work;          // of these, in all
+    };
+    static constexpr int64_t STRIP_NUMBERS = int64_t(1) << 24; // of parts, where one task has no more
+
     float* floats(int64_t columns) { return memory_.take<float>(rows_ * columns); }
 
     // f(row) for every row, of so much work each.
@@ -58,7 +66,7 @@ private:
     // ---- before the blocks
 
     // Cosines and sines of every row, for each kind of rotary embedding.
-    void turn() {
+    void rope_angles() {
         for (const Rope& rope : spec_.ropes) {
             const auto half = static_cast<int64_t>(rope.frequencies.size());
             float* angles = memory_.take<float>(rows_ * 2 * half);
@@ -87,66 +95,85 @@ private:
         return (cache_.windowed(b) ? step_.window_pages : step_.pages) + sequence * step_.row_pages;
     }
 
-    int64_t begin_of(int64_t row, const BlockSpec& block) const {
+    // The first position that a row attends to through a window; 0: all before.
+    int64_t begin_of(int64_t row, int64_t window) const {
         const int64_t end = step_.positions[row] + 1;
-        return block.window > 0 && block.window < end ? end - block.window : 0;
+        return window > 0 && window < end ? end - window : 0;
     }
 
-    // Where each row's parts of attention begin, for the widest window, and what threads take.
+    // Where each row's parts of attention begin, through the widest window, and what threads take.
     void plan_attention() {
-        for (int64_t first = 0; first < rows_;) {
-            int64_t last = first + 1;
-            while (last < rows_ && last - first < TASK_ROWS && step_.sequences[last] == step_.sequences[first]) ++last;
-            for (int64_t split = 0; split <= step_.positions[last - 1] / SPLIT; ++split)
+        int64_t window = spec_.blocks[0].window;
+        for (const BlockSpec& block : spec_.blocks)
+            window = window == 0 || block.window == 0 ? 0 : std::max(window, block.window);
+        for (int64_t r = 0; r < rows_; ++r) first_split_.push_back(begin_of(r, window) / SPLIT);
+        int64_t most = 0;
+        for (int64_t first = 0, last; first < rows_; first = last) {
+            int64_t parts = 0;
+            for (last = first; last < rows_ && last - first < TASK_ROWS; ++last) {
+                if (step_.sequences[last] != step_.sequences[first]) break;
+                parts_begin_.push_back(parts);
+                parts += (step_.positions[last] / SPLIT - first_split(last) + 1) * spec_.heads;
+            }
+            if (strips_.empty() || (strips_.back().parts + parts) * part() > STRIP_NUMBERS)
+                strips_.push_back({first, first, tasks_.size(), tasks_.size(), 0, 0});
+            Strip& strip = strips_.back();
+            for (int64_t r = first; r < last; ++r) parts_begin_[static_cast<size_t>(r)] += strip.parts;
+            for (int64_t split = first_split(first); split <= step_.positions[last - 1] / SPLIT; ++split)
                 tasks_.push_back({first, last, split});
-            first = last;
+            strip.work += static_cast<int64_t>(tasks_.size() - strip.last_task) * (last - first) * SPLIT;
+            strip.last = last;
+            strip.last_task = tasks_.size();
+            strip.parts += parts;
+            most = std::max(most, strip.parts);
         }
-        for (int64_t r = 0; r < rows_; ++r) {
-            parts_begin_.push_back(parts_count_);
-            parts_count_ += (step_.positions[r] / SPLIT + 1) * spec_.heads;
-        }
-        parts_ = memory_.take<float>(parts_count_ * part());
-        for (const Task& task : tasks_) attention_work_ += (task.last - task.first) * SPLIT;
+        parts_ = memory_.take<float>(most * part());
     }
+    int64_t first_split(int64_t row) const { return first_split_[static_cast<size_t>(row)]; }
     int64_t part() const { return PART + padded_; }
     float* part_of(int64_t row, int64_t split, int64_t head) const {
-        return parts_ + (parts_begin_[static_cast<size_t>(row)] + split * spec_.heads + head) * part();
+        const int64_t begin = parts_begin_[static_cast<size_t>(row)];
+        return parts_ + (begin + (split - first_split(row)) * spec_.heads + head) * part();
     }
 
     // ---- attention
 
-    void attend(size_t b) {
+    void attention(size_t b) {
         const BlockSpec& block = spec_.blocks[b];
         const DecoderWeights::Block& w = weights_.blocks[b];
-        const float* from = normed(block.before_attention, [b] {
+        const float* from = normed(block.attention_norm, [b] {
             return b == 0 ? std::string("the embedding") : "the MLP of block " + std::to_string(b - 1);
         });
-        multiply({{*w.q, from, asked_}, {*w.k, from, keys_}, {*w.v, from, values_}}, rows_, arithmetic_, memory_,
+        multiply({{*w.q, from, queries_}, {*w.k, from, keys_}, {*w.v, from, values_}}, rows_, arithmetic_, memory_,
                  threads_);
-        const auto place_if = [&](bool opening) {
+        const auto store_if = [&](bool opening) {
             by_rows((spec_.heads + spec_.kv_heads) * head_ * HEAD_WORK, [&](int64_t r) {
-                if ((step_.positions[r] < PAGE) == opening || !opens_) place(block, b, r);
+                if ((step_.positions[r] < PAGE) == opening || !opens_) rope_and_store(block, b, r);
             });
         };
-        place_if(opens_);
+        store_if(opens_);
         if (opens_) { // the first pages of texts before the others, which depend on them
             by_rows(spec_.kv_heads * head_ * PAGE * HEAD_WORK, [&](int64_t r) {
-                if (step_.positions[r] == PAGE - 1) settle(block, b, r);
+                if (step_.positions[r] == PAGE - 1) compute_centre(block, b, r);
             });
-            place_if(false);
+            store_if(false);
         }
-        // One pass over keys and values for all queries of a KV head.
-        const auto tasks = static_cast<int64_t>(tasks_.size()), units = tasks * spec_.kv_heads;
-        const int64_t piece = piece_of(units, 1, attention_work_ * spec_.heads * head_ * 2, threads_);
-        parallel_for(units, std::max(int64_t(1), piece), threads_, [&](int64_t begin, int64_t end) {
-            for (int64_t u = begin; u < end; ++u) look(block, b, tasks_[static_cast<size_t>(u % tasks)], u / tasks);
-        });
-        by_rows(spec_.heads * head_ * HEAD_WORK, [&](int64_t r) { gather(block, r); });
-        add(*w.o, attended_, block.o_bias, block.behind_attention);
+        for (const Strip& strip : strips_) {
+            // One pass over keys and values for all queries of a KV head.
+            const auto tasks = static_cast<int64_t>(strip.last_task - strip.first_task), units = tasks * spec_.kv_heads;
+            const int64_t piece = piece_of(units, 1, strip.work * spec_.heads * head_ * 2, threads_);
+            parallel_for(units, std::max(int64_t(1), piece), threads_, [&](int64_t begin, int64_t end) {
+                for (int64_t u = begin; u < end; ++u)
+                    attend_split(block, b, tasks_[strip.first_task + static_cast<size_t>(u % tasks)], u / tasks);
+            });
+            for_tokens(strip.last - strip.first, spec_.heads * head_ * HEAD_WORK, threads_,
+                       [&](int64_t r) { combine_splits(block, strip.first + r); });
+        }
+        add(*w.o, attended_, block.o_bias, block.post_attention_norm);
     }
 
     // A row's queries, keys and values, as the cache has them.
-    void place(const BlockSpec& block, size_t b, int64_t r) const {
+    void rope_and_store(const BlockSpec& block, size_t b, int64_t r) const {
         const float* angles = block.rope < 0 ? nullptr : angles_[static_cast<size_t>(block.rope)];
         const int64_t half =
             block.rope < 0 ? 0 : static_cast<int64_t>(spec_.ropes[static_cast<size_t>(block.rope)].frequencies.size());
@@ -157,11 +184,11 @@ private:
             if (angles != nullptr) ops_.rotate(x, angles + r * 2 * half, angles + (r * 2 + 1) * half, half);
         };
         for (int64_t h = 0; h < spec_.heads; ++h) {
-            float* x = asked_ + (r * spec_.heads + h) * head_;
-            prepare(x, h, block.q_bias, block.of_queries);
+            float* x = queries_ + (r * spec_.heads + h) * head_;
+            prepare(x, h, block.q_bias, block.q_norm);
             for (int64_t i = 0; i < head_; ++i) x[i] *= spec_.softmax_scale;
             if (!codes_) continue;
-            float* turned = turned_ + r * padded_;
+            float* turned = hadamard_ + r * padded_;
             for (int64_t i = 0; i < padded_; ++i) turned[i] = i < head_ ? x[i] : 0;
             ops_.hadamard(turned, head_);
             const int64_t at = r * spec_.heads + h;
@@ -171,11 +198,11 @@ private:
         const int32_t page = pages_of(b, step_.sequences[r])[position / PAGE];
         for (int64_t h = 0; h < spec_.kv_heads; ++h) {
             float *key = keys_ + (r * spec_.kv_heads + h) * head_, *value = values_ + (r * spec_.kv_heads + h) * head_;
-            prepare(key, h, block.k_bias, block.of_keys);
+            prepare(key, h, block.k_bias, block.k_norm);
             for (int64_t i = 0; i < head_ && !block.v_bias.empty(); ++i)
                 value[i] += block.v_bias[static_cast<size_t>(h * head_ + i)];
             if (codes_) {
-                take_centre(centres(block, b, step_.sequences[r], h), position, key, head_);
+                subtract_centre(centres(block, b, step_.sequences[r], h), position, key, head_);
                 ops_.hadamard(key, head_);
                 ops_.hadamard(value, head_);
             }
@@ -183,10 +210,10 @@ private:
         }
     }
 
-    // What a KV head's keys of a sequence are less.
+    // What is subtracted from a KV head's keys of a sequence.
     Centres centres(const BlockSpec& block, size_t b, int32_t sequence, int64_t h) const {
         Centres made;
-        if (!block.k_bias.empty() && block.of_keys.empty()) made.first = block.k_bias.data() + h * head_;
+        if (!block.k_bias.empty() && block.k_norm.empty()) made.first = block.k_bias.data() + h * head_;
         made.others = cache_.centre(pages_of(b, sequence)[0], static_cast<int64_t>(b), h);
         if (block.rope < 0) return made;
         const auto rope = static_cast<size_t>(block.rope);
@@ -198,24 +225,23 @@ private:
 
     // The centre of what follows the first page of a text, whose last row this is: the mean of the page's keys as they
     // are read, before their rotary embedding.
-    void settle(const BlockSpec& block, size_t b, int64_t r) const {
+    void compute_centre(const BlockSpec& block, size_t b, int64_t r) const {
         const int32_t page = pages_of(b, step_.sequences[r])[0];
-        std::vector<float> key(static_cast<size_t>(head_));
+        float* key = hadamard_ + r * padded_;
         for (int64_t h = 0; h < spec_.kv_heads; ++h) {
             const Centres from = centres(block, b, step_.sequences[r], h);
             float* mean = cache_.centre(page, static_cast<int64_t>(b), h);
             for (int64_t i = 0; i < head_; ++i) mean[i] = 0;
             for (int64_t place = 0; place < PAGE; ++place) {
-                ops_.load_key(cache_.format(), cache_.page(page, static_cast<int64_t>(b), h), place, key.data());
-                ops_.hadamard(key.data(), head_);
+                ops_.load_key(cache_.format(), cache_.page(page, static_cast<int64_t>(b), h), place, key);
+                ops_.hadamard(key, head_);
                 for (int64_t i = 0, j = from.half; i < from.half; ++i, ++j) {
                     const float* angles = from.offsets + place;
-                    const float cosine = angles[i * PAGE], sine = angles[j * PAGE], x = key[static_cast<size_t>(i)],
-                                y = key[static_cast<size_t>(j)];
+                    const float cosine = angles[i * PAGE], sine = angles[j * PAGE], x = key[i], y = key[j];
                     mean[i] += x * cosine + y * sine;
                     mean[j] += y * cosine - x * sine;
                 }
-                for (int64_t i = 2 * from.half; i < head_; ++i) mean[i] += key[static_cast<size_t>(i)];
+                for (int64_t i = 2 * from.half; i < head_; ++i) mean[i] += key[i];
             }
             const float scale = block.rope < 0 ? 1 : spec_.ropes[static_cast<size_t>(block.rope)].scale;
             for (int64_t i = 0; i < head_; ++i)
@@ -224,7 +250,7 @@ private:
         }
     }
 
-    void look(const BlockSpec& block, size_t b, const Task& task, int64_t kv_head) const {
+    void attend_split(const BlockSpec& block, size_t b, const Task& task, int64_t kv_head) const {
         const int64_t from = task.split * SPLIT;
         const int32_t* table = pages_of(b, step_.sequences[task.first]) + from / PAGE;
         const uint8_t* pages[SPLIT / PAGE + 1] = {};
@@ -239,14 +265,14 @@ private:
         Query queries[QUERIES];
         int64_t count = 0;
         for (int64_t r = task.first; r < task.last; ++r) {
-            const int64_t begin = std::max(begin_of(r, block), from);
+            const int64_t begin = std::max(begin_of(r, block.window), from);
             const int64_t end = std::min(int64_t(step_.positions[r]) + 1, from + SPLIT);
             if (begin >= end) continue;
             for (int64_t h = kv_head * group_; h < (kv_head + 1) * group_; ++h) {
                 float* to = part_of(r, task.split, h);
                 const int64_t at = r * spec_.heads + h;
                 const RoundedQuery rounded = codes_ ? rounded_[at] : RoundedQuery();
-                queries[count++] = {asked_ + at * head_, rounded, to + PART, to, to + 1, begin, end};
+                queries[count++] = {queries_ + at * head_, rounded, to + PART, to, to + 1, begin, end};
                 if (count < QUERIES) continue;
                 ops_.attend(kv, queries, count);
                 count = 0;
@@ -255,23 +281,21 @@ private:
         if (count > 0) ops_.attend(kv, queries, count);
     }
 
-    void gather(const BlockSpec& block, int64_t r) const {
-        const int64_t first = begin_of(r, block) / SPLIT, last = step_.positions[r] / SPLIT;
-        std::vector<const float*> parts(static_cast<size_t>(last - first + 1));
+    void combine_splits(const BlockSpec& block, int64_t r) const {
+        const int64_t first = begin_of(r, block.window) / SPLIT, last = step_.positions[r] / SPLIT;
         for (int64_t h = 0; h < spec_.heads; ++h) {
-            for (int64_t s = first; s <= last; ++s) parts[static_cast<size_t>(s - first)] = part_of(r, s, h);
             float* to = attended_ + (r * spec_.heads + h) * head_;
-            ops_.combine(parts.data(), last - first + 1, head_, to);
+            ops_.combine(part_of(r, first, h), spec_.heads * part(), last - first + 1, head_, to);
             if (codes_) ops_.hadamard(to, head_);
         }
     }
 
     // ---- the MLP
 
-    void feed(size_t b) {
+    void mlp(size_t b) {
         const BlockSpec& block = spec_.blocks[b];
         const DecoderWeights::Block& w = weights_.blocks[b];
-        const float* from = normed(block.before_mlp, [b] { return "the attention of block " + std::to_string(b); });
+        const float* from = normed(block.mlp_norm, [b] { return "the attention of block " + std::to_string(b); });
         multiply({{*w.gate, from, gate_}, {*w.up, from, up_}}, rows_, arithmetic_, memory_, threads_);
         const int64_t n = spec_.intermediate, pieces = (n + GATE_PIECE - 1) / GATE_PIECE, all = rows_ * pieces;
         parallel_for(all, piece_of(all, 1, rows_ * n * GATE_WORK, threads_), threads_, [&](int64_t begin, int64_t end) {
@@ -285,7 +309,7 @@ private:
                 ops_.gate(spec_.activation, gate, up, count, gate);
             }
         });
-        add(*w.down, gate_, block.down_bias, block.behind_mlp);
+        add(*w.down, gate_, block.down_bias, block.post_mlp_norm);
     }
 
     // ---- what both have
@@ -305,14 +329,14 @@ private:
 
     // The residual, with a layer's outputs added.
     void add(const Layer& layer, const float* from, const std::vector<float>& bias, const std::vector<float>& norm) {
-        if (bias.empty() && norm.empty() && spec_.residual_scale == 1)
+        if (bias.empty() && norm.empty())
             return multiply({{layer, from, x_, true}}, rows_, arithmetic_, memory_, threads_);
         multiply({{layer, from, normed_}}, rows_, arithmetic_, memory_, threads_);
         by_rows(spec_.hidden * NORM_WORK, [&](int64_t r) {
             float *y = normed_ + r * spec_.hidden, *x = x_ + r * spec_.hidden;
             for (size_t i = 0; i < bias.size(); ++i) y[i] += bias[i];
             if (!norm.empty()) ops_.rms_norm(y, norm.data(), spec_.hidden, spec_.epsilon, y);
-            for (int64_t i = 0; i < spec_.hidden; ++i) x[i] += spec_.residual_scale * y[i];
+            for (int64_t i = 0; i < spec_.hidden; ++i) x[i] += y[i];
         });
     }
 
@@ -334,8 +358,6 @@ private:
             float* x = step_.logits + begin * GATE_PIECE;
             const int64_t count = std::min(end * GATE_PIECE, all) - begin * GATE_PIECE;
             if (!all_finite(x, count)) finite = false;
-            if (spec_.logit_scale != 1)
-                for (int64_t i = 0; i < count; ++i) x[i] *= spec_.logit_scale;
             if (spec_.logit_softcap > 0) ops_.softcap(x, count, spec_.logit_softcap);
         });
         if (!finite) throw NotFinite("the head gives NaN or Inf");
@@ -371,14 +393,14 @@ private:
     const int64_t head_, padded_, group_;
 
     float* x_ = nullptr; // [rows, hidden]: the residual
-    float *normed_ = nullptr, *attended_ = nullptr, *keys_ = nullptr, *values_ = nullptr, *asked_ = nullptr;
-    float *turned_ = nullptr, *gate_ = nullptr, *up_ = nullptr, *parts_ = nullptr;
+    float *normed_ = nullptr, *attended_ = nullptr, *keys_ = nullptr, *values_ = nullptr, *queries_ = nullptr;
+    float *hadamard_ = nullptr, *gate_ = nullptr, *up_ = nullptr, *parts_ = nullptr;
     int8_t* digits_ = nullptr;        // [rows, heads, 2, padded], of a cache of codes
     RoundedQuery* rounded_ = nullptr; // [rows, heads]
     std::vector<float*> angles_;      // of each rope: [rows, 2, half]
     std::vector<Task> tasks_;
-    std::vector<int64_t> parts_begin_; // of each row
-    int64_t parts_count_ = 0, attention_work_ = 0;
+    std::vector<Strip> strips_;
+    std::vector<int64_t> parts_begin_, first_split_; // of each row: within its strip, and the split that is first there
     bool opens_ = false; // whether a row belongs to the first page of its text, with a cache of codes
 };
 

@@ -72,7 +72,7 @@ void gate(Activation activation, const float* g, const float* up, int64_t n, flo
         return gated(g, up, n, y, [](Floats x) {
             return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456f * (x + 0.044715f * x * x * x)));
         });
-    case Activation::relu: return gated(g, up, n, y, [](Floats x) { return greater(x, Floats{}); });
+    case Activation::relu: return gated(g, up, n, y, [](Floats x) { return x < 0 ? Floats{} : x; }); // NaN stays
     }
 }
 

@@ -26,7 +26,7 @@ inline Floats lesser(Floats a, Floats b) { return a < b ? a : b; }
 inline Floats exponential(Floats x) {
     const Floats low = broadcast(-87.33f), high = broadcast(88.72f);
     const auto under = x < low;
-    const Floats y = lesser(greater(low, x), high); // in this order NaN survives: comparisons with it are false
+    const Floats y = lesser(greater(low, x), high); // NaN becomes `high`; the last line puts it back
     const Floats whole = fused(y, broadcast(1.44269504f), broadcast(0x1.8p23f)) - 0x1.8p23f;
     const Floats r = fused(whole, broadcast(2.12194440e-4f), fused(whole, broadcast(-0.693359375f), y));
     Floats p = broadcast(1.9875691500e-4f);

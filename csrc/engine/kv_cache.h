@@ -44,8 +44,8 @@ public:
     uint8_t* page(int64_t page, int64_t block, int64_t head) const {
         return group(block).memory.get() + index(page, block, head) * format_.page_bytes();
     }
-    // What the keys after the first page of a text are less (`Centres`), kept with its first page. [head_size]; memory
-    // is taken as texts begin.
+    // What is subtracted from the keys after the first page of a text (`Centres`), kept with its first page.
+    // [head_size]; memory is taken as texts begin.
     float* centre(int64_t page, int64_t block, int64_t head) const {
         return group(block).centres.get() + index(page, block, head) * format_.head_size;
     }

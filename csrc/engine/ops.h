@@ -14,7 +14,7 @@ namespace anybit {
 enum class Activation { silu, gelu, gelu_tanh, relu };
 
 constexpr int64_t PAGE = 32;     // tokens of a page of the KV-cache
-constexpr int64_t SPLIT = 256;   // tokens of the KV axis that one thread attends to: fixed, so that bits are
+constexpr int64_t SPLIT = 256;   // tokens of the KV axis that one thread attends to: sums have one order
 constexpr int64_t PART = 16;     // numbers before the values of a part of attention: largest, sum, and nothing
 constexpr int64_t HEAD_PAD = 32; // a head is padded with zeros to a multiple of so many numbers
 
@@ -45,10 +45,10 @@ struct KvFormat {
     }
 };
 
-// What keys are less before they are rounded: a key at position t, as it was before its rotary embedding, is thought of
-// as a constant, the centre, and a rest. Only the rest is rounded: key - R(t) centre, with R the rotation by the angles
-// of a position. R(t) is that of the page's first position, then that of the place within the page: whoever writes and
-// whoever reads use the same tables, so that what was taken away is what is put back.
+// What is subtracted from keys before they are rounded: a key at position t, as it was before its rotary embedding, is
+// thought of as a constant, the centre, and a rest. Only the rest is rounded: key - R(t) centre, with R the rotation by
+// the angles of a position. R(t) is that of the page's first position, then that of the place within the page: whoever
+// writes and whoever reads use the same tables, so that what was taken away is what is put back.
 struct Centres {
     const float* first = nullptr;   // [head_size]: of the page of position 0; null: none
     const float* others = nullptr;  // [head_size]: of all other pages; null: none
@@ -106,8 +106,8 @@ struct EngineOps {
     void (*load_key)(const KvFormat&, const uint8_t* page, int64_t slot, float* key);
     // Attend for some queries that share a KV head.
     void (*attend)(const KvPages&, const Query* queries, int64_t count);
-    // out [n] = what the splits' parts have together, divided. A part: PART + n numbers.
-    void (*combine)(const float* const* parts, int64_t count, int64_t n, float* out);
+    // out [n] = what the splits' parts have together, divided. A part: PART + n numbers, `stride` from the last one.
+    void (*combine)(const float* parts, int64_t stride, int64_t count, int64_t n, float* out);
 };
 
 } // namespace anybit

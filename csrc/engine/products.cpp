@@ -27,7 +27,7 @@ public:
         : tokens_(tokens), arithmetic_(arithmetic), memory_(memory), threads_(threads) {}
 
     void add(const Multiplication& m) {
-        const bool codes = arithmetic_.rounds && m.layer.int8_group_size() > 0;
+        const bool codes = arithmetic_.int8_inputs && m.layer.int8_group_size() > 0;
         const Numbers numbers = codes ? Numbers::i8 : Numbers::f32;
         const int64_t in = m.layer.in(), most = arithmetic_.batch_invariant ? m.layer.few_tokens(numbers) : BATCH;
         const int64_t whole = tokens_ / most;

@@ -57,12 +57,12 @@ BlockSpec block_spec(Entries entries) {
     BlockSpec made;
     entries.get("window", made.window);
     entries.get("rope", made.rope);
-    entries.get("before_attention", made.before_attention);
-    entries.get("behind_attention", made.behind_attention);
-    entries.get("before_mlp", made.before_mlp);
-    entries.get("behind_mlp", made.behind_mlp);
-    entries.get("of_queries", made.of_queries);
-    entries.get("of_keys", made.of_keys);
+    entries.get("attention_norm", made.attention_norm);
+    entries.get("post_attention_norm", made.post_attention_norm);
+    entries.get("mlp_norm", made.mlp_norm);
+    entries.get("post_mlp_norm", made.post_mlp_norm);
+    entries.get("q_norm", made.q_norm);
+    entries.get("k_norm", made.k_norm);
     entries.get("q_bias", made.q_bias);
     entries.get("k_bias", made.k_bias);
     entries.get("v_bias", made.v_bias);
@@ -87,8 +87,6 @@ DecoderSpec decoder_spec(const nb::dict& description) {
     entries.get("softmax_scale", made.softmax_scale);
     entries.get("attention_softcap", made.attention_softcap);
     entries.get("embedding_scale", made.embedding_scale);
-    entries.get("residual_scale", made.residual_scale);
-    entries.get("logit_scale", made.logit_scale);
     entries.get("logit_softcap", made.logit_softcap);
     entries.get("final_norm", made.final_norm);
     made.activation = activation(entries.get<std::string>("activation"));
@@ -126,8 +124,8 @@ private:
 
 class BoundDecoder {
 public:
-    BoundDecoder(const nb::dict& description, bool rounds, const std::optional<std::string>& isa)
-        : decoder_(decoder_spec(description), rounds, find_engine_ops(isa)) {}
+    BoundDecoder(const nb::dict& description, bool int8_inputs, const std::optional<std::string>& isa)
+        : decoder_(decoder_spec(description), int8_inputs, find_engine_ops(isa)) {}
 
     size_t add_level(nb::handle embedding, nb::handle head, const std::vector<std::vector<nb::object>>& blocks) {
         DecoderWeights weights{native_layer(embedding), native_layer(head), {}};
@@ -205,10 +203,11 @@ void add_engine(nb::module_& m) {
         .def_prop_ro("window_pages", [](const BoundCache& c) { return c.cache.pages(true); })
         .def_prop_ro("window_page_bytes", [](const BoundCache& c) { return c.cache.page_bytes(true); });
     nb::class_<BoundDecoder>(m, "Decoder", "A decoder-only transformer on stored layers.")
-        .def(nb::init<const nb::dict&, bool, const std::optional<std::string>&>(), nb::arg("description"),
-             nb::arg("rounds"), nb::arg("isa") = nb::none(),
-             "description: see csrc/engine/decoder.h; rounds: inputs of layers that allow it are rounded to 8 bits;\n"
-             "isa: one of `engine_isas` instead of the best, for what lies between the layers.")
+        .def(
+            nb::init<const nb::dict&, bool, const std::optional<std::string>&>(), nb::arg("description"),
+            nb::arg("int8_inputs"), nb::arg("isa") = nb::none(),
+            "description: see csrc/engine/decoder.h; int8_inputs: inputs of layers that allow it are rounded to 8 bits;\n"
+            "isa: one of `engine_isas` instead of the best, for what lies between the layers.")
         .def("add_level", &BoundDecoder::add_level, nb::arg("embedding"), nb::arg("head"), nb::arg("blocks"),
              "Matrices at one level; blocks: q, k, v, o, gate, up and down of each. Returns the level's number.")
         .def(

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, cast
 
@@ -14,9 +15,9 @@ from anybit.artifact.levels import Budget
 from anybit.checkpoint.generation import read_generation
 from anybit.checkpoint.tokenizer import check_ids, encode
 from anybit.config import Json, check_kv_bits
-from anybit.engine.description import Unsupported
+from anybit.engine.description import Unsupported, check_computes
 from anybit.engine.engine import Engine
-from anybit.engine.opening import check_engine, open_plain
+from anybit.engine.opening import native_or_inside, open_plain
 from anybit.engine.sampling import Sampling
 from anybit.errors import InputError
 from anybit.progress import SILENT, Silent
@@ -144,51 +145,40 @@ class Generator:
         self.name = model
         check_kv_bits(kv_bits)
         asked, threads = at.pop("engine", "auto"), at.pop("threads", None)
-        check_engine(asked)
         self._how: Json = {"kv_bits": kv_bits, "threads": threads, "report": report}
         self._at = cast(Budget, at)
+
+        @cache
+        def inside() -> InTransformers:
+            from anybit.in_transformers import InTransformers
+
+            return InTransformers(model, codebook_precision or "fp16", dtype, device, **self._how, **self._at)
+
+        def natively() -> Natively:
+            check_computes(dtype, device)
+            return self._natively(inside, codebook_precision or "int8")
+
         try:
-            self.runner = self._open(asked, codebook_precision, dtype, device)
+            self.runner: Runner = native_or_inside(asked, natively, inside, report)
         finally:
             report.close()
         self.tokenizer, self.kv_bits = self.runner.tokenizer, self.runner.kv_bits
 
-    def _open(self, asked: str, precision: str | None, dtype: str, device: str) -> Runner:
-        """The native engine where it may and can run the model, else Transformers, with a word why."""
-
-        def in_transformers() -> InTransformers:
-            from anybit.in_transformers import InTransformers
-
-            return InTransformers(self.name, precision or "fp16", dtype, device, **self._how, **self._at)
-
-        inside, why, precise = None, "", precision or "int8"
-        if asked != "transformers":
-            try:
-                if (dtype, device) != ("float32", "cpu"):
-                    raise Unsupported(
-                        f"the native engine computes in float32 on the CPU, not {dtype} on {device}"
-                    )
-                if is_artifact(Path(self.name)):
-                    return self._natively(self.name, read_generation(Path(self.name)), precise, **self._at)
-                with suppress(Unsupported):  # Transformers may load it, or says what is wrong
-                    return self._from_checkpoint(precise)
-                inside = in_transformers()
-                return self._natively(inside.model, inside.generation, precise, tokenizer=inside.tokenizer)
-            except Unsupported as error:
-                why = str(error)
-        if asked == "native":
-            raise InputError(f"the native engine does not run this model: {why}; leave --engine native out")
-        inside = in_transformers() if inside is None else inside
-        if why:
-            self._how["report"].say(f"runs inside Transformers: {why}")
-        return inside
+    def _natively(self, inside: Callable[[], InTransformers], precision: str) -> Natively:
+        """The model in the native engine, which reads what it can by itself, and takes the rest from Transformers."""
+        if is_artifact(Path(self.name)):
+            return self._on_engine(self.name, read_generation(Path(self.name)), precision, **self._at)
+        with suppress(Unsupported):  # Transformers may load it, or says what is wrong
+            return self._from_checkpoint(precision)
+        loaded = inside()
+        return self._on_engine(loaded.model, loaded.generation, precision, tokenizer=loaded.tokenizer)
 
     def _from_checkpoint(self, precision: str) -> Natively:
         """A checkpoint in the native engine, without Transformers; what was read is let go where that cannot be."""
         plain = open_plain(self.name, None, self._at)
-        return self._natively(plain, plain.generation, precision)
+        return self._on_engine(plain, plain.generation, precision)
 
-    def _natively(self, model: Any, stored: Mapping[str, Any], precision: str, **given: Any) -> Natively:
+    def _on_engine(self, model: Any, stored: Mapping[str, Any], precision: str, **given: Any) -> Natively:
         """A model in the native engine.
 
         Args:

@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not cpu.available(), reason="the native extension is not built"),
 ]
 PAGE = 32
+HUGE = 2.0**127  # sums of products with it overflow
 Row = tuple[int, int, int]  # token, position, sequence
 
 
@@ -41,17 +42,18 @@ class Decoded:
         self,
         model: Any,
         kv_bits: int = 16,
-        rounds: bool = False,
+        int8_inputs: bool = False,
         sequences: int = 3,
         isa: str | None = None,
         batch_invariant: bool = True,
+        positions: int = 1024,
     ) -> None:
         source = LoadedModel(model, None, "fp16")
         description = describe(source.config, source.tensor)
-        self.native, self.threads = cpu._native.Decoder(description, rounds, isa), 2
+        self.native, self.threads = cpu._native.Decoder(description, int8_inputs, isa), 2
         self.vocabulary, self.batch_invariant = description["vocabulary"], batch_invariant
         self.level = self.native.add_level(*source.matrices(source.levels[-1][1]))
-        pages = 1024 // PAGE
+        pages = positions // PAGE
         sizes = len(description["blocks"]), description["kv_heads"], description["head_size"], kv_bits
         self.cache = cpu._native.KvCache(*sizes, sequences * pages)
         self.pages = np.arange(sequences * pages, dtype=np.int32).reshape(pages, sequences).T.copy()
@@ -188,7 +190,10 @@ def test_rounded_inputs_cost_little(tmp_path: Path, tokenizer: Any) -> None:
     anybit.quantize(tmp_path / "model", tmp_path / "out", builders.options("rtn", bits=8, group_size=32))
     made, ids = anybit.load(tmp_path / "out"), text(80)
     wanted = reference(made, ids)
-    rounded, exact = error(Decoded(made, rounds=True).run(ids), wanted), error(Decoded(made).run(ids), wanted)
+    rounded, exact = (
+        error(Decoded(made, int8_inputs=True).run(ids), wanted),
+        error(Decoded(made).run(ids), wanted),
+    )
     assert exact.max() < 1e-3 < rounded.max() < 0.1
 
 
@@ -212,10 +217,10 @@ def test_many_tokens_may_share_what_decoding_a_weight_costs(anybit_artifact: Pat
     assert error(shared, invariant).max() < 1e-3
 
 
-@pytest.mark.parametrize("rounds", [False, True])
-def test_neighbours_in_a_batch_change_no_bit(rounds: bool) -> None:
+@pytest.mark.parametrize("int8_inputs", [False, True])
+def test_neighbours_in_a_batch_change_no_bit(int8_inputs: bool) -> None:
     """Sequences at different positions, whose pages lie between one another's."""
-    decoded = Decoded(random_model("llama"), rounds=rounds)
+    decoded = Decoded(random_model("llama"), int8_inputs=int8_inputs)
     texts = [text(n, seed=n) for n in (90, 61, 33)]
     alone = [decoded.run(ids, sequence=s)[30:] for s, ids in enumerate(texts)]
     for s, ids in enumerate(texts):
@@ -234,6 +239,34 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     assert np.array_equal(decoded.run(ids), wanted)
 
 
+def test_what_all_windows_have_passed_is_left_out() -> None:
+    """Rows far behind the first split, whose windows begin in different ones."""
+    model, ids = random_model("mistral"), text(900)
+    decoded = Decoded(model)
+    wanted = decoded.run(ids, chunk=900)
+    assert error(wanted, reference(model, ids)).max() < 1e-3
+    assert np.array_equal(decoded.run(ids, chunk=33), wanted)
+
+
+@pytest.mark.parametrize("kv_bits", [16, 4])
+def test_rows_whose_attention_memory_would_not_hold_together(kv_bits: int) -> None:
+    """256 rows of 16 heads behind 24 thousand tokens: more parts than are in memory at a time."""
+    first = 96 * 256
+    model = random_model(
+        "llama",
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        max_position_embeddings=first + 256,
+    )
+    decoded = Decoded(model, kv_bits, sequences=1, positions=first + 256)
+    rows = [(int(token), first + i, 0) for i, token in enumerate(text(256))]
+    decoded.run(text(64))
+    together = decoded.step(rows)
+    alone = np.concatenate([decoded.step(rows[i : i + 50]) for i in range(0, 256, 50)])
+    assert np.array_equal(together, alone)
+
+
 def test_what_a_page_held_before_does_not_matter() -> None:
     """Pages of an earlier text, and of one whose values were not finite."""
     for kv_bits in (16, 8, 4):
@@ -243,7 +276,7 @@ def test_what_a_page_held_before_does_not_matter() -> None:
         assert np.array_equal(decoded.run(ids), wanted)
         model = random_model("llama")
         with torch.no_grad():
-            model.model.layers[0].self_attn.v_proj.weight[:] = torch.inf
+            model.model.layers[0].self_attn.v_proj.weight[:] = HUGE
         broken = Decoded(model, kv_bits)
         broken.cache = decoded.cache
         with pytest.raises(cpu._native.NotFiniteError, match="the attention of block 0"):
@@ -329,12 +362,12 @@ def test_the_layer_that_gives_nan_is_named() -> None:
     ):
         model = random_model("llama")
         with torch.no_grad():
-            model.model.layers[2].get_submodule(name).weight[0, 0] = torch.inf
+            model.model.layers[2].get_submodule(name).weight[0] = HUGE
         with pytest.raises(cpu._native.NotFiniteError, match=words):
             Decoded(model).run(text(5))
     model = random_model("llama")
     with torch.no_grad():
-        model.lm_head.weight[7, 0] = torch.inf
+        model.lm_head.weight[7] = HUGE
     with pytest.raises(cpu._native.NotFiniteError, match="the head gives NaN or Inf"):
         Decoded(model).run(text(5))
 

@@ -17,10 +17,12 @@ import torch
 
 import anybit
 from anybit import Engine, Sampling
+from anybit.engine import cgroups, threads
 from anybit.engine import pages as cache
 from anybit.engine.description import Unsupported
 from anybit.engine.drafts import Drafts
-from anybit.engine.pages import Pages
+from anybit.engine.engine import Batch
+from anybit.engine.pages import Pages, _left, free_memory
 from anybit.engine.threads import _quota, default_threads
 from anybit.errors import InputError
 from anybit.kernels import cpu
@@ -121,8 +123,8 @@ def test_a_draft_that_cannot_be_computed_ends_no_text(folder: Path, monkeypatch:
     engine, step, failed = Engine(folder), Engine._step, []
     plain = engine.generate(PROMPT, 30, speculate=False)
 
-    def fails(self: Engine, rows: Any, *how: Any) -> None:
-        if len(rows[0]) == 3:
+    def fails(self: Engine, rows: Batch, *how: Any) -> None:
+        if len(rows.tokens) == 3:
             failed.append(rows)
             raise InputError("NaN")
         step(self, rows, *how)
@@ -282,7 +284,7 @@ def test_windows_are_there_as_far_back_as_it_is_said(
 
     def interrupted(rows: Any, *rest: Any) -> None:
         step(rows, *rest)
-        if rows[1][0] == 512:
+        if rows.positions[0] == 512:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(engine, "_step", interrupted)
@@ -424,6 +426,13 @@ def test_whoever_is_refused_keeps_the_model(anybit_artifact: Path, folder: Path,
     assert loaded.lm_head.weight.numel() > 0
 
 
+def test_a_loaded_model_has_its_budget_and_its_type(anybit_artifact: Path, folder: Path) -> None:
+    with pytest.raises(InputError, match=r"bits: the model is loaded already; give this to anybit\.load"):
+        Engine(anybit.load(anybit_artifact), bits=3)
+    with pytest.raises(Unsupported, match="in float32 on the CPU, not bfloat16 on cpu"):
+        Engine(anybit.load(folder, dtype="bfloat16"))
+
+
 def test_a_tied_head_leaves_no_copy(engine: Engine) -> None:
     model = random_model("smollm2")
     made = Engine(model, tokenizer=engine.tokenizer)
@@ -454,30 +463,46 @@ def test_two_texts_at_once_take_turns_or_are_refused_at_the_start(folder: Path) 
     assert len(list(running)) == 50
 
 
-def test_pytorch_has_its_threads_back(folder: Path) -> None:
+def test_pytorch_has_its_threads_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the last engine is gone; those of other tests do not count."""
+    monkeypatch.setattr(threads._Resting, "engines", 0)
     torch.set_num_threads(2)
     try:
         engine = Engine(folder)
+        later = Engine(folder)
         assert torch.get_num_threads() == 1
         del engine
+        gc.collect()
+        assert torch.get_num_threads() == 1
+        del later
         gc.collect()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
 
 
-def _in_a_child(engine: Engine, said: Any) -> None:
+def _generate(engine: Engine) -> None:
+    engine.generate(PROMPT, 2)
+
+
+def _step(engine: Engine) -> None:
+    none = np.zeros(0, np.int32)
+    engine.step(Batch(none, none, none, np.zeros((0, 1), np.int32), none), 0)
+
+
+def _in_a_child(engine: Engine, work: Any, said: Any) -> None:
     try:
-        engine.generate(PROMPT, 2)
+        work(engine)
     except InputError as error:
         said.put(str(error))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_is_refused(engine: Engine) -> None:
+@pytest.mark.parametrize("work", [_generate, _step])
+def test_a_forked_process_is_refused(engine: Engine, work: Any) -> None:
     context = multiprocessing.get_context("fork")
     said = context.Queue()
-    child = context.Process(target=_in_a_child, args=(engine, said))
+    child = context.Process(target=_in_a_child, args=(engine, work, said))
     child.start()
     assert "does not work in a forked process" in said.get(timeout=60)
     child.join()
@@ -511,3 +536,41 @@ def test_what_a_cgroup_grants(tmp_path: Path, files: dict[str, str], quota: int 
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert _quota(tmp_path) == quota
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        (
+            {"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": "anon 5\ninactive_file 40\n"},
+            340,
+        ),
+        ({"memory.max": "max\n", "memory.current": "700\n", "memory.stat": ""}, None),
+        (
+            {
+                "memory.limit_in_bytes": "1000\n",
+                "memory.usage_in_bytes": "900\n",
+                "memory.stat": "inactive_file 1\ntotal_inactive_file 30\n",
+            },
+            130,
+        ),
+        ({}, None),
+    ],
+)
+def test_memory_that_a_cgroup_leaves(tmp_path: Path, files: dict[str, str], left: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert _left(tmp_path) == left
+
+
+def test_the_least_of_machine_and_cgroups_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is in a group without a limit, in one that has one."""
+    machine = free_memory()
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    for name, text in (("memory.max", "5000"), ("memory.current", "1000"), ("memory.stat", "")):
+        (inner.parent / name).write_text(text)
+    (tmp_path / "memberships").write_text("3:cpu:/elsewhere\n0::/outer/inner\n")
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroups, "MEMBERSHIPS", tmp_path / "memberships")
+    assert free_memory() == 4000 < machine

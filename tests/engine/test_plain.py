@@ -194,15 +194,15 @@ def test_whole_numbers(folder: Path, name: str) -> None:
 
 def test_numbers_of_more_than_16_bits(folder: Path) -> None:
     rewritten(folder, lambda t: t.update({Q: t[Q].float() * 1.001}))
-    with pytest.raises(Unsupported, match="q_proj holds numbers of more than 16 bits"):
+    with pytest.raises(Unsupported, match=r"q_proj\.weight holds numbers of more than 16 bits"):
         Engine(folder)
     report = Said()
     assert not Generator(str(folder), report=report).native
     assert report.lines == [
-        "runs inside Transformers: model.layers.1.self_attn.q_proj holds numbers of more than 16 bits"
+        "runs inside Transformers: model.layers.1.self_attn.q_proj.weight holds numbers of more than 16 bits"
     ]
     with pytest.raises(
-        InputError, match=r"does not run this model: model\.layers\.1\.self_attn\.q_proj holds"
+        InputError, match=r"does not run this model: model\.layers\.1\.self_attn\.q_proj\.weight holds"
     ):
         Generator(str(folder), engine="native")
 

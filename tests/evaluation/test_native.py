@@ -47,7 +47,7 @@ def test_what_the_engine_does_not_measure(anybit_artifact: Path, text_file: Path
         anybit.evaluate(anybit_artifact, **how, dtype="bfloat16")
     with pytest.raises(InputError, match="a KV-cache of 3 bits"):
         anybit.evaluate(anybit_artifact, **how, kv_bits=3)
-    with pytest.raises(InputError, match="need Transformers: leave engine"):
+    with pytest.raises(InputError, match="need Transformers; leave engine"):
         anybit.evaluate(anybit_artifact, **how, tasks=("piqa",))
     with pytest.raises(InputError, match="expected one of auto, native, transformers"):
         anybit.evaluate(anybit_artifact, text=str(text_file), engine="llama.cpp")

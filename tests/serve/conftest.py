@@ -20,6 +20,7 @@ import anybit
 from anybit import Engine
 from anybit.encoder import Encoder
 from anybit.serve.app import State, app
+from anybit.serve.connection import Connection
 from anybit.serve.guard import Guard
 from anybit.serve.runner import Limits
 from anybit.serve.served import Served, ServedEncoder
@@ -95,7 +96,7 @@ def serving(
     """A server with a model, or with one that never comes."""
     state = State(guard or Guard(), limits.pop("most_bytes", 1 << 20), limits.pop("most_requests", 300))
     server = uvicorn.Server(
-        uvicorn.Config(app(state), port=0, log_level="error", timeout_graceful_shutdown=1)
+        uvicorn.Config(app(state), port=0, log_level="error", timeout_graceful_shutdown=1, http=Connection)
     )
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()), daemon=True)
@@ -122,8 +123,7 @@ def served_of(
     model: Engine | Encoder, deliver: Any, *, name: str = "tiny", **limits: Any
 ) -> Served | ServedEncoder:
     if isinstance(model, Encoder):
-        running, waiting = (limits.get(what, getattr(Settings, what)) for what in ("running", "waiting"))
-        return ServedEncoder(model, name, running, waiting)
+        return ServedEncoder(model, Settings(name, **limits))
     return Served(model, name, Limits(**{"pages": 64, **limits}), deliver)
 
 

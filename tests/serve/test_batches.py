@@ -92,6 +92,15 @@ def test_what_waits_is_bounded_by_its_tokens_and_embeddings() -> None:
         narrow.add(asked(1))
 
 
+def test_a_key_leaves_places_for_others() -> None:
+    batches = Batches(30, 1, 4, MUCH, shared=True)
+    for _ in range(2):
+        batches.add(asked(4, key="a"))
+    with pytest.raises(Busy, match="2 requests of this key wait already, and 2 places are free"):
+        batches.add(asked(4, key="a"))
+    batches.add(asked(4, key="b"))
+
+
 def test_rows_come_in_the_order_of_the_request() -> None:
     one = asked(3, 5)
     for at in (1, 0):

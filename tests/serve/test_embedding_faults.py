@@ -24,6 +24,7 @@ from anybit.serve.embeddings import embeddings
 from anybit.serve.errors import Refused, refused
 from anybit.serve.guard import Guard
 from anybit.serve.served import ServedEncoder
+from anybit.serve.settings import Settings
 from tests.serve.conftest import Client, refusal, serving, until
 
 PATH = "/v1/embeddings"
@@ -85,7 +86,7 @@ def test_a_text_without_end_is_refused_by_its_beginning(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing bounds the bytes of a token, such as WordPiece's."""
-    served = ServedEncoder(encoder, "tiny", 1, 1)
+    served = ServedEncoder(encoder, Settings("tiny"))
     served._most_bytes = float("inf")
     with pytest.raises(
         InputError, match=r"1000000 characters, whose first 4096 are 4098 tokens; .* holds 64:"
@@ -235,7 +236,7 @@ def test_what_fails_ends_its_own_request_alone(encoder: Encoder, monkeypatch: py
             thread.join()
         assert answers[96][0] == answers[97][0] == 200
         status, said, _ = refusal(answers[98])
-        assert status == 400 and "an embedding holds NaN or Inf" in said
+        assert status == 500 and "an embedding holds NaN or Inf" in said
         status, said, _ = refusal(answers[99])
         assert status == 500 and "RuntimeError" in said
         assert client.ok("/health")["status"] == "ok"

@@ -35,6 +35,7 @@ from anybit.serve.app import State
 from anybit.serve.embedder import BATCH_TOKENS
 from anybit.serve.embeddings import Wanted, answer
 from anybit.serve.served import ServedEncoder
+from anybit.serve.settings import Settings
 from tests.builders import save_encoder
 from tests.serve.conftest import SIZES, Client, serving
 
@@ -138,7 +139,7 @@ def test_a_large_answer_is_written_row_by_row(
     monkeypatch.setattr("anybit.serve.embeddings.PIECE", 480)
     rows = encoder.embed([np.full(3 + i % 9, 5, np.int32) for i in range(40)])
     wanted = Wanted([np.zeros(3, np.int32)] * 40, 48, form == "base64")
-    pieces = [*answer(ServedEncoder(encoder, 'tiny "ü\udcff"', 1, 1), wanted, rows)]
+    pieces = [*answer(ServedEncoder(encoder, Settings('tiny "ü\udcff"')), wanted, rows)]
     assert len(pieces) == 4 and len(written) == 40 + 2
     made = json.loads(b"".join(pieces))
     assert (made["model"], made["usage"]["total_tokens"]) == ('tiny "ü\udcff"', 120)

@@ -16,6 +16,7 @@ from anybit import Engine
 from anybit.encoder import Encoder
 from anybit.kernels import cpu
 from anybit.serve import openai as limits
+from anybit.serve.connection import HEADER_SECONDS, UNREAD_SECONDS
 from anybit.serve.constraint import DEEPEST, LONGEST
 from anybit.serve.embedder import BATCH_TOKENS, WAITING_BYTES
 from anybit.serve.embeddings import MOST_INPUTS
@@ -72,6 +73,9 @@ def test_the_table_of_limits_is_true() -> None:
         f"batches of up to {BATCH_TOKENS} tokens",
         f"| stop strings | {limits.MOST_STOPS} of {limits.LONGEST_STOP} characters |",
         f"| likely tokens beside each | {limits.MOST_LOGPROBS} |",
+        f"| log-probabilities of a request's prompts (`echo`) | {limits.MOST_REPORTED} |",
+        f"| headers of a request | {HEADER_SECONDS:.0f} seconds |",
+        f"| a client that reads nothing of its answer | {UNREAD_SECONDS} seconds",
         f"| form | {LONGEST >> 10} KiB, {DEEPEST} levels,",
     ):
         assert said in PAGE

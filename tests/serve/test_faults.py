@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anybit import Engine
+from anybit.engine.engine import Batch
 from anybit.errors import InputError
 from anybit.kernels import cpu
-from anybit.serve import openai
+from anybit.serve import connection, openai
 from anybit.serve.app import State
 from anybit.serve.errors import Refused, refused
-from tests.serve.conftest import Client, refusal, serving, slow_steps, until
+from anybit.serve.guard import Guard
+from tests.serve.conftest import PATIENCE, Client, refusal, serving, slow_steps, until
 
 pytestmark = [
     pytest.mark.native,
@@ -75,6 +78,8 @@ LONG = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True, "temperature": 0
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": "x"}}, 400, "numbers from -100", "logit_bias"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 21}, 400, "logprobs is 21", "logprobs"),
         (COMPLETIONS, {"prompt": "a", "frobnicate": 1}, 400, "is no parameter of this server", "frobnicate"),
+        (COMPLETIONS, b'{"prompt":"a","\\ud800":1}', 400, "is no parameter of this server", "\\ud800"),
+        (CHAT, b'{"messages":[{"role":"user","content":"a","\\ud800":1}]}', 400, "no parameter", "messages[0].\\ud800"),
         (COMPLETIONS, {"prompt": "a", "best_of": 3}, 400, "best_of is 3", "best_of"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, 'suffix is "b"', "suffix"),
         (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, 'stream is "yes"', "stream"),
@@ -110,6 +115,11 @@ LONG = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True, "temperature": 0
         (CHAT, {**HELLO, "guided_grammar": "start: x"}, 400, "unknown name", "guided_grammar"),
         (CHAT, {**HELLO, "guided_regex": "a", "guided_json": {}}, 400, "give one", None),
         (CHAT, {**HELLO, "structured_outputs": {"xgrammar": 1}}, 400, "no parameter", None),
+        (CHAT, {**HELLO, "structured_outputs": {}}, 400, "names no form", "structured_outputs"),
+        (CHAT, {**HELLO, "structured_outputs": {"choice": []}}, 400, "has 0 strings, expected 1", "choice"),
+        (CHAT, {**HELLO, "guided_choice": []}, 400, "has 0 strings, expected 1", "guided_choice"),
+        ("/tokenize", {"prompt": "a", "model": "gpt-5"}, 404, "there is no model 'gpt-5' here", "model"),
+        ("/detokenize", {"tokens": [5], "model": "gpt-5"}, 404, "there is no model 'gpt-5' here", "model"),
         ("/tokenize", {}, 400, "give either prompt", "prompt"),
         ("/detokenize", {"tokens": ["a"]}, 400, "tokens is expected", "tokens"),
         ("/v1/embeddings", {"input": "a"}, 400, "is a language model, which has no embeddings", None),
@@ -216,6 +226,54 @@ def test_a_client_that_reads_slowly_holds_up_nobody(client: Client) -> None:
     assert rest.endswith(b"data: [DONE]\n\n")
 
 
+def test_what_others_leave_off_may_be_written_off(client: Client) -> None:
+    client.ok(CHAT, {**HELLO, "max_tokens": 1, "logprobs": False, "top_logprobs": 0, "stop": []})
+    client.events(CHAT, {**HELLO, "max_tokens": 1, "stream_options": {"include_obfuscation": False}})
+
+
+def test_log_probabilities_of_prompts_are_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"prompt": ["abc", "de"], "max_tokens": 0, "echo": True, "logprobs": 3}
+    client.ok(COMPLETIONS, asked)
+    monkeypatch.setattr(openai, "MOST_REPORTED", 19)
+    status, said, param = refusal(client.ask(COMPLETIONS, asked))
+    assert (status, param) == (400, "logprobs") and "20 log-probabilities of prompts: at most 19" in said
+
+
+def test_a_connection_without_a_request_ends(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first byte, and within headers, of the first request and of the next."""
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.3)
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for sent in (b"", whole[:30], whole + whole[:30]):
+        silent = socket.create_connection(("127.0.0.1", client.port), timeout=PATIENCE)
+        silent.sendall(sent)
+        heard = b""
+        while piece := silent.recv(1000):
+            heard += piece
+        assert heard.count(b"HTTP/1.1 200") == (sent != b"" and sent.startswith(whole))
+        silent.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="needs Linux")
+def test_a_client_that_never_reads_is_gone_after_a_while(
+    client: Client, state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's writing would wait for it for ever."""
+    monkeypatch.setattr(connection, "UNREAD_SECONDS", 1)
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    deaf.connect(("127.0.0.1", client.port))
+    pipelined = b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400
+    deaf.settimeout(0.5)
+    with suppress(TimeoutError):
+        deaf.sendall(pipelined)
+    until(lambda: state.requests <= 1)
+    with pytest.raises(OSError):
+        for _ in range(PATIENCE):
+            time.sleep(0.5)
+            deaf.send(b"x")
+    deaf.close()
+
+
 def test_bodies_have_a_limit_and_a_time(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anybit.serve.app.BODY_SECONDS", 0.2)
     with serving(other_engine, most_bytes=1000) as (client, _):
@@ -247,6 +305,23 @@ def test_a_full_queue_says_when_to_come_again(other_engine: Engine, monkeypatch:
         client.ok(COMPLETIONS, LONG)
 
 
+def test_a_key_leaves_requests_for_others(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        serving(other_engine, Guard(keys=("one", "two")), most_requests=4) as (client, state),
+        slow_steps(monkeypatch, 0.01),
+    ):
+        first, second = Client(client.port, "one"), Client(client.port, "two")
+        threads = [threading.Thread(target=first.ok, args=(COMPLETIONS, LONG)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        until(lambda: state.requests == 2)
+        status, said, _ = refusal(first.ask(COMPLETIONS, LONG))
+        assert status == 429 and "2 requests of this key are answered already" in said
+        second.ok(COMPLETIONS, LONG)
+        for thread in threads:
+            thread.join()
+
+
 def test_too_many_requests_at_a_time(other_engine: Engine) -> None:
     with serving(other_engine, most_requests=0) as (client, _):
         assert refusal(client.ask(COMPLETIONS, LONG))[0] == 429
@@ -266,10 +341,10 @@ def test_a_defect_in_a_step_is_an_error_of_its_own_request(
 ) -> None:
     step = Engine.step
 
-    def faulty(self: Engine, tokens: Any, *rest: Any) -> Any:
-        if 99 in tokens:
+    def faulty(self: Engine, batch: Batch, level: int) -> Any:
+        if 99 in batch.tokens:
             raise RuntimeError("no such thing")
-        return step(self, tokens, *rest)
+        return step(self, batch, level)
 
     monkeypatch.setattr(Engine, "step", faulty)
     bad = {"prompt": [5, 99], "max_tokens": 5}
@@ -278,6 +353,15 @@ def test_a_defect_in_a_step_is_an_error_of_its_own_request(
     _, response = client.open(COMPLETIONS, {**bad, "stream": True})
     assert b'"type":"server_error"' in response.read()
     client.ok(COMPLETIONS, LONG)
+
+
+def test_damaged_weights_are_the_servers_fault(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(self: Engine, *rows: Any) -> Any:
+        raise InputError("tiny: the MLP of block 1 gives NaN or Inf: its weights are damaged")
+
+    monkeypatch.setattr(Engine, "step", damaged)
+    status, said, _ = refusal(client.ask(COMPLETIONS, LONG))
+    assert status == 500 and "the MLP of block 1 gives NaN" in said
 
 
 def test_a_full_disk_for_logs_harms_nobody(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from anybit import Engine, Sampling
 from anybit.kernels import cpu
 from anybit.serve.app import State
+from anybit.serve.served import Served
 from tests.serve.conftest import Client
 
 pytestmark = [
@@ -165,6 +166,25 @@ def test_log_probabilities_of_a_chat(client: Client) -> None:
         assert [t["logprob"] for t in top] == sorted((t["logprob"] for t in top), reverse=True)
 
 
+def test_bytes_of_parts_of_a_character_make_the_character(client: Client, state: State) -> None:
+    """The tokenizer has bytes for tokens, of which a client puts characters together."""
+    tokens = client.ok("/tokenize", {"prompt": "ü€ a"})["tokens"]
+    biases = {str(token): 100 for token in tokens[:1]}
+    asked = {**HELLO, "max_tokens": 2, "logprobs": True, "logit_bias": biases, "temperature": 0}
+    entries = client.ok(CHAT, asked)["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in entries] == [["ü".encode()[0]]] * 2
+    assert isinstance(state.served, Served)
+    made = b"".join(bytes(state.served.bytes_of(token) or []) for token in tokens)
+    assert made.decode() == "ü€ a"
+
+
+def test_timings_come_once(client: Client) -> None:
+    """With the last piece of the last text, also where several end together."""
+    events = client.events(COMPLETIONS, {"prompt": "abc", "max_tokens": 3, "ignore_eos": True, "n": 4})
+    told = [i for i, event in enumerate(events) if "timings" in event]
+    assert told == [len(events) - 1]
+
+
 # ---- widths
 
 
@@ -240,7 +260,7 @@ def test_an_object_is_json(client: Client) -> None:
 
 def test_models(client: Client, engine: Engine) -> None:
     (card,) = client.ok("/v1/models")["data"]
-    assert card == client.ok("/v1/models/tiny")
+    assert card == client.ok("/v1/models/tiny") == client.ok("/v1/models/tiny@3.5")
     assert (card["id"], card["object"], card["owned_by"], card["chat"]) == ("tiny", "model", "anybit", True)
     assert [level["bits"] for level in card["levels"]] == engine.widths
     taken = [level["bytes_per_token"] for level in card["levels"]]

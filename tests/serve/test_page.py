@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from anybit import Engine
 from anybit.encoder import Encoder
+from anybit.in_transformers import InTransformers
 from anybit.kernels import cpu
 from anybit.serve.guard import Guard
+from anybit.serve.one_text import OneText
 from tests.serve.browser import PROGRAM, Browser, browser
 from tests.serve.conftest import serving, slow_steps
 
@@ -111,3 +115,45 @@ def test_escape_stops_an_answer(other_engine: Engine, monkeypatch: pytest.Monkey
     with serving(other_engine) as (client, state), slow_steps(monkeypatch, 0.05):
         asyncio.run(a_stop(f"http://127.0.0.1:{client.port}/"))
         assert state.served is not None
+
+
+async def a_visit_to_one_width(url: str) -> None:
+    async with browser() as page:
+        await page.open(url)
+        await page.until("document.title.startsWith('tiny')")
+        assert await page.run("document.querySelector('.slider').hidden")
+        await page.run("document.getElementById('max_tokens').value = 5")
+        await say(page, "hello")
+        await page.until(f"{ANSWERS} === 1 || document.querySelector('.turn.error')")
+        assert await page.run("document.querySelector('.turn.error')?.textContent ?? ''") == ""
+        assert page.complaints == []
+
+
+def test_a_model_inside_transformers_answers(model_dir: Callable[[str], Path]) -> None:
+    inside = OneText(InTransformers(str(model_dir("gpt2"))), "tiny")
+    with serving(inside, pages=1, running=1) as (client, _):
+        asyncio.run(a_visit_to_one_width(f"http://127.0.0.1:{client.port}/"))
+
+
+async def a_new_conversation(url: str) -> None:
+    async with browser() as page:
+        await page.open(url)
+        await page.until("document.title.startsWith('tiny')")
+        await page.run("document.getElementById('max_tokens').value = 60")
+        await say(page, "hello")
+        await page.until("document.querySelector('.turn.assistant')?.said")
+        await page.run("document.getElementById('clear').click()")
+        await page.until("document.getElementById('send').textContent === 'Send'")
+        await page.run("document.getElementById('max_tokens').value = 3")
+        await say(page, "again")
+        await page.until(f"{ANSWERS} === 1")
+        said = await page.run("panes[0].messages.map((message) => message.role).join()")
+        assert said == "user,assistant"
+        assert page.complaints == []
+
+
+def test_an_answer_that_was_cleared_away_is_not_part_of_the_next(
+    other_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(other_engine) as (client, _), slow_steps(monkeypatch, 0.05):
+        asyncio.run(a_new_conversation(f"http://127.0.0.1:{client.port}/"))

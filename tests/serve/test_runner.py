@@ -17,6 +17,7 @@ import pytest
 
 from anybit import Engine, Sampling
 from anybit.engine.drafts import Drafts
+from anybit.engine.engine import Batch
 from anybit.engine.text import check_tokenizer
 from anybit.errors import InputError
 from anybit.kernels import cpu
@@ -54,7 +55,7 @@ def start(engine: Engine) -> Iterator[Callable[..., Runner]]:
     for runner in made:
         runner.close(0)
         assert runner.scheduler.blocks.available == runner.scheduler.blocks.pages
-        assert not runner._jobs and not runner.scheduler.running and not runner.scheduler.waiting
+        assert not runner._jobs and not runner.scheduler.running and not runner.scheduler.waiting_count
 
 
 class Heard:
@@ -259,10 +260,10 @@ def test_a_draft_that_fails_ends_no_text(
     runner, step, request = start(), Engine.step, Request(PROMPT, 20, ignores_ends=True)
     alone = Heard(runner, replace(request, speculates=False)).all()
 
-    def fails(self: Engine, tokens: Any, *rest: Any) -> Any:
-        if 17 in tokens:
+    def fails(self: Engine, batch: Batch, level: int) -> Any:
+        if 17 in batch.tokens:
             raise InputError("NaN")
-        return step(self, tokens, *rest)
+        return step(self, batch, level)
 
     monkeypatch.setattr(Engine, "step", fails)
     monkeypatch.setattr(Drafts, "draft", lambda self, length: [17])
@@ -353,14 +354,9 @@ def test_log_probabilities_of_the_prompt(engine: Engine, start: Callable[..., Ru
 
 
 def engine_logits(engine: Engine, tokens: list[int]) -> Any:
-    logits = engine.step(
-        np.array(tokens, np.int32),
-        np.arange(len(tokens), dtype=np.int32),
-        np.zeros(len(tokens), np.int32),
-        np.arange(4, 8, dtype=np.int32)[None],
-        np.arange(len(tokens), dtype=np.int32),
-        len(engine.widths) - 1,
-    ).astype(np.float64)
+    rows, one_text = np.arange(len(tokens), dtype=np.int32), np.zeros(len(tokens), np.int32)
+    batch = Batch(np.array(tokens, np.int32), rows, one_text, np.arange(4, 8, dtype=np.int32)[None], rows)
+    logits = engine.step(batch, len(engine.widths) - 1).astype(np.float64)
     return (
         logits
         - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
@@ -425,10 +421,10 @@ def test_a_request_that_fails_harms_no_other(
 ) -> None:
     runner, step = start(), Engine.step
 
-    def faulty(self: Engine, tokens: Any, *rest: Any) -> Any:
-        if 99 in tokens:
+    def faulty(self: Engine, batch: Batch, level: int) -> Any:
+        if 99 in batch.tokens:
             raise InputError("the head gives NaN or Inf")
-        return step(self, tokens, *rest)
+        return step(self, batch, level)
 
     wanted = Heard(runner, Request([5] * 40, 20, ignores_ends=True)).all()
     monkeypatch.setattr(Engine, "step", faulty)
@@ -509,6 +505,25 @@ def test_a_step_that_takes_too_long_is_seen(
     while runner.stuck or runner.step_seconds:  # the text is told before the step has ended
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def test_a_step_that_hangs_does_not_hold_up_the_end(
+    engine: Engine, start: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, step, go_on = start(), Engine.step, threading.Event()
+
+    def hanging(self: Engine, *rows: Any) -> Any:
+        go_on.wait(PATIENCE)
+        return step(self, *rows)
+
+    monkeypatch.setattr("anybit.serve.worker.LATE", 0.05)
+    monkeypatch.setattr(Engine, "step", hanging)
+    heard = Heard(runner, Request([5], 1))
+    begun = time.monotonic()
+    runner.close(0.1)
+    assert time.monotonic() - begun < PATIENCE / 2
+    go_on.set()
+    heard.all()
 
 
 def test_a_defect_of_the_thread_is_told_to_all(

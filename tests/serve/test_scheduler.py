@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anybit.engine.pages import pages_of_window
 from anybit.errors import InputError
 from anybit.serve.blocks import Blocks, chain
 from anybit.serve.scheduler import Busy, Rows, Scheduler, Text
@@ -24,8 +25,12 @@ def scheduler(pages: int, window: int = 0, spare: int = 0, **limits: int) -> Sch
     limits = {"most_running": 32, "most_waiting": 256, **limits}
     running, windows = limits["most_running"], None
     if window:
-        windows = WindowPages(window, running * WindowPages.needed(window, 8, PAGE) + spare, PAGE, running)
+        windows = WindowPages(window, running * pages_of_window(window, 8, PAGE) + spare, PAGE, running)
     return Scheduler(pages, PAGE, **limits, windows=windows)
+
+
+def waiting(scheduler: Scheduler) -> list[Text]:
+    return [text for queue in scheduler._queues.values() for text in queue]
 
 
 def next_token(tokens: list[int], level: int) -> int:
@@ -117,14 +122,14 @@ class Machine:
                 held[page] += 1
         assert held == [scheduler.blocks.users(page) for page in range(len(held))]
         assert scheduler.blocks.available == held.count(0)
-        for text in scheduler.waiting:
+        for text in waiting(scheduler):
             assert not text.pages and not text.done
 
     def drain(self, most: int = 5000) -> None:
         for _ in range(most):
             if not self.round():
                 break
-        assert not self.scheduler.running and not self.scheduler.waiting
+        assert not self.scheduler.running and not waiting(self.scheduler)
         assert self.scheduler.blocks.available == self.scheduler.blocks.pages
         assert not self.scheduler._coming and not self.scheduler._queues
 
@@ -380,7 +385,7 @@ def test_a_large_text_is_not_passed_forever() -> None:
     machine, serial = Machine(20, most_running=8), 0
     large = Text([1] * 60, 10, 0, "large")
     for round_ in range(400):
-        while len(machine.scheduler.waiting) < 4:
+        while machine.scheduler.waiting_count < 4:
             machine.scheduler.add([Text([2, serial % 40], 30, 0, "small")])
             serial += 1
         if round_ == 5:
@@ -395,7 +400,7 @@ def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
         InputError, match="a prompt of 10 tokens and 7 more are 17, and the KV-cache holds 16"
     ):
         scheduler.add([Text([1], 1, 0), Text([1] * 10, 7, 0)])
-    assert not scheduler.waiting
+    assert not scheduler.waiting_count
     scheduler.add([Text([1] * 10, 6, 0), Text([1] * 16, 0, 0)])
     with pytest.raises(InputError, match="no tokens"):
         scheduler.add([Text([], 1, 0)])
@@ -406,9 +411,35 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing() -> None:
     scheduler.add([Text([1], 1, 0), Text([1], 1, 0)])
     with pytest.raises(Busy, match="2 texts wait already, and 3 may"):
         scheduler.add([Text([1], 1, 0), Text([1], 1, 0)])
-    assert len(scheduler.waiting) == 2
+    assert scheduler.waiting_count == 2
     with pytest.raises(InputError, match="4 texts at once: at most 3 may wait"):
         scheduler.add([Text([1], 1, 0) for _ in range(4)])
+
+
+def test_texts_that_wait_for_one_anothers_pages_hold_up_nobody() -> None:
+    """All texts of a key are looked at, however many of them wait for the pages that the first one computes."""
+    machine = Machine(200, most_running=32)
+    alike = [Text([1] * 160, 1, 0) for _ in range(12)]
+    machine.scheduler.add(alike)
+    other = Text([2] * 9, 1, 0)
+    machine.scheduler.add([other])
+    machine.round()
+    assert machine.scheduler.running == [alike[0], other]
+    machine.drain()
+    assert [text.cached for text in alike] == [0] + [156] * 11
+
+
+def test_a_key_leaves_places_for_others() -> None:
+    scheduler = Machine(64, most_waiting=8, shared=True).scheduler
+    scheduler.add([Text([1], 1, 0, "a") for _ in range(4)])
+    with pytest.raises(Busy, match="4 texts of this key wait already, and 4 places are free"):
+        scheduler.add([Text([1], 1, 0, "a")])
+    scheduler.add([Text([1], 1, 0, "b"), Text([1], 1, 0, "b")])
+    with pytest.raises(Busy, match="2 texts of this key wait already, and 2 places are free"):
+        scheduler.add([Text([1], 1, 0, "b")])
+    scheduler.add([Text([1], 1, 0, "c")])
+    alone = Machine(64, most_waiting=8).scheduler
+    alone.add([Text([1], 1, 0, "a") for _ in range(8)])
 
 
 def test_pages_that_were_not_used_for_long_go_first_and_ends_before_beginnings() -> None:

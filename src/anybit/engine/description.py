@@ -62,6 +62,12 @@ class Unsupported(InputError):
     """A model that the native engine does not run; Transformers does."""
 
 
+def check_computes(dtype: str, device: str) -> None:
+    """Raise `Unsupported` for what the native engine does not compute in, or on."""
+    if (dtype, device) != ("float32", "cpu"):
+        raise Unsupported(f"the native engine computes in float32 on the CPU, not {dtype} on {device}")
+
+
 def describe(config: Json, tensors: Tensors) -> Json:
     """The description that `_native.Decoder` takes.
 
@@ -146,8 +152,6 @@ def _described(config: Json, tensors: Tensors) -> Json:
         "softmax_scale": float(config["query_pre_attn_scalar"] if gemma else head_size(config)) ** -0.5,
         "attention_softcap": _attention_softcap(config),
         "embedding_scale": float(config["hidden_size"]) ** 0.5 if gemma else 1.0,
-        "residual_scale": 1.0,
-        "logit_scale": 1.0,
         "logit_softcap": float(config.get("final_logit_softcapping") or 0),
         "final_norm": _norm(config, tensors, "model.norm"),
         "ropes": ropes.described,
@@ -208,14 +212,14 @@ def _block(config: Json, index: int, ropes: _Ropes, tensors: Tensors) -> Json:
         "window": (config["sliding_window"] or 0) if windowed else 0,
         "rope": -1 if no_rope and not no_rope[index] else ropes.of(layer_type),
     }
-    norms = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     if family in GEMMAS:
-        norms["behind_attention"] = norms["before_mlp"]
-        norms |= {"before_mlp": "pre_feedforward_layernorm", "behind_mlp": "post_feedforward_layernorm"}
+        norms["post_attention_norm"] = norms["mlp_norm"]
+        norms |= {"mlp_norm": "pre_feedforward_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
     made |= {key: _norm(config, tensors, f"{name}.{norm}") for key, norm in norms.items()}
     if family in NORMED_HEADS:
-        made["of_queries"] = _norm(config, tensors, f"{name}.self_attn.q_norm")
-        made["of_keys"] = _norm(config, tensors, f"{name}.self_attn.k_norm")
+        made["q_norm"] = _norm(config, tensors, f"{name}.self_attn.q_norm")
+        made["k_norm"] = _norm(config, tensors, f"{name}.self_attn.k_norm")
     for matrix in _biased(config):
         bias = tensors(f"{name}.{matrix}.bias")
         if bias is None:

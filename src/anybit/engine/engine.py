@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -23,9 +21,9 @@ from anybit.engine.drafts import Drafts, StepTimes
 from anybit.engine.opening import open_source
 from anybit.engine.pages import CHUNK, Cache, Held
 from anybit.engine.sampling import Drawn, Sampler, Sampling
-from anybit.engine.source import Source, in_words
+from anybit.engine.source import Source, as_unsupported
 from anybit.engine.text import TextStream, check_tokenizer
-from anybit.engine.threads import check_threads, default_threads
+from anybit.engine.threads import check_threads, default_threads, rest_pytorch
 from anybit.errors import InputError, refuse_unknown
 from anybit.formats.levels import largest
 from anybit.kernels import cpu
@@ -37,6 +35,20 @@ Floats = npt.NDArray[np.float32]
 
 KV_BITS = (16, 8, 4)  # widths of keys and values that the engine has
 NO_CONTEXT = 4096  # tokens where a config does not say how many a model reaches
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Tokens of some texts that a step computes: rows, those of a text together and at ascending positions."""
+
+    tokens: Tokens  # int32 [rows]
+    positions: Tokens  # int32 [rows], in their texts
+    texts: Tokens  # int32 [rows]: which row of `pages` is a token's
+    pages: Tokens  # int32 [texts, n]: of each text, in order
+    wanted: Tokens  # int32: rows whose logits are wanted
+    # int32 like `pages`, of blocks with a sliding window where these have pages of their own. In place of what the
+    # window has passed any page may stand; a text's first page has to stay.
+    window_pages: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -113,20 +125,12 @@ class Engine:
         self.kv_bits = source.kv_bits if kv_bits is None else kv_bits
         try:
             _check_kv_bits(self.kv_bits)
-            with in_words():
+            with as_unsupported():
                 self._take(source, context)
         except BaseException:
             source.restore()
             raise
-        self._rest_pytorch()
-
-    def _rest_pytorch(self) -> None:
-        """Where PyTorch is there, let it have one thread as long as the engine lives: its own would spin beside."""
-        torch = sys.modules.get("torch")
-        threads = 1 if torch is None else torch.get_num_threads()
-        if torch is not None and threads > 1:
-            torch.set_num_threads(1)
-            weakref.finalize(self, torch.set_num_threads, threads)
+        rest_pytorch(self)
 
     def _take(self, source: Source, context: int | None) -> None:
         """Make the decoder and its cache of a model, which keeps its weights until nothing can refuse it."""
@@ -175,8 +179,6 @@ class Engine:
         batch_invariant: bool = True,
     ) -> Floats:
         """Append tokens to a text; logits [1, vocabulary] after the last one, or of all of them."""
-        if os.getpid() != self._process:
-            raise InputError("an engine does not work in a forked process: make one there")
         pages, window_pages = self._cache.tables(text)
         made = np.empty((len(tokens) if every else 1, self.vocabulary), np.float32)
         for first in range(0, len(tokens), CHUNK):
@@ -186,28 +188,24 @@ class Engine:
             logits = made[first : first + n] if every else made[: len(wanted)]
             positions = np.arange(text.done, text.done + n, dtype=np.int32)
             text.write(n)
-            rows = (chunk, positions, np.zeros(n, np.int32), pages, wanted)
-            self._step(rows, logits, level, window_pages, batch_invariant)
+            batch = Batch(chunk, positions, np.zeros(n, np.int32), pages, wanted, window_pages)
+            self._step(batch, logits, level, batch_invariant)
             text.tokens += chunk.tolist()
         return made
 
-    def _step(
-        self,
-        rows: tuple[Tokens, Tokens, Tokens, Tokens, Tokens],
-        logits: Floats,
-        level: int,
-        window_pages: Tokens | None = None,
-        batch_invariant: bool = True,
-    ) -> None:
+    def _step(self, batch: Batch, logits: Floats, level: int, batch_invariant: bool = True) -> None:
         """`Decoder.step` with the engine's cache and threads.
 
         Raises:
-            InputError: NaN or Inf.
+            InputError: NaN or Inf; a forked process.
         """
+        if os.getpid() != self._process:
+            raise InputError("an engine does not work in a forked process: make one there")
         try:
             self._decoder.step(
-                *rows, logits, level, self._cache.native, self.threads, window_pages, batch_invariant
-            )
+                batch.tokens, batch.positions, batch.texts, batch.pages, batch.wanted, logits, level,
+                self._cache.native, self.threads, batch.window_pages, batch_invariant,
+            )  # fmt: skip
         except cpu._native.NotFiniteError as error:
             raise InputError(f"{self.name}: {error}: its weights are damaged, or overflow 16 bits") from None
 
@@ -272,36 +270,21 @@ class Engine:
         """
         self._cache.share(count, window_pages)
 
-    def step(
-        self,
-        tokens: Tokens,
-        positions: Tokens,
-        texts: Tokens,
-        pages: Tokens,
-        wanted: Tokens,
-        level: int,
-        window_pages: Tokens | None = None,
-    ) -> Floats:
+    def step(self, batch: Batch, level: int) -> Floats:
         """Compute some tokens of some texts together.
 
         Args:
-            tokens: int32 [rows]; those of a text stand together.
-            positions: int32 [rows], in their texts.
-            texts: int32 [rows]; which row of `pages` is a token's.
-            pages: int32 [texts, n]; of each text, in order.
-            wanted: int32; rows whose logits are wanted.
+            batch: the tokens.
             level: place among `widths`.
-            window_pages: int32 like `pages`, of blocks with a sliding window where these have pages of their own. In
-                place of what the window has passed any page may stand; a text's first page has to stay.
 
         Returns:
             Logits float32 [wanted, vocabulary].
 
         Raises:
-            InputError: NaN or Inf.
+            InputError: NaN or Inf; a forked process.
         """
-        logits = np.empty((len(wanted), self.vocabulary), np.float32)
-        self._step((tokens, positions, texts, pages, wanted), logits, self._level(level), window_pages)
+        logits = np.empty((len(batch.wanted), self.vocabulary), np.float32)
+        self._step(batch, logits, self._level(level))
         return logits
 
     # ---- text in, text out

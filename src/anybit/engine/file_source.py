@@ -66,21 +66,18 @@ class FileSource(Source):
         if len(found.shape) != 1 or not found.shape[0]:  # an empty one would be none
             raise Unsupported(f"{name} is of {list(found.shape)}, expected a row of numbers")
         self._used.add(name)
-        return floats(self._read_finite(name, found), found.dtype)
+        values: np.ndarray = found.array()
+        if not finite(values, found.dtype):
+            raise InputError(f"{self.name}: {name} holds NaN or Inf: its file is damaged; copy it again")
+        return floats(values, found.dtype)
 
     def layer(self, name: str, layouts: Layouts) -> _native.Layer:
         if name not in self._plain:
             found = self._tensors.get(f"{name}.weight")
             if found is None:
                 raise Unsupported(f"it has no {name}")
-            self._plain[name] = plain_layer(name, self._read_finite(f"{name}.weight", found), found.dtype)
+            self._plain[name] = plain_layer(f"{name}.weight", found.array(), found.dtype)
         return self._plain[name]
-
-    def _read_finite(self, name: str, found: SafeTensor) -> np.ndarray:
-        values: np.ndarray = found.array()
-        if not finite(values, found.dtype):
-            raise InputError(f"{self.name}: {name} holds NaN or Inf: its file is damaged; copy it again")
-        return values
 
 
 def check_dtype(name: str, found: SafeTensor) -> None:

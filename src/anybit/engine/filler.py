@@ -75,12 +75,10 @@ def _decoder(blocks: int, kv_heads: int, head_size: int) -> tuple[_native.Decode
         "softmax_scale": head_size**-0.5,
         "attention_softcap": 0.0,
         "embedding_scale": 1.0,
-        "residual_scale": 1.0,
-        "logit_scale": 1.0,
         "logit_softcap": 0.0,
         "final_norm": norm,
         "ropes": [],
-        "blocks": [{"window": 0, "rope": -1, "before_attention": norm, "before_mlp": norm}] * blocks,
+        "blocks": [{"window": 0, "rope": -1, "attention_norm": norm, "mlp_norm": norm}] * blocks,
     }
     decoder = cpu._native.Decoder(description, False)
     square, asked = layer(WIDTH, WIDTH), layer(numbers, WIDTH)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from anybit.engine.description import Unsupported, refuse_unknown_fields
+from anybit.engine.description import Unsupported, check_computes, refuse_unknown_fields
 from anybit.engine.source import EMBEDDING, Layouts, Source, plain_layer
 from anybit.formats.dtypes import Dtype
 from anybit.kernels import cpu, cpu_layer
@@ -25,8 +25,9 @@ class LoadedModel(Source):
         """Let the model's codebooks have a precision.
 
         Raises:
-            Unsupported: a configuration with fields that the engine does not know.
+            Unsupported: a configuration with fields that the engine does not know; a model of another type or device.
         """
+        check_computes(str(model.dtype).removeprefix("torch."), model.device.type)
         self._model = model
         self.name = str(model.name_or_path or "the model")
         self.config = model.config.to_dict()
@@ -66,7 +67,7 @@ class LoadedModel(Source):
         if not isinstance(module, PackedModule):
             if name not in self._plain:
                 weight = module.weight.detach()
-                self._plain[name] = plain_layer(name, weight.numpy(), Dtype.of(weight.dtype))
+                self._plain[name] = plain_layer(f"{name}.weight", weight.numpy(), Dtype.of(weight.dtype))
             return self._plain[name]
         bound = module.bound()
         layer = bound.at(layouts[name] if name in layouts else module.layout.widest()).layer

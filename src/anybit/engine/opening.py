@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,11 +23,45 @@ from anybit.progress import Silent
 
 ENGINES = ("auto", "native", "transformers")  # what may run a model; "auto": the native one where that can
 
+Native = TypeVar("Native")
+Inside = TypeVar("Inside")
+
 
 def check_engine(asked: str) -> None:
     """Refuse, with InputError, an engine that there is not."""
     if asked not in ENGINES:
         raise InputError(f"engine {asked!r}: expected one of {', '.join(ENGINES)}")
+
+
+def native_or_inside(
+    asked: str, natively: Callable[[], Native], inside: Callable[[], Inside], report: Silent
+) -> Native | Inside:
+    """A model on the native engine where it may and can run there, else inside Transformers, with a word why.
+
+    Args:
+        asked: one of `ENGINES`.
+        natively: opens it on the engine, or raises `Unsupported`.
+        inside: opens it inside Transformers.
+        report: gets the word.
+
+    Raises:
+        InputError: an engine that there is not, or the native one, asked for by name, does not run the model.
+    """
+    check_engine(asked)
+    if asked == "transformers":
+        return inside()
+    try:
+        return natively()
+    except Unsupported as error:
+        if asked == "native":
+            raise refusal(error) from error
+        report.say(f"runs inside Transformers: {error}")
+    return inside()
+
+
+def refusal(why: Unsupported) -> InputError:
+    """What those are told who asked for the native engine by name."""
+    return InputError(f"the native engine does not run this model: {why}; leave engine (--engine) out")
 
 
 def open_source(model: Any, tokenizer: Any, at: Budget, how: tuple[str, int], report: Silent) -> Source:
@@ -35,7 +70,7 @@ def open_source(model: Any, tokenizer: Any, at: Budget, how: tuple[str, int], re
     Args:
         model: an artifact, an HF directory or hub id, what `anybit.load` made, or what `open_plain` opened.
         tokenizer: in place of the one that belongs to the files.
-        at: the budget of the widest level.
+        at: the budget of the widest level; of files alone.
         how: precision of codebooks, and threads that load.
         report: where progress goes.
 
@@ -43,9 +78,12 @@ def open_source(model: Any, tokenizer: Any, at: Budget, how: tuple[str, int], re
         InputError: see `anybit.load`.
         Unsupported: a model that only Transformers runs.
     """
-    if isinstance(model, Source):
-        return model
     if not isinstance(model, str | Path):
+        if given := [name for name, value in at.items() if value is not None]:
+            raise InputError(f"{', '.join(given)}: the model is loaded already; give this to anybit.load")
+        if isinstance(model, Source):
+            model.tokenizer = tokenizer or model.tokenizer
+            return model
         from anybit.engine.loaded import LoadedModel
 
         return LoadedModel(model, tokenizer, how[0])

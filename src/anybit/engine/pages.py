@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from anybit.engine.cgroups import cgroups
 from anybit.engine.description import Unsupported
 from anybit.errors import InputError
 from anybit.kernels import cpu
@@ -100,7 +101,7 @@ def room(windows: list[int], block_bytes: int, reached: int, memory: int) -> Roo
         memory: bytes for all of it.
     """
     page, window = cpu._native.PAGE_TOKENS, sum(w > 0 for w in windows)
-    most, ring = -(-reached // page), 1 + -(-(max(windows) + CHUNK) // page) + 1
+    most, ring = -(-reached // page), pages_of_window(max(windows), CHUNK, page)
     there = min(most, memory // (len(windows) * block_bytes))
     plain = Room(there, 0, ring, min(reached, there * page))
     own = WINDOWED_TEXTS * ring
@@ -267,10 +268,37 @@ class Cache:
         return pages, np.array(held.window_pages, np.int32)[None, turns]
 
 
+def pages_of_window(window: int, tokens: int, page_tokens: int) -> int:
+    """Pages that a text beyond a sliding window needs: the first, those of window and the next `tokens`, and one in
+    which they begin.
+    """
+    return 1 + -(-(window + tokens) // page_tokens) + 1
+
+
 def free_memory() -> int:
-    """Bytes that the system can give without swapping; what it has where it does not say."""
+    """Bytes that the system, and each cgroup of the process, can give without swapping."""
+    granted = [left for group in cgroups("memory") if (left := _left(group)) is not None]
+    return max(0, min(_free_of_machine(), *granted)) if granted else _free_of_machine()
+
+
+def _free_of_machine() -> int:
+    """What the machine has where it does not say how much is free."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _left(group: Path) -> int | None:
+    """Bytes that one cgroup still grants; None: it says nothing, or no limit. Cached files count as free."""
+    try:
+        if (group / "memory.max").exists():
+            limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        else:
+            limit, used = ((group / f"memory.{name}_in_bytes").read_text() for name in ("limit", "usage"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+        return int(limit) - int(used) + int(cached)  # "max" is no number
+    except (OSError, ValueError):
+        return None

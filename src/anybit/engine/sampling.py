@@ -15,21 +15,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anybit.checkpoint.generation import DRAWING
+from anybit.config import MAX_SEED
 from anybit.engine.distribution import Distribution, Floats, Tokens, distribution, kth_largest
 from anybit.errors import InputError
 
 # The least and the largest value that has a meaning.
 RANGES: dict[str, tuple[float, float]] = {
-    "top_k": (0, 2**31 - 1),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-3, 1e3),
+    **{name: DRAWING[name] for name in ("top_k", "top_p", "min_p", "repetition_penalty")},
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
 TEMPERATURES = (1e-7, 1e5)  # besides 0
 BIASES = (-100.0, 100.0)  # besides -inf
-MAX_SEED = 2**63 - 1
 LARGEST = float(np.finfo(np.float32).max)
 
 

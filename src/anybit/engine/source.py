@@ -82,14 +82,14 @@ def plain_layer(name: str, values: np.ndarray, dtype: Dtype) -> _native.Layer:
         dtype: F16, BF16 or F32.
 
     Raises:
-        InputError: it holds NaN.
+        InputError: it holds NaN or Inf.
         Unsupported: numbers of more than 16 bits.
     """
+    if not finite(values, dtype):
+        raise InputError(f"{name} holds NaN or Inf: its file is damaged; copy it again")
     halves = _as_half(values, dtype)
     if halves is None:
         raise Unsupported(f"{name} holds numbers of more than 16 bits")
-    if _has_nan(halves):
-        raise InputError(f"{name} holds NaN: the weights are damaged; copy them again")
     layout = {"shape": list(values.shape), "tiles": [{"format": "float16"}]}
     return cpu._native.Layer(layout, {"values": halves})
 
@@ -105,13 +105,7 @@ def _as_half(values: np.ndarray, dtype: Dtype) -> np.ndarray | None:
         return (bits >> 16).astype(np.uint16)
     with np.errstate(over="ignore"):
         halves = values.astype(np.float16)
-    return halves if np.array_equal(halves.astype(np.float32), values, equal_nan=True) else None
-
-
-def _has_nan(halves: np.ndarray) -> bool:
-    if halves.dtype == np.float16:
-        return bool(np.isnan(halves).any())
-    return bool(((halves & 0x7FFF) > 0x7F80).any())
+    return halves if np.array_equal(halves.astype(np.float32), values) else None
 
 
 def finite(values: np.ndarray, dtype: Dtype) -> bool:
@@ -129,7 +123,7 @@ def floats(values: np.ndarray, dtype: Dtype) -> np.ndarray:
 
 
 @contextmanager
-def in_words() -> Iterator[None]:
+def as_unsupported() -> Iterator[None]:
     """Say what the native code refuses.
 
     Raises:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
+from anybit.engine.cgroups import cgroups
 from anybit.errors import InputError
 
 THREADS_PER_PROCESSOR = 4  # more than this only costs memory, and far more ends the process
-CGROUPS = Path("/sys/fs/cgroup")
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def default_threads() -> int:
     """As many as there are physical cores in the process' affinity, at most what its cgroups grant it, at least 1."""
-    return max(1, min(_cores(), *_granted(), os.cpu_count() or 1))
+    granted = [quota for group in cgroups("cpu") if (quota := _quota(group)) is not None]
+    return max(1, min(_cores(), *granted, os.cpu_count() or 1))
 
 
 def check_threads(threads: int | None) -> None:
@@ -42,28 +45,6 @@ def _siblings(processor: int) -> str:
         return f"{processor}"
 
 
-def _granted(memberships: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Processors that each cgroup of the process and its ancestors grant, rounded up."""
-    try:
-        lines = memberships.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root = CGROUPS
-        elif "cpu" in controllers.split(","):
-            root = CGROUPS / controllers
-        else:
-            continue
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if folder != root and root not in folder.parents:
-                break
-            if (quota := _quota(folder)) is not None:
-                yield quota
-
-
 def _quota(group: Path) -> int | None:
     """Processors that one cgroup grants; None: it says nothing, or no limit."""
     try:
@@ -76,3 +57,28 @@ def _quota(group: Path) -> int | None:
     except (OSError, ValueError):
         return None
     return granted if granted > 0 else None
+
+
+class _Resting:
+    """PyTorch, as long as engines live."""
+
+    engines = 0
+    threads = 1  # that it had before
+
+
+def rest_pytorch(engine: object) -> None:
+    """Where PyTorch is there, let it have one thread until the last engine is gone: its own would spin beside."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if _Resting.engines == 0:
+        _Resting.threads = torch.get_num_threads()
+    _Resting.engines += 1
+    torch.set_num_threads(1)
+    weakref.finalize(engine, _wake_pytorch, torch)
+
+
+def _wake_pytorch(torch: Any) -> None:
+    _Resting.engines -= 1
+    if _Resting.engines == 0:
+        torch.set_num_threads(_Resting.threads)

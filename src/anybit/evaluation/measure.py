@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
 
@@ -15,9 +16,9 @@ from anybit.calibration import texts
 from anybit.checkpoint.architectures import is_encoder, max_positions
 from anybit.config import Json, check_kv_bits
 from anybit.encoder import pooling_of
-from anybit.engine.description import Unsupported
+from anybit.engine.description import Unsupported, check_computes
 from anybit.engine.engine import Engine
-from anybit.engine.opening import check_engine
+from anybit.engine.opening import check_engine, native_or_inside, refusal
 from anybit.errors import InputError, enough_memory, refuse_unknown
 from anybit.evaluation import embeddings
 from anybit.evaluation import perplexity as evaluation
@@ -79,7 +80,12 @@ def evaluate(model: str | Path, **settings: Unpack[Settings]) -> Json:
     refuse_unknown(settings, Settings)
     check_device(settings.get("device", "cpu"))
     check_kv_bits(settings.get("kv_bits"))
-    _not_native(settings)
+    check_engine(settings.get("engine", "auto"))
+    if settings.get("engine") == "native":  # before anything is read
+        try:
+            _check_native(settings)
+        except Unsupported as error:
+            raise refusal(error) from error
     if is_encoder(config_of(model)):
         _refuse_for_encoder(model, settings)
         with enough_memory(FULL):
@@ -165,28 +171,18 @@ def _loaded(model: str | Path, tokenizer: Any, settings: Settings) -> Any:
     """The model on the native engine where that may and can run it, else inside Transformers, with a word why.
 
     Raises:
-        InputError: see `load`; an engine that does not run the model and was asked for.
+        InputError: see `load` and `native_or_inside`.
     """
-    asked, why = settings.get("engine", "auto"), _not_native(settings)
-    report = settings.get("report", SILENT)
 
+    @cache
     def inside() -> Any:
         return load(model, **_some(settings, "codebook_precision", *HOW, *Budget.__annotations__))
 
-    loaded = None
-    if asked != "transformers" and not why:
-        try:
-            if is_artifact(Path(model)):
-                return _native(model, model, tokenizer, settings)
-            loaded = inside()
-            return _native(model, loaded, tokenizer, settings)
-        except Unsupported as error:
-            why = str(error)
-    if asked == "native":
-        raise InputError(f"the native engine does not run this model: {why}; leave engine (--engine) out")
-    if asked == "auto":
-        report.say(f"runs inside Transformers: {why}")
-    return inside() if loaded is None else loaded
+    def natively() -> NativeModel:
+        _check_native(settings)
+        return _native(model, model if is_artifact(Path(model)) else inside(), tokenizer, settings)
+
+    return native_or_inside(settings.get("engine", "auto"), natively, inside, settings.get("report", SILENT))
 
 
 def _native(model: str | Path, weights: Any, tokenizer: Any, settings: Settings) -> NativeModel:
@@ -211,22 +207,11 @@ def _native(model: str | Path, weights: Any, tokenizer: Any, settings: Settings)
     return NativeModel(made, config_of(model))
 
 
-def _not_native(settings: Settings) -> str:
-    """What of the settings the native engine does not do; nothing: "".
-
-    Raises:
-        InputError: an engine that there is not, or that was asked for together with that.
-    """
-    asked, why = settings.get("engine", "auto"), ""
-    check_engine(asked)
-    how = settings.get("dtype", "float32"), settings.get("device", "cpu")
+def _check_native(settings: Settings) -> None:
+    """Raise `Unsupported` for settings that the native engine has nothing for."""
     if settings.get("tasks"):
-        why = "zero-shot tasks (--tasks) need Transformers"
-    elif how != ("float32", "cpu"):
-        why = f"the native engine computes in float32 on the CPU, not {how[0]} on {how[1]}"
-    if why and asked == "native":
-        raise InputError(f"{why}: leave engine (--engine native) out")
-    return why
+        raise Unsupported("zero-shot tasks (--tasks) need Transformers")
+    check_computes(settings.get("dtype", "float32"), settings.get("device", "cpu"))
 
 
 def _some(settings: Settings, *names: str) -> Any:

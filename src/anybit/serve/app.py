@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -49,6 +51,7 @@ class State:
     served: Served | ServedEncoder | None = None  # None: it is loading
     metrics: Metrics = field(default_factory=Metrics)
     requests: int = 0  # that are answered now
+    of_keys: Counter[str] = field(default_factory=Counter)  # those of each key
     parsers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PARSERS, "parser"))
 
     def ready(self) -> Served | ServedEncoder:
@@ -103,7 +106,7 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        state, status = self._state, 0
+        state, status, key = self._state, 0, ""
 
         async def counting(message: Message) -> None:
             nonlocal status
@@ -114,11 +117,10 @@ class Door:
         state.requests += 1
         try:
             request = Request(scope)
-            scope["anybit.key"] = state.guard.check(scope["path"], request.headers)
-            if state.requests > state.most_requests and scope["method"] == "POST":
-                raise Refused(
-                    429, f"{state.most_requests} requests are answered already: try again later", "busy"
-                )
+            scope["anybit.key"] = key = state.guard.check(scope["path"], request.headers)
+            state.of_keys[key] += 1
+            if scope["method"] == "POST":
+                _refuse_many(state, key)
             await self._app(scope, receive, counting)
         except ClientDisconnect:
             status = 499  # as nginx counts who left
@@ -129,8 +131,26 @@ class Door:
                 await _error(error)(scope, receive, counting)
         finally:
             state.requests -= 1
+            state.of_keys[key] -= 1
             path = scope["path"] if scope["path"] in self._paths else "other"
             state.metrics.answers[path, status] += 1
+
+
+def _refuse_many(state: State, key: str) -> None:
+    """Where several keys share a server, each may have as many requests as it leaves places for others.
+
+    Raises:
+        Refused: 429.
+    """
+    several, free = len(state.guard.keys) > 1, state.most_requests - state.requests
+    if free < 0:
+        raise Refused(429, f"{state.most_requests} requests are answered already: try again later", "busy")
+    if several and state.of_keys[key] > free + 1:
+        raise Refused(
+            429,
+            f"{state.of_keys[key] - 1} requests of this key are answered already: try again later",
+            "busy",
+        )
 
 
 def _error(error: Exception) -> Response:
@@ -208,14 +228,18 @@ async def _apart(request: Request, function: Callable[..., Any], *given: Any) ->
 
 
 def _answer(parse: Callable[[Served, Json, str], openai.Wanted]) -> Answer:
+    def exchange_of(served: Served, body: Json, key: str) -> Exchange:
+        return Exchange(served, parse(served, body, key))
+
     async def answer(served: Served, body: Json, request: Request) -> Response:
-        wanted = await _parsed(request, parse, served, body)
-        exchange = Exchange(served, wanted)
-        metrics: Metrics = request.app.state.shared.metrics
-        if wanted.stream:
-            return Events(exchange, metrics)
+        exchange: Exchange = await _parsed(request, exchange_of, served, body)
+        exchange.submit()
+        replies, metrics = Replies(exchange, partial(_apart, request)), request.app.state.shared.metrics
+        if exchange.wanted.stream:
+            return Events(exchange, replies, metrics)
         try:
-            return JSONResponse(await _unless_gone(request, Replies(exchange).whole()))
+            content = await _unless_gone(request, replies.whole())
+            return Response(content, media_type="application/json")
         finally:
             _close(exchange, metrics)
 
@@ -225,9 +249,9 @@ def _answer(parse: Callable[[Served, Json, str], openai.Wanted]) -> Answer:
 class Events(StreamingResponse):
     """A stream of events, whose texts end with it."""
 
-    def __init__(self, exchange: Exchange, metrics: Metrics) -> None:
+    def __init__(self, exchange: Exchange, replies: Replies, metrics: Metrics) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(Replies(exchange).events(), media_type="text/event-stream", headers=headers)
+        super().__init__(replies.events(), media_type="text/event-stream", headers=headers)
         self._exchange, self._metrics = exchange, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -290,8 +314,8 @@ async def _tokenize(served: Named, body: Json, request: Request) -> Response:
 
 def _tokens(served: Named, body: Json, key: str) -> list[int]:
     fields = Fields(body)
+    openai.asked_bits(served, fields)
     prompt, messages = fields.text("prompt"), fields.any("messages")
-    fields.accept("model")
     fields.finish()
     if (prompt is None) == (messages is None):
         raise Refused(400, "give either prompt, a text, or messages, a conversation", param="prompt")
@@ -304,8 +328,8 @@ async def _detokenize(served: Named, body: Json, request: Request) -> Response:
 
 def _text(served: Named, body: Json, key: str) -> str:
     fields = Fields(body)
+    openai.asked_bits(served, fields)
     tokens = fields.any("tokens")
-    fields.accept("model")
     fields.finish()
     if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < served.vocabulary for t in tokens):
         raise Refused(
@@ -325,8 +349,7 @@ async def _models(request: Request) -> Response:
 async def _model(request: Request) -> Response:
     state: State = request.app.state.shared
     served = state.ready()
-    if request.path_params["name"] != served.name:
-        raise Refused(404, f"there is no model {request.path_params['name']!r:.100} here", "model_not_found")
+    openai.asked_bits(served, Fields({"model": request.path_params["name"]}))
     return JSONResponse(_card(served, state.created))
 
 

@@ -94,11 +94,14 @@ class Batches:
         most_texts: of a batch.
         most_waiting: requests that wait.
         most_bytes: that the tokens and embeddings of those take; a single larger request may wait, too.
+        shared: whether several keys share these places. Then each may have as many as are free: some always are.
     """
 
-    def __init__(self, most_tokens: int, most_texts: int, most_waiting: int, most_bytes: int) -> None:
+    def __init__(
+        self, most_tokens: int, most_texts: int, most_waiting: int, most_bytes: int, shared: bool = False
+    ) -> None:
         self.most_tokens, self.most_texts = most_tokens, most_texts
-        self.most_waiting, self.most_bytes = most_waiting, most_bytes
+        self.most_waiting, self.most_bytes, self.shared = most_waiting, most_bytes, shared
         self._queues: dict[str, deque[Asked]] = {}  # by key; the first key and its first request are next
 
     @property
@@ -119,6 +122,9 @@ class Batches:
         waiting = [one.bytes for one in self]
         if len(waiting) >= self.most_waiting:
             raise Busy(f"{len(waiting)} requests wait already, and {self.most_waiting} may")
+        own, free = len(self._queues.get(asked.key, ())), self.most_waiting - len(waiting)
+        if self.shared and own + 1 > free:
+            raise Busy(f"{own} requests of this key wait already, and {free} places are free")
         if waiting and sum(waiting) + asked.bytes > self.most_bytes:
             raise Busy(
                 f"requests that wait take {sum(waiting)} bytes and this one {asked.bytes}, more than the "

@@ -14,7 +14,7 @@ from anybit.errors import InputError
 from anybit.serve.batches import Asked, Batches, Row
 from anybit.serve.model import Embeds
 from anybit.serve.settings import Settings
-from anybit.serve.worker import Closing, Worker
+from anybit.serve.worker import Closing, EngineFault, Worker
 
 LOG = logging.getLogger(__name__)
 BATCH_TOKENS = 2048  # of a batch with its padding: what bounds the memory that it takes
@@ -39,14 +39,19 @@ class Embedder(Worker):
         encoder: the model.
         most_texts: of a batch.
         most_waiting: requests that wait.
+        shared: whether several keys share these places.
     """
 
     def __init__(
-        self, encoder: Embeds, most_texts: int = Settings.running, most_waiting: int = Settings.waiting
+        self,
+        encoder: Embeds,
+        most_texts: int = Settings.running,
+        most_waiting: int = Settings.waiting,
+        shared: bool = False,
     ) -> None:
         super().__init__()
         self.encoder, self.counters = encoder, Counters()
-        self.batches = Batches(BATCH_TOKENS, most_texts, most_waiting, WAITING_BYTES)
+        self.batches = Batches(BATCH_TOKENS, most_texts, most_waiting, WAITING_BYTES, shared)
         self._batch: list[Row] = []  # that is computed now
 
     # ---- from any thread
@@ -98,12 +103,11 @@ class Embedder(Worker):
         self.step_begun = begun = time.perf_counter()
         for row, made in zip(batch, self._computed([row.tokens for row in batch])):
             if isinstance(made, Exception):
-                if not isinstance(made, InputError):
-                    LOG.error("a text has failed", exc_info=made)
-                row.asked.fail(made)
+                LOG.error("a text has failed", exc_info=made)
+                row.asked.fail(EngineFault(str(made)) if isinstance(made, InputError) else made)
             elif not np.isfinite(made).all():
                 name = self.encoder.name
-                row.asked.fail(InputError(f"{name}: an embedding holds NaN or Inf: its weights are damaged"))
+                row.asked.fail(EngineFault(f"{name}: an embedding holds NaN or Inf: its weights are damaged"))
             else:
                 row.asked.put(row.at, made)
         self._count(batch, time.perf_counter() - begun)

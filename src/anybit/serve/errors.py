@@ -5,7 +5,7 @@ from __future__ import annotations
 from anybit.config import Json
 from anybit.errors import InputError
 from anybit.serve.scheduler import Busy
-from anybit.serve.worker import Closing
+from anybit.serve.worker import Closing, EngineFault
 
 RETRY_SECONDS = 1  # after which a busy server may be asked again
 KINDS = {
@@ -31,7 +31,13 @@ class Refused(Exception):
 
     def body(self) -> Json:
         kind = "server_error" if self.status >= 500 else KINDS.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else _sound(self.param)
+        return {"error": {"message": _sound(self.message), "type": kind, "param": param, "code": self.code}}
+
+
+def _sound(text: str) -> str:
+    """A text that has a form in UTF-8: requests may name halves of surrogate pairs."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class BadField(InputError):
@@ -50,6 +56,8 @@ def refused(error: Exception) -> Refused:
         return Refused(429, f"{error}: try again later", "queue_full")
     if isinstance(error, Closing):
         return Refused(503, str(error), "stopping")
+    if isinstance(error, EngineFault):
+        return Refused(500, str(error), "engine_fault")
     if isinstance(error, InputError):
         return Refused(400, str(error), param=getattr(error, "param", None))
     return Refused(500, f"{type(error).__name__}: the server has a defect; its log says more")

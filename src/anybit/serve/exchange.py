@@ -30,14 +30,14 @@ class Written:
 
 
 class Exchange:
-    """The jobs of a request, which are submitted as it is made.
+    """The jobs of a request.
 
     Args:
         served: the model.
         wanted: the request.
 
     Raises:
-        InputError, Busy, Closing: see `jobs_of` and `Runner.submit`.
+        InputError: see `jobs_of`.
     """
 
     def __init__(self, served: Served, wanted: Wanted) -> None:
@@ -48,7 +48,10 @@ class Exchange:
             hear = partial(self._hear, i * wanted.n)
             self.jobs += jobs_of(served.engine, served.context, request, hear)
         self._open = len(self.jobs)
-        served.runner.submit(self.jobs)
+
+    def submit(self) -> None:
+        """Let the jobs run; see `Runner.submit`."""
+        self.served.runner.submit(self.jobs)
 
     def _hear(self, first: int, number: int, progress: Progress) -> None:
         self._heard.put_nowait((first + number, progress))

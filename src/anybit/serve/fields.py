@@ -71,14 +71,16 @@ class Fields:
             raise self.bad(name, value, f"a number from {least:g} to {most:g}")
         return float(value)
 
-    def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
-        """A string or a list of some, none of them empty."""
-        value = self._left.pop(name, ())
+    def texts(self, name: str, most: int, longest: int, least: int = 1) -> tuple[str, ...] | None:
+        """A string or a list of some, none of them empty; None: it is not there."""
+        value = self._left.pop(name, None)
+        if value is None:
+            return None
         found = [value] if isinstance(value, str) else value
-        if not isinstance(found, list | tuple):
+        if not isinstance(found, list):
             raise self.bad(name, value, "a string or a list of strings")
-        if len(found) > most:
-            raise BadField(name, f"{name} has {len(found)} strings, expected at most {most}")
+        if not least <= len(found) <= most:
+            raise BadField(name, f"{name} has {len(found)} strings, expected {least} to {most}")
         for item in found:
             if not isinstance(item, str) or not 0 < len(item) <= longest:
                 raise self.bad(name, item, f"strings of 1 to {longest} characters")

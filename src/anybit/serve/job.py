@@ -9,9 +9,10 @@ from functools import partial
 from statistics import median
 
 from anybit.checkpoint.tokenizer import check_ids
+from anybit.config import MAX_SEED
 from anybit.engine.distribution import Floats
 from anybit.engine.drafts import Drafts
-from anybit.engine.sampling import MAX_SEED, Drawn, Sampler
+from anybit.engine.sampling import Drawn, Sampler
 from anybit.engine.text import TextStream, check_tokenizer
 from anybit.errors import InputError
 from anybit.formats.levels import largest
@@ -59,8 +60,8 @@ class Job:
     ) -> None:
         sampling, tokens = request.sampling, request.tokens
         if sampling.seed is not None and number:
-            sampling = replace(sampling, seed=(sampling.seed + number) % MAX_SEED)
-        self.request, self.number, self.hear = request, number, hear
+            sampling = replace(sampling, seed=(sampling.seed + number) % (MAX_SEED + 1))
+        self.request, self.hear = request, hear
         self.text = Text(list(tokens), request.most or 0, level, request.key, request.every)
         self.sampler = Sampler(sampling, engine.vocabulary, tokens)
         self.stream = TextStream(check_tokenizer(engine.tokenizer), request.stop, tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from anybit.engine.engine import Floats, Tokens
+from anybit.engine.engine import Batch, Floats, Tokens
 from anybit.engine.sampling import Sampling
 
 
@@ -49,16 +49,7 @@ class Model(Protocol):
 
     def give_pages(self, count: int, window_pages: int = 0) -> None: ...
 
-    def step(
-        self,
-        tokens: Tokens,
-        positions: Tokens,
-        texts: Tokens,
-        pages: Tokens,
-        wanted: Tokens,
-        level: int,
-        window_pages: Tokens | None = None,
-    ) -> Floats: ...
+    def step(self, batch: Batch, level: int) -> Floats: ...
 
 
 @runtime_checkable

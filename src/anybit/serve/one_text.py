@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from anybit.engine.engine import Floats, Tokens, ends_of
+from anybit.engine.engine import Batch, Floats, ends_of
 from anybit.engine.sampling import Sampling
 from anybit.errors import InputError
 from anybit.in_transformers import InTransformers
@@ -25,7 +25,6 @@ class OneText:
         inside: the model.
         name: as the user gave it.
         context: most tokens of a text; default: what the model reaches.
-
         precision: of codebooks, as it was loaded.
 
     Raises:
@@ -115,29 +114,20 @@ class OneText:
             return DynamicCache(config=model.config)
         return QuantizedCache(model.config, self.kv_bits, key_biases(model))
 
-    def step(
-        self,
-        tokens: Tokens,
-        positions: Tokens,
-        texts: Tokens,
-        pages: Tokens,
-        wanted: Tokens,
-        level: int,
-        window_pages: Tokens | None = None,
-    ) -> Floats:
+    def step(self, batch: Batch, level: int) -> Floats:
         """`Engine.step`, of one text, whose first token begins it anew.
 
         Raises:
             InputError: NaN or Inf.
         """
-        model = self._inside.model
-        if positions[0] == 0:
+        model, tokens = self._inside.model, batch.tokens
+        if batch.positions[0] == 0:
             self._cache = self._empty_cache()
         ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
-        kept = len(tokens) - int(wanted[0]) if len(wanted) else 1
+        kept = len(tokens) - int(batch.wanted[0]) if len(batch.wanted) else 1
         with torch.inference_mode():
             made = model(ids, use_cache=True, logits_to_keep=kept, **{CACHE: self._cache}).logits[0, -kept:]
-        logits: Floats = made.float().numpy()[wanted - (len(tokens) - kept)]
+        logits: Floats = made.float().numpy()[batch.wanted - (len(tokens) - kept)]
         if not np.isfinite(logits).all():
             raise InputError(f"{self.name}: its logits hold NaN or Inf: its weights are damaged, or overflow")
         return logits

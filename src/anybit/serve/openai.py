@@ -20,6 +20,7 @@ from anybit.serve.served import Named, Served
 MOST_TEXTS = 64  # of one request: prompts times n
 MOST_STOPS, LONGEST_STOP = 16, 256  # strings, characters
 MOST_LOGPROBS = 20  # tokens beside the one drawn
+MOST_REPORTED = 1 << 19  # log-probabilities of prompts: half a million take about a hundred MB
 MOST_BIASES = 1024  # tokens with a bias
 MOST_MESSAGES = 4096
 MOST_TOKENS = 2**31 - 1
@@ -62,7 +63,7 @@ def chat(served: Served, body: dict[str, Any], key: str) -> Wanted:
     fields.accept("parallel_tool_calls")
     top = fields.whole("top_logprobs", None, 0, MOST_LOGPROBS)
     logprobs = fields.flag("logprobs")
-    if top is not None and not logprobs:
+    if top and not logprobs:
         raise BadField("top_logprobs", "top_logprobs needs logprobs: true")
     most = fields.whole("max_completion_tokens", None, 1, MOST_TOKENS)
     fewer = fields.whole("max_tokens", most, 1, MOST_TOKENS)
@@ -105,6 +106,12 @@ def completions(served: Served, body: dict[str, Any], key: str) -> Wanted:
         replace(request, tokens=served.encode(prompt) if isinstance(prompt, str) else prompt)
         for prompt in prompts
     ]
+    reported = sum(len(one.tokens) for one in requests) * ((top or 0) + 1)
+    if request.every and reported > MOST_REPORTED:
+        raise BadField(
+            "logprobs",
+            f"{reported} log-probabilities of prompts: at most {MOST_REPORTED}; ask for fewer at a time",
+        )
     return Wanted(False, requests, stream, usage, top is not None, echo)
 
 
@@ -122,7 +129,7 @@ def _request(served: Served, fields: Fields, key: str, logprobs: int | None) -> 
         [],
         n=n,
         sampling=_sampling(served, fields, logprobs),
-        stop=fields.texts("stop", MOST_STOPS, LONGEST_STOP),
+        stop=fields.texts("stop", MOST_STOPS, LONGEST_STOP, least=0) or (),
         bits=bits,
         target=None if target is None else target / 1000,
         ignores_ends=fields.flag("ignore_eos"),
@@ -252,6 +259,7 @@ def _streaming(fields: Fields) -> tuple[bool, bool]:
     if options is None:
         return stream, False
     usage = options.flag("include_usage")
+    options.only("include_obfuscation", False)
     options.finish()
     if not stream:
         raise BadField("stream_options", "stream_options needs stream: true")
@@ -265,8 +273,13 @@ def _constraint(fields: Fields, compile_form: Callable[[str, Any], Constraint]) 
     """The form that a text must have, by whichever of the fields for it is there."""
     asked = _response_format(fields) + _forms(fields, "guided_")
     if (inner := fields.inside("structured_outputs")) is not None:
-        asked += _forms(inner, "")
+        forms = _forms(inner, "")
         inner.finish()
+        if not forms:
+            raise BadField(
+                "structured_outputs", "structured_outputs names no form: give json, regex, grammar or choice"
+            )
+        asked += forms
     if len(asked) > 1:
         raise BadField(
             asked[1][0], f"{asked[0][0]} and {asked[1][0]} both say which form a text has: give one"
@@ -287,7 +300,7 @@ def _forms(fields: Fields, prefix: str) -> list[tuple[str, str, Any]]:
     for kind in ("regex", "grammar"):
         if (form := fields.text(f"{prefix}{kind}")) is not None:
             made.append((f"{prefix}{kind}", kind, form))
-    if choices := fields.texts(f"{prefix}choice", 1024, 4096):
+    if (choices := fields.texts(f"{prefix}choice", 1024, 4096)) is not None:
         made.append((f"{prefix}choice", "regex", "|".join(re.escape(choice) for choice in choices)))
     return made
 

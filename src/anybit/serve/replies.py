@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from anybit.config import Json
 from anybit.engine.sampling import Drawn
 from anybit.serve.errors import refused
 from anybit.serve.exchange import Exchange, Written
-from anybit.serve.job import Job
+from anybit.serve.job import Job, Progress
 from anybit.serve.request import Request
 
+LOG = logging.getLogger(__name__)
 DONE = "data: [DONE]\n\n"
+
+Apart = Callable[..., Awaitable[Any]]  # calls a function with arguments where that holds nobody up
 
 
 class Replies:
@@ -23,10 +27,12 @@ class Replies:
 
     Args:
         exchange: of the request.
+        apart: calls what takes its time.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, apart: Apart) -> None:
         self._exchange, self._served, self._wanted = exchange, exchange.served, exchange.wanted
+        self._apart = apart
         chat = self._wanted.chat
         self._head: Json = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -37,12 +43,18 @@ class Replies:
         self._offsets = [0] * len(
             exchange.jobs
         )  # characters of each text that log-probabilities have told of
+        self._begun: set[int] = set()  # texts of which a stream has sent something
+        self._open = len(exchange.jobs)  # texts whose end a stream has not sent
 
-    async def whole(self) -> Json:
+    async def whole(self) -> bytes:
         """The answer when all texts have ended."""
-        written = await self._exchange.whole()
+        made: bytes = await self._apart(self._answer, await self._exchange.whole())
+        return made
+
+    def _answer(self, written: Sequence[Written]) -> bytes:
         choices = [self._choice(at, self._with_prompt(at, one)) for at, one in enumerate(written)]
-        return {**self._head, "choices": choices, "usage": self.usage(), "timings": self.timings()}
+        answer = {**self._head, "choices": choices, "usage": self.usage(), "timings": self.timings()}
+        return _dumps(answer).encode()
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events; an error that comes late is the last of them."""
@@ -52,23 +64,33 @@ class Replies:
                 yield "".join(
                     self._event([self._piece(at, delta=opening)]) for at in range(len(self._exchange.jobs))
                 )
-            begun: set[int] = set()
             async for heard in self._exchange.progress():
-                events = []
-                for at, progress in heard:
-                    new = Written()
-                    new.add(progress)
-                    if at not in begun and (new.drawn or new.finish):
-                        begun.add(at)
-                        new = self._with_prompt(at, new)
-                    if new.text or new.drawn or new.prompt or new.finish:
-                        events.append(self._chunk(at, new))
-                yield "".join(events)
+                if any(progress.prompt for _, progress in heard):  # thousands of log-probabilities
+                    yield await self._apart(self._chunks, heard)
+                else:
+                    yield self._chunks(heard)
             if self._wanted.usage:
                 yield self._event([], usage=self.usage())
             yield DONE
         except Exception as error:
-            yield f"data: {_dumps(refused(error).body())}\n\n"
+            found = refused(error)
+            if found.status == 500:
+                LOG.error("a stream has failed", exc_info=error)
+            yield f"data: {_dumps(found.body())}\n\n"
+
+    def _chunks(self, heard: Sequence[tuple[int, Progress]]) -> str:
+        """The events of what texts have said."""
+        events = []
+        for at, progress in heard:
+            new = Written()
+            new.add(progress)
+            if at not in self._begun and (new.drawn or new.finish):
+                self._begun.add(at)
+                new = self._with_prompt(at, new)
+            if new.text or new.drawn or new.prompt or new.finish:
+                self._open -= new.finish is not None
+                events.append(self._chunk(at, new))
+        return "".join(events)
 
     # ---- parts
 
@@ -95,7 +117,7 @@ class Replies:
         body: Json = {"delta": {"content": new.text} if new.text else {}}
         choice = self._piece(at, **(body if self._wanted.chat else {"text": new.text}))
         choice |= {"logprobs": logprobs, "finish_reason": new.finish}
-        last = new.finish is not None and all(job.finished for job in self._exchange.jobs)
+        last = new.finish is not None and self._open == 0
         return self._event([choice], **({"timings": self.timings()} if last else {}))
 
     def _piece(self, at: int, **body: Any) -> Json:
@@ -139,8 +161,8 @@ class Replies:
         return {**self._likely(drawn.token, drawn.logprob), "top_logprobs": top}
 
     def _likely(self, token: int, logprob: float | None) -> Json:
-        word = self._served.word(token)
-        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+        word, raw = self._served.word(token), self._served.bytes_of(token)
+        return {"token": word, "logprob": logprob, "bytes": raw}
 
     # ---- figures
 

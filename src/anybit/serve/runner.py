@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from anybit.engine.distribution import Floats
-from anybit.engine.engine import Tokens
+from anybit.engine.engine import Batch, Tokens
 from anybit.errors import InputError
 from anybit.serve.job import Job, Progress
 from anybit.serve.model import Model
@@ -21,7 +21,7 @@ from anybit.serve.request import AUTO
 from anybit.serve.scheduler import Rows, Scheduler, Step, Text
 from anybit.serve.settings import Settings
 from anybit.serve.windows import WindowPages
-from anybit.serve.worker import Closing, Worker
+from anybit.serve.worker import Closing, EngineFault, Worker
 
 LOG = logging.getLogger(__name__)  # unlike printing, it survives a full disk
 ROUND_SECONDS = 0.11  # of a round with prompts beside texts that decode; prompts alone: four times that
@@ -40,6 +40,7 @@ class Limits:
     waiting: int = Settings.waiting  # texts that wait
     auto_bits: float = Settings.auto_bits  # the least that load and latencies choose
     window_pages: int = 0  # of blocks with a sliding window, where these have their own
+    shared: bool = False  # whether several keys share the places of those that wait
 
 
 @dataclass
@@ -66,13 +67,15 @@ class Runner(Worker):
     def __init__(self, engine: Model, limits: Limits, deliver: Callable[[Heard], None] | None = None) -> None:
         super().__init__()
         engine.give_pages(limits.pages, limits.window_pages)
-        self.engine, self.limits, self._deliver = engine, limits, deliver or _tell
+        self.engine, self.limits, self._deliver = engine, limits, deliver or tell
         seed = repr((engine.name, engine.kv_bits, engine.codebook_precision)).encode()
         most = {"most_running": limits.running, "most_waiting": limits.waiting}
         windows = None
         if limits.window_pages:
             windows = WindowPages(engine.window, limits.window_pages, engine.page_tokens, limits.running)
-        self.scheduler = Scheduler(limits.pages, engine.page_tokens, **most, seed=seed, windows=windows)
+        self.scheduler = Scheduler(
+            limits.pages, engine.page_tokens, **most, shared=limits.shared, seed=seed, windows=windows
+        )
         self.pace, self.auto = Pace(engine.widths), Auto(stops(engine.widths, limits.auto_bits))
         self.counters, self.served = Counters(), dict.fromkeys(range(len(engine.widths)), 0)
         self._targets = stops(engine.widths, limits.auto_bits, TARGET_STOPS)
@@ -195,12 +198,12 @@ class Runner(Worker):
 
     def _step(self, step: Step) -> Heard:
         """Run a step and draw behind it; what fails ends its own text alone."""
+        self.step_size = max(1.0, sum(rows.count for rows in step.rows) / MOST_PROMPT)
         self.step_begun = begun = time.perf_counter()
         for rows in step.rows:
             times = self._jobs[rows.text].times
             times.started = times.started or begun
         computed = self._computed(step)
-        self._measure(step, time.perf_counter() - begun)
         heard: list[tuple[Job, Progress]] = []
         drawn: dict[Text, list[int]] = {}
         for rows, logits in computed:
@@ -210,6 +213,7 @@ class Runner(Worker):
             except Exception as error:
                 made = [_failed(error)]
             heard += [(job, progress) for progress in made]
+        self._measure(step, time.perf_counter() - begun)  # log-probabilities of a prompt take their time, too
         self.served[step.level] += sum(map(len, drawn.values()))
         self._finish(step, drawn, [(job, progress) for job, progress in heard if progress.finish is not None])
         self.step_ended, self.step_begun = time.perf_counter(), None
@@ -243,36 +247,17 @@ class Runner(Worker):
         return [alone for rows in step.rows for alone in self._computed(Step(step.level, [rows]))]
 
     def _logits(self, step: Step) -> list[tuple[Rows, Floats | Exception]]:
-        rows = step.rows
-        tokens = [r.tokens for r in rows]
-        counts = np.array([len(own) for own in tokens])
-        starts = np.cumsum(counts) - counts
-        positions = [np.arange(r.first, r.first + len(own)) for r, own in zip(rows, tokens)]
-        pages = _table([r.text.pages for r in rows])
-        window_pages = None
-        if isinstance(self.scheduler.windows, WindowPages):
-            window_pages = _table([r.text.window_pages for r in rows], pages.shape[1])
-        wanted = [
-            np.arange(start + (0 if r.text.every else r.count - r.last), start + count)
-            for start, count, r in zip(starts, counts, rows)
-        ]
-        logits = self.engine.step(
-            np.concatenate(tokens).astype(np.int32),
-            np.concatenate(positions).astype(np.int32),
-            np.repeat(np.arange(len(rows)), counts).astype(np.int32),
-            pages,
-            np.concatenate(wanted).astype(np.int32),
-            step.level,
-            window_pages,
-        )
-        parts = np.split(logits, np.cumsum([len(own) for own in wanted])[:-1])
-        return list(zip(rows, parts))
+        batch, counts = batch_of(step.rows, isinstance(self.scheduler.windows, WindowPages))
+        logits = self.engine.step(batch, step.level)
+        return list(zip(step.rows, np.split(logits, np.cumsum(counts)[:-1])))
 
     def _drawn(self, job: Job, rows: Rows, logits: Floats | Exception) -> tuple[list[int], list[Progress]]:
         """The tokens behind a text's rows, if they are its last, and what to tell of them.
 
         Behind a draft token that was drawn there is one more, from the logits that were computed with it.
         """
+        if isinstance(logits, InputError):
+            raise EngineFault(str(logits)) from logits
         if isinstance(logits, Exception):
             raise logits
         prompt = job.score(rows.first, logits) if job.text.every else []
@@ -309,6 +294,33 @@ class Runner(Worker):
         return progress
 
 
+def batch_of(rows: Sequence[Rows], windowed: bool) -> tuple[Batch, list[int]]:
+    """Rows of some texts as an engine takes them, and how many logits are wanted of each.
+
+    Args:
+        rows: of one step.
+        windowed: whether blocks with a sliding window have pages of their own.
+    """
+    tokens = [r.tokens for r in rows]
+    counts = np.array([len(own) for own in tokens])
+    starts = np.cumsum(counts) - counts
+    positions = [np.arange(r.first, r.first + len(own)) for r, own in zip(rows, tokens)]
+    pages = _table([r.text.pages for r in rows])
+    wanted = [
+        np.arange(start + (0 if r.text.every else r.count - r.last), start + count)
+        for start, count, r in zip(starts, counts, rows)
+    ]
+    batch = Batch(
+        np.concatenate(tokens).astype(np.int32),
+        np.concatenate(positions).astype(np.int32),
+        np.repeat(np.arange(len(rows)), counts).astype(np.int32),
+        pages,
+        np.concatenate(wanted).astype(np.int32),
+        _table([r.text.window_pages for r in rows], pages.shape[1]) if windowed else None,
+    )
+    return batch, [len(own) for own in wanted]
+
+
 def _table(pages: Sequence[Sequence[int]], width: int = 0) -> Tokens:
     """Pages of some texts, int32 [texts, n]; in place of what no token reads stands page 0 of the cache."""
     made = np.zeros((len(pages), max(width, *map(len, pages))), np.int32)
@@ -323,6 +335,7 @@ def _failed(error: Exception) -> Progress:
     return Progress(finish="error", error=error)
 
 
-def _tell(heard: Heard) -> None:
+def tell(heard: Heard) -> None:
+    """Let each job hear of its progress."""
     for job, progress in heard:
         job.hear(progress)

@@ -15,8 +15,6 @@ from anybit.errors import InputError
 from anybit.serve.blocks import Blocks, Hash, chain
 from anybit.serve.windows import NoWindows, WindowPages
 
-LOOK_AHEAD = 8  # texts of a key among which one is looked for that need not wait for another's pages
-
 
 class Busy(Exception):
     """The queue is full: the same request may be taken later."""
@@ -43,6 +41,7 @@ class Text:
     )  # of the prompt, found in the cache when first admitted
     mixed: bool = field(default=False, init=False)  # computed at several widths: its pages are nobody else's
     hashes: list[Hash] = field(default_factory=list, init=False)  # of full pages at this level
+    awaits: Hash | None = field(default=None, init=False)  # the next page that it needs, when last looked for
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
@@ -94,6 +93,7 @@ class Scheduler:
         page_tokens: tokens of a page.
         most_running: texts that run together.
         most_waiting: texts that may wait to run for the first time.
+        shared: whether several keys share these places. Then each may have as many as are free: some always are.
         seed: names the model and the cache's bits; a page is shared by texts of one seed and level.
         windows: pages of blocks with a sliding window, where these have their own.
     """
@@ -105,11 +105,13 @@ class Scheduler:
         *,
         most_running: int,
         most_waiting: int,
+        shared: bool = False,
         seed: bytes = b"",
         windows: WindowPages | None = None,
     ) -> None:
         self.blocks = Blocks(pages)
         self.page_tokens, self.most_running, self.most_waiting = page_tokens, most_running, most_waiting
+        self.shared = shared
         self.running: list[Text] = []  # by arrival
         self.windows: WindowPages | NoWindows = NoWindows() if windows is None else windows
         self.preemptions = 0
@@ -127,10 +129,6 @@ class Scheduler:
         return self.blocks.pages * self.page_tokens
 
     @property
-    def waiting(self) -> list[Text]:
-        return [text for queue in self._queues.values() for text in queue]
-
-    @property
     def waiting_count(self) -> int:
         return sum(map(len, list(self._queues.values())))
 
@@ -139,7 +137,7 @@ class Scheduler:
 
         Raises:
             InputError: one that the cache could never hold.
-            Busy: too many wait already.
+            Busy: too many wait already, of all or of their key.
         """
         for text in texts:
             if not text.tokens:
@@ -156,12 +154,19 @@ class Scheduler:
         waiting = self.waiting_count
         if waiting + len(texts) > self.most_waiting:
             raise Busy(f"{waiting} texts wait already, and {self.most_waiting} may")
+        own = sum(len(self._queues.get(key, ())) for key in {text.key for text in texts})
+        if self.shared and own + len(texts) > self.most_waiting - waiting:
+            raise Busy(
+                f"{own} texts of this key wait already, and {self.most_waiting - waiting} places are free"
+            )
         for text in texts:
             text.arrival, self._arrivals = self._arrivals, self._arrivals + 1
             self._queues.setdefault(text.key, deque()).append(text)
 
     def end(self, text: Text) -> None:
-        """Forget a text, whether it waits, runs or has ended already; never between a step and its `done`."""
+        """Forget a text, whether it waits, runs or has ended already. Between a step and its `done`, what the step
+        computed of it is lost.
+        """
         if text in self.running:
             self.running.remove(text)
             self._give_up(text)
@@ -174,7 +179,7 @@ class Scheduler:
         if level == text.level:
             return
         self._unclaim(text)
-        text.level, text.hashes = level, []
+        text.level, text.hashes, text.awaits = level, [], None
         text.mixed = text.done > 0
 
     # ---- rounds
@@ -258,7 +263,7 @@ class Scheduler:
             key = next((key for key in self._queues if key not in blocked), None)
             if key is None:
                 return
-            text = next((t for t in list(self._queues[key])[:LOOK_AHEAD] if not self._waits(t)), None)
+            text = next((text for text in self._queues[key] if not self._waits(text)), None)
             if text is None:
                 blocked.add(key)
                 continue
@@ -289,9 +294,11 @@ class Scheduler:
 
     def _waits(self, text: Text) -> bool:
         """Whether the next page that a text would compute is being computed."""
-        prefix = self._prefix(text)
-        found = self._matching(prefix)
-        return found < len(prefix) and prefix[found] in self._coming
+        if text.awaits not in self._coming:
+            prefix = self._prefix(text)
+            found = self._matching(prefix)
+            text.awaits = prefix[found] if found < len(prefix) else None
+        return text.awaits in self._coming
 
     def _prompts(self, budget: int, decoding: set[Text]) -> list[Rows]:
         """Rows of prompts: half the budget for the oldest, the rest for the shortest, so that none waits for long."""

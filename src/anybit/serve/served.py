@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,12 +20,19 @@ from anybit.serve.constraint import Constraint, Constraints
 from anybit.serve.embedder import Embedder
 from anybit.serve.model import Embeds, Model
 from anybit.serve.runner import Heard, Limits, Runner
+from anybit.serve.settings import Settings
 from anybit.serve.worker import Worker
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+# Bytes by the characters that GPT-2 writes them as: printable ones as themselves, the others from U+0100 on.
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _PLAIN} | {
+    chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in _PLAIN)
+}
 BEGINNING = (
     64  # characters for each token of the context, by which a long text is refused without cutting up all
 )
@@ -148,6 +156,17 @@ class Served(Named):
             return raw
         return f" {text}" if raw.startswith("▁") and not text.startswith(" ") else text
 
+    def bytes_of(self, token: int) -> list[int] | None:
+        """The bytes of a token's text, which may be a part of a character; None: the vocabulary does not say."""
+        word = self.word(token)
+        if word != self.tokenizer.id_to_token(token):
+            return list(word.encode())
+        if _BYTE.fullmatch(word):  # as SentencePiece writes one
+            return [int(word[3:5], 16)]
+        if type(self.tokenizer.decoder).__name__ == "ByteLevel" and all(c in _BYTES for c in word):
+            return [_BYTES[c] for c in word]
+        return list(word.encode()) if BROKEN not in self.decode([token]) else None
+
     def constraint(self, kind: str, form: str | Json) -> Constraint:
         """See `Constraints.compile`."""
         with self._compiling:
@@ -189,17 +208,17 @@ class ServedEncoder(Named):
 
     Args:
         encoder: runs it.
-        name: as requests name it.
-        running: texts that are embedded together, at most.
-        waiting: requests that wait.
+        settings: its name, and how many texts are embedded together and requests wait, at most.
     """
 
     runner: Embedder
     instead = "is an encoder, which embeds texts and writes none: use /v1/embeddings"
 
-    def __init__(self, encoder: Embeds, name: str, running: int, waiting: int) -> None:
-        self.encoder, self.runner = encoder, Embedder(encoder, running, waiting)
-        super().__init__(name, encoder.tokenizer, encoder.vocabulary, encoder.context)
+    def __init__(self, encoder: Embeds, settings: Settings) -> None:
+        shared = len(settings.keys) > 1
+        self.encoder = encoder
+        self.runner = Embedder(encoder, settings.running, settings.waiting, shared)
+        super().__init__(settings.name, encoder.tokenizer, encoder.vocabulary, encoder.context)
 
     def card(self) -> Json:
         """With how it pools."""

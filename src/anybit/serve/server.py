@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 
 import uvicorn
 from starlette.applications import Starlette
 
-from anybit.engine.pages import free_memory
+from anybit.engine.pages import free_memory, pages_of_window
 from anybit.errors import InputError
 from anybit.serve.app import State, app
+from anybit.serve.connection import Connection
 from anybit.serve.guard import Guard
 from anybit.serve.model import Embeds, Model
-from anybit.serve.runner import MOST_PROMPT, Heard, Limits
+from anybit.serve.runner import MOST_PROMPT, Heard, Limits, tell
 from anybit.serve.served import Served, ServedEncoder
 from anybit.serve.settings import Settings
-from anybit.serve.windows import WindowPages
 
 KV_SHARE = 0.25  # of the memory that is free, for keys and values, where nobody says how much
 GAIN = 1.25  # in tokens, for which blocks with a sliding window get pages of their own
@@ -41,7 +43,7 @@ def limits(engine: Model, settings: Settings) -> Limits:
             f"keys and values may take {wanted} bytes, and a page of {engine.page_tokens} tokens takes "
             f"{engine.page_bytes}: give them more (--kv-memory), or texts fewer tokens (--context)"
         )
-    return Limits(pages, running, settings.waiting, settings.auto_bits, window_pages)
+    return Limits(pages, running, settings.waiting, settings.auto_bits, window_pages, len(settings.keys) > 1)
 
 
 def _pages(engine: Model, wanted: int, running: int) -> tuple[int, int]:
@@ -54,7 +56,7 @@ def _pages(engine: Model, wanted: int, running: int) -> tuple[int, int]:
     plain = min(wanted // engine.page_bytes, useful)
     if not engine.window or plain == useful:
         return plain, 0
-    own = 2 * running * WindowPages.needed(engine.window, MOST_PROMPT, engine.page_tokens)
+    own = 2 * running * pages_of_window(engine.window, MOST_PROMPT, engine.page_tokens)
     left, rest = wanted - own * engine.window_page_bytes, engine.page_bytes - engine.window_page_bytes
     pages = min(left // rest, useful) if rest else useful
     if left < 0 or pages < GAIN * plain:
@@ -71,7 +73,7 @@ def served_of(
         InputError: see `limits`.
     """
     if isinstance(model, Embeds):
-        return ServedEncoder(model, settings.name, settings.running, settings.waiting)
+        return ServedEncoder(model, settings)
     return Served(model, settings.name, limits(model, settings), deliver)
 
 
@@ -108,6 +110,7 @@ def run(load: Callable[[], Model | Embeds], settings: Settings, say: Callable[[s
         log_level="warning",
         access_log=False,
         backlog=BACKLOG,
+        http=Connection,
         server_header=False,
         timeout_graceful_shutdown=round(settings.patience) + LATE,
     )
@@ -155,8 +158,18 @@ class Server(uvicorn.Server):
 
 
 async def _load(state: State, load: Callable[[], Model | Embeds], settings: Settings) -> None:
-    deliver = deliver_to(asyncio.get_running_loop())
-    served = await asyncio.to_thread(lambda: served_of(load(), settings, deliver))
+    """In a thread that does not hold up the end of the process."""
+    deliver, made = deliver_to(asyncio.get_running_loop()), Future[Served | ServedEncoder]()
+
+    def work() -> None:
+        made.set_running_or_notify_cancel()
+        try:
+            made.set_result(served_of(load(), settings, deliver))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=work, name="load", daemon=True).start()
+    served = await asyncio.wrap_future(made)
     served.runner.start()
     state.served, state.created = served, int(time.time())
 
@@ -167,14 +180,9 @@ def deliver_to(loop: asyncio.AbstractEventLoop) -> Callable[[Heard], None]:
     def deliver(heard: Heard) -> None:
         if heard:
             with suppress(RuntimeError):  # the loop has ended, and with it whoever listened
-                loop.call_soon_threadsafe(_tell, heard)
+                loop.call_soon_threadsafe(tell, heard)
 
     return deliver
-
-
-def _tell(heard: Heard) -> None:
-    for job, progress in heard:
-        job.hear(progress)
 
 
 def _loaded(

@@ -34,11 +34,6 @@ class WindowPages:
         if self.most < 1:
             raise ValueError(f"{pages} pages for {most_running} texts with a window of {window} tokens")
 
-    @staticmethod
-    def needed(window: int, round_tokens: int, page_tokens: int) -> int:
-        """Pages for each text that runs, with so many tokens in a round at most."""
-        return -(-(window + round_tokens) // page_tokens) + 2
-
     def reached(self, position: int) -> int:
         """The first page that a token at a position reads, beside the very first."""
         return max(0, position + 1 - self.window) // self.page_tokens

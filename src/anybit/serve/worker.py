@@ -9,10 +9,15 @@ import time
 
 LOG = logging.getLogger(__name__)  # unlike printing, it survives a full disk
 STUCK = 30.0  # seconds after which a step is called stuck
+LATE = 5.0  # seconds that a step has to end when the server does
 
 
 class Closing(Exception):
     """The server takes no more requests."""
+
+
+class EngineFault(Exception):
+    """The model fails whatever is asked of it: its weights are damaged."""
 
 
 class Worker:
@@ -20,6 +25,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.step_begun: float | None = None  # when the step that runs now began
+        self.step_size = 1.0  # how many times as long as `STUCK` it may take
         self.step_ended = time.perf_counter()
         self.broken: str | None = None  # why nothing is served any more
         self.closing = False  # nothing more is taken
@@ -37,11 +43,11 @@ class Worker:
         self.closing, self._deadline = True, time.perf_counter() + patience
 
     def close(self, patience: float) -> None:
-        """`drain`, and wait until nothing runs."""
+        """`drain`, and wait until nothing runs, or a step hangs."""
         with self._changed:
             self.drain(patience)
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(patience + LATE)
 
     @property
     def running(self) -> int:
@@ -66,7 +72,7 @@ class Worker:
 
     @property
     def stuck(self) -> bool:
-        return self.step_seconds > STUCK
+        return self.step_seconds > STUCK * self.step_size
 
     def _refuse_late(self) -> None:
         """With the lock held.

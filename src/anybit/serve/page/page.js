@@ -145,10 +145,12 @@ class Pane {
     const turn = this.say("assistant waiting", "");
     await before;
     turn.className = "turn assistant running";
-    const asked = { bits: this.automatic.checked ? "auto" : this.level.bits, stream: true, stream_options: { include_usage: true }, ...settings.numbers };
+    const asked = { stream: true, stream_options: { include_usage: true }, ...settings.numbers };
+    if (card.levels.length > 1) asked.bits = this.automatic.checked ? "auto" : this.level.bits;
+    const messages = this.messages; // of this conversation, also when another has begun
     if (card.chat) {
-      this.messages.push({ role: "user", content: prompt });
-      asked.messages = settings.system ? [{ role: "system", content: settings.system }, ...this.messages] : this.messages;
+      messages.push({ role: "user", content: prompt });
+      asked.messages = settings.system ? [{ role: "system", content: settings.system }, ...messages] : messages;
     } else {
       asked.prompt = prompt;
     }
@@ -165,8 +167,8 @@ class Pane {
     }
     this.stop = null;
     turn.classList.remove("running");
-    if (card.chat && text) this.messages.push({ role: "assistant", content: text });
-    else if (card.chat) this.messages.pop();
+    if (card.chat && text) messages.push({ role: "assistant", content: text });
+    else if (card.chat) messages.pop();
   }
 
   async read(turn, response) {
