@@ -161,7 +161,7 @@ def test_a_disk_too_small_is_refused(
 
 
 def test_texts_of_the_models_own_take_time_and_memory(model_dir: MakeModel, tmp_path: Path) -> None:
-    """Keys and values of 64 texts of 256 tokens, written side by side, beside what is there without."""
+    """Keys and values of 96 texts of 256 tokens, written side by side, beside what is there without."""
     streamed = opened(model_dir("llama"))
     without, some = (
         estimate(streamed, make_plan(streamed, c), c, tmp_path)
@@ -174,7 +174,7 @@ def test_texts_of_the_models_own_take_time_and_memory(model_dir: MakeModel, tmp_
     of_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * streamed.dtype.itemsize
     logits = 3 * 4 * LOGIT_CHUNK * config.vocab_size
     more = some["peak_memory_bytes"] - without["peak_memory_bytes"]
-    assert more == 64 * 256 * of_token - logits > 0
+    assert more == 96 * 256 * of_token - logits > 0
     assert some["seconds"] > without["seconds"]
 
 

@@ -444,7 +444,7 @@ def test_damaged_weights_are_named() -> None:
     model = random_model("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
-    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj holds NaN"):
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN"):
         Engine(model)
 
 
