@@ -383,8 +383,9 @@ def _matmul_speed() -> tuple[float, float]:
     """This machine's float32 GEMM from a few tenths of a second's work: floating-point operations per second that it
     would do if it did nothing else, by the quickest product, and the share of its threads' time that this process got.
     """
-    a, seconds = torch.ones(768, 768), []
+    a = torch.ones(768, 768)
     (a @ a).sum()
+    seconds: list[float] = []
     start, begun = time.perf_counter(), time.process_time()
     while sum(seconds) < SPEED_SECONDS:
         before = time.perf_counter()
