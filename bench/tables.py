@@ -62,6 +62,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine/depths": engine.depths,
     "engine/prefill": engine.prefill,
     "engine/quality": engine.quality,
+    "engine/targets": engine.targets,
     "engine/avx2": engine.avx2,
     "engine/avx2-deep": engine.avx2_deep,
     "engine/others": engine.disturbed,

@@ -34,6 +34,16 @@ def decode() -> str:
     return markdown(head, rows)
 
 
+def targets() -> str:
+    """What was to be reached with AVX-512, of the cells of that machine."""
+    words = {True: "met", False: "**missed**", None: "see below"}
+    rows = []
+    for one in load("engine/decode.json")["targets"]:
+        must, measured = (f"{one[key]:.3g}" if one[key] is not None else "" for key in ("must", "measured"))
+        rows.append([f"{one['row']}", one["target"], must, measured, words[one["met"]]])
+    return markdown(["row", "what", "target", "measured", ""], rows)
+
+
 def depths() -> str:
     """The same behind more, inputs of 8 bits."""
     head = ["model", "behind", "who", "MB a token", "tokens/s", "range", "of the read rate"]
