@@ -326,7 +326,9 @@ def test_weights_of_more_than_16_bits() -> None:
     model = random_model("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = 1 / 3
-    with pytest.raises(Unsupported, match=r"layers\.1\.mlp\.up_proj\.weight holds numbers of more than 16 bits"):
+    with pytest.raises(
+        Unsupported, match=r"layers\.1\.mlp\.up_proj\.weight holds numbers of more than 16 bits"
+    ):
         Decoded(model)
 
 
