@@ -28,7 +28,7 @@ from anybit.calibration.moments import Activations, Collector
 from anybit.calibration.stats import GradientStats, LinearStats
 from anybit.calibration.streaming import BlockCall, run_block
 from anybit.calibration.texts import calibration_set
-from anybit.config import Options
+from anybit.config import MAX_SEED, Options
 from anybit.cost import Cost
 from anybit.errors import InputError, about_layer, enough_memory, refuse_unknown
 from anybit.formats import Nested
@@ -433,10 +433,8 @@ class _Run(Ready):
         """Windows for so many steps of training, and windows to judge it by: of the same text, and of another."""
         assert self.text is not None
         tokenizer, length = self.streamed.checkpoint.tokenizer(), min(self.options.seq_len, TUNING_TOKENS)
-        wanted, seed = (
-            count * WINDOWS,
-            (self.options.seed + 1) % 2**63,
-        )  # not those again that moments are made of
+        wanted = count * WINDOWS
+        seed = (self.options.seed + 1) % (MAX_SEED + 1)  # not those windows again that moments are made of
         own = calibration_set(tokenizer, self.text.source, wanted + JUDGED, length, seed).tokens
         training, held_out = (own[picked] for picked in parted(len(own), JUDGED))
         if self.text.source == OTHER_TEXT:

@@ -116,7 +116,7 @@ def serving(
     server.should_exit = True
     thread.join(PATIENCE)
     loop.close()
-    assert state.requests == 0
+    assert state.requests == 0 and not any(state.of_keys.values())
 
 
 def served_of(

@@ -484,17 +484,23 @@ def test_closing_finishes_what_is_there(engine: Engine, start: Callable[..., Run
         Heard(runner, Request([5], 1))
 
 
-def test_a_step_that_takes_too_long_is_seen(
-    engine: Engine, start: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner, step, go_on = start(), Engine.step, threading.Event()
+def held_steps(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let every step wait for this event."""
+    step, go_on = Engine.step, threading.Event()
 
-    def slow(self: Engine, *rows: Any) -> Any:
+    def held(self: Engine, *rows: Any) -> Any:
         go_on.wait(PATIENCE)
         return step(self, *rows)
 
+    monkeypatch.setattr(Engine, "step", held)
+    return go_on
+
+
+def test_a_step_that_takes_too_long_is_seen(
+    engine: Engine, start: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, go_on = start(), held_steps(monkeypatch)
     monkeypatch.setattr("anybit.serve.worker.STUCK", 0.02)
-    monkeypatch.setattr(Engine, "step", slow)
     heard = Heard(runner, Request([5], 1))
     deadline = time.monotonic() + PATIENCE
     while not runner.stuck:
@@ -510,14 +516,8 @@ def test_a_step_that_takes_too_long_is_seen(
 def test_a_step_that_hangs_does_not_hold_up_the_end(
     engine: Engine, start: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, step, go_on = start(), Engine.step, threading.Event()
-
-    def hanging(self: Engine, *rows: Any) -> Any:
-        go_on.wait(PATIENCE)
-        return step(self, *rows)
-
+    runner, go_on = start(), held_steps(monkeypatch)
     monkeypatch.setattr("anybit.serve.worker.LATE", 0.05)
-    monkeypatch.setattr(Engine, "step", hanging)
     heard = Heard(runner, Request([5], 1))
     begun = time.monotonic()
     runner.close(0.1)

@@ -74,8 +74,7 @@ def _check_enhancements(
     """The steps and planes of all enhancement layers; their bytes were held against their hashes before."""
     counts, arrays = found.counts(found.present - 1, check=False), {}
     for name in coded_columns(found.layouts):
-        stored = {field: checkpoint.read(f"{name}.{field}") for field in layouts[name].stored_tensors()}
-        packed = expand(name, PackedWeight(layouts[name], stored))
+        packed = expand(name, _stored(name, layouts[name], checkpoint))
         grown = packed.grown(with_counts(packed.layout, counts[-1][name]))
         arrays[name] = {field: tensor.numpy() for field, tensor in grown.tensors.items()}
     for level in range(1, found.present):
@@ -83,10 +82,16 @@ def _check_enhancements(
 
 
 def _check_layer(name: str, layout: LayerLayout, checkpoint: Checkpoint) -> None:
-    tensors = {field: checkpoint.read(f"{name}.{field}") for field in layout.stored_tensors()}
-    packed = PackedWeight(layout, tensors)
+    packed = _stored(name, layout, checkpoint)
     validate(name, packed)
     expand(name, packed)
+
+
+def _stored(name: str, layout: LayerLayout, checkpoint: Checkpoint) -> PackedWeight:
+    """A layer as its files have it."""
+    return PackedWeight(
+        layout, {field: checkpoint.read(f"{name}.{field}") for field in layout.stored_tensors()}
+    )
 
 
 def _check_kept(name: str, checkpoint: Checkpoint) -> None:

@@ -278,7 +278,7 @@ def pages_of_window(window: int, tokens: int, page_tokens: int) -> int:
 def free_memory() -> int:
     """Bytes that the system, and each cgroup of the process, can give without swapping."""
     granted = [left for group in cgroups("memory") if (left := _left(group)) is not None]
-    return max(0, min(_free_of_machine(), *granted)) if granted else _free_of_machine()
+    return max(0, min([_free_of_machine(), *granted]))
 
 
 def _free_of_machine() -> int:

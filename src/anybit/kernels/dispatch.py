@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 # Formats with native kernels.
 BOUND = (GroupIntLayout, CodebookLayout, Float16Layout, TwoFourLayout, NestedLayout)
-MOMENT_COLUMNS = (
-    256  # of second moments that are multiplied together: what is below them is what is beside them
-)
+MOMENT_COLUMNS = 256  # of second moments that are multiplied together; those below mirror those beside
 
 
 def info() -> dict[str, Any]:

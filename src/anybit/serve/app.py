@@ -106,7 +106,8 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        state, status, key = self._state, 0, ""
+        state, status = self._state, 0
+        key: str | None = None  # whose it is; None: nobody's who may ask
 
         async def counting(message: Message) -> None:
             nonlocal status
@@ -125,13 +126,14 @@ class Door:
         except ClientDisconnect:
             status = 499  # as nginx counts who left
         except Exception as error:
-            if not isinstance(error, Refused):
+            if refused(error).status == 500:  # all others are what its client got wrong, or too much to do
                 LOG.error("a request has failed", exc_info=error)
             if status == 0:
                 await _error(error)(scope, receive, counting)
         finally:
             state.requests -= 1
-            state.of_keys[key] -= 1
+            if key is not None:
+                state.of_keys[key] -= 1
             path = scope["path"] if scope["path"] in self._paths else "other"
             state.metrics.answers[path, status] += 1
 
@@ -176,19 +178,11 @@ def _post(kind: type[Named], answer: Answer) -> Any:
 
     async def handle(request: Request) -> Response:
         state: State = request.app.state.shared
-        try:
-            served = state.ready()
-            if not isinstance(served, kind):
-                raise Refused(400, f"{served.name} {served.instead}", "wrong_kind_of_model")
-            body = read_json(await _body(request, state.most_bytes))
-            return await answer(served, body, request)
-        except (Refused, ClientDisconnect):
-            raise
-        except Exception as error:
-            found = refused(error)
-            if found.status == 500:
-                LOG.error("a request has failed", exc_info=error)
-            raise found from error
+        served = state.ready()
+        if not isinstance(served, kind):
+            raise Refused(400, f"{served.name} {served.instead}", "wrong_kind_of_model")
+        body = read_json(await _body(request, state.most_bytes))
+        return await answer(served, body, request)
 
     return handle
 

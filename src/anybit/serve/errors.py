@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anybit.config import Json
-from anybit.errors import InputError
+from anybit.errors import InputError, printable
 from anybit.serve.scheduler import Busy
 from anybit.serve.worker import Closing, EngineFault
 
@@ -31,13 +31,11 @@ class Refused(Exception):
 
     def body(self) -> Json:
         kind = "server_error" if self.status >= 500 else KINDS.get(self.status, "invalid_request_error")
-        param = None if self.param is None else _sound(self.param)
-        return {"error": {"message": _sound(self.message), "type": kind, "param": param, "code": self.code}}
-
-
-def _sound(text: str) -> str:
-    """A text that has a form in UTF-8: requests may name halves of surrogate pairs."""
-    return text.encode(errors="backslashreplace").decode()
+        # Requests may name halves of surrogate pairs, which have no form in UTF-8.
+        param = None if self.param is None else printable(self.param)
+        return {
+            "error": {"message": printable(self.message), "type": kind, "param": param, "code": self.code}
+        }
 
 
 class BadField(InputError):
