@@ -15,9 +15,9 @@ constexpr int TOGETHER = 1;
 #endif
 
 // What attention over pages of 16 bits, and over pages of codes, is made of.
-struct OfHalves {
+template <template <int> typename Subtracted> struct OfHalves {
     using Page = HalfPage;
-    template <int COUNT> using Centres = NoCentres<COUNT>;
+    template <int COUNT> using Centres = Subtracted<COUNT>;
     using Weights = FloatWeights;
 };
 template <int BITS> struct OfCodes {
@@ -90,7 +90,8 @@ template <typename Of> void attend_as(const KvPages& kv, const Query* queries, i
 }
 
 void attend(const KvPages& kv, const Query* queries, int64_t count) {
-    if (kv.format.bits == 16) return attend_as<OfHalves>(kv, queries, count);
+    if (kv.format.bits == 16 && kv.centres.others == nullptr) return attend_as<OfHalves<NoCentres>>(kv, queries, count);
+    if (kv.format.bits == 16) return attend_as<OfHalves<CentreScores>>(kv, queries, count);
     if (kv.format.bits == 8) return attend_as<OfCodes<8>>(kv, queries, count);
     return attend_as<OfCodes<4>>(kv, queries, count);
 }

@@ -1,7 +1,7 @@
 // Products of queries and weights with a page of 16 bits.
 #pragma once
 
-#include "engine/attention.h"
+#include "engine/attention_centres.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
@@ -40,14 +40,10 @@ constexpr int WAYS = 2; // sums of one score, which do not wait for each other
 constexpr int WAYS = 1;
 #endif
 
-// Keys of 16 bits have no centres.
-template <int COUNT> struct NoCentres {
-    NoCentres(const KvPages&, const Query*, int64_t, int64_t) {}
-};
-
-// scores [COUNT, PAGE] = keys times queries.
-template <int COUNT>
-inline void multiply_keys(const HalfPage& page, const NoCentres<COUNT>&, int64_t, const Query* queries, float* scores) {
+// scores [COUNT, PAGE] = keys and centres times queries.
+template <int COUNT, typename Centres>
+inline void multiply_keys(const HalfPage& page, const Centres& centres, int64_t p, const Query* queries,
+                          float* scores) {
     Floats sums[WAYS][COUNT][VECTORS] = {};
     const auto add = [&](int64_t i, Floats(&to)[COUNT][VECTORS]) {
         Floats keys[VECTORS];
@@ -62,7 +58,7 @@ inline void multiply_keys(const HalfPage& page, const NoCentres<COUNT>&, int64_t
     for (; i < page.head_size; ++i) add(i, sums[0]);
     for (int k = 0; k < COUNT; ++k)
         for (int v = 0; v < VECTORS; ++v) {
-            Floats sum = sums[0][k][v];
+            Floats sum = sums[0][k][v] + centres.at(p, k, v);
             for (int w = 1; w < WAYS; ++w) sum += sums[w][k][v];
             store(scores + k * PAGE + v * LANES, sum);
         }

@@ -3,7 +3,19 @@
 
 #include "engine/ops.h"
 
+#include <algorithm>
+#include <cmath>
+
 namespace anybit {
+
+// Whether keys with such a bias are to be rounded to 16 bits without it. Numbers from 16 on are rounded by up to 1/128,
+// which changes scores by thousandths; to put a centre back takes as long as to multiply the keys.
+inline bool needs_centre(const float* bias, int64_t n) {
+    constexpr float LARGE = 16;
+    float most = 0;
+    for (int64_t i = 0; i < n; ++i) most = std::max(most, std::abs(bias[i]));
+    return most >= LARGE;
+}
 
 // key -= R(position) centre.
 inline void subtract_centre(const Centres& from, int64_t position, float* key, int64_t n) {

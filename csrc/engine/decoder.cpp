@@ -146,7 +146,7 @@ void Decoder::step(const Step& step, size_t level, KvCache& cache, int threads) 
         refuse("level " + std::to_string(level) + " is none of " + std::to_string(levels_.size()));
     check(step, cache);
     if (step.rows == 0) return;
-    if (cache.format().bits < 16) reach(*std::max_element(step.positions, step.positions + step.rows) / PAGE + 1);
+    reach(*std::max_element(step.positions, step.positions + step.rows) / PAGE + 1);
     const Workspace::Frame frame(memory_);
     Run(*this, levels_[level], step, cache, threads).run();
 }

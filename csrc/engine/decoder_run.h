@@ -201,8 +201,8 @@ private:
             prepare(key, h, block.k_bias, block.k_norm);
             for (int64_t i = 0; i < head_ && !block.v_bias.empty(); ++i)
                 value[i] += block.v_bias[static_cast<size_t>(h * head_ + i)];
+            subtract_centre(centres(block, b, step_.sequences[r], h), position, key, head_);
             if (codes_) {
-                subtract_centre(centres(block, b, step_.sequences[r], h), position, key, head_);
                 ops_.hadamard(key, head_);
                 ops_.hadamard(value, head_);
             }
@@ -213,8 +213,11 @@ private:
     // What is subtracted from a KV head's keys of a sequence.
     Centres centres(const BlockSpec& block, size_t b, int32_t sequence, int64_t h) const {
         Centres made;
-        if (!block.k_bias.empty() && block.k_norm.empty()) made.first = block.k_bias.data() + h * head_;
-        made.others = cache_.centre(pages_of(b, sequence)[0], static_cast<int64_t>(b), h);
+        const float* bias = block.k_bias.empty() || !block.k_norm.empty() ? nullptr : block.k_bias.data() + h * head_;
+        if (codes_) {
+            made.first = bias;
+            made.others = cache_.centre(pages_of(b, sequence)[0], static_cast<int64_t>(b), h);
+        } else if (bias != nullptr && needs_centre(bias, head_)) made.first = made.others = bias;
         if (block.rope < 0) return made;
         const auto rope = static_cast<size_t>(block.rope);
         made.starts = starts_[rope].data();
@@ -257,11 +260,9 @@ private:
         const int64_t left = step_.positions[task.last - 1] + 1 - from;
         for (int64_t p = 0; p <= SPLIT / PAGE; ++p)
             pages[p] = p * PAGE < left ? cache_.page(table[p], static_cast<int64_t>(b), kv_head) : pages[0];
-        KvPages kv{cache_.format(), pages, from, spec_.attention_softcap, {}};
-        if (codes_) {
-            kv.centres = centres(block, b, step_.sequences[task.first], kv_head);
-            if (kv.centres.half > 0) kv.centres.starts += from / PAGE * 2 * kv.centres.half;
-        }
+        KvPages kv{cache_.format(), pages, from, spec_.attention_softcap,
+                   centres(block, b, step_.sequences[task.first], kv_head)};
+        if (kv.centres.half > 0) kv.centres.starts += from / PAGE * 2 * kv.centres.half;
         Query queries[QUERIES];
         int64_t count = 0;
         for (int64_t r = task.first; r < task.last; ++r) {

@@ -80,7 +80,7 @@ struct KvPages {
     const uint8_t* const* pages; // of the positions first, first + PAGE, ...; then that which is read next
     int64_t first;               // a multiple of PAGE
     float softcap;               // scores become softcap * tanh(score / softcap); 0: as they are
-    Centres centres;             // `starts` begins with the page of `first`; of codes only
+    Centres centres;             // `starts` begins with the page of `first`
 };
 
 // All that one instruction set has; made by `make_engine_ops` (ops.cpp), found by `engine_ops` (common/dispatch.h).

@@ -15,14 +15,15 @@ from transformers import AutoModelForCausalLM
 import anybit
 from anybit import Engine
 from anybit.bench import decode, decode_targets, mistralrs_rate, quality, random_model, sources
-from anybit.bench.agreement import agreement, agrees
+from anybit.bench.agreement import agreement, agrees, prompt_of
 from anybit.bench.contenders import InTransformers, LlamaBench, MistralRs, Native, kv_bytes, touched
 from anybit.bench.decode import Plan
 from anybit.bench.others import Used, others, used
 from anybit.bench.picture import plot_decode
+from anybit.calibration.texts import read_text
 from anybit.engine.filler import fill
 from anybit.engine.pages import Held
-from anybit.engine.timing import prompt_seconds, step_seconds
+from anybit.engine.timing import far_apart, prompt_seconds, step_seconds
 from anybit.errors import InputError
 from anybit.formats.layout import code_bits
 from anybit.kernels import cpu
@@ -517,9 +518,18 @@ def test_the_first_token_that_differs_is_found() -> None:
 
     def compare(best: list[int]) -> Json:
         engine: Any = type("", (), {"engine": Fixed(best)})()
-        return agreement(engine, beside, 4.0)
+        return agreement(engine, beside, 4.0, text[:192])
 
     assert compare(text) == {"difference": 0.0, "equal": 64, "gap": None}
     other = text.copy()
     other[192 + 5] ^= 1
     assert compare(other) == {"difference": 1.0, "equal": 5, "gap": 1.0}
+
+
+def test_a_text_is_compared_where_a_tokenizer_reads_it(
+    model_dir: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    found = prompt_of(str(model_dir("llama")), 8)
+    assert found == tokenizer(read_text("builtin-eval"), add_special_tokens=False)["input_ids"][:192]
+    family("llama").save_pretrained(tmp_path / "none")
+    assert prompt_of(str(tmp_path / "none"), 8) == far_apart(192, 8)

@@ -148,7 +148,7 @@ def test_attention_of_every_instruction_set(shape: tuple[int, int, int], kv_bits
         assert np.array_equal(Decoded(model, kv_bits, isa=isa).run(ids, chunk), found)
 
 
-@pytest.mark.parametrize("kv_bits", [8, 4])
+@pytest.mark.parametrize("kv_bits", [16, 8, 4])
 def test_large_biases_of_keys_cost_nothing(kv_bits: int) -> None:
     """They are taken from keys before these are rounded, in the first page and behind it."""
     ids, errors = text(100), []

@@ -7,21 +7,27 @@ from typing import Any
 import numpy as np
 
 from anybit.bench.contenders import InTransformers, Native
+from anybit.calibration.texts import read_text, token_ids
 from anybit.config import Json
 from anybit.engine.timing import far_apart
+from anybit.errors import InputError
+from anybit.loader import load_tokenizer
 
 TOKENS = 256  # whose logits are compared
 GREEDY = 64  # the last of them, which Transformers chose
 
 
-def agreement(engine: Native, beside: InTransformers, bits: float) -> Json:
+def agreement(engine: Native, beside: InTransformers, bits: float, prompt: list[int]) -> Json:
     """How far logits are apart, in their spread (most minus least), and where greedy texts part.
+
+    Args:
+        prompt: as many tokens as `prompt_of` gives.
 
     Returns:
         `difference`, the largest; `equal`, the tokens until the first that the engine would not choose; `gap`, by how
         much the two best logits of Transformers differ there, in the spread (None: all are equal).
     """
-    ids, logits = beside.greedy(bits, far_apart(TOKENS - GREEDY, engine.engine.vocabulary), GREEDY)
+    ids, logits = beside.greedy(bits, prompt, GREEDY)
     found = engine.engine.logits(ids, bits)
     spread = float(logits.max() - logits.min())
     behind = range(TOKENS - GREEDY - 1, TOKENS - 1)
@@ -35,6 +41,18 @@ def agreement(engine: Native, beside: InTransformers, bits: float) -> Json:
         "equal": GREEDY if parts is None else parts - behind[0],
         "gap": gap,
     }
+
+
+def prompt_of(model: str, vocabulary: int) -> list[int]:
+    """The beginning of a text; where the model has no tokenizer, token ids far apart.
+
+    A text, as other tokens can be such that the rounding of float32 alone moves logits by a hundredth.
+    """
+    try:
+        ids: list[int] = token_ids(load_tokenizer(model), read_text("builtin-eval")).tolist()
+    except InputError:
+        ids = far_apart(TOKENS - GREEDY, vocabulary)
+    return ids[: TOKENS - GREEDY]
 
 
 def agrees(found: Json, most: float) -> bool:

@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
-from anybit.bench.agreement import TOKENS, agreement, compared
+from anybit.bench.agreement import TOKENS, agreement, compared, prompt_of
 from anybit.bench.contenders import (
     InTransformers,
     LlamaBench,
@@ -242,7 +242,7 @@ def decode(plan: Plan, out: Path | None = None, report: Silent = SILENT) -> Json
             }
             cell |= {"made_by": made_by, "load_at_start": os.getloadavg()[0], "processors": os.cpu_count()}
             if test == AGREEMENT:
-                cell["contenders"] = _agreement(kept, runners)
+                cell["contenders"] = _agreement(found, kept, runners)
                 advance(plan.rounds)
             elif test == QUALITY:
                 cell["contenders"] = _quality(plan, found, kept, runners)
@@ -326,13 +326,14 @@ def _measure(
     return made
 
 
-def _agreement(kept: list[Contender], runners: _Runners) -> Json:
+def _agreement(found: Source, kept: list[Contender], runners: _Runners) -> Json:
     """The engine beside Transformers, at each width."""
     made = {}
     for bits, (ours, theirs) in compared(kept).items():
         engine, beside = runners.of(ours), runners.of(theirs)
         assert isinstance(engine, Native) and isinstance(beside, InTransformers)
-        made[ours.name] = {**ours.about, **agreement(engine, beside, bits), "others": None}
+        prompt = prompt_of(found.name, engine.engine.vocabulary)
+        made[ours.name] = {**ours.about, **agreement(engine, beside, bits, prompt), "others": None}
     return made
 
 
