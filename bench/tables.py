@@ -79,6 +79,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve-latency": serve.latency,
     "serve-trace": lambda: serve.saturated("serve-trace"),
     "serve-load": lambda: serve.timed("serve-load"),
+    "serve-code": lambda: serve.saturated("serve-code"),
+    "serve-code-load": lambda: serve.timed("serve-code"),
     "serve-drafts": serve.drafts,
     "mutations": security.mutations,
     "kills": security.kills,
