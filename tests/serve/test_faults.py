@@ -77,6 +77,7 @@ LONG = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True, "temperature": 0
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"9999": 1}}, 400, "logit_bias names token 9999", None),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": "x"}}, 400, "numbers from -100", "logit_bias"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 21}, 400, "logprobs is 21", "logprobs"),
+        (COMPLETIONS, {"prompt": "a", "min_tokens": 4}, 400, "min_tokens needs ignore_eos: true", "min_tokens"),
         (COMPLETIONS, {"prompt": "a", "frobnicate": 1}, 400, "is no parameter of this server", "frobnicate"),
         (COMPLETIONS, b'{"prompt":"a","\\ud800":1}', 400, "is no parameter of this server", "\\ud800"),
         (CHAT, b'{"messages":[{"role":"user","content":"a","\\ud800":1}]}', 400, "no parameter", "messages[0].\\ud800"),
@@ -385,7 +386,7 @@ FIELDS = (
     "prompt", "messages", "model", "bits", "latency_target_ms", "n", "max_tokens", "max_completion_tokens", "echo",
     "logprobs", "top_logprobs", "stream", "stream_options", "stop", "seed", "logit_bias", "response_format",
     "guided_json", "guided_regex", "guided_grammar", "guided_choice", "structured_outputs", "tools", "best_of",
-    "suffix", "user", "ignore_eos", *openai.NUMBERS,
+    "suffix", "user", "ignore_eos", "min_tokens", "return_token_ids", "cache_prompt", *openai.NUMBERS,
 )  # fmt: skip
 
 

@@ -77,6 +77,20 @@ def test_a_chat_goes_through_the_template(client: Client, engine: Engine, alone:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_token_ids_stand_beside_texts(client: Client, engine: Engine, path: str) -> None:
+    """As llama-benchy asks for them."""
+    asked = GREEDY | ({"prompt": "one two"} if path == COMPLETIONS else HELLO)
+    asked |= {"return_token_ids": True, "cache_prompt": False, "min_tokens": 12}
+    (choice,) = client.ok(path, asked)["choices"]
+    text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+    assert len(choice["token_ids"]) == 12
+    assert engine.tokenizer.decode(choice["token_ids"], skip_special_tokens=True) == text
+    pieces = [piece for event in client.events(path, asked) for piece in event["choices"]]
+    assert [token for piece in pieces for token in piece.get("token_ids", [])] == choice["token_ids"]
+    assert "token_ids" not in client.ok(path, {**asked, "return_token_ids": False})["choices"][0]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_stream_is_the_whole_in_pieces(client: Client, path: str) -> None:
     asked = {"n": 3, "seed": 5, "temperature": 1, "max_tokens": 20, "ignore_eos": True, "logprobs": 1}
     asked |= {"prompt": "abc"} if path == COMPLETIONS else {**HELLO, "logprobs": True, "top_logprobs": 1}

@@ -26,7 +26,7 @@ MOST_MESSAGES = 4096
 MOST_TOKENS = 2**31 - 1
 TARGETS = (0.01, 60_000.0)  # milliseconds from token to token
 # What clients send that changes nothing of a text.
-INERT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "store")
+INERT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "store", "cache_prompt")
 NUMBERS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
@@ -42,6 +42,7 @@ class Wanted:
     usage: bool = False  # at the end of a stream
     logprobs: bool = False
     echo: bool = False  # the prompt is part of the text
+    token_ids: bool = False  # of what is drawn
 
     @property
     def n(self) -> int:
@@ -71,9 +72,10 @@ def chat(served: Served, body: dict[str, Any], key: str) -> Wanted:
         raise BadField("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
     request = _request(served, fields, key, (top or 0) if logprobs else None)
     stream, usage = _streaming(fields)
+    token_ids = fields.flag("return_token_ids")
     fields.finish()
     request = replace(request, tokens=served.encode_chat(conversation), most=fewer)
-    return Wanted(True, [request], stream, usage, logprobs)
+    return Wanted(True, [request], stream, usage, logprobs, token_ids=token_ids)
 
 
 def completions(served: Served, body: dict[str, Any], key: str) -> Wanted:
@@ -94,6 +96,7 @@ def completions(served: Served, body: dict[str, Any], key: str) -> Wanted:
     request = _request(served, fields, key, top)
     fields.only("best_of", 1, request.n)
     stream, usage = _streaming(fields)
+    token_ids = fields.flag("return_token_ids")
     fields.finish()
     if len(prompts) > 1 and not served.engine.together:
         raise BadField(
@@ -112,7 +115,7 @@ def completions(served: Served, body: dict[str, Any], key: str) -> Wanted:
             "logprobs",
             f"{reported} log-probabilities of prompts: at most {MOST_REPORTED}; ask for fewer at a time",
         )
-    return Wanted(False, requests, stream, usage, top is not None, echo)
+    return Wanted(False, requests, stream, usage, top is not None, echo, token_ids)
 
 
 def _request(served: Served, fields: Fields, key: str, logprobs: int | None) -> Request:
@@ -125,6 +128,9 @@ def _request(served: Served, fields: Fields, key: str, logprobs: int | None) -> 
     if target is not None and bits is not None:
         raise BadField("latency_target_ms", "latency_target_ms chooses the width: leave bits out")
     fields.accept(*INERT)
+    ignores_ends = fields.flag("ignore_eos")
+    if fields.whole("min_tokens", 0, 0, MOST_TOKENS) and not ignores_ends:
+        raise BadField("min_tokens", "min_tokens needs ignore_eos: true, with which no text ends early")
     return Request(
         [],
         n=n,
@@ -132,7 +138,7 @@ def _request(served: Served, fields: Fields, key: str, logprobs: int | None) -> 
         stop=fields.texts("stop", MOST_STOPS, LONGEST_STOP, least=0) or (),
         bits=bits,
         target=None if target is None else target / 1000,
-        ignores_ends=fields.flag("ignore_eos"),
+        ignores_ends=ignores_ends,
         constraint=_constraint(fields, served.constraint),
         key=key,
         speculates=fields.flag("speculate", True),

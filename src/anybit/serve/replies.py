@@ -110,15 +110,25 @@ class Replies:
             else {"text": written.text}
         )
         logprobs = self._logprobs(at, written) if self._wanted.logprobs else None
-        return {"index": at, **body, "logprobs": logprobs, "finish_reason": written.finish}
+        return {
+            "index": at,
+            **body,
+            **self._token_ids(written),
+            "logprobs": logprobs,
+            "finish_reason": written.finish,
+        }
 
     def _chunk(self, at: int, new: Written) -> str:
         logprobs = self._logprobs(at, new) if self._wanted.logprobs and (new.drawn or new.prompt) else None
         body: Json = {"delta": {"content": new.text} if new.text else {}}
         choice = self._piece(at, **(body if self._wanted.chat else {"text": new.text}))
-        choice |= {"logprobs": logprobs, "finish_reason": new.finish}
+        choice |= {**self._token_ids(new), "logprobs": logprobs, "finish_reason": new.finish}
         last = new.finish is not None and self._open == 0
         return self._event([choice], **({"timings": self.timings()} if last else {}))
+
+    def _token_ids(self, written: Written) -> Json:
+        """What was drawn, where that is wanted."""
+        return {"token_ids": [drawn.token for drawn in written.drawn]} if self._wanted.token_ids else {}
 
     def _piece(self, at: int, **body: Any) -> Json:
         return {"index": at, **body, "logprobs": None, "finish_reason": None}
