@@ -59,11 +59,6 @@ class Replies:
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events; an error that comes late is the last of them."""
         try:
-            if self._wanted.chat:
-                opening = {"role": "assistant", "content": ""}
-                yield "".join(
-                    self._event([self._piece(at, delta=opening)]) for at in range(len(self._exchange.jobs))
-                )
             async for heard in self._exchange.progress():
                 if any(progress.prompt for _, progress in heard):  # thousands of log-probabilities
                     yield await self._apart(self._chunks, heard)
@@ -86,6 +81,8 @@ class Replies:
             new.add(progress)
             if at not in self._begun and (new.drawn or new.finish):
                 self._begun.add(at)
+                if self._wanted.chat:  # not before: clients time the first event
+                    events.append(self._event([self._piece(at, delta={"role": "assistant", "content": ""})]))
                 new = self._with_prompt(at, new)
             if new.text or new.drawn or new.prompt or new.finish:
                 self._open -= new.finish is not None
