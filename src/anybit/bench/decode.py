@@ -328,11 +328,10 @@ def _measure(
 
 def _agreement(found: Source, kept: list[Contender], runners: _Runners) -> Json:
     """The engine beside Transformers, at each width."""
-    made = {}
+    made, prompt = {}, prompt_of(found.name, found.config.vocab_size)
     for bits, (ours, theirs) in compared(kept).items():
         engine, beside = runners.of(ours), runners.of(theirs)
         assert isinstance(engine, Native) and isinstance(beside, InTransformers)
-        prompt = prompt_of(found.name, engine.engine.vocabulary)
         made[ours.name] = {**ours.about, **agreement(engine, beside, bits, prompt), "others": None}
     return made
 
