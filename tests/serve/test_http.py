@@ -90,6 +90,15 @@ def test_token_ids_stand_beside_texts(client: Client, engine: Engine, path: str)
     assert "token_ids" not in client.ok(path, {**asked, "return_token_ids": False})["choices"][0]
 
 
+def test_an_answer_opens_with_its_first_token(client: Client) -> None:
+    """Clients time the first event of a stream."""
+    events = client.events(CHAT, {**HELLO, **GREEDY, "n": 3, "temperature": 1})
+    said = [(choice["index"], "role" in choice["delta"]) for event in events for choice in event["choices"]]
+    opened = [at for at, (_, opens) in enumerate(said) if opens]
+    assert sorted(said[at][0] for at in opened) == [0, 1, 2]
+    assert all(said[at + 1] == (said[at][0], False) for at in opened)
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_stream_is_the_whole_in_pieces(client: Client, path: str) -> None:
     asked = {"n": 3, "seed": 5, "temperature": 1, "max_tokens": 20, "ignore_eos": True, "logprobs": 1}
