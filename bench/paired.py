@@ -5,7 +5,7 @@
 Each is held against the first. The criterion is the mean over the widths of the logarithm of the ratio of mean
 divergences, KL(base || artifact) per token, with an interval of 95 % from windows drawn anew (paired bootstrap): below
 0, the change pays. Windows of 1024 tokens are spread over the text behind its first `--skip`, which artifacts may be
-calibrated on. Weights are dequantized and run in bfloat16, which is fast where processors multiply it; the base too.
+calibrated on. Weights are dequantized and run in `--dtype`, the base too.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ LENGTH = 1024  # tokens of a window
 CHUNK = 256  # positions whose logits are alive at a time
 RESAMPLES = 2000
 PARTS = ("all", "layers", "embedding")
+DTYPES = ("bfloat16", "float32")  # the first is the faster one where processors multiply it
 Said = tuple[Tensor, Tensor]  # hidden states and the head that makes logits of them
 
 
@@ -116,10 +117,11 @@ def main() -> None:
     parser.add_argument(
         "--part", choices=PARTS, default="all", help="what is quantized: embedding and head, or the rest"
     )
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
     parser.add_argument("--json", type=Path, help="every figure of every window")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    base = load(args.model, dtype="bfloat16")
+    base = load(args.model, dtype=args.dtype)
     windows = windows_of(load_tokenizer(args.model), read_text(args.text), args.skip, args.windows)
     states, head = said(base, windows)
     known = states, head.clone()

@@ -161,6 +161,17 @@ BoundTile bind_nested(const TileLayout& layout, int64_t r, int64_t c, int64_t ou
         bytes->planes.push_back(fields.of("plane_" + std::to_string(p + 1), WORDS, {counts[p], words}));
     }
     bytes->scales = fields.floats("scales", {r});
+    if (layout.gains) {
+        const auto* gains = fields.of("gains", BYTES, {r}).as<uint8_t>();
+        bytes->gained2.reserve(static_cast<size_t>(r));
+        bytes->gained3.reserve(static_cast<size_t>(r));
+        const auto gain = [](int steps) { return 1.0f + static_cast<float>(steps) / 64; };
+        for (int64_t i = 0; i < r; ++i) {
+            const float scale = bytes->scales[static_cast<size_t>(i)];
+            bytes->gained2.push_back(scale * gain(gains[i] & 15));
+            bytes->gained3.push_back(scale * gain(gains[i] >> 4));
+        }
+    }
     bytes->kinds = fields.bytes("shapes", 4, 1, r);
     for (uint8_t kind : bytes->kinds)
         if (kind >= options.tables->count()) refuse("shapes hold " + std::to_string(kind) + ", which there is not");

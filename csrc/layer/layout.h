@@ -23,6 +23,7 @@ struct TileLayout {
     int64_t narrow = 0;          // two_four: channels of 2 bits
     std::vector<int64_t> counts; // nested: rows of every plane
     int64_t kept = 0;            // nested: channels stored as they are
+    bool gains = false;          // nested: of rows of few bits
 };
 
 struct LayerLayout {

@@ -10,7 +10,8 @@ LookupTile::Span LookupTile::span(int bits, int64_t first, int64_t last) const {
     c.words = (b.coded + 31) / 32;
     for (int p = 0; p < bits; ++p) c.planes[p] = b.planes[static_cast<size_t>(p)].as<uint32_t>() + first * c.words;
     c.kinds = b.kinds.empty() ? nullptr : b.kinds.data() + first;
-    c.row_scales = b.scales.empty() ? nullptr : b.scales.data() + first;
+    const std::vector<float>& scales = b.scales_at(bits);
+    c.row_scales = scales.empty() ? nullptr : scales.data() + first;
     c.out_rows = out_rows_.given() ? out_rows_.data() + first : nullptr;
     c.bits = bits;
     c.rows = last - first;

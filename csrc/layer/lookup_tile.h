@@ -22,7 +22,14 @@ struct LookupBytes {
     Array kept;                 // float16 [rows, channels]; none: no shape
     std::vector<uint8_t> kinds; // nested: [rows]
     std::vector<float> scales;  // nested: [rows]
+    // Nested, with gains: scales times those of 1 and 2 bits, and of 3. Or nothing.
+    std::vector<float> gained2, gained3;
     OutRows out_rows;
+
+    const std::vector<float>& scales_at(int bits) const {
+        const std::vector<float>& gained = bits < 3 ? gained2 : gained3;
+        return bits > 3 || gained.empty() ? scales : gained;
+    }
 };
 
 class LookupTile final : public Tile {

@@ -29,6 +29,7 @@ BITS = range(1, 9)
 
 
 def random_tile(r: int, c: int, k: int, counts: tuple[int, ...], seed: int = 0) -> Nested:
+    """With gains, but for a matrix of one row."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.zeros(r, c - k, dtype=torch.uint8)
     for bits, first, last in Nested.spans(counts):
@@ -42,6 +43,7 @@ def random_tile(r: int, c: int, k: int, counts: tuple[int, ...], seed: int = 0) 
         codes,
         torch.randperm(c, generator=generator)[:k].sort().values,
         torch.randn(r, k, generator=generator).half(),
+        torch.randint(0, 256, (r,), generator=generator, dtype=torch.uint8) if r > 1 else None,
     )
 
 
@@ -115,6 +117,13 @@ def test_golden_bytes() -> None:
         [[narrow[3], -1.0, narrow[0], narrow[1]], [2 * wide[0], 0.5, 2 * wide[7], 2 * wide[4]]]
     )
     assert torch.equal(tile.dequantize(), expected)
+    gained = replace(tile, gains=torch.tensor([0x35, 0x24], dtype=torch.uint8))
+    packed = pack(QuantizedWeight((2, 4), (gained,)))
+    assert packed.layout.to_json()["tiles"][0]["gains"] is True
+    assert packed.tensors["gains"].tolist() == [0x35, 0x24]
+    gain = torch.tensor([[1 + 4 / 64], [1 + 3 / 64]])  # of the first output row at 2 bits, of the second at 3
+    expected[:, [0, 2, 3]] *= gain
+    assert torch.equal(gained.dequantize(), expected)
 
 
 SHAPES: list[tuple[int, int, int, tuple[int, ...]]] = [
@@ -143,7 +152,7 @@ def test_fewer_planes_are_the_beginning_of_more(shape: tuple[int, int, int, tupl
     tile = random_tile(*shape)
     packed = pack(QuantizedWeight(shape[:2], (tile,)))
     fewer = tuple(m for p, n in enumerate(shape[3]) if (m := n // 2 if p > 1 else n))
-    layout = replace(packed.layout, tiles=(NestedLayout.of(fewer, shape[2]),))
+    layout = replace(packed.layout, tiles=(NestedLayout.of(fewer, shape[2], gains=True),))
     narrow = packed.prefix(layout)
     validate("layer", narrow)
     widths = torch.zeros(shape[0], dtype=torch.uint8)
@@ -171,6 +180,9 @@ def change(packed: PackedWeight, tile: dict[str, Any] | None = None, **tensors: 
         ({"counts": [33, 33, 20, 9.0]}, {}, "not ascend"),
         ({"bits": 3}, {}, "average width"),
         ({"kept": -1}, {}, "not a number"),
+        ({"gains": 1}, {}, "neither true nor false"),
+        ({"gains": False}, {}, "gains is no tensor of this layer"),
+        ({}, {"gains": torch.zeros(32, dtype=torch.uint8)}, "expected"),
         ({"rows": 33}, {}, "whole matrix"),
         ({"counts": [30, 30], "bits": 2}, {}, "do not fit the matrix"),
         ({}, {"order": torch.zeros(33, dtype=torch.int16).view(torch.uint16)}, "each of 33 output rows once"),

@@ -142,7 +142,7 @@ def random_layout(rng: Random) -> LayerLayout:
     tiles: list[TileLayout]
     if kind == "nested":
         counts = sorted((rng.randint(1, out) for _ in range(rng.randrange(8))), reverse=True)
-        tiles = [NestedLayout.of([out, *counts], rng.choice((0, rng.randrange(columns))))]
+        tiles = [NestedLayout.of([out, *counts], rng.choice((0, rng.randrange(columns))), rng.random() < 0.5)]
     elif kind == "two_four":
         blocks = -(-columns // 16)
         columns, size = blocks * 16, rng.choice((8, 16))

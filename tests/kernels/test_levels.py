@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,7 +46,8 @@ def codebook(table_bits: int) -> PackedWeight:
 def levels_of(weight: PackedWeight) -> list[LayerLayout]:
     (tile,) = weight.layout.tiles
     if isinstance(tile, NestedLayout):
-        return [LayerLayout(weight.layout.shape, (NestedLayout.of(counts, tile.kept),)) for counts in LEVELS]
+        cut = [NestedLayout.of(counts, tile.kept, tile.gains) for counts in LEVELS]
+        return [replace(weight.layout, tiles=(of_level,)) for of_level in cut]
     return [weight.layout.at_width(width) for width in weight.layout.widths]
 
 
@@ -75,7 +77,7 @@ def test_a_level_is_a_layer_of_the_same_beginnings(kind: str, isa: str) -> None:
 def test_levels_beyond_what_is_stored_are_refused(counts: tuple[int, ...]) -> None:
     weight = nested()
     layer = Layer(weight.layout, weight.tensors)
-    tile = NestedLayout(bits=1, counts=counts, kept=0)
+    tile = NestedLayout(bits=1, counts=counts, kept=0, gains=True)
     with pytest.raises(ValueError, match="counts of planes"):
         layer.at(LayerLayout((70, 300), (tile,)))
 
@@ -119,4 +121,6 @@ def test_a_level_is_the_layers_own_layout_but_for_its_width(change: dict[str, An
 def test_a_level_keeps_as_many_channels_as_its_layer() -> None:
     weight = nested(5)
     with pytest.raises(ValueError, match="another number of kept channels than its layer: 4, expected 5"):
-        Layer(weight.layout, weight.tensors).at(LayerLayout((70, 300), (NestedLayout.of((70,), 4),)))
+        Layer(weight.layout, weight.tensors).at(LayerLayout((70, 300), (NestedLayout.of((70,), 4, True),)))
+    with pytest.raises(ValueError, match="another gains than its layer: 0, expected 1"):
+        Layer(weight.layout, weight.tensors).at(LayerLayout((70, 300), (NestedLayout.of((70,), 5),)))

@@ -44,9 +44,10 @@ def weight_of(tile: Nested) -> Tensor:
     dense = tile.dequantize().double()
     coded = Nested.coded(dense.shape[1], tile.kept)
     for bits, first, last in Nested.spans(tile.counts):
+        scales = Nested.scales_at(tile.scales, tile.gains, bits)
         for i in range(first, last):
             entries = rounded_table(bits)[tile.shapes[i].long()][tile.codes[i].long()]
-            dense[tile.order[i], coded] = entries.double() * float(tile.scales[i])
+            dense[tile.order[i], coded] = entries.double() * float(scales[i])
     return dense
 
 
@@ -199,7 +200,7 @@ def test_levels_and_other_precision() -> None:
     """Fewer planes of the same layer, and a layer that is exact again."""
     _, packed = case(40, 130, 2, [8, 8, 8, 4, 2], 3)
     x = torch.randn(2, 130, generator=torch.Generator().manual_seed(2))
-    fewer = NestedLayout.of((40, 40, 30, 10), 2)
+    fewer = NestedLayout.of((40, 40, 30, 10), 2, gains=True)
     fast = BoundWeight(packed, "int8")
     level = fast.at(LayerLayout((40, 130), (fewer,)))
     alone = BoundWeight(packed.prefix(LayerLayout((40, 130), (fewer,))), "int8")

@@ -257,7 +257,7 @@ def test_every_pass_of_descent_lowers_the_objective(rows: int, columns: int) -> 
     weight, stats = problem(rows, columns)
     found = []
     for passes in (0, 1, 2, 4):
-        spec = builders.layer_spec(kept_channels=0.02, descent=passes)
+        spec = builders.layer_spec(kept_channels=0.02, descent=passes, gains=False)
         made = compress(weight, stats, spec)
         losses = torch.empty(rows, 8)
         losses[made.tile.order] = made.losses
@@ -269,15 +269,22 @@ def test_every_pass_of_descent_lowers_the_objective(rows: int, columns: int) -> 
 
 @needs_native
 @pytest.mark.parametrize(
-    ("rows", "columns", "kept"), [(24, 40, 0.0), (9, 200, 0.05), (3, 1, 0.0), (16, 300, 0.02)]
+    ("rows", "columns", "kept", "gains"),
+    [
+        (24, 40, 0.0, True),
+        (9, 200, 0.05, True),
+        (9, 200, 0.05, False),
+        (3, 1, 0.0, True),
+        (16, 300, 0.02, True),
+    ],
 )
-def test_losses_are_those_of_the_stored_codes(rows: int, columns: int, kept: float) -> None:
-    """`sum_j e_j^2` of GPTQ's scaled errors, and what descent takes off, is `D H D^T` with the damped Hessian; rows are
-    then brought nearer to each other."""
+def test_losses_are_those_of_the_stored_codes(rows: int, columns: int, kept: float, gains: bool) -> None:
+    """`sum_j e_j^2` of GPTQ's scaled errors, and what descent takes off and gains change, is `D H D^T` with the damped
+    Hessian; rows are then brought nearer to each other."""
     weight, stats = problem(rows, columns)
     assert stats.hessian is not None
     worth = torch.rand(rows, generator=torch.Generator().manual_seed(3)) + 0.1
-    made = compress(weight, stats, builders.layer_spec(kept_channels=kept), worth)
+    made = compress(weight, stats, builders.layer_spec(kept_channels=kept, gains=gains), worth)
     damped = stats.hessian + 0.01 * stats.hessian.diagonal().mean() * torch.eye(columns)
     for bits in BITS:
         tile = replace(made.tile, counts=(rows,) * bits, codes=made.tile.codes >> (8 - bits))
@@ -287,6 +294,32 @@ def test_losses_are_those_of_the_stored_codes(rows: int, columns: int, kept: flo
         nearer = expected**nested_codes.TRUST  # rows of a layer, whose sum stays
         expected = nearer * (expected.sum() / nearer.sum())
         torch.testing.assert_close(made.losses[:, bits - 1], expected, rtol=1e-3, atol=1e-9)
+
+
+@needs_native
+def test_gains_make_up_for_half_of_what_is_missing() -> None:
+    """Of an output `y` a row gives `s y` and an error that does not go with it: with its gain, `sqrt(s) y`."""
+    weight, stats = problem(24, 200)
+    assert stats.hessian is not None
+    weight[5] = 0
+    without, made = (compress(weight, stats, builders.layer_spec(gains=g)).tile for g in (False, True))
+    assert without.gains is None and made.gains is not None
+    damped = stats.hessian + 0.01 * stats.hessian.diagonal().mean() * torch.eye(200)
+    coded = Nested.coded(200, made.kept)
+    heard = weight[:, coded] @ damped[coded][:, coded]
+    energy = (heard * weight[:, coded]).sum(1)
+
+    def slopes(tile: Nested, bits: int) -> Tensor:
+        cut = replace(tile, counts=(24,) * bits, codes=tile.codes >> (8 - bits))
+        return (cut.dequantize()[:, coded] * heard).sum(1) / energy
+
+    live = torch.arange(24) != 5
+    for bits in (2, 3):
+        before, after = slopes(without, bits)[live], slopes(made, bits)[live]
+        assert (before < 1).all() and float(before.min()) < {2: 0.95, 3: 0.99}[bits]
+        torch.testing.assert_close(after, before.sqrt(), rtol=0, atol=0.6 / 64)
+    assert torch.equal(slopes(made, 4)[live], slopes(without, 4)[live])
+    assert not made.dequantize()[5].any()
 
 
 def test_rows_come_nearer_to_their_layer() -> None:
@@ -357,5 +390,5 @@ def test_the_planned_layout_has_the_average_width() -> None:
     for bits, counts in ((2, [48, 48]), (3.5, [48, 48, 48, 24]), (8, [48] * 8)):
         spec = builders.layer_spec(bits, kept_channels=1 / 128)
         layout = nested_codes.layout(spec, (48, 256))
-        assert layout.tiles == (NestedLayout.of(counts, 2),)
+        assert layout.tiles == (NestedLayout.of(counts, 2, gains=True),)
         assert layout.stored_tensors()["plane_1"][1] == (48, 8)

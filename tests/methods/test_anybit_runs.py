@@ -79,11 +79,11 @@ def test_blocks_are_calibrated_behind_quantized_ones(
         steps = ordering.order(losses, {n: c - kept[n] for n, c in columns.items()})
         for name, counts in steps.counts(steps.upto(2.5)).items():
             shape = (len(losses[name]), columns[name])
-            tensors = {f: stored[f"{name}.{f}"] for f in ("order", "scales", "shapes")}
+            tensors = {f: stored[f"{name}.{f}"] for f in ("order", "scales", "shapes", "gains")}
             if kept[name]:
                 tensors |= {f: stored[f"{name}.{f}"] for f in ("kept", "kept_values")}
             planes = {f"plane_{p}": stored[f"{name}.plane_{p}"][:n] for p, n in enumerate(counts, 1)}
-            tile = NestedLayout.of(counts, kept[name])
+            tile = NestedLayout.of(counts, kept[name], gains=True)
             dense = tile.read(tensors | planes, *shape).dequantize()
             model.get_submodule(name).weight.data.copy_(dense)
     inputs: list[Tensor] = []

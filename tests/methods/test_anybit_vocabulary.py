@@ -291,4 +291,4 @@ def test_rows_that_count_get_more_planes() -> None:
         errors[:, tile.kept] = 0
         expected = nested_codes.VOCABULARY_FACTOR * cost.of(errors, slice(0, 64))[tile.order]
         torch.testing.assert_close(made.losses[:, bits - 1], expected, rtol=1e-3, atol=1e-9)
-    assert pack(made).layout == nested_codes.layout(builders.options("anybit").layer_spec(), (64, 32))
+    assert pack(made).layout == METHODS["anybit"].embedding_layout(builders.options("anybit"), (64, 32))

@@ -161,7 +161,7 @@ def test_the_model_is_the_one_that_is_stored(model_dir: Callable[[str], Path], t
                 scales=tensors[f"{name}.scales"],
                 kept_values=tensors[f"{name}.kept_values"],
             )
-            layout = NestedLayout.of(counts[name], len(tile.kept))
+            layout = NestedLayout.of(counts[name], len(tile.kept), tile.gains is not None)
             r, c = len(tile.order), tile.codes.shape[1] + len(tile.kept)
             whole = tile.tensors()
             planes = {f"plane_{p}": whole[f"plane_{p}"][:n] for p, n in enumerate(counts[name], 1)}

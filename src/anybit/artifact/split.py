@@ -160,7 +160,7 @@ def written_planes(
 
     Args:
         writer: of the run.
-        layouts: of all layers, and of embeddings; of nested ones only the kept channels matter.
+        layouts: of all layers, and of embeddings; of nested ones only kept channels and gains matter.
         tuned: tensors that are to stand in the place of those in the files, by name.
     """
     with ExitStack() as stack:
@@ -178,7 +178,7 @@ def split(
 
     Args:
         writer: all of whose shards are finished, with the losses of every nested layer.
-        layouts: of all layers, and of embeddings; of nested ones only the kept channels matter.
+        layouts: of all layers, and of embeddings; of nested ones only kept channels and gains matter.
         cut: how far.
         tuned: tensors that stand in the place of those that the run has written, by name.
     """

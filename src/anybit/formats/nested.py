@@ -23,6 +23,8 @@ from anybit.lazy import Tensor, torch
 
 CODED_PLANES = range(2, 5)  # that files may hold entropy-coded: the first is a sign, those below are noise
 MAX_CODED = 1 << 40  # bytes of a stream
+GAIN_BITS = 3  # widths up to this have gains; 1 and 2 bits share one
+GAIN_STEP = 1 / 64  # of a gain, which is 1 and up to 15 steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +35,14 @@ class NestedLayout(TileLayout):
 
     counts: tuple[int, ...]  # rows of every plane, above 0 and not ascending
     kept: int  # input channels that are stored as they are
+    gains: bool = False  # whether rows of few bits are multiplied by a gain
     coded_bytes: int | None = None  # of the stream in place of `CODED_PLANES`; None: they are as in memory
 
     @staticmethod
-    def of(counts: Sequence[int], kept: int) -> NestedLayout:
+    def of(counts: Sequence[int], kept: int, gains: bool = False) -> NestedLayout:
         bits = sum(counts) / counts[0]
-        return NestedLayout(bits=int(bits) if bits.is_integer() else bits, counts=tuple(counts), kept=kept)
+        exact = int(bits) if bits.is_integer() else bits
+        return NestedLayout(bits=exact, counts=tuple(counts), kept=kept, gains=gains)
 
     def coded(self, c: int) -> int:
         return c - self.kept
@@ -49,6 +53,8 @@ class NestedLayout(TileLayout):
             "scales": (Dtype.F16, (r,)),
             "shapes": (Dtype.U8, (row_bytes(r, 4, 1),)),
         }
+        if self.gains:
+            fields["gains"] = (Dtype.U8, (r,))
         if self.kept:
             fields["kept"] = (index_type(c), (self.kept,))
             fields["kept_values"] = (Dtype.F16, (r, self.kept))
@@ -73,8 +79,9 @@ class NestedLayout(TileLayout):
         order, kinds, scales, kept = self.read_grid(tensors, r)
         none = torch.zeros(r, 0, dtype=torch.float16, device=device)
         return Nested(
-            self.counts, order, scales, kinds, codes, kept, tensors["kept_values"] if self.kept else none
-        )
+            self.counts, order, scales, kinds, codes, kept, tensors["kept_values"] if self.kept else none,
+            tensors.get("gains"),
+        )  # fmt: skip
 
     def read_grid(self, tensors: Mapping[str, Tensor], r: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What there is beside codes and values: order int64, shapes uint8, scales float16 [r], kept int64 [k]."""
@@ -95,6 +102,8 @@ class NestedLayout(TileLayout):
             refuse(f"average width {self.bits!r} is not that of the counts {list(counts)!r}")
         if not is_int(self.kept, 0, 2**31 - 1):
             refuse(f"{self.kept!r} kept channels are not a number of them")
+        if not isinstance(self.gains, bool):
+            refuse(f"gains {self.gains!r} is neither true nor false")
         if self.coded_bytes is not None and not is_int(self.coded_bytes, 1, MAX_CODED):
             refuse(f"{self.coded_bytes!r} bytes of coded planes are not a number of them")
         if counts[0] != r or self.kept >= c:
@@ -119,8 +128,8 @@ class Nested:
 
     Rows are stored in order of falling sensitivity, so that no row is wider than the one before: the plane of bit p
     (the most significant is 1) holds the first `counts[p - 1]` rows, and a matrix of fewer bits is made of the
-    beginnings of the same planes. A weight is its row's scale times an entry of the row's shape (`shapes`), but for
-    some input channels, which are kept as they are.
+    beginnings of the same planes. A weight is its row's scale times an entry of the row's shape (`shapes`), and at 1 to
+    3 bits times the row's gain, but for some input channels, which are kept as they are.
     """
 
     counts: tuple[int, ...]  # rows of every plane, above 0 and not ascending; the first is r
@@ -130,6 +139,7 @@ class Nested:
     codes: Tensor  # uint8 [r, c - k], natural order without the kept channels; a row's code at its own width
     kept: Tensor  # int64 [k], ascending input channels
     kept_values: Tensor  # float16 [r, k]
+    gains: Tensor | None = None  # uint8 [r]: steps of the gain at 3 bits times 16, and of that at 1 and 2
 
     rows: ClassVar = None
     cols: ClassVar = None
@@ -144,13 +154,20 @@ class Nested:
         ends = [*counts, 0]
         return [(b, ends[b], ends[b - 1]) for b in range(len(counts), 0, -1) if ends[b] < ends[b - 1]]
 
+    @staticmethod
+    def scales_at(scales: Tensor, gains: Tensor | None, bits: int) -> Tensor:
+        """What tables of a width are multiplied by, float32 [r]: the scales, times the gains where there are any."""
+        if gains is None or bits > GAIN_BITS:
+            return scales.float()
+        return scales.float() * (1 + GAIN_STEP * (gains >> 4 if bits == GAIN_BITS else gains & 15))
+
     def dequantize(self) -> Tensor:
         """The matrix [r, c], float32."""
         k, device = len(self.kept), self.codes.device
         stored = torch.empty(self.codes.shape, device=device)
         for bits, first, last in self.spans(self.counts):
             of_rows = shapes.table(bits).to(device)[self.shapes[first:last].long()]
-            entries = of_rows * self.scales[first:last, None].float()
+            entries = of_rows * self.scales_at(self.scales, self.gains, bits)[first:last, None]
             stored[first:last] = entries.gather(1, self.codes[first:last].long())
         dense = torch.empty(len(self.order), self.codes.shape[1] + k, device=device)
         dense[self.order[:, None], self.coded(k + self.codes.shape[1], self.kept)] = stored
@@ -165,7 +182,7 @@ class Nested:
         return mask.nonzero()[:, 0]
 
     def layout(self) -> NestedLayout:
-        return NestedLayout.of(self.counts, len(self.kept))
+        return NestedLayout.of(self.counts, len(self.kept), self.gains is not None)
 
     def tensors(self) -> dict[str, Tensor]:
         r = len(self.order)
@@ -174,6 +191,8 @@ class Nested:
             "scales": self.scales,
             "shapes": pack_bits(self.shapes[None], 4, 1)[0],
         }
+        if self.gains is not None:
+            fields["gains"] = self.gains
         if len(self.kept):
             fields["kept"] = index(self.kept, self.codes.shape[1] + len(self.kept))
             fields["kept_values"] = self.kept_values

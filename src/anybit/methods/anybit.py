@@ -113,6 +113,10 @@ class AnyBit(Sequential, Damped):
         flag="--tune",
     )  # fmt: skip
     kept_channels: float = option(1 / 128, "Share of input channels kept in 16 bits.", layer=True, **SHARE)
+    gains: bool = option(
+        True, "A byte for every row of the layers, by which its outputs are larger at 2 and at 3 bits.",
+        layer=True, flag="--gains/--no-gains",
+    )  # fmt: skip
     whole_layers: bool = option(
         False, "One width for a whole layer, the same for q, k and v and for gate and up, instead of one per row.",
         flag="--whole-layers/--rows",
@@ -169,8 +173,8 @@ def embedding_layout(options: AnyBit, shape: tuple[int, int]) -> LayerLayout:
     """All planes of all rows; which are read at which size, the order of all planes says."""
     from anybit.methods import nested_codes
 
-    spec = options.layer_spec()
-    return nested_codes.layout(LayerSpec(options, (replace(spec.tiles[0], bits=BITS),)), shape)
+    spec = replace(options, gains=False).layer_spec()
+    return nested_codes.layout(replace(spec, tiles=(replace(spec.tiles[0], bits=BITS),)), shape)
 
 
 def embed(weight: Tensor, cost: VocabularyCost, options: AnyBit) -> QuantizedWeight:

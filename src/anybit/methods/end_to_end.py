@@ -91,6 +91,7 @@ class _Matrix:
         r, k = tile.kept_values.shape
         self.name, self.order, self.kept_columns = name, tile.order.to(device), tile.kept.to(device)
         self.scales, self.values = tile.scales.to(device).float(), tile.kept_values.to(device).float()
+        self._gains = None if tile.gains is None else tile.gains.to(device)
         self.kept_size = _size(self.values)
         self.of_scales, self.of_kept = slice(rows, rows + r), slice(values, values + r * k)
         codes = tile.codes.new_zeros(r, tile.codes.shape[1] + k)  # of 8 bits, rows as they are put out
@@ -101,8 +102,10 @@ class _Matrix:
     def write(self, counts: Sequence[int], scales: Tensor, kept_values: Tensor, weight: Tensor) -> None:
         """Let `weight` [r, c] be the matrix with so many rows of every plane."""
         widths = torch.zeros_like(self._shapes)
+        multiplied = scales.to(torch.float32, copy=True)
         for bits, first, last in Nested.spans(counts):
             widths[first:last] = bits
+            multiplied[first:last] = Nested.scales_at(scales, self._gains, bits)[first:last]
         begins = self._shapes * self._tables.shape[1] + 2**widths - 2  # of a row's table among all
         stored = self.order.argsort()  # number of each row that is put out, as it is stored
         step = max(1, CHUNK // self._codes.shape[1])
@@ -111,7 +114,7 @@ class _Matrix:
             index = (self._codes[rows] >> (8 - widths[own, None]).to(torch.uint8)).to(torch.int32)
             index += begins[own, None]
             made = self._tables.flatten().index_select(0, index.flatten()).view(index.shape)
-            made *= scales[own, None].float()
+            made *= multiplied[own, None]
             made[:, self.kept_columns] = kept_values[own].float()
             weight[rows] = made
 

@@ -28,6 +28,7 @@ from anybit.formats import Nested, NestedLayout
 from anybit.formats import tables as shapes
 from anybit.formats.base import to_half
 from anybit.formats.layout import LayerLayout
+from anybit.formats.nested import GAIN_BITS, GAIN_STEP
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels import cpu, dispatch
 from anybit.methods import grid
@@ -41,6 +42,8 @@ DEVICE_CHUNK = (
 FIT_BITS = 3  # width at which a row's shape and scale are fitted
 LEAST = 0.03  # what errors far from the tuned width count: all planes must come close to the weights
 VOCABULARY_FACTOR = 1.5  # errors of embedding and head count so much more than is estimated (docs/log.md)
+GAIN = 0.5  # power of what is missing of a row's outputs, by which its gain makes up for it (docs/log.md)
+MOST_MISSING = 0.5  # more than a gain can make up for
 RANKED = slice(1, 5)  # widths 2 to 5, whose losses rank rows
 TRUST = 0.75  # power of the losses of a layer's rows: other texts differ from the few tokens that they are known from
 
@@ -50,7 +53,7 @@ def layout(spec: LayerSpec[AnyBit], shape: tuple[int, int]) -> LayerLayout:
     bits = spec.tiles[0].bits
     some = round((bits - int(bits)) * shape[0])
     counts = [shape[0]] * int(bits) + ([some] if some else [])
-    return LayerLayout(shape, (NestedLayout.of(counts, kept_channels(spec, shape[1])),))
+    return LayerLayout(shape, (NestedLayout.of(counts, kept_channels(spec, shape[1]), spec.options.gains),))
 
 
 def kept_channels(spec: LayerSpec[AnyBit], in_features: int) -> int:
@@ -75,7 +78,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec[AnyBit])
     Args:
         weight: float32 [out, in]; not changed.
         stats: with the Hessian [in, in] of the layer's inputs, and what ranks rows (`LinearStats.outputs`).
-        spec: `kept_channels`, `tune_for`, `damp`, `descent`.
+        spec: `kept_channels`, `tune_for`, `damp`, `descent`, `gains`.
 
     Returns:
         the weight, with the `losses` of every stored row at widths 1 to 8.
@@ -103,7 +106,7 @@ def quantize_vocabulary(weight: Tensor, cost: VocabularyCost, options: AnyBit) -
     Raises:
         InputError: see `quantize`.
     """
-    made = _made(weight, cost.hessian().to(weight.device), options.layer_spec())
+    made = _made(weight, cost.hessian().to(weight.device), options.layer_spec().but(gains=False))
     losses = torch.empty_like(made.losses)
     for rows in _row_slices(weight, made.codes.shape[1]):
         own, errors = weight[rows][:, made.coded], torch.zeros_like(weight[rows])  # kept channels have none
@@ -123,6 +126,7 @@ class _Made:
     coded: Tensor  # int64 [n] channels that have codes
     kept: Tensor  # int64 [k] others
     kept_values: Tensor  # float16 [out, k]
+    gains: Tensor | None  # uint8 [out], see `formats.Nested`
 
     def weight(self, losses: Tensor) -> QuantizedWeight:
         """The stored matrix, of rows that cost float32 [out, 8]."""
@@ -131,7 +135,10 @@ class _Made:
         grids, codes = self.grids, self.codes[order]
         counts = (len(order),) * BITS
         scales = to_half(grids.scales)[order]
-        tile = Nested(counts, order, scales, grids.kinds[order], codes, self.kept, self.kept_values[order])
+        gains = None if self.gains is None else self.gains[order]
+        tile = Nested(
+            counts, order, scales, grids.kinds[order], codes, self.kept, self.kept_values[order], gains
+        )
         shape = (len(order), len(self.coded) + len(self.kept))
         return QuantizedWeight(shape, (tile,), losses=losses[order])
 
@@ -153,6 +160,7 @@ def _made(weight: Tensor, hessian: Tensor, spec: LayerSpec[AnyBit]) -> _Made:
     codes = weight.new_empty(len(weight), len(coded), dtype=torch.uint8)
     losses = weight.new_empty(len(weight), BITS)
     kinds, scales = codes.new_empty(len(weight)), weight.new_empty(len(weight))
+    steps = codes.new_zeros(len(weight)) if spec.options.gains else None
     tables = shapes.tables().to(weight.device)
     for rows in _row_slices(weight, len(coded)):
         work = grid.without_dead(weight[rows], diagonal)[:, columns]
@@ -162,8 +170,10 @@ def _made(weight: Tensor, hessian: Tensor, spec: LayerSpec[AnyBit]) -> _Made:
         of_row = weights.to(weight.device).repeat(len(work), 1)
         part, losses[rows] = _sweep(work, factor, grids, of_row)
         _descend(work, within, grids, of_row, part, losses[rows], spec.options.descent or 0)
+        if steps is not None:
+            steps[rows] = _gains(work, within, grids, part, losses[rows])
         codes[rows, processed] = part
-    return _Made(codes, losses, _Grids(kinds, scales, tables), coded, kept, to_half(weight[:, kept]))
+    return _Made(codes, losses, _Grids(kinds, scales, tables), coded, kept, to_half(weight[:, kept]), steps)
 
 
 def _row_slices(weight: Tensor, columns: int) -> Iterator[slice]:
@@ -274,6 +284,25 @@ def _descend(
                 slopes, hessian[a:b, a:b], work[:, a:b], grids.tables, grids.kinds, grids.scales, weights,
                 codes[:, a:b], errors[:, :, a:b], losses,
             )  # fmt: skip
+
+
+def _gains(work: Tensor, hessian: Tensor, grids: _Grids, codes: Tensor, losses: Tensor) -> Tensor:
+    """Gains of rows of few bits, uint8 [r] as they are stored; the losses [r, 8] become those with them.
+
+    Codes that err least give less than they should: of an output `y` a row gives `s y`, and an error that does not go
+    with `y`. What is missing is missing in every layer and adds up along the model, while errors differ in sign. A
+    gain of `s^(-1/2)` stands between the least error and an output that is right on average.
+    """
+    heard = work @ hessian
+    energy = (heard * work).sum(1, keepdim=True)  # W H W^T
+    widths = range(1, GAIN_BITS + 1)
+    common = torch.stack([(heard * grids.values(codes, bits)).sum(1) for bits in widths], 1)  # Q H W^T
+    missing = ((energy - common[:, 1:]) / energy.clamp(min=1e-30)).clamp(0, MOST_MISSING)
+    steps = (((1 - missing) ** -GAIN - 1) / GAIN_STEP).round().clamp(max=15)  # [r, 2]: of 2 bits, and of 3
+    gain = 1 + GAIN_STEP * torch.cat([steps[:, :1], steps], 1)
+    own = losses[:, :GAIN_BITS] + 2 * common - energy  # Q H Q^T
+    losses[:, :GAIN_BITS] += (gain - 1) * ((gain + 1) * own - 2 * common)
+    return (16 * steps[:, 1] + steps[:, 0]).to(torch.uint8)
 
 
 def _blocks(columns: int) -> Iterator[tuple[int, int]]:

@@ -124,6 +124,7 @@ class NestedKernel:
         self, counts: tuple[int, ...], fields: Mapping[str, Tensor], small: tuple[Tensor, ...], c: int
     ) -> None:
         self._order, self._kinds, self._scales, kept = small
+        self._gains = fields.get("gains")
         self.c, self._stored, self._kept = c, counts, kept
         self._coded = formats.Nested.coded(c, kept) if len(kept) else None
         coded = c - len(kept)
@@ -152,7 +153,7 @@ class NestedKernel:
                 self.c - len(self._kept),
                 self._order[first:last].int(),
                 self._kinds[first:last],
-                self._scales[first:last].float(),
+                formats.Nested.scales_at(self._scales, self._gains, bits)[first:last],
             )
             for bits, first, last in formats.Nested.spans(counts)
         ]
