@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu
 from anybit.kernels.cpu_layer import Layer
+from anybit.methods.ordering import with_counts
 from tests.formats.test_nested import random_tile
 
 if not cpu.available():
@@ -46,8 +46,7 @@ def codebook(table_bits: int) -> PackedWeight:
 def levels_of(weight: PackedWeight) -> list[LayerLayout]:
     (tile,) = weight.layout.tiles
     if isinstance(tile, NestedLayout):
-        cut = [NestedLayout.of(counts, tile.kept, tile.gains) for counts in LEVELS]
-        return [replace(weight.layout, tiles=(of_level,)) for of_level in cut]
+        return [with_counts(weight.layout, counts) for counts in LEVELS]
     return [weight.layout.at_width(width) for width in weight.layout.widths]
 
 

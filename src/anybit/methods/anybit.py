@@ -173,7 +173,7 @@ def embedding_layout(options: AnyBit, shape: tuple[int, int]) -> LayerLayout:
     """All planes of all rows; which are read at which size, the order of all planes says."""
     from anybit.methods import nested_codes
 
-    spec = replace(options, gains=False).layer_spec()
+    spec = options.layer_spec().but(gains=False)
     return nested_codes.layout(replace(spec, tiles=(replace(spec.tiles[0], bits=BITS),)), shape)
 
 
