@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from anybit.calibration import own_texts
 from anybit.calibration.gradients import load_whole
-from anybit.calibration.own_texts import OwnTexts, _first_token, most_varied, write_texts
+from anybit.calibration.own_texts import OwnTexts, _drawn, _first_token, most_varied, write_texts
 from anybit.calibration.stats import ExpectedTokens
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
@@ -36,7 +37,9 @@ def drawn(model: torch.nn.Module, first: int, length: int) -> OwnTexts:
     ids, chances = torch.full((TEXTS, 1), first), []
     for _ in range(length - 1):
         chances.append(model(input_ids=ids, use_cache=False).logits[:, -1].float().softmax(-1))
-        ids = torch.cat([ids, torch.multinomial(chances[-1], 1)], 1)
+        sums, places = chances[-1].cumsum(-1), torch.rand(TEXTS, 1)
+        chosen = [bisect_right(s.tolist(), float(at * s[-1])) for s, at in zip(sums, places)]
+        ids = torch.cat([ids, torch.tensor(chosen)[:, None]], 1)
     p = torch.cat(chances)
     return OwnTexts(ids, ExpectedTokens(p.mean(0), (p * (1 - p)).mean(0)))
 
@@ -56,6 +59,21 @@ def test_texts_are_drawn_from_all_that_the_model_says(model_dir: Callable[[str],
     probability, variance = found.expected.probability, found.expected.variance
     torch.testing.assert_close(probability, wanted.expected.probability, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(variance, wanted.expected.variance, rtol=1e-3, atol=1e-6)
+
+
+def test_tokens_are_drawn_by_their_probabilities() -> None:
+    p = torch.tensor([0.0, 0.5, 0.0, 0.125, 0.375, 0.0])
+    torch.manual_seed(SEED)
+    drawn = _drawn(p.expand(20_000, -1))
+    assert drawn.shape == (20_000, 1)
+    shares = drawn.flatten().bincount(minlength=6) / 20_000
+    assert not bool(shares[p == 0].any())
+    torch.testing.assert_close(shares, p, rtol=0, atol=0.015)  # four standard errors
+
+
+def test_a_place_at_the_end_of_the_sums_is_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *shape, device: torch.ones(shape, device=device))
+    assert _drawn(torch.full((2, 3), 1 / 3)).tolist() == [[2], [2]]
 
 
 @pytest.mark.parametrize(

@@ -59,18 +59,20 @@ def write_texts(
     first = torch.full((texts, 1), _first_token(model.config.get_text_config(), vocabulary), device=device)
     probability, squared = (torch.zeros(vocabulary, device=device) for _ in range(2))
 
-    def gather(_: Tensor, logits: Tensor) -> Tensor:
+    def draw(_: Tensor, logits: Tensor) -> Tensor:
+        """Leave nothing but the token that is drawn: sampling by `generate` draws a number for every logit."""
         p = logits.float().softmax(-1)
         probability.add_(p.sum(0))
-        squared.add_(torch.linalg.vector_norm(p, dim=0).square())
+        token = _drawn(p)
+        squared.add_(p.square_().sum(0))
         advance(len(p))
-        return logits
+        return p.zero_().scatter_(1, token, 1.0)
 
-    drawn = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length - 1)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), _asked(model, drawn):
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=length - 1)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), _asked(model, greedy):
         torch.manual_seed(seed)
         written = [
-            model.generate(part, drawn, LogitsProcessorList([gather]), attention_mask=torch.ones_like(part))
+            model.generate(part, greedy, LogitsProcessorList([draw]), attention_mask=torch.ones_like(part))
             for part in first.split(TOGETHER)
         ]
     places = texts * (length - 1)
@@ -96,6 +98,13 @@ def _first_token(config: Any, vocabulary: int) -> int:
         if isinstance(found, int) and 0 <= found < vocabulary:
             return found
     return 0
+
+
+def _drawn(p: Tensor) -> Tensor:
+    """One column of each row, int64 [rows, 1], by the probabilities [rows, columns]: the inverse of their sums."""
+    sums = p.cumsum(-1)
+    place = torch.rand(len(p), 1, device=p.device) * sums[:, -1:]
+    return torch.searchsorted(sums, place, right=True).clamp_(max=p.shape[1] - 1)
 
 
 @contextmanager
