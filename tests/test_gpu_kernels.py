@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -340,9 +341,12 @@ def test_a_layer_refuses_levels_and_rows_that_it_does_not_have() -> None:
     (tile,) = nested.layout.tiles
     assert isinstance(tile, formats.NestedLayout)
     more = replace(nested.layout, tiles=(formats.NestedLayout.of((*tile.counts, 49), tile.kept, gains=True),))
+    of_counts = partial(formats.NestedLayout.of, tile.counts)
     for weight, level, match in (
         (nested, more, "counts of planes"),
-        (nested, plain.layout, "counts of planes"),
+        (nested, replace(nested.layout, tiles=(of_counts(tile.kept),)), "kept channels and gains"),
+        (nested, replace(nested.layout, tiles=(of_counts(tile.kept + 1, True),)), "kept channels and gains"),
+        (nested, plain.layout, "is nested, this one is"),
         (nested, replace(nested.layout, tiles=(tile, tile)), "several tiles"),
         (plain, plain.layout, "has one width"),
     ):

@@ -101,6 +101,24 @@ def test_the_first_format_is_converted(anybit_artifact: Path, tmp_path: Path) ->
     assert verify(new)["hashes_checked"]
 
 
+def test_an_artifact_without_gains_is_converted_as_it_is(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
+) -> None:
+    from tests.conftest import ANYBIT
+
+    made, coded, expanded = (tmp_path / name for name in ("made", "coded", "expanded"))
+    options = anybit.AnyBit(**{**vars(ANYBIT), "gains": False})
+    anybit.quantize(model_dir("llama"), made, options, calibration=str(text_file))
+    first_format(made)
+    convert(made, coded)
+    convert(coded, expanded, coded=False)
+    for path in (made, coded, expanded):
+        assert not any(name.endswith(".gains") for name in planes(path))
+        assert same(path, made)
+    at = [logits(load(path, bits=2.5), IDS) for path in (made, expanded)]
+    assert torch.equal(*at)
+
+
 def test_what_is_there_of_a_prefix_is_converted(anybit_copy: Path, tmp_path: Path) -> None:
     missing = index_of(anybit_copy)[files.SECTION][8]["file"]
     (anybit_copy / missing).unlink()
