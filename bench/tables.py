@@ -34,7 +34,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "c4-models": quality.c4_models,
     "sizes": quality.sizes,
     "curve": quality.curve,
-    "descent": quality.descent,
     "paired": quality.paired,
     "file-sizes": quality.file_sizes,
     "tuned": lambda: quality.on_texts("tuned.json"),

@@ -152,19 +152,6 @@ def c4_models() -> str:
     return markdown(["model", "perplexity, KLD (bpw)"], rows)
 
 
-def descent() -> str:
-    """The artifact of one pass over the codes beside that of today's defaults."""
-    found = load("descent.json")
-    old = {cell["bits"]: cell for cell in cells() if cell["name"] == "anybit"}
-    rows = []
-    for cell in cells("descent.json"):
-        before = old[cell["bits"]]
-        change = 100 * (cell["kld_mean"] / before["kld_mean"] - 1)
-        figures = [pair(before), pair(cell)]
-        rows.append([f"{cell['bits']:g}", f"{cell['bits_per_weight']:.3f}", *figures, f"{change:+.1f} %"])
-    return how(found) + markdown(["average bits", "bpw", "one pass", "now", "KLD"], rows)
-
-
 def file_sizes() -> str:
     """The default artifact in files of some sizes."""
     found = load("file-sizes.json")
@@ -192,15 +179,18 @@ def on_texts(path: str) -> str:
 
 
 def coded() -> str:
-    """Linear layers alone, at about as many bits per weight in the files as those of `descent` have in memory."""
-    found, plain = load("coded.json"), {cell["bits"]: cell for cell in cells("descent.json")}
-    rows = []
-    for cell in found["cells"]:
-        other = plain[cell["beside"]]
-        sizes = f"{cell['file_bits_per_weight']:.3f}", f"{cell['bits_per_weight']:.3f}", f"{cell['bits']:.2f}"
-        rows.append([*sizes, pair(cell), f"{pair(other)} at {other['bits_per_weight']:.3f}"])
-    head = ["bpw in the files", "bpw in memory", "average bits", "coded", "not coded"]
-    return how(found) + markdown(head, rows)
+    """Linear layers alone: what they take in memory and, with planes entropy-coded, in the files."""
+    found = load("coded.json")
+    rows = [
+        [
+            f"{cell['bits']:.2f}",
+            f"{cell['bits_per_weight']:.3f}",
+            f"{cell['file_bits_per_weight']:.3f}",
+            pair(cell),
+        ]
+        for cell in found["cells"]
+    ]
+    return how(found) + markdown(["average bits", "bpw in memory", "bpw in the files", "perplexity, KLD"], rows)
 
 
 def llama_cpp(path: str) -> str:
