@@ -190,7 +190,9 @@ def coded() -> str:
         ]
         for cell in found["cells"]
     ]
-    return how(found) + markdown(["average bits", "bpw in memory", "bpw in the files", "perplexity, KLD"], rows)
+    return how(found) + markdown(
+        ["average bits", "bpw in memory", "bpw in the files", "perplexity, KLD"], rows
+    )
 
 
 def llama_cpp(path: str) -> str:
