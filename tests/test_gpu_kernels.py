@@ -344,7 +344,11 @@ def test_a_layer_refuses_levels_and_rows_that_it_does_not_have() -> None:
     of_counts = partial(formats.NestedLayout.of, tile.counts)
     for weight, level, match in (
         (nested, more, "counts of planes"),
-        (nested, replace(nested.layout, tiles=(of_counts(tile.kept),)), "kept channels and gains"),
+        (
+            nested,
+            replace(nested.layout, tiles=(of_counts(tile.kept),)),
+            r"gains of a level are \(\d+, False\), expected",
+        ),
         (nested, replace(nested.layout, tiles=(of_counts(tile.kept + 1, True),)), "kept channels and gains"),
         (nested, plain.layout, "is nested, this one is"),
         (nested, replace(nested.layout, tiles=(tile, tile)), "several tiles"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from anybit.kernels import cpu
 from anybit.layers import PackedModule
 from anybit.loader import load
 from tests.artifact.test_enhancements import index_of, write_index
+from tests.conftest import ANYBIT
 from tests.probes import logits
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
@@ -104,19 +106,20 @@ def test_the_first_format_is_converted(anybit_artifact: Path, tmp_path: Path) ->
 def test_an_artifact_without_gains_is_converted_as_it_is(
     model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
-    from tests.conftest import ANYBIT
-
     made, coded, expanded = (tmp_path / name for name in ("made", "coded", "expanded"))
-    options = anybit.AnyBit(**{**vars(ANYBIT), "gains": False})
-    anybit.quantize(model_dir("llama"), made, options, calibration=str(text_file))
+    anybit.quantize(model_dir("llama"), made, replace(ANYBIT, gains=False), calibration=str(text_file))
     first_format(made)
-    convert(made, coded)
-    convert(coded, expanded, coded=False)
-    for path in (made, coded, expanded):
-        assert not any(name.endswith(".gains") for name in planes(path))
+    convert(made, expanded, coded=False)
+    convert(expanded, coded)
+    names = {
+        path: {n for f in path.glob("*.safetensors") for n in load_file(f)} for path in (coded, expanded)
+    }
+    assert not any(name.endswith(".gains") for of in names.values() for name in of)
+    assert [any("coded" in name for name in names[path]) for path in (coded, expanded)] == [True, False]
+    wanted = logits(load(made, bits=2.5), IDS)
+    for path in (coded, expanded):
         assert same(path, made)
-    at = [logits(load(path, bits=2.5), IDS) for path in (made, expanded)]
-    assert torch.equal(*at)
+        assert torch.equal(logits(load(path, bits=2.5), IDS), wanted)
 
 
 def test_what_is_there_of_a_prefix_is_converted(anybit_copy: Path, tmp_path: Path) -> None:
@@ -220,9 +223,7 @@ def test_a_forged_stream_is_refused(anybit_copy: Path, change: str) -> None:
 
 def test_options_leave_planes_expanded(anybit_artifact: Path, model_dir: Callable[[str], Path], text_file: Path,
                                        tmp_path: Path) -> None:  # fmt: skip
-    from tests.conftest import ANYBIT
-
-    options = anybit.AnyBit(**{**vars(ANYBIT), "coded": False})
+    options = replace(ANYBIT, coded=False)
     anybit.quantize(model_dir("llama"), tmp_path / "out", options, calibration=str(text_file))
     convert(anybit_artifact, tmp_path / "expanded", coded=False)
     assert weights(tmp_path / "out") == weights(tmp_path / "expanded")

@@ -18,6 +18,7 @@ from anybit.calibration.own_texts import OwnTexts, _drawn, _first_token, most_va
 from anybit.calibration.stats import ExpectedTokens
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
+from anybit.errors import InputError
 from anybit.methods import METHODS, sensitivity
 from anybit.methods.anybit import OWN_TEXT_TOKENS, kinds_of_windows
 from anybit.methods.method import Search
@@ -37,7 +38,7 @@ def drawn(model: torch.nn.Module, first: int, length: int) -> OwnTexts:
     ids, chances = torch.full((TEXTS, 1), first), []
     for _ in range(length - 1):
         chances.append(model(input_ids=ids, use_cache=False).logits[:, -1].float().softmax(-1))
-        sums, places = chances[-1].cumsum(-1), torch.rand(TEXTS, 1)
+        sums, places = chances[-1].double().cumsum(-1), torch.rand(TEXTS, 1, dtype=torch.float64)
         chosen = [bisect_right(s.tolist(), float(at * s[-1])) for s, at in zip(sums, places)]
         ids = torch.cat([ids, torch.tensor(chosen)[:, None]], 1)
     p = torch.cat(chances)
@@ -62,18 +63,28 @@ def test_texts_are_drawn_from_all_that_the_model_says(model_dir: Callable[[str],
 
 
 def test_tokens_are_drawn_by_their_probabilities() -> None:
-    p = torch.tensor([0.0, 0.5, 0.0, 0.125, 0.375, 0.0])
+    p = torch.tensor([[0.0, 0.5, 0.0, 0.125, 0.375, 0.0], [0.25, 0.0, 0.625, 0.0, 0.0, 0.125]])
     torch.manual_seed(SEED)
-    drawn = _drawn(p.expand(20_000, -1))
-    assert drawn.shape == (20_000, 1)
-    shares = drawn.flatten().bincount(minlength=6) / 20_000
-    assert not bool(shares[p == 0].any())
-    torch.testing.assert_close(shares, p, rtol=0, atol=0.015)  # four standard errors
+    drawn = _drawn(p.repeat(20_000, 1))
+    assert drawn.shape == (40_000, 1)
+    for own, row in zip(p, drawn.view(-1, 2).T):
+        shares = row.bincount(minlength=6) / 20_000
+        assert not bool(shares[own == 0].any())
+        torch.testing.assert_close(shares, own, rtol=0, atol=0.015)  # four standard errors
 
 
-def test_a_place_at_the_end_of_the_sums_is_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "rand", lambda *shape, device: torch.ones(shape, device=device))
-    assert _drawn(torch.full((2, 3), 1 / 3)).tolist() == [[2], [2]]
+def test_the_last_place_is_that_of_the_last_token_with_a_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    def last(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(shape, 1 - 2**-53, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "rand", last)
+    p = torch.tensor([[0.3, 0.7, 0.0], [0.7, 1e-30, 0.0], [0.1, 0.2, 0.4]])
+    assert _drawn(p).tolist() == [[1], [0], [2]]
+
+
+def test_a_model_whose_logits_are_nan_writes_nothing() -> None:
+    with pytest.raises(InputError, match="hold NaN or Inf in texts of its own"):
+        _drawn(torch.tensor([[0.5, 0.5], [float("nan"), 0.5]]))
 
 
 @pytest.mark.parametrize(

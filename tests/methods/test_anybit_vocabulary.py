@@ -31,7 +31,7 @@ from anybit.kernels import cpu
 from anybit.layers import PackedModule, QuantEmbedding, TiedHead
 from anybit.loader import load
 from anybit.methods import METHODS, nested_codes, ordering, sensitivity
-from anybit.methods.anybit import WRITTEN_PER_TAKEN, kinds_of_windows
+from anybit.methods.anybit import DRAWN, WRITTEN_PER_TAKEN, kinds_of_windows
 from tests import builders
 from tests.artifact.test_enhancements import index_of, write_index
 from tests.probes import logits
@@ -127,7 +127,9 @@ def test_texts_of_the_models_own_take_time() -> None:
         return METHODS["anybit"].effort(config).passes
 
     assert passes(own_texts=0) == 0.25
-    assert passes(own_texts=0.5) == passes(own_texts=0.5, embed_bits=8) == 0.25 + WRITTEN_PER_TAKEN / 2
+    assert (
+        passes(own_texts=0.5) == passes(own_texts=0.5, embed_bits=8) == 0.25 + DRAWN * WRITTEN_PER_TAKEN / 2
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from anybit.calibration.gradients import load_for_loss
 from anybit.calibration.stats import ExpectedTokens
 from anybit.calibration.streaming import StreamedModel
+from anybit.errors import InputError
 from anybit.progress import Advance, ignore
 
 TOGETHER = 128  # texts that are written side by side
@@ -52,7 +53,7 @@ def write_texts(
         advance: called with the number of texts that have got a token more.
 
     Raises:
-        InputError: logits that are not the head's output.
+        InputError: logits that are not the head's output, or that are NaN or infinite.
     """
     model, device = load_for_loss(streamed), streamed.device
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -101,10 +102,18 @@ def _first_token(config: Any, vocabulary: int) -> int:
 
 
 def _drawn(p: Tensor) -> Tensor:
-    """One column of each row, int64 [rows, 1], by the probabilities [rows, columns]: the inverse of their sums."""
-    sums = p.cumsum(-1)
-    place = torch.rand(len(p), 1, device=p.device) * sums[:, -1:]
-    return torch.searchsorted(sums, place, right=True).clamp_(max=p.shape[1] - 1)
+    """One column of each row, int64 [rows, 1], by the probabilities [rows, columns]: the inverse of their sums.
+
+    In double precision a place is below the last sum, so what has no probability is not drawn.
+
+    Raises:
+        InputError: NaN among them.
+    """
+    sums = p.cumsum(-1, dtype=torch.float64)
+    if not bool(sums[:, -1].isfinite().all()):
+        raise InputError("the model's logits hold NaN or Inf in texts of its own; is the checkpoint intact?")
+    place = torch.rand(len(p), 1, dtype=torch.float64, device=p.device) * sums[:, -1:]
+    return torch.searchsorted(sums, place, right=True)
 
 
 @contextmanager

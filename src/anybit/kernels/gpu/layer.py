@@ -163,8 +163,11 @@ class NestedKernel:
         if not isinstance(layout, formats.NestedLayout):
             raise ValueError(f"a level of a nested tile is nested, this one is {layout.NAME!r}")
         counts, stored = list(layout.counts), self._stored
-        if (layout.kept, layout.gains) != (len(self._kept), self._gains is not None):
-            raise ValueError("kept channels and gains of a level are those of its layer")
+        own = len(self._kept), self._gains is not None
+        if (layout.kept, layout.gains) != own:
+            raise ValueError(
+                f"kept channels and gains of a level are {(layout.kept, layout.gains)}, expected {own}"
+            )
         fits = 0 < len(counts) <= len(stored) and counts[0] == stored[0] and counts[-1] > 0
         fits = fits and counts == sorted(counts, reverse=True)
         if not fits or any(n > own for n, own in zip(counts, stored)):
