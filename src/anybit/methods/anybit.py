@@ -39,12 +39,8 @@ SALIENCES = ("output", "full", "diagonal")
 CODING = 3e-7  # seconds per weight, thread and pass,
 FITTING = 2e-7  # and of its scale
 OWN_TEXT_TOKENS = 256  # of a text that the model writes by itself
-WRITTEN_PER_TAKEN = (
-    1.5  # texts written for each that is taken; those that repeat themselves most are left out
-)
-DRAWN = (
-    2 / 3
-)  # time of a token that is drawn, beside that of one with its gradient: 3.9 and 5.7 ms for 0.13 B weights
+WRITTEN_PER_TAKEN = 1.5  # texts written for each that is taken: the most varied are
+DRAWN = 2 / 3  # time of a token that is drawn, beside that of one with its gradient
 
 
 @dataclass(frozen=True)
@@ -172,11 +168,16 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec[AnyBit])
     return nested_codes.quantize(weight, stats, spec)
 
 
+def vocabulary_spec(options: AnyBit) -> LayerSpec[AnyBit]:
+    """What embedding and head are quantized by: as layers are, without gains."""
+    return options.layer_spec().but(gains=False)
+
+
 def embedding_layout(options: AnyBit, shape: tuple[int, int]) -> LayerLayout:
     """All planes of all rows; which are read at which size, the order of all planes says."""
     from anybit.methods import nested_codes
 
-    spec = options.layer_spec().but(gains=False)
+    spec = vocabulary_spec(options)
     return nested_codes.layout(replace(spec, tiles=(replace(spec.tiles[0], bits=BITS),)), shape)
 
 

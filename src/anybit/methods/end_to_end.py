@@ -102,7 +102,7 @@ class _Matrix:
     def write(self, counts: Sequence[int], scales: Tensor, kept_values: Tensor, weight: Tensor) -> None:
         """Let `weight` [r, c] be the matrix with so many rows of every plane."""
         widths = torch.zeros_like(self._shapes)
-        multiplied = scales.to(torch.float32, copy=True)
+        multiplied = torch.empty_like(scales, dtype=torch.float32)
         for bits, first, last in Nested.spans(counts):
             widths[first:last] = bits
             multiplied[first:last] = Nested.scales_at(scales, self._gains, bits)[first:last]

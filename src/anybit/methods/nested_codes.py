@@ -32,7 +32,7 @@ from anybit.formats.nested import GAIN_BITS, GAIN_STEP
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels import cpu, dispatch
 from anybit.methods import grid
-from anybit.methods.anybit import BITS, AnyBit
+from anybit.methods.anybit import BITS, AnyBit, vocabulary_spec
 from anybit.methods.compensation import BLOCK, damped_factor
 
 CHUNK = 1 << 24  # targets held at a time
@@ -106,7 +106,7 @@ def quantize_vocabulary(weight: Tensor, cost: VocabularyCost, options: AnyBit) -
     Raises:
         InputError: see `quantize`.
     """
-    made = _made(weight, cost.hessian().to(weight.device), options.layer_spec().but(gains=False))
+    made = _made(weight, cost.hessian().to(weight.device), vocabulary_spec(options))
     losses = torch.empty_like(made.losses)
     for rows in _row_slices(weight, made.codes.shape[1]):
         own, errors = weight[rows][:, made.coded], torch.zeros_like(weight[rows])  # kept channels have none
