@@ -16,62 +16,59 @@ namespace {
 
 constexpr int MOST_BITS = 8;
 
-// The tables of one shape by width: `of[b][q]`, ascending.
-struct Shape {
-    const float* of[MOST_BITS + 1];
-    Shape(const float* tables, int low, int high) {
-        for (int b = 0; b <= MOST_BITS; ++b) {
-            of[b] = tables;
-            if (b >= low && b <= high) tables += 1 << b;
-        }
+// A row's choices as a binary tree: node `(1 << b) + q` is code q at b bits, and its children are the codes of a bit
+// more that begin with it.
+struct Tree {
+    const float* entries;         // of node k at [k - (1 << low)]
+    float bounds[2 << MOST_BITS]; // of node k: halfway between its entry and that of the node before
+
+    // Of the code at the widest whose first b bits are meant.
+    float entry(int code, int b, int low, int high) const {
+        return entries[(((1 << high) + code) >> (high - b)) - (1 << low)];
+    }
+    void of_shape(const float* shape, int low, int high) {
+        entries = shape;
+        const int first = 1 << low;
+        for (int k = 1; k < (2 << high) - first; ++k) bounds[first + k] = 0.5f * (shape[k - 1] + shape[k]);
     }
 };
 
-inline int nearest(const float* table, int bits, float z) {
-    int q = 0;
-    for (int k = bits - 1; k >= 0; --k) {
-        const int next = q + (1 << k);
-        q = z > 0.5f * (table[next - 1] + table[next]) ? next : q;
-    }
-    return q;
-}
-
-// The weighted squared error of a code at all widths.
-inline float cost_of(const Shape& shape, const float* z, const float* weights, int low, int high, int code) {
-    float cost = 0;
-    for (int b = low; b <= high; ++b) {
-        const float miss = z[b - low] - shape.of[b][code >> (high - b)];
-        cost += weights[b - low] * (miss * miss);
-    }
-    return cost;
-}
-
-// Whether `nearest` would give q.
-inline bool is_nearest(const float* table, int bits, float z, int q) {
-    return (q == 0 || z > 0.5f * (table[q - 1] + table[q])) &&
-           (q + 1 == 1 << bits || !(z > 0.5f * (table[q] + table[q + 1])));
-}
+// Functions of this file that know the widths when they are compiled, where these are the usual ones.
+#define FOR_WIDTHS inline __attribute__((always_inline))
 
 // The code at the widest that costs least among these: `best`, if it is none below 0; the nearest of each width, and
-// its nearest children downwards. Where the last of them meets the nearest of a width, it is also what comes of that
-// one.
-int choose(const Shape& shape, const float* z, const float* weights, int low, int high, int best) {
+// its nearest children downwards. A cost is the weighted squared error at all widths. Candidates go down the tree side
+// by side, and none is left out because it meets another: steps of one wait for each other, and a processor does not
+// foresee what meets.
+FOR_WIDTHS int choose(const Tree& tree, const float* z, const float* weights, int low, int high, int best) {
+    int nodes[MOST_BITS];
+    float costs[MOST_BITS], kept = 0;
+    const auto cost = [&](int b, int node) {
+        const float miss = z[b - low] - tree.entries[node - (1 << low)];
+        return weights[b - low] * (miss * miss);
+    };
+    for (int from = low; from <= high; ++from) nodes[from - low] = 1, costs[from - low] = 0;
+#pragma GCC unroll 8
+    for (int b = 1; b <= high; ++b) {
+#pragma GCC unroll 8
+        for (int from = low; from <= high; ++from) {
+            const int at = b > from ? b : from, right = 2 * nodes[from - low] + 1;
+            const int node = right - !(z[at - low] > tree.bounds[right << (at - b)]);
+            nodes[from - low] = node;
+            if (b >= low) costs[from - low] += cost(b, node);
+        }
+        if (b >= low) kept += cost(b, ((1 << high) + (best < 0 ? 0 : best)) >> (high - b));
+    }
+    int chosen = best + (1 << high);
     bool found = best >= 0;
-    float least_cost = found ? cost_of(shape, z, weights, low, high, best) : 0.0f;
-    int last = -1; // at the widest
     for (int from = low; from <= high; ++from) {
         if (weights[from - low] == 0.0f) continue;
-        if (last >= 0 && is_nearest(shape.of[from], from, z[from - low], last >> (high - from))) continue;
-        int code = nearest(shape.of[from], from, z[from - low]);
-        for (int b = from + 1; b <= high; ++b) {
-            const float* pair = shape.of[b] + 2 * code;
-            code = 2 * code + (z[b - low] > 0.5f * (pair[0] + pair[1]));
-        }
-        last = code;
-        const float cost = cost_of(shape, z, weights, low, high, code);
-        if (!found || cost < least_cost) best = code, least_cost = cost, found = true;
+        const bool less = !found || costs[from - low] < kept;
+        chosen = less ? nodes[from - low] : chosen;
+        kept = less ? costs[from - low] : kept;
+        found = true;
     }
-    return best;
+    return chosen - (1 << high);
 }
 
 // sum_j importance[j] min_k (w[j] - scale table[k])^2
@@ -89,11 +86,20 @@ float misfit(const float* w, const float* importance, int64_t n, const float* ta
     return reduce(sum);
 }
 
-void nested_codes(const NestedBlock& n, int64_t begin, int64_t end) {
-    const int widths = n.high - n.low + 1, entries = (2 << n.high) - (1 << n.low);
+// to[i] += factor * row[i] for i > j, and maybe for some up to j, which nobody reads any more: whole vectors.
+inline void add_behind(float* to, float factor, const float* row, int64_t j, int64_t n) {
+    int64_t i = (j + 1) & -LANES;
+    const Floats factors = broadcast(factor);
+    for (; i + LANES <= n; i += LANES) store(to + i, load(to + i) + factors * load(row + i));
+    for (; i < n; ++i) to[i] += factor * row[i];
+}
+
+FOR_WIDTHS void code_rows(const NestedBlock& n, int low, int high, int64_t begin, int64_t end) {
+    const int widths = high - low + 1, entries = (2 << high) - (1 << low);
     float targets[MOST_BITS][NESTED_COLUMNS];
+    Tree tree;
     for (int64_t row = begin; row < end; ++row) {
-        const Shape shape(n.tables + n.shapes[row] * entries, n.low, n.high);
+        tree.of_shape(n.tables + n.shapes[row] * entries, low, high);
         const float scale = n.scales[row], divisor = scale > 0.0f ? scale : 1.0f;
         for (int b = 0; b < widths; ++b)
             for (int64_t j = 0; j < n.columns; ++j)
@@ -102,24 +108,24 @@ void nested_codes(const NestedBlock& n, int64_t begin, int64_t end) {
             const float* inverse = n.inverse + j * n.inverse_stride;
             float z[MOST_BITS];
             for (int b = 0; b < widths; ++b) z[b] = targets[b][j] / divisor;
-            const int code = choose(shape, z, n.weights + row * widths, n.low, n.high, -1);
+            const int code = choose(tree, z, n.weights + row * widths, low, high, -1);
             n.codes[row * n.columns + j] = static_cast<uint8_t>(code);
             for (int b = 0; b < widths; ++b) {
-                const int bits = n.low + b;
-                const float value = scale * shape.of[bits][code >> (n.high - bits)];
+                const float value = scale * tree.entry(code, low + b, low, high);
                 const float error = (targets[b][j] - value) / inverse[j];
                 n.errors[(b * n.rows + row) * n.columns + j] = error;
-                for (int64_t i = j + 1; i < n.columns; ++i) targets[b][i] -= error * inverse[i];
+                add_behind(targets[b], -error, inverse, j, n.columns);
             }
         }
     }
 }
 
-void nested_descent(const NestedDescent& n, int64_t begin, int64_t end) {
-    const int widths = n.high - n.low + 1, entries = (2 << n.high) - (1 << n.low);
+FOR_WIDTHS void descend_rows(const NestedDescent& n, int low, int high, int64_t begin, int64_t end) {
+    const int widths = high - low + 1, entries = (2 << high) - (1 << low);
     float slopes[MOST_BITS][NESTED_COLUMNS];
+    Tree tree;
     for (int64_t row = begin; row < end; ++row) {
-        const Shape shape(n.tables + n.shapes[row] * entries, n.low, n.high);
+        tree.of_shape(n.tables + n.shapes[row] * entries, low, high);
         const float scale = n.scales[row], divisor = scale > 0.0f ? scale : 1.0f;
         uint8_t* codes = n.codes + row * n.columns;
         for (int b = 0; b < widths; ++b)
@@ -129,22 +135,32 @@ void nested_descent(const NestedDescent& n, int64_t begin, int64_t end) {
             const int old = codes[j];
             float z[MOST_BITS], before[MOST_BITS];
             for (int b = 0; b < widths; ++b) {
-                before[b] = scale * shape.of[n.low + b][old >> (widths - 1 - b)];
+                before[b] = scale * tree.entry(old, low + b, low, high);
                 z[b] = (before[b] - slopes[b][j] / hessian[j]) / divisor;
             }
-            const int code = choose(shape, z, n.weights + row * widths, n.low, n.high, old);
+            const int code = choose(tree, z, n.weights + row * widths, low, high, old);
             if (code == old) continue;
             codes[j] = static_cast<uint8_t>(code);
             const float weight = n.weight[row * n.weight_stride + j];
             for (int b = 0; b < widths; ++b) {
-                const float value = scale * shape.of[n.low + b][code >> (widths - 1 - b)], step = value - before[b];
+                const float value = scale * tree.entry(code, low + b, low, high), step = value - before[b];
                 if (step == 0.0f) continue;
                 n.errors[b * n.width_stride + row * n.row_stride + j] = value - weight;
                 n.losses[row * widths + b] += step * (2.0f * slopes[b][j] + step * hessian[j]);
-                for (int64_t i = j + 1; i < n.columns; ++i) slopes[b][i] += step * hessian[i];
+                add_behind(slopes[b], step, hessian, j, n.columns);
             }
         }
     }
+}
+
+void nested_codes(const NestedBlock& n, int64_t begin, int64_t end) {
+    if (n.low == 1 && n.high == MOST_BITS) return code_rows(n, 1, MOST_BITS, begin, end);
+    code_rows(n, n.low, n.high, begin, end);
+}
+
+void nested_descent(const NestedDescent& n, int64_t begin, int64_t end) {
+    if (n.low == 1 && n.high == MOST_BITS) return descend_rows(n, 1, MOST_BITS, begin, end);
+    descend_rows(n, n.low, n.high, begin, end);
 }
 
 void nested_fit(const NestedFit& f, float* scratch, int64_t begin, int64_t end) {

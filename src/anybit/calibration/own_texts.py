@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, LogitsProcessorList
 
 from anybit.calibration.gradients import load_for_loss
@@ -70,7 +71,8 @@ def write_texts(
         return p.zero_().scatter_(1, token, 1.0)
 
     greedy = GenerationConfig(do_sample=False, max_new_tokens=length - 1)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), _asked(model, greedy):
+    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with forked, _asked(model, greedy), PackedHeads():
         torch.manual_seed(seed)
         written = [
             model.generate(part, greedy, LogitsProcessorList([draw]), attention_mask=torch.ones_like(part))
@@ -114,6 +116,30 @@ def _drawn(p: Tensor) -> Tensor:
         raise InputError("the model's logits hold NaN or Inf in texts of its own; is the checkpoint intact?")
     place = torch.rand(len(p), 1, dtype=torch.float64, device=p.device) * sums[:, -1:]
     return torch.searchsorted(sums, place, right=True)
+
+
+class PackedHeads(TorchFunctionMode):
+    """Has attention of one position read a key/value head once, for all query heads that share it (a context manager).
+
+    On a CPU PyTorch reads it once for each of them. To the kernel, heads that share keys are as good as positions.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention or not _shares_keys(*args, **kwargs):
+            return func(*args, **kwargs)
+        query, key, *others = args
+        packed = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+        out = func(packed, key, *others, **kwargs | {"enable_gqa": False})
+        return out.reshape(*query.shape[:-1], -1)
+
+
+def _shares_keys(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> bool:
+    """Whether several query heads [n, heads, 1, d] on a CPU read every key head [n, fewer, T, d], without a mask."""
+    several = key.shape[1] < query.shape[1] and query.shape[2] == 1
+    return several and attn_mask is None and query.device.type == "cpu"
 
 
 @contextmanager
