@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from anybit.artifact.split import LOSSES, Cut, Split, split, written_planes
 from anybit.artifact.writer import ArtifactWriter, check_output, finished_bytes
 from anybit.calibration.as_stored import as_stored
 from anybit.calibration.gradients import gradient_statistics, spilled_statistics
-from anybit.calibration.moments import Activations, Collector
+from anybit.calibration.moments import Activations, Collected, Collector
 from anybit.calibration.stats import GradientStats, LinearStats
 from anybit.calibration.streaming import BlockCall, run_block
 from anybit.calibration.texts import calibration_set
@@ -285,7 +286,10 @@ class _Run(Ready):
     def _collector(self, linears: Mapping[str, nn.Module]) -> Collector:
         wanted = self.plan.statistics
         attention = wanted.hessian and wanted.attention
-        return Collector(linears, wanted.hessian, attention, wanted.inputs, self.allocation.tokens)
+        unquantized = self.options.unquantized
+        return Collector(
+            linears, wanted.hessian, attention, wanted.inputs, self.allocation.tokens, whole=unquantized
+        )
 
     def _forward(
         self,
@@ -297,11 +301,12 @@ class _Run(Ready):
         collector: Collector | None = None,
     ) -> None:
         for sample in range(len(hidden)):
-            output = run_block(block, hidden.get(sample), call)
+            with suppress(Collected):
+                output = run_block(block, hidden.get(sample), call)
+                if keep:
+                    hidden.put(sample, output)
             if collector is not None:
                 collector.finish_forward()
-            if keep:
-                hidden.put(sample, output)
             advance(1)
 
     def _quantize_block(

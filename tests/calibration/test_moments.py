@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from anybit.calibration import moments as calibrate
-from anybit.calibration.moments import Activations, Collector, attention_received
+from anybit.calibration.moments import Activations, Collected, Collector, attention_received
 from anybit.calibration.stats import LinearStats
 from anybit.calibration.streaming import run_block
 from anybit.errors import InputError
@@ -105,6 +105,42 @@ def test_collected_moments_are_those_of_the_inputs(hessian: bool) -> None:
     assert isinstance(inner, Tensor)
     check_moment(stats["conv"], inner, 17)
     assert (stats["a"].hessian is not None) == hessian
+
+
+def test_a_forward_pass_ends_with_the_last_layer_that_is_called() -> None:
+    class Sometimes(Pair):
+        """Calls one layer twice, and another one for long inputs alone, like experts."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(self.a(x) + self.a(2 * x))
+            return self.b(x) if len(x) > 4 else y
+
+    xs = [random(4 + i, 6, seed=i) for i in range(4)]
+    for kind, names, ends in (
+        (Pair, {"a", "b", "copy", "conv"}, [False, True, True, True]),
+        (Pair, {"b", "copy"}, [False, True, True, True]),
+        (Sometimes, {"a", "conv"}, [False, True, True, True]),
+        (Sometimes, {"a", "b", "conv"}, [False] * 4),
+    ):
+        torch.manual_seed(0)
+        block, found = kind(), []
+        linears = {name: layer for name, layer in block.named_children() if name in names}
+        with Collector(linears, True) as wanted, torch.no_grad():
+            for x in xs:
+                block(x)
+                wanted.finish_forward()
+        with Collector(linears, True, whole=False) as collector, torch.no_grad():
+            for x in xs:
+                try:
+                    block(x)
+                    found.append(False)
+                except Collected:
+                    found.append(True)
+                collector.finish_forward()
+        assert found == ends
+        for name in names:
+            assert torch.equal(collector.stats[name].hessian, wanted.stats[name].hessian)  # type: ignore[arg-type]
+            assert collector.stats[name].tokens == wanted.stats[name].tokens
 
 
 def test_only_the_layers_asked_for_are_collected() -> None:

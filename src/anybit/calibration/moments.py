@@ -64,6 +64,10 @@ class Activations:
         return torch.frombuffer(buffer, dtype=self._dtype).view(self._shape).to(self._device)
 
 
+class Collected(Exception):
+    """Ends a forward pass of which nothing more is to be collected."""
+
+
 class Collector(TorchFunctionMode):
     """Collects the input moments of linear layers while blocks run under it (a context manager).
 
@@ -85,6 +89,8 @@ class Collector(TorchFunctionMode):
         attention: weight the inputs of layers called `v_proj` by received attention.
         inputs: collect `InputStats` too.
         importance: of layers' tokens, with mean 1: {sample: float32 [seq_len]}, of some of the samples.
+        whole: run blocks to their ends. Else `Collected` is raised where a forward pass has called all layers, as
+            often as the first one did, in place of the last of them.
     """
 
     def __init__(
@@ -94,8 +100,11 @@ class Collector(TorchFunctionMode):
         attention: bool = False,
         inputs: bool = False,
         importance: Mapping[str, Mapping[int, Tensor]] | None = None,
+        whole: bool = True,
     ) -> None:
         super().__init__()
+        self._whole, self._usual_calls = whole, 0
+        self._called: list[str] = []  # layers, in the current forward
         self._details, self._importance, self._sample = inputs, importance or {}, 0
         self.stats: dict[str, LinearStats] = {}
         self._weighted: dict[str, LinearStats] = {}
@@ -120,24 +129,37 @@ class Collector(TorchFunctionMode):
         """To be called after each forward of the block."""
         if self._value is not None:  # the block's attention is not PyTorch's: all tokens alike
             self._add(*self._value)
-        self._inputs, self._value = [], None
+        self._usual_calls = self._usual_calls or len(self._called)
+        self._inputs, self._value, self._called = [], None, []
         self._sample += 1
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if (importance := self._importance.get(name, {}).get(self._sample)) is not None:
-                self._add_weighted(name, args[0], importance.to(args[0].device))
-            if self._attention and name.endswith(".v_proj") and name not in self._importance:
-                self._value = (name, args[0])
-                return
-            leader = next((other for x, other in self._inputs if x is args[0]), None)
-            if leader is not None:
-                self.stats[name] = self.stats[leader]
-                return
-            self._inputs.append((args[0], name))
-            self._add(name, args[0])
+            self._read(name, args[0])
+            self._called.append(name)
+            if not self._whole and self._all_called():
+                raise Collected
 
         return hook
+
+    def _all_called(self) -> bool:
+        """Whether the current forward has nothing more to tell."""
+        called = len(self._called) == self._usual_calls and self._linears.keys() == set(self._called)
+        return called and self._value is None
+
+    def _read(self, name: str, x: Tensor) -> None:
+        """A layer is about to multiply x."""
+        if (importance := self._importance.get(name, {}).get(self._sample)) is not None:
+            self._add_weighted(name, x, importance.to(x.device))
+        if self._attention and name.endswith(".v_proj") and name not in self._importance:
+            self._value = (name, x)
+            return
+        leader = next((other for known, other in self._inputs if known is x), None)
+        if leader is not None:
+            self.stats[name] = self.stats[leader]
+            return
+        self._inputs.append((x, name))
+        self._add(name, x)
 
     def _add(self, name: str, x: Tensor, importance: Tensor | None = None) -> None:
         if name not in self.stats:

@@ -263,7 +263,7 @@ def _sweep(
 
 def _descend(
     work: Tensor,  # float32 [r, n]
-    hessian: Tensor,  # float32 [n, n], damped
+    hessian: Tensor,  # float32 [n, n], symmetric, damped
     grids: _Grids,
     weights: Tensor,  # float32 [r, 8]
     codes: Tensor,  # uint8 [r, n], changed
@@ -279,7 +279,7 @@ def _descend(
     errors = torch.stack([grids.values(codes, bits) - work for bits in range(1, BITS + 1)])
     for _ in range(passes):
         for a, b in _blocks(work.shape[1]):
-            slopes = (errors.view(-1, work.shape[1]) @ hessian[:, a:b]).view(BITS, -1, b - a)
+            slopes = (errors.view(-1, work.shape[1]) @ hessian[a:b].T).view(BITS, -1, b - a)
             dispatch.nested_descent(
                 slopes, hessian[a:b, a:b], work[:, a:b], grids.tables, grids.kinds, grids.scales, weights,
                 codes[:, a:b], errors[:, :, a:b], losses,
