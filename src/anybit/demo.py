@@ -17,6 +17,7 @@ from anybit.calibration.texts import read_text, token_ids
 from anybit.compare.page import png, write_page
 from anybit.config import Json
 from anybit.driver import quantize
+from anybit.engine.engine import Engine
 from anybit.errors import InputError, enough_memory, require_extra
 from anybit.evaluation.measure import FULL, score
 from anybit.generate import Generator
@@ -35,6 +36,7 @@ RUNS = {
 }
 WIDTHS = (2.5, 3, 4, 6)  # at which the artifact of the method anybit is measured
 PROMPT = "The most important thing to know about the ocean is"
+NEW_TOKENS = 80
 SEQ_LEN, EVAL_TOKENS = 1024, 8192
 
 
@@ -141,14 +143,19 @@ def _measure(
             taken = {"seconds": None if rows else seconds}  # all widths come from one run
             rows.append({"name": title, **_sizes(model, bits), **figures, **taken})
         del loaded  # the engine, which writes, reads weights of its own
-        return [row | {"text": _written(model, bits)} for row, bits in zip(rows, widths, strict=True)]
+        texts = _written(model, widths)
+        return [row | {"text": text} for row, text in zip(rows, texts, strict=True)]
 
 
-def _written(model: Path, bits: float | None) -> str:
-    """A paragraph that the model writes."""
-    generator = Generator(str(model), bits=bits)
-    new = generator.generate(generator.encode(PROMPT), max_new_tokens=80)
-    return str(generator.tokenizer.decode(new, skip_special_tokens=True))
+def _written(model: Path, widths: Sequence[float | None]) -> list[str]:
+    """A paragraph that the model writes at every width, each from the same weights in memory."""
+    if is_artifact(model):
+        engine = Engine(str(model))
+        greedy = engine.default_sampling(do_sample=False)
+        return [engine.generate(PROMPT, NEW_TOKENS, greedy, bits=bits).text for bits in widths]
+    generator = Generator(str(model))
+    new = generator.generate(generator.encode(PROMPT), max_new_tokens=NEW_TOKENS)
+    return [str(generator.tokenizer.decode(new, skip_special_tokens=True))]
 
 
 def _sizes(model: Path, bits: float | None) -> Json:
