@@ -152,8 +152,8 @@ std::vector<uint8_t> checked_codes(const Output& codes, int bits) {
 }
 
 void nested_codes(const Input& targets, const Input& inverse, const Input& tables, const Input& shapes,
-                  const Input& scales, const Input& weights, int64_t low, const Output& codes, const Output& errors,
-                  int64_t threads, const std::optional<std::string>& isa) {
+                  const Input& scales, const Input& weights, const Output& codes, const Output& errors, int64_t threads,
+                  const std::optional<std::string>& isa) {
     const QuantizeOps& kernels = find_quantize_ops(isa);
     const int used = check_threads(threads);
     check("targets", targets, {Type::f32}, {-1, -1, -1}, Layout::any);
@@ -163,15 +163,13 @@ void nested_codes(const Input& targets, const Input& inverse, const Input& table
     n.columns = static_cast<int64_t>(targets.shape(2));
     n.width_stride = targets.stride(0);
     n.row_stride = targets.stride(1);
-    if (low < 1 || widths < 1 || low + widths > 9)
-        refuse(std::to_string(widths) + " widths from " + std::to_string(low) + " on, expected widths from 1 to 8");
-    n.low = static_cast<int>(low);
-    n.high = static_cast<int>(low + widths - 1);
+    if (widths < 1 || widths > 8) refuse(std::to_string(widths) + " widths, expected 1 to 8");
+    n.bits = static_cast<int>(widths);
     if (n.columns > NESTED_COLUMNS || (n.columns > 1 && targets.stride(2) != 1))
         refuse("targets must have up to " + std::to_string(NESTED_COLUMNS) + " contiguous columns");
     check("inverse", inverse, {Type::f32}, {n.columns, n.columns}, Layout::dense_rows);
     const int64_t kinds = size_of("tables", tables, 0, 2);
-    check("tables", tables, {Type::f32}, {kinds, (2 << n.high) - (1 << n.low)}, Layout::dense);
+    check("tables", tables, {Type::f32}, {kinds, (2 << n.bits) - 2}, Layout::dense);
     check("shapes", shapes, {Type::u8}, {n.rows}, Layout::dense);
     check("scales", scales, {Type::f32}, {n.rows}, Layout::dense);
     check("weights", weights, {Type::f32}, {n.rows, widths}, Layout::dense);
@@ -208,13 +206,12 @@ void nested_descent(const Input& slopes, const Input& hessian, const Input& weig
     n.columns = size_of("slopes", slopes, 2, 3);
     if (widths < 1 || widths > 8) refuse(std::to_string(widths) + " widths, expected 1 to 8");
     if (n.columns > NESTED_COLUMNS) refuse("slopes have more than " + std::to_string(NESTED_COLUMNS) + " columns");
-    n.low = 1;
-    n.high = static_cast<int>(widths);
+    n.bits = static_cast<int>(widths);
     check("slopes", slopes, {Type::f32}, {widths, n.rows, n.columns}, Layout::dense);
     check("hessian", hessian, {Type::f32}, {n.columns, n.columns}, Layout::dense_rows);
     check("weight", weight, {Type::f32}, {n.rows, n.columns}, Layout::dense_rows);
     const int64_t kinds = size_of("tables", tables, 0, 2);
-    check("tables", tables, {Type::f32}, {kinds, (2 << n.high) - 2}, Layout::dense);
+    check("tables", tables, {Type::f32}, {kinds, (2 << n.bits) - 2}, Layout::dense);
     check("shapes", shapes, {Type::u8}, {n.rows}, Layout::dense);
     check("scales", scales, {Type::f32}, {n.rows}, Layout::dense);
     check("weights", weights, {Type::f32}, {n.rows, widths}, Layout::dense);
@@ -232,7 +229,7 @@ void nested_descent(const Input& slopes, const Input& hessian, const Input& weig
     n.shapes = own_shapes.data();
     n.scales = static_cast<const float*>(scales.data());
     n.weights = static_cast<const float*>(weights.data());
-    std::vector<uint8_t> own_codes = checked_codes(codes, n.high);
+    std::vector<uint8_t> own_codes = checked_codes(codes, n.bits);
     n.codes = own_codes.data();
     n.errors = static_cast<float*>(errors.data());
     n.width_stride = errors.stride(0);
@@ -396,7 +393,7 @@ NB_MODULE(_native, m) {
           "None; fills codes uint8 [rows, n] and centroids float32 [rows, sum of 2^b for b in seed_bits..bits].");
     m.def("nested_codes", &nested_codes, nb::arg("targets").noconvert(), nb::arg("inverse").noconvert(),
           nb::arg("tables").noconvert(), nb::arg("shapes").noconvert(), nb::arg("scales").noconvert(),
-          nb::arg("weights").noconvert(), nb::arg("low"), nb::arg("codes").noconvert(), nb::arg("errors").noconvert(),
+          nb::arg("weights").noconvert(), nb::arg("codes").noconvert(), nb::arg("errors").noconvert(),
           nb::arg("threads"), nb::arg("isa") = nb::none(),
           "One code per weight for all widths: targets float32 [widths, rows, n], inverse float32 [n, n] upper\n"
           "triangular, tables float32 [shapes, sum of 2^b], shapes uint8 and scales float32 [rows], weights float32\n"

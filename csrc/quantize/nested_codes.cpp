@@ -16,59 +16,56 @@ namespace {
 
 constexpr int MOST_BITS = 8;
 
-// A row's choices as a binary tree: node `(1 << b) + q` is code q at b bits, and its children are the codes of a bit
+// A row's choices as a binary tree: node `(1 << b) + q` is code q of b bits, and its children are the codes of a bit
 // more that begin with it.
 struct Tree {
-    const float* entries;         // of node k at [k - (1 << low)]
+    const float* entries;         // of node k at [k - 2]
     float bounds[2 << MOST_BITS]; // of node k: halfway between its entry and that of the node before
 
-    // Of the code at the widest whose first b bits are meant.
-    float entry(int code, int b, int low, int high) const {
-        return entries[(((1 << high) + code) >> (high - b)) - (1 << low)];
-    }
-    void of_shape(const float* shape, int low, int high) {
+    void set_shape(const float* shape, int bits) {
         entries = shape;
-        const int first = 1 << low;
-        for (int k = 1; k < (2 << high) - first; ++k) bounds[first + k] = 0.5f * (shape[k - 1] + shape[k]);
+        for (int k = 3; k < 2 << bits; ++k) bounds[k] = 0.5f * (shape[k - 3] + shape[k - 2]);
     }
+    // Of the first b bits of a code.
+    float entry(int code, int b, int bits) const { return entries[(((1 << bits) + code) >> (bits - b)) - 2]; }
 };
 
-// Functions of this file that know the widths when they are compiled, where these are the usual ones.
-#define FOR_WIDTHS inline __attribute__((always_inline))
+// Inlined wherever they are called, so that a constant `bits` unrolls all loops over widths.
+#define SPECIALIZED inline __attribute__((always_inline))
 
-// The code at the widest that costs least among these: `best`, if it is none below 0; the nearest of each width, and
-// its nearest children downwards. A cost is the weighted squared error at all widths. Candidates go down the tree side
-// by side, and none is left out because it meets another: steps of one wait for each other, and a processor does not
-// foresee what meets.
-FOR_WIDTHS int choose(const Tree& tree, const float* z, const float* weights, int low, int high, int best) {
+// Of z and weights at widths 1 to `bits`, the code of most bits that costs least among these: `best`, if it is none
+// below 0; the nearest of each width, and its nearest children downwards. A cost is the weighted squared error at all
+// widths. Candidates go down the tree side by side, as each step of one needs the step before. Those that meet are not
+// left out: a branch that is often foreseen wrongly takes longer.
+SPECIALIZED int choose(const Tree& tree, const float* z, const float* weights, int bits, int best) {
     int nodes[MOST_BITS];
-    float costs[MOST_BITS], kept = 0;
+    float costs[MOST_BITS], least = 0;
     const auto cost = [&](int b, int node) {
-        const float miss = z[b - low] - tree.entries[node - (1 << low)];
-        return weights[b - low] * (miss * miss);
+        const float miss = z[b - 1] - tree.entries[node - 2];
+        return weights[b - 1] * (miss * miss);
     };
-    for (int from = low; from <= high; ++from) nodes[from - low] = 1, costs[from - low] = 0;
+    int chosen = (1 << bits) + (best < 0 ? 0 : best);
+    for (int from = 0; from < bits; ++from) nodes[from] = 1, costs[from] = 0;
 #pragma GCC unroll 8
-    for (int b = 1; b <= high; ++b) {
+    for (int b = 1; b <= bits; ++b) {
 #pragma GCC unroll 8
-        for (int from = low; from <= high; ++from) {
-            const int at = b > from ? b : from, right = 2 * nodes[from - low] + 1;
-            const int node = right - !(z[at - low] > tree.bounds[right << (at - b)]);
-            nodes[from - low] = node;
-            if (b >= low) costs[from - low] += cost(b, node);
+        for (int from = 1; from <= bits; ++from) {
+            const int at = b > from ? b : from, right = 2 * nodes[from - 1] + 1;
+            const int node = right - !(z[at - 1] > tree.bounds[right << (at - b)]);
+            nodes[from - 1] = node;
+            costs[from - 1] += cost(b, node);
         }
-        if (b >= low) kept += cost(b, ((1 << high) + (best < 0 ? 0 : best)) >> (high - b));
+        least += cost(b, chosen >> (bits - b));
     }
-    int chosen = best + (1 << high);
     bool found = best >= 0;
-    for (int from = low; from <= high; ++from) {
-        if (weights[from - low] == 0.0f) continue;
-        const bool less = !found || costs[from - low] < kept;
-        chosen = less ? nodes[from - low] : chosen;
-        kept = less ? costs[from - low] : kept;
+    for (int from = 0; from < bits; ++from) {
+        if (weights[from] == 0.0f) continue;
+        const bool less = !found || costs[from] < least;
+        chosen = less ? nodes[from] : chosen;
+        least = less ? costs[from] : least;
         found = true;
     }
-    return chosen - (1 << high);
+    return chosen - (1 << bits);
 }
 
 // sum_j importance[j] min_k (w[j] - scale table[k])^2
@@ -94,24 +91,23 @@ inline void add_behind(float* to, float factor, const float* row, int64_t j, int
     for (; i < n; ++i) to[i] += factor * row[i];
 }
 
-FOR_WIDTHS void code_rows(const NestedBlock& n, int low, int high, int64_t begin, int64_t end) {
-    const int widths = high - low + 1, entries = (2 << high) - (1 << low);
+SPECIALIZED void code_rows(const NestedBlock& n, int bits, int64_t begin, int64_t end) {
     float targets[MOST_BITS][NESTED_COLUMNS];
     Tree tree;
     for (int64_t row = begin; row < end; ++row) {
-        tree.of_shape(n.tables + n.shapes[row] * entries, low, high);
+        tree.set_shape(n.tables + n.shapes[row] * ((2 << bits) - 2), bits);
         const float scale = n.scales[row], divisor = scale > 0.0f ? scale : 1.0f;
-        for (int b = 0; b < widths; ++b)
+        for (int b = 0; b < bits; ++b)
             for (int64_t j = 0; j < n.columns; ++j)
                 targets[b][j] = n.targets[b * n.width_stride + row * n.row_stride + j];
         for (int64_t j = 0; j < n.columns; ++j) {
             const float* inverse = n.inverse + j * n.inverse_stride;
             float z[MOST_BITS];
-            for (int b = 0; b < widths; ++b) z[b] = targets[b][j] / divisor;
-            const int code = choose(tree, z, n.weights + row * widths, low, high, -1);
+            for (int b = 0; b < bits; ++b) z[b] = targets[b][j] / divisor;
+            const int code = choose(tree, z, n.weights + row * bits, bits, -1);
             n.codes[row * n.columns + j] = static_cast<uint8_t>(code);
-            for (int b = 0; b < widths; ++b) {
-                const float value = scale * tree.entry(code, low + b, low, high);
+            for (int b = 0; b < bits; ++b) {
+                const float value = scale * tree.entry(code, b + 1, bits);
                 const float error = (targets[b][j] - value) / inverse[j];
                 n.errors[(b * n.rows + row) * n.columns + j] = error;
                 add_behind(targets[b], -error, inverse, j, n.columns);
@@ -120,33 +116,32 @@ FOR_WIDTHS void code_rows(const NestedBlock& n, int low, int high, int64_t begin
     }
 }
 
-FOR_WIDTHS void descend_rows(const NestedDescent& n, int low, int high, int64_t begin, int64_t end) {
-    const int widths = high - low + 1, entries = (2 << high) - (1 << low);
+SPECIALIZED void descend_rows(const NestedDescent& n, int bits, int64_t begin, int64_t end) {
     float slopes[MOST_BITS][NESTED_COLUMNS];
     Tree tree;
     for (int64_t row = begin; row < end; ++row) {
-        tree.of_shape(n.tables + n.shapes[row] * entries, low, high);
+        tree.set_shape(n.tables + n.shapes[row] * ((2 << bits) - 2), bits);
         const float scale = n.scales[row], divisor = scale > 0.0f ? scale : 1.0f;
         uint8_t* codes = n.codes + row * n.columns;
-        for (int b = 0; b < widths; ++b)
+        for (int b = 0; b < bits; ++b)
             for (int64_t j = 0; j < n.columns; ++j) slopes[b][j] = n.slopes[(b * n.rows + row) * n.columns + j];
         for (int64_t j = 0; j < n.columns; ++j) {
             const float* hessian = n.hessian + j * n.hessian_stride;
             const int old = codes[j];
             float z[MOST_BITS], before[MOST_BITS];
-            for (int b = 0; b < widths; ++b) {
-                before[b] = scale * tree.entry(old, low + b, low, high);
+            for (int b = 0; b < bits; ++b) {
+                before[b] = scale * tree.entry(old, b + 1, bits);
                 z[b] = (before[b] - slopes[b][j] / hessian[j]) / divisor;
             }
-            const int code = choose(tree, z, n.weights + row * widths, low, high, old);
+            const int code = choose(tree, z, n.weights + row * bits, bits, old);
             if (code == old) continue;
             codes[j] = static_cast<uint8_t>(code);
             const float weight = n.weight[row * n.weight_stride + j];
-            for (int b = 0; b < widths; ++b) {
-                const float value = scale * tree.entry(code, low + b, low, high), step = value - before[b];
+            for (int b = 0; b < bits; ++b) {
+                const float value = scale * tree.entry(code, b + 1, bits), step = value - before[b];
                 if (step == 0.0f) continue;
                 n.errors[b * n.width_stride + row * n.row_stride + j] = value - weight;
-                n.losses[row * widths + b] += step * (2.0f * slopes[b][j] + step * hessian[j]);
+                n.losses[row * bits + b] += step * (2.0f * slopes[b][j] + step * hessian[j]);
                 add_behind(slopes[b], step, hessian, j, n.columns);
             }
         }
@@ -154,13 +149,13 @@ FOR_WIDTHS void descend_rows(const NestedDescent& n, int low, int high, int64_t 
 }
 
 void nested_codes(const NestedBlock& n, int64_t begin, int64_t end) {
-    if (n.low == 1 && n.high == MOST_BITS) return code_rows(n, 1, MOST_BITS, begin, end);
-    code_rows(n, n.low, n.high, begin, end);
+    if (n.bits == MOST_BITS) return code_rows(n, MOST_BITS, begin, end);
+    code_rows(n, n.bits, begin, end);
 }
 
 void nested_descent(const NestedDescent& n, int64_t begin, int64_t end) {
-    if (n.low == 1 && n.high == MOST_BITS) return descend_rows(n, 1, MOST_BITS, begin, end);
-    descend_rows(n, n.low, n.high, begin, end);
+    if (n.bits == MOST_BITS) return descend_rows(n, MOST_BITS, begin, end);
+    descend_rows(n, n.bits, begin, end);
 }
 
 void nested_fit(const NestedFit& f, float* scratch, int64_t begin, int64_t end) {

@@ -36,19 +36,19 @@ struct Clustering {
     int seed_bits, bits; // 1..8
 };
 
-// One block of columns of nested codes: one code per weight, good at all widths from `low` to `high`, each of which has
+// One block of columns of nested codes: one code per weight, good at all widths from 1 to `bits`, each of which has
 // its own targets. Matrices without strides are dense and row-major.
 struct NestedBlock {
     const float* targets;  // [widths, rows, columns] of strides width_stride and row_stride
     const float* inverse;  // [columns, columns] of stride inverse_stride, upper triangular
-    const float* tables;   // [shapes, sum of 2^b for b in low..high], ascending at every width
+    const float* tables;   // [shapes, 2 + 4 + ... + 2^bits], ascending at every width
     const uint8_t* shapes; // [rows]
     const float* scales;   // [rows], not below 0
     const float* weights;  // [rows, widths], not below 0, one of every row above
-    uint8_t* codes;        // [rows, columns], out: at `high`; those of a smaller width are their leading bits
+    uint8_t* codes;        // [rows, columns], out: of `bits`; those of a smaller width are their leading bits
     float* errors;         // [widths, rows, columns], out
     int64_t rows, columns, width_stride, row_stride, inverse_stride;
-    int low, high; // 1..8
+    int bits; // widths, 1..8
 };
 constexpr int64_t NESTED_COLUMNS = 128; // of a block, at most
 
@@ -57,7 +57,7 @@ struct NestedDescent {
     const float* slopes;   // [widths, rows, columns]: E H of all columns, of the codes as they come
     const float* hessian;  // [columns, columns] of stride hessian_stride, symmetric, its diagonal above 0
     const float* weight;   // [rows, columns] of stride weight_stride
-    const float* tables;   // [shapes, sum of 2^b for b in low..high], ascending at every width
+    const float* tables;   // [shapes, 2 + 4 + ... + 2^bits], ascending at every width
     const uint8_t* shapes; // [rows]
     const float* scales;   // [rows], not below 0
     const float* weights;  // [rows, widths], not below 0, one of every row above
@@ -66,7 +66,7 @@ struct NestedDescent {
     float* losses;         // [rows, widths], to which it adds what changes; never something above 0, rounding apart,
                            // of a row's sum over the widths by weights
     int64_t rows, columns, width_stride, row_stride, hessian_stride, weight_stride;
-    int low, high; // 1..8
+    int bits; // widths, 1..8
 };
 
 // The shape and scale of every row: scale times the shape's entries come close to the row's weights.

@@ -158,7 +158,6 @@ def nested_codes(
     shapes: Array,
     scales: Array,
     weights: Array,
-    low: int,
     codes: Array,
     errors: Array,
     threads: int,

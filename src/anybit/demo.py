@@ -17,10 +17,9 @@ from anybit.calibration.texts import read_text, token_ids
 from anybit.compare.page import png, write_page
 from anybit.config import Json
 from anybit.driver import quantize
-from anybit.engine.engine import Engine
 from anybit.errors import InputError, enough_memory, require_extra
 from anybit.evaluation.measure import FULL, score
-from anybit.generate import Generator
+from anybit.generate import Generator, Natively
 from anybit.loader import load, load_tokenizer, opened
 from anybit.methods.anybit import AnyBit
 from anybit.methods.gptq import GPTQ
@@ -148,14 +147,16 @@ def _measure(
 
 
 def _written(model: Path, widths: Sequence[float | None]) -> list[str]:
-    """A paragraph that the model writes at every width, each from the same weights in memory."""
-    if is_artifact(model):
-        engine = Engine(str(model))
-        greedy = engine.default_sampling(do_sample=False)
-        return [engine.generate(PROMPT, NEW_TOKENS, greedy, bits=bits).text for bits in widths]
-    generator = Generator(str(model))
-    new = generator.generate(generator.encode(PROMPT), max_new_tokens=NEW_TOKENS)
-    return [str(generator.tokenizer.decode(new, skip_special_tokens=True))]
+    """A paragraph that the model writes at every width; the native engine has all of them in memory at once."""
+    runner = Generator(str(model)).runner
+    if isinstance(runner, Natively):
+        return [runner.engine.generate(PROMPT, NEW_TOKENS, runner.sampling({}), bits=b).text for b in widths]
+    texts = []
+    for bits in widths:
+        generator = Generator(str(model), bits=bits)
+        new = generator.generate(generator.encode(PROMPT), NEW_TOKENS)
+        texts.append(str(generator.tokenizer.decode(new, skip_special_tokens=True)))
+    return texts
 
 
 def _sizes(model: Path, bits: float | None) -> Json:

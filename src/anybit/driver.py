@@ -300,6 +300,7 @@ class _Run(Ready):
         advance: Advance,
         collector: Collector | None = None,
     ) -> None:
+        assert collector is None or collector.whole == keep
         for sample in range(len(hidden)):
             with suppress(Collected):
                 output = run_block(block, hidden.get(sample), call)

@@ -91,12 +91,20 @@ def test_the_last_place_is_that_of_the_last_token_with_a_probability(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("heads", "positions", "masked", "packed"),
-    [(6, 1, False, True), (6, 1, True, False), (6, 5, False, False), (2, 1, False, False)],
+    ("heads", "positions", "change", "packed"),
+    [
+        (6, 1, {}, True),
+        (6, 1, {"attn_mask": torch.arange(7)[None] % 2 == 0}, False),
+        (6, 1, {"is_causal": True}, False),
+        (6, 5, {}, False),
+        (2, 1, {}, False),
+    ],
 )
-def test_heads_that_share_keys_are_packed(heads: int, positions: int, masked: bool, packed: bool) -> None:
+def test_heads_that_share_keys_are_packed(
+    heads: int, positions: int, change: dict[str, Any], packed: bool
+) -> None:
     query, key, value = torch.randn(3, heads, positions, 8), torch.randn(3, 2, 7, 8), torch.randn(3, 2, 7, 4)
-    how = {"enable_gqa": True, "scale": 0.2, "attn_mask": torch.rand(positions, 7) > 0.2 if masked else None}
+    how = {"enable_gqa": True, "scale": 0.2, **change}
     seen = []
 
     class Watch(TorchFunctionMode):

@@ -56,7 +56,7 @@ def chosen(given: dict[str, Tensor], kinds: Tensor, changing: bool) -> list[Tens
 
     def run() -> None:
         cpu._native.nested_codes(
-            given["targets"], inverse, given["tables"], kinds, scales, weights, 1, codes, errors, 1
+            given["targets"], inverse, given["tables"], kinds, scales, weights, codes, errors, 1
         )
 
     while_changed(kinds, run) if changing else run()

@@ -89,8 +89,8 @@ class Collector(TorchFunctionMode):
         attention: weight the inputs of layers called `v_proj` by received attention.
         inputs: collect `InputStats` too.
         importance: of layers' tokens, with mean 1: {sample: float32 [seq_len]}, of some of the samples.
-        whole: run blocks to their ends. Else `Collected` is raised where a forward pass has called all layers, as
-            often as the first one did, in place of the last of them.
+        whole: run blocks to their ends. Else, where the first forward pass called every layer once, the next ones end
+            with the last layer's inputs: `Collected` is raised.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Collector(TorchFunctionMode):
         whole: bool = True,
     ) -> None:
         super().__init__()
-        self._whole, self._usual_calls = whole, 0
+        self.whole, self._each_once = whole, False
         self._called: list[str] = []  # layers, in the current forward
         self._details, self._importance, self._sample = inputs, importance or {}, 0
         self.stats: dict[str, LinearStats] = {}
@@ -129,7 +129,8 @@ class Collector(TorchFunctionMode):
         """To be called after each forward of the block."""
         if self._value is not None:  # the block's attention is not PyTorch's: all tokens alike
             self._add(*self._value)
-        self._usual_calls = self._usual_calls or len(self._called)
+        if self._sample == 0:
+            self._each_once = sorted(self._called) == sorted(self._linears)
         self._inputs, self._value, self._called = [], None, []
         self._sample += 1
 
@@ -137,15 +138,15 @@ class Collector(TorchFunctionMode):
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             self._read(name, args[0])
             self._called.append(name)
-            if not self._whole and self._all_called():
+            if not self.whole and self._nothing_follows():
                 raise Collected
 
         return hook
 
-    def _all_called(self) -> bool:
-        """Whether the current forward has nothing more to tell."""
-        called = len(self._called) == self._usual_calls and self._linears.keys() == set(self._called)
-        return called and self._value is None
+    def _nothing_follows(self) -> bool:
+        """Whether the current forward has called all layers, where each is called once."""
+        called = self._each_once and len(self._called) == len(self._linears)
+        return called and self._value is None and self._linears.keys() == set(self._called)
 
     def _read(self, name: str, x: Tensor) -> None:
         """A layer is about to multiply x."""

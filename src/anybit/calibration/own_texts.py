@@ -121,25 +121,37 @@ def _drawn(p: Tensor) -> Tensor:
 class PackedHeads(TorchFunctionMode):
     """Has attention of one position read a key/value head once, for all query heads that share it (a context manager).
 
-    On a CPU PyTorch reads it once for each of them. To the kernel, heads that share keys are as good as positions.
+    On a CPU PyTorch reads it once for each of them. Here the query heads of one key head are passed as so many
+    positions of one head.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not nn.functional.scaled_dot_product_attention or not _shares_keys(*args, **kwargs):
-            return func(*args, **kwargs)
-        query, key, *others = args
-        packed = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
-        out = func(packed, key, *others, **kwargs | {"enable_gqa": False})
-        return out.reshape(*query.shape[:-1], -1)
+        if func is nn.functional.scaled_dot_product_attention and _shares_keys(*args, **kwargs):
+            return _packed_attention(func, *args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _shares_keys(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+    query: Tensor,  # [n, heads, T, d]
+    key: Tensor,  # [n, key heads, T, d]
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **how: Any,
 ) -> bool:
-    """Whether several query heads [n, heads, 1, d] on a CPU read every key head [n, fewer, T, d], without a mask."""
-    several = key.shape[1] < query.shape[1] and query.shape[2] == 1
-    return several and attn_mask is None and query.device.type == "cpu"
+    """Whether one position of every query head, on a CPU, reads all positions of a key head that several share."""
+    shared = bool(how.get("enable_gqa")) and key.shape[1] < query.shape[1] and query.shape[2] == 1
+    return shared and attn_mask is None and not is_causal and query.device.type == "cpu"
+
+
+def _packed_attention(
+    attention: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **how: Any
+) -> Tensor:
+    packed = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+    out: Tensor = attention(packed, key, value, *rest, **how | {"enable_gqa": False})
+    return out.reshape(*query.shape[:-1], -1)
 
 
 @contextmanager

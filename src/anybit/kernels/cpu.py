@@ -103,7 +103,7 @@ def nested_codes(  # noqa: PLR0913 - what the algorithm reads
     """
     codes, errors = torch.empty(targets.shape[1:], dtype=torch.uint8), torch.empty(targets.shape)
     threads = used_threads(threads)
-    _native.nested_codes(targets, inverse, tables, kinds, scales, weights, 1, codes, errors, threads, isa)
+    _native.nested_codes(targets, inverse, tables, kinds, scales, weights, codes, errors, threads, isa)
     return codes, errors
 
 
