@@ -1,4 +1,4 @@
-"""`anybit bench quantize`: clustering rows by weighted k-means, beside the package flash1dkmeans."""
+"""`anybit bench quantize`: clustering rows by weighted k-means, beside the package flash1dkmeans, and nested codes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from torch import Tensor
 
 from anybit.config import Json
 from anybit.errors import InputError
+from anybit.formats import tables
 from anybit.kernels import cpu
+from anybit.methods.anybit import BITS
+from anybit.methods.compensation import BLOCK
+from anybit.methods.nested_codes import profile
 
 Clusterer = Callable[[Tensor, Tensor, int], Tensor]  # weights and importances [n, m], bits -> rounded weights
 SHAPES = ((512, 576), (256, 1536), (128, 4096), (64, 11008))  # rows and weights per row of what is clustered
 
 
 def quantize(rounds: int = 3) -> Json:
-    """Clustering rows by weighted k-means on one thread, beside `flash1dkmeans` where it is installed.
+    """Clustering rows by weighted k-means on one thread, beside `flash1dkmeans` where it is installed; and the codes of
+    the method anybit, in a first pass and in one of descent.
 
     Rows are drawn as an LLM's are shaped: normal with a heavy tail, importances log-normal over some orders of
     magnitude. Rounds of both alternate; a rate is the median's.
@@ -34,7 +39,7 @@ def quantize(rounds: int = 3) -> Json:
     contenders: dict[str, Clusterer] = {"anybit": _ours} | ({} if peer is None else {"peer": peer})
     rows = [_measure(contenders, n, m, bits, rounds) for n, m in SHAPES for bits in (3, 4)]
     name = None if peer is None else "flash1dkmeans"
-    return {"bench": "quantize", "peer": name, "rows": rows, "nested": _nested()}
+    return {"bench": "quantize", "peer": name, "rows": rows, "nested": _nested(), "codes": _codes(rounds)}
 
 
 def _measure(contenders: dict[str, Clusterer], n: int, m: int, bits: int, rounds: int) -> Json:
@@ -63,6 +68,40 @@ def _nested() -> dict[str, float]:
     begun = time.perf_counter()
     cpu.kmeans(weight, importance, 3, 8, threads=1)
     return {"weights_per_second": weight.numel() / (time.perf_counter() - begun)}
+
+
+def _codes(rounds: int) -> dict[str, float]:
+    """Nested codes of all widths, one block of columns of 1024 rows: weights per second of every pass, one thread."""
+    rows, generator = 1024, torch.Generator().manual_seed(0)
+    weight, _ = _rows(rows, BLOCK)
+    inputs = torch.randn(4 * BLOCK, BLOCK, generator=generator) * torch.rand(BLOCK, generator=generator).exp()
+    hessian = inputs.T @ inputs / len(inputs)
+    factor = torch.linalg.cholesky(torch.linalg.inv(hessian)).T.contiguous()
+    table, all_tables = tables.table(3).contiguous(), tables.tables()
+    kinds, scales = cpu.nested_fit(weight, torch.ones(BLOCK), table, threads=1)
+    weights, targets = profile(3.0).repeat(rows, 1), weight.expand(BITS, rows, BLOCK).contiguous()
+    seconds: dict[str, list[float]] = {"first": [], "descent": []}
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        codes, _ = cpu.nested_codes(targets, factor, all_tables, kinds, scales, weights, threads=1)
+        seconds["first"].append(time.perf_counter() - begun)
+        levels = [_values(codes, bits, kinds, scales) for bits in range(1, BITS + 1)]
+        errors = torch.stack(levels) - weight
+        slopes, losses = errors @ hessian, (errors @ hessian * errors).sum(2).T.contiguous()
+        begun = time.perf_counter()
+        cpu.nested_descent(
+            slopes, hessian, weight, all_tables, kinds, scales, weights, codes, errors, losses, threads=1
+        )
+        seconds["descent"].append(time.perf_counter() - begun)
+    return {
+        f"{name}_weights_per_second": weight.numel() / statistics.median(t) for name, t in seconds.items()
+    }
+
+
+def _values(codes: Tensor, bits: int, kinds: Tensor, scales: Tensor) -> Tensor:
+    """What the first bits of codes uint8 [rows, n] stand for."""
+    table = tables.table(bits)[kinds.long()] * scales[:, None]
+    return table.gather(1, (codes >> (BITS - bits)).long())
 
 
 def _rows(n: int, m: int) -> tuple[Tensor, Tensor]:

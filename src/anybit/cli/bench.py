@@ -33,7 +33,8 @@ def bench_quantize(
     rounds: Annotated[int, typer.Option(help="Rounds whose median counts.", min=1)] = 3,
     json_file: JsonFile = None,
 ) -> None:
-    """Clustering weights: weights per second of one core, beside flash1dkmeans where that is installed."""
+    """Clustering weights, beside flash1dkmeans where that is installed, and nested codes: weights per second of one
+    core."""
     from anybit.bench import clustering
 
     check_writable(json_file)

@@ -205,6 +205,9 @@ def print_bench_quantize(f: Json) -> None:
             beside = f"{peer / 1e6:.2f}", f"{ours / peer:.1f}x", f"{loss:.4f}"
         rows.append((f"{row['rows']} x {row['columns']}", str(row["bits"]), f"{ours / 1e6:.2f}", *beside))
     rows.append(("nested", "3 to 8", f"{f['nested']['weights_per_second'] / 1e6:.2f}", "", "", ""))
+    for name, title in (("first", "method anybit, first pass"), ("descent", "one of descent")):
+        rate = f["codes"][f"{name}_weights_per_second"]
+        rows.append((title, "1 to 8", f"{rate / 1e6:.2f}", "", "", ""))
     print_table(("<rows x columns", "bits", "anybit", f["peer"] or "no peer", "ratio", "loss"), rows)
     typer.echo(json.dumps(f))
 
