@@ -72,6 +72,7 @@ def test_planes_are_coded_and_expanded_without_loss(anybit_artifact: Path, tmp_p
     for row in table_of_levels(expanded):  # but for the headers of files, and what lists their steps
         more = row["file_bits_per_weight"] - row["bits_per_weight"]
         assert 0 <= more < 60 * 8 * 3000 / inspect(expanded)["weights"]
+        assert 0 <= row["size_bytes"] - row["memory_bytes"] < 60 * 3000
     convert(expanded, coded)
     assert weights(coded) == weights(anybit_artifact)
     assert (coded / "config.json").read_text() == (anybit_artifact / "config.json").read_text()
@@ -86,6 +87,9 @@ def test_planes_are_coded_and_expanded_without_loss(anybit_artifact: Path, tmp_p
         rows, old = table_of_levels(path), table_of_levels(anybit_artifact)
         keys = ("bits", "bits_per_weight", "embedding_bits_per_weight", "loss", "present")
         assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in old]
+        for row, was in zip(rows, old):  # config.json and the list of files differ
+            assert abs(row["memory_bytes"] - was["memory_bytes"]) < 20_000
+            assert row["memory_bytes"] > was["size_bytes"] - 20_000
     assert (
         table_of_levels(coded)[9]["file_bits_per_weight"]
         < table_of_levels(expanded)[9]["file_bits_per_weight"]

@@ -33,7 +33,7 @@ def test_the_levels_are_printed(
     anybit_artifact: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     levels = table_of_levels(anybit_artifact)
-    budget = f"{levels[10]['size_bytes']}B"
+    budget = f"{levels[10]['memory_bytes']}B"
     code, shown = command(["plan", str(anybit_artifact), "--memory", budget], capsys, monkeypatch)
     lines = shown.splitlines()
     assert code == 0 and len(lines) == 62

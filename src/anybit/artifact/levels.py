@@ -116,6 +116,16 @@ class Levels:
         more = 0.0 if found is None else found.layer_file_bytes_upto(level)
         return 8 * (stored + more) / self.weights if self.weights else 0.0
 
+    def memory_bytes(self, level: int) -> int:
+        """What the weights take in memory as they run at a level: the files' bytes, their coded planes expanded."""
+        size, found = self.sizes[level], self.artifact.enhancements
+        if found is None:
+            return size.size_bytes
+        stored = self.artifact.stored
+        in_files = _nbytes([*stored.layers.values(), *stored.embeddings.values(), *self.unquantized.values()])
+        embeddings = _nbytes(self._embeddings.values()) + found.embedding_bytes_upto(level)
+        return size.size_bytes - in_files - found.bytes_upto(level) + size.layer_bytes + embeddings
+
     def layouts(self, level: int) -> tuple[dict[str, LayerLayout], dict[str, LayerLayout]]:
         """The quantized layers, and the quantized embedding and head, as they run at a level.
 
@@ -191,7 +201,7 @@ class Levels:
 
     def table(self) -> list[Json]:
         """Of every level: `bits` (average width), `bits_per_weight` (in memory), `embedding_bits_per_weight` (None: not
-        quantized), `file_bits_per_weight`, `size_bytes` (of files), `loss`, `present`. JSON-able.
+        quantized), `file_bits_per_weight`, `size_bytes` (of files), `memory_bytes`, `loss`, `present`. JSON-able.
         """
         return [
             {
@@ -200,6 +210,7 @@ class Levels:
                 "embedding_bits_per_weight": self.embedding_bits_per_weight(i),
                 "file_bits_per_weight": self.file_bits_per_weight(i),
                 "size_bytes": size.size_bytes,
+                "memory_bytes": self.memory_bytes(i),
                 "loss": size.loss,
                 "present": size.present,
             }

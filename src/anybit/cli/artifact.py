@@ -130,10 +130,10 @@ def _plan_artifact(path: Path, memory: str | None, as_json: bool) -> None:
 
     levels = table_of_levels(path)
     most = None if memory is None else parse_bytes(memory)
-    fitting = [r for r in levels if r["present"] and (most is None or r["size_bytes"] <= most)]
+    fitting = [r for r in levels if r["present"] and (most is None or r["memory_bytes"] <= most)]
     if not fitting:
         raise InputError(
-            f"nothing fits {memory}: the smallest level takes {levels[0]['size_bytes'] / 1e6:.1f} MB"
+            f"nothing fits {memory}: the smallest level takes {levels[0]['memory_bytes'] / 1e6:.1f} MB of memory"
         )
     emit({"levels": levels, "best": fitting[-1]}, None, show_json if as_json else tables.print_levels)
 

@@ -188,9 +188,11 @@ def print_levels(f: Json) -> None:
         embedding = row["embedding_bits_per_weight"]
         rates = f"{row['bits']:.2f}", f"{row['bits_per_weight']:.3f}", f"{embedding or 16:.3f}"
         loss = "not known" if row["loss"] is None else f"{row['loss']:.4f}"
-        sizes = f"{row['file_bits_per_weight']:.3f}", f"{row['size_bytes'] / 1e6:.1f} MB"
-        rows.append((*rates, *sizes, loss, mark))
-    print_table(("bits", "bits per weight", "of the embedding", "in the files", "size", LOSS, "<"), rows)
+        memory, size = f"{row['memory_bytes'] / 1e6:.1f} MB", f"{row['size_bytes'] / 1e6:.1f} MB"
+        in_files = f"{row['file_bits_per_weight']:.3f}"
+        rows.append((*rates, memory, in_files, size, loss, mark))
+    heads = "bits", "bits per weight", "of the embedding", "memory", "in the files", "size", LOSS, "<"
+    print_table(heads, rows)
 
 
 def print_bench_quantize(f: Json) -> None:
