@@ -14,6 +14,7 @@ from anybit import plan as plan_module
 from anybit.artifact.contents import Plan
 from anybit.calibration.gradients import LOGIT_CHUNK
 from anybit.calibration.streaming import StreamedModel
+from anybit.checkpoint.directory import open_checkpoint
 from anybit.errors import InputError
 from anybit.formats.dtypes import Dtype
 from anybit.plan import check_disk, estimate, make_plan, stored_dtype, widths_for_memory
@@ -134,17 +135,27 @@ def test_an_estimate_follows_the_effort(model_dir: MakeModel, tmp_path: Path) ->
         config = builders.options("anybit", effort=effort)
         made = make_plan(streamed, config)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plan_module, "_matmul_speed", lambda: (1e9, 1.0))
+            patch.setattr(plan_module, "_matmul_speed", lambda dtype: (1e9, 1.0))
             idle = estimate(streamed, made, config, tmp_path)
-            patch.setattr(plan_module, "_matmul_speed", lambda: (1e9, 0.25))
+            patch.setattr(plan_module, "_matmul_speed", lambda dtype: (1e9, 0.25))
             busy = estimate(streamed, made, config, tmp_path)
         assert busy["seconds"] == idle["seconds"] and busy["processor_share"] == 0.25
         seconds.append(idle["seconds"])
     assert seconds[0] < 0.7 * seconds[1] < 0.7 * 0.7 * seconds[2]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_the_model_are_timed_in_its_own_numbers(
+    model_dir: MakeModel, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    rates = {torch.float32: 1e9, torch.bfloat16: 4e9}
+    monkeypatch.setattr(plan_module, "_matmul_speed", lambda dtype: (rates[dtype], 0.5))
+    streamed = StreamedModel(open_checkpoint(model_dir("llama")), dtype)
+    assert plan_module._speeds(streamed) == (plan_module.Speeds(rates[dtype], 1e9), 0.5)
+
+
 def test_speed_is_that_of_the_time_that_a_process_gets() -> None:
-    speed, share = plan_module._matmul_speed()
+    speed, share = plan_module._matmul_speed(torch.float32)
     assert 1e8 < speed < 1e14 and 0 < share <= 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, floor, prod
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from anybit.methods.rtn import RTN
 
 WIDER = 1  # bits that embeddings are expected to have more than layers
 SPEED_SECONDS = 0.2  # in which the speed of this machine is measured
-REACHED = 0.7  # of the rate of one product that is repeated, by those of a model
+REACHED = 0.6  # of the rate of one product that is repeated, by those of a model
+ATTENTION = 0.7  # of float32 products' rate, by attention
+WEIGHTS = 2e7  # that are read, packed and written in a second
 BUDGET_STEPS = 100  # a budget finds the average width to a hundredth of a bit
 IMPORT_BYTES = 450_000_000  # PyTorch, Transformers and a tokenizer before any tensor is read
 
@@ -241,13 +243,13 @@ def estimate(streamed: StreamedModel, plan: Plan, options: Options, out: Path) -
     process got while it measured the machine's speed.
     """
     free = shutil.disk_usage(next(p for p in [out, *out.absolute().parents] if p.exists())).free
-    speed, share = _matmul_speed()
+    speeds, share = _speeds(streamed)
     return {
         "bits": plan.code_bits,
         "bits_per_weight": plan.bits_per_weight,
         "file_bits_per_weight": plan.file_bits_per_weight,
         "size_bytes": plan.size_bytes,
-        "seconds": _seconds(streamed, plan, options, speed),
+        "seconds": _seconds(streamed, plan, options, speeds),
         "processor_share": share,
         "peak_memory_bytes": _peak_memory(streamed, plan, options),
         "scratch_disk_bytes": scratch_bytes(plan, options),
@@ -255,20 +257,29 @@ def estimate(streamed: StreamedModel, plan: Plan, options: Options, out: Path) -
     }
 
 
-def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speed: float) -> float:
-    """Of blocks' forward and backward passes, moments and sweeps at this machine's speed, and of what is clustered."""
+@dataclass(frozen=True)
+class Speeds:
+    """Floating-point operations per second that this machine reaches."""
+
+    model: float  # by matrix products of the model, in the numbers that it computes in
+    exact: float  # by those of float32
+
+
+def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speeds: Speeds) -> float:
+    """Of blocks' forward and backward passes, moments and sweeps at this machine's speeds, and of what is clustered."""
     effort, wanted, shapes = METHODS[options.name].effort(options), plan.statistics, streamed.all_linears()
     blocks, threads = len(streamed.blocks), torch.get_num_threads()
     block_weights = plan.linear_weights / blocks
     tokens = options.windows * options.seq_len if wanted else 0
     forwards = 0.0 if wanted.fisher else 1.0 if options.unquantized else 2.0
     forwards += 4 * effort.passes  # forward twice, as blocks are recomputed; backward for inputs and weights
+    nested = ordering.nested_layers(plan.embeddings)
     moments = sweep = training = 0.0
     if wanted.hessian:
         widths = {shape[1] for shape in shapes.values()}
-        whole = streamed.dtype == torch.bfloat16  # of a symmetric product; elsewhere its half
-        moments = 1.5 * tokens * sum(2 * n * n if whole else n * (n + MOMENT_COLUMNS) for n in widths)
-        sweep = 2.0 * sum(effort.sweeps * s[0] * s[1] ** 2 + s[1] ** 3 for s in shapes.values()) / blocks
+        moments = 1.5 * tokens * sum(n * (n + MOMENT_COLUMNS) for n in widths)
+        swept = [*shapes.values(), *(plan.embeddings[name].shape for name in nested)]
+        sweep = 2.0 * sum(effort.sweeps * s[0] * s[1] ** 2 + s[1] ** 3 for s in swept)
     if effort.epochs:
         forwards += 1 + 3 * effort.epochs
         steps = effort.epochs * options.windows / finetune.batch_size(options.windows, options.seq_len)
@@ -276,11 +287,21 @@ def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speed: float
     through, headed, decoded = end_to_end.work(METHODS[options.name].tuning(options), options.seq_len)
     tuning = 2 * (through * plan.linear_weights + headed * _head_weights(streamed))
     training += decoded * end_to_end.WRITE_SECONDS * plan.model_weights / threads
-    flops = forwards * 2 * block_weights * tokens + moments + sweep + 200 * block_weights
+    multiplied = forwards * 2 * block_weights * tokens + moments
+    attention = forwards * 2 * tokens * options.seq_len * _heads_width(streamed) / ATTENTION
     head = 4 * effort.passes * tokens * _head_weights(streamed)  # logits once, and their gradient
-    nested = sum(plan.embeddings[name].weights for name in ordering.nested_layers(plan.embeddings))
-    clustering = (effort.clustering / threads + effort.serial) * (plan.quantized_weights + nested)
-    return (blocks * flops + head + tuning) / speed + clustering + training + plan.model_weights / 2e8
+    weights = plan.quantized_weights + sum(plan.embeddings[name].weights for name in nested)
+    clustering = (effort.clustering / threads + effort.serial) * weights
+    of_model = (blocks * multiplied + head + tuning) / speeds.model
+    exact = (blocks * attention + sweep + 200 * plan.linear_weights) / speeds.exact
+    return of_model + exact + clustering + training + plan.model_weights / WEIGHTS
+
+
+def _heads_width(streamed: StreamedModel) -> int:
+    """Of the queries of all heads of a block together."""
+    text = streamed.model.config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(size * text.num_attention_heads)
 
 
 def _head_weights(streamed: StreamedModel) -> int:
@@ -379,11 +400,18 @@ def _rounded(options: Options, shape: tuple[int, int]) -> LayerLayout:
     return LayerLayout(shape, (tile,))
 
 
-def _matmul_speed() -> tuple[float, float]:
-    """This machine's float32 GEMM from a few tenths of a second's work: floating-point operations per second that it
-    would do if it did nothing else, by the quickest product, and the share of its threads' time that this process got.
+def _speeds(streamed: StreamedModel) -> tuple[Speeds, float]:
+    """This machine's, and the share of its threads' time that this process got."""
+    exact, share = _matmul_speed(torch.float32)
+    own = streamed.device.type == "cpu" and streamed.dtype != torch.float32
+    return Speeds(_matmul_speed(streamed.dtype)[0] if own else exact, exact), share
+
+
+def _matmul_speed(dtype: torch.dtype) -> tuple[float, float]:
+    """This machine's GEMM from a few tenths of a second's work: floating-point operations per second that it would do
+    if it did nothing else, by the quickest product, and the share of its threads' time that this process got.
     """
-    a = torch.ones(768, 768)
+    a = torch.ones(768, 768, dtype=dtype)
     (a @ a).sum()
     seconds: list[float] = []
     start, begun = time.perf_counter(), time.process_time()

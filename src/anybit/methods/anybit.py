@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 BITS = 8  # planes of a row, at most
 BASE_BITS = 2.0  # average width of the base layer
 SALIENCES = ("output", "full", "diagonal")
-CODING = 2e-7  # seconds per weight, thread and pass,
-FITTING = 2e-7  # and of its scale
+CODING = 1.7e-7  # seconds per weight, thread and pass,
+FITTING = 6e-8  # and of its scale
 OWN_TEXT_TOKENS = 256  # of a text that the model writes by itself
 WRITTEN_PER_TAKEN = 1.5  # texts written for each that is taken: the most varied are
 DRAWN = 1 / 2  # time of a token that is drawn, beside that of one with its gradient
