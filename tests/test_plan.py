@@ -171,8 +171,11 @@ def test_a_disk_too_small_is_refused(
     check_disk(made, tmp_path, done_bytes=1)
 
 
-def test_texts_of_the_models_own_take_time_and_memory(model_dir: MakeModel, tmp_path: Path) -> None:
+def test_texts_of_the_models_own_take_time_and_memory(
+    model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keys and values of 96 texts of 256 tokens, written side by side, beside what is there without."""
+    monkeypatch.setattr(plan_module, "_matmul_speed", lambda dtype: (1e9, 1.0))
     streamed = opened(model_dir("llama"))
     without, some = (
         estimate(streamed, make_plan(streamed, c), c, tmp_path)

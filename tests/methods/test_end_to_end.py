@@ -16,6 +16,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 import anybit
+from anybit import plan as plan_module
 from anybit.artifact.verify import verify
 from anybit.artifact.writer import ArtifactWriter
 from anybit.calibration.stats import LinearStats
@@ -329,7 +330,10 @@ def test_a_killed_run_ends_in_the_same_bytes(
     assert not (tmp_path / "stopped.partial").exists()
 
 
-def test_the_estimate_knows_of_it(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_estimate_knows_of_it(
+    model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "_matmul_speed", lambda dtype: (1e10, 1.0))
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
     plain = builders.changed(CONFIG, tune=False)
     with_it, without = (

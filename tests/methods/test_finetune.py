@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit import driver
+from anybit import plan as plan_module
 from anybit.artifact.verify import verify
 from anybit.calibration.moments import Activations, Collector
 from anybit.calibration.streaming import BlockCall, StreamedModel
@@ -222,7 +223,10 @@ def test_it_resumes_to_the_same_bytes(
     assert run("plain", builders.changed(CONFIG, finetune=False)) != whole
 
 
-def test_the_estimate_knows_of_it(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_estimate_knows_of_it(
+    model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "_matmul_speed", lambda dtype: (1e10, 1.0))
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
     plain = builders.changed(CONFIG, finetune=False)
     with_it, without = (
