@@ -25,7 +25,7 @@ from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
 from anybit.formats.unquantized import UnquantizedLayout
 from anybit.kernels.dispatch import MOMENT_COLUMNS
-from anybit.kv_cache import kv_numbers
+from anybit.kv_cache import head_size, kv_numbers
 from anybit.methods import METHODS, Method, end_to_end, finetune, nested_codes, ordering
 from anybit.methods.anybit import BITS, OWN_TEXT_TOKENS
 from anybit.methods.rtn import RTN
@@ -300,8 +300,7 @@ def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speeds: Spee
 def _heads_width(streamed: StreamedModel) -> int:
     """Of the queries of all heads of a block together."""
     text = streamed.model.config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(size * text.num_attention_heads)
+    return head_size(text) * int(text.num_attention_heads)
 
 
 def _head_weights(streamed: StreamedModel) -> int:

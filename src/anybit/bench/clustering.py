@@ -17,7 +17,7 @@ from anybit.formats import tables
 from anybit.kernels import cpu
 from anybit.methods.anybit import BITS
 from anybit.methods.compensation import BLOCK
-from anybit.methods.nested_codes import profile
+from anybit.methods.nested_codes import Grids, fit, profile
 
 Clusterer = Callable[[Tensor, Tensor, int], Tensor]  # weights and importances [n, m], bits -> rounded weights
 SHAPES = ((512, 576), (256, 1536), (128, 4096), (64, 11008))  # rows and weights per row of what is clustered
@@ -77,17 +77,17 @@ def _codes(rounds: int) -> dict[str, float]:
     inputs = torch.randn(4 * BLOCK, BLOCK, generator=generator) * torch.rand(BLOCK, generator=generator).exp()
     hessian = inputs.T @ inputs / len(inputs)
     factor = torch.linalg.cholesky(torch.linalg.inv(hessian)).T.contiguous()
-    table, all_tables = tables.table(3).contiguous(), tables.tables()
-    kinds, scales = cpu.nested_fit(weight, torch.ones(BLOCK), table, threads=1)
+    grids = Grids(*fit(weight), tables.tables())
+    kinds, scales, all_tables = grids.kinds, grids.scales, grids.tables
     weights, targets = profile(3.0).repeat(rows, 1), weight.expand(BITS, rows, BLOCK).contiguous()
     seconds: dict[str, list[float]] = {"first": [], "descent": []}
     for _ in range(rounds):
         begun = time.perf_counter()
         codes, _ = cpu.nested_codes(targets, factor, all_tables, kinds, scales, weights, threads=1)
         seconds["first"].append(time.perf_counter() - begun)
-        levels = [_values(codes, bits, kinds, scales) for bits in range(1, BITS + 1)]
-        errors = torch.stack(levels) - weight
-        slopes, losses = errors @ hessian, (errors @ hessian * errors).sum(2).T.contiguous()
+        errors = torch.stack([grids.values(codes, bits) for bits in range(1, BITS + 1)]) - weight
+        slopes = errors @ hessian
+        losses = (slopes * errors).sum(2).T.contiguous()
         begun = time.perf_counter()
         cpu.nested_descent(
             slopes, hessian, weight, all_tables, kinds, scales, weights, codes, errors, losses, threads=1
@@ -96,12 +96,6 @@ def _codes(rounds: int) -> dict[str, float]:
     return {
         f"{name}_weights_per_second": weight.numel() / statistics.median(t) for name, t in seconds.items()
     }
-
-
-def _values(codes: Tensor, bits: int, kinds: Tensor, scales: Tensor) -> Tensor:
-    """What the first bits of codes uint8 [rows, n] stand for."""
-    table = tables.table(bits)[kinds.long()] * scales[:, None]
-    return table.gather(1, (codes >> (BITS - bits)).long())
 
 
 def _rows(n: int, m: int) -> tuple[Tensor, Tensor]:

@@ -130,7 +130,7 @@ class Collector(TorchFunctionMode):
         if self._value is not None:  # the block's attention is not PyTorch's: all tokens alike
             self._add(*self._value)
         if self._sample == 0:
-            self._each_once = sorted(self._called) == sorted(self._linears)
+            self._each_once = self._all_called_once()
         self._inputs, self._value, self._called = [], None, []
         self._sample += 1
 
@@ -138,15 +138,14 @@ class Collector(TorchFunctionMode):
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             self._read(name, args[0])
             self._called.append(name)
-            if not self.whole and self._nothing_follows():
+            if not self.whole and self._each_once and self._value is None and self._all_called_once():
                 raise Collected
 
         return hook
 
-    def _nothing_follows(self) -> bool:
-        """Whether the current forward has called all layers, where each is called once."""
-        called = self._each_once and len(self._called) == len(self._linears)
-        return called and self._value is None and self._linears.keys() == set(self._called)
+    def _all_called_once(self) -> bool:
+        """Whether the current forward has called every layer, and none again."""
+        return sorted(self._called) == sorted(self._linears)
 
     def _read(self, name: str, x: Tensor) -> None:
         """A layer is about to multiply x."""

@@ -122,7 +122,7 @@ class _Made:
 
     codes: Tensor  # uint8 [out, n] at 8 bits, channels in natural order
     losses: Tensor  # float32 [out, 8]: E H E^T
-    grids: _Grids
+    grids: Grids
     coded: Tensor  # int64 [n] channels that have codes
     kept: Tensor  # int64 [k] others
     kept_values: Tensor  # float16 [out, k]
@@ -166,14 +166,14 @@ def _made(weight: Tensor, hessian: Tensor, spec: LayerSpec[AnyBit]) -> _Made:
         work = grid.without_dead(weight[rows], diagonal)[:, columns]
         kinds[rows], found = dispatch.nested_fit(work, importance, _fitting_table(weight))
         scales[rows] = to_half(found).float()
-        grids = _Grids(kinds[rows], scales[rows], tables)
+        grids = Grids(kinds[rows], scales[rows], tables)
         of_row = weights.to(weight.device).repeat(len(work), 1)
         part, losses[rows] = _sweep(work, factor, grids, of_row)
         _descend(work, within, grids, of_row, part, losses[rows], spec.options.descent or 0)
         if steps is not None:
             steps[rows] = _gains(work, within, grids, part, losses[rows])
         codes[rows, processed] = part
-    return _Made(codes, losses, _Grids(kinds, scales, tables), coded, kept, to_half(weight[:, kept]), steps)
+    return _Made(codes, losses, Grids(kinds, scales, tables), coded, kept, to_half(weight[:, kept]), steps)
 
 
 def _row_slices(weight: Tensor, columns: int) -> Iterator[slice]:
@@ -225,15 +225,15 @@ def _fitting_table(weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Grids:
+class Grids:
     """Where the entries of some rows lie: scale times a shape's table."""
 
     kinds: Tensor  # uint8 [r]: shapes
     scales: Tensor  # float32 [r]
     tables: Tensor  # float32 [shapes, 2 + 4 + ... + 256]
 
-    def __getitem__(self, rows: slice) -> _Grids:
-        return _Grids(self.kinds[rows], self.scales[rows], self.tables)
+    def __getitem__(self, rows: slice) -> Grids:
+        return Grids(self.kinds[rows], self.scales[rows], self.tables)
 
     def values(self, codes: Tensor, bits: int) -> Tensor:
         """What codes uint8 [r, n] at 8 bits stand for at a width, float32 [r, n]."""
@@ -244,7 +244,7 @@ class _Grids:
 def _sweep(
     work: Tensor,  # float32 [r, n]
     factor: Tensor,  # float32 [n, n], upper
-    grids: _Grids,
+    grids: Grids,
     weights: Tensor,  # float32 [r, 8]
 ) -> tuple[Tensor, Tensor]:
     """Codes uint8 [r, n] at 8 bits, and the loss of every row at every width, float32 [r, 8]."""
@@ -264,7 +264,7 @@ def _sweep(
 def _descend(
     work: Tensor,  # float32 [r, n]
     hessian: Tensor,  # float32 [n, n], symmetric, damped
-    grids: _Grids,
+    grids: Grids,
     weights: Tensor,  # float32 [r, 8]
     codes: Tensor,  # uint8 [r, n], changed
     losses: Tensor,  # float32 [r, 8], changed
@@ -286,7 +286,7 @@ def _descend(
             )  # fmt: skip
 
 
-def _gains(work: Tensor, hessian: Tensor, grids: _Grids, codes: Tensor, losses: Tensor) -> Tensor:
+def _gains(work: Tensor, hessian: Tensor, grids: Grids, codes: Tensor, losses: Tensor) -> Tensor:
     """Gains of rows of few bits, uint8 [r] as they are stored; the losses [r, 8] become those with them.
 
     Codes that err least give less than they should: of an output `y` a row gives `s y`, and an error that does not go
