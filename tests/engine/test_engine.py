@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -20,7 +21,7 @@ from anybit import Engine, Sampling
 from anybit.engine import cgroups, threads
 from anybit.engine import pages as cache
 from anybit.engine.description import Unsupported
-from anybit.engine.drafts import Drafts
+from anybit.engine.drafts import Drafts, NarrowDrafts, Worth, narrow_level
 from anybit.engine.engine import Batch
 from anybit.engine.pages import Pages, _left, free_memory
 from anybit.engine.threads import _quota, default_threads
@@ -110,7 +111,7 @@ def test_drafts_change_no_text_and_save_steps(
         return [*text[len(self._tokens) :][: chance.randrange(6)], 9][:length]
 
     monkeypatch.setattr(Drafts, "draft", draft)
-    monkeypatch.setattr(Drafts, "length", lambda self, *_: 7)
+    monkeypatch.setattr(Drafts, "worth", lambda self, *_: Worth(math.inf, 7))
     for sampling, made in zip(samplings, plain):
         steps = engine._times[0].steps
         drafted = engine.generate(PROMPT, 70, sampling)
@@ -131,8 +132,75 @@ def test_a_draft_that_cannot_be_computed_ends_no_text(folder: Path, monkeypatch:
 
     monkeypatch.setattr(Engine, "_step", fails)
     monkeypatch.setattr(Drafts, "draft", lambda self, length: [9, 9][:length])
-    monkeypatch.setattr(Drafts, "length", lambda self, *_: 2)
+    monkeypatch.setattr(Drafts, "worth", lambda self, *_: Worth(math.inf, 2))
     assert engine.generate(PROMPT, 30).tokens == plain.tokens and len(failed) > 20
+
+
+def drafting_narrowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all texts that are wider than the narrow level have drafts of it, of 0 to 7 tokens by chance."""
+    chance = random.Random(4)
+
+    def worth(self: NarrowDrafts, rows: int, seconds: Any, each: float | None) -> Worth:
+        return Worth(0, 0) if each is None else Worth(math.inf, chance.randrange(8))
+
+    monkeypatch.setattr(NarrowDrafts, "worth", worth)
+
+
+@pytest.mark.parametrize("kv_bits", [16, 4])
+def test_drafts_at_a_narrower_width_change_no_text(
+    anybit_artifact: Path, kv_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Across pages and the first page's end, greedy, penalized and at random; a turn goes on from what they left."""
+    engine = Engine(anybit_artifact, kv_bits=kv_bits)
+    low, ids = narrow_level(engine.widths), [5, 9, 70, 33]
+    samplings = Sampling(repetition_penalty=1.2), Sampling(temperature=1.0, seed=3), Sampling(logprobs=2)
+    plain = [engine.generate(ids, 90, sampling, speculate=False) for sampling in samplings]
+    more = engine.generate([*ids, *plain[-1].tokens, 8, 9], 9, speculate=False)
+    drafting_narrowly(monkeypatch)
+    drafted: list[tuple[list[int], list[int]]] = []
+    compare = NarrowDrafts.compare
+
+    def compared(self: NarrowDrafts, drawn: list[int]) -> None:
+        drafted.append((self.draft, list(drawn)))
+        compare(self, drawn)
+
+    monkeypatch.setattr(NarrowDrafts, "compare", compared)
+    for sampling, made in zip(samplings, plain):
+        found = engine.generate(ids, 90, sampling)
+        assert found.drawn == made.drawn and found.text == made.text and found.finish == made.finish
+    turn = engine.generate([*ids, *plain[-1].tokens, 8, 9], 9)
+    assert turn.tokens == more.tokens and turn.cached_tokens >= len(ids) + len(plain[-1].tokens) - 1
+    right = sum(len(drawn) - 1 for draft, drawn in drafted)
+    assert 0 < right < sum(len(draft) for draft, _ in drafted)
+    assert all(draft[: len(drawn) - 1] == drawn[:-1] for draft, drawn in drafted)
+    drafted.clear()
+    engine.generate(ids, 20, bits=engine.widths[low])
+    assert len(drafted) > 10 and not any(draft for draft, _ in drafted)
+
+
+def test_narrow_drafts_that_fail_or_are_interrupted_leave_the_text_as_it_is(
+    anybit_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, step = Engine(anybit_artifact), Engine._step
+    low, ids, sampling = narrow_level(engine.widths), list(range(5, 45)), Sampling(temperature=1.0, seed=1)
+    plain = engine.generate(ids, 30, sampling, speculate=False)
+    drafting_narrowly(monkeypatch)
+    errors: list[type[BaseException]] = [InputError] * 5
+
+    def fails(self: Engine, batch: Batch, logits: Any, level: int, *how: Any) -> None:
+        if level == low and batch.positions[0] % 3 == 0 and errors:
+            raise errors.pop()
+        step(self, batch, logits, level, *how)
+
+    monkeypatch.setattr(Engine, "_step", fails)
+    assert engine.generate(ids, 30, sampling).tokens == plain.tokens and not errors
+    errors.append(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(ids, 30, sampling)
+    assert engine.generate(ids, 30, sampling, speculate=False).tokens == plain.tokens
+    again = engine.generate([*ids, *plain.tokens[:9]], 3, Sampling(), speculate=False)
+    assert again.cached_tokens > len(ids)
+    assert again.tokens == Engine(anybit_artifact).generate([*ids, *plain.tokens[:9]], 3, Sampling()).tokens
 
 
 def test_generation_config_is_the_default(folder: Path, engine: Engine) -> None:
@@ -234,7 +302,7 @@ def test_a_conversation_goes_on_where_it_was(
     engine, fresh = Engine(tmp_path, kv_bits=kv_bits), Engine(tmp_path, kv_bits=kv_bits)
     engine.generation["eos_token_id"] = fresh.generation["eos_token_id"] = []
     monkeypatch.setattr(Drafts, "draft", lambda self, length: [9, 8, 7][:length])
-    monkeypatch.setattr(Drafts, "length", lambda self, *_: 3)
+    monkeypatch.setattr(Drafts, "worth", lambda self, *_: Worth(math.inf, 3))
     chance, text, cached = np.random.default_rng(0), [], []
     for turn in (500, 1, 33, 700, 20):
         text += chance.integers(1, len(tokenizer), turn).tolist()
@@ -360,7 +428,7 @@ def test_pages_that_a_window_has_passed_are_used_again(
     one.close()
     other.close()
     monkeypatch.setattr(Drafts, "draft", lambda self, length: [9, 8, 7][:length])
-    monkeypatch.setattr(Drafts, "length", lambda self, *_: 3)
+    monkeypatch.setattr(Drafts, "worth", lambda self, *_: Worth(math.inf, 3))
     assert few.generate(ids[:600], 40).tokens == plain  # what wrong drafts wrote is written over
     streams = [few.stream(ids[:500], 20) for _ in range(5)]
     with pytest.raises(

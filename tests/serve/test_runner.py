@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import random
 import threading
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from anybit import Engine, Sampling
-from anybit.engine.drafts import Drafts
+from anybit.engine.drafts import Drafts, NarrowDrafts, Worth, narrow_level
 from anybit.engine.engine import Batch
 from anybit.engine.text import check_tokenizer
 from anybit.errors import InputError
@@ -105,6 +106,23 @@ def requests(engine: Engine) -> list[Request]:
     return made
 
 
+def drafting(monkeypatch: pytest.MonkeyPatch, draft: Callable[[Drafts, int], list[int]]) -> None:
+    """Let every text have these drafts, and no others."""
+    monkeypatch.setattr(Drafts, "draft", draft)
+    monkeypatch.setattr(NarrowDrafts, "worth", lambda self, *_: Worth(0, 0))
+
+
+def drafting_narrowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all texts that are wider than the narrow level have drafts of it alone, of 0 to 7 tokens by chance."""
+    chance = random.Random(4)
+
+    def worth(self: NarrowDrafts, rows: int, seconds: Any, each: float | None) -> Worth:
+        return Worth(0, 0) if each is None else Worth(math.inf, chance.randrange(8))
+
+    monkeypatch.setattr(NarrowDrafts, "worth", worth)
+    monkeypatch.setattr(Drafts, "draft", lambda self, length: [])
+
+
 # ---- the same text
 
 
@@ -125,7 +143,7 @@ def test_a_text_alone_is_the_engines(engine: Engine, start: Callable[..., Runner
 def test_a_text_is_the_same_in_any_company(
     engine: Engine, start: Callable[..., Runner], limits: dict[str, int]
 ) -> None:
-    asked = requests(engine)
+    asked = [replace(request, speculates=False) for request in requests(engine)]  # drafts hang on the clock
     calm = start(running=1)
     alone = [Heard(calm, request).all() for request in asked]
     calm.close(0)
@@ -145,7 +163,7 @@ def test_a_text_is_the_same_in_any_company(
 def test_so_it_is_where_keys_hang_on_a_texts_first_page(anybit_artifact: Path, kv_bits: int) -> None:
     """Caches of codes: what keys are less is kept with the first page, which texts share and give up."""
     engine = Engine(anybit_artifact, threads=1, kv_bits=kv_bits)
-    asked, found = requests(engine), []
+    asked, found = [replace(request, speculates=False) for request in requests(engine)], []
     for limits in (Limits(64, running=1), Limits(64), Limits(5, running=8)):
         runner = Runner(engine, limits)
         together = [Heard(runner, request) for request in asked]
@@ -184,7 +202,7 @@ def test_so_it_is_where_windows_have_pages_of_their_own(
     assert runner.scheduler.preemptions > 0
     assert found[0] == found[1] == found[2] == found[3]
     assert cached[0] > cached[1] > 0 < cached[2]
-    monkeypatch.setattr(Drafts, "draft", lambda self, length: [9, 8, 7])  # wrong ones
+    drafting(monkeypatch, lambda self, length: [9, 8, 7])  # wrong ones
     runner = Runner(engine, Limits(120, 4, window_pages=70))
     together = [Heard(runner, request) for request in asked]
     gone = Heard(runner, replace(asked[7], most=400))
@@ -242,7 +260,7 @@ def test_a_text_is_the_same_with_drafts(
         text = next(own for own in known if own[: len(self._tokens)] == self._tokens)
         return [*text[len(self._tokens) :][: chance.randrange(6)], 17]
 
-    monkeypatch.setattr(Drafts, "draft", draft)
+    drafting(monkeypatch, draft)
     for limits in (Limits(64, running=1), Limits(64), Limits(6, running=8)):
         runner = Runner(engine, limits)
         together = [Heard(runner, request) for request in asked]
@@ -252,6 +270,60 @@ def test_a_text_is_the_same_with_drafts(
         runner.close(0)
         assert 20 < runner.counters.accepted_tokens < runner.counters.draft_tokens
         assert runner.counters.accepted_tokens == sum(job.accepted for o in together for job in o.jobs)
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8, 4])
+def test_a_text_is_the_same_with_drafts_at_a_narrower_width(
+    anybit_artifact: Path, kv_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and beside others at several widths, where pages run out, too, and with a form."""
+    engine = Engine(anybit_artifact, threads=1, kv_bits=kv_bits)
+    forms = Constraints(check_tokenizer(engine.tokenizer), engine.vocabulary, engine.ends)
+    form = forms.compile("regex", "(ab|ba){3,20}")
+    asked = [
+        *requests(engine),
+        Request([5], 30, constraint=form),
+        Request([6], 30, sampling=Sampling(logprobs=2)),
+    ]
+    plain = Runner(engine, Limits(64, running=1))
+    plain.start()
+    alone = [Heard(plain, replace(request, speculates=False)).all() for request in asked]
+    plain.close(0)
+    drafting_narrowly(monkeypatch)
+    for limits in (Limits(64, running=1), Limits(64), Limits(6, running=8)):
+        runner = Runner(engine, limits)
+        together = [Heard(runner, request) for request in asked]
+        runner.start()
+        for one, other in zip(alone, together):
+            assert (
+                other.all().tokens == one.tokens and other.texts == one.texts and other.finish == one.finish
+            )
+        runner.close(0)
+        assert 20 < runner.counters.accepted_tokens < runner.counters.draft_tokens
+        assert runner.scheduler.blocks.available == limits.pages
+        for other in together:
+            (job,) = other.jobs
+            assert job.text.tokens == [*job.request.tokens, *other.tokens[0]]
+            assert job.drafted == 0 or job.text.level > narrow_level(engine.widths)
+
+
+def test_narrow_drafts_that_fail_end_no_text(
+    engine: Engine, start: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, step, request = start(), Engine.step, Request(PROMPT, 20, ignores_ends=True)
+    alone = Heard(runner, replace(request, speculates=False)).all()
+    failed = []
+
+    def fails(self: Engine, batch: Batch, level: int) -> Any:
+        if level == narrow_level(engine.widths) and batch.positions[0] % 2:
+            failed.append(batch)
+            raise InputError("NaN")
+        return step(self, batch, level)
+
+    monkeypatch.setattr(Engine, "step", fails)
+    drafting_narrowly(monkeypatch)
+    together = [Heard(runner, request) for _ in range(3)]
+    assert all(heard.all().tokens == alone.tokens for heard in together) and failed
 
 
 def test_a_draft_that_fails_ends_no_text(
@@ -266,7 +338,7 @@ def test_a_draft_that_fails_ends_no_text(
         return step(self, batch, level)
 
     monkeypatch.setattr(Engine, "step", fails)
-    monkeypatch.setattr(Drafts, "draft", lambda self, length: [17])
+    drafting(monkeypatch, lambda self, length: [17])
     together = [Heard(runner, request) for _ in range(3)]
     assert all(heard.all().tokens == alone.tokens for heard in together)
 
@@ -284,7 +356,7 @@ def test_what_was_drawn_before_an_error_is_told(
         return draw(self, logits, level, before)
 
     monkeypatch.setattr(Job, "draw", fails)
-    monkeypatch.setattr(Drafts, "draft", lambda self, length: alone[len(self._tokens) - len(PROMPT) :][:4])
+    drafting(monkeypatch, lambda self, length: alone[len(self._tokens) - len(PROMPT) :][:4])
     heard = Heard(runner, request).all()
     assert heard.tokens[0] == alone[:3] and heard.finish == ["error"]
 
@@ -296,9 +368,9 @@ def test_a_width_is_looked_at_again_however_many_tokens_a_round_draws(engine: En
         job.levels[0] = drawn
         due.append(job.is_due())
     assert due == [True, True, True, False, True]
-    job.end_round(7, 8)
+    job.end_round(7, [9] * 8)
     time.sleep(0.02)
-    job.end_round(7, 8)
+    job.end_round(7, [9] * 8)
     assert job.gap is not None and 0.002 < job.gap < 0.02 and (job.drafted, job.accepted) == (14, 14)
 
 

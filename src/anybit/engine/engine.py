@@ -17,7 +17,7 @@ from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, encode
 from anybit.config import Json
 from anybit.engine.description import Unsupported
-from anybit.engine.drafts import Drafts, StepTimes
+from anybit.engine.drafts import HOPE, Drafts, NarrowDrafts, StepTimes, narrow_level
 from anybit.engine.opening import open_source
 from anybit.engine.pages import CHUNK, Cache, Held
 from anybit.engine.sampling import Drawn, Sampler, Sampling
@@ -146,6 +146,9 @@ class Engine:
         self._cache = Cache(description, self.kv_bits, reached, context)
         self.context = self._cache.context
         self._times: dict[int, StepTimes] = {}  # of each level
+        self._acceptance: dict[
+            int, float
+        ] = {}  # of each level: of drafts at the narrow one, in the last text
         self._shared = 0  # tokens that the text begun last found in the cache
         source.release()
 
@@ -165,8 +168,9 @@ class Engine:
         return self._bound[index]
 
     def _level_of(self, bits: float | None) -> int:
+        """The place among `widths` of the widest level, or of that for so many bits."""
         widths = self.widths
-        return self._level(len(widths) - 1 if bits is None else largest(widths, bits, f"{self.name} has"))
+        return len(widths) - 1 if bits is None else largest(widths, bits, f"{self.name} has")
 
     # ---- tokens in, logits out
 
@@ -178,7 +182,7 @@ class Engine:
         every: bool = False,
         batch_invariant: bool = True,
     ) -> Floats:
-        """Append tokens to a text; logits [1, vocabulary] after the last one, or of all of them."""
+        """Append tokens to a text at a level; logits [1, vocabulary] after the last one, or of all of them."""
         pages, window_pages = self._cache.tables(text)
         made = np.empty((len(tokens) if every else 1, self.vocabulary), np.float32)
         for first in range(0, len(tokens), CHUNK):
@@ -194,7 +198,7 @@ class Engine:
         return made
 
     def _step(self, batch: Batch, logits: Floats, level: int, batch_invariant: bool = True) -> None:
-        """`Decoder.step` with the engine's cache and threads.
+        """`Decoder.step` with the engine's cache and threads, at a place among `widths`.
 
         Raises:
             InputError: NaN or Inf; a forked process.
@@ -203,8 +207,8 @@ class Engine:
             raise InputError("an engine does not work in a forked process: make one there")
         try:
             self._decoder.step(
-                batch.tokens, batch.positions, batch.texts, batch.pages, batch.wanted, logits, level,
-                self._cache.native, self.threads, batch.window_pages, batch_invariant,
+                batch.tokens, batch.positions, batch.texts, batch.pages, batch.wanted, logits,
+                self._level(level), self._cache.native, self.threads, batch.window_pages, batch_invariant,
             )  # fmt: skip
         except cpu._native.NotFiniteError as error:
             raise InputError(f"{self.name}: {error}: its weights are damaged, or overflow 16 bits") from None
@@ -284,7 +288,7 @@ class Engine:
             InputError: NaN or Inf; a forked process.
         """
         logits = np.empty((len(batch.wanted), self.vocabulary), np.float32)
-        self._step(batch, logits, self._level(level))
+        self._step(batch, logits, level)
         return logits
 
     # ---- text in, text out
@@ -324,7 +328,8 @@ class Engine:
             sampling: how tokens are drawn; default: what generation_config.json says.
             stop: strings that end the text and are not part of it.
             bits: the largest of the model's levels up to this average width; default: the widest.
-            speculate: compute drafts from what stood in the text before, where that is faster. The text is the same.
+            speculate: compute drafts where that is faster: from what stood in the text before, or at a narrower width.
+                The text is the same.
 
         Raises:
             InputError: before the first piece, what of this cannot be.
@@ -336,7 +341,7 @@ class Engine:
         sampler = Sampler(sampling, self.vocabulary, ids)
         text = TextStream(check_tokenizer(self.tokenizer), stop, ids)
         most = min(max_new_tokens, self.context - len(ids))
-        behind = self._logits_behind(ids, most, level, speculate)
+        behind = self._logits_behind(ids, most, level, sampler if speculate else None)
         return self._pieces(behind, most, sampler, text)
 
     def _pieces(
@@ -360,22 +365,29 @@ class Engine:
             yield Piece(stream.finish(), None, "length")
 
     def _logits_behind(
-        self, ids: list[int], most: int, level: int, speculate: bool
+        self, ids: list[int], most: int, level: int, speculates: Sampler | None
     ) -> Generator[Floats, int]:
         """Logits float32 [vocabulary] behind a prompt, then behind each token that is sent, `most` of them in all.
 
         Behind a token that a draft had right they are there already.
+
+        Args:
+            ids: of the prompt.
+            most: tokens that are drawn.
+            level: place among `widths`.
+            speculates: what draws the tokens; None: nothing is drafted.
         """
-        times = self._times.setdefault(level, StepTimes())
-        drafts = Drafts(ids)
+        times, drafts = self._times_of(level), Drafts(ids)
+        narrow = NarrowDrafts(self._acceptance.get(level, HOPE))
         with self._cache.going_on(ids, most, level) as text:
             self._shared = text.done
             token, known = (yield self._run(text, ids[text.done :], level)[0]), len(ids)
             while True:
                 drafts.push(token)
-                length = drafts.length(1, times.seconds, times.steps) if speculate else 0
                 left = len(ids) + most - known - 2  # logits that are wanted behind those of this token
-                draft = drafts.draft(min(length, left))
+                draft: list[int] = []
+                if speculates is not None:
+                    draft = self._draft(text, (drafts, narrow), left, level, speculates)
                 begun = time.perf_counter()
                 try:
                     made = self._run(text, [token, *draft], level, every=True)
@@ -384,12 +396,55 @@ class Engine:
                         raise
                     made, draft = self._run(text, [token], level), []  # NaN of a token that is not drawn
                 times.measure(1 + len(draft), time.perf_counter() - begun)
+                drawn: list[int] = []
                 for logits, expected in zip(made, [*draft, None]):
-                    token, known = (yield logits), known + 1
-                    if token != expected:
+                    drawn.append((yield logits))
+                    if drawn[-1] != expected:
                         break
-                    drafts.push(token)
+                    drafts.push(drawn[-1])
+                narrow.compare(drawn)
+                self._acceptance[level] = narrow.acceptance
+                token, known = drawn[-1], known + len(drawn)
                 del text.tokens[known:]  # what was computed of wrong ones is written over
+
+    def _draft(
+        self, text: Held, kinds: tuple[Drafts, NarrowDrafts], most: int, level: int, sampler: Sampler
+    ) -> list[int]:
+        """What may follow a text's last token, which is not computed yet: the draft that promises most, if any does."""
+        (drafts, narrow), times = kinds, self._times_of(level)
+        found = drafts.worth(1, times.seconds, times.steps)
+        guessed = narrow.worth(1, times.seconds, self._narrow_seconds(level))
+        if guessed <= found:
+            return drafts.draft(min(found.length, most))
+        narrow.draft = self._drawn_narrowly(text, drafts.last, min(guessed.length, most), sampler.ahead())
+        return narrow.draft
+
+    def _narrow_seconds(self, level: int) -> float | None:
+        """What a token of a draft at the narrow level takes; None: this level is no wider, or no time is known."""
+        low, own = narrow_level(self.widths), self._times_of(level).seconds(1)
+        if low >= level or own is None:
+            return None
+        measured = self._times_of(low).seconds(1)
+        return own * self.widths[low] / self.widths[level] if measured is None else measured
+
+    def _drawn_narrowly(self, text: Held, token: int, count: int, sampler: Sampler) -> list[int]:
+        """Up to so many tokens behind one, drawn at the narrow level; the text is left as it is."""
+        level, known = narrow_level(self.widths), text.done
+        times, draft = self._times_of(level), list[int]()
+        try:
+            while len(draft) < count and token not in self.ends:
+                begun = time.perf_counter()
+                token = sampler.token(self._run(text, [token], level)[0])
+                times.measure(1, time.perf_counter() - begun)
+                draft.append(token)
+        except InputError:  # NaN of this width: the text's own decides
+            pass
+        finally:
+            del text.tokens[known:]
+        return draft
+
+    def _times_of(self, level: int) -> StepTimes:
+        return self._times.setdefault(level, StepTimes())
 
     def generate(
         self,

@@ -7,6 +7,7 @@ those of the model itself: of the logits as they come, before any of this, as vL
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -144,6 +145,11 @@ class Sampler:
         Raises:
             InputError: logits with NaN or infinity, or no token within reach.
         """
+        token = self.token(logits, allowed)
+        return Drawn(token) if self.sampling.logprobs is None else self.report(token, logits)
+
+    def token(self, logits: Floats, allowed: NDArray[np.bool_] | None = None) -> int:
+        """`draw` without a report."""
         reached = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
         if self.sampling.temperature == 0:
             token = self._likeliest(self._penalized(reached))
@@ -151,7 +157,13 @@ class Sampler:
             token = self._distribution(reached).token(self._random.random())
         if self._seen is not None:
             self._seen.add(token)
-        return Drawn(token) if self.sampling.logprobs is None else self.report(token, logits)
+        return token
+
+    def ahead(self) -> Sampler:
+        """One that draws what this one is going to draw from the same logits; this one stays as it is."""
+        twin = copy.copy(self)
+        twin._random, twin._seen = copy.deepcopy(self._random), copy.deepcopy(self._seen)
+        return twin
 
     def probabilities(self, logits: Floats) -> Floats:
         """The distribution, [vocabulary], that `draw` would draw from.

@@ -11,7 +11,7 @@ from statistics import median
 from anybit.checkpoint.tokenizer import check_ids
 from anybit.config import MAX_SEED
 from anybit.engine.distribution import Floats
-from anybit.engine.drafts import Drafts
+from anybit.engine.drafts import Drafts, NarrowDrafts
 from anybit.engine.sampling import Drawn, Sampler
 from anybit.engine.text import TextStream, check_tokenizer
 from anybit.errors import InputError
@@ -68,6 +68,7 @@ class Job:
         self.ends: set[int] = set() if request.ignores_ends else engine.ends
         self.constraint = request.constraint.copy() if request.constraint is not None else None
         self.drafts = Drafts(tokens) if request.speculates and engine.together else None
+        self.narrow = NarrowDrafts()
         self.drafted = self.accepted = 0  # tokens of drafts that were computed, and drawn
         self.times = Times()
         self.levels: dict[int, int] = {}  # tokens drawn at each level
@@ -94,10 +95,12 @@ class Job:
         self._due = self.drawn + RECENT
         return True
 
-    def end_round(self, drafted: int, drawn: int) -> None:
-        """A round computed so many tokens of a draft, and drew so many tokens."""
+    def end_round(self, drafted: int, tokens: Sequence[int]) -> None:
+        """A round computed so many tokens of a draft, and drew these tokens."""
+        drawn = len(tokens)
         self.drafted += drafted
         self.accepted += drawn - 1
+        self.narrow.compare(tokens)
         now = time.perf_counter()
         if self._rounds_end:
             self._gaps = [*self._gaps, *[(now - self._rounds_end) / drawn] * drawn][-RECENT:]
@@ -131,6 +134,21 @@ class Job:
         if self.text.left - before <= 1:
             return drawn.token, Progress(piece + self.stream.finish(), drawn, "length")
         return drawn.token, Progress(piece, drawn)
+
+    def ahead(self) -> Callable[[Floats], int]:
+        """What draws the text's next tokens from the logits behind each; the text itself stays as it is.
+
+        It raises InputError where no token can be drawn.
+        """
+        sampler, form = self.sampler.ahead(), None if self.constraint is None else self.constraint.copy()
+
+        def draw(logits: Floats) -> int:
+            token = sampler.token(logits, None if form is None else form.allowed())
+            if form is not None and token not in self.ends:
+                form.accept(token)
+            return token
+
+        return draw
 
     def score(self, first: int, logits: Floats) -> list[Drawn]:
         """The prompt's own tokens behind some of its rows, those that were given out before left out.

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from anybit.engine.distribution import Floats
-from anybit.engine.engine import Batch, Tokens
 from anybit.errors import InputError
+from anybit.serve.drafting import Drafting, decoding
 from anybit.serve.job import Job, Progress
 from anybit.serve.model import Model
 from anybit.serve.pace import Auto, Pace, stops
 from anybit.serve.request import AUTO
+from anybit.serve.rows import batch_of
 from anybit.serve.scheduler import Rows, Scheduler, Step, Text
 from anybit.serve.settings import Settings
 from anybit.serve.windows import WindowPages
@@ -79,6 +78,8 @@ class Runner(Worker):
         self.pace, self.auto = Pace(engine.widths), Auto(stops(engine.widths, limits.auto_bits))
         self.counters, self.served = Counters(), dict.fromkeys(range(len(engine.widths)), 0)
         self._targets = stops(engine.widths, limits.auto_bits, TARGET_STOPS)
+        self._windowed = windows is not None
+        self.drafting = Drafting(engine, self.pace, self._windowed)
         self._jobs: dict[Text, Job] = {}
         self._cancelled: set[Job] = set()
 
@@ -95,7 +96,9 @@ class Runner(Worker):
         with self._changed:
             self._refuse_late()
             self.scheduler.add([job.text for job in jobs])
-            self._jobs |= {job.text: job for job in jobs}
+            for job in jobs:
+                self._jobs[job.text] = job
+                self.drafting.begin(job)
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
@@ -142,7 +145,7 @@ class Runner(Worker):
                 steps = None
             else:
                 self._choose_levels()
-                self._draft()
+                self.drafting.choose(self.scheduler.running, self._jobs, self.counters.rounds)
                 steps = self.scheduler.schedule(self._budget())
                 self.counters.rounds += 1
         self._deliver(heard)
@@ -171,29 +174,13 @@ class Runner(Worker):
                 now = text.level, sum(other.level == text.level for other in self.scheduler.running)
                 self.scheduler.set_level(text, self.pace.within(target, now, job.gap, self._targets))
 
-    def _draft(self) -> None:
-        """Let texts have drafts where they pay, by measured times, the oldest first."""
-        rows = self._decoding()
-        for text in self.scheduler.running:
-            drafts, level = self._jobs[text].drafts, text.level
-            if drafts is None or text.missing != 1:
-                text.draft = []
-                continue
-            length = drafts.length(rows[level], partial(self.pace.step, level), self.counters.rounds)
-            text.draft = drafts.draft(length)
-            rows[level] += len(text.draft)
-
-    def _decoding(self) -> Counter[int]:
-        """How many texts decode at each level."""
-        return Counter(text.level for text in self.scheduler.running if text.missing == 1)
-
     def _budget(self) -> int:
         """Tokens of prompts for the next round: what is left of its time beside the texts that decode."""
         if not self.engine.together:  # some models compute a prompt in parts otherwise
             return self.engine.context
-        decoding = self._decoding()
-        taken = sum(self.pace.step(level, texts) or 0.0 for level, texts in decoding.items())
-        seconds = ROUND_SECONDS - taken if decoding else 4 * ROUND_SECONDS
+        counts = decoding(self.scheduler.running)
+        taken = sum(self.pace.step(level, texts) or 0.0 for level, texts in counts.items())
+        seconds = ROUND_SECONDS - taken if counts else 4 * ROUND_SECONDS
         return self.pace.budget(seconds, LEAST_PROMPT, MOST_PROMPT)
 
     def _step(self, step: Step) -> Heard:
@@ -203,6 +190,8 @@ class Runner(Worker):
         for rows in step.rows:
             times = self._jobs[rows.text].times
             times.started = times.started or begun
+        step = self.drafting.filled(step, self._jobs)
+        filled = time.perf_counter()
         computed = self._computed(step)
         heard: list[tuple[Job, Progress]] = []
         drawn: dict[Text, list[int]] = {}
@@ -213,7 +202,9 @@ class Runner(Worker):
             except Exception as error:
                 made = [_failed(error)]
             heard += [(job, progress) for progress in made]
-        self._measure(step, time.perf_counter() - begun)  # log-probabilities of a prompt take their time, too
+        self._measure(
+            step, time.perf_counter() - filled
+        )  # log-probabilities of a prompt take their time, too
         self.served[step.level] += sum(map(len, drawn.values()))
         self._finish(step, drawn, [(job, progress) for job, progress in heard if progress.finish is not None])
         self.step_ended, self.step_begun = time.perf_counter(), None
@@ -247,7 +238,7 @@ class Runner(Worker):
         return [alone for rows in step.rows for alone in self._computed(Step(step.level, [rows]))]
 
     def _logits(self, step: Step) -> list[tuple[Rows, Floats | Exception]]:
-        batch, counts = batch_of(step.rows, isinstance(self.scheduler.windows, WindowPages))
+        batch, counts = batch_of(step.rows, self._windowed)
         logits = self.engine.step(batch, step.level)
         return list(zip(step.rows, np.split(logits, np.cumsum(counts)[:-1])))
 
@@ -278,7 +269,7 @@ class Runner(Worker):
             made.append(progress)
             if progress.finish is not None or token != expected:
                 break
-        job.end_round(len(rows.draft), len(tokens))
+        job.end_round(len(rows.draft), tokens)
         made[0] = replace(made[0], prompt=prompt)
         return tokens, made
 
@@ -286,47 +277,13 @@ class Runner(Worker):
         """Forget a job; with the lock held."""
         if self._jobs.pop(job.text, None) is not None:
             job.finished = progress.finish
+            self.drafting.end(job)
             self.counters.prompt_tokens += job.text.prompt
             self.counters.cached_tokens += job.text.cached or 0
             self.counters.draft_tokens += job.drafted
             self.counters.accepted_tokens += job.accepted
             self.scheduler.end(job.text)
         return progress
-
-
-def batch_of(rows: Sequence[Rows], windowed: bool) -> tuple[Batch, list[int]]:
-    """Rows of some texts as an engine takes them, and how many logits are wanted of each.
-
-    Args:
-        rows: of one step.
-        windowed: whether blocks with a sliding window have pages of their own.
-    """
-    tokens = [r.tokens for r in rows]
-    counts = np.array([len(own) for own in tokens])
-    starts = np.cumsum(counts) - counts
-    positions = [np.arange(r.first, r.first + len(own)) for r, own in zip(rows, tokens)]
-    pages = _table([r.text.pages for r in rows])
-    wanted = [
-        np.arange(start + (0 if r.text.every else r.count - r.last), start + count)
-        for start, count, r in zip(starts, counts, rows)
-    ]
-    batch = Batch(
-        np.concatenate(tokens).astype(np.int32),
-        np.concatenate(positions).astype(np.int32),
-        np.repeat(np.arange(len(rows)), counts).astype(np.int32),
-        pages,
-        np.concatenate(wanted).astype(np.int32),
-        _table([r.text.window_pages for r in rows], pages.shape[1]) if windowed else None,
-    )
-    return batch, [len(own) for own in wanted]
-
-
-def _table(pages: Sequence[Sequence[int]], width: int = 0) -> Tokens:
-    """Pages of some texts, int32 [texts, n]; in place of what no token reads stands page 0 of the cache."""
-    made = np.zeros((len(pages), max(width, *map(len, pages))), np.int32)
-    for row, own in zip(made, pages):
-        row[: len(own)] = own
-    return np.maximum(made, 0)
 
 
 def _failed(error: Exception) -> Progress:
