@@ -90,7 +90,7 @@ def ran(runner: Runner, tokens: list[int], sampling: Sampling, speculates: bool)
 
 def measured(runner: Runner, prompts: list[list[int]], sampling: Sampling, kind: str) -> dict[str, Any]:
     rates: dict[bool, list[float]] = {True: [], False: []}
-    tokens = drafted = accepted = same = 0
+    tokens = drafted = narrow = accepted = same = 0
     terminal = Terminal()
     advance = terminal.task(kind, len(prompts))
     for i, prompt in enumerate(prompts):
@@ -100,6 +100,7 @@ def measured(runner: Runner, prompts: list[list[int]], sampling: Sampling, kind:
             if job.drawn > LEAST:
                 rates[speculates].append((job.drawn - 1) / (job.times.last - job.times.first))
             drafted, accepted = drafted + job.drafted, accepted + job.accepted
+            narrow += job.narrow.drafted
             tokens += job.drawn if speculates else 0
         same += texts[True] == texts[False]
         advance(1)
@@ -107,7 +108,7 @@ def measured(runner: Runner, prompts: list[list[int]], sampling: Sampling, kind:
     ratios = sorted(a / b for a, b in zip(rates[True], rates[False], strict=True))
     return {
         "kind": kind, "prompts": len(prompts), "same_text": same, "tokens": tokens, "draft_tokens": drafted,
-        "accepted_tokens": accepted, "tokens_per_second": median(rates[True]),
+        "narrow_tokens": narrow, "accepted_tokens": accepted, "tokens_per_second": median(rates[True]),
         "without_drafts": median(rates[False]), "ratio": median(ratios), "least_ratio": ratios[0],
         "tenth_ratio": ratios[len(ratios) // 10],
     }  # fmt: skip

@@ -112,6 +112,7 @@ def scaled(value: float | None, by: float, digits: int) -> str:
 
 def drafts() -> str:
     head = [
+        "model",
         "what",
         "drawn",
         "prompts",
@@ -121,9 +122,10 @@ def drafts() -> str:
         "a tenth has less than",
         "least",
     ]
-    head += ["draft tokens", "of these drawn"]
+    head += ["draft tokens", "of these right", "drafted at 3 bits"]
     rows = [
         [
+            f"{run['model']}, {run['bits']:.2f} bits",
             found["kind"],
             "greedily" if run["temperature"] == 0 else f"at temperature {run['temperature']:g}",
             str(found["prompts"]),
@@ -134,6 +136,7 @@ def drafts() -> str:
             f"{found['least_ratio']:.2f}",
             f"{found['draft_tokens']}",
             f"{100 * found['accepted_tokens'] / found['draft_tokens']:.0f} %",
+            f"{found['narrow_tokens']}" if "narrow_tokens" in found else "",
         ]
         for run in load("serve-drafts.json")
         for found in run["kinds"]
