@@ -13,7 +13,9 @@ template <typename X> struct Plain {
     using Given = Inputs<X>;
     static constexpr bool THREE = false, IN_HALVES = false;
     using Total = Floats;
+    using Sums = Floats;
     static constexpr int MOST = MOST_TOKENS;
+    static constexpr int64_t RUN = INT32_MAX;
     static constexpr int64_t MOST_BLOCKS = 32 / sizeof(X);
 
     template <int B> static void fold_planes(const CodebookByRow& c, Codes (&plane)[B]) { fold_floats(c, plane); }

@@ -17,15 +17,25 @@ constexpr int MOST_TOKENS = 4;
 constexpr int MOST_TOKENS = 2;
 #endif
 
+// A tile's sums go on from a row's total, and are the total at its end. Those of another kind begin anew.
+template <typename Sums> inline void resume(Sums& own, const Sums& total, bool more) { own = more ? total : Sums{}; }
+template <typename Sums> inline void settle(const Sums& own, Sums& total, bool) { total = own; }
+template <typename Sums, typename Total> inline void resume(Sums& own, const Total&, bool) { own = Sums{}; }
+template <typename Sums, typename Total> inline void settle(const Sums& own, Total& total, bool more) {
+    own.settle(total, more);
+}
+
 // Calls finish(totals) with the sums of up to CodebookByRow::TOGETHER rows and M tokens. Tile by tile of columns: the
 // inputs of a tile stay close, and what the same row needs next is fetched meanwhile.
 template <template <int, int> typename By, int B, int M, typename F>
 void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64_t first, int64_t last, F&& finish) {
     using Total = typename By<B, M>::Total;
+    using Sums = typename By<B, M>::Sums;
     const int64_t bytes = 4 * c.words, blocks = blocks_of(c), tails = tails_of(c);
     const bool halves = By<B, M>::IN_HALVES && ends_in_halves(c);
     const int64_t whole = blocks - (tails > 0 || halves);
-    const int64_t tile = ceil_div(blocks, ceil_div(blocks * M, By<B, M>::MOST_BLOCKS)); // as equal as can be
+    const int64_t near = ceil_div(blocks * M, By<B, M>::MOST_BLOCKS), fit = ceil_div(blocks, By<B, M>::RUN);
+    const int64_t tile = ceil_div(blocks, near > fit ? near : fit); // as equal as can be
     Total total[CodebookByRow::TOGETHER][M]; // begun by the first tile, of which there always is one
     for (int64_t begin = 0; begin < blocks; begin += tile) {
         const int64_t end = least(blocks, begin + tile);
@@ -33,9 +43,9 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64
         for (int64_t row = first; row < last; ++row) {
             const By<B, M> sums(c, in, row);
             const RowPlanes<B> planes(c, row);
-            Total own[M];
+            Sums own[M];
 #pragma GCC unroll 8 // so that sums stay in registers
-            for (int k = 0; k < M; ++k) own[k] = begin > 0 ? total[row - first][k] : Total{};
+            for (int k = 0; k < M; ++k) resume(own[k], total[row - first][k], begin > 0);
             for (int64_t b = begin; b < least(end, whole); ++b) {
                 Codes plane[B], code[PHASES];
                 planes.fetch(b * BYTES + next);
@@ -48,7 +58,7 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64
                 for (int64_t t = 0; t < (end == blocks ? tails : 0); ++t)
                     sums.add_tail(tail_codes<B>(c, row, whole * BYTES + t * TAIL_BYTES), t, own);
 #pragma GCC unroll 8
-            for (int k = 0; k < M; ++k) total[row - first][k] = own[k];
+            for (int k = 0; k < M; ++k) settle(own[k], total[row - first][k], begin > 0);
         }
     }
     if constexpr (By<B, M>::IN_HALVES)
@@ -59,7 +69,8 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64
                 load_halves_of(RowPlanes<B>(c, row), RowPlanes<B>(c, other), whole * BYTES, rest, plane);
                 By<B, M>::fold_planes(c, plane);
                 codes_of<B>(plane, code);
-                Total both[M] = {}, none[M] = {};
+                Sums both[M] = {};
+                Total none[M] = {};
                 By<B, M>(c, in, row, other).add(code, whole, both);
                 for (int k = 0; k < M; ++k)
                     both[k].split(total[row - first][k], other > row ? total[other - first][k] : none[k]);
@@ -72,10 +83,11 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64
 //   Given, skip(c, in, k): inputs, and those from token k on;
 //   MOST, THREE: tokens at once, and whether three are;
 //   MOST_BLOCKS: whose inputs stay close while rows take turns;
-//   Total, add(code, block, total), add_tail(codes, tail, total): sums of a row;
+//   Sums, add(code, block, sums), add_tail(codes, tail, sums): sums of up to RUN blocks of a row;
+//   Total: sums of all of them;
 //   fold_planes: what is done with planes before they become codes;
 //   IN_HALVES: whether inputs are prepared for `ends_in_halves`. Then there is a constructor for two rows, whose codes
-//   are in the halves of vectors, and Total has `split`.
+//   are in the halves of vectors, and Sums has `split`.
 template <template <int, int> typename By, int B, typename F>
 void gemv_bits(const CodebookByRow& c, const typename By<B, 1>::Given& in, int64_t begin, int64_t end, F&& finish) {
     for (int64_t first = begin; first < end; first += CodebookByRow::TOGETHER) {

@@ -47,7 +47,6 @@ public:
     using Given = WholeInputs;
     static constexpr bool THREE = true, IN_HALVES = HALVES;
     using Total = WholeSums;
-    static constexpr int MOST = MOST_BYTE_TOKENS;
     static constexpr int64_t MOST_BLOCKS = 32;
 
     static void fold_planes(const CodebookByRow&, Codes (&)[B]) {}
@@ -77,9 +76,23 @@ private:
     int64_t block_stride_, last_;
 };
 
+// One token's are of 64 bits at once: to widen them at the end of a row takes longer than it saves.
+template <int M> struct ByteSums {
+    using Sums = ShortSums;
+    static constexpr int64_t RUN = ShortSums::RUN;
+};
+template <> struct ByteSums<1> {
+    using Sums = WholeSums;
+    static constexpr int64_t RUN = INT32_MAX;
+};
+
 // Entries of a byte.
 template <int B, int M> class ByteCentroids : public WholeCentroids<B, M> {
 public:
+    using Sums = typename ByteSums<M>::Sums;
+    static constexpr int MOST = MOST_BYTE_TOKENS;
+    static constexpr int64_t RUN = ByteSums<M>::RUN;
+
     ByteCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
         : WholeCentroids<B, M>(c, in), table_(c.table + (c.kind(row) << B), CENTRE) {}
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -87,7 +100,7 @@ public:
         : WholeCentroids<B, M>(c, in), table_(c.table + (c.kind(lower) << B), c.table + (c.kind(upper) << B), CENTRE) {}
 #endif
 
-    void add(const Codes (&code)[PHASES], int64_t b, WholeSums (&total)[M]) const {
+    void add(const Codes (&code)[PHASES], int64_t b, Sums (&total)[M]) const {
         constexpr int OWN = M < 4 ? 2 : 1; // chains of sums of a token
         Ints sums[OWN][M] = {};
 #pragma GCC unroll 8 // so that codes and sums stay in registers
@@ -105,7 +118,7 @@ public:
         }
     }
 
-    void add_tail(Codes code, int64_t t, WholeSums (&total)[M]) const {
+    void add_tail(Codes code, int64_t t, Sums (&total)[M]) const {
         const Codes weights = table_(code);
 #pragma GCC unroll 8
         for (int64_t k = 0; k < M; ++k)
@@ -121,7 +134,9 @@ private:
 // Entries of two bytes: a sum of each.
 template <int B, int M> class WordCentroids : public WholeCentroids<B, M> {
 public:
+    using Sums = WholeSums;
     static constexpr int MOST = MOST_TOKENS;
+    static constexpr int64_t RUN = INT32_MAX;
 
     WordCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
         : WholeCentroids<B, M>(c, in), high_(c.table + (2 * c.kind(row) << B), CENTRE),
@@ -171,7 +186,9 @@ private:
 // The same of mirrored tables.
 template <int B, int M> class MirroredWordCentroids : public WholeCentroids<B, M> {
 public:
+    using Sums = WholeSums;
     static constexpr int MOST = MOST_TOKENS;
+    static constexpr int64_t RUN = INT32_MAX;
 
     MirroredWordCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
         : WholeCentroids<B, M>(c, in), lookup_(c, row) {}

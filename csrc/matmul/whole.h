@@ -92,6 +92,22 @@ public:
         upper.even_ += half<1>(even_), upper.odd_ += half<1>(odd_);
     }
 #endif
+    // Sums of 32 bits join, or are the first.
+    void take(Ints sums, bool more) {
+#if defined(__AVX512F__)
+        const auto all = reinterpret_cast<__m512i>(sums);
+        const auto even = reinterpret_cast<Longs>(_mm512_mul_epi32(all, _mm512_set1_epi64(1)));
+        const auto odd = reinterpret_cast<Longs>(_mm512_srai_epi64(all, 32));
+#elif defined(__AVX2__)
+        const auto all = reinterpret_cast<__m256i>(sums), one = _mm256_set1_epi64x(1);
+        const auto even = reinterpret_cast<Longs>(_mm256_mul_epi32(all, one));
+        const auto odd = reinterpret_cast<Longs>(_mm256_mul_epi32(_mm256_srli_epi64(all, 32), one));
+#else
+        const Longs even = {sums[0], sums[2]}, odd = {sums[1], sums[3]};
+#endif
+        even_ = more ? even_ + even : even;
+        odd_ = more ? odd_ + odd : odd;
+    }
 #if defined(__AVX512F__)
     __m512i lanes() const { return reinterpret_cast<__m512i>(even_ + odd_); }
 #endif
@@ -105,6 +121,29 @@ private:
     }
 #endif
     Longs even_, odd_; // not set, as arrays of sums are large; WholeSums{} is 0
+};
+
+// The same in 32 bits, in a third of the instructions, of sums of 32 products of two bytes: RUN of them fit. In place
+// of one there may be up to three of 4 products (a row's tails).
+class ShortSums {
+public:
+    static constexpr int64_t RUN = 8;
+    static_assert(RUN * 32 * 255 * 128 * MOST_MULTIPLES <= INT32_MAX);
+
+    void add(Ints sums, Ints factors) { sums_ += sums * factors; }
+    void settle(WholeSums& total, bool more) const { total.take(sums_, more); }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // See WholeSums.
+    void split(WholeSums& lower, WholeSums& upper) const {
+        const Ints none{}, own = sums_;
+        const auto all = reinterpret_cast<__m256i>(own), zero = reinterpret_cast<__m256i>(none);
+        lower.take(reinterpret_cast<Ints>(_mm256_blend_epi32(all, zero, 0xf0)), true);
+        upper.take(reinterpret_cast<Ints>(_mm256_blend_epi32(zero, all, 0xf0)), true);
+    }
+#endif
+
+private:
+    Ints sums_;
 };
 
 // What an exact sum stands for; the same roundings everywhere. Units are powers of two.

@@ -115,8 +115,25 @@ def test_few_and_many_tokens_multiply_the_same_numbers(dtype: torch.dtype, isa: 
 
 
 @pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("columns", [4096, 4096 + 8, 4096 + 192, 8 * 4096 + 100])
+def test_the_largest_sums_fit(columns: int, isa: str) -> None:
+    """Entries, codes of inputs and their factors as large as they get, all of one sign, in rows of any length."""
+    tile, _ = case(16, columns, 0, [8, 7, 6, 5, 4, 3, 2], 0)
+    for bits, first, last in Nested.spans(tile.counts):
+        tile.codes[first:last] = 2**bits - 1  # or all of them 0, whose entries are the least
+        tile.codes[first:last:2] = 0
+    packed = pack(QuantizedWeight((16, columns), (tile,)))
+    x = torch.full((9, columns), 127 * 255 / 128)
+    x[1::2] *= -1
+    layer = Layer(packed.layout, packed.tensors, "int8", isa=isa)
+    expected = x.double() @ weight_of(tile).T
+    for count in (1, 2, 3, 4, 8, 9):
+        torch.testing.assert_close(layer.matmul(x[:count]).double(), expected[:count], rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("kept", [0, 20])
-@pytest.mark.parametrize("columns", [30, 130, 576, 1100, 2200])
+@pytest.mark.parametrize("columns", [30, 130, 576, 1100, 2200, 4800])
 def test_a_token_has_the_same_bits_alone_and_among_others(columns: int, kept: int, isa: str) -> None:
     """Whatever kernel multiplies so many tokens, up to as many as the layer says; the signs of zeros, too."""
     tile, packed = case(83, columns, kept, [8, 8, 7, 6, 5, 4, 2], 5)
