@@ -1,4 +1,4 @@
-"""What the server costs and gives: streams together, a chat's second turn, HTTP beside the engine in process.
+"""What the server costs and gives: streams together and beside a long prompt, a chat's second turn, what HTTP takes.
 
 python bench/serve_latency.py out --bits 4 [--rounds 5] [--json figures.json]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from statistics import median
+from collections.abc import Callable
+from statistics import median, quantiles
 from typing import Any
 
 import anybit
@@ -29,6 +31,11 @@ from anybit.serve.runner import Limits, Runner
 TOKENS = 128  # drawn by each stream
 DEPTH = 32  # tokens of its prompt
 STREAMS = 8  # together in process
+LONG, BESIDE, ENOUGH = (
+    4096,
+    4,
+    500,
+)  # tokens of a prompt, streams beside it, and tokens that each of these draws
 TURN, ANSWER, MORE = 2048, 64, 16  # tokens of the first turn, of its answer, and of the second turn
 STRIDE = 7919  # between tokens of prompts
 
@@ -57,8 +64,10 @@ class Server:
         self.process.terminate()
         self.process.wait()
 
-    def ask(self, tokens: list[int], most: int) -> tuple[list[float], list[int], int]:
-        """When each token of a stream came, the tokens, and how many of the prompt were in the cache."""
+    def ask(
+        self, tokens: list[int], most: int, heard: Callable[[float], object] = lambda at: None
+    ) -> tuple[list[float], str, int]:
+        """When each token of a stream came, which `heard` is told at once, the text, and tokens found in the cache."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         body = {
             "prompt": tokens,
@@ -80,6 +89,7 @@ class Server:
             piece = json.loads(line[6:])
             if piece["choices"]:
                 times.append(time.perf_counter())
+                heard(times[-1])
                 text += piece["choices"][0]["text"]
             if piece.get("usage"):
                 cached = piece["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -108,6 +118,29 @@ def rate_while_all_run(made: list[list[float]]) -> float:
     """Tokens per second of streams whose tokens came at these times."""
     begin, end = max(times[0] for times in made), min(times[-1] for times in made)
     return sum(begin < at <= end for times in made for at in times) / (end - begin)
+
+
+def gaps_beside_a_prompt(server: Server, vocabulary: int, salt: int) -> list[float]:
+    """Seconds from token to token of some streams, from when a long prompt is sent until its first token comes."""
+    made: list[list[float]] = [[] for _ in range(BESIDE)]
+    started = threading.Semaphore(0)
+
+    def one(i: int) -> None:
+        asked = prompt(DEPTH, 1000 * (salt * 64 + i) + 500, vocabulary)
+        server.ask(
+            asked, ENOUGH, heard=lambda at: (made[i].append(at), len(made[i]) == 1 and started.release())
+        )
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(BESIDE)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        started.acquire()
+    sent = time.perf_counter()
+    came = server.ask(prompt(LONG, 3000 * salt + 11, vocabulary), 1)[0][0]
+    for thread in threads:
+        thread.join()
+    return [b - a for times in made for a, b in itertools.pairwise(times) if sent < b and a < came]
 
 
 def rate_of_runner(engine: anybit.Engine, salt: int) -> float:
@@ -169,12 +202,14 @@ def tokens_of(server: Server, text: str) -> list[int]:
 def measured(model: str, bits: float, kv_bits: int, rounds: int) -> dict[str, Any]:
     alone, inside, inside_together, together = [], [], [], {1: [], 4: [], 8: []}
     chats: list[tuple[float, float, int]] = []
+    gaps: list[float] = []
     for k in range(rounds):
         engine = anybit.Engine(model, bits=bits, kv_bits=kv_bits)
         vocabulary, name = engine.vocabulary, engine.widths[-1]
         rate_in_process(engine, 0)
         inside.append(max(rate_in_process(engine, 1 + k), rate_in_process(engine, 2 + k)))
         inside_together.append(rate_of_runner(engine, 8 * k + STREAMS))
+        long = engine.context > LONG
         del engine
         server = Server(model, bits, kv_bits)
         try:
@@ -182,6 +217,8 @@ def measured(model: str, bits: float, kv_bits: int, rounds: int) -> dict[str, An
             for streams, rates in together.items():
                 rates.append(rate_of_streams(server, streams, vocabulary, 8 * k + streams))
             chats.append(turns(server, vocabulary, k))
+            if long:
+                gaps += gaps_beside_a_prompt(server, vocabulary, k)
         finally:
             server.close()
         alone.append(together[1][-1])
@@ -196,6 +233,7 @@ def measured(model: str, bits: float, kv_bits: int, rounds: int) -> dict[str, An
         "first_turn_seconds": median(chat[0] for chat in chats),
         "second_over_first_turn": median(chat[1] / chat[0] for chat in chats),
         "cached_tokens": median(chat[2] for chat in chats),
+        "gap_beside_a_prompt_p99": quantiles(gaps, n=100)[-1] if gaps else None, "gaps": len(gaps),
     }  # fmt: skip
 
 

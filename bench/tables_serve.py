@@ -10,6 +10,7 @@ from figures import load, markdown
 def latency() -> str:
     head = ["model", "bits", "in process, tokens/s", "over HTTP", "slower by", "4 streams over one", "8"]
     head += ["8 in process, tokens/s", "8 over HTTP", "slower by", "first turn, s", "second turn"]
+    head += ["beside a prompt of 4096, p99, ms"]
     rows = [
         [
             found["model"],
@@ -24,6 +25,7 @@ def latency() -> str:
             f"{100 * found['eight_slower_than_in_process']:.1f} %",
             f"{found['first_turn_seconds']:.1f}",
             f"{100 * found['second_over_first_turn']:.1f} %",
+            scaled(found.get("gap_beside_a_prompt_p99"), 1000, 0),
         ]
         for found in load("serve.json")
     ]

@@ -1,6 +1,6 @@
-"""GPTQ of anybit, GPTQModel and llm-compressor side by side: same weights, same tokens, one evaluator.
+"""anybit, GPTQModel and llm-compressor side by side: same weights, same tokens, one evaluator.
 
-    python bench/peers/compare.py --model HF_DIR --calibration TEXT --text TEXT
+    python bench/peers/compare.py --model HF_DIR --calibration TEXT --text TEXT [TEXT ...]
 
 Needs the peers' environments (setup.sh) and runs in anybit's. Contenders run one after another, interleaved:
 all of them on one configuration before the next. Prints a table; the last line is one JSON object.
@@ -28,6 +28,9 @@ HERE = Path(__file__).parent
 
 # ours: the defaults, and without what is ours in it (group reorder stays)
 OURS: dict[str, tuple[str, ...]] = {"anybit": (), "anybit-textbook": ("--no-attention-weights", "--no-clip")}
+ANY_SIZE = (
+    "anybit-any-size"  # the method anybit, in no more bytes; embedding and head as the others have them
+)
 # contender -> (peer, options); each peer's defaults, then its quality options that cost nothing at inference
 PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gptqmodel": ("gptqmodel", ()),
@@ -37,8 +40,8 @@ PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "llmcompressor-mse": ("llmcompressor", ('observer="memoryless_mse"',)),
     "autoround": ("autoround", ()),
 }
-USUAL = [name for name in (*OURS, *PEERS) if name != "autoround"]  # which takes hours
-COLUMNS = ("method", "bits", "group", "sym", "desc_act", "perplexity", "seconds", "peak_mb")
+USUAL = [name for name in (*OURS, ANY_SIZE, *PEERS) if name != "autoround"]  # which takes hours
+COLUMNS = ("method", "bits", "group", "sym", "desc_act", "perplexity", "kld", "seconds", "peak_mb")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,11 @@ class Config:
         """Distinct and fit for a file name, such as `4b-g64-asym-desc`."""
         ends = ("sym" if self.symmetric else "asym") + ("-desc" if self.desc_act else "")
         return f"{self.bits}b-g{self.group_size}-{ends}"
+
+    @property
+    def bpw(self) -> float:
+        """Codes, a scale of 16 bits and a zero point for each group."""
+        return self.bits + (16 + self.bits) / self.group_size
 
     def flags(self) -> list[str]:
         """The arguments that `anybit quantize` and the peers' runners have in common."""
@@ -80,6 +88,8 @@ class Outcome:
     """One contender on one configuration; `seconds` of every repeat."""
 
     perplexity: float | None = None
+    kld: float | None = None
+    texts: dict[str, Any] = field(default_factory=dict)  # both, of every text
     seconds: list[float] = field(default_factory=list)
     peak_mb: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
@@ -132,8 +142,12 @@ def last_line(log: Path) -> str:
 def run_anybit(inputs: Inputs, contender: str, config: Config, out: Path) -> dict[str, Any]:
     """Quantize with `anybit quantize`; its seconds hold loading and writing too, which the peers' do not."""
     report = out.with_suffix(".json")
+    if contender == ANY_SIZE:
+        options = ["--method", "anybit", "--embed-bits", "16", "--bpw", str(config.bpw)]
+    else:
+        options = ["--method", "gptq", *config.flags(), *OURS[contender]]
     command = [sys.executable, "-m", "anybit", "quantize", str(inputs.model), "-o", str(out), "--overwrite",
-               "--method", "gptq", *config.flags(), *OURS[contender], "--calibration", str(inputs.calibration),
+               *options, "--calibration", str(inputs.calibration),
                "--samples", str(inputs.samples), "--seq-len", str(inputs.seq_len),
                "--threads", str(inputs.threads), "--json", str(report)]  # fmt: skip
     _, peak = run_measured(command, out.with_suffix(".log"), inputs.threads)
@@ -153,13 +167,15 @@ def run_peer(inputs: Inputs, contender: str, config: Config, out: Path) -> dict[
     return json.loads(last_line(log))
 
 
-def evaluate(model: Path, args: argparse.Namespace) -> float:
-    """Perplexity of a model directory by ppl.py."""
-    command = [sys.executable, str(HERE / "ppl.py"), str(model), "--text", str(args.text),
+def evaluate(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What ppl.py says of a model directory: of every text perplexity, and divergence from the unquantized model."""
+    command = [sys.executable, str(HERE / "ppl.py"), str(model), "--text", *map(str, args.text),
                "--windows", str(args.windows), "--seq-len", str(args.eval_seq_len)]  # fmt: skip
+    if model != args.model:
+        command += ["--base", str(args.model)]
     log = args.work / f"{model.name}.ppl.log"
     run_measured(command, log, args.threads)
-    return json.loads(last_line(log))["perplexity"]
+    return json.loads(last_line(log))
 
 
 def add_run(
@@ -169,13 +185,15 @@ def add_run(
     out = args.work / f"{contender}-{config.name()}"
     shutil.rmtree(out, ignore_errors=True)  # never measure a resumed run
     try:
-        run = run_anybit if contender in OURS else run_peer
+        run = run_peer if contender in PEERS else run_anybit
         made = run(inputs, contender, config, out)
         outcome.seconds.append(made["seconds"])
         outcome.peak_mb = max(outcome.peak_mb, made["peak_mb"])
         outcome.settings, outcome.versions = made["settings"], made["versions"]
         if outcome.perplexity is None:
-            outcome.perplexity = evaluate(out, args)
+            outcome.texts = evaluate(out, args)
+            first = outcome.texts[args.text[0].stem]
+            outcome.perplexity, outcome.kld = first["perplexity"], first["kld"]
     except (RuntimeError, OSError) as error:
         outcome.error = str(error)
     shutil.rmtree(out, ignore_errors=True)
@@ -191,10 +209,14 @@ def row(contender: str, config: Config, outcome: Outcome) -> dict[str, Any]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """COLUMNS of the rows, aligned; a failed run shows its error."""
-    line = "{:20} {:>4} {:>5} {:>5} {:>8} {:>10} {:>8} {:>8}  {}"
+    line = "{:20} {:>4} {:>5} {:>5} {:>8} {:>10} {:>7} {:>8} {:>8}  {}"
     print(line.format(*COLUMNS, ""))
     for entry in rows:
-        cells = [f"{entry[c]:.2f}" if isinstance(entry[c], float) else str(entry[c]) for c in COLUMNS]
+        digits = [4 if column == "kld" else 2 for column in COLUMNS]
+        cells = [
+            f"{entry[c]:.{d}f}" if isinstance(entry[c], float) else str(entry[c])
+            for c, d in zip(COLUMNS, digits)
+        ]
         print(line.format(*cells, entry.get("error") or ""))
 
 
@@ -204,7 +226,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--model", type=Path, required=True, help="fp32 model directory (export_gguf.py)")
     parser.add_argument("--calibration", type=Path, required=True, help="text to calibrate on")
-    parser.add_argument("--text", type=Path, required=True, help="text to evaluate on")
+    parser.add_argument("--text", type=Path, required=True, nargs="+", help="texts to evaluate on")
     parser.add_argument("--samples", type=int, default=16, help="calibration windows")
     parser.add_argument("--seq-len", type=int, default=1024, help="tokens per calibration window")
     parser.add_argument("--windows", type=int, default=16, help="evaluation windows")
@@ -213,7 +235,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--symmetry", nargs="+", choices=("asym", "sym"), default=["asym", "sym"])
     parser.add_argument("--desc-act", nargs="+", choices=("on", "off"), default=["off", "on"])
-    parser.add_argument("--contenders", nargs="+", choices=(*OURS, *PEERS), default=USUAL)
+    parser.add_argument("--contenders", nargs="+", choices=(*OURS, ANY_SIZE, *PEERS), default=USUAL)
     parser.add_argument("--repeats", type=int, default=1, help="runs of each; seconds is their median")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers-dir", type=Path, default=default_peers, help="environments of setup.sh")
@@ -248,9 +270,11 @@ def main() -> int:
         return 2
     peers = args.peers_dir.absolute()  # not resolved: a virtual environment's python is a link
     inputs = Inputs(args.model, cut, tokens, args.samples, args.seq_len, peers, args.threads)
-    base = evaluate(args.model, args)
+    base = {text: found["perplexity"] for text, found in evaluate(args.model, args).items()}
     rows = compare(args, inputs)
-    print(f"perplexity of the unquantized model: {base:.3f}")
+    print(
+        "perplexity of the unquantized model:", ", ".join(f"{text} {own:.3f}" for text, own in base.items())
+    )
     print_table(rows)
     summary = json.dumps({"base_perplexity": base, "threads": args.threads, "rows": rows})
     if args.json:

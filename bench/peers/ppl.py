@@ -1,4 +1,7 @@
-"""One perplexity for every contender: non-overlapping windows, no BOS, fp32; runs in anybit's environment."""
+"""Perplexity, and divergence from the base, of every contender: windows that do not overlap, no BOS, fp32.
+
+Runs in anybit's environment. The last line is JSON: {text: {"perplexity", "kld", "tokens"}}.
+"""
 
 import argparse
 import json
@@ -22,13 +25,20 @@ def text_windows(tokenizer: Any, text: Path, count: int, seq_len: int) -> torch.
 
 
 @torch.inference_mode()
-def perplexity(model: torch.nn.Module, windows: torch.Tensor) -> float:
-    """exp of the mean negative log likelihood of windows [n, seq_len]; n · (seq_len - 1) scored positions."""
-    total = 0.0
+def measure(model: torch.nn.Module, windows: torch.Tensor, base: torch.nn.Module | None) -> dict[str, Any]:
+    """Of windows [n, seq_len], n · (seq_len - 1) scored positions: exp of the mean negative log likelihood, and the
+    mean KL divergence from `base`, in nats.
+    """
+    total = divergence = 0.0
     for window in windows:
-        logits = model(window[None], use_cache=False).logits[0, :-1].float()
-        total += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
-    return math.exp(total / (windows.shape[0] * (windows.shape[1] - 1)))
+        logs = model(window[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        total += torch.nn.functional.nll_loss(logs, window[1:], reduction="sum").item()
+        if base is not None:
+            wanted = base(window[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            divergence += (wanted.exp() * (wanted - logs)).sum(-1).double().sum().item()
+    tokens = windows[:, 1:].numel()
+    kld = None if base is None else divergence / tokens
+    return {"perplexity": math.exp(total / tokens), "kld": kld, "tokens": tokens}
 
 
 def load_model(folder: Path) -> torch.nn.Module:
@@ -42,13 +52,15 @@ def load_model(folder: Path) -> torch.nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True, nargs="+")
+    parser.add_argument("--base", type=Path, help="what divergence is measured from")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=1024)
     args = parser.parse_args()
-    windows = text_windows(AutoTokenizer.from_pretrained(args.model), args.text, args.windows, args.seq_len)
-    result = {"perplexity": perplexity(load_model(args.model), windows), "tokens": windows[:, 1:].numel()}
-    print(json.dumps(result))
+    tokenizer, model = AutoTokenizer.from_pretrained(args.model), load_model(args.model)
+    base = None if args.base is None else load_model(args.base)
+    windows = {text: text_windows(tokenizer, text, args.windows, args.seq_len) for text in args.text}
+    print(json.dumps({text.stem: measure(model, own, base) for text, own in windows.items()}))
 
 
 if __name__ == "__main__":

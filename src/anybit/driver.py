@@ -286,10 +286,9 @@ class _Run(Ready):
     def _collector(self, linears: Mapping[str, nn.Module]) -> Collector:
         wanted = self.plan.statistics
         attention = wanted.hessian and wanted.attention
-        unquantized = self.options.unquantized
-        return Collector(
-            linears, wanted.hessian, attention, wanted.inputs, self.allocation.tokens, whole=unquantized
-        )
+        found, whole = self.allocation, self.options.unquantized
+        share = found.plain_share
+        return Collector(linears, wanted.hessian, attention, wanted.inputs, found.tokens, whole, share)
 
     def _forward(
         self,

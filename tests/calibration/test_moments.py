@@ -163,12 +163,14 @@ def test_the_hooks_are_gone_after_an_error() -> None:
     assert not block.a._forward_pre_hooks and not collector.stats  # the second call was not seen
 
 
+@pytest.mark.parametrize("share", [0, 0.5, 0.7, 1])
 @pytest.mark.parametrize("hessian", [True, False])
-def test_half_of_the_moments_are_those_of_weighted_tokens(hessian: bool) -> None:
-    """Half the mean over the tokens of some samples, by weights of each layer's own, half the mean over all."""
+def test_a_share_of_the_moments_is_of_all_tokens_alike(hessian: bool, share: float) -> None:
+    """The rest is the mean over the tokens of some samples, by weights of each layer's own."""
     block, xs = Pair(), [random(1, 5, 6, seed=seed) for seed in (1, 2, 3)]
     weights = {name: {1: random(5, seed=seed).square()} for name, seed in (("a", 4), ("b", 5))}
-    with Collector(dict(block.named_children()), hessian, importance=weights) as collector, torch.no_grad():
+    collector = Collector(dict(block.named_children()), hessian, importance=weights, plain_share=share)
+    with collector, torch.no_grad():
         for x in xs:
             block(x)
             collector.finish_forward()
@@ -177,7 +179,7 @@ def test_half_of_the_moments_are_those_of_weighted_tokens(hessian: bool) -> None
     assert isinstance(plain, Tensor)
     check_moment(stats["copy"], plain, 15)
     for name, of in weights.items():
-        check_moment(stats[name], plain / 2 + moment(xs[1], of[1]) * (15 / 5 / 2), 15)
+        check_moment(stats[name], plain * share + moment(xs[1], of[1]) * (15 / 5) * (1 - share), 15)
 
 
 def test_weighted_inputs_in_bfloat16_are_rounded_once_more() -> None:

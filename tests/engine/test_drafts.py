@@ -124,6 +124,10 @@ def test_narrow_drafts_stop_where_they_are_wrong_and_are_asked_again_now_and_the
     assert drafted[0] == 0 and 10 <= len(drafted) < 25 and set(np.diff(drafted[-5:])) == {AGAIN}
     assert narrow.drafted >= len(drafted)
     assert all(narrow.worth(2, lambda rows: 10.0 + rows, 3.0) == (0, 0) for _ in range(2 * AGAIN))
+    assert narrow.worth(1, lambda rows: 10.0 + rows, 3.0) == (math.inf, LENGTHS[0])  # alone again
+    known = narrow.acceptance
+    narrow.fail()
+    assert narrow.acceptance < known
     before = narrow.drafted
     narrow.draft = [1, 2, 3]
     narrow.compare([1, 2, 3, 4])

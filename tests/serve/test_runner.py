@@ -157,6 +157,10 @@ def test_a_text_is_the_same_in_any_company(
         assert crowded.scheduler.preemptions > 0
     if not limits:
         assert crowded.counters.cached_tokens > 0
+    speculating = start(begin=False, **limits)
+    together = [Heard(speculating, request) for request in requests(engine)]
+    speculating.start()
+    assert [heard.all().tokens for heard in together] == [one.tokens for one in alone]
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
@@ -216,6 +220,16 @@ def test_so_it_is_where_windows_have_pages_of_their_own(
     assert (
         isinstance(runner.scheduler.windows, WindowPages) and runner.scheduler.windows.blocks.available == 70
     )
+    drafting_narrowly(monkeypatch)
+    monkeypatch.setattr(
+        "anybit.serve.drafting.narrow_level", lambda widths: -1
+    )  # the same width, drawn beforehand
+    runner = Runner(engine, Limits(120, 4, window_pages=70))
+    together = [Heard(runner, request) for request in asked]
+    runner.start()
+    assert [heard.all().tokens for heard in together] == found[0]
+    runner.close(0)
+    assert runner.counters.accepted_tokens == runner.counters.draft_tokens > 100
 
 
 def test_memory_goes_to_windows_where_more_fits() -> None:

@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from anybit.calibration.stats import LinearStats
 
 ACTIVATION_BUDGET = 2 << 30  # bytes of hidden states held in memory; more go to disk
-PLAIN_SHARE = 0.5  # of all tokens alike, where others are weighted by importance
 ATTENTION_QUERIES = 256  # queries per sample that value tokens are weighted by
 
 
@@ -80,8 +79,8 @@ class Collector(TorchFunctionMode):
     attention: RSQ, arXiv:2503.01820, there on all layers.) Layers that are not called `v_proj`, and attention that
     is not PyTorch's `scaled_dot_product_attention`, keep uniform weights.
 
-    With `importance` half of a layer's moments are those of weighted tokens, and half those of all tokens alike (see
-    `collected`), whatever the attention.
+    With `importance` a part of a layer's moments are those of weighted tokens, and the rest those of all tokens alike
+    (see `collected`), whatever the attention.
 
     Args:
         linears: layer name -> module, of one block.
@@ -91,6 +90,7 @@ class Collector(TorchFunctionMode):
         importance: of layers' tokens, with mean 1: {sample: float32 [seq_len]}, of some of the samples.
         whole: run blocks to their ends. Else, where the first forward pass called every layer once, the next ones end
             with the last layer's inputs: `Collected` is raised.
+        plain_share: of the moments, of all tokens alike, where others count by importance; from 0 to 1.
     """
 
     def __init__(
@@ -101,9 +101,10 @@ class Collector(TorchFunctionMode):
         inputs: bool = False,
         importance: Mapping[str, Mapping[int, Tensor]] | None = None,
         whole: bool = True,
+        plain_share: float = 0.5,
     ) -> None:
         super().__init__()
-        self.whole, self._each_once = whole, False
+        self.whole, self._each_once, self._plain_share = whole, False, plain_share
         self._called: list[str] = []  # layers, in the current forward
         self._details, self._importance, self._sample = inputs, importance or {}, 0
         self.stats: dict[str, LinearStats] = {}
@@ -175,15 +176,15 @@ class Collector(TorchFunctionMode):
         self._weighted[name].add(weighted)
 
     def collected(self) -> dict[str, LinearStats]:
-        """The statistics of every layer, those with importance mixed: `H / n` is half the mean of weighted tokens and
-        half the mean of all. To be called once.
+        """The statistics of every layer. Those with importance are mixed: `H / n` is `plain_share` of the mean of all
+        tokens, and of the mean of weighted ones the rest. To be called once.
 
         Weights alone would leave few tokens that count: 7 to 20 % of them, as an effective number.
         """
         found = {}
         for name, stats in self.stats.items():
             weighted = self._weighted.pop(name, None)
-            found[name] = stats if weighted is None else _mixed(weighted, stats)
+            found[name] = stats if weighted is None else _mixed(weighted, stats, self._plain_share)
         return found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -195,12 +196,12 @@ class Collector(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _mixed(weighted: LinearStats, plain: LinearStats) -> LinearStats:
+def _mixed(weighted: LinearStats, plain: LinearStats, plain_share: float) -> LinearStats:
     """Statistics of as many tokens as `plain` whose mean is between both means; `weighted` is used up."""
-    share = (1 - PLAIN_SHARE) * plain.tokens / weighted.tokens
+    share = (1 - plain_share) * plain.tokens / weighted.tokens
     if weighted.hessian is None or plain.hessian is None:
-        return replace(plain, squares=weighted.squares * share + plain.squares * PLAIN_SHARE)
-    hessian = weighted.hessian.mul_(share).add_(plain.hessian, alpha=PLAIN_SHARE)
+        return replace(plain, squares=weighted.squares * share + plain.squares * plain_share)
+    hessian = weighted.hessian.mul_(share).add_(plain.hessian, alpha=plain_share)
     return replace(plain, squares=hessian.diagonal(), hessian=hessian)
 
 

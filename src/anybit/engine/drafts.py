@@ -19,7 +19,7 @@ LENGTHS = (1, 3, 7)  # of drafts
 GAIN = 1.05  # in tokens per second, from which a draft is worth its step
 DOUBT = 0.4  # acceptance before any draft was compared
 HOPE = 0.8  # acceptance of drafts at a narrower width before any was compared
-NARROW = 3.0  # average bits of that width, at most
+NARROW = 3.0  # average bits of that width, at most; where a model has only wider ones, its narrowest is taken
 RECENT = 0.1  # weight of the newest comparison
 SURE = 0.7  # acceptance from which step times are measured again
 AGAIN = 64  # steps from one such measurement to the next, and from a draft at a narrower width that is not worth it
@@ -100,7 +100,7 @@ class NarrowDrafts:
         self.acceptance = acceptance
         self.draft: list[int] = []  # the last one, until it is compared
         self.drafted = 0  # tokens
-        self._without = 0  # steps since the last one
+        self._without = 0  # steps since one was worth it
 
     def worth(self, rows: int, seconds: Seconds, each: float | None) -> Worth:
         """What the next step's draft is worth; see `paying`. Now and then a text alone is asked again.
@@ -114,10 +114,14 @@ class NarrowDrafts:
             return Worth(0, 0)
         found = paying(self.acceptance, rows, seconds, each)
         self._without = 0 if found.length else self._without + 1
-        if rows == 1 and self._without == AGAIN:
+        if rows == 1 and self._without >= AGAIN:
             self._without = 0
             return Worth(math.inf, LENGTHS[0])
         return found
+
+    def fail(self) -> None:
+        """Count a draft that could not be drawn as a wrong one, so that it is not tried at every step."""
+        self.acceptance = recent(self.acceptance, False)
 
     def compare(self, drawn: Sequence[int]) -> None:
         """Count what was right of the last draft: the tokens that were drawn are the draft so far, and one more."""

@@ -17,7 +17,7 @@ from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, encode
 from anybit.config import Json
 from anybit.engine.description import Unsupported
-from anybit.engine.drafts import HOPE, Drafts, NarrowDrafts, StepTimes, narrow_level
+from anybit.engine.drafts import HOPE, Drafts, NarrowDrafts, StepTimes, narrow_level, recent
 from anybit.engine.opening import open_source
 from anybit.engine.pages import CHUNK, Cache, Held
 from anybit.engine.sampling import Drawn, Sampler, Sampling
@@ -146,9 +146,7 @@ class Engine:
         self._cache = Cache(description, self.kv_bits, reached, context)
         self.context = self._cache.context
         self._times: dict[int, StepTimes] = {}  # of each level
-        self._acceptance: dict[
-            int, float
-        ] = {}  # of each level: of drafts at the narrow one, in the last text
+        self._acceptance: dict[int, float] = {}  # of each level: of drafts at the narrow one, by texts before
         self._shared = 0  # tokens that the text begun last found in the cache
         source.release()
 
@@ -377,8 +375,8 @@ class Engine:
             level: place among `widths`.
             speculates: what draws the tokens; None: nothing is drafted.
         """
-        times, drafts = self._times_of(level), Drafts(ids)
-        narrow = NarrowDrafts(self._acceptance.get(level, HOPE))
+        before = self._acceptance.get(level, HOPE)
+        times, drafts, narrow = self._times_of(level), Drafts(ids), NarrowDrafts(before)
         with self._cache.going_on(ids, most, level) as text:
             self._shared = text.done
             token, known = (yield self._run(text, ids[text.done :], level)[0]), len(ids)
@@ -403,7 +401,7 @@ class Engine:
                         break
                     drafts.push(drawn[-1])
                 narrow.compare(drawn)
-                self._acceptance[level] = narrow.acceptance
+                self._acceptance[level] = recent(before, narrow.acceptance if narrow.drafted else HOPE)
                 token, known = drawn[-1], known + len(drawn)
                 del text.tokens[known:]  # what was computed of wrong ones is written over
 
@@ -416,7 +414,9 @@ class Engine:
         guessed = narrow.worth(1, times.seconds, self._narrow_seconds(level))
         if guessed <= found:
             return drafts.draft(min(found.length, most))
-        narrow.draft = self._drawn_narrowly(text, drafts.last, min(guessed.length, most), sampler.ahead())
+        narrow.draft = self._drawn_narrowly(text, drafts.last, min(guessed.length, most), sampler)
+        if most > 0 and not narrow.draft:
+            narrow.fail()
         return narrow.draft
 
     def _narrow_seconds(self, level: int) -> float | None:
@@ -428,15 +428,19 @@ class Engine:
         return own * self.widths[low] / self.widths[level] if measured is None else measured
 
     def _drawn_narrowly(self, text: Held, token: int, count: int, sampler: Sampler) -> list[int]:
-        """Up to so many tokens behind one, drawn at the narrow level; the text is left as it is."""
+        """Up to so many tokens behind one, drawn at the narrow level; text and sampler are left as they are."""
         level, known = narrow_level(self.widths), text.done
-        times, draft = self._times_of(level), list[int]()
+        times, draft, cold = self._times_of(level), list[int](), level not in self._bound
+        begun = time.perf_counter()
         try:
+            sampler = sampler.ahead()
             while len(draft) < count and token not in self.ends:
-                begun = time.perf_counter()
                 token = sampler.token(self._run(text, [token], level)[0])
-                times.measure(1, time.perf_counter() - begun)
                 draft.append(token)
+                now = time.perf_counter()
+                if not cold:  # the first step of all reads what no step has read
+                    times.measure(1, now - begun)
+                begun, cold = now, False
         except InputError:  # NaN of this width: the text's own decides
             pass
         finally:

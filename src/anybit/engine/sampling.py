@@ -162,7 +162,7 @@ class Sampler:
     def ahead(self) -> Sampler:
         """One that draws what this one is going to draw from the same logits; this one stays as it is."""
         twin = copy.copy(self)
-        twin._random, twin._seen = copy.deepcopy(self._random), copy.deepcopy(self._seen)
+        twin._random, twin._seen = copy.deepcopy(self._random), self._seen and self._seen.copy()
         return twin
 
     def probabilities(self, logits: Floats) -> Floats:
@@ -236,6 +236,13 @@ class _Seen:
         self._places = {int(token): place for place, token in enumerate(known)}
         self._tokens = np.concatenate([known, np.empty(64, np.int64)])  # both grow by doubling
         self._counts = np.zeros(len(self._tokens), np.float32)
+
+    def copy(self) -> _Seen:
+        """The same tokens, to be counted on from here."""
+        twin = copy.copy(self)
+        twin._places = dict(self._places)
+        twin._tokens, twin._counts = self._tokens.copy(), self._counts.copy()
+        return twin
 
     def add(self, token: int) -> None:
         """Count a token of the output."""

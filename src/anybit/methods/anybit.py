@@ -99,6 +99,12 @@ class AnyBit(Sequential, Damped):
         panel="Calibration",
         **within(0, 0.9, "a share"),
     )
+    plain_share: float = option(
+        0.5,
+        "Share of the second moments in which all tokens count alike; in the rest they count by their gradients.",
+        panel="Calibration",
+        **within(0, 1, "a share"),
+    )
     descent: int | None = option(
         None,
         "Passes over the codes after the first, each code chosen anew.",

@@ -110,6 +110,7 @@ class Allocation:
     tokens: Mapping[str, Mapping[int, Tensor]] = field(
         default_factory=dict
     )  # layer -> sample -> weight of each token, [seq_len]
+    plain_share: float = 0.5  # of second moments, of tokens alike; those of `tokens` are the rest
     vocabulary: VocabularyStats | None = None  # what embedding and head do, where the method asks
     mixed: MixedWindows | None = None  # what to calibrate on, if not on windows of the text alone
 

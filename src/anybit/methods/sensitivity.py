@@ -107,7 +107,8 @@ def output_moments(search: Search) -> Allocation:
         weights[name] = dict(zip(picked, weight))
     summed = {name: torch.stack([part[name] for part in parts]).sum(0) for name in vocabulary}
     known = _vocabulary(summed, length)
-    return Allocation(outputs=outputs, tokens=weights, vocabulary=known, mixed=mixed)
+    share = search.options.plain_share
+    return Allocation(outputs=outputs, tokens=weights, plain_share=share, vocabulary=known, mixed=mixed)
 
 
 def _vocabulary_shapes(search: Search) -> dict[str, tuple[int, ...]]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from anybit.engine.distribution import Floats
 from anybit.engine.drafts import HOPE, narrow_level, recent
 from anybit.errors import InputError
-from anybit.serve.job import Job
+from anybit.serve.job import Draw, Job
 from anybit.serve.model import Model
 from anybit.serve.pace import Pace
 from anybit.serve.rows import batch_of
 from anybit.serve.scheduler import Rows, Step, Text
 
+LOG = logging.getLogger(__name__)
 UNKNOWN = -1  # a token of a draft that is drawn just before its step
 
 
@@ -31,26 +34,30 @@ class Drafting:
     def __init__(self, engine: Model, pace: Pace, windowed: bool) -> None:
         self._engine, self._pace, self._windowed = engine, pace, windowed
         self._level = narrow_level(engine.widths)
-        self._acceptance = HOPE  # at that level, of texts that have ended
+        self._cold = True  # no step at that level was computed for a draft
+        self._acceptance = HOPE  # of drafts at that level, by texts that have ended
 
     def begin(self, job: Job) -> None:
         """Let a job know what to expect."""
         job.narrow.acceptance = self._acceptance
 
     def end(self, job: Job) -> None:
-        """Learn from a job."""
-        if job.narrow.drafted:
-            self._acceptance = recent(self._acceptance, job.narrow.acceptance)
+        """Learn from a job; from those without drafts that it may be tried again."""
+        self._acceptance = recent(self._acceptance, job.narrow.acceptance if job.narrow.drafted else HOPE)
 
     def choose(self, texts: Sequence[Text], jobs: Mapping[Text, Job], rounds: int) -> None:
         """Let texts have drafts where they pay, by measured times, the first ones first.
+
+        Drafts at the narrow level take steps of their own. So they are for rounds of one level and without prompts:
+        nobody else waits for them.
 
         Args:
             texts: that run.
             jobs: of all of them.
             rounds: so far.
         """
-        rows, narrow = decoding(texts), Counter[int]()
+        rows, lengths = decoding(texts), list[int]()
+        alike = len(rows) == 1 and rows.total() == len(texts)
         for text in texts:
             job, level = jobs[text], text.level
             text.draft = []
@@ -58,52 +65,77 @@ class Drafting:
                 continue
             seconds = partial(self._pace.step, level)
             found = job.drafts.worth(rows[level], seconds, rounds)
-            guessed = job.narrow.worth(rows[level], seconds, self._seconds(level, narrow[level]))
-            if guessed > found:
-                text.draft = [UNKNOWN] * guessed.length
-                narrow[level] += 1
+            guessed = job.narrow.worth(rows[level], seconds, self._seconds(len(lengths)) if alike else None)
+            if level > self._level and guessed > found:
+                lengths.append(
+                    min([guessed.length, *lengths[:1]])
+                )  # in steps that the first one takes anyway
+                text.draft = [UNKNOWN] * lengths[-1]
             else:
                 text.draft = job.drafts.draft(found.length)
             rows[level] += len(text.draft)
 
-    def _seconds(self, level: int, others: int) -> float | None:
-        """What a token of a draft takes beside those of other texts; None: the text's own level is no wider."""
-        alone, together = self._pace.step(self._level, others), self._pace.step(self._level, others + 1)
-        if level <= self._level or together is None:
-            return None
-        return max(0.0, together - (alone or 0.0)) if others else together
+    def _seconds(self, others: int) -> float | None:
+        """A text's share of a step that draws a token of its draft and of others'; None: no time is known."""
+        step = self._pace.step(self._level, others + 1)
+        return None if step is None else step / (others + 1)
 
     def filled(self, step: Step, jobs: Mapping[Text, Job]) -> Step:
-        """A step whose drafts are known. The cache has keys and values of the narrow level then, until the step."""
+        """A step whose drafts are known. The cache has keys and values of the narrow level then, until the step.
+
+        Whatever fails here ends a draft and no text.
+        """
         wanted = {rows.text: len(rows.draft) for rows in step.rows if UNKNOWN in rows.draft}
         if not wanted:
             return step
         known = {text: len(text.tokens) for text in wanted}
         try:
             self._draw(wanted, jobs)
-        except InputError:  # NaN of this width: the text's own decides
-            pass
+        except Exception as error:
+            _log(error)
         finally:
             for text, count in known.items():
-                jobs[text].narrow.draft = text.tokens[count:]
+                narrow = jobs[text].narrow
+                narrow.draft = text.tokens[count:]
                 del text.tokens[count:]
+                if not narrow.draft:
+                    narrow.fail()
         rows = [replace(r, draft=jobs[r.text].narrow.draft) if r.text in wanted else r for r in step.rows]
         return replace(step, rows=rows)
 
     def _draw(self, wanted: Mapping[Text, int], jobs: Mapping[Text, Job]) -> None:
         """Put so many tokens behind each text; fewer where it would end."""
+        begun = time.perf_counter()
         draws = {text: jobs[text].ahead() for text in wanted}
         for drawn in range(max(wanted.values())):
-            begun = time.perf_counter()
             texts = [text for text in draws if wanted[text] > drawn]
             if not texts:
                 return
             batch, _ = batch_of([Rows(text, len(text.tokens) - 1, 1) for text in texts], self._windowed)
             for text, logits in zip(texts, self._engine.step(batch, self._level)):
-                text.tokens.append(draws[text](logits))
-                if text.tokens[-1] in jobs[text].ends:
+                if self._draw_one(text, draws[text], logits):
                     del draws[text]
-            self._pace.measure(self._level, len(texts), 0, time.perf_counter() - begun)
+            now = time.perf_counter()
+            if not self._cold:  # the first step reads what no step has read
+                self._pace.measure(self._level, len(texts), 0, now - begun)
+            begun, self._cold = now, False
+
+    def _draw_one(self, text: Text, draw: Draw, logits: Floats) -> bool:
+        """Put a token behind a text; whether its draft ends there."""
+        try:
+            token, ends = draw(logits)
+        except Exception as error:
+            _log(error)
+            return True
+        text.tokens.append(token)
+        return ends
+
+
+def _log(error: Exception) -> None:
+    if not isinstance(
+        error, InputError
+    ):  # NaN of this width, or no token within reach: the text's own step decides
+        LOG.error("a draft has failed", exc_info=error)
 
 
 def decoding(texts: Sequence[Text]) -> Counter[int]:

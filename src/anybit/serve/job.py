@@ -20,6 +20,9 @@ from anybit.serve.model import Model
 from anybit.serve.request import AUTO, Request
 from anybit.serve.scheduler import Text
 
+# The next token from logits [vocabulary], and whether a text ends behind it; InputError where none can be drawn.
+Draw = Callable[[Floats], tuple[int, bool]]
+
 RECENT = 8  # gaps between tokens, of which the median counts for a latency that is asked for
 
 
@@ -135,18 +138,16 @@ class Job:
             return drawn.token, Progress(piece + self.stream.finish(), drawn, "length")
         return drawn.token, Progress(piece, drawn)
 
-    def ahead(self) -> Callable[[Floats], int]:
-        """What draws the text's next tokens from the logits behind each; the text itself stays as it is.
-
-        It raises InputError where no token can be drawn.
-        """
+    def ahead(self) -> Draw:
+        """What draws the text's next tokens as the text will, which itself stays as it is."""
         sampler, form = self.sampler.ahead(), None if self.constraint is None else self.constraint.copy()
 
-        def draw(logits: Floats) -> int:
+        def draw(logits: Floats) -> tuple[int, bool]:
             token = sampler.token(logits, None if form is None else form.allowed())
-            if form is not None and token not in self.ends:
-                form.accept(token)
-            return token
+            if form is None or token in self.ends:
+                return token, token in self.ends
+            form.accept(token)
+            return token, form.finished
 
         return draw
 

@@ -24,5 +24,5 @@ class Request:
     every: bool = False  # log-probabilities of the prompt are wanted
     ignores_ends: bool = False  # goes on behind the model's end of text
     constraint: Constraint | None = None
-    speculates: bool = True  # what follows may be drafted from what stood in the text before
+    speculates: bool = True  # what follows may be drafted, which changes no text
     key: str = ""

@@ -192,6 +192,7 @@ class Runner(Worker):
             times.started = times.started or begun
         step = self.drafting.filled(step, self._jobs)
         filled = time.perf_counter()
+        self.counters.busy_seconds += filled - begun
         computed = self._computed(step)
         heard: list[tuple[Job, Progress]] = []
         drawn: dict[Text, list[int]] = {}
