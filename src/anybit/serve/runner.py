@@ -23,7 +23,7 @@ from anybit.serve.windows import WindowPages
 from anybit.serve.worker import Closing, EngineFault, Worker
 
 LOG = logging.getLogger(__name__)  # unlike printing, it survives a full disk
-ROUND_SECONDS = 0.11  # of a round with prompts beside texts that decode; prompts alone: four times that
+ROUND_SECONDS = 0.1  # of a round with prompts beside texts that decode; prompts alone: four times that
 LEAST_PROMPT, MOST_PROMPT = 16, 256  # tokens of prompts in a round
 TARGET_STOPS = 8  # widths among which a latency chooses
 
