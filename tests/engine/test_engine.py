@@ -642,3 +642,10 @@ def test_the_least_of_machine_and_cgroups_counts(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     monkeypatch.setattr(cgroups, "MEMBERSHIPS", tmp_path / "memberships")
     assert free_memory() == 4000 < machine
+
+
+@pytest.mark.parametrize(("head_size", "more"), [(64, 3.5), (128, 3.75)])
+def test_a_cache_of_4_bits_holds_that_many_times_the_tokens_of_16(head_size: int, more: float) -> None:
+    """Keys and values, and a scale and a minimum in float16 for each head and token."""
+    wide, narrow = (cpu._native.KvCache(2, 3, head_size, bits, 1).page_bytes for bits in (16, 4))
+    assert wide / narrow >= more

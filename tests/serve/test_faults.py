@@ -6,11 +6,13 @@ import errno
 import http.client
 import io
 import json
+import shutil
 import socket
 import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -452,3 +454,20 @@ def test_health_says_that_a_step_is_stuck(client: Client, monkeypatch: pytest.Mo
         assert seen[-1][1]["status"] == "stuck" and seen[-1][1]["step_seconds"] >= 0.05
         thread.join()
     until(lambda: client.ask("/health")[0] == 200)  # the answer is sent before the step has ended
+
+
+def test_model_files_that_disappear_harm_nobody(anybit_artifact: Path, tmp_path: Path) -> None:
+    """Weights of all widths, the tokenizer and the chat template are in memory when a server says that it is ready."""
+    copy, answers = tmp_path / "model", []
+    shutil.copytree(anybit_artifact, copy)
+    for gone in (False, True):
+        with serving(Engine(copy, threads=1)) as (client, _):
+            if gone:
+                shutil.rmtree(copy)
+            asked = [(COMPLETIONS, LONG | {"bits": bits}) for bits in (2.5, 4, 8)] + [
+                (CHAT, HELLO | {"max_tokens": 5})
+            ]
+            answers.append([client.ok(path, body)["choices"] for path, body in asked])
+    assert answers[0][:3] == answers[1][:3] and answers[1][3]
+    with pytest.raises(InputError, match="model"):
+        Engine(copy)
