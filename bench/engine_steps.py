@@ -1,6 +1,6 @@
 """Steps of several texts: how much longer than one of a single text, in milliseconds and tokens per second.
 
-python bench/engine_steps.py out --bits 4 [--depth 128] [--json figures.json]
+python bench/engine_steps.py out --bits 4 [--beside 3] [--depth 128] [--json figures.json]
 
 All texts stand at the same depth, and each gets logits. Medians of steps of one process, on the engine alone.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,31 +25,50 @@ STEPS, WARM_UP = 40, 8
 STRIDE = 7919  # between tokens of prompts
 
 
-def step_seconds(engine: anybit.Engine, texts: int, depth: int, level: int, page_tokens: int) -> float:
-    """The median time of a step that computes one token of each text."""
+def step_seconds(
+    engine: anybit.Engine, texts: int, depth: int, levels: Sequence[int], page_tokens: int
+) -> float:
+    """The median time of computing one token of each text; at several levels each has as many texts, and a step."""
     own = -(-(depth + STEPS) // page_tokens)
     pages = np.arange(texts * own, dtype=np.int32).reshape(texts, own)
     tokens = (np.arange(depth) * STRIDE % (engine.vocabulary - 100)).astype(np.int32)
     none = np.array([], np.int32)
     for text in range(texts):
         positions, one_text = np.arange(depth, dtype=np.int32), np.zeros(depth, np.int32)
+        level = levels[text * len(levels) // texts]
         engine.step(Batch(tokens, positions, one_text, pages[text : text + 1], none), level)
-    each, seconds = np.arange(texts, dtype=np.int32), []
+    own, seconds = texts // len(levels), []
+    each = np.arange(own, dtype=np.int32)
     for i in range(STEPS):
-        positions = np.full(texts, depth + i, np.int32)
+        positions = np.full(own, depth + i, np.int32)
         begun = time.perf_counter()
-        engine.step(Batch(tokens[:texts], positions, each, pages, each), level)
+        for k, level in enumerate(levels):
+            engine.step(Batch(tokens[:own], positions, each, pages[k * own : (k + 1) * own], each), level)
         seconds.append(time.perf_counter() - begun)
     return median(seconds[WARM_UP:])
 
 
-def measure(model: str, bits: float, depth: int, kv_bits: int) -> dict[str, Any]:
+def measure(model: str, bits: float, depth: int, kv_bits: int, beside: float | None) -> dict[str, Any]:
     from anybit import _native
 
     engine = anybit.Engine(model, kv_bits=kv_bits)
-    level = max(i for i, width in enumerate(engine.widths) if width <= bits)
+    level, other = (
+        None if own is None else max(i for i, width in enumerate(engine.widths) if width <= own)
+        for own in (bits, beside)
+    )
+    assert level is not None
     engine.give_pages(max(TEXTS) * -(-(depth + STEPS) // _native.PAGE_TOKENS))
-    found = {n: step_seconds(engine, n, depth, level, _native.PAGE_TOKENS) for n in TEXTS}
+    found = {n: step_seconds(engine, n, depth, [level], _native.PAGE_TOKENS) for n in TEXTS}
+    mixed = None
+    if other is not None:  # in turns with what it is compared with
+        pairs = [
+            [
+                step_seconds(engine, 4, depth, levels, _native.PAGE_TOKENS)
+                for levels in ([other, level], [level])
+            ]
+            for _ in range(5)
+        ]
+        mixed = {"bits": engine.widths[other], "over_the_wider_alone": median(a / b for a, b in pairs)}
     return {
         "model": Path(model).name,
         "bits": engine.widths[level],
@@ -56,6 +76,7 @@ def measure(model: str, bits: float, depth: int, kv_bits: int) -> dict[str, Any]
         "kv_bits": kv_bits,
         "threads": engine.threads,
         "milliseconds": {n: 1000 * seconds for n, seconds in found.items()},
+        "two_widths": mixed,
         "over_one": {n: seconds / found[1] for n, seconds in found.items()},
         "tokens_per_second": {n: n / seconds for n, seconds in found.items()},
     }
@@ -67,11 +88,14 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("--bits", type=float, default=4)
+    parser.add_argument(
+        "--beside", type=float, help="also two texts of so many bits and two of --bits, over four of these"
+    )
     parser.add_argument("--depth", type=int, default=128)
     parser.add_argument("--kv-bits", type=int, default=16)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    found = measure(asked.model, asked.bits, asked.depth, asked.kv_bits)
+    found = measure(asked.model, asked.bits, asked.depth, asked.kv_bits, asked.beside)
     print(
         f"{found['model']}, {found['bits']:.2f} bits, {found['threads']} threads, {asked.depth} tokens before"
     )
@@ -79,6 +103,10 @@ def main() -> None:
         print(
             f"{n:3} texts: {found['milliseconds'][n]:7.2f} ms, {found['over_one'][n]:.2f} times one, "
             f"{found['tokens_per_second'][n]:.0f} tokens/s"
+        )
+    if (mixed := found["two_widths"]) is not None:
+        print(
+            f"two of four texts at {mixed['bits']:.2f} bits: {mixed['over_the_wider_alone']:.2f} times the wider alone"
         )
     if asked.json is not None:
         asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

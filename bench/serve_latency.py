@@ -201,6 +201,7 @@ def tokens_of(server: Server, text: str) -> list[int]:
 
 def measured(model: str, bits: float, kv_bits: int, rounds: int) -> dict[str, Any]:
     alone, inside, inside_together, together = [], [], [], {1: [], 4: [], 8: []}
+    client: dict[int, list[float]] = {streams: [] for streams in together}
     chats: list[tuple[float, float, int]] = []
     gaps: list[float] = []
     for k in range(rounds):
@@ -215,7 +216,9 @@ def measured(model: str, bits: float, kv_bits: int, rounds: int) -> dict[str, An
         try:
             rate_of_streams(server, 1, vocabulary, 0)
             for streams, rates in together.items():
+                begun, used = time.perf_counter(), time.process_time()
                 rates.append(rate_of_streams(server, streams, vocabulary, 8 * k + streams))
+                client[streams].append((time.process_time() - used) / (time.perf_counter() - begun))
             chats.append(turns(server, vocabulary, k))
             if long:
                 gaps += gaps_beside_a_prompt(server, vocabulary, k)
@@ -233,6 +236,7 @@ def measured(model: str, bits: float, kv_bits: int, rounds: int) -> dict[str, An
         "first_turn_seconds": median(chat[0] for chat in chats),
         "second_over_first_turn": median(chat[1] / chat[0] for chat in chats),
         "cached_tokens": median(chat[2] for chat in chats),
+        "client_processors": {streams: median(shares) for streams, shares in client.items()},
         "gap_beside_a_prompt_p99": quantiles(gaps, n=100)[-1] if gaps else None, "gaps": len(gaps),
     }  # fmt: skip
 
