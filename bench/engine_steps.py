@@ -37,30 +37,33 @@ def step_seconds(
         positions, one_text = np.arange(depth, dtype=np.int32), np.zeros(depth, np.int32)
         level = levels[text * len(levels) // texts]
         engine.step(Batch(tokens, positions, one_text, pages[text : text + 1], none), level)
-    own, seconds = texts // len(levels), []
-    each = np.arange(own, dtype=np.int32)
+    of_level, seconds = texts // len(levels), []
+    each = np.arange(of_level, dtype=np.int32)
     for i in range(STEPS):
-        positions = np.full(own, depth + i, np.int32)
+        positions = np.full(of_level, depth + i, np.int32)
         begun = time.perf_counter()
         for k, level in enumerate(levels):
-            engine.step(Batch(tokens[:own], positions, each, pages[k * own : (k + 1) * own], each), level)
+            at = pages[k * of_level : (k + 1) * of_level]
+            engine.step(Batch(tokens[:of_level], positions, each, at, each), level)
         seconds.append(time.perf_counter() - begun)
     return median(seconds[WARM_UP:])
+
+
+def level_of(engine: anybit.Engine, bits: float) -> int:
+    """The widest level of up to so many bits."""
+    return max(i for i, width in enumerate(engine.widths) if width <= bits)
 
 
 def measure(model: str, bits: float, depth: int, kv_bits: int, beside: float | None) -> dict[str, Any]:
     from anybit import _native
 
     engine = anybit.Engine(model, kv_bits=kv_bits)
-    level, other = (
-        None if own is None else max(i for i, width in enumerate(engine.widths) if width <= own)
-        for own in (bits, beside)
-    )
-    assert level is not None
+    level = level_of(engine, bits)
     engine.give_pages(max(TEXTS) * -(-(depth + STEPS) // _native.PAGE_TOKENS))
     found = {n: step_seconds(engine, n, depth, [level], _native.PAGE_TOKENS) for n in TEXTS}
     mixed = None
-    if other is not None:  # in turns with what it is compared with
+    if beside is not None:  # in turns with what it is compared with
+        other = level_of(engine, beside)
         pairs = [
             [
                 step_seconds(engine, 4, depth, levels, _native.PAGE_TOKENS)

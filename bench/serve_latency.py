@@ -126,10 +126,12 @@ def gaps_beside_a_prompt(server: Server, vocabulary: int, salt: int) -> list[flo
     started = threading.Semaphore(0)
 
     def one(i: int) -> None:
-        asked = prompt(DEPTH, 1000 * (salt * 64 + i) + 500, vocabulary)
-        server.ask(
-            asked, ENOUGH, heard=lambda at: (made[i].append(at), len(made[i]) == 1 and started.release())
-        )
+        def heard(at: float) -> None:
+            made[i].append(at)
+            if len(made[i]) == 1:
+                started.release()
+
+        server.ask(prompt(DEPTH, 1000 * (salt * 64 + i) + 500, vocabulary), ENOUGH, heard)
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(BESIDE)]
     for thread in threads:

@@ -28,9 +28,8 @@ HERE = Path(__file__).parent
 
 # ours: the defaults, and without what is ours in it (group reorder stays)
 OURS: dict[str, tuple[str, ...]] = {"anybit": (), "anybit-textbook": ("--no-attention-weights", "--no-clip")}
-ANY_SIZE = (
-    "anybit-any-size"  # the method anybit, in no more bytes; embedding and head as the others have them
-)
+# the method anybit, in no more bytes; embedding and head as the others have them
+ANY_SIZE = "anybit-any-size"
 # contender -> (peer, options); each peer's defaults, then its quality options that cost nothing at inference
 PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gptqmodel": ("gptqmodel", ()),

@@ -15,7 +15,6 @@ template <typename X> struct Plain {
     using Total = Floats;
     using Sums = Floats;
     static constexpr int MOST = MOST_TOKENS;
-    static constexpr int64_t RUN = INT32_MAX;
     static constexpr int64_t MOST_BLOCKS = 32 / sizeof(X);
 
     template <int B> static void fold_planes(const CodebookByRow& c, Codes (&plane)[B]) { fold_floats(c, plane); }

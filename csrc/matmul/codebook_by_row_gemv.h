@@ -25,6 +25,10 @@ template <typename Sums, typename Total> inline void settle(const Sums& own, Tot
     own.settle(total, more);
 }
 
+// Blocks of a row whose sums fit.
+template <typename Sums> constexpr int64_t RUN = Sums::RUN;
+template <> constexpr int64_t RUN<Floats> = INT32_MAX;
+
 // Calls finish(totals) with the sums of up to CodebookByRow::TOGETHER rows and M tokens. Tile by tile of columns: the
 // inputs of a tile stay close, and what the same row needs next is fetched meanwhile.
 template <template <int, int> typename By, int B, int M, typename F>
@@ -34,7 +38,7 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64
     const int64_t bytes = 4 * c.words, blocks = blocks_of(c), tails = tails_of(c);
     const bool halves = By<B, M>::IN_HALVES && ends_in_halves(c);
     const int64_t whole = blocks - (tails > 0 || halves);
-    const int64_t near = ceil_div(blocks * M, By<B, M>::MOST_BLOCKS), fit = ceil_div(blocks, By<B, M>::RUN);
+    const int64_t near = ceil_div(blocks * M, By<B, M>::MOST_BLOCKS), fit = ceil_div(blocks, RUN<Sums>);
     const int64_t tile = ceil_div(blocks, near > fit ? near : fit); // as equal as can be
     Total total[CodebookByRow::TOGETHER][M]; // begun by the first tile, of which there always is one
     for (int64_t begin = 0; begin < blocks; begin += tile) {
@@ -83,7 +87,7 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64
 //   Given, skip(c, in, k): inputs, and those from token k on;
 //   MOST, THREE: tokens at once, and whether three are;
 //   MOST_BLOCKS: whose inputs stay close while rows take turns;
-//   Sums, add(code, block, sums), add_tail(codes, tail, sums): sums of up to RUN blocks of a row;
+//   Sums, add(code, block, sums), add_tail(codes, tail, sums): sums of up to RUN<Sums> blocks of a row;
 //   Total: sums of all of them;
 //   fold_planes: what is done with planes before they become codes;
 //   IN_HALVES: whether inputs are prepared for `ends_in_halves`. Then there is a constructor for two rows, whose codes

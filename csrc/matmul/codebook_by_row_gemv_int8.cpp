@@ -79,11 +79,9 @@ private:
 // One token's are of 64 bits at once: to widen them at the end of a row takes longer than it saves.
 template <int M> struct ByteSums {
     using Sums = ShortSums;
-    static constexpr int64_t RUN = ShortSums::RUN;
 };
 template <> struct ByteSums<1> {
     using Sums = WholeSums;
-    static constexpr int64_t RUN = INT32_MAX;
 };
 
 // Entries of a byte.
@@ -91,7 +89,6 @@ template <int B, int M> class ByteCentroids : public WholeCentroids<B, M> {
 public:
     using Sums = typename ByteSums<M>::Sums;
     static constexpr int MOST = MOST_BYTE_TOKENS;
-    static constexpr int64_t RUN = ByteSums<M>::RUN;
 
     ByteCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
         : WholeCentroids<B, M>(c, in), table_(c.table + (c.kind(row) << B), CENTRE) {}
@@ -136,7 +133,6 @@ template <int B, int M> class WordCentroids : public WholeCentroids<B, M> {
 public:
     using Sums = WholeSums;
     static constexpr int MOST = MOST_TOKENS;
-    static constexpr int64_t RUN = INT32_MAX;
 
     WordCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
         : WholeCentroids<B, M>(c, in), high_(c.table + (2 * c.kind(row) << B), CENTRE),
@@ -188,7 +184,6 @@ template <int B, int M> class MirroredWordCentroids : public WholeCentroids<B, M
 public:
     using Sums = WholeSums;
     static constexpr int MOST = MOST_TOKENS;
-    static constexpr int64_t RUN = INT32_MAX;
 
     MirroredWordCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
         : WholeCentroids<B, M>(c, in), lookup_(c, row) {}

@@ -61,6 +61,8 @@ inline int64_t find_factors(const int8_t* codes, int64_t columns, const float* s
 // Sums of 64 bits of integers times factors.
 class WholeSums {
 public:
+    static constexpr int64_t RUN = INT32_MAX; // blocks whose sums fit
+
     void add(Ints sums, Ints factors) {
 #if defined(__AVX512F__)
         const auto a = reinterpret_cast<__m512i>(sums), b = reinterpret_cast<__m512i>(factors);
@@ -133,12 +135,10 @@ public:
     void add(Ints sums, Ints factors) { sums_ += sums * factors; }
     void settle(WholeSums& total, bool more) const { total.take(sums_, more); }
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    // See WholeSums.
     void split(WholeSums& lower, WholeSums& upper) const {
-        const Ints none{}, own = sums_;
-        const auto all = reinterpret_cast<__m256i>(own), zero = reinterpret_cast<__m256i>(none);
-        lower.take(reinterpret_cast<Ints>(_mm256_blend_epi32(all, zero, 0xf0)), true);
-        upper.take(reinterpret_cast<Ints>(_mm256_blend_epi32(zero, all, 0xf0)), true);
+        WholeSums all;
+        all.take(sums_, false);
+        all.split(lower, upper);
     }
 #endif
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +20,21 @@ from anybit.engine.drafts import (
     NarrowDrafts,
     Seconds,
     StepTimes,
+    Worth,
     narrow_level,
     paying,
 )
+
+
+def drafting_narrowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all texts that are wider than the narrow level have drafts of it alone, of 0 to 7 tokens by chance."""
+    chance = random.Random(4)
+
+    def worth(self: NarrowDrafts, rows: int, seconds: Any, each: float | None) -> Worth:
+        return Worth(0, 0) if each is None else Worth(math.inf, chance.randrange(8))
+
+    monkeypatch.setattr(NarrowDrafts, "worth", worth)
+    monkeypatch.setattr(Drafts, "draft", lambda self, length: [])
 
 
 def test_what_followed_the_last_time_is_drafted() -> None:

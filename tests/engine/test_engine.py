@@ -29,6 +29,7 @@ from anybit.errors import InputError
 from anybit.kernels import cpu
 from tests.engine.models import VOCABULARY, random_model, saved_model
 from tests.engine.test_decoder import keys_and_values_in_float16, reference
+from tests.engine.test_drafts import drafting_narrowly
 
 pytestmark = [
     pytest.mark.native,
@@ -134,16 +135,6 @@ def test_a_draft_that_cannot_be_computed_ends_no_text(folder: Path, monkeypatch:
     monkeypatch.setattr(Drafts, "draft", lambda self, length: [9, 9][:length])
     monkeypatch.setattr(Drafts, "worth", lambda self, *_: Worth(math.inf, 2))
     assert engine.generate(PROMPT, 30).tokens == plain.tokens and len(failed) > 20
-
-
-def drafting_narrowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all texts that are wider than the narrow level have drafts of it, of 0 to 7 tokens by chance."""
-    chance = random.Random(4)
-
-    def worth(self: NarrowDrafts, rows: int, seconds: Any, each: float | None) -> Worth:
-        return Worth(0, 0) if each is None else Worth(math.inf, chance.randrange(8))
-
-    monkeypatch.setattr(NarrowDrafts, "worth", worth)
 
 
 @pytest.mark.parametrize("kv_bits", [16, 4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import random
 import threading
@@ -31,6 +30,7 @@ from anybit.serve.scheduler import Busy
 from anybit.serve.settings import Settings
 from anybit.serve.windows import WindowPages
 from tests.engine.models import saved_model
+from tests.engine.test_drafts import drafting_narrowly
 
 pytestmark = [
     pytest.mark.native,
@@ -110,17 +110,6 @@ def drafting(monkeypatch: pytest.MonkeyPatch, draft: Callable[[Drafts, int], lis
     """Let every text have these drafts, and no others."""
     monkeypatch.setattr(Drafts, "draft", draft)
     monkeypatch.setattr(NarrowDrafts, "worth", lambda self, *_: Worth(0, 0))
-
-
-def drafting_narrowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all texts that are wider than the narrow level have drafts of it alone, of 0 to 7 tokens by chance."""
-    chance = random.Random(4)
-
-    def worth(self: NarrowDrafts, rows: int, seconds: Any, each: float | None) -> Worth:
-        return Worth(0, 0) if each is None else Worth(math.inf, chance.randrange(8))
-
-    monkeypatch.setattr(NarrowDrafts, "worth", worth)
-    monkeypatch.setattr(Drafts, "draft", lambda self, length: [])
 
 
 # ---- the same text
@@ -221,9 +210,8 @@ def test_so_it_is_where_windows_have_pages_of_their_own(
         isinstance(runner.scheduler.windows, WindowPages) and runner.scheduler.windows.blocks.available == 70
     )
     drafting_narrowly(monkeypatch)
-    monkeypatch.setattr(
-        "anybit.serve.drafting.narrow_level", lambda widths: -1
-    )  # the same width, drawn beforehand
+    # The same width, drawn beforehand.
+    monkeypatch.setattr("anybit.serve.drafting.narrow_level", lambda widths: -1)
     runner = Runner(engine, Limits(120, 4, window_pages=70))
     together = [Heard(runner, request) for request in asked]
     runner.start()

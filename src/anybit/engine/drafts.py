@@ -123,6 +123,14 @@ class NarrowDrafts:
         """Count a draft that could not be drawn as a wrong one, so that it is not tried at every step."""
         self.acceptance = recent(self.acceptance, False)
 
+    def taught(self, before: float) -> float:
+        """The acceptance to begin the next text with; where this one had no drafts, they may be tried again.
+
+        Args:
+            before: what this one began with, or a mean of texts before.
+        """
+        return recent(before, self.acceptance if self.drafted else HOPE)
+
     def compare(self, drawn: Sequence[int]) -> None:
         """Count what was right of the last draft: the tokens that were drawn are the draft so far, and one more."""
         for expected, token in zip(self.draft, drawn):

@@ -17,7 +17,7 @@ from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, encode
 from anybit.config import Json
 from anybit.engine.description import Unsupported
-from anybit.engine.drafts import HOPE, Drafts, NarrowDrafts, StepTimes, narrow_level, recent
+from anybit.engine.drafts import HOPE, Drafts, NarrowDrafts, StepTimes, narrow_level
 from anybit.engine.opening import open_source
 from anybit.engine.pages import CHUNK, Cache, Held
 from anybit.engine.sampling import Drawn, Sampler, Sampling
@@ -401,7 +401,7 @@ class Engine:
                         break
                     drafts.push(drawn[-1])
                 narrow.compare(drawn)
-                self._acceptance[level] = recent(before, narrow.acceptance if narrow.drafted else HOPE)
+                self._acceptance[level] = narrow.taught(before)
                 token, known = drawn[-1], known + len(drawn)
                 del text.tokens[known:]  # what was computed of wrong ones is written over
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from anybit.engine.distribution import Floats
-from anybit.engine.drafts import HOPE, narrow_level, recent
+from anybit.engine.drafts import HOPE, narrow_level
 from anybit.errors import InputError
 from anybit.serve.job import Draw, Job
 from anybit.serve.model import Model
@@ -42,8 +42,8 @@ class Drafting:
         job.narrow.acceptance = self._acceptance
 
     def end(self, job: Job) -> None:
-        """Learn from a job; from those without drafts that it may be tried again."""
-        self._acceptance = recent(self._acceptance, job.narrow.acceptance if job.narrow.drafted else HOPE)
+        """Learn from a job."""
+        self._acceptance = job.narrow.taught(self._acceptance)
 
     def choose(self, texts: Sequence[Text], jobs: Mapping[Text, Job], rounds: int) -> None:
         """Let texts have drafts where they pay, by measured times, the first ones first.
@@ -65,8 +65,9 @@ class Drafting:
                 continue
             seconds = partial(self._pace.step, level)
             found = job.drafts.worth(rows[level], seconds, rounds)
-            guessed = job.narrow.worth(rows[level], seconds, self._seconds(len(lengths)) if alike else None)
-            if level > self._level and guessed > found:
+            each = self._seconds(len(lengths)) if alike and level > self._level else None
+            guessed = job.narrow.worth(rows[level], seconds, each)
+            if guessed > found:
                 lengths.append(
                     min([guessed.length, *lengths[:1]])
                 )  # in steps that the first one takes anyway
@@ -132,9 +133,8 @@ class Drafting:
 
 
 def _log(error: Exception) -> None:
-    if not isinstance(
-        error, InputError
-    ):  # NaN of this width, or no token within reach: the text's own step decides
+    """Say what is no NaN of this width and no want of tokens within reach, which the text's own step decides."""
+    if not isinstance(error, InputError):
         LOG.error("a draft has failed", exc_info=error)
 
 

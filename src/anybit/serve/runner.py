@@ -203,9 +203,8 @@ class Runner(Worker):
             except Exception as error:
                 made = [_failed(error)]
             heard += [(job, progress) for progress in made]
-        self._measure(
-            step, time.perf_counter() - filled
-        )  # log-probabilities of a prompt take their time, too
+        # Log-probabilities of a prompt take their time, too.
+        self._measure(step, time.perf_counter() - filled)
         self.served[step.level] += sum(map(len, drawn.values()))
         self._finish(step, drawn, [(job, progress) for job, progress in heard if progress.finish is not None])
         self.step_ended, self.step_begun = time.perf_counter(), None
