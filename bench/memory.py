@@ -108,10 +108,10 @@ def search(model: Path) -> dict[str, float]:
     """In this process: peak memory of MixLLM's search over 1 x 2048 tokens, and what a block keeps for its gradient."""
     from anybit.calibration.streaming import StreamedModel
     from anybit.checkpoint.directory import open_checkpoint
+    from anybit.kernels.dispatch import compute_dtype
     from anybit.methods import sensitivity
     from anybit.methods.method import Search
     from anybit.methods.mixllm import MixLLM
-    from anybit.prepare import compute_dtype
 
     streamed = StreamedModel(open_checkpoint(model), compute_dtype())
     tokens = torch.randint(0, 256, (1, 2048), generator=torch.Generator().manual_seed(0))

@@ -253,6 +253,7 @@ def test_every_method_keeps_to_its_device(
     for name, value in (
         ("prepare._check_device", lambda device: None),
         ("prepare.compute_dtype", lambda device: torch.float32),
+        ("kernels.dispatch.compute_dtype", lambda: torch.float32),
         ("fingerprint._arithmetic", lambda streamed: [str(streamed.device)]),
     ):
         monkeypatch.setattr(f"anybit.{name}", value)

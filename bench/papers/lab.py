@@ -27,10 +27,10 @@ from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.evaluation import perplexity as evaluation
 from anybit.formats.weight import PackedWeight, QuantizedWeight, layout_of, pack
+from anybit.kernels.dispatch import compute_dtype
 from anybit.kernels.reference import round_inputs
 from anybit.kv_cache import quantized_attention
 from anybit.loader import load
-from anybit.prepare import compute_dtype
 from anybit.progress import Terminal
 
 Weights = Mapping[str, QuantizedWeight | Tensor]

@@ -20,12 +20,12 @@ from anybit.calibration.stats import LinearStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.config import LayerSpec, TileSpec
 from anybit.formats.weight import QuantizedWeight
+from anybit.kernels.dispatch import compute_dtype
 from anybit.kernels.reference import quantize_activations
 from anybit.methods import METHODS, mixllm, sensitivity
 from anybit.methods.gptq import GPTQ
 from anybit.methods.method import Search
 from anybit.methods.mixllm import MixLLM
-from anybit.prepare import compute_dtype
 
 Rows = dict[str, tuple[int, ...]]
 SHARES = (0.0, 0.1, 0.2, 0.5, 1.0)

@@ -38,8 +38,9 @@ PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "llmcompressor": ("llmcompressor", ()),
     "llmcompressor-mse": ("llmcompressor", ('observer="memoryless_mse"',)),
     "autoround": ("autoround", ()),
+    "autoround-light": ("autoround", ("iters=50", "lr=0.005")),  # its own recipe of that name
 }
-USUAL = [name for name in (*OURS, ANY_SIZE, *PEERS) if name != "autoround"]  # which takes hours
+USUAL = [name for name in (*OURS, ANY_SIZE, *PEERS) if not name.startswith("autoround")]  # which take hours
 COLUMNS = ("method", "bits", "group", "sym", "desc_act", "perplexity", "kld", "seconds", "peak_mb")
 
 

@@ -6,6 +6,7 @@
 #include "module/coding_module.h"
 #include "module/engine_module.h"
 #include "module/layer_module.h"
+#include "quantize/attention.h"
 #include "quantize/moments.h"
 
 #include <nanobind/stl/optional.h>
@@ -302,7 +303,7 @@ void quantize_activations(const Input& x, const std::optional<Input>& clip, cons
     for (int64_t k = 0; k < m; ++k) kernels.quantize_inputs(from + k * stride, grid, q + k * columns, s + k * groups);
 }
 
-bool has_moments() {
+bool has_bfloat16_dot() {
 #ifdef ANYBIT_X86
     const std::map<std::string, bool>& has = cpu_features();
     return has.at("avx512f") && has.at("avx512bw") && has.at("avx512vl") && has.at("avx512_bf16");
@@ -312,7 +313,7 @@ bool has_moments() {
 }
 
 void moments(const Input& x, const Output& h, int64_t threads) {
-    if (!has_moments()) refuse("moments needs AVX512-BF16, which this machine does not have");
+    if (!has_bfloat16_dot()) refuse("moments needs AVX512-BF16, which this machine does not have");
     const int used = check_threads(threads);
     check("x", x, {Type::bf16, Type::u16}, {-1, -1}, Layout::dense_rows);
     const int64_t tokens = static_cast<int64_t>(x.shape(0)), columns = static_cast<int64_t>(x.shape(1));
@@ -332,6 +333,46 @@ void moments(const Input& x, const Output& h, int64_t threads) {
     parallel_for(n * n, n, used, [&](int64_t begin, int64_t end) { // blocks below the diagonal mirror those above
         for (int64_t b = begin; b < end; ++b)
             if (b / n <= b % n) add_moments(panels, pairs, columns, b / n, b % n, to);
+    });
+#endif
+}
+
+// Strides and pointer of bfloat16 [heads, tokens, size], whose numbers can be read in pairs.
+Heads heads_of(const char* name, const Input& x, const Shape& shape) {
+    check(name, x, {Type::bf16, Type::u16}, shape, Layout::dense_rows);
+    const int64_t head = x.stride(0), token = x.stride(1);
+    if (head % 2 || token % 2 || !is_aligned(x.data(), 4))
+        refuse(std::string(name) + ": its rows begin between pairs of numbers");
+    return {static_cast<const uint16_t*>(x.data()), head, token};
+}
+
+void causal_attention(const Input& q, const Input& k, const Input& v, double scale, const Output& out,
+                      const Output& log_sums, int64_t threads) {
+    if (!has_bfloat16_dot()) refuse("causal_attention needs AVX512-BF16, which this machine does not have");
+    const int used = check_threads(threads);
+    CausalAttention a{};
+    a.queries = heads_of("q", q, {-1, -1, -1});
+    a.heads = static_cast<int64_t>(q.shape(0)), a.tokens = static_cast<int64_t>(q.shape(1));
+    a.size = static_cast<int64_t>(q.shape(2)), a.scale = static_cast<float>(scale);
+    a.keys = heads_of("k", k, {-1, a.tokens, a.size});
+    const auto shared = static_cast<int64_t>(k.shape(0));
+    a.values = heads_of("v", v, {shared, a.tokens, a.size});
+    if (a.size % 2 || a.size > MOST_ATTENTION_SIZE) refuse("q: expected heads of 2 to 256 numbers, an even count");
+    if (shared == 0 || a.heads % shared) refuse("q: expected a multiple of the heads of k");
+    check("out", out, {Type::bf16, Type::u16}, {a.tokens, a.heads, a.size}, Layout::dense);
+    check("log_sums", log_sums, {Type::f32}, {a.heads, a.tokens}, Layout::dense);
+    if (a.heads == 0 || a.tokens == 0 || a.size == 0) return;
+    a.shared = a.heads / shared;
+    a.out = static_cast<uint16_t*>(out.data()), a.log_sums = static_cast<float*>(log_sums.data());
+#ifdef ANYBIT_X86
+    nb::gil_scoped_release release;
+    const Scratch scratch = make_scratch(shared * (a.key_words() + a.value_words()));
+    a.key_pairs = reinterpret_cast<uint32_t*>(scratch.get()), a.value_pairs = a.key_pairs + shared * a.key_words();
+    parallel_for(shared, 1, used, [&](int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head) pack_attention(a, head);
+    });
+    parallel_for(a.heads * a.pieces(), 1, used, [&](int64_t begin, int64_t end) { // the longest first
+        for (int64_t i = begin; i < end; ++i) attend(a, i % a.heads, a.pieces() - 1 - i / a.heads);
     });
 #endif
 }
@@ -377,7 +418,14 @@ NB_MODULE(_native, m) {
         nb::arg("fixed").noconvert().none(), nb::arg("bits"), nb::arg("group_size"), nb::arg("codes").noconvert(),
         nb::arg("scales").noconvert(), nb::arg("isa") = nb::none(),
         "Round x float32 [m, n] to codes int8 [m, n] and scales float32 [m, groups]; clip or fixed float16 [groups].");
-    m.def("has_moments", &has_moments, "Whether this machine has what `moments` needs (AVX512-BF16).");
+    m.def("has_bfloat16_dot", &has_bfloat16_dot,
+          "Whether this machine has what `moments` and `causal_attention` need (AVX512-BF16).");
+    m.def("causal_attention", &causal_attention, nb::arg("q").noconvert(), nb::arg("k").noconvert(),
+          nb::arg("v").noconvert(), nb::arg("scale"), nb::arg("out").noconvert(), nb::arg("log_sums").noconvert(),
+          nb::arg("threads"),
+          "softmax(q k^T scale) v of q bfloat16 [heads, tokens, size], k and v [key heads, tokens, size], each query\n"
+          "with the keys up to its own place; fills out bfloat16 [tokens, heads, size] and log_sums float32 [heads,\n"
+          "tokens], the logarithm of the sum of the exponentials of a query's scores.");
     m.def("moments", &moments, nb::arg("x").noconvert(), nb::arg("h").noconvert(), nb::arg("threads"),
           "h += x.T @ x, summed in float32; x bfloat16 (or its bits as uint16) [tokens, n], h float32 [n, n].");
     m.def("gptq_block", &gptq_block, nb::arg("weight").noconvert(), nb::arg("hinv").noconvert(),

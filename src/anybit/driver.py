@@ -27,7 +27,7 @@ from anybit.calibration.as_stored import as_stored
 from anybit.calibration.gradients import gradient_statistics, spilled_statistics
 from anybit.calibration.moments import Activations, Collected, Collector
 from anybit.calibration.stats import GradientStats, LinearStats
-from anybit.calibration.streaming import BlockCall, run_block
+from anybit.calibration.streaming import BlockCall, earlier_objects_frozen, run_block
 from anybit.calibration.texts import calibration_set
 from anybit.config import MAX_SEED, Options
 from anybit.cost import Cost
@@ -36,6 +36,7 @@ from anybit.formats import Nested
 from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
+from anybit.kernels.attention import QuickAttention
 from anybit.methods import DEFAULT
 from anybit.methods.end_to_end import JUDGED, OTHER_TEXT, TUNING_TOKENS, WINDOWS, Training, name_of, parted
 from anybit.methods.finetune import Task, passes
@@ -93,8 +94,9 @@ def quantize(
         if resumed:
             ready.report.say(f"resumes: {resumed} of {shards} shards are finished")
         run = _Run(**vars(ready), writer=writer, allocation=Allocation()).allocate()
-        run.outside()
-        run.all_blocks()
+        with earlier_objects_frozen(), QuickAttention():
+            run.outside()
+            run.all_blocks()
         cost = run.finish()
     figures = inspect(out)
     sizes = {name: figures[name] for name in ("bits", "bits_per_weight", "size_bytes")}

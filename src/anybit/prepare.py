@@ -18,7 +18,7 @@ from anybit.checkpoint.directory import open_checkpoint
 from anybit.config import Options, SpecMap
 from anybit.errors import InputError
 from anybit.fingerprint import base_hash, fingerprint, statistics_key
-from anybit.kernels.dispatch import check_device
+from anybit.kernels.dispatch import check_device, compute_dtype
 from anybit.methods import METHODS, Method
 from anybit.plan import check_disk, plan_within, scratch_bytes
 from anybit.progress import SILENT, Silent
@@ -86,15 +86,6 @@ def prepare(model: str | Path, out: Path, options: Options, settings: Settings) 
     mark = fingerprint(base, options, plan, text, streamed)
     given = settings.get("spec_map") or {}
     return Ready(streamed, METHODS[options.name], options, plan, text, base, mark, report, given)
-
-
-def compute_dtype(device: str = "cpu") -> torch.dtype:
-    """What calibration forwards compute in: bfloat16 where the device multiplies it, else float32."""
-    if device != "cpu":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
-        return torch.bfloat16
-    return torch.float32
 
 
 def _check_device(device: str) -> None:

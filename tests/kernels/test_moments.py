@@ -15,7 +15,7 @@ pytestmark = pytest.mark.native
 
 @pytest.mark.parametrize(("tokens", "n"), [(1, 1), (3, 5), (7, 47), (64, 48), (65, 49), (300, 577)])
 def test_moments_add_the_exact_products(tokens: int, n: int) -> None:
-    if not cpu.has_moments():
+    if not cpu.has_bfloat16_dot():
         pytest.skip("no AVX512-BF16 on this machine")
     generator = torch.Generator().manual_seed(tokens * n)
     wide = torch.randn(tokens, n + 3, generator=generator).bfloat16()
@@ -33,7 +33,7 @@ def test_moments_add_the_exact_products(tokens: int, n: int) -> None:
 
 
 def test_moments_refuse_what_does_not_fit() -> None:
-    if not cpu.has_moments():
+    if not cpu.has_bfloat16_dot():
         pytest.skip("no AVX512-BF16 on this machine")
     x = torch.ones(4, 6).bfloat16()
     for bad_x, bad_h in (

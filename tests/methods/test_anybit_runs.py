@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import prepare
 from anybit.artifact.sizes import inspect, table_of_levels
 from anybit.artifact.verify import verify
 from anybit.artifact.writer import ArtifactWriter
@@ -27,6 +26,7 @@ from anybit.formats import NestedLayout
 from anybit.formats import tables as shapes
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels import cpu
+from anybit.kernels.dispatch import compute_dtype
 from anybit.layers import QuantLinear
 from anybit.loader import load, load_tokenizer
 from anybit.methods import nested_codes, ordering, sensitivity
@@ -70,7 +70,7 @@ def test_blocks_are_calibrated_behind_quantized_ones(
         patch.setattr(ArtifactWriter, "begin_split", interrupt)
         with pytest.raises(Killed):
             anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
-    model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=prepare.compute_dtype())
+    model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=compute_dtype())
     if not one_shot:
         stored = load_file(next((tmp_path / "out.partial" / "artifact").glob("model-00002-of-*.safetensors")))
         losses = {n.removesuffix(".losses"): t for n, t in stored.items() if n.endswith(".losses")}
@@ -90,7 +90,7 @@ def test_blocks_are_calibrated_behind_quantized_ones(
     first = model.model.layers[1].self_attn.q_proj
     first.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0].float()))
     tokens = calibration_set(load_tokenizer(model_dir("llama")), str(text_file), 4, 32, 0).tokens
-    streamed = StreamedModel(open_checkpoint(model_dir("llama")), prepare.compute_dtype())
+    streamed = StreamedModel(open_checkpoint(model_dir("llama")), compute_dtype())
     found = sensitivity.output_moments(search_of(streamed, tokens, config))
     assert found.mixed is not None
     assert [row.tolist() in tokens.tolist() for row in found.mixed.tokens] == [True, True, True, False]
@@ -140,7 +140,7 @@ def test_other_scores_rank_the_rows(
     anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
     levels = table_of_levels(tmp_path / "out")
     assert [r["loss"] for r in levels] == sorted((r["loss"] for r in levels), reverse=True)
-    streamed = StreamedModel(open_checkpoint(model_dir("llama")), prepare.compute_dtype())
+    streamed = StreamedModel(open_checkpoint(model_dir("llama")), compute_dtype())
     text = calibration_set(streamed.checkpoint.tokenizer(), str(text_file), 4, 32, 0)
     scores = sensitivity.width_scores(
         search_of(streamed, text.tokens, builders.options("anybit", salience=kind))

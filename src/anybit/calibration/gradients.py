@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from anybit.calibration.stats import GradientStats, VocabularyStats
 from anybit.calibration.streaming import StreamedModel, linear_shape, map_large_arrays
 from anybit.errors import InputError
+from anybit.kernels.attention import QuickAttention
 from anybit.progress import SILENT, Advance, Silent, ignore
 
 GRADIENT_CHUNK = 2**22  # weights whose gradient is alive at a time
@@ -348,8 +349,12 @@ def recomputed(blocks: nn.ModuleList) -> Iterator[None]:
     """Recompute each block in the backward pass instead of keeping its activations."""
 
     def forward_of(original: Any) -> Any:
+        def quick(*args: Any, **kwargs: Any) -> Any:
+            with QuickAttention():  # in the backward pass, too
+                return original(*args, **kwargs)
+
         return lambda *args, **kwargs: recompute(
-            original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+            quick, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
         )
 
     for block in blocks:

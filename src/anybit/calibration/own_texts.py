@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
 from anybit.calibration.gradients import load_for_loss
 from anybit.calibration.stats import ExpectedTokens
 from anybit.calibration.streaming import StreamedModel
 from anybit.errors import InputError
+from anybit.kernels.attention import QuickAttention
 from anybit.progress import Advance, ignore
 
 TOGETHER = 128  # texts that are written side by side
@@ -72,7 +72,7 @@ def write_texts(
 
     greedy = GenerationConfig(do_sample=False, max_new_tokens=length - 1)
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with forked, _asked(model, greedy), PackedHeads():
+    with forked, _asked(model, greedy), QuickAttention():
         torch.manual_seed(seed)
         written = [
             model.generate(part, greedy, LogitsProcessorList([draw]), attention_mask=torch.ones_like(part))
@@ -116,42 +116,6 @@ def _drawn(p: Tensor) -> Tensor:
         raise InputError("the model's logits hold NaN or Inf in texts of its own; is the checkpoint intact?")
     place = torch.rand(len(p), 1, dtype=torch.float64, device=p.device) * sums[:, -1:]
     return torch.searchsorted(sums, place, right=True)
-
-
-class PackedHeads(TorchFunctionMode):
-    """Has attention of one position read a key/value head once, for all query heads that share it (a context manager).
-
-    On a CPU PyTorch reads it once for each of them. Here the query heads of one key head are passed as so many
-    positions of one head.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention and _shares_keys(*args, **kwargs):
-            return _packed_attention(func, *args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _shares_keys(
-    query: Tensor,  # [n, heads, T, d]
-    key: Tensor,  # [n, key heads, T, d]
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **how: Any,
-) -> bool:
-    """Whether one position of every query head, on a CPU, reads all positions of a key head that several share."""
-    shared = bool(how.get("enable_gqa")) and key.shape[1] < query.shape[1] and query.shape[2] == 1
-    return shared and attn_mask is None and not is_causal and query.device.type == "cpu"
-
-
-def _packed_attention(
-    attention: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **how: Any
-) -> Tensor:
-    packed = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
-    out: Tensor = attention(packed, key, value, *rest, **how | {"enable_gqa": False})
-    return out.reshape(*query.shape[:-1], -1)
 
 
 @contextmanager

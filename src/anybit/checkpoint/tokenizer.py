@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +30,23 @@ def read_tokenizer(source: str, folder: Path | str, **extra: Any) -> PreTrainedT
     """
     if Path(folder).is_dir():
         check_files(Path(folder))
+    with _in_words(f"{source} has no usable tokenizer", "put its tokenizer files beside the weights"):
+        if "gguf_file" not in extra:
+            return _loaded(folder, **extra)
+        status = (Path(folder) / extra["gguf_file"]).stat()
+        return deepcopy(_of_gguf(folder, extra["gguf_file"], status.st_size, status.st_mtime_ns))
+
+
+def _loaded(folder: Path | str, **extra: Any) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # which takes seconds
 
-    with _in_words(f"{source} has no usable tokenizer", "put its tokenizer files beside the weights"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **extra)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **extra)
+
+
+@lru_cache(maxsize=1)
+def _of_gguf(folder: Path | str, name: str, size: int, changed: int) -> PreTrainedTokenizerBase:
+    """The tokenizer of a GGUF file of this size and time of change: it takes seconds, and a run wants it twice."""
+    return _loaded(folder, gguf_file=name)
 
 
 def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:

@@ -13,8 +13,8 @@ from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import Checkpoint
 from anybit.config import SAMPLES, Json, Options, Widths, flag_of
 from anybit.errors import InputError
+from anybit.kernels.dispatch import compute_dtype
 from anybit.plan import make_plan
-from anybit.prepare import compute_dtype
 
 BASE = "unquantized"
 USUAL = [method.compared for method in methods.METHODS.values() if method.compared]

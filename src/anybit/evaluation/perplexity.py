@@ -27,6 +27,7 @@ from anybit.checkpoint.architectures import max_positions
 from anybit.checkpoint.files import unwritable
 from anybit.config import Json
 from anybit.errors import InputError
+from anybit.kernels.attention import QuickAttention
 
 __all__ = ["PerplexityResult", "default_bos", "paired_bootstrap", "perplexity"]
 
@@ -99,7 +100,7 @@ def perplexity(
     elif body == 1:
         notes += ("a window of one token without BOS has nothing to score",)
     scores = _Scores()
-    with _eval_mode(models), torch.no_grad():
+    with _eval_mode(models), torch.no_grad(), QuickAttention():
         for i, window in enumerate(windows):
             _score_window(models, window, i, scores)
             if progress is not None:

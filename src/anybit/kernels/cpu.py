@@ -199,9 +199,40 @@ def gptq_block(
     return codes, errors
 
 
-def has_moments() -> bool:
-    """Whether `moments` can run here: the native extension, and a processor with AVX512-BF16."""
-    return available() and _native.has_moments()
+MOST_HEAD_SIZE = 256  # numbers of a head that `causal_attention` takes
+
+
+def has_bfloat16_dot() -> bool:
+    """Whether `moments` and `causal_attention` can run here: the native extension, and a processor with AVX512-BF16."""
+    return available() and _native.has_bfloat16_dot()
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, threads: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`softmax(q k^T scale) v`, each query with the keys up to its own place: scores and sums are float32.
+
+    Args:
+        query: bfloat16 [n, heads, tokens, size], `size` even and at most `MOST_HEAD_SIZE`, its numbers side by side
+            and its rows at whole pairs of them.
+        key: bfloat16 [n, key heads, tokens, size]; as many query heads share each.
+        value: the same.
+        scale: of the scores.
+        threads: None: PyTorch's.
+
+    Returns:
+        bfloat16 [n, heads, tokens, size], a view of [n, tokens, heads, size]; and of every query the logarithm of the
+        sum of its scores' exponentials, float32 [n, heads, tokens]. The same bits for every number of threads.
+
+    Raises:
+        ValueError: wrong dtype, shape, layout or device; a machine without AVX512-BF16.
+    """
+    n, heads, tokens, size = query.shape
+    out, sums = torch.empty(n, tokens, heads, size, dtype=torch.bfloat16), torch.empty(n, heads, tokens)
+    threads = used_threads(threads)
+    for q, k, v, to, of in zip(query, key, value, out, sums, strict=True):
+        _native.causal_attention(q, k, v, scale, to, of, threads)
+    return out.transpose(1, 2), sums
 
 
 def moments(x: Tensor, hessian: Tensor, threads: int | None = None) -> None:

@@ -207,6 +207,15 @@ class BoundWeight:
         )
 
 
+def compute_dtype(device: str = "cpu") -> torch.dtype:
+    """What calibration computes in: bfloat16 where the device multiplies it, else float32."""
+    if device != "cpu":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return torch.bfloat16
+    return torch.float32
+
+
 def gptq_block(
     weight: Tensor, inverse: Tensor, scale: Tensor, zero: Tensor, top: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -266,7 +275,7 @@ def add_moments(hessian: Tensor, x: Tensor) -> None:
 
     It is symmetric before and after.
     """
-    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and cpu.has_moments():
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and cpu.has_bfloat16_dot():
         cpu.moments(x.contiguous(), hessian)
     else:
         x = x.float()
