@@ -24,6 +24,7 @@ from anybit.formats import GroupIntLayout
 from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
 from anybit.formats.unquantized import UnquantizedLayout
+from anybit.kernels.attention import multiplies_bfloat16
 from anybit.kernels.dispatch import MOMENT_COLUMNS
 from anybit.kv_cache import head_size, kv_numbers
 from anybit.methods import METHODS, Method, end_to_end, finetune, nested_codes, ordering
@@ -33,7 +34,7 @@ from anybit.methods.rtn import RTN
 WIDER = 1  # bits that embeddings are expected to have more than layers
 SPEED_SECONDS = 0.2  # in which the speed of this machine is measured
 REACHED = 0.6  # of the rate of one product that is repeated, by those of a model
-ATTENTION = 0.7  # of float32 products' rate, by attention
+SWEPT = 0.7  # of that rate, by products with the errors of a few columns
 WEIGHTS = 2e7  # that are read, packed and written in a second
 BUDGET_STEPS = 100  # a budget finds the average width to a hundredth of a bit
 IMPORT_BYTES = 450_000_000  # PyTorch, Transformers and a tokenizer before any tensor is read
@@ -272,14 +273,15 @@ def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speeds: Spee
     block_weights = plan.linear_weights / blocks
     tokens = options.windows * options.seq_len if wanted else 0
     forwards = 0.0 if wanted.fisher else 1.0 if options.unquantized else 2.0
-    forwards += 4 * effort.passes  # forward twice, as blocks are recomputed; backward for inputs and weights
+    forwards += 2 * effort.passes  # as blocks are recomputed
+    backwards = 2 * effort.passes  # for inputs and weights, counted in forwards
     nested = ordering.nested_layers(plan.embeddings)
     moments = sweep = training = 0.0
     if wanted.hessian:
         widths = {shape[1] for shape in shapes.values()}
         moments = 1.5 * tokens * sum(n * (n + MOMENT_COLUMNS) for n in widths)
-        swept = [*shapes.values(), *(plan.embeddings[name].shape for name in nested)]
-        sweep = 2.0 * sum(effort.sweeps * s[0] * s[1] ** 2 + s[1] ** 3 for s in swept)
+        matrices = [*shapes.values(), *(plan.embeddings[name].shape for name in nested)]
+        sweep = 2.0 * sum(effort.sweeps * s[0] * s[1] ** 2 + s[1] ** 3 for s in matrices)
     if effort.epochs:
         forwards += 1 + 3 * effort.epochs
         steps = effort.epochs * options.windows / finetune.batch_size(options.windows, options.seq_len)
@@ -287,14 +289,18 @@ def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speeds: Spee
     through, headed, decoded = end_to_end.work(METHODS[options.name].tuning(options), options.seq_len)
     tuning = 2 * (through * plan.linear_weights + headed * _head_weights(streamed))
     training += decoded * end_to_end.WRITE_SECONDS * plan.model_weights / threads
-    multiplied = forwards * 2 * block_weights * tokens + moments
-    attention = forwards * 2 * tokens * options.seq_len * _heads_width(streamed) / ATTENTION
+    multiplied = (forwards + backwards) * 2 * block_weights * tokens + moments
+    attention = 2.0 * tokens * options.seq_len * _heads_width(streamed) * blocks
+    bfloat16 = streamed.device.type == "cpu" and streamed.dtype == torch.bfloat16
+    forward = speeds.model if bfloat16 and multiplies_bfloat16() else speeds.exact
+    attended = attention * (forwards / forward + backwards / speeds.exact)
     head = 4 * effort.passes * tokens * _head_weights(streamed)  # logits once, and their gradient
     weights = plan.quantized_weights + sum(plan.embeddings[name].weights for name in nested)
     clustering = (effort.clustering / threads + effort.serial) * weights
     of_model = (blocks * multiplied + head + tuning) / speeds.model
-    exact = (blocks * attention + sweep + 200 * plan.linear_weights) / speeds.exact
-    return of_model + exact + clustering + training + plan.model_weights / WEIGHTS
+    swept = sweep / (SWEPT * speeds.model if bfloat16 and effort.rounded else speeds.exact)
+    others = 200 * plan.linear_weights / speeds.exact + plan.model_weights / WEIGHTS
+    return of_model + attended + swept + clustering + training + others
 
 
 def _heads_width(streamed: StreamedModel) -> int:

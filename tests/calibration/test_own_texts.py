@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from anybit.calibration import own_texts
 from anybit.calibration.gradients import load_whole
 from anybit.calibration.own_texts import (
     OwnTexts,
-    PackedHeads,
     _drawn,
     _first_token,
     most_varied,
@@ -88,37 +86,6 @@ def test_the_last_place_is_that_of_the_last_token_with_a_probability(monkeypatch
     monkeypatch.setattr(torch, "rand", last)
     p = torch.tensor([[0.3, 0.7, 0.0], [0.7, 1e-30, 0.0], [0.1, 0.2, 0.4]])
     assert _drawn(p).tolist() == [[1], [0], [2]]
-
-
-@pytest.mark.parametrize(
-    ("heads", "positions", "change", "packed"),
-    [
-        (6, 1, {}, True),
-        (6, 1, {"attn_mask": torch.arange(7)[None] % 2 == 0}, False),
-        (6, 1, {"is_causal": True}, False),
-        (6, 5, {}, False),
-        (2, 1, {}, False),
-    ],
-)
-def test_heads_that_share_keys_are_packed(
-    heads: int, positions: int, change: dict[str, Any], packed: bool
-) -> None:
-    query, key, value = torch.randn(3, heads, positions, 8), torch.randn(3, 2, 7, 8), torch.randn(3, 2, 7, 4)
-    how = {"enable_gqa": True, "scale": 0.2, **change}
-    seen = []
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is attention:
-                seen.append(args[0].shape[1:3])
-            return func(*args, **kwargs or {})
-
-    attention = torch.nn.functional.scaled_dot_product_attention
-    wanted = attention(query, key, value, **how)
-    with Watch(), PackedHeads():
-        found = attention(query, key, value, **how)
-    torch.testing.assert_close(found, wanted)
-    assert seen == [(2, heads // 2) if packed else (heads, positions)]
 
 
 def test_a_model_whose_logits_are_nan_writes_nothing() -> None:

@@ -1,4 +1,6 @@
-"""`anybit bench quantize`: clustering rows by weighted k-means, beside the package flash1dkmeans, and nested codes."""
+"""`anybit bench quantize`: what quantizing spends its time on, beside others' code where there is some: clustering rows
+by weighted k-means, nested codes, attention of many tokens in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from anybit.config import Json
 from anybit.errors import InputError
@@ -20,12 +23,18 @@ from anybit.methods.compensation import BLOCK
 from anybit.methods.nested_codes import Grids, fit, profile
 
 Clusterer = Callable[[Tensor, Tensor, int], Tensor]  # weights and importances [n, m], bits -> rounded weights
+ATTENTION = (
+    (9, 3, 1024, 64),
+    (9, 3, 2048, 64),
+    (14, 2, 2048, 64),
+    (16, 8, 2048, 128),
+)  # as `_attention` says
 SHAPES = ((512, 576), (256, 1536), (128, 4096), (64, 11008))  # rows and weights per row of what is clustered
 
 
 def quantize(rounds: int = 3) -> Json:
-    """Clustering rows by weighted k-means on one thread, beside `flash1dkmeans` where it is installed; and the codes of
-    the method anybit, in a first pass and in one of descent.
+    """Clustering rows by weighted k-means on one thread, beside `flash1dkmeans` where it is installed; the codes of the
+    method anybit, in a first pass and in one of descent; and attention on all threads, where there is a kernel for it.
 
     Rows are drawn as an LLM's are shaped: normal with a heavy tail, importances log-normal over some orders of
     magnitude. Rounds of both alternate; a rate is the median's.
@@ -39,7 +48,14 @@ def quantize(rounds: int = 3) -> Json:
     contenders: dict[str, Clusterer] = {"anybit": _ours} | ({} if peer is None else {"peer": peer})
     rows = [_measure(contenders, n, m, bits, rounds) for n, m in SHAPES for bits in (3, 4)]
     name = None if peer is None else "flash1dkmeans"
-    return {"bench": "quantize", "peer": name, "rows": rows, "nested": _nested(), "codes": _codes(rounds)}
+    return {
+        "bench": "quantize",
+        "peer": name,
+        "rows": rows,
+        "nested": _nested(),
+        "codes": _codes(rounds),
+        "attention": [_attention(*shape, rounds) for shape in ATTENTION] if cpu.has_bfloat16_dot() else [],
+    }
 
 
 def _measure(contenders: dict[str, Clusterer], n: int, m: int, bits: int, rounds: int) -> Json:
@@ -96,6 +112,23 @@ def _codes(rounds: int) -> dict[str, float]:
     return {
         f"{name}_weights_per_second": weight.numel() / statistics.median(t) for name, t in seconds.items()
     }
+
+
+def _attention(heads: int, shared: int, tokens: int, size: int, rounds: int) -> Json:
+    """Causal attention of so many heads of queries and of keys, forward: milliseconds, and PyTorch's, in turns."""
+    query, key, value = (torch.randn(1, h, tokens, size).bfloat16() for h in (heads, shared, shared))
+    ways: dict[str, Callable[[], Any]] = {
+        "anybit_ms": lambda: cpu.causal_attention(query, key, value, size**-0.5),
+        "torch_ms": lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, run in ways.items():
+            begun = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - begun)
+    shape = {"heads": heads, "key_heads": shared, "tokens": tokens, "head_size": size}
+    return shape | {name: 1e3 * statistics.median(found[1:]) for name, found in seconds.items()}
 
 
 def _rows(n: int, m: int) -> tuple[Tensor, Tensor]:

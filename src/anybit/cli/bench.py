@@ -34,7 +34,7 @@ def bench_quantize(
     json_file: JsonFile = None,
 ) -> None:
     """Clustering weights, beside flash1dkmeans where that is installed, and nested codes: weights per second of one
-    core."""
+    core. Then attention of many tokens, beside PyTorch's."""
     from anybit.bench import clustering
 
     check_writable(json_file)

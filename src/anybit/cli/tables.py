@@ -211,6 +211,14 @@ def print_bench_quantize(f: Json) -> None:
         rate = f["codes"][f"{name}_weights_per_second"]
         rows.append((title, "1 to 8", f"{rate / 1e6:.2f}", "", "", ""))
     print_table(("<rows x columns", "bits", "anybit", f["peer"] or "no peer", "ratio", "loss"), rows)
+    timed = []
+    for row in f["attention"]:
+        heads = f"{row['heads']} for {row['key_heads']} of keys, {row['head_size']}"
+        ours, peer = row["anybit_ms"], row["torch_ms"]
+        timed.append((heads, str(row["tokens"]), f"{ours:.2f}", f"{peer:.2f}", f"{peer / ours:.1f}x"))
+    if timed:
+        typer.echo("\ncausal attention in bfloat16 on all threads, milliseconds")
+        print_table(("<heads, numbers of each", "tokens", "anybit", "PyTorch", "ratio"), timed)
     typer.echo(json.dumps(f))
 
 
