@@ -218,6 +218,27 @@ def layers_alone() -> str:
     return how(found) + markdown(["", *found["texts"]], rows)
 
 
+CONTENDERS = {  # of bench/peers/compare.py, in the order of the table
+    "anybit-any-size": "the method anybit, one artifact of all sizes",
+    "anybit": "GPTQ of this project",
+    "gptqmodel": "GPTQModel",
+    "autoround-light": "AutoRound, its light recipe",
+}
+
+
+def peers() -> str:
+    """GPTQ and AutoRound of others beside this project's methods, at no more bytes: every text."""
+    found = load("peers.json")
+    measured = {row["method"]: row for row in found["rows"]}
+    rows = [["unquantized", *(perplexity(own) for own in found["base_perplexity"].values())]]
+    for name in filter(measured.__contains__, CONTENDERS):
+        texts = measured[name]["texts"].values()
+        version = " ".join(v for k, v in measured[name]["versions"].items() if k in ("gptqmodel", "auto-round"))
+        cells = [f"{perplexity(text['perplexity'])}, {text['kld']:.4f}" for text in texts]
+        rows.append([f"{CONTENDERS[name]} {version}".rstrip(), *cells])
+    return how(found) + markdown(["", *found["base_perplexity"]], rows)
+
+
 def figures_of(windows: Any) -> str:
     """Perplexity and divergence of some windows."""
     return f"{perplexity(math.exp(statistics.mean(windows['nll'])))}, {statistics.mean(windows['kld']):.4f}"
