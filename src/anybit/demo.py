@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from anybit.artifact.files import is_artifact
 from anybit.artifact.sizes import inspect
 from anybit.calibration.texts import read_text, token_ids
+from anybit.checkpoint.tokenizer import encode
 from anybit.compare.page import png, write_page
 from anybit.config import Json
 from anybit.driver import quantize
@@ -141,13 +144,25 @@ def _measure(
             figures = {"perplexity": found.perplexity, "tokens": found.tokens, "dtype": dtype}
             taken = {"seconds": None if rows else seconds}  # all widths come from one run
             rows.append({"name": title, **_sizes(model, bits), **figures, **taken})
+        if not is_artifact(model):
+            return [row | {"text": _continued(loaded, tokenizer)} for row in rows]
         del loaded  # the engine, which writes, reads weights of its own
         texts = _written(model, widths)
         return [row | {"text": text} for row, text in zip(rows, texts, strict=True)]
 
 
+def _continued(loaded: Any, tokenizer: Any) -> str:
+    """A paragraph that a loaded model writes inside Transformers."""
+    ids = torch.tensor([encode(tokenizer, PROMPT)])
+    with torch.inference_mode():
+        made = loaded.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+    return str(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+
+
 def _written(model: Path, widths: Sequence[float | None]) -> list[str]:
-    """A paragraph that the model writes at every width; the native engine has all of them in memory at once."""
+    """A paragraph that an artifact writes at every width; the native engine has all of them in memory at once."""
     runner = Generator(str(model)).runner
     if isinstance(runner, Natively):
         return [runner.engine.generate(PROMPT, NEW_TOKENS, runner.sampling({}), bits=b).text for b in widths]
