@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -198,12 +199,59 @@ def test_lm_eval_asks_for_log_probabilities(other_engine: Engine, anybit_artifac
         asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
         found = model.loglikelihood(asked, disable_tqdm=True)
     for (context, continuation), (total, greedy) in zip(pairs, found):
+        assert total == pytest.approx(log_likelihood(other_engine, context, continuation), abs=1e-3)
         ids, n = other_engine.encode(context + continuation), len(continuation)
-        rows = other_engine.logits(ids).astype(float)
-        rows -= np.log(np.exp(rows).sum(1, keepdims=True))
-        wanted = [rows[i - 1, ids[i]] for i in range(len(ids) - n, len(ids))]
-        assert total == pytest.approx(sum(wanted), abs=1e-3)
+        rows = other_engine.logits(ids)
         assert bool(greedy) == all(rows[i - 1].argmax() == ids[i] for i in range(len(ids) - n, len(ids)))
+
+
+def log_likelihood(engine: Engine, context: str, continuation: str) -> float:
+    """Of a continuation, by the engine's own logits; its tokenizer makes a token of every byte."""
+    ids, n = engine.encode(context + continuation), len(continuation)
+    rows = engine.logits(ids).astype(float)
+    rows -= np.log(np.exp(rows).sum(1, keepdims=True))
+    return float(sum(rows[i - 1, ids[i]] for i in range(len(ids) - n, len(ids))))
+
+
+@pytest.mark.slow
+def test_the_command_of_lm_eval(other_engine: Engine, anybit_artifact: Path, tmp_path: Path) -> None:
+    """`lm-eval run --model local-completions`, as docs/serve.md has it, on a task of its own: the engine's choices."""
+    pytest.importorskip("tenacity")
+    pytest.importorskip("lm_eval")
+    asked = [
+        ("some text", [" follows", " is"], 0),
+        ("another", [" one", " two", " x"], 1),
+        ("a", ["b", "c"], 1),
+    ]
+    lines = [{"context": context, "choices": choices, "gold": gold} for context, choices, gold in asked]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "tiny.yaml").write_text(
+        f"""task: tiny
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {tmp_path / "asked.jsonl"}}}}}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: gold
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+"""
+    )
+    with serving(other_engine) as (client, _):
+        server = f"base_url=http://127.0.0.1:{client.port}/v1/completions,model=tiny"
+        tokenizer = f"tokenizer={anybit_artifact},tokenizer_backend=huggingface,max_length=100"
+        command = ["run", "--model", "local-completions", "--model_args", f"{server},{tokenizer}", "--tasks", "tiny",
+                   "--include_path", str(tmp_path), "--batch_size", "2", "--output_path", str(tmp_path / "out"),
+                   "--log_samples"]  # fmt: skip
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+        subprocess.run([sys.executable, "-m", "lm_eval", *command], check=True, env={**os.environ, **offline})
+    (samples,) = (tmp_path / "out").rglob("samples_tiny*.jsonl")
+    found = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(found) == len(asked)
+    for said, (context, choices, _) in zip(sorted(found, key=lambda s: s["doc_id"]), asked, strict=True):
+        wanted = [log_likelihood(other_engine, context, choice) for choice in choices]
+        assert [float(one[0]) for one in said["filtered_resps"]] == pytest.approx(wanted, abs=1e-3)
 
 
 @pytest.mark.slow
