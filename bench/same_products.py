@@ -149,10 +149,14 @@ def quantizing() -> Iterator[tuple[str, str]]:
             f"nested fit @{isa}",
             digest(*cpu.nested_fit(matrix, importance, tables[:, 2:6].contiguous(), isa=isa)),
         )
-    if cpu.has_moments():
+    has_dot = getattr(cpu, "has_bfloat16_dot", None) or cpu.has_moments  # of commits before
+    if has_dot():
         hessian = torch.zeros(n, n)
         cpu.moments(matrix.bfloat16(), hessian)
         yield "moments", digest(hessian)
+    if has_dot() and hasattr(cpu, "causal_attention"):
+        heads = normal(1, 4, 70, 64).bfloat16()
+        yield "attention", digest(*(x.float() for x in cpu.causal_attention(heads, heads, heads, 0.1)))
 
 
 def nested_codes(*operands: Any) -> Any:

@@ -233,7 +233,9 @@ def peers() -> str:
     rows = [["unquantized", *(perplexity(own) for own in found["base_perplexity"].values())]]
     for name in filter(measured.__contains__, CONTENDERS):
         texts = measured[name]["texts"].values()
-        version = " ".join(v for k, v in measured[name]["versions"].items() if k in ("gptqmodel", "auto-round"))
+        version = " ".join(
+            v for k, v in measured[name]["versions"].items() if k in ("gptqmodel", "auto-round")
+        )
         cells = [f"{perplexity(text['perplexity'])}, {text['kld']:.4f}" for text in texts]
         rows.append([f"{CONTENDERS[name]} {version}".rstrip(), *cells])
     return how(found) + markdown(["", *found["base_perplexity"]], rows)

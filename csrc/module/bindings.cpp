@@ -337,13 +337,10 @@ void moments(const Input& x, const Output& h, int64_t threads) {
 #endif
 }
 
-// Strides and pointer of bfloat16 [heads, tokens, size], whose numbers can be read in pairs.
+// Pointer and strides of bfloat16 [heads, tokens, size].
 Heads heads_of(const char* name, const Input& x, const Shape& shape) {
     check(name, x, {Type::bf16, Type::u16}, shape, Layout::dense_rows);
-    const int64_t head = x.stride(0), token = x.stride(1);
-    if (head % 2 || token % 2 || !is_aligned(x.data(), 4))
-        refuse(std::string(name) + ": its rows begin between pairs of numbers");
-    return {static_cast<const uint16_t*>(x.data()), head, token};
+    return {static_cast<const uint16_t*>(x.data()), x.stride(0), x.stride(1)};
 }
 
 void causal_attention(const Input& q, const Input& k, const Input& v, double scale, const Output& out,
@@ -366,14 +363,16 @@ void causal_attention(const Input& q, const Input& k, const Input& v, double sca
     a.out = static_cast<uint16_t*>(out.data()), a.log_sums = static_cast<float*>(log_sums.data());
 #ifdef ANYBIT_X86
     nb::gil_scoped_release release;
+    if (!ready_to_attend()) throw std::bad_alloc(); // this thread; the others are asked
     const Scratch scratch = make_scratch(shared * (a.key_words() + a.value_words()));
     a.key_pairs = reinterpret_cast<uint32_t*>(scratch.get()), a.value_pairs = a.key_pairs + shared * a.key_words();
     parallel_for(shared, 1, used, [&](int64_t begin, int64_t end) {
         for (int64_t head = begin; head < end; ++head) pack_attention(a, head);
     });
-    parallel_for(a.heads * a.pieces(), 1, used, [&](int64_t begin, int64_t end) { // the longest first
+    const auto work = [&](int64_t begin, int64_t end) { // the longest first
         for (int64_t i = begin; i < end; ++i) attend(a, i % a.heads, a.pieces() - 1 - i / a.heads);
-    });
+    };
+    parallel_for(a.heads * a.pieces(), 1, used, work, [] { return ready_to_attend(); });
 #endif
 }
 

@@ -1,15 +1,17 @@
 // Causal attention of many tokens in bfloat16, softmax(q k^T scale) v, on the processor's bf16 dot product
-// (AVX512-BF16). Scores, exponentials and sums are float32, and no more than 48 x 128 scores are there at a time, as in
-// FlashAttention (arXiv:2205.14135). PyTorch multiplies here as if it were float32.
+// (AVX512-BF16). Scores, exponentials and sums are float32; weights are rounded to bfloat16 when they multiply values.
+// No more than 48 x 128 scores are there at a time, as in FlashAttention (arXiv:2205.14135).
 //
 // Both products are strips of 6 rows times 64 columns, whose sums stay in registers: queries times pairs of a head's
 // numbers, and weights times pairs of keys.
 #include "quantize/attention.h"
+#include "common/thread_memory.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 
 #include <cmath>
+#include <cstring>
 
 namespace anybit {
 namespace {
@@ -19,9 +21,16 @@ constexpr int64_t TOGETHER = 2 * KEYS; // keys whose scores are there at a time
 constexpr int64_t STRIP = 6;           // rows, times 4 vectors: 24 sums in 32 registers
 constexpr int64_t LANES = 16;
 
+// Pair p of a row that begins anywhere.
+inline __m512bh pair(const void* row, int64_t p) {
+    int32_t both;
+    std::memcpy(&both, static_cast<const char*>(row) + 4 * p, sizeof both);
+    return reinterpret_cast<__m512bh>(_mm512_set1_epi32(both));
+}
+
 // sums[R, V vectors] += rows of pairs times a panel of pairs, [pairs, width].
 template <int R, int V>
-inline void strip(const uint32_t* const* rows, const uint32_t* panel, int64_t width, int64_t pairs, float* sums,
+inline void strip(const void* const* rows, const uint32_t* panel, int64_t width, int64_t pairs, float* sums,
                   int64_t stride) {
     __m512 s[R][V];
     for (int i = 0; i < R; ++i)
@@ -31,7 +40,7 @@ inline void strip(const uint32_t* const* rows, const uint32_t* panel, int64_t wi
         for (int v = 0; v < V; ++v)
             right[v] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + p * width + v * LANES));
         for (int i = 0; i < R; ++i) {
-            const auto left = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(rows[i][p])));
+            const __m512bh left = pair(rows[i], p);
             for (int v = 0; v < V; ++v) s[i][v] = _mm512_dpbf16_ps(s[i][v], left, right[v]);
         }
     }
@@ -41,8 +50,8 @@ inline void strip(const uint32_t* const* rows, const uint32_t* panel, int64_t wi
 
 // The same for up to STRIP rows and any whole number of vectors.
 template <int R>
-inline void rows_by_panel(int64_t count, const uint32_t* const* rows, const uint32_t* panel, int64_t width,
-                          int64_t columns, int64_t pairs, float* sums, int64_t stride) {
+inline void rows_by_panel(int64_t count, const void* const* rows, const uint32_t* panel, int64_t width, int64_t columns,
+                          int64_t pairs, float* sums, int64_t stride) {
     if constexpr (R > 1)
         if (count < R) return rows_by_panel<R - 1>(count, rows, panel, width, columns, pairs, sums, stride);
     int64_t c = 0;
@@ -50,7 +59,7 @@ inline void rows_by_panel(int64_t count, const uint32_t* const* rows, const uint
     for (; c < columns; c += LANES) strip<R, 1>(rows, panel + c, width, pairs, sums + c, stride);
 }
 
-// e^x of x <= 0, to about 1e-7 of itself: 2^n times a polynomial of the rest. NaN stays one.
+// e^x of x <= 0, to about 1e-7: 2^n times a polynomial of the rest. NaN stays one.
 inline __m512 exponential(__m512 x) {
     const __m512 least = _mm512_set1_ps(-160.0f); // 2^-160 is 0
     const __m512 y = _mm512_max_ps(least, _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)));
@@ -91,7 +100,7 @@ struct Piece {
             _mm256_store_si256(reinterpret_cast<__m256i*>(weights + (i * TOGETHER + c) / 2),
                                reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(e)));
         }
-        const float keep = std::exp(before - top);
+        const float keep = ::expf(before - top);
         sum[i] = sum[i] * keep + _mm512_reduce_add_ps(total);
         most[i] = top;
         if (keep == 1.0f) return;
@@ -102,6 +111,8 @@ struct Piece {
 };
 
 } // namespace
+
+bool ready_to_attend() noexcept { return reserve_thread_memory(sizeof(Piece)); }
 
 void pack_attention(const CausalAttention& a, int64_t head) {
     uint32_t* keys = a.key_pairs + head * a.key_words();
@@ -123,13 +134,13 @@ void pack_attention(const CausalAttention& a, int64_t head) {
 }
 
 void attend(const CausalAttention& a, int64_t head, int64_t piece) {
-    Piece now;
+    Piece& now = *static_cast<Piece*>(thread_memory(sizeof(Piece)));
     const int64_t first = piece * QUERIES, size = a.padded_size();
     const int64_t count = a.tokens - first < QUERIES ? a.tokens - first : QUERIES, of = head / a.shared;
     const uint32_t *keys = a.key_pairs + of * a.key_words(), *values = a.value_pairs + of * a.value_words();
-    const uint32_t* rows[QUERIES];
+    const void* rows[QUERIES];
     for (int64_t i = 0; i < count; ++i) {
-        rows[i] = reinterpret_cast<const uint32_t*>(a.queries.at(head, first + i));
+        rows[i] = a.queries.at(head, first + i);
         now.most[i] = -INFINITY, now.sum[i] = 0;
         for (int64_t c = 0; c < size; ++c) now.out[i * size + c] = 0;
     }
@@ -147,7 +158,7 @@ void attend(const CausalAttention& a, int64_t head, int64_t piece) {
             }
         for (int64_t i = 0; i < count; ++i) now.weigh(i, first + i + 1 - k, columns, a.scale, size);
         for (int64_t i = 0; i < count; i += STRIP) {
-            const uint32_t* weights[STRIP];
+            const void* weights[STRIP];
             const int64_t strips = count - i < STRIP ? count - i : STRIP, last = first + i + strips - k;
             for (int64_t r = 0; r < strips; ++r) weights[r] = now.weights + (i + r) * TOGETHER / 2;
             const int64_t pairs = last <= 0 ? 0 : last < columns ? (last + 1) / 2 : columns / 2;
@@ -164,7 +175,7 @@ void attend(const CausalAttention& a, int64_t head, int64_t piece) {
                 _mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_load_ps(now.out + i * size + c), share)));
             _mm256_mask_storeu_epi16(to + c, there, halves);
         }
-        a.log_sums[head * a.tokens + first + i] = now.most[i] + std::log(now.sum[i]);
+        a.log_sums[head * a.tokens + first + i] = now.most[i] + ::logf(now.sum[i]);
     }
 }
 

@@ -9,6 +9,8 @@ constexpr int64_t ATTENTION_QUERIES = 48;    // that one piece of work is for
 constexpr int64_t ATTENTION_KEYS = 64;       // that lie together
 constexpr int64_t MOST_ATTENTION_SIZE = 256; // numbers of a head
 
+// What is inline here runs only where the processor was asked before: it may be compiled for AVX-512.
+
 // bfloat16 [heads, tokens, size] in memory: strides in elements, the numbers of a head side by side.
 struct Heads {
     const uint16_t* data;
@@ -37,7 +39,11 @@ struct CausalAttention {
 // Fill `key_pairs` and `value_pairs` of one head of keys: first, and of all heads.
 void pack_attention(const CausalAttention& a, int64_t head);
 
-// What the queries of one piece attend to, in `out` and `log_sums`. The last piece of a head takes longest.
+// Whether this thread has the memory that `attend` takes; it is there from then on.
+bool ready_to_attend() noexcept;
+
+// What the queries of one piece attend to, in `out` and `log_sums`. The last piece of a head takes longest. A value
+// that is no number may spoil up to 5 queries before it.
 void attend(const CausalAttention& a, int64_t head, int64_t piece);
 
 } // namespace anybit

@@ -34,7 +34,8 @@ from anybit.methods.rtn import RTN
 WIDER = 1  # bits that embeddings are expected to have more than layers
 SPEED_SECONDS = 0.2  # in which the speed of this machine is measured
 REACHED = 0.6  # of the rate of one product that is repeated, by those of a model
-SWEPT = 0.7  # of that rate, by products with the errors of a few columns
+ATTENTION = 0.7  # of float32 products' rate, by PyTorch's attention
+SWEPT = 0.7  # of the rate of the model's products, by those of errors with a block of columns
 WEIGHTS = 2e7  # that are read, packed and written in a second
 BUDGET_STEPS = 100  # a budget finds the average width to a hundredth of a bit
 IMPORT_BYTES = 450_000_000  # PyTorch, Transformers and a tokenizer before any tensor is read
@@ -276,14 +277,16 @@ def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speeds: Spee
     forwards += 2 * effort.passes  # as blocks are recomputed
     backwards = 2 * effort.passes  # for inputs and weights, counted in forwards
     nested = ordering.nested_layers(plan.embeddings)
-    moments = sweep = training = 0.0
+    moments = sweep = factors = training = 0.0
     if wanted.hessian:
         widths = {shape[1] for shape in shapes.values()}
         moments = 1.5 * tokens * sum(n * (n + MOMENT_COLUMNS) for n in widths)
         matrices = [*shapes.values(), *(plan.embeddings[name].shape for name in nested)]
-        sweep = 2.0 * sum(effort.sweeps * s[0] * s[1] ** 2 + s[1] ** 3 for s in matrices)
+        sweep = 2.0 * sum(effort.sweeps * s[0] * s[1] ** 2 for s in matrices)
+        factors = 2.0 * sum(s[1] ** 3 for s in matrices)
     if effort.epochs:
-        forwards += 1 + 3 * effort.epochs
+        forwards += 1 + effort.epochs
+        backwards += 2 * effort.epochs
         steps = effort.epochs * options.windows / finetune.batch_size(options.windows, options.seq_len)
         training = finetune.STEP_SECONDS * steps * plan.quantized_weights / threads
     through, headed, decoded = end_to_end.work(METHODS[options.name].tuning(options), options.seq_len)
@@ -292,14 +295,16 @@ def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speeds: Spee
     multiplied = (forwards + backwards) * 2 * block_weights * tokens + moments
     attention = 2.0 * tokens * options.seq_len * _heads_width(streamed) * blocks
     bfloat16 = streamed.device.type == "cpu" and streamed.dtype == torch.bfloat16
-    forward = speeds.model if bfloat16 and multiplies_bfloat16() else speeds.exact
-    attended = attention * (forwards / forward + backwards / speeds.exact)
+    of_torch = ATTENTION * speeds.exact
+    attended = attention * (
+        forwards / (speeds.model if bfloat16 and multiplies_bfloat16() else of_torch) + backwards / of_torch
+    )
     head = 4 * effort.passes * tokens * _head_weights(streamed)  # logits once, and their gradient
     weights = plan.quantized_weights + sum(plan.embeddings[name].weights for name in nested)
     clustering = (effort.clustering / threads + effort.serial) * weights
     of_model = (blocks * multiplied + head + tuning) / speeds.model
-    swept = sweep / (SWEPT * speeds.model if bfloat16 and effort.rounded else speeds.exact)
-    others = 200 * plan.linear_weights / speeds.exact + plan.model_weights / WEIGHTS
+    swept = sweep / (SWEPT * speeds.model if bfloat16 and effort.rounded_sweeps else speeds.exact)
+    others = (factors + 200 * plan.linear_weights) / speeds.exact + plan.model_weights / WEIGHTS
     return of_model + attended + swept + clustering + training + others
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from anybit.calibration.streaming import StreamedModel, run_block, selected
+from anybit.calibration.streaming import StreamedModel, earlier_objects_frozen, run_block, selected
 from anybit.errors import InputError
 from tests.builders import MakeModel, opened, save_random, token_rows
 
@@ -391,3 +392,21 @@ def test_a_tied_head_must_be_the_embedding(model_copy: MakeModel) -> None:
         InputError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, to which"
     ):
         opened(folder).check_weights(lambda steps: None)
+
+
+def test_what_a_process_has_frozen_stays_frozen() -> None:
+    """And else nothing stays so. The test session itself has objects frozen."""
+    session = gc.get_freeze_count()
+    with earlier_objects_frozen():
+        assert gc.get_freeze_count() == session > 0
+    assert gc.get_freeze_count() == session
+    gc.unfreeze()
+    try:
+        with earlier_objects_frozen():
+            assert gc.get_freeze_count() > 0
+            with earlier_objects_frozen():
+                pass
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()

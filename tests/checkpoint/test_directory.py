@@ -12,6 +12,7 @@ from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from anybit.checkpoint import tokenizer as tokenizer_module
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.errors import InputError
@@ -205,6 +206,20 @@ def test_gguf_assets(tmp_path: Path, strict_umask: None) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer("ab")["input_ids"] == open_checkpoint(path).tokenizer()("ab")["input_ids"]
+
+
+def test_a_tokenizer_of_a_gguf_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each caller has its own, and a file that changed is read again."""
+    path, read = write_gguf(tmp_path / "m.gguf"), []
+    loaded = tokenizer_module._loaded
+    monkeypatch.setattr(tokenizer_module, "_loaded", lambda *of, **how: read.append(of) or loaded(*of, **how))
+    first, second = (open_checkpoint(path).tokenizer() for _ in range(2))
+    first.add_tokens(["abab"])
+    assert len(first) == len(second) + 1 and len(open_checkpoint(tmp_path).tokenizer()) == len(second)
+    assert len(read) == 1
+    write_gguf(path, scales=torch.ones(16))
+    assert open_checkpoint(path).tokenizer()("ab")["input_ids"] == second("ab")["input_ids"]
+    assert len(read) == 2
 
 
 def test_gguf_scaled_frequencies_are_mentioned(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
 
+from anybit import driver
+from anybit.calibration.gradients import gradient_statistics
+from anybit.calibration.streaming import StreamedModel
+from anybit.checkpoint.directory import open_checkpoint
+from anybit.evaluation.perplexity import perplexity
 from anybit.kernels import attention, cpu
 from anybit.kernels.attention import QuickAttention
+from tests import builders
 
 native = pytest.mark.native
 needs_dot = pytest.mark.skipif(not cpu.has_bfloat16_dot(), reason="no AVX512-BF16 on this machine")
@@ -65,6 +74,29 @@ def test_it_is_attention(shape: tuple[int, int, int, int, int]) -> None:
 
 @native
 @needs_dot
+def test_rows_begin_anywhere() -> None:
+    """Not only at whole pairs of numbers."""
+    wide = torch.randn(3, 1, 2, 70, 33, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = cpu.causal_attention(*wide[..., 1:], 0.3)
+    wanted = cpu.causal_attention(*wide[..., 1:].contiguous(), 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@native
+@needs_dot
+def test_defaults_of_the_process_do_not_matter() -> None:
+    heads = heads_of(1, 2, 1, 20, 16)
+    wanted = cpu.causal_attention(*heads, 0.3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = cpu.causal_attention(*heads, 0.3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@native
+@needs_dot
 def test_no_query_sees_a_later_token() -> None:
     """Not by a bit."""
     query, key, value = heads_of(1, 2, 1, 200, 64)
@@ -95,14 +127,13 @@ def test_scores_of_any_size(size: float) -> None:
 @needs_dot
 def test_what_does_not_fit_is_refused() -> None:
     x = torch.ones(1, 2, 6, 8).bfloat16()
-    wide, odd = torch.ones(1, 2, 6, 9).bfloat16(), torch.ones(1, 2, 6, 10).bfloat16()[..., :9]
+    odd = torch.ones(1, 2, 6, 9).bfloat16()
     for bad, words in (
         ((x.float(), x, x), "q: expected|expected"),
         ((x, x[:, :, :5], x), "expected"),
         ((x, x, x[:, :1]), "expected"),
         ((x, torch.ones(1, 3, 6, 8).bfloat16(), torch.ones(1, 3, 6, 8).bfloat16()), "multiple of the heads"),
         ((odd, odd, odd), "even count"),
-        ((wide[..., :8], x, x), "between pairs"),
         ((torch.ones(1, 1, 2, 258).bfloat16(),) * 3, "2 to 256"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -162,6 +193,7 @@ def multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"is_causal": False}, False),
         ({"is_causal": False, "attn_mask": torch.ones(40, 40).tril() > 0}, False),
         ({"dtype": torch.float32}, False),
+        ({"dtype": torch.float16}, False),
         ({"size": 31}, False),
         ({"size": 260}, False),
         ({"queries": 39}, False),
@@ -185,21 +217,72 @@ def test_which_calls_take_it(change: dict[str, Any], taken: bool) -> None:
 
 @native
 @pytest.mark.usefixtures("multiplies")
+def test_what_pytorch_refuses_is_refused() -> None:
+    """Heads that share keys without a word; and dropout is PyTorch's."""
+    query, key, value = heads_of(1, 4, 2, 40, 32)
+    with Calls() as calls, QuickAttention():
+        with pytest.raises(RuntimeError):
+            scaled_dot_product_attention(query, key, value, is_causal=True)
+        scaled_dot_product_attention(query, query, query, dropout_p=0.5, is_causal=True)
+    assert calls.queries == [(4, 40), (4, 40)]
+
+
+@native
+@pytest.mark.usefixtures("multiplies")
 @pytest.mark.parametrize("again", [False, True])
-def test_gradients(again: bool) -> None:
-    """Against float32, and with a forward pass that is made again in the backward one."""
-    given = [x.requires_grad_() for x in heads_of(2, 6, 2, 70, 64)]
-    aim = torch.randn(2, 6, 70, 64)
+@pytest.mark.parametrize(
+    ("shape", "scale"), [((2, 6, 2, 70, 64), None), ((1, 2, 2, 33, 30), 0.4), ((1, 3, 1, 130, 80), None)]
+)
+def test_gradients(again: bool, shape: tuple[int, int, int, int, int], scale: float | None) -> None:
+    """Against float32, and with a forward pass that is made again in the backward one; numbers of a head that do not
+    lie side by side are PyTorch's trap."""
+    query, key, value = heads_of(*shape)
+    query = query.transpose(-1, -2).contiguous().transpose(-1, -2)
+    given, how = [x.requires_grad_() for x in (query, key, value)], {"scale": scale, "enable_gqa": True}
+    aim = torch.randn(query.shape)
 
     def quick(*heads: Tensor) -> Tensor:
         with QuickAttention():
-            return scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+            return scaled_dot_product_attention(*heads, is_causal=True, **how)
 
     out = checkpoint(quick, *given, use_reentrant=False) if again else quick(*given)
     found = torch.autograd.grad(out, given, aim.bfloat16())
     plain = [x.detach().float().requires_grad_() for x in given]
-    wanted = torch.autograd.grad(
-        scaled_dot_product_attention(*plain, is_causal=True, enable_gqa=True), plain, aim
-    )
+    wanted = torch.autograd.grad(scaled_dot_product_attention(*plain, is_causal=True, **how), plain, aim)
     for a, b in zip(found, wanted, strict=True):
         assert float((a.float() - b).norm() / b.norm()) < 0.01
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the tokens of every attention within `QuickAttention`, whatever computes it."""
+    seen: list[int] = []
+    computes = attention.attention
+
+    def count(query: Tensor, *rest: Any, **how: Any) -> Tensor:
+        seen.append(query.shape[2])
+        return computes(query, *rest, **how)
+
+    monkeypatch.setattr(attention, "attention", count)
+    return seen
+
+
+def test_calibration_and_evaluation_take_it(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, counted: list[int]
+) -> None:
+    """Both forward passes of every block but the last, whose second nobody needs; and all windows of a text."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir("llama"))
+    blocks = model.config.num_hidden_layers
+    options = builders.options("gptq", bits=4, group_size=16, samples=3, seq_len=24)
+    driver.quantize(model_dir("llama"), tmp_path / "out", options, calibration=str(text_file))
+    assert counted == [24] * 3 * (2 * blocks - 1)
+    counted.clear()
+    perplexity(model, torch.arange(100) % 50, seq_len=20)
+    assert counted == [20] * 5 * blocks
+
+
+def test_gradients_take_it_forward_and_again(model_dir: Callable[[str], Path], counted: list[int]) -> None:
+    streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
+    blocks = len(streamed.blocks)
+    gradient_statistics(streamed, torch.arange(60).view(2, 30), [f"{streamed.block_name(0)}.mlp.up_proj"])
+    assert counted == [30] * 2 * 2 * blocks

@@ -23,12 +23,8 @@ from anybit.methods.compensation import BLOCK
 from anybit.methods.nested_codes import Grids, fit, profile
 
 Clusterer = Callable[[Tensor, Tensor, int], Tensor]  # weights and importances [n, m], bits -> rounded weights
-ATTENTION = (
-    (9, 3, 1024, 64),
-    (9, 3, 2048, 64),
-    (14, 2, 2048, 64),
-    (16, 8, 2048, 128),
-)  # as `_attention` says
+# heads of queries and of keys, tokens, numbers of a head
+ATTENTION = ((9, 3, 1024, 64), (9, 3, 2048, 64), (14, 2, 2048, 64), (16, 8, 2048, 128))
 SHAPES = ((512, 576), (256, 1536), (128, 4096), (64, 11008))  # rows and weights per row of what is clustered
 
 

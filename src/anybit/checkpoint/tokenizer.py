@@ -33,8 +33,9 @@ def read_tokenizer(source: str, folder: Path | str, **extra: Any) -> PreTrainedT
     with _in_words(f"{source} has no usable tokenizer", "put its tokenizer files beside the weights"):
         if "gguf_file" not in extra:
             return _loaded(folder, **extra)
-        status = (Path(folder) / extra["gguf_file"]).stat()
-        return deepcopy(_of_gguf(folder, extra["gguf_file"], status.st_size, status.st_mtime_ns))
+        folder = Path(folder).resolve()
+        status = (folder / extra["gguf_file"]).stat()
+        return deepcopy(_of_gguf(folder, status.st_size, status.st_mtime_ns, **extra))
 
 
 def _loaded(folder: Path | str, **extra: Any) -> PreTrainedTokenizerBase:
@@ -44,9 +45,9 @@ def _loaded(folder: Path | str, **extra: Any) -> PreTrainedTokenizerBase:
 
 
 @lru_cache(maxsize=1)
-def _of_gguf(folder: Path | str, name: str, size: int, changed: int) -> PreTrainedTokenizerBase:
+def _of_gguf(folder: Path, size: int, changed: int, **extra: Any) -> PreTrainedTokenizerBase:
     """The tokenizer of a GGUF file of this size and time of change: it takes seconds, and a run wants it twice."""
-    return _loaded(folder, gguf_file=name)
+    return _loaded(folder, **extra)
 
 
 def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:

@@ -1,7 +1,7 @@
 """PyTorch's attention, computed by what is faster on this CPU: many tokens in bfloat16, and one of several heads.
 
 PyTorch multiplies bfloat16 as if it were float32 where there is AVX512-BF16 without AMX, which is 40 % of a forward
-pass of 1024 tokens of a small model. What is exact stays so: scores and sums are float32 either way.
+pass of 1024 tokens of a small model. Scores and sums are float32 either way, and weights bfloat16.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -21,7 +22,7 @@ class QuickAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
+        if func is scaled_dot_product_attention and not torch.compiler.is_compiling():
             return attention(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -38,10 +39,11 @@ def attention(  # noqa: PLR0913 - the signature of PyTorch's
 ) -> Tensor:
     """See `torch.nn.functional.scaled_dot_product_attention`."""
     plain = attn_mask is None and dropout_p == 0 and query.device.type == "cpu" and query.ndim == 4
-    if plain and is_causal and _multiplies(query, key, value):
+    shared = enable_gqa and key.ndim == 4 and key.shape[1] < query.shape[1]
+    if plain and is_causal and _multiplies(query, key, value, shared):
         out: Tensor = _Causal.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
         return out
-    if plain and not is_causal and enable_gqa and query.shape[2] == 1 and key.shape[1] < query.shape[1]:
+    if plain and not is_causal and shared and query.shape[2] == 1:
         # PyTorch reads a key head once for each query head: here these are so many positions of one head
         packed = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
         return scaled_dot_product_attention(packed, key, value, scale=scale).reshape(*query.shape[:-1], -1)
@@ -55,10 +57,11 @@ def multiplies_bfloat16() -> bool:
     return cpu.has_bfloat16_dot() and not torch.cpu._is_amx_tile_supported()
 
 
-def _multiplies(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _multiplies(query: Tensor, key: Tensor, value: Tensor, shared: bool) -> bool:
     """Whether `cpu.causal_attention` takes these and is quicker."""
     n, heads, tokens, size = query.shape
-    same = key.shape == value.shape == (n, key.shape[1], tokens, size) and heads % key.shape[1] == 0
+    key_heads = key.shape[1] if shared and heads % key.shape[1] == 0 else heads
+    same = key.shape == value.shape == (n, key_heads, tokens, size)
     fits = same and size % 2 == 0 and size <= cpu.MOST_HEAD_SIZE
     return fits and {x.dtype for x in (query, key, value)} == {torch.bfloat16} and multiplies_bfloat16()
 
@@ -68,12 +71,15 @@ class _Causal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        out, sums = cpu.causal_attention(_in_pairs(query), _in_pairs(key), _in_pairs(value), scale)
+        # neither way takes numbers of a head that do not lie side by side
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        out, sums = cpu.causal_attention(query, key, value, scale)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.scale = scale
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         query, key, value, out, sums = ctx.saved_tensors
         n, heads, tokens, size = query.shape
@@ -83,10 +89,3 @@ class _Causal(torch.autograd.Function):
             gradients[0], query, *repeated, out, sums, 0.0, True, scale=ctx.scale
         )
         return of_query, *(x.view(n, -1, shared, tokens, size).sum(2) for x in others), None
-
-
-def _in_pairs(heads: Tensor) -> Tensor:
-    """[n, heads, T, d] whose rows begin at whole pairs of numbers."""
-    *outer, inner = heads.stride()
-    dense = inner == 1 and all(stride % 2 == 0 for stride in outer) and heads.data_ptr() % 4 == 0
-    return heads if dense else heads.contiguous()

@@ -213,8 +213,7 @@ def causal_attention(
     """`softmax(q k^T scale) v`, each query with the keys up to its own place: scores and sums are float32.
 
     Args:
-        query: bfloat16 [n, heads, tokens, size], `size` even and at most `MOST_HEAD_SIZE`, its numbers side by side
-            and its rows at whole pairs of them.
+        query: bfloat16 [n, heads, tokens, size], `size` even and at most `MOST_HEAD_SIZE`, its numbers side by side.
         key: bfloat16 [n, key heads, tokens, size]; as many query heads share each.
         value: the same.
         scale: of the scores.
@@ -228,7 +227,8 @@ def causal_attention(
         ValueError: wrong dtype, shape, layout or device; a machine without AVX512-BF16.
     """
     n, heads, tokens, size = query.shape
-    out, sums = torch.empty(n, tokens, heads, size, dtype=torch.bfloat16), torch.empty(n, heads, tokens)
+    out = query.new_empty(n, tokens, heads, size)
+    sums = query.new_empty(n, heads, tokens, dtype=torch.float32)
     threads = used_threads(threads)
     for q, k, v, to, of in zip(query, key, value, out, sums, strict=True):
         _native.causal_attention(q, k, v, scale, to, of, threads)

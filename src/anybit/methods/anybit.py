@@ -241,7 +241,7 @@ def _effort(options: AnyBit) -> Effort:
     own = WRITTEN_PER_TAKEN * kinds_of_windows(options.windows, options.own_texts, options.windows)[1]
     return Effort(
         sweeps=BITS * (0.5 + descent),
-        rounded=True,
+        rounded_sweeps=True,
         clustering=CODING * (1 + descent) + FITTING,
         passes=((options.gradient_samples or 0) + DRAWN * own) / options.windows,
         written=int(own * options.seq_len),

@@ -73,7 +73,7 @@ class Effort:
     passes: float = 0  # of all samples through the whole model, forward and backward; of some, their share
     written: int = 0  # tokens of texts that the model writes by itself
     epochs: int = 0  # of finetuning
-    rounded: bool = False  # whether sweeps multiply errors in the numbers that calibration computes in
+    rounded_sweeps: bool = False  # whether they multiply errors in the numbers that calibration computes in
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ them), and a column's code is the one whose leading bits miss the targets of all
 width then is compensated, those with the larger weights more.
 
 That pass looks only ahead. The next ones revisit every column with all others fixed: cyclic coordinate descent, as
-LNQ does in GuidedQuant (arXiv:2505.07004), here on the weighted sum over the widths of `E H E^T`, which never rises.
+LNQ does in GuidedQuant (arXiv:2505.07004), here on the weighted sum over the widths of `E H E^T`. It never rises, but
+for the rounding of products.
 
 Rows share the tables of a few shapes (`anybit.formats.tables`) and have a scale each. The input channels with the
 largest second moments stay float16 and come first, as nothing need be undone for them.
@@ -258,7 +259,10 @@ def _sweep(
         )
         losses += errors.square().sum(2).T
         for width, error in enumerate(errors):
-            targets[width, :, b:] -= error.to(ahead.dtype) @ ahead[a:b, b:]
+            if ahead is factor:
+                targets[width, :, b:].addmm_(error, factor[a:b, b:], alpha=-1)
+            else:
+                targets[width, :, b:] -= error.to(ahead.dtype) @ ahead[a:b, b:]
     return codes, losses
 
 
@@ -294,9 +298,9 @@ def _descend(
 def _product_dtype(work: Tensor) -> torch.dtype:
     """What errors are multiplied in by Hessians and factors.
 
-    These products take most of the time in wide layers. Errors in bfloat16 are off by 2^-9 at random, which is little
-    beside what the choice of a code leaves: losses on other text stay as they are, and those that are returned are off
-    by less than a thousandth. On a GPU the columns take the time, one after the other.
+    These products take most of the time in wide layers. In bfloat16 they are off by 2^-9 at random, which is little
+    beside what the choice of a code leaves: losses on other text stay as they are (docs/log.md), and those that are
+    returned are off by some thousandths at most. On a GPU the columns take the time, one after the other.
     """
     return dispatch.compute_dtype() if work.device.type == "cpu" else torch.float32
 
