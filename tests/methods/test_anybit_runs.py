@@ -26,6 +26,7 @@ from anybit.formats import NestedLayout
 from anybit.formats import tables as shapes
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels import cpu
+from anybit.kernels.attention import QuickAttention
 from anybit.kernels.dispatch import compute_dtype
 from anybit.layers import QuantLinear
 from anybit.loader import load, load_tokenizer
@@ -94,7 +95,7 @@ def test_blocks_are_calibrated_behind_quantized_ones(
     found = sensitivity.output_moments(search_of(streamed, tokens, config))
     assert found.mixed is not None
     assert [row.tolist() in tokens.tolist() for row in found.mixed.tokens] == [True, True, True, False]
-    with torch.no_grad():
+    with torch.no_grad(), QuickAttention():
         for row in found.mixed.tokens:
             model(input_ids=row[None])
     of_layer = found.tokens["model.layers.1.self_attn.q_proj"]
