@@ -44,6 +44,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "llama-cpp-qwen": lambda: quality.llama_cpp("llama-cpp-qwen.json"),
     "layers-qwen": quality.layers_alone,
     "peers": quality.peers,
+    "efforts": quality.efforts,
+    "attention": quality.attention,
     "methods": quality.methods,
     "all-methods": quality.all_methods,
     "read-rate": lambda: speed.read_rate("decode-b", 2, speed.LARGE),

@@ -218,6 +218,23 @@ def layers_alone() -> str:
     return how(found) + markdown(["", *found["texts"]], rows)
 
 
+def efforts() -> str:
+    """Artifacts of each effort, against the first."""
+    found = load("efforts.json")
+    return how(found) + markdown(paired_head(found), paired_rows(found))
+
+
+def attention() -> str:
+    """Causal attention in bfloat16 beside PyTorch's."""
+    found = load("attention.json")
+    rows = []
+    for row in found["attention"]:
+        ours, peer = row["anybit_ms"], row["torch_ms"]
+        heads = f"{row['heads']} for {row['key_heads']} of keys, of {row['head_size']} numbers"
+        rows.append([heads, str(row["tokens"]), f"{ours:.1f}", f"{peer:.1f}", f"{ours / peer:.2f}"])
+    return how(found) + markdown(["heads", "tokens", "anybit, ms", "PyTorch, ms", "share"], rows)
+
+
 CONTENDERS = {  # of bench/peers/compare.py, in the order of the table
     "anybit-any-size": "the method anybit, one artifact of all sizes",
     "anybit": "GPTQ of this project",
