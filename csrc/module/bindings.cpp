@@ -354,7 +354,8 @@ void causal_attention(const Input& q, const Input& k, const Input& v, double sca
     a.keys = heads_of("k", k, {-1, a.tokens, a.size});
     const auto shared = static_cast<int64_t>(k.shape(0));
     a.values = heads_of("v", v, {shared, a.tokens, a.size});
-    if (a.size % 2 || a.size > MOST_ATTENTION_SIZE) refuse("q: expected heads of 2 to 256 numbers, an even count");
+    if (a.size % 2 || a.size > MOST_HEAD_SIZE)
+        refuse("q: expected heads of 2 to " + std::to_string(MOST_HEAD_SIZE) + " numbers, an even count");
     if (shared == 0 || a.heads % shared) refuse("q: expected a multiple of the heads of k");
     check("out", out, {Type::bf16, Type::u16}, {a.tokens, a.heads, a.size}, Layout::dense);
     check("log_sums", log_sums, {Type::f32}, {a.heads, a.tokens}, Layout::dense);
@@ -394,6 +395,7 @@ NB_MODULE(_native, m) {
     m.doc() = "Kernels of anybit for the CPU. Arrays of the wrong dtype, shape or layout raise ValueError, what is no\n"
               "array TypeError.";
     m.attr("MAX_THREADS") = MAX_THREADS;
+    m.attr("MOST_HEAD_SIZE") = MOST_HEAD_SIZE;
     m.def("cpu_features", &features, "What this processor has of what kernels could use: {name: bool}.");
     m.def("isa", [] { return isa_name(best_quantize_ops().isa); }, "The instruction set chosen for this machine.");
     m.def(

@@ -76,7 +76,7 @@ inline __m512 exponential(__m512 x) {
 struct Piece {
     alignas(64) float scores[QUERIES * TOGETHER];
     alignas(64) uint32_t weights[QUERIES * TOGETHER / 2]; // pairs of bfloat16
-    alignas(64) float out[QUERIES * MOST_ATTENTION_SIZE];
+    alignas(64) float out[QUERIES * MOST_HEAD_SIZE];
     float most[QUERIES], sum[QUERIES];
 
     // Weights of row i, of its first `seen` scores out of `columns`; what it has so far counts by its largest score.

@@ -5,9 +5,9 @@
 
 namespace anybit {
 
-constexpr int64_t ATTENTION_QUERIES = 48;    // that one piece of work is for
-constexpr int64_t ATTENTION_KEYS = 64;       // that lie together
-constexpr int64_t MOST_ATTENTION_SIZE = 256; // numbers of a head
+constexpr int64_t ATTENTION_QUERIES = 48; // that one piece of work is for
+constexpr int64_t ATTENTION_KEYS = 64;    // that lie together
+constexpr int64_t MOST_HEAD_SIZE = 256;   // numbers of a head; Python has it as `_native.MOST_HEAD_SIZE`
 
 // What is inline here runs only where the processor was asked before: it may be compiled for AVX-512.
 

@@ -59,11 +59,12 @@ def multiplies_bfloat16() -> bool:
 
 def _multiplies(query: Tensor, key: Tensor, value: Tensor, shared: bool) -> bool:
     """Whether `cpu.causal_attention` takes these and is quicker."""
+    if {x.dtype for x in (query, key, value)} != {torch.bfloat16} or not multiplies_bfloat16():
+        return False
     n, heads, tokens, size = query.shape
     key_heads = key.shape[1] if shared and heads % key.shape[1] == 0 else heads
     same = key.shape == value.shape == (n, key_heads, tokens, size)
-    fits = same and size % 2 == 0 and size <= cpu.MOST_HEAD_SIZE
-    return fits and {x.dtype for x in (query, key, value)} == {torch.bfloat16} and multiplies_bfloat16()
+    return same and size % 2 == 0 and size <= cpu._native.MOST_HEAD_SIZE
 
 
 class _Causal(torch.autograd.Function):

@@ -199,9 +199,6 @@ def gptq_block(
     return codes, errors
 
 
-MOST_HEAD_SIZE = 256  # numbers of a head that `causal_attention` takes
-
-
 def has_bfloat16_dot() -> bool:
     """Whether `moments` and `causal_attention` can run here: the native extension, and a processor with AVX512-BF16."""
     return available() and _native.has_bfloat16_dot()
@@ -213,7 +210,8 @@ def causal_attention(
     """`softmax(q k^T scale) v`, each query with the keys up to its own place: scores and sums are float32.
 
     Args:
-        query: bfloat16 [n, heads, tokens, size], `size` even and at most `MOST_HEAD_SIZE`, its numbers side by side.
+        query: bfloat16 [n, heads, tokens, size], its numbers side by side; `size` is even and at most
+            `_native.MOST_HEAD_SIZE`.
         key: bfloat16 [n, key heads, tokens, size]; as many query heads share each.
         value: the same.
         scale: of the scores.
