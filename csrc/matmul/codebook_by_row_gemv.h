@@ -10,7 +10,7 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-// Tokens in registers at once; entries of bytes have more (codebook_by_row_gemv_int8.cpp).
+// Tokens in registers at once; entries of bytes have more (codebook_by_row_bytes.h).
 #if defined(__AVX512F__)
 constexpr int MOST_TOKENS = 4;
 #else
@@ -38,8 +38,7 @@ void gemv_rows(const CodebookByRow& c, const typename By<B, M>::Given& in, int64
     const int64_t bytes = 4 * c.words, blocks = blocks_of(c), tails = tails_of(c);
     const bool halves = By<B, M>::IN_HALVES && ends_in_halves(c);
     const int64_t whole = blocks - (tails > 0 || halves);
-    const int64_t near = ceil_div(blocks * M, By<B, M>::MOST_BLOCKS), fit = ceil_div(blocks, RUN<Sums>);
-    const int64_t tile = ceil_div(blocks, near > fit ? near : fit); // as equal as can be
+    const int64_t tile = equal_part(blocks, least(By<B, M>::MOST_BLOCKS / M, RUN<Sums>));
     Total total[CodebookByRow::TOGETHER][M]; // begun by the first tile, of which there always is one
     for (int64_t begin = 0; begin < blocks; begin += tile) {
         const int64_t end = least(blocks, begin + tile);

@@ -4,15 +4,12 @@
 #include "matmul/codebook_by_row_gemv.h"
 #include "matmul/codebook_by_row_whole.h"
 #include "matmul/ops.h"
+#if defined(__AVX512F__)
+#include "matmul/codebook_by_row_bytes.h"
+#endif
 
 namespace anybit::ANYBIT_ISA {
 namespace {
-
-#if defined(__AVX512F__)
-constexpr int MOST_BYTE_TOKENS = 8; // in registers at once
-#else
-constexpr int MOST_BYTE_TOKENS = 2;
-#endif
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // sums[i] += the dot product of four centroids, less BYTE_ZERO, with four inputs.
@@ -47,13 +44,10 @@ public:
     using Given = WholeInputs;
     static constexpr bool THREE = true, IN_HALVES = HALVES;
     using Total = WholeSums;
-    static constexpr int64_t MOST_BLOCKS = 32;
+    static constexpr int64_t MOST_BLOCKS = CLOSE_BLOCKS;
 
     static void fold_planes(const CodebookByRow&, Codes (&)[B]) {}
-    static WholeInputs skip(const CodebookByRow& c, const WholeInputs& in, int64_t tokens) {
-        return {in.x + tokens * PHASES * BYTES, in.tokens - tokens, in.block_stride,
-                in.factors + tokens * LANES,    in.token + tokens,  in.kept + tokens * c.kept_columns};
-    }
+    static WholeInputs skip(const CodebookByRow& c, const WholeInputs& in, int64_t k) { return tokens_from(c, in, k); }
 
 protected:
     WholeCentroids(const CodebookByRow& c, const WholeInputs& in)
@@ -76,6 +70,7 @@ private:
     int64_t block_stride_, last_;
 };
 
+#if !defined(__AVX512F__) // with it: codebook_by_row_bytes.h
 // One token's are of 64 bits at once: to widen them at the end of a row takes longer than it saves.
 template <int M> struct ByteSums {
     using Sums = ShortSums;
@@ -88,11 +83,11 @@ template <> struct ByteSums<1> {
 template <int B, int M> class ByteCentroids : public WholeCentroids<B, M> {
 public:
     using Sums = typename ByteSums<M>::Sums;
-    static constexpr int MOST = MOST_BYTE_TOKENS;
+    static constexpr int MOST = MOST_TOKENS;
 
     ByteCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t row)
         : WholeCentroids<B, M>(c, in), table_(c.table + (c.kind(row) << B), CENTRE) {}
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
     ByteCentroids(const CodebookByRow& c, const WholeInputs& in, int64_t lower, int64_t upper)
         : WholeCentroids<B, M>(c, in), table_(c.table + (c.kind(lower) << B), c.table + (c.kind(upper) << B), CENTRE) {}
 #endif
@@ -127,6 +122,7 @@ public:
 private:
     Table<B> table_;
 };
+#endif
 
 // Entries of two bytes: a sum of each.
 template <int B, int M> class WordCentroids : public WholeCentroids<B, M> {
@@ -219,9 +215,9 @@ private:
 
 // What rows' exact sums stand for, and their kept channels, go where outputs say, from token k on. Every entry is
 // `excess` steps too large.
-template <int M>
+template <int M, typename Total>
 void finish_rows(const CodebookByRow& c, const WholeInputs& in, int32_t excess,
-                 const WholeSums (&total)[CodebookByRow::TOGETHER][M], const Outputs& to, int64_t k, int64_t first,
+                 const Total (&total)[CodebookByRow::TOGETHER][M], const Outputs& to, int64_t k, int64_t first,
                  int64_t last) {
     constexpr int64_t TOGETHER = CodebookByRow::TOGETHER;
     const int64_t rows = last - first;
@@ -284,7 +280,14 @@ void gemv_whole(const CodebookByRow& c, const WholeInputs& in, const Outputs& y,
 #endif
             if (c.two_bytes) return gemv_width<WordCentroids, B>(c, in, y, begin, end);
         }
+#if defined(__AVX512F__)
+        gemv_bytes<B>(c, in, begin, end,
+                      [&](const WholeInputs& from, const auto& total, int64_t k, int64_t first, int64_t last) {
+                          finish_rows(c, from, CodebookByRow::BYTE_ZERO, total, y, k, first, last);
+                      });
+#else
         gemv_width<ByteCentroids, B>(c, in, y, begin, end);
+#endif
     });
 }
 

@@ -8,6 +8,14 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
+constexpr int64_t CLOSE_BLOCKS = 48; // whose inputs stay in the first cache while rows take turns: 24 KB of 32
+
+// Inputs from token k on.
+inline WholeInputs tokens_from(const CodebookByRow& c, const WholeInputs& in, int64_t k) {
+    return {in.x + k * PHASES * BYTES, in.tokens - k, in.block_stride,
+            in.factors + k * LANES,    in.token + k,  in.kept + k * c.kept_columns};
+}
+
 // What one step of a row's centroids stands for.
 inline double whole_step(const CodebookByRow& c, int64_t row) {
     return static_cast<double>(c.scales[c.kind(row)] * c.row_scale(row));

@@ -42,33 +42,59 @@ template <int N> inline void take_turns(int mask, Codes low, Codes high, Codes& 
 #endif
 }
 
-// The codes of a block in their low B bits, from its planes (the least significant first).
-template <int B> inline void codes_of(const Codes (&plane)[B], Codes (&code)[PHASES]) {
-    constexpr int P = (B + 1) / 2, Q = (B + 3) / 4;
-    Codes even[P], odd[P]; // fields of 2 bits
-    for (int i = 0; i < P; ++i) {
-        const Codes low = plane[2 * i];
-        if (2 * i + 1 < B) take_turns<1>(0x55, low, plane[2 * i + 1], even[i], odd[i]);
-        else even[i] = low, odd[i] = right<1>(low);
-    }
-    if constexpr (B <= 2) {
-        code[0] = even[0], code[2] = right<2>(even[0]), code[4] = right<4>(even[0]), code[6] = right<6>(even[0]);
-        code[1] = odd[0], code[3] = right<2>(odd[0]), code[5] = right<4>(odd[0]), code[7] = right<6>(odd[0]);
-    } else {
-        Codes field[4][Q]; // of 4 bits: phase s in the low half of the byte, phase s + 4 in the high one
-        for (int i = 0; i < Q; ++i)
-            for (int o = 0; o < 2; ++o) {
-                const Codes low = (o == 0 ? even : odd)[2 * i];
-                if (2 * i + 1 < P)
-                    take_turns<2>(0x33, low, (o == 0 ? even : odd)[2 * i + 1], field[o][i], field[o + 2][i]);
-                else field[o][i] = low, field[o + 2][i] = right<2>(low);
-            }
-        for (int s = 0; s < 4; ++s) {
-            const Codes low = field[s][0], high = field[s][Q - 1];
-            if constexpr (Q == 1) code[s] = low, code[s + 4] = right<4>(low);
-            else take_turns<4>(0x0f, low, high, code[s], code[s + 4]);
+// The codes of a block on their way from its planes (the least significant first): fields of 4 bits, or of 2 where B is
+// no more. The last step is taken for a vector when it is asked for: until then half the registers hold them all.
+template <int B> class Fields {
+public:
+    Fields() = default; // not set, for arrays
+    explicit Fields(const Codes (&plane)[B]) {
+        constexpr int P = (B + 1) / 2;
+        Codes even[P], odd[P]; // fields of 2 bits
+        for (int i = 0; i < P; ++i) {
+            const Codes low = plane[2 * i];
+            if (2 * i + 1 < B) take_turns<1>(0x55, low, plane[2 * i + 1], even[i], odd[i]);
+            else even[i] = low, odd[i] = right<1>(low);
+        }
+        if constexpr (B <= 2) {
+            field_[0][0] = even[0], field_[1][0] = odd[0];
+        } else { // of 4 bits: phase s in the low half of the byte, phase s + 4 in the high one
+            for (int i = 0; i < PARTS; ++i)
+                for (int o = 0; o < 2; ++o) {
+                    const Codes low = (o == 0 ? even : odd)[2 * i];
+                    if (2 * i + 1 < P)
+                        take_turns<2>(0x33, low, (o == 0 ? even : odd)[2 * i + 1], field_[o][i], field_[o + 2][i]);
+                    else field_[o][i] = low, field_[o + 2][i] = right<2>(low);
+                }
         }
     }
+
+    // The codes of phase s, which is known when loops are unrolled, in their low B bits.
+    Codes operator[](int64_t s) const {
+        constexpr int64_t FIELDS = B <= 2 ? 2 : 4;
+        const Codes(&own)[PARTS] = field_[s % FIELDS];
+        if constexpr (PARTS > 1)
+            return s < 4 ? merge(0x0f, own[0], left<4>(own[1])) : merge(0x0f, right<4>(own[0]), own[1]);
+        else
+            return reinterpret_cast<Codes>(reinterpret_cast<Pairs>(own[0]) >>
+                                           static_cast<uint16_t>(s / FIELDS * FIELDS));
+    }
+    // Those of phases s and s + 4, which take fewer instructions together.
+    void take(int64_t s, Codes (&code)[PHASES]) const {
+        if constexpr (PARTS == 1) code[s] = (*this)[s], code[s + 4] = (*this)[s + 4];
+        else take_turns<4>(0x0f, field_[s][0], field_[s][1], code[s], code[s + 4]);
+    }
+
+private:
+    static constexpr int PARTS = (B + 3) / 4;
+
+    Codes field_[B <= 2 ? 2 : 4][PARTS];
+};
+
+// All codes of a block in their low B bits.
+template <int B> inline void codes_of(const Codes (&plane)[B], Codes (&code)[PHASES]) {
+    const Fields<B> fields(plane);
+#pragma GCC unroll 4
+    for (int64_t s = 0; s < PHASES / 2; ++s) fields.take(s, code);
 }
 
 } // namespace

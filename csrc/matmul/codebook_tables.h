@@ -11,6 +11,7 @@ namespace {
 template <int B> struct Table {
     __m512i part[B <= 6 ? 1 : 1 << (B - 6)];
 
+    Table() = default; // not set, for arrays
     explicit Table(const uint8_t* entry, int = 0) {
         if constexpr (B == 1) part[0] = _mm512_set1_epi16(load_as<int16_t>(entry));
         else if constexpr (B == 2) part[0] = _mm512_set1_epi32(load_as<int32_t>(entry));
@@ -74,6 +75,7 @@ template <int B> struct Table {
     static constexpr int PARTS = B <= 4 ? 1 : 1 << (B - 4);
     Codes part[PARTS];
 
+    Table() = default; // not set, for arrays
     // Entries are exclusive-or `turned`, which costs nothing later on; with AVX-512 or without vectors it is 0.
     explicit Table(const uint8_t* entry, [[maybe_unused]] int turned = 0) {
         for (int i = 0; i < PARTS; ++i) part[i] = repeat(sixteen(entry, i));

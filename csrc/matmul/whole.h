@@ -96,11 +96,7 @@ public:
 #endif
     // Sums of 32 bits join, or are the first.
     void take(Ints sums, bool more) {
-#if defined(__AVX512F__)
-        const auto all = reinterpret_cast<__m512i>(sums);
-        const auto even = reinterpret_cast<Longs>(_mm512_mul_epi32(all, _mm512_set1_epi64(1)));
-        const auto odd = reinterpret_cast<Longs>(_mm512_srai_epi64(all, 32));
-#elif defined(__AVX2__)
+#if defined(__AVX2__) && !defined(__AVX512F__)
         const auto all = reinterpret_cast<__m256i>(sums), one = _mm256_set1_epi64x(1);
         const auto even = reinterpret_cast<Longs>(_mm256_mul_epi32(all, one));
         const auto odd = reinterpret_cast<Longs>(_mm256_mul_epi32(_mm256_srli_epi64(all, 32), one));
@@ -124,6 +120,24 @@ private:
 #endif
     Longs even_, odd_; // not set, as arrays of sums are large; WholeSums{} is 0
 };
+
+#if defined(__AVX512F__)
+// Sums of 64 bits of sums of 32 bits, whose lanes 2 l and 2 l + 1 go together.
+class LongSums {
+public:
+    // They join, or are the first.
+    void take(Ints sums, bool more) {
+        const auto all = reinterpret_cast<__m512i>(sums);
+        const __m512i even = _mm512_mul_epi32(all, _mm512_set1_epi64(1)), odd = _mm512_srai_epi64(all, 32);
+        const __m512i both = _mm512_add_epi64(even, odd);
+        lanes_ = more ? _mm512_add_epi64(lanes_, both) : both;
+    }
+    __m512i lanes() const { return lanes_; }
+
+private:
+    __m512i lanes_;
+};
+#endif
 
 // The same in 32 bits, in a third of the instructions, of sums of 32 products of two bytes: RUN of them fit. In place
 // of one there may be up to three of 4 products (a row's tails).
