@@ -17,24 +17,31 @@ def batch_of(rows: Sequence[Rows], windowed: bool) -> tuple[Batch, list[int]]:
         rows: of one step.
         windowed: whether blocks with a sliding window have pages of their own.
     """
-    tokens = [r.tokens for r in rows]
-    counts = np.array([len(own) for own in tokens])
-    starts = np.cumsum(counts) - counts
-    positions = [np.arange(r.first, r.first + len(own)) for r, own in zip(rows, tokens)]
+    # Lists: a step leaves the caches full of weights, so that every call between two steps is slow.
+    tokens: list[int] = []
+    positions: list[int] = []
+    texts: list[int] = []
+    wanted: list[int] = []
+    counts = []
+    for text, r in enumerate(rows):
+        own = r.tokens
+        first, count = len(tokens), len(own)
+        tokens += own
+        positions += range(r.first, r.first + count)
+        texts += [text] * count
+        begin = 0 if r.text.every else r.count - r.last
+        wanted += range(first + begin, first + count)
+        counts.append(count - begin)
     pages = _table([r.text.pages for r in rows])
-    wanted = [
-        np.arange(start + (0 if r.text.every else r.count - r.last), start + count)
-        for start, count, r in zip(starts, counts, rows)
-    ]
     batch = Batch(
-        np.concatenate(tokens).astype(np.int32),
-        np.concatenate(positions).astype(np.int32),
-        np.repeat(np.arange(len(rows)), counts).astype(np.int32),
+        np.array(tokens, np.int32),
+        np.array(positions, np.int32),
+        np.array(texts, np.int32),
         pages,
-        np.concatenate(wanted).astype(np.int32),
+        np.array(wanted, np.int32),
         _table([r.text.window_pages for r in rows], pages.shape[1]) if windowed else None,
     )
-    return batch, [len(own) for own in wanted]
+    return batch, counts
 
 
 def _table(pages: Sequence[Sequence[int]], width: int = 0) -> Tokens:

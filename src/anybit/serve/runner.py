@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from anybit.engine.distribution import Floats
 from anybit.errors import InputError
 from anybit.serve.drafting import Drafting, decoding
@@ -240,7 +238,12 @@ class Runner(Worker):
     def _logits(self, step: Step) -> list[tuple[Rows, Floats | Exception]]:
         batch, counts = batch_of(step.rows, self._windowed)
         logits = self.engine.step(batch, step.level)
-        return list(zip(step.rows, np.split(logits, np.cumsum(counts)[:-1])))
+        made: list[tuple[Rows, Floats | Exception]] = []
+        end = 0
+        for rows, count in zip(step.rows, counts):
+            begin, end = end, end + count
+            made.append((rows, logits[begin:end]))
+        return made
 
     def _drawn(self, job: Job, rows: Rows, logits: Floats | Exception) -> tuple[list[int], list[Progress]]:
         """The tokens behind a text's rows, if they are its last, and what to tell of them.
