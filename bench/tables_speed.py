@@ -153,9 +153,9 @@ def same_speed() -> str:
     return markdown(["format", *head], said)
 
 
-def same_speed_few() -> str:
+def same_speed_few(name: str) -> str:
     """New time over old time by number of tokens."""
-    rows = load("kernels/same-speed-few.json")["rows"]
+    rows = load(f"kernels/{name}.json")["rows"]
     ratios = {(r["format"], r["out"], r["columns"], r["tokens"]): f"{r['ratio']:.2f}" for r in rows}
     tokens = sorted({row["tokens"] for row in rows})
     said = [

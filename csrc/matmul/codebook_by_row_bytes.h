@@ -15,7 +15,7 @@ namespace anybit::ANYBIT_ISA {
 namespace {
 
 constexpr int MOST_BYTE_TOKENS = 8;   // in registers at once
-constexpr int64_t BYTES_AHEAD = 2048; // bytes of a plane
+constexpr int64_t BYTES_AHEAD = 2048; // of a plane, that are fetched: enough for memory
 
 // R rows times M tokens.
 template <int B, int M, int R> class ByteRows {
@@ -29,11 +29,11 @@ public:
         }
     }
 
-    // Have R lines of each plane, in the order of memory, come into the second cache meanwhile. They are far enough
-    // ahead for memory, and few enough to leave the inputs in the first cache alone.
-    void fetch(int64_t b) const {
-        for (int p = 0; p < B; ++p)
-            for (int r = 0; r < R; ++r) __builtin_prefetch(plane_[0][p] + BYTES_AHEAD + (b * R + r) * BYTES, 0, 2);
+    // Have the lines `at` bytes behind the rows' beginnings come into the second cache, meanwhile: in the first they
+    // would take the inputs' place.
+    void fetch(int64_t at) const {
+        for (int r = 0; r < R; ++r)
+            for (int p = 0; p < B; ++p) __builtin_prefetch(plane_[r][p] + at, 0, 2);
     }
 
     // Block b, of whose planes `there` is stored.
@@ -109,6 +109,7 @@ void gemv_byte_rows(const CodebookByRow& c, const WholeInputs& in, int64_t first
     constexpr auto ALL = static_cast<Present>(-1);
     const int64_t bytes = 4 * c.words, blocks = blocks_of(c), whole = bytes / BYTES, tails = tails_of(c);
     const int64_t tile = equal_part(blocks, CLOSE_BLOCKS / M);
+    const int64_t ahead = ceil_div(BYTES_AHEAD, R * bytes) * R * bytes; // whole rows
     LongSums total[CodebookByRow::TOGETHER][M]; // begun by the first run, of which there always is one
     for (int64_t begin = 0; begin < blocks; begin += tile) {
         const int64_t end = least(blocks, begin + tile);
@@ -119,11 +120,11 @@ void gemv_byte_rows(const CodebookByRow& c, const WholeInputs& in, int64_t first
             for (int64_t b = begin; b < end;) {
                 const int64_t run = b, to = least(end, run + ShortSums::RUN);
                 for (; b < least(to, whole); ++b) {
-                    sums.fetch(b);
+                    sums.fetch(b * BYTES + ahead);
                     sums.add(b, ALL);
                 }
                 if (b < to) { // the last block, of which there is a part
-                    sums.fetch(b);
+                    sums.fetch(b * BYTES + ahead);
                     if (tails == 0) sums.add(b, present(bytes - b * BYTES));
                     for (int64_t t = 0; t < tails; ++t) sums.add_tail(b, t);
                     ++b;
