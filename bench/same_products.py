@@ -31,7 +31,8 @@ SHAPES = (
     (70, 320),
     (261, 431),
     (300, 1216),
-)  # more than eight blocks of 16 rows; columns with and without rests
+    (35, 5000),
+)  # more than eight blocks of 16 rows; columns with and without rests, and those of several tiles
 TOKENS = (1, 2, 3, 4, 5, 7, 9, 16, 17, 33, 70)
 MANY = 530  # more than one batch; at the first shape
 DTYPES = ("float32", "bfloat16")

@@ -4,8 +4,8 @@ python bench/serve_latency.py out --bits 4 [--rounds 5] [--json figures.json]
 
 Starts `anybit serve` and asks it over HTTP, in turns with the engine in process: one stream as `Engine.stream` gives
 it, and one, four and eight by the server's own scheduler and drawing, without HTTP. The client of HTTP runs on the same
-cores. One stream runs twice in a round, either way, and the faster counts. Tokens are counted by the server. Greedy,
-and no text ends early.
+cores. One stream runs twice in a round, in all three ways, and the faster counts. Who begins changes from round to
+round. Tokens are counted by the server. Greedy, and no text of the server ends early.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from anybit.serve.runner import Limits, Runner
 
 TOKENS = 128  # drawn by each stream
 DEPTH = 32  # tokens of its prompt
-STREAMS = (1, 4, 8)  # together
+RUNS = {1: 2, 4: 1, 8: 1}  # streams together, and how often they run in a round
 LONG, BESIDE, ENOUGH = (
     4096,
     4,
@@ -174,11 +174,11 @@ def rate_of_runner(engine: anybit.Engine, streams: int, salt: int) -> float:
 
 def rate_in_process(engine: anybit.Engine, salt: int) -> float:
     times = []
-    sampling = anybit.Sampling(logit_bias=dict.fromkeys(engine.ends, -float("inf")))
     asked = prompt(DEPTH, 1000 * salt, engine.vocabulary)
-    for piece in engine.stream(asked, TOKENS, sampling, speculate=False):
+    for piece in engine.stream(asked, TOKENS, anybit.Sampling(), speculate=False):
         if piece.drawn is not None:
             times.append(time.perf_counter())
+    assert len(times) > TOKENS // 2, f"the text ended behind {len(times)} tokens"
     return (len(times) - 1) / (times[-1] - times[0])
 
 
@@ -202,54 +202,96 @@ def tokens_of(server: Server, text: str) -> list[int]:
     return list(found["tokens"])
 
 
-def measured(model: str, bits: float, kv_bits: int, rounds: int) -> dict[str, Any]:
-    alone: list[float] = []  # in process, by `Engine.stream`
-    inside: dict[int, list[float]] = {streams: [] for streams in STREAMS}  # by the scheduler
-    outside: dict[int, list[float]] = {streams: [] for streams in STREAMS}  # over HTTP
-    client: dict[int, list[float]] = {streams: [] for streams in STREAMS}
-    chats: list[tuple[float, float, int]] = []
-    gaps: list[float] = []
-    for k in range(rounds):
+class Figures:
+    """What a model's rounds gave.
+
+    Args:
+        model: its directory.
+        bits, kv_bits: of the weights at most, and of keys and values.
+    """
+
+    def __init__(self, model: str, bits: float, kv_bits: int) -> None:
+        self.model, self.bits, self.kv_bits = model, bits, kv_bits
+        self.alone: list[float] = []  # one stream in process, by `Engine.stream`
+        self.inside: dict[int, list[float]] = {streams: [] for streams in RUNS}  # by the scheduler
+        self.outside: dict[int, list[float]] = {streams: [] for streams in RUNS}  # over HTTP
+        self.client: dict[int, list[float]] = {streams: [] for streams in RUNS}
+        self.chats: list[tuple[float, float, int]] = []
+        self.gaps: list[float] = []
         engine = anybit.Engine(model, bits=bits, kv_bits=kv_bits)
-        vocabulary, name = engine.vocabulary, engine.widths[-1]
+        self.vocabulary, self.context, self.width = engine.vocabulary, engine.context, engine.widths[-1]
+
+    def in_process(self, k: int) -> None:
+        """Round k of the engine in this process."""
+        engine = anybit.Engine(self.model, bits=self.bits, kv_bits=self.kv_bits)
         rate_in_process(engine, 0)
-        alone.append(max(rate_in_process(engine, 1 + k), rate_in_process(engine, 2 + k)))
-        for streams, rates in inside.items():
-            rates.append(rate_of_runner(engine, streams, 8 * k + streams))
-        long = engine.context > LONG
-        del engine
-        server = Server(model, bits, kv_bits)
+        self.alone.append(max(rate_in_process(engine, 1 + 2 * k + i) for i in range(RUNS[1])))
+        for streams, runs in RUNS.items():
+            self.inside[streams].append(
+                max(rate_of_runner(engine, streams, salt) for salt in salts(k, streams, runs))
+            )
+
+    def over_http(self, k: int) -> None:
+        """Round k of a server."""
+        server = Server(self.model, self.bits, self.kv_bits)
         try:
-            rate_of_streams(server, 1, vocabulary, 0)
-            for streams, times in zip(STREAMS, (2, 1, 1)):
+            rate_of_streams(server, 1, self.vocabulary, 0)
+            for streams, runs in RUNS.items():
                 begun, used = time.perf_counter(), time.process_time()
-                salts = (8 * (2 * k + i) + streams for i in range(times))
-                outside[streams].append(max(rate_of_streams(server, streams, vocabulary, at) for at in salts))
-                client[streams].append((time.process_time() - used) / (time.perf_counter() - begun))
-            chats.append(turns(server, vocabulary, k))
-            if long:
-                gaps += gaps_beside_a_prompt(server, vocabulary, k)
+                self.outside[streams].append(
+                    max(
+                        rate_of_streams(server, streams, self.vocabulary, salt)
+                        for salt in salts(k, streams, runs)
+                    )
+                )
+                self.client[streams].append((time.process_time() - used) / (time.perf_counter() - begun))
+            self.chats.append(turns(server, self.vocabulary, k))
+            if self.context > LONG:
+                self.gaps += gaps_beside_a_prompt(server, self.vocabulary, k)
         finally:
             server.close()
-    return {
-        "model": model, "bits": name, "kv_bits": kv_bits, "rounds": rounds, "cores": len(os.sched_getaffinity(0)),
-        "in_process": median(alone), "one_stream": median(outside[1]),
-        "slower_than_in_process": 1 - median(a / b for a, b in zip(outside[1], alone)),
-        "eight_in_process": median(inside[8]), "eight_streams": median(outside[8]),
-        "eight_slower_than_in_process": 1 - median(a / b for a, b in zip(outside[8], inside[8])),
-        "four_over_one": over_one(outside, 4), "eight_over_one": over_one(outside, 8),
-        "four_over_one_in_process": over_one(inside, 4), "eight_over_one_in_process": over_one(inside, 8),
-        "first_turn_seconds": median(chat[0] for chat in chats),
-        "second_over_first_turn": median(chat[1] / chat[0] for chat in chats),
-        "cached_tokens": median(chat[2] for chat in chats),
-        "client_processors": {streams: median(shares) for streams, shares in client.items()},
-        "gap_beside_a_prompt_p99": quantiles(gaps, n=100)[-1] if gaps else None, "gaps": len(gaps),
-    }  # fmt: skip
+
+    def summary(self) -> dict[str, Any]:
+        chats = self.chats
+        return {
+            "model": self.model, "bits": self.width, "kv_bits": self.kv_bits, "rounds": len(self.alone),
+            "cores": len(os.sched_getaffinity(0)), "in_process": median(self.alone),
+            "one_by_the_scheduler": median(self.inside[1]), "one_stream": median(self.outside[1]),
+            "slower_than_in_process": slower(self.outside[1], self.alone),
+            "eight_in_process": median(self.inside[8]), "eight_streams": median(self.outside[8]),
+            "eight_slower_than_in_process": slower(self.outside[8], self.inside[8]),
+            "four_over_one": over_one(self.outside, 4), "eight_over_one": over_one(self.outside, 8),
+            "four_over_one_in_process": over_one(self.inside, 4),
+            "eight_over_one_in_process": over_one(self.inside, 8),
+            "first_turn_seconds": median(chat[0] for chat in chats),
+            "second_over_first_turn": median(chat[1] / chat[0] for chat in chats),
+            "cached_tokens": median(chat[2] for chat in chats),
+            "client_processors": {streams: median(shares) for streams, shares in self.client.items()},
+            "gap_beside_a_prompt_p99": quantiles(self.gaps, n=100)[-1] if self.gaps else None,
+            "gaps": len(self.gaps),
+        }  # fmt: skip
+
+
+def salts(k: int, streams: int, runs: int) -> list[int]:
+    """Of prompts that no other run has."""
+    return [8 * (2 * k + i) + streams for i in range(runs)]
+
+
+def slower(rates: list[float], than: list[float]) -> float:
+    return 1 - median(a / b for a, b in zip(rates, than))
 
 
 def over_one(rates: dict[int, list[float]], streams: int) -> float:
     """How many times one stream's tokens per second some give together, the median of the rounds."""
     return median(together / one for together, one in zip(rates[streams], rates[1]))
+
+
+def measured(model: str, bits: float, kv_bits: int, rounds: int) -> dict[str, Any]:
+    figures = Figures(model, bits, kv_bits)
+    for k in range(rounds):
+        for measure in (figures.in_process, figures.over_http)[:: 1 if k % 2 == 0 else -1]:
+            measure(k)
+    return figures.summary()
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ def drafts() -> str:
         "a tenth has less than",
         "least",
     ]
-    head += ["draft tokens", "of these right", "drafted at 3 bits"]
+    head += ["twice without: a tenth", "least", "draft tokens", "of these right", "drafted at 3 bits"]
     rows = [
         [
             f"{run['model']}, {run['bits']:.2f} bits",
@@ -139,6 +139,8 @@ def drafts() -> str:
             f"{found['ratio']:.2f}",
             f"{found['tenth_ratio']:.2f}",
             f"{found['least_ratio']:.2f}",
+            scaled(found.get("tenth_ratio_of_none"), 1, 2),
+            scaled(found.get("least_ratio_of_none"), 1, 2),
             f"{found['draft_tokens']}",
             f"{100 * found['accepted_tokens'] / found['draft_tokens']:.0f} %",
             f"{found['narrow_tokens']}" if "narrow_tokens" in found else "",

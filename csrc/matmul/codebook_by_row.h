@@ -11,7 +11,7 @@ namespace {
 // Blocks that a token's inputs fill: 32 * LANES codes each.
 inline int64_t blocks_of(const CodebookByRow& c) { return ceil_div(4 * c.words, BYTES); }
 
-// Parts of no more than `most` that are as equal as can be.
+// The size of parts, no more than `most`, that are as equal as can be.
 inline int64_t equal_part(int64_t all, int64_t most) { return ceil_div(all, ceil_div(all, most)); }
 
 // Bytes of a plane from `from` on, of which `left`, a multiple of 4, lie in the row; those behind are 0 and meet

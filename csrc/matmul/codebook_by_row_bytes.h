@@ -14,8 +14,9 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-constexpr int MOST_BYTE_TOKENS = 8;   // in registers at once
-constexpr int64_t BYTES_AHEAD = 2048; // of a plane, that are fetched: enough for memory
+constexpr int MOST_BYTE_TOKENS = 8;       // in registers at once
+constexpr int64_t BYTES_AHEAD = 2048;     // how far ahead a plane is fetched, at least
+constexpr int64_t CLOSE_BYTE_BLOCKS = 48; // blocks whose inputs, 24 KB, stay in the first cache while rows take turns
 
 // R rows times M tokens.
 template <int B, int M, int R> class ByteRows {
@@ -64,12 +65,12 @@ public:
         join(own, b, [t](const int32_t* factors) { return tail_factors(factors, t); });
     }
 
-    // Sums join a row's totals, or are the first; the next blocks' begin anew.
-    void settle(LongSums* total, bool more) {
+    // Sums join the rows' totals, or are the first; the next blocks' begin anew.
+    void settle(LongSums (*total)[M], bool more) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
             for (int k = 0; k < M; ++k) {
-                total[r * M + k].take(sums_[r][k], more);
+                total[r][k].take(sums_[r][k], more);
                 sums_[r][k] = Ints{};
             }
     }
@@ -106,9 +107,10 @@ private:
 // that the inputs of a tile stay close.
 template <int B, int M, int R, typename F>
 void gemv_byte_rows(const CodebookByRow& c, const WholeInputs& in, int64_t first, int64_t last, F&& finish) {
+    static_assert(CodebookByRow::TOGETHER % R == 0); // so that what has no row has totals
     constexpr auto ALL = static_cast<Present>(-1);
     const int64_t bytes = 4 * c.words, blocks = blocks_of(c), whole = bytes / BYTES, tails = tails_of(c);
-    const int64_t tile = equal_part(blocks, CLOSE_BLOCKS / M);
+    const int64_t tile = equal_part(blocks, CLOSE_BYTE_BLOCKS / M);
     const int64_t ahead = ceil_div(BYTES_AHEAD, R * bytes) * R * bytes; // whole rows
     LongSums total[CodebookByRow::TOGETHER][M]; // begun by the first run, of which there always is one
     for (int64_t begin = 0; begin < blocks; begin += tile) {
@@ -118,7 +120,7 @@ void gemv_byte_rows(const CodebookByRow& c, const WholeInputs& in, int64_t first
             for (int r = 0; r < R; ++r) rows[r] = least(row + r, last - 1); // what has no row goes nowhere
             ByteRows<B, M, R> sums(c, in, rows);
             for (int64_t b = begin; b < end;) {
-                const int64_t run = b, to = least(end, run + ShortSums::RUN);
+                const int64_t run = b, to = least(end, run + SHORT_RUN);
                 for (; b < least(to, whole); ++b) {
                     sums.fetch(b * BYTES + ahead);
                     sums.add(b, ALL);
@@ -129,7 +131,7 @@ void gemv_byte_rows(const CodebookByRow& c, const WholeInputs& in, int64_t first
                     for (int64_t t = 0; t < tails; ++t) sums.add_tail(b, t);
                     ++b;
                 }
-                sums.settle(total[row - first], run > 0);
+                sums.settle(total + (row - first), run > 0);
             }
         }
     }

@@ -10,9 +10,9 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-// Tokens in registers at once; entries of bytes have more (codebook_by_row_bytes.h).
+// Tokens in registers at once.
 #if defined(__AVX512F__)
-constexpr int MOST_TOKENS = 4;
+constexpr int MOST_TOKENS = 4; // entries of bytes have more (codebook_by_row_bytes.h)
 #else
 constexpr int MOST_TOKENS = 2;
 #endif

@@ -44,7 +44,7 @@ public:
     using Given = WholeInputs;
     static constexpr bool THREE = true, IN_HALVES = HALVES;
     using Total = WholeSums;
-    static constexpr int64_t MOST_BLOCKS = CLOSE_BLOCKS;
+    static constexpr int64_t MOST_BLOCKS = 32;
 
     static void fold_planes(const CodebookByRow&, Codes (&)[B]) {}
     static WholeInputs skip(const CodebookByRow& c, const WholeInputs& in, int64_t k) { return tokens_from(c, in, k); }
@@ -93,21 +93,16 @@ public:
 #endif
 
     void add(const Codes (&code)[PHASES], int64_t b, Sums (&total)[M]) const {
-        constexpr int OWN = M < 4 ? 2 : 1; // chains of sums of a token
-        Ints sums[OWN][M] = {};
-#pragma GCC unroll 8 // so that codes and sums stay in registers
+        Ints sums[2][M] = {}; // chains of a token
+#pragma GCC unroll 8          // so that codes and sums stay in registers
         for (int64_t s = 0; s < PHASES; ++s) {
             const Codes weights = table_(code[s]);
 #pragma GCC unroll 8
             for (int64_t k = 0; k < M; ++k)
-                sums[s % OWN][k] = dot_centroids(sums[s % OWN][k], weights, this->inputs(k, b, s));
+                sums[s % 2][k] = dot_centroids(sums[s % 2][k], weights, this->inputs(k, b, s));
         }
 #pragma GCC unroll 8
-        for (int64_t k = 0; k < M; ++k) {
-            Ints sum = sums[0][k];
-            for (int i = 1; i < OWN; ++i) sum += sums[i][k];
-            total[k].add(sum, this->factors(k, b));
-        }
+        for (int64_t k = 0; k < M; ++k) total[k].add(sums[0][k] + sums[1][k], this->factors(k, b));
     }
 
     void add_tail(Codes code, int64_t t, Sums (&total)[M]) const {

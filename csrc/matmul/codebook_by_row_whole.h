@@ -8,8 +8,6 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-constexpr int64_t CLOSE_BLOCKS = 48; // whose inputs stay in the first cache while rows take turns: 24 KB of 32
-
 // Inputs from token k on.
 inline WholeInputs tokens_from(const CodebookByRow& c, const WholeInputs& in, int64_t k) {
     return {in.x + k * PHASES * BYTES, in.tokens - k, in.block_stride,

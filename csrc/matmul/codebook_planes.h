@@ -78,8 +78,8 @@ public:
             return reinterpret_cast<Codes>(reinterpret_cast<Pairs>(own[0]) >>
                                            static_cast<uint16_t>(s / FIELDS * FIELDS));
     }
-    // Those of phases s and s + 4, which take fewer instructions together.
-    void take(int64_t s, Codes (&code)[PHASES]) const {
+    // Those of phases s and s + 4, which take no more instructions together, and fewer without AVX-512.
+    void pair(int64_t s, Codes (&code)[PHASES]) const {
         if constexpr (PARTS == 1) code[s] = (*this)[s], code[s + 4] = (*this)[s + 4];
         else take_turns<4>(0x0f, field_[s][0], field_[s][1], code[s], code[s + 4]);
     }
@@ -94,7 +94,7 @@ private:
 template <int B> inline void codes_of(const Codes (&plane)[B], Codes (&code)[PHASES]) {
     const Fields<B> fields(plane);
 #pragma GCC unroll 4
-    for (int64_t s = 0; s < PHASES / 2; ++s) fields.take(s, code);
+    for (int64_t s = 0; s < PHASES / 2; ++s) fields.pair(s, code);
 }
 
 } // namespace

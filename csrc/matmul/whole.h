@@ -94,9 +94,10 @@ public:
         upper.even_ += half<1>(even_), upper.odd_ += half<1>(odd_);
     }
 #endif
+#if !defined(__AVX512F__)
     // Sums of 32 bits join, or are the first.
     void take(Ints sums, bool more) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
         const auto all = reinterpret_cast<__m256i>(sums), one = _mm256_set1_epi64x(1);
         const auto even = reinterpret_cast<Longs>(_mm256_mul_epi32(all, one));
         const auto odd = reinterpret_cast<Longs>(_mm256_mul_epi32(_mm256_srli_epi64(all, 32), one));
@@ -106,6 +107,7 @@ public:
         even_ = more ? even_ + even : even;
         odd_ = more ? odd_ + odd : odd;
     }
+#endif
 #if defined(__AVX512F__)
     __m512i lanes() const { return reinterpret_cast<__m512i>(even_ + odd_); }
 #endif
@@ -121,11 +123,16 @@ private:
     Longs even_, odd_; // not set, as arrays of sums are large; WholeSums{} is 0
 };
 
+// Blocks of two-byte products whose sums fit into 32 bits: a lane has 32 of them. In place of one block there may be up
+// to three times 4 products (a row's tails).
+constexpr int64_t SHORT_RUN = 8;
+static_assert(SHORT_RUN * 32 * 255 * 128 * MOST_MULTIPLES <= INT32_MAX);
+
 #if defined(__AVX512F__)
-// Sums of 64 bits of sums of 32 bits, whose lanes 2 l and 2 l + 1 go together.
+// Sums of 64 bits, one for each pair of neighbouring lanes of 32.
 class LongSums {
 public:
-    // They join, or are the first.
+    // Sums of 32 bits join, or are the first.
     void take(Ints sums, bool more) {
         const auto all = reinterpret_cast<__m512i>(sums);
         const __m512i even = _mm512_mul_epi32(all, _mm512_set1_epi64(1)), odd = _mm512_srai_epi64(all, 32);
@@ -137,18 +144,15 @@ public:
 private:
     __m512i lanes_;
 };
-#endif
-
-// The same in 32 bits, in a third of the instructions, of sums of 32 products of two bytes: RUN of them fit. In place
-// of one there may be up to three of 4 products (a row's tails).
+#else
+// WholeSums in 32 bits, in a third of the instructions.
 class ShortSums {
 public:
-    static constexpr int64_t RUN = 8;
-    static_assert(RUN * 32 * 255 * 128 * MOST_MULTIPLES <= INT32_MAX);
+    static constexpr int64_t RUN = SHORT_RUN;
 
     void add(Ints sums, Ints factors) { sums_ += sums * factors; }
     void settle(WholeSums& total, bool more) const { total.take(sums_, more); }
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
     void split(WholeSums& lower, WholeSums& upper) const {
         WholeSums all;
         all.take(sums_, false);
@@ -159,6 +163,7 @@ public:
 private:
     Ints sums_;
 };
+#endif
 
 // What an exact sum stands for; the same roundings everywhere. Units are powers of two.
 inline float whole_value(int64_t sum, double step, float unit) {

@@ -17,7 +17,7 @@ def batch_of(rows: Sequence[Rows], windowed: bool) -> tuple[Batch, list[int]]:
         rows: of one step.
         windowed: whether blocks with a sliding window have pages of their own.
     """
-    # Lists: a step leaves the caches full of weights, so that every call between two steps is slow.
+    # Lists, and one array of each at the end: a step leaves the caches full of weights, so that numpy's calls are slow.
     tokens: list[int] = []
     positions: list[int] = []
     texts: list[int] = []
@@ -25,12 +25,12 @@ def batch_of(rows: Sequence[Rows], windowed: bool) -> tuple[Batch, list[int]]:
     counts = []
     for text, r in enumerate(rows):
         own = r.tokens
-        first, count = len(tokens), len(own)
+        start, count = len(tokens), len(own)
         tokens += own
         positions += range(r.first, r.first + count)
         texts += [text] * count
         begin = 0 if r.text.every else r.count - r.last
-        wanted += range(first + begin, first + count)
+        wanted += range(start + begin, start + count)
         counts.append(count - begin)
     pages = _table([r.text.pages for r in rows])
     batch = Batch(
