@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from figures import CLAIM, load, markdown, verdict
+from figures import CLAIM, how, load, markdown, verdict
 
 Shape = tuple[int, int]  # out, in
 
@@ -155,14 +155,16 @@ def same_speed() -> str:
 
 def same_speed_few(name: str) -> str:
     """New time over old time by number of tokens."""
-    rows = load(f"kernels/{name}.json")["rows"]
+    found = load(f"kernels/{name}.json")
+    rows = found["rows"]
     ratios = {(r["format"], r["out"], r["columns"], r["tokens"]): f"{r['ratio']:.2f}" for r in rows}
     tokens = sorted({row["tokens"] for row in rows})
     said = [
         [name, f"{out} x {columns}", *(ratios[name, out, columns, n] for n in tokens)]
         for name, out, columns in dict.fromkeys(key[:3] for key in ratios)
     ]
-    return markdown(["format", "matrix", *(f"{n} token{'s' * (n > 1)}" for n in tokens)], said)
+    table = markdown(["format", "matrix", *(f"{n} token{'s' * (n > 1)}" for n in tokens)], said)
+    return how(found) + table if "command" in found else table
 
 
 def call_overhead() -> str:
