@@ -238,8 +238,8 @@ def attention() -> str:
 CONTENDERS = {  # of bench/peers/compare.py, in the order of the table
     "anybit-any-size": "the method anybit, one artifact of all sizes",
     "anybit": "GPTQ of this project",
-    "gptqmodel": "GPTQModel",
-    "autoround-light": "AutoRound, its light recipe",
+    "gptqmodel": "GPTQModel {}",
+    "autoround-light": "AutoRound {}, its light recipe",
 }
 
 
@@ -254,7 +254,7 @@ def peers() -> str:
             v for k, v in measured[name]["versions"].items() if k in ("gptqmodel", "auto-round")
         )
         cells = [f"{perplexity(text['perplexity'])}, {text['kld']:.4f}" for text in texts]
-        rows.append([f"{CONTENDERS[name]} {version}".rstrip(), *cells])
+        rows.append([CONTENDERS[name].format(version), *cells])
     return how(found) + markdown(["", *found["base_perplexity"]], rows)
 
 

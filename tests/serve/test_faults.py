@@ -219,14 +219,36 @@ def test_a_client_that_leaves_is_served_no_further(
     assert answers[0]["choices"] == wanted
 
 
-def test_a_client_that_reads_slowly_holds_up_nobody(client: Client) -> None:
-    connection, response = client.open(COMPLETIONS, {**LONG, "stream": True, "n": 8})
-    assert response.read(1) == b"d"
-    for _ in range(3):
-        client.ok(COMPLETIONS, LONG)
-    rest = response.read()
-    connection.close()
-    assert rest.endswith(b"data: [DONE]\n\n")
+def test_a_client_that_reads_a_byte_now_and_then_holds_up_nobody(client: Client) -> None:
+    """Its window is small, so that what it has not read waits in the server; it gets all of it in the end."""
+    wanted = client.ok(COMPLETIONS, {**LONG, "n": 8})["choices"]
+    body = json.dumps({**LONG, "stream": True, "n": 8}).encode()
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    slow.settimeout(PATIENCE)
+    slow.connect(("127.0.0.1", client.port))
+    slow.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\n" % COMPLETIONS.encode())
+    slow.sendall(b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    heard, others_done = [slow.recv(1)], threading.Event()
+
+    def read() -> None:
+        while not others_done.wait(0.05):
+            heard.append(slow.recv(1))
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    for _ in range(5):
+        assert client.ok(COMPLETIONS, LONG)["choices"][0]["text"] == wanted[0]["text"]
+    others_done.set()
+    reading.join()
+    while piece := slow.recv(1 << 16):
+        heard.append(piece)
+    slow.close()
+    events = [line[6:] for line in b"".join(heard).splitlines() if line.startswith(b"data: {")]
+    texts = [""] * 8
+    for choice in (choice for event in events for choice in json.loads(event)["choices"]):
+        texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in wanted]
 
 
 def test_what_others_leave_off_may_be_written_off(client: Client) -> None:

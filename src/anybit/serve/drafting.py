@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -57,7 +56,7 @@ class Drafting:
             rounds: so far.
         """
         rows, lengths = decoding(texts), list[int]()
-        alike = len(rows) == 1 and rows.total() == len(texts)
+        alike = len(rows) == 1 and sum(rows.values()) == len(texts)
         for text in texts:
             job, level = jobs[text], text.level
             text.draft = []
@@ -138,6 +137,10 @@ def _log(error: Exception) -> None:
         LOG.error("a draft has failed", exc_info=error)
 
 
-def decoding(texts: Sequence[Text]) -> Counter[int]:
+def decoding(texts: Sequence[Text]) -> dict[int, int]:
     """How many texts decode at each level."""
-    return Counter(text.level for text in texts if text.missing == 1)
+    counts: dict[int, int] = {}
+    for text in texts:
+        if text.missing == 1:
+            counts[text.level] = counts.get(text.level, 0) + 1
+    return counts

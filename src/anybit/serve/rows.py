@@ -46,7 +46,6 @@ def batch_of(rows: Sequence[Rows], windowed: bool) -> tuple[Batch, list[int]]:
 
 def _table(pages: Sequence[Sequence[int]], width: int = 0) -> Tokens:
     """Pages of some texts, int32 [texts, n]; in place of what no token reads stands page 0 of the cache."""
-    made = np.zeros((len(pages), max(width, *map(len, pages))), np.int32)
-    for row, own in zip(made, pages):
-        row[: len(own)] = own
-    return np.maximum(made, 0)
+    longest = max(width, *map(len, pages))
+    made = np.array([[*own, *[0] * (longest - len(own))] for own in pages], np.int32)
+    return np.maximum(made, 0, out=made)

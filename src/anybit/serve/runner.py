@@ -151,15 +151,16 @@ class Runner(Worker):
 
     def _ended_early(self) -> Heard:
         """End what was cancelled, and when the server stops what it has no more time for."""
-        gone, late = (
-            Progress(finish="cancelled"),
-            Progress(finish="error", error=Closing("the server has stopped")),
-        )
-        known = [(job, gone) for job in self._cancelled if job.text in self._jobs]
-        self._cancelled.clear()
         if time.perf_counter() >= self._deadline:
-            known = [(job, late) for job in self._jobs.values()]
-        return [(job, self._end(job, progress)) for job, progress in known]
+            jobs = list(self._jobs.values())
+            progress = Progress(finish="error", error=Closing("the server has stopped"))
+        elif self._cancelled:
+            jobs = [job for job in self._cancelled if job.text in self._jobs]
+            progress = Progress(finish="cancelled")
+        else:
+            return []
+        self._cancelled.clear()
+        return [(job, self._end(job, progress)) for job in jobs]
 
     def _choose_levels(self) -> None:
         """Let load and measured times move those texts that want it."""
@@ -273,7 +274,8 @@ class Runner(Worker):
             if progress.finish is not None or token != expected:
                 break
         job.end_round(len(rows.draft), tokens)
-        made[0] = replace(made[0], prompt=prompt)
+        if prompt:
+            made[0] = replace(made[0], prompt=prompt)
         return tokens, made
 
     def _end(self, job: Job, progress: Progress) -> Progress:
