@@ -1,8 +1,10 @@
 """Steps of several texts: how much longer than one of a single text, in milliseconds and tokens per second.
 
 python bench/engine_steps.py out --bits 4 [--beside 3] [--depth 128] [--json figures.json]
+python bench/engine_steps.py out --against other --megabytes 65,75,85 [--json figures.json]
 
-All texts stand at the same depth, and each gets logits. Medians of steps of one process, on the engine alone.
+All texts stand at the same depth, and each gets logits. Medians of steps of one process, on the engine alone. Two
+artifacts take turns, each at its widest level of no more than so many bytes in memory.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import anybit
 from anybit.engine.engine import Batch
 
 TEXTS = (1, 2, 3, 4, 8, 16, 32)
+RACES, PAIRS = (1, 4, 8), 9  # texts of each step where two artifacts take turns, and how often they do
 STEPS, WARM_UP = 40, 8
 STRIDE = 7919  # between tokens of prompts
 
@@ -85,6 +88,32 @@ def measure(model: str, bits: float, depth: int, kv_bits: int, beside: float | N
     }
 
 
+def against(model: str, other: str, megabytes: Sequence[float], depth: int, kv_bits: int) -> dict[str, Any]:
+    """Two artifacts at equal bytes of quantized matrices: the ratios of pairs of runs, who begins changes."""
+    engines = [anybit.Engine(path, kv_bits=kv_bits) for path in (model, other)]
+    for engine in engines:
+        engine.give_pages(max(RACES) * -(-(depth + STEPS) // engine.page_tokens))
+    rows = []
+    for size in megabytes:
+        levels = [max(i for i, taken in enumerate(e.level_bytes) if taken <= 1e6 * size) for e in engines]
+        for texts in RACES:
+            seconds: list[list[float]] = [[], []]
+            for k in range(PAIRS):
+                for i in ((0, 1), (1, 0))[k % 2]:
+                    engine = engines[i]
+                    found = step_seconds(engine, texts, depth, [levels[i]], engine.page_tokens)
+                    seconds[i].append(found)
+            ratios = [a / b for a, b in zip(*seconds)]
+            rows.append({
+                "megabytes": size, "texts": texts,
+                "bits": [e.widths[level] for e, level in zip(engines, levels)],
+                "megabytes_taken": [e.level_bytes[level] / 1e6 for e, level in zip(engines, levels)],
+                "milliseconds": [1000 * median(own) for own in seconds],
+                "ratio": median(ratios), "least": min(ratios), "most": max(ratios),
+            })  # fmt: skip
+    return {"model": Path(model).name, "other": Path(other).name, "depth": depth, "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -94,10 +123,22 @@ def main() -> None:
     parser.add_argument(
         "--beside", type=float, help="also two texts of so many bits and two of --bits, over four of these"
     )
+    parser.add_argument("--against", help="another artifact, at equal bytes")
+    parser.add_argument("--megabytes", default="65,75,85", help="of quantized matrices, for --against")
     parser.add_argument("--depth", type=int, default=128)
     parser.add_argument("--kv-bits", type=int, default=16)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    if asked.against is not None:
+        sizes = [float(size) for size in asked.megabytes.split(",")]
+        raced = against(asked.model, asked.against, sizes, asked.depth, asked.kv_bits)
+        for row in raced["rows"]:
+            print(
+                f"{row['megabytes']:g} MB, {row['texts']} texts: {row['milliseconds'][0]:.2f} ms over "
+                f"{row['milliseconds'][1]:.2f}: {row['ratio']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
+            )
+        write(asked.json, raced)
+        return
     found = measure(asked.model, asked.bits, asked.depth, asked.kv_bits, asked.beside)
     print(
         f"{found['model']}, {found['bits']:.2f} bits, {found['threads']} threads, {asked.depth} tokens before"
@@ -111,8 +152,12 @@ def main() -> None:
         print(
             f"two of four texts at {mixed['bits']:.2f} bits: {mixed['over_the_wider_alone']:.2f} times the wider alone"
         )
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write(asked.json, found)
+
+
+def write(to: Path | None, found: dict[str, Any]) -> None:
+    if to is not None:
+        to.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine/avx2-deep": engine.avx2_deep,
     "engine/others": engine.disturbed,
     "engine/steps": engine.steps,
+    "engine/formats": engine.formats,
     "gpu-one-token": gpu.one_token,
     "gpu-bounds": gpu.bounds,
     "gpu-tokens": gpu.tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from figures import load, markdown
+from figures import how, load, markdown
 
 DEPTH = 128  # tokens before the one that is decoded, where nothing else is said
 
@@ -79,6 +79,24 @@ def steps() -> str:
         for one in found
     ]
     return markdown(["model", "one, ms", *many], rows)
+
+
+def formats() -> str:
+    """Two artifacts at equal bytes."""
+    found = load("engine/formats.json")
+    rows = [
+        [
+            f"{row['megabytes']:g} MB",
+            str(row["texts"]),
+            " and ".join(f"{bits:.2f}" for bits in row["bits"]),
+            " and ".join(f"{ms:.1f}" for ms in row["milliseconds"]),
+            f"{row['ratio']:.2f}",
+            f"{row['least']:.2f} to {row['most']:.2f}",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["in memory, at most", "texts", "average bits of the layers", "ms", "ratio", "range"]
+    return how(found) + markdown(head, rows)
 
 
 def rate(found: dict[str, Any]) -> list[str]:
