@@ -220,7 +220,7 @@ def test_a_client_that_leaves_is_served_no_further(
 
 
 def test_a_client_that_reads_a_byte_now_and_then_holds_up_nobody(client: Client) -> None:
-    """Its window is small, so that what it has not read waits in the server; it gets all of it in the end."""
+    """Its window is small, so that what it has not read waits on the server's side; it gets all of it in the end."""
     wanted = client.ok(COMPLETIONS, {**LONG, "n": 8})["choices"]
     body = json.dumps({**LONG, "stream": True, "n": 8}).encode()
     slow = socket.socket()
@@ -235,7 +235,7 @@ def test_a_client_that_reads_a_byte_now_and_then_holds_up_nobody(client: Client)
         while not others_done.wait(0.05):
             heard.append(slow.recv(1))
 
-    reading = threading.Thread(target=read)
+    reading = threading.Thread(target=read, daemon=True)  # should an assertion fail meanwhile
     reading.start()
     for _ in range(5):
         assert client.ok(COMPLETIONS, LONG)["choices"][0]["text"] == wanted[0]["text"]
@@ -244,7 +244,9 @@ def test_a_client_that_reads_a_byte_now_and_then_holds_up_nobody(client: Client)
     while piece := slow.recv(1 << 16):
         heard.append(piece)
     slow.close()
-    events = [line[6:] for line in b"".join(heard).splitlines() if line.startswith(b"data: {")]
+    lines = [line for line in b"".join(heard).splitlines() if line.startswith(b"data: ")]
+    assert lines[-1] == b"data: [DONE]"
+    events = [line[6:] for line in lines[:-1]]
     texts = [""] * 8
     for choice in (choice for event in events for choice in json.loads(event)["choices"]):
         texts[choice["index"]] += choice["text"]
