@@ -47,6 +47,7 @@ inline const uint8_t* plane_bytes(const CodebookByRow& c, int p) {
 template <int B> struct RowPlanes {
     const uint8_t* from[B];
 
+    RowPlanes() = default; // not set, for arrays
     RowPlanes(const CodebookByRow& c, int64_t row) {
         for (int p = 0; p < B; ++p) from[p] = plane_bytes(c, B - 1 - p) + row * 4 * c.words;
     }
@@ -54,9 +55,9 @@ template <int B> struct RowPlanes {
     void load(int64_t at, Present there, Codes (&plane)[B]) const {
         for (int p = 0; p < B; ++p) plane[p] = load_plane(from[p] + at, there);
     }
-    // Have the lines there come into the first cache, meanwhile.
-    void fetch(int64_t at) const {
-        for (int p = 0; p < B; ++p) __builtin_prefetch(from[p] + at);
+    // Have the lines there come into the first cache, meanwhile, or with 2 into the second.
+    template <int LOCALITY = 3> void fetch(int64_t at) const {
+        for (int p = 0; p < B; ++p) __builtin_prefetch(from[p] + at, 0, LOCALITY);
     }
 };
 

@@ -25,7 +25,7 @@ public:
 #pragma GCC unroll 2
         for (int r = 0; r < R; ++r) {
             row_[r] = rows[r];
-            for (int p = 0; p < B; ++p) plane_[r][p] = plane_bytes(c, B - 1 - p) + rows[r] * 4 * c.words;
+            planes_[r] = RowPlanes<B>(c, rows[r]);
             table_[r] = Table<B>(c.table + (c.kind(rows[r]) << B));
         }
     }
@@ -33,8 +33,7 @@ public:
     // Have the lines `at` bytes behind the rows' beginnings come into the second cache, meanwhile: in the first they
     // would take the inputs' place.
     void fetch(int64_t at) const {
-        for (int r = 0; r < R; ++r)
-            for (int p = 0; p < B; ++p) __builtin_prefetch(plane_[r][p] + at, 0, 2);
+        for (const RowPlanes<B>& own : planes_) own.template fetch<2>(at);
     }
 
     // Block b, of whose planes `there` is stored.
@@ -43,7 +42,7 @@ public:
 #pragma GCC unroll 2
         for (int r = 0; r < R; ++r) {
             Codes plane[B];
-            for (int p = 0; p < B; ++p) plane[p] = load_plane(plane_[r][p] + b * BYTES, there);
+            planes_[r].load(b * BYTES, there, plane);
             code[r] = Fields<B>(plane);
         }
         Ints own[R][M] = {};
@@ -98,7 +97,7 @@ private:
     const CodebookByRow& c_;
     const WholeInputs& in_;
     int64_t row_[R];
-    const uint8_t* plane_[R][B];
+    RowPlanes<B> planes_[R];
     Table<B> table_[R];
     Ints sums_[R][M] = {};
 };
