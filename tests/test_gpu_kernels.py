@@ -321,7 +321,7 @@ def test_a_level_is_a_layer_of_the_same_beginnings() -> None:
     nested = on_cpu(random_layer("nested 2 to 5", (48, 640)))
     (tile,) = nested.layout.tiles
     assert isinstance(tile, formats.NestedLayout)
-    fewer = replace(nested.layout, tiles=(formats.NestedLayout.of((48, 40, 8), tile.kept, gains=True),))
+    fewer = replace(nested.layout, tiles=(tile.with_counts((48, 40, 8)),))
     x = torch.randn(3, 640, device=DEVICE)
     for weight, levels in ((codebook, [codebook.layout.at_width(b) for b in (3, 4, 3)]), (nested, [fewer])):
         stored = {field: tensor.to(DEVICE) for field, tensor in weight.tensors.items()}
@@ -340,16 +340,20 @@ def test_a_layer_refuses_levels_and_rows_that_it_does_not_have() -> None:
     nested, plain = random_layer("nested 2 to 5", (48, 640)), random_layer("W4", (48, 640))
     (tile,) = nested.layout.tiles
     assert isinstance(tile, formats.NestedLayout)
-    more = replace(nested.layout, tiles=(formats.NestedLayout.of((*tile.counts, 49), tile.kept, gains=True),))
+    more = replace(nested.layout, tiles=(tile.with_counts((*tile.counts, 49)),))
     of_counts = partial(formats.NestedLayout.of, tile.counts)
     for weight, level, match in (
         (nested, more, "counts of planes"),
         (
             nested,
             replace(nested.layout, tiles=(of_counts(tile.kept),)),
-            r"gains of a level are \(\d+, False\), expected",
+            r"gains of a level are \(\d+, 16, False\), expected",
         ),
-        (nested, replace(nested.layout, tiles=(of_counts(tile.kept + 1, True),)), "kept channels and gains"),
+        (
+            nested,
+            replace(nested.layout, tiles=(of_counts(tile.kept + 1, True),)),
+            "kept channels, their bits",
+        ),
         (nested, plain.layout, "is nested, this one is"),
         (nested, replace(nested.layout, tiles=(tile, tile)), "several tiles"),
         (plain, plain.layout, "has one width"),

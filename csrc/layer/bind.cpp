@@ -152,6 +152,8 @@ BoundTile bind_nested(const TileLayout& layout, int64_t r, int64_t c, int64_t ou
     const std::vector<int64_t>& counts = layout.counts;
     check_range("the number of planes", static_cast<int64_t>(counts.size()), 1, 8);
     check_range("kept", layout.kept, 0, c - 1);
+    if (layout.kept_bits != 8 && layout.kept_bits != 16)
+        refuse("kept_bits is " + std::to_string(layout.kept_bits) + ", expected 8 or 16");
     auto bytes = std::make_shared<LookupBytes>();
     bytes->coded = c - layout.kept;
     const int64_t words = (bytes->coded + 31) / 32;
@@ -178,7 +180,12 @@ BoundTile bind_nested(const TileLayout& layout, int64_t r, int64_t c, int64_t ou
     bytes->out_rows = OutRows(fields.index("order", r, r), out);
     BoundTile bound;
     if (layout.kept > 0) {
-        bytes->kept = fields.of("kept_values", HALF, {r, layout.kept});
+        const bool codes = layout.kept_bits == 8;
+        bytes->kept = fields.of("kept_values", codes ? CODES : HALF, {r, layout.kept});
+        if (codes) {
+            bytes->kept_steps = fields.floats("kept_steps", {layout.kept});
+            bytes->kept_steps.resize(static_cast<size_t>(layout.kept + KeptChannels::STEPS_BEHIND));
+        }
         std::vector<bool> is_kept(static_cast<size_t>(c));
         const std::vector<int32_t> kept = fields.index("kept", layout.kept, c);
         for (int32_t j : kept) {

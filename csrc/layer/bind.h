@@ -10,7 +10,8 @@
 namespace anybit {
 
 using Types = std::initializer_list<Type>;
-inline constexpr Types HALF = {Type::f16, Type::u16}, WORDS = {Type::u32, Type::i32}, BYTES = {Type::u8};
+inline constexpr Types HALF = {Type::f16, Type::u16}, WORDS = {Type::u32, Type::i32}, BYTES = {Type::u8},
+                       CODES = {Type::i8};
 
 // The stored arrays of one tile.
 class TileFields {

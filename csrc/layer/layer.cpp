@@ -65,6 +65,7 @@ void check_level(const LayerLayout& stored, const LayerLayout& level) {
     same("by_channel", own.by_channel, given.by_channel);
     same("table_bits", own.table_bits, given.table_bits);
     same("number of kept channels", own.kept, given.kept);
+    same("width of kept channels", own.kept_bits, given.kept_bits);
     same("gains", own.gains, given.gains);
 }
 

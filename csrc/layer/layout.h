@@ -22,7 +22,8 @@ struct TileLayout {
     int table_bits = 16;         // codebook: of an entry
     int64_t narrow = 0;          // two_four: channels of 2 bits
     std::vector<int64_t> counts; // nested: rows of every plane
-    int64_t kept = 0;            // nested: channels stored as they are
+    int64_t kept = 0;            // nested: channels that have no codes in planes
+    int kept_bits = 16;          // nested: of a weight of theirs
     bool gains = false;          // nested: of rows of few bits
 };
 

@@ -16,9 +16,14 @@ LookupTile::Span LookupTile::span(int bits, int64_t first, int64_t last) const {
     c.bits = bits;
     c.rows = last - first;
     c.columns = b.coded;
-    c.kept = kept_.values == nullptr ? nullptr : kept_.values + first * kept_.columns;
-    c.kept_columns = kept_.columns;
+    c.kept = kept_.from(first);
     return {c, first};
+}
+
+float LookupTile::kept(int64_t row, int64_t j) const {
+    const int64_t at = row * kept_.channels + j;
+    if (kept_.codes == nullptr) return baseline::half_to_float(kept_.halves[at]);
+    return static_cast<float>(kept_.codes[at]) * (kept_.steps[j] * kept_.row_scales[row]);
 }
 
 CodebookByWord LookupTile::by_word(const CodebookByRow& c) const {
@@ -56,25 +61,25 @@ LookupTile::Room LookupTile::room(const Way& way, int64_t tokens) const {
         room.factors = lines(many ? ops_.codebook_by_row.whole.bytes(spans_[0].c, tokens) : tokens * room.stride);
         room.token = room.factors + lines(tokens * room.stride / CodebookByRow::INPUT_GROUP * 4);
         room.kept = room.token + lines(tokens * static_cast<int64_t>(sizeof(WholeInputs::Token)));
-        room.bytes = room.kept + tokens * kept_.columns * 4;
+        room.bytes = room.kept + tokens * kept_.channels * 4;
         return room;
     }
     if (way.kernel == Way::Kernel::gemm) {
-        room.stride = odd_lines(line() + kept_.columns, size);
+        room.stride = odd_lines(line() + kept_.channels, size);
         room.bytes = tokens * room.stride * size;
         return room;
     }
     room.stride = width();
     room.form = lines(tokens * room.stride * size);
     room.kept = static_cast<int64_t>(forms_of(way).first.size()) * room.form;
-    room.bytes = room.kept + tokens * kept_.columns * 4;
+    room.bytes = room.kept + tokens * kept_.channels * 4;
     return room;
 }
 
 void LookupTile::arrange(const Way& way, const void* x, const float* scales, const float* exact, int64_t k,
                          int64_t tokens, char* to) const {
     const Room at = room(way, tokens);
-    const int64_t coded = bytes_->coded, kept = kept_.columns;
+    const int64_t coded = bytes_->coded, kept = kept_.channels;
     const CodebookByRowOps& kernels = ops_.codebook_by_row;
     const auto pad = [&](const auto* from, auto* row, int64_t stride) {
         auto* const end = row + stride;
@@ -171,9 +176,13 @@ void LookupTile::multiply_few(const Way& way, const TileInputs& x, const Outputs
         return kernels.f32.gemv(c, {floats, x.tokens, at.stride, nullptr, kept}, y.sums, y.stride, from, to);
     ops_.codebook_by_word.gemv_by_row(by_word(c), {floats, x.tokens, line(), nullptr}, y.sums, y.stride,
                                       reinterpret_cast<float*>(own), from, to);
-    if (kept_.columns == 0) return;
-    const Inputs<float> inputs{kept, x.tokens, kept_.columns, nullptr};
-    ops_.float16.f32.gemv(kept_, inputs, y.sums, y.stride, spans_[span].first + from, spans_[span].first + to);
+    for (int64_t i = from; kept_.channels > 0 && i < to; ++i)
+        for (int64_t k = 0; k < x.tokens; ++k) {
+            float sum = 0;
+            for (int64_t j = 0; j < kept_.channels; ++j)
+                sum += kept[k * kept_.channels + j] * this->kept(spans_[span].first + i, j);
+            y.sums[k * y.stride + (c.out_rows == nullptr ? i : c.out_rows[i])] += sum;
+        }
 }
 
 void LookupTile::multiply_many(const Way& way, const TileInputs& x, Outputs y, const Span& span, int64_t from,
@@ -207,7 +216,7 @@ int64_t LookupTile::unit_row(const Way& way, int64_t unit) const {
 
 // Kept channels behind the others, rows as they are stored.
 void LookupTile::dequantize(float* out, int threads) const {
-    const int64_t coded = bytes_->coded, kept = kept_.columns;
+    const int64_t coded = bytes_->coded, kept = kept_.channels;
     for (const Span& span : spans_) {
         float* to = out + span.first * columns_;
         if (kept == 0) {
@@ -218,8 +227,7 @@ void LookupTile::dequantize(float* out, int threads) const {
         decode_rows(ops_, by_word(span.c), made.get(), threads);
         for (int64_t i = 0; i < span.c.rows; ++i) {
             std::copy_n(made.get() + i * coded, coded, to + i * columns_);
-            for (int64_t j = 0; j < kept; ++j)
-                to[i * columns_ + coded + j] = baseline::half_to_float(span.c.kept[i * kept + j]);
+            for (int64_t j = 0; j < kept; ++j) to[i * columns_ + coded + j] = this->kept(span.first + i, j);
         }
     }
 }
@@ -235,7 +243,7 @@ void LookupTile::row(int64_t i, float* out) const {
         if (c.kinds == nullptr && c.table32 != nullptr) c.table32 += stored * c.entries;
         auto* line = static_cast<float*>(thread_memory(this->line() * 4, 1));
         ops_.codebook_by_word.dequantize(c, out, line, 0, 1);
-        for (int64_t j = 0; j < kept_.columns; ++j) out[bytes_->coded + j] = baseline::half_to_float(own.kept[j]);
+        for (int64_t j = 0; j < kept_.channels; ++j) out[bytes_->coded + j] = this->kept(stored, j);
     }
 }
 

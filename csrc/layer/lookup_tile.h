@@ -17,11 +17,12 @@ inline void decode_rows(const MatmulOps& ops, const CodebookByWord& c, float* ou
 
 // What tiles of all widths share.
 struct LookupBytes {
-    std::vector<Array> planes;  // uint32 [rows that have the bit, words], the most significant first
-    int64_t coded = 0;          // channels that have codes; those that are kept follow
-    Array kept;                 // float16 [rows, channels]; none: no shape
-    std::vector<uint8_t> kinds; // nested: [rows]
-    std::vector<float> scales;  // nested: [rows]
+    std::vector<Array> planes;     // uint32 [rows that have the bit, words], the most significant first
+    int64_t coded = 0;             // channels that have codes; those that are kept follow
+    Array kept;                    // [rows, channels] float16, or int8, times `kept_steps` and scales; none: no shape
+    std::vector<float> kept_steps; // [channels], with KeptChannels::STEPS_BEHIND zeros
+    std::vector<uint8_t> kinds;    // nested: [rows]
+    std::vector<float> scales;     // nested: [rows]
     // Nested, with gains: scales times those of 1 and 2 bits, and of 3. Or nothing.
     std::vector<float> gained2, gained3;
     OutRows out_rows;
@@ -39,13 +40,14 @@ public:
                std::shared_ptr<const Centroids> centroids, const std::vector<int64_t>& counts)
         : Tile(ops), bytes_(std::move(bytes)), centroids_(std::move(centroids)) {
         rows_ = counts[0];
-        const bool keeps = !bytes_->kept.shape.empty();
-        kept_.columns = keeps ? bytes_->kept.shape[1] : 0;
-        columns_ = bytes_->coded + kept_.columns;
         out_rows_ = bytes_->out_rows;
-        kept_.values = keeps ? bytes_->kept.as<uint16_t>() : nullptr;
-        kept_.rows = rows_;
-        kept_.out_rows = out_rows_.data();
+        if (const Array& kept = bytes_->kept; !kept.shape.empty()) {
+            kept_.channels = kept.shape[1];
+            if (kept.type == Type::i8)
+                kept_ = {nullptr, kept.as<int8_t>(), bytes_->kept_steps.data(), bytes_->scales.data(), kept.shape[1]};
+            else kept_.halves = kept.as<uint16_t>();
+        }
+        columns_ = bytes_->coded + kept_.channels;
         for (size_t bits = counts.size(); bits > 0; --bits) {
             const int64_t first = bits < counts.size() ? counts[bits] : 0, last = counts[bits - 1];
             if (first < last) spans_.push_back(span(static_cast<int>(bits), first, last));
@@ -79,7 +81,7 @@ public:
     // Sums of rounded inputs are exact.
     int64_t alike(Numbers inputs) const override { return inputs == Numbers::i8 ? BATCH : few(inputs); }
     int64_t input_group_size() const override {
-        return centroids_->takes_int8() && kept_.columns == 0 ? CodebookByRow::INPUT_GROUP : 0;
+        return centroids_->takes_int8() && kept_.channels == 0 ? CodebookByRow::INPUT_GROUP : 0;
     }
     bool wants_multiples() const override { return true; }
     int64_t rounded() const override { return bytes_->coded; }
@@ -121,6 +123,7 @@ private:
     };
 
     Span span(int bits, int64_t first, int64_t last) const;
+    float kept(int64_t row, int64_t j) const;
     CodebookByWord by_word(const CodebookByRow& c) const;
     void find_forms(Forms& forms, Numbers inputs) const;
     const Forms& forms_of(const Way& way) const { return way.inputs == Numbers::bf16 ? bf16_ : f32_; }
@@ -142,7 +145,7 @@ private:
     std::shared_ptr<const Centroids> centroids_;
     std::vector<Span> spans_; // the widest first
     Forms f32_, bf16_;
-    Float16 kept_{};
+    KeptChannels kept_{};
 };
 
 } // namespace anybit

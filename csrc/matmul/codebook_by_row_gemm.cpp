@@ -1,15 +1,15 @@
 // Format "codebook" by rows times many tokens: gemm, for which panels of weights are looked up.
 #include "matmul/codebook_by_row.h"
 #include "matmul/gemm.h"
+#include "matmul/kept_channels.h"
 #include "matmul/ops.h"
-#include "matmul/transpose.h"
 #include "matmul/unroll.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
 
 // Columns that many tokens meet: those of whole words, then an even number of kept ones.
-inline int64_t gemm_columns(const CodebookByRow& c) { return 32 * c.words + c.kept_columns + c.kept_columns % 2; }
+inline int64_t gemm_columns(const CodebookByRow& c) { return 32 * c.words + c.kept.channels + c.kept.channels % 2; }
 
 // Weights of a block of columns of LANES rows, whose table is as a Table wants it; whole floats where there is none.
 template <int B, typename Table>
@@ -57,14 +57,12 @@ template <int B> void decode_floats(const CodebookByRow& c, int64_t block, int64
 // What is left of a panel from `column` on when its coded columns are there: put(i, columns, n) for the kept ones that
 // are columns i to i + n of it. Returns how many columns there are.
 template <typename F> int64_t decode_kept(const CodebookByRow& c, int64_t block, int64_t column, F&& put) {
-    constexpr int64_t SOME = 2 * LANES;
     const int64_t n = least(PANEL, gemm_columns(c) - column), coded = 32 * c.words, row = block * LANES;
-    for (int64_t i = coded > column ? coded - column : 0; i < n; i += SOME) {
+    for (int64_t i = coded > column ? coded - column : 0; i < n; i += LANES) {
         const int64_t j = column + i - coded;
-        Floats some[SOME] = {};
-        decode_halves<load_halves>(c.kept + row * c.kept_columns + j, c.kept_columns, least(LANES, c.rows - row),
-                                   least(SOME, c.kept_columns - j), some);
-        put(i, some, least(SOME, n - i));
+        Floats some[LANES];
+        load_channels(c.kept, row, least(LANES, c.rows - row), j, least(LANES, c.kept.channels - j), some);
+        put(i, some, least(LANES, n - i));
     }
     return n;
 }

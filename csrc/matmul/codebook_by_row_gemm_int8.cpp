@@ -158,10 +158,10 @@ void finish_block(const CodebookByRow& c, const WholeInputs& in, const Outputs& 
     for (int64_t i = 0; i < places.count; ++i) steps[i] = whole_step(c, block * LANES + i);
     by_tokens<4>(in.tokens, [&](auto m, int64_t k) {
         Floats kept[m.value] = {};
-        if (c.kept_columns > 0) sum_kept<m.value>(c, in.kept + k * c.kept_columns, block * LANES, places.count, kept);
+        if (c.kept.channels > 0) sum_kept<m.value>(c, in.kept + k * c.kept.channels, block * LANES, places.count, kept);
         for (int t = 0; t < m.value; ++t) {
             const Floats values = values_of(sums + (k + t) * ROWS, steps, in.token[k + t].unit);
-            finish(y, k + t, places, c.kept_columns > 0 ? kept[t] + values : values);
+            finish(y, k + t, places, c.kept.channels > 0 ? kept[t] + values : values);
         }
     });
 }

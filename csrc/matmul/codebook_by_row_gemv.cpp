@@ -1,7 +1,7 @@
 // Format "codebook" by rows times few tokens of floats or of bfloat16: gemv.
 #include "matmul/codebook_by_row_gemv.h"
+#include "matmul/kept_channels.h"
 #include "matmul/ops.h"
-#include "matmul/transpose.h"
 
 namespace anybit::ANYBIT_ISA {
 namespace {
@@ -20,7 +20,7 @@ template <typename X> struct Plain {
     template <int B> static void fold_planes(const CodebookByRow& c, Codes (&plane)[B]) { fold_floats(c, plane); }
 
     static Inputs<X> skip(const CodebookByRow& c, const Inputs<X>& in, int64_t tokens) {
-        return {in.x + tokens * in.stride, in.tokens - tokens, in.stride, nullptr, in.kept + tokens * c.kept_columns};
+        return {in.x + tokens * in.stride, in.tokens - tokens, in.stride, nullptr, in.kept + tokens * c.kept.channels};
     }
 };
 
@@ -114,10 +114,10 @@ inline Floats load_first(const float* x, int64_t count) {
 
 // The kept channels of a row times M tokens.
 template <int M> void add_kept(const CodebookByRow& c, const float* x, int64_t row, Floats (&total)[M]) {
-    const int64_t n = c.kept_columns;
+    const int64_t n = c.kept.channels;
     for (int64_t j = 0; j < n; j += LANES) {
         const int64_t left = least(LANES, n - j);
-        const Floats weights = load_halves(PartialHalves(c.kept + row * n + j, left).halves);
+        const Floats weights = load_kept(c.kept, row, j, left);
         for (int64_t k = 0; k < M; ++k) total[k] += weights * load_first(x + k * n + j, left);
     }
 }

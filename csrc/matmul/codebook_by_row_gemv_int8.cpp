@@ -234,7 +234,7 @@ void finish_rows(const CodebookByRow& c, const WholeInputs& in, int32_t excess,
             values[t][i] = whole_value(total[i][t].total() - excess * in.token[t].sum, step, in.token[t].unit);
     }
 #endif
-    for (int64_t i = 0; i < rows && c.kept_columns > 0; i += LANES) {
+    for (int64_t i = 0; i < rows && c.kept.channels > 0; i += LANES) {
         const int64_t here = least(LANES, rows - i);
         Floats kept[M] = {};
         sum_kept<M>(c, in.kept, first + i, here, kept);

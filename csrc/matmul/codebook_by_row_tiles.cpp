@@ -260,15 +260,15 @@ private:
         }
         Floats values[TOKENS], kept[TOKENS] = {};
         turn(rows, values);
-        if (c_.kept_columns > 0)
+        if (c_.kept.channels > 0)
             by_tokens<TOKENS>(tokens.count, [&](auto m, int64_t k) {
                 Floats some[m.value] = {};
-                sum_kept<m.value>(c_, in_.kept + (tokens.first + k) * c_.kept_columns, own.number * LANES,
+                sum_kept<m.value>(c_, in_.kept + (tokens.first + k) * c_.kept.channels, own.number * LANES,
                                   own.places.count, some);
                 for (int l = 0; l < m.value; ++l) kept[k + l] = some[l];
             });
         for (int64_t k = 0; k < tokens.count; ++k)
-            finish(own.y, tokens.first + k, own.places, c_.kept_columns > 0 ? kept[k] + values[k] : values[k]);
+            finish(own.y, tokens.first + k, own.places, c_.kept.channels > 0 ? kept[k] + values[k] : values[k]);
     }
 
     const CodebookByRow& c_;

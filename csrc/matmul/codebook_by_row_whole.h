@@ -2,7 +2,7 @@
 #pragma once
 
 #include "matmul/codebook_by_row.h"
-#include "matmul/transpose.h"
+#include "matmul/kept_channels.h"
 #include "matmul/whole.h"
 
 namespace anybit::ANYBIT_ISA {
@@ -11,7 +11,7 @@ namespace {
 // Inputs from token k on.
 inline WholeInputs tokens_from(const CodebookByRow& c, const WholeInputs& in, int64_t k) {
     return {in.x + k * PHASES * BYTES, in.tokens - k, in.block_stride,
-            in.factors + k * LANES,    in.token + k,  in.kept + k * c.kept_columns};
+            in.factors + k * LANES,    in.token + k,  in.kept + k * c.kept.channels};
 }
 
 // What one step of a row's centroids stands for.
@@ -139,13 +139,11 @@ inline Ints tail_factors(const int32_t* factors, int64_t t) {
 // Kept channels of up to LANES rows from `row` on, a lane for each, times M tokens: one channel after another.
 template <int M>
 inline void sum_kept(const CodebookByRow& c, const float* x, int64_t row, int64_t rows, Floats (&sums)[M]) {
-    const int64_t n = c.kept_columns;
+    const int64_t n = c.kept.channels;
     for (int64_t j = 0; j < n; j += LANES) {
         const int64_t here = least(LANES, n - j);
         Floats channel[LANES];
-        for (int64_t l = 0; l < LANES; ++l)
-            channel[l] = l < rows ? load_halves(PartialHalves(c.kept + (row + l) * n + j, here).halves) : Floats{};
-        transpose(channel);
+        load_channels(c.kept, row, rows, j, here, channel);
         for (int64_t i = 0; i < here; ++i)
             for (int k = 0; k < M; ++k) sums[k] += channel[i] * broadcast(x[k * n + j + i]);
     }

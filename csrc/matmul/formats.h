@@ -87,6 +87,24 @@ struct CodebookByChannel {
     };
 };
 
+// Channels of a nested tile that have no codes in planes: fp16, or codes of 8 bits, of which each stands for
+// code * (row_scales[i] * steps[j]).
+struct KeptChannels {
+    const uint16_t* halves;  // fp16 bit patterns [rows, channels], or null for
+    const int8_t* codes;     // [rows, channels]
+    const float* steps;      // [channels], with STEPS_BEHIND more that can be read
+    const float* row_scales; // [rows]
+    int64_t channels;
+
+    static constexpr int64_t STEPS_BEHIND = 16;
+
+    KeptChannels from(int64_t row) const {
+        return {halves == nullptr ? nullptr : halves + row * channels,
+                codes == nullptr ? nullptr : codes + row * channels, steps,
+                row_scales == nullptr ? nullptr : row_scales + row, channels};
+    }
+};
+
 // One tile in format "codebook" by rows, or the rows of one width of a tile in format "nested": w[i, j] =
 // table[i, code[i, j]]; or scales[i] (table[i, code[i, j]] - BYTE_ZERO), centroids that are bytes.
 struct CodebookByRow {
@@ -102,8 +120,7 @@ struct CodebookByRow {
     const int32_t* out_rows; // as in CodebookByWord
     int bits;                // 1..8
     int64_t rows, columns, words;
-    const uint16_t* kept; // fp16 bit patterns [rows, kept_columns] of further columns
-    int64_t kept_columns;
+    KeptChannels kept; // further columns
 
     static constexpr int32_t BYTE_ZERO = 128;
     static constexpr int32_t MOST_BYTE = 127; // the largest byte less BYTE_ZERO, of either sign
@@ -159,7 +176,7 @@ template <typename X> struct Inputs {
     const X* x; // [tokens, columns] of a stride, in the order that the format's kernels want
     int64_t tokens, stride;
     const float* sums;           // [tokens, groups], of the inputs; for formats that have zero points
-    const float* kept = nullptr; // [tokens, kept_columns]; for codebooks by row
+    const float* kept = nullptr; // [tokens, kept channels]; for codebooks by row
 };
 
 // Inputs of 8 bits: x[t, j] = scales[t, j / group_size] * codes[t, j].
@@ -184,7 +201,7 @@ struct WholeInputs {
     int64_t block_stride;   // for `gemv`: inputs from a block to the next, which has other tokens' too
     const int32_t* factors; // for `gemv`: [blocks, tokens, columns of a block / INPUT_GROUP]
     const Token* token;     // [tokens]
-    const float* kept;      // [tokens, kept_columns]
+    const float* kept;      // [tokens, kept channels]
 };
 
 // How a row of inputs is rounded: symmetric, a scale per group of columns.

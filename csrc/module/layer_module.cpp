@@ -95,6 +95,7 @@ TileLayout tile_layout(const Description& tile) {
     } else if (made.format == "nested") {
         made.counts = tile.numbers<int64_t>("counts");
         made.kept = tile.number("kept");
+        made.kept_bits = static_cast<int>(tile.number("kept_bits", 16));
         made.gains = tile.flag("gains", false);
     }
     return made;

@@ -28,14 +28,14 @@ needs_native = pytest.mark.skipif(not cpu.available(), reason=f"no native extens
 BITS = range(1, 9)
 
 
-def random_tile(r: int, c: int, k: int, counts: tuple[int, ...], seed: int = 0) -> Nested:
+def random_tile(r: int, c: int, k: int, counts: tuple[int, ...], seed: int = 0, kept_bits: int = 8) -> Nested:
     """With gains, but for a matrix of one row."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.zeros(r, c - k, dtype=torch.uint8)
     for bits, first, last in Nested.spans(counts):
         size = (last - first, c - k)
         codes[first:last] = torch.randint(0, 2**bits, size, generator=generator, dtype=torch.uint8)
-    return Nested(
+    made = Nested(
         counts,
         torch.randperm(r, generator=generator),
         torch.rand(r, generator=generator).half(),
@@ -45,6 +45,11 @@ def random_tile(r: int, c: int, k: int, counts: tuple[int, ...], seed: int = 0) 
         torch.randn(r, k, generator=generator).half(),
         torch.randint(0, 256, (r,), generator=generator, dtype=torch.uint8) if r > 1 else None,
     )
+    if k == 0 or kept_bits == 16:
+        return made
+    kept_codes = torch.randint(-128, 128, (r, k), generator=generator, dtype=torch.int8)
+    steps = (torch.rand(k, generator=generator) / 16).half()
+    return replace(made, kept_values=kept_codes, kept_steps=steps)
 
 
 # ---- shapes -------------------------------------------------------------------------------------------------------
@@ -117,6 +122,16 @@ def test_golden_bytes() -> None:
         [[narrow[3], -1.0, narrow[0], narrow[1]], [2 * wide[0], 0.5, 2 * wide[7], 2 * wide[4]]]
     )
     assert torch.equal(tile.dequantize(), expected)
+    eight = replace(
+        tile,
+        kept_values=torch.tensor([[2], [-127]], dtype=torch.int8),
+        kept_steps=torch.tensor([0.125]).half(),
+    )
+    packed = pack(QuantizedWeight((2, 4), (eight,)))
+    assert packed.layout.to_json()["tiles"][0]["kept_bits"] == 8
+    assert packed.tensors["kept_values"].view(torch.uint8).flatten().tolist() == [0x02, 0x81]
+    assert packed.tensors["kept_steps"].view(torch.uint8).tolist() == [0x00, 0x30]
+    assert eight.dequantize()[:, 1].tolist() == [-127 * 0.125, 2 * 2.0 * 0.125]
     gained = replace(tile, gains=torch.tensor([0x35, 0x24], dtype=torch.uint8))
     packed = pack(QuantizedWeight((2, 4), (gained,)))
     assert packed.layout.to_json()["tiles"][0]["gains"] is True
@@ -133,12 +148,14 @@ SHAPES: list[tuple[int, int, int, tuple[int, ...]]] = [
     (130, 333, 2, (130,)),
     (1, 1, 0, (1, 1, 1, 1, 1, 1, 1, 1)),
     (40, 257, 1, (40, 40, 40, 40, 40, 40, 40, 40)),
+    (37, 400, 35, (37, 30, 20, 10, 5)),
 ]
 
 
+@pytest.mark.parametrize("kept_bits", [8, 16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pack_and_unpack_are_inverse(shape: tuple[int, int, int, tuple[int, ...]]) -> None:
-    tile = random_tile(*shape)
+def test_pack_and_unpack_are_inverse(shape: tuple[int, int, int, tuple[int, ...]], kept_bits: int) -> None:
+    tile = random_tile(*shape, kept_bits=kept_bits)
     packed = pack(QuantizedWeight(shape[:2], (tile,)))
     validate("layer", packed)
     again = unpack(packed)
@@ -152,7 +169,7 @@ def test_fewer_planes_are_the_beginning_of_more(shape: tuple[int, int, int, tupl
     tile = random_tile(*shape)
     packed = pack(QuantizedWeight(shape[:2], (tile,)))
     fewer = tuple(m for p, n in enumerate(shape[3]) if (m := n // 2 if p > 1 else n))
-    layout = replace(packed.layout, tiles=(NestedLayout.of(fewer, shape[2], gains=True),))
+    layout = replace(packed.layout, tiles=(NestedLayout.of(fewer, shape[2], gains=True, kept_bits=8),))
     narrow = packed.prefix(layout)
     validate("layer", narrow)
     widths = torch.zeros(shape[0], dtype=torch.uint8)
@@ -180,6 +197,12 @@ def change(packed: PackedWeight, tile: dict[str, Any] | None = None, **tensors: 
         ({"counts": [33, 33, 20, 9.0]}, {}, "not ascend"),
         ({"bits": 3}, {}, "average width"),
         ({"kept": -1}, {}, "not a number"),
+        ({"kept_bits": 4}, {}, "kept_bits 4 is neither 8 nor 16"),
+        ({"kept_bits": True}, {}, "kept_bits True is neither"),
+        ({"kept_bits": 16}, {}, "kept_steps is no tensor of this layer"),
+        ({"kept": 0}, {}, "keeps no channels"),
+        ({}, {"kept_steps": torch.full((3,), torch.inf).half()}, "kept_steps"),
+        ({}, {"kept_values": torch.zeros(33, 3).half()}, "expected"),
         ({"gains": 1}, {}, "neither true nor false"),
         ({"gains": False}, {}, "gains is no tensor of this layer"),
         ({}, {"gains": torch.zeros(32, dtype=torch.uint8)}, "expected"),
@@ -204,11 +227,12 @@ def test_damaged_tiles_are_refused(tile: dict[str, Any], tensors: dict[str, Tens
 
 @needs_native
 @pytest.mark.parametrize("isa", cpu.matmul_isas() if cpu.available() else ())
+@pytest.mark.parametrize("kept_bits", [8, 16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_are_those_of_the_dense_matrix(
-    shape: tuple[int, int, int, tuple[int, ...]], isa: str
+    shape: tuple[int, int, int, tuple[int, ...]], kept_bits: int, isa: str
 ) -> None:
-    packed = pack(QuantizedWeight(shape[:2], (random_tile(*shape),)))
+    packed = pack(QuantizedWeight(shape[:2], (random_tile(*shape, kept_bits=kept_bits),)))
     bound, dense = BoundWeight(packed, isa=isa), unpack(packed).dequantize()
     assert torch.equal(bound.dequantize(), dense)
     generator = torch.Generator().manual_seed(2)
@@ -254,13 +278,14 @@ def test_products_with_other_tables(change: str, isa: str, monkeypatch: pytest.M
     fractions=st.lists(st.floats(0, 1), min_size=0, max_size=7),
     tokens=st.integers(1, 20),
     threads=st.integers(1, 3),
+    kept_bits=st.sampled_from([8, 16]),
 )
 def test_any_shape_and_any_widths(
-    rows: int, columns: int, fractions: list[float], tokens: int, threads: int
+    rows: int, columns: int, fractions: list[float], tokens: int, threads: int, kept_bits: int
 ) -> None:
     counts = (rows, *sorted((n for f in fractions if (n := int(f * rows))), reverse=True))
     kept = min(columns - 1, columns // 50)
-    packed = pack(QuantizedWeight((rows, columns), (random_tile(rows, columns, kept, counts),)))
+    packed = pack(QuantizedWeight((rows, columns), (random_tile(rows, columns, kept, counts, 0, kept_bits),)))
     bound = BoundWeight(packed)
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(rows))
     assert bound.layer is not None

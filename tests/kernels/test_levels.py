@@ -24,8 +24,8 @@ COUNTS = (70, 70, 66, 50, 31, 8)
 LEVELS = ((70,), (70, 70, 12), (70, 66, 66, 50), (70, 70, 66, 50, 31, 8))
 
 
-def nested(kept: int = 0) -> PackedWeight:
-    return pack(QuantizedWeight((70, 300), (random_tile(70, 300, kept, COUNTS),)))
+def nested(kept: int = 0, kept_bits: int = 8) -> PackedWeight:
+    return pack(QuantizedWeight((70, 300), (random_tile(70, 300, kept, COUNTS, 0, kept_bits),)))
 
 
 def codebook(table_bits: int) -> PackedWeight:
@@ -51,9 +51,12 @@ def levels_of(weight: PackedWeight) -> list[LayerLayout]:
 
 
 @pytest.mark.parametrize("isa", cpu.matmul_isas())
-@pytest.mark.parametrize("kind", ["nested", "nested, kept", "codebook 16", "codebook 8"])
+@pytest.mark.parametrize("kind", ["nested", "nested, kept", "nested, kept 16", "codebook 16", "codebook 8"])
 def test_a_level_is_a_layer_of_the_same_beginnings(kind: str, isa: str) -> None:
-    weight = nested(5 if "kept" in kind else 0) if kind.startswith("nested") else codebook(int(kind[9:]))
+    if kind.startswith("nested"):
+        weight = nested(5 if "kept" in kind else 0, 16 if "16" in kind else 8)
+    else:
+        weight = codebook(int(kind[9:]))
     layer = Layer(weight.layout, weight.tensors, isa=isa)
     x = torch.randn(20, 300, generator=torch.Generator().manual_seed(1))
     at = layer
@@ -122,4 +125,8 @@ def test_a_level_keeps_as_many_channels_as_its_layer() -> None:
     with pytest.raises(ValueError, match="another number of kept channels than its layer: 4, expected 5"):
         Layer(weight.layout, weight.tensors).at(LayerLayout((70, 300), (NestedLayout.of((70,), 4, True),)))
     with pytest.raises(ValueError, match="another gains than its layer: 0, expected 1"):
-        Layer(weight.layout, weight.tensors).at(LayerLayout((70, 300), (NestedLayout.of((70,), 5),)))
+        Layer(weight.layout, weight.tensors).at(
+            LayerLayout((70, 300), (NestedLayout.of((70,), 5, False, 8),))
+        )
+    with pytest.raises(ValueError, match="another width of kept channels than its layer: 16, expected 8"):
+        Layer(weight.layout, weight.tensors).at(LayerLayout((70, 300), (NestedLayout.of((70,), 5, True),)))

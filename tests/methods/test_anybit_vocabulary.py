@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -280,17 +281,7 @@ def test_rows_that_count_get_more_planes() -> None:
     tile = made.tiles[0]
     for bits in (3, 8):
         counts = (64,) * bits
-        read = type(tile)(
-            counts,
-            tile.order,
-            tile.scales,
-            tile.shapes,
-            tile.codes >> (8 - bits),
-            tile.kept,
-            tile.kept_values,
-        )
-        errors = read.dequantize() - weight
-        errors[:, tile.kept] = 0
+        errors = replace(tile, counts=counts, codes=tile.codes >> (8 - bits)).dequantize() - weight
         expected = nested_codes.VOCABULARY_FACTOR * cost.of(errors, slice(0, 64))[tile.order]
         torch.testing.assert_close(made.losses[:, bits - 1], expected, rtol=1e-3, atol=1e-9)
     assert pack(made).layout == METHODS["anybit"].embedding_layout(builders.options("anybit"), (64, 32))

@@ -23,7 +23,7 @@ from anybit.calibration.stats import LinearStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.errors import InputError
-from anybit.formats import Nested, NestedLayout
+from anybit.formats import Nested
 from anybit.kernels import cpu
 from anybit.loader import load
 from anybit.methods import anybit as method
@@ -100,7 +100,7 @@ def weights_of(run: end_to_end._Run, counts: Any, parameters: dict[str, Tensor])
             tile, counts=tuple(counts[name]), codes=codes, kept_values=torch.zeros_like(tile.kept_values)
         )
         scale = parameters["scales"][matrix.of_scales].exp()[tile.order.argsort(), None]
-        values = tile.kept_values.float()
+        values = tile.kept_weights
         size = values.square().mean(1, keepdim=True).sqrt() if values.numel() else 0
         values = values + parameters["kept"][matrix.of_kept].view_as(values) * size
         dense = without.dequantize() * scale
@@ -162,7 +162,7 @@ def test_the_model_is_the_one_that_is_stored(model_dir: Callable[[str], Path], t
                 scales=tensors[f"{name}.scales"],
                 kept_values=tensors[f"{name}.kept_values"],
             )
-            layout = NestedLayout.of(counts[name], len(tile.kept), tile.gains is not None)
+            layout = tile.layout().with_counts(counts[name])
             r, c = len(tile.order), tile.codes.shape[1] + len(tile.kept)
             whole = tile.tensors()
             planes = {f"plane_{p}": whole[f"plane_{p}"][:n] for p, n in enumerate(counts[name], 1)}

@@ -193,10 +193,10 @@ def layouts(out: int, columns: int) -> dict[str, LayerLayout]:
     tiles |= {f"by channel {bits}": [codebook(bits, by_channel=True)] for bits in whole}
     tiles |= {f"codebook {bits}{INT8}": [codebook(bits)] for bits in WIDTHS}
     kept = columns // 128
-    tiles |= {f"nested {bits}": [NestedLayout.of([out] * bits, kept)] for bits in WIDTHS}
+    tiles |= {f"nested {bits}": [NestedLayout.of([out] * bits, kept, kept_bits=8)] for bits in WIDTHS}
     mixed = [out, out, out * 3 // 4, out // 2, out // 4]  # an average of 3.5 bits
-    tiles |= {f"nested {bits}{INT8}": [NestedLayout.of([out] * bits, kept)] for bits in WIDTHS}
-    tiles["nested 2 to 5"] = [NestedLayout.of([n for n in mixed if n], kept, gains=True)]
+    tiles |= {f"nested {bits}{INT8}": [NestedLayout.of([out] * bits, kept, kept_bits=8)] for bits in WIDTHS}
+    tiles["nested 2 to 5"] = [NestedLayout.of([n for n in mixed if n], kept, gains=True, kept_bits=8)]
     made = {name: LayerLayout((out, columns), tuple(entry)) for name, entry in tiles.items()}
     made["codebook 4 + sparse"] = replace(made["codebook 4"], sparse=int(SPARSE * out * columns))
     return made

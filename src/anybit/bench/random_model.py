@@ -109,7 +109,7 @@ def nested_layout(out: int, columns: int, bits: float) -> LayerLayout:
     full = int(bits)
     part = round((bits - full) * out / EIGHTH) * EIGHTH
     counts = [out] * full + [part] * (part > 0)
-    return LayerLayout((out, columns), (NestedLayout.of(counts, columns // 128, gains=True),))
+    return LayerLayout((out, columns), (NestedLayout.of(counts, columns // 128, gains=True, kept_bits=8),))
 
 
 def _level(bits: float, shapes: dict[str, tuple[int, int]]) -> Level:

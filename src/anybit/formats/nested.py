@@ -23,6 +23,7 @@ from anybit.lazy import Tensor, torch
 
 CODED_PLANES = range(2, 5)  # that files may hold entropy-coded: the first is a sign, those below are noise
 MAX_CODED = 1 << 40  # bytes of a stream
+MOST_KEPT = 127  # the largest code of a kept channel, of either sign
 GAIN_BITS = 3  # widths up to this have gains; 1 and 2 bits share one
 GAIN_STEP = 1 / 64  # of a gain, which is 1 and up to 15 steps
 
@@ -34,15 +35,21 @@ class NestedLayout(TileLayout):
     NAME: ClassVar = "nested"
 
     counts: tuple[int, ...]  # rows of every plane, above 0 and not ascending
-    kept: int  # input channels that are stored as they are
+    kept: int  # input channels that have no codes in planes
     gains: bool = False  # whether rows of few bits are multiplied by a gain
+    kept_bits: int = 16  # of a weight of the kept channels
     coded_bytes: int | None = None  # of the stream in place of `CODED_PLANES`; None: they are as in memory
 
     @staticmethod
-    def of(counts: Sequence[int], kept: int, gains: bool = False) -> NestedLayout:
+    def of(counts: Sequence[int], kept: int, gains: bool = False, kept_bits: int = 16) -> NestedLayout:
         bits = sum(counts) / counts[0]
         exact = int(bits) if bits.is_integer() else bits
-        return NestedLayout(bits=exact, counts=tuple(counts), kept=kept, gains=gains)
+        kept_bits = kept_bits if kept else 16
+        return NestedLayout(bits=exact, counts=tuple(counts), kept=kept, gains=gains, kept_bits=kept_bits)
+
+    def with_counts(self, counts: Sequence[int]) -> NestedLayout:
+        """So many rows of every plane of the same matrix, in memory."""
+        return self.of(counts, self.kept, self.gains, self.kept_bits)
 
     def coded(self, c: int) -> int:
         return c - self.kept
@@ -57,7 +64,9 @@ class NestedLayout(TileLayout):
             fields["gains"] = (Dtype.U8, (r,))
         if self.kept:
             fields["kept"] = (index_type(c), (self.kept,))
-            fields["kept_values"] = (Dtype.F16, (r, self.kept))
+            fields["kept_values"] = (Dtype.I8 if self.kept_bits == 8 else Dtype.F16, (r, self.kept))
+            if self.kept_bits == 8:
+                fields["kept_steps"] = (Dtype.F16, (self.kept,))
         words = groups_of(self.coded(c), 32)
         planes: Fields = {f"plane_{p}": (Dtype.U32, (n, words)) for p, n in enumerate(self.counts, 1)}
         if self.coded_bytes is not None:
@@ -80,7 +89,7 @@ class NestedLayout(TileLayout):
         none = torch.zeros(r, 0, dtype=torch.float16, device=device)
         return Nested(
             self.counts, order, scales, kinds, codes, kept, tensors["kept_values"] if self.kept else none,
-            tensors.get("gains"),
+            tensors.get("gains"), tensors.get("kept_steps"),
         )  # fmt: skip
 
     def read_grid(self, tensors: Mapping[str, Tensor], r: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -102,6 +111,10 @@ class NestedLayout(TileLayout):
             refuse(f"average width {self.bits!r} is not that of the counts {list(counts)!r}")
         if not is_int(self.kept, 0, 2**31 - 1):
             refuse(f"{self.kept!r} kept channels are not a number of them")
+        if not is_int(self.kept_bits, 8, 16) or self.kept_bits not in (8, 16):
+            refuse(f"kept_bits {self.kept_bits!r} is neither 8 nor 16")
+        if self.kept == 0 and self.kept_bits != 16:
+            refuse("kept_bits of a tile that keeps no channels")
         if not isinstance(self.gains, bool):
             refuse(f"gains {self.gains!r} is neither true nor false")
         if self.coded_bytes is not None and not is_int(self.coded_bytes, 1, MAX_CODED):
@@ -116,10 +129,17 @@ class NestedLayout(TileLayout):
         if not torch.equal(wide_index(tensors["order"]).sort().values.cpu(), torch.arange(r)):
             refuse(f"order does not name each of {r} output rows once")
         if self.kept:
+            if self.kept_bits == 8:
+                check_finite("kept_steps", tensors, refuse)
             check_finite("kept_values", tensors, refuse)
             kept = wide_index(tensors["kept"])
             if int(kept.min()) < 0 or int(kept.max()) >= c or (kept.diff() <= 0).any():
                 refuse(f"kept channels do not ascend within 0..{c - 1}")
+
+
+def kept_units(scales: Tensor, steps: Tensor) -> Tensor:
+    """What a code of 8 bits of each row and kept channel counts, float32 [r, k], of scales [r] and steps [k]."""
+    return scales.float()[:, None] * steps.float()
 
 
 @dataclass(frozen=True)
@@ -129,7 +149,8 @@ class Nested:
     Rows are stored in order of falling sensitivity, so that no row is wider than the one before: the plane of bit p
     (the most significant is 1) holds the first `counts[p - 1]` rows, and a matrix of fewer bits is made of the
     beginnings of the same planes. A weight is its row's scale times an entry of the row's shape (`shapes`), and at 1 to
-    3 bits times the row's gain, but for some input channels, which are kept as they are.
+    3 bits times the row's gain, but for some input channels, which are kept at more bits: as float16, or as int8
+    times a step of the channel and the row's scale.
     """
 
     counts: tuple[int, ...]  # rows of every plane, above 0 and not ascending; the first is r
@@ -138,8 +159,9 @@ class Nested:
     shapes: Tensor  # uint8 [r] below 16
     codes: Tensor  # uint8 [r, c - k], natural order without the kept channels; a row's code at its own width
     kept: Tensor  # int64 [k], ascending input channels
-    kept_values: Tensor  # float16 [r, k]
+    kept_values: Tensor  # float16 [r, k]; or int8, with steps
     gains: Tensor | None = None  # uint8 [r]: steps of the gain at 3 bits times 16, and of that at 1 and 2
+    kept_steps: Tensor | None = None  # float16 [k]
 
     rows: ClassVar = None
     cols: ClassVar = None
@@ -161,6 +183,12 @@ class Nested:
             return scales.float()
         return scales.float() * (1 + GAIN_STEP * (gains >> 4 if bits == GAIN_BITS else gains & 15))
 
+    @property
+    def kept_weights(self) -> Tensor:
+        """The weights of the kept channels, float32 [r, k]."""
+        values = self.kept_values.float()
+        return values if self.kept_steps is None else values * kept_units(self.scales, self.kept_steps)
+
     def dequantize(self) -> Tensor:
         """The matrix [r, c], float32."""
         k, device = len(self.kept), self.codes.device
@@ -171,7 +199,7 @@ class Nested:
             stored[first:last] = entries.gather(1, self.codes[first:last].long())
         dense = torch.empty(len(self.order), self.codes.shape[1] + k, device=device)
         dense[self.order[:, None], self.coded(k + self.codes.shape[1], self.kept)] = stored
-        dense[self.order[:, None], self.kept] = self.kept_values.float()
+        dense[self.order[:, None], self.kept] = self.kept_weights
         return dense
 
     @staticmethod
@@ -182,7 +210,8 @@ class Nested:
         return mask.nonzero()[:, 0]
 
     def layout(self) -> NestedLayout:
-        return NestedLayout.of(self.counts, len(self.kept), self.gains is not None)
+        kept_bits = 16 if self.kept_steps is None else 8
+        return NestedLayout.of(self.counts, len(self.kept), self.gains is not None, kept_bits)
 
     def tensors(self) -> dict[str, Tensor]:
         r = len(self.order)
@@ -196,6 +225,8 @@ class Nested:
         if len(self.kept):
             fields["kept"] = index(self.kept, self.codes.shape[1] + len(self.kept))
             fields["kept_values"] = self.kept_values
+            if self.kept_steps is not None:
+                fields["kept_steps"] = self.kept_steps
         widths = torch.zeros(r, dtype=torch.uint8, device=self.codes.device)
         for bits, first, last in self.spans(self.counts):
             widths[first:last] = bits

@@ -117,7 +117,13 @@ class AnyBit(Sequential, Damped):
         False, "Train scales and kept channels end to end after all else, for all widths at once.",
         flag="--tune",
     )  # fmt: skip
-    kept_channels: float = option(1 / 128, "Share of input channels kept in 16 bits.", layer=True, **SHARE)
+    kept_channels: float = option(
+        1 / 128,
+        "Share of input channels kept at more bits: those of the largest inputs.",
+        layer=True,
+        **SHARE,
+    )
+    kept_bits: int = option(8, "Bits of their weights.", layer=True, **one_of((8, 16)))
     gains: bool = option(
         True, "A byte for every row of the layers, by which its outputs are larger at 2 and at 3 bits.",
         layer=True, flag="--gains/--no-gains",

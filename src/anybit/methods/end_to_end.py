@@ -43,6 +43,7 @@ from anybit.checkpoint.files import unwritable
 from anybit.formats import Nested
 from anybit.formats import tables as shapes
 from anybit.formats.base import to_half
+from anybit.formats.nested import MOST_KEPT, kept_units
 from anybit.methods.ordering import Steps
 from anybit.progress import SILENT, Silent
 
@@ -89,8 +90,9 @@ class _Matrix:
 
     def __init__(self, name: str, tile: Nested, rows: int, values: int, device: torch.device) -> None:
         r, k = tile.kept_values.shape
+        self.kept_steps = None if tile.kept_steps is None else tile.kept_steps.to(device)
         self.name, self.order, self.kept_columns = name, tile.order.to(device), tile.kept.to(device)
-        self.scales, self.values = tile.scales.to(device).float(), tile.kept_values.to(device).float()
+        self.scales, self.values = tile.scales.to(device).float(), tile.kept_weights.to(device)
         self._gains = None if tile.gains is None else tile.gains.to(device)
         self.kept_size = _size(self.values)
         self.of_scales, self.of_kept = slice(rows, rows + r), slice(values, values + r * k)
@@ -99,7 +101,7 @@ class _Matrix:
         self._codes = codes[tile.order.argsort()].to(device)
         self._shapes, self._tables = tile.shapes.to(device, torch.int32), shapes.tables().to(device)
 
-    def write(self, counts: Sequence[int], scales: Tensor, kept_values: Tensor, weight: Tensor) -> None:
+    def write(self, counts: Sequence[int], scales: Tensor, kept: Tensor, weight: Tensor) -> None:
         """Let `weight` [r, c] be the matrix with so many rows of every plane."""
         widths = torch.zeros_like(self._shapes)
         multiplied = torch.empty_like(scales, dtype=torch.float32)
@@ -115,7 +117,7 @@ class _Matrix:
             index += begins[own, None]
             made = self._tables.flatten().index_select(0, index.flatten()).view(index.shape)
             made *= multiplied[own, None]
-            made[:, self.kept_columns] = kept_values[own].float()
+            made[:, self.kept_columns] = kept[own]
             weight[rows] = made
 
 
@@ -149,7 +151,7 @@ class _Student:
         for matrix in self.matrices.values():
             made[f"{matrix.name}.scales"] = self._scales(matrix)
             if len(matrix.kept_columns):
-                made[f"{matrix.name}.kept_values"] = self._kept(matrix)
+                made[f"{matrix.name}.kept_values"] = self._kept_values(matrix)
         return made
 
     @torch.no_grad()
@@ -157,9 +159,21 @@ class _Student:
         return to_half(matrix.scales * self.parameters["scales"][matrix.of_scales].exp())
 
     @torch.no_grad()
-    def _kept(self, matrix: _Matrix) -> Tensor:
+    def _kept_values(self, matrix: _Matrix) -> Tensor:
+        """Weights of kept channels as they are stored; gradients pass through their rounding."""
         moved = self.parameters["kept"][matrix.of_kept].view_as(matrix.values) * matrix.kept_size
-        return to_half(matrix.values + moved)
+        made = matrix.values + moved
+        if matrix.kept_steps is None:
+            return to_half(made)
+        units = kept_units(self._scales(matrix), matrix.kept_steps)
+        codes = torch.where(units > 0, made / units, 0.0).round()
+        return codes.clamp(-MOST_KEPT, MOST_KEPT).to(torch.int8)
+
+    def _kept(self, matrix: _Matrix) -> Tensor:
+        """What these stand for, float32."""
+        values = self._kept_values(matrix).float()
+        steps = matrix.kept_steps
+        return values if steps is None else values * kept_units(self._scales(matrix), steps)
 
     @torch.no_grad()
     def become(self, counts: Mapping[str, Sequence[int]]) -> None:

@@ -11,7 +11,7 @@ LNQ does in GuidedQuant (arXiv:2505.07004), here on the weighted sum over the wi
 for the rounding of products.
 
 Rows share the tables of a few shapes (`anybit.formats.tables`) and have a scale each. The input channels with the
-largest second moments stay float16 and come first, as nothing need be undone for them.
+largest second moments come first, at 8 bits for all widths, and all others make up for their rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from anybit.formats import Nested, NestedLayout
 from anybit.formats import tables as shapes
 from anybit.formats.base import to_half
 from anybit.formats.layout import LayerLayout
-from anybit.formats.nested import GAIN_BITS, GAIN_STEP
+from anybit.formats.nested import GAIN_BITS, GAIN_STEP, MOST_KEPT, kept_units
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels import cpu, dispatch
 from anybit.methods import grid
@@ -40,6 +40,7 @@ CHUNK = 1 << 24  # targets held at a time
 DEVICE_CHUNK = (
     1 << 29
 )  # the same elsewhere than on the CPU, where a column costs the same for any number of rows
+KEPT_RANGES = (1, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2)  # shares of a channel's largest weight that codes may reach
 FIT_BITS = 3  # width at which a row's shape and scale are fitted
 LEAST = 0.03  # what errors far from the tuned width count: all planes must come close to the weights
 VOCABULARY_FACTOR = 1.5  # errors of embedding and head count so much more than is estimated (docs/log.md)
@@ -54,11 +55,12 @@ def layout(spec: LayerSpec[AnyBit], shape: tuple[int, int]) -> LayerLayout:
     bits = spec.tiles[0].bits
     some = round((bits - int(bits)) * shape[0])
     counts = [shape[0]] * int(bits) + ([some] if some else [])
-    return LayerLayout(shape, (NestedLayout.of(counts, kept_channels(spec, shape[1]), spec.options.gains),))
+    kept, options = kept_channels(spec, shape[1]), spec.options
+    return LayerLayout(shape, (NestedLayout.of(counts, kept, options.gains, options.kept_bits),))
 
 
 def kept_channels(spec: LayerSpec[AnyBit], in_features: int) -> int:
-    """How many input channels stay float16."""
+    """How many input channels are kept at more bits."""
     return min(in_features - 1, round(spec.options.kept_channels * in_features))
 
 
@@ -79,7 +81,7 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec[AnyBit])
     Args:
         weight: float32 [out, in]; not changed.
         stats: with the Hessian [in, in] of the layer's inputs, and what ranks rows (`LinearStats.outputs`).
-        spec: `kept_channels`, `tune_for`, `damp`, `descent`, `gains`.
+        spec: `kept_channels`, `kept_bits`, `tune_for`, `damp`, `descent`, `gains`.
 
     Returns:
         the weight, with the `losses` of every stored row at widths 1 to 8.
@@ -110,7 +112,8 @@ def quantize_vocabulary(weight: Tensor, cost: VocabularyCost, options: AnyBit) -
     made = _made(weight, cost.hessian().to(weight.device), vocabulary_spec(options))
     losses = torch.empty_like(made.losses)
     for rows in _row_slices(weight, made.codes.shape[1]):
-        own, errors = weight[rows][:, made.coded], torch.zeros_like(weight[rows])  # kept channels have none
+        own, errors = weight[rows][:, made.coded], torch.empty_like(weight[rows])
+        errors[:, made.kept.channels] = made.kept.weights[rows] - weight[rows][:, made.kept.channels]
         for bits in range(1, BITS + 1):
             errors[:, made.coded] = made.grids[rows].values(made.codes[rows], bits) - own
             losses[rows, bits - 1] = VOCABULARY_FACTOR * cost.of(errors, rows)
@@ -125,8 +128,7 @@ class _Made:
     losses: Tensor  # float32 [out, 8]: E H E^T
     grids: Grids
     coded: Tensor  # int64 [n] channels that have codes
-    kept: Tensor  # int64 [k] others
-    kept_values: Tensor  # float16 [out, k]
+    kept: Kept  # others
     gains: Tensor | None  # uint8 [out], see `formats.Nested`
 
     def weight(self, losses: Tensor) -> QuantizedWeight:
@@ -137,10 +139,19 @@ class _Made:
         counts = (len(order),) * BITS
         scales = to_half(grids.scales)[order]
         gains = None if self.gains is None else self.gains[order]
+        kept = self.kept
         tile = Nested(
-            counts, order, scales, grids.kinds[order], codes, self.kept, self.kept_values[order], gains
+            counts,
+            order,
+            scales,
+            grids.kinds[order],
+            codes,
+            kept.channels,
+            kept.values[order],
+            gains,
+            kept.steps,
         )
-        shape = (len(order), len(self.coded) + len(self.kept))
+        shape = (len(order), len(self.coded) + len(kept.channels))
         return QuantizedWeight(shape, (tile,), losses=losses[order])
 
 
@@ -154,6 +165,7 @@ def _made(weight: Tensor, hessian: Tensor, spec: LayerSpec[AnyBit]) -> _Made:
     processed = torch.argsort(diagonal[coded], descending=True, stable=True)
     columns = coded[processed]
     factor, ridge = damped_factor(hessian, torch.cat([kept, columns]), spec.options.damp)
+    of_kept = factor[: len(kept)].clone()
     factor = factor[len(kept) :, len(kept) :].contiguous()
     within = hessian[columns][:, columns]
     within.diagonal().add_(ridge[len(kept) :])
@@ -167,14 +179,65 @@ def _made(weight: Tensor, hessian: Tensor, spec: LayerSpec[AnyBit]) -> _Made:
         work = grid.without_dead(weight[rows], diagonal)[:, columns]
         kinds[rows], found = dispatch.nested_fit(work, importance, _fitting_table(weight))
         scales[rows] = to_half(found).float()
+    stored = keep(weight, kept, scales, of_kept, spec.options.kept_bits)
+    for rows in _row_slices(weight, len(coded)):
+        work = grid.without_dead(weight[rows], diagonal)[:, columns]
+        work -= stored.errors[rows] @ of_kept[:, len(kept) :]
         grids = Grids(kinds[rows], scales[rows], tables)
         of_row = weights.to(weight.device).repeat(len(work), 1)
         part, losses[rows] = _sweep(work, factor, grids, of_row)
         _descend(work, within, grids, of_row, part, losses[rows], spec.options.descent or 0)
         if steps is not None:
             steps[rows] = _gains(work, within, grids, part, losses[rows])
+        losses[rows] += stored.errors[rows].square().sum(1, keepdim=True)
         codes[rows, processed] = part
-    return _Made(codes, losses, Grids(kinds, scales, tables), coded, kept, to_half(weight[:, kept]), steps)
+    return _Made(codes, losses, Grids(kinds, scales, tables), coded, stored, steps)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The channels that have no codes in planes, and their weights."""
+
+    channels: Tensor  # int64 [k], ascending
+    values: Tensor  # [out, k]: float16, or int8 with
+    steps: Tensor | None  # float16 [k], see `formats.Nested`
+    weights: Tensor  # float32 [out, k]: what they stand for
+    errors: Tensor  # float32 [out, k]: of the channels one by one, as GPTQ's error compensation has them
+
+
+def keep(weight: Tensor, channels: Tensor, scales: Tensor, factor: Tensor, bits: int) -> Kept:
+    """Store the weights of some channels at `bits`, 8 or 16.
+
+    At 8 bits they are rounded to whole multiples of scale times step, one channel after the other, the next ones making
+    up for it. A channel's step is that of `KEPT_RANGES` with the least squared error.
+
+    Args:
+        weight: float32 [out, in].
+        channels: int64 [k].
+        scales: float32 [out], of rows.
+        factor: float32 [k, in]: the first rows of the factor of the inverse Hessian, these channels first.
+        bits: of a weight.
+    """
+    given = weight[:, channels]
+    if bits == 16:
+        half = to_half(given)
+        return Kept(channels, half, None, half.float(), torch.zeros_like(given))
+    rest, errors, weights = given.clone(), torch.zeros_like(given), torch.zeros_like(given)
+    values, steps = torch.zeros_like(given, dtype=torch.int8), given.new_zeros(len(channels)).half()
+    ranges = torch.tensor(KEPT_RANGES).to(given.device) / MOST_KEPT
+    least = torch.finfo(torch.float16).smallest_normal
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)[:, None]
+    for j in range(len(channels)):
+        column = rest[:, j : j + 1]
+        tried = to_half((ranges * (column * inverse).abs().max()).clamp(min=least))
+        units = kept_units(scales, tried)
+        codes = (column * inverse / tried.float()).round().clamp(-MOST_KEPT, MOST_KEPT)
+        best = (codes * units - column).square().sum(0).argmin()
+        steps[j], values[:, j] = tried[best], codes[:, best].to(torch.int8)
+        weights[:, j] = codes[:, best] * units[:, best]
+        errors[:, j] = (rest[:, j] - weights[:, j]) / factor[j, j]
+        rest[:, j + 1 :] -= errors[:, j : j + 1] * factor[j, j + 1 : len(channels)]
+    return Kept(channels, values, steps, weights, errors)
 
 
 def _row_slices(weight: Tensor, columns: int) -> Iterator[slice]:

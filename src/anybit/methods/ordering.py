@@ -267,7 +267,7 @@ def with_counts(layout: LayerLayout, counts: Sequence[int]) -> LayerLayout:
     """The layout of a nested layer with so many rows of every plane."""
     (tile,) = layout.tiles
     assert isinstance(tile, NestedLayout)
-    return replace(layout, tiles=(NestedLayout.of(counts, tile.kept, tile.gains),))
+    return replace(layout, tiles=(tile.with_counts(counts),))
 
 
 def plane_rows(steps: Counts, before: Counts) -> Iterator[tuple[str, int, int, int]]:

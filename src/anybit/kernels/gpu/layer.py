@@ -125,6 +125,7 @@ class NestedKernel:
     ) -> None:
         self._order, self._kinds, self._scales, kept = small
         self._gains = fields.get("gains")
+        self._kept_bits = 8 if "kept_steps" in fields else 16
         self.c, self._stored, self._kept = c, counts, kept
         self._coded = formats.Nested.coded(c, kept) if len(kept) else None
         coded = c - len(kept)
@@ -140,8 +141,22 @@ class NestedKernel:
         self._cut(counts)
         self._values: Tensor | None = None
         if len(kept):
-            self._values = torch.empty_like(fields["kept_values"])
-            self._values[self._order] = fields["kept_values"]
+            self._hold_kept(fields["kept_values"], fields.get("kept_steps"))
+
+    def _hold_kept(self, values: Tensor, steps: Tensor | None) -> None:
+        """Values of kept channels, rows as they are put out; codes as float16, which holds them exactly.
+
+        A weight is value times step of its channel times scale of its row. Scales are relative to about the largest
+        here, a power of two, so that sums before them stay about as large as outputs.
+        """
+        self._values = torch.empty_like(values, dtype=torch.float16)
+        self._values[self._order] = values.half()
+        self._steps = self._row_scales = None
+        if steps is not None:
+            scales = self._scales.float()
+            exponent = scales.abs().max().frexp().exponent
+            self._steps, self._row_scales = steps.float().ldexp(exponent), torch.empty_like(scales)
+            self._row_scales[self._order] = scales.ldexp(-exponent)
 
     def _cut(self, counts: tuple[int, ...]) -> None:
         """Multiply with so many rows of every plane."""
@@ -163,11 +178,9 @@ class NestedKernel:
         if not isinstance(layout, formats.NestedLayout):
             raise ValueError(f"a level of a nested tile is nested, this one is {layout.NAME!r}")
         counts, stored = list(layout.counts), self._stored
-        own = len(self._kept), self._gains is not None
-        if (layout.kept, layout.gains) != own:
-            raise ValueError(
-                f"kept channels and gains of a level are {(layout.kept, layout.gains)}, expected {own}"
-            )
+        own = len(self._kept), self._kept_bits, self._gains is not None
+        if (given := (layout.kept, layout.kept_bits, layout.gains)) != own:
+            raise ValueError(f"kept channels, their bits and gains of a level are {given}, expected {own}")
         fits = 0 < len(counts) <= len(stored) and counts[0] == stored[0] and counts[-1] > 0
         fits = fits and counts == sorted(counts, reverse=True)
         if not fits or any(n > own for n, own in zip(counts, stored)):
@@ -186,18 +199,28 @@ class NestedKernel:
             return concurrently(x.device, *runs)
         kept = x.new_empty(len(x), len(self._values))
         concurrently(x.device, *runs, partial(self._multiply_kept, x, kept))
-        (y[0] if y.dim() == 3 else y).add_(kept)
+        into = y[0] if y.dim() == 3 else y
+        if self._row_scales is None:
+            into.add_(kept)
+        else:
+            into.addcmul_(kept, self._row_scales.to(kept.dtype))
 
     def _multiply_kept(self, x: Tensor, y: Tensor) -> None:
         assert self._values is not None
-        torch.mm(x.index_select(1, self._kept), self._values.to(x.dtype).T, out=y)
+        given = x.index_select(1, self._kept)
+        if self._steps is not None:
+            given = given * self._steps.to(x.dtype)
+        torch.mm(given, self._values.to(x.dtype).T, out=y)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         dense = torch.empty(self._stored[0], self.c, dtype=dtype, device=self._planes.device)
         for part in self._parts:
             place(dense, part.dequantize(dtype), part.rows, self._coded)
         if self._values is not None:
-            dense[:, self._kept] = self._values.to(dtype)
+            values = self._values.float()
+            if self._steps is not None and self._row_scales is not None:
+                values = values * (self._row_scales[:, None] * self._steps)
+            dense[:, self._kept] = values.to(dtype)
         return dense
 
     def planes(self) -> dict[str, Tensor]:

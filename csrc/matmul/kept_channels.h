@@ -1,0 +1,38 @@
+// Channels of a nested tile that have no codes in planes: rows of them as floats.
+#pragma once
+
+#include "matmul/formats.h"
+#include "matmul/transpose.h"
+
+namespace anybit::ANYBIT_ISA {
+namespace {
+
+// `count` codes, up to LANES, as floats; zeros behind them.
+inline Floats load_codes(const int8_t* from, int64_t count) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const __m128i there = _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), from);
+    return reinterpret_cast<Floats>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(there)));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(LANES)));
+    Bytes there{};
+    __builtin_memcpy(&there, from, static_cast<size_t>(count));
+    return __builtin_convertvector(there, Floats);
+#endif
+}
+
+// Channels j to j + count, up to LANES, of a row; zeros behind them.
+inline Floats load_kept(const KeptChannels& kept, int64_t row, int64_t j, int64_t count) {
+    const int64_t at = row * kept.channels + j;
+    if (kept.codes == nullptr) return load_halves(PartialHalves(kept.halves + at, count).halves);
+    return load_codes(kept.codes + at, count) * (load(kept.steps + j) * kept.row_scales[row]);
+}
+
+// The same of up to LANES rows: a vector for each channel, a lane for each row, those that are missing 0.
+inline void load_channels(const KeptChannels& kept, int64_t row, int64_t rows, int64_t j, int64_t count,
+                          Floats (&channels)[LANES]) {
+    for (int64_t l = 0; l < LANES; ++l) channels[l] = l < rows ? load_kept(kept, row + l, j, count) : Floats{};
+    transpose(channels);
+}
+
+} // namespace
+} // namespace anybit::ANYBIT_ISA
