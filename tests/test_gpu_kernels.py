@@ -351,7 +351,7 @@ def test_a_layer_refuses_levels_and_rows_that_it_does_not_have() -> None:
         ),
         (
             nested,
-            replace(nested.layout, tiles=(of_counts(tile.kept + 1, True),)),
+            replace(nested.layout, tiles=(of_counts(tile.kept + 1, gains=True),)),
             "kept channels, their bits",
         ),
         (nested, plain.layout, "is nested, this one is"),

@@ -183,8 +183,9 @@ BoundTile bind_nested(const TileLayout& layout, int64_t r, int64_t c, int64_t ou
         const bool codes = layout.kept_bits == 8;
         bytes->kept = fields.of("kept_values", codes ? CODES : HALF, {r, layout.kept});
         if (codes) {
-            bytes->kept_steps = fields.floats("kept_steps", {layout.kept});
-            bytes->kept_steps.resize(static_cast<size_t>(layout.kept + KeptChannels::STEPS_BEHIND));
+            bytes->kept_scales = fields.floats("kept_scales", {layout.kept});
+            for (float& scale : bytes->kept_scales) scale *= 0x1p-14f;
+            bytes->kept_scales.resize(static_cast<size_t>(layout.kept + KeptChannels::SCALES_BEHIND));
         }
         std::vector<bool> is_kept(static_cast<size_t>(c));
         const std::vector<int32_t> kept = fields.index("kept", layout.kept, c);

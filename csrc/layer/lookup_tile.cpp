@@ -23,7 +23,8 @@ LookupTile::Span LookupTile::span(int bits, int64_t first, int64_t last) const {
 float LookupTile::kept(int64_t row, int64_t j) const {
     const int64_t at = row * kept_.channels + j;
     if (kept_.codes == nullptr) return baseline::half_to_float(kept_.halves[at]);
-    return static_cast<float>(kept_.codes[at]) * (kept_.steps[j] * kept_.row_scales[row]);
+    const int code = kept_.codes[at];
+    return static_cast<float>(code * std::abs(code)) * (kept_.scales[j] * kept_.row_scales[row]);
 }
 
 CodebookByWord LookupTile::by_word(const CodebookByRow& c) const {
@@ -176,13 +177,18 @@ void LookupTile::multiply_few(const Way& way, const TileInputs& x, const Outputs
         return kernels.f32.gemv(c, {floats, x.tokens, at.stride, nullptr, kept}, y.sums, y.stride, from, to);
     ops_.codebook_by_word.gemv_by_row(by_word(c), {floats, x.tokens, line(), nullptr}, y.sums, y.stride,
                                       reinterpret_cast<float*>(own), from, to);
-    for (int64_t i = from; kept_.channels > 0 && i < to; ++i)
-        for (int64_t k = 0; k < x.tokens; ++k) {
-            float sum = 0;
-            for (int64_t j = 0; j < kept_.channels; ++j)
-                sum += kept[k * kept_.channels + j] * this->kept(spans_[span].first + i, j);
-            y.sums[k * y.stride + (c.out_rows == nullptr ? i : c.out_rows[i])] += sum;
+    if (kept_.channels > 0) add_kept(span, {kept, x.tokens, kept_.channels, nullptr}, y, from, to);
+}
+
+void LookupTile::add_kept(size_t span, const Inputs<float>& x, const Outputs& y, int64_t from, int64_t to) const {
+    const CodebookByRow& c = spans_[span].c;
+    for (int64_t i = from; i < to; ++i) {
+        float* to_row = y.sums + c.out_rows[i]; // a tile that keeps channels has rows in an order of its own
+        for (int64_t j = 0; j < kept_.channels; ++j) {
+            const float weight = kept(spans_[span].first + i, j);
+            for (int64_t k = 0; k < x.tokens; ++k) to_row[k * y.stride] += weight * x.x[k * x.stride + j];
         }
+    }
 }
 
 void LookupTile::multiply_many(const Way& way, const TileInputs& x, Outputs y, const Span& span, int64_t from,

@@ -17,12 +17,12 @@ inline void decode_rows(const MatmulOps& ops, const CodebookByWord& c, float* ou
 
 // What tiles of all widths share.
 struct LookupBytes {
-    std::vector<Array> planes;     // uint32 [rows that have the bit, words], the most significant first
-    int64_t coded = 0;             // channels that have codes; those that are kept follow
-    Array kept;                    // [rows, channels] float16, or int8, times `kept_steps` and scales; none: no shape
-    std::vector<float> kept_steps; // [channels], with KeptChannels::STEPS_BEHIND zeros
-    std::vector<uint8_t> kinds;    // nested: [rows]
-    std::vector<float> scales;     // nested: [rows]
+    std::vector<Array> planes;      // uint32 [rows that have the bit, words], the most significant first
+    int64_t coded = 0;              // channels that have codes; those that are kept follow
+    Array kept;                     // [rows, channels] float16, or int8, times `kept_scales` and scales; none: no shape
+    std::vector<float> kept_scales; // [channels], with KeptChannels::SCALES_BEHIND zeros
+    std::vector<uint8_t> kinds;     // nested: [rows]
+    std::vector<float> scales;      // nested: [rows]
     // Nested, with gains: scales times those of 1 and 2 bits, and of 3. Or nothing.
     std::vector<float> gained2, gained3;
     OutRows out_rows;
@@ -44,7 +44,7 @@ public:
         if (const Array& kept = bytes_->kept; !kept.shape.empty()) {
             kept_.channels = kept.shape[1];
             if (kept.type == Type::i8)
-                kept_ = {nullptr, kept.as<int8_t>(), bytes_->kept_steps.data(), bytes_->scales.data(), kept.shape[1]};
+                kept_ = {nullptr, kept.as<int8_t>(), bytes_->kept_scales.data(), bytes_->scales.data(), kept.shape[1]};
             else kept_.halves = kept.as<uint16_t>();
         }
         columns_ = bytes_->coded + kept_.channels;
@@ -124,6 +124,8 @@ private:
 
     Span span(int bits, int64_t first, int64_t last) const;
     float kept(int64_t row, int64_t j) const;
+    // Outputs += kept channels of rows of a span, for instruction sets whose `gemv` does not add them.
+    void add_kept(size_t span, const Inputs<float>& x, const Outputs& y, int64_t from, int64_t to) const;
     CodebookByWord by_word(const CodebookByRow& c) const;
     void find_forms(Forms& forms, Numbers inputs) const;
     const Forms& forms_of(const Way& way) const { return way.inputs == Numbers::bf16 ? bf16_ : f32_; }

@@ -88,19 +88,19 @@ struct CodebookByChannel {
 };
 
 // Channels of a nested tile that have no codes in planes: fp16, or codes of 8 bits, of which each stands for
-// code * (row_scales[i] * steps[j]).
+// code * |code| * (row_scales[i] * scales[j]).
 struct KeptChannels {
     const uint16_t* halves;  // fp16 bit patterns [rows, channels], or null for
     const int8_t* codes;     // [rows, channels]
-    const float* steps;      // [channels], with STEPS_BEHIND more that can be read
+    const float* scales;     // [channels], with SCALES_BEHIND more that can be read
     const float* row_scales; // [rows]
     int64_t channels;
 
-    static constexpr int64_t STEPS_BEHIND = 16;
+    static constexpr int64_t SCALES_BEHIND = 16;
 
     KeptChannels from(int64_t row) const {
         return {halves == nullptr ? nullptr : halves + row * channels,
-                codes == nullptr ? nullptr : codes + row * channels, steps,
+                codes == nullptr ? nullptr : codes + row * channels, scales,
                 row_scales == nullptr ? nullptr : row_scales + row, channels};
     }
 };
@@ -151,7 +151,7 @@ struct CodebookByWord {
     int64_t rows, columns, words, entries; // entries <= 2^bits; a code beyond stands for 0
 };
 
-// One tile in format "float16", or what a nested tile keeps as it is: w[i, j] = values[i, j].
+// One tile in format "float16": w[i, j] = values[i, j].
 struct Float16 {
     const uint16_t* values;  // bit patterns [rows, columns]
     const int32_t* out_rows; // as above

@@ -7,6 +7,8 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
+static_assert(LANES <= KeptChannels::SCALES_BEHIND);
+
 // `count` codes, up to LANES, as floats; zeros behind them.
 inline Floats load_codes(const int8_t* from, int64_t count) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -24,7 +26,8 @@ inline Floats load_codes(const int8_t* from, int64_t count) {
 inline Floats load_kept(const KeptChannels& kept, int64_t row, int64_t j, int64_t count) {
     const int64_t at = row * kept.channels + j;
     if (kept.codes == nullptr) return load_halves(PartialHalves(kept.halves + at, count).halves);
-    return load_codes(kept.codes + at, count) * (load(kept.steps + j) * kept.row_scales[row]);
+    const Floats codes = load_codes(kept.codes + at, count), sizes = codes < 0 ? -codes : codes;
+    return codes * sizes * (load(kept.scales + j) * kept.row_scales[row]);
 }
 
 // The same of up to LANES rows: a vector for each channel, a lane for each row, those that are missing 0.

@@ -17,6 +17,7 @@ from anybit.errors import InputError
 from anybit.formats import Nested, NestedLayout
 from anybit.formats import tables as shapes
 from anybit.formats.layout import LayerLayout
+from anybit.formats.nested import kept_codes, kept_weights
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu, cpu_layer
@@ -48,8 +49,7 @@ def random_tile(r: int, c: int, k: int, counts: tuple[int, ...], seed: int = 0, 
     if k == 0 or kept_bits == 16:
         return made
     kept_codes = torch.randint(-128, 128, (r, k), generator=generator, dtype=torch.int8)
-    steps = (torch.rand(k, generator=generator) / 16).half()
-    return replace(made, kept_values=kept_codes, kept_steps=steps)
+    return replace(made, kept_values=kept_codes, kept_scales=8 * torch.rand(k, generator=generator).half())
 
 
 # ---- shapes -------------------------------------------------------------------------------------------------------
@@ -125,13 +125,13 @@ def test_golden_bytes() -> None:
     eight = replace(
         tile,
         kept_values=torch.tensor([[2], [-127]], dtype=torch.int8),
-        kept_steps=torch.tensor([0.125]).half(),
+        kept_scales=torch.tensor([16.0]).half(),
     )
     packed = pack(QuantizedWeight((2, 4), (eight,)))
     assert packed.layout.to_json()["tiles"][0]["kept_bits"] == 8
     assert packed.tensors["kept_values"].view(torch.uint8).flatten().tolist() == [0x02, 0x81]
-    assert packed.tensors["kept_steps"].view(torch.uint8).tolist() == [0x00, 0x30]
-    assert eight.dequantize()[:, 1].tolist() == [-127 * 0.125, 2 * 2.0 * 0.125]
+    assert packed.tensors["kept_scales"].view(torch.uint8).tolist() == [0x00, 0x4C]
+    assert eight.dequantize()[:, 1].tolist() == [-127 * 127 / 1024, 2 * 4 / 1024]
     gained = replace(tile, gains=torch.tensor([0x35, 0x24], dtype=torch.uint8))
     packed = pack(QuantizedWeight((2, 4), (gained,)))
     assert packed.layout.to_json()["tiles"][0]["gains"] is True
@@ -199,9 +199,10 @@ def change(packed: PackedWeight, tile: dict[str, Any] | None = None, **tensors: 
         ({"kept": -1}, {}, "not a number"),
         ({"kept_bits": 4}, {}, "kept_bits 4 is neither 8 nor 16"),
         ({"kept_bits": True}, {}, "kept_bits True is neither"),
-        ({"kept_bits": 16}, {}, "kept_steps is no tensor of this layer"),
+        ({"kept_bits": 16}, {}, "kept_scales is no tensor of this layer"),
         ({"kept": 0}, {}, "keeps no channels"),
-        ({}, {"kept_steps": torch.full((3,), torch.inf).half()}, "kept_steps"),
+        ({}, {"kept_scales": torch.full((3,), torch.inf).half()}, "kept_scales"),
+        ({}, {"kept_scales": torch.full((3,), -0.5).half()}, "kept_scales are negative"),
         ({}, {"kept_values": torch.zeros(33, 3).half()}, "expected"),
         ({"gains": 1}, {}, "neither true nor false"),
         ({"gains": False}, {}, "gains is no tensor of this layer"),
@@ -220,6 +221,21 @@ def test_damaged_tiles_are_refused(tile: dict[str, Any], tensors: dict[str, Tens
     packed = pack(QuantizedWeight((33, 100), (random_tile(*SHAPES[0]),)))
     with pytest.raises(InputError, match=word):
         validate("layer", change(packed, tile, **tensors))
+
+
+def test_codes_of_kept_channels_are_the_nearest() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.rand(50, generator=generator).half()
+    weights, kept_scales = torch.randn(50, 3, generator=generator), torch.tensor([4.0, 60.0, 1.0]).half()
+    weights[7], scales[9] = 0, 0
+    made = kept_codes(weights, scales, kept_scales)
+    every = torch.arange(-127, 128, dtype=torch.int8)[:, None, None]
+    errors = torch.stack([kept_weights(c.expand(50, 3), scales, kept_scales) for c in every]) - weights
+    found = (kept_weights(made, scales, kept_scales) - weights).abs()
+    assert (found <= errors.abs().amin(0) * (1 + 1e-5) + 1e-9).all()
+    assert not made[7].any() and not made[9].any() and int(made.abs().max()) == 127
+    minus = kept_weights(torch.full((1, 1), -128, dtype=torch.int8), torch.ones(1), torch.ones(1))
+    assert minus.item() == -1
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------------

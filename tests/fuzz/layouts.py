@@ -142,7 +142,8 @@ def random_layout(rng: Random) -> LayerLayout:
     tiles: list[TileLayout]
     if kind == "nested":
         counts = sorted((rng.randint(1, out) for _ in range(rng.randrange(8))), reverse=True)
-        tiles = [NestedLayout.of([out, *counts], rng.choice((0, rng.randrange(columns))), rng.random() < 0.5)]
+        kept, options = rng.choice((0, rng.randrange(columns))), (rng.random() < 0.5, rng.choice((8, 16)))
+        tiles = [NestedLayout.of([out, *counts], kept, gains=options[0], kept_bits=options[1])]
     elif kind == "two_four":
         blocks = -(-columns // 16)
         columns, size = blocks * 16, rng.choice((8, 16))
@@ -204,7 +205,7 @@ def filled(rng: Random, layout: LayerLayout) -> PackedWeight:
                 tensors[name] = torch.full_like(tensor, rng.choice((0.1, 0.5, 1.0)))
             elif tensor.dtype == torch.float16:
                 free = torch.randn(tensor.shape).clamp(-2, 2).half()
-                tensors[name] = free.abs() if field in ("scales", "codebook_scale") else free
+                tensors[name] = free.abs() if field in ("scales", "codebook_scale", "kept_scales") else free
     if layout.tiles[0].rows is not None:  # tiles by rows round the same inputs alike
         for field in ("act_clip", "act_scales"):
             tensors |= {n: tensors[f"0.{field}"] for n in tensors if n.endswith(f".{field}")}

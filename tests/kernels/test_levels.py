@@ -123,10 +123,14 @@ def test_a_level_is_the_layers_own_layout_but_for_its_width(change: dict[str, An
 def test_a_level_keeps_as_many_channels_as_its_layer() -> None:
     weight = nested(5)
     with pytest.raises(ValueError, match="another number of kept channels than its layer: 4, expected 5"):
-        Layer(weight.layout, weight.tensors).at(LayerLayout((70, 300), (NestedLayout.of((70,), 4, True),)))
+        Layer(weight.layout, weight.tensors).at(
+            LayerLayout((70, 300), (NestedLayout.of((70,), 4, gains=True),))
+        )
     with pytest.raises(ValueError, match="another gains than its layer: 0, expected 1"):
         Layer(weight.layout, weight.tensors).at(
-            LayerLayout((70, 300), (NestedLayout.of((70,), 5, False, 8),))
+            LayerLayout((70, 300), (NestedLayout.of((70,), 5, kept_bits=8),))
         )
     with pytest.raises(ValueError, match="another width of kept channels than its layer: 16, expected 8"):
-        Layer(weight.layout, weight.tensors).at(LayerLayout((70, 300), (NestedLayout.of((70,), 5, True),)))
+        Layer(weight.layout, weight.tensors).at(
+            LayerLayout((70, 300), (NestedLayout.of((70,), 5, gains=True),))
+        )

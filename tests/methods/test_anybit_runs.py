@@ -82,7 +82,7 @@ def test_blocks_are_calibrated_behind_quantized_ones(
             shape = (len(losses[name]), columns[name])
             tensors = {f: stored[f"{name}.{f}"] for f in ("order", "scales", "shapes", "gains")}
             if kept[name]:
-                tensors |= {f: stored[f"{name}.{f}"] for f in ("kept", "kept_values", "kept_steps")}
+                tensors |= {f: stored[f"{name}.{f}"] for f in ("kept", "kept_values", "kept_scales")}
             planes = {f"plane_{p}": stored[f"{name}.plane_{p}"][:n] for p, n in enumerate(counts, 1)}
             tile = NestedLayout.of(counts, kept[name], gains=True, kept_bits=8)
             dense = tile.read(tensors | planes, *shape).dequantize()

@@ -16,9 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import methods
+from anybit import Engine, methods
 from anybit.artifact import files
 from anybit.artifact.config_json import own_windows_note
+from anybit.artifact.convert import convert
 from anybit.artifact.levels import Levels
 from anybit.artifact.reader import open_artifact
 from anybit.artifact.sizes import inspect, table_of_levels
@@ -257,15 +258,22 @@ def test_what_is_stated_of_embeddings_is_checked(made: Make, tmp_path: Path) -> 
 
 
 def test_artifacts_of_format_1_load(made: Make, tmp_path: Path) -> None:
-    """They have no nested embeddings, and are as they were but for the number."""
-    copy = Path(shutil.copytree(made("llama-tied", embed_bits=8), tmp_path / "copy"))
+    """They have no nested embeddings, coded planes, gains or kept channels of 8 bits, and another number."""
+    old = made("llama-tied", embed_bits=8, kept_bits=16, kept_channels=0.05, gains=False, coded=False)
+    copy = Path(shutil.copytree(old, tmp_path / "copy"))
     assert not any(files.EMBEDDING in entry for entry in index_of(copy)[files.SECTION])
     file = copy / "config.json"
     config = json.loads(file.read_text())
+    (tile,) = next(iter(config["quantization_config"]["layers"].values()))["tiles"]
+    assert tile["kept"] > 0 and not tile.keys() & {"coded_bytes", "gains", "kept_bits"}
     config["quantization_config"]["format_version"] = 1
     file.write_text(json.dumps(config))
     write_index(copy, index_of(copy) | {"format_version": 1})
-    assert torch.equal(logits(load(copy), IDS), logits(load(made("llama-tied", embed_bits=8)), IDS))
+    expected = logits(load(old), IDS)
+    assert torch.equal(logits(load(copy), IDS), expected)
+    convert(copy, tmp_path / "new")
+    assert torch.equal(logits(load(tmp_path / "new"), IDS), expected)
+    assert Engine(copy).generate(IDS[0].tolist(), 4).tokens == Engine(old).generate(IDS[0].tolist(), 4).tokens
 
 
 def test_rows_that_count_get_more_planes() -> None:

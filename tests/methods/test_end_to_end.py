@@ -46,13 +46,19 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def training(
-    folder: Path, place: Path, kept: int = 2, count: int = 6, embedding: bool = True, **rest: Any
+    folder: Path,
+    place: Path,
+    kept: int = 2,
+    count: int = 6,
+    embedding: bool = True,
+    kept_bits: int = 8,
+    **rest: Any,
 ) -> Training:
     """Of a tiny model all of whose matrices are nested, codes rounded without statistics."""
     streamed = StreamedModel(open_checkpoint(folder), torch.float32)
     tiles: dict[str, Nested] = {}
     losses: dict[str, Tensor] = {}
-    spec = builders.options("anybit", kept_channels=kept / 100, descent=0).layer_spec()
+    spec = builders.options("anybit", kept_channels=kept / 100, kept_bits=kept_bits, descent=0).layer_spec()
 
     def add(name: str, weight: Tensor) -> None:
         stats = LinearStats.empty(weight.shape[1], hessian=True)
@@ -100,9 +106,12 @@ def weights_of(run: end_to_end._Run, counts: Any, parameters: dict[str, Tensor])
             tile, counts=tuple(counts[name]), codes=codes, kept_values=torch.zeros_like(tile.kept_values)
         )
         scale = parameters["scales"][matrix.of_scales].exp()[tile.order.argsort(), None]
-        values = tile.kept_weights
-        size = values.square().mean(1, keepdim=True).sqrt() if values.numel() else 0
-        values = values + parameters["kept"][matrix.of_kept].view_as(values) * size
+        values, moved = tile.kept_weights, parameters["kept"][matrix.of_kept]
+        if tile.kept_scales is None:
+            size = values.square().mean(1, keepdim=True).sqrt() if values.numel() else 0
+            values = values + moved.view_as(values) * size
+        else:
+            values = values * parameters["scales"][matrix.of_scales].exp()[:, None] * moved.exp()
         dense = without.dequantize() * scale
         dense = dense.index_add(1, tile.kept, values[tile.order.argsort()])
         module = student.model.get_submodule(name)
@@ -114,16 +123,17 @@ def weights_of(run: end_to_end._Run, counts: Any, parameters: dict[str, Tensor])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("bits", [2.3, 4.0])
+@pytest.mark.parametrize(("bits", "kept_bits"), [(2.3, 8), (4.0, 8), (4.0, 16)])
 def test_gradients_are_those_of_autograd(
     family: str,
     bits: float,
+    kept_bits: int,
     model_dir: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(end_to_end, "_draws", lambda training: [[(0, bits), (1, bits)]])
-    run = end_to_end._Run(training(model_dir(family), tmp_path))
+    run = end_to_end._Run(training(model_dir(family), tmp_path, kept_bits=kept_bits))
     student, counts = run.student, run._counts(bits)
     base = AutoModelForCausalLM.from_pretrained(model_dir(family), dtype=torch.float32).eval()
     leaves = {name: torch.zeros_like(p).requires_grad_() for name, p in student.parameters.items()}
@@ -145,9 +155,12 @@ def test_gradients_are_those_of_autograd(
         torch.testing.assert_close(parameter.grad, expected[name], rtol=2e-3, atol=1e-4 * largest)
 
 
-def test_the_model_is_the_one_that_is_stored(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept_bits", [8, 16])
+def test_the_model_is_the_one_that_is_stored(
+    kept_bits: int, model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
     """At every width, also after parameters have moved."""
-    run = end_to_end._Run(training(model_dir("llama-tied"), tmp_path))
+    run = end_to_end._Run(training(model_dir("llama-tied"), tmp_path, kept_bits=kept_bits))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in run.student.parameters.values():
@@ -159,8 +172,11 @@ def test_the_model_is_the_one_that_is_stored(model_dir: Callable[[str], Path], t
         for name in run.student.matrices:
             tile = replace(
                 run.training.tile(name),
-                scales=tensors[f"{name}.scales"],
-                kept_values=tensors[f"{name}.kept_values"],
+                **{
+                    field: tensors[f"{name}.{field}"]
+                    for field in ("scales", "kept_values", "kept_scales")
+                    if f"{name}.{field}" in tensors
+                },
             )
             layout = tile.layout().with_counts(counts[name])
             r, c = len(tile.order), tile.codes.shape[1] + len(tile.kept)
@@ -189,7 +205,7 @@ def test_it_never_makes_it_worse(
     found = end_to_end.end_to_end(made)
     for name in made.matrices:
         assert torch.equal(found[f"{name}.scales"], made.tile(name).scales)
-        assert torch.equal(found[f"{name}.kept_values"], made.tile(name).kept_values)
+        assert torch.equal(found[f"{name}.kept_scales"], made.tile(name).kept_scales)
 
 
 def test_it_resumes_to_the_same_tensors(
@@ -246,7 +262,7 @@ def test_without_kept_channels_and_with_the_embedding_as_it_is(
     model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     made = end_to_end.end_to_end(training(model_dir("llama"), tmp_path, kept=0, embedding=False))
-    assert not any(name.endswith("kept_values") for name in made)
+    assert not any("kept" in name for name in made)
     assert "model.embed_tokens.scales" not in made
 
 
@@ -294,7 +310,7 @@ def test_artifacts(
     before, after = stored(plain), stored(path)
     assert before.keys() == after.keys()
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-    assert {name.rpartition(".")[2] for name in changed} <= {"scales", "kept_values"}
+    assert {name.rpartition(".")[2] for name in changed} <= {"scales", "kept_scales"}
     assert any(name.endswith(".scales") for name in changed)
     assert (path / "README.md").read_text().count("--tune") == 1
     ids = torch.arange(3, 40)[None]

@@ -15,7 +15,7 @@ from anybit.methods import METHODS, changed
 Row = Json
 TOLD = (  # whatever they are
     *("group_size", "outlier_channels", "exclusive_outliers", "sensitive_outliers", "magnitude_outliers"),
-    *("channel_outliers", "error_outliers", "kept_channels"),
+    *("channel_outliers", "error_outliers", "kept_channels", "kept_bits"),
 )
 ELSEWHERE = ("method", "bits", "wide_rows", "wide_groups", "samples", "seq_len", "seed")
 MARKS = "¹²³⁴⁵⁶⁷⁸⁹"
@@ -57,8 +57,8 @@ def section(results: Json, cells: Sequence[Row]) -> str:
 <ul>
 {chr(10).join(lines)}
 </ul>
-<p class="note">Beside each: group size (-1: a whole row), outliers (a share of weights or channels kept in 16 bits, or
-so many channels at 8), and options other than the method's own (see <code>anybit quantize --help</code>). This makes
+<p class="note">Beside each: group size (-1: a whole row), outliers (a share of weights or channels kept at more bits,
+or so many channels at 8), and options other than the method's own (see <code>anybit quantize --help</code>). This makes
 them all:</p>
 <pre>{html.escape(command(results, cells))}</pre>"""
 

@@ -79,7 +79,7 @@ class TileLayout:
         return ()
 
     def coded(self, c: int) -> int:
-        """How many of its input channels have codes; the others are outliers, stored as floats."""
+        """How many of its input channels have codes; the others are outliers, kept at more bits."""
         return c
 
     def fields(self, r: int, c: int) -> Fields:

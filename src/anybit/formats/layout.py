@@ -181,7 +181,7 @@ def bits_per_weight(layouts: Iterable[LayerLayout]) -> float:
 def code_bits(layouts: Iterable[LayerLayout]) -> float:
     """Average width of the codes alone, weighted by the number of weights that have codes.
 
-    Columns of a quantized matrix that stay float16 are outliers, not codes. 16 where nothing has codes.
+    Columns of a quantized matrix that are kept at more bits are outliers, not codes. 16 where nothing has codes.
     """
     weights, bits, layers = 0, 0.0, 0
     for layout in layouts:

@@ -24,6 +24,7 @@ from anybit.lazy import Tensor, torch
 CODED_PLANES = range(2, 5)  # that files may hold entropy-coded: the first is a sign, those below are noise
 MAX_CODED = 1 << 40  # bytes of a stream
 MOST_KEPT = 127  # the largest code of a kept channel, of either sign
+KEPT_UNIT = 2.0**-14  # of a code times its size
 GAIN_BITS = 3  # widths up to this have gains; 1 and 2 bits share one
 GAIN_STEP = 1 / 64  # of a gain, which is 1 and up to 15 steps
 
@@ -41,15 +42,15 @@ class NestedLayout(TileLayout):
     coded_bytes: int | None = None  # of the stream in place of `CODED_PLANES`; None: they are as in memory
 
     @staticmethod
-    def of(counts: Sequence[int], kept: int, gains: bool = False, kept_bits: int = 16) -> NestedLayout:
+    def of(counts: Sequence[int], kept: int, *, gains: bool = False, kept_bits: int = 16) -> NestedLayout:
         bits = sum(counts) / counts[0]
         exact = int(bits) if bits.is_integer() else bits
-        kept_bits = kept_bits if kept else 16
+        kept_bits = kept_bits if kept else 16  # of nothing: as by default, so that it is not described
         return NestedLayout(bits=exact, counts=tuple(counts), kept=kept, gains=gains, kept_bits=kept_bits)
 
     def with_counts(self, counts: Sequence[int]) -> NestedLayout:
         """So many rows of every plane of the same matrix, in memory."""
-        return self.of(counts, self.kept, self.gains, self.kept_bits)
+        return self.of(counts, self.kept, gains=self.gains, kept_bits=self.kept_bits)
 
     def coded(self, c: int) -> int:
         return c - self.kept
@@ -66,7 +67,7 @@ class NestedLayout(TileLayout):
             fields["kept"] = (index_type(c), (self.kept,))
             fields["kept_values"] = (Dtype.I8 if self.kept_bits == 8 else Dtype.F16, (r, self.kept))
             if self.kept_bits == 8:
-                fields["kept_steps"] = (Dtype.F16, (self.kept,))
+                fields["kept_scales"] = (Dtype.F16, (self.kept,))
         words = groups_of(self.coded(c), 32)
         planes: Fields = {f"plane_{p}": (Dtype.U32, (n, words)) for p, n in enumerate(self.counts, 1)}
         if self.coded_bytes is not None:
@@ -89,7 +90,7 @@ class NestedLayout(TileLayout):
         none = torch.zeros(r, 0, dtype=torch.float16, device=device)
         return Nested(
             self.counts, order, scales, kinds, codes, kept, tensors["kept_values"] if self.kept else none,
-            tensors.get("gains"), tensors.get("kept_steps"),
+            tensors.get("gains"), tensors.get("kept_scales"),
         )  # fmt: skip
 
     def read_grid(self, tensors: Mapping[str, Tensor], r: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -130,16 +131,31 @@ class NestedLayout(TileLayout):
             refuse(f"order does not name each of {r} output rows once")
         if self.kept:
             if self.kept_bits == 8:
-                check_finite("kept_steps", tensors, refuse)
+                check_finite("kept_scales", tensors, refuse)
+                if (tensors["kept_scales"] < 0).any():
+                    refuse("kept_scales are negative")
             check_finite("kept_values", tensors, refuse)
             kept = wide_index(tensors["kept"])
             if int(kept.min()) < 0 or int(kept.max()) >= c or (kept.diff() <= 0).any():
                 refuse(f"kept channels do not ascend within 0..{c - 1}")
 
 
-def kept_units(scales: Tensor, steps: Tensor) -> Tensor:
-    """What a code of 8 bits of each row and kept channel counts, float32 [r, k], of scales [r] and steps [k]."""
-    return scales.float()[:, None] * steps.float()
+def kept_weights(codes: Tensor, scales: Tensor, kept_scales: Tensor) -> Tensor:
+    """What codes [r, k] of kept channels stand for, float32, with scales [r] of rows and [k] of channels.
+
+    A code `c` stands for `c |c|` times a unit: rows' weights over their scales differ much, and small ones need smaller
+    steps than large ones.
+    """
+    codes = codes.float()
+    return codes * codes.abs() * (scales.float()[:, None] * (kept_scales.float() * KEPT_UNIT))
+
+
+def kept_codes(weights: Tensor, scales: Tensor, kept_scales: Tensor) -> Tensor:
+    """The codes int8 [r, k] of the nearest weights; 0 where a scale is."""
+    units = scales.float()[:, None] * (kept_scales.float() * KEPT_UNIT)
+    squares = torch.where(units > 0, weights.abs() / units, 0.0)
+    sizes = (squares - 0.25).clamp(min=0).sqrt().round().clamp(max=MOST_KEPT)  # c^2 + c + 1/2 is halfway
+    return (sizes * weights.sign()).to(torch.int8)
 
 
 @dataclass(frozen=True)
@@ -149,8 +165,8 @@ class Nested:
     Rows are stored in order of falling sensitivity, so that no row is wider than the one before: the plane of bit p
     (the most significant is 1) holds the first `counts[p - 1]` rows, and a matrix of fewer bits is made of the
     beginnings of the same planes. A weight is its row's scale times an entry of the row's shape (`shapes`), and at 1 to
-    3 bits times the row's gain, but for some input channels, which are kept at more bits: as float16, or as int8
-    times a step of the channel and the row's scale.
+    3 bits times the row's gain, but for some input channels, which are kept at more bits: as float16, or as
+    int8 with a scale of the channel beside the row's (`kept_weights`).
     """
 
     counts: tuple[int, ...]  # rows of every plane, above 0 and not ascending; the first is r
@@ -159,9 +175,9 @@ class Nested:
     shapes: Tensor  # uint8 [r] below 16
     codes: Tensor  # uint8 [r, c - k], natural order without the kept channels; a row's code at its own width
     kept: Tensor  # int64 [k], ascending input channels
-    kept_values: Tensor  # float16 [r, k]; or int8, with steps
+    kept_values: Tensor  # float16 [r, k]; or int8, with kept scales
     gains: Tensor | None = None  # uint8 [r]: steps of the gain at 3 bits times 16, and of that at 1 and 2
-    kept_steps: Tensor | None = None  # float16 [k]
+    kept_scales: Tensor | None = None  # float16 [k]
 
     rows: ClassVar = None
     cols: ClassVar = None
@@ -186,8 +202,9 @@ class Nested:
     @property
     def kept_weights(self) -> Tensor:
         """The weights of the kept channels, float32 [r, k]."""
-        values = self.kept_values.float()
-        return values if self.kept_steps is None else values * kept_units(self.scales, self.kept_steps)
+        if self.kept_scales is None:
+            return self.kept_values.float()
+        return kept_weights(self.kept_values, self.scales, self.kept_scales)
 
     def dequantize(self) -> Tensor:
         """The matrix [r, c], float32."""
@@ -210,8 +227,8 @@ class Nested:
         return mask.nonzero()[:, 0]
 
     def layout(self) -> NestedLayout:
-        kept_bits = 16 if self.kept_steps is None else 8
-        return NestedLayout.of(self.counts, len(self.kept), self.gains is not None, kept_bits)
+        kept_bits = 16 if self.kept_scales is None else 8
+        return NestedLayout.of(self.counts, len(self.kept), gains=self.gains is not None, kept_bits=kept_bits)
 
     def tensors(self) -> dict[str, Tensor]:
         r = len(self.order)
@@ -225,8 +242,8 @@ class Nested:
         if len(self.kept):
             fields["kept"] = index(self.kept, self.codes.shape[1] + len(self.kept))
             fields["kept_values"] = self.kept_values
-            if self.kept_steps is not None:
-                fields["kept_steps"] = self.kept_steps
+            if self.kept_scales is not None:
+                fields["kept_scales"] = self.kept_scales
         widths = torch.zeros(r, dtype=torch.uint8, device=self.codes.device)
         for bits, first, last in self.spans(self.counts):
             widths[first:last] = bits

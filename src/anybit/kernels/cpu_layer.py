@@ -33,7 +33,7 @@ class Layer:
         fields: the stored tensors by field; arrays of NumPy do, too, and hold bfloat16 as uint16.
         codebook_precision: "int8" has codebooks by row and nested tiles multiply inputs of 8 bits (a scale per token
             and 32 of them) with centroids of 8 bits (127 steps to the largest of a row), nested rows of 7 and 8 bits
-            with centroids of 16. Kept channels stay as they are. That is faster; other tiles are not touched.
+            with centroids of 16. Kept channels meet inputs as they are. That is faster; other tiles are not touched.
         isa: one of `cpu.matmul_isas()` instead of the best, for tests.
 
     Raises:

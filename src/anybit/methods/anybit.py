@@ -114,7 +114,7 @@ class AnyBit(Sequential, Damped):
         valid=lambda value: 0 <= value <= 100,
     )
     tune: bool = option(
-        False, "Train scales and kept channels end to end after all else, for all widths at once.",
+        False, "Train scales end to end after all else, for all widths at once.",
         flag="--tune",
     )  # fmt: skip
     kept_channels: float = option(
@@ -259,7 +259,7 @@ def _searched(options: AnyBit) -> list[Any]:
 
 
 def tune(training: Training) -> dict[str, Tensor]:
-    """Scales and kept channels that bring the model of every width nearer to the unquantized one."""
+    """Scales that bring the model of every width nearer to the unquantized one."""
     from anybit.methods import end_to_end
 
     return end_to_end.end_to_end(training)

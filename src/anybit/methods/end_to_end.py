@@ -1,6 +1,6 @@
 """End-to-end tuning of a nested model for all its sizes at once (`--tune`).
 
-Codes stay. What is trained is what all sizes share: the scale of every row and the kept channels. A step reads some
+Codes stay. What is trained is what all sizes share: the scale of every row and of every kept channel. A step reads some
 windows, each at an average width drawn at random, whose model is a prefix of the order of all planes, and goes along
 the gradient of the Kullback-Leibler divergence from what the unquantized model says of the next token. It is the
 logarithm that counts, so that no width is traded for another.
@@ -43,7 +43,7 @@ from anybit.checkpoint.files import unwritable
 from anybit.formats import Nested
 from anybit.formats import tables as shapes
 from anybit.formats.base import to_half
-from anybit.formats.nested import MOST_KEPT, kept_units
+from anybit.formats.nested import kept_weights
 from anybit.methods.ordering import Steps
 from anybit.progress import SILENT, Silent
 
@@ -55,7 +55,7 @@ JUDGED = 4  # windows of a text that are held out
 OTHER_TEXT = "builtin"  # held-out windows of which there are too, where it is not the one that is trained on
 BETAS = (0.9, 0.95)  # of Adam
 SCALE_RATE = 1e-3  # learning rates: of a scale's logarithm,
-KEPT_RATE = 2e-3  # and of kept values, relative to their row's
+KEPT_RATE = 2e-3  # and of kept values, relative to their row's, or of their scales' logarithms
 WARM_UP = 10  # steps
 EXAMINATIONS = 3  # of held-out windows in the course of a training, besides the first
 SAVED_EVERY = 10  # steps
@@ -90,12 +90,13 @@ class _Matrix:
 
     def __init__(self, name: str, tile: Nested, rows: int, values: int, device: torch.device) -> None:
         r, k = tile.kept_values.shape
-        self.kept_steps = None if tile.kept_steps is None else tile.kept_steps.to(device)
+        self.kept_scales = None if tile.kept_scales is None else tile.kept_scales.to(device).float()
         self.name, self.order, self.kept_columns = name, tile.order.to(device), tile.kept.to(device)
-        self.scales, self.values = tile.scales.to(device).float(), tile.kept_weights.to(device)
+        self.scales, self.values = tile.scales.to(device).float(), tile.kept_values.to(device).float()
         self._gains = None if tile.gains is None else tile.gains.to(device)
         self.kept_size = _size(self.values)
-        self.of_scales, self.of_kept = slice(rows, rows + r), slice(values, values + r * k)
+        trained = k if tile.kept_scales is not None else r * k
+        self.of_scales, self.of_kept = slice(rows, rows + r), slice(values, values + trained)
         codes = tile.codes.new_zeros(r, tile.codes.shape[1] + k)  # of 8 bits, rows as they are put out
         codes[:, tile.coded(codes.shape[1], tile.kept)] = tile.codes
         self._codes = codes[tile.order.argsort()].to(device)
@@ -150,7 +151,9 @@ class _Student:
         made = {}
         for matrix in self.matrices.values():
             made[f"{matrix.name}.scales"] = self._scales(matrix)
-            if len(matrix.kept_columns):
+            if matrix.kept_scales is not None:
+                made[f"{matrix.name}.kept_scales"] = self._kept_scales(matrix)
+            elif len(matrix.kept_columns):
                 made[f"{matrix.name}.kept_values"] = self._kept_values(matrix)
         return made
 
@@ -159,21 +162,21 @@ class _Student:
         return to_half(matrix.scales * self.parameters["scales"][matrix.of_scales].exp())
 
     @torch.no_grad()
-    def _kept_values(self, matrix: _Matrix) -> Tensor:
-        """Weights of kept channels as they are stored; gradients pass through their rounding."""
-        moved = self.parameters["kept"][matrix.of_kept].view_as(matrix.values) * matrix.kept_size
-        made = matrix.values + moved
-        if matrix.kept_steps is None:
-            return to_half(made)
-        units = kept_units(self._scales(matrix), matrix.kept_steps)
-        codes = torch.where(units > 0, made / units, 0.0).round()
-        return codes.clamp(-MOST_KEPT, MOST_KEPT).to(torch.int8)
-
     def _kept(self, matrix: _Matrix) -> Tensor:
-        """What these stand for, float32."""
-        values = self._kept_values(matrix).float()
-        steps = matrix.kept_steps
-        return values if steps is None else values * kept_units(self._scales(matrix), steps)
+        """Kept weights, float32 [r, k]."""
+        if matrix.kept_scales is None:
+            return self._kept_values(matrix).float()
+        return kept_weights(matrix.values, self._scales(matrix), self._kept_scales(matrix))
+
+    @torch.no_grad()
+    def _kept_values(self, matrix: _Matrix) -> Tensor:
+        moved = self.parameters["kept"][matrix.of_kept].view_as(matrix.values) * matrix.kept_size
+        return to_half(matrix.values + moved)
+
+    @torch.no_grad()
+    def _kept_scales(self, matrix: _Matrix) -> Tensor:
+        assert matrix.kept_scales is not None
+        return to_half(matrix.kept_scales * self.parameters["kept"][matrix.of_kept].exp())
 
     @torch.no_grad()
     def become(self, counts: Mapping[str, Sequence[int]]) -> None:
@@ -215,11 +218,18 @@ class _Student:
         self._add(matrix, of_outputs, of_kept)
 
     def _add(self, matrix: _Matrix, of_outputs: Tensor, of_kept: Tensor) -> None:
-        """Add gradients, rows as they are put out: of the logarithms of whole outputs, and of kept values."""
-        of_kept = of_kept[matrix.order]
-        by_scale = of_outputs[matrix.order] - (of_kept * self._kept(matrix)).sum(1)
-        self.gradients["scales"][matrix.of_scales] += by_scale
-        self.gradients["kept"][matrix.of_kept] += (of_kept * matrix.kept_size).flatten()
+        """Add gradients, rows as they are put out: of the logarithms of whole outputs, and of kept weights.
+
+        Kept weights of 16 bits do not move with their row's scale, those of 8 bits do.
+        """
+        by_scale, of_kept = of_outputs[matrix.order], of_kept[matrix.order]
+        by_weight = of_kept * self._kept(matrix)
+        if matrix.kept_scales is None:
+            self.gradients["scales"][matrix.of_scales] += by_scale - by_weight.sum(1)
+            self.gradients["kept"][matrix.of_kept] += (of_kept * matrix.kept_size).flatten()
+        else:
+            self.gradients["scales"][matrix.of_scales] += by_scale
+            self.gradients["kept"][matrix.of_kept] += by_weight.sum(0)
 
     def collect(self, weight: float) -> None:
         """Add what was followed to the gradients of the parameters, times `weight`, and begin anew."""
@@ -260,7 +270,7 @@ class _Teacher:
 
 
 def end_to_end(training: Training) -> dict[str, Tensor]:
-    """Train scales and kept channels for all widths at once.
+    """Train scales of rows and of kept channels, or kept channels of 16 bits, for all widths at once.
 
     Args:
         training: see there.

@@ -29,7 +29,7 @@ from anybit.formats import Nested, NestedLayout
 from anybit.formats import tables as shapes
 from anybit.formats.base import to_half
 from anybit.formats.layout import LayerLayout
-from anybit.formats.nested import GAIN_BITS, GAIN_STEP, MOST_KEPT, kept_units
+from anybit.formats.nested import GAIN_BITS, GAIN_STEP, KEPT_UNIT, MOST_KEPT, kept_codes, kept_weights
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels import cpu, dispatch
 from anybit.methods import grid
@@ -40,7 +40,8 @@ CHUNK = 1 << 24  # targets held at a time
 DEVICE_CHUNK = (
     1 << 29
 )  # the same elsewhere than on the CPU, where a column costs the same for any number of rows
-KEPT_RANGES = (1, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2)  # shares of a channel's largest weight that codes may reach
+KEPT_RANGES = (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # see `keep`: shares of the largest
+MOST_RATIO = 1024  # see `reaching`: of SmolLM2's matrices the largest is 547
 FIT_BITS = 3  # width at which a row's shape and scale are fitted
 LEAST = 0.03  # what errors far from the tuned width count: all planes must come close to the weights
 VOCABULARY_FACTOR = 1.5  # errors of embedding and head count so much more than is estimated (docs/log.md)
@@ -56,7 +57,9 @@ def layout(spec: LayerSpec[AnyBit], shape: tuple[int, int]) -> LayerLayout:
     some = round((bits - int(bits)) * shape[0])
     counts = [shape[0]] * int(bits) + ([some] if some else [])
     kept, options = kept_channels(spec, shape[1]), spec.options
-    return LayerLayout(shape, (NestedLayout.of(counts, kept, options.gains, options.kept_bits),))
+    return LayerLayout(
+        shape, (NestedLayout.of(counts, kept, gains=options.gains, kept_bits=options.kept_bits),)
+    )
 
 
 def kept_channels(spec: LayerSpec[AnyBit], in_features: int) -> int:
@@ -135,21 +138,17 @@ class _Made:
         """The stored matrix, of rows that cost float32 [out, 8]."""
         worth = losses[:, RANKED].clamp(min=1e-30).log().mean(1)
         order = torch.argsort(worth, descending=True, stable=True)
-        grids, codes = self.grids, self.codes[order]
-        counts = (len(order),) * BITS
-        scales = to_half(grids.scales)[order]
-        gains = None if self.gains is None else self.gains[order]
-        kept = self.kept
+        grids, codes, kept = self.grids, self.codes[order], self.kept
         tile = Nested(
-            counts,
-            order,
-            scales,
-            grids.kinds[order],
-            codes,
-            kept.channels,
-            kept.values[order],
-            gains,
-            kept.steps,
+            counts=(len(order),) * BITS,
+            order=order,
+            scales=to_half(grids.scales)[order],
+            shapes=grids.kinds[order],
+            codes=codes,
+            kept=kept.channels,
+            kept_values=kept.values[order],
+            gains=None if self.gains is None else self.gains[order],
+            kept_scales=kept.scales,
         )
         shape = (len(order), len(self.coded) + len(kept.channels))
         return QuantizedWeight(shape, (tile,), losses=losses[order])
@@ -175,23 +174,29 @@ def _made(weight: Tensor, hessian: Tensor, spec: LayerSpec[AnyBit]) -> _Made:
     kinds, scales = codes.new_empty(len(weight)), weight.new_empty(len(weight))
     steps = codes.new_zeros(len(weight)) if spec.options.gains else None
     tables = shapes.tables().to(weight.device)
+
+    def columns_of(rows: slice) -> Tensor:
+        return grid.without_dead(weight[rows], diagonal)[:, columns]
+
     for rows in _row_slices(weight, len(coded)):
-        work = grid.without_dead(weight[rows], diagonal)[:, columns]
-        kinds[rows], found = dispatch.nested_fit(work, importance, _fitting_table(weight))
-        scales[rows] = to_half(found).float()
-    stored = keep(weight, kept, scales, of_kept, spec.options.kept_bits)
+        kinds[rows], scales[rows] = dispatch.nested_fit(columns_of(rows), importance, _fitting_table(weight))
+    if spec.options.kept_bits == 8:
+        scales = reaching(scales, weight[:, kept])
+    scales = to_half(scales).float()
+    held = keep(weight, kept, scales, of_kept, spec.options.kept_bits)  # all rows: they share scales
     for rows in _row_slices(weight, len(coded)):
-        work = grid.without_dead(weight[rows], diagonal)[:, columns]
-        work -= stored.errors[rows] @ of_kept[:, len(kept) :]
+        work = columns_of(rows)
+        if held.scales is not None:
+            work -= held.errors[rows] @ of_kept[:, len(kept) :]
         grids = Grids(kinds[rows], scales[rows], tables)
         of_row = weights.to(weight.device).repeat(len(work), 1)
         part, losses[rows] = _sweep(work, factor, grids, of_row)
         _descend(work, within, grids, of_row, part, losses[rows], spec.options.descent or 0)
         if steps is not None:
             steps[rows] = _gains(work, within, grids, part, losses[rows])
-        losses[rows] += stored.errors[rows].square().sum(1, keepdim=True)
+        losses[rows] += held.errors[rows].square().sum(1, keepdim=True)
         codes[rows, processed] = part
-    return _Made(codes, losses, Grids(kinds, scales, tables), coded, stored, steps)
+    return _Made(codes, losses, Grids(kinds, scales, tables), coded, held, steps)
 
 
 @dataclass(frozen=True)
@@ -200,44 +205,64 @@ class Kept:
 
     channels: Tensor  # int64 [k], ascending
     values: Tensor  # [out, k]: float16, or int8 with
-    steps: Tensor | None  # float16 [k], see `formats.Nested`
+    scales: Tensor | None  # float16 [k], see `formats.Nested`
     weights: Tensor  # float32 [out, k]: what they stand for
-    errors: Tensor  # float32 [out, k]: of the channels one by one, as GPTQ's error compensation has them
+    errors: (
+        Tensor  # float32 [out, k]: (what a channel should be - what it is) / its diagonal entry of the factor
+    )
 
 
 def keep(weight: Tensor, channels: Tensor, scales: Tensor, factor: Tensor, bits: int) -> Kept:
     """Store the weights of some channels at `bits`, 8 or 16.
 
-    At 8 bits they are rounded to whole multiples of scale times step, one channel after the other, the next ones making
-    up for it. A channel's step is that of `KEPT_RANGES` with the least squared error.
+    At 8 bits they are rounded one channel after the other, the next ones making up for it as in GPTQ. Codes reach a
+    channel's largest weight over its row's scale, or that of `KEPT_RANGES` with the least squared error.
 
     Args:
         weight: float32 [out, in].
         channels: int64 [k].
-        scales: float32 [out], of rows.
+        scales: float32 [out], of rows, far enough for these weights (`reaching`).
         factor: float32 [k, in]: the first rows of the factor of the inverse Hessian, these channels first.
         bits: of a weight.
+
+    Returns:
+        what is stored, and the errors that columns behind these channels are to make up for.
+
+    Raises:
+        InputError: at 16 bits, weights that float16 does not reach.
     """
     given = weight[:, channels]
-    if bits == 16:
+    if bits == 16 or not len(channels):
         half = to_half(given)
         return Kept(channels, half, None, half.float(), torch.zeros_like(given))
     rest, errors, weights = given.clone(), torch.zeros_like(given), torch.zeros_like(given)
-    values, steps = torch.zeros_like(given, dtype=torch.int8), given.new_zeros(len(channels)).half()
-    ranges = torch.tensor(KEPT_RANGES).to(given.device) / MOST_KEPT
-    least = torch.finfo(torch.float16).smallest_normal
-    inverse = torch.where(scales > 0, 1 / scales, 0.0)[:, None]
+    values, of_channels = torch.zeros_like(given, dtype=torch.int8), given.new_zeros(len(channels)).half()
+    ranges = torch.tensor(KEPT_RANGES).to(given.device) / (MOST_KEPT**2 * KEPT_UNIT)
+    limits = torch.finfo(torch.float16)
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
     for j in range(len(channels)):
-        column = rest[:, j : j + 1]
-        tried = to_half((ranges * (column * inverse).abs().max()).clamp(min=least))
-        units = kept_units(scales, tried)
-        codes = (column * inverse / tried.float()).round().clamp(-MOST_KEPT, MOST_KEPT)
-        best = (codes * units - column).square().sum(0).argmin()
-        steps[j], values[:, j] = tried[best], codes[:, best].to(torch.int8)
-        weights[:, j] = codes[:, best] * units[:, best]
+        column = rest[:, j, None]
+        tried = ranges * (rest[:, j] * inverse).abs().max()
+        tried = tried.clamp(limits.smallest_normal, limits.max).half()  # smaller ones have fewer bits
+        codes = kept_codes(column, scales, tried)
+        found = kept_weights(codes, scales, tried)
+        best = (found - column).square().sum(0).argmin()
+        of_channels[j], values[:, j], weights[:, j] = tried[best], codes[:, best], found[:, best]
         errors[:, j] = (rest[:, j] - weights[:, j]) / factor[j, j]
         rest[:, j + 1 :] -= errors[:, j : j + 1] * factor[j, j + 1 : len(channels)]
-    return Kept(channels, values, steps, weights, errors)
+    return Kept(channels, values, of_channels, weights, errors)
+
+
+def reaching(scales: Tensor, kept: Tensor) -> Tensor:
+    """Scales of rows [out], larger where their kept weights [out, k] are far beyond what those of other rows are.
+
+    Codes of a kept channel have one scale for all rows. Over its row's scale, a weight may be up to `MOST_RATIO` times
+    as large as that of the median row.
+    """
+    ratios = kept.abs() / scales[:, None]
+    there = ratios.isfinite() & (ratios > 0)
+    usual = torch.where(there, ratios, torch.nan).nanmedian(0).values.nan_to_num(1.0)
+    return torch.maximum(scales, (kept.abs() / (MOST_RATIO * usual)).amax(1)) if kept.numel() else scales
 
 
 def _row_slices(weight: Tensor, columns: int) -> Iterator[slice]:

@@ -15,6 +15,7 @@ from anybit import formats
 from anybit.formats import tables as shapes
 from anybit.formats.codebook import decode_table
 from anybit.formats.layout import LayerLayout, PlacedTile
+from anybit.formats.nested import KEPT_UNIT, kept_weights
 from anybit.formats.weight import PackedWeight, place
 from anybit.kernels.gpu import activations, codebook, integer
 from anybit.kernels.gpu.group_int import GroupIntKernel, place_product
@@ -125,7 +126,6 @@ class NestedKernel:
     ) -> None:
         self._order, self._kinds, self._scales, kept = small
         self._gains = fields.get("gains")
-        self._kept_bits = 8 if "kept_steps" in fields else 16
         self.c, self._stored, self._kept = c, counts, kept
         self._coded = formats.Nested.coded(c, kept) if len(kept) else None
         coded = c - len(kept)
@@ -139,24 +139,36 @@ class NestedKernel:
             starts.append(starts[-1] + n * per_row)
         self._starts, self._per_row = starts, per_row
         self._cut(counts)
-        self._values: Tensor | None = None
+        self._kept_scales = fields.get("kept_scales")
+        self._kept_values = torch.zeros(counts[0], 0, device=kept.device)
         if len(kept):
-            self._hold_kept(fields["kept_values"], fields.get("kept_steps"))
+            self._kept_values = torch.empty_like(fields["kept_values"])
+            self._kept_values[self._order] = fields["kept_values"]
+        self._row_scales = torch.empty_like(self._scales)
+        self._row_scales[self._order] = self._scales
+        self._kept_as: dict[torch.dtype, tuple[Tensor, Tensor, Tensor] | Tensor] = {}
 
-    def _hold_kept(self, values: Tensor, steps: Tensor | None) -> None:
-        """Values of kept channels, rows as they are put out; codes as float16, which holds them exactly.
+    def _kept_in(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | Tensor:
+        """Kept weights, rows as they are put out; of codes what they stand for beside scales [k] and [r].
 
-        A weight is value times step of its channel times scale of its row. Scales are relative to about the largest
-        here, a power of two, so that sums before them stay about as large as outputs.
+        Scales of rows are relative to about the largest, a power of two, so that sums before them stay about as large
+        as outputs.
         """
-        self._values = torch.empty_like(values, dtype=torch.float16)
-        self._values[self._order] = values.half()
-        self._steps = self._row_scales = None
-        if steps is not None:
-            scales = self._scales.float()
-            exponent = scales.abs().max().frexp().exponent
-            self._steps, self._row_scales = steps.float().ldexp(exponent), torch.empty_like(scales)
-            self._row_scales[self._order] = scales.ldexp(-exponent)
+        if dtype not in self._kept_as:
+            values, kept_scales = self._kept_values.float(), self._kept_scales
+            if kept_scales is None:
+                self._kept_as[dtype] = values.to(dtype)
+            else:
+                scales = self._row_scales.float()
+                exponent = scales.abs().max().frexp().exponent
+                parts = (
+                    values * values.abs() * KEPT_UNIT,
+                    kept_scales.float().ldexp(exponent),
+                    scales.ldexp(-exponent),
+                )
+                first, second, third = (part.to(dtype) for part in parts)
+                self._kept_as[dtype] = first, second, third
+        return self._kept_as[dtype]
 
     def _cut(self, counts: tuple[int, ...]) -> None:
         """Multiply with so many rows of every plane."""
@@ -178,7 +190,7 @@ class NestedKernel:
         if not isinstance(layout, formats.NestedLayout):
             raise ValueError(f"a level of a nested tile is nested, this one is {layout.NAME!r}")
         counts, stored = list(layout.counts), self._stored
-        own = len(self._kept), self._kept_bits, self._gains is not None
+        own = len(self._kept), 16 if self._kept_scales is None else 8, self._gains is not None
         if (given := (layout.kept, layout.kept_bits, layout.gains)) != own:
             raise ValueError(f"kept channels, their bits and gains of a level are {given}, expected {own}")
         fits = 0 < len(counts) <= len(stored) and counts[0] == stored[0] and counts[-1] > 0
@@ -195,32 +207,33 @@ class NestedKernel:
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         given = x if self._coded is None else x.index_select(1, self._coded)
         runs = [partial(part.matmul, given, y, add) for part in self._parts]  # each has rows of its own
-        if self._values is None:
+        if not len(self._kept):
             return concurrently(x.device, *runs)
-        kept = x.new_empty(len(x), len(self._values))
-        concurrently(x.device, *runs, partial(self._multiply_kept, x, kept))
+        held = self._kept_in(x.dtype)
+        kept = x.new_empty(len(x), len(self._kept_values))
+        concurrently(x.device, *runs, partial(self._multiply_kept, x, held, kept))
         into = y[0] if y.dim() == 3 else y
-        if self._row_scales is None:
+        if isinstance(held, Tensor):
             into.add_(kept)
         else:
-            into.addcmul_(kept, self._row_scales.to(kept.dtype))
+            into.addcmul_(kept, held[2])
 
-    def _multiply_kept(self, x: Tensor, y: Tensor) -> None:
-        assert self._values is not None
+    def _multiply_kept(self, x: Tensor, held: tuple[Tensor, Tensor, Tensor] | Tensor, y: Tensor) -> None:
         given = x.index_select(1, self._kept)
-        if self._steps is not None:
-            given = given * self._steps.to(x.dtype)
-        torch.mm(given, self._values.to(x.dtype).T, out=y)
+        if isinstance(held, Tensor):
+            torch.mm(given, held.T, out=y)
+        else:
+            torch.mm(given * held[1], held[0].T, out=y)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         dense = torch.empty(self._stored[0], self.c, dtype=dtype, device=self._planes.device)
         for part in self._parts:
             place(dense, part.dequantize(dtype), part.rows, self._coded)
-        if self._values is not None:
-            values = self._values.float()
-            if self._steps is not None and self._row_scales is not None:
-                values = values * (self._row_scales[:, None] * self._steps)
-            dense[:, self._kept] = values.to(dtype)
+        if self._kept_scales is not None:
+            weights = kept_weights(self._kept_values, self._row_scales, self._kept_scales)
+            dense[:, self._kept] = weights.to(dtype)
+        elif len(self._kept):
+            dense[:, self._kept] = self._kept_values.to(dtype)
         return dense
 
     def planes(self) -> dict[str, Tensor]:
