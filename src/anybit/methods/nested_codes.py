@@ -207,9 +207,7 @@ class Kept:
     values: Tensor  # [out, k]: float16, or int8 with
     scales: Tensor | None  # float16 [k], see `formats.Nested`
     weights: Tensor  # float32 [out, k]: what they stand for
-    errors: (
-        Tensor  # float32 [out, k]: (what a channel should be - what it is) / its diagonal entry of the factor
-    )
+    errors: Tensor  # float32 [out, k]: what is off, over each channel's diagonal entry of the factor
 
 
 def keep(weight: Tensor, channels: Tensor, scales: Tensor, factor: Tensor, bits: int) -> Kept:

@@ -116,6 +116,73 @@ class Rounded:
         return self.tile().dequantize().to(dtype)
 
 
+class KeptChannels:
+    """The kept channels of a nested tile, rows as they are put out.
+
+    Args:
+        channels: int64 [k].
+        values: float16 or int8 [r, k], rows as they are stored.
+        kept_scales: float16 [k], of int8.
+        scales: float16 [r], of rows as they are stored.
+        order: int64 [r]: the output row of each stored row.
+    """
+
+    def __init__(
+        self, channels: Tensor, values: Tensor, kept_scales: Tensor | None, scales: Tensor, order: Tensor
+    ) -> None:
+        self.channels, self._kept_scales = channels, kept_scales
+        self._values, self._scales = torch.empty_like(values), torch.empty_like(scales)
+        self._values[order], self._scales[order] = values, scales
+        self._factors: dict[torch.dtype, tuple[Tensor, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self.channels)
+
+    @property
+    def bits(self) -> int:
+        return 16 if self._kept_scales is None else 8
+
+    def weights(self) -> Tensor:
+        """Float32 [r, k]."""
+        if self._kept_scales is None:
+            return self._values.float()
+        return kept_weights(self._values, self._scales, self._kept_scales)
+
+    def products(self, x: Tensor) -> Tensor:
+        """Room for `multiply`, [m, r]."""
+        return x.new_empty(len(x), len(self._values))
+
+    def multiply(self, x: Tensor, products: Tensor) -> None:
+        """Inputs [m, c] times the kept weights; of codes, without the scales of rows."""
+        values, *scales = self._in(x.dtype)
+        given = x.index_select(1, self.channels)
+        torch.mm(given * scales[0] if scales else given, values.T, out=products)
+
+    def add(self, products: Tensor, y: Tensor) -> None:
+        """Outputs [m, r] += what `multiply` has made."""
+        _, *scales = self._in(products.dtype)
+        if scales:
+            y.addcmul_(products, scales[1])
+        else:
+            y.add_(products)
+
+    def _in(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Weights; or what codes stand for, and scales of channels and of rows. They are made once for each dtype.
+
+        Scales of rows are relative to about the largest, a power of two, so that sums before them stay about as large
+        as outputs.
+        """
+        if dtype not in self._factors:
+            made: tuple[Tensor, ...] = (self.weights(),)
+            if self._kept_scales is not None:
+                codes, scales = self._values.float(), self._scales.float()
+                exponent = scales.abs().max().frexp().exponent
+                kept_scales = self._kept_scales.float().ldexp(exponent)
+                made = codes * codes.abs() * KEPT_UNIT, kept_scales, scales.ldexp(-exponent)
+            self._factors[dtype] = tuple(part.to(dtype) for part in made)
+        return self._factors[dtype]
+
+
 class NestedKernel:
     """A nested tile: a codebook of shared tables for the rows of every width, and the channels that are kept."""
 
@@ -126,11 +193,17 @@ class NestedKernel:
     ) -> None:
         self._order, self._kinds, self._scales, kept = small
         self._gains = fields.get("gains")
-        self.c, self._stored, self._kept = c, counts, kept
-        self._coded = formats.Nested.coded(c, kept) if len(kept) else None
-        coded = c - len(kept)
+        self.c, self._stored = c, counts
+        self._kept: KeptChannels | None = None
+        self._coded: Tensor | None = None
+        if len(kept):
+            values, kept_scales = fields["kept_values"], fields.get("kept_scales")
+            self._kept = KeptChannels(kept, values, kept_scales, self._scales, self._order)
+            self._coded = formats.Nested.coded(c, kept)
+        self._columns = c - len(kept)
         packed = [
-            codebook.pack_planes(fields[f"plane_{p}"][None], coded)[0] for p in range(1, len(counts) + 1)
+            codebook.pack_planes(fields[f"plane_{p}"][None], self._columns)[0]
+            for p in range(1, len(counts) + 1)
         ]
         self._planes = torch.cat([plane.flatten() for plane in packed])
         per_row = packed[0][0].numel()
@@ -139,36 +212,6 @@ class NestedKernel:
             starts.append(starts[-1] + n * per_row)
         self._starts, self._per_row = starts, per_row
         self._cut(counts)
-        self._kept_scales = fields.get("kept_scales")
-        self._kept_values = torch.zeros(counts[0], 0, device=kept.device)
-        if len(kept):
-            self._kept_values = torch.empty_like(fields["kept_values"])
-            self._kept_values[self._order] = fields["kept_values"]
-        self._row_scales = torch.empty_like(self._scales)
-        self._row_scales[self._order] = self._scales
-        self._kept_as: dict[torch.dtype, tuple[Tensor, Tensor, Tensor] | Tensor] = {}
-
-    def _kept_in(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | Tensor:
-        """Kept weights, rows as they are put out; of codes what they stand for beside scales [k] and [r].
-
-        Scales of rows are relative to about the largest, a power of two, so that sums before them stay about as large
-        as outputs.
-        """
-        if dtype not in self._kept_as:
-            values, kept_scales = self._kept_values.float(), self._kept_scales
-            if kept_scales is None:
-                self._kept_as[dtype] = values.to(dtype)
-            else:
-                scales = self._row_scales.float()
-                exponent = scales.abs().max().frexp().exponent
-                parts = (
-                    values * values.abs() * KEPT_UNIT,
-                    kept_scales.float().ldexp(exponent),
-                    scales.ldexp(-exponent),
-                )
-                first, second, third = (part.to(dtype) for part in parts)
-                self._kept_as[dtype] = first, second, third
-        return self._kept_as[dtype]
 
     def _cut(self, counts: tuple[int, ...]) -> None:
         """Multiply with so many rows of every plane."""
@@ -177,7 +220,7 @@ class NestedKernel:
                 self._planes,
                 [start + first * self._per_row for start in self._starts[:bits]],
                 shapes.table(bits).to(self._scales.device),
-                self.c - len(self._kept),
+                self._columns,
                 self._order[first:last].int(),
                 self._kinds[first:last],
                 formats.Nested.scales_at(self._scales, self._gains, bits)[first:last],
@@ -190,7 +233,7 @@ class NestedKernel:
         if not isinstance(layout, formats.NestedLayout):
             raise ValueError(f"a level of a nested tile is nested, this one is {layout.NAME!r}")
         counts, stored = list(layout.counts), self._stored
-        own = len(self._kept), 16 if self._kept_scales is None else 8, self._gains is not None
+        own = (*((len(self._kept), self._kept.bits) if self._kept else (0, 16)), self._gains is not None)
         if (given := (layout.kept, layout.kept_bits, layout.gains)) != own:
             raise ValueError(f"kept channels, their bits and gains of a level are {given}, expected {own}")
         fits = 0 < len(counts) <= len(stored) and counts[0] == stored[0] and counts[-1] > 0
@@ -207,42 +250,26 @@ class NestedKernel:
     def matmul(self, x: Tensor, y: Tensor, add: bool = False) -> None:
         given = x if self._coded is None else x.index_select(1, self._coded)
         runs = [partial(part.matmul, given, y, add) for part in self._parts]  # each has rows of its own
-        if not len(self._kept):
+        if self._kept is None:
             return concurrently(x.device, *runs)
-        held = self._kept_in(x.dtype)
-        kept = x.new_empty(len(x), len(self._kept_values))
-        concurrently(x.device, *runs, partial(self._multiply_kept, x, held, kept))
-        into = y[0] if y.dim() == 3 else y
-        if isinstance(held, Tensor):
-            into.add_(kept)
-        else:
-            into.addcmul_(kept, held[2])
-
-    def _multiply_kept(self, x: Tensor, held: tuple[Tensor, Tensor, Tensor] | Tensor, y: Tensor) -> None:
-        given = x.index_select(1, self._kept)
-        if isinstance(held, Tensor):
-            torch.mm(given, held.T, out=y)
-        else:
-            torch.mm(given * held[1], held[0].T, out=y)
+        products = self._kept.products(x)
+        concurrently(x.device, *runs, partial(self._kept.multiply, x, products))
+        self._kept.add(products, y[0] if y.dim() == 3 else y)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         dense = torch.empty(self._stored[0], self.c, dtype=dtype, device=self._planes.device)
         for part in self._parts:
             place(dense, part.dequantize(dtype), part.rows, self._coded)
-        if self._kept_scales is not None:
-            weights = kept_weights(self._kept_values, self._row_scales, self._kept_scales)
-            dense[:, self._kept] = weights.to(dtype)
-        elif len(self._kept):
-            dense[:, self._kept] = self._kept_values.to(dtype)
+        if self._kept is not None:
+            dense[:, self._kept.channels] = self._kept.weights().to(dtype)
         return dense
 
     def planes(self) -> dict[str, Tensor]:
         """The stored planes."""
-        coded = self.c - len(self._kept)
         made = {}
         for p, n in enumerate(self._stored, 1):
             packed = self._planes[self._starts[p - 1] : self._starts[p]].view(1, n, -1, LANES)
-            made[f"plane_{p}"] = codebook.unpack_planes(packed, coded)[0]
+            made[f"plane_{p}"] = codebook.unpack_planes(packed, self._columns)[0]
         return made
 
 
