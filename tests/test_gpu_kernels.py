@@ -279,9 +279,19 @@ def cmpq(out: int, columns: int) -> LayerLayout:
     return LayerLayout((out, columns), tiles, sparse=out)
 
 
+KEPT_16 = "nested 2 to 5, kept 16"
+
+
+def layout_of(name: str, shape: tuple[int, int]) -> LayerLayout:
+    if name == "CMPQ":
+        return cmpq(*shape)
+    made = layouts(*shape)[name.removesuffix(", kept 16")]
+    return replace(made, tiles=(replace(made.tiles[0], kept_bits=16),)) if name == KEPT_16 else made
+
+
 def random_layer(name: str, shape: tuple[int, int]) -> PackedWeight:
     """Valid bytes, of random numbers where floats are."""
-    weight = random_weight(cmpq(*shape) if name == "CMPQ" else layouts(*shape)[name])
+    weight = random_weight(layout_of(name, shape))
     tensors = {
         field: t
         if not t.is_floating_point() or field.endswith("act_clip")  # which tiles by rows share
@@ -296,7 +306,7 @@ def on_cpu(weight: PackedWeight) -> PackedWeight:
     return PackedWeight(weight.layout, {field: t.cpu() for field, t in weight.tensors.items()})
 
 
-@pytest.mark.parametrize("name, shape", [*weights(), ("CMPQ", SHAPES[1])])
+@pytest.mark.parametrize("name, shape", [*weights(), ("CMPQ", SHAPES[1]), (KEPT_16, SHAPES[0])])
 def test_every_layout_multiplies_as_the_reference_does(name: str, shape: tuple[int, int]) -> None:
     weight = random_layer(name, shape)
     layer, readable = Layer(weight.layout, weight.tensors), unpack(on_cpu(weight))
@@ -398,6 +408,7 @@ SPLIT = [
     "codebook 4 + sparse",
     "by channel 3",
     "nested 2 to 5",
+    KEPT_16,
 ]
 
 

@@ -184,7 +184,7 @@ BoundTile bind_nested(const TileLayout& layout, int64_t r, int64_t c, int64_t ou
         bytes->kept = fields.of("kept_values", codes ? CODES : HALF, {r, layout.kept});
         if (codes) {
             bytes->kept_scales = fields.floats("kept_scales", {layout.kept});
-            for (float& scale : bytes->kept_scales) scale *= 0x1p-14f;
+            for (float& scale : bytes->kept_scales) scale *= 0x1p-14f; // KEPT_UNIT of formats/nested.py
             bytes->kept_scales.resize(static_cast<size_t>(layout.kept + KeptChannels::SCALES_BEHIND));
         }
         std::vector<bool> is_kept(static_cast<size_t>(c));

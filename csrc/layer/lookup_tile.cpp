@@ -20,7 +20,7 @@ LookupTile::Span LookupTile::span(int bits, int64_t first, int64_t last) const {
     return {c, first};
 }
 
-float LookupTile::kept(int64_t row, int64_t j) const {
+float LookupTile::kept_weight(int64_t row, int64_t j) const {
     const int64_t at = row * kept_.channels + j;
     if (kept_.codes == nullptr) return baseline::half_to_float(kept_.halves[at]);
     const int code = kept_.codes[at];
@@ -185,7 +185,7 @@ void LookupTile::add_kept(size_t span, const Inputs<float>& x, const Outputs& y,
     for (int64_t i = from; i < to; ++i) {
         float* to_row = y.sums + c.out_rows[i]; // a tile that keeps channels has rows in an order of its own
         for (int64_t j = 0; j < kept_.channels; ++j) {
-            const float weight = kept(spans_[span].first + i, j);
+            const float weight = kept_weight(spans_[span].first + i, j);
             for (int64_t k = 0; k < x.tokens; ++k) to_row[k * y.stride] += weight * x.x[k * x.stride + j];
         }
     }
@@ -233,7 +233,7 @@ void LookupTile::dequantize(float* out, int threads) const {
         decode_rows(ops_, by_word(span.c), made.get(), threads);
         for (int64_t i = 0; i < span.c.rows; ++i) {
             std::copy_n(made.get() + i * coded, coded, to + i * columns_);
-            for (int64_t j = 0; j < kept; ++j) to[i * columns_ + coded + j] = this->kept(span.first + i, j);
+            for (int64_t j = 0; j < kept; ++j) to[i * columns_ + coded + j] = kept_weight(span.first + i, j);
         }
     }
 }
@@ -249,7 +249,7 @@ void LookupTile::row(int64_t i, float* out) const {
         if (c.kinds == nullptr && c.table32 != nullptr) c.table32 += stored * c.entries;
         auto* line = static_cast<float*>(thread_memory(this->line() * 4, 1));
         ops_.codebook_by_word.dequantize(c, out, line, 0, 1);
-        for (int64_t j = 0; j < kept_.channels; ++j) out[bytes_->coded + j] = this->kept(stored, j);
+        for (int64_t j = 0; j < kept_.channels; ++j) out[bytes_->coded + j] = kept_weight(stored, j);
     }
 }
 

@@ -19,8 +19,8 @@ inline void decode_rows(const MatmulOps& ops, const CodebookByWord& c, float* ou
 struct LookupBytes {
     std::vector<Array> planes;      // uint32 [rows that have the bit, words], the most significant first
     int64_t coded = 0;              // channels that have codes; those that are kept follow
-    Array kept;                     // [rows, channels] float16, or int8, times `kept_scales` and scales; none: no shape
-    std::vector<float> kept_scales; // [channels], with KeptChannels::SCALES_BEHIND zeros
+    Array kept;                     // [rows, channels] float16, or int8 codes (KeptChannels); none: no shape
+    std::vector<float> kept_scales; // [channels], those stored times 2^-14; SCALES_BEHIND zeros follow
     std::vector<uint8_t> kinds;     // nested: [rows]
     std::vector<float> scales;      // nested: [rows]
     // Nested, with gains: scales times those of 1 and 2 bits, and of 3. Or nothing.
@@ -43,9 +43,11 @@ public:
         out_rows_ = bytes_->out_rows;
         if (const Array& kept = bytes_->kept; !kept.shape.empty()) {
             kept_.channels = kept.shape[1];
-            if (kept.type == Type::i8)
-                kept_ = {nullptr, kept.as<int8_t>(), bytes_->kept_scales.data(), bytes_->scales.data(), kept.shape[1]};
-            else kept_.halves = kept.as<uint16_t>();
+            if (kept.type == Type::i8) {
+                kept_.codes = kept.as<int8_t>();
+                kept_.scales = bytes_->kept_scales.data();
+                kept_.row_scales = bytes_->scales.data();
+            } else kept_.halves = kept.as<uint16_t>();
         }
         columns_ = bytes_->coded + kept_.channels;
         for (size_t bits = counts.size(); bits > 0; --bits) {
@@ -123,7 +125,7 @@ private:
     };
 
     Span span(int bits, int64_t first, int64_t last) const;
-    float kept(int64_t row, int64_t j) const;
+    float kept_weight(int64_t row, int64_t j) const; // rows as they are stored
     // Outputs += kept channels of rows of a span, for instruction sets whose `gemv` does not add them.
     void add_kept(size_t span, const Inputs<float>& x, const Outputs& y, int64_t from, int64_t to) const;
     CodebookByWord by_word(const CodebookByRow& c) const;

@@ -92,7 +92,7 @@ struct CodebookByChannel {
 struct KeptChannels {
     const uint16_t* halves;  // fp16 bit patterns [rows, channels], or null for
     const int8_t* codes;     // [rows, channels]
-    const float* scales;     // [channels], with SCALES_BEHIND more that can be read
+    const float* scales;     // [channels], those stored / 16384, with SCALES_BEHIND more that can be read
     const float* row_scales; // [rows]
     int64_t channels;
 

@@ -17,7 +17,7 @@ from anybit.errors import InputError
 from anybit.formats import Nested, NestedLayout
 from anybit.formats import tables as shapes
 from anybit.formats.layout import LayerLayout
-from anybit.formats.nested import kept_codes, kept_weights
+from anybit.formats.nested import codes_of_kept, weights_of_kept
 from anybit.formats.validate import validate
 from anybit.formats.weight import PackedWeight, QuantizedWeight, pack, unpack
 from anybit.kernels import cpu, cpu_layer
@@ -48,8 +48,8 @@ def random_tile(r: int, c: int, k: int, counts: tuple[int, ...], seed: int = 0, 
     )
     if k == 0 or kept_bits == 16:
         return made
-    kept_codes = torch.randint(-128, 128, (r, k), generator=generator, dtype=torch.int8)
-    return replace(made, kept_values=kept_codes, kept_scales=8 * torch.rand(k, generator=generator).half())
+    drawn = torch.randint(-128, 128, (r, k), generator=generator, dtype=torch.int8)
+    return replace(made, kept_values=drawn, kept_scales=8 * torch.rand(k, generator=generator).half())
 
 
 # ---- shapes -------------------------------------------------------------------------------------------------------
@@ -228,13 +228,13 @@ def test_codes_of_kept_channels_are_the_nearest() -> None:
     scales = torch.rand(50, generator=generator).half()
     weights, kept_scales = torch.randn(50, 3, generator=generator), torch.tensor([4.0, 60.0, 1.0]).half()
     weights[7], scales[9] = 0, 0
-    made = kept_codes(weights, scales, kept_scales)
+    made = codes_of_kept(weights, scales, kept_scales)
     every = torch.arange(-127, 128, dtype=torch.int8)[:, None, None]
-    errors = torch.stack([kept_weights(c.expand(50, 3), scales, kept_scales) for c in every]) - weights
-    found = (kept_weights(made, scales, kept_scales) - weights).abs()
+    errors = torch.stack([weights_of_kept(c.expand(50, 3), scales, kept_scales) for c in every]) - weights
+    found = (weights_of_kept(made, scales, kept_scales) - weights).abs()
     assert (found <= errors.abs().amin(0) * (1 + 1e-5) + 1e-9).all()
     assert not made[7].any() and not made[9].any() and int(made.abs().max()) == 127
-    minus = kept_weights(torch.full((1, 1), -128, dtype=torch.int8), torch.ones(1), torch.ones(1))
+    minus = weights_of_kept(torch.full((1, 1), -128, dtype=torch.int8), torch.ones(1), torch.ones(1))
     assert minus.item() == -1
 
 

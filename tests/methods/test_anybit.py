@@ -17,7 +17,7 @@ from anybit.config import LayerSpec
 from anybit.errors import InputError
 from anybit.formats import Nested, NestedLayout
 from anybit.formats import tables as shapes
-from anybit.formats.nested import kept_codes, kept_weights
+from anybit.formats.nested import codes_of_kept, weights_of_kept
 from anybit.kernels import cpu, reference
 from anybit.methods import nested_codes
 from anybit.methods.compensation import inverse_factor
@@ -348,7 +348,7 @@ def test_other_columns_make_up_for_the_rounding_of_kept_channels() -> None:
         error = tile.dequantize() - weight
         return float(((error @ stats.hessian) * error).sum())
 
-    codes = kept_codes(exact.kept_weights, exact.scales, rounded.kept_scales)
+    codes = codes_of_kept(exact.kept_weights, exact.scales, rounded.kept_scales)
     alone = replace(exact, kept_values=codes, kept_scales=rounded.kept_scales)
     assert loss(rounded) < 1.5 * loss(exact) < 0.1 * loss(alone)
     assert not rounded.dequantize()[7].any()
@@ -368,7 +368,7 @@ def test_kept_channels_are_rounded_one_after_the_other() -> None:
     work = weight[:, channels].clone()
 
     def errors(column: Tensor, scale: Tensor) -> Tensor:
-        return (column - kept_weights(kept_codes(column, scales, scale), scales, scale))[:, 0]
+        return (column - weights_of_kept(codes_of_kept(column, scales, scale), scales, scale))[:, 0]
 
     for j in range(3):
         own = errors(work[:, j : j + 1], made.scales[j : j + 1])

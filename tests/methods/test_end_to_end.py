@@ -36,7 +36,9 @@ from tests.probes import Killed, Recorder, digests, interrupt, logits, stored
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native extension: {cpu.why_not()}")
 FAMILIES = ["llama", "llama-tied", "qwen3", "gemma3", "gpt2", "opt"]
-CONFIG = builders.options("anybit", samples=4, gradient_samples=2, seq_len=64, effort="quick", tune=True)
+CONFIG = builders.options(
+    "anybit", samples=4, gradient_samples=2, seq_len=64, effort="quick", tune=True, kept_channels=0.05
+)
 
 
 @pytest.fixture
@@ -195,17 +197,19 @@ def test_windows_come_nearer(model_dir: Callable[[str], Path], tmp_path: Path) -
     assert min(run.history) < run.history[0] - 0.02
 
 
+@pytest.mark.parametrize("kept_bits", [8, 16])
 def test_it_never_makes_it_worse(
-    model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept_bits: int, model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With steps far too long, what there was is what comes out."""
     for rate in ("SCALE_RATE", "KEPT_RATE"):
         monkeypatch.setattr(end_to_end, rate, 3.0)
-    made = training(model_dir("llama"), tmp_path, count=4)
+    made = training(model_dir("llama"), tmp_path, count=4, kept_bits=kept_bits)
     found = end_to_end.end_to_end(made)
     for name in made.matrices:
         assert torch.equal(found[f"{name}.scales"], made.tile(name).scales)
-        assert torch.equal(found[f"{name}.kept_scales"], made.tile(name).kept_scales)
+        field = "kept_scales" if kept_bits == 8 else "kept_values"
+        assert torch.equal(found[f"{name}.{field}"], getattr(made.tile(name), field))
 
 
 def test_it_resumes_to_the_same_tensors(
@@ -311,6 +315,7 @@ def test_artifacts(
     assert before.keys() == after.keys()
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert {name.rpartition(".")[2] for name in changed} <= {"scales", "kept_scales"}
+    assert any(name.endswith(".kept_scales") for name in changed)
     assert any(name.endswith(".scales") for name in changed)
     assert (path / "README.md").read_text().count("--tune") == 1
     ids = torch.arange(3, 40)[None]

@@ -140,7 +140,7 @@ class NestedLayout(TileLayout):
                 refuse(f"kept channels do not ascend within 0..{c - 1}")
 
 
-def kept_weights(codes: Tensor, scales: Tensor, kept_scales: Tensor) -> Tensor:
+def weights_of_kept(codes: Tensor, scales: Tensor, kept_scales: Tensor) -> Tensor:
     """What codes [r, k] of kept channels stand for, float32, with scales [r] of rows and [k] of channels.
 
     A code `c` stands for `c |c|` times a unit: rows' weights over their scales differ much, and small ones need smaller
@@ -150,7 +150,7 @@ def kept_weights(codes: Tensor, scales: Tensor, kept_scales: Tensor) -> Tensor:
     return codes * codes.abs() * (scales.float()[:, None] * (kept_scales.float() * KEPT_UNIT))
 
 
-def kept_codes(weights: Tensor, scales: Tensor, kept_scales: Tensor) -> Tensor:
+def codes_of_kept(weights: Tensor, scales: Tensor, kept_scales: Tensor) -> Tensor:
     """The codes int8 [r, k] of the nearest weights; 0 where a scale is."""
     units = scales.float()[:, None] * (kept_scales.float() * KEPT_UNIT)
     squares = torch.where(units > 0, weights.abs() / units, 0.0)
@@ -166,7 +166,7 @@ class Nested:
     (the most significant is 1) holds the first `counts[p - 1]` rows, and a matrix of fewer bits is made of the
     beginnings of the same planes. A weight is its row's scale times an entry of the row's shape (`shapes`), and at 1 to
     3 bits times the row's gain, but for some input channels, which are kept at more bits: as float16, or as
-    int8 with a scale of the channel beside the row's (`kept_weights`).
+    int8 with a scale of the channel beside the row's (`weights_of_kept`).
     """
 
     counts: tuple[int, ...]  # rows of every plane, above 0 and not ascending; the first is r
@@ -204,7 +204,7 @@ class Nested:
         """The weights of the kept channels, float32 [r, k]."""
         if self.kept_scales is None:
             return self.kept_values.float()
-        return kept_weights(self.kept_values, self.scales, self.kept_scales)
+        return weights_of_kept(self.kept_values, self.scales, self.kept_scales)
 
     def dequantize(self) -> Tensor:
         """The matrix [r, c], float32."""

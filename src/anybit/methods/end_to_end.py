@@ -1,9 +1,9 @@
 """End-to-end tuning of a nested model for all its sizes at once (`--tune`).
 
-Codes stay. What is trained is what all sizes share: the scale of every row and of every kept channel. A step reads some
-windows, each at an average width drawn at random, whose model is a prefix of the order of all planes, and goes along
-the gradient of the Kullback-Leibler divergence from what the unquantized model says of the next token. It is the
-logarithm that counts, so that no width is traded for another.
+Codes stay. What is trained is what all sizes share: the scale of every row and of every kept channel, or its weights
+of 16 bits. A step reads some windows, each at an average width drawn at random, whose model is a prefix of the order of
+all planes, and goes along the gradient of the Kullback-Leibler divergence from what the unquantized model says of the
+next token. It is the logarithm that counts, so that no width is traded for another.
 
 The idea of training only scales of fixed codes end to end is EfficientQAT's (arXiv:2407.11062, section 3.3), there for
 one width.
@@ -43,7 +43,7 @@ from anybit.checkpoint.files import unwritable
 from anybit.formats import Nested
 from anybit.formats import tables as shapes
 from anybit.formats.base import to_half
-from anybit.formats.nested import kept_weights
+from anybit.formats.nested import weights_of_kept
 from anybit.methods.ordering import Steps
 from anybit.progress import SILENT, Silent
 
@@ -166,7 +166,7 @@ class _Student:
         """Kept weights, float32 [r, k]."""
         if matrix.kept_scales is None:
             return self._kept_values(matrix).float()
-        return kept_weights(matrix.values, self._scales(matrix), self._kept_scales(matrix))
+        return weights_of_kept(matrix.values, self._scales(matrix), self._kept_scales(matrix))
 
     @torch.no_grad()
     def _kept_values(self, matrix: _Matrix) -> Tensor:
@@ -342,6 +342,9 @@ class _Run:
         self.optimizer.step()
         with torch.no_grad():
             student.parameters["scales"].clamp_(-REACH, REACH)
+            for matrix in student.matrices.values():
+                if matrix.kept_scales is not None:
+                    student.parameters["kept"][matrix.of_kept].clamp_(-REACH, REACH)
 
     def _counts(self, bits: float) -> Mapping[str, Sequence[int]]:
         steps = self.training.steps

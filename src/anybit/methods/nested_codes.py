@@ -29,7 +29,7 @@ from anybit.formats import Nested, NestedLayout
 from anybit.formats import tables as shapes
 from anybit.formats.base import to_half
 from anybit.formats.layout import LayerLayout
-from anybit.formats.nested import GAIN_BITS, GAIN_STEP, KEPT_UNIT, MOST_KEPT, kept_codes, kept_weights
+from anybit.formats.nested import GAIN_BITS, GAIN_STEP, KEPT_UNIT, MOST_KEPT, codes_of_kept, weights_of_kept
 from anybit.formats.weight import QuantizedWeight
 from anybit.kernels import cpu, dispatch
 from anybit.methods import grid
@@ -155,7 +155,7 @@ class _Made:
 
 
 def _made(weight: Tensor, hessian: Tensor, spec: LayerSpec[AnyBit]) -> _Made:
-    """Codes of a matrix, some rows at a time: a row's depend on no other."""
+    """Codes of a matrix, some rows at a time; all share the scales of kept channels."""
     if weight.device.type == "cpu" and not cpu.available():
         raise InputError(f"the method anybit needs the native extension, which is not there: {cpu.why_not()}")
     diagonal = hessian.diagonal()
@@ -164,7 +164,7 @@ def _made(weight: Tensor, hessian: Tensor, spec: LayerSpec[AnyBit]) -> _Made:
     processed = torch.argsort(diagonal[coded], descending=True, stable=True)
     columns = coded[processed]
     factor, ridge = damped_factor(hessian, torch.cat([kept, columns]), spec.options.damp)
-    of_kept = factor[: len(kept)].clone()
+    of_kept = factor[: len(kept)].clone()  # the large factor can go
     factor = factor[len(kept) :, len(kept) :].contiguous()
     within = hessian[columns][:, columns]
     within.diagonal().add_(ridge[len(kept) :])
@@ -218,7 +218,7 @@ def keep(weight: Tensor, channels: Tensor, scales: Tensor, factor: Tensor, bits:
 
     Args:
         weight: float32 [out, in].
-        channels: int64 [k].
+        channels: int64 [k], ascending.
         scales: float32 [out], of rows, far enough for these weights (`reaching`).
         factor: float32 [k, in]: the first rows of the factor of the inverse Hessian, these channels first.
         bits: of a weight.
@@ -242,8 +242,8 @@ def keep(weight: Tensor, channels: Tensor, scales: Tensor, factor: Tensor, bits:
         column = rest[:, j, None]
         tried = ranges * (rest[:, j] * inverse).abs().max()
         tried = tried.clamp(limits.smallest_normal, limits.max).half()  # smaller ones have fewer bits
-        codes = kept_codes(column, scales, tried)
-        found = kept_weights(codes, scales, tried)
+        codes = codes_of_kept(column, scales, tried)
+        found = weights_of_kept(codes, scales, tried)
         best = (found - column).square().sum(0).argmin()
         of_channels[j], values[:, j], weights[:, j] = tried[best], codes[:, best], found[:, best]
         errors[:, j] = (rest[:, j] - weights[:, j]) / factor[j, j]
@@ -256,11 +256,17 @@ def reaching(scales: Tensor, kept: Tensor) -> Tensor:
 
     Codes of a kept channel have one scale for all rows. Over its row's scale, a weight may be up to `MOST_RATIO` times
     as large as that of the median row.
+
+    Args:
+        scales: float32 [out].
+        kept: float32 [out, k], the weights.
     """
+    if not kept.numel():
+        return scales
     ratios = kept.abs() / scales[:, None]
     there = ratios.isfinite() & (ratios > 0)
     usual = torch.where(there, ratios, torch.nan).nanmedian(0).values.nan_to_num(1.0)
-    return torch.maximum(scales, (kept.abs() / (MOST_RATIO * usual)).amax(1)) if kept.numel() else scales
+    return torch.maximum(scales, (kept.abs() / (MOST_RATIO * usual)).amax(1))
 
 
 def _row_slices(weight: Tensor, columns: int) -> Iterator[slice]:

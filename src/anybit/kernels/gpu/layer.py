@@ -15,7 +15,7 @@ from anybit import formats
 from anybit.formats import tables as shapes
 from anybit.formats.codebook import decode_table
 from anybit.formats.layout import LayerLayout, PlacedTile
-from anybit.formats.nested import KEPT_UNIT, kept_weights
+from anybit.formats.nested import weights_of_kept
 from anybit.formats.weight import PackedWeight, place
 from anybit.kernels.gpu import activations, codebook, integer
 from anybit.kernels.gpu.group_int import GroupIntKernel, place_product
@@ -133,7 +133,7 @@ class KeptChannels:
         self.channels, self._kept_scales = channels, kept_scales
         self._values, self._scales = torch.empty_like(values), torch.empty_like(scales)
         self._values[order], self._scales[order] = values, scales
-        self._factors: dict[torch.dtype, tuple[Tensor, ...]] = {}
+        self._made: dict[torch.dtype, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.channels)
@@ -146,41 +146,14 @@ class KeptChannels:
         """Float32 [r, k]."""
         if self._kept_scales is None:
             return self._values.float()
-        return kept_weights(self._values, self._scales, self._kept_scales)
+        return weights_of_kept(self._values, self._scales, self._kept_scales)
 
-    def products(self, x: Tensor) -> Tensor:
-        """Room for `multiply`, [m, r]."""
-        return x.new_empty(len(x), len(self._values))
-
-    def multiply(self, x: Tensor, products: Tensor) -> None:
-        """Inputs [m, c] times the kept weights; of codes, without the scales of rows."""
-        values, *scales = self._in(x.dtype)
-        given = x.index_select(1, self.channels)
-        torch.mm(given * scales[0] if scales else given, values.T, out=products)
-
-    def add(self, products: Tensor, y: Tensor) -> None:
-        """Outputs [m, r] += what `multiply` has made."""
-        _, *scales = self._in(products.dtype)
-        if scales:
-            y.addcmul_(products, scales[1])
-        else:
-            y.add_(products)
-
-    def _in(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Weights; or what codes stand for, and scales of channels and of rows. They are made once for each dtype.
-
-        Scales of rows are relative to about the largest, a power of two, so that sums before them stay about as large
-        as outputs.
-        """
-        if dtype not in self._factors:
-            made: tuple[Tensor, ...] = (self.weights(),)
-            if self._kept_scales is not None:
-                codes, scales = self._values.float(), self._scales.float()
-                exponent = scales.abs().max().frexp().exponent
-                kept_scales = self._kept_scales.float().ldexp(exponent)
-                made = codes * codes.abs() * KEPT_UNIT, kept_scales, scales.ldexp(-exponent)
-            self._factors[dtype] = tuple(part.to(dtype) for part in made)
-        return self._factors[dtype]
+    def weights_in(self, dtype: torch.dtype) -> Tensor:
+        """The same in the dtype of inputs. They are made once for each: by the caller's stream, not in a capture."""
+        if dtype not in self._made:
+            exact = self._values.dtype == dtype  # of 16 bits, and float16
+            self._made[dtype] = self._values if exact else self.weights().to(dtype)
+        return self._made[dtype]
 
 
 class NestedKernel:
@@ -252,9 +225,13 @@ class NestedKernel:
         runs = [partial(part.matmul, given, y, add) for part in self._parts]  # each has rows of its own
         if self._kept is None:
             return concurrently(x.device, *runs)
-        products = self._kept.products(x)
-        concurrently(x.device, *runs, partial(self._kept.multiply, x, products))
-        self._kept.add(products, y[0] if y.dim() == 3 else y)
+        weights, products = self._kept.weights_in(x.dtype), x.new_empty(len(x), self._stored[0])
+        concurrently(x.device, *runs, partial(self._multiply_kept, x, weights, products))
+        (y[0] if y.dim() == 3 else y).add_(products)
+
+    def _multiply_kept(self, x: Tensor, weights: Tensor, products: Tensor) -> None:
+        assert self._kept is not None
+        torch.mm(x.index_select(1, self._kept.channels), weights.T, out=products)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         dense = torch.empty(self._stored[0], self.c, dtype=dtype, device=self._planes.device)
