@@ -38,6 +38,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "file-sizes": quality.file_sizes,
     "tuned": lambda: quality.on_texts("tuned.json"),
     "gains": lambda: quality.on_texts("gains.json"),
+    "kept-bits": lambda: quality.on_texts("kept-bits.json"),
     "own-texts": lambda: quality.on_texts("own-texts.json"),
     "coded": quality.coded,
     "llama-cpp": lambda: quality.llama_cpp("llama-cpp.json"),

@@ -15,7 +15,7 @@ from anybit.methods import METHODS, changed
 Row = Json
 TOLD = (  # whatever they are
     *("group_size", "outlier_channels", "exclusive_outliers", "sensitive_outliers", "magnitude_outliers"),
-    *("channel_outliers", "error_outliers", "kept_channels", "kept_bits"),
+    *("channel_outliers", "error_outliers", "kept_channels"),
 )
 ELSEWHERE = ("method", "bits", "wide_rows", "wide_groups", "samples", "seq_len", "seed")
 MARKS = "¹²³⁴⁵⁶⁷⁸⁹"
