@@ -115,14 +115,16 @@ def asked_for(isa: str, bound: BoundWeight, weight: PackedWeight, x: torch.Tenso
     codes, scales = reference.quantize_activations(
         x.float(), 8, size, torch.ones(-(-x.shape[1] // size)), None
     )
+    integers = all(isinstance(tile, GroupIntLayout) for tile in weight.layout.tiles)
+    if not integers:  # codebooks want whole multiples, up to 255, of a power of two
+        unit = torch.exp2(torch.floor(torch.log2(scales.amax(1, keepdim=True).clamp(min=1e-30))) - 6)
+        scales = torch.ceil(scales / unit) * unit
     one, several = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
     layer.product(codes, one, scales)
     layer.product(codes, several, scales, threads=threads)
     if not torch.equal(one, several):
         raise Finding(f"{isa}: of rounded inputs, another product with {threads} threads")
-    if all(
-        isinstance(tile, GroupIntLayout) for tile in weight.layout.tiles
-    ):  # of codebooks, centroids are rounded
+    if integers:  # of codebooks, centroids are rounded
         rounded = codes.float() * scales[:, torch.arange(x.shape[1]) // size]
         given = replace(weight.layout, tiles=tuple(replace(t, act_bits=16) for t in weight.layout.tiles))
         same_product(f"{isa}, of rounded inputs", PackedWeight(given, weight.tensors), rounded, one)
