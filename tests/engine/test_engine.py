@@ -193,6 +193,7 @@ def test_narrow_drafts_that_fail_or_are_interrupted_leave_the_text_as_it_is(
     errors.append(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(ids, 30, sampling)
+    assert len(began) > 2 and began[0] >= len(ids)
     known, longer = began[0], [*ids, *plain.tokens]
     again = engine.generate(longer, 3, speculate=False)
     assert again.cached_tokens == known  # and not the two behind them, which the draft has computed

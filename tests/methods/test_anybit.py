@@ -428,6 +428,7 @@ def test_gains_make_up_for_half_of_what_is_missing(kept_bits: int) -> None:
     live = torch.arange(24) != 5
     for bits in (2, 3):
         before, after = slopes(without, bits)[live], slopes(made, bits)[live]
+        assert (before < 1).all() or kept_bits == 8  # a target that was moved may be met better than its row
         assert (before < 1).double().mean() > 0.9 and float(before.min()) < {2: 0.95, 3: 0.99}[bits]
         torch.testing.assert_close(
             after, before.clamp(max=1).sqrt() * before.clamp(min=1), rtol=0, atol=0.6 / 64

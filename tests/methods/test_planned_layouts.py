@@ -143,6 +143,7 @@ def test_a_plan_of_anybit_at_an_average_is_a_beginning_of_what_is_stored(
     assert isinstance(tile, NestedLayout) and isinstance(stored, NestedLayout)
     assert abs(sum(tile.counts) - bits * shape[0]) <= 0.5
     assert tile == stored.with_counts(tile.counts)
+    assert stored.gains and stored.kept_bits == (8 if stored.kept else 16)
 
 
 @settings(max_examples=25, deadline=None)

@@ -140,14 +140,16 @@ class NestedLayout(TileLayout):
                 refuse(f"kept channels do not ascend within 0..{c - 1}")
 
 
-def weights_of_kept(codes: Tensor, scales: Tensor, kept_scales: Tensor) -> Tensor:
-    """What codes [r, k] of kept channels stand for, float32, with scales [r] of rows and [k] of channels.
+def weights_of_kept(values: Tensor, scales: Tensor, kept_scales: Tensor | None) -> Tensor:
+    """What values [r, k] of kept channels stand for, float32: themselves; or with scales [r] and [k] what codes do.
 
     A code `c` stands for `c |c|` times a unit: rows' weights over their scales differ much, and small ones need smaller
     steps than large ones.
     """
-    codes = codes.float()
-    return codes * codes.abs() * (scales.float()[:, None] * (kept_scales.float() * KEPT_UNIT))
+    values = values.float()
+    if kept_scales is None:
+        return values
+    return values * values.abs() * (scales.float()[:, None] * (kept_scales.float() * KEPT_UNIT))
 
 
 def codes_of_kept(weights: Tensor, scales: Tensor, kept_scales: Tensor) -> Tensor:
@@ -202,8 +204,6 @@ class Nested:
     @property
     def kept_weights(self) -> Tensor:
         """The weights of the kept channels, float32 [r, k]."""
-        if self.kept_scales is None:
-            return self.kept_values.float()
         return weights_of_kept(self.kept_values, self.scales, self.kept_scales)
 
     def dequantize(self) -> Tensor:

@@ -144,8 +144,6 @@ class KeptChannels:
 
     def weights(self) -> Tensor:
         """Float32 [r, k]."""
-        if self._kept_scales is None:
-            return self._values.float()
         return weights_of_kept(self._values, self._scales, self._kept_scales)
 
     def weights_in(self, dtype: torch.dtype) -> Tensor:
