@@ -230,16 +230,20 @@ def test_sums_at_the_ends_of_the_bytes(bits: int) -> None:
         assert y.tolist() == [[-256.0 * columns, 256.0 * columns]]
 
 
+@pytest.mark.parametrize("tokens", [9, 18])
 @pytest.mark.parametrize("columns", [65_760, 66_048])
-def test_sums_of_long_rows_of_many_tokens(columns: int) -> None:
+def test_sums_of_long_rows_of_many_tokens(columns: int, tokens: int) -> None:
     """AMX sums rows in 32 bits, as far as they reach; the largest digit is -128, of -128 times 129."""
     table = torch.tensor([[-1.0, 1.0], [1.0, -1.0]]).half()
     tile = Codebook(widths=(1,), codes=torch.ones(2, columns, dtype=torch.uint8), tables=(table,))
-    x, scales = torch.full((9, columns), -128, dtype=torch.int8), torch.full((9, columns // GROUP), 129 / 256)
+    x, scales = (
+        torch.full((tokens, columns), -128, dtype=torch.int8),
+        torch.full((tokens, columns // GROUP), 129 / 256),
+    )
     for isa in isas():
-        y = torch.zeros(9, 2)
+        y = torch.zeros(tokens, 2)
         layer_of(tile, (2, columns), isa=isa).product(x, y, scales)
-        assert y.tolist() == [[-64.5 * columns, 64.5 * columns]] * 9, isa
+        assert y.tolist() == [[-64.5 * columns, 64.5 * columns]] * tokens, isa
 
 
 @pytest.mark.parametrize("codebook_first", [False, True])
