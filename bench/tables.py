@@ -68,6 +68,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine/prefill": engine.prefill,
     "engine/quality": engine.quality,
     "engine/targets": engine.targets,
+    "engine/vnni": engine.without_amx,
     "engine/avx2": engine.avx2,
     "engine/avx2-deep": engine.avx2_deep,
     "engine/others": engine.disturbed,

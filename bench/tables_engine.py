@@ -120,6 +120,25 @@ def prefill() -> str:
     return markdown(["model", "who", "tokens", "tokens/s", "range"], rows)
 
 
+def without_amx() -> str:
+    """One token and prompts, on a machine with AVX-512 and without AMX."""
+    prompts = {
+        (cell["model"], cell["tokens"]): cell["contenders"] for cell in cells("prefill", "decode-vnni")
+    }
+    sizes = sorted({tokens for _, tokens in prompts})
+    rows = [
+        [
+            *(cell["shape"], named(name), *speed(name, found)),
+            *(one for n in sizes for one in rate(prompts[cell["model"], n][name])),
+        ]
+        for cell in cells("decode", "decode-vnni")
+        for name, found in cell["contenders"].items()
+    ]
+    titles = [one for n in sizes for one in (f"prompt of {n}, tokens/s", "range")]
+    head = ["model", "who", "MB a token", "tokens/s", "range", "of the read rate", *titles]
+    return markdown(head, rows)
+
+
 def avx2() -> str:
     """One token and a prompt, on a machine without AVX-512."""
     rows, prompts = [], set()

@@ -1,6 +1,6 @@
 // Format "codebook" by rows times many tokens of 8 bits, by AVX2's products of 16 bits. Sums are exact, so the bits are
 // those of gemv. AMX has a way of its own (codebook_by_row_tiles.cpp), as has AVX-512 with VNNI
-// (codebook_by_row_gemm_bytes.cpp).
+// (codebook_by_row_lanes.cpp).
 //
 // An input is its group's factor times its code: a number of 16 bits. Centroids are decoded to as many, a chunk of
 // columns of some rows at a time, and meet all tokens; those of two bytes byte by byte.

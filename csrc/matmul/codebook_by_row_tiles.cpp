@@ -91,14 +91,14 @@ void decode_rows(const CodebookByRow& c, int64_t first, int64_t tiles, const Chu
     const int64_t tails = tails_of(c), next = 2 * ROWS * 16 * bytes; // rows that come when these two groups are done
     for (int64_t i = 0; i < tiles * 16; ++i) {
         const int64_t row = least(first + i, c.rows - 1); // nobody reads what lies behind the last row
-        const uint8_t* entries = c.table + (c.kind(row) * BYTES_EACH << B);
         const RowPlanes<B> planes(c, row);
-        const Table<B> high(entries), low(entries + (BYTES_EACH == 2 ? 1 << B : 0));
+        const RowTables<B, BYTES_EACH> tables(c, row);
         Codes(*to)[16] = panels[0][i / 16];
         const int64_t lane = i % 16;
         const auto put = [&](int64_t v, Codes code) {
-            to[v][lane] = high(code);
-            if constexpr (BYTES_EACH == 2) to[v + ROWS * MOST_VECTORS][lane] = low(code);
+            Codes found[BYTES_EACH];
+            tables(code, found);
+            for (int e = 0; e < BYTES_EACH; ++e) to[v + e * ROWS * MOST_VECTORS][lane] = found[e];
         };
         for (int64_t b = 0; b < chunk.count; ++b) {
             Codes plane[B], code[PHASES];
@@ -249,8 +249,7 @@ public:
 
 private:
     void finish_tokens(const Block& own, const Tokens& tokens, const Ints* sums, int64_t second) const {
-        constexpr int64_t CENTRES = (EACH == 2 ? CodebookByRow::WORD + 1 : 1) * CodebookByRow::BYTE_ZERO;
-        const __m512i excess = _mm512_mullo_epi64(tokens.sums, _mm512_set1_epi64(CENTRES));
+        const __m512i excess = _mm512_mullo_epi64(tokens.sums, _mm512_set1_epi64(ENTRY_EXCESS<EACH>));
         __m256 rows[LANES];
         for (int i = 0; i < LANES; ++i) {
             __m512i all = join_digits(sums[i]);

@@ -1,4 +1,5 @@
-// What products of codebooks by row with WholeInputs share: the order of inputs, the step of a row, its kept channels.
+// What products of codebooks by row with WholeInputs share: the order of inputs, tables and step of a row, its kept
+// channels.
 #pragma once
 
 #include "matmul/codebook_by_row.h"
@@ -31,6 +32,26 @@ inline __m512d whole_steps(const CodebookByRow& c, int64_t row, int64_t rows) {
     for (int64_t i = 0; i < least(8, rows); ++i) steps[i] = whole_step(c, row + i);
     return load_as<__m512d>(steps);
 }
+#endif
+
+// How many steps an entry of so many bytes is too large by.
+template <int EACH>
+constexpr int64_t ENTRY_EXCESS = (EACH == 2 ? CodebookByRow::WORD + 1 : 1) * CodebookByRow::BYTE_ZERO;
+
+#if defined(__AVX512F__)
+// A row's centroids, of a byte or of two.
+template <int B, int EACH> class RowTables {
+public:
+    RowTables(const CodebookByRow& c, int64_t row) {
+        for (int e = 0; e < EACH; ++e) table_[e] = Table<B>(c.table + ((EACH * c.kind(row) + e) << B));
+    }
+    void operator()(Codes code, Codes (&found)[EACH]) const {
+        for (int e = 0; e < EACH; ++e) found[e] = table_[e](code);
+    }
+
+private:
+    Table<B> table_[EACH];
+};
 #endif
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -136,6 +157,14 @@ inline Ints tail_factors(const int32_t* factors, int64_t t) {
 #endif
 }
 
+// sums += up to LANES channels, one after another, times M tokens of that stride.
+template <int M>
+inline void add_channels(const Floats (&channel)[LANES], int64_t count, const float* x, int64_t stride,
+                         Floats (&sums)[M]) {
+    for (int64_t i = 0; i < count; ++i)
+        for (int k = 0; k < M; ++k) sums[k] += channel[i] * broadcast(x[k * stride + i]);
+}
+
 // Kept channels of up to LANES rows from `row` on, a lane for each, times M tokens: one channel after another.
 template <int M>
 inline void sum_kept(const CodebookByRow& c, const float* x, int64_t row, int64_t rows, Floats (&sums)[M]) {
@@ -144,8 +173,7 @@ inline void sum_kept(const CodebookByRow& c, const float* x, int64_t row, int64_
         const int64_t here = least(LANES, n - j);
         Floats channel[LANES];
         load_channels(c.kept, row, rows, j, here, channel);
-        for (int64_t i = 0; i < here; ++i)
-            for (int k = 0; k < M; ++k) sums[k] += channel[i] * broadcast(x[k * n + j + i]);
+        add_channels<M>(channel, here, x + j, n, sums);
     }
 }
 

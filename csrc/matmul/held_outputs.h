@@ -1,4 +1,4 @@
-// Outputs of many tokens that are written in long runs.
+// Outputs of many tokens, written in long runs.
 #pragma once
 
 #include "common/simd.h"

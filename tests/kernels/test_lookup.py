@@ -215,31 +215,34 @@ def test_tables_by_channel_as_they_are_stored(
         assert bool(((y - expected).abs() <= 3e-6 * size + 1e-30).all()), isa
 
 
+@pytest.mark.parametrize("tokens", [1, 18])
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_sums_at_the_ends_of_the_bytes(bits: int) -> None:
+def test_sums_at_the_ends_of_the_bytes(bits: int, tokens: int) -> None:
     """The largest centroid times the smallest activation, everywhere: nothing saturates on the way."""
     columns = 65536
     table = torch.zeros(2, 2**bits)
     table[:, -1] = torch.tensor([2.0, -2.0])
     codes = torch.full((2, columns), 2**bits - 1, dtype=torch.uint8)
     tile = Codebook(widths=(bits,), codes=codes, tables=(table.half(),))
-    x = torch.full((1, columns), -128, dtype=torch.int8)
+    x = torch.full((tokens, columns), -128, dtype=torch.int8)
+    scales = torch.full((tokens, columns // GROUP), 255 / 128)  # the largest multiple
     for isa in isas():
-        y = torch.zeros(1, 2)
-        layer_of(tile, (2, columns), isa=isa).product(x, y, torch.ones(1, columns // GROUP))
-        assert y.tolist() == [[-256.0 * columns, 256.0 * columns]]
+        y = torch.zeros(tokens, 2)
+        layer_of(tile, (2, columns), isa=isa).product(x, y, scales)
+        assert y.tolist() == [[-510.0 * columns, 510.0 * columns]] * tokens, isa
 
 
 @pytest.mark.parametrize("tokens", [9, 18])
 @pytest.mark.parametrize("columns", [65_760, 66_048])
 def test_sums_of_long_rows_of_many_tokens(columns: int, tokens: int) -> None:
-    """AMX sums rows in 32 bits, as far as they reach; the largest digit is -128, of -128 times 129."""
+    """AMX sums rows in 32 bits, as far as they reach; the largest digit is -128, of -128 times 129.
+
+    With VNNI groups join in 32 bits.
+    """
     table = torch.tensor([[-1.0, 1.0], [1.0, -1.0]]).half()
     tile = Codebook(widths=(1,), codes=torch.ones(2, columns, dtype=torch.uint8), tables=(table,))
-    x, scales = (
-        torch.full((tokens, columns), -128, dtype=torch.int8),
-        torch.full((tokens, columns // GROUP), 129 / 256),
-    )
+    x = torch.full((tokens, columns), -128, dtype=torch.int8)
+    scales = torch.full((tokens, columns // GROUP), 129 / 256)
     for isa in isas():
         y = torch.zeros(tokens, 2)
         layer_of(tile, (2, columns), isa=isa).product(x, y, scales)
