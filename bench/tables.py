@@ -86,6 +86,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve-latency": serve.latency,
     "serve-trace": lambda: serve.saturated("serve-trace"),
     "serve-load": lambda: serve.timed("serve-load"),
+    "serve-load-saturated": lambda: serve.saturated("serve-load"),
     "serve-code": lambda: serve.saturated("serve-code"),
     "serve-code-load": lambda: serve.timed("serve-code"),
     "serve-code-all-load": lambda: serve.timed("serve-code-all"),
