@@ -25,7 +25,9 @@ constexpr int64_t GROUPS = PHASES * BYTES / GROUP; // of a block of columns
 constexpr int64_t VECTORS = GROUPS * PHASES;       // of a block of rows and one of columns
 constexpr int TOKENS = 6;                          // in registers at once
 constexpr int64_t LEAST_TOKENS = 17;               // of fewer, gemv takes less time
-constexpr int64_t MOST_COLUMNS = INT32_MAX;        // sums of so many products of three bytes fit 64 bits
+constexpr int64_t MOST_COLUMNS = INT32_MAX;
+// Sums of 64 bits hold so many products of the largest entry, code and factor.
+static_assert(MOST_COLUMNS <= INT64_MAX / (int64_t(255) * (CodebookByRow::WORD + 1) * 128 * MOST_MULTIPLES));
 
 // ---- inputs: those of a token, then the factors of their groups
 
@@ -83,7 +85,7 @@ void decode_block(const CodebookByRow& c, int64_t first, int64_t blocks, int64_t
     for (int64_t r = 0; r < blocks; ++r) {
         for (int64_t i = 0; i < LANES; ++i) {
             const int64_t row = least(first + r * LANES + i, c.rows - 1); // sums of what lies behind it go nowhere
-            const RowTables<B, EACH> tables(c, row);
+            const RowLookup<B, EACH> tables(c, row);
             const RowPlanes<B> planes(c, row);
             const auto put = [&](int64_t s, Codes code) {
                 Codes found[EACH];
@@ -178,7 +180,8 @@ inline void multiply_kept(const CodebookByRow& c, const WholeInputs& in, int64_t
         load_channels(c.kept, row, rows, j, here, channel);
         by_tokens<8>(in.tokens, [&](auto m, int64_t k) {
             Floats own[m.value] = {};
-            for (int t = 0; t < m.value && j > 0; ++t) own[t] = sums[k + t];
+            if (j > 0)
+                for (int t = 0; t < m.value; ++t) own[t] = sums[k + t];
             add_channels<m.value>(channel, here, in.kept + k * n + j, n, own);
             for (int t = 0; t < m.value; ++t) sums[k + t] = own[t];
         });

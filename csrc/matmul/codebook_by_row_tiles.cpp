@@ -92,7 +92,7 @@ void decode_rows(const CodebookByRow& c, int64_t first, int64_t tiles, const Chu
     for (int64_t i = 0; i < tiles * 16; ++i) {
         const int64_t row = least(first + i, c.rows - 1); // nobody reads what lies behind the last row
         const RowPlanes<B> planes(c, row);
-        const RowTables<B, BYTES_EACH> tables(c, row);
+        const RowLookup<B, BYTES_EACH> tables(c, row);
         Codes(*to)[16] = panels[0][i / 16];
         const int64_t lane = i % 16;
         const auto put = [&](int64_t v, Codes code) {

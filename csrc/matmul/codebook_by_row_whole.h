@@ -40,9 +40,9 @@ constexpr int64_t ENTRY_EXCESS = (EACH == 2 ? CodebookByRow::WORD + 1 : 1) * Cod
 
 #if defined(__AVX512F__)
 // A row's centroids, of a byte or of two.
-template <int B, int EACH> class RowTables {
+template <int B, int EACH> class RowLookup {
 public:
-    RowTables(const CodebookByRow& c, int64_t row) {
+    RowLookup(const CodebookByRow& c, int64_t row) {
         for (int e = 0; e < EACH; ++e) table_[e] = Table<B>(c.table + ((EACH * c.kind(row) + e) << B));
     }
     void operator()(Codes code, Codes (&found)[EACH]) const {

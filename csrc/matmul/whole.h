@@ -123,8 +123,9 @@ private:
     Longs even_, odd_; // not set, as arrays of sums are large; WholeSums{} is 0
 };
 
-// Blocks of products of two bytes, 32 to a lane, whose sums times factors fit into 32 bits; where a lane is a row,
-// groups. In place of one block there may be up to three times 4 products (a row's tails).
+// How many blocks of products of two bytes, 32 to a lane, have sums times factors that fit into 32 bits. In place of
+// one block there may be up to three times 4 products (a row's tails). Where a lane is a row
+// (codebook_by_row_lanes.cpp), it is so many groups of 32 inputs.
 constexpr int64_t SHORT_RUN = 8;
 static_assert(SHORT_RUN * 32 * 255 * 128 * MOST_MULTIPLES <= INT32_MAX);
 
