@@ -192,13 +192,11 @@ void gemm_rows(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
 }
 
 void gemm_whole(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
-    by_width(c.bits, [&](auto bits) {
+    by_entries(c, [&](auto bits, auto each) {
         constexpr int B = bits.value;
-        if constexpr (B > CodebookByRow::MOST_BYTE_BITS) {
-            if (c.two_bytes && c.mirrored) return gemm_rows<MirroredWords<B>, B, 2>(c, in, y, begin, end);
-            if (c.two_bytes) return gemm_rows<CentredWords<B>, B, 2>(c, in, y, begin, end);
-        }
-        gemm_rows<CentredBytes<B>, B, 1>(c, in, y, begin, end);
+        if constexpr (each.value == 1) return gemm_rows<CentredBytes<B>, B, 1>(c, in, y, begin, end);
+        else if (c.mirrored) return gemm_rows<MirroredWords<B>, B, 2>(c, in, y, begin, end);
+        else return gemm_rows<CentredWords<B>, B, 2>(c, in, y, begin, end);
     });
 }
 

@@ -34,9 +34,7 @@ static_assert(MOST_COLUMNS <= INT64_MAX / (int64_t(255) * (CodebookByRow::WORD +
 int64_t factors_at(const CodebookByRow& c) { return ceil_div(c.words, 2) * BYTES; }
 
 // An odd number of cache lines, lest tokens compete for places in the caches.
-int64_t token_bytes(const CodebookByRow& c) {
-    return (ceil_div(factors_at(c) + ceil_div(c.words, LANES) * BYTES, BYTES) | 1) * BYTES;
-}
+int64_t token_bytes(const CodebookByRow& c) { return ((ceil_div(c.words, 2) + ceil_div(c.words, LANES)) | 1) * BYTES; }
 
 int64_t input_bytes(const CodebookByRow& c, int64_t tokens) { return tokens * token_bytes(c); }
 
@@ -230,12 +228,7 @@ void gemm_rows(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
 }
 
 void gemm_whole(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
-    by_width(c.bits, [&](auto bits) {
-        constexpr int B = bits.value;
-        if constexpr (B > CodebookByRow::MOST_BYTE_BITS)
-            if (c.two_bytes) return gemm_rows<B, 2>(c, in, y, begin, end);
-        gemm_rows<B, 1>(c, in, y, begin, end);
-    });
+    by_entries(c, [&](auto bits, auto each) { gemm_rows<bits.value, each.value>(c, in, y, begin, end); });
 }
 
 } // namespace

@@ -421,12 +421,7 @@ void gemm_bits(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
 }
 
 void gemm_whole(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
-    by_width(c.bits, [&](auto bits) {
-        constexpr int B = bits.value;
-        if constexpr (B > CodebookByRow::MOST_BYTE_BITS)
-            if (c.two_bytes) return gemm_bits<B, 2>(c, in, y, begin, end);
-        gemm_bits<B, 1>(c, in, y, begin, end);
-    });
+    by_entries(c, [&](auto bits, auto each) { gemm_bits<bits.value, each.value>(c, in, y, begin, end); });
 }
 
 } // namespace

@@ -4,6 +4,7 @@
 
 #include "matmul/codebook_by_row.h"
 #include "matmul/kept_channels.h"
+#include "matmul/unroll.h"
 #include "matmul/whole.h"
 
 namespace anybit::ANYBIT_ISA {
@@ -33,6 +34,15 @@ inline __m512d whole_steps(const CodebookByRow& c, int64_t row, int64_t rows) {
     return load_as<__m512d>(steps);
 }
 #endif
+
+// use(Number<BITS>, Number<EACH>) for a tile's codes and the bytes of its entries.
+template <typename F> inline void by_entries(const CodebookByRow& c, F&& use) {
+    by_width(c.bits, [&](auto bits) {
+        if constexpr (bits.value > CodebookByRow::MOST_BYTE_BITS)
+            if (c.two_bytes) return use(bits, Number<2>{});
+        use(bits, Number<1>{});
+    });
+}
 
 // How many steps an entry of so many bytes is too large by.
 template <int EACH>
