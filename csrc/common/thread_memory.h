@@ -15,4 +15,6 @@ bool reserve_thread_memory(int64_t bytes, int which = 0) noexcept;
 
 constexpr int64_t GEMM_MEMORY = int64_t(1) << 20; // of it, that a gemm of any format and instruction set takes
 
+constexpr int OWN_MEMORY = 1; // `which` of it products take beside that
+
 } // namespace anybit

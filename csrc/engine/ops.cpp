@@ -10,7 +10,6 @@ void add_kv_pages(EngineOps&);
 
 EngineOps make_engine_ops() {
     EngineOps ops{};
-    ops.isa = Isa::ANYBIT_ISA;
     add_elementwise(ops);
     add_attention(ops);
     add_kv_pages(ops);

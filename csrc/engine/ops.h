@@ -85,7 +85,6 @@ struct KvPages {
 
 // All that one instruction set has; made by `make_engine_ops` (ops.cpp), found by `engine_ops` (common/dispatch.h).
 struct EngineOps {
-    Isa isa;
     // y = x / sqrt(mean(x^2) + epsilon) * weight, n numbers each; returns the mean. x and y may be the same.
     float (*rms_norm)(const float* x, const float* weight, int64_t n, float epsilon, float* y);
     // x [2 half] by pairs (i, i + half): the rotation by an angle whose cosine and sine stand at i.

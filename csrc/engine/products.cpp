@@ -5,8 +5,7 @@
 namespace anybit {
 namespace {
 
-constexpr int OWN = 1;                // the thread's memory for products, beside what a gemm takes
-constexpr uint16_t HALF_ONE = 0x3c00; // 1 in float16: nothing of the inputs' range is clipped
+constexpr int64_t MOST_SHARED = 256; // inputs that share a scale; the largest of more would drown the others
 
 // Products of one layer with ranges of tokens that it multiplies alike: they have the same steps and units, and a piece
 // of the weights is read once for all of them.
@@ -27,7 +26,8 @@ public:
         : tokens_(tokens), arithmetic_(arithmetic), memory_(memory), threads_(threads) {}
 
     void add(const Multiplication& m) {
-        const bool codes = arithmetic_.int8_inputs && m.layer.int8_group_size() > 0;
+        const int64_t shared = m.layer.int8_group_size();
+        const bool codes = arithmetic_.int8_inputs && shared > 0 && shared <= MOST_SHARED;
         const Numbers numbers = codes ? Numbers::i8 : Numbers::f32;
         const int64_t in = m.layer.in(), most = arithmetic_.batch_invariant ? m.layer.few_tokens(numbers) : BATCH;
         const int64_t whole = tokens_ / most;
@@ -53,7 +53,7 @@ public:
 
     void run() {
         warm_thread();
-        thread_memory(own_, OWN);
+        thread_memory(own_, OWN_MEMORY);
         int steps = 0;
         for (const Alike& alike : all_) steps = std::max(steps, alike.plan->steps());
         for (int step = 0; step < steps; ++step) run(step);
@@ -69,7 +69,7 @@ private:
         auto* codes = memory_.take<int8_t>(tokens_ * in);
         auto* scales = memory_.take<float>(tokens_ * n);
         auto* clip = memory_.take<uint16_t>(n);
-        std::fill_n(clip, n, HALF_ONE);
+        std::fill_n(clip, n, WHOLE_RANGE);
         const InputGrid grid{8, in, size, clip, nullptr, m.layer.int8_multiples()};
         const auto quantize = best_matmul_ops().quantize_inputs; // the same bits in every instruction set
         for_tokens(tokens_, in, threads_,
@@ -87,7 +87,7 @@ private:
             work += alike.work(step);
         }
         const auto part = [&](int64_t begin, int64_t end) {
-            void* own = thread_memory(own_, OWN);
+            void* own = thread_memory(own_, OWN_MEMORY);
             for (const Alike& alike : all_) {
                 const int64_t last = std::min(end, alike.units(step));
                 if (begin < last)
@@ -97,7 +97,9 @@ private:
                 end -= alike.units(step);
             }
         };
-        const auto ready = [this] { return reserve_thread_memory(GEMM_MEMORY) && reserve_thread_memory(own_, OWN); };
+        const auto ready = [this] {
+            return reserve_thread_memory(GEMM_MEMORY) && reserve_thread_memory(own_, OWN_MEMORY);
+        };
         parallel_for(units, std::max(int64_t(1), piece_of(units, 1, work, threads_)), threads_, part, ready);
     }
 

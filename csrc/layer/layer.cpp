@@ -112,15 +112,13 @@ std::shared_ptr<const Gather> gather_of(const std::vector<int32_t>* outer, const
     return std::make_shared<const Gather>(std::move(columns));
 }
 
-constexpr uint16_t HALF_ONE = 0x3c00;
-
 std::shared_ptr<const Rounding> rounding_of(const TileLayout& layout, int64_t c, const Fields& fields,
                                             const std::string& prefix, bool int8_codebook) {
     auto made = std::make_shared<Rounding>();
     if (int8_codebook) {
         made->group_size = CodebookByRow::INPUT_GROUP;
         made->multiples = true;
-        made->clip.assign(static_cast<size_t>((c - 1) / made->group_size + 1), HALF_ONE);
+        made->clip.assign(static_cast<size_t>((c - 1) / made->group_size + 1), WHOLE_RANGE);
         return made;
     }
     if (layout.format != "group_int" || layout.act_bits == 16) return nullptr;
@@ -210,7 +208,8 @@ int64_t Layer::common_group_size() const {
     if (!scale().empty() || sparse().rows > 0 || parts_.empty()) return 0;
     const int64_t size = parts_[0].tile->input_group_size();
     const auto alike = [size](const Part& part) {
-        return part.gather == nullptr && part.tile->input_group_size() == size;
+        const bool plain = part.rounding == nullptr || part.rounding->is_plain(size);
+        return part.gather == nullptr && part.tile->input_group_size() == size && plain;
     };
     return std::all_of(parts_.begin(), parts_.end(), alike) ? size : 0;
 }

@@ -87,7 +87,7 @@ public:
     int64_t few_tokens(Numbers inputs) const;
 
     // Inputs that share a scale, where the layer multiplies inputs that its caller has rounded to 8 bits: all of them,
-    // in groups of this size. 0: it does not, since it scales, picks or rounds them itself.
+    // in groups of this size. 0: it does not, since it scales or picks them itself, or rounds them in another way.
     int64_t int8_group_size() const { return int8_group_size_; }
     // Whether their scales must be whole multiples of one number (InputGrid::multiples).
     bool int8_multiples() const { return int8_multiples_; }

@@ -247,7 +247,7 @@ void LookupTile::row(int64_t i, float* out) const {
         CodebookByWord c = by_word(own);
         if (c.kinds == nullptr && c.table16 != nullptr) c.table16 += stored * c.entries;
         if (c.kinds == nullptr && c.table32 != nullptr) c.table32 += stored * c.entries;
-        auto* line = static_cast<float*>(thread_memory(this->line() * 4, 1));
+        auto* line = static_cast<float*>(thread_memory(this->line() * 4, OWN_MEMORY));
         ops_.codebook_by_word.dequantize(c, out, line, 0, 1);
         for (int64_t j = 0; j < kept_.channels; ++j) out[bytes_->coded + j] = kept_weight(stored, j);
     }

@@ -33,6 +33,8 @@ private:
     std::vector<Run> runs_; // the same, where that makes few
 };
 
+constexpr uint16_t WHOLE_RANGE = 0x3c00; // a clip of 1, in float16
+
 // How a tile's inputs are rounded: to `clip` shares of a group's largest, or to `fixed` scales, one of the two.
 struct Rounding {
     int bits = 8;
@@ -50,6 +52,11 @@ struct Rounding {
         for (int64_t j = 0; j < columns; ++scales)
             for (const int64_t end = std::min(columns, j + group_size); j < end; ++j)
                 to[j] = static_cast<float>(codes[j]) * *scales;
+    }
+    // Whether an engine that rounds inputs to 8 bits in such groups does the same.
+    bool is_plain(int64_t size) const {
+        const bool whole = std::all_of(clip.begin(), clip.end(), [](uint16_t c) { return c == WHOLE_RANGE; });
+        return bits == 8 && group_size == size && fixed.empty() && whole;
     }
     bool operator==(const Rounding& other) const {
         return bits == other.bits && group_size == other.group_size && clip == other.clip && fixed == other.fixed &&

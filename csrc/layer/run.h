@@ -12,7 +12,6 @@ namespace anybit {
 // Throws std::bad_alloc; then outputs are undefined.
 inline void multiply(const Layer& layer, int64_t tokens, Numbers inputs, const LayerInputs& x, Written written,
                      const LayerOutputs& y, int threads) {
-    constexpr int OWN = 1; // beside what a gemm takes
     const int64_t turns = tokens <= BATCH ? 1 : (tokens - 1) / (BATCH - 32) + 1;
     for (int64_t i = 0; i < turns && tokens > 0; ++i) {
         const int64_t first = tokens * i / turns / 32 * 32;
@@ -28,12 +27,14 @@ inline void multiply(const Layer& layer, int64_t tokens, Numbers inputs, const L
         const Product product(layer, plan, m, from, to, scratch.get());
         const int64_t own = plan.own_bytes();
         warm_thread();
-        thread_memory(own, OWN);
-        const auto ready = [own] { return reserve_thread_memory(GEMM_MEMORY) && reserve_thread_memory(own, OWN); };
+        thread_memory(own, OWN_MEMORY);
+        const auto ready = [own] {
+            return reserve_thread_memory(GEMM_MEMORY) && reserve_thread_memory(own, OWN_MEMORY);
+        };
         for (int step = 0; step < plan.steps(); ++step) {
             const int64_t units = plan.units(step, m), piece = piece_of(units, 1, plan.work(step, m), threads);
             const auto part = [&](int64_t begin, int64_t end) {
-                product.run(step, begin, end, thread_memory(own, OWN));
+                product.run(step, begin, end, thread_memory(own, OWN_MEMORY));
             };
             parallel_for(units, std::max(int64_t(1), piece), threads, part, ready);
         }

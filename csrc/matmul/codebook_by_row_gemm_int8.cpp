@@ -20,14 +20,15 @@ constexpr int64_t ROWS = GEMM_BLOCKS * LANES; // that are decoded at a time
 constexpr int64_t BLOCK = PHASES * BYTES;     // columns
 constexpr int64_t CHUNK = 2 * BLOCK;          // columns that are decoded at a time: 16 KB of numbers of 16 bits, which
                                               // the first cache holds, and sums of so many products fit 32 bits
+constexpr int64_t HALF = BYTES / 4;           // numbers of 16 bits in half a vector
 constexpr int64_t QUAD = 4;                   // rows whose sums are in registers
 constexpr int PAIR = 2;                       // tokens
 constexpr int64_t LEAST_TOKENS = 3;           // of fewer, gemv takes less time
-constexpr int64_t MOST_COLUMNS = int64_t(1) << 20;
 static_assert(CHUNK * CodebookByRow::MOST_BYTE * (128 * MOST_MULTIPLES) <= INT32_MAX);
-// Sums of 64 bits become float64 as long as they have no more than 51.
-static_assert(MOST_COLUMNS * CodebookByRow::MOST_BYTE * (CodebookByRow::WORD + 1) <
-              (int64_t(1) << 51) / (128 * MOST_MULTIPLES));
+
+// Numbers that each phase of a block has, in vectors of 8, where so many bytes of a plane are left: fewer in a last
+// block of which there is a part.
+inline int64_t phase_size(int64_t left) { return least(BYTES, ceil_div(left, HALF) * HALF); }
 
 int64_t input_bytes(const CodebookByRow& c, int64_t tokens) { return tokens * blocks_of(c) * BLOCK * 2; }
 
@@ -35,14 +36,15 @@ void prepare_many(const CodebookByRow& c, const int8_t* codes, const float* scal
                   WholeInputs::Token& token) {
     const int64_t groups = ceil_div(c.columns, CodebookByRow::INPUT_GROUP), blocks = blocks_of(c);
     const float unit = find_unit(scales, groups);
-    auto* to = reinterpret_cast<int16_t*>(x) + k * blocks * BLOCK;
+    auto* to = reinterpret_cast<int16_t*>(x) + k * blocks * BLOCK; // at the end a part of a block may be left
     for (int64_t b = 0; b < blocks; ++b) {
         Codes block[PHASES];
         order_inputs(c, codes, b, block);
         int16_t factors[BYTES] = {}; // of the inputs that a vector of codes meets
         for (int64_t l = 0, g = b * LANES; l < LANES && g < groups; ++l, ++g)
             for (int64_t i = 0; i < 4; ++i) factors[4 * l + i] = static_cast<int16_t>(factor_of(scales[g], unit));
-        for (int64_t s = 0; s < PHASES; ++s, to += BYTES)
+        const int64_t size = phase_size(4 * c.words - b * BYTES);
+        for (int64_t s = 0; s < PHASES; ++s, to += size) // what lies beyond, the next phase replaces
             for (int64_t m = 0; m < BYTES; ++m)
                 to[m] = static_cast<int16_t>(static_cast<int8_t>(block[s][m]) * factors[m]);
     }
@@ -53,6 +55,28 @@ void prepare_many(const CodebookByRow& c, const int8_t* codes, const float* scal
 
 typedef int16_t Panel[ROWS][CHUNK];
 
+// The centroids of a row's block at `at` bytes, `size` numbers of each phase, of each byte of its entries.
+template <typename Lookup, int B, int EACH>
+inline void decode_block(const Lookup& lookup, const RowPlanes<B>& planes, int64_t at, int64_t left, int64_t size,
+                         int16_t* const (&to)[EACH]) {
+    Codes plane[B], code[PHASES];
+    planes.load(at, present(left), plane);
+    if constexpr (Lookup::FOLDS) fold(plane);
+    codes_of<B>(plane, code);
+#pragma GCC unroll 8
+    for (int64_t s = 0; s < PHASES; ++s) {
+        Codes found[EACH];
+        lookup(code[s], found);
+        for (int e = 0; e < EACH; ++e) {
+            const auto own = reinterpret_cast<__m256i>(found[e]);
+            auto* own_to = reinterpret_cast<__m256i*>(to[e] + s * size);
+            _mm256_storeu_si256(own_to, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(own)));
+            if (size > BYTES / 2) // what lies beyond, the next phase replaces
+                _mm256_storeu_si256(own_to + 1, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(own, 1)));
+        }
+    }
+}
+
 // Centroids of ROWS rows, in `count` blocks of columns; of entries of two bytes the second ones follow.
 template <typename Lookup, int B, int EACH>
 void decode_rows(const CodebookByRow& c, int64_t first, int64_t column_block, int64_t count, Panel* panels) {
@@ -62,23 +86,12 @@ void decode_rows(const CodebookByRow& c, int64_t first, int64_t column_block, in
         const Lookup lookup(c, row);
         const RowPlanes<B> planes(c, row);
         for (int64_t b = 0; b < count; ++b) {
-            const int64_t at = (column_block + b) * BYTES;
-            Codes plane[B], code[PHASES];
+            const int64_t at = (column_block + b) * BYTES, left = bytes - at;
+            int16_t* to[EACH];
+            for (int e = 0; e < EACH; ++e) to[e] = panels[e][i] + b * BLOCK;
             planes.fetch(at + ROWS * bytes);
-            planes.load(at, present(bytes - at), plane);
-            if constexpr (Lookup::FOLDS) fold(plane);
-            codes_of<B>(plane, code);
-#pragma GCC unroll 8
-            for (int64_t s = 0; s < PHASES; ++s) {
-                Codes found[EACH];
-                lookup(code[s], found);
-                for (int e = 0; e < EACH; ++e) {
-                    const auto own = reinterpret_cast<__m256i>(found[e]);
-                    auto* to = reinterpret_cast<__m256i*>(panels[e][i] + b * BLOCK + s * BYTES);
-                    _mm256_storeu_si256(to, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(own)));
-                    _mm256_storeu_si256(to + 1, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(own, 1)));
-                }
-            }
+            if (left >= BYTES) decode_block<Lookup, B, EACH>(lookup, planes, at, BYTES, BYTES, to);
+            else decode_block<Lookup, B, EACH>(lookup, planes, at, left, phase_size(left), to);
         }
     }
 }
@@ -140,25 +153,20 @@ void multiply(const int16_t (*panel)[CHUNK], const int16_t* x, int64_t stride, i
 }
 
 // What exact sums of a block of rows stand for, of one token.
-inline Floats values_of(const int64_t* sums, const double* steps, float unit) {
-    const __m256i shift = _mm256_set1_epi64x(0x4338000000000000); // the bits of 1.5 x 2^52
-    __m128 halves[2];
-    for (int i = 0; i < 2; ++i) {
-        const __m256i moved = _mm256_add_epi64(load_as<__m256i>(sums + 4 * i), shift);
-        const __m256d whole = _mm256_sub_pd(_mm256_castsi256_pd(moved), _mm256_castsi256_pd(shift));
-        halves[i] = _mm256_cvtpd_ps(_mm256_mul_pd(whole, _mm256_loadu_pd(steps + 4 * i)));
-    }
-    return reinterpret_cast<Floats>(_mm256_set_m128(halves[1], halves[0])) * broadcast(unit);
+inline Floats values_of(const int64_t* sums, const __m256d (&steps)[2], float unit) {
+    const __m128 units = _mm_set1_ps(unit), lower = whole_values(load_as<__m256i>(sums), steps[0], units),
+                 upper = whole_values(load_as<__m256i>(sums + 4), steps[1], units);
+    return reinterpret_cast<Floats>(_mm256_set_m128(upper, lower));
 }
 
 // The sums of a block of rows go where outputs say.
 void finish_block(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t block, const int64_t* sums) {
     const Places places = find_places(y, block, c.rows);
-    double steps[LANES] = {};
-    for (int64_t i = 0; i < places.count; ++i) steps[i] = whole_step(c, block * LANES + i);
+    const int64_t row = block * LANES;
+    const __m256d steps[2] = {whole_steps(c, row, places.count), whole_steps(c, row + 4, places.count - 4)};
     by_tokens<4>(in.tokens, [&](auto m, int64_t k) {
         Floats kept[m.value] = {};
-        if (c.kept.channels > 0) sum_kept<m.value>(c, in.kept + k * c.kept.channels, block * LANES, places.count, kept);
+        if (c.kept.channels > 0) sum_kept<m.value>(c, in.kept + k * c.kept.channels, row, places.count, kept);
         for (int t = 0; t < m.value; ++t) {
             const Floats values = values_of(sums + (k + t) * ROWS, steps, in.token[k + t].unit);
             finish(y, k + t, places, c.kept.channels > 0 ? kept[t] + values : values);
@@ -178,11 +186,12 @@ void gemm_rows(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
         const int64_t rows = least(ROWS, least(end * LANES, c.rows) - block * LANES);
         for (int64_t b = 0; b < blocks; b += CHUNK / BLOCK) {
             const int64_t here = least(CHUNK / BLOCK, blocks - b);
+            const int64_t columns = (here - 1) * BLOCK + PHASES * phase_size(4 * c.words - (b + here - 1) * BYTES);
             decode_rows<Lookup, B, EACH>(c, block * LANES, b, here, panels);
             by_tokens<PAIR>(in.tokens, [&](auto m, int64_t k) {
                 for (int e = 0; e < EACH; ++e)
                     for (int64_t r = 0; r < rows; r += QUAD)
-                        multiply<m.value>(panels[e] + r, x + k * stride + b * BLOCK, stride, here * BLOCK,
+                        multiply<m.value>(panels[e] + r, x + k * stride + b * BLOCK, stride, columns,
                                           e + 1 < EACH ? CodebookByRow::WORD : 1, b == 0 && e == 0,
                                           sums + k * ROWS + r);
             });
@@ -205,7 +214,7 @@ void gemm_whole(const CodebookByRow& c, const WholeInputs& in, const Outputs& y,
 void add_codebook_by_row_gemm_int8(MatmulOps& ops) {
     WholeOps& own = ops.codebook_by_row.whole;
     own.least = LEAST_TOKENS;
-    own.most_columns = MOST_COLUMNS;
+    own.most_columns = INT64_MAX;
     own.bytes = input_bytes;
     own.prepare_many = prepare_many;
     own.gemm = gemm_whole;

@@ -227,6 +227,16 @@ void finish_rows(const CodebookByRow& c, const WholeInputs& in, int32_t excess,
             _mm256_storeu_ps(values[t] + i, whole_values(all, steps, _mm256_set1_ps(in.token[t].unit)));
         }
     }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    for (int64_t i = 0; i < rows; i += 4) {
+        const __m256d steps = whole_steps(c, first + i, rows - i);
+        for (int t = 0; t < M; ++t) {
+            __m256i sums[4];
+            for (int l = 0; l < 4; ++l) sums[l] = i + l < rows ? total[i + l][t].lanes() : __m256i{};
+            const __m256i all = _mm256_sub_epi64(totals_of(sums), _mm256_set1_epi64x(excess * in.token[t].sum));
+            _mm_storeu_ps(values[t] + i, whole_values(all, steps, _mm_set1_ps(in.token[t].unit)));
+        }
+    }
 #else
     for (int64_t i = 0; i < rows; ++i) {
         const double step = whole_step(c, first + i);

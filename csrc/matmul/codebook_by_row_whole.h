@@ -33,6 +33,17 @@ inline __m512d whole_steps(const CodebookByRow& c, int64_t row, int64_t rows) {
     for (int64_t i = 0; i < least(8, rows); ++i) steps[i] = whole_step(c, row + i);
     return load_as<__m512d>(steps);
 }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+// Of four rows, or of fewer.
+inline __m256d whole_steps(const CodebookByRow& c, int64_t row, int64_t rows) {
+    if (rows >= 4 && c.kinds != nullptr && c.row_scales != nullptr) {
+        const __m128i kinds = _mm_cvtepu8_epi32(_mm_cvtsi32_si128(load_as<int32_t>(c.kinds + row)));
+        return _mm256_cvtps_pd(_mm_mul_ps(_mm_i32gather_ps(c.scales, kinds, 4), load_as<__m128>(c.row_scales + row)));
+    }
+    double steps[4] = {};
+    for (int64_t i = 0; i < least(4, rows); ++i) steps[i] = whole_step(c, row + i);
+    return load_as<__m256d>(steps);
+}
 #endif
 
 // use(Number<BITS>, Number<EACH>) for a tile's codes and the bytes of its entries.
@@ -148,6 +159,29 @@ inline void order_inputs(const CodebookByRow& c, const int8_t* codes, int64_t b,
     for (int i = 0; i < 4; ++i) { // 8 by 8
         block[i] = reinterpret_cast<Codes>(_mm512_shuffle_i64x2(v[i], v[i + 4], 0x44));
         block[i + 4] = reinterpret_cast<Codes>(_mm512_shuffle_i64x2(v[i], v[i + 4], 0xee));
+    }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    // Within each lane of 128 bits the two inputs of every phase together; then such pairs are transposed, 8 by 8.
+    const __m256i by = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+    __m256i v[8], w[8];
+    for (int i = 0; i < 4; ++i) {
+        const __m256i first = _mm256_shuffle_epi8(load_as<__m256i>(from + 32 * i), by);
+        const __m256i second = _mm256_shuffle_epi8(load_as<__m256i>(from + 32 * (i + 4)), by);
+        v[2 * i] = _mm256_permute2x128_si256(first, second, 0x20);
+        v[2 * i + 1] = _mm256_permute2x128_si256(first, second, 0x31);
+    }
+    for (int i = 0; i < 4; ++i) { // phases 0 to 3 of two of them, 4 to 7
+        w[i] = _mm256_unpacklo_epi16(v[2 * i], v[2 * i + 1]);
+        w[i + 4] = _mm256_unpackhi_epi16(v[2 * i], v[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; ++i) { // two phases of four
+        v[2 * i] = _mm256_unpacklo_epi32(w[2 * i], w[2 * i + 1]);
+        v[2 * i + 1] = _mm256_unpackhi_epi32(w[2 * i], w[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; ++i) { // a phase of all
+        const int a = i / 2 * 4 + i % 2;
+        block[2 * i] = reinterpret_cast<Codes>(_mm256_unpacklo_epi64(v[a], v[a + 2]));
+        block[2 * i + 1] = reinterpret_cast<Codes>(_mm256_unpackhi_epi64(v[a], v[a + 2]));
     }
 #else
     for (int64_t s = 0; s < PHASES; ++s)

@@ -9,11 +9,18 @@ namespace {
 
 static_assert(LANES <= KeptChannels::SCALES_BEHIND);
 
-// `count` codes, up to LANES, as floats; zeros behind them.
-inline Floats load_codes(const int8_t* from, int64_t count) {
+// `count` codes, up to LANES, from j on, as floats; zeros behind them. There are j before them.
+inline Floats load_codes(const int8_t* codes, int64_t j, int64_t count) {
+    const int8_t* from = codes + j;
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
     const __m128i there = _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), from);
     return reinterpret_cast<Floats>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(there)));
+#elif defined(__AVX2__)
+    int64_t there = 0;
+    if (j + count >= LANES) // codes before them are shifted out
+        there = static_cast<int64_t>(load_as<uint64_t>(from + count - LANES) >> (8 * (LANES - count)));
+    else __builtin_memcpy(&there, from, static_cast<size_t>(count));
+    return reinterpret_cast<Floats>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(there))));
 #else
     typedef int8_t Bytes __attribute__((vector_size(LANES)));
     Bytes there{};
@@ -26,7 +33,7 @@ inline Floats load_codes(const int8_t* from, int64_t count) {
 inline Floats load_kept(const KeptChannels& kept, int64_t row, int64_t j, int64_t count) {
     const int64_t at = row * kept.channels + j;
     if (kept.codes == nullptr) return load_halves(PartialHalves(kept.halves + at, count).halves);
-    const Floats codes = load_codes(kept.codes + at, count), sizes = codes < 0 ? -codes : codes;
+    const Floats codes = load_codes(kept.codes, at, count), sizes = codes < 0 ? -codes : codes;
     return codes * sizes * (load(kept.scales + j) * kept.row_scales[row]);
 }
 

@@ -110,6 +110,8 @@ public:
 #endif
 #if defined(__AVX512F__)
     __m512i lanes() const { return reinterpret_cast<__m512i>(even_ + odd_); }
+#elif defined(__AVX2__)
+    __m256i lanes() const { return reinterpret_cast<__m256i>(even_ + odd_); }
 #endif
 
 private:
@@ -187,6 +189,31 @@ inline __m512i totals_of(const __m512i (&v)[8]) {
         four[i] = _mm512_add_epi64(_mm512_shuffle_i64x2(two[2 * i], two[2 * i + 1], 0x88),
                                    _mm512_shuffle_i64x2(two[2 * i], two[2 * i + 1], 0xdd));
     return _mm512_add_epi64(_mm512_shuffle_i64x2(four[0], four[1], 0x88), _mm512_shuffle_i64x2(four[0], four[1], 0xdd));
+}
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+// As float64, rounded once: AVX2 has no such instruction. Halves of 32 bits become mantissas of 2^52 and 2^84.
+inline __m256d to_doubles(__m256i v) {
+    const __m256i low_exponent = _mm256_set1_epi64x(0x4330000000000000),
+                  high_exponent = _mm256_set1_epi64x(0x4530000080000000); // and half of 2^64, as v has a sign
+    const __m256d exponents = _mm256_castsi256_pd(_mm256_set1_epi64x(0x4530000080100000));
+    const __m256i low = _mm256_blend_epi32(low_exponent, v, 0x55);
+    const __m256i high = _mm256_xor_si256(_mm256_srli_epi64(v, 32), high_exponent);
+    return _mm256_add_pd(_mm256_sub_pd(_mm256_castsi256_pd(high), exponents), _mm256_castsi256_pd(low));
+}
+
+// `whole_value` of four.
+inline __m128 whole_values(__m256i sums, __m256d steps, __m128 units) {
+    return _mm_mul_ps(_mm256_cvtpd_ps(_mm256_mul_pd(to_doubles(sums), steps)), units);
+}
+
+// The total of each of four.
+inline __m256i totals_of(const __m256i (&v)[4]) {
+    __m256i two[2];
+    for (int i = 0; i < 2; ++i)
+        two[i] = _mm256_add_epi64(_mm256_unpacklo_epi64(v[2 * i], v[2 * i + 1]),
+                                  _mm256_unpackhi_epi64(v[2 * i], v[2 * i + 1]));
+    return _mm256_add_epi64(_mm256_permute2x128_si256(two[0], two[1], 0x20),
+                            _mm256_permute2x128_si256(two[0], two[1], 0x31));
 }
 #endif
 

@@ -197,6 +197,24 @@ def test_rounded_inputs_cost_little(tmp_path: Path, tokenizer: Any) -> None:
     assert exact.max() < 1e-3 < rounded.max() < 0.1
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"act_bits": 4, "act_clip": 0.5, "group_size": 32},
+        {"act_bits": 8, "act_clip": 0.5, "group_size": 32},
+        {"group_size": -1},  # the largest of so many inputs would drown the others
+    ],
+    ids=str,
+)
+def test_inputs_are_rounded_as_layers_ask(settings: Any, tmp_path: Path, tokenizer: Any) -> None:
+    model = random_model("llama", hidden_size=512, intermediate_size=512)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    anybit.quantize(tmp_path / "model", tmp_path / "out", builders.options("rtn", bits=8, **settings))
+    made, ids = anybit.load(tmp_path / "out"), text(40)
+    assert np.array_equal(Decoded(made, int8_inputs=True).run(ids), Decoded(made).run(ids))
+
+
 # ---- bits do not depend on what else is computed
 
 
@@ -315,6 +333,13 @@ def test_families_and_fields_that_are_not_known() -> None:
         whole = LoadedModel(random_model(family), None, "fp16")
         with pytest.raises(Unsupported, match="it has no model"):
             describe(whole.config, lambda name: None if name.endswith(lost) else whole.tensor(name))  # noqa: B023
+    windows = {"layer_types": ["sliding_attention"] * 4, "sliding_window": 9}
+    foreign = windows | {"hidden_activation": "relu", "final_logit_softcapping": 5.0}
+    assert str(describe(source.config | foreign, source.tensor)) == str(description_of(model))
+    for field, value in foreign.items():
+        changed = random_model("llama", **{field: value})
+        with pytest.raises(Unsupported, match=f"says {field} = "):
+            description_of(changed)
     model.config.attention_sinks = 4
     with pytest.raises(Unsupported, match="attention_sinks = 4"):
         description_of(model)
