@@ -14,7 +14,7 @@ import pytest
 import anybit
 from anybit.artifact.files import is_artifact
 from anybit.checkpoint.directory import Checkpoint, open_checkpoint
-from anybit.checkpoint.files import INDEX, read_json
+from anybit.checkpoint.files import INDEX, read_json, write_whole
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.errors import InputError
 from anybit.loader import load_tokenizer
@@ -160,3 +160,24 @@ def test_links_of_the_hubs_cache_are_followed(model: Path, tmp_path: Path) -> No
     (home / "refs").write_text("not a blob")
     with pytest.raises(InputError, match=r"NOTICE leads to .*refs"):
         open_checkpoint(snapshot).asset_files()
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is on the disk after the file: a power cut cannot take back the new name."""
+    file, synced, fsync = tmp_path / "a.json", [], os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    write_whole(file, lambda path: path.write_text("whole"))
+    assert synced == [tmp_path / "a.json.new", tmp_path]
+
+    def half(path: Path) -> None:
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_whole(file, half)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"] and file.read_text() == "whole"

@@ -54,6 +54,15 @@ def test_options_survive_their_artifact() -> None:
         assert builders.options(**stored) == config
 
 
+def test_a_budget_that_eight_bits_fit_leaves_the_ratio_out() -> None:
+    for method in ("rtn", "smoothquant"):  # at 4 and at 8 bits by default
+        asked = methods.options(method, bpw=9.0, clip_ratio=0.85)
+        assert [asked.with_bits(bits).resolve().clip_ratio for bits in (4, 8)] == [0.85, 1]
+    assert builders.options("atom", 8, clip=False).clip_ratio == 1
+    with pytest.raises(InputError, match=r"clip_ratio 0.5 would be ignored: 8 bits"):
+        builders.options("rtn", 8, clip_ratio=0.5).layer_spec()
+
+
 def test_another_width_decides_anew() -> None:
     made = {bits: methods.options("atom").with_bits(bits).resolve() for bits in (3, 4, 8)}
     assert {bits: (o.act_bits, o.act_clip) for bits, o in made.items()} == {
@@ -203,7 +212,7 @@ def test_which_methods_look_at_activations() -> None:
         ({"method": "cmpq", "error_outliers": 0.5}, ["error_outliers", "0.1"]),
         ({"bits": True}, ["bits", "float", "True"]),
         ({"group_size": "64"}, ["group_size", "int", "'64'"]),
-        ({"seq_len": None}, ["seq_len", "int", "None"]),
+        ({"seed": None}, ["seed", "int", "None"]),
         ({"method": "anybit", "effort": "much"}, ["effort (--effort) much", "quick, normal, best"]),
         ({"method": "anybit", "samples": 4, "gradient_samples": 5}, ["gradient_samples (5)", "4 samples"]),
         ({"method": "anybit", "descent": -1}, ["descent (--descent) -1", "0 to 100"]),

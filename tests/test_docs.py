@@ -137,9 +137,18 @@ def test_a_table_that_no_page_has_is_an_error(copy: Path) -> None:
     assert done.returncode == 1 and "no page has the table 'c4'" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name
+NAMES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "csrc/README.md",
+    "bench/README.md",
+    "bench/peers/README.md",
 )
+LINKED = [*PAGES, *(ROOT / name for name in NAMES)]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
@@ -196,17 +205,17 @@ def stale_paths(text: str, files: list[str]) -> list[str]:
     return stale
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        *PAGES,
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "csrc/README.md", "bench/README.md")),
-    ],
-    ids=lambda page: page.relative_to(ROOT).as_posix(),
-)
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_paths_are_those_of_the_tree(page: Path) -> None:
-    if page.exists():
-        assert stale_paths(page.read_text(encoding="utf-8"), tracked()) == []
+    assert stale_paths(page.read_text(encoding="utf-8"), tracked()) == []
+
+
+def test_the_page_of_the_scripts_names_them_all() -> None:
+    page = (ROOT / "bench/README.md").read_text(encoding="utf-8")
+    scripts = {*(ROOT / "bench").glob("*.py"), *(ROOT / "bench/papers").glob("*.py")}
+    names = {path.name for path in scripts if not path.name.startswith("tables_")}
+    assert {name for name in names if f"`{name}`" not in page} == set()
+    assert len(page.splitlines()) <= 60
 
 
 def test_a_stale_path_is_noticed() -> None:
@@ -286,7 +295,10 @@ def sentences(text: str) -> list[str]:
     return [sentence for sentence in found if sentence]
 
 
-PROSE = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+PROSE = [
+    *PAGES,
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md")),
+]
 
 
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -11,13 +11,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from anybit import driver, plan, prepare
+from anybit import driver, methods, plan, prepare
 from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
 from anybit.calibration.moments import Activations, Collector
+from anybit.calibration.texts import CalibrationSet
 from anybit.config import TileSpec
 from anybit.errors import InputError
 from anybit.evaluation.measure import evaluate
+from anybit.fingerprint import fingerprint, statistics_key
 from anybit.formats.weight import pack
 from anybit.methods import gptq, rtn
 from tests import builders
@@ -25,6 +27,12 @@ from tests.probes import Recorder, digests, stop_at, stored
 
 GPTQ = builders.options("gptq", bits=3, group_size=32, samples=5, seq_len=40)
 RTN = builders.options("rtn", bits=4, group_size=32)
+
+
+@pytest.mark.parametrize("options", ["gptq", {"bits": 4}, {}, methods.METHODS["gptq"].options])
+def test_options_that_are_none(tmp_path: Path, options: Any) -> None:
+    with pytest.raises(InputError, match=r"expected options such as anybit\.GPTQ\(bits=4\)"):
+        driver.quantize("nowhere", tmp_path / "out", options)
 
 
 # ---- what is stored
@@ -168,6 +176,18 @@ def test_specs_of_another_method_are_refused(model_dir: Callable[[str], Path], t
         driver.quantize(model_dir("llama"), tmp_path / "out", RTN, spec_map=spec_map)
 
 
+@pytest.mark.parametrize("budget", [{"size": "1MB"}, {"bpw": 5.0}])
+def test_a_map_and_a_budget_contradict(
+    model_dir: Callable[[str], Path], tmp_path: Path, budget: dict[str, Any]
+) -> None:
+    """The width that fits is found without the map: with it, the artifact would be larger."""
+    specs = {"model.layers.0.mlp.up_proj": builders.layer_spec(8, 32)}
+    with pytest.raises(InputError, match="give it without bpw and size"):
+        driver.quantize(
+            model_dir("llama"), tmp_path / "out", methods.options("rtn", **budget), spec_map=specs
+        )
+
+
 @pytest.mark.parametrize(("value", "words"), [(torch.nan, "NaN"), (-torch.inf, "Inf"), (1e6, "float16")])
 @pytest.mark.parametrize("config", [RTN, GPTQ])
 def test_unusable_weights_are_named_before_any_work(
@@ -249,6 +269,65 @@ def test_other_tokens_or_libraries_are_another_run(
     monkeypatch.undo()
     run(0)
     assert (tmp_path / "out").exists()
+
+
+def test_statistics_are_of_windows_as_they_are_cut(model_dir: Callable[[str], Path]) -> None:
+    """The same tokens in windows of another length are no windows to take gradients over from."""
+    streamed, options = builders.opened(model_dir("llama")), builders.options("squeezellm")
+    planned = plan.make_plan(streamed, options)
+    keys = {
+        statistics_key(
+            "base", options, planned, planned.layouts, CalibrationSet(tokens, "", "", 4, 0), streamed
+        )
+        for tokens in (torch.arange(48).reshape(2, 24), torch.arange(48).reshape(4, 12))
+    }
+    assert len(keys) == 2
+
+
+def test_another_processor_is_another_run(
+    model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that run the same kernels may still multiply and sum differently."""
+    streamed, options = builders.opened(model_dir("llama")), builders.options("rtn")
+
+    def mark() -> str:
+        return fingerprint("base", options, plan.make_plan(streamed, options), None, streamed)
+
+    here = mark()
+    assert mark() == here
+    for name, value in (
+        ("fingerprint.processor", lambda: "another"),
+        ("fingerprint.torch.backends.cpu.get_cpu_capability", lambda: "another"),
+        ("kernels.cpu.cpu_features", lambda: {"another": True}),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"anybit.{name}", value)
+            assert mark() != here
+
+
+def test_statistics_that_are_gathered_again_are_not_called_whole(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = builders.options("squeezellm", samples=2, seq_len=12, include=("*.0.self_attn.k_proj",))
+
+    def run(name: str) -> None:
+        shared = {"calibration": str(text_file), "statistics": tmp_path / "shared"}
+        driver.quantize(model_dir("llama"), tmp_path / name, options, **shared)
+
+    def stopped(*arguments: Any, **more: Any) -> None:
+        raise InputError("stopped")
+
+    run("first")
+    ((file, whole),) = [(f, f.with_name("complete")) for f in tmp_path.rglob("fisher-0.bin")]
+    assert whole.exists()
+    file.write_bytes(b"short")
+    monkeypatch.setattr(driver, "gradient_statistics", stopped)
+    with pytest.raises(InputError, match="stopped"):
+        run("second")
+    assert not whole.exists()
+    monkeypatch.undo()
+    run("second")
+    assert whole.exists() and digests(tmp_path / "first") == digests(tmp_path / "second")
 
 
 def test_all_zero_channels_work(model_copy: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,14 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from anybit import plan as plan_module
+from anybit import estimate as estimate_module
 from anybit.artifact.contents import Plan
 from anybit.calibration.gradients import LOGIT_CHUNK
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
+from anybit.config import LayerSpec, TileSpec
 from anybit.errors import InputError
+from anybit.estimate import check_disk, estimate
 from anybit.formats.dtypes import Dtype
-from anybit.plan import check_disk, estimate, make_plan, stored_dtype, widths_for_memory
+from anybit.kernels import cpu
+from anybit.plan import make_plan, stored_dtype, widths_for_memory
 from tests import builders
 from tests.builders import MakeModel, opened
 
@@ -101,12 +105,26 @@ def test_include_and_exclude_leave_layers_as_they_are(model_dir: MakeModel) -> N
             ["layers.9", "model.layers.0.self_attn.q_proj"],
         ),
         (builders.options("gptq"), {"lm_head": DEFAULT}, ["'lm_head'"]),
-        (builders.options("gptq", exclude=("*",)), {}, ["--exclude"]),
-        (builders.options("gptq", include=("nothing",)), {}, ["--include"]),
+        (builders.options("gptq", exclude=("*",)), {}, ["--exclude", "`anybit plan MODEL -o map"]),
+        (
+            builders.options("gptq", include=("*.mlp.*", "nothing")),
+            {},
+            ["--include 'nothing'", "model.layers.0.self_attn.q_proj"],
+        ),
+        (builders.options("rtn", exclude=("*.9.*",)), {}, ["--exclude '*.9.*'", "layers.1.", "-o map"]),
         (
             builders.options("gptq"),
             {"model.layers.0.mlp.up_proj": builders.layer_spec(1)},
             ["layers.0.mlp.up_proj", "1-bit"],
+        ),
+        (
+            builders.options("rtn"),
+            {
+                "model.layers.0.mlp.up_proj": LayerSpec(
+                    builders.options("rtn", clip_ratio=0.5), (TileSpec(8),)
+                )
+            },
+            ["layers.0.mlp.up_proj", "clip_ratio 0.5 would be ignored"],
         ),
     ],
 )
@@ -116,6 +134,24 @@ def test_plans_that_cannot_be_are_refused(
     with pytest.raises(InputError) as error:
         make_plan(opened(model_dir("llama")), config, spec_map)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("method", ["anybit", "squeezellm", "any-precision", "cmpq"])
+def test_a_missing_native_extension_is_said_before_any_work(
+    model_dir: MakeModel, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(cpu, "_native", None)
+    streamed = opened(model_dir("llama"))
+    with pytest.raises(InputError, match=f"{method} needs the native extension"):
+        make_plan(streamed, builders.options(method))
+    make_plan(streamed, builders.options("gptq"))
+    streamed.device = torch.device("cuda")
+    if method == "anybit":
+        with pytest.raises(InputError, match="coding planes"):
+            make_plan(streamed, builders.options(method))
+        make_plan(streamed, builders.options(method, coded=False))
+    else:
+        make_plan(streamed, builders.options(method))
 
 
 def test_an_estimate_grows_with_the_work(model_dir: MakeModel, tmp_path: Path) -> None:
@@ -135,9 +171,9 @@ def test_an_estimate_follows_the_effort(model_dir: MakeModel, tmp_path: Path) ->
         config = builders.options("anybit", effort=effort)
         made = make_plan(streamed, config)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plan_module, "_matmul_speed", lambda dtype: (1e9, 1.0))
+            patch.setattr(estimate_module, "_matmul_speed", lambda dtype: (1e9, 1.0))
             idle = estimate(streamed, made, config, tmp_path)
-            patch.setattr(plan_module, "_matmul_speed", lambda dtype: (1e9, 0.25))
+            patch.setattr(estimate_module, "_matmul_speed", lambda dtype: (1e9, 0.25))
             busy = estimate(streamed, made, config, tmp_path)
         assert busy["seconds"] == idle["seconds"] and busy["processor_share"] == 0.25
         seconds.append(idle["seconds"])
@@ -149,13 +185,13 @@ def test_products_of_the_model_are_timed_in_its_own_numbers(
     model_dir: MakeModel, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     rates = {torch.float32: 1e9, torch.bfloat16: 4e9}
-    monkeypatch.setattr(plan_module, "_matmul_speed", lambda dtype: (rates[dtype], 0.5))
+    monkeypatch.setattr(estimate_module, "_matmul_speed", lambda dtype: (rates[dtype], 0.5))
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), dtype)
-    assert plan_module._speeds(streamed) == (plan_module.Speeds(rates[dtype], 1e9), 0.5)
+    assert estimate_module._speeds(streamed) == (estimate_module.Speeds(rates[dtype], 1e9), 0.5)
 
 
 def test_speed_is_that_of_the_time_that_a_process_gets() -> None:
-    speed, share = plan_module._matmul_speed(torch.float32)
+    speed, share = estimate_module._matmul_speed(torch.float32)
     assert 1e8 < speed < 1e14 and 0 < share <= 1
 
 
@@ -164,7 +200,7 @@ def test_a_disk_too_small_is_refused(
 ) -> None:
     made = make_plan(opened(model_dir("llama")), builders.options("gptq"))
     monkeypatch.setattr(
-        plan_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=made.size_bytes - 1)
+        estimate_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=made.size_bytes - 1)
     )
     with pytest.raises(InputError, match="MB free"):
         check_disk(made, tmp_path / "not" / "there" / "yet")
@@ -175,7 +211,7 @@ def test_texts_of_the_models_own_take_time_and_memory(
     model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys and values of 96 texts of 256 tokens, written side by side, beside what is there without."""
-    monkeypatch.setattr(plan_module, "_matmul_speed", lambda dtype: (1e9, 1.0))
+    monkeypatch.setattr(estimate_module, "_matmul_speed", lambda dtype: (1e9, 1.0))
     streamed = opened(model_dir("llama"))
     without, some = (
         estimate(streamed, make_plan(streamed, c), c, tmp_path)
@@ -190,6 +226,46 @@ def test_texts_of_the_models_own_take_time_and_memory(
     more = some["peak_memory_bytes"] - without["peak_memory_bytes"]
     assert more == 96 * 256 * of_token - logits > 0
     assert some["seconds"] > without["seconds"]
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq", "smoothquant", "gptq", "atom", "llm-mq", "mixllm"])
+def test_the_search_for_scales_takes_time(
+    model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """21 candidates, each multiplied with the second moments: 42 out in^2 operations, unless a sample judges."""
+    monkeypatch.setattr(estimate_module, "_matmul_speed", lambda dtype: (1e6, 1.0))
+    streamed = opened(model_dir("llama"))
+    of_itself = method in ("awq", "smoothquant")
+    plain = builders.options("rtn" if of_itself else method, samples=2, seq_len=24)
+    scaled = builders.options(method, samples=2, seq_len=24, **({} if of_itself else {"scaling": "awq"}))
+    seconds = [
+        estimate_module._seconds(streamed, make_plan(streamed, c), c, estimate_module.Speeds(1e6, 1e6))
+        for c in (plain, scaled)
+    ]
+    judged = sum(a * b * (b if scaled.act_bits == 16 else 2 * 16) for a, b in streamed.all_linears().values())
+    assert seconds[1] - seconds[0] > 42 * judged / 1e6
+
+
+def test_fisher_information_is_counted_in_memory_and_on_disk(model_dir: MakeModel, tmp_path: Path) -> None:
+    streamed, fisher = opened(model_dir("llama")), builders.options("squeezellm", samples=4, seq_len=24)
+    made = make_plan(streamed, fisher)
+    figures = estimate(streamed, made, fisher, tmp_path)
+    assert figures["scratch_disk_bytes"] == 4 * made.quantized_weights
+    without = replace(made, specs=make_plan(streamed, builders.options("rtn")).specs)
+    mapped = figures["peak_memory_bytes"] - estimate_module._peak_memory(streamed, without, fisher)
+    assert mapped >= 4 * made.quantized_weights
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_hidden_states_beyond_memory_are_counted_on_disk(
+    model_dir: MakeModel, monkeypatch: pytest.MonkeyPatch, finetune: bool
+) -> None:
+    streamed = opened(model_dir("llama"))
+    config = builders.options("two-four-sixteen", samples=6, seq_len=24, finetune=finetune)
+    made, hidden = make_plan(streamed, config), 6 * 24 * 48 * 4
+    assert estimate_module.scratch_bytes(streamed, made, config) == 0
+    monkeypatch.setattr(estimate_module, "ACTIVATION_BUDGET", hidden - 1)
+    assert estimate_module.scratch_bytes(streamed, made, config) == hidden * (2 if finetune else 1)
 
 
 def test_what_fits_a_memory_budget(model_dir: MakeModel) -> None:

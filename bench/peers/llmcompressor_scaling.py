@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from common import load_tokens, timed, versions
-from ppl import perplexity, text_windows
+from ppl import measure, text_windows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -69,7 +69,7 @@ def main() -> None:
     windows = text_windows(AutoTokenizer.from_pretrained(args.model), args.text, args.windows, args.seq_len)
     result = {
         "method": f"llmcompressor {args.method}",
-        "perplexity": perplexity(model.eval(), windows),
+        "perplexity": measure(model.eval(), windows, None)["perplexity"],
         **cost,
     }
     print(json.dumps(result | {"versions": versions("llmcompressor", "torch", "transformers")}))

@@ -20,6 +20,7 @@ from anybit.errors import InputError
 Json = dict[str, Any]  # an object as JSON has it: what files hold and commands print
 KV_BITS = (2, 3, 4, 8, 16)
 SAMPLES = 128  # windows that a method is calibrated on, where neither it nor the user says another number
+SEQ_LEN = 2048  # tokens of a window, where the user says nothing and the model reaches as far
 EMBED_BITS = (4, 8, 16)
 GROUP_SIZE = 128  # input channels that share a scale, where nothing else is said
 ACT_BITS = (2, 3, 4, 5, 6, 7, 8, 16)
@@ -147,7 +148,10 @@ class Options:
     samples: int | None = option(
         None, "Calibration windows.", panel="Calibration", unset=str(SAMPLES), **at_least(1)
     )
-    seq_len: int = option(2048, "Tokens per calibration window.", panel="Calibration", **at_least(1))
+    seq_len: int | None = option(
+        None, f"Tokens per calibration window; by default {SEQ_LEN}, or the model's positions if fewer.",
+        panel="Calibration", unset=str(SEQ_LEN), **at_least(1),
+    )  # fmt: skip
     seed: int = option(
         0, "Picks the calibration windows.", panel="Calibration", **within(0, MAX_SEED, "a whole number")
     )
@@ -177,7 +181,7 @@ class Options:
 
     def defaults(self) -> dict[str, Any]:
         """What the method decides where it is left open; values may depend on the options that are given."""
-        return {"bits": self.default_bits, "samples": SAMPLES, "embed_bits": 16}
+        return {"bits": self.default_bits, "samples": SAMPLES, "seq_len": SEQ_LEN, "embed_bits": 16}
 
     def check(self) -> None:
         """Refuse options, none of which is open, that do not go together.
@@ -185,7 +189,7 @@ class Options:
         Raises:
             InputError: with the options and what is expected.
         """
-        if not self.for_encoders and self.seq_len < 2:
+        if not self.for_encoders and self.window < 2:
             raise InputError(
                 f"{self.name} needs gradients, and windows of 1 token have none: raise seq_len (--seq-len)"
             )
@@ -213,6 +217,11 @@ class Options:
     def windows(self) -> int:
         """Calibration windows, of options none of which is open."""
         return self.samples or SAMPLES
+
+    @property
+    def window(self) -> int:
+        """Tokens of one, of a model that reaches as far."""
+        return self.seq_len or SEQ_LEN
 
     def with_bits(self, bits: float) -> Self:
         """The same options at another average width; what is open is decided by that width."""
@@ -272,6 +281,9 @@ class TileSpec:
     rows: tuple[int, ...] | None = None  # ascending output rows; None: all
     cols: tuple[int, ...] | None = None  # original input channels in stored order; None: all, natural order
     act_bits: int | None = None  # width of the inputs; None: the layer's
+    outliers: bool = (
+        False  # channels that a method found to be outliers, whose inputs are not clipped; in no map
+    )
 
 
 @dataclass(frozen=True)
@@ -324,7 +336,7 @@ def parse_bytes(text: str) -> int:
     units = {"B": 1} | {f"{letter}IB": 2 ** (10 * power) for letter, power in powers.items()}
     for letter, power in powers.items():
         units |= {letter: 1000**power, f"{letter}B": 1000**power}
-    number, unit = re.fullmatch(r"\s*(.*?)\s*([a-zA-Z]*)\s*", text).groups()  # type: ignore[union-attr]
+    number, unit = re.fullmatch(r"(?s)\s*(.*?)\s*([a-zA-Z]*)\s*", text).groups()  # type: ignore[union-attr]
     try:
         return int(float(number) * units[unit.upper() or "B"])
     except (ValueError, KeyError, OverflowError) as error:
@@ -359,17 +371,16 @@ def read_spec_map(path: Path, default: LayerSpec[O]) -> dict[str, LayerSpec[O]]:
 
 def parse_layer_spec(name: str, value: Any, default: LayerSpec[O]) -> LayerSpec[O]:
     """One entry of the map; see `read_spec_map`."""
-    tile_fields = {item.name: item for item in fields(TileSpec)}
     own = {item.name: item for item in fields(default.options) if about(item).layer}
     if not isinstance(value, Mapping):
         raise InputError(f"spec of {name}: expected an object, got {value!r}")
-    unknown = value.keys() - tile_fields.keys() - own.keys() - {"tiles"}
+    unknown = value.keys() - _tile_types().keys() - own.keys() - {"tiles"}
     if unknown:
-        expected = ", ".join(sorted({*tile_fields, *own, "tiles"}))
+        expected = ", ".join(sorted({*_tile_types(), *own, "tiles"}))
         raise InputError(
             f"spec of {name}: unknown field {min(unknown)!r} of {default.options.name}; expected {expected}"
         )
-    beside = sorted(tile_fields.keys() & value.keys())
+    beside = sorted(_tile_types().keys() & value.keys())
     if "tiles" in value and beside:
         raise InputError(
             f"spec of {name}: {beside[0]!r} beside tiles would be ignored: put it into each tile"
@@ -385,10 +396,15 @@ def parse_layer_spec(name: str, value: Any, default: LayerSpec[O]) -> LayerSpec[
         raise InputError(f"spec of {name}: {error}") from error
 
 
+def _tile_types() -> dict[str, str]:
+    """The fields of a tile that a map may set, and their types."""
+    return {item.name: str(item.type) for item in fields(TileSpec) if item.name != "outliers"}
+
+
 def _parse_tile(value: Any, default: TileSpec) -> TileSpec:
-    known = {item.name: str(item.type) for item in fields(TileSpec)}
+    known = _tile_types()
     if not isinstance(value, Mapping) or value.keys() - known.keys():
-        raise InputError(f"a tile has bits, group_size, symmetric, rows and cols; got {value!r}")
+        raise InputError(f"a tile has {', '.join(known)}; got {value!r}")
     tile = replace(default, **dict(_tile_fields(value, known)))
     if tile.act_bits is not None and tile.act_bits not in ACT_BITS:
         raise InputError(f"act_bits {tile.act_bits} is not one of {', '.join(map(str, ACT_BITS))}")

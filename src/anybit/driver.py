@@ -32,6 +32,7 @@ from anybit.calibration.texts import calibration_set
 from anybit.config import MAX_SEED, Options
 from anybit.cost import Cost
 from anybit.errors import InputError, about_layer, enough_memory, refuse_unknown
+from anybit.estimate import check_disk, scratch_bytes
 from anybit.formats import Nested
 from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
@@ -43,7 +44,7 @@ from anybit.methods.finetune import Task, passes
 from anybit.methods.method import Allocation, Search, Start
 from anybit.methods.ordering import nested_layers, with_all_planes
 from anybit.methods.rounding import quantize_rows
-from anybit.plan import check_disk, make_plan, plane_room, scratch_bytes
+from anybit.plan import make_plan, plane_room
 from anybit.prepare import Ready, Settings, prepare
 from anybit.progress import Advance, ignore
 
@@ -70,7 +71,8 @@ def quantize(
 ) -> QuantizeResult:
     """Compress a model into an artifact directory.
 
-    A killed or interrupted call leaves `OUT.partial`; the same call again resumes it and ends in the same bytes.
+    A killed or interrupted call leaves `OUT.partial`, and the same call again resumes it. On the CPU it ends in the
+    same bytes. On a GPU it may not, where sums have no fixed order.
 
     Args:
         model: HF directory, hub id or `.gguf` file.
@@ -83,11 +85,13 @@ def quantize(
         TypeError: a setting that there is not.
     """
     refuse_unknown(settings, Settings)
+    if options is not None and not isinstance(options, Options):
+        raise InputError(f"options are {options!r:.60}: expected options such as anybit.GPTQ(bits=4)")
     start = time.perf_counter()
     out, overwrite = resolved(Path(out)), settings.get("overwrite", False)
     check_output(out, overwrite)
     with enough_memory(FULL):
-        ready = prepare(model, out, options or DEFAULT.options(), settings)
+        ready = prepare(model, out, DEFAULT.options() if options is None else options, settings)
     folder, shards = ready.shared_statistics(settings.get("statistics")), len(ready.streamed.blocks) + 1
     with enough_memory(FULL), ArtifactWriter(out, ready.fingerprint, shards, overwrite, folder) as writer:
         resumed, earlier = len(writer.finished), writer.cost()
@@ -143,7 +147,7 @@ class _Run(Ready):
             return run
         plan = make_plan(self.streamed, self.options, {**found.specs, **self.given})
         out = self.writer.out
-        check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, self.options))
+        check_disk(plan, out, finished_bytes(out), scratch_bytes(self.streamed, plan, self.options))
         return replace(run, plan=plan)
 
     def outside(self) -> None:
@@ -226,9 +230,9 @@ class _Run(Ready):
             self.report.say("resumes: the gradients are there")
             return found
         begun = Cost.clock()
-        folder.mkdir(parents=True, exist_ok=True)
         tokens = self.text.tokens
         advance = self.report.task("gradients", len(tokens))
+        folder = self.writer.begin_statistics()
         made = gradient_statistics(self.streamed, tokens, shapes, fisher=folder, advance=advance)
         self.streamed.model.to("meta")
         self.writer.keep_statistics(Cost.since(begun))
@@ -439,7 +443,7 @@ class _Run(Ready):
     def _tuning_windows(self, count: int) -> tuple[Tensor, Tensor]:
         """Windows for so many steps of training, and windows to judge it by: of the same text, and of another."""
         assert self.text is not None
-        tokenizer, length = self.streamed.checkpoint.tokenizer(), min(self.options.seq_len, TUNING_TOKENS)
+        tokenizer, length = self.streamed.checkpoint.tokenizer(), min(self.options.window, TUNING_TOKENS)
         wanted = count * WINDOWS
         seed = (self.options.seed + 1) % (MAX_SEED + 1)  # not those windows again that moments are made of
         own = calibration_set(tokenizer, self.text.source, wanted + JUDGED, length, seed).tokens

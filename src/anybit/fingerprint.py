@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
+import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import transformers
@@ -15,7 +18,8 @@ from anybit.artifact.contents import Plan
 from anybit.calibration.streaming import StreamedModel
 from anybit.calibration.texts import CalibrationSet
 from anybit.checkpoint.directory import Checkpoint
-from anybit.config import Json, Options
+from anybit.config import Options
+from anybit.kernels import cpu
 from anybit.methods import METHODS
 from anybit.progress import Silent
 
@@ -71,12 +75,22 @@ def statistics_key(
 
 
 def _tokens(text: CalibrationSet) -> str:
-    return hashlib.sha256(text.tokens.numpy().tobytes()).hexdigest()
+    """Of the windows: the same tokens cut at other places are other windows."""
+    shape = f"{tuple(text.tokens.shape)} ".encode()
+    return hashlib.sha256(shape + text.tokens.numpy().tobytes()).hexdigest()
+
+
+def processor() -> str:
+    """What the processor calls itself."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def _arithmetic(streamed: StreamedModel) -> list[str]:
-    """What computes, and in what: another device sums in another order."""
+    """What computes, and in what: another device, or a processor of other instructions, sums in another order."""
     if streamed.device.type == "cpu":
-        isa: Json = kernels.info()["cpu"]
-        return [str(streamed.dtype), isa["isa"]]
+        has = [name for name, there in cpu.cpu_features().items() if there] if cpu.available() else []
+        of_torch = torch.backends.cpu.get_cpu_capability()
+        return [str(streamed.dtype), kernels.info()["cpu"]["isa"], of_torch, processor(), *has]
     return [str(streamed.dtype), str(streamed.device), torch.cuda.get_device_name(streamed.device)]

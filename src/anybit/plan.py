@@ -1,44 +1,30 @@
-"""What a run will make, known before any work: layouts, exact tensor bytes, and estimates of time and memory."""
+"""What a run will make, known before any work: layouts and exact tensor bytes."""
 
 from __future__ import annotations
 
-import shutil
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import ceil, floor, prod
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from anybit.artifact.contents import Plan
 from anybit.artifact.predicted_size import overhead_bytes
-from anybit.calibration.gradients import LOGIT_CHUNK
-from anybit.calibration.moments import ACTIVATION_BUDGET
-from anybit.calibration.own_texts import TOGETHER
 from anybit.calibration.streaming import StreamedModel, selected
+from anybit.checkpoint.architectures import usual_window
 from anybit.config import EMBED_BITS, GROUP_SIZE, Json, LayerSpec, Options, SpecMap, parse_bytes
 from anybit.errors import InputError, require_extra
 from anybit.formats import GroupIntLayout
 from anybit.formats.dtypes import Dtype
 from anybit.formats.layout import LayerLayout
 from anybit.formats.unquantized import UnquantizedLayout
-from anybit.kernels.attention import multiplies_bfloat16
-from anybit.kernels.dispatch import MOMENT_COLUMNS
-from anybit.kv_cache import head_size, kv_numbers
-from anybit.methods import METHODS, Method, end_to_end, finetune, nested_codes, ordering
-from anybit.methods.anybit import BITS, OWN_TEXT_TOKENS
+from anybit.kernels import cpu
+from anybit.methods import METHODS, Method, ordering
+from anybit.methods.anybit import BITS
 from anybit.methods.rtn import RTN
 
 WIDER = 1  # bits that embeddings are expected to have more than layers
-SPEED_SECONDS = 0.2  # in which the speed of this machine is measured
-REACHED = 0.6  # of the rate of one product that is repeated, by those of a model
-ATTENTION = 0.7  # of float32 products' rate, by PyTorch's attention
-SWEPT = 0.7  # of the rate of the model's products, by those of errors with a block of columns
-WEIGHTS = 2e7  # that are read, packed and written in a second
 BUDGET_STEPS = 100  # a budget finds the average width to a hundredth of a bit
-IMPORT_BYTES = 450_000_000  # PyTorch, Transformers and a tokenizer before any tensor is read
 
 
 def make_plan(streamed: StreamedModel, options: Options, spec_map: SpecMap | None = None) -> Plan:
@@ -50,8 +36,9 @@ def make_plan(streamed: StreamedModel, options: Options, spec_map: SpecMap | Non
         spec_map: layers whose specs are given.
 
     Raises:
-        InputError: a spec that names no layer of the model, does not fit its matrix, or asks for a width that
-            the method does not have; nothing left to quantize; options that an encoder has no use for.
+        InputError: a spec or a pattern that names no layer of the model; a spec that does not fit its matrix, or asks
+            for a width that the method does not have; nothing left to quantize; options that an encoder has no use for;
+            an extra or a native extension that the method needs, and that is not there.
     """
     if streamed.encoder:
         _check_for_encoder(streamed.model.config.model_type, options)
@@ -61,6 +48,7 @@ def make_plan(streamed: StreamedModel, options: Options, spec_map: SpecMap | Non
             f"the blocks of {streamed.model.config.model_type} models have no nn.Linear or Conv1D, which "
             "are what anybit quantizes: this architecture is not supported yet"
         )
+    _check_patterns(options, shapes)
     spec_map = spec_map or {}
     for name in spec_map.keys() - shapes.keys():
         raise InputError(
@@ -75,12 +63,14 @@ def make_plan(streamed: StreamedModel, options: Options, spec_map: SpecMap | Non
     usual, method = options.layer_spec(), METHODS[options.name]
     if method.extra:
         require_extra(method.extra, f"the method {method.name}")
+    _check_native(streamed.device.type, options, method)
     specs = {
         name: spec_map.get(name, usual) for name in shapes if selected(name, options.include, options.exclude)
     }
     if not specs:
         raise InputError(
-            "no linear layer is left to quantize: check --include and --exclude against `anybit plan MODEL`"
+            "no linear layer is left to quantize: check --include and --exclude against its layers, which "
+            "`anybit plan MODEL -o map.json` lists"
         )
     for name in spec_map.keys() & specs.keys():
         method.check_given(name, specs[name], usual)
@@ -105,6 +95,29 @@ def make_plan(streamed: StreamedModel, options: Options, spec_map: SpecMap | Non
         most = ordering.most_bits(method.ordered(options).bits, layouts, embeddings)
         plan = replace(plan, enhancement_bytes=ordering.overhead_bytes(most, {**layouts, **embeddings}))
     return replace(plan, overhead_bytes=overhead_bytes(streamed, plan, options))
+
+
+def _check_native(device: str, options: Options, method: Method) -> None:
+    """Refuse what only the native extension can do, where it is not there: gradients may take hours before."""
+    if cpu.available():
+        return
+    coded = method.ordered is not None and method.ordered(options).coded
+    if coded or (method.native and device == "cpu"):
+        what = f"the method {method.name}" if device == "cpu" else "coding planes (without: --expand)"
+        raise InputError(f"{what} needs the native extension, which is not there: {cpu.why_not()}")
+
+
+def _check_patterns(options: Options, names: Iterable[str]) -> None:
+    """Refuse patterns of layers that match none of the model's: they are misspelt, or of another model."""
+    names = list(names)
+    for option in ("include", "exclude"):
+        for pattern in getattr(options, option):
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                some = ", ".join(names[:: max(1, len(names) // 3)][:3])
+                raise InputError(
+                    f"--{option} {pattern!r} matches none of the model's linear layers: expected a pattern of whole "
+                    f"names, such as {some}; `anybit plan MODEL -o map.json` lists all"
+                )
 
 
 def _check_for_encoder(kind: str, options: Options) -> None:
@@ -166,14 +179,21 @@ def fit_budget(streamed: StreamedModel, options: Options) -> Options:
 def plan_within(
     streamed: StreamedModel, options: Options, spec_map: SpecMap | None = None
 ) -> tuple[Options, Plan]:
-    """The options, none left open, and the plan, within the options' budget.
+    """The options, none left open, and the plan, within the options' budget and the model's positions.
 
     Where planes are in one order, what a size leaves for which of them is known when the order is: the width is an
     estimate, and the artifact is cut to the size.
 
     Raises:
-        InputError: see `fit_budget` and `make_plan`.
+        InputError: a budget beside a map, which would not be kept; see `fit_budget` and `make_plan`.
     """
+    if spec_map and options.budget is not None:
+        raise InputError(
+            "a map of specs (--spec) sets the width of every layer that it names: give it without bpw and size "
+            "(--bpw, --size)"
+        )
+    if options.seq_len is None and options.calibrated:
+        options = replace(options, seq_len=usual_window(streamed.model))
     fitted = fit_budget(streamed, options)
     plan = make_plan(streamed, fitted, spec_map)
     if METHODS[options.name].ordered is not None:
@@ -238,146 +258,6 @@ def stored_dtype(dtype: Dtype, shape: tuple[int, ...]) -> Dtype:
     return dtype
 
 
-def estimate(streamed: StreamedModel, plan: Plan, options: Options, out: Path) -> Json:
-    """Predicted figures of a run: bytes, bits per weight, seconds and peak memory (the last two roughly).
-
-    `seconds` are those of a machine that does nothing else; `processor_share` says how much of its threads' time this
-    process got while it measured the machine's speed.
-    """
-    free = shutil.disk_usage(next(p for p in [out, *out.absolute().parents] if p.exists())).free
-    speeds, share = _speeds(streamed)
-    return {
-        "bits": plan.code_bits,
-        "bits_per_weight": plan.bits_per_weight,
-        "file_bits_per_weight": plan.file_bits_per_weight,
-        "size_bytes": plan.size_bytes,
-        "seconds": _seconds(streamed, plan, options, speeds),
-        "processor_share": share,
-        "peak_memory_bytes": _peak_memory(streamed, plan, options),
-        "scratch_disk_bytes": scratch_bytes(plan, options),
-        "free_disk_bytes": free,
-    }
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Floating-point operations per second that this machine reaches."""
-
-    model: float  # by matrix products of the model, in the numbers that it computes in
-    exact: float  # by those of float32
-
-
-def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speeds: Speeds) -> float:
-    """Of blocks' forward and backward passes, moments and sweeps at this machine's speeds, and of what is clustered."""
-    effort, wanted, shapes = METHODS[options.name].effort(options), plan.statistics, streamed.all_linears()
-    blocks, threads = len(streamed.blocks), torch.get_num_threads()
-    block_weights = plan.linear_weights / blocks
-    tokens = options.windows * options.seq_len if wanted else 0
-    forwards = 0.0 if wanted.fisher else 1.0 if options.unquantized else 2.0
-    forwards += 2 * effort.passes  # as blocks are recomputed
-    backwards = 2 * effort.passes  # for inputs and weights, counted in forwards
-    nested = ordering.nested_layers(plan.embeddings)
-    moments = sweep = factors = training = 0.0
-    if wanted.hessian:
-        widths = {shape[1] for shape in shapes.values()}
-        moments = 1.5 * tokens * sum(n * (n + MOMENT_COLUMNS) for n in widths)
-        matrices = [*shapes.values(), *(plan.embeddings[name].shape for name in nested)]
-        sweep = 2.0 * sum(effort.sweeps * s[0] * s[1] ** 2 for s in matrices)
-        factors = 2.0 * sum(s[1] ** 3 for s in matrices)
-    if effort.epochs:
-        forwards += 1 + effort.epochs
-        backwards += 2 * effort.epochs
-        steps = effort.epochs * options.windows / finetune.batch_size(options.windows, options.seq_len)
-        training = finetune.STEP_SECONDS * steps * plan.quantized_weights / threads
-    through, headed, decoded = end_to_end.work(METHODS[options.name].tuning(options), options.seq_len)
-    tuning = 2 * (through * plan.linear_weights + headed * _head_weights(streamed))
-    training += decoded * end_to_end.WRITE_SECONDS * plan.model_weights / threads
-    multiplied = (forwards + backwards) * 2 * block_weights * tokens + moments
-    attention = 2.0 * tokens * options.seq_len * _heads_width(streamed) * blocks
-    bfloat16 = streamed.device.type == "cpu" and streamed.dtype == torch.bfloat16
-    of_torch = ATTENTION * speeds.exact
-    attended = attention * (
-        forwards / (speeds.model if bfloat16 and multiplies_bfloat16() else of_torch) + backwards / of_torch
-    )
-    head = 4 * effort.passes * tokens * _head_weights(streamed)  # logits once, and their gradient
-    weights = plan.quantized_weights + sum(plan.embeddings[name].weights for name in nested)
-    clustering = (effort.clustering / threads + effort.serial) * weights
-    of_model = (blocks * multiplied + head + tuning) / speeds.model
-    swept = sweep / (SWEPT * speeds.model if bfloat16 and effort.rounded_sweeps else speeds.exact)
-    others = (factors + 200 * plan.linear_weights) / speeds.exact + plan.model_weights / WEIGHTS
-    return of_model + attended + swept + clustering + training + others
-
-
-def _heads_width(streamed: StreamedModel) -> int:
-    """Of the queries of all heads of a block together."""
-    text = streamed.model.config.get_text_config()
-    return head_size(text) * int(text.num_attention_heads)
-
-
-def _head_weights(streamed: StreamedModel) -> int:
-    """Of the matrix that makes logits."""
-    text = streamed.model.config.get_text_config()
-    return 0 if streamed.encoder else int(text.vocab_size * text.hidden_size)
-
-
-def _written_bytes(tokens: int, config: Any, size: int) -> int:
-    """Of keys and values while the model writes texts of so many tokens in all, in numbers of `size` bytes."""
-    if not tokens:
-        return 0
-    return min(tokens, TOGETHER * OWN_TEXT_TOKENS) * kv_numbers(config) * size
-
-
-def _peak_memory(streamed: StreamedModel, plan: Plan, options: Options) -> int:
-    """Of the process: what is imported, a block and what is computed of it, hidden states."""
-    effort, wanted, shapes = METHODS[options.name].effort(options), plan.statistics, streamed.all_linears()
-    size, text = streamed.dtype.itemsize, streamed.model.config.get_text_config()
-    block_weights = plan.linear_weights / len(streamed.blocks)
-    tokens = options.windows * options.seq_len if wanted else 0
-    activations = min(tokens * text.hidden_size * size, ACTIVATION_BUDGET)
-    embedding = max(prod(streamed.checkpoint.shape(n)) for n in streamed.names.values()) * 4
-    working = block_weights * size + max(prod(shape) for shape in shapes.values()) * 4 * 5
-    if wanted.hessian:
-        working += max(shape[1] for shape in shapes.values()) ** 2 * 4 * 5
-    if (
-        METHODS[options.name].ordered is not None
-    ):  # moments by gradient and plain ones of a block; errors of all widths
-        working += 2 * 4 * sum(shape[1] ** 2 for shape in shapes.values()) / len(streamed.blocks)
-        working += 2 * 4 * min(nested_codes.CHUNK, BITS * max(prod(shape) for shape in shapes.values()))
-    if effort.passes:
-        logits = 3 * 4 * min(options.seq_len, LOGIT_CHUNK) * text.vocab_size  # float32 softmax, and gradients
-        working += plan.model_weights * size + max(logits, _written_bytes(effort.written, text, size))
-    if METHODS[options.name].tuning(options):  # all weights, their codes, the unquantized head
-        chunk = 6 * 4 * min(options.seq_len, LOGIT_CHUNK) * text.vocab_size
-        codes = end_to_end.BYTES_PER_WEIGHT * plan.model_weights
-        working = max(working, plan.model_weights * size + codes + _head_weights(streamed) * size + chunk)
-    if effort.epochs:
-        working += block_weights * finetune.BYTES_PER_WEIGHT
-        activations *= 2
-    return int(IMPORT_BYTES + max(2 * embedding, working) + activations)
-
-
-def scratch_bytes(plan: Plan, options: Options) -> int:
-    """What a run keeps on disk until its end: float32 Fisher information, or all planes before they are split."""
-    if METHODS[options.name].ordered is not None:
-        return 2 * plan.quantized_weights + plan.tensor_bytes
-    return 4 * plan.quantized_weights if plan.statistics.fisher else 0
-
-
-def check_disk(plan: Plan, out: Path, done_bytes: int = 0, scratch_bytes: int = 0) -> None:
-    """Refuse to begin what cannot be stored: the artifact, and what the run keeps on disk until its end.
-
-    Raises:
-        InputError: needed and free bytes.
-    """
-    place = next(p for p in [out, *out.absolute().parents] if p.exists())
-    free, needed = shutil.disk_usage(place).free, plan.size_bytes - done_bytes
-    needed += scratch_bytes
-    if needed > free:
-        raise InputError(
-            f"{place} has {free / 1e6:.0f} MB free, the run needs {needed / 1e6:.0f} MB: make room"
-        )
-
-
 def _embedding_layouts(streamed: StreamedModel, options: Options, method: Method) -> dict[str, LayerLayout]:
     """Layouts of embedding and head: at `--embed-bits`, or as the method says where that is left open.
 
@@ -408,29 +288,6 @@ def _rounded(options: Options, shape: tuple[int, int]) -> LayerLayout:
     assert options.embed_bits is not None
     tile = GroupIntLayout(bits=options.embed_bits, group_size=GROUP_SIZE, symmetric=False)
     return LayerLayout(shape, (tile,))
-
-
-def _speeds(streamed: StreamedModel) -> tuple[Speeds, float]:
-    """This machine's, and the share of its threads' time that this process got."""
-    exact, share = _matmul_speed(torch.float32)
-    own = streamed.device.type == "cpu" and streamed.dtype != torch.float32
-    return Speeds(_matmul_speed(streamed.dtype)[0] if own else exact, exact), share
-
-
-def _matmul_speed(dtype: torch.dtype) -> tuple[float, float]:
-    """This machine's GEMM from a few tenths of a second's work: floating-point operations per second that it would do
-    if it did nothing else, by the quickest product, and the share of its threads' time that this process got.
-    """
-    a = torch.ones(768, 768, dtype=dtype)
-    (a @ a).sum()
-    seconds: list[float] = []
-    start, begun = time.perf_counter(), time.process_time()
-    while sum(seconds) < SPEED_SECONDS:
-        before = time.perf_counter()
-        a @ a
-        seconds.append(time.perf_counter() - before)
-    got = (time.process_time() - begun) / torch.get_num_threads()
-    return REACHED * 2 * 768**3 / min(seconds), min(1.0, got / (time.perf_counter() - start))
 
 
 def widths_for_memory(

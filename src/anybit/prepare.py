@@ -12,15 +12,16 @@ import torch
 from anybit.artifact.contents import Plan
 from anybit.artifact.writer import finished_bytes
 from anybit.calibration.streaming import StreamedModel
-from anybit.calibration.texts import CalibrationSet, calibration_set
+from anybit.calibration.texts import CALIBRATION, CalibrationSet, calibration_set, check_source
 from anybit.checkpoint.architectures import max_positions
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.config import Options, SpecMap
 from anybit.errors import InputError
+from anybit.estimate import check_disk, scratch_bytes
 from anybit.fingerprint import base_hash, fingerprint, statistics_key
 from anybit.kernels.dispatch import check_device, compute_dtype
 from anybit.methods import METHODS, Method
-from anybit.plan import check_disk, plan_within, scratch_bytes
+from anybit.plan import plan_within
 from anybit.progress import SILENT, Silent
 
 
@@ -64,11 +65,10 @@ class Ready:
 
 def prepare(model: str | Path, out: Path, options: Options, settings: Settings) -> Ready:
     """Everything that is known before any work, checked."""
-    report, device = settings.get("report", SILENT), settings.get("device", "cpu")
-    _check_device(device)
-    streamed = StreamedModel(open_checkpoint(model), compute_dtype(device), device)
+    report = settings.get("report", SILENT)
+    streamed = open_streamed(model, settings.get("device", "cpu"))
     options, plan = plan_within(streamed, options, settings.get("spec_map"))
-    check_disk(plan, out, finished_bytes(out), scratch_bytes(plan, options))
+    check_disk(plan, out, finished_bytes(out), scratch_bytes(streamed, plan, options))
     for note in (
         *streamed.checkpoint.notes(),
         plan.coverage(),
@@ -79,13 +79,22 @@ def prepare(model: str | Path, out: Path, options: Options, settings: Settings) 
             report.say(note)
     text = None
     if plan.statistics:
-        streamed.check_structure()
         text = _calibration(streamed, options, settings.get("calibration", "builtin"), report)
     streamed.check_weights(report.task("checking the weights", len(streamed.names)))
     base = base_hash(streamed.checkpoint, report)
     mark = fingerprint(base, options, plan, text, streamed)
     given = settings.get("spec_map") or {}
     return Ready(streamed, METHODS[options.name], options, plan, text, base, mark, report, given)
+
+
+def open_streamed(model: str | Path, device: str = "cpu") -> StreamedModel:
+    """The model as a run has it: on its device, in the numbers that calibration computes in there.
+
+    Raises:
+        InputError: see `_check_device`, `open_checkpoint` and `StreamedModel`.
+    """
+    _check_device(device)
+    return StreamedModel(open_checkpoint(model), compute_dtype(device), device)
 
 
 def _check_device(device: str) -> None:
@@ -105,23 +114,35 @@ def _check_device(device: str) -> None:
         )
 
 
+def check_calibration(streamed: StreamedModel, options: Options, source: str) -> None:
+    """Refuse, before any work, a calibration that cannot be.
+
+    Raises:
+        InputError: windows longer than the model reaches, a text that is not there.
+    """
+    streamed.check_structure()
+    limit = max_positions(streamed.model)
+    if limit is not None and options.window > limit:
+        raise InputError(
+            f"--seq-len {options.window} is beyond the model's {limit} positions: choose at most {limit}"
+        )
+    check_source(source, CALIBRATION)
+
+
 def _calibration(streamed: StreamedModel, options: Options, source: str, report: Silent) -> CalibrationSet:
     """The windows that the run is calibrated on.
 
     Raises:
-        InputError: windows longer than the model reaches, a tokenizer of another model, too little text.
+        InputError: see `check_calibration`; a tokenizer of another model, too little text.
     """
-    checkpoint, limit = streamed.checkpoint, max_positions(streamed.model)
-    if limit is not None and options.seq_len > limit:
-        raise InputError(
-            f"--seq-len {options.seq_len} is beyond the model's {limit} positions: choose at most {limit}"
-        )
+    check_calibration(streamed, options, source)
+    checkpoint = streamed.checkpoint
     report.say(f"tokenizing {source}")
-    text = calibration_set(checkpoint.tokenizer(), source, options.windows, options.seq_len, options.seed)
+    text = calibration_set(checkpoint.tokenizer(), source, options.windows, options.window, options.seed)
     samples = len(text.tokens)
     if samples < options.windows:
         report.say(
-            f"calibration text {source} has {samples} windows of {options.seq_len} tokens, not {options.windows}"
+            f"calibration text {source} has {samples} windows of {options.window} tokens, not {options.windows}"
         )
     if int(text.tokens.max()) >= checkpoint.config.get_text_config().vocab_size:
         raise InputError(
@@ -129,8 +150,8 @@ def _calibration(streamed: StreamedModel, options: Options, source: str, report:
         )
     if options.epochs and samples < 2:
         raise InputError(
-            f"calibration text {source} has one window of {options.seq_len} tokens, and finetuning needs another to "
+            f"calibration text {source} has one window of {options.window} tokens, and finetuning needs another to "
             "stop by: give more text, or shorter windows (--seq-len)"
         )
-    report.say(f"calibrates on {samples} x {options.seq_len} tokens of {source}")
+    report.say(f"calibrates on {samples} x {options.window} tokens of {source}")
     return text

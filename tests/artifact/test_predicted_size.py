@@ -16,11 +16,12 @@ from anybit.artifact.contents import Plan
 from anybit.artifact.reader import open_artifact
 from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
-from anybit.calibration.streaming import StreamedModel
-from anybit.checkpoint.directory import open_checkpoint
+from anybit.artifact.writer import ArtifactWriter
 from anybit.config import LayerSpec, SpecMap, TileSpec
 from anybit.errors import InputError
+from anybit.estimate import scratch_bytes
 from anybit.plan import make_plan
+from anybit.prepare import open_streamed
 from tests import builders
 from tests.builders import COMMON, SIZES, byte_tokenizer
 
@@ -29,7 +30,7 @@ ROWS = (TileSpec(8, 32, rows=tuple(range(8))), TileSpec(3, 32, rows=tuple(range(
 
 
 def planned(model: Path, config: builders.Options, spec_map: SpecMap | None = None) -> Plan:
-    return make_plan(StreamedModel(open_checkpoint(model), torch.bfloat16), config, spec_map)
+    return make_plan(open_streamed(model), config, spec_map)
 
 
 def real_bytes(out: Path) -> int:
@@ -91,6 +92,24 @@ def test_size_of_base_and_enhancement_layers(
     assert inspect(tmp_path / "out")["size_bytes"] == real <= plan.size_bytes
     assert plan.size_bytes <= (3 if embed_bits is None else 1.5) * real  # a tiny model
     assert inspect(tmp_path / "out")["bits_per_weight"] <= plan.bits_per_weight
+
+
+def test_disk_that_the_method_anybit_takes_besides(
+    model_dir: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Just before the artifact gets its name, all planes lie beside it, a byte a weight."""
+    config = builders.options("anybit", samples=3, seq_len=24)
+    streamed, publish, taken = open_streamed(model_dir("llama")), ArtifactWriter._publish, []
+
+    def watched(self: ArtifactWriter) -> None:
+        taken.append(sum(f.stat().st_size for f in self.folder.rglob("*") if f.is_file()))
+        publish(self)
+
+    monkeypatch.setattr(ArtifactWriter, "_publish", watched)
+    anybit.quantize(model_dir("llama"), tmp_path / "out", config, calibration=str(text_file))
+    made = make_plan(streamed, config)
+    needed = scratch_bytes(streamed, made, config) + made.size_bytes
+    assert taken[0] <= needed <= 1.05 * taken[0]
 
 
 def test_size_counts_the_licence(model_copy: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_kill_at_any_moment_of_publishing_loses_nothing(
 ) -> None:
     """OUT holds the old artifact, the new one or nothing, and then a rerun finishes it: never a part of one."""
     publish, remaining = ArtifactWriter._publish, 0
-    out, names = tmp_path / "out", ("_remove", "_sync")
+    out, names = tmp_path / "out", ("_remove", "sync")
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:

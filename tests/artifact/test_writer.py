@@ -71,7 +71,7 @@ def test_writer_resumes_finished_shards_and_redoes_damaged_ones(tmp_path: Path) 
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    (work / "model-00003-of-00003.tmp").write_bytes(b"half a shard")
+    (work / "model-00003-of-00003.safetensors.new").write_bytes(b"half a shard")
     assert write_all(tmp_path / "out") == [1]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert finished_bytes(tmp_path / "out") == 0
@@ -192,7 +192,7 @@ def test_full_disk_in_the_middle_keeps_what_is_done(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(writer, "save_file", save)
     with pytest.raises(InputError, match=r"disk is full.* make room .* 2 of 3 shards are kept"):
         write_all(tmp_path / "out")
-    assert not list(tmp_path.rglob("*.tmp")), "the half shard gives its room back"
+    assert not list(tmp_path.rglob("*.new")), "the half shard gives its room back"
     assert write_all(tmp_path / "out") == [0, 1]
 
 

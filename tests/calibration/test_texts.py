@@ -165,6 +165,32 @@ def test_hub_failures_are_sentences(monkeypatch):
         read_text("org/set")
 
 
+def test_texts_too_long_for_memory_are_refused_unread(tmp_path, monkeypatch):
+    """Files of up to 100 MB are taken whole, as their windows are drawn from all of it."""
+    monkeypatch.setattr(texts, "LONGEST", 40)
+    for name, line, command in (
+        ("a.txt", "a b c d\n", "head -c"),
+        ("a.jsonl", '{"text": "a b"}\n', "head -n"),
+    ):
+        file = tmp_path / name
+        file.write_text(line * (40 // len(line)))
+        assert len(calibration_set(word_tokenizer(), str(file), 1, 2, 0).tokens) == 1
+        file.write_text(line * (40 // len(line) + 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(texts, "read_utf8", None)
+            with pytest.raises(InputError, match=f"MB are tokenized; give a part of it, such as `{command}"):
+                calibration_set(word_tokenizer(), str(file), 1, 2, 0)
+        read_text(str(file))
+
+    def rows():
+        yield from ({"text": "a b c d"} for _ in range(6))
+        raise AssertionError("more was read")
+
+    monkeypatch.setitem(sys.modules, "datasets", HubStub(rows()))
+    with pytest.raises(InputError, match=r"give a part of it .* such as org/set:conf:train\[:"):
+        calibration_set(word_tokenizer(), "org/set:conf", 1, 2, 0)
+
+
 def test_default_bos():
     assert default_bos(word_tokenizer()) is None
     assert default_bos(word_tokenizer(bos=True)) == 0

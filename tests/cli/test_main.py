@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import typer
 
 import anybit
 from anybit.cli import main as cli
-from anybit.config import flags_of
+from anybit.config import flag_of, flags_of
 from anybit.errors import InputError
 from anybit.methods import METHODS
 from tests import builders
@@ -69,8 +70,9 @@ def test_options_of_one_method_are_listed_by_its_name(run: Run) -> None:
         assert ran.code == 0 and method.title.partition(":")[0] in " ".join(ran.out.split())
         assert "`" not in ran.out
         for item in fields(method.options):
-            yes, no = flags_of(item)
-            assert yes in ran.out or (no and no in ran.out), (method.name, item.name)
+            told = flags_of(item) if isinstance(item.default, bool) else (flag_of(item.name),)
+            assert all(flag in ran.out for flag in told), (method.name, item.name)
+    assert re.search(r"--clip/--no-clip +on ", run("methods", "gptq").out)
     refused(run("methods", "awesome"), "awesome", "gptq")
 
 
@@ -135,7 +137,7 @@ def test_current_directory_as_a_model(
     monkeypatch.chdir(llama)
     assert run("generate", ".", "-p", "abc", "--max-new-tokens", "2").code == 0
     assert run("quantize", ".", "-o", tmp_path / "out", *RTN).code == 0
-    figures = json.loads(run("inspect", tmp_path / "out", "--json").out)
+    figures = json.loads(run("inspect", tmp_path / "out", "--json", "-").out)
     assert figures["base"]["name"] == "llama"
 
 

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from anybit import estimate, prepare
 from anybit.config import parse_bytes
+from anybit.errors import InputError
 from tests.cli.commands import Run, recomputed_bits_per_weight, refused
 
 RTN = ("--method", "rtn", "--group-size", "32")
@@ -33,7 +36,7 @@ def test_quantize_then_inspect(
     ran = run("quantize", llama, "-o", out, *options, *text, "--json", json_file)
     assert ran.code == 0, ran.err
     assert "quantizes 14 linear layers" in ran.err and "% of all" in ran.err
-    figures = json.loads(run("inspect", out, "--json").out)
+    figures = json.loads(run("inspect", out, "--json", "-").out)
     assert figures["method"] == options[1]
     assert figures["bits"] == int(options[3])
     assert figures["bits_per_weight"] == pytest.approx(recomputed_bits_per_weight(out), rel=1e-12)
@@ -52,8 +55,10 @@ def test_quantize_then_inspect(
         figures["bits_per_weight"],
         figures["size_bytes"],
     )
-    shown = run("inspect", out)
+    shown = run("inspect", out, "--json", json_file)
     assert shown.code == 0 and f"{figures['bits_per_weight']:.3f}" in shown.out
+    assert json.loads(json_file.read_text()) == figures
+    refused(run("inspect", out, "--json", tmp_path), "cannot be written")
     verified = run("verify", out)
     assert verified.code == 0 and "hashes match" in verified.out
 
@@ -81,11 +86,36 @@ def test_dry_run_predicts_and_writes_nothing(
         assert word in ran.out
     predicted = json.loads(predicted_file.read_text())
     assert run(*arguments).code == 0
-    real = json.loads(run("inspect", tmp_path / "out", "--json").out)
+    real = json.loads(run("inspect", tmp_path / "out", "--json", "-").out)
     assert predicted["bits_per_weight"] == real["bits_per_weight"]
     assert predicted["bits"] == real["bits"]
     off = abs(predicted["size_bytes"] - real["size_bytes"])
     assert off <= max(20_000, 0.02 * real["size_bytes"]), (predicted["size_bytes"], real["size_bytes"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dry_run_times_the_numbers_that_the_run_computes_in(
+    run: Run, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    timed = []
+    monkeypatch.setattr(prepare, "compute_dtype", lambda device: dtype)
+    monkeypatch.setattr(estimate, "_matmul_speed", lambda asked: timed.append(asked) or (1e9, 1.0))
+    ran = run("quantize", llama, "-o", tmp_path / "out", "--method", "gptq", "--dry-run")
+    assert ran.code == 0 and "time              about" in ran.out
+    assert set(timed) == {torch.float32, dtype}
+
+
+def test_dry_run_on_a_gpu_predicts_no_time(
+    run: Run, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("quantize", llama, "-o", tmp_path / "out", *RTN, "--dry-run", "--json", tmp_path / "p.json")
+    refused(run(*asked, "--device", "tpu"), "expected cpu or cuda")
+    monkeypatch.setattr(prepare, "_check_device", lambda device: None)
+    monkeypatch.setattr(prepare, "compute_dtype", lambda device: torch.bfloat16)
+    ran = run(*asked, "--device", "cuda")
+    assert ran.code == 0 and "time              not predicted" in ran.out
+    predicted = json.loads((tmp_path / "p.json").read_text())
+    assert predicted["seconds"] is predicted["processor_share"] is None
 
 
 @pytest.mark.slow
@@ -94,7 +124,7 @@ def test_fewer_samples_than_asked_are_said(run: Run, llama: Path, text_file: Pat
     ran = run("quantize", llama, "-o", tmp_path / "out", *arguments)
     assert ran.code == 0, ran.err
     assert "has 31 windows of 128 tokens, not 500" in ran.err
-    calibration = json.loads(run("inspect", tmp_path / "out", "--json").out)["calibration"]
+    calibration = json.loads(run("inspect", tmp_path / "out", "--json", "-").out)["calibration"]
     own = calibration["own_windows"]  # the text is used whole, and the model's own texts keep their share
     assert (calibration["samples"] - own, own, calibration["requested"]) == (31, 10, 500)
 
@@ -107,7 +137,7 @@ def test_windows_of_one_token_work(run: Run, llama: Path, text_file: Path, tmp_p
 
 def test_spec_of_plan_with_mixed_widths(run: Run, llama: Path, tmp_path: Path) -> None:
     spec = tmp_path / "map.json"
-    ran = run("plan", llama, "-o", spec, "--group-size", "32", "--json")
+    ran = run("plan", llama, "-o", spec, "--group-size", "32", "--json", "-")
     assert ran.code == 0
     assert json.loads(ran.out)["best"]["bits"] == 8, "standard output is the JSON and nothing else"
     layers = json.loads(spec.read_text())["layers"]
@@ -121,7 +151,7 @@ def test_spec_of_plan_with_mixed_widths(run: Run, llama: Path, tmp_path: Path) -
     out = tmp_path / "out"
     ran = run("quantize", llama, "-o", out, "--method", "rtn", "--spec", spec)
     assert ran.code == 0, ran.err
-    figures = json.loads(run("inspect", out, "--json").out)
+    figures = json.loads(run("inspect", out, "--json", "-").out)
     for layer in figures["layers"]:
         if layer["name"] != first:
             assert layer["bits"] == layers[layer["name"]]["bits"]
@@ -146,7 +176,7 @@ def test_budget_takes_the_largest_width_within(
     run: Run, llama: Path, tmp_path: Path, option: str, key: str, limit: float
 ) -> None:
     assert run("quantize", llama, "-o", tmp_path / "out", *RTN, option, limit).code == 0
-    figures = json.loads(run("inspect", tmp_path / "out", "--json").out)
+    figures = json.loads(run("inspect", tmp_path / "out", "--json", "-").out)
     wider = (*RTN, "--bits", int(figures["bits"]) + 1, "--dry-run", "--json", tmp_path / "wider.json")
     assert run("quantize", llama, "-o", tmp_path / "none", *wider).code == 0
     assert figures[key] <= limit < json.loads((tmp_path / "wider.json").read_text())[key]
@@ -232,6 +262,12 @@ def test_sizes_as_people_write_them(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
+@pytest.mark.parametrize("text", ["1\n2MB", "", "MB", "1e400", "nan", "12 apples"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="expected a number and a unit"):
+        parse_bytes(text)
+
+
 @pytest.mark.parametrize("seed", ["-1", str(2**63)])
 @pytest.mark.parametrize("command", [("quantize", "-o", "x"), ("generate", "-p", "x"), ("chat",)])
 def test_seeds_out_of_range(run: Run, made: Path, command: tuple[str, ...], seed: str) -> None:
@@ -262,10 +298,10 @@ def test_spec_is_checked(run: Run, llama: Path, tmp_path: Path, spec: str, words
 
 
 def test_spec_and_a_budget_contradict(run: Run, llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "map.json").write_text("{}")
-    refused(
-        run("quantize", llama, "-o", tmp_path / "o", "--spec", tmp_path / "map.json", "--bpw", "4"), "--spec"
-    )
+    (tmp_path / "map.json").write_text('{"model.layers.0.mlp.up_proj": {"bits": 8}}')
+    asked = ("quantize", llama, "-o", tmp_path / "o", *RTN, "--spec", tmp_path / "map.json")
+    refused(run(*asked, "--bpw", "4"), "--spec", "--bpw")
+    refused(run(*asked, "--size", "1MB", "--dry-run"), "--spec", "--size")
 
 
 def test_text_shorter_than_a_window(run: Run, llama: Path, tmp_path: Path) -> None:
@@ -278,9 +314,27 @@ def test_text_shorter_than_a_window(run: Run, llama: Path, tmp_path: Path) -> No
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_seq_len_beyond_the_model(run: Run, llama: Path, text_file: Path, tmp_path: Path) -> None:
-    text = ("--calibration", text_file, "--seq-len", "129")
-    refused(run("quantize", llama, "-o", tmp_path / "out", *text), "129", "128")
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry run"])
+def test_calibration_that_cannot_be(
+    run: Run, llama: Path, text_file: Path, tmp_path: Path, dry: tuple[str, ...]
+) -> None:
+    asked = ("quantize", llama, "-o", tmp_path / "out", "--method", "gptq", *dry)
+    refused(run(*asked, "--calibration", text_file, "--seq-len", "129"), "129", "128")
+    refused(run(*asked, "--calibration", "nothere.txt"), "'nothere.txt' does not exist", "use 'builtin'")
+    refused(run(*asked, "--calibration", tmp_path), "is a directory")
+    refused(run("eval", llama, "--text", "nothere.txt"), "does not exist", "use 'builtin-eval'")
+
+
+def test_windows_are_as_long_as_the_model_reaches(run: Run, llama: Path, tmp_path: Path) -> None:
+    asked = ("quantize", llama, "-o", tmp_path / "out", "--method", "gptq", "--samples", "2")
+    assert run(*asked, "--dry-run").code == 0
+    ran = run(*asked)
+    assert ran.code == 0 and "calibrates on 2 x 128 tokens" in ran.err
+    stored = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert stored["calibration"]["seq_len"] == 128
+    assert json.loads(run("inspect", tmp_path / "out", "--json", "-").out)["calibration"]["seq_len"] == 128
+    said = (tmp_path / "out/README.md").read_text()
+    assert "--seq-len 128" in said and "2 x 128 tokens" in said
 
 
 # ---- the output directory
@@ -306,9 +360,9 @@ def test_overwrite_replaces_an_artifact_and_nothing_else(run: Run, llama: Path, 
         (other / "thesis.txt").write_text("years of work")
     assert run("quantize", llama, "-o", out, *RTN, "--bits", "4").code == 0
     refused(run("quantize", llama, "-o", out, *RTN, "--bits", "3"), "--overwrite")
-    assert json.loads(run("inspect", out, "--json").out)["bits"] == 4
+    assert json.loads(run("inspect", out, "--json", "-").out)["bits"] == 4
     assert run("quantize", llama, "-o", out, *RTN, "--bits", "3", "--overwrite").code == 0
-    assert json.loads(run("inspect", out, "--json").out)["bits"] == 3
+    assert json.loads(run("inspect", out, "--json", "-").out)["bits"] == 3
     assert all((other / "thesis.txt").read_text() == "years of work" for other in others)
     assert sorted(tmp_path.iterdir()) == sorted([out, *others])
 

@@ -39,9 +39,11 @@ def test_which_engine_runs_is_said(run: Run, made: Path) -> None:
     narrow = run(*how, "--kv-bits", "2")
     assert narrow.code == 0
     assert "runs inside Transformers: a KV-cache of 2 bits; the engine has 16, 8, 4" in narrow.err
-    refused(run(*how, "--kv-bits", "2", "--engine", "native"), "does not run this model", "2 bits")
+    refused(run(*how, "--kv-bits", "2", "--engine", "native"), "does not run this", "2 bits")
     refused(run(*how, "--engine", "fast"), "expected one of auto, native, transformers")
-    assert "not bfloat16 on cpu" in run(*how, "--dtype", "bfloat16").err
+    assert "dtype bfloat16 on cpu" in run(*how, "--dtype", "bfloat16").err
+    native = run(*how, "--dtype", "bfloat16", "--engine", "native")
+    refused(native, "does not run this: dtype bfloat16 on cpu (--dtype, --device)", "leave engine")
 
 
 def test_what_the_engine_refuses_late_runs_inside_transformers(run: Run, made: Path, tmp_path: Path) -> None:
@@ -72,8 +74,16 @@ def test_drawing(run: Run, made: Path) -> None:
     empty = run(*how, "--stop", "")
     refused(empty, "--stop is empty")
     assert empty.out == ""
-    refused(run(*how, "--top-p", "2"), "top_p is 2.0, expected a number from 0 to 1")
+    drawn = run(*how, "--temperature", "1", "--top-p", "2")
+    refused(drawn, "top_p is 2.0, expected a number from 0 to 1")
     refused(run(*how, "--temperature", "-1"), "temperature")
+
+
+@pytest.mark.parametrize("option", ["--top-k", "--top-p", "--min-p", "--seed"])
+def test_options_of_drawing_need_a_temperature(run: Run, option: str) -> None:
+    words = f"{option} would be ignored", "--temperature above 0"
+    refused(run("generate", "nowhere", "-p", "abc", option, "1"), *words)
+    refused(run("chat", "nowhere", option, "1", "--temperature", "0"), *words)
 
 
 def test_chat_answers_line_by_line(run: Run, made: Path) -> None:

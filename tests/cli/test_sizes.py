@@ -39,7 +39,7 @@ def test_the_levels_are_printed(
     assert code == 0 and len(lines) == 62
     (best,) = [line for line in lines if "the best that fits" in line]
     assert best.startswith(f"{levels[10]['bits']:.2f} ")
-    code, shown = command(["plan", str(anybit_artifact), "--json"], capsys, monkeypatch)
+    code, shown = command(["plan", str(anybit_artifact), "--json", "-"], capsys, monkeypatch)
     assert json.loads(shown)["levels"] == levels
     code, shown = command(["plan", str(anybit_artifact), "--memory", "1kB"], capsys, monkeypatch)
     assert code == 2 and "nothing fits 1kB: the smallest level takes" in shown
@@ -65,7 +65,7 @@ def test_sizes_on_the_command_line(
     code, _ = command(["eval", str(anybit_artifact), option, *arguments], capsys, monkeypatch)
     found = json.loads(figures.read_text())
     assert code == 0 and found["bits"] == pytest.approx(bits, abs=0.01)
-    code, shown = command(["inspect", str(anybit_artifact), option, "--json"], capsys, monkeypatch)
+    code, shown = command(["inspect", str(anybit_artifact), option, "--json", "-"], capsys, monkeypatch)
     made = json.loads(shown)
     assert code == 0 and made["bits_per_weight"] == found["bits_per_weight"]
     assert len(made["levels"]) == 61 and made["levels"][-1]["bits"] == 8

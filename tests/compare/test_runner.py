@@ -13,13 +13,21 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import anybit
 from anybit.artifact.writer import read_cost
+from anybit.checkpoint.directory import open_checkpoint
 from anybit.compare import Settings, compare, parse_entry
 from anybit.compare import job as compare_job
 from anybit.compare import machine as compare_machine
+from anybit.compare.cells import with_window
 from anybit.cost import Cost
 from anybit.errors import InputError
 from tests import builders
 from tests.compare.runs import ENTRIES, run
+
+
+def test_windows_are_as_long_as_the_model_reaches(model_dir: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(model_dir("llama"))
+    assert with_window(checkpoint, Settings()).seq_len == 128
+    assert with_window(checkpoint, Settings(seq_len=2048)).seq_len == 2048, "which is refused"
 
 
 @pytest.mark.e2e

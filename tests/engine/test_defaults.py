@@ -50,7 +50,7 @@ def transformers(config: Json) -> Json:
         {key: value for key, value in config.items() if key != "model_type"}
     )  # it writes into them
     made = AutoConfig.for_model(config["model_type"], **given).to_dict()
-    return {key: value for key, value in made.items() if key in READ}
+    return {key: value for key, value in made.items() if key in READ[config["model_type"]]}
 
 
 def alike(raw: Json) -> None:

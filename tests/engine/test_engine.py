@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,17 @@ import anybit
 from anybit import Engine, Sampling
 from anybit.engine import cgroups, threads
 from anybit.engine import pages as cache
-from anybit.engine.description import Unsupported
+from anybit.engine.description import Unsupported, reach
 from anybit.engine.drafts import Drafts, NarrowDrafts, Worth, narrow_level
 from anybit.engine.engine import Batch
 from anybit.engine.pages import Pages, _left, free_memory
 from anybit.engine.threads import _quota, default_threads
 from anybit.errors import InputError
+from anybit.generate import Generator
 from anybit.kernels import cpu
+from tests.builders import Said
 from tests.engine.models import VOCABULARY, random_model, saved_model
-from tests.engine.test_decoder import keys_and_values_in_float16, reference
+from tests.engine.test_decoder import error, keys_and_values_in_float16, reference
 from tests.engine.test_drafts import drafting_narrowly
 
 pytestmark = [
@@ -216,6 +219,38 @@ def test_a_model_whose_makers_want_tokens_drawn(folder: Path, tmp_path: Path) ->
     assert Engine(tmp_path / "model").default_sampling() == Sampling(temperature=0.7, top_p=0.9, top_k=50)
 
 
+def test_makers_that_want_what_the_engine_lacks_have_it_inside_transformers(
+    folder: Path, engine: Engine, tmp_path: Path
+) -> None:
+    """There it counts: of what is left of the vocabulary no token comes."""
+    shutil.copytree(folder, tmp_path / "model")
+    plain = engine.generate(PROMPT, 12).tokens
+    asked = {"eos_token_id": 0, "suppress_tokens": plain, "no_repeat_ngram_size": 1}
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(asked))
+    report = Said()
+    inside = Generator(str(tmp_path / "model"), report=report)
+    assert not inside.native and "asks for no_repeat_ngram_size 1" in report.lines[-1]
+    made = inside.generate(PROMPT, 12)
+    assert len({*PROMPT, *made}) == len(PROMPT) + 12 and not {*made} & {*plain}
+    with pytest.raises(InputError, match="which the native engine lacks"):
+        Engine(tmp_path / "model").generate(PROMPT, 12)
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_transformers_takes_all_that_is_kept_for_it(folder: Path, tmp_path: Path, kv_bits: int) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    asked = {
+        "typical_p": 0.9, "top_h": 0.9, "epsilon_cutoff": 1e-4, "eta_cutoff": 1e-4, "no_repeat_ngram_size": 3,
+        "min_length": 7, "min_new_tokens": 2, "guidance_scale": 1.5, "bad_words_ids": [[3], [4, 5]],
+        "suppress_tokens": [6], "begin_suppress_tokens": [7], "forced_bos_token_id": 8, "forced_eos_token_id": 9,
+    }  # fmt: skip
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(asked))
+    inside = Generator(str(tmp_path / "model"), engine="transformers", kv_bits=kv_bits)
+    for temperature in (0.0, 0.7):
+        made = inside.generate(PROMPT, 12, temperature=temperature)
+        assert len(made) == 12 and made[-1] == 9 and not {3, 6} & {*made}
+
+
 def test_logprobs_are_those_of_the_logits(engine: Engine) -> None:
     made = engine.generate(PROMPT, 8, Sampling(logprobs=3))
     rows = torch.tensor(engine.logits(PROMPT + made.tokens)[len(PROMPT) - 1 : -1]).log_softmax(-1)
@@ -223,6 +258,27 @@ def test_logprobs_are_those_of_the_logits(engine: Engine) -> None:
         top = row.topk(3)
         assert [token for token, _ in drawn.top] == top.indices.tolist()
         assert drawn.logprob == pytest.approx(row[drawn.token].item(), abs=1e-5)
+
+
+# ---- how it computes
+
+
+def test_it_says_what_becomes_of_inputs(
+    folder: Path, artifact_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inputs(model: Path, precision: str = "int8") -> str:
+        return Engine(model, codebook_precision=precision).how().split(", ")[1]
+
+    assert inputs(folder) == "exact inputs"  # nothing is quantized
+    quantized = artifact_of("llama", group_size=32)
+    assert (inputs(quantized), inputs(quantized, "fp16")) == ("inputs rounded to 8 bits", "exact inputs")
+    monkeypatch.setattr("anybit.engine.engine.MOST_SHARED", 64)
+    apart = artifact_of(
+        "llama", group_size=128
+    )  # a group is a row: 48 inputs, or 80 of the last matrix of a block
+    assert inputs(apart) == "inputs of 12 of 14 layers rounded to 8 bits"
+    rounding = artifact_of("llama", group_size=32, act_bits=8)
+    assert inputs(rounding) == inputs(rounding, "fp16") == "inputs rounded as the artifact asks"
 
 
 # ---- levels
@@ -388,6 +444,40 @@ def test_a_shorter_context(folder: Path) -> None:
         Engine(folder, context=201)
 
 
+def test_yarn_lengthens_the_context(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """As files of the hub ask for it: the positions that are stated stay those of the training."""
+    shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    engine = Engine(tmp_path / "model", codebook_precision="fp16", threads=2)
+    assert engine.context == 800 and Engine(tmp_path / "model", context=500).context == 500
+    model, ids = anybit.load(tmp_path / "model"), np.random.default_rng(0).integers(0, VOCABULARY, 420)
+    ids %= len(tokenizer)
+    assert error(engine.logits(ids.tolist()), reference(model, ids)).max() < 1e-3
+    assert Generator(str(tmp_path / "model"), engine="transformers").runner.context == 800
+    assert Engine(model, tokenizer=tokenizer).context == 800
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions", "expected"),
+    [
+        ({"rope_type": "default"}, 100, 100),
+        ({"rope_type": "linear", "factor": 4.0}, 100, 100),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}, 100, 400),
+        ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 33}, 100, 100),
+        ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 100}, 400, 400),
+        ({"rope_type": "yarn", "factor": math.inf, "original_max_position_embeddings": 100}, 400, 400),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}, None, 400),
+        ({"full_attention": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 100}}, 100, 200),
+        ({}, None, None),
+    ],
+)  # fmt: skip
+def test_what_a_model_reaches(rope: Any, positions: int | None, expected: int | None) -> None:
+    assert reach({"rope_parameters": rope, "max_position_embeddings": positions}) == expected
+
+
 def test_memory_bounds_the_context(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (
         4 * 2 * 16 * 2 * 2 * 32
@@ -494,7 +584,7 @@ def test_whoever_is_refused_keeps_the_model(anybit_artifact: Path, folder: Path,
 def test_a_loaded_model_has_its_budget_and_its_type(anybit_artifact: Path, folder: Path) -> None:
     with pytest.raises(InputError, match=r"bits: the model is loaded already; give this to anybit\.load"):
         Engine(anybit.load(anybit_artifact), bits=3)
-    with pytest.raises(Unsupported, match="in float32 on the CPU, not bfloat16 on cpu"):
+    with pytest.raises(Unsupported, match="dtype bfloat16 on cpu"):
         Engine(anybit.load(folder, dtype="bfloat16"))
 
 

@@ -202,7 +202,7 @@ def test_numbers_of_more_than_16_bits(folder: Path) -> None:
         "runs inside Transformers: model.layers.1.self_attn.q_proj.weight holds numbers of more than 16 bits"
     ]
     with pytest.raises(
-        InputError, match=r"does not run this model: model\.layers\.1\.self_attn\.q_proj\.weight holds"
+        InputError, match=r"does not run this: model\.layers\.1\.self_attn\.q_proj\.weight holds"
     ):
         Generator(str(folder), engine="native")
 
@@ -219,6 +219,9 @@ def test_numbers_of_more_than_16_bits(folder: Path) -> None:
         ({"mlp_bias": True}, "it has no model.layers.0.mlp.gate_proj.bias", "lacks"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'", ""),
         ({"rope_parameters": 5}, "is not what the engine reads", ""),
+        ({"final_logit_softcapping": 5.0}, r"says final_logit_softcapping = 5\.0, which the engine", ""),
+        ({"hidden_activation": "relu"}, "says hidden_activation = 'relu', which the engine", ""),
+        ({"layer_types": ["sliding_attention"] * 4, "sliding_window": 9}, "says layer_types = ", ""),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -229,6 +232,40 @@ def test_configurations(folder: Path, change: Json, why: str, loads: str) -> Non
     if loads:
         with pytest.raises(InputError, match=loads):
             Generator(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama", {"sliding_window": None, "use_sliding_window": False, "final_logit_softcapping": None}),
+        ("mistral", {"attention_bias": False, "mlp_bias": False}),
+        ("qwen2", {"use_mrope": False}),
+        ("smollm3", {"max_window_layers": 1}),
+        ("gemma2", {"hidden_act": "silu"}),
+        ("gemma3", {"hidden_act": "silu"}),
+    ],
+)
+def test_fields_of_another_family_that_change_nothing(
+    family: str, change: Json, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Checkpoints come with some of them."""
+    folder = saved(tmp_path / "model", tokenizer, family)
+    wanted = Engine(folder).logits(TOKENS)
+    agree(edited(folder, lambda config: config.update(change)), tokenizer)
+    assert np.array_equal(Engine(folder).logits(TOKENS), wanted)
+
+
+def test_a_mistral_with_layers_of_two_kinds_is_another_model(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """To Transformers it is a Ministral."""
+    folder = saved(tmp_path / "model", tokenizer, "mistral")
+    kinds = ["full_attention", "sliding_attention"] * 2
+    edited(folder, lambda config: config.update(layer_types=kinds))
+    with pytest.raises(Unsupported, match="says layer_types = "):
+        open_plain(folder, None, {})
+    with pytest.raises(Unsupported, match="'ministral'"):
+        Engine(folder)
 
 
 def test_a_field_without_a_default(folder: Path) -> None:

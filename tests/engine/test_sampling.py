@@ -19,7 +19,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from anybit.checkpoint.generation import DRAWING
+from anybit.checkpoint.generation import DRAWING, IN_TRANSFORMERS, SAMPLED_BY_TRANSFORMERS
 from anybit.engine.distribution import Distribution, Floats, kth_largest
 from anybit.engine.sampling import RANGES, Sampler, Sampling
 from anybit.errors import InputError
@@ -391,7 +391,40 @@ def test_a_generation_config_means_what_it_means_to_transformers(model: Any, val
 def test_a_generation_config_with_what_the_engine_lacks_is_refused() -> None:
     with pytest.raises(InputError, match=r"typical_p 0\.9, which the native engine lacks"):
         Sampling.from_generation_config({"do_sample": True, "typical_p": 0.9})
-    assert Sampling.from_generation_config({"typical_p": 0.9}) == Sampling()  # greedy: it has no effect
+    for values in ({"typical_p": 0.9}, {"top_h": 0.5}, {"epsilon_cutoff": 0.1}, {"eta_cutoff": 0.1}):
+        assert Sampling.from_generation_config(values) == Sampling()  # greedy: it has no effect
+        with pytest.raises(InputError, match="which the native engine lacks"):
+            Sampling.from_generation_config(values | {"do_sample": True})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[3]]},
+        {"suppress_tokens": [3]},
+        {"begin_suppress_tokens": [3]},
+        {"forced_bos_token_id": 3},
+        {"forced_eos_token_id": 3},
+        {"min_length": 5},
+        {"min_new_tokens": 5},
+        {"guidance_scale": 1.5},
+    ],
+    ids=str,
+)
+def test_what_the_engine_lacks_counts_for_the_likeliest_token_too(values: dict[str, Any]) -> None:
+    (name,) = values
+    for do_sample in (False, True):
+        with pytest.raises(InputError, match=f"asks for {name} .*, which the native engine lacks"):
+            Sampling.from_generation_config(values | {"do_sample": do_sample})
+
+
+def test_what_changes_nothing_is_not_refused() -> None:
+    neutral = {**IN_TRANSFORMERS, **SAMPLED_BY_TRANSFORMERS}
+    for values in (neutral, dict.fromkeys(neutral)):
+        assert Sampling.from_generation_config({**values, "do_sample": True, "top_k": 3}) == Sampling(
+            temperature=1.0, top_k=3
+        )
 
 
 def test_values_of_a_file_are_as_good_as_those_of_a_request() -> None:

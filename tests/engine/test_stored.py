@@ -145,7 +145,7 @@ def test_a_default_that_is_left_out_is_left_to_transformers(anybit_copy: Path) -
     assert not without.native
     assert report.lines == ["runs inside Transformers: its config.json has no hidden_act"]
     assert without.generate(without.encode("ab"), 8) == expected
-    with pytest.raises(InputError, match="does not run this model: its config"):
+    with pytest.raises(InputError, match="does not run this: its config"):
         Generator(str(anybit_copy), engine="native")
 
 

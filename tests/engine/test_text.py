@@ -244,6 +244,20 @@ def test_a_prompt_that_ends_within_a_character_is_not_given_out(kind: str) -> No
     assert text.strip() == "dog"
 
 
+@pytest.mark.parametrize("end", [BROKEN, BROKEN * 8, "é"], ids=["broken", "all broken", "half"])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_space_after_a_prompt_without_a_whole_end(kind: str, end: str) -> None:
+    """The last token that ends with a character stands for the prompt: nothing else shows where a text begins."""
+    tokenizer = TOKENIZERS[kind]
+    words, following = tokenizer.encode("the").ids, tokenizer.encode("the dog").ids
+    assert following[: len(words)] == words
+    prompt = [*words, *tokenizer.encode(end).ids]
+    prompt = prompt[:-1] if end == "é" else prompt
+    assert tokenizer.decode(prompt).endswith(BROKEN)
+    text = "".join(run(TextStream(tokenizer, prompt=prompt), following[len(words) :]))
+    assert text == " dog"
+
+
 @pytest.mark.parametrize("stop", ["", ["a", ""], [None], [b"a"], [3]])
 def test_stop_strings_that_are_none_are_refused(stop: Any) -> None:
     with pytest.raises(InputError, match="expected strings of at least one character"):

@@ -43,7 +43,7 @@ def test_divergence_from_a_base(anybit_artifact: Path, model_dir: Any, text_file
 
 def test_what_the_engine_does_not_measure(anybit_artifact: Path, text_file: Path) -> None:
     how: dict[str, Any] = {"text": str(text_file), "seq_len": 64, "max_tokens": 64, "engine": "native"}
-    with pytest.raises(InputError, match="in float32 on the CPU"):
+    with pytest.raises(InputError, match=r"dtype bfloat16 on cpu \(--dtype, --device\)"):
         anybit.evaluate(anybit_artifact, **how, dtype="bfloat16")
     with pytest.raises(InputError, match="a KV-cache of 3 bits"):
         anybit.evaluate(anybit_artifact, **how, kv_bits=3)
@@ -57,7 +57,7 @@ def test_what_the_engine_does_not_measure(anybit_artifact: Path, text_file: Path
     ("how", "why"),
     [
         ({"kv_bits": 3}, "a KV-cache of 3 bits; the engine has 16, 8, 4"),
-        ({"dtype": "bfloat16"}, "the native engine computes in float32 on the CPU, not bfloat16 on cpu"),
+        ({"dtype": "bfloat16"}, "dtype bfloat16 on cpu (--dtype, --device); the engine has float32 on cpu"),
     ],
 )
 def test_what_it_does_not_measure_transformers_does(

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from anybit.errors import InputError
 from anybit.evaluation.measure import evaluate
-from anybit.evaluation.tasks import _environment_kept, read_questions, run_tasks
+from anybit.evaluation.tasks import _environment_kept, prepare, read_questions, run_prepared
 from tests.evaluation.models import tiny_llama
 
 PLAIN = {"query": "Question: red or blue?\n", "choices": ["red", "blue sky"], "gold": 1}
@@ -27,6 +27,10 @@ HELLASWAG = {
     "endings": ["goes  home [substeps] now.", " falls."],
     "label": "1",
 }
+
+
+def run_tasks(model, tokenizer, tasks, *, batch_size=1, **given):
+    return run_prepared(model, tokenizer, prepare(tasks, **given), batch_size=batch_size)
 
 
 def write_tasks(folder: Path, **tasks: list) -> Path:

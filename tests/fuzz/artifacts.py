@@ -21,7 +21,7 @@ QUIET = ("--max-new-tokens", "2")
 COMMANDS: dict[str, Callable[[Path, tuple[object, ...]], str]] = {  # of an artifact, and what `eval` is told
     "verify": lambda path, on: command("verify", path),
     "inspect": lambda path, on: command("inspect", path),
-    "inspect json": lambda path, on: command("inspect", path, "--json"),
+    "inspect json": lambda path, on: command("inspect", path, "--json", "-"),
     "plan": lambda path, on: command("plan", path),
     "generate": lambda path, on: command("generate", path, "-p", "the fox", *QUIET),
     "chat": lambda path, on: command("chat", path, *QUIET, stdin="hello\n"),

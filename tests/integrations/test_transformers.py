@@ -136,7 +136,7 @@ def test_save_pretrained_round_trip(
     assert torch.equal(logits(again, IDS), before)
     assert inspect(tmp_path / "again")["bits_per_weight"] == inspect(path)["bits_per_weight"]
     assert verify(tmp_path / "again") == {
-        "shards": 1,
+        "files": 1,
         "layers": len(inspect(path)["layers"] + inspect(path)["embeddings"]),
         "hashes_checked": False,
     }

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import anybit
-from anybit.config import TileSpec
+from anybit.config import TileSpec, parse_layer_spec
 from anybit.errors import InputError
 from anybit.formats import GroupInt
 from anybit.loader import load
@@ -63,6 +63,20 @@ def test_outlier_channels_are_never_clipped() -> None:
             else:
                 assert outliers.act_clip is not None and (outliers.act_clip == 1).all()
                 assert body.act_clip is not None and (body.act_clip < 1).all()
+
+
+@pytest.mark.parametrize("method", ["rtn", "atom"])
+def test_a_map_clips_the_inputs_that_it_rounds(method: str) -> None:
+    """The width of a layer's inputs in a map does not make outliers of them."""
+    weight, stats, _, _ = rounded_layer("atom")
+    of_method = {} if method == "rtn" else {"outlier_channels": 8}
+    default = builders.options(method, clip=False, **of_method).layer_spec()
+    given = parse_layer_spec("layer", {"act_bits": 4, "act_clip": 0.7}, default)
+    body = METHODS[method].quantize(weight, stats, given).tiles[0]
+    assert isinstance(body, GroupInt) and body.act_bits == 4 and body.act_clip is not None
+    assert (body.act_clip == torch.tensor(0.7).half()).all()
+    with pytest.raises(InputError, match="unknown field 'outliers'"):
+        parse_layer_spec("layer", {"outliers": True}, default)
 
 
 @pytest.mark.slow

@@ -16,13 +16,14 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import plan as plan_module
+from anybit import estimate as estimate_module
 from anybit.artifact.verify import verify
 from anybit.artifact.writer import ArtifactWriter
 from anybit.calibration.stats import LinearStats
 from anybit.calibration.streaming import StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.errors import InputError
+from anybit.estimate import estimate
 from anybit.formats import Nested
 from anybit.kernels import cpu
 from anybit.loader import load
@@ -30,7 +31,7 @@ from anybit.methods import anybit as method
 from anybit.methods import end_to_end, nested_codes
 from anybit.methods.end_to_end import Training
 from anybit.methods.ordering import order
-from anybit.plan import estimate, make_plan
+from anybit.plan import make_plan
 from tests import builders
 from tests.probes import Killed, Recorder, digests, interrupt, logits, stored
 
@@ -354,7 +355,7 @@ def test_a_killed_run_ends_in_the_same_bytes(
 def test_the_estimate_knows_of_it(
     model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "_matmul_speed", lambda dtype: (1e10, 1.0))
+    monkeypatch.setattr(estimate_module, "_matmul_speed", lambda dtype: (1e10, 1.0))
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
     plain = builders.changed(CONFIG, tune=False)
     with_it, without = (

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from anybit import driver
-from anybit import plan as plan_module
+from anybit import estimate as estimate_module
 from anybit.artifact.verify import verify
 from anybit.calibration.moments import Activations, Collector
 from anybit.calibration.streaming import BlockCall, StreamedModel
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.errors import InputError
+from anybit.estimate import estimate
 from anybit.formats import TwoFour
 from anybit.formats.weight import QuantizedWeight, layout_of, pack
 from anybit.methods import finetune, two_four_blocks
 from anybit.methods.finetune import Task, Trainable
-from anybit.plan import estimate, make_plan
+from anybit.plan import make_plan
 from tests import builders
 from tests.builders import random, two_four_spec, weight_and_stats
 from tests.probes import Recorder, digests, stop_at
@@ -226,7 +227,7 @@ def test_it_resumes_to_the_same_bytes(
 def test_the_estimate_knows_of_it(
     model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "_matmul_speed", lambda dtype: (1e10, 1.0))
+    monkeypatch.setattr(estimate_module, "_matmul_speed", lambda dtype: (1e10, 1.0))
     streamed = StreamedModel(open_checkpoint(model_dir("llama")), torch.float32)
     plain = builders.changed(CONFIG, finetune=False)
     with_it, without = (

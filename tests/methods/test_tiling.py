@@ -33,6 +33,7 @@ from tests import builders
         ((TileSpec(cols=(-1, 0, 1, 2, 3, 4)),), "channel -1"),
         ((TileSpec(cols=(0, 0, 1, 2, 3, 4)),), "channel 0 is in two tiles"),
         ((TileSpec(cols=()), TileSpec()), "no columns"),
+        ((TileSpec(cols=(0, 1, 2, 3, 4, 2**64)),), f"channel {2**64}, the matrix has 6"),
         ((TileSpec(), TileSpec(cols=(0, 1, 2, 3, 4, 5))), "channel 0 is in two tiles"),
         (tuple(TileSpec(rows=(0,)) for _ in range(300)), "300 tiles"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from anybit import Engine
 from anybit.encoder import Encoder
 from anybit.kernels import cpu
 from anybit.serve import openai as limits
+from anybit.serve.app import PARSERS
 from anybit.serve.connection import HEADER_SECONDS, UNREAD_SECONDS
 from anybit.serve.constraint import DEEPEST, LONGEST
 from anybit.serve.embedder import BATCH_TOKENS, WAITING_BYTES
@@ -73,12 +75,15 @@ def test_the_table_of_limits_is_true() -> None:
         f"batches of up to {BATCH_TOKENS} tokens",
         f"| stop strings | {limits.MOST_STOPS} of {limits.LONGEST_STOP} characters |",
         f"| likely tokens beside each | {limits.MOST_LOGPROBS} |",
-        f"| log-probabilities of a request's prompts (`echo`) | {limits.MOST_REPORTED} |",
+        f"each token with those likely beside it | {limits.MOST_REPORTED} |",
+        f"| 2^{math.log2(limits.MOST_LOGITS):.0f} divided by the vocabulary, in tokens |",
         f"| headers of a request | {HEADER_SECONDS:.0f} seconds |",
         f"| a client that reads nothing of its answer | {UNREAD_SECONDS} seconds",
         f"| form | {LONGEST >> 10} KiB, {DEEPEST} levels,",
     ):
         assert said in PAGE
+    assert PARSERS == 4
+    assert "Four threads render templates" in PAGE and "at most three" in PAGE
 
 
 def test_the_unit_parses() -> None:

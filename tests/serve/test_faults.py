@@ -23,10 +23,11 @@ from anybit import Engine
 from anybit.engine.engine import Batch
 from anybit.errors import InputError
 from anybit.kernels import cpu
-from anybit.serve import connection, openai
-from anybit.serve.app import State
+from anybit.serve import connection, openai, replies
+from anybit.serve.app import PARSERS, State
 from anybit.serve.errors import Refused, refused
 from anybit.serve.guard import Guard
+from anybit.serve.served import Named
 from tests.serve.conftest import PATIENCE, Client, refusal, serving, slow_steps, until
 
 pytestmark = [
@@ -103,6 +104,8 @@ LONG = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True, "temperature": 0
         (CHAT, {"messages": [{"role": "user"}]}, 400, "content is null", "messages[0].content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "has only", None),
         (CHAT, {"messages": [{"role": "user", "content": "a", "x": 1}]}, 400, "no parameter", "messages[0].x"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "name": 5}]}, 400, "name is 5", "messages[0].name"),
+        (CHAT, b'{"messages":[{"role":"user","content":"a","name":"\\ud800"}]}', 400, "not valid UTF-8", None),
         (CHAT, {**HELLO, "tools": [{}]}, 400, "this server has only []", "tools"),
         (CHAT, {**HELLO, "top_logprobs": 2}, 400, "needs logprobs: true", "top_logprobs"),
         (CHAT, {**HELLO, "max_tokens": 2, "max_completion_tokens": 3}, 400, "differ", "max_tokens"),
@@ -125,6 +128,7 @@ LONG = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True, "temperature": 0
         ("/detokenize", {"tokens": [5], "model": "gpt-5"}, 404, "there is no model 'gpt-5' here", "model"),
         ("/tokenize", {}, 400, "give either prompt", "prompt"),
         ("/detokenize", {"tokens": ["a"]}, 400, "tokens is expected", "tokens"),
+        ("/detokenize", {"tokens": [5] * 129}, 400, "tokens has 129 ids, expected at most 128", "tokens"),
         ("/v1/embeddings", {"input": "a"}, 400, "is a language model, which has no embeddings", None),
     ],
     ids=str,
@@ -263,7 +267,60 @@ def test_log_probabilities_of_prompts_are_bounded(client: Client, monkeypatch: p
     client.ok(COMPLETIONS, asked)
     monkeypatch.setattr(openai, "MOST_REPORTED", 19)
     status, said, param = refusal(client.ask(COMPLETIONS, asked))
-    assert (status, param) == (400, "logprobs") and "20 log-probabilities of prompts: at most 19" in said
+    assert (status, param) == (400, "logprobs") and "20 log-probabilities (5 tokens of prompts and 0" in said
+    assert "at most 19" in said and client.ask(COMPLETIONS, {**asked, "n": 2, "logprobs": 1})[0] == 400
+
+
+def test_log_probabilities_of_texts_are_bounded_too(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai, "MOST_REPORTED", 60)
+    asked = {"prompt": "abc", "max_tokens": 5, "ignore_eos": True, "n": 3, "logprobs": 3}
+    client.ok(COMPLETIONS, asked)
+    status, said, param = refusal(client.ask(COMPLETIONS, {**asked, "max_tokens": 6}))
+    assert (status, param) == (400, "logprobs") and "0 tokens of prompts and 18 of texts, 4 for each" in said
+    assert (
+        "96 log-probabilities (9 tokens of prompts and 15"
+        in refusal(client.ask(COMPLETIONS, {**asked, "echo": True}))[1]
+    )
+    chat = {**HELLO, "ignore_eos": True, "logprobs": True, "top_logprobs": 3}
+    assert client.ask(CHAT, {**chat, "max_tokens": 16})[0] == 400
+    # Who has not said how many tokens gets as many as there is room for.
+    made = client.ok(CHAT, {**chat, "n": 2})["choices"]
+    assert [len(choice["logprobs"]["content"]) for choice in made] == [7, 7]
+    assert {choice["finish_reason"] for choice in made} == {"length"}
+    monkeypatch.setattr(openai, "MOST_REPORTED", 1000)
+    (choice,) = client.ok(CHAT, chat)["choices"]
+    assert len(choice["logprobs"]["content"]) == 128 - len(client.ok("/tokenize", HELLO)["tokens"])
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_long_answer_is_written_in_pieces(
+    client: Client, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What writes JSON holds up all other threads until its call ends."""
+    asked = {"max_tokens": 100, "ignore_eos": True, "n": 8, "seed": 3, "temperature": 1}
+    asked |= {"prompt": "abc", "echo": True, "logprobs": 20} if path == COMPLETIONS else HELLO
+    asked |= {} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 20}
+    wanted = client.ok(path, asked)["choices"]
+    sizes, write = [], replies._dumps
+
+    def writing(value: Any) -> str:
+        sizes.append(len(write(value)))
+        return write(value)
+
+    monkeypatch.setattr(replies, "_dumps", writing)
+    monkeypatch.setattr(replies, "ITEMS", 10)
+    assert client.ok(path, asked)["choices"] == wanted
+    assert max(sizes) < 30_000 < sum(sizes) / 10
+
+
+@pytest.mark.parametrize("value", [{}, [], {"a": [], "b": {}}, [1, {"c": ["ü", None]}, 2.5], "x"], ids=str)
+def test_json_in_parts_is_json(value: Any) -> None:
+    assert json.loads("".join(replies.parts(value))) == value
+
+
+@pytest.mark.parametrize("count", [0, 1, replies.ITEMS, replies.ITEMS + 1, 3 * replies.ITEMS])
+def test_a_list_in_parts_is_a_list(count: int) -> None:
+    assert json.loads("".join(replies.parts({"a": iter(range(count))}))) == {"a": [*range(count)]}
 
 
 def test_a_connection_without_a_request_ends(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,6 +404,37 @@ def test_a_key_leaves_requests_for_others(other_engine: Engine, monkeypatch: pyt
         second.ok(COMPLETIONS, LONG)
         for thread in threads:
             thread.join()
+
+
+@pytest.mark.parametrize(
+    ("keys", "threads"), [(("one", "two"), PARSERS - 1), (("one",), PARSERS), ((), PARSERS)], ids=str
+)
+def test_a_key_leaves_a_parser_for_others(
+    other_engine: Engine, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], threads: int
+) -> None:
+    """Templates, tokenizing and forms of one key hold all threads but one; alone it may have all of them."""
+    go_on, held, encode = threading.Event(), list[str](), Named.encode
+
+    def slow(self: Named, text: str, *how: Any) -> list[int]:
+        if text == "slow":
+            held.append(text)
+            assert go_on.wait(PATIENCE)
+        return encode(self, text, *how)
+
+    monkeypatch.setattr(Named, "encode", slow)
+    with serving(other_engine, Guard(keys=keys)) as (client, _):
+        first, asked = Client(client.port, "one"), ("/tokenize", {"prompt": "slow"})
+        asking = [threading.Thread(target=first.ok, args=asked) for _ in range(2 * PARSERS)]
+        for thread in asking:
+            thread.start()
+        until(lambda: client.ok("/health")["requests"] == 2 * PARSERS + 1 and len(held) == threads)
+        if len(keys) > 1:
+            Client(client.port, "two").ok("/tokenize", {"prompt": "fast"})
+        assert len(held) == threads
+        go_on.set()
+        for thread in asking:
+            thread.join()
+        assert len(held) == 2 * PARSERS
 
 
 def test_too_many_requests_at_a_time(other_engine: Engine) -> None:
@@ -442,6 +530,40 @@ def test_nothing_is_served_before_the_model_is_there() -> None:
         status, message, _ = refusal(client.ask(COMPLETIONS, LONG))
         assert status == 503 and "loading" in message
         assert refusal(client.ask("/metrics"))[0] == refusal(client.ask("/v1/models"))[0] == 503
+
+
+@pytest.mark.parametrize("embeds", [False, True], ids=["texts", "embeddings"])
+@pytest.mark.parametrize(("patience", "status"), [(PATIENCE, 200), (0.01, 503)])
+def test_a_request_that_came_before_the_end_has_until_it(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    patience: float,
+    status: int,
+    embeds: bool,
+) -> None:
+    """Also when its text is still waiting to be cut into tokens then, and nothing else is computed."""
+    path, body = ("/v1/embeddings", {"input": "a"}) if embeds else (COMPLETIONS, LONG)
+    answers, go_on, encode = list[Any](), threading.Event(), Named.encode
+
+    def held(self: Named, *given: Any) -> list[int]:
+        assert go_on.wait(PATIENCE)
+        return encode(self, *given)
+
+    monkeypatch.setattr(Named, "encode", held)
+    with serving(request.getfixturevalue("encoder" if embeds else "other_engine")) as (client, state):
+        assert state.served is not None
+        thread = threading.Thread(target=lambda: answers.append(client.ask(path, body)))
+        thread.start()
+        until(lambda: state.requests == 1)
+        time.sleep(0.05)
+        state.served.runner.drain(patience)
+        assert refusal(client.ask(path, body))[:2] == (503, "the server is stopping")
+        time.sleep(0.05)
+        go_on.set()
+        thread.join()
+    assert answers[0][0] == status
+    if status == 503:
+        assert refusal(answers[0])[1] == "the server is stopping"
 
 
 def test_a_text_that_the_end_of_the_server_cuts_is_told_so(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ import pytest
 from anybit import Engine, Sampling
 from anybit.kernels import cpu
 from anybit.serve.app import State
-from anybit.serve.served import Served
-from tests.serve.conftest import Client
+from anybit.serve.served import Named, Served
+from tests.serve.conftest import Client, served_of, serving
 
 pytestmark = [
     pytest.mark.native,
@@ -74,6 +75,15 @@ def test_a_chat_goes_through_the_template(client: Client, engine: Engine, alone:
     message = made["choices"][0]["message"]
     assert message["role"] == "assistant"
     assert message["content"] == alone("[system]be kind[user]hello[assistant]", 9)
+
+
+def test_a_name_goes_through_the_template(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for m in messages %}[{{ m.role }}{{ '=' + m.name if m.name is defined }}]{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(other_engine.tokenizer, "chat_template", template)
+    with serving(other_engine) as (client, _):
+        messages = [{"role": "user", "content": "hi", "name": "Ann"}, {"role": "assistant", "content": "ho"}]
+        tokens = client.ok("/tokenize", {"messages": messages})["tokens"]
+        assert client.ok("/detokenize", {"tokens": tokens})["prompt"] == "[user=Ann]hi[assistant]ho"
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -208,6 +218,25 @@ def test_timings_come_once(client: Client) -> None:
     assert told == [len(events) - 1]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
+def test_times_begin_where_the_request_comes(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """What a template, a tokenizer or a form takes is waited for, too."""
+    encode = Named.encode
+
+    def slow(self: Named, *given: Any) -> list[int]:
+        time.sleep(0.2)
+        return encode(self, *given)
+
+    monkeypatch.setattr(Named, "encode", slow)
+    embeds = path != COMPLETIONS
+    with serving(request.getfixturevalue("encoder" if embeds else "other_engine")) as (client, state):
+        made = client.ok(path, {"input": "abc"} if embeds else {"prompt": "abc", "max_tokens": 2})
+        assert embeds or made["timings"]["queue_seconds"] >= 0.2
+        assert (state.metrics.embedding if embeds else state.metrics.first)._sum >= 0.2
+
+
 # ---- widths
 
 
@@ -272,6 +301,24 @@ def test_a_form_is_kept(client: Client, how: Any, pattern: str) -> None:
             assert re.fullmatch(pattern, choice["text"])
 
 
+def test_forms_are_ready_before_the_first_request(
+    other_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading the vocabulary holds up everybody. Where that fails, forms alone are refused."""
+    made = served_of(other_engine, None)
+    monkeypatch.setattr("anybit.serve.served.Constraints", lambda *_: 1 / 0)
+    assert isinstance(made, Served) and made.constraint("regex", "a|b") is not None
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("can't determine decoder type")
+
+    monkeypatch.setattr("anybit.serve.served.Constraints", fails)
+    with serving(other_engine) as (client, _):
+        client.ok(COMPLETIONS, {"prompt": "abc", "max_tokens": 1})
+        status, found, _ = client.ask(COMPLETIONS, {"prompt": "abc", "guided_regex": "a"})
+        assert status == 400 and "tiny can be given no form (can't determine" in found["error"]["message"]
+
+
 def test_an_object_is_json(client: Client) -> None:
     asked = {**HELLO, "response_format": {"type": "json_object"}, "max_tokens": 40, "temperature": 0}
     assert client.ok(CHAT, asked)["choices"][0]["message"]["content"].startswith("{")
@@ -320,3 +367,20 @@ def test_the_page_asks_nobody_else(client: Client) -> None:
         assert status == 200 and "default-src 'none'" in headers["content-security-policy"]
         assert not re.search(r"https?://(?!www\.w3\.org)", text) and "@import" not in text
         assert not re.search(r"<script(?! src=)| style=|\son[a-z]+=|<style", text)
+
+
+def test_the_page_sends_what_was_typed(client: Client) -> None:
+    """No value is dropped in silence: the server says what is wrong with one. No field claims to know a default."""
+    html, script = client.ask("/")[1], client.ask("/page.js")[1]
+    fields = dict(re.findall(r'<input id="(\w+)" inputmode="\w+" ([^>]*)>', html))
+    names = re.search(r"NUMBERS = (\[.*?\]);", script)
+    assert names is not None and list(fields) == json.loads(names[1])
+    assert {*fields.values()} == {'placeholder="default"', 'placeholder="random"', 'value="512"'}
+    assert "validity" not in script and "step=" not in "".join(fields.values())
+    for body, said in (
+        ({"temperature": "0,75"}, 'temperature is "0,75", expected a number'),
+        ({"top_k": 1.5}, "top_k is 1.5"),
+        ({"max_tokens": "many"}, 'max_tokens is "many", expected a whole number'),
+    ):
+        status, found, _ = client.ask(COMPLETIONS, {"prompt": "abc", **body})
+        assert status == 400 and said in found["error"]["message"]

@@ -7,14 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import anybit
+from anybit.engine.engine import Batch
 from anybit.errors import InputError
 from anybit.in_transformers import InTransformers
 from anybit.kernels import cpu
 from anybit.kv_cache import CACHE, QuantizedCache
+from anybit.serve import openai
 from anybit.serve.one_text import OneText
 from anybit.serve.server import limits
 from anybit.serve.settings import Settings
@@ -86,6 +89,42 @@ def test_widths_and_batches_are_refused(model_dir: Callable[[str], Path]) -> Non
         too_long = client.ask("/v1/completions", {"prompt": [5] * engine.context, "max_tokens": 1})
         assert refusal(too_long)[0] == 400
         assert client.ok("/v1/completions", {**ASKED, "prompt": PROMPT})["usage"]["completion_tokens"] == 12
+
+
+def test_logits_of_a_prompt_are_bounded(
+    model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = OneText(InTransformers(str(model_dir("gpt2"))), "tiny")
+    monkeypatch.setattr(openai, "MOST_LOGITS", 10 * engine.vocabulary)
+    asked = {"prompt": PROMPT[:10], "max_tokens": 1, "echo": True, "logprobs": 1}
+    with serving(engine, pages=1, running=1) as (client, _):
+        client.ok("/v1/completions", asked)
+        status, said, param = refusal(client.ask("/v1/completions", {**asked, "prompt": PROMPT[:11]}))
+        assert (status, param) == (400, "echo") and "11 tokens" in said and "up to 10, all at once" in said
+        client.ok("/v1/completions", {**asked, "prompt": PROMPT, "echo": False})
+
+
+def test_logits_of_a_prompt_are_there_once(model_dir: Callable[[str], Path]) -> None:
+    """They may be a gigabyte: what a step gives out are the model's own, not a copy."""
+    engine = OneText(InTransformers(str(model_dir("gpt2"))), "tiny")
+    whole = engine._inside.model.forward
+    made: list[Any] = []
+
+    def forward(*given: Any, **how: Any) -> Any:
+        made.append(whole(*given, **how))
+        return made[-1]
+
+    engine._inside.model.forward = forward
+    try:
+        rows = np.arange(9, dtype=np.int32)
+        for wanted in (rows, rows[4:], rows[8:], rows[9:]):
+            zeros = np.zeros(9, np.int32)
+            found = engine.step(Batch(rows + 20, rows, zeros, zeros[:1, None], wanted), 0)
+            logits = made[-1].logits[0].numpy()
+            assert np.array_equal(found, logits[len(logits) - len(wanted) :])
+            assert len(wanted) == 0 or np.shares_memory(found, logits)
+    finally:
+        engine._inside.model.forward = whole
 
 
 def test_an_artifact_has_the_width_that_was_loaded(model_dir: Callable[[str], Path], tmp_path: Path) -> None:

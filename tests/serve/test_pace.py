@@ -62,6 +62,18 @@ def test_auto_goes_down_at_once_and_up_slowly() -> None:
     assert Auto([7]).update(0.9) == 7
 
 
+def test_auto_is_the_highest_at_once_where_a_text_is_alone() -> None:
+    auto = Auto([1, 2, 3, 4])
+    assert [auto.update(load) for load in (0.9, 0.1, 0.0, 0.1)] == [1, 1, 4, 4]
+
+
+def test_a_step_without_texts_has_no_time() -> None:
+    pace = Pace(WIDTHS)
+    pace.measure(4, 1, 0, 0.016)
+    with pytest.raises(ValueError, match="a step of 0 tokens has no size"):
+        pace.step(4, 0)
+
+
 def test_stops_are_levels_evenly_apart() -> None:
     assert stops(WIDTHS, 3.0, 3) == [1, 3, 4] or stops(WIDTHS, 3.0, 3) == [1, 2, 4]
     assert stops(WIDTHS, 0, 100) == [0, 1, 2, 3, 4]

@@ -62,10 +62,23 @@ async def a_visit(url: str, widths: list[float]) -> None:
         await page.until(f"{ANSWERS} === 2")
         bits = await page.run("Array.from(document.querySelectorAll('.bits'), (shown) => shown.textContent)")
         assert len({*bits}) == 2
+        # Settings are sent as they were typed, and the server says what is wrong with one.
+        sent = "JSON.stringify(settings().numbers)"
+        await page.run("document.getElementById('min_p').value = '0.005'")
+        await page.run("document.getElementById('temperature').value = ' 0.75 '")
+        assert await page.run(sent) == '{"temperature":0.75,"min_p":0.005,"seed":4,"max_tokens":20}'
+        await page.run("document.getElementById('temperature').value = '0,75'")
+        await say(page, "wrong")
+        await page.until("document.querySelectorAll('.turn.error').length === 2")
+        assert "0,75" in await page.run("document.querySelector('.turn.error').textContent")
+        await page.run(
+            "for (const name of ['min_p', 'temperature']) document.getElementById(name).value = ''"
+        )
         # A conversation that is too long is said to be.
         await say(page, "word " * 40)
-        await page.until("document.querySelectorAll('.turn.error').length === 2")
-        assert "the context holds 128" in await page.run("document.querySelector('.turn.error').textContent")
+        await page.until("document.querySelectorAll('.turn.error').length === 4")
+        last = "[...document.querySelectorAll('.turn.error')].at(-1).textContent"
+        assert "the context holds 128" in await page.run(last)
         # Dark and light.
         light = await page.run("getComputedStyle(document.body).backgroundColor")
         await page.run("document.getElementById('theme').click()")

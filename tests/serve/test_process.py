@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def command(model: Path | str, *options: str) -> list[str]:
     return [sys.executable, "-m", "anybit", "serve", str(model), "--port", "0", "--threads", "1", *options]
 
 
-@contextmanager
+@contextlib.contextmanager
 def process(
     model: Path, *options: str, key: str | None = None, said: list[str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], Client]]:
@@ -122,6 +122,57 @@ def test_ctrl_c_ends_an_idle_server_at_once(anybit_artifact: Path) -> None:
         assert running.wait(PATIENCE) == 0 and time.monotonic() - begun < 10
 
 
+LOADS_FOR_EVER = """
+import sys, torch
+import anybit.cli.serve as serve
+from anybit.cli.main import app
+
+def load(*_):
+    a = torch.ones(300, 300)
+    while True:
+        a @ a
+
+serve._load = load
+app(["serve", "model", "--port", sys.argv[1]])
+"""
+
+
+def test_a_server_that_still_loads_ends_well() -> None:
+    """Its thread is within PyTorch then, which aborts a process that ends around it."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    running = subprocess.Popen(
+        [sys.executable, "-c", LOADS_FOR_EVER, str(port)], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        until(lambda: listens(port))
+        running.send_signal(signal.SIGTERM)
+        assert (running.communicate(timeout=PATIENCE)[1], running.returncode) == ("", 0)
+    finally:
+        running.kill()
+        running.wait()
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--kv-bits", "5"], "--kv-bits 5: expected 16, 8 or 4"),
+        (["--kv-bits", "2"], "--kv-bits 2: expected 16, 8 or 4"),
+        (["--auto-bits", "99"], "less than or equal to 8"),
+    ],
+)
+def test_options_are_checked_before_a_model_is_loaded(options: list[str], words: str) -> None:
+    made = CliRunner().invoke(app, ["serve", "no/model", *options])
+    said = " ".join(f"{made.exception} {made.output}".replace("│", " ").split())
+    assert words in said and "no/model" not in said
+
+
 def test_a_model_that_only_transformers_runs_is_served_and_the_command_says_so(
     model_dir: Callable[[str], Path],
 ) -> None:
@@ -169,7 +220,7 @@ def test_a_server_that_cannot_begin_says_why(other_engine: Engine) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(InputError, match=r"nothing can listen at 127\.0\.0\.1:.*: choose another --port"),
+        pytest.raises(InputError, match=r"nothing can listen at 127\.0\.0\.1:.* another --host or --port"),
     ):
         run(lambda: other_engine, Settings("tiny", port=taken.getsockname()[1]), print)
     with pytest.raises(InputError, match=r"may take 100 bytes, .* give them more \(--kv-memory\)"):

@@ -464,16 +464,63 @@ def test_load_lowers_auto_and_raises_it_again(engine: Engine, start: Callable[..
     runner = start(begin=False, running=4, auto_bits=2.0)
     widest = len(engine.widths) - 1
     fixed = engine.widths[widest]
+    auto = Heard(runner, Request([5] * 9, 40, bits="auto", ignores_ends=True))  # the first: others run beside it
     crowd = [Heard(runner, Request([6] * 9, 40, bits=fixed, ignores_ends=True)) for _ in range(8)]
-    alone = Heard(runner, Request([5] * 9, 40, bits="auto", ignores_ends=True))
     runner.start()
-    alone.all()
-    assert min(alone.jobs[0].levels) < widest
+    auto.all()
+    assert min(auto.jobs[0].levels) < widest
     for heard in crowd:
         heard.all()
         assert heard.jobs[0].levels == {widest: 40}
     calm = Heard(runner, Request([5] * 9, 100, bits="auto", ignores_ends=True)).all()
-    assert max(calm.jobs[0].levels) > min(alone.jobs[0].levels)
+    assert max(calm.jobs[0].levels) > min(auto.jobs[0].levels)
+
+
+@pytest.mark.parametrize("limits", [{"running": 1}, {"running": 2}, {"pages": 4}], ids=str)
+def test_auto_alone_is_the_widest(
+    engine: Engine, start: Callable[..., Runner], limits: dict[str, int]
+) -> None:
+    """However few texts may run, and however much of the cache it takes."""
+    runner = start(auto_bits=2.0, **limits)
+    for _ in range(2):
+        heard = Heard(runner, Request([5] * 70, 50, bits="auto", ignores_ends=True)).all()
+        assert heard.jobs[0].levels == {len(engine.widths) - 1: 50}
+
+
+def test_the_load_is_what_others_add(engine: Engine, start: Callable[..., Runner]) -> None:
+    runner, loads = start(begin=False, running=4), []
+    for _ in range(6):
+        Heard(runner, Request([5] * 9, 2))
+        loads.append(runner.load())
+    assert loads == [0, 0.25, 0.5, 0.75, 1, 1]
+    runner.start()
+
+
+def test_a_latency_counts_the_text_that_asks_for_it(engine: Engine, start: Callable[..., Runner]) -> None:
+    """With others at its level it is one more, also before it runs."""
+    runner, seen = start(begin=False), []
+    for texts, seconds in ((1, 0.001), (2, 0.003), (4, 0.02)):
+        for level in range(len(engine.widths)):
+            runner.pace.measure(level, texts, 0, seconds * (1 + level))
+    within = runner.pace.within
+
+    def watched(target: float, now: tuple[int, int], *how: Any) -> int:
+        seen.append(now[1])
+        return within(target, now, *how)
+
+    runner.pace.within = watched  # type: ignore[method-assign]
+    heard = [Heard(runner, Request([5] * 9, 3, target=0.0015, ignores_ends=True))]
+    runner._choose_levels()
+    assert seen == [1] and heard[0].jobs[0].text.level == runner._targets[0]
+    heard += [Heard(runner, Request([6 + i] * 9, 3, ignores_ends=True)) for i in range(3)]
+    runner.scheduler.schedule(256)
+    assert runner.running == 4
+    heard.append(Heard(runner, Request([5] * 9, 3, target=10.0, ignores_ends=True)))
+    runner._choose_levels()
+    assert seen == [1, 4]
+    runner.start()
+    for one in heard:
+        one.all()
 
 
 def test_a_latency_that_is_asked_for_chooses_the_width(engine: Engine, start: Callable[..., Runner]) -> None:

@@ -69,8 +69,8 @@ class Machine:
                 assert (rows.first, text.level) == (text.done, step.level) and rows.count > 0
                 for at, token in enumerate(rows.tokens, rows.first):
                     page = text.pages[at // PAGE]
-                    assert self.scheduler.blocks.users(page) == 1
-                    assert not self.scheduler.blocks.published(page)
+                    assert self.scheduler.blocks._users[page] == 1
+                    assert page not in self.scheduler.blocks._hash_of
                     self.cache[page, at % PAGE] = token, at
                 read = [
                     self.cache[text.pages[at // PAGE], at % PAGE] for at in range(rows.first + rows.count)
@@ -95,7 +95,7 @@ class Machine:
         pages, known = rows.text.window_pages, [*rows.text.tokens[: rows.first], *rows.tokens]
         for at, token in enumerate(rows.tokens, rows.first):
             page = pages[at // PAGE]
-            assert windows.blocks.users(page) == 1 and not windows.blocks.published(page)
+            assert windows.blocks._users[page] == 1 and page not in windows.blocks._hash_of
             self.window_cache[page, at % PAGE] = token, at
         for at in range(rows.first, len(known)):
             for other in {*range(min(PAGE, at)), *range(max(0, at + 1 - windows.window), at + 1)}:
@@ -108,7 +108,7 @@ class Machine:
             assert len(own) <= windows.blocks.pages // self.scheduler.most_running
             for page in own:
                 held[page] += 1
-        assert held == [windows.blocks.users(page) for page in range(len(held))]
+        assert held == [windows.blocks._users[page] for page in range(len(held))]
         assert windows.blocks.available == held.count(0)
 
     def check_pages(self) -> None:
@@ -120,7 +120,7 @@ class Machine:
             assert len(set(text.pages)) == len(text.pages)
             for page in text.pages:
                 held[page] += 1
-        assert held == [scheduler.blocks.users(page) for page in range(len(held))]
+        assert held == [scheduler.blocks._users[page] for page in range(len(held))]
         assert scheduler.blocks.available == held.count(0)
         for text in waiting(scheduler):
             assert not text.pages and not text.done

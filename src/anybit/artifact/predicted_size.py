@@ -91,7 +91,7 @@ def _widest_calibration(plan: Plan, options: Options) -> Json | None:
     """A description at least as long as that of any text: a plan does not know which one it will be."""
     if not plan.statistics:
         return None
-    counts = {"samples": options.windows, "seq_len": options.seq_len, "seed": options.seed}
+    counts = {"samples": options.windows, "seq_len": options.window, "seed": options.seed}
     counts |= {"requested": options.windows, "own_windows": options.windows}
     return {"source": "'" * 255, "sha256": HASH, **counts}
 

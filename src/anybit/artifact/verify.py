@@ -33,7 +33,7 @@ def verify(path: Path, progress: Any = None) -> Json:
         progress: called with (checks done, checks in all).
 
     Returns:
-        `{"shards", "layers", "hashes_checked"}`.
+        `{"files", "layers", "hashes_checked"}`; without hashes, the files are those of the weights.
 
     Raises:
         InputError: the first thing that is wrong.
@@ -65,7 +65,11 @@ def verify(path: Path, progress: Any = None) -> Json:
         check()
         if progress is not None:
             progress(i + 1, len(checks))
-    return {"shards": len(checkpoint.files), "layers": len(layouts), "hashes_checked": bool(hashes)}
+    return {
+        "files": len(hashes) or len(checkpoint.files),
+        "layers": len(layouts),
+        "hashes_checked": bool(hashes),
+    }
 
 
 def _check_enhancements(

@@ -1,4 +1,4 @@
-"""Artifacts written shard by shard, so that a killed run resumes and ends in the same bytes.
+"""Artifacts written shard by shard, so that a killed run resumes, and on the CPU ends in the same bytes.
 
 A run works in `OUT.partial`: `artifact/` gets the name OUT by one rename when everything is in it, and the journal
 notes which shards are whole. A shard is fsynced and renamed into place before it is noted, so neither half a shard nor
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anybit.artifact.files import dump_json, is_artifact, partial_folder, resolved, shard_file
 from anybit.artifact.journal import JOURNAL, Journal, entry_of
-from anybit.checkpoint.files import HASHES, INDEX, file_sha256, unwritable
+from anybit.checkpoint.files import HASHES, INDEX, file_sha256, sync, unwritable, write_whole
 from anybit.checkpoint.safetensors import read_safetensors_header
 from anybit.config import Json
 from anybit.cost import Cost
@@ -142,16 +142,11 @@ class ArtifactWriter:
         self.finished[shard] = entry
 
     def _save(self, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-        temporary = path.with_suffix(".tmp")
+        dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
         try:
-            save_file({k: t.contiguous() for k, t in tensors.items()}, temporary, metadata=metadata)
-            _sync(temporary)
+            write_whole(path, lambda file: save_file(dense, file, metadata=metadata))
         except (SafetensorError, OSError) as error:
-            temporary.unlink(missing_ok=True)
             raise unwritable(path, error, f"{len(self.finished)} of {self.shards} shards are kept") from error
-        temporary.chmod(0o644)  # safetensors makes files that only their owner reads
-        os.replace(temporary, path)
-        _sync(self.work)
 
     def read_shard(self, shard: int) -> dict[str, Tensor]:
         return load_file(self.work / self.file(shard))
@@ -171,15 +166,22 @@ class ArtifactWriter:
     def has_statistics(self) -> bool:
         return (self.statistics() / COMPLETE).is_file()
 
+    def begin_statistics(self) -> Path:
+        """The folder for statistics that are to be gathered, which from now on does not say that they are whole."""
+        folder = self.statistics()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / COMPLETE).unlink(missing_ok=True)
+        sync(folder)
+        return folder
+
     def keep_statistics(self, cost: Cost) -> None:
         """Say that the statistics are whole, and what they took: a resumed run uses them."""
         folder = self.statistics()
-        unfinished = folder / f"{COMPLETE}.new"
-        unfinished.write_text(json.dumps(asdict(cost)), encoding="utf-8")
         for path in folder.iterdir():
-            _sync(path)
-        unfinished.rename(folder / COMPLETE)
-        _sync(folder)
+            sync(path)
+        write_whole(
+            folder / COMPLETE, lambda file: file.write_text(json.dumps(asdict(cost)), encoding="utf-8")
+        )
 
     def cost(self) -> Cost | None:
         """What the shared statistics that are there took, in whichever runs; None without any."""
@@ -268,7 +270,7 @@ class ArtifactWriter:
         for name, text in {**described, HASHES: hashes, **texts}.items():
             (self.work / name).write_text(text, encoding="utf-8")
         for path in [*self.work.rglob("*"), self.work]:
-            _sync(path)
+            sync(path)
         self._publish()
 
     def _publish(self) -> None:
@@ -278,7 +280,7 @@ class ArtifactWriter:
             _remove(replaced)
             self.out.rename(replaced)
         self.work.rename(self.out)
-        _sync(self.out.parent)
+        sync(self.out.parent)
         self._drop_statistics()  # a rerun needs them until OUT is there
         _remove(replaced)
         self._journal.close()  # some network file systems keep the name of an open file
@@ -354,12 +356,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Make a file's or a directory's contents survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

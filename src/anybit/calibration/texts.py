@@ -17,10 +17,13 @@ from anybit.checkpoint.tokenizer import encode
 from anybit.config import Json
 from anybit.errors import InputError
 
-# name -> file in anybit/data; the halves share no document (data/SOURCE.md)
+# name -> file in data/ beside this one; the halves share no document (data/SOURCE.md)
 BUILTIN = {"builtin": "calibration.txt", "builtin-eval": "evaluation.txt"}
+# what a text is for, by the name of the split that data sets have for it
+CALIBRATION, EVALUATION = "train", "test"
 # name -> (data set, config)
 ALIASES = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
+LONGEST = 100_000_000  # bytes of a calibration text, which is tokenized whole, in some fifty times its size
 FILE_SUFFIXES = (".txt", ".jsonl", ".raw", ".tokens", ".md")
 
 
@@ -50,25 +53,49 @@ class CalibrationSet:
         }
 
 
-def read_text(source: str, split: str = "test") -> str:
+def check_source(source: str, split: str = EVALUATION) -> None:
+    """Refuse a source that is clearly no text: a directory, a file that is not there. Hub data sets are not looked for.
+
+    Raises:
+        InputError: with what to give instead.
+    """
+    path = Path(os.path.expanduser(source))  # os.path answers for every string, Path raises for some
+    if source in BUILTIN or os.path.isfile(path):
+        return
+    if os.path.isdir(path) and source:
+        raise InputError(f"text source {source} is a directory; give a .txt or .jsonl file in it.")
+    if path.suffix in FILE_SUFFIXES or source.startswith(("/", "./", "../", "~")) or not source:
+        builtin = "builtin" if split == CALIBRATION else "builtin-eval"
+        raise InputError(f"text file {source!r} does not exist; check the path, or use '{builtin}'.")
+
+
+def read_text(source: str, split: str = EVALUATION, most: int | None = None) -> str:
     """The text behind `source`, as it is: line ends are not translated and lines are not joined.
 
     `source` is "builtin" or "builtin-eval" (the two halves of the text in this package), a file (`.jsonl`:
     field "text" of every line, documents joined by an empty line; anything else: plain UTF-8), or a hub data
     set as NAME[:CONFIG[:SPLIT]] or "wikitext2". `split` is used where the source names none.
-    Raises InputError for what cannot be read.
+    Raises InputError for what cannot be read, or is beyond `most` bytes, of which no more are read then.
     """
+    check_source(source, split)
     if source in BUILTIN:
         data = resources.files("anybit.calibration").joinpath("data").joinpath(BUILTIN[source]).read_bytes()
         return data.decode("utf-8")
-    path = Path(os.path.expanduser(source))  # os.path answers for every string, Path raises for some
+    path = Path(os.path.expanduser(source))
     if os.path.isfile(path):
+        _check_size(path, most)
         return _read_jsonl(path) if path.suffix == ".jsonl" else read_utf8(path)
-    if os.path.isdir(path) and source:
-        raise InputError(f"text source {source} is a directory; give a .txt or .jsonl file in it.")
-    if path.suffix in FILE_SUFFIXES or source.startswith(("/", "./", "../", "~")) or not source:
-        raise InputError(f"text file {source!r} does not exist; check the path, or use 'builtin'.")
-    return _read_hub(source, split)
+    return _read_hub(source, split, most)
+
+
+def _check_size(path: Path, most: int | None) -> None:
+    """Refuse a file of more than `most` bytes."""
+    size, part = os.path.getsize(path), "head -n 10000" if path.suffix == ".jsonl" else "head -c 10MB"
+    if most is not None and size > most:
+        raise InputError(
+            f"text file {path} has {size / 1e6:.0f} MB, and at most {most / 1e6:.0f} MB are tokenized; give a part of "
+            f"it, such as `{part} {path}` prints."
+        )
 
 
 def default_bos(tokenizer: Any) -> int | None:
@@ -92,10 +119,10 @@ def calibration_set(tokenizer: Any, source: str, samples: int, seq_len: int, see
 
     The windows do not overlap; where there are more than asked for, a generator seeded with `seed` picks
     among them. A token that the tokenizer puts before a text by default (BOS) begins each window, which
-    stays `seq_len` long. Raises InputError for a text shorter than one window.
+    stays `seq_len` long. Raises InputError for a text shorter than one window, or longer than `LONGEST`.
     """
     _check_request(samples, seq_len, seed)
-    text = read_text(source, split="train")
+    text = read_text(source, CALIBRATION, LONGEST)
     bos = default_bos(tokenizer) if seq_len > 1 else None  # a one-token window keeps its one text token
     body = seq_len - (bos is not None)
     ids = token_ids(tokenizer, text)
@@ -179,7 +206,7 @@ def text_field(where: str, row: Mapping[str, Any], name: str = "text") -> str:
     return text
 
 
-def _read_hub(source: str, split: str) -> str:
+def _read_hub(source: str, split: str, most: int | None) -> str:
     """Text of a hub data set through the optional `datasets` package (cached data work offline)."""
     name, _, rest = source.partition(":")
     config, _, wanted = rest.partition(":")
@@ -199,7 +226,16 @@ def _read_hub(source: str, split: str) -> str:
             f"({type(error).__name__}: {_first_line(error)}); check NAME:CONFIG:SPLIT and the network."
         ) from error
     where = f"data set {source}"
-    texts = [text_field(f"{where}, row {number}", row) for number, row in enumerate(rows)]
+    texts: list[str] = []
+    taken = 0
+    for number, row in enumerate(rows):
+        texts.append(text_field(f"{where}, row {number}", row))
+        taken += len(texts[-1].encode())
+        if most is not None and taken > most:
+            raise InputError(
+                f"{where} has more than the {most / 1e6:.0f} MB of text that are tokenized at most; give a part of it "
+                f"as NAME:CONFIG:SPLIT, such as {name}:{config}:{wanted or split}[:{number // 10}]."
+            )
     if dataset.rpartition("/")[2] == "wikitext":
         # its rows are the file's lines, where blank ones (" \n") became "": this is the file as it was
         return "".join(text or " \n" for text in texts)

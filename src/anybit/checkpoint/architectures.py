@@ -10,7 +10,9 @@ from typing import Any
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from anybit.config import SEQ_LEN
 from anybit.errors import InputError
+from anybit.formats.rope import reached
 
 # Siblings that take the same input, which engines join into one matrix.
 JOINED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -160,11 +162,17 @@ def max_positions(model: Any) -> int | None:
     """How many tokens a model reaches; None where its config does not say."""
     text = model.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))  # MPT's name for it
+    limit = reached(getattr(text, "rope_parameters", None) or {}, limit)
     if limit is None:
         return None
     tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
     reserved = getattr(tables[0], "padding_idx", None) if tables else None
     return limit if reserved is None else limit - reserved - 1  # RoBERTa's begin behind the padding's
+
+
+def usual_window(model: Any) -> int:
+    """Tokens of a window where nobody says how many."""
+    return min(SEQ_LEN, max_positions(model) or SEQ_LEN)
 
 
 def joined_layers(names: Iterable[str]) -> list[tuple[str, ...]]:

@@ -41,7 +41,7 @@ def render(source: str, tokenizer: Any, messages: Sequence[dict[str, str]]) -> s
     Args:
         source: the model, as errors name it.
         tokenizer: has the template.
-        messages: with `role` and `content`.
+        messages: with `role`, `content` and, where there is one, `name`.
 
     Raises:
         InputError: a message that is no Unicode; a template that the sandbox refuses, that fails, or that takes too
@@ -49,6 +49,7 @@ def render(source: str, tokenizer: Any, messages: Sequence[dict[str, str]]) -> s
     """
     for message in messages:
         check_unicode(message["content"])
+        check_unicode(message.get("name", ""))
     context = multiprocessing.get_context("fork")  # at once
     receiver, sender = context.Pipe(duplex=False)
     try:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,34 @@ def cause(error: BaseException) -> str:
 def file_sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` make a file under another name, and give it its own once it is on the disk: whole or not at all.
+
+    Raises:
+        Exception: what `write` does. No unfinished file stays, and what was at `path` does.
+    """
+    unfinished = path.with_name(path.name + ".new")
+    try:
+        write(unfinished)
+        unfinished.chmod(0o644)  # safetensors makes files that only their owner reads
+        sync(unfinished)
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Make a file's or a directory's contents survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def unwritable(file: Path, error: Exception, kept: str = "") -> InputError:

@@ -1,7 +1,8 @@
 """generation_config.json: which tokens end a text, and how the model's makers want tokens drawn.
 
 Transformers' `generate` would follow everything that the file says: beams and sequences in any number, constraints,
-caches, other models. One sequence is made here, token by token, so only what is meant for that counts.
+caches, other models. One sequence is made here, token by token, so only what is meant for that counts. Of this the
+native engine has a part. A model whose file asks for more runs inside Transformers, which gets it all.
 """
 
 from __future__ import annotations
@@ -15,14 +16,36 @@ from anybit.checkpoint.files import cause, read_json
 from anybit.config import Json
 from anybit.errors import InputError
 
-# What changes how the next token is drawn: the least and the largest value that has a meaning.
+# Numbers that change what the next token is: the least and the largest value that has a meaning.
 DRAWING = {
     "top_k": (0, 2**31 - 1),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
-    "typical_p": (0.0, 1.0),
+    "typical_p": (1e-6, 1.0),
+    "top_h": (1e-6, 1.0),
+    "epsilon_cutoff": (0.0, 1.0),
+    "eta_cutoff": (0.0, 1.0),
     "repetition_penalty": (1e-3, 1e3),
+    "no_repeat_ngram_size": (0, 2**31 - 1),
+    "min_length": (0, 2**31 - 1),
+    "min_new_tokens": (0, 2**31 - 1),
+    "guidance_scale": (0.0, 1e3),
 }
+# Tokens that change it: how deep they lie in lists, each way that Transformers takes.
+TOKENS = {
+    "bad_words_ids": (2,),
+    "suppress_tokens": (1,),
+    "begin_suppress_tokens": (1,),
+    "forced_bos_token_id": (0,),
+    "forced_eos_token_id": (0, 1),
+}
+# What of these Transformers alone has, and the value that changes nothing, beside null. Some count where tokens are
+# sampled, the others always.
+SAMPLED_BY_TRANSFORMERS = {"typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
+IN_TRANSFORMERS = {
+    "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0, "guidance_scale": 1, "bad_words_ids": [],
+    "suppress_tokens": [], "begin_suppress_tokens": [], "forced_bos_token_id": None, "forced_eos_token_id": None,
+}  # fmt: skip
 
 
 def check_generation(folder: Path) -> None:
@@ -61,20 +84,40 @@ def for_one_sequence(source: str, stored: Mapping[str, Any], vocabulary: int | N
     kept: Json = {}
     stops = stored.get("eos_token_id")
     for token in stops if isinstance(stops, list) else [] if stops is None else [stops]:
-        if type(token) is not int or not 0 <= token < (vocabulary or math.inf):
+        if not _are_tokens(token, 0, vocabulary):
             raise InputError(
                 f"{source}: generation_config.json ends texts by the token {token!r:.50}, but the vocabulary has "
                 f"{vocabulary}: use the file that belongs to the model"
             )
         kept["eos_token_id"] = stops
-    for name, (least, most) in DRAWING.items():
+    for name in (*DRAWING, *TOKENS):
         value = stored.get(name)
-        if value is None:
+        if value is None or (name in TOKENS and value == []):
             continue
-        if type(value) not in (int, type(most)) or not least <= value <= most:
+        if expected := _expected_instead(name, value, vocabulary):
             raise InputError(
-                f"{source}: {name} in generation_config.json is {value!r:.50}, expected {least:g} to {most:g}: use the "
-                "file that belongs to the model"
+                f"{source}: {name} in generation_config.json is {value!r:.50}, expected {expected}: use the file that "
+                "belongs to the model"
             )
         kept[name] = value
     return kept
+
+
+def _expected_instead(name: str, value: Any, vocabulary: int | None) -> str | None:
+    """What a field should be; None: its value is that."""
+    if name in DRAWING:
+        least, most = DRAWING[name]
+        good = type(value) in (int, type(most)) and least <= value <= most
+        return None if good else f"{least:g} to {most:g}"
+    if any(_are_tokens(value, depth, vocabulary) for depth in TOKENS[name]):
+        return None
+    kinds = ("a token", "a list of tokens", "a list of lists of tokens")
+    return " or ".join(kinds[depth] for depth in TOKENS[name]) + f" of a vocabulary of {vocabulary}"
+
+
+def _are_tokens(value: Any, depth: int, vocabulary: int | None) -> bool:
+    """Whether a value is a token of the model, or a list of some, or of such lists, so deep."""
+    if depth:
+        whole = isinstance(value, list) and value
+        return bool(whole) and all(_are_tokens(each, depth - 1, vocabulary) for each in value)
+    return type(value) is int and 0 <= value < (vocabulary or math.inf)

@@ -11,33 +11,30 @@ import typer
 from anybit.cli import tables
 from anybit.cli.options import (
     Artifact,
+    JsonFile,
     Level,
     Model,
+    check_json,
     check_writable,
     emit,
     grouped,
     reporting,
-    show_json,
-    streamed,
 )
 from anybit.config import GROUP_SIZE, Json, parse_bytes
 from anybit.errors import InputError
 
 
 @grouped
-def inspect(
-    out: Artifact,
-    level: Level,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
-) -> None:
+def inspect(out: Artifact, level: Level, json_file: JsonFile = None) -> None:
     """Show what the artifact OUT is made of, measured from its files.
 
-    Example: `anybit inspect out --json`
+    Example: `anybit inspect out --json figures.json`
     """
+    check_json(json_file)
     from anybit.artifact.sizes import inspect as inspect_artifact
 
     figures = inspect_artifact(out, **level.asked())
-    emit(figures, None, show_json if as_json else tables.print_inspection)
+    emit(figures, json_file, tables.print_inspection)
 
 
 def verify(out: Artifact) -> None:
@@ -57,7 +54,7 @@ def verify(out: Artifact) -> None:
 
         found = verify_artifact(out, progress)
     hashes = "hashes match" if found["hashes_checked"] else "no hashes stored (save_pretrained drops them)"
-    typer.echo(f"{out}: {found['layers']} layers in {found['shards']} files are whole; {hashes}")
+    typer.echo(f"{out}: {found['files']} files with {found['layers']} layers are whole; {hashes}")
 
 
 def convert(
@@ -90,7 +87,7 @@ def plan(
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Write the editable map that --spec reads.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Show how large MODEL becomes at each width, and which widths fit a memory budget.
 
@@ -102,20 +99,22 @@ def plan(
 
         anybit plan out --memory 120MB
     """
+    check_json(json_file)
     from anybit.artifact.files import is_artifact
+    from anybit.prepare import open_streamed
 
     if is_artifact(Path(model)):
         if out is not None or group_size != GROUP_SIZE or symmetric:
             raise InputError(
                 f"{model} is made: --out, --group-size and --symmetric are for a model that is not quantized yet"
             )
-        _plan_artifact(Path(model), memory, as_json)
+        _plan_artifact(Path(model), memory, json_file)
         return
     if out is not None and out.exists():
         raise InputError(f"{out} exists, perhaps with your edits: choose another -o, or remove it")
     check_writable(out)
-    opened = streamed(model)
-    best = _plan_model(opened, memory, group_size, symmetric, as_json)
+    opened = open_streamed(model)
+    best = _plan_model(opened, memory, group_size, symmetric, json_file)
     if out is not None:
         entry = {"bits": best["bits"], "group_size": group_size, "symmetric": symmetric}
         layers = {name: entry for name in opened.all_linears()}
@@ -124,7 +123,7 @@ def plan(
         typer.echo(f"wrote {out}: edit it, then `{made}`", err=True)
 
 
-def _plan_artifact(path: Path, memory: str | None, as_json: bool) -> None:
+def _plan_artifact(path: Path, memory: str | None, json_file: Path | None) -> None:
     """The levels of an artifact, and the largest that fits."""
     from anybit.artifact.sizes import table_of_levels
 
@@ -135,10 +134,12 @@ def _plan_artifact(path: Path, memory: str | None, as_json: bool) -> None:
         raise InputError(
             f"nothing fits {memory}: the smallest level takes {levels[0]['memory_bytes'] / 1e6:.1f} MB of memory"
         )
-    emit({"levels": levels, "best": fitting[-1]}, None, show_json if as_json else tables.print_levels)
+    emit({"levels": levels, "best": fitting[-1]}, json_file, tables.print_levels)
 
 
-def _plan_model(opened: Any, memory: str | None, group_size: int, symmetric: bool, as_json: bool) -> Json:
+def _plan_model(
+    opened: Any, memory: str | None, group_size: int, symmetric: bool, json_file: Path | None
+) -> Json:
     """The sizes of a model at each width, and the widest that fits."""
     from anybit.plan import widths_for_memory
 
@@ -150,5 +151,5 @@ def _plan_model(opened: Any, memory: str | None, group_size: int, symmetric: boo
             f"nothing fits {memory}: the smallest, 2 bits with a 4-bit embedding, takes {least / 1e6:.1f} MB"
         )
     best = max(fitting, key=lambda row: (row["bits"], row["embed_bits"]))
-    emit({"widths": rows, "best": best}, None, show_json if as_json else tables.print_plan)
+    emit({"widths": rows, "best": best}, json_file, tables.print_plan)
     return best

@@ -12,8 +12,10 @@ import typer
 
 from anybit.cli import tables
 from anybit.cli.options import (
+    STDOUT,
     Device,
     JsonFile,
+    check_json,
     check_writable,
     emit,
     given,
@@ -37,7 +39,7 @@ def bench_quantize(
     core. Then attention of many tokens, beside PyTorch's."""
     from anybit.bench import clustering
 
-    check_writable(json_file)
+    check_json(json_file)
     emit(clustering.quantize(rounds), json_file, tables.print_bench_quantize)
 
 
@@ -132,7 +134,7 @@ def bench_kernels(
     that only reads bfloat16, and the memory's bandwidth. With --device cuda the GPU, beside cuBLAS and a copy.
 
     The default shapes take some 8 GB of memory and 10 minutes."""
-    check_writable(json_file)
+    check_json(json_file)
     check_plot(timed.plot)
     if device == "cuda":
         refuse_ignored(cpu.given(), "it is for --device cpu")
@@ -161,7 +163,7 @@ def _on_gpu(timed: Timed, asked: OnGpu, json_file: Path | None) -> None:
     gpu.check_plot(timed.plot, asked.small)
     tokens = timed.tokens and whole_numbers("tokens", timed.tokens)
     figures = gpu.run(
-        asked.part or "gemv", timed.rounds, asked.small, json_file,
+        asked.part or "gemv", timed.rounds, asked.small, None if json_file == STDOUT else json_file,
         tokens=tokens, dtype=timed.dtype, **timed.common(),
     )  # fmt: skip
     emit(figures, json_file, lambda f: typer.echo("\n".join(gpu.lines(f))))

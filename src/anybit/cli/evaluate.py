@@ -18,8 +18,8 @@ from anybit.cli.options import (
     Source,
     Threads,
     ZeroShot,
+    check_json,
     check_seed,
-    check_writable,
     emit,
     grouped,
     numbers,
@@ -75,7 +75,7 @@ def evaluate(
 
     Example: `anybit eval out --text my.txt --base MODEL --json figures.json`
     """
-    check_writable(json_file)
+    check_json(json_file)
     asked = on.asked() | tasks.asked() | level.asked() | running.asked()
     set_threads(running.threads)
     from anybit.evaluation.measure import evaluate as measure
@@ -97,11 +97,13 @@ class Compared:
         int, typer.Option(help="Calibration windows.", min=1, rich_help_panel="Calibration")
     ] = SAMPLES
     seq_len: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Tokens per window, of calibration and evaluation.", min=2, rich_help_panel="Calibration"
+            help="Tokens per window, of calibration and evaluation. [default: 2048, or the model's positions if fewer]",
+            min=2,
+            rich_help_panel="Calibration",
         ),
-    ] = Options.seq_len
+    ] = None
     seed: Annotated[
         int,
         typer.Option(

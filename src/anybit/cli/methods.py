@@ -13,6 +13,8 @@ from rich.table import Table
 from anybit.config import Options, about, flag_of, flags_of
 from anybit.methods import METHODS, Method, find
 
+LONGEST = 24  # columns of a flag in a line
+
 
 def methods(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A method, to see its options.")] = None,
@@ -28,7 +30,7 @@ def methods(
 
 
 def _rows(options: type[Options]) -> Iterator[tuple[str, str, str, str]]:
-    """Panel, the flag that changes it, default and help of every option of a method."""
+    """Panel, flag, default and help of every option of a method."""
     usual = options()
     for item in fields(options):
         said = about(item)
@@ -38,7 +40,8 @@ def _rows(options: type[Options]) -> Iterator[tuple[str, str, str, str]]:
         )
         flag = flag_of(item.name)
         if isinstance(item.default, bool):
-            flag = flags_of(item)[item.default]
+            flag = "/".join(filter(None, flags_of(item)))
+            flag = flag if len(flag) <= LONGEST else flag.replace("/", "/\n")
             default = "on" if item.default else "off"
         expected = f". Takes {said.expected}" if said.expected else ""
         help_ = f"{said.help.removesuffix('.')}{expected}".replace("`", "")
@@ -72,7 +75,7 @@ def _print_one(method: Method) -> None:
         markup=False,
     )
     rows = list(_rows(method.options))
-    flags = max(len(row[1]) for row in rows)
+    flags = max(len(line) for row in rows for line in row[1].splitlines())
     for panel in dict.fromkeys(row[0] for row in sorted(rows, key=lambda row: row[0] != "Method")):
         table = Table(box=None, pad_edge=False)
         table.add_column(panel, no_wrap=True, min_width=flags)

@@ -19,9 +19,9 @@ from anybit.engine.threads import check_threads
 from anybit.errors import InputError
 
 
-def check_seed(seed: int) -> int:
+def check_seed(seed: int | None) -> int | None:
     """A callback, as help would print a range's 19 digits."""
-    if not 0 <= seed <= MAX_SEED:
+    if seed is not None and not 0 <= seed <= MAX_SEED:
         raise typer.BadParameter(f"{seed} is not in the range 0 to {MAX_SEED}")
     return seed
 
@@ -42,7 +42,9 @@ EvalTokens = Annotated[
         rich_help_panel="Evaluation",
     ),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+STDOUT = Path("-")
+JSON_HELP = "Figures as JSON; - is standard output."
+JsonFile = Annotated[Path | None, typer.Option("--json", help=JSON_HELP)]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Running:
     codebook_precision: Annotated[
         str | None,
         typer.Option(
-            help="fp16, or int8: tables and inputs are rounded, which is faster.",
+            help="fp16, or int8: rounded, faster. [default: fp16; to generate natively: int8]",
             rich_help_panel="Computing",
         ),
     ] = None
@@ -194,14 +196,20 @@ def reporting() -> Iterator[Any]:
 
 
 def emit(figures: Json, file: Path | None, show: Callable[[Json], None]) -> None:
-    """Print figures, and write them where asked."""
+    """Print figures, and write them where asked; to standard output in place of what is shown."""
+    text = "" if file is None else json.dumps(figures, indent=2, default=str)
+    if file == STDOUT:
+        typer.echo(text)
+        return
     show(figures)
     if file is not None:
-        file.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")
+        file.write_text(text + "\n", encoding="utf-8")
 
 
-def show_json(figures: Json) -> None:
-    typer.echo(json.dumps(figures, indent=2))
+def check_json(file: Path | None) -> None:
+    """`check_writable` of what `emit` takes."""
+    if file != STDOUT:
+        check_writable(file)
 
 
 def check_writable(file: Path | None) -> None:
@@ -259,13 +267,3 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise InputError(f"--{option} {text!r}: expected whole numbers from 1 up, such as 3,4,6")
     return tuple(map(int, parts))
-
-
-def streamed(model: str) -> Any:
-    """A model whose shapes are to be looked at."""
-    import torch
-
-    from anybit.calibration.streaming import StreamedModel
-    from anybit.checkpoint.directory import open_checkpoint
-
-    return StreamedModel(open_checkpoint(model), torch.bfloat16)

@@ -10,18 +10,17 @@ import typer
 
 from anybit.cli import tables
 from anybit.cli.options import (
+    JSON_HELP,
     Source,
-    check_writable,
+    check_json,
     emit,
     grouped,
     refuse_ignored,
     reporting,
     set_threads,
-    streamed,
     whole_numbers,
 )
-from anybit.config import Options, about, flag_of, flags_of, read_spec_map
-from anybit.errors import InputError
+from anybit.config import Json, Options, SpecMap, about, flag_of, flags_of, read_spec_map
 from anybit.methods import DEFAULT, METHODS
 from anybit.methods import options as method_options
 
@@ -105,7 +104,7 @@ class Run:
     ] = False
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", help="Also write the figures to this file.", rich_help_panel="Run"),
+        typer.Option("--json", help=JSON_HELP, rich_help_panel="Run"),
     ] = None
 
 
@@ -121,8 +120,8 @@ def quantize(
 ) -> None:
     """Compress MODEL into the directory OUT.
 
-    At most one of --bits, --bpw and --size sets how small. Killed or interrupted, the same command resumes and ends
-    in the same bytes.
+    At most one of --bits, --bpw and --size sets how small. Killed or interrupted, the same command resumes. On the CPU
+    it ends in the same bytes.
 
     Examples:
 
@@ -131,13 +130,11 @@ def quantize(
         anybit quantize ./SmolLM2 -o out --method gptq --bits 4 --group-size 128
     """
     set_threads(run.threads)
-    check_writable(run.json_file)
+    check_json(run.json_file)
     options = _options(method, of_method, run)
-    if options.budget is not None and run.spec is not None:
-        raise InputError("--spec sets the width of every layer it names: give it without --bpw and --size")
     spec_map = read_spec_map(run.spec, options.resolve().layer_spec()) if run.spec else {}
     if run.dry_run:
-        emit(_predict(model, options, spec_map, out), run.json_file, tables.print_prediction)
+        emit(_predict(model, out, options, spec_map, run), run.json_file, tables.print_prediction)
         return
     from anybit.driver import quantize as make
 
@@ -172,19 +169,27 @@ def _options(method: str, of_method: Any, run: Run) -> Options:
         panels = {item.name: about(item).panel for item in fields(made)}
         ignored = {name: value for name, value in given.items() if panels[name] == "Calibration"}
         ignored |= {} if run.calibration is None else {"calibration": run.calibration}
-        refuse_ignored(ignored, f"{method} without --clip is not calibrated")
+        without = " without --clip" if "clip" in panels else ""
+        refuse_ignored(ignored, f"{method}{without} is not calibrated")
     return made
 
 
-def _predict(model: str, options: Options, spec_map: Any, out: Path) -> dict[str, Any]:
+def _predict(model: str, out: Path, options: Options, spec_map: SpecMap, run: Run) -> Json:
+    """What a run with these options would take.
+
+    Raises:
+        InputError: what the run would be refused for, as far as that is known before any text or weight is read.
+    """
     from anybit.artifact.writer import check_output
-    from anybit.plan import estimate, plan_within
+    from anybit.estimate import estimate
+    from anybit.plan import plan_within
+    from anybit.prepare import check_calibration, open_streamed
 
     check_output(out, overwrite=True)
-    opened = streamed(model)
+    opened = open_streamed(model, run.device)
     options, made = plan_within(opened, options, spec_map)
     if made.statistics:
-        opened.check_structure()
+        check_calibration(opened, options, run.calibration or "builtin")
     return {
         "coverage": made.coverage(),
         "warning": made.warning(options),

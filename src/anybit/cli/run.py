@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anybit.cli.options import Level, Model, Running, check_seed, grouped, reporting
+from anybit.cli.options import Level, Model, Running, check_seed, given, grouped, refuse_ignored, reporting
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,11 @@ class Drawing:
         float | None, typer.Option(help="The likeliest of so much probability.", rich_help_panel="Drawing")
     ] = None
     min_p: Annotated[
-        float | None, typer.Option(help="From this share of the likeliest's on.", rich_help_panel="Drawing")
+        float | None,
+        typer.Option(
+            help="Drop tokens below this share of the likeliest token's probability.",
+            rich_help_panel="Drawing",
+        ),
     ] = None
     repetition_penalty: Annotated[
         float | None, typer.Option(help="Above 1: less of what was there.", rich_help_panel="Drawing")
@@ -33,12 +37,21 @@ class Drawing:
         list[str] | None, typer.Option(help="Ends the text; repeatable.", rich_help_panel="Drawing")
     ] = None
     seed: Annotated[
-        int, typer.Option(help="Draws again alike.", callback=check_seed, rich_help_panel="Drawing")
-    ] = 0
+        int | None,
+        typer.Option(help="Draws again alike. [default: 0]", callback=check_seed, rich_help_panel="Drawing"),
+    ] = None
 
     def asked(self) -> Any:
-        """As `anybit.generate.Generator` takes it."""
-        return {name: value for name, value in vars(self).items() if value is not None and value != []}
+        """As `anybit.generate.Generator` takes it.
+
+        Raises:
+            InputError: options of drawing, and none is wanted.
+        """
+        if self.temperature == 0:
+            drawing = given(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed)
+            refuse_ignored(drawing, "without --temperature above 0 the likeliest token is always taken")
+        asked = {name: value for name, value in vars(self).items() if value is not None and value != []}
+        return {"seed": 0} | asked
 
 
 @grouped
@@ -54,15 +67,15 @@ def generate(
 
     Example: `anybit generate out -p "The capital of France is" --max-new-tokens 20`
     """
-    asked = level.asked() | running.asked()
+    asked, drawn = level.asked() | running.asked(), drawing.asked()
     from anybit.generate import Generator
 
     with reporting() as report:
         generator = Generator(model, report=report, **asked)
     ids = generator.encode(prompt)
-    generator.check(drawing.asked())
+    generator.check(drawn)
     typer.echo(prompt, nl=False)
-    generator.stream(ids, max_new_tokens, **drawing.asked())
+    generator.stream(ids, max_new_tokens, **drawn)
 
 
 @grouped
@@ -77,9 +90,9 @@ def chat(
 
     An empty line, Ctrl-D or /exit ends it; /new starts over; Ctrl-C stops an answer, or ends the chat between two.
     """
-    asked = level.asked() | running.asked()
+    asked, drawn = level.asked() | running.asked(), drawing.asked()
     from anybit.generate import Generator, converse
 
     with reporting() as report:
         generator = Generator(model, report=report, **asked)
-    converse(generator, max_new_tokens, **drawing.asked())
+    converse(generator, max_new_tokens, **drawn)

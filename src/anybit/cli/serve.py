@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,13 +15,14 @@ from anybit.config import Json, parse_bytes
 from anybit.engine.threads import check_threads
 from anybit.errors import InputError, require_extra
 from anybit.progress import Silent, no_other_bars
-from anybit.serve.settings import Settings
+from anybit.serve.settings import Settings, is_key
 
 if TYPE_CHECKING:
     from anybit.encoder import Encoder
     from anybit.serve.model import Model as ServedModel
 
 NETWORK, LIMITS, COMPUTING = "Network", "Limits", "Computing"
+KEYS_OF = "ANYBIT_API_KEY"  # the variable that may hold keys, with whitespace between them
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,15 @@ class Network:
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="Asked of requests; repeatable. Others see a command line.",
-            envvar="ANYBIT_API_KEY",
-            show_envvar=True,
+            help="Repeatable. Other users can read it in the process list; prefer ANYBIT_API_KEY.",
+            envvar=KEYS_OF,
+            show_envvar=False,
             rich_help_panel=NETWORK,
         ),
     ] = None
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Another name of it; repeatable.", rich_help_panel=NETWORK),
+        typer.Option(help="Another host name that requests may use.", rich_help_panel=NETWORK),
     ] = None
     allow_origin: Annotated[
         list[str] | None,
@@ -72,11 +75,16 @@ class Shares:
         typer.Option(help="Texts that wait; more are told 429.", min=1, rich_help_panel=LIMITS),
     ] = Settings.waiting
     auto_bits: Annotated[
-        float, typer.Option(help="The least width that load or a latency chooses.", rich_help_panel=LIMITS)
+        float,
+        typer.Option(
+            help="The least width that load or a latency chooses.", min=1, max=8, rich_help_panel=LIMITS
+        ),
     ] = Settings.auto_bits
     drain_seconds: Annotated[
         float,
-        typer.Option(help="That texts get at the end.", min=0, rich_help_panel=LIMITS),
+        typer.Option(
+            help="Seconds that running texts get to finish after SIGTERM.", min=0, rich_help_panel=LIMITS
+        ),
     ] = Settings.patience
 
 
@@ -120,11 +128,11 @@ def serve(
     """
     require_extra("serve", "anybit serve")
     budget = level.asked()
-    keys = tuple(network.api_key or ())
-    if not all(keys):
-        raise InputError("--api-key is empty: give a key of at least one character, or leave it out")
+    keys = _keys(network.api_key)
     if not 0 <= network.port < 1 << 16:
         raise InputError(f"--port {network.port}: expected 0 to 65535")
+    if computing.kv_bits not in (None, 16, 8, 4):
+        raise InputError(f"--kv-bits {computing.kv_bits}: expected 16, 8 or 4")
     kv_bytes = None if shares.kv_memory is None else parse_bytes(shares.kv_memory)
     check_threads(computing.threads)
 
@@ -147,7 +155,29 @@ def serve(
         shares.auto_bits,
         patience=shares.drain_seconds,
     )
-    run(load, settings, lambda line: typer.echo(f"anybit: {line}", err=True))
+    loading = run(load, settings, lambda line: typer.echo(f"anybit: {line}", err=True))
+    if loading:  # the interpreter's end would stop its thread within PyTorch, which aborts the process
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _keys(given: list[str] | None) -> tuple[str, ...]:
+    """The keys of the command line, or those of the variable.
+
+    Raises:
+        InputError: one that no request could send; a variable that is set and holds none, which asks for a server that
+            is open to all and was meant to be closed.
+    """
+    if not given and KEYS_OF in os.environ:
+        raise InputError(f"{KEYS_OF} is set and holds no key: give it one, or unset it to serve without keys")
+    for i, key in enumerate(given or ()):  # which are secrets, and not shown
+        if not is_key(key):
+            raise InputError(
+                f"API key {i + 1} of {len(given or ())} is empty or has other characters than printable ASCII without "
+                f"whitespace: give another by --api-key, or several with whitespace between them by {KEYS_OF}"
+            )
+    return tuple(given or ())
 
 
 def _load(

@@ -55,6 +55,9 @@ def print_prediction(f: Json) -> None:
         _say(f"scratch disk      {f['scratch_disk_bytes'] / 1e6:.0f} MB until the run ends")
     _say(f"free disk         {f['free_disk_bytes'] / 1e6:.0f} MB")
     _say(f"peak memory       about {f['peak_memory_bytes'] / 1e6:.0f} MB")
+    if f["seconds"] is None:
+        _say("time              not predicted: only a CPU's speed is measured")
+        return
     _say(f"time              about {f['seconds']:.0f} s on this machine, if it does nothing else")
     if (share := f["processor_share"]) < BUSY:
         _say(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anybit import methods
 from anybit.calibration.streaming import StreamedModel
+from anybit.checkpoint.architectures import usual_window
 from anybit.checkpoint.directory import Checkpoint
 from anybit.config import SAMPLES, Json, Options, Widths, flag_of
 from anybit.errors import InputError
@@ -50,7 +51,9 @@ class Settings:
 
     calibration: str = "builtin"
     samples: int = SAMPLES
-    seq_len: int = Options.seq_len  # of calibration and of evaluation
+    seq_len: int | None = (
+        None  # of calibration and of evaluation; None: 2048, or the model's positions if fewer
+    )
     seed: int = Options.seed
     text: str = "builtin-eval"
     max_tokens: int | None = None
@@ -126,6 +129,13 @@ def cell_of(row: Json, settings: Settings) -> Cell:
         InputError, TypeError: options that there are no longer.
     """
     return _cell(entry_of(row), row["bits"], settings)
+
+
+def with_window(checkpoint: Checkpoint, settings: Settings) -> Settings:
+    """The settings with the length of windows that the model reaches, where none is given."""
+    if settings.seq_len is not None:
+        return settings
+    return replace(settings, seq_len=usual_window(StreamedModel(checkpoint, compute_dtype()).model))
 
 
 def plan_cells(

@@ -68,7 +68,7 @@ def run(job: Job) -> Json:
     Processor seconds are None where those of statistics that an earlier version gathered are not known.
 
     Raises:
-        InputError: see `convert.quantize`.
+        InputError: see `driver.quantize`.
     """
     report = Terminal() if job.shows_progress else SILENT
     begun = Cost.clock()

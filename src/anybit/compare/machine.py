@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import platform
-import re
 from pathlib import Path
 
 import torch
@@ -13,12 +11,13 @@ import transformers
 
 import anybit
 from anybit.config import Json
+from anybit.fingerprint import processor
 
 
 def machine() -> Json:
     """Processor, threads and versions."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "anybit": anybit.__version__,
         "torch": torch.__version__,
@@ -37,9 +36,3 @@ def source() -> str:
     for name, path in files:
         digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:12]
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()

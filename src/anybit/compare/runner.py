@@ -27,6 +27,7 @@ from anybit.artifact.files import dump_json, partial_folder
 from anybit.artifact.sizes import inspect
 from anybit.calibration import texts
 from anybit.checkpoint.directory import Checkpoint, open_checkpoint
+from anybit.checkpoint.files import write_whole
 from anybit.compare import job
 from anybit.compare.base import quantized_before
 from anybit.compare.cells import (
@@ -39,12 +40,13 @@ from anybit.compare.cells import (
     entry_of,
     left_out_row,
     plan_cells,
+    with_window,
 )
 from anybit.compare.eta import Eta
 from anybit.compare.machine import machine, source
 from anybit.compare.report import write_report
 from anybit.compare.workspace import Workspace, by_key, read_json, record_of
-from anybit.config import Json, Options
+from anybit.config import SEQ_LEN, Json, Options
 from anybit.errors import InputError, require_extra
 from anybit.evaluation.measure import evaluate
 from anybit.methods import METHODS, changed
@@ -93,8 +95,8 @@ def compare(
         InputError: options, texts or tasks that cannot work; a folder that is not `compare`'s; no matplotlib.
     """
     require_extra("plots", "the report of `anybit compare`")
-    settings = settings or Settings()
     checkpoint = open_checkpoint(model)
+    settings = with_window(checkpoint, settings or Settings())
     cells, left_out = plan_cells(checkpoint, entries, bits, settings)
     inputs = _inputs(checkpoint, settings, report)
     with _locked(out):
@@ -321,9 +323,7 @@ class _Runner:
     def _keep(self, file: Path, cell: Json) -> Json:
         """Write a cell's file whole or not at all."""
         cell = {**cell, "machine": machine(), "source": self.source}
-        unfinished = file.with_suffix(".new")
-        unfinished.write_text(json.dumps(cell) + "\n", encoding="utf-8")
-        unfinished.rename(file)
+        write_whole(file, lambda unfinished: unfinished.write_text(json.dumps(cell) + "\n", encoding="utf-8"))
         return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -335,7 +335,7 @@ def _inputs(checkpoint: Checkpoint, settings: Settings, report: Silent) -> _Inpu
     """
     tokenizer = checkpoint.tokenizer()
     calibration = texts.calibration_set(
-        tokenizer, settings.calibration, settings.samples, settings.seq_len, settings.seed
+        tokenizer, settings.calibration, settings.samples, settings.seq_len or SEQ_LEN, settings.seed
     )
     tokens = texts.token_ids(tokenizer, texts.read_text(settings.text))
     weights = checkpoint.sha256(report.task("hashing the checkpoint", checkpoint.weight_bytes()))

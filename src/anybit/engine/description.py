@@ -6,13 +6,14 @@ runs inside Transformers, slower and right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
 from anybit.config import Json
 from anybit.errors import InputError
-from anybit.formats.rope import ROPE_TYPES, frequencies
+from anybit.formats.rope import ROPE_TYPES, frequencies, reached
 
 MATRICES = (
     "self_attn.q_proj",
@@ -23,15 +24,33 @@ MATRICES = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
-# Fields of a configuration that the description reads.
-READ = {
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text")
+# Fields of a configuration that the description reads, those of all families first. A family's code in Transformers
+# reads no others of these: what stands in its config.json all the same is another model's.
+_ALL = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation", "max_position_embeddings", "rms_norm_eps",
-    "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "attention_bias", "mlp_bias",
-    "tie_word_embeddings", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
-    "sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval", "query_pre_attn_scalar",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_theta",
+    "rope_scaling", "tie_word_embeddings",
+}  # fmt: skip
+_QWEN2 = _ALL | {"hidden_act", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
+_GEMMA2 = _ALL | {
+    "hidden_activation", "attention_bias", "query_pre_attn_scalar", "sliding_window", "layer_types",
     "final_logit_softcapping", "attn_logit_softcapping",
 }  # fmt: skip
+READ = {
+    "llama": _ALL | {"hidden_act", "attention_bias", "mlp_bias"},
+    "mistral": _ALL | {"hidden_act", "sliding_window"},
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN2 | {"attention_bias"},
+    "smollm3": _ALL | {
+        "hidden_act", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "layer_types",
+        "no_rope_layers", "no_rope_layer_interval",
+    },
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2 | {"rope_local_base_freq", "sliding_window_pattern"},
+}  # fmt: skip
+# Fields that checkpoints of a family come with, and that its code does not read.
+IDLE = {"gemma2": {"hidden_act"}, "gemma3_text": {"hidden_act"}, "smollm3": {"max_window_layers"}}
 # Fields that change nothing of what a text's logits are, beside tokens' ids and those that begin with `_`.
 INERT = {
     "architectures", "model_type", "transformers_version", "name_or_path", "dtype", "torch_dtype",
@@ -40,12 +59,12 @@ INERT = {
     "rope_interleaved", "problem_type", "id2label", "label2id", "chunk_size_feed_forward",
 }  # fmt: skip
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-OFF = {"use_bidirectional_attention", "is_encoder_decoder"}  # fields that change nothing where they are off
+# Fields that change nothing where they are off: these, and those that another family reads.
+OFF = {"use_bidirectional_attention", "is_encoder_decoder", "use_mrope"}.union(*READ.values())
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "relu": "relu",
 }  # fmt: skip
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text")
 GEMMAS = ("gemma2", "gemma3_text")  # whose norms are of 1 + weight, and stand behind attention and MLP, too
 NORMED_HEADS = ("qwen3", "gemma3_text")  # whose queries and keys have norms of their own
 KINDS_OF_LAYERS = (
@@ -65,7 +84,7 @@ class Unsupported(InputError):
 def check_computes(dtype: str, device: str) -> None:
     """Raise `Unsupported` for what the native engine does not compute in, or on."""
     if (dtype, device) != ("float32", "cpu"):
-        raise Unsupported(f"the native engine computes in float32 on the CPU, not {dtype} on {device}")
+        raise Unsupported(f"dtype {dtype} on {device} (--dtype, --device); the engine has float32 on cpu")
 
 
 def describe(config: Json, tensors: Tensors) -> Json:
@@ -79,9 +98,35 @@ def describe(config: Json, tensors: Tensors) -> Json:
     Raises:
         Unsupported: a family or a field that the engine does not know, or one that is missing.
     """
-    check_family(config.get("model_type"))
+    family = config.get("model_type")
+    check_family(family)
+    own = {field: value for field, value in config.items() if field in READ[str(family)]}
+    with _readable():
+        return _described(own | {"model_type": family}, tensors)
+
+
+def reach(config: Json) -> int | None:
+    """How many tokens a text may have; None: the configuration does not say.
+
+    Args:
+        config: what `describe` takes.
+
+    Raises:
+        Unsupported: numbers that say no length.
+    """
+    with _readable():
+        return reached(config["rope_parameters"], config["max_position_embeddings"])
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Say what a configuration lacks, or has of another kind than is read.
+
+    Raises:
+        Unsupported: in place of what reading it raised.
+    """
     try:
-        return _described(config, tensors)
+        yield
     except KeyError as error:
         raise Unsupported(f"its config.json has no {error.args[0]}") from error
     except (TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
@@ -101,7 +146,7 @@ def check_family(family: object) -> None:
 
 
 def refuse_unknown_fields(family: object, config: Json) -> None:
-    """Refuse a family that the engine does not know, and fields that nobody here reads.
+    """Refuse a family that the engine does not know, and fields that are not read of it.
 
     Args:
         family: `model_type`.
@@ -111,11 +156,11 @@ def refuse_unknown_fields(family: object, config: Json) -> None:
         Unsupported: with the first of them.
     """
     check_family(family)
+    known = READ[str(family)] | IDLE.get(str(family), set()) | INERT
     for field, value in config.items():
         if field.startswith("_") or field.endswith("_token_id"):
             continue
-        known = field in READ or field in INERT or (field in OFF and not value)
-        if not known:
+        if field not in known and not (field in OFF and not value):
             raise Unsupported(f"its config.json says {field} = {value!r:.60}, which the engine does not know")
 
 
@@ -128,9 +173,11 @@ def _check_numbers(config: Json) -> None:
     for field in SIZES:
         if type(config[field]) is not int or config[field] < 1:
             raise Unsupported(f"its config.json says {field} = {config[field]!r:.60}, expected 1 or more")
-    reach, epsilon = config["max_position_embeddings"], config["rms_norm_eps"]
-    if reach is not None and (type(reach) is not int or reach < 1):
-        raise Unsupported(f"its config.json says max_position_embeddings = {reach!r:.60}, expected 1 or more")
+    stated, epsilon = config["max_position_embeddings"], config["rms_norm_eps"]
+    if stated is not None and (type(stated) is not int or stated < 1):
+        raise Unsupported(
+            f"its config.json says max_position_embeddings = {stated!r:.60}, expected 1 or more"
+        )
     if not 0 <= float(epsilon) < 1:
         raise Unsupported(f"its config.json says rms_norm_eps = {epsilon!r:.60}, expected 0 to 1")
 
@@ -160,7 +207,7 @@ def _described(config: Json, tensors: Tensors) -> Json:
 
 
 def _activation(config: Json) -> str:
-    name = config.get("hidden_activation") or config["hidden_act"]
+    name = config["hidden_activation" if config["model_type"] in GEMMAS else "hidden_act"]
     if name not in ACTIVATIONS:
         raise Unsupported(f"its activation is {name!r}; the engine has {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -202,8 +249,7 @@ class _Ropes:
 
 def _block(config: Json, index: int, ropes: _Ropes, tensors: Tensors) -> Json:
     family, name = config["model_type"], f"model.layers.{index}"
-    types = config["layer_types"] if family in KINDS_OF_LAYERS else config.get("layer_types")
-    layer_type = types[index] if types else "full_attention"
+    layer_type = config["layer_types"][index] if family in KINDS_OF_LAYERS else "full_attention"
     if layer_type not in ("full_attention", "sliding_attention"):
         raise Unsupported(f"layer {index} is of type {layer_type!r}")
     windowed = layer_type == "sliding_attention" or family == "mistral"

@@ -158,7 +158,13 @@ class StepTimes:
 
 
 def size_of(rows: int) -> int:
-    """Which power of 2 holds so many tokens of a step: steps of one size take about as long."""
+    """Which power of 2 holds so many tokens of a step: steps of one size take about as long.
+
+    Raises:
+        ValueError: a step without tokens, which has no size.
+    """
+    if rows < 1:
+        raise ValueError(f"a step of {rows} tokens has no size: expected 1 or more")
     return (rows - 1).bit_length()
 
 

@@ -16,7 +16,7 @@ from anybit.artifact.levels import Budget
 from anybit.checkpoint.generation import for_one_sequence
 from anybit.checkpoint.tokenizer import check_ids, encode
 from anybit.config import Json
-from anybit.engine.description import Unsupported
+from anybit.engine.description import Unsupported, reach
 from anybit.engine.drafts import HOPE, Drafts, NarrowDrafts, StepTimes, narrow_level
 from anybit.engine.opening import open_source
 from anybit.engine.pages import CHUNK, Cache, Held
@@ -34,6 +34,7 @@ Tokens = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 KV_BITS = (16, 8, 4)  # widths of keys and values that the engine has
+MOST_SHARED = 256  # inputs that share a scale, as csrc/engine/products.cpp has it
 NO_CONTEXT = 4096  # tokens where a config does not say how many a model reaches
 
 
@@ -139,10 +140,11 @@ class Engine:
         self._decoder = cpu._native.Decoder(description, self.codebook_precision == "int8")
         self._source = source
         self._bound: dict[int, int] = {}  # levels that the decoder has, by number
+        self._rounded: list[bool] = []  # which of the blocks' matrices may get inputs of 8 bits
         self._level(len(source.levels) - 1)
         self.generation = for_one_sequence(self.name, source.generation, self.vocabulary)
         self._drawing = {name: source.generation.get(name) for name in ("do_sample", "temperature")}
-        reached = source.config["max_position_embeddings"] or NO_CONTEXT
+        reached = reach(source.config) or NO_CONTEXT
         self._cache = Cache(description, self.kv_bits, reached, context)
         self.context = self._cache.context
         self._times: dict[int, StepTimes] = {}  # of each level
@@ -160,9 +162,9 @@ class Engine:
     def _level(self, index: int) -> int:
         """The decoder's number of a level, which it gets when it is first asked for: nothing is copied."""
         if index not in self._bound:
-            self._bound[index] = self._decoder.add_level(
-                *self._source.matrices(self._source.levels[index][1])
-            )
+            embedding, head, blocks = self._source.matrices(self._source.levels[index][1])
+            self._bound[index] = self._decoder.add_level(embedding, head, blocks)
+            self._rounded = [_takes_codes(layer) for block in blocks for layer in block]
         return self._bound[index]
 
     def _level_of(self, bits: float | None) -> int:
@@ -479,11 +481,19 @@ class Engine:
 
     def how(self) -> str:
         """How it computes, in a line."""
-        inputs = "inputs rounded to 8 bits" if self.codebook_precision == "int8" else "exact inputs"
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-        return (
-            f"native engine: {threads}, {inputs}, a KV-cache of {self.kv_bits} bits for {self.context} tokens"
-        )
+        cache = f"a KV-cache of {self.kv_bits} bits for {self.context} tokens"
+        return f"native engine: {threads}, {self._inputs()}, {cache}"
+
+    def _inputs(self) -> str:
+        """What becomes of the inputs of the blocks' matrices, in words."""
+        if any(layout.rounds_inputs for layout in self._source.levels[-1][1].values()):
+            return "inputs rounded as the artifact asks"
+        layers = len(self._rounded)
+        rounded = sum(self._rounded) if self.codebook_precision == "int8" else 0
+        if 0 < rounded < layers:
+            return f"inputs of {rounded} of {layers} layers rounded to 8 bits"
+        return "inputs rounded to 8 bits" if rounded else "exact inputs"
 
     @property
     def ends(self) -> set[int]:
@@ -497,6 +507,11 @@ def ends_of(generation: Json, tokenizer: Any) -> set[int]:
     if ends is None:
         ends = tokenizer.eos_token_id
     return set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
+
+
+def _takes_codes(layer: Any) -> bool:
+    """Whether the decoder rounds a layer's inputs to 8 bits where it may."""
+    return 0 < layer.int8_group_size <= MOST_SHARED
 
 
 def _check_kv_bits(bits: int) -> None:

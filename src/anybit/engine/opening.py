@@ -61,7 +61,7 @@ def native_or_inside(
 
 def refusal(why: Unsupported) -> InputError:
     """What those are told who asked for the native engine by name."""
-    return InputError(f"the native engine does not run this model: {why}; leave engine (--engine) out")
+    return InputError(f"the native engine does not run this: {why}; leave engine (--engine) out")
 
 
 def open_source(model: Any, tokenizer: Any, at: Budget, how: tuple[str, int], report: Silent) -> Source:

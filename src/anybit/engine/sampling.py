@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anybit.checkpoint.generation import DRAWING
+from anybit.checkpoint.generation import DRAWING, IN_TRANSFORMERS, SAMPLED_BY_TRANSFORMERS
 from anybit.config import MAX_SEED
 from anybit.engine.distribution import Distribution, Floats, Tokens, distribution, kth_largest
 from anybit.errors import InputError
@@ -77,17 +77,19 @@ class Sampling:
         Where the file asks for sampling and names no top_k, it is 50, the default of Transformers 5.
 
         Raises:
-            InputError: a value without a meaning; `typical_p`, which this engine lacks.
+            InputError: a value without a meaning; what changes a token and this engine lacks.
         """
         given = {name: value for name, value in values.items() if value is not None}
+        samples = given.get("do_sample", False)
+        for name, neutral in (IN_TRANSFORMERS | (SAMPLED_BY_TRANSFORMERS if samples else {})).items():
+            if given.get(name, neutral) != neutral:
+                raise InputError(
+                    f"generation_config.json asks for {name} {given[name]!r:.50}, which the native engine lacks: "
+                    "remove it, or run the model inside Transformers"
+                )
         kept = {name: given[name] for name in ("repetition_penalty",) if name in given}
-        if not given.get("do_sample", False):
+        if not samples:
             return cls(**kept)
-        if given.get("typical_p", 1.0) != 1:
-            raise InputError(
-                f"generation_config.json asks for typical_p {given['typical_p']!r:.50}, which the native engine lacks: "
-                "remove it, or run the model inside Transformers"
-            )
         kept |= {name: given[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in given}
         return cls(**{"temperature": 1.0, "top_k": 50, **kept})
 

@@ -46,7 +46,7 @@ class TextStream:
         self.stopped: str | None = None  # the stop string that came
         self._tokenizer = tokenizer
         self._special = {at for at, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._stream = self._after(list(prompt[-CONTEXT:]))
+        self._stream = self._after(list(prompt[-LONGEST - CONTEXT :]))
         self._pending: list[int] = []  # tokens whose text is not known yet
         self._held = ""  # text that may begin a stop string
 
@@ -64,10 +64,12 @@ class TextStream:
         text, self._held, self._pending = text + self._held, "", []
         return text
 
-    def _after(self, context: list[int]) -> DecodeStream:
-        """Decodes what follows these tokens, unless they end within a character."""
-        whole = not self._decode(context).endswith(BROKEN)
-        return DecodeStream(ids=context if whole else [], skip_special_tokens=True)
+    def _after(self, tokens: list[int]) -> DecodeStream:
+        """Decodes what follows these tokens; of those at their end that make no whole character nothing is known."""
+        ends = range(len(tokens), max(0, len(tokens) - LONGEST), -1)
+        contexts = (tokens[max(0, end - CONTEXT) : end] for end in ends)
+        whole = (context for context in contexts if not self._decode(context).endswith(BROKEN))
+        return DecodeStream(ids=next(whole, []), skip_special_tokens=True)
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))

@@ -13,7 +13,7 @@ from anybit.artifact.files import is_artifact
 from anybit.artifact.levels import Budget
 from anybit.artifact.sizes import inspect
 from anybit.calibration import texts
-from anybit.checkpoint.architectures import is_encoder, max_positions
+from anybit.checkpoint.architectures import is_encoder, usual_window
 from anybit.config import Json, check_kv_bits
 from anybit.encoder import pooling_of
 from anybit.engine.description import Unsupported, check_computes
@@ -28,7 +28,6 @@ from anybit.kv_cache import quantized_attention
 from anybit.loader import config_of, load, load_tokenizer, opened
 from anybit.progress import SILENT, Silent
 
-SEQ_LEN = 2048
 HOW = ("dtype", "device", "report")  # settings of `load`
 # What to do where memory is full.
 FULL = "use shorter windows (--seq-len), --dtype bfloat16, or a machine with more"
@@ -109,7 +108,7 @@ def _evaluate_decoder(model: str | Path, settings: Settings) -> Json:
     reference = None if base is None else load(base, **_some(settings, *HOW))
     seq_len, kv_bits = settings.get("seq_len"), settings.get("kv_bits")
     if seq_len is None:
-        seq_len = min(SEQ_LEN, max_positions(loaded) or SEQ_LEN)
+        seq_len = usual_window(loaded)
     kv_bits = getattr(loaded, "kv_bits", 16) if kv_bits is None else kv_bits
     with evaluation.recalled(reference, settings.get("base_cache")):
         result = score(

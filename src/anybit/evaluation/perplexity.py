@@ -62,11 +62,6 @@ class PerplexityResult:
     )
     notes: tuple[str, ...] = field(default=())
 
-    @property
-    def window_tokens(self) -> int:
-        """Scored positions of each window."""
-        return self.tokens // self.windows
-
     def as_dict(self) -> Json:
         """JSON types only: without a base, its keys are absent; a figure that is not finite becomes None."""
         record = asdict(self)

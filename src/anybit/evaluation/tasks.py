@@ -80,20 +80,6 @@ def run_prepared(model: Any, tokenizer: Any, prepared: Prepared, *, batch_size: 
     return {name: _figures(results, name) for name in results["results"]}
 
 
-def run_tasks(
-    model: Any,
-    tokenizer: Any,
-    tasks: Sequence[str],
-    *,
-    tasks_dir: Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 1,
-) -> dict[str, Json]:
-    """`prepare` and `run_prepared` in one."""
-    prepared = prepare(tasks, tasks_dir=tasks_dir, limit=limit)
-    return run_prepared(model, tokenizer, prepared, batch_size=batch_size)
-
-
 def read_questions(path: Path) -> list[Question]:
     """The questions of a `.jsonl` file in either schema; InputError names the line that is wrong."""
     try:

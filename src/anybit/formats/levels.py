@@ -33,7 +33,7 @@ def levels_of(layouts: Mapping[str, LayerLayout]) -> tuple[Level, ...]:
 
 
 def largest(widths: Sequence[float], bits: float, whose: str) -> int:
-    """The last of ascending average widths that is at most `bits`.
+    """The last of ascending average widths that is at most `bits`, exactly or as it is printed, with two decimals.
 
     Args:
         widths: at least one.
@@ -43,11 +43,12 @@ def largest(widths: Sequence[float], bits: float, whose: str) -> int:
     Raises:
         InputError: fewer bits than the first has, or more than the last.
     """
-    if not round(widths[0], 2) - 0.005 <= bits <= widths[-1] + 0.05:
+    fits = [i for i, width in enumerate(widths) if min(width, round(width, 2)) <= bits + 1e-6]
+    if not fits or bits > widths[-1] + 0.05:
         there = f"average widths from {widths[0]:.2f} to {widths[-1]:.2f} bits"
         if len(widths) == 1:
             there = f"one width, {widths[0]:.2f} bits"
         elif all(width.is_integer() for width in widths):
             there = f"the widths {', '.join(f'{width:.0f}' for width in widths)}"
         raise InputError(f"{whose} {there}, not {bits:g}")
-    return max(i for i, width in enumerate(widths) if i == 0 or width <= bits + 1e-6)
+    return fits[-1]

@@ -39,6 +39,23 @@ def frequencies(rope: Json, head_size: int, positions: int) -> tuple[np.ndarray,
     return angles.astype(np.float32), scale
 
 
+def reached(rope: Json, positions: int | None) -> int | None:
+    """How many tokens a model reaches: what its configuration states, or what YaRN lengthens it to.
+
+    Configurations often leave `max_position_embeddings` at what the model was trained on, and add YaRN's factor.
+    Transformers computes any position then.
+
+    Args:
+        rope: `rope_parameters` of a configuration, or of each of its kinds of layers.
+        positions: `max_position_embeddings`; None: it is not stated.
+    """
+    rope = rope.get("full_attention", rope)  # other layers see no more than their window
+    factor = rope.get("factor")
+    if rope.get("rope_type") != "yarn" or factor is None or not math.isfinite(factor):
+        return positions
+    return max(positions or 0, round(rope["original_max_position_embeddings"] * factor))
+
+
 def _llama3(rope: Json, angles: np.ndarray) -> np.ndarray:
     """Slow rotations slower by `factor`, fast ones as they are, and a ramp between (Llama 3.1)."""
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], np.float32(rope["factor"])

@@ -91,7 +91,7 @@ def nested_codes(  # noqa: PLR0913 - what the algorithm reads
     threads: int | None = None,
     isa: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One code per weight for all widths from 1 bit up: see `methods.nested`.
+    """One code per weight for all widths from 1 bit up: see `methods.nested_codes`.
 
     The same bits for every instruction set and number of threads.
 

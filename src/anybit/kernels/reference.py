@@ -106,12 +106,6 @@ def group_sums(x: Tensor, tile: GroupInt) -> Tensor:
     return torch.bmm(inputs.transpose(0, 1), weights.permute(1, 2, 0)).permute(1, 2, 0)
 
 
-def byte_table(table: Tensor) -> Tensor:
-    """A codebook's table [n, entries] in whole steps of which 127 reach the largest entry of a row, float32."""
-    scale = table.float().abs().amax(1, keepdim=True) / 127
-    return (table.float() / safe(scale)).round() * scale
-
-
 def dequantize(weight: PackedWeight) -> Tensor:
     """The dense matrix, float32 [out, in]."""
     return unpack(weight).dequantize()

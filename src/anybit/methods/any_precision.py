@@ -83,6 +83,7 @@ METHOD = Method(
     paper="arXiv:2402.10517",
     summary="SqueezeLLM's codebooks nested, every width in one artifact",
     compared="any-precision",
+    native=True,
     quantize=quantize,
     layout=layout,
     statistics=lambda options: Statistics(fisher=True),

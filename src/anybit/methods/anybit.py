@@ -142,11 +142,11 @@ class AnyBit(Sequential, Damped):
 
     def defaults(self) -> dict[str, Any]:
         pains = EFFORTS[self.effort]
-        samples = self.samples or max(1, pains.tokens // self.seq_len)
+        samples = self.samples or max(1, pains.tokens // self.window)
         usual = {name: value for name, value in super().defaults().items() if name != "embed_bits"}
         return usual | {
             "samples": samples,
-            "gradient_samples": min(samples, max(1, pains.gradient_tokens // self.seq_len)),
+            "gradient_samples": min(samples, max(1, pains.gradient_tokens // self.window)),
             "descent": pains.descent,
         }
 
@@ -250,7 +250,7 @@ def _effort(options: AnyBit) -> Effort:
         rounded_sweeps=True,
         clustering=CODING * (1 + descent) + FITTING,
         passes=((options.gradient_samples or 0) + DRAWN * own) / options.windows,
-        written=int(own * options.seq_len),
+        written=int(own * options.window),
     )
 
 
@@ -271,6 +271,7 @@ METHOD = Method(
     paper="",
     summary="any average width at load and at run time, from one artifact",
     compared="anybit",
+    native=True,
     quantize=quantize,
     layout=layout,
     statistics=lambda options: Statistics(norms=True, hessian=True, attention=True),

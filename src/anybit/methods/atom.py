@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from anybit.config import LayerSpec, TileSpec, Widths, at_least, option
 from anybit.errors import InputError
-from anybit.methods.method import Compensated, Effort, Method, Statistics, compensation_statistics
+from anybit.methods.method import (
+    UNCLIPPED_BITS,
+    Compensated,
+    Method,
+    Statistics,
+    compensation_effort,
+    compensation_statistics,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +53,7 @@ class Atom(Compensated):
         return super().defaults() | {
             "act_bits": act_bits,
             "act_clip": 0.9 if act_bits < 8 and not self.act_search else 1.0,
-            "clip_ratio": 1.0 if self.clip else 0.85,
+            "clip_ratio": 1.0 if self.clip or bits == UNCLIPPED_BITS else 0.85,
         }
 
 
@@ -76,14 +83,15 @@ def split(spec: LayerSpec[Atom], order: Sequence[int]) -> LayerSpec[Atom]:
             f"{count} outlier channels of {len(order)} leave none: give fewer (outlier_channels, --outlier-channels)"
         )
     tile, channels = spec.tiles[0], list(order)
-    act_bits = None if spec.options.act_bits == 16 else OUTLIER_BITS
-    return replace(
-        spec,
-        tiles=(
-            replace(tile, cols=tuple(channels[:-count])),
-            TileSpec(OUTLIER_BITS, tile.group_size, tile.symmetric, None, tuple(channels[-count:]), act_bits),
-        ),
+    outliers = TileSpec(
+        OUTLIER_BITS,
+        tile.group_size,
+        tile.symmetric,
+        cols=tuple(channels[-count:]),
+        act_bits=None if spec.options.act_bits == 16 else OUTLIER_BITS,
+        outliers=True,
     )
+    return replace(spec, tiles=(replace(tile, cols=tuple(channels[:-count])), outliers))
 
 
 def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec[Atom]) -> QuantizedWeight:
@@ -125,5 +133,5 @@ METHOD = Method(
     quantize=quantize,
     layout=layout,
     statistics=statistics,
-    effort=lambda options: Effort(sweeps=1),
+    effort=compensation_effort,
 )

@@ -68,6 +68,7 @@ METHOD = Method(
     title="Adapting to Any Bit-Width: Channel-Wise Mixed-Precision Quantization for LLMs",
     paper="arXiv:2410.13056",
     summary="codebooks by channel, any average width",
+    native=True,
     compared="cmpq",
     quantize=quantize,
     layout=layout,

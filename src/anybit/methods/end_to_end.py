@@ -12,9 +12,8 @@ one width.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from anybit.calibration.gradients import (
 )
 from anybit.calibration.moments import Activations
 from anybit.calibration.streaming import StreamedModel
-from anybit.checkpoint.files import unwritable
+from anybit.checkpoint.files import unwritable, write_whole
 from anybit.formats import Nested
 from anybit.formats import tables as shapes
 from anybit.formats.base import to_half
@@ -397,15 +396,10 @@ class _Run:
             tensors |= {f"{moment}.{name}": state[moment] for moment in MOMENTS}
         tensors["history"] = torch.tensor(self.history, dtype=torch.float64)
         tensors["step"] = torch.tensor([step])
-        unfinished = self.file.with_suffix(".new")
+        dense = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         try:
-            save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, unfinished)
-            with unfinished.open("rb") as stream:
-                os.fsync(stream.fileno())
-            unfinished.rename(self.file)
+            write_whole(self.file, lambda unfinished: save_file(dense, unfinished))
         except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                unfinished.unlink()
             raise unwritable(self.file, error, "the state of the tuning before is kept") from error
 
     def _resume(self) -> int:

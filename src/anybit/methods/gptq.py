@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from anybit.config import LayerSpec, Widths, option
-from anybit.methods.method import Compensated, Effort, Method, compensation_statistics
+from anybit.methods.method import Compensated, Method, compensation_effort, compensation_statistics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,5 +60,5 @@ METHOD = Method(
     quantize=quantize,
     layout=layout,
     statistics=compensation_statistics,
-    effort=lambda options: Effort(sweeps=1),
+    effort=compensation_effort,
 )

@@ -16,9 +16,9 @@ from anybit.methods import gptq
 from anybit.methods.method import (
     Allocation,
     Compensated,
-    Effort,
     Method,
     Search,
+    compensation_effort,
     compensation_statistics,
 )
 
@@ -78,7 +78,7 @@ METHOD = Method(
     quantize=gptq.compensated,
     layout=layout,
     statistics=compensation_statistics,
-    effort=lambda options: Effort(sweeps=1, passes=1),
+    effort=lambda options: replace(compensation_effort(options), passes=1),
     extra="search",
     allocate=allocate,
     searched=lambda options: [options.group_size],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from anybit.config import (
     ACT_BITS,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 SCALINGS = ("none", "awq", "smoothquant")
 Shape = tuple[int, int]  # (out, in)
+UNCLIPPED_BITS = 8  # of weights whose grid reaches all of them, where no clipping ratio is searched
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Effort:
     written: int = 0  # tokens of texts that the model writes by itself
     epochs: int = 0  # of finetuning
     rounded_sweeps: bool = False  # whether they multiply errors in the numbers that calibration computes in
+    scaled: bool = False  # whether factors of input channels are searched first
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,16 @@ class Start:
     spec: LayerSpec[Any]
 
 
+def check_ratio(name: str, spec: LayerSpec[Any], usual: LayerSpec[Any]) -> None:
+    """Refuse a clipping ratio that a map sets for a layer of which nothing is clipped."""
+    given, ratio = getattr(spec.options, "clip_ratio", None), getattr(usual.options, "clip_ratio", None)
+    if given != ratio and all(tile.bits == UNCLIPPED_BITS for tile in spec.tiles):
+        raise InputError(
+            f"spec of {name}: clip_ratio {given:g} would be ignored: {UNCLIPPED_BITS} bits are not clipped; leave it "
+            "out, or give fewer bits"
+        )
+
+
 @dataclass(frozen=True)
 class Method:
     """A way to quantize. `quantize` and `layout` are pure: no model, no files, no device but their tensors'."""
@@ -140,6 +152,7 @@ class Method:
     statistics: Callable[[Any], Statistics]  # what it wants, of a layer's options
     effort: Callable[[Any], Effort] = lambda options: Effort()
     extra: str = ""  # of pyproject.toml, that it needs
+    native: bool = False  # whether it needs the native extension, where it runs on the CPU
     compared: str = ""  # how `anybit compare` lists it where it is asked for no methods; "": not at all
     # Decides on layers over the whole model. What is kept of it depends on `searched`, and not on the width.
     allocate: Callable[[Search], Allocation] | None = None
@@ -163,7 +176,7 @@ class Method:
     tuning: Callable[[Any], int] = lambda options: 0
     end_to_end: Callable[[Training], dict[str, Tensor]] | None = None
     # Refuses what a map of specs says of a layer: name, its spec, that of a layer it does not name.
-    check_given: Callable[[str, Any, Any], None] = lambda name, spec, usual: None
+    check_given: Callable[[str, Any, Any], None] = check_ratio
 
     @property
     def name(self) -> str:
@@ -219,8 +232,9 @@ class Uniform(Attentive):
     group_size: int = group_size_of(GROUP_SIZE)
     clip: bool = option(False, "Search clipping ratios per group.", layer=True)
     clip_ratio: float | None = option(
-        None, "Clipping ratio where none is searched.", unset="1", layer=True, **within(0.1, 1, "a ratio")
-    )
+        None, "Clipping ratio below 8 bits, where none is searched.", unset="1", layer=True,
+        **within(0.1, 1, "a ratio"),
+    )  # fmt: skip
     act_bits: int | None = option(
         None, "Round a layer's inputs to so many bits, token by token; 16: not at all.", unset="16", layer=True,
         **one_of(ACT_BITS),
@@ -256,6 +270,18 @@ class Uniform(Attentive):
         if self.clip and self.clip_ratio != 1:
             raise InputError("clip searches the clipping ratios: leave clip_ratio out, or give --no-clip")
 
+    def with_bits(self, bits: float) -> Self:
+        ratio = None if bits == UNCLIPPED_BITS else self.clip_ratio
+        return super(Uniform, replace(self, clip_ratio=ratio)).with_bits(bits)
+
+    def layer_spec(self) -> LayerSpec[Self]:
+        if self.bits == UNCLIPPED_BITS and self.clip_ratio != 1:
+            raise InputError(
+                f"clip_ratio {self.clip_ratio:g} would be ignored: {UNCLIPPED_BITS} bits are not clipped; leave it out "
+                "(--clip-ratio), or give fewer bits"
+            )
+        return super().layer_spec()
+
     @property
     def calibrated(self) -> bool:
         return bool(rounding_statistics(self))
@@ -268,6 +294,11 @@ def rounding_statistics(options: Uniform) -> Statistics:
     return Statistics(
         norms=inputs or hessian, hessian=hessian, inputs=inputs, attention=options.attention_weights
     )
+
+
+def rounding_effort(options: Uniform) -> Effort:
+    """What plain rounding costs: nothing, but for a search around it."""
+    return Effort(scaled=options.scaling != "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +318,11 @@ class Compensated(Uniform, Damped):
 def compensation_statistics(options: Compensated) -> Statistics:
     """What error compensation wants to know."""
     return replace(rounding_statistics(options), norms=True, hessian=True)
+
+
+def compensation_effort(options: Compensated) -> Effort:
+    """What error compensation costs."""
+    return replace(rounding_effort(options), sweeps=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,10 @@ from anybit.methods import gptq
 from anybit.methods.method import (
     Allocation,
     Compensated,
-    Effort,
     Method,
     Search,
+    check_ratio,
+    compensation_effort,
     compensation_statistics,
 )
 
@@ -117,6 +118,7 @@ def allocate(search: Search) -> Allocation:
 
 
 def check_given(name: str, spec: LayerSpec[Any], usual: LayerSpec[Any]) -> None:
+    check_ratio(name, spec, usual)
     if any(tile.bits not in (NARROW, WIDE) for tile in spec.tiles):
         raise InputError(
             f"spec of {name}: mixllm's search leaves out the layers that the spec names: give them bits 4 or 8, or "
@@ -134,7 +136,7 @@ METHOD = Method(
     quantize=gptq.compensated,
     layout=layout,
     statistics=compensation_statistics,
-    effort=lambda options: Effort(sweeps=1, passes=options.passes),
+    effort=lambda options: replace(compensation_effort(options), passes=options.passes),
     allocate=allocate,
     searched=lambda o: [o.wide_rows is not None, o.salience, o.search, o.group_size],
     check_given=check_given,

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,7 @@ from anybit.calibration.gradients import gradient_statistics, load_whole
 from anybit.calibration.own_texts import MixedWindows, OwnTexts, most_varied, write_texts
 from anybit.calibration.stats import ExpectedTokens, GradientStats, VocabularyStats
 from anybit.calibration.streaming import StreamedModel
-from anybit.checkpoint.files import unwritable
+from anybit.checkpoint.files import unwritable, write_whole
 from anybit.config import LayerSpec, TileSpec
 from anybit.cost import Cost
 from anybit.errors import InputError
@@ -416,16 +414,11 @@ def _write_part(file: Path, found: Mapping[str, Tensor], cost: Cost) -> None:
     Raises:
         InputError: the disk is full or refuses the file; parts that were finished stay.
     """
-    unfinished = file.with_suffix(".new")
+    metadata = {key: str(value) for key, value in asdict(cost).items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(found, unfinished, metadata={key: str(value) for key, value in asdict(cost).items()})
-        with unfinished.open("rb") as stream:
-            os.fsync(stream.fileno())
-        unfinished.rename(file)
+        write_whole(file, lambda unfinished: save_file(found, unfinished, metadata=metadata))
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            unfinished.unlink()
         raise unwritable(file, error, "statistics of the samples before are kept") from error
 
 

@@ -54,6 +54,7 @@ METHOD = Method(
     title="SqueezeLLM: Dense-and-Sparse Quantization",
     paper="arXiv:2306.07629",
     summary="codebooks by row, of weights clustered by sensitivity",
+    native=True,
     quantize=quantize,
     layout=layout,
     statistics=lambda options: Statistics(fisher=True),

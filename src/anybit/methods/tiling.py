@@ -111,12 +111,7 @@ def _check_covered(cols: Tensor, in_features: int) -> None:
 
 def _column_set(cols: tuple[int, ...] | None, tiles: list[TileSpec], shape: tuple[int, int]) -> ColumnSet:
     out_features, in_features = shape
-    index = torch.arange(in_features) if cols is None else torch.tensor(cols, dtype=torch.int64)
-    if index.numel() == 0:
-        raise InputError("a tile of the spec has no columns: leave `cols` out to mean all")
-    for channel in (int(index.min()), int(index.max())):
-        if not 0 <= channel < in_features:
-            raise InputError(f"the spec names input channel {channel}, the matrix has {in_features}")
+    index = torch.arange(in_features) if cols is None else _columns(cols, in_features)
     sizes = {len(index) if t.group_size == -1 else t.group_size for t in tiles}
     if len(sizes) != 1:
         raise InputError(f"row tiles of the same columns must share one group_size, got {sorted(sizes)}")
@@ -134,6 +129,16 @@ def _column_set(cols: tuple[int, ...] | None, tiles: list[TileSpec], shape: tupl
     if (bits == 0).any():
         raise InputError(f"the spec's tiles leave out {int((bits == 0).sum())} output rows")
     return ColumnSet(index, cols is not None, sizes.pop(), bits, symmetric, tuple(tiles))
+
+
+def _columns(cols: tuple[int, ...], in_features: int) -> Tensor:
+    """A tile's columns as an index, checked."""
+    if not cols:
+        raise InputError("a tile of the spec has no columns: leave `cols` out to mean all")
+    for channel in (min(cols), max(cols)):
+        if not 0 <= channel < in_features:
+            raise InputError(f"the spec names input channel {channel}, the matrix has {in_features}")
+    return torch.tensor(cols)
 
 
 def _rows(rows: tuple[int, ...], out_features: int) -> Tensor:
@@ -186,7 +191,7 @@ def _activation_grid(
     bits = tile.act_bits or spec.options.act_bits or 16
     if bits == 16:
         return {}
-    ratio = spec.options.act_clip if tile.act_bits is None else 1.0  # outlier channels are not clipped
+    ratio = 1.0 if tile.outliers else spec.options.act_clip
     if not spec.options.act_static:
         clip = torch.full((columns.groups,), ratio, device=columns.cols.device).half()
         return {"act_bits": bits, "act_clip": clip}

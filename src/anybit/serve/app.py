@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -30,6 +31,7 @@ from anybit.serve.guard import Guard
 from anybit.serve.metrics import Metrics
 from anybit.serve.replies import Replies
 from anybit.serve.served import Named, Served, ServedEncoder
+from anybit.serve.worker import STOPPING, Closing
 
 LOG = logging.getLogger(__name__)
 BODY_SECONDS = 30.0  # that a body may take to come
@@ -49,15 +51,22 @@ class State:
     most_requests: int  # at a time
     created: int = 0  # when the model was loaded, in seconds since 1970
     served: Served | ServedEncoder | None = None  # None: it is loading
+    loader: threading.Thread | None = None  # that does so
     metrics: Metrics = field(default_factory=Metrics)
     requests: int = 0  # that are answered now
     of_keys: Counter[str] = field(default_factory=Counter)  # those of each key
     parsers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PARSERS, "parser"))
+    turns: dict[str, asyncio.Semaphore] = field(default_factory=dict)  # of each key at these threads
 
     def ready(self) -> Served | ServedEncoder:
         if self.served is None:
             raise Refused(503, "the model is loading: try again later", "loading")
         return self.served
+
+    def turn(self, key: str) -> asyncio.Semaphore:
+        """What a key's jobs of the parsers wait for: where several keys share them, none has all."""
+        several = len(self.guard.keys) > 1
+        return self.turns.setdefault(key, asyncio.Semaphore(PARSERS - several))
 
 
 def app(state: State, lifespan: Any = None) -> Starlette:
@@ -118,9 +127,11 @@ class Door:
         state.requests += 1
         try:
             request = Request(scope)
+            scope["anybit.asked"] = time.perf_counter()
             scope["anybit.key"] = key = state.guard.check(scope["path"], request.headers)
             state.of_keys[key] += 1
             if scope["method"] == "POST":
+                _refuse_late(state)
                 _refuse_many(state, key)
             await self._app(scope, receive, counting)
         except ClientDisconnect:
@@ -136,6 +147,16 @@ class Door:
                 state.of_keys[key] -= 1
             path = scope["path"] if scope["path"] in self._paths else "other"
             state.metrics.answers[path, status] += 1
+
+
+def _refuse_late(state: State) -> None:
+    """Requests that come when the server stops; those that came before have until its end.
+
+    Raises:
+        Closing: it does.
+    """
+    if state.served is not None and state.served.runner.closing:
+        raise Closing(STOPPING)
 
 
 def _refuse_many(state: State, key: str) -> None:
@@ -215,7 +236,8 @@ async def _parsed(request: Request, parse: Callable[..., Any], served: Named, bo
 async def _apart(request: Request, function: Callable[..., Any], *given: Any) -> Any:
     """What a function returns that would hold up others."""
     state: State = request.app.state.shared
-    return await asyncio.get_running_loop().run_in_executor(state.parsers, function, *given)
+    async with state.turn(request.scope["anybit.key"]):
+        return await asyncio.get_running_loop().run_in_executor(state.parsers, function, *given)
 
 
 # ---- texts
@@ -227,15 +249,17 @@ def _answer(parse: Callable[[Served, Json, str], openai.Wanted]) -> Answer:
 
     async def answer(served: Served, body: Json, request: Request) -> Response:
         exchange: Exchange = await _parsed(request, exchange_of, served, body)
-        exchange.submit()
+        exchange.submit(request.scope["anybit.asked"])
         replies, metrics = Replies(exchange, partial(_apart, request)), request.app.state.shared.metrics
         if exchange.wanted.stream:
             return Events(exchange, replies, metrics)
         try:
-            content = await _unless_gone(request, replies.whole())
-            return Response(content, media_type="application/json")
+            pieces = await _unless_gone(request, replies.whole())
         finally:
             _close(exchange, metrics)
+        if not exchange.wanted.logprobs:  # a long answer is long by these
+            return Response(await _apart(request, b"".join, pieces), media_type="application/json")
+        return StreamingResponse(_made_apart(request, pieces), media_type="application/json")
 
     return answer
 
@@ -285,12 +309,11 @@ async def _gone(request: Request) -> None:
 
 
 async def _embeddings(served: ServedEncoder, body: Json, request: Request) -> Response:
-    begun = time.perf_counter()
     wanted = await _parsed(request, embeddings.embeddings, served, body)
     asked = Asked(wanted.texts, served.encoder.dimensions, wanted.key)
     served.runner.submit(asked)
     rows = await _unless_gone(request, asyncio.wrap_future(asked.done))
-    request.app.state.shared.metrics.embedding.add(time.perf_counter() - begun)
+    request.app.state.shared.metrics.embedding.add(time.perf_counter() - request.scope["anybit.asked"])
     pieces = _made_apart(request, embeddings.answer(served, wanted, rows))
     return StreamingResponse(pieces, media_type="application/json")
 
@@ -325,6 +348,12 @@ def _text(served: Named, body: Json, key: str) -> str:
     openai.asked_bits(served, fields)
     tokens = fields.any("tokens")
     fields.finish()
+    if isinstance(tokens, list) and len(tokens) > served.context:
+        raise Refused(
+            400,
+            f"tokens has {len(tokens)} ids, expected at most {served.context}, the context: send fewer at a time",
+            param="tokens",
+        )
     if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < served.vocabulary for t in tokens):
         raise Refused(
             400, f"tokens is expected to be a list of ids below {served.vocabulary}", param="tokens"

@@ -53,12 +53,6 @@ class Blocks:
     def used(self) -> int:
         return self.pages - self.available
 
-    def users(self, page: int) -> int:
-        return self._users[page]
-
-    def published(self, page: int) -> bool:
-        return page in self._hash_of
-
     def take(self, count: int) -> list[int]:
         """Pages that nobody else uses; there must be as many available."""
         return [self._take() for _ in range(count)]

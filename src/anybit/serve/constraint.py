@@ -48,7 +48,11 @@ class Constraint:
         return bool(self._matcher.is_stopped())
 
     def copy(self) -> Constraint:
-        """The same place in the same form, for another text."""
+        """The same place in the same form, for another text of the same request.
+
+        The lexer's states are one for all copies, and so is their limit. That is why forms are not kept for requests to
+        come: texts of one would fail for what others have drawn.
+        """
         return Constraint(self._matcher.deep_copy(), self._vocabulary)
 
     def _check(self) -> None:

@@ -61,7 +61,7 @@ class Embedder(Worker):
 
         Raises:
             Busy: too many wait, or too large ones.
-            Closing: the server stops.
+            Closing: the server has no time left.
         """
         with self._changed:
             self._refuse_late()
@@ -82,13 +82,13 @@ class Embedder(Worker):
 
     def _round(self) -> bool:
         with self._changed:
-            while not self.batches.waiting and not self.closing:
+            while not self.batches.waiting and not self._closed:
                 self._changed.wait()
             self._end_late()
             self.batches.forget_ended()
             self._batch = self.batches.next()
             if not self._batch:
-                return not self.closing
+                return not self._closed
         self._embed(self._batch)
         self._batch = []
         return True

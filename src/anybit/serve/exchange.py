@@ -49,8 +49,14 @@ class Exchange:
             self.jobs += jobs_of(served.engine, served.context, request, hear)
         self._open = len(self.jobs)
 
-    def submit(self) -> None:
-        """Let the jobs run; see `Runner.submit`."""
+    def submit(self, asked: float) -> None:
+        """Let the jobs run; see `Runner.submit`.
+
+        Args:
+            asked: when the request came, by `time.perf_counter`: what its user waits for begins there.
+        """
+        for job in self.jobs:
+            job.times.asked = asked
         self.served.runner.submit(self.jobs)
 
     def _hear(self, first: int, number: int, progress: Progress) -> None:

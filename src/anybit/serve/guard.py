@@ -23,7 +23,7 @@ class Guard:
     """What requests are checked for.
 
     Args:
-        keys: any of them is asked for; none: nobody is asked.
+        keys: any of them is asked for, each as `settings.is_key` has it; none: nobody is asked.
         hosts: names that the server may be called by, besides addresses, localhost and this machine's name.
         origins: of pages elsewhere whose scripts may ask.
     """

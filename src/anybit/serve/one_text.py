@@ -115,7 +115,7 @@ class OneText:
         return QuantizedCache(model.config, self.kv_bits, key_biases(model))
 
     def step(self, batch: Batch, level: int) -> Floats:
-        """`Engine.step`, of one text, whose first token begins it anew.
+        """`Engine.step`, of one text, whose first token begins it anew. What is wanted are the last rows.
 
         Raises:
             InputError: NaN or Inf.
@@ -124,10 +124,11 @@ class OneText:
         if batch.positions[0] == 0:
             self._cache = self._empty_cache()
         ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
-        kept = len(tokens) - int(batch.wanted[0]) if len(batch.wanted) else 1
+        wanted = len(batch.wanted)
+        kept = max(1, wanted)
         with torch.inference_mode():
             made = model(ids, use_cache=True, logits_to_keep=kept, **{CACHE: self._cache}).logits[0, -kept:]
-        logits: Floats = made.float().numpy()[batch.wanted - (len(tokens) - kept)]
-        if not np.isfinite(logits).all():
+        logits: Floats = made.float().numpy()[kept - wanted :]
+        if not all(np.isfinite(row).all() for row in logits):  # of a prompt, they may be a gigabyte
             raise InputError(f"{self.name}: its logits hold NaN or Inf: its weights are damaged, or overflow")
         return logits

@@ -20,7 +20,8 @@ from anybit.serve.served import Named, Served
 MOST_TEXTS = 64  # of one request: prompts times n
 MOST_STOPS, LONGEST_STOP = 16, 256  # strings, characters
 MOST_LOGPROBS = 20  # tokens beside the one drawn
-MOST_REPORTED = 1 << 19  # log-probabilities of prompts: half a million take about a hundred MB
+MOST_REPORTED = 1 << 19  # log-probabilities of a request: half a million take about a hundred MB
+MOST_LOGITS = 1 << 28  # of a prompt that is scored inside Transformers, all at once: a GiB
 MOST_BIASES = 1024  # tokens with a bias
 MOST_MESSAGES = 4096
 MOST_TOKENS = 2**31 - 1
@@ -75,6 +76,8 @@ def chat(served: Served, body: dict[str, Any], key: str) -> Wanted:
     token_ids = fields.flag("return_token_ids")
     fields.finish()
     request = replace(request, tokens=served.encode_chat(conversation), most=fewer)
+    if logprobs:
+        (request,) = _bounded(served, [request], top or 0)
     return Wanted(True, [request], stream, usage, logprobs, token_ids=token_ids)
 
 
@@ -109,13 +112,42 @@ def completions(served: Served, body: dict[str, Any], key: str) -> Wanted:
         replace(request, tokens=served.encode(prompt) if isinstance(prompt, str) else prompt)
         for prompt in prompts
     ]
-    reported = sum(len(one.tokens) for one in requests) * ((top or 0) + 1)
-    if request.every and reported > MOST_REPORTED:
+    if top is not None:
+        requests = _bounded(served, requests, top)
+    if request.every and not served.engine.together:
+        _refuse_many_logits(served, len(requests[0].tokens))
+    return Wanted(False, requests, stream, usage, top is not None, echo, token_ids)
+
+
+def _bounded(served: Served, requests: list[Request], top: int) -> list[Request]:
+    """Requests whose log-probabilities are no more than `MOST_REPORTED`.
+
+    Those that do not say how many tokens they want get fewer, so that nobody is refused who has asked for little.
+
+    Args:
+        served: the model.
+        requests: of one body, so all of one kind.
+        top: likely tokens beside each.
+
+    Raises:
+        BadField: there are more.
+    """
+    first, each = requests[0], top + 1
+    texts = len(requests) * first.n
+    scored = first.n * sum(len(one.tokens) for one in requests) if first.every else 0
+    if first.most is None:
+        most = (MOST_REPORTED // each - scored) // texts
+        return [
+            replace(one, most=most) if served.context - len(one.tokens) > most else one for one in requests
+        ]
+    reported = (scored + texts * first.most) * each
+    if reported > MOST_REPORTED:
         raise BadField(
             "logprobs",
-            f"{reported} log-probabilities of prompts: at most {MOST_REPORTED}; ask for fewer at a time",
+            f"{reported} log-probabilities ({scored} tokens of prompts and {texts * first.most} of texts, {each} for "
+            f"each): at most {MOST_REPORTED}; ask for fewer texts, tokens or likely tokens at a time",
         )
-    return Wanted(False, requests, stream, usage, top is not None, echo, token_ids)
+    return requests
 
 
 def _request(served: Served, fields: Fields, key: str, logprobs: int | None) -> Request:
@@ -151,6 +183,17 @@ def _refuse_several(widths: bool, texts: int) -> None:
         raise BadField("bits", "this model runs inside Transformers, which has one width: leave bits out")
     if texts > 1:
         raise BadField("n", f"this model runs inside Transformers, one text at a time: {texts} are asked for")
+
+
+def _refuse_many_logits(served: Served, tokens: int) -> None:
+    """A prompt whose logits would take too much memory."""
+    most = MOST_LOGITS // served.vocabulary
+    if tokens > most:
+        raise BadField(
+            "echo",
+            f"the prompt has {tokens} tokens: this model runs inside Transformers, which gives log-probabilities of up "
+            f"to {most}, all at once; shorten it, or leave echo or logprobs out",
+        )
 
 
 def asked_bits(served: Named, fields: Fields) -> float | str | None:
@@ -211,7 +254,7 @@ def _biases(fields: Fields) -> dict[int, float]:
 
 
 def messages(found: Any) -> list[dict[str, str]]:
-    """A conversation, each message with its `role` and its `content` as text.
+    """A conversation, each message with its `role`, its `content` as text and its `name`, where it has one.
 
     Raises:
         BadField: one that is of another kind.
@@ -221,8 +264,7 @@ def messages(found: Any) -> list[dict[str, str]]:
     made = []
     for i, message in enumerate(found):
         own = Fields(message, f"messages[{i}].")
-        role, content = own.text("role"), own.any("content")
-        own.accept("name")
+        role, content, name = own.text("role"), own.any("content"), own.text("name")
         own.only("tool_calls", [])
         own.finish()
         if role not in ("system", "developer", "user", "assistant"):
@@ -232,6 +274,8 @@ def messages(found: Any) -> list[dict[str, str]]:
         if not isinstance(content, str):
             raise own.bad("content", content, "a string, or a list of parts with text")
         made.append({"role": "system" if role == "developer" else role, "content": content})
+        if name is not None:
+            made[-1]["name"] = name
     return made
 
 

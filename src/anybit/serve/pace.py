@@ -76,6 +76,8 @@ class Pace:
 class Auto:
     """The level of all requests with bits "auto": at once lower when load rises, later and step by step higher again.
 
+    A text alone has the highest at once.
+
     Args:
         levels: that it may choose, ascending.
     """
@@ -91,12 +93,12 @@ class Auto:
         """The level of the next round.
 
         Args:
-            load: from 0, nobody is served, to 1, nothing more can be.
+            load: from 0, no more than one text is served, to 1, nothing more can be.
         """
         last = len(self._levels) - 1
         wanted = min(last, int(max(load, 0) * (last + 1)))
         self._calm = self._calm + 1 if wanted < self._down else 0
-        if wanted > self._down:
+        if wanted > self._down or load <= 0:  # a text alone waits for nobody
             self._down = wanted
         elif self._calm >= CALM:
             self._down, self._calm = self._down - 1, 0

@@ -6,7 +6,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from anybit.config import Json
@@ -18,6 +19,9 @@ from anybit.serve.request import Request
 
 LOG = logging.getLogger(__name__)
 DONE = "data: [DONE]\n\n"
+ITEMS = 64  # of a list that are written in one go: whatever writes JSON holds up all other threads until its call ends
+PIECE = 1 << 16  # characters of a piece of an answer
+SOON = 256  # log-probabilities that a stream writes without a thread for them
 
 Apart = Callable[..., Awaitable[Any]]  # calls a function with arguments where that holds nobody up
 
@@ -46,24 +50,29 @@ class Replies:
         self._begun: set[int] = set()  # texts of which a stream has sent something
         self._open = len(exchange.jobs)  # texts whose end a stream has not sent
 
-    async def whole(self) -> bytes:
-        """The answer when all texts have ended."""
-        made: bytes = await self._apart(self._answer, await self._exchange.whole())
-        return made
+    async def whole(self) -> Iterator[bytes]:
+        """The answer when all texts have ended, in pieces; each is made when it is asked for."""
+        return self._answer(await self._exchange.whole())
 
-    def _answer(self, written: Sequence[Written]) -> bytes:
+    def _answer(self, written: Sequence[Written]) -> Iterator[bytes]:
         choices = [self._choice(at, self._with_prompt(at, one)) for at, one in enumerate(written)]
         answer = {**self._head, "choices": choices, "usage": self.usage(), "timings": self.timings()}
-        return _dumps(answer).encode()
+        piece, size = list[str](), 0
+        for part in parts(answer):
+            piece.append(part)
+            size += len(part)
+            if size >= PIECE:
+                yield "".join(piece).encode()
+                piece, size = [], 0
+        yield "".join(piece).encode()
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events; an error that comes late is the last of them."""
         try:
             async for heard in self._exchange.progress():
-                if any(progress.prompt for _, progress in heard):  # thousands of log-probabilities
-                    yield await self._apart(self._chunks, heard)
-                else:
-                    yield self._chunks(heard)
+                for first in range(0, len(heard), ITEMS):  # many rounds have come where a client reads slowly
+                    now = heard[first : first + ITEMS]
+                    yield await self._apart(self._chunks, now) if self._takes_long(now) else self._chunks(now)
             if self._wanted.usage:
                 yield self._event([], usage=self.usage())
             yield DONE
@@ -72,6 +81,13 @@ class Replies:
             if found.status == 500:
                 LOG.error("a stream has failed", exc_info=error)
             yield f"data: {_dumps(found.body())}\n\n"
+
+    def _takes_long(self, heard: Sequence[tuple[int, Progress]]) -> bool:
+        """Whether writing log-probabilities would hold up others."""
+        if not self._wanted.logprobs:
+            return False
+        tokens = [drawn for _, said in heard for drawn in (said.drawn, *said.prompt) if drawn is not None]
+        return sum(1 + len(drawn.top) for drawn in tokens) > SOON
 
     def _chunks(self, heard: Sequence[tuple[int, Progress]]) -> str:
         """The events of what texts have said."""
@@ -125,7 +141,7 @@ class Replies:
 
     def _token_ids(self, written: Written) -> Json:
         """What was drawn, where that is wanted."""
-        return {"token_ids": [drawn.token for drawn in written.drawn]} if self._wanted.token_ids else {}
+        return {"token_ids": (drawn.token for drawn in written.drawn)} if self._wanted.token_ids else {}
 
     def _piece(self, at: int, **body: Any) -> Json:
         return {"index": at, **body, "logprobs": None, "finish_reason": None}
@@ -133,12 +149,14 @@ class Replies:
     def _event(self, choices: list[Json], **more: Any) -> str:
         head = self._head | ({"object": "chat.completion.chunk"} if self._wanted.chat else {})
         usage = {"usage": None} if self._wanted.usage else {}
-        return f"data: {_dumps({**head, 'choices': choices, **usage, **more})}\n\n"
+        event = {**head, "choices": choices, **usage, **more}
+        return f"data: {''.join(parts(event)) if self._wanted.logprobs else _dumps(event)}\n\n"
 
     def _logprobs(self, at: int, written: Written) -> Json:
+        """As `parts` takes them: what is likely beside each token is made when it is written."""
         prompt = written.prompt
         if self._wanted.chat:
-            return {"content": [self._entry(drawn) for drawn in written.drawn], "refusal": None}
+            return {"content": map(self._entry, written.drawn), "refusal": None}
         begins = self._wanted.echo and self._offsets[at] == 0
         first = [Drawn(self._request(at).tokens[0])] if begins else []
         drawn = [*first, *prompt, *written.drawn]
@@ -148,10 +166,10 @@ class Replies:
             offsets.append(self._offsets[at])
             self._offsets[at] += len(word)
         return {
-            "tokens": words,
-            "token_logprobs": [one.logprob for one in drawn],
-            "top_logprobs": [self._top(one) for one in drawn],
-            "text_offset": offsets,
+            "tokens": iter(words),
+            "token_logprobs": (one.logprob for one in drawn),
+            "top_logprobs": map(self._top, drawn),
+            "text_offset": iter(offsets),
         }
 
     def _top(self, drawn: Drawn) -> dict[str, float] | None:
@@ -197,9 +215,10 @@ def timings(jobs: Sequence[Job], widths: Sequence[float]) -> Json:
         widths: average bits of each level.
 
     Returns:
-        `queue_seconds`, `prefill_seconds`, `prefill_tokens_per_second`, `decode_seconds` (from the first token to the
-        last), `decode_tokens_per_second`, `bits`: least, mean and most of the tokens drawn; None: none was. And
-        `draft_tokens`, that were computed on suspicion, and those of them that were drawn, `accepted_tokens`.
+        `queue_seconds` (from the request's coming to its first step), `prefill_seconds`, `prefill_tokens_per_second`,
+        `decode_seconds` (from the first token to the last), `decode_tokens_per_second`, `bits`: least, mean and most of
+        the tokens drawn; None: none was. And `draft_tokens`, that were computed on suspicion, and those of them that
+        were drawn, `accepted_tokens`.
     """
     asked, started = min(job.times.asked for job in jobs), min(job.times.started for job in jobs)
     first = min((job.times.first for job in jobs if job.times.first), default=started)
@@ -224,5 +243,36 @@ def timings(jobs: Sequence[Job], widths: Sequence[float]) -> Json:
     }
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def parts(value: Any) -> Iterator[str]:
+    """JSON of a value, bit by bit.
+
+    Args:
+        value: objects and lists of a few items, and iterators, which are lists of many.
+    """
+    if isinstance(value, dict):
+        lead = "{"
+        for name, inner in value.items():
+            yield f"{lead}{_dumps(name)}:"
+            yield from parts(inner)
+            lead = ","
+        yield "}" if value else "{}"
+    elif isinstance(value, list):
+        lead = "["
+        for inner in value:
+            yield lead
+            yield from parts(inner)
+            lead = ","
+        yield "]" if value else "[]"
+    elif isinstance(value, Iterator):
+        lead = "["
+        while items := list(islice(value, ITEMS)):
+            yield lead + _dumps(items)[1:-1]
+            lead = ","
+        yield "]" if lead == "," else "[]"
+    else:
+        yield _dumps(value)
+
+
+_dumps = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":"), default=list
+).encode  # iterators as lists

@@ -89,7 +89,7 @@ class Runner(Worker):
         Raises:
             InputError: one that could never be served.
             Busy: too many wait.
-            Closing: the server stops.
+            Closing: the server has no time left.
         """
         with self._changed:
             self._refuse_late()
@@ -114,10 +114,11 @@ class Runner(Worker):
         return self.scheduler.waiting_count
 
     def load(self) -> float:
-        """From 0, nobody is served, to 1, nothing more can be."""
-        scheduler = self.scheduler
-        texts = len(self._jobs) / scheduler.most_running
-        return min(1.0, max(texts, scheduler.blocks.used / scheduler.blocks.pages))
+        """From 0, no more than one text is served, to 1, nothing more can be."""
+        scheduler, others = self.scheduler, len(self._jobs) - 1
+        if others < 1:
+            return 0.0
+        return min(1.0, max(others / scheduler.most_running, scheduler.blocks.used / scheduler.blocks.pages))
 
     # ---- in the engine's thread
 
@@ -136,10 +137,10 @@ class Runner(Worker):
     def _next(self) -> list[Step] | None:
         """The steps of the next round, waited for; None: there will be none."""
         with self._changed:
-            while not self._jobs and not self.closing:
+            while not self._jobs and not self._closed:
                 self._changed.wait()
             heard = self._ended_early()
-            if not self._jobs and self.closing:
+            if not self._jobs and self._closed:
                 steps = None
             else:
                 self._choose_levels()
@@ -170,7 +171,10 @@ class Runner(Worker):
             if job.request.bits == AUTO:
                 self.scheduler.set_level(text, level)
             elif target is not None and job.is_due():
-                now = text.level, sum(other.level == text.level for other in self.scheduler.running)
+                beside = sum(
+                    other.level == text.level for other in self.scheduler.running if other is not text
+                )
+                now = text.level, 1 + beside  # also where the text does not run yet
                 self.scheduler.set_level(text, self.pace.within(target, now, job.gap, self._targets))
 
     def _budget(self) -> int:

@@ -6,6 +6,7 @@ import math
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -124,6 +125,9 @@ class Served(Named):
         # OpenAI's default is temperature 1; a model whose makers want another has its own.
         self.sampling: Sampling = replace(sampling, temperature=1.0) if not sampling.temperature else sampling
         self._compiling = threading.Lock()
+        # Now, as it reads the whole vocabulary and holds up all other threads. Who asks for a form is told what failed.
+        with suppress(ImportError, ValueError):
+            _ = self._constraints
 
     @property
     def kv_bytes(self) -> int:
@@ -168,9 +172,16 @@ class Served(Named):
         return list(word.encode()) if BROKEN not in self.decode([token]) else None
 
     def constraint(self, kind: str, form: str | Json) -> Constraint:
-        """See `Constraints.compile`."""
-        with self._compiling:
-            constraints = self._constraints
+        """See `Constraints.compile`.
+
+        Raises:
+            InputError: also where llguidance is not there, or cannot read the tokenizer.
+        """
+        try:
+            with self._compiling:
+                constraints = self._constraints
+        except (ImportError, ValueError) as error:
+            raise InputError(f"{self.name} can be given no form ({error}): leave it out") from error
         return constraints.compile(kind, form)
 
     @cached_property

@@ -77,8 +77,8 @@ def served_of(
     return Served(model, settings.name, limits(model, settings), deliver)
 
 
-def run(load: Callable[[], Model | Embeds], settings: Settings, say: Callable[[str], None]) -> None:
-    """Serve until a signal comes.
+def run(load: Callable[[], Model | Embeds], settings: Settings, say: Callable[[str], None]) -> bool:
+    """Serve until a signal comes. Returns whether a model still loads, which goes on in a thread.
 
     Args:
         load: makes the model, in a thread.
@@ -122,12 +122,13 @@ def run(load: Callable[[], Model | Embeds], settings: Settings, say: Callable[[s
     except SystemExit:
         if not failed:
             place = f"{settings.host}:{settings.port}"
-            raise InputError(f"nothing can listen at {place}: choose another --port") from None
+            raise InputError(f"nothing can listen at {place}: choose another --host or --port") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if failed:
         raise failed[0]
+    return state.loader is not None and state.loader.is_alive()
 
 
 class Server(uvicorn.Server):
@@ -168,7 +169,8 @@ async def _load(state: State, load: Callable[[], Model | Embeds], settings: Sett
         except BaseException as error:
             made.set_exception(error)
 
-    threading.Thread(target=work, name="load", daemon=True).start()
+    state.loader = threading.Thread(target=work, name="load", daemon=True)
+    state.loader.start()
     served = await asyncio.wrap_future(made)
     served.runner.start()
     state.served, state.created = served, int(time.time())

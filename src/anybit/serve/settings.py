@@ -12,7 +12,7 @@ class Settings:
     name: str  # of the model, as requests name it
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any that is free
-    keys: tuple[str, ...] = ()  # any of them is asked for; none: nobody is asked
+    keys: tuple[str, ...] = ()  # each as `is_key` has it; any of them is asked for; none: nobody is asked
     hosts: tuple[str, ...] = ()  # names of the server, besides addresses, localhost and this machine's name
     origins: tuple[str, ...] = ()  # of pages elsewhere whose scripts may ask
     kv_bytes: int | None = None  # of keys and values; None: a quarter of the memory that is free
@@ -22,3 +22,8 @@ class Settings:
     most_bytes: int = 2 << 20  # of a request's body
     most_requests: int = 512  # at a time
     patience: float = 30.0  # seconds that texts have to end when the server does
+
+
+def is_key(text: str) -> bool:
+    """Whether a header can send a text as a key: printable ASCII, and no whitespace, which stands between keys."""
+    return bool(text) and all("!" <= character <= "~" for character in text)

@@ -10,6 +10,7 @@ import time
 LOG = logging.getLogger(__name__)  # unlike printing, it survives a full disk
 STUCK = 30.0  # seconds after which a step is called stuck
 LATE = 5.0  # seconds that a step has to end when the server does
+STOPPING = "the server is stopping"
 
 
 class Closing(Exception):
@@ -28,7 +29,8 @@ class Worker:
         self.step_size = 1.0  # how many times as long as `STUCK` it may take
         self.step_ended = time.perf_counter()
         self.broken: str | None = None  # why nothing is served any more
-        self.closing = False  # nothing more is taken
+        self.closing = False  # no new requests are let in; those that were may still come here
+        self._closed = False  # nothing more is taken, and the thread ends when nothing is left
         self._deadline = math.inf  # for what is there
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -39,13 +41,17 @@ class Worker:
         self._thread.start()
 
     def drain(self, patience: float) -> None:
-        """Take nothing more, and end what is there after so many seconds with an error; waits for nothing."""
+        """Say that no new requests are let in. End what those before have begun after so many seconds with an error.
+
+        Waits for nothing and takes no lock, as a signal may come while this thread holds it.
+        """
         self.closing, self._deadline = True, time.perf_counter() + patience
 
     def close(self, patience: float) -> None:
-        """`drain`, and wait until nothing runs, or a step hangs."""
+        """`drain`, take nothing more, and wait until nothing runs, or a step hangs."""
         with self._changed:
             self.drain(patience)
+            self._closed = True
             self._changed.notify()
         self._thread.join(patience + LATE)
 
@@ -78,10 +84,10 @@ class Worker:
         """With the lock held.
 
         Raises:
-            Closing: the server stops, or has failed.
+            Closing: the server has no time left, or has failed.
         """
-        if self.closing or self.broken:
-            raise Closing(self.broken or "the server is stopping")
+        if self._closed or self.broken or time.perf_counter() >= self._deadline:
+            raise Closing(self.broken or STOPPING)
 
     # ---- in the thread
 

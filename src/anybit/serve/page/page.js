@@ -262,9 +262,11 @@ function code(text) {
 
 // ---- what people do
 
+// What was typed, even where it is no number: the server says in words what is wrong with it.
 function settings() {
-  const given = NUMBERS.map((name) => [name, $(name)]).filter(([, input]) => input.value !== "" && input.validity.valid);
-  return { system: $("system").value.trim(), numbers: Object.fromEntries(given.map(([name, input]) => [name, Number(input.value)])) };
+  const given = NUMBERS.map((name) => [name, $(name).value.trim()]).filter(([, typed]) => typed !== "");
+  const numbers = given.map(([name, typed]) => [name, Number.isFinite(Number(typed)) ? Number(typed) : typed]);
+  return { system: $("system").value.trim(), numbers: Object.fromEntries(numbers) };
 }
 
 const running = () => panes.some((pane) => pane.stop);
