@@ -121,17 +121,25 @@ def prefill() -> str:
 
 
 def without_amx() -> str:
-    """One token and prompts, on a machine with AVX-512 and without AMX."""
-    prompts = {
-        (cell["model"], cell["tokens"]): cell["contenders"] for cell in cells("prefill", "decode-vnni")
-    }
+    """On a machine with AVX-512 and without AMX."""
+    return tokens_and_prompts("decode-vnni")
+
+
+def zen3() -> str:
+    """On a machine with AVX2 alone, an older one."""
+    return tokens_and_prompts("decode-zen3")
+
+
+def tokens_and_prompts(file: str) -> str:
+    """One token and prompts, of one machine."""
+    prompts = {(cell["model"], cell["tokens"]): cell["contenders"] for cell in cells("prefill", file)}
     sizes = sorted({tokens for _, tokens in prompts})
     rows = [
         [
             *(cell["shape"], named(name), *speed(name, found)),
             *(one for n in sizes for one in rate(prompts[cell["model"], n][name])),
         ]
-        for cell in cells("decode", "decode-vnni")
+        for cell in cells("decode", file)
         for name, found in cell["contenders"].items()
     ]
     titles = [one for n in sizes for one in (f"prompt of {n}, tokens/s", "range")]

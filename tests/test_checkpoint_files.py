@@ -181,3 +181,14 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="No space"):
         write_whole(file, half)
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"] and file.read_text() == "whole"
+
+
+def test_who_may_read_a_file_is_for_the_umask_to_say_or_for_the_caller(tmp_path: Path) -> None:
+    """safetensors leaves files to their owner alone."""
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "a", lambda path: path.write_text("whole"))
+        write_whole(tmp_path / "b", lambda path: path.write_text("whole"), mode=0o644)
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in "ab"] == [0o640, 0o644]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from anybit import driver, methods, plan, prepare
+from anybit import driver, estimate, methods, plan, prepare
 from anybit.artifact.sizes import inspect
 from anybit.artifact.verify import verify
 from anybit.calibration.moments import Activations, Collector
@@ -377,7 +377,7 @@ def test_too_small_a_disk_is_refused_before_work(
     model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=50_000)
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: free)
     with pytest.raises(InputError, match=r"0 MB free.*make room"):
         driver.quantize(model_dir("llama"), tmp_path / "out", RTN)
     assert list(tmp_path.iterdir()) == []
@@ -391,7 +391,7 @@ def test_finished_shards_need_no_room_again(
         driver.quantize(model_dir("llama"), tmp_path / "out", RTN)
     monkeypatch.undo()
     free = shutil.disk_usage(tmp_path)._replace(free=40_000)  # for the last shard, not for all three
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: free)
     with pytest.raises(InputError, match="make room"):
         driver.quantize(model_dir("llama"), tmp_path / "elsewhere", RTN)
     assert driver.quantize(model_dir("llama"), tmp_path / "out", RTN).resumed_shards == 2

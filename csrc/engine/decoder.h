@@ -72,8 +72,8 @@ struct Step {
 
 class Decoder {
 public:
-    // int8_inputs: inputs of layers that allow it are rounded to 8 bits (`Layer::int8_group_size`). ops: what lies
-    // between the layers.
+    // int8_inputs: inputs of layers that take such are rounded to 8 bits (`Layer::takes_codes`). ops: what lies between
+    // the layers.
     //
     // Throws std::invalid_argument: a description whose sizes do not belong together.
     Decoder(DecoderSpec spec, bool int8_inputs, const EngineOps& ops);

@@ -5,8 +5,6 @@
 namespace anybit {
 namespace {
 
-constexpr int64_t MOST_SHARED = 256; // inputs that share a scale; the largest of more would drown the others
-
 // Products of one layer with ranges of tokens that it multiplies alike: they have the same steps and units, and a piece
 // of the weights is read once for all of them.
 struct Alike {
@@ -26,8 +24,7 @@ public:
         : tokens_(tokens), arithmetic_(arithmetic), memory_(memory), threads_(threads) {}
 
     void add(const Multiplication& m) {
-        const int64_t shared = m.layer.int8_group_size();
-        const bool codes = arithmetic_.int8_inputs && shared > 0 && shared <= MOST_SHARED;
+        const bool codes = arithmetic_.int8_inputs && m.layer.takes_codes();
         const Numbers numbers = codes ? Numbers::i8 : Numbers::f32;
         const int64_t in = m.layer.in(), most = arithmetic_.batch_invariant ? m.layer.few_tokens(numbers) : BATCH;
         const int64_t whole = tokens_ / most;

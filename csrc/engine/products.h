@@ -18,8 +18,7 @@ struct Multiplication {
 };
 
 struct Arithmetic {
-    bool int8_inputs =
-        false; // layers whose inputs their caller may round to 8 bits (`Layer::int8_group_size`) get them so
+    bool int8_inputs = false; // layers get inputs of 8 bits where they take them (`Layer::takes_codes`)
     // Every token has the bits that it has alone: layers multiply as many at a time as share them. Else as many as they
     // can, which is faster where many tokens share the decoding of a weight.
     bool batch_invariant = true;

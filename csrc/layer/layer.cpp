@@ -214,6 +214,10 @@ int64_t Layer::common_group_size() const {
     return std::all_of(parts_.begin(), parts_.end(), alike) ? size : 0;
 }
 
+bool Layer::rounds_inputs() const {
+    return std::any_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.rounding != nullptr; });
+}
+
 int64_t Layer::few_tokens(Numbers inputs) const {
     int64_t few = BATCH;
     for (const Part& part : parts_) {

@@ -89,6 +89,10 @@ public:
     // Inputs that share a scale, where the layer multiplies inputs that its caller has rounded to 8 bits: all of them,
     // in groups of this size. 0: it does not, since it scales or picks them itself, or rounds them in another way.
     int64_t int8_group_size() const { return int8_group_size_; }
+    // Whether an engine that may round inputs to 8 bits does so for this layer.
+    bool takes_codes() const { return int8_group_size_ > 0 && int8_group_size_ <= MOST_SHARED; }
+    // Whether it rounds inputs itself, of any part.
+    bool rounds_inputs() const;
     // Whether their scales must be whole multiples of one number (InputGrid::multiples).
     bool int8_multiples() const { return int8_multiples_; }
 
@@ -141,6 +145,7 @@ private:
     int64_t int8_group_size_ = 0;
     bool int8_multiples_ = false;
 
+    static constexpr int64_t MOST_SHARED = 256; // inputs that share a scale; the largest of more drowns the others
     static constexpr size_t KINDS = 7;
     std::vector<int64_t> kinds_; // of tokens: up to the first, up to the second and so on are multiplied alike
     mutable std::atomic<const Plan*> plans_[3][3][KINDS] = {}; // by inputs, outputs and kind

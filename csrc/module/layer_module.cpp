@@ -180,6 +180,8 @@ public:
     BoundLayer at(const nb::dict& layout) const { return BoundLayer(layer_->at(layer_layout(layout))); }
     const std::vector<std::string>& repacked() const { return layer_->repacked(); }
     int64_t int8_group_size() const { return layer_->int8_group_size(); }
+    bool takes_codes() const { return layer_->takes_codes(); }
+    bool rounds_inputs() const { return layer_->rounds_inputs(); }
 
     void unpack(const nb::dict& fields, int64_t threads) const {
         const Fields arrays = as_fields<Output>(fields);
@@ -279,6 +281,9 @@ void add_layer(nb::module_& m) {
         .def_prop_ro("repacked", &BoundLayer::repacked, "Fields that are held in an order of the kernels' own.")
         .def_prop_ro("int8_group_size", &BoundLayer::int8_group_size,
                      "Inputs that share a scale where `product` takes rounded ones; 0: it takes none.")
+        .def_prop_ro("takes_codes", &BoundLayer::takes_codes,
+                     "Whether the decoder gives it inputs of 8 bits where it may.")
+        .def_prop_ro("rounds_inputs", &BoundLayer::rounds_inputs, "Whether it rounds inputs itself.")
         .def_prop_ro("has_rows", &BoundLayer::has_rows, "Whether there is `rows`.")
         .def("unpack", &BoundLayer::unpack, nb::arg("fields"), nb::arg("threads"),
              "Fill arrays of the fields `repacked` with what was given.")

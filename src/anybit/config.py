@@ -343,6 +343,11 @@ def parse_bytes(text: str) -> int:
         raise InputError(f"size {text!r}: expected a number and a unit, such as 120MB or 1.5GiB") from error
 
 
+def wants_text(options: Options, spec_map: Mapping[str, LayerSpec[Any]] | None) -> bool:
+    """Whether the method looks at a text for any layer, by the options or by a map."""
+    return options.calibrated or any(spec.options.calibrated for spec in (spec_map or {}).values())
+
+
 def read_spec_map(path: Path, default: LayerSpec[O]) -> dict[str, LayerSpec[O]]:
     """Read a `{layer name: spec}` JSON map, the one that `anybit plan -o` writes.
 

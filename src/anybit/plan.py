@@ -12,7 +12,7 @@ from anybit.artifact.contents import Plan
 from anybit.artifact.predicted_size import overhead_bytes
 from anybit.calibration.streaming import StreamedModel, selected
 from anybit.checkpoint.architectures import usual_window
-from anybit.config import EMBED_BITS, GROUP_SIZE, Json, LayerSpec, Options, SpecMap, parse_bytes
+from anybit.config import EMBED_BITS, GROUP_SIZE, Json, LayerSpec, Options, SpecMap, parse_bytes, wants_text
 from anybit.errors import InputError, require_extra
 from anybit.formats import GroupIntLayout
 from anybit.formats.dtypes import Dtype
@@ -192,7 +192,7 @@ def plan_within(
             "a map of specs (--spec) sets the width of every layer that it names: give it without bpw and size "
             "(--bpw, --size)"
         )
-    if options.seq_len is None and options.calibrated:
+    if options.seq_len is None and wants_text(options, spec_map):
         options = replace(options, seq_len=usual_window(streamed.model))
     fitted = fit_budget(streamed, options)
     plan = make_plan(streamed, fitted, spec_map)

@@ -304,6 +304,19 @@ def test_spec_and_a_budget_contradict(run: Run, llama: Path, tmp_path: Path) -> 
     refused(run(*asked, "--size", "1MB", "--dry-run"), "--spec", "--size")
 
 
+@pytest.mark.parametrize("given", ['"clip": true', '"act_bits": 8, "act_static": true', '"scaling": "awq"'])
+def test_a_map_may_want_a_text_for_a_layer(run: Run, llama: Path, tmp_path: Path, given: str) -> None:
+    """Windows are then as for a method that is calibrated: at most the model's 128 positions."""
+    (tmp_path / "map.json").write_text(f'{{"model.layers.0.mlp.up_proj": {{{given}}}}}')
+    spec = ("--spec", tmp_path / "map.json")
+    asked = ("quantize", llama, "-o", tmp_path / "o", "--method", "rtn", *spec, "--dry-run")
+    assert run(*asked).code == 0
+    assert run(*asked, "--seq-len", "64", "--samples", "2").code == 0
+    refused(run(*asked, "--seq-len", "129"), "--seq-len 129", "128 positions")
+    (tmp_path / "map.json").write_text('{"model.layers.0.mlp.up_proj": {"bits": 8}}')
+    refused(run(*asked, "--seq-len", "64"), "--seq-len would be ignored")
+
+
 def test_text_shorter_than_a_window(run: Run, llama: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
     ran = run(

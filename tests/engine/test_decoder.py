@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import anybit
-from anybit.engine.description import Unsupported, describe
+from anybit.engine.description import Unsupported, describe, refuse_unknown_fields
 from anybit.engine.loaded import LoadedModel
 from anybit.kernels import cpu
 from anybit.kv_cache import quantized_attention
@@ -340,6 +340,11 @@ def test_families_and_fields_that_are_not_known() -> None:
         changed = random_model("llama", **{field: value})
         with pytest.raises(Unsupported, match=f"says {field} = "):
             description_of(changed)
+    inert = {"transformers.js_config": {"dtype": "q4"}, "unsloth_fixed": True, "unsloth_version": "2025.1"}
+    refuse_unknown_fields("llama", source.config | inert)
+    refuse_unknown_fields("gemma2", {"sliding_window_size": 4096})
+    with pytest.raises(Unsupported, match="sliding_window_size = 4096"):
+        refuse_unknown_fields("llama", {"sliding_window_size": 4096})
     model.config.attention_sinks = 4
     with pytest.raises(Unsupported, match="attention_sinks = 4"):
         description_of(model)

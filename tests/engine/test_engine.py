@@ -264,7 +264,7 @@ def test_logprobs_are_those_of_the_logits(engine: Engine) -> None:
 
 
 def test_it_says_what_becomes_of_inputs(
-    folder: Path, artifact_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    folder: Path, anybit_artifact: Path, artifact_of: Callable[..., Path]
 ) -> None:
     def inputs(model: Path, precision: str = "int8") -> str:
         return Engine(model, codebook_precision=precision).how().split(", ")[1]
@@ -272,11 +272,8 @@ def test_it_says_what_becomes_of_inputs(
     assert inputs(folder) == "exact inputs"  # nothing is quantized
     quantized = artifact_of("llama", group_size=32)
     assert (inputs(quantized), inputs(quantized, "fp16")) == ("inputs rounded to 8 bits", "exact inputs")
-    monkeypatch.setattr("anybit.engine.engine.MOST_SHARED", 64)
-    apart = artifact_of(
-        "llama", group_size=128
-    )  # a group is a row: 48 inputs, or 80 of the last matrix of a block
-    assert inputs(apart) == "inputs of 12 of 14 layers rounded to 8 bits"
+    nested = anybit_artifact  # with kept channels
+    assert (inputs(nested), inputs(nested, "fp16")) == ("inputs rounded to 8 bits", "exact inputs")
     rounding = artifact_of("llama", group_size=32, act_bits=8)
     assert inputs(rounding) == inputs(rounding, "fp16") == "inputs rounded as the artifact asks"
 

@@ -409,6 +409,11 @@ def test_a_generation_config_with_what_the_engine_lacks_is_refused() -> None:
         {"min_length": 5},
         {"min_new_tokens": 5},
         {"guidance_scale": 1.5},
+        {"sequence_bias": [[[3], 1.0]]},
+        {"exponential_decay_length_penalty": [5, 1.1]},
+        {"watermarking_config": {"bias": 2.0}},
+        {"encoder_repetition_penalty": 1.5},
+        {"encoder_no_repeat_ngram_size": 2},
     ],
     ids=str,
 )

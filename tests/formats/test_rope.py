@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from anybit.formats.rope import frequencies
+from anybit.formats.rope import frequencies, reached
 from tests.engine.models import LINEAR, LLAMA3, YARN
 
 THETA = {"rope_theta": 500000.0}
@@ -35,3 +35,21 @@ def test_frequencies_are_those_of_transformers(name: str, head_size: int) -> Non
     np.testing.assert_allclose(angles, module.inv_freq.numpy(), rtol=3e-7)
     if name == "default":
         assert (angles == module.inv_freq.numpy()).mean() > 0.95
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        YARN | {"factor": "4"},
+        YARN | {"factor": [4.0]},
+        YARN | {"factor": 1e308},
+        YARN | {"original_max_position_embeddings": None},
+        YARN | {"original_max_position_embeddings": "256"},
+        {"rope_type": "yarn", "factor": 4.0},
+        {"full_attention": "yarn"},
+    ],
+    ids=str,
+)
+def test_what_is_no_number_lengthens_nothing(rope: dict[str, Any]) -> None:
+    assert reached(YARN, 256) == 1024
+    assert reached(rope, 256) == 256 and reached(rope, None) is None

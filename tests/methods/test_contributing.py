@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import anybit
 from anybit.artifact.verify import verify
-from anybit.cli.quantize import MethodOptions, Run, _options
+from anybit.cli.quantize import MethodOptions, Run, _options, _refuse_without_text
 from anybit.errors import InputError
 from anybit.formats.weight import pack
 from anybit.methods import METHODS, options
@@ -80,8 +80,9 @@ def test_its_options_are_checked(sigma: ModuleType) -> None:
         sigma.Sigma(sigmas=0)
     with pytest.raises(InputError, match="rtn has no use for it"):
         options("rtn", sigmas=2)
+    plain = _options("sigma", MethodOptions())
     with pytest.raises(InputError, match="--calibration would be ignored: sigma is not calibrated"):
-        _options("sigma", MethodOptions(), Run(calibration="a.txt"))
+        _refuse_without_text(plain, {}, MethodOptions(), Run(calibration="a.txt"))
 
 
 @pytest.mark.e2e

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +14,14 @@ import pytest
 import torch
 
 import anybit
-from anybit.engine.engine import Batch
+from anybit.engine.engine import Batch, Engine
 from anybit.errors import InputError
 from anybit.in_transformers import InTransformers
 from anybit.kernels import cpu
 from anybit.kv_cache import CACHE, QuantizedCache
 from anybit.serve import openai
 from anybit.serve.one_text import OneText
+from anybit.serve.served import Served
 from anybit.serve.server import limits
 from anybit.serve.settings import Settings
 from tests.serve.conftest import refusal, serving
@@ -71,6 +74,23 @@ def test_its_text_is_that_of_generate(family: str, kv_bits: int, model_dir: Call
         )
         assert len(scored["choices"][0]["logprobs"]["token_logprobs"]) == len(PROMPT) + 1
         assert state.served is not None and state.served.runner.counters.draft_tokens == 0
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_what_makers_want_and_the_server_lacks_is_named(
+    native: bool, anybit_artifact: Path, model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """And it serves all the same."""
+    folder = shutil.copytree(anybit_artifact if native else model_dir("gpt2"), tmp_path / "model")
+    theirs = {"no_repeat_ngram_size": 3, "suppress_tokens": [4], "typical_p": 0.9}
+    asked = theirs | {"do_sample": True, "top_k": 7}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    engine = Engine(folder) if native else OneText(InTransformers(str(folder)), "tiny")
+    with serving(engine, pages=1, running=1) as (client, state):
+        assert client.ok("/v1/completions", {**ASKED, "prompt": PROMPT})["usage"]["completion_tokens"] == 12
+        assert isinstance(state.served, Served) and state.served.sampling.top_k == 7
+        said = f"without what generation_config.json asks for by {', '.join(theirs)}"
+        assert state.served.greeting().endswith(said)
 
 
 def test_widths_and_batches_are_refused(model_dir: Callable[[str], Path]) -> None:

@@ -464,7 +464,9 @@ def test_load_lowers_auto_and_raises_it_again(engine: Engine, start: Callable[..
     runner = start(begin=False, running=4, auto_bits=2.0)
     widest = len(engine.widths) - 1
     fixed = engine.widths[widest]
-    auto = Heard(runner, Request([5] * 9, 40, bits="auto", ignores_ends=True))  # the first: others run beside it
+    auto = Heard(
+        runner, Request([5] * 9, 40, bits="auto", ignores_ends=True)
+    )  # the first: others run beside it
     crowd = [Heard(runner, Request([6] * 9, 40, bits=fixed, ignores_ends=True)) for _ in range(8)]
     runner.start()
     auto.all()
@@ -492,7 +494,7 @@ def test_the_load_is_what_others_add(engine: Engine, start: Callable[..., Runner
     for _ in range(6):
         Heard(runner, Request([5] * 9, 2))
         loads.append(runner.load())
-    assert loads == [0, 0.25, 0.5, 0.75, 1, 1]
+    assert loads == pytest.approx([0, 1 / 3, 2 / 3, 1, 1, 1])
     runner.start()
 
 

@@ -144,7 +144,7 @@ class ArtifactWriter:
     def _save(self, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
         try:
-            write_whole(path, lambda file: save_file(dense, file, metadata=metadata))
+            write_whole(path, lambda file: save_file(dense, file, metadata=metadata), mode=0o644)
         except (SafetensorError, OSError) as error:
             raise unwritable(path, error, f"{len(self.finished)} of {self.shards} shards are kept") from error
 

@@ -162,7 +162,8 @@ def max_positions(model: Any) -> int | None:
     """How many tokens a model reaches; None where its config does not say."""
     text = model.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))  # MPT's name for it
-    limit = reached(getattr(text, "rope_parameters", None) or {}, limit)
+    if any("rotary" in name for name, _ in model.named_modules()):  # a table of positions ends where it ends
+        limit = reached(getattr(text, "rope_parameters", None) or {}, limit)
     if limit is None:
         return None
     tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]

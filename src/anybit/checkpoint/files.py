@@ -148,8 +148,13 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object], mode: int | None = None) -> None:
     """Have `write` make a file under another name, and give it its own once it is on the disk: whole or not at all.
+
+    Args:
+        path: the file.
+        write: makes it at the path that it is given.
+        mode: who may read it; default: as `write` leaves it. safetensors leaves files that only their owner reads.
 
     Raises:
         Exception: what `write` does. No unfinished file stays, and what was at `path` does.
@@ -157,7 +162,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     unfinished = path.with_name(path.name + ".new")
     try:
         write(unfinished)
-        unfinished.chmod(0o644)  # safetensors makes files that only their owner reads
+        if mode is not None:
+            unfinished.chmod(mode)
         sync(unfinished)
         unfinished.replace(path)
     except BaseException:

@@ -2,13 +2,14 @@
 
 Transformers' `generate` would follow everything that the file says: beams and sequences in any number, constraints,
 caches, other models. One sequence is made here, token by token, so only what is meant for that counts. Of this the
-native engine has a part. A model whose file asks for more runs inside Transformers, which gets it all.
+native engine has a part. A model whose file asks for more runs inside Transformers, which gets it all. Stop strings of
+the file are left out, as Transformers' `generate` refuses them without a tokenizer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ DRAWING = {
     "epsilon_cutoff": (0.0, 1.0),
     "eta_cutoff": (0.0, 1.0),
     "repetition_penalty": (1e-3, 1e3),
+    "encoder_repetition_penalty": (1e-3, 1e3),
     "no_repeat_ngram_size": (0, 2**31 - 1),
+    "encoder_no_repeat_ngram_size": (0, 2**31 - 1),
     "min_length": (0, 2**31 - 1),
     "min_new_tokens": (0, 2**31 - 1),
     "guidance_scale": (0.0, 1e3),
@@ -39,12 +42,20 @@ TOKENS = {
     "forced_bos_token_id": (0,),
     "forced_eos_token_id": (0, 1),
 }
+# What changes it and has a form of its own, in words.
+FORMS = {
+    "sequence_bias": "a list of lists of tokens, each with a number from -1000 to 1000",
+    "exponential_decay_length_penalty": "a number of tokens and a factor from 0.001 to 1000",
+    "watermarking_config": "an object with any of greenlist_ratio, bias, hashing_key, seeding_scheme and context_width",
+}
 # What of these Transformers alone has, and the value that changes nothing, beside null. Some count where tokens are
 # sampled, the others always.
 SAMPLED_BY_TRANSFORMERS = {"typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 IN_TRANSFORMERS = {
     "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0, "guidance_scale": 1, "bad_words_ids": [],
     "suppress_tokens": [], "begin_suppress_tokens": [], "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "sequence_bias": [],
+    "exponential_decay_length_penalty": None, "watermarking_config": None,
 }  # fmt: skip
 
 
@@ -70,6 +81,17 @@ def read_generation(folder: Path) -> Json:
     return read_json(path) if path.exists() else {}
 
 
+def not_native(stored: Mapping[str, Any], samples: bool) -> Json:
+    """What of a generation config changes a token and the native engine lacks, with what it asks for.
+
+    Args:
+        stored: the fields of the config.
+        samples: whether tokens are sampled, and not the likeliest taken.
+    """
+    neutral = IN_TRANSFORMERS | (SAMPLED_BY_TRANSFORMERS if samples else {})
+    return {name: stored[name] for name, none in neutral.items() if stored.get(name) not in (None, none)}
+
+
 def for_one_sequence(source: str, stored: Mapping[str, Any], vocabulary: int | None) -> Json:
     """What of a generation config counts where one sequence is made.
 
@@ -90,16 +112,22 @@ def for_one_sequence(source: str, stored: Mapping[str, Any], vocabulary: int | N
                 f"{vocabulary}: use the file that belongs to the model"
             )
         kept["eos_token_id"] = stops
-    for name in (*DRAWING, *TOKENS):
-        value = stored.get(name)
-        if value is None or (name in TOKENS and value == []):
+    for name in (*DRAWING, *TOKENS, *FORMS):
+        value: Any = stored.get(name)
+        if hasattr(value, "to_dict"):  # a watermark's, where Transformers has loaded the file
+            value = value.to_dict()
+        if value is None or (name not in DRAWING and value == []):
             continue
         if expected := _expected_instead(name, value, vocabulary):
             raise InputError(
                 f"{source}: {name} in generation_config.json is {value!r:.50}, expected {expected}: use the file that "
                 "belongs to the model"
             )
-        kept[name] = value
+        kept[name] = type(DRAWING[name][1])(value) if name in DRAWING else value
+    if "sequence_bias" in kept:  # Transformers takes no whole numbers for what may be a fraction
+        kept["sequence_bias"] = [[tokens, float(bias)] for tokens, bias in kept["sequence_bias"]]
+    if "eos_token_id" not in kept:
+        kept.pop("exponential_decay_length_penalty", None)  # which makes that token likelier
     return kept
 
 
@@ -109,10 +137,46 @@ def _expected_instead(name: str, value: Any, vocabulary: int | None) -> str | No
         least, most = DRAWING[name]
         good = type(value) in (int, type(most)) and least <= value <= most
         return None if good else f"{least:g} to {most:g}"
+    if name in FORMS:
+        return None if _has_form(name, value, vocabulary) else FORMS[name]
     if any(_are_tokens(value, depth, vocabulary) for depth in TOKENS[name]):
         return None
     kinds = ("a token", "a list of tokens", "a list of lists of tokens")
     return " or ".join(kinds[depth] for depth in TOKENS[name]) + f" of a vocabulary of {vocabulary}"
+
+
+def _has_form(name: str, value: Any, vocabulary: int | None) -> bool:
+    """Whether one of `FORMS` is what Transformers computes with."""
+    if name == "watermarking_config":
+        return isinstance(value, dict) and all(
+            key in WATERMARK and WATERMARK[key](given) for key, given in value.items()
+        )
+    if not isinstance(value, list | tuple):
+        return False
+    if name == "exponential_decay_length_penalty":
+        return len(value) == 2 and _is_whole(value[0], 0) and _is_number(value[1], 1e-3, 1e3)
+    return all(
+        isinstance(each, list) and len(each) == 2 and _are_tokens(each[0], 1, vocabulary)
+        and _is_number(each[1], -1e3, 1e3)
+        for each in value
+    )  # fmt: skip
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    return type(value) in (int, float) and least <= value <= most
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < 2**31
+
+
+WATERMARK: dict[str, Callable[[Any], bool]] = {  # fields of Transformers' WatermarkingConfig
+    "greenlist_ratio": lambda value: _is_number(value, 1e-6, 1 - 1e-6),
+    "bias": lambda value: _is_number(value, -1e3, 1e3),
+    "hashing_key": lambda value: _is_whole(value, 1),
+    "seeding_scheme": lambda value: value in ("lefthash", "selfhash"),
+    "context_width": lambda value: _is_whole(value, 1),
+}
 
 
 def _are_tokens(value: Any, depth: int, vocabulary: int | None) -> bool:

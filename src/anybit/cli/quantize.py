@@ -20,7 +20,7 @@ from anybit.cli.options import (
     set_threads,
     whole_numbers,
 )
-from anybit.config import Json, Options, SpecMap, about, flag_of, flags_of, read_spec_map
+from anybit.config import Json, Options, SpecMap, about, flag_of, flags_of, read_spec_map, wants_text
 from anybit.methods import DEFAULT, METHODS
 from anybit.methods import options as method_options
 
@@ -131,8 +131,9 @@ def quantize(
     """
     set_threads(run.threads)
     check_json(run.json_file)
-    options = _options(method, of_method, run)
+    options = _options(method, of_method)
     spec_map = read_spec_map(run.spec, options.resolve().layer_spec()) if run.spec else {}
+    _refuse_without_text(options, spec_map, of_method, run)
     if run.dry_run:
         emit(_predict(model, out, options, spec_map, run), run.json_file, tables.print_prediction)
         return
@@ -150,13 +151,17 @@ def quantize(
     ))  # fmt: skip
 
 
-def _options(method: str, of_method: Any, run: Run) -> Options:
+def _given(of_method: Any) -> Json:
+    return {name: value for name, value in asdict(of_method).items() if value not in (None, [])}
+
+
+def _options(method: str, of_method: Any) -> Options:
     """What was given as options of the method.
 
     Raises:
-        InputError: options that the method has no use for, or that would be ignored as it is not calibrated.
+        InputError: options that the method has no use for.
     """
-    given = {name: value for name, value in asdict(of_method).items() if value not in (None, [])}
+    given = _given(of_method)
     if "widths" in given:
         given["widths"] = whole_numbers("widths", given["widths"])
     for name in ("include", "exclude"):
@@ -164,14 +169,18 @@ def _options(method: str, of_method: Any, run: Run) -> Options:
             given[name] = tuple(given[name])
     if "desc_act" in given and not given["desc_act"]:
         del given["desc_act"]  # the default of the one method that has it, and what all others do
-    made = method_options(method, **given)
-    if not made.calibrated:
-        panels = {item.name: about(item).panel for item in fields(made)}
-        ignored = {name: value for name, value in given.items() if panels[name] == "Calibration"}
-        ignored |= {} if run.calibration is None else {"calibration": run.calibration}
-        without = " without --clip" if "clip" in panels else ""
-        refuse_ignored(ignored, f"{method}{without} is not calibrated")
-    return made
+    return method_options(method, **given)
+
+
+def _refuse_without_text(options: Options, spec_map: SpecMap, of_method: Any, run: Run) -> None:
+    """Refuse options of a calibration where neither the method nor a layer of the map has one."""
+    if wants_text(options, spec_map):
+        return
+    panels = {item.name: about(item).panel for item in fields(options)}
+    ignored = {name: value for name, value in _given(of_method).items() if panels[name] == "Calibration"}
+    ignored |= {} if run.calibration is None else {"calibration": run.calibration}
+    without = " without --clip" if "clip" in panels else ""
+    refuse_ignored(ignored, f"{options.name}{without} is not calibrated")
 
 
 def _predict(model: str, out: Path, options: Options, spec_map: SpecMap, run: Run) -> Json:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anybit.cli.options import Level, Model, grouped, reporting
-from anybit.config import Json, parse_bytes
+from anybit.config import Json, check_kv_bits, parse_bytes
 from anybit.engine.threads import check_threads
 from anybit.errors import InputError, require_extra
 from anybit.progress import Silent, no_other_bars
@@ -93,7 +93,10 @@ class Computing:
     """How the model computes."""
 
     kv_bits: Annotated[
-        int | None, typer.Option(help="KV-cache: 16, 8 or 4 bits.", rich_help_panel=COMPUTING)
+        int | None,
+        typer.Option(
+            help="KV-cache: 16, 8 or 4 bits; 3 or 2: one text at a time.", rich_help_panel=COMPUTING
+        ),
     ] = None
     codebook_precision: Annotated[
         str, typer.Option(help="int8, or fp16: exact and slower.", rich_help_panel=COMPUTING)
@@ -131,8 +134,7 @@ def serve(
     keys = _keys(network.api_key)
     if not 0 <= network.port < 1 << 16:
         raise InputError(f"--port {network.port}: expected 0 to 65535")
-    if computing.kv_bits not in (None, 16, 8, 4):
-        raise InputError(f"--kv-bits {computing.kv_bits}: expected 16, 8 or 4")
+    check_kv_bits(computing.kv_bits)
     kv_bytes = None if shares.kv_memory is None else parse_bytes(shares.kv_memory)
     check_threads(computing.threads)
 

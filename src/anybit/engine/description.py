@@ -50,13 +50,16 @@ READ = {
     "gemma3_text": _GEMMA2 | {"rope_local_base_freq", "sliding_window_pattern"},
 }  # fmt: skip
 # Fields that checkpoints of a family come with, and that its code does not read.
-IDLE = {"gemma2": {"hidden_act"}, "gemma3_text": {"hidden_act"}, "smollm3": {"max_window_layers"}}
+IDLE = {
+    "gemma2": {"hidden_act", "sliding_window_size"}, "gemma3_text": {"hidden_act"}, "smollm3": {"max_window_layers"},
+}  # fmt: skip
 # Fields that change nothing of what a text's logits are, beside tokens' ids and those that begin with `_`.
 INERT = {
     "architectures", "model_type", "transformers_version", "name_or_path", "dtype", "torch_dtype",
     "quantization_config", "initializer_range", "use_cache", "attention_dropout", "pretraining_tp", "return_dict",
     "output_hidden_states", "output_attentions", "attn_implementation", "cache_implementation", "is_llama_config",
     "rope_interleaved", "problem_type", "id2label", "label2id", "chunk_size_feed_forward",
+    "transformers.js_config", "unsloth_fixed", "unsloth_version",
 }  # fmt: skip
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Fields that change nothing where they are off: these, and those that another family reads.

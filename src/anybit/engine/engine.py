@@ -34,7 +34,6 @@ Tokens = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 KV_BITS = (16, 8, 4)  # widths of keys and values that the engine has
-MOST_SHARED = 256  # inputs that share a scale, as csrc/engine/products.cpp has it
 NO_CONTEXT = 4096  # tokens where a config does not say how many a model reaches
 
 
@@ -140,7 +139,9 @@ class Engine:
         self._decoder = cpu._native.Decoder(description, self.codebook_precision == "int8")
         self._source = source
         self._bound: dict[int, int] = {}  # levels that the decoder has, by number
-        self._rounded: list[bool] = []  # which of the blocks' matrices may get inputs of 8 bits
+        self._rounded: list[
+            bool
+        ] = []  # whether inputs are, of each of the blocks' matrices at the widest level
         self._level(len(source.levels) - 1)
         self.generation = for_one_sequence(self.name, source.generation, self.vocabulary)
         self._drawing = {name: source.generation.get(name) for name in ("do_sample", "temperature")}
@@ -164,7 +165,10 @@ class Engine:
         if index not in self._bound:
             embedding, head, blocks = self._source.matrices(self._source.levels[index][1])
             self._bound[index] = self._decoder.add_level(embedding, head, blocks)
-            self._rounded = [_takes_codes(layer) for block in blocks for layer in block]
+            codes = self.codebook_precision == "int8"
+            self._rounded = self._rounded or [
+                layer.rounds_inputs or (codes and layer.takes_codes) for block in blocks for layer in block
+            ]
         return self._bound[index]
 
     def _level_of(self, bits: float | None) -> int:
@@ -487,13 +491,15 @@ class Engine:
 
     def _inputs(self) -> str:
         """What becomes of the inputs of the blocks' matrices, in words."""
-        if any(layout.rounds_inputs for layout in self._source.levels[-1][1].values()):
-            return "inputs rounded as the artifact asks"
         layers = len(self._rounded)
-        rounded = sum(self._rounded) if self.codebook_precision == "int8" else 0
-        if 0 < rounded < layers:
-            return f"inputs of {rounded} of {layers} layers rounded to 8 bits"
-        return "inputs rounded to 8 bits" if rounded else "exact inputs"
+        asked = sum(layout.rounds_inputs for layout in self._source.levels[-1][1].values())
+        kinds = [(asked, "as the artifact asks"), (sum(self._rounded) - asked, "to 8 bits")]
+        said = [
+            f"inputs{'' if n == layers else f' of {n} of {layers} layers'} rounded {how}"
+            for n, how in kinds
+            if n
+        ]
+        return " and ".join(said) or "exact inputs"
 
     @property
     def ends(self) -> set[int]:
@@ -507,11 +513,6 @@ def ends_of(generation: Json, tokenizer: Any) -> set[int]:
     if ends is None:
         ends = tokenizer.eos_token_id
     return set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
-
-
-def _takes_codes(layer: Any) -> bool:
-    """Whether the decoder rounds a layer's inputs to 8 bits where it may."""
-    return 0 < layer.int8_group_size <= MOST_SHARED
 
 
 def _check_kv_bits(bits: int) -> None:

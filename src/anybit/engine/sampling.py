@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anybit.checkpoint.generation import DRAWING, IN_TRANSFORMERS, SAMPLED_BY_TRANSFORMERS
+from anybit.checkpoint.generation import DRAWING, not_native
 from anybit.config import MAX_SEED
 from anybit.engine.distribution import Distribution, Floats, Tokens, distribution, kth_largest
 from anybit.errors import InputError
@@ -81,12 +81,11 @@ class Sampling:
         """
         given = {name: value for name, value in values.items() if value is not None}
         samples = given.get("do_sample", False)
-        for name, neutral in (IN_TRANSFORMERS | (SAMPLED_BY_TRANSFORMERS if samples else {})).items():
-            if given.get(name, neutral) != neutral:
-                raise InputError(
-                    f"generation_config.json asks for {name} {given[name]!r:.50}, which the native engine lacks: "
-                    "remove it, or run the model inside Transformers"
-                )
+        for name, asked in not_native(given, samples).items():
+            raise InputError(
+                f"generation_config.json asks for {name} {asked!r:.50}, which the native engine lacks: "
+                "remove it, or run the model inside Transformers"
+            )
         kept = {name: given[name] for name in ("repetition_penalty",) if name in given}
         if not samples:
             return cls(**kept)

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from anybit.calibration.texts import default_bos
 from anybit.checkpoint.architectures import max_positions
-from anybit.checkpoint.files import unwritable
+from anybit.checkpoint.files import unwritable, write_whole
 from anybit.config import Json
 from anybit.errors import InputError
 from anybit.kernels.attention import QuickAttention
@@ -320,12 +320,10 @@ def recalled(model: Any, folder: Path | None) -> Iterator[None]:
         if file.exists():
             return _Recalled(last_hidden_state=load_file(file)["states"].to(ids.device))
         output = compute(*args, **options)
-        unfinished = file.with_suffix(".new")
+        states = {"states": output.last_hidden_state.contiguous()}
         try:
-            save_file({"states": output.last_hidden_state.contiguous()}, unfinished)
-            unfinished.rename(file)
+            write_whole(file, lambda unfinished: save_file(states, unfinished), mode=0o644)
         except (OSError, SafetensorError) as error:
-            unfinished.unlink(missing_ok=True)
             raise unwritable(file, error) from error
         return output
 

@@ -46,14 +46,18 @@ def reached(rope: Json, positions: int | None) -> int | None:
     Transformers computes any position then.
 
     Args:
-        rope: `rope_parameters` of a configuration, or of each of its kinds of layers.
+        rope: `rope_parameters` of a configuration, or of each of its kinds of layers; what is no number lengthens
+            nothing.
         positions: `max_position_embeddings`; None: it is not stated.
     """
     rope = rope.get("full_attention", rope)  # other layers see no more than their window
-    factor = rope.get("factor")
-    if rope.get("rope_type") != "yarn" or factor is None or not math.isfinite(factor):
+    if not isinstance(rope, dict) or rope.get("rope_type") != "yarn":
         return positions
-    return max(positions or 0, round(rope["original_max_position_embeddings"] * factor))
+    factor, trained = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if not isinstance(factor, int | float) or not isinstance(trained, int | float):
+        return positions
+    length = float(factor) * float(trained)
+    return max(positions or 0, round(length)) if math.isfinite(length) else positions
 
 
 def _llama3(rope: Json, angles: np.ndarray) -> np.ndarray:

@@ -398,7 +398,7 @@ class _Run:
         tensors["step"] = torch.tensor([step])
         dense = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         try:
-            write_whole(self.file, lambda unfinished: save_file(dense, unfinished))
+            write_whole(self.file, lambda unfinished: save_file(dense, unfinished), mode=0o644)
         except (OSError, SafetensorError) as error:
             raise unwritable(self.file, error, "the state of the tuning before is kept") from error
 

@@ -417,7 +417,7 @@ def _write_part(file: Path, found: Mapping[str, Tensor], cost: Cost) -> None:
     metadata = {key: str(value) for key, value in asdict(cost).items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, lambda unfinished: save_file(found, unfinished, metadata=metadata))
+        write_whole(file, lambda unfinished: save_file(found, unfinished, metadata=metadata), mode=0o644)
     except (OSError, SafetensorError) as error:
         raise unwritable(file, error, "statistics of the samples before are kept") from error
 

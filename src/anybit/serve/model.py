@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from anybit.config import Json
 from anybit.engine.engine import Batch, Floats, Tokens
 from anybit.engine.sampling import Sampling
 
@@ -19,6 +20,7 @@ class Model(Protocol):
     kv_bits: int
     codebook_precision: str
     threads: int
+    generation: Json  # of generation_config.json
 
     @property
     def together(self) -> bool:

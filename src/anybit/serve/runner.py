@@ -114,11 +114,15 @@ class Runner(Worker):
         return self.scheduler.waiting_count
 
     def load(self) -> float:
-        """From 0, no more than one text is served, to 1, nothing more can be."""
+        """From 0, no more than one text is served, to 1, all that may run do, or the cache is full."""
         scheduler, others = self.scheduler, len(self._jobs) - 1
         if others < 1:
             return 0.0
-        return min(1.0, max(others / scheduler.most_running, scheduler.blocks.used / scheduler.blocks.pages))
+        texts, pages = (
+            others / max(1, scheduler.most_running - 1),
+            scheduler.blocks.used / scheduler.blocks.pages,
+        )
+        return min(1.0, max(texts, pages))
 
     # ---- in the engine's thread
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from anybit.checkpoint.chat_template import render
+from anybit.checkpoint.generation import not_native
 from anybit.checkpoint.tokenizer import encode
 from anybit.config import Json
 from anybit.engine.sampling import Sampling
@@ -121,7 +122,9 @@ class Served(Named):
         self.engine, self.runner = engine, Runner(engine, limits, deliver)
         context = min(engine.context, limits.pages * engine.page_tokens)
         super().__init__(name, engine.tokenizer, engine.vocabulary, context)
-        sampling = engine.default_sampling()
+        # What the model's makers ask for and no text here has: the server starts without it.
+        self.left_out = list(not_native(engine.generation, samples=True))
+        sampling = engine.default_sampling(**dict.fromkeys(self.left_out))
         # OpenAI's default is temperature 1; a model whose makers want another has its own.
         self.sampling: Sampling = replace(sampling, temperature=1.0) if not sampling.temperature else sampling
         self._compiling = threading.Lock()
@@ -207,10 +210,12 @@ class Served(Named):
         widths = f"{engine.widths[0]:.2f}"
         if len(engine.widths) > 1:
             widths += f" to {engine.widths[-1]:.2f}"
+        names = ", ".join(self.left_out)
+        without = f"; without what generation_config.json asks for by {names}" if names else ""
         return (
             f"widths {widths} bits, {engine.threads} threads; texts of up to {self.context} tokens, "
             f"{scheduler.capacity} in all, whose keys and values of {engine.kv_bits} bits take up to "
-            f"{self.kv_bytes / 1e6:.0f} MB"
+            f"{self.kv_bytes / 1e6:.0f} MB{without}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -114,21 +115,31 @@ def run(load: Callable[[], Model | Embeds], settings: Settings, say: Callable[[s
         server_header=False,
         timeout_graceful_shutdown=round(settings.patience) + LATE,
     )
+    listening = _listen(settings)  # before a model is loaded
     server = Server(config, state, settings.patience)
     # uvicorn takes these signals, and raises them again when it ends, for whoever was there before.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        server.run()
-    except SystemExit:
-        if not failed:
-            place = f"{settings.host}:{settings.port}"
-            raise InputError(f"nothing can listen at {place}: choose another --host or --port") from None
+        server.run([listening])
     finally:
+        listening.close()
         for number, handler in before.items():
             signal.signal(number, handler)
     if failed:
         raise failed[0]
     return state.loader is not None and state.loader.is_alive()
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """Raises InputError where the address is taken, or none of this machine's."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        place = f"{settings.host}:{settings.port}"
+        raise InputError(
+            f"nothing can listen at {place} ({error}): choose another --host or --port"
+        ) from None
 
 
 class Server(uvicorn.Server):
