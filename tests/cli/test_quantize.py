@@ -418,3 +418,10 @@ def test_unfinished_artifact_is_called_so(run: Run, tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     for command in (("inspect",), ("verify",), ("eval",), ("generate", "-p", "x")):
         refused(run(command[0], tmp_path / "out", *command[1:]), "not finished", "repeat")
+
+
+def test_what_all_other_methods_do_is_no_option_that_is_ignored(
+    run: Run, model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    asked = ("quantize", model_dir("llama"), "-o", tmp_path / "out", "--method", "rtn", "--dry-run")
+    assert run(*asked, "--no-desc-act").code == 0

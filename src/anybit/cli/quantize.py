@@ -177,7 +177,7 @@ def _refuse_without_text(options: Options, spec_map: SpecMap, of_method: Any, ru
     if wants_text(options, spec_map):
         return
     panels = {item.name: about(item).panel for item in fields(options)}
-    ignored = {name: value for name, value in _given(of_method).items() if panels[name] == "Calibration"}
+    ignored = {name: value for name, value in _given(of_method).items() if panels.get(name) == "Calibration"}
     ignored |= {} if run.calibration is None else {"calibration": run.calibration}
     without = " without --clip" if "clip" in panels else ""
     refuse_ignored(ignored, f"{options.name}{without} is not calibrated")

@@ -90,14 +90,18 @@ def run(load: Callable[[], Model | Embeds], settings: Settings, say: Callable[[s
         InputError: a model that cannot be served; an address that cannot be listened at.
     """
     failed: list[BaseException] = []
+    loading: list[asyncio.Task[None]] = []
+
+    def begin() -> None:
+        task = asyncio.create_task(_load(state, load, settings))
+        task.add_done_callback(lambda task: _loaded(task, server, failed, say))
+        loading.append(task)
 
     @asynccontextmanager
-    async def lifespan(starlette: Starlette) -> AsyncIterator[None]:
-        state: State = starlette.state.shared
-        loading = asyncio.create_task(_load(state, load, settings))
-        loading.add_done_callback(lambda task: _loaded(task, server, failed, say))
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
-        loading.cancel()
+        for task in loading:
+            task.cancel()
         if state.served is not None:
             await asyncio.to_thread(state.served.runner.close, 0)
         state.parsers.shutdown(wait=False, cancel_futures=True)
@@ -115,31 +119,21 @@ def run(load: Callable[[], Model | Embeds], settings: Settings, say: Callable[[s
         server_header=False,
         timeout_graceful_shutdown=round(settings.patience) + LATE,
     )
-    listening = _listen(settings)  # before a model is loaded
-    server = Server(config, state, settings.patience)
+    server = Server(config, state, settings.patience, begin)
     # uvicorn takes these signals, and raises them again when it ends, for whoever was there before.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        server.run([listening])
+        server.run()
+    except SystemExit:
+        if not failed:
+            place = f"{settings.host}:{settings.port}"
+            raise InputError(f"nothing can listen at {place}: choose another --host or --port") from None
     finally:
-        listening.close()
         for number, handler in before.items():
             signal.signal(number, handler)
     if failed:
         raise failed[0]
     return state.loader is not None and state.loader.is_alive()
-
-
-def _listen(settings: Settings) -> socket.socket:
-    """Raises InputError where the address is taken, or none of this machine's."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        place = f"{settings.host}:{settings.port}"
-        raise InputError(
-            f"nothing can listen at {place} ({error}): choose another --host or --port"
-        ) from None
 
 
 class Server(uvicorn.Server):
@@ -149,11 +143,19 @@ class Server(uvicorn.Server):
         config: uvicorn's.
         state: what all requests see.
         patience: seconds that texts have to end.
+        begin: loads the model, when the server listens: where it cannot, nothing has begun.
     """
 
-    def __init__(self, config: uvicorn.Config, state: State, patience: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, state: State, patience: float, begin: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self.shared, self.patience = state, patience
+        self.shared, self.patience, self._begin = state, patience, begin
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._begin()
 
     @property
     def address(self) -> str:
