@@ -278,7 +278,8 @@ def test_every_method_keeps_to_its_device(
     with FakeDevice():
         made = run(NAME)
     assert made.keys() == expected.keys()
-    assert all(made[name].shape == t.shape for name, t in expected.items())
+    fixed = expected.keys() - {"coded"}  # which is as long as codes are many, of the method anybit
+    assert all(made[name].shape == expected[name].shape for name in fixed)
     if method != "anybit":  # whose fit of scales sums in another order
         away = {name: float((made[name] != t).float().mean()) for name, t in expected.items()}
         assert max(away.values()) < 0.01, away

@@ -82,9 +82,7 @@ class Shares:
     ] = Settings.auto_bits
     drain_seconds: Annotated[
         float,
-        typer.Option(
-            help="Seconds that running texts get to finish after SIGTERM.", min=0, rich_help_panel=LIMITS
-        ),
+        typer.Option(help="Seconds that texts may take after SIGTERM.", min=0, rich_help_panel=LIMITS),
     ] = Settings.patience
 
 
@@ -94,9 +92,7 @@ class Computing:
 
     kv_bits: Annotated[
         int | None,
-        typer.Option(
-            help="KV-cache: 16, 8 or 4 bits; 3 or 2: one text at a time.", rich_help_panel=COMPUTING
-        ),
+        typer.Option(help="KV-cache: 16, 8, 4, 3 or 2 bits.", rich_help_panel=COMPUTING),
     ] = None
     codebook_precision: Annotated[
         str, typer.Option(help="int8, or fp16: exact and slower.", rich_help_panel=COMPUTING)
