@@ -343,3 +343,15 @@ def test_two_hundred_clients_at_once(other_engine: Engine) -> None:
         assert found["streamed True"] + found["whole True"] == 160
         assert state.served is not None
         until(lambda: client.ok("/health")["running"] == 0)  # who left is served no further
+
+
+def test_a_model_behind_a_link_is_named_as_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Settings] = []
+    monkeypatch.setattr("anybit.serve.server.run", lambda load, settings, say: asked.append(settings))
+    (tmp_path / "9f3c0d").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "9f3c0d")
+    for given in (tmp_path / "out", f"{tmp_path}/other/../out/"):
+        CliRunner().invoke(app, ["serve", str(given)])
+    assert [settings.name for settings in asked] == ["out", "out"]

@@ -141,7 +141,7 @@ def serve(
             return _load(model, budget, shares, computing, report)
 
     settings = Settings(
-        name or Path(model).resolve().name or model,
+        name or Path(os.path.abspath(model)).name or model,
         network.host,
         network.port,
         keys,
