@@ -281,9 +281,8 @@ class TileSpec:
     rows: tuple[int, ...] | None = None  # ascending output rows; None: all
     cols: tuple[int, ...] | None = None  # original input channels in stored order; None: all, natural order
     act_bits: int | None = None  # width of the inputs; None: the layer's
-    outliers: bool = (
-        False  # channels that a method found to be outliers, whose inputs are not clipped; in no map
-    )
+    # Channels that a method found to be outliers, whose inputs are not clipped; in no map.
+    outliers: bool = False
 
 
 @dataclass(frozen=True)

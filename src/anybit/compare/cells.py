@@ -51,9 +51,8 @@ class Settings:
 
     calibration: str = "builtin"
     samples: int = SAMPLES
-    seq_len: int | None = (
-        None  # of calibration and of evaluation; None: 2048, or the model's positions if fewer
-    )
+    # Of calibration and of evaluation; None: 2048, or the model's positions if fewer.
+    seq_len: int | None = None
     seed: int = Options.seed
     text: str = "builtin-eval"
     max_tokens: int | None = None

@@ -139,9 +139,8 @@ class Engine:
         self._decoder = cpu._native.Decoder(description, self.codebook_precision == "int8")
         self._source = source
         self._bound: dict[int, int] = {}  # levels that the decoder has, by number
-        self._rounded: list[
-            bool
-        ] = []  # whether inputs are, of each of the blocks' matrices at the widest level
+        # Whether inputs are rounded, of each of the blocks' matrices at the widest level.
+        self._rounded: list[bool] = []
         self._level(len(source.levels) - 1)
         self.generation = for_one_sequence(self.name, source.generation, self.vocabulary)
         self._drawing = {name: source.generation.get(name) for name in ("do_sample", "temperature")}

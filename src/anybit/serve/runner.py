@@ -118,10 +118,8 @@ class Runner(Worker):
         scheduler, others = self.scheduler, len(self._jobs) - 1
         if others < 1:
             return 0.0
-        texts, pages = (
-            others / max(1, scheduler.most_running - 1),
-            scheduler.blocks.used / scheduler.blocks.pages,
-        )
+        texts = others / max(1, scheduler.most_running - 1)
+        pages = scheduler.blocks.used / scheduler.blocks.pages
         return min(1.0, max(texts, pages))
 
     # ---- in the engine's thread

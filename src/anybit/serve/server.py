@@ -153,9 +153,8 @@ class Server(uvicorn.Server):
         self.shared, self.patience, self._begin = state, patience, begin
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._begin()
+        await super().startup(sockets)  # which ends the process where nothing can listen
+        self._begin()
 
     @property
     def address(self) -> str:
