@@ -20,16 +20,21 @@ from anybit.serve import openai as limits
 from anybit.serve.app import PARSERS
 from anybit.serve.connection import HEADER_SECONDS, UNREAD_SECONDS
 from anybit.serve.constraint import DEEPEST, LONGEST
+from anybit.serve.conversation import MOST_TOOLS
 from anybit.serve.embedder import BATCH_TOKENS, WAITING_BYTES
 from anybit.serve.embeddings import MOST_INPUTS
 from anybit.serve.settings import Settings
 from tests.serve.conftest import serving
+from tests.serve.test_tools import tokenizer_of
 
 PAGE = (Path(__file__).parents[2] / "docs/serve.md").read_text(encoding="utf-8")
 
 
 def blocks(kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", PAGE, re.S)
+
+
+COMMANDS = [f"curl {part.strip()}" for block in blocks("sh") for part in block.split("curl")[1:]]
 
 
 def answered(command: str, here: str) -> Any:
@@ -46,11 +51,13 @@ def answered(command: str, here: str) -> Any:
 def test_every_example_runs(
     other_engine: Engine, encoder: Encoder, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """But for the one with tools, of which this model's template has none."""
     with serving(other_engine, name="out") as (client, _), serving(encoder, name="out") as (embedding, _):
         here = f"localhost:{client.port}"
-        commands = [f"curl {part.strip()}" for block in blocks("sh") for part in block.split("curl")[1:]]
-        assert len(commands) == 8
-        for command in commands:
+        assert len(COMMANDS) == 9
+        for command in COMMANDS:
+            if '"tools"' in command:
+                continue
             if "/v1/embeddings" in command:
                 found = answered(command, f"localhost:{embedding.port}")
                 assert len(found["data"]) == 2, found
@@ -60,6 +67,20 @@ def test_every_example_runs(
         (python,) = blocks("python")
         exec(compile(python.replace("localhost:8000", here), "docs/serve.md", "exec"), {})
         assert capsys.readouterr().out
+
+
+@pytest.mark.e2e
+@pytest.mark.native
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+@pytest.mark.skipif(not cpu.available(), reason="the native extension is not built")
+def test_the_example_with_tools_runs(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(other_engine, "tokenizer", tokenizer_of("hermes", tokens=True))
+    with serving(other_engine, name="out") as (client, _):
+        (command,) = (command for command in COMMANDS if '"tools"' in command)
+        (choice,) = answered(command, f"localhost:{client.port}")["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "weather"
+        assert [*json.loads(call["function"]["arguments"])] == ["city"]
 
 
 def test_the_table_of_limits_is_true() -> None:
@@ -79,6 +100,7 @@ def test_the_table_of_limits_is_true() -> None:
         f"| 2^{math.log2(limits.MOST_LOGITS):.0f} divided by the vocabulary, in tokens |",
         f"| headers of a request | {HEADER_SECONDS:.0f} seconds |",
         f"| a client that reads nothing of its answer | {UNREAD_SECONDS} seconds",
+        f"| tools | {MOST_TOOLS},",
         f"| form | {LONGEST >> 10} KiB, {DEEPEST} levels,",
     ):
         assert said in PAGE

@@ -106,7 +106,7 @@ LONG = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True, "temperature": 0
         (CHAT, {"messages": [{"role": "user", "content": "a", "x": 1}]}, 400, "no parameter", "messages[0].x"),
         (CHAT, {"messages": [{"role": "user", "content": "a", "name": 5}]}, 400, "name is 5", "messages[0].name"),
         (CHAT, b'{"messages":[{"role":"user","content":"a","name":"\\ud800"}]}', 400, "not valid UTF-8", None),
-        (CHAT, {**HELLO, "tools": [{}]}, 400, "this server has only []", "tools"),
+        (CHAT, {**HELLO, "tools": [{}]}, 400, "function is null", "tools[0].function"),
         (CHAT, {**HELLO, "top_logprobs": 2}, 400, "needs logprobs: true", "top_logprobs"),
         (CHAT, {**HELLO, "max_tokens": 2, "max_completion_tokens": 3}, 400, "differ", "max_tokens"),
         (CHAT, {**HELLO, "response_format": {"type": "xml"}}, 400, 'type is "xml"', "response_format.type"),
@@ -501,6 +501,7 @@ FIELDS = (
     "logprobs", "top_logprobs", "stream", "stream_options", "stop", "seed", "logit_bias", "response_format",
     "guided_json", "guided_regex", "guided_grammar", "guided_choice", "structured_outputs", "tools", "best_of",
     "suffix", "user", "ignore_eos", "min_tokens", "return_token_ids", "cache_prompt", *openai.NUMBERS,
+    "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
 )  # fmt: skip
 
 

@@ -148,6 +148,25 @@ def test_a_model_inside_transformers_answers(model_dir: Callable[[str], Path]) -
         asyncio.run(a_visit_to_one_width(f"http://127.0.0.1:{client.port}/"))
 
 
+async def a_thought(url: str) -> None:
+    async with browser() as page:
+        await page.open(url)
+        await page.until("document.title.startsWith('tiny')")
+        await page.run("document.getElementById('max_tokens').value = 5")
+        await say(page, "hello")
+        await page.until(f"{ANSWERS} === 1")
+        assert await page.run("document.querySelector('.turn.assistant .thought').textContent.length > 0")
+        assert await page.run("document.querySelector('.turn.assistant').said") == ""
+        assert page.complaints == []
+
+
+def test_a_thought_stands_apart(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>{# </think> #}"
+    monkeypatch.setattr(other_engine.tokenizer, "chat_template", template)
+    with serving(other_engine) as (client, _):
+        asyncio.run(a_thought(f"http://127.0.0.1:{client.port}/"))
+
+
 async def a_new_conversation(url: str) -> None:
     async with browser() as page:
         await page.open(url)

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import resource
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from multiprocessing.connection import Connection
@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from anybit.checkpoint.files import cause
 from anybit.checkpoint.tokenizer import check_unicode
+from anybit.config import Json
 from anybit.errors import InputError
 
 SECONDS = 2  # of a processor that a template may take
@@ -35,28 +36,53 @@ LONGEST = 4 << 20  # bytes of what it makes: a tokenizer takes a hundred times a
 _GOOD, _BAD = b"+", b"-"  # before what a child sends: a text, or what went wrong
 
 
-def render(source: str, tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
+def template_of(source: str, tokenizer: Any, tools: Sequence[Json] | None = None) -> str:
+    """The chat template of a tokenizer; where it has one for tools, that one for these.
+
+    Raises:
+        InputError: there are several, and none is the default.
+    """
+    try:
+        return str(tokenizer.get_chat_template(tools=tools))
+    except ValueError as error:
+        raise _bad(source, cause(error)) from error
+
+
+def render(
+    source: str,
+    tokenizer: Any,
+    messages: Sequence[Json],
+    tools: Sequence[Json] | None = None,
+    more: Json | None = None,
+) -> str:
     """A conversation as text, ready for the model's answer.
 
     Args:
         source: the model, as errors name it.
         tokenizer: has the template.
-        messages: with `role`, `content` and, where there is one, `name`.
+        messages: with `role`, `content` and whatever else the template takes.
+        tools: functions that the model may call, as OpenAI writes them.
+        more: other variables of the template.
 
     Raises:
-        InputError: a message that is no Unicode; a template that the sandbox refuses, that fails, or that takes too
-            much time or memory.
+        InputError: a text that is no Unicode; a template that the sandbox refuses, that fails, or that takes too much
+            time or memory.
     """
     for message in messages:
-        check_unicode(message["content"])
-        check_unicode(message.get("name", ""))
+        check_unicode(message["content"])  # which says where
+    check_unicode(json.dumps([messages, tools, more], ensure_ascii=False))
+    variables = {
+        "documents": None,
+        **(more or {}),
+        **tokenizer.special_tokens_map,
+        "messages": list(messages),
+        "tools": tools and list(tools),
+        "add_generation_prompt": True,
+    }
+    given = template_of(source, tokenizer, tools), variables
     context = multiprocessing.get_context("fork")  # at once
     receiver, sender = context.Pipe(duplex=False)
-    try:
-        given = tokenizer.get_chat_template(), tokenizer.special_tokens_map
-    except ValueError as error:  # there are several, and none is the default
-        raise _bad(source, cause(error)) from error
-    process = context.Process(target=_render, args=(sender, *given, messages), daemon=True)
+    process = context.Process(target=_render, args=(sender, *given), daemon=True)
     process.start()
     sender.close()
     try:
@@ -85,22 +111,13 @@ def _bad(source: str, why: str) -> InputError:
     )
 
 
-def _render(
-    sender: Connection, template: str, special: Mapping[str, str], messages: Sequence[dict[str, str]]
-) -> None:
+def _render(sender: Connection, template: str, variables: Json) -> None:
     """In the child: send the text, or what went wrong."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the parent
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     _limit_memory()
     try:
-        text = (
-            _environment()
-            .from_string(template)
-            .render(
-                messages=list(messages), add_generation_prompt=True, tools=None, documents=None, **special
-            )
-        )
-        answer = _GOOD + text.encode()
+        answer = _GOOD + _environment().from_string(template).render(variables).encode()
     except Exception as error:  # whatever a template raises, MemoryError and RecursionError among it
         answer = _BAD + f"{type(error).__name__}: {cause(error)}".encode(errors="replace")
     with suppress(OSError):  # the parent has given up

@@ -78,7 +78,8 @@ class StoredTokenizer:
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())
 
-    def get_chat_template(self) -> str | None:
+    def get_chat_template(self, tools: Any = None) -> str | None:
+        """The one that there is, with tools or without."""
         return self.chat_template
 
     @cached_property

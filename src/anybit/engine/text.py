@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -20,13 +20,17 @@ LATE = 3  # bytes that a character which is not yet whole can have, and so token
 class TextStream:
     """Turns the tokens of one request into pieces of text, which together are the text of all of them.
 
-    A piece ends where both a token and a character end. Special tokens have no text. Of the stop strings, the one that
-    is complete first ends the text, whichever tokens it comes in; of those complete at once, the longest. What could be
-    the beginning of one is held back.
+    A piece ends where both a token and a character end. Special tokens have no text, unless they are to be shown. Of
+    the stop strings, the one that is complete first ends the text, whichever tokens it comes in; of those complete at
+    once, the longest. What could be the beginning of one is held back.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: str | Sequence[str] = (), prompt: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        stop: str | Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        shown: Collection[int] = (),
     ) -> None:
         """A stream of what follows a prompt.
 
@@ -35,6 +39,7 @@ class TextStream:
             stop: strings that end the text; neither they nor what follows is given out.
             prompt: tokens that the text continues: some decoders drop a space at the beginning of a text, which is none
                 here. Left out: the text is one of its own.
+            shown: special tokens whose words in the vocabulary are text here.
 
         Raises:
             InputError: a stop string that is empty, or no string.
@@ -45,6 +50,7 @@ class TextStream:
                 raise InputError(f"stop is {text!r:.50}, expected strings of at least one character")
         self.stopped: str | None = None  # the stop string that came
         self._tokenizer = tokenizer
+        self._shown = frozenset(shown)
         self._special = {at for at, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._stream = self._after(list(prompt[-LONGEST - CONTEXT :]))
         self._pending: list[int] = []  # tokens whose text is not known yet
@@ -52,9 +58,13 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that a token makes certain, which may be none; after a stop string, none."""
-        if self.stopped is not None or token in self._special:
+        if self.stopped is not None:
             return ""
-        return self._released(self._decoded(token))
+        if token in self._shown:
+            known = self._decode(self._pending) + (self._tokenizer.id_to_token(token) or "")
+            self._stream, self._pending = self._after([token]), []
+            return self._released(known)
+        return "" if token in self._special else self._released(self._decoded(token))
 
     def finish(self) -> str:
         """What is left when no token follows."""
@@ -101,7 +111,7 @@ class TextStream:
             end, _, self.stopped = min(ends)
             self._held = ""
             return text[: end - len(self.stopped)]
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        held = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -118,7 +128,7 @@ def check_tokenizer(tokenizer: Any) -> Tokenizer:
     return found
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """How many characters at the end of a text begin a stop string that it does not contain."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

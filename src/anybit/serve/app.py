@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from anybit.config import Json
 from anybit.serve import embeddings, openai, static
 from anybit.serve.batches import Asked
+from anybit.serve.conversation import conversation
 from anybit.serve.errors import Refused, refused
 from anybit.serve.exchange import Exchange
 from anybit.serve.fields import Fields, read_json
@@ -332,11 +333,12 @@ async def _tokenize(served: Named, body: Json, request: Request) -> Response:
 def _tokens(served: Named, body: Json, key: str) -> list[int]:
     fields = Fields(body)
     openai.asked_bits(served, fields)
-    prompt, messages = fields.text("prompt"), fields.any("messages")
-    fields.finish()
-    if (prompt is None) == (messages is None):
+    prompt = fields.text("prompt")
+    if (prompt is None) == ("messages" not in fields):
         raise Refused(400, "give either prompt, a text, or messages, a conversation", param="prompt")
-    return served.encode(prompt) if prompt is not None else served.encode_chat(openai.messages(messages))
+    asked = conversation(fields) if prompt is None else None
+    fields.finish()
+    return served.encode_chat(asked).tokens if asked is not None else served.encode(prompt or "")
 
 
 async def _detokenize(served: Named, body: Json, request: Request) -> Response:

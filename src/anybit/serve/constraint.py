@@ -101,7 +101,7 @@ class Constraints:
         size = len(text.encode(errors="replace"))
         if size > LONGEST:
             raise InputError(f"{kind} has {size} bytes, expected at most {LONGEST}")
-        if kind == "json_schema" and _depth(form) > DEEPEST:
+        if kind == "json_schema" and depth(form) > DEEPEST:
             raise InputError(f"{kind} is nested deeper than {DEEPEST} levels")
         try:
             matcher = LLMatcher(self._tokenizer, _grammar(kind, text), limits=self._limits, log_level=0)
@@ -128,7 +128,7 @@ def _said(matcher: Any) -> str:
     return said.strip()[:300]
 
 
-def _depth(form: Any) -> int:
+def depth(form: Any) -> int:
     """Levels of nested objects and lists; found without recursion, as it comes from anyone."""
     deepest, found = 0, [(form, 1)]
     while found:

@@ -43,6 +43,9 @@ class Fields:
         self._left = {name: value for name, value in values.items() if value is not None}
         self._whose = whose
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
     def any(self, name: str, default: Any = None) -> Any:
         """A field that whoever uses it checks."""
         return self._left.pop(name, default)

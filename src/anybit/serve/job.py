@@ -67,7 +67,7 @@ class Job:
         self.request, self.hear = request, hear
         self.text = Text(list(tokens), request.most or 0, level, request.key, request.every)
         self.sampler = Sampler(sampling, engine.vocabulary, tokens)
-        self.stream = TextStream(check_tokenizer(engine.tokenizer), request.stop, tokens)
+        self.stream = TextStream(check_tokenizer(engine.tokenizer), request.stop, tokens, request.shown)
         self.ends: set[int] = set() if request.ignores_ends else engine.ends
         self.constraint = request.constraint.copy() if request.constraint is not None else None
         self.drafts = Drafts(tokens) if request.speculates and engine.together else None

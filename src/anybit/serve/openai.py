@@ -12,10 +12,12 @@ from anybit.config import MAX_SEED
 from anybit.engine.sampling import Sampling
 from anybit.errors import InputError
 from anybit.serve.constraint import Constraint
+from anybit.serve.conversation import conversation
 from anybit.serve.errors import BadField, Refused
 from anybit.serve.fields import Fields
 from anybit.serve.request import AUTO, Request
 from anybit.serve.served import Named, Served
+from anybit.serve.speech import PLAIN, Speech
 
 MOST_TEXTS = 64  # of one request: prompts times n
 MOST_STOPS, LONGEST_STOP = 16, 256  # strings, characters
@@ -23,7 +25,6 @@ MOST_LOGPROBS = 20  # tokens beside the one drawn
 MOST_REPORTED = 1 << 19  # log-probabilities of a request: half a million take about a hundred MB
 MOST_LOGITS = 1 << 28  # of a prompt that is scored inside Transformers, all at once: a GiB
 MOST_BIASES = 1024  # tokens with a bias
-MOST_MESSAGES = 4096
 MOST_TOKENS = 2**31 - 1
 TARGETS = (0.01, 60_000.0)  # milliseconds from token to token
 # What clients send that changes nothing of a text.
@@ -44,6 +45,7 @@ class Wanted:
     logprobs: bool = False
     echo: bool = False  # the prompt is part of the text
     token_ids: bool = False  # of what is drawn
+    speech: Speech = PLAIN  # how an answer of a chat is read
 
     @property
     def n(self) -> int:
@@ -58,11 +60,8 @@ def chat(served: Served, body: dict[str, Any], key: str) -> Wanted:
         Refused: another model.
     """
     fields = Fields(body)
-    conversation = messages(fields.any("messages"))
-    fields.only("tools", [])
-    fields.only("tool_choice", "none", "auto")
+    asked = conversation(fields)
     fields.only("modalities", ["text"])
-    fields.accept("parallel_tool_calls")
     top = fields.whole("top_logprobs", None, 0, MOST_LOGPROBS)
     logprobs = fields.flag("logprobs")
     if top and not logprobs:
@@ -75,10 +74,17 @@ def chat(served: Served, body: dict[str, Any], key: str) -> Wanted:
     stream, usage = _streaming(fields)
     token_ids = fields.flag("return_token_ids")
     fields.finish()
-    request = replace(request, tokens=served.encode_chat(conversation), most=fewer)
+    prompt = served.encode_chat(asked)
+    request = replace(request, tokens=prompt.tokens, most=fewer, shown=prompt.shown)
+    if prompt.grammar is not None:
+        if request.constraint is not None:
+            raise BadField("tools", "tools and a form of the text do not go together: give one of them")
+        request = replace(
+            request, constraint=_compiled(served.constraint, "tools", "grammar", prompt.grammar)
+        )
     if logprobs:
         (request,) = _bounded(served, [request], top or 0)
-    return Wanted(True, [request], stream, usage, logprobs, token_ids=token_ids)
+    return Wanted(True, [request], stream, usage, logprobs, token_ids=token_ids, speech=prompt.speech)
 
 
 def completions(served: Served, body: dict[str, Any], key: str) -> Wanted:
@@ -253,42 +259,6 @@ def _biases(fields: Fields) -> dict[int, float]:
     return {int(token): -math.inf if bias == -100 else bias for token, bias in asked.items()}
 
 
-def messages(found: Any) -> list[dict[str, str]]:
-    """A conversation, each message with its `role`, its `content` as text and its `name`, where it has one.
-
-    Raises:
-        BadField: one that is of another kind.
-    """
-    if not isinstance(found, list) or not 1 <= len(found) <= MOST_MESSAGES:
-        raise BadField("messages", f"messages is expected to be a list of 1 to {MOST_MESSAGES} messages")
-    made = []
-    for i, message in enumerate(found):
-        own = Fields(message, f"messages[{i}].")
-        role, content, name = own.text("role"), own.any("content"), own.text("name")
-        own.only("tool_calls", [])
-        own.finish()
-        if role not in ("system", "developer", "user", "assistant"):
-            raise own.bad("role", role, '"system", "developer", "user" or "assistant"')
-        if isinstance(content, list):
-            content = "".join(_part(part, f"messages[{i}].content[{j}].") for j, part in enumerate(content))
-        if not isinstance(content, str):
-            raise own.bad("content", content, "a string, or a list of parts with text")
-        made.append({"role": "system" if role == "developer" else role, "content": content})
-        if name is not None:
-            made[-1]["name"] = name
-    return made
-
-
-def _part(part: Any, whose: str) -> str:
-    own = Fields(part, whose)
-    own.only("type", "text")
-    text = own.text("text")
-    own.finish()
-    if text is None:
-        raise own.bad("text", None, "a string")
-    return text
-
-
 def _prompts(prompt: Any) -> list[str | list[int]]:
     """One prompt or several, each as text or as token ids."""
     several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
@@ -334,12 +304,14 @@ def _constraint(fields: Fields, compile_form: Callable[[str, Any], Constraint]) 
         raise BadField(
             asked[1][0], f"{asked[0][0]} and {asked[1][0]} both say which form a text has: give one"
         )
-    for param, kind, form in asked:
-        try:
-            return compile_form(kind, form)
-        except InputError as error:
-            raise BadField(param, f"{param}: {error}") from None
-    return None
+    return _compiled(compile_form, *asked[0]) if asked else None
+
+
+def _compiled(compile_form: Callable[[str, Any], Constraint], param: str, kind: str, form: Any) -> Constraint:
+    try:
+        return compile_form(kind, form)
+    except InputError as error:
+        raise BadField(param, f"{param}: {error}") from None
 
 
 def _forms(fields: Fields, prefix: str) -> list[tuple[str, str, Any]]:

@@ -15,6 +15,7 @@ from anybit.engine.sampling import Drawn
 from anybit.serve.errors import refused
 from anybit.serve.exchange import Exchange, Written
 from anybit.serve.job import Job, Progress
+from anybit.serve.message import Message
 from anybit.serve.request import Request
 
 LOG = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Replies:
         self._offsets = [0] * len(
             exchange.jobs
         )  # characters of each text that log-probabilities have told of
+        self._messages = [Message(self._wanted.speech) for _ in exchange.jobs]  # of a chat
         self._begun: set[int] = set()  # texts of which a stream has sent something
         self._open = len(exchange.jobs)  # texts whose end a stream has not sent
 
@@ -117,25 +119,25 @@ class Replies:
         return self._wanted.requests[at // self._wanted.n]
 
     def _choice(self, at: int, written: Written) -> Json:
-        body: Json = (
-            {"message": {"role": "assistant", "content": written.text, "refusal": None}}
-            if self._wanted.chat
-            else {"text": written.text}
-        )
+        message = self._messages[at]
+        body: Json = {"message": message.whole(written.text)} if self._wanted.chat else {"text": written.text}
         logprobs = self._logprobs(at, written) if self._wanted.logprobs else None
         return {
             "index": at,
             **body,
             **self._token_ids(written),
             "logprobs": logprobs,
-            "finish_reason": written.finish,
+            "finish_reason": message.finish(written.finish),
         }
 
     def _chunk(self, at: int, new: Written) -> str:
         logprobs = self._logprobs(at, new) if self._wanted.logprobs and (new.drawn or new.prompt) else None
-        body: Json = {"delta": {"content": new.text} if new.text else {}}
-        choice = self._piece(at, **(body if self._wanted.chat else {"text": new.text}))
-        choice |= {**self._token_ids(new), "logprobs": logprobs, "finish_reason": new.finish}
+        message, chat = self._messages[at], self._wanted.chat
+        body: Json = (
+            {"delta": message.delta(new.text, new.finish is not None)} if chat else {"text": new.text}
+        )
+        choice = self._piece(at, **body)
+        choice |= {**self._token_ids(new), "logprobs": logprobs, "finish_reason": message.finish(new.finish)}
         last = new.finish is not None and self._open == 0
         return self._event([choice], **({"timings": self.timings()} if last else {}))
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from anybit.checkpoint.chat_template import render
+from anybit.checkpoint.chat_template import render, template_of
 from anybit.checkpoint.generation import not_native
 from anybit.checkpoint.tokenizer import encode
 from anybit.config import Json
@@ -19,10 +19,14 @@ from anybit.engine.sampling import Sampling
 from anybit.engine.text import BROKEN, check_tokenizer
 from anybit.errors import InputError
 from anybit.serve.constraint import Constraint, Constraints
+from anybit.serve.conversation import Conversation, Prompt
 from anybit.serve.embedder import Embedder
+from anybit.serve.errors import BadField
 from anybit.serve.model import Embeds, Model
 from anybit.serve.runner import Heard, Limits, Runner
 from anybit.serve.settings import Settings
+from anybit.serve.speech import Speech, call_form, thought_form
+from anybit.serve.tools import grammar
 from anybit.serve.worker import Worker
 
 if TYPE_CHECKING:
@@ -86,8 +90,8 @@ class Named:
         """The text of tokens; special ones have none."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer.
+    def encode_chat(self, chat: Conversation) -> Prompt:
+        """A conversation as token ids, ready for the model's answer.
 
         Raises:
             InputError: there is no template, or it fails.
@@ -144,16 +148,38 @@ class Served(Named):
         """Whether it has a chat template."""
         return bool(self.engine.tokenizer.chat_template)
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer.
+    @property
+    def calls(self) -> bool:
+        """Whether it can be given tools."""
+        with suppress(InputError):  # what is wrong with its templates, requests are told
+            return self.chats and call_form(template_of(self.name, self.engine.tokenizer, [{}])) is not None
+        return False
+
+    def encode_chat(self, chat: Conversation) -> Prompt:
+        """A conversation as token ids, ready for the model's answer.
 
         Raises:
-            InputError: there is no template, or it fails.
+            InputError: there is no template, or it fails; there are tools, of which it knows nothing.
         """
         if not self.chats:
             raise InputError(f"{self.name} has no chat template: use /v1/completions")
-        text = render(self.name, self.engine.tokenizer, messages)
-        return self.encode(text, special=False)  # the template has them
+        tools, given = chat.tools, chat.tools.given if chat.tools else None
+        template = template_of(self.name, self.engine.tokenizer, given)
+        calls, thought = call_form(template) if tools else None, thought_form(template)
+        if tools and calls is None:
+            raise BadField(
+                "tools", f"the chat template of {self.name} has no tools, or in a form that is not served"
+            )
+        text = render(self.name, self.engine.tokenizer, chat.messages, given, chat.variables)
+        thinking = thought is not None and text.rstrip().endswith(thought.begin)
+        names = tuple(function.name for function in tools.functions) if tools else ()
+        speech = Speech(calls, names, thought, thinking)
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        shown = frozenset(at for at, token in added if token.special and token.content in speech.words)
+        form = grammar(tools, speech, self.tokenizer) if tools else None
+        return Prompt(
+            self.encode(text, special=False), speech, shown, form
+        )  # the template has special tokens
 
     def word(self, token: int) -> str:
         """A token by itself, as log-probabilities name it: parts of characters as the vocabulary writes them."""
@@ -196,6 +222,7 @@ class Served(Named):
         engine, scheduler = self.engine, self.runner.scheduler
         return {
             "chat": self.chats,
+            "tools": self.calls,
             "kv_bits": engine.kv_bits,
             "kv_bytes_per_token": self.kv_bytes / scheduler.capacity,
             "kv_bytes": self.kv_bytes,

@@ -162,7 +162,7 @@ class Pane {
       this.show(turn);
       if (error.name !== "AbortError") {
         this.say("error", error.message);
-        if (!text) turn.remove();
+        if (!text && !turn.thought) turn.remove();
       }
     }
     this.stop = null;
@@ -174,18 +174,20 @@ class Pane {
   async read(turn, response) {
     const asked = performance.now();
     let first = null, count = 0, timings = null, usage = null;
-    turn.said = "";
+    turn.said = turn.thought = "";
     for await (const event of eventsOf(response)) {
       usage = event.usage ?? usage;
       timings = event.timings ?? timings;
       const choice = event.choices[0];
-      const piece = choice?.delta?.content ?? choice?.text;
-      if (!piece) continue;
+      const thought = choice?.delta?.reasoning_content ?? "";
+      const piece = choice?.delta?.content ?? choice?.text ?? "";
+      if (!thought && !piece) continue;
       const now = performance.now();
       if (first === null) {
         first = now;
         this.part("first").textContent = `${Math.round(now - asked)} ms`;
       }
+      turn.thought += thought;
       turn.said += piece;
       turn.frame ??= requestAnimationFrame(() => this.show(turn)); // drawing takes time from the engine
       if (count++ && now - first > 100) this.part("rate").textContent = ((count - 1) / (now - first) * 1000).toFixed(1);
@@ -227,6 +229,7 @@ class Pane {
     const follows = always || talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
     const parts = turn.said.split(/```[^\n`]*\n?/);
     turn.replaceChildren(...parts.map((part, i) => (i % 2 ? code(part) : document.createTextNode(part))));
+    if (turn.thought) turn.prepend(thinking(turn.thought));
     if (follows) talk.scrollTop = talk.scrollHeight;
   }
 
@@ -250,6 +253,13 @@ function bytes(count) {
 
 function small(text) {
   const element = document.createElement("small");
+  element.textContent = text;
+  return element;
+}
+
+function thinking(text) {
+  const element = document.createElement("div");
+  element.className = "thought";
   element.textContent = text;
   return element;
 }
