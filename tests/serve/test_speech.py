@@ -15,6 +15,7 @@ from anybit.serve.speech import (
     LLAMA,
     MISTRAL,
     MISTRAL_LIST,
+    PROBED,
     THOUGHTS,
     CallForm,
     Speech,
@@ -155,24 +156,15 @@ def test_streams_give_arguments_as_they_come() -> None:
     assert pieces == ["", *ARGUMENTS[0]]
 
 
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        (
-            '{% if tools %}<tools><tool_call>\n{"name": <n>, "arguments": <a>}\n</tool_call>',
-            HERMES,
-        ),  # Qwen2.5
-        ("{% if tools %}<tool_call>\n<function=example>\n<parameter=arguments>", None),  # Qwen3-Coder
-        ("{% if tools %}<tool_call>{name}\n<arg_key>{key}</arg_key>{{ arguments }}", None),  # GLM
-        ("{% if tools is not none %}[TOOL_CALLS][{{ '\"id\": ' }}", MISTRAL_LIST),
-        ("{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]", MISTRAL),
-        ('{% if tools is not none %}Environment: ipython {"name": n, "parameters": p}', LLAMA),
-        ("{% for m in messages %}<tool_call> arguments", None),
-        ("{% if tools %}<|tool_call|>{{ tools }}", None),
-    ],
-)
-def test_a_template_shows_how_calls_are_written(template: str, form: CallForm | None) -> None:
-    assert call_form(template) is form
+SHOWN = PROBED["function"]["description"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_template_shows_how_calls_are_written(form: CallForm) -> None:
+    call = f"probe{form.middle}"
+    assert call_form(f"{SHOWN} Probe. {form.begin}{call}") is form
+    assert call_form(f"Probe. {form.begin}{call}") is None  # it leaves tools out
+    assert call_form(f"{SHOWN} {call}") is call_form(f"{SHOWN} <function=probe>") is None
 
 
 def test_a_template_shows_how_thoughts_are_written() -> None:

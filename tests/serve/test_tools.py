@@ -25,16 +25,11 @@ pytestmark = [
 ]
 CHAT = "/v1/chat/completions"
 FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral-list": MISTRAL_LIST}
-MARKS = {  # what templates of these families have, which is what tells them apart
-    "hermes": '<tool_call>\n{"name": <name>, "arguments": <arguments>}\n</tool_call>',
-    "llama": 'Environment: ipython {"name": name, "parameters": parameters}',
-    "mistral": "[TOOL_CALLS]name[ARGS]arguments",
-    "mistral-list": "[TOOL_CALLS][]",
-}
 TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.description }}{% endfor %}"
     "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}"
-    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-    "{{ m.tool_call_id }}{% endfor %}{{ tools | length if tools }}{% if thinks is defined %}{{ thinks }}{% endif %}"
+    "{% for c in m.tool_calls %}BEGIN{{ c.function.name }}MIDDLE{{ c.function.arguments | tojson }}END{% endfor %}"
+    "{{ m.tool_call_id }}{% endfor %}{% if thinks is defined %}{{ thinks }}{% endif %}"
 )
 WEATHER = {
     "name": "weather",
@@ -53,9 +48,11 @@ HELLO = {"messages": [{"role": "user", "content": "a"}], "temperature": 0}
 def tokenizer_of(family: str, tokens: bool, thinks: bool = False) -> Any:
     """One whose template is of a family; what marks calls and thoughts are tokens of their own, or text."""
     tokenizer = builders.byte_tokenizer()
-    marks = MARKS[family] + ("<think></think>" if thinks else "")
-    tokenizer.chat_template = f"{{# {marks} #}}{TEMPLATE}"
-    words = [*FORMS[family].words, "<think>", "</think>"] if tokens else []
+    template, form = TEMPLATE + ("{# <think></think> #}" if thinks else ""), FORMS[family]
+    for name, text in (("BEGIN", form.begin), ("MIDDLE", form.middle), ("END", form.end)):
+        template = template.replace(name, f"{{{{ {json.dumps(text)} }}}}")
+    tokenizer.chat_template = template
+    words = [*form.words, "<think>", "</think>"] if tokens else []
     special = family.startswith("mistral")
     tokenizer.add_tokens([AddedToken(word, special=special, normalized=False) for word in words], special)
     return tokenizer
@@ -224,16 +221,21 @@ def test_a_thought_comes_before_a_call(other_engine: Engine, monkeypatch: pytest
 
 
 def test_calls_and_what_they_gave_go_through_the_template(client_of_hermes: Client) -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
+    asked_for = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city":"Oslo"}'},
+    }
     messages = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "assistant", "content": None, "tool_calls": [asked_for], "reasoning_content": "hm"},
         {"role": "tool", "tool_call_id": "c1", "content": "cold"},
     ]
     asked = {"messages": messages, "tools": TOOLS, "chat_template_kwargs": {"thinks": "!"}}
     tokens = client_of_hermes.ok("/tokenize", asked)["tokens"]
     text = client_of_hermes.ok("/detokenize", {"tokens": tokens})["prompt"]
-    assert text == '[user]a[assistant]hmweather{"city": "Oslo"}[tool]coldc12!'
+    call = HERMES.begin + "weather" + HERMES.middle + '{"city": "Oslo"}' + HERMES.end
+    assert text == f"How it is.[user]a[assistant]hm{call}[tool]coldc1!"
 
 
 def test_the_official_client_calls(client_of_hermes: Client) -> None:

@@ -25,7 +25,7 @@ from anybit.serve.errors import BadField
 from anybit.serve.model import Embeds, Model
 from anybit.serve.runner import Heard, Limits, Runner
 from anybit.serve.settings import Settings
-from anybit.serve.speech import Speech, call_form, thought_form
+from anybit.serve.speech import PROBE, PROBED, CallForm, Speech, call_form, thought_form
 from anybit.serve.tools import grammar
 from anybit.serve.worker import Worker
 
@@ -148,12 +148,14 @@ class Served(Named):
         """Whether it has a chat template."""
         return bool(self.engine.tokenizer.chat_template)
 
-    @property
-    def calls(self) -> bool:
-        """Whether it can be given tools."""
+    @cached_property
+    def calls(self) -> CallForm | None:
+        """How it writes calls of functions; None: it can be given no tools."""
         with suppress(InputError):  # what is wrong with its templates, requests are told
-            return self.chats and call_form(template_of(self.name, self.engine.tokenizer, [{}])) is not None
-        return False
+            return (
+                call_form(render(self.name, self.engine.tokenizer, PROBE, [PROBED])) if self.chats else None
+            )
+        return None
 
     def encode_chat(self, chat: Conversation) -> Prompt:
         """A conversation as token ids, ready for the model's answer.
@@ -164,22 +166,20 @@ class Served(Named):
         if not self.chats:
             raise InputError(f"{self.name} has no chat template: use /v1/completions")
         tools, given = chat.tools, chat.tools.given if chat.tools else None
-        template = template_of(self.name, self.engine.tokenizer, given)
-        calls, thought = call_form(template) if tools else None, thought_form(template)
-        if tools and calls is None:
+        if tools and self.calls is None:
             raise BadField(
                 "tools", f"the chat template of {self.name} has no tools, or in a form that is not served"
             )
+        thought = thought_form(template_of(self.name, self.engine.tokenizer, given))
         text = render(self.name, self.engine.tokenizer, chat.messages, given, chat.variables)
         thinking = thought is not None and text.rstrip().endswith(thought.begin)
         names = tuple(function.name for function in tools.functions) if tools else ()
-        speech = Speech(calls, names, thought, thinking)
+        speech = Speech(self.calls if tools else None, names, thought, thinking)
         added = self.tokenizer.get_added_tokens_decoder().items()
         shown = frozenset(at for at, token in added if token.special and token.content in speech.words)
         form = grammar(tools, speech, self.tokenizer) if tools else None
-        return Prompt(
-            self.encode(text, special=False), speech, shown, form
-        )  # the template has special tokens
+        tokens = self.encode(text, special=False)  # the template has them
+        return Prompt(tokens, speech, shown, form)
 
     def word(self, token: int) -> str:
         """A token by itself, as log-probabilities name it: parts of characters as the vocabulary writes them."""
@@ -222,7 +222,7 @@ class Served(Named):
         engine, scheduler = self.engine, self.runner.scheduler
         return {
             "chat": self.chats,
-            "tools": self.calls,
+            "tools": self.calls is not None,
             "kv_bits": engine.kv_bits,
             "kv_bytes_per_token": self.kv_bytes / scheduler.capacity,
             "kv_bytes": self.kv_bytes,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from anybit.config import Json
 from anybit.engine.text import overlap
 
 Kind = Literal["reasoning", "content", "call", "arguments"]
@@ -54,6 +55,26 @@ MISTRAL = CallForm("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", "", ("[TOOL_CALLS]"
 MISTRAL_LIST = CallForm(  # before Mistral Small 3.2
     '[TOOL_CALLS][{"name": "', '", "arguments": ', '}, {"name": "', "}]", ("[TOOL_CALLS]",)
 )
+FORMS = (HERMES, LLAMA, MISTRAL, MISTRAL_LIST)
+PROBED: Json = {  # a function
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "Says how calls are written.",
+        "parameters": {"type": "object", "properties": {"of": {"type": "string", "description": "What."}}},
+    },
+}
+PROBE: list[Json] = [  # a conversation in which it was called; ids are as Mistral's templates ask for
+    {"role": "user", "content": "Probe."},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "123456789", "type": "function", "function": {"name": "probe", "arguments": {"of": "it"}}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "123456789", "content": "Done."},
+]
 
 
 @dataclass(frozen=True)
@@ -71,15 +92,18 @@ class ThoughtForm:
 THOUGHTS = (ThoughtForm("<think>", "</think>"), ThoughtForm("[THINK]", "[/THINK]"))
 
 
-def call_form(template: str) -> CallForm | None:
-    """How a model writes calls, by its chat template; None: that has no tools, or a form that is not known here."""
-    if not re.search(r"\btools\b", template):
+def call_form(written: str) -> CallForm | None:
+    """How a model writes calls, by what its chat template makes of `PROBE` and `PROBED`.
+
+    Args:
+        written: that.
+
+    Returns:
+        one of `FORMS`; None: the template leaves tools out, or writes calls in another form.
+    """
+    if PROBED["function"]["description"] not in written:
         return None
-    if "[TOOL_CALLS]" in template:
-        return MISTRAL if "[ARGS]" in template else MISTRAL_LIST
-    if "<tool_call>" in template:  # some have XML inside
-        return HERMES if "arguments" in template and not re.search("<function=|<arg_key>", template) else None
-    return LLAMA if '"parameters"' in template and "ipython" in template else None
+    return next((form for form in FORMS if f"{form.begin}probe{form.middle}" in written), None)
 
 
 def thought_form(template: str) -> ThoughtForm | None:
