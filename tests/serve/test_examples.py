@@ -24,6 +24,7 @@ from anybit.serve.conversation import MOST_TOOLS
 from anybit.serve.embedder import BATCH_TOKENS, WAITING_BYTES
 from anybit.serve.embeddings import MOST_INPUTS
 from anybit.serve.settings import Settings
+from anybit.serve.tools import MOST_CALLS
 from tests.serve.conftest import serving
 from tests.serve.test_tools import tokenizer_of
 
@@ -101,6 +102,7 @@ def test_the_table_of_limits_is_true() -> None:
         f"| headers of a request | {HEADER_SECONDS:.0f} seconds |",
         f"| a client that reads nothing of its answer | {UNREAD_SECONDS} seconds",
         f"| tools | {MOST_TOOLS},",
+        f"| calls of an answer | {MOST_CALLS} |",
         f"| form | {LONGEST >> 10} KiB, {DEEPEST} levels,",
     ):
         assert said in PAGE

@@ -78,6 +78,7 @@ def test_calls_are_found_wherever_a_text_is_cut(form: CallForm, before: str, tho
     ] == called(count)
     assert all(call["type"] == "function" and "index" not in call for call in whole["tool_calls"])
     assert whole["content"] == (before.strip() or None) and whole.get("reasoning_content", "") == thought
+    assert Message(speech).whole(text + "\n")["content"] == whole["content"]
     several = [sorted(draw.sample(range(len(text)), 3)) for _ in range(100)]
     for cuts in [None, *[[at] for at in range(len(text))], *several]:
         made = said(text, speech, cuts)

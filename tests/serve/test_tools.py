@@ -137,6 +137,9 @@ def test_what_is_let_through(family: str, tokens: bool) -> None:
     ):
         assert right in rome and not passes(one.replace(rome, rome.replace(right, wrong)), family, tokens)
     assert not passes(one.removesuffix("}" + form.end) + form.end, family, tokens)
+    assert passes(one + "\n", family, tokens) == bool(form.end)
+    assert passes(form.begin + form.next.join([now] * 32) + form.end, family, tokens) == bool(form.next)
+    assert not passes(form.begin + form.next.join([now] * 33) + form.end, family, tokens)
     assert not passes(one + " more", family, tokens) and not passes(one[:-1], family, tokens)
     assert all(passes(text, family, tokens, required=True) for text in (one, other))
     assert not any(passes(text, family, tokens, required=True) for text in ("", "Hello.\n", "Well.\n" + one))
@@ -146,7 +149,7 @@ def test_what_is_let_through(family: str, tokens: bool) -> None:
         assert passes(thought + "Hello.", family, tokens)
     assert not passes("<think>hm" + one, family, tokens, required=True)
     if (bare := form.bare) is not None:
-        calls = [f"{now}{bare.next}{rome}{bare.end}", f"{now}{bare.end}"]
+        calls = [f"{now}{bare.next}{rome}{bare.end}", f"{now}{bare.end}", f"{now}{bare.end}\n"]
         assert all(passes(bare.begin + call, family, tokens) for call in calls)
         assert not passes(bare.begin + calls[0].replace("Rome", "Rom"), family, tokens)
         assert not passes(bare.begin + calls[0], family, tokens, required=True)

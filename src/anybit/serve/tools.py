@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Of arguments: as templates write them, so that a call that comes back as history is the same tokens.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+MOST_CALLS = 32  # of an answer
+NEWLINE = "\n"
 PYTHON_TAG = "<|python_tag|>"  # Llama may write it before a call
 
 
@@ -111,8 +113,10 @@ def _calls(tools: Tools, form: CallForm, begin: str, lark: _Lark) -> str:
         heads = [lark.literal(before + function.name + form.middle) for function in tools.functions]
         return " | ".join(f"{head} arguments_{i}" for i, head in enumerate(heads))
 
-    again = f"({one_of(form.next)})*" if form.next and tools.several else ""
-    return f"({one_of(begin)}) {again} {lark.literal(form.end)}"
+    again = f"({one_of(form.next)}){{0,{MOST_CALLS - 1}}}" if form.next and tools.several else ""
+    # A newline behind the last: models that expect to end there may write it, and are not to be held to one call more.
+    end = f"({lark.literal(form.end)} | {lark.literal(form.end + NEWLINE)})" if form.end else ""
+    return f"({one_of(begin)}) {again} {end}"
 
 
 def _text(terminal: str, lark: _Lark, *forms: CallForm | ThoughtForm | None) -> str:
