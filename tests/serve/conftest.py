@@ -95,10 +95,11 @@ def serving(
 ) -> Iterator[tuple[Client, State]]:
     """A server with a model, or with one that never comes."""
     state = State(guard or Guard(), limits.pop("most_bytes", 1 << 20), limits.pop("most_requests", 300))
-    server = uvicorn.Server(
-        uvicorn.Config(app(state), port=0, log_level="error", timeout_graceful_shutdown=1, http=Connection)
+    config = uvicorn.Config(
+        app(state), port=0, log_level="error", timeout_graceful_shutdown=1, http=Connection
     )
-    loop = asyncio.new_event_loop()
+    server = uvicorn.Server(config)
+    loop = (config.get_loop_factory() or asyncio.new_event_loop)()
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()), daemon=True)
     thread.start()
     until(lambda: server.started)
