@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from anybit.engine.text import MARK
 from anybit.serve.message import Message
 from anybit.serve.speech import (
+    FAMILIES,
     HERMES,
     LLAMA,
     MISTRAL,
-    MISTRAL_LIST,
+    PLAIN,
     PROBED,
     THOUGHTS,
-    CallForm,
+    Family,
     Speech,
-    call_form,
+    Splitter,
+    family_of,
     thought_form,
 )
 
-assert HERMES.bare is not None
-BARE = HERMES.bare
-FORMS = [HERMES, LLAMA, MISTRAL, MISTRAL_LIST]
 THINK = THOUGHTS[0]
 NAMES = ("f0", "f1", "f2", "f0.more")
 ARGUMENTS = [
@@ -33,11 +34,26 @@ ARGUMENTS = [
     '{"b": [1, {"c": {}}], "d": "é\U0001f600"}',
     "{}",
 ]
+INDENTED = '```json\n{\n  "name": "f0",\n  "arguments": {\n    "a": "}"\n  }\n}\n```\n'
 
 
-def written(form: CallForm, count: int) -> str:
+def tagged(family: Family, count: int) -> str:
+    form = family.tagged
+    assert form is not None
     calls = [f"f{i}{form.middle}{arguments}" for i, arguments in enumerate(ARGUMENTS[:count])]
     return form.begin + form.next.join(calls) + form.end
+
+
+def bare(family: Family, count: int) -> str:
+    form = family.bare
+    assert form is not None
+    return "\n".join(
+        f'{{"name": "f{i}", "{form.key}": {arguments}}}' for i, arguments in enumerate(ARGUMENTS[:count])
+    )
+
+
+def called(count: int) -> list[tuple[str, str]]:
+    return [(f"f{i}", arguments) for i, arguments in enumerate(ARGUMENTS[:count])]
 
 
 def said(text: str, speech: Speech, cuts: list[int] | None = None) -> dict[str, Any]:
@@ -56,124 +72,188 @@ def said(text: str, speech: Speech, cuts: list[int] | None = None) -> dict[str, 
                 calls.append({"name": call["function"]["name"], "arguments": "", "id": call["id"]})
             assert call["index"] == len(calls) - 1
             calls[-1]["arguments"] += call["function"]["arguments"]
-    assert message.finish("length") == "length"
-    assert message.finish("stop") == ("tool_calls" if "tool_calls" in made else "stop")
+    made["finish"] = message.finish("stop")
+    assert message.finish("length") == "length" and MARK not in json.dumps(made)
     return made
 
 
-def called(count: int) -> list[tuple[str, str]]:
-    return [(f"f{i}", arguments) for i, arguments in enumerate(ARGUMENTS[:count])]
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("before", ["", "Let me see.\n\n"])
-@pytest.mark.parametrize("thought", ["", "hm <tool\n\nhm"])
-def test_calls_are_found_wherever_a_text_is_cut(form: CallForm, before: str, thought: str) -> None:
-    before, count = ("", 1) if form is LLAMA else (before, 3)
-    text = (f"<think>\n{thought}\n</think>\n\n" if thought else "") + before + written(form, count)
-    speech, draw = Speech(form, NAMES, THINK), random.Random(0)
+def same_however_it_is_cut(text: str, speech: Speech, **expected: Any) -> None:
+    """Checks the whole message, and deltas of every single cut and of many threefold ones."""
+    calls = expected.pop("calls", [])
+    draw = random.Random(0)
     whole = Message(speech).whole(text)
     assert [
-        (call["function"]["name"], call["function"]["arguments"]) for call in whole["tool_calls"]
-    ] == called(count)
-    assert all(call["type"] == "function" and "index" not in call for call in whole["tool_calls"])
-    assert whole["content"] == (before.strip() or None) and whole.get("reasoning_content", "") == thought
-    assert Message(speech).whole(text + "\n")["content"] == whole["content"]
-    several = [sorted(draw.sample(range(len(text)), 3)) for _ in range(100)]
+        (one["function"]["name"], one["function"]["arguments"]) for one in whole.pop("tool_calls", [])
+    ] == calls
+    content = expected.get("content", None if calls else "")
+    assert whole == {"role": "assistant", "refusal": None, **expected, "content": content}
+    several = [sorted(draw.sample(range(len(text) + 1), min(3, len(text)))) for _ in range(100)]
     for cuts in [None, *[[at] for at in range(len(text))], *several]:
         made = said(text, speech, cuts)
-        assert made.get("content") == whole["content"] and made.get("reasoning_content", "") == thought
-        assert [(call["name"], call["arguments"]) for call in made["tool_calls"]] == called(count)
-        assert len({call["id"] for call in made["tool_calls"]}) == count
-        assert all(
-            len(call["id"]) == 9 and call["id"].isalnum() for call in made["tool_calls"]
-        )  # Mistral's rule
+        assert made.pop("finish") == ("tool_calls" if calls else "stop")
+        told = made.pop("tool_calls", [])
+        assert [(one["name"], one["arguments"]) for one in told] == calls and made == expected
+        assert len({one["id"] for one in told}) == len(told)
+        assert all(len(one["id"]) == 9 and one["id"].isalnum() for one in told)  # Mistral's rule
 
 
-@pytest.mark.parametrize("speech", [Speech(), *(Speech(form, NAMES, THINK) for form in FORMS)])
+@pytest.mark.parametrize("tokens", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.tagged])
+@pytest.mark.parametrize("before", ["", "Let me see.\n\n"])
+@pytest.mark.parametrize("thought", ["", "hm <tool\n\nhm"])
+def test_calls_are_found_wherever_a_text_is_cut(
+    family: Family, before: str, thought: str, tokens: bool
+) -> None:
+    text = (f"<think>\n{thought}\n</think>\n\n" if thought else "") + before + tagged(family, 3)
+    speech = Speech(family, NAMES, THINK)
+    if tokens:
+        speech = Speech(family, NAMES, THINK, tokens=frozenset(speech.words))
+        inside = json.dumps(ARGUMENTS)
+        assert "<tool_call>" in inside and "[TOOL_CALLS]" in inside  # as text, which has no mark
+        marked = speech.mark(text)
+        for word in speech.words:
+            marked = marked.replace(f" {MARK}{word}", f" {word}")
+        text = marked
+    expected = {"reasoning_content": thought} if thought else {}
+    expected |= {"content": before.strip()} if before else {}
+    for behind in ("", "\n"):
+        same_however_it_is_cut(text + behind, speech, calls=called(3), **expected)
+
+
+@pytest.mark.parametrize("family", [HERMES, LLAMA])
+@pytest.mark.parametrize("before", ["", "\n", "<think>\nhm\n</think>\n\n"])
+def test_calls_may_have_no_tags_where_nothing_stands_before_them(family: Family, before: str) -> None:
+    count = 3 if family is HERMES else 1
+    expected = {"reasoning_content": "hm"} if "hm" in before else {}
+    speech = Speech(family, NAMES, THINK)
+    same_however_it_is_cut(before + bare(family, count), speech, calls=called(count), **expected)
+    text = "So: " + bare(family, 1)
+    same_however_it_is_cut(text, speech, content=text)
+
+
+def test_calls_without_tags_may_be_indented_and_fenced() -> None:
+    call = ("f0", '{\n    "a": "}"\n  }')
+    same_however_it_is_cut(INDENTED, Speech(HERMES, NAMES), calls=[call])
+    two = INDENTED.replace("\n```\n", "\n") + INDENTED.removeprefix("```json\n")
+    same_however_it_is_cut(two, Speech(HERMES, NAMES), calls=[call, call])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_no_call_of_a_function_that_is_offered_is_text(family: Family) -> None:
+    for name in ("f", "f01", "Ann"):
+        if family.tagged is not None:
+            text = f"{family.tagged.begin}{name}{family.tagged.middle}{{}}{family.tagged.end}\n"
+            same_however_it_is_cut(text, Speech(family, NAMES), content=text)
+        if family.bare is not None:
+            text = f'{{"name": "{name}", "{family.bare.key}": {{}}}}\n'
+            same_however_it_is_cut(text, Speech(family, NAMES), content=text)
+    for text in ('{"name": "f0", "age": 3}', '{"name": "f0", "arguments": 3}', '```json\n{"a": 1}\n```'):
+        same_however_it_is_cut(text, Speech(family, NAMES), content=text)
+
+
+def test_tags_that_are_tokens_are_text_when_they_are_spelled() -> None:
+    """The grammar holds what follows the token to a call, and nothing what follows the same letters."""
+    speech = Speech(HERMES, NAMES, tokens=frozenset(("<tool_call>", "</tool_call>")))
+    text = "So: " + tagged(HERMES, 1)
+    same_however_it_is_cut(text, speech, content=text)
+
+
+@pytest.mark.parametrize("speech", [PLAIN, *(Speech(family, NAMES, THINK) for family in FAMILIES)])
 @pytest.mark.parametrize(
-    "text", ["", " \n", " a b\n ", "a <tool_call> b", "[TOOL_CALLS", "<thin", '{"nam', "a\n<tool_call>\n{"]
+    "text", ["", " \n", " a b\n ", "a <tool_call> b", "[TOOL", "<thin", '{"nam', "a\n<tool_call>\n{"]
 )
 def test_a_text_without_calls_stays_as_it_is(speech: Speech, text: str) -> None:
-    if speech.calls is MISTRAL and text.startswith("[TOOL"):
-        text = text[:-1]
-    assert said(text, speech) == ({"content": text} if text else {})
-    whole = Message(speech).whole(text)
-    assert whole == {"role": "assistant", "content": text, "refusal": None}
+    same_however_it_is_cut(text, speech, **({"content": text} if text else {}))
 
 
+@pytest.mark.parametrize("tokens", [False, True], ids=["text", "tokens"])
 @pytest.mark.parametrize(
     ("text", "thinking", "thought", "content"),
     [
         ("<think>\n\n</think>\n\nyes\n", False, None, "yes\n"),
         ("\n<think>so</think>yes", False, "so", "yes"),
-        ("so\n</think>\n\nyes", True, "so", "yes"),
+        ("so\n\nso\n</think>\n\nyes", True, "so\n\nso", "yes"),
         ("so on", True, "so on", None),
         ("<think>so on", False, "so on", None),
         ("yes <think>no</think>", False, None, "yes <think>no</think>"),
         ("yes", False, None, "yes"),
     ],
 )
-def test_a_thought_comes_first(text: str, thinking: bool, thought: str | None, content: str | None) -> None:
-    made = said(text, Speech(None, (), THINK, thinking))
-    assert (made.get("reasoning_content"), made.get("content")) == (thought, content)
-    whole = Message(Speech(None, (), THINK, thinking)).whole(text)
-    assert (whole.get("reasoning_content"), whole["content"] or None) == (thought, content)
+def test_a_thought_comes_first(
+    text: str, thinking: bool, thought: str | None, content: str | None, tokens: bool
+) -> None:
+    speech = Speech(None, (), THINK, thinking, frozenset(THINK.words if tokens else ()))
+    expected = {"reasoning_content": thought, "content": content}
+    given = {name: value for name, value in expected.items() if value is not None}
+    same_however_it_is_cut(speech.mark(text), speech, **given)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_call_that_was_cut_has_what_there_is(form: CallForm) -> None:
-    text = written(form, 1)
-    whole = text.index(form.middle) + len(form.middle)
-    for end in range(len(text)):
-        made = said(text[:end], Speech(form, NAMES))
-        if end < whole:
-            assert made == ({"content": text[:end]} if end else {})
+@pytest.mark.parametrize("tokens", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_that_was_cut_has_what_there_is(family: Family, tokens: bool) -> None:
+    speech = Speech(family, NAMES)
+    speech = Speech(family, NAMES, tokens=frozenset(speech.words if tokens else ()))
+    text = (
+        bare(family, 1)
+        if family.tagged is None
+        else speech.mark(tagged(family, 1).replace(ARGUMENTS[0], "@"))
+    )
+    text = text.replace("@", ARGUMENTS[0])
+    begins = text.index(ARGUMENTS[0])
+    ends = begins + len(ARGUMENTS[0])
+    for end in range(1, len(text)):
+        made = said(text[:end], speech)
+        if end <= begins:
+            assert "tool_calls" not in made and made["finish"] == "stop"
+            marked = tokens and family.tagged is not None
+            assert made.get("content") == (None if marked else text[:end])
         else:
-            assert made["tool_calls"][0]["arguments"] == ARGUMENTS[0][: end - whole]
-
-
-def test_calls_may_lack_their_tags_where_nothing_stands_before_them() -> None:
-    for thought in ("", "<think>hm</think>\n"):
-        made = said(thought + written(BARE, 3), Speech(HERMES, NAMES, THINK))
-        assert [(call["name"], call["arguments"]) for call in made["tool_calls"]] == called(3)
-    text = "So: " + written(BARE, 1)
-    assert said(text, Speech(HERMES, NAMES)) == {"content": text}
-
-
-@pytest.mark.parametrize("form", [*FORMS, BARE])
-def test_what_is_no_call_of_a_function_that_is_offered_is_text(form: CallForm) -> None:
-    for name in ("f", "f01", "Ann"):
-        text = f"{form.begin}{name}{form.middle}{{}}{form.end}\n"
-        assert said(text, Speech(HERMES if form is BARE else form, NAMES)) == {"content": text}
-    assert said('{"name": "f0", "age": 3}', Speech(LLAMA, NAMES)) == {"content": '{"name": "f0", "age": 3}'}
+            assert (
+                made["tool_calls"][0]["arguments"] == ARGUMENTS[0][: end - begins] and "content" not in made
+            )
+            assert made["finish"] == ("tool_calls" if end >= ends else "stop")
 
 
 def test_streams_give_arguments_as_they_come() -> None:
     message = Message(Speech(HERMES, NAMES))
-    text = written(HERMES, 1)
-    given = [message.delta(character, False) for character in text]
+    given = [message.delta(character, False) for character in tagged(HERMES, 1)]
     pieces = [delta["tool_calls"][0]["function"]["arguments"] for delta in given if delta.get("tool_calls")]
-    assert pieces == ["", *ARGUMENTS[0]]
+    assert pieces == [ARGUMENTS[0][0], *ARGUMENTS[0][1:]]
+
+
+@pytest.mark.parametrize(
+    "speech", [Speech(HERMES, NAMES, THINK), Speech(None, (), THINK, True), Speech(MISTRAL, NAMES)]
+)
+@pytest.mark.parametrize("before", ["", "a"])
+def test_whitespace_without_end_takes_no_more_time_than_text(speech: Speech, before: str) -> None:
+    """Of each piece alone, whatever came before it: a model may write nothing else."""
+    splitter, count = Splitter(speech), 20_000
+    splitter.push(before)
+    begun = time.process_time()
+    for _ in range(count):
+        splitter.push(" " * 80)
+    assert time.process_time() - begun < 2  # it would be some forty seconds
+    parts = [*splitter.push("b"), *splitter.finish()]
+    space = "" if speech.thinking and not before else " " * 80 * count
+    assert "".join(part.text for part in parts) == space + "b"
 
 
 SHOWN = PROBED["function"]["description"]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_template_shows_how_calls_are_written(form: CallForm) -> None:
-    call = f"probe{form.middle}"
-    assert call_form(f"{SHOWN} Probe. {form.begin}{call}") is form
-    assert call_form(f"Probe. {form.begin}{call}") is None  # it leaves tools out
-    assert call_form(f"{SHOWN} {call}") is call_form(f"{SHOWN} <function=probe>") is None
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_template_shows_how_calls_are_written(family: Family) -> None:
+    if (form := family.tagged) is not None:
+        call = f"{form.begin}probe{form.middle}{{}}"
+    else:
+        assert family.bare is not None
+        call = f'{{"name": "probe", "{family.bare.key}": {{}}}}'
+    assert family_of(f"{SHOWN} Probe. {call}") is family
+    assert family_of(f"Probe. {call}") is None  # it leaves tools out
+    assert family_of(f"{SHOWN} <function=probe>") is None
 
 
 def test_a_template_shows_how_thoughts_are_written() -> None:
     assert thought_form("{{ content.split('</think>')[-1] }}") is THINK
     assert thought_form("[THINK]{{ thought }}[/THINK]") is THOUGHTS[1]
     assert thought_form("{{ messages[0].content }}") is None
-
-
-def test_arguments_are_json() -> None:
-    for arguments in ARGUMENTS:
-        json.loads(arguments)

@@ -12,10 +12,11 @@ import pytest
 from tokenizers import AddedToken
 
 from anybit import Engine
+from anybit.checkpoint import chat_template
 from anybit.kernels import cpu
 from anybit.serve.constraint import Constraints
-from anybit.serve.speech import HERMES, LLAMA, MISTRAL, MISTRAL_LIST, THOUGHTS, Speech
-from anybit.serve.tools import Function, Tools, grammar
+from anybit.serve.speech import HERMES, LLAMA, MISTRAL, MISTRAL_LIST, THOUGHTS, Family, Speech, Splitter
+from anybit.serve.tools import PYTHON_TAG, Function, Tools, enforced, grammar
 from tests import builders
 from tests.serve.conftest import Client, refusal, serving
 
@@ -24,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not cpu.available(), reason="the native extension is not built"),
 ]
 CHAT = "/v1/chat/completions"
-FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral-list": MISTRAL_LIST}
+FAMILIES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral-list": MISTRAL_LIST}
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.description }}{% endfor %}"
     "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}"
@@ -42,17 +43,26 @@ WEATHER = {
     },
 }
 TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "weather_now"}}]
+CUT = "\N{SYMBOL FOR NULL}"
 HELLO = {"messages": [{"role": "user", "content": "a"}], "temperature": 0}
 
 
-def tokenizer_of(family: str, tokens: bool, thinks: bool = False) -> Any:
+def around(family: Family) -> tuple[str, str, str]:
+    """What stands around the name and the arguments of a call."""
+    if (form := family.tagged) is not None:
+        return form.begin, form.middle, form.end
+    assert family.bare is not None
+    return '{"name": "', f'", "{family.bare.key}": ', "}"
+
+
+def tokenizer_of(family: str, tokens: bool, thinks: bool = False, more: tuple[str, ...] = ()) -> Any:
     """One whose template is of a family; what marks calls and thoughts are tokens of their own, or text."""
     tokenizer = builders.byte_tokenizer()
-    template, form = TEMPLATE + ("{# <think></think> #}" if thinks else ""), FORMS[family]
-    for name, text in (("BEGIN", form.begin), ("MIDDLE", form.middle), ("END", form.end)):
+    template = TEMPLATE + ("{# <think></think> #}" if thinks else "")
+    for name, text in zip(("BEGIN", "MIDDLE", "END"), around(FAMILIES[family]), strict=True):
         template = template.replace(name, f"{{{{ {json.dumps(text)} }}}}")
     tokenizer.chat_template = template
-    words = [*form.words, "<think>", "</think>"] if tokens else []
+    words = [*Speech(FAMILIES[family], thought=THOUGHTS[0]).words, *more] if tokens else []
     special = family.startswith("mistral")
     tokenizer.add_tokens([AddedToken(word, special=special, normalized=False) for word in words], special)
     return tokenizer
@@ -81,13 +91,15 @@ def fits(call: tuple[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
-@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_call_is_one_of_those_that_are_offered(
     other_engine: Engine, monkeypatch: pytest.MonkeyPatch, family: str, tokens: bool
 ) -> None:
     with talking(other_engine, monkeypatch, family, tokens) as client:
         asked = {**HELLO, "temperature": 1.5, "tools": TOOLS, "tool_choice": "required"}
+        spaces = other_engine.tokenizer.encode(" \n\t\r\f\v", add_special_tokens=False)
         asked |= {"parallel_tool_calls": False, "n": 8, "seed": 3}
+        asked |= {"logit_bias": {str(token): -50 for token in spaces}}  # the context is short
         whole = client.ok(CHAT, asked)
         for choice in whole["choices"]:
             assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
@@ -99,18 +111,26 @@ def test_a_call_is_one_of_those_that_are_offered(
             assert calls_of(choice["message"]) == [("weather_now", {})]
 
 
-def passes(text: str, family: str, tokens: bool, thinking: bool = False, **how: Any) -> bool:
-    """Whether an answer is let through, by the grammar of two functions, to its end."""
-    tokenizer = tokenizer_of(family, tokens)
+def offered(**how: Any) -> Tools:
     functions = [
-        Function(tool["function"]["name"], tool["function"].get("parameters", {}), False) for tool in TOOLS
+        Function(one["function"]["name"], one["function"].get("parameters", {}), False) for one in TOOLS
     ]
-    offered = Tools(TOOLS, functions, how.get("required", False), how.get("several", True))
-    speech = Speech(FORMS[family], ("weather", "weather_now"), THOUGHTS[0], thinking)
-    end = tokenizer.convert_tokens_to_ids("</s>")
-    backend = tokenizer.backend_tokenizer
-    form = Constraints(backend, len(tokenizer), {end}).compile("grammar", grammar(offered, speech, backend))
-    for token in [*tokenizer.encode(text, add_special_tokens=False), end]:
+    return Tools(TOOLS, functions, how.get("required", False), how.get("several", True))
+
+
+def passes(
+    text: str, family: str, tokens: bool, thinking: bool = False, more: tuple[str, ...] = (), **how: Any
+) -> bool:
+    """Whether an answer is let through, by the grammar of two functions, to its end."""
+    tokenizer = tokenizer_of(family, tokens, more=more)
+    speech = Speech(FAMILIES[family], ("weather", "weather_now"), THOUGHTS[0], thinking)
+    backend, end = tokenizer.backend_tokenizer, tokenizer.convert_tokens_to_ids("</s>")
+    form = Constraints(backend, len(tokenizer), {end}).compile(
+        "grammar", grammar(offered(**how), speech, backend)
+    )
+    pieces = text.split(CUT)  # tokens do not go over it
+    ids = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
+    for token in [*ids, end]:
         if not form.allowed()[token]:
             return False
         if token != end:
@@ -119,40 +139,122 @@ def passes(text: str, family: str, tokens: bool, thinking: bool = False, **how: 
 
 
 @pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
-@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_let_through(family: str, tokens: bool) -> None:
-    form = FORMS[family]
-    rome, now = f'weather{form.middle}{{"city": "Rome", "days": 1}}', f"weather_now{form.middle}{{}}"
-    one, other = form.begin + rome + form.end, form.begin + now + form.end
-    two = form.begin + now + form.next + rome + form.end
+    begin, middle, end = around(FAMILIES[family])
+    rome, now = f'weather{middle}{{"city": "Rome", "days": 1}}', f"weather_now{middle}{{}}"
+    one, other = begin + rome + end, begin + now + end
     assert all(passes(text, family, tokens) for text in ("", "Hello.\n", '{"name": "Ann"}', one, other))
     assert passes("Well.\n" + one, family, tokens)
-    assert passes(two, family, tokens) == (family != "llama")
-    assert not passes(two, family, tokens, several=False)
     for right, wrong in (
         ('"Rome"', '"Rom"'),
         ('"days": 1', '"days": 3'),
         ('"days"', '"nights"'),
-        ('"Rome", ', '"Rome",'),
+        ("}", ', "x": 1}'),
     ):
         assert right in rome and not passes(one.replace(rome, rome.replace(right, wrong)), family, tokens)
-    assert not passes(one.removesuffix("}" + form.end) + form.end, family, tokens)
-    assert passes(one + "\n", family, tokens) == bool(form.end)
-    assert passes(form.begin + form.next.join([now] * 32) + form.end, family, tokens) == bool(form.next)
-    assert not passes(form.begin + form.next.join([now] * 33) + form.end, family, tokens)
+    assert passes(one.replace('"Rome", ', '"Rome",\n    '), family, tokens)  # whitespace, but not without end
+    assert not passes(one.replace('"Rome", ', '"Rome",' + " " * 13), family, tokens)
+    assert not passes(one.removesuffix("}" + end) + end, family, tokens)
     assert not passes(one + " more", family, tokens) and not passes(one[:-1], family, tokens)
     assert all(passes(text, family, tokens, required=True) for text in (one, other))
     assert not any(passes(text, family, tokens, required=True) for text in ("", "Hello.\n", "Well.\n" + one))
     for thought in ("<think>hm\n</think>\n\n", "<think></think>"):
+        begun = thought.removeprefix("<think>")
         assert passes(thought + one, family, tokens, required=True)
-        assert passes(thought.removeprefix("<think>") + one, family, tokens, thinking=True, required=True)
-        assert passes(thought + "Hello.", family, tokens)
+        assert passes(begun + one, family, tokens, thinking=True, required=True)
+        assert passes(begun + one, family, tokens, thinking=True) and passes(
+            "hm", family, tokens, thinking=True
+        )
+        assert passes(thought + "Hello.", family, tokens) and passes(thought + one, family, tokens)
+        assert not passes(thought + one.replace("Rome", "Rom"), family, tokens)
+    assert not passes(one, family, tokens, thinking=True, required=True)  # a call in a thought is none
+    spelled = FAMILIES[family].tagged is None or not tokens
+    assert passes(one, family, tokens, thinking=True) == spelled
     assert not passes("<think>hm" + one, family, tokens, required=True)
-    if (bare := form.bare) is not None:
-        calls = [f"{now}{bare.next}{rome}{bare.end}", f"{now}{bare.end}", f"{now}{bare.end}\n"]
-        assert all(passes(bare.begin + call, family, tokens) for call in calls)
-        assert not passes(bare.begin + calls[0].replace("Rome", "Rom"), family, tokens)
-        assert not passes(bare.begin + calls[0], family, tokens, required=True)
+
+
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.tagged])
+def test_several_calls_are_let_through(family: str, tokens: bool) -> None:
+    form = FAMILIES[family].tagged
+    assert form is not None
+    rome, now = f'weather{form.middle}{{"city": "Rome", "days": 1}}', f"weather_now{form.middle}{{}}"
+    two = form.begin + now + form.next + rome + form.end
+    assert passes(two, family, tokens) and not passes(two, family, tokens, several=False)
+    assert passes(two + "\n", family, tokens) == bool(form.end)
+    assert passes(form.begin + form.next.join([now] * 32) + form.end, family, tokens)
+    assert not passes(form.begin + form.next.join([now] * 33) + form.end, family, tokens)
+
+
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("family", ["hermes", "llama"])
+@pytest.mark.parametrize(
+    "before", ["", "\n", "<think>hm</think>\n", "<think>hm</think>", "```json\n", "\n```\n"]
+)
+def test_calls_without_tags_are_held_to_schemas_too(family: str, tokens: bool, before: str) -> None:
+    key = "arguments" if family == "hermes" else "parameters"
+    call = '{"name": "weather", "KEY": {"city": "Rome", "days": 1}}'.replace("KEY", key)
+    indented = json.dumps(json.loads(call), indent=4)
+    for text in (call, indented, call + "\n", indented + "\n```", call.replace(": ", ":")):
+        assert passes(before + text, family, tokens)
+        assert not passes(before + text.replace("Rome", "Rom"), family, tokens)
+    assert passes(f"{before}{call}\n{indented}", family, tokens) == (family == "hermes")
+    assert not passes(f"{before}{call}\n{indented}", family, tokens, several=False)
+    assert passes(
+        before + call.replace("weather", "whether").replace("Rome", "Rom"), family, tokens
+    )  # no call
+    for odd in ('"x"', "3", "[]", "{"):
+        assert not passes(f'{before}{{"name": "weather", "{key}": {odd}', family, tokens)
+
+
+def test_llama_may_say_that_it_calls() -> None:
+    call = '{"name": "weather_now", "parameters": {}}'
+    for required in (False, True):
+        assert passes(PYTHON_TAG + call, "llama", True, more=(PYTHON_TAG,), required=required)
+    assert not passes(PYTHON_TAG + "Hello", "llama", True, more=(PYTHON_TAG,), required=True)
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "mistral-list"])
+def test_a_tag_that_is_a_token_is_text_when_it_is_spelled(family: str) -> None:
+    form = FAMILIES[family].tagged
+    assert form is not None
+    spelled = (
+        form.begin[:3]
+        + CUT
+        + form.begin[3:]
+        + "weather"
+        + form.middle[:2]
+        + CUT
+        + form.middle[2:]
+        + '{"city": 5'
+    )
+    assert passes(spelled, family, True)
+    speech = Speech(FAMILIES[family], ("weather",), tokens=frozenset(form.words))
+    splitter = Splitter(speech)
+    assert "".join(part.text for part in (*splitter.push(spelled), *splitter.finish())) == spelled
+    assert not splitter.calls
+
+
+def test_schemas_are_kept_without_what_is_said_to_readers() -> None:
+    said = {"title": "t", "description": "d", "examples": [1], "default": 2, "$comment": "c"}
+    inner = {"type": "object", "properties": {"title": {"type": "string", **said}}, **said}
+    schema = {
+        "type": "object",
+        "properties": {"description": inner, "b": {"enum": [{"title": 1}]}},
+        "$defs": {"title": inner},
+    }
+    bare = {"type": "object", "properties": {"title": {"type": "string"}}, "additionalProperties": False}
+    assert enforced(schema) == {
+        "type": "object", "properties": {"description": bare, "b": {"enum": [{"title": 1}]}}, "$defs": {"title": bare},
+        "additionalProperties": False,
+    }  # fmt: skip
+    for opens in (
+        {"additionalProperties": True},
+        {"anyOf": [{}]},
+        {"patternProperties": {"^x": {"type": "string"}}},
+    ):
+        assert enforced({"properties": {}, **opens}) == {"properties": {}, **opens}
 
 
 def test_a_stream_gives_the_same_calls(client_of_hermes: Client) -> None:
@@ -181,7 +283,7 @@ def test_without_need_the_model_may_say_something(client_of_hermes: Client) -> N
     assert fits(*calls_of(client_of_hermes.ok(CHAT, pushed)["choices"][0]["message"]))
 
 
-@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_several_calls(other_engine: Engine, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """A model that is kept from ending its text calls on, where its form has more than one call."""
     with talking(other_engine, monkeypatch, family) as client:
@@ -237,7 +339,8 @@ def test_calls_and_what_they_gave_go_through_the_template(client_of_hermes: Clie
     asked = {"messages": messages, "tools": TOOLS, "chat_template_kwargs": {"thinks": "!"}}
     tokens = client_of_hermes.ok("/tokenize", asked)["tokens"]
     text = client_of_hermes.ok("/detokenize", {"tokens": tokens})["prompt"]
-    call = HERMES.begin + "weather" + HERMES.middle + '{"city": "Oslo"}' + HERMES.end
+    begin, middle, end = around(HERMES)
+    call = f'{begin}weather{middle}{{"city": "Oslo"}}{end}'
     assert text == f"How it is.[user]a[assistant]hm{call}[tool]coldc1!"
 
 
@@ -268,6 +371,7 @@ def calling(**changes: Any) -> dict[str, Any]:
 
 DEEP = json.loads('{"a":' * 40 + "1" + "}" * 40)
 NAMED = {"type": "function", "function": {"name": "f"}}
+PARAMETERS = "tools[0].function.parameters"
 CALL = "messages[0].tool_calls[0].function"
 BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tools": {}}, "a list of at most 128 functions", "tools"),
@@ -278,12 +382,14 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tools": [{"type": "function"}]}, "function is null", "tools[0].function"),
     (tool(name="a b"), "1 to 64 letters", "tools[0].function.name"),
     (tool(name='"'), "1 to 64 letters", "tools[0].function.name"),
-    (tool(parameters=[]), "a schema of an object", "tools[0].function.parameters"),
-    (tool(parameters={"type": "string"}), "a schema of an object", "tools[0].function.parameters"),
-    (tool(parameters={"properties": {"a": {"type": "thing"}}}), "cannot be enforced", "tools"),
-    (tool(strict=True, parameters={"properties": {"a": {"format": "odd"}}}), "Unknown format", "tools"),
+    (tool(parameters=[]), "a schema of an object", PARAMETERS),
+    (tool(parameters={"type": "string"}), "a schema of an object", PARAMETERS),
+    (tool(parameters={"type": ["object", "null"]}), 'has the type ["object", "null"]', PARAMETERS),
+    (tool(strict=True, parameters={"properties": {"a": {"type": "thing"}}}), "cannot be enforced", PARAMETERS),
+    (tool(strict=True, parameters={"properties": {"a": {"format": "odd"}}}), "Unknown format", PARAMETERS),
     (tool(parameters={"a": "x" * 70_000}), "expected at most 65536", "tools"),
-    (tool(parameters=DEEP), "nested deeper than 32", "tools[0].function.parameters"),
+    (tool(parameters=DEEP), "nested deeper than 32", PARAMETERS),
+    ({"tools": TOOLS, "stop": "a"}, "leave stop or tools out", "stop"),
     (tool(price=3), "no parameter", "tools[0].function.price"),
     ({"tools": TOOLS, "tool_choice": "always"}, 'expected "none", "auto", "required"', "tool_choice"),
     ({"tool_choice": "required"}, "there are no tools", "tool_choice"),
@@ -293,7 +399,7 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"chat_template_kwargs": []}, "an object of at most 32 levels", "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": []}}, "which the request itself says", "chat_template_kwargs"),
     (calling(type="custom"), "has only", "messages[0].tool_calls[0].type"),
-    (calling(function={"name": "f", "arguments": "{"}), "a JSON object", f"{CALL}.arguments"),
+    (calling(function={"name": "f", "arguments": json.dumps(DEEP)}), "deeper than 32", f"{CALL}.arguments"),
     (calling(function={"arguments": "{}"}), "name is null", f"{CALL}.name"),
     (calling(function={"name": "\ud800", "arguments": "{}"}), "not valid UTF-8", None),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "no parameter", "messages[0].tool_calls"),
@@ -315,11 +421,86 @@ def test_a_model_without_tools_says_so(client: Client) -> None:
     assert client.ok(CHAT, {**HELLO, "tools": TOOLS, "tool_choice": "none", "max_tokens": 1})["choices"]
 
 
-def test_a_schema_that_is_not_strict_is_kept_as_far_as_it_can_be(client_of_hermes: Client) -> None:
-    odd = {"type": "object", "properties": {"a": {"enum": [1], "format": "odd"}}, "required": ["a"]}
-    asked = {**HELLO, **tool(parameters={**odd, "additionalProperties": False}), "tool_choice": "required"}
-    message = client_of_hermes.ok(CHAT, {**asked, "parallel_tool_calls": False})["choices"][0]["message"]
-    assert calls_of(message) == [("weather", {"a": 1})]
+@pytest.mark.parametrize(
+    ("odd", "arguments"),
+    [
+        ({"properties": {"a": {"enum": [1], "format": "odd"}}, "required": ["a"]}, {"a": 1}),
+        ({"properties": {"a": {"enum": [1]}}, "required": ["a"], "title": "t"}, {"a": 1}),
+        (
+            {"properties": {"a": {"enum": [1], "pattern": "^(?!x)"}}, "required": ["a"]},
+            None,
+        ),  # not to be known
+        ({"$ref": "http://x/y"}, None),
+    ],
+)
+def test_a_schema_that_is_not_strict_is_kept_as_far_as_it_can_be(
+    client_of_hermes: Client, odd: dict[str, Any], arguments: Any
+) -> None:
+    asked = {**HELLO, **tool(parameters=odd), "tool_choice": "required", "parallel_tool_calls": False}
+    asked |= {"logit_bias": {str(ord("}") + 3 - 33): 100}}  # objects end as soon as they may
+    message = client_of_hermes.ok(CHAT, {**asked, "max_tokens": 90})["choices"][0]["message"]
+    ((name, found),) = calls_of(message)
+    assert name == "weather" and (found == arguments or (arguments is None and isinstance(found, dict)))
+
+
+def test_many_tools_fit(client_of_hermes: Client) -> None:
+    properties = {
+        f"property_{i}": {"type": "string", "description": "What it is for. " * 9} for i in range(8)
+    }
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": f"{i:062}", "parameters": {"properties": properties if i < 40 else {}}},
+        }
+        for i in range(128)
+    ]
+    named = {"type": "function", "function": {"name": f"{127:062}"}}
+    asked = {**HELLO, "tools": tools, "parallel_tool_calls": False}
+    assert client_of_hermes.ok(CHAT, {**asked, "max_tokens": 1})["choices"]
+    message = client_of_hermes.ok(CHAT, {**asked, "tool_choice": named})["choices"][0]["message"]
+    assert calls_of(message) == [(f"{127:062}", {})]
+
+
+def test_a_form_is_the_whole_answer_also_where_the_prompt_begins_a_thought(
+    other_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with talking(other_engine, monkeypatch, "hermes", thinks=True) as client:
+        asked = {**HELLO, "chat_template_kwargs": {"thinks": "<think>\n"}, "guided_choice": ["yes"]}
+        message = client.ok(CHAT, asked)["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": "yes", "refusal": None}
+
+
+def test_history_is_taken_as_others_have_written_it(client_of_hermes: Client) -> None:
+    """What OpenAI's answers have, an answer of no text, and arguments that were cut."""
+    call = {
+        "id": "c",
+        "type": "function",
+        "index": 0,
+        "function": {"name": "weather", "arguments": '{"city": "Os'},
+    }
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "annotations": [], "refusal": None, "audio": None},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "no JSON"}]},
+    ]
+    tokens = client_of_hermes.ok("/tokenize", {"messages": messages})["tokens"]
+    text = client_of_hermes.ok("/detokenize", {"tokens": tokens})["prompt"]
+    assert text.startswith("[user]a[assistant][assistant]") and text.endswith(
+        'weather", "arguments": "{\\"city\\": \\"Os"}\n</tool_call>[tool]no JSONc'
+    )
+
+
+def test_a_template_that_fails_once_is_asked_again(
+    other_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with talking(other_engine, monkeypatch, "hermes") as client, monkeypatch.context() as patch:
+        patch.setattr(chat_template, "SECONDS", 0)
+        assert client.ok("/v1/models")["data"][0]["tools"] is False
+        status, message, _ = refusal(client.ask(CHAT, {**HELLO, "tools": TOOLS}))
+        assert status == 400 and "takes more than 0 s" in message
+        patch.undo()
+        assert client.ok("/v1/models")["data"][0]["tools"] is True
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from anybit.errors import InputError
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders give for bytes that are no character, or not yet
 CONTEXT = 8  # tokens of a prompt that the first new one is decoded after
+MARK = "\udcff"  # before the word of a token that is shown; half of a surrogate pair, which no text has
 LONGEST = 32  # tokens without one whole character: what comes is no text, and is no longer waited for
 LATE = 3  # bytes that a character which is not yet whole can have, and so tokens
 
@@ -20,7 +21,7 @@ LATE = 3  # bytes that a character which is not yet whole can have, and so token
 class TextStream:
     """Turns the tokens of one request into pieces of text, which together are the text of all of them.
 
-    A piece ends where both a token and a character end. Special tokens have no text, unless they are to be shown. Of
+    A piece ends where both a token and a character end. Special tokens have no text, unless they are shown. Of
     the stop strings, the one that is complete first ends the text, whichever tokens it comes in; of those complete at
     once, the longest. What could be the beginning of one is held back.
     """
@@ -39,7 +40,7 @@ class TextStream:
             stop: strings that end the text; neither they nor what follows is given out.
             prompt: tokens that the text continues: some decoders drop a space at the beginning of a text, which is none
                 here. Left out: the text is one of its own.
-            shown: special tokens whose words in the vocabulary are text here.
+            shown: tokens that come out as `MARK` and their words in the vocabulary, so that no text can feign them.
 
         Raises:
             InputError: a stop string that is empty, or no string.
@@ -61,9 +62,8 @@ class TextStream:
         if self.stopped is not None:
             return ""
         if token in self._shown:
-            known = self._decode(self._pending) + (self._tokenizer.id_to_token(token) or "")
-            self._stream, self._pending = self._after([token]), []
-            return self._released(known)
+            known, self._stream, self._pending = self._decode(self._pending), self._after([token]), []
+            return self._released(f"{known}{MARK}{self._tokenizer.id_to_token(token)}")
         return "" if token in self._special else self._released(self._decoded(token))
 
     def finish(self) -> str:

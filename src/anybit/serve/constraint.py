@@ -85,12 +85,13 @@ class Constraints:
             verbose_errors=False,
         )
 
-    def compile(self, kind: str, form: str | Json) -> Constraint:
+    def compile(self, kind: str, form: str | Json, most: int = LONGEST) -> Constraint:
         """A form, ready for a text's first token.
 
         Args:
             kind: one of `KINDS`.
             form: a schema as JSON, a regular expression that the whole text matches, or a grammar in llguidance's Lark.
+            most: bytes of it.
 
         Raises:
             InputError: a form that is not understood in full, or too large.
@@ -99,8 +100,8 @@ class Constraints:
 
         text = json.dumps(form) if kind == "json_schema" else str(form)
         size = len(text.encode(errors="replace"))
-        if size > LONGEST:
-            raise InputError(f"{kind} has {size} bytes, expected at most {LONGEST}")
+        if size > most:
+            raise InputError(f"{kind} has {size} bytes, expected at most {most}")
         if kind == "json_schema" and depth(form) > DEEPEST:
             raise InputError(f"{kind} is nested deeper than {DEEPEST} levels")
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,14 +45,12 @@ class Prompt:
     Attributes:
         tokens: ids.
         speech: how to read the answer.
-        shown: special tokens of it that count as text.
-        grammar: that holds it to the tools, in llguidance's Lark; None: there are no tools.
+        shown: tokens that are words of it.
     """
 
     tokens: list[int]
     speech: Speech
     shown: frozenset[int]
-    grammar: str | None
 
 
 def conversation(fields: Fields) -> Conversation:
@@ -89,7 +88,8 @@ def _message(found: Any, whose: str) -> Json:
             raise own.bad("tool_calls", calls, f"a list of at most {MOST_TOOLS} calls")
         if calls:  # templates ask whether it is there
             made["tool_calls"] = [_call(call, f"{whose}tool_calls[{i}].") for i, call in enumerate(calls)]
-            content = "" if content is None else content
+        content = "" if content is None else content
+        own.only("annotations", [])
         if (thought := own.text("reasoning_content")) is not None:
             made["reasoning_content"] = thought
     if role == "tool" and (of_call := own.text("tool_call_id")) is not None:
@@ -125,12 +125,12 @@ def _call(found: Any, whose: str) -> Json:
     inner.finish()
     if name is None:
         raise inner.bad("name", None, "a string")
-    try:
-        values = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict) or depth(values) > DEEPEST:
-        raise inner.bad("arguments", arguments, f"a JSON object of at most {DEEPEST} levels, as a string")
+    values: Any = arguments or {}
+    if arguments:
+        with suppress(ValueError, RecursionError):  # those of a call that was cut stay as they are
+            values = json.loads(arguments)
+        if depth(values) > DEEPEST:
+            raise BadField(f"{whose}function.arguments", f"arguments is nested deeper than {DEEPEST} levels")
     made = {"type": "function", "function": {"name": name, "arguments": values}}
     return made if name_of_call is None else {"id": name_of_call, **made}
 
@@ -182,9 +182,12 @@ def _tool(tool: Any, whose: str) -> tuple[Json, Function]:
     own.finish()
     if name is None or not NAME.fullmatch(name):
         raise own.bad("name", name, "1 to 64 letters, digits, _, . or -")
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+    param = f"{whose}function.parameters"
+    if not isinstance(schema, dict):
         raise own.bad("parameters", schema, "a schema of an object")
+    if (kind := schema.get("type", "object")) != "object":
+        raise BadField(param, f"{param} has the type {json.dumps(kind):.60}, expected a schema of an object")
     if depth(schema) > DEEPEST:
-        raise BadField(f"{whose}function.parameters", f"parameters is nested deeper than {DEEPEST} levels")
+        raise BadField(param, f"{param} is nested deeper than {DEEPEST} levels")
     given = {"name": name, "description": description or "", "parameters": schema}
-    return {"type": "function", "function": given}, Function(name, schema, strict)
+    return {"type": "function", "function": given}, Function(name, schema, strict, param)

@@ -18,7 +18,7 @@ class Message:
 
     def __init__(self, speech: Speech) -> None:
         self._splitter = Splitter(speech)
-        self._calls = 0
+        self._calls = 0  # that deltas have told of
 
     def whole(self, text: str) -> Json:
         """The message of a whole text."""
@@ -36,7 +36,8 @@ class Message:
 
     def finish(self, reason: str | None) -> str | None:
         """Why the message has ended, once all of it was read."""
-        return "tool_calls" if reason == "stop" and self._calls else reason
+        whole = self._splitter.calls and not self._splitter.inside
+        return "tool_calls" if reason == "stop" and whole else reason
 
     def _delta(self, parts: Sequence[Part]) -> Json:
         made: Json = {}

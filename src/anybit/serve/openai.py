@@ -75,16 +75,20 @@ def chat(served: Served, body: dict[str, Any], key: str) -> Wanted:
     token_ids = fields.flag("return_token_ids")
     fields.finish()
     prompt = served.encode_chat(asked)
-    request = replace(request, tokens=prompt.tokens, most=fewer, shown=prompt.shown)
-    if prompt.grammar is not None:
+    request, speech = replace(request, tokens=prompt.tokens, most=fewer), prompt.speech
+    if asked.tools is not None:
         if request.constraint is not None:
             raise BadField("tools", "tools and a form of the text do not go together: give one of them")
-        request = replace(
-            request, constraint=_compiled(served.constraint, "tools", "grammar", prompt.grammar)
-        )
+        if request.stop:
+            raise BadField("stop", "a stop string could end a call in its middle: leave stop or tools out")
+        request = replace(request, constraint=served.held_to(asked.tools, speech))
+    elif request.constraint is not None:  # the whole answer is that form, with no thought before it
+        speech = PLAIN
+    if speech is not PLAIN:
+        request = replace(request, shown=prompt.shown)
     if logprobs:
         (request,) = _bounded(served, [request], top or 0)
-    return Wanted(True, [request], stream, usage, logprobs, token_ids=token_ids, speech=prompt.speech)
+    return Wanted(True, [request], stream, usage, logprobs, token_ids=token_ids, speech=speech)
 
 
 def completions(served: Served, body: dict[str, Any], key: str) -> Wanted:
@@ -304,14 +308,12 @@ def _constraint(fields: Fields, compile_form: Callable[[str, Any], Constraint]) 
         raise BadField(
             asked[1][0], f"{asked[0][0]} and {asked[1][0]} both say which form a text has: give one"
         )
-    return _compiled(compile_form, *asked[0]) if asked else None
-
-
-def _compiled(compile_form: Callable[[str, Any], Constraint], param: str, kind: str, form: Any) -> Constraint:
-    try:
-        return compile_form(kind, form)
-    except InputError as error:
-        raise BadField(param, f"{param}: {error}") from None
+    for param, kind, form in asked:
+        try:
+            return compile_form(kind, form)
+        except InputError as error:
+            raise BadField(param, f"{param}: {error}") from None
+    return None
 
 
 def _forms(fields: Fields, prefix: str) -> list[tuple[str, str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import threading
@@ -18,15 +19,15 @@ from anybit.config import Json
 from anybit.engine.sampling import Sampling
 from anybit.engine.text import BROKEN, check_tokenizer
 from anybit.errors import InputError
-from anybit.serve.constraint import Constraint, Constraints
+from anybit.serve.constraint import LONGEST, Constraint, Constraints
 from anybit.serve.conversation import Conversation, Prompt
 from anybit.serve.embedder import Embedder
 from anybit.serve.errors import BadField
 from anybit.serve.model import Embeds, Model
 from anybit.serve.runner import Heard, Limits, Runner
 from anybit.serve.settings import Settings
-from anybit.serve.speech import PROBE, PROBED, CallForm, Speech, call_form, thought_form
-from anybit.serve.tools import grammar
+from anybit.serve.speech import PROBE, PROBED, Family, Speech, family_of, thought_form
+from anybit.serve.tools import MOST_GRAMMAR, Function, Tools, enforced, grammar
 from anybit.serve.worker import Worker
 
 if TYPE_CHECKING:
@@ -149,13 +150,15 @@ class Served(Named):
         return bool(self.engine.tokenizer.chat_template)
 
     @cached_property
-    def calls(self) -> CallForm | None:
-        """How it writes calls of functions; None: it can be given no tools."""
-        with suppress(InputError):  # what is wrong with its templates, requests are told
-            return (
-                call_form(render(self.name, self.engine.tokenizer, PROBE, [PROBED])) if self.chats else None
-            )
-        return None
+    def calls(self) -> Family | None:
+        """How it writes calls of functions; None: it can be given no tools.
+
+        Raises:
+            InputError: its template fails, such as by taking too long; another time it may not.
+        """
+        if not self.chats:
+            return None
+        return family_of(render(self.name, self.engine.tokenizer, PROBE, [PROBED]))
 
     def encode_chat(self, chat: Conversation) -> Prompt:
         """A conversation as token ids, ready for the model's answer.
@@ -166,20 +169,78 @@ class Served(Named):
         if not self.chats:
             raise InputError(f"{self.name} has no chat template: use /v1/completions")
         tools, given = chat.tools, chat.tools.given if chat.tools else None
-        if tools and self.calls is None:
+        thought = thought_form(template_of(self.name, self.engine.tokenizer, given))
+        text = render(self.name, self.engine.tokenizer, chat.messages, given, chat.variables)
+        tokens = self.encode(text, special=False)  # the template has them
+        thinking = thought is not None and text.rstrip().endswith(thought.begin)
+        names = tuple(function.name for function in tools.functions) if tools else ()
+        speech = Speech(self._calls_of(tools), names, thought, thinking)
+        added = {token.content: at for at, token in self.tokenizer.get_added_tokens_decoder().items()}
+        shown = {word: added[word] for word in speech.words if word in added}
+        speech = replace(speech, tokens=frozenset(shown))
+        return Prompt(tokens, speech, frozenset(shown.values()))
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether its chat template has tools, in a form that is known."""
+        with suppress(InputError):
+            return self.calls is not None
+        return False
+
+    def _calls_of(self, tools: Tools | None) -> Family | None:
+        """How calls of some tools are written.
+
+        Raises:
+            BadField: in no way that is known.
+        """
+        if tools is None:
+            return None
+        try:
+            calls = self.calls
+        except InputError as error:
+            raise BadField("tools", f"{self.name} takes no tools: {error}") from None
+        if calls is None:
             raise BadField(
                 "tools", f"the chat template of {self.name} has no tools, or in a form that is not served"
             )
-        thought = thought_form(template_of(self.name, self.engine.tokenizer, given))
-        text = render(self.name, self.engine.tokenizer, chat.messages, given, chat.variables)
-        thinking = thought is not None and text.rstrip().endswith(thought.begin)
-        names = tuple(function.name for function in tools.functions) if tools else ()
-        speech = Speech(self.calls if tools else None, names, thought, thinking)
-        added = self.tokenizer.get_added_tokens_decoder().items()
-        shown = frozenset(at for at, token in added if token.special and token.content in speech.words)
-        form = grammar(tools, speech, self.tokenizer) if tools else None
-        tokens = self.encode(text, special=False)  # the template has them
-        return Prompt(tokens, speech, shown, form)
+        return calls
+
+    def held_to(self, tools: Tools, speech: Speech) -> Constraint:
+        """The form of answers that may be calls of some tools.
+
+        Raises:
+            BadField: schemas that are too large, or strict and not known to llguidance in full.
+        """
+        size = sum(len(json.dumps(enforced(function.schema))) for function in tools.functions)
+        if size > LONGEST:
+            raise BadField(
+                "tools",
+                f"the schemas of tools have {size} bytes without descriptions, expected at most {LONGEST}",
+            )
+        with suppress(InputError):
+            return self._of_tools(tools, speech)
+        functions = [self._enforceable(function) for function in tools.functions]
+        try:
+            return self._of_tools(replace(tools, functions=functions), speech)
+        except InputError as error:
+            raise BadField("tools", f"tools: {error}") from None
+
+    def _of_tools(self, tools: Tools, speech: Speech) -> Constraint:
+        return self.constraint("grammar", grammar(tools, speech, self.tokenizer), MOST_GRAMMAR)
+
+    def _enforceable(self, function: Function) -> Function:
+        """A function whose schema can be kept; where that need not be, one of any arguments.
+
+        Raises:
+            BadField: its schema cannot be kept, and is strict.
+        """
+        try:
+            self.constraint("json_schema", function.enforced)
+        except InputError as error:
+            if function.strict:
+                raise BadField(function.param, f"{function.param}: {error}") from None
+            return replace(function, schema={})
+        return function
 
     def word(self, token: int) -> str:
         """A token by itself, as log-probabilities name it: parts of characters as the vocabulary writes them."""
@@ -200,7 +261,7 @@ class Served(Named):
             return [_BYTES[c] for c in word]
         return list(word.encode()) if BROKEN not in self.decode([token]) else None
 
-    def constraint(self, kind: str, form: str | Json) -> Constraint:
+    def constraint(self, kind: str, form: str | Json, most: int = LONGEST) -> Constraint:
         """See `Constraints.compile`.
 
         Raises:
@@ -211,7 +272,7 @@ class Served(Named):
                 constraints = self._constraints
         except (ImportError, ValueError) as error:
             raise InputError(f"{self.name} can be given no form ({error}): leave it out") from error
-        return constraints.compile(kind, form)
+        return constraints.compile(kind, form, most)
 
     @cached_property
     def _constraints(self) -> Constraints:
@@ -222,7 +283,7 @@ class Served(Named):
         engine, scheduler = self.engine, self.runner.scheduler
         return {
             "chat": self.chats,
-            "tools": self.calls is not None,
+            "tools": self.takes_tools,
             "kv_bits": engine.kv_bits,
             "kv_bytes_per_token": self.kv_bytes / scheduler.capacity,
             "kv_bytes": self.kv_bytes,

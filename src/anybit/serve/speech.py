@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from anybit.config import Json
-from anybit.engine.text import overlap
+from anybit.engine.text import MARK, overlap
 
 Kind = Literal["reasoning", "content", "call", "arguments"]
 REASONING: Kind = "reasoning"
@@ -21,41 +21,84 @@ ARGUMENTS: Kind = "arguments"
 
 
 @dataclass(frozen=True)
-class CallForm:
-    """Calls are `begin` NAME `middle` ARGUMENTS, then `next` NAME `middle` ARGUMENTS for each other one, then `end`.
+class TaggedCalls:
+    """Calls behind a word: `begin` NAME `middle` ARGUMENTS, then `next` NAME `middle` ARGUMENTS and so on, then `end`.
 
     Attributes:
-        begin: before the first name.
+        begin: before the first name, behind any text.
         middle: between a name and its arguments, which are a JSON object.
-        next: between arguments and the next name; empty: one answer has one call.
+        next: between arguments and the next name.
         end: behind the last arguments.
-        words: parts of these that vocabularies have as tokens of their own. The first begins `begin`, and a text may
-            stand before it. None: nothing stands before the first call.
-        bare: a form without words that models fall back to.
+        words: parts of these that vocabularies have as tokens of their own. The first begins `begin`.
     """
 
     begin: str
     middle: str
     next: str
     end: str
-    words: tuple[str, ...] = ()
-    bare: CallForm | None = None
+    words: tuple[str, ...]
 
 
-LLAMA = CallForm('{"name": "', '", "parameters": ', "", "}")  # from 3.1 on
-HERMES = CallForm(  # Hermes, Qwen, Granite 4
-    '<tool_call>\n{"name": "',
-    '", "arguments": ',
-    '}\n</tool_call>\n<tool_call>\n{"name": "',
-    "}\n</tool_call>",
-    ("<tool_call>", "</tool_call>"),
-    CallForm('{"name": "', '", "arguments": ', '}\n{"name": "', "}"),  # Qwen2.5-Coder leaves the tags out
+@dataclass(frozen=True)
+class BareCalls:
+    """Calls that are all of an answer: objects with "name" and a key for the arguments, maybe fenced as code.
+
+    Attributes:
+        key: of the arguments.
+        several: one may follow another.
+    """
+
+    key: str
+    several: bool
+
+    def head(self, names: Sequence[str], escape: Callable[[str], str] = re.escape) -> str:
+        """A pattern of what stands before arguments; the name is group 1.
+
+        Args:
+            names: of functions.
+            escape: makes a pattern of a text.
+        """
+        one = "|".join(map(escape, names))
+        return rf'\{{\s*"name":\s*"({one})",\s*"{self.key}":\s*'
+
+
+FENCES = ("", "```", "```json")  # before the first of `BareCalls`
+FENCE, NEXT = (
+    r"\s*(?:```(?:json)?\s*)?",
+    r"\s*\}\s*",
+)  # patterns of what stands before the first, and before the next
+
+
+@dataclass(frozen=True)
+class Family:
+    """How calls are written, in a form that the model was trained on, and in one that it falls back to."""
+
+    tagged: TaggedCalls | None = None
+    bare: BareCalls | None = None
+
+    def writes(self, text: str, name: str) -> bool:
+        """Whether a chat template has written a call of a function like this."""
+        if self.tagged is not None:
+            return f"{self.tagged.begin}{name}{self.tagged.middle}" in text
+        return self.bare is not None and re.search(self.bare.head([name]), text) is not None
+
+
+HERMES = Family(  # Hermes, Qwen, Granite 4; Qwen2.5-Coder leaves the tags out
+    TaggedCalls(
+        '<tool_call>\n{"name": "',
+        '", "arguments": ',
+        '}\n</tool_call>\n<tool_call>\n{"name": "',
+        "}\n</tool_call>",
+        ("<tool_call>", "</tool_call>"),
+    ),
+    BareCalls("arguments", True),
 )
-MISTRAL = CallForm("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", "", ("[TOOL_CALLS]", "[ARGS]"))
-MISTRAL_LIST = CallForm(  # before Mistral Small 3.2
-    '[TOOL_CALLS][{"name": "', '", "arguments": ', '}, {"name": "', "}]", ("[TOOL_CALLS]",)
+MISTRAL = Family(TaggedCalls("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", "", ("[TOOL_CALLS]", "[ARGS]")))
+MISTRAL_LIST = Family(  # the older ones
+    TaggedCalls('[TOOL_CALLS][{"name": "', '", "arguments": ', '}, {"name": "', "}]", ("[TOOL_CALLS]",))
 )
-FORMS = (HERMES, LLAMA, MISTRAL, MISTRAL_LIST)
+LLAMA = Family(bare=BareCalls("parameters", False))  # from 3.1 on
+FAMILIES = (HERMES, MISTRAL, MISTRAL_LIST, LLAMA)
 PROBED: Json = {  # a function
     "type": "function",
     "function": {
@@ -92,18 +135,18 @@ class ThoughtForm:
 THOUGHTS = (ThoughtForm("<think>", "</think>"), ThoughtForm("[THINK]", "[/THINK]"))
 
 
-def call_form(written: str) -> CallForm | None:
+def family_of(written: str) -> Family | None:
     """How a model writes calls, by what its chat template makes of `PROBE` and `PROBED`.
 
     Args:
         written: that.
 
     Returns:
-        one of `FORMS`; None: the template leaves tools out, or writes calls in another form.
+        one of `FAMILIES`; None: the template leaves tools out, or writes calls in another form.
     """
     if PROBED["function"]["description"] not in written:
         return None
-    return next((form for form in FORMS if f"{form.begin}probe{form.middle}" in written), None)
+    return next((family for family in FAMILIES if family.writes(written, PROBED["function"]["name"])), None)
 
 
 def thought_form(template: str) -> ThoughtForm | None:
@@ -120,27 +163,26 @@ class Speech:
         names: functions that may be called.
         thought: how a thought is written; None: there is none.
         thinking: the prompt has begun one.
+        tokens: words that the vocabulary has as tokens of their own. Spelled otherwise they are text.
     """
 
-    calls: CallForm | None = None
+    calls: Family | None = None
     names: tuple[str, ...] = ()
     thought: ThoughtForm | None = None
     thinking: bool = False
-
-    @property
-    def bare(self) -> CallForm | None:
-        """The form of calls that nothing stands before."""
-        return self.calls if self.calls is None or not self.calls.words else self.calls.bare
-
-    @property
-    def tagged(self) -> CallForm | None:
-        """The form of calls that a text may stand before."""
-        return self.calls if self.calls is not None and self.calls.words else None
+    tokens: frozenset[str] = frozenset()
 
     @property
     def words(self) -> tuple[str, ...]:
         """What its forms are made of besides text."""
-        return tuple(word for form in (self.calls, self.thought) if form is not None for word in form.words)
+        of_calls = self.calls.tagged.words if self.calls is not None and self.calls.tagged is not None else ()
+        return (*of_calls, *(self.thought.words if self.thought is not None else ()))
+
+    def mark(self, text: str) -> str:
+        """A part of a form as it comes: words that are tokens have a mark that nothing else has."""
+        for word in self.tokens:
+            text = text.replace(word, MARK + word)
+        return text
 
 
 PLAIN = Speech()  # text alone
@@ -154,14 +196,13 @@ class Part:
     text: str
 
 
-class _Heads:
+class _TaggedHeads:
     """Beginnings of a call, up to its arguments: `start` NAME `middle`."""
 
-    def __init__(self, start: str, form: CallForm, names: Sequence[str]) -> None:
-        self._start, self._heads = start, [start + name + form.middle for name in names]
-        escaped = (re.escape(start), "|".join(map(re.escape, names)), re.escape(form.middle))
-        self._pattern = re.compile("{}({}){}".format(*escaped))
-        self.form = form
+    def __init__(self, start: str, middle: str, names: Sequence[str]) -> None:
+        self._start, self._heads = start, [f"{start}{name}{middle}{{" for name in names]
+        one = "|".join(map(re.escape, names))
+        self._pattern = re.compile(f"{re.escape(start)}({one}){re.escape(middle)}(?={{)")
 
     def find(self, text: str) -> re.Match[str] | None:
         """The first, its name as group 1."""
@@ -171,38 +212,73 @@ class _Heads:
         """That which a text begins with."""
         return self._pattern.match(text)
 
-    def may_follow(self, text: str) -> bool:
-        """Whether a text may be the beginning of one."""
-        return any(head.startswith(text) for head in self._heads)
-
     def held(self, text: str) -> int:
         """Characters at the end of a text that may be the beginning of one."""
         at = text.rfind(self._start)
-        return len(text) - at if at >= 0 and self.may_follow(text[at:]) else overlap(text, self._start)
+        if at >= 0 and any(head.startswith(text[at:]) for head in self._heads):
+            return len(text) - at
+        return overlap(text, self._start)
+
+
+class _BareHeads:
+    """The same of calls without tags, where whitespace may be anywhere.
+
+    Args:
+        begins: what may stand before them, without whitespace.
+        before: a pattern of that.
+        form: of the calls.
+        names: of functions.
+    """
+
+    def __init__(self, begins: Sequence[str], before: str, form: BareCalls, names: Sequence[str]) -> None:
+        self._heads = [f'{begin}{{"name":"{name}","{form.key}":{{' for begin in begins for name in names]
+        self._pattern = re.compile(f"{before}{form.head(names)}(?={{)")
+
+    def match(self, text: str) -> re.Match[str] | None:
+        """That which a text begins with, its name as group 1."""
+        return self._pattern.match(text)
+
+    def may_follow(self, text: str) -> bool:
+        """Whether a text may be the beginning of one."""
+        found = "".join(text.split())
+        return any(head.startswith(found) for head in self._heads)
 
 
 class Splitter:
     """Takes a text apart as it comes; how it is cut changes nothing but where parts are.
 
     Whitespace around thoughts and before calls is left out. What is no call, up to its arguments, stays in the text.
+    Behind a call nothing but calls is expected.
 
     Args:
-        speech: how to read it.
+        speech: how to read it; its words that are tokens have a mark.
     """
 
     def __init__(self, speech: Speech) -> None:
-        self._thought = speech.thought
-        tagged, bare, names = speech.tagged, speech.bare, speech.names
-        self._tagged = _Heads(tagged.begin, tagged, names) if tagged is not None else None
-        self._bare = _Heads(bare.begin, bare, names) if bare is not None else None
-        self._more: _Heads | None = None  # behind a call
-        self._end = ""  # of the calls that came
+        tagged = speech.calls.tagged if speech.calls is not None else None
+        bare = speech.calls.bare if speech.calls is not None else None
+        self._thought = speech.thought and ThoughtForm(*map(speech.mark, speech.thought.words))
+        self._tagged = self._tagged_next = self._bare = self._bare_next = None
+        if tagged is not None:
+            middle = speech.mark(tagged.middle)
+            self._tagged = _TaggedHeads(speech.mark(tagged.begin), middle, speech.names)
+            self._tagged_next = _TaggedHeads(speech.mark(tagged.next), middle, speech.names)
+        if bare is not None:
+            self._bare = _BareHeads(FENCES, FENCE, bare, speech.names)
+            self._bare_next = _BareHeads(["}"], NEXT, bare, speech.names) if bare.several else None
+        self._more: _TaggedHeads | _BareHeads | None = None  # behind a call
         self._step: Callable[[bool], bool] = self._think if speech.thinking else self._open
-        self._rest = ""  # what has come and is in no part yet
+        self._space: list[str] = []  # whitespace that has come behind all parts
+        self._rest = ""  # what has come behind that
+        self._trims = speech.thinking  # this whitespace is left out
         self._parts: list[Part] = []
-        self._trims = speech.thinking  # whitespace that comes now is left out
-        self._names = names
         self._depth, self._quoted, self._escaped = 0, False, False  # in arguments
+        self.calls = 0  # that have begun
+
+    @property
+    def inside(self) -> bool:
+        """Whether the arguments of the last call have not ended."""
+        return self._depth > 0
 
     def push(self, text: str) -> list[Part]:
         """The parts that some more text makes certain."""
@@ -223,16 +299,17 @@ class Splitter:
 
     def _open(self, last: bool) -> bool:
         """Where a thought may begin, or calls with nothing before them."""
-        found, thought, bare = self._rest.lstrip(), self._thought, self._bare
-        if thought is not None and found.startswith(thought.begin):
-            self._rest, self._trims = found.removeprefix(thought.begin), True
-            self._step = self._think
+        thought, bare, begins = self._thought, self._bare, self._rest.lstrip()
+        self._space.append(self._rest[: len(self._rest) - len(begins)])
+        self._rest = begins
+        if thought is not None and begins.startswith(thought.begin):
+            self._begin_part(begins.removeprefix(thought.begin), self._think)
             return True
-        if bare is not None and (head := bare.match(found)) is not None:
-            self._call(bare.form, head, found)
+        if bare is not None and (head := bare.match(begins)) is not None:
+            self._call(head, self._bare_next)
             return True
-        begins_thought = thought is not None and thought.begin.startswith(found)
-        if not last and (begins_thought or (bare is not None and bare.may_follow(found))):
+        may_think = thought is not None and thought.begin.startswith(begins)
+        if not last and (may_think or (bare is not None and bare.may_follow(begins))):
             return False
         self._step = self._say
         return True
@@ -244,34 +321,37 @@ class Splitter:
             self._release(REASONING, overlap(thought, self._thought.end), last)
             return False
         self._add(REASONING, thought.rstrip())
-        self._rest, self._step, self._thought, self._trims = behind, self._open, None, True
+        self._thought = None
+        self._begin_part(behind, self._open)
         return True
 
     def _say(self, last: bool) -> bool:
-        head = None if self._tagged is None else self._tagged.find(self._rest)
-        if self._tagged is None or head is None:
-            self._release(CONTENT, None if self._tagged is None else self._tagged.held(self._rest), last)
+        heads = self._tagged
+        head = None if heads is None else heads.find(self._rest)
+        if head is None:
+            if last and heads is not None:  # the word that begins a call, and no whole head behind it
+                self._rest = self._rest.partition(MARK)[0]
+            self._release(CONTENT, None if heads is None else heads.held(self._rest), last)
             return False
         self._add(CONTENT, self._rest[: head.start()].rstrip())
-        self._call(self._tagged.form, head, self._rest)
+        self._call(head, self._tagged_next)
         return True
 
-    def _call(self, form: CallForm, head: re.Match[str], text: str) -> None:
+    def _call(self, head: re.Match[str], more: _TaggedHeads | _BareHeads | None) -> None:
         """Go on behind the head of a call."""
-        self._add(CALL, head[1])
-        self._rest, self._step = text[head.end() :], self._arguments
-        self._more, self._end = _Heads(form.next, form, self._names) if form.next else None, form.end
+        self._parts.append(Part(CALL, head[1]))
+        self.calls += 1
+        self._more = more
+        self._begin_part(head.string[head.end() :], self._arguments)
 
     def _arguments(self, last: bool) -> bool:
-        if not self._rest:
-            return False
         end = self._end_of_object()
-        self._add(ARGUMENTS, self._rest[:end])
+        if end:
+            self._parts.append(Part(ARGUMENTS, self._rest[:end]))
         self._rest = self._rest[end:]
-        if self._depth:
-            return False
-        self._step = self._behind
-        return True
+        if end and not self._depth:
+            self._step = self._behind
+        return self._step == self._behind
 
     def _end_of_object(self) -> int:
         """Characters of the rest that belong to the object of the arguments."""
@@ -291,16 +371,16 @@ class Splitter:
         return len(self._rest)
 
     def _behind(self, last: bool) -> bool:
-        more = self._more
-        if more is not None and (head := more.match(self._rest)) is not None:
-            self._call(more.form, head, self._rest)
-            return True
-        if not last and (
-            self._end.startswith(self._rest) or (more is not None and more.may_follow(self._rest))
-        ):
+        """Another call, or the end of all, which is no text."""
+        if self._more is None or (head := self._more.match(self._rest)) is None:
             return False
-        self._rest, self._step, self._trims = self._rest.removeprefix(self._end), self._say, True
+        self._call(head, self._more)
         return True
+
+    def _begin_part(self, rest: str, step: Callable[[bool], bool]) -> None:
+        """Go on with a part that whitespace does not begin."""
+        self._rest, self._step, self._trims = rest, step, True
+        self._space.clear()
 
     def _release(self, kind: Kind, held: int | None, last: bool) -> None:
         """Give out the rest, but for what may belong to a mark: characters at its end, and whitespace before them.
@@ -310,14 +390,19 @@ class Splitter:
             held: so many; None: no mark can come.
             last: nothing follows.
         """
-        certain = self._rest
-        if held is not None and not last:
-            certain = certain[: len(certain) - held].rstrip()
+        certain = self._rest if last or not held else self._rest[:-held]
+        text = certain if last or held is None else certain.rstrip()
         self._rest = self._rest[len(certain) :]
-        self._add(kind, certain)
+        if last:
+            text, self._space = "".join([*self._space, text]), []
+        self._add(kind, text)
+        self._space.append(certain[len(text) :])
 
     def _add(self, kind: Kind, text: str) -> None:
-        text = text.lstrip() if self._trims and kind in (REASONING, CONTENT) else text
+        """A piece of a thought or a text, behind whitespace that has come."""
+        text = text.lstrip() if self._trims else text
         if text:
-            self._parts.append(Part(kind, text))
+            space = "" if self._trims else "".join(self._space)
+            self._parts.append(Part(kind, (space + text).replace(MARK, "")))
+            self._space.clear()
             self._trims = False

@@ -167,7 +167,7 @@ class Pane {
     }
     this.stop = null;
     turn.classList.remove("running");
-    if (card.chat && text) messages.push({ role: "assistant", content: text });
+    if (card.chat && (text || turn.thought)) messages.push({ role: "assistant", content: text });
     else if (card.chat) messages.pop();
   }
 
