@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -13,10 +17,13 @@ from tokenizers import AddedToken
 
 from anybit import Engine
 from anybit.checkpoint import chat_template
+from anybit.engine.text import MARK, TextStream
 from anybit.kernels import cpu
-from anybit.serve.constraint import Constraints
+from anybit.serve.constraint import Constraints, alone
+from anybit.serve.conversation import NO_ARGUMENTS
+from anybit.serve.message import Message
 from anybit.serve.speech import HERMES, LLAMA, MISTRAL, MISTRAL_LIST, THOUGHTS, Family, Speech, Splitter
-from anybit.serve.tools import PYTHON_TAG, Function, Tools, enforced, grammar
+from anybit.serve.tools import PYTHON_TAG, Function, Tools, closed, grammar
 from tests import builders
 from tests.serve.conftest import Client, refusal, serving
 
@@ -62,9 +69,10 @@ def tokenizer_of(family: str, tokens: bool, thinks: bool = False, more: tuple[st
     for name, text in zip(("BEGIN", "MIDDLE", "END"), around(FAMILIES[family]), strict=True):
         template = template.replace(name, f"{{{{ {json.dumps(text)} }}}}")
     tokenizer.chat_template = template
-    words = [*Speech(FAMILIES[family], thought=THOUGHTS[0]).words, *more] if tokens else []
+    words = [*Speech(FAMILIES[family], thought=THOUGHTS[0]).words] if tokens else []
     special = family.startswith("mistral")
     tokenizer.add_tokens([AddedToken(word, special=special, normalized=False) for word in words], special)
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in more])
     return tokenizer
 
 
@@ -113,7 +121,8 @@ def test_a_call_is_one_of_those_that_are_offered(
 
 def offered(**how: Any) -> Tools:
     functions = [
-        Function(one["function"]["name"], one["function"].get("parameters", {}), False) for one in TOOLS
+        Function(one["function"]["name"], one["function"].get("parameters", NO_ARGUMENTS), False)
+        for one in TOOLS
     ]
     return Tools(TOOLS, functions, how.get("required", False), how.get("several", True))
 
@@ -196,7 +205,14 @@ def test_calls_without_tags_are_held_to_schemas_too(family: str, tokens: bool, b
     key = "arguments" if family == "hermes" else "parameters"
     call = '{"name": "weather", "KEY": {"city": "Rome", "days": 1}}'.replace("KEY", key)
     indented = json.dumps(json.loads(call), indent=4)
-    for text in (call, indented, call + "\n", indented + "\n```", call.replace(": ", ":")):
+    for text in (
+        call,
+        indented,
+        call + "\n",
+        indented + "\n```",
+        call.replace(": ", ":"),
+        call.replace(" ", "\r\n"),
+    ):
         assert passes(before + text, family, tokens)
         assert not passes(before + text.replace("Rome", "Rom"), family, tokens)
     assert passes(f"{before}{call}\n{indented}", family, tokens) == (family == "hermes")
@@ -204,8 +220,53 @@ def test_calls_without_tags_are_held_to_schemas_too(family: str, tokens: bool, b
     assert passes(
         before + call.replace("weather", "whether").replace("Rome", "Rom"), family, tokens
     )  # no call
+    # Other whitespace than calls have, and more of it: text for both.
+    odd_ones = [json.dumps(json.loads(call), indent=16), " " * 13 + call, call.replace(": ", ": " + " " * 12)]
+    for text in (*odd_ones, "\u3000" + call, call.replace(" ", "\xa0")):
+        said = (before + text).replace("Rome", "Rom")
+        assert passes(said, family, tokens)
+        splitter = Splitter(Speech(FAMILIES[family], ("weather",), THOUGHTS[0]))
+        splitter.push(said)
+        assert not splitter.calls
     for odd in ('"x"', "3", "[]", "{"):
         assert not passes(f'{before}{{"name": "weather", "{key}": {odd}', family, tokens)
+
+
+def test_calls_without_tags_are_at_most_32() -> None:
+    call = '{"name": "weather_now", "arguments": {}}'
+    assert passes("\n".join([call] * 32), "hermes", True) and not passes(
+        "\n".join([call] * 33), "hermes", True
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_may_have_other_added_tokens(family: str) -> None:
+    more = ("\n\n", "  ", "<a>")
+    assert passes("a  <a>b\n\n<a>", family, True, more=more)
+    assert passes("<think>a  <a>b</think>a", family, True, more=more)
+
+
+def test_which_tokens_are_no_text() -> None:
+    """Llguidance says."""
+    tokenizer = builders.byte_tokenizer()
+    for special, words in (
+        (False, ["\n\n", "  ", "<a>", "[b]", "ab", "<a\nb>"]),
+        (True, ["<c>", "[d]", "\t\t"]),
+    ):
+        tokenizer.add_tokens([AddedToken(word, special=special, normalized=False) for word in words], special)
+    backend, end = tokenizer.backend_tokenizer, tokenizer.convert_tokens_to_ids("</s>")
+    allowed = Constraints(backend, len(tokenizer), {end}).compile("regex", "(?s:.*)").allowed()
+    text = {token.content for at, token in backend.get_added_tokens_decoder().items() if allowed[at]}
+    assert {*alone(backend)} == {
+        token.content for token in backend.get_added_tokens_decoder().values()
+    } - text | {"</s>"}
+
+
+def test_names_mean_themselves() -> None:
+    """A point in a name is no pattern."""
+    assert not re.fullmatch(
+        HERMES.bare.first(["a.b"]) if HERMES.bare else "", '{"name": "axb", "arguments": '
+    )
 
 
 def test_llama_may_say_that_it_calls() -> None:
@@ -238,23 +299,107 @@ def test_a_tag_that_is_a_token_is_text_when_it_is_spelled(family: str) -> None:
 
 def test_schemas_are_kept_without_what_is_said_to_readers() -> None:
     said = {"title": "t", "description": "d", "examples": [1], "default": 2, "$comment": "c"}
-    inner = {"type": "object", "properties": {"title": {"type": "string", **said}}, **said}
-    schema = {
+    inner = {
         "type": "object",
-        "properties": {"description": inner, "b": {"enum": [{"title": 1}]}},
-        "$defs": {"title": inner},
+        "properties": {"title": {"type": "string", **said}},
+        "required": ["title"],
+        **said,
     }
-    bare = {"type": "object", "properties": {"title": {"type": "string"}}, "additionalProperties": False}
-    assert enforced(schema) == {
-        "type": "object", "properties": {"description": bare, "b": {"enum": [{"title": 1}]}}, "$defs": {"title": bare},
-        "additionalProperties": False,
+    schema = {"type": "object", "properties": {"description": inner, "b": {"enum": [{"title": 1}]}}}
+    bare = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
+    closes = {"additionalProperties": False}
+    within = {"description": {**bare, **closes}, "b": {"enum": [{"title": 1}]}}
+    assert closed(schema) == {"type": "object", "properties": within, **closes}
+    assert closed({"items": inner, "dependentRequired": {"title": ["a"]}}) == {
+        "items": {**bare, **closes}, "dependentRequired": {"title": ["a"]},
     }  # fmt: skip
-    for opens in (
-        {"additionalProperties": True},
-        {"anyOf": [{}]},
-        {"patternProperties": {"^x": {"type": "string"}}},
+    # Where something else may speak of the same object, it is not closed.
+    for keyword in ("allOf", "anyOf", "oneOf"):
+        assert closed({"properties": {"a": inner}, keyword: [inner]}) == {
+            "properties": {"a": bare},
+            keyword: [bare],
+        }
+    for keyword in ("not", "if"):
+        assert closed({"properties": {}, keyword: inner}) == {"properties": {}, keyword: bare}
+    assert closed({"$ref": "#/$defs/a", "$defs": {"a": inner}}) == {"$ref": "#/$defs/a", "$defs": {"a": bare}}
+    assert closed({"properties": {}, "required": ["a"]}) == {"properties": {}, "required": ["a"]}
+    for opens in ({"additionalProperties": True}, {"patternProperties": {"^x": {"type": "string"}}}):
+        assert closed({"properties": {}, **opens}) == {"properties": {}, **opens}
+
+
+def test_whatever_is_let_through_is_a_call_that_fits_or_text() -> None:
+    """Answers that are drawn at random from what the grammar allows, led by bits of calls, good and bad."""
+    draw, calls = random.Random(7), 0
+    for family, tokens, thinking, required in itertools.product(
+        FAMILIES, (True, False), (True, False), (True, False)
     ):
-        assert enforced({"properties": {}, **opens}) == {"properties": {}, **opens}
+        tokenizer = tokenizer_of(family, tokens, more=("\n\n", "  ", "<a>"))
+        backend, end = tokenizer.backend_tokenizer, tokenizer.convert_tokens_to_ids("</s>")
+        added, known = backend.get_added_tokens_decoder(), alone(backend)
+        speech = Speech(FAMILIES[family], ("weather", "weather_now"), THOUGHTS[0], thinking)
+        words = frozenset(known.keys() & {*speech.words})
+        speech = replace(speech, tokens=words)
+        compiled = Constraints(backend, len(tokenizer), {end}).compile(
+            "grammar", grammar(offered(required=required), speech, backend)
+        )
+        shown = [at for word, at in known.items() if word in words or not added[at].special]
+        for _ in range(25):
+            form, ids, left = (
+                compiled.copy(),
+                list[int](),
+                tokenizer.encode(drawn(draw, family), add_special_tokens=False),
+            )
+            while len(ids) < 250:
+                allowed = form.allowed()
+                token = left.pop(0) if left else end
+                if not allowed[token]:
+                    token = int(draw.choice([at for at in range(len(tokenizer)) if allowed[at]]))
+                if token == end:
+                    break
+                form.accept(token)
+                ids.append(token)
+            stream, message = TextStream(backend, (), (), shown), Message(speech)
+            pieces = [*map(stream.push, ids), stream.finish()]
+            made = [message.delta(piece, at == len(pieces) - 1) for at, piece in enumerate(pieces)]
+            found = list[list[str]]()
+            for call in (call for delta in made for call in delta.get("tool_calls", [])):
+                if "id" in call:
+                    found.append([call["function"]["name"], ""])
+                found[-1][1] += call["function"]["arguments"]
+            said = "".join(delta.get("content", "") + delta.get("reasoning_content", "") for delta in made)
+            assert MARK not in said
+            if len(ids) < 250:  # it has ended by itself
+                told = (family, tokens, thinking, required, "".join(pieces))
+                assert all(
+                    is_json(arguments) and fits((name, json.loads(arguments))) for name, arguments in found
+                ), told
+                assert found or not required, told
+            calls += len(found)
+    assert calls > 100
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def drawn(draw: random.Random, family: str) -> str:
+    """Bits of a call, and of what looks like one."""
+    begin, middle, end = around(FAMILIES[family])
+    arguments = ['{"city": "Rome", "days": 1}', "{}", '{"city": "Rom"}', "[]", '"x"', "{"]
+    spaces = ["", "", " ", "\n", "\r\n", "\n\n", "  ", " " * 14, "\u3000", "\xa0", "\x1c", "\x0b"]
+    others = ["<a>", "<think>", "</think>", "```json", "```", "Hi", "}", "{", begin[:3] + CUT + begin[3:]]
+    made = ""
+    for _ in range(draw.randint(1, 4)):
+        name, given = draw.choice(["weather", "weather_now", "whether"]), draw.choice(arguments)
+        call = f"{begin}{name}{middle}{given}{draw.choice([end, end, ''])}"
+        bare = f'{{SPACE"name":SPACE"{name}",SPACE"{draw.choice(["arguments", "parameters"])}":SPACE{given}SPACE}}'
+        bare = "".join(draw.choice(spaces) + part for part in bare.split("SPACE"))
+        made += draw.choice(spaces) + draw.choice([call, bare, bare, draw.choice(others)])
+    return made.replace(CUT, "")
 
 
 def test_a_stream_gives_the_same_calls(client_of_hermes: Client) -> None:

@@ -106,14 +106,26 @@ class TextStream:
     def _released(self, piece: str) -> str:
         """What of the text held back and a new piece is certain, up to a stop string."""
         text = self._held + piece
-        ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text]
+        if not self._stop:
+            return text
+        plain = text.replace(MARK, "")
+        ends = [(plain.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in plain]
         if ends:
             end, _, self.stopped = min(ends)
             self._held = ""
-            return text[: end - len(self.stopped)]
-        held = max((overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+            return _beginning(text, end - len(self.stopped))
+        held = max(overlap(plain, stop) for stop in self._stop)
+        certain = _beginning(text, len(plain) - held)
+        self._held = text[len(certain) :]
+        return certain
+
+
+def _beginning(text: str, characters: int) -> str:
+    """The beginning of a text, of so many characters besides marks."""
+    end = characters
+    while (more := characters + text.count(MARK, 0, end)) != end:
+        end = more
+    return text[:end]
 
 
 def check_tokenizer(tokenizer: Any) -> Tokenizer:

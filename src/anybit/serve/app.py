@@ -368,14 +368,15 @@ def _text(served: Named, body: Json, key: str) -> str:
 
 async def _models(request: Request) -> Response:
     state: State = request.app.state.shared
-    return JSONResponse({"object": "list", "data": [_card(state.ready(), state.created)]})
+    card = await _apart(request, _card, state.ready(), state.created)  # it may render a template
+    return JSONResponse({"object": "list", "data": [card]})
 
 
 async def _model(request: Request) -> Response:
     state: State = request.app.state.shared
     served = state.ready()
     openai.asked_bits(served, Fields({"model": request.path_params["name"]}))
-    return JSONResponse(_card(served, state.created))
+    return JSONResponse(await _apart(request, _card, served, state.created))
 
 
 def _card(served: Named, created: int) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,6 +114,14 @@ class Constraints:
         if matcher.is_error():
             raise InputError(f"{kind} cannot be enforced ({_said(matcher)})")
         return Constraint(matcher, self._vocabulary)
+
+
+def alone(tokenizer: Tokenizer) -> dict[str, int]:
+    """Tokens that are no text for llguidance, by their words: special ones, and added ones in angle brackets."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    return {
+        token.content: at for at, token in added if token.special or re.fullmatch("<.*>", token.content, re.S)
+    }
 
 
 def _grammar(kind: str, text: str) -> str:

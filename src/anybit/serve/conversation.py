@@ -45,7 +45,7 @@ class Prompt:
     Attributes:
         tokens: ids.
         speech: how to read the answer.
-        shown: tokens that are words of it.
+        shown: tokens that come out with a mark.
     """
 
     tokens: list[int]
@@ -125,10 +125,13 @@ def _call(found: Any, whose: str) -> Json:
     inner.finish()
     if name is None:
         raise inner.bad("name", None, "a string")
-    values: Any = arguments or {}
+    values: Json | str = arguments or {}
     if arguments:
-        with suppress(ValueError, RecursionError):  # those of a call that was cut stay as they are
-            values = json.loads(arguments)
+        with suppress(
+            ValueError, RecursionError
+        ):  # what is no object, as of a call that was cut, stays a text
+            found = json.loads(arguments)
+            values = found if isinstance(found, dict) else arguments
         if depth(values) > DEEPEST:
             raise BadField(f"{whose}function.arguments", f"arguments is nested deeper than {DEEPEST} levels")
     made = {"type": "function", "function": {"name": name, "arguments": values}}

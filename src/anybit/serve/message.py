@@ -26,8 +26,7 @@ class Message:
         calls = delta.get("tool_calls", [])
         for call in calls:
             del call["index"]
-        made = {"role": "assistant", "content": None if calls else "", "refusal": None, **delta}
-        return made
+        return {"role": "assistant", "content": None if calls else "", "refusal": None, **delta}
 
     def delta(self, text: str, last: bool) -> Json:
         """What some more text adds; the last may add what was held back."""

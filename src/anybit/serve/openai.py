@@ -18,6 +18,7 @@ from anybit.serve.fields import Fields
 from anybit.serve.request import AUTO, Request
 from anybit.serve.served import Named, Served
 from anybit.serve.speech import PLAIN, Speech
+from anybit.serve.tools import held_to
 
 MOST_TEXTS = 64  # of one request: prompts times n
 MOST_STOPS, LONGEST_STOP = 16, 256  # strings, characters
@@ -81,7 +82,8 @@ def chat(served: Served, body: dict[str, Any], key: str) -> Wanted:
             raise BadField("tools", "tools and a form of the text do not go together: give one of them")
         if request.stop:
             raise BadField("stop", "a stop string could end a call in its middle: leave stop or tools out")
-        request = replace(request, constraint=served.held_to(asked.tools, speech))
+        constraint = held_to(asked.tools, speech, served.tokenizer, served.constraint)
+        request = replace(request, constraint=constraint)
     elif request.constraint is not None:  # the whole answer is that form, with no thought before it
         speech = PLAIN
     if speech is not PLAIN:

@@ -26,4 +26,4 @@ class Request:
     constraint: Constraint | None = None
     speculates: bool = True  # what follows may be drafted, which changes no text
     key: str = ""
-    shown: frozenset[int] = frozenset()  # special tokens that count as text
+    shown: frozenset[int] = frozenset()  # tokens that come out with a mark, see `TextStream`

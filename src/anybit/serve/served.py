@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import threading
@@ -19,7 +18,7 @@ from anybit.config import Json
 from anybit.engine.sampling import Sampling
 from anybit.engine.text import BROKEN, check_tokenizer
 from anybit.errors import InputError
-from anybit.serve.constraint import LONGEST, Constraint, Constraints
+from anybit.serve.constraint import LONGEST, Constraint, Constraints, alone
 from anybit.serve.conversation import Conversation, Prompt
 from anybit.serve.embedder import Embedder
 from anybit.serve.errors import BadField
@@ -27,7 +26,7 @@ from anybit.serve.model import Embeds, Model
 from anybit.serve.runner import Heard, Limits, Runner
 from anybit.serve.settings import Settings
 from anybit.serve.speech import PROBE, PROBED, Family, Speech, family_of, thought_form
-from anybit.serve.tools import MOST_GRAMMAR, Function, Tools, enforced, grammar
+from anybit.serve.tools import Tools
 from anybit.serve.worker import Worker
 
 if TYPE_CHECKING:
@@ -175,10 +174,10 @@ class Served(Named):
         thinking = thought is not None and text.rstrip().endswith(thought.begin)
         names = tuple(function.name for function in tools.functions) if tools else ()
         speech = Speech(self._calls_of(tools), names, thought, thinking)
-        added = {token.content: at for at, token in self.tokenizer.get_added_tokens_decoder().items()}
-        shown = {word: added[word] for word in speech.words if word in added}
-        speech = replace(speech, tokens=frozenset(shown))
-        return Prompt(tokens, speech, frozenset(shown.values()))
+        added, known = self.tokenizer.get_added_tokens_decoder(), alone(self.tokenizer)
+        words = frozenset(known.keys() & {*speech.words})
+        shown = (at for word, at in known.items() if word in words or (tools and not added[at].special))
+        return Prompt(tokens, replace(speech, tokens=words), frozenset(shown))
 
     @property
     def takes_tools(self) -> bool:
@@ -204,43 +203,6 @@ class Served(Named):
                 "tools", f"the chat template of {self.name} has no tools, or in a form that is not served"
             )
         return calls
-
-    def held_to(self, tools: Tools, speech: Speech) -> Constraint:
-        """The form of answers that may be calls of some tools.
-
-        Raises:
-            BadField: schemas that are too large, or strict and not known to llguidance in full.
-        """
-        size = sum(len(json.dumps(enforced(function.schema))) for function in tools.functions)
-        if size > LONGEST:
-            raise BadField(
-                "tools",
-                f"the schemas of tools have {size} bytes without descriptions, expected at most {LONGEST}",
-            )
-        with suppress(InputError):
-            return self._of_tools(tools, speech)
-        functions = [self._enforceable(function) for function in tools.functions]
-        try:
-            return self._of_tools(replace(tools, functions=functions), speech)
-        except InputError as error:
-            raise BadField("tools", f"tools: {error}") from None
-
-    def _of_tools(self, tools: Tools, speech: Speech) -> Constraint:
-        return self.constraint("grammar", grammar(tools, speech, self.tokenizer), MOST_GRAMMAR)
-
-    def _enforceable(self, function: Function) -> Function:
-        """A function whose schema can be kept; where that need not be, one of any arguments.
-
-        Raises:
-            BadField: its schema cannot be kept, and is strict.
-        """
-        try:
-            self.constraint("json_schema", function.enforced)
-        except InputError as error:
-            if function.strict:
-                raise BadField(function.param, f"{function.param}: {error}") from None
-            return replace(function, schema={})
-        return function
 
     def word(self, token: int) -> str:
         """A token by itself, as log-probabilities name it: parts of characters as the vocabulary writes them."""

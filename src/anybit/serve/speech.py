@@ -39,9 +39,16 @@ class TaggedCalls:
     words: tuple[str, ...]
 
 
+# Whitespace within a call and around it: small models may write some without end. What has more is no call.
+SPACE = r"[ \t\r\n]{0,12}"
+FENCES = ("", "```", "```json")  # before the first of `BareCalls`, without whitespace
+
+
 @dataclass(frozen=True)
 class BareCalls:
     """Calls that are all of an answer: objects with "name" and a key for the arguments, maybe fenced as code.
+
+    Patterns are those of Python's `re` and of llguidance alike, which must agree on what a call is.
 
     Attributes:
         key: of the arguments.
@@ -51,22 +58,22 @@ class BareCalls:
     key: str
     several: bool
 
-    def head(self, names: Sequence[str], escape: Callable[[str], str] = re.escape) -> str:
-        """A pattern of what stands before arguments; the name is group 1.
+    def first(self, names: Sequence[str]) -> str:
+        """A pattern of what stands before the arguments of the first; the name is group 1."""
+        return f"{SPACE}(?:```(?:json)?{SPACE})?{self._head(names)}"
 
-        Args:
-            names: of functions.
-            escape: makes a pattern of a text.
-        """
-        one = "|".join(map(escape, names))
-        return rf'\{{\s*"name":\s*"({one})",\s*"{self.key}":\s*'
+    def next(self, names: Sequence[str]) -> str:
+        """The same of all others."""
+        return rf"{SPACE}\}}{SPACE}{self._head(names)}"
+
+    def _head(self, names: Sequence[str]) -> str:
+        name = "|".join(map(escaped, names))
+        return rf'\{{{SPACE}"name":{SPACE}"({name})",{SPACE}"{self.key}":{SPACE}'
 
 
-FENCES = ("", "```", "```json")  # before the first of `BareCalls`
-FENCE, NEXT = (
-    r"\s*(?:```(?:json)?\s*)?",
-    r"\s*\}\s*",
-)  # patterns of what stands before the first, and before the next
+def escaped(text: str) -> str:
+    """A pattern of a text, for `re` and for llguidance."""
+    return re.sub(r"([^A-Za-z0-9 \"<>_])", r"\\\1", text)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class Family:
         """Whether a chat template has written a call of a function like this."""
         if self.tagged is not None:
             return f"{self.tagged.begin}{name}{self.tagged.middle}" in text
-        return self.bare is not None and re.search(self.bare.head([name]), text) is not None
+        return self.bare is not None and re.search(self.bare.first([name]), text) is not None
 
 
 HERMES = Family(  # Hermes, Qwen, Granite 4; Qwen2.5-Coder leaves the tags out
@@ -163,7 +170,7 @@ class Speech:
         names: functions that may be called.
         thought: how a thought is written; None: there is none.
         thinking: the prompt has begun one.
-        tokens: words that the vocabulary has as tokens of their own. Spelled otherwise they are text.
+        tokens: words that the vocabulary has as tokens of their own. Spelled by others they are text.
     """
 
     calls: Family | None = None
@@ -224,15 +231,15 @@ class _BareHeads:
     """The same of calls without tags, where whitespace may be anywhere.
 
     Args:
-        begins: what may stand before them, without whitespace.
-        before: a pattern of that.
+        pattern: of them.
+        begins: what they begin with, without whitespace.
         form: of the calls.
         names: of functions.
     """
 
-    def __init__(self, begins: Sequence[str], before: str, form: BareCalls, names: Sequence[str]) -> None:
+    def __init__(self, pattern: str, begins: Sequence[str], form: BareCalls, names: Sequence[str]) -> None:
         self._heads = [f'{begin}{{"name":"{name}","{form.key}":{{' for begin in begins for name in names]
-        self._pattern = re.compile(f"{before}{form.head(names)}(?={{)")
+        self._pattern = re.compile(rf"{pattern}(?=\{{)")
 
     def match(self, text: str) -> re.Match[str] | None:
         """That which a text begins with, its name as group 1."""
@@ -240,8 +247,13 @@ class _BareHeads:
 
     def may_follow(self, text: str) -> bool:
         """Whether a text may be the beginning of one."""
+        if _LONG_SPACE.search(text):
+            return False
         found = "".join(text.split())
         return any(head.startswith(found) for head in self._heads)
+
+
+_LONG_SPACE = re.compile(r"\s{13}")  # longer than `SPACE`
 
 
 class Splitter:
@@ -251,7 +263,8 @@ class Splitter:
     Behind a call nothing but calls is expected.
 
     Args:
-        speech: how to read it; its words that are tokens have a mark.
+        speech: how to read it. Tokens that stand for themselves alone, its words among them, have a mark, so that
+            neither text can feign them nor they text.
     """
 
     def __init__(self, speech: Speech) -> None:
@@ -259,13 +272,16 @@ class Splitter:
         bare = speech.calls.bare if speech.calls is not None else None
         self._thought = speech.thought and ThoughtForm(*map(speech.mark, speech.thought.words))
         self._tagged = self._tagged_next = self._bare = self._bare_next = None
+        self._tag = ""  # that nothing but a call begins with
         if tagged is not None:
+            self._tag = MARK + tagged.words[0] if tagged.words[0] in speech.tokens else ""
             middle = speech.mark(tagged.middle)
             self._tagged = _TaggedHeads(speech.mark(tagged.begin), middle, speech.names)
             self._tagged_next = _TaggedHeads(speech.mark(tagged.next), middle, speech.names)
         if bare is not None:
-            self._bare = _BareHeads(FENCES, FENCE, bare, speech.names)
-            self._bare_next = _BareHeads(["}"], NEXT, bare, speech.names) if bare.several else None
+            names = speech.names
+            self._bare = _BareHeads(bare.first(names), FENCES, bare, names)
+            self._bare_next = _BareHeads(bare.next(names), ["}"], bare, names) if bare.several else None
         self._more: _TaggedHeads | _BareHeads | None = None  # behind a call
         self._step: Callable[[bool], bool] = self._think if speech.thinking else self._open
         self._space: list[str] = []  # whitespace that has come behind all parts
@@ -299,17 +315,17 @@ class Splitter:
 
     def _open(self, last: bool) -> bool:
         """Where a thought may begin, or calls with nothing before them."""
-        thought, bare, begins = self._thought, self._bare, self._rest.lstrip()
-        self._space.append(self._rest[: len(self._rest) - len(begins)])
-        self._rest = begins
-        if thought is not None and begins.startswith(thought.begin):
-            self._begin_part(begins.removeprefix(thought.begin), self._think)
+        rest, thought, bare = self._rest, self._thought, self._bare
+        if thought is not None and (begin := re.match(SPACE + re.escape(thought.begin), rest)) is not None:
+            self._begin_part(rest[begin.end() :], self._think)
             return True
-        if bare is not None and (head := bare.match(begins)) is not None:
+        if bare is not None and (head := bare.match(rest)) is not None:
             self._call(head, self._bare_next)
             return True
-        may_think = thought is not None and thought.begin.startswith(begins)
-        if not last and (may_think or (bare is not None and bare.may_follow(begins))):
+        may_think = (
+            thought is not None and not _LONG_SPACE.match(rest) and thought.begin.startswith(rest.lstrip())
+        )
+        if not last and (may_think or (bare is not None and bare.may_follow(rest))):
             return False
         self._step = self._say
         return True
@@ -329,8 +345,8 @@ class Splitter:
         heads = self._tagged
         head = None if heads is None else heads.find(self._rest)
         if head is None:
-            if last and heads is not None:  # the word that begins a call, and no whole head behind it
-                self._rest = self._rest.partition(MARK)[0]
+            if last and self._tag and self._tag in self._rest:  # a call whose head was cut
+                self._rest = self._rest.partition(self._tag)[0].rstrip()
             self._release(CONTENT, None if heads is None else heads.held(self._rest), last)
             return False
         self._add(CONTENT, self._rest[: head.start()].rstrip())
@@ -400,9 +416,10 @@ class Splitter:
 
     def _add(self, kind: Kind, text: str) -> None:
         """A piece of a thought or a text, behind whitespace that has come."""
+        text = text.replace(MARK, "")
         text = text.lstrip() if self._trims else text
         if text:
             space = "" if self._trims else "".join(self._space)
-            self._parts.append(Part(kind, (space + text).replace(MARK, "")))
+            self._parts.append(Part(kind, space + text))
             self._space.clear()
             self._trims = False

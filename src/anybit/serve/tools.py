@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anybit.config import Json
-from anybit.serve.speech import FENCE, NEXT, BareCalls, Speech, TaggedCalls
+from anybit.errors import InputError
+from anybit.serve.constraint import LONGEST, Constraint, alone
+from anybit.serve.errors import BadField
+from anybit.serve.speech import SPACE, BareCalls, Speech, TaggedCalls, escaped
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -21,20 +25,16 @@ if TYPE_CHECKING:
 MOST_CALLS = 32  # of an answer
 MOST_GRAMMAR = 1 << 20  # bytes: all schemas, and 128 names several times
 PYTHON_TAG = "<|python_tag|>"  # Llama may write it before a call
-SPACE = r"[ \n\t]{0,12}"  # between parts of a call: small models may write whitespace without end
-# Keywords of a schema that say nothing of values, and those that hold schemas by names of the user's.
+# Keywords of a schema: those for readers, those without schemas inside, and those with schemas by names.
 SAID = ("description", "title", "examples", "default", "$schema", "$id", "$comment", "deprecated")
+VALUES = ("enum", "const", "required", "dependentRequired")
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+INSIDE = ("properties", "items", "prefixItems")  # schemas of values that are within the value
+# Keywords beside which an object is closed already, or a schema says what else it may have.
 OPEN = (
-    "additionalProperties",
-    "unevaluatedProperties",
-    "patternProperties",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "$ref",
-    "if",
-)
+    "additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "not", "if",
+    "$ref", "dependentSchemas",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Function:
     def enforced(self) -> Json:
         """The schema as llguidance takes it."""
         guidance = {"whitespace_pattern": SPACE, "lenient": not self.strict}
-        return {"type": "object", **enforced(self.schema), "x-guidance": guidance}
+        return {"type": "object", **closed(self.schema), "x-guidance": guidance}
 
 
 @dataclass(frozen=True)
@@ -77,26 +77,88 @@ class Tools:
     several: bool
 
 
-def enforced(schema: Any) -> Any:
-    """A schema without what is said to readers; objects whose properties are named have no others, unless it says so.
+def closed(schema: Any, closes: bool = True) -> Any:
+    """A schema without what is said to readers; an object has no other properties than those that are named.
 
-    Small models make properties up where they may.
+    Small models make properties up where they may. Where other parts of a schema may speak of the same object it stays
+    as it is.
+
+    Args:
+        schema: of JSON.
+        closes: nothing else speaks of its value.
     """
     if isinstance(schema, list):
-        return [enforced(item) for item in schema]
+        return [closed(item, closes) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    closes = closes and not any(name in schema for name in OPEN)
     made: Json = {}
     for name, value in schema.items():
-        if name in NAMED and isinstance(value, dict):
-            made[name] = {key: enforced(inner) for key, inner in value.items()}
-        elif name in ("enum", "const"):
+        within = closes and name in INSIDE
+        if name in VALUES:
             made[name] = value
+        elif name in NAMED and isinstance(value, dict):
+            made[name] = {key: closed(inner, within) for key, inner in value.items()}
         elif name not in SAID:
-            made[name] = enforced(value)
-    if "properties" in made and not any(name in made for name in OPEN):
+            made[name] = closed(value, within)
+    known, needed = made.get("properties"), made.get("required", [])
+    if (
+        closes
+        and isinstance(known, dict)
+        and isinstance(needed, list)
+        and all(name in known for name in needed)
+    ):
         made["additionalProperties"] = False
     return made
+
+
+def held_to(
+    tools: Tools, speech: Speech, tokenizer: Tokenizer, compile_form: Callable[[str, Any, int], Constraint]
+) -> Constraint:
+    """The form of answers that may be calls of some tools.
+
+    Args:
+        tools: what is offered.
+        speech: how the model writes calls and thoughts.
+        tokenizer: of the model.
+        compile_form: see `Constraints.compile`.
+
+    Raises:
+        BadField: a schema that llguidance does not know in full, and is strict; schemas that are too large.
+    """
+    size = sum(len(json.dumps(closed(function.schema))) for function in tools.functions)
+    if size > LONGEST:
+        raise BadField(
+            "tools",
+            f"the schemas of tools have {size} bytes without descriptions, expected at most {LONGEST}",
+        )
+    with suppress(InputError):
+        return compile_form("grammar", grammar(tools, speech, tokenizer), MOST_GRAMMAR)
+    functions = [_enforceable(function, compile_form) for function in tools.functions]
+    try:
+        return compile_form(
+            "grammar", grammar(replace(tools, functions=functions), speech, tokenizer), MOST_GRAMMAR
+        )
+    except InputError as error:
+        raise BadField("tools", f"tools: {error}") from None
+
+
+def _enforceable(function: Function, compile_form: Callable[[str, Any, int], Constraint]) -> Function:
+    """A function whose schema can be kept; where that need not be, one of any arguments.
+
+    Raises:
+        BadField: its schema cannot be kept, and is strict.
+    """
+    try:
+        compile_form("json_schema", function.enforced, LONGEST)
+    except InputError as error:
+        if function.strict:
+            raise BadField(function.param, f"{function.param}: {error}") from None
+        return replace(function, schema={})
+    return function
+
+
+# ---- the grammar
 
 
 def grammar(tools: Tools, speech: Speech, tokenizer: Tokenizer) -> str:
@@ -107,50 +169,59 @@ def grammar(tools: Tools, speech: Speech, tokenizer: Tokenizer) -> str:
         speech: how the model writes calls and thoughts.
         tokenizer: of the model.
     """
-    lark = _Lark(tokenizer)
     assert speech.calls is not None
-    tagged, bare = speech.calls.tagged, speech.calls.bare
+    lark, tagged, bare = _Lark(tokenizer), speech.calls.tagged, speech.calls.bare
+    rules = {
+        f"arguments_{i}": f"%json {json.dumps(function.enforced)}"
+        for i, function in enumerate(tools.functions)
+    }
     if tools.required:
-        bare = bare if tagged is None else None
-        answer, rules = ("tagged" if tagged is not None else "bare"), dict[str, str]()
+        answer = "tagged" if tagged is not None else "bare"
     else:
-        answer, rules = _text(tagged, bare, speech, lark)
+        answer, of_text = _text(speech, lark)
+        rules |= of_text
     if tagged is not None:
-        word = "" if "before" in answer else tagged.words[0]
-        rules |= _tagged(tools, tagged, word + tagged.begin.removeprefix(tagged.words[0]), lark)
-    if bare is not None:
+        rules |= _tagged(tools, tagged, lark, read="before" in rules)
+    if bare is not None and "bare" in answer:
         rules |= _bare(tools, bare, lark)
-    for i, function in enumerate(tools.functions):
-        rules[f"arguments_{i}"] = f"%json {json.dumps(function.enforced)}"
     if speech.thought is not None:
         answer, of_thought = _thought(answer, tools.required, speech, lark)
         rules |= of_thought
+    if "before" in rules:  # which is lexed up to a tag of the text's own characters
+        assert tagged is not None
+        rules[f"before[suffix={json.dumps(tagged.words[0])}]"] = rules.pop("before")
     return "\n".join(f"{name}: {rule}" for name, rule in {"start": answer, **rules}.items())
 
 
-def _text(
-    tagged: TaggedCalls | None, bare: BareCalls | None, speech: Speech, lark: _Lark
-) -> tuple[str, dict[str, str]]:
+def _text(speech: Speech, lark: _Lark) -> tuple[str, dict[str, str]]:
     """What an answer may be where no call is asked for, and the rules of its text.
 
     A text is read beside the heads of bare calls. Where all of one is there it is no text any more, and what follows
     are arguments.
     """
-    no_call = ""
-    if bare is not None:
-        no_call = f" & ~/{FENCE}{bare.head(speech.names, _escaped)}(?s:.*)/"
-    rules = {"text": f"({' | '.join(['TEXT', *lark.plain(speech.words)])})+", "TEXT": f"/(?s:.+)/{no_call}"}
-    answer = "text?"
+    assert speech.calls is not None
+    tagged, bare = speech.calls.tagged, speech.calls.bare
+    no_call = f" & ~/{bare.first(speech.names)}(?s:.*)/" if bare is not None else ""
+    rules = {"text": lark.text("TEXT", speech.words), "TEXT": f"/(?s:.+)/{no_call}"}
+    answer = "text"
     if tagged is not None and lark.has(tagged.words[0]):
-        answer = "text? tagged?"
-    elif tagged is not None:  # a tag of the text's own characters, whose end the lexer finds
-        answer = "text? | before tagged"
-        rules |= {f"before[suffix={json.dumps(tagged.words[0])}]": "BEFORE", "BEFORE": f"/(?s:.*)/{no_call}"}
+        answer = "text tagged?"
+    elif tagged is not None:
+        answer = "text | before tagged"
+        rules |= {"before": "BEFORE", "BEFORE": f"/(?s:.*)/{no_call}"}
     return (f"{answer} | bare" if bare is not None else answer), rules
 
 
-def _tagged(tools: Tools, form: TaggedCalls, begin: str, lark: _Lark) -> dict[str, str]:
-    """Rules of calls whose beginning is read up to `begin`."""
+def _tagged(tools: Tools, form: TaggedCalls, lark: _Lark, read: bool) -> dict[str, str]:
+    """Rules of calls behind a word.
+
+    Args:
+        tools: what is offered.
+        form: of the calls.
+        lark: of the tokenizer.
+        read: the word was lexed with the text before it.
+    """
+    begin = form.begin.removeprefix(form.words[0]) if read else form.begin
     again = f"({lark.literal(form.next)} call){{0,{MOST_CALLS - 1}}}" if tools.several else ""
     # A newline behind the last: models that expect to end there write it, and are not to be held to one call more.
     end = f"({lark.literal(form.end)} | {lark.literal(form.end + chr(10))})" if form.end else ""
@@ -163,58 +234,59 @@ def _tagged(tools: Tools, form: TaggedCalls, begin: str, lark: _Lark) -> dict[st
 
 def _bare(tools: Tools, form: BareCalls, lark: _Lark) -> dict[str, str]:
     """Rules of calls without tags. A head is one terminal, as a text beside it is another until all of it is there."""
-    functions = range(len(tools.functions))
-    again = " | ".join(f"NEXT_{i} arguments_{i}" for i in functions) if form.several and tools.several else ""
-    again = f"({again}){{0,{MOST_CALLS - 1}}}" if again else ""
+    several = form.several and tools.several
+    functions = list(enumerate(tools.functions))
+    again = " | ".join(f"NEXT_{i} arguments_{i}" for i, _ in functions)
     tag = f"{lark.literal(PYTHON_TAG)}? " if lark.has(PYTHON_TAG) else ""
-    first = " | ".join(f"HEAD_{i} arguments_{i}" for i in functions)
-    rules = {"bare": f"{tag}({first}) {again} END", "END": r"/\s*\}\s*(```\s*)?/"}
-    for i, function in enumerate(tools.functions):
-        head = form.head([function.name], _escaped)
-        rules[f"HEAD_{i}"] = f"/{FENCE}{head}/"
-        if again:
-            rules[f"NEXT_{i}"] = f"/{NEXT}{head}/"
-    return {name: rule.replace(r"\s*", SPACE) for name, rule in rules.items()}
+    first = " | ".join(f"FIRST_{i} arguments_{i}" for i, _ in functions)
+    rules = {
+        "bare": f"{tag}({first}) {f'({again}){{0,{MOST_CALLS - 1}}}' if several else ''} END",
+        "END": rf"/{SPACE}\}}{SPACE}(```{SPACE})?/",
+    }
+    rules |= {f"FIRST_{i}": f"/{form.first([function.name])}/" for i, function in functions}
+    return rules | {f"NEXT_{i}": f"/{form.next([function.name])}/" for i, function in functions if several}
 
 
 def _thought(answer: str, required: bool, speech: Speech, lark: _Lark) -> tuple[str, dict[str, str]]:
     """A thought before what an answer may be, and its rules."""
     form = speech.thought
     assert form is not None
-    rules = {"said": f"({' | '.join(['SAID', *lark.plain(speech.words)])})+", "SAID": "/(?s:.+)/"}
+    rules = {"said": lark.text("SAID", speech.words), "SAID": "/(?s:.+)/"}
     if all(map(lark.has, form.words)):
         opening, closing = map(lark.literal, form.words)
-        rules["thought"] = f"said? {closing}" if speech.thinking else f"{opening} said? {closing}"
+        rules["thought"] = f"said {closing}" if speech.thinking else f"/{SPACE}/ {opening} said {closing}"
     else:
-        opening = "" if speech.thinking else _escaped(form.begin)
+        opening = "" if speech.thinking else SPACE + escaped(form.begin)
         rules[f"thought[suffix={json.dumps(form.end)}]"] = f"/{opening}(?s:.*)/"
     if required:
-        return (r"thought /\s+/? " if speech.thinking else r"(thought /\s+/?)? ") + answer, rules
-    return f"said? | thought ({answer})" if speech.thinking else f"thought? ({answer})", rules
+        gap = f"/{SPACE}/ " if "tagged" in answer else ""
+        return (f"thought {gap}{answer}" if speech.thinking else f"(thought {gap})? {answer}"), rules
+    return (f"said | thought ({answer})" if speech.thinking else f"thought? ({answer})"), rules
 
 
 class _Lark:
-    """Texts as llguidance's Lark has them, in which a tokenizer's added tokens stand for themselves alone."""
+    """Texts as llguidance's Lark has them, in which some tokens stand for themselves alone."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._added = {token.content: at for at, token in tokenizer.get_added_tokens_decoder().items()}
-        self._plain = {at for at, token in tokenizer.get_added_tokens_decoder().items() if not token.special}
+        self._alone = alone(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self._sayable = {at for at in self._alone.values() if not added[at].special}
 
     def has(self, word: str) -> bool:
         """Whether a word is a token of its own."""
-        return word in self._added
+        return word in self._alone
 
     def literal(self, text: str) -> str:
-        words = "|".join(map(re.escape, self._added)) or "(?!)"
+        words = "|".join(map(re.escape, self._alone)) or "(?!)"
         parts = [part for part in re.split(f"({words})", text) if part]
-        return " ".join(f"<[{self._added[p]}]>" if p in self._added else json.dumps(p) for p in parts)
+        return " ".join(f"<[{self._alone[p]}]>" if p in self._alone else json.dumps(p) for p in parts)
 
-    def plain(self, words: Sequence[str]) -> list[str]:
-        """Added tokens that a text may have, but for some words."""
-        found = sorted(self._plain - {self._added.get(word) for word in words})
-        return [f"<[{','.join(map(str, found))}]>"] if found else []
+    def text(self, terminal: str, words: Sequence[str]) -> str:
+        """Any text of a terminal, and between such the other tokens that a text may have.
 
-
-def _escaped(text: str) -> str:
-    """A text for a regular expression between slashes."""
-    return re.sub(r"([^A-Za-z0-9 \"<>])", r"\\\1", text)
+        Args:
+            terminal: never twice in a row: a text that it refuses would be two texts that it allows.
+            words: that a text may not have as tokens.
+        """
+        found = sorted(self._sayable - {self._alone.get(word) for word in words})
+        return f"{terminal}? (<[{','.join(map(str, found))}]> {terminal}?)*" if found else f"{terminal}?"
