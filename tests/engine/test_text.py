@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from anybit.engine.text import BROKEN, LONGEST, TextStream
+from anybit.engine.text import BROKEN, LONGEST, MARK, TextStream
 from anybit.errors import InputError
 from tests.builders import byte_tokenizer
 
@@ -143,6 +143,38 @@ def test_stop_strings_by_hand(text: str, stops: str | list[str], expected: str, 
     assert "".join(run(stream, tokenizer.encode(text).ids)) == expected
     assert stream.stopped == stopped
     assert stream.push(tokenizer.encode("x").ids[0]) + stream.finish() == ("" if stopped else "x")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stops", "expected"),
+    [
+        (["a", 0, "b"], (), f"a{MARK}<x>b"),
+        ([0, 0, "\u00e9", 0], (), f"{MARK}<x>{MARK}<x>\u00e9{MARK}<x>"),
+        (["\u00e9"[:1], "ab", 0, "c"], ["b<x>c"], "\u00e9a"),
+        (["a", 0, "b"], ["<x>"], "a"),
+        (["a", 0, "b", 0, "c"], ["b<x>d", ">b<x>c"], f"a{MARK}<x"),
+        ([0, "ab"], ["abc"], f"{MARK}<x>ab"),
+        ([0, 0, "c"], ["><x>c"], f"{MARK}<x"),
+    ],
+)
+def test_tokens_that_are_shown_have_a_mark_that_stop_strings_do_not_see(
+    tokens: list[Any], stops: list[str], expected: str
+) -> None:
+    tokenizer = Tokenizer.from_str(TOKENIZERS["bytes"].to_str())
+    tokenizer.add_special_tokens([AddedToken("<x>", special=True)])
+    shown = tokenizer.token_to_id("<x>")
+    ids = [one for part in tokens for one in ([shown] if part == 0 else tokenizer.encode(part).ids)]
+    assert "".join(run(TextStream(tokenizer, stops, shown=[shown]), ids)) == expected
+    assert MARK not in "".join(run(TextStream(tokenizer), ids))
+
+
+def test_what_was_no_whole_character_comes_before_a_token_that_is_shown() -> None:
+    tokenizer = Tokenizer.from_str(TOKENIZERS["bytes"].to_str())
+    tokenizer.add_special_tokens([AddedToken("<x>", special=True)])
+    shown, (first, second) = tokenizer.token_to_id("<x>"), tokenizer.encode("\u00e9").ids
+    assert run(TextStream(tokenizer, shown=[shown]), [first, shown, second]) == [
+        "", f"{BROKEN}{MARK}<x>", "", BROKEN,
+    ]  # fmt: skip
 
 
 def test_a_stop_string_in_one_token_is_as_one_in_many() -> None:

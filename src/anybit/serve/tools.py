@@ -206,9 +206,9 @@ def _text(speech: Speech, lark: _Lark) -> tuple[str, dict[str, str]]:
     answer = "text"
     if tagged is not None and lark.has(tagged.words[0]):
         answer = "text tagged?"
-    elif tagged is not None:
+    elif tagged is not None:  # without other tokens: a tag behind one would be no end of `before`
         answer = "text | before tagged"
-        rules |= {"before": "BEFORE", "BEFORE": f"/(?s:.*)/{no_call}"}
+        rules |= {"text": "TEXT?", "before": "BEFORE", "BEFORE": f"/(?s:.*)/{no_call}"}
     return (f"{answer} | bare" if bare is not None else answer), rules
 
 
@@ -256,6 +256,7 @@ def _thought(answer: str, required: bool, speech: Speech, lark: _Lark) -> tuple[
         opening, closing = map(lark.literal, form.words)
         rules["thought"] = f"said {closing}" if speech.thinking else f"/{SPACE}/ {opening} said {closing}"
     else:
+        rules["said"] = "SAID?"
         opening = "" if speech.thinking else SPACE + escaped(form.begin)
         rules[f"thought[suffix={json.dumps(form.end)}]"] = f"/{opening}(?s:.*)/"
     if required:
