@@ -13,6 +13,8 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from anybit import Engine
@@ -23,7 +25,7 @@ from anybit.serve.constraint import Constraints, alone
 from anybit.serve.conversation import NO_ARGUMENTS
 from anybit.serve.message import Message
 from anybit.serve.speech import HERMES, LLAMA, MISTRAL, MISTRAL_LIST, THOUGHTS, Family, Speech, Splitter
-from anybit.serve.tools import PYTHON_TAG, Function, Tools, closed, grammar
+from anybit.serve.tools import INSIDE, NAMED, OPEN, PYTHON_TAG, SAID, VALUES, Function, Tools, closed, grammar
 from tests import builders
 from tests.serve.conftest import Client, refusal, serving
 
@@ -325,6 +327,21 @@ def test_schemas_are_kept_without_what_is_said_to_readers() -> None:
     assert closed({"properties": {}, "required": ["a"]}) == {"properties": {}, "required": ["a"]}
     for opens in ({"additionalProperties": True}, {"patternProperties": {"^x": {"type": "string"}}}):
         assert closed({"properties": {}, **opens}) == {"properties": {}, **opens}
+
+
+KEYWORDS = st.sampled_from([*SAID, *VALUES, *NAMED, *INSIDE, *OPEN, "type", "a"])
+SCHEMAS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.dictionaries(KEYWORDS, SCHEMAS, max_size=4))
+def test_any_object_may_be_called_a_schema(schema: dict[str, Any]) -> None:
+    once = closed(schema)
+    assert closed(once) == once and {*once} <= {*schema, "additionalProperties"}
 
 
 def test_whatever_is_let_through_is_a_call_that_fits_or_text() -> None:

@@ -106,7 +106,7 @@ def closed(schema: Any, closes: bool = True) -> Any:
         closes
         and isinstance(known, dict)
         and isinstance(needed, list)
-        and all(name in known for name in needed)
+        and all(name in [*known] for name in needed)
     ):
         made["additionalProperties"] = False
     return made
