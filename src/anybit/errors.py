@@ -12,7 +12,7 @@ LONGEST = 2000  # characters of a message
 EXTRAS = {  # what pyproject.toml's extras bring
     "search": ("scipy",),
     "plots": ("matplotlib",),
-    "serve": ("starlette", "uvicorn", "llguidance"),
+    "serve": ("starlette", "uvicorn", "uvloop", "llguidance"),
 }
 
 
