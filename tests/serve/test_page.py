@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,17 @@ async def say(page: Browser, text: str) -> None:
     await page.run("document.getElementById('prompt').focus()")
     await page.type(text)
     await page.press(*ENTER)
+
+
+@asynccontextmanager
+async def visiting(url: str, tokens: int, dark: bool = False) -> AsyncIterator[Browser]:
+    """The page once the model is there, whose answers have so many tokens; it may complain of nothing."""
+    async with browser() as page:
+        await page.open(url, dark=dark)
+        await page.until("document.title.startsWith('tiny')")
+        await page.run(f"document.getElementById('max_tokens').value = {tokens}")
+        yield page
+        assert page.complaints == []
 
 
 async def a_visit(url: str, widths: list[float]) -> None:
@@ -111,17 +123,13 @@ def test_an_encoder_does_not_pretend_to_chat(encoder: Encoder) -> None:
 
 
 async def a_stop(url: str) -> None:
-    async with browser() as page:
-        await page.open(url, dark=True)
-        await page.until("document.title.startsWith('tiny')")
+    async with visiting(url, 100, dark=True) as page:
         assert await page.run("document.documentElement.dataset.theme") == "dark"
-        await page.run("document.getElementById('max_tokens').value = 100")
         await say(page, "hello")
         await page.until("document.querySelector('.turn.assistant')?.said")
         await page.press(*ESCAPE)
         await page.until("document.getElementById('send').textContent === 'Send'")
         assert await page.run("document.querySelectorAll('.turn.running, .turn.error').length") == 0
-        assert page.complaints == []
 
 
 def test_escape_stops_an_answer(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,15 +139,11 @@ def test_escape_stops_an_answer(other_engine: Engine, monkeypatch: pytest.Monkey
 
 
 async def a_visit_to_one_width(url: str) -> None:
-    async with browser() as page:
-        await page.open(url)
-        await page.until("document.title.startsWith('tiny')")
+    async with visiting(url, 5) as page:
         assert await page.run("document.querySelector('.slider').hidden")
-        await page.run("document.getElementById('max_tokens').value = 5")
         await say(page, "hello")
         await page.until(f"{ANSWERS} === 1 || document.querySelector('.turn.error')")
         assert await page.run("document.querySelector('.turn.error')?.textContent ?? ''") == ""
-        assert page.complaints == []
 
 
 def test_a_model_inside_transformers_answers(model_dir: Callable[[str], Path]) -> None:
@@ -149,15 +153,11 @@ def test_a_model_inside_transformers_answers(model_dir: Callable[[str], Path]) -
 
 
 async def a_thought(url: str) -> None:
-    async with browser() as page:
-        await page.open(url)
-        await page.until("document.title.startsWith('tiny')")
-        await page.run("document.getElementById('max_tokens').value = 5")
+    async with visiting(url, 5) as page:
         await say(page, "hello")
         await page.until(f"{ANSWERS} === 1")
         assert await page.run("document.querySelector('.turn.assistant .thought').textContent.length > 0")
         assert await page.run("document.querySelector('.turn.assistant').said") == ""
-        assert page.complaints == []
 
 
 def test_a_thought_stands_apart(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,10 +168,7 @@ def test_a_thought_stands_apart(other_engine: Engine, monkeypatch: pytest.Monkey
 
 
 async def a_new_conversation(url: str) -> None:
-    async with browser() as page:
-        await page.open(url)
-        await page.until("document.title.startsWith('tiny')")
-        await page.run("document.getElementById('max_tokens').value = 60")
+    async with visiting(url, 60) as page:
         await say(page, "hello")
         await page.until("document.querySelector('.turn.assistant')?.said")
         await page.run("document.getElementById('clear').click()")
@@ -181,7 +178,6 @@ async def a_new_conversation(url: str) -> None:
         await page.until(f"{ANSWERS} === 1")
         said = await page.run("panes[0].messages.map((message) => message.role).join()")
         assert said == "user,assistant"
-        assert page.complaints == []
 
 
 def test_an_answer_that_was_cleared_away_is_not_part_of_the_next(

@@ -174,6 +174,8 @@ class Served(Named):
         thinking = thought is not None and text.rstrip().endswith(thought.begin)
         names = tuple(function.name for function in tools.functions) if tools else ()
         speech = Speech(self._calls_of(tools), names, thought, thinking)
+        if tools is None and not speech.words:  # most: their texts are text alone
+            return Prompt(tokens, speech, frozenset())
         added, known = self.tokenizer.get_added_tokens_decoder(), alone(self.tokenizer)
         words = frozenset(known.keys() & {*speech.words})
         shown = (at for word, at in known.items() if word in words or (tools and not added[at].special))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from anybit.config import Json
@@ -39,8 +40,8 @@ class TaggedCalls:
     words: tuple[str, ...]
 
 
-# Whitespace within a call and around it: small models may write some without end. What has more is no call.
-SPACE = r"[ \t\r\n]{0,12}"
+MOST_SPACE = 12  # characters between parts of a call, and around it: small models may write some without end
+SPACE = rf"[ \t\r\n]{{0,{MOST_SPACE}}}"  # what has more is no call
 FENCES = ("", "```", "```json")  # before the first of `BareCalls`, without whitespace
 
 
@@ -67,13 +68,8 @@ class BareCalls:
         return rf"{SPACE}\}}{SPACE}{self._head(names)}"
 
     def _head(self, names: Sequence[str]) -> str:
-        name = "|".join(map(escaped, names))
+        name = "|".join(map(re.escape, names))
         return rf'\{{{SPACE}"name":{SPACE}"({name})",{SPACE}"{self.key}":{SPACE}'
-
-
-def escaped(text: str) -> str:
-    """A pattern of a text, for `re` and for llguidance."""
-    return re.sub(r"([^A-Za-z0-9 \"<>_])", r"\\\1", text)
 
 
 @dataclass(frozen=True)
@@ -162,40 +158,6 @@ def thought_form(template: str) -> ThoughtForm | None:
 
 
 @dataclass(frozen=True)
-class Speech:
-    """How an answer is to be read.
-
-    Attributes:
-        calls: how calls are written; None: there are none.
-        names: functions that may be called.
-        thought: how a thought is written; None: there is none.
-        thinking: the prompt has begun one.
-        tokens: words that the vocabulary has as tokens of their own. Spelled by others they are text.
-    """
-
-    calls: Family | None = None
-    names: tuple[str, ...] = ()
-    thought: ThoughtForm | None = None
-    thinking: bool = False
-    tokens: frozenset[str] = frozenset()
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """What its forms are made of besides text."""
-        of_calls = self.calls.tagged.words if self.calls is not None and self.calls.tagged is not None else ()
-        return (*of_calls, *(self.thought.words if self.thought is not None else ()))
-
-    def mark(self, text: str) -> str:
-        """A part of a form as it comes: words that are tokens have a mark that nothing else has."""
-        for word in self.tokens:
-            text = text.replace(word, MARK + word)
-        return text
-
-
-PLAIN = Speech()  # text alone
-
-
-@dataclass(frozen=True)
 class Part:
     """A piece of an answer: of its thought, of what it says, the name of a call that begins, or of its arguments."""
 
@@ -253,7 +215,65 @@ class _BareHeads:
         return any(head.startswith(found) for head in self._heads)
 
 
-_LONG_SPACE = re.compile(r"\s{13}")  # longer than `SPACE`
+_LONG_SPACE = re.compile(rf"\s{{{MOST_SPACE + 1}}}")
+
+
+class _Heads:
+    """Where calls begin: of each form those of the first and of all others; None: there are none."""
+
+    def __init__(self, speech: Speech) -> None:
+        tagged = speech.calls.tagged if speech.calls is not None else None
+        bare = speech.calls.bare if speech.calls is not None else None
+        names = speech.names
+        self.tagged = self.tagged_next = self.bare = self.bare_next = None
+        self.tag = ""  # that nothing but a call begins with
+        if tagged is not None:
+            self.tag = MARK + tagged.words[0] if tagged.words[0] in speech.tokens else ""
+            middle = speech.mark(tagged.middle)
+            self.tagged = _TaggedHeads(speech.mark(tagged.begin), middle, names)
+            self.tagged_next = _TaggedHeads(speech.mark(tagged.next), middle, names)
+        if bare is not None:
+            self.bare = _BareHeads(bare.first(names), FENCES, bare, names)
+            self.bare_next = _BareHeads(bare.next(names), ["}"], bare, names) if bare.several else None
+
+
+@dataclass(frozen=True)
+class Speech:
+    """How an answer is to be read.
+
+    Attributes:
+        calls: how calls are written; None: there are none.
+        names: functions that may be called.
+        thought: how a thought is written; None: there is none.
+        thinking: the prompt has begun one.
+        tokens: words that the vocabulary has as tokens of their own. Spelled by others they are text.
+    """
+
+    calls: Family | None = None
+    names: tuple[str, ...] = ()
+    thought: ThoughtForm | None = None
+    thinking: bool = False
+    tokens: frozenset[str] = frozenset()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What its forms are made of besides text."""
+        of_calls = self.calls.tagged.words if self.calls is not None and self.calls.tagged is not None else ()
+        return (*of_calls, *(self.thought.words if self.thought is not None else ()))
+
+    def mark(self, text: str) -> str:
+        """A part of a form as it comes: words that are tokens have a mark that nothing else has."""
+        for word in self.tokens:
+            text = text.replace(word, MARK + word)
+        return text
+
+    @cached_property
+    def heads(self) -> _Heads:
+        """Where its calls begin: made once for all texts of a request."""
+        return _Heads(self)
+
+
+PLAIN = Speech()  # text alone
 
 
 class Splitter:
@@ -268,20 +288,8 @@ class Splitter:
     """
 
     def __init__(self, speech: Speech) -> None:
-        tagged = speech.calls.tagged if speech.calls is not None else None
-        bare = speech.calls.bare if speech.calls is not None else None
         self._thought = speech.thought and ThoughtForm(*map(speech.mark, speech.thought.words))
-        self._tagged = self._tagged_next = self._bare = self._bare_next = None
-        self._tag = ""  # that nothing but a call begins with
-        if tagged is not None:
-            self._tag = MARK + tagged.words[0] if tagged.words[0] in speech.tokens else ""
-            middle = speech.mark(tagged.middle)
-            self._tagged = _TaggedHeads(speech.mark(tagged.begin), middle, speech.names)
-            self._tagged_next = _TaggedHeads(speech.mark(tagged.next), middle, speech.names)
-        if bare is not None:
-            names = speech.names
-            self._bare = _BareHeads(bare.first(names), FENCES, bare, names)
-            self._bare_next = _BareHeads(bare.next(names), ["}"], bare, names) if bare.several else None
+        self._heads = speech.heads
         self._more: _TaggedHeads | _BareHeads | None = None  # behind a call
         self._step: Callable[[bool], bool] = self._think if speech.thinking else self._open
         self._space: list[str] = []  # whitespace that has come behind all parts
@@ -315,12 +323,12 @@ class Splitter:
 
     def _open(self, last: bool) -> bool:
         """Where a thought may begin, or calls with nothing before them."""
-        rest, thought, bare = self._rest, self._thought, self._bare
+        rest, thought, bare = self._rest, self._thought, self._heads.bare
         if thought is not None and (begin := re.match(SPACE + re.escape(thought.begin), rest)) is not None:
             self._begin_part(rest[begin.end() :], self._think)
             return True
         if bare is not None and (head := bare.match(rest)) is not None:
-            self._call(head, self._bare_next)
+            self._call(head, self._heads.bare_next)
             return True
         may_think = (
             thought is not None and not _LONG_SPACE.match(rest) and thought.begin.startswith(rest.lstrip())
@@ -342,15 +350,15 @@ class Splitter:
         return True
 
     def _say(self, last: bool) -> bool:
-        heads = self._tagged
+        heads, tag = self._heads.tagged, self._heads.tag
         head = None if heads is None else heads.find(self._rest)
         if head is None:
-            if last and self._tag and self._tag in self._rest:  # a call whose head was cut
-                self._rest = self._rest.partition(self._tag)[0].rstrip()
+            if last and tag and tag in self._rest:  # a call whose head was cut
+                self._rest = self._rest.partition(tag)[0].rstrip()
             self._release(CONTENT, None if heads is None else heads.held(self._rest), last)
             return False
         self._add(CONTENT, self._rest[: head.start()].rstrip())
-        self._call(head, self._tagged_next)
+        self._call(head, self._heads.tagged_next)
         return True
 
     def _call(self, head: re.Match[str], more: _TaggedHeads | _BareHeads | None) -> None:

@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from anybit.config import Json
 from anybit.errors import InputError
 from anybit.serve.constraint import LONGEST, Constraint, alone
 from anybit.serve.errors import BadField
-from anybit.serve.speech import SPACE, BareCalls, Speech, TaggedCalls, escaped
+from anybit.serve.speech import SPACE, BareCalls, Speech, TaggedCalls
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -53,11 +54,16 @@ class Function:
     strict: bool
     param: str = "tools"
 
+    @cached_property
+    def kept(self) -> Json:
+        """What of the schema arguments are held to."""
+        return dict(closed(self.schema))
+
     @property
     def enforced(self) -> Json:
-        """The schema as llguidance takes it."""
+        """The same as llguidance takes it."""
         guidance = {"whitespace_pattern": SPACE, "lenient": not self.strict}
-        return {"type": "object", **closed(self.schema), "x-guidance": guidance}
+        return {"type": "object", **self.kept, "x-guidance": guidance}
 
 
 @dataclass(frozen=True)
@@ -126,19 +132,21 @@ def held_to(
     Raises:
         BadField: a schema that llguidance does not know in full, and is strict; schemas that are too large.
     """
-    size = sum(len(json.dumps(closed(function.schema))) for function in tools.functions)
+    size = sum(len(json.dumps(function.kept)) for function in tools.functions)
     if size > LONGEST:
         raise BadField(
             "tools",
             f"the schemas of tools have {size} bytes without descriptions, expected at most {LONGEST}",
         )
+
+    def compiled(known: Tools) -> Constraint:
+        return compile_form("grammar", grammar(known, speech, tokenizer), MOST_GRAMMAR)
+
     with suppress(InputError):
-        return compile_form("grammar", grammar(tools, speech, tokenizer), MOST_GRAMMAR)
+        return compiled(tools)
     functions = [_enforceable(function, compile_form) for function in tools.functions]
     try:
-        return compile_form(
-            "grammar", grammar(replace(tools, functions=functions), speech, tokenizer), MOST_GRAMMAR
-        )
+        return compiled(replace(tools, functions=functions))
     except InputError as error:
         raise BadField("tools", f"tools: {error}") from None
 
@@ -257,7 +265,7 @@ def _thought(answer: str, required: bool, speech: Speech, lark: _Lark) -> tuple[
         rules["thought"] = f"said {closing}" if speech.thinking else f"/{SPACE}/ {opening} said {closing}"
     else:
         rules["said"] = "SAID?"
-        opening = "" if speech.thinking else SPACE + escaped(form.begin)
+        opening = "" if speech.thinking else SPACE + re.escape(form.begin)
         rules[f"thought[suffix={json.dumps(form.end)}]"] = f"/{opening}(?s:.*)/"
     if required:
         gap = f"/{SPACE}/ " if "tagged" in answer else ""
@@ -272,14 +280,14 @@ class _Lark:
         self._alone = alone(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._sayable = {at for at in self._alone.values() if not added[at].special}
+        self._words = re.compile(f"({'|'.join(map(re.escape, self._alone)) or '(?!)'})")
 
     def has(self, word: str) -> bool:
         """Whether a word is a token of its own."""
         return word in self._alone
 
     def literal(self, text: str) -> str:
-        words = "|".join(map(re.escape, self._alone)) or "(?!)"
-        parts = [part for part in re.split(f"({words})", text) if part]
+        parts = [part for part in self._words.split(text) if part]
         return " ".join(f"<[{self._alone[p]}]>" if p in self._alone else json.dumps(p) for p in parts)
 
     def text(self, terminal: str, words: Sequence[str]) -> str:
