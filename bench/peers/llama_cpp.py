@@ -6,9 +6,8 @@
 MODEL is what both begin with; llama.cpp gets it as float16. The importance matrix is made of the calibration text, as
 many tokens as anybit reads. A file of llama.cpp counts with its tensors alone, anybit's artifact with all files but
 the tokenizer; it is cut to at most the bytes that the other has. `--artifact NAME=DIR@BITS` measures other artifacts
-on the same texts. All weights are dequantized and run in bfloat16, which is fast where processors multiply it; the
-base too. llama.cpp itself rounds inputs to 8 bits, which is not counted against it. What is there already is not made
-again.
+on the same texts. All weights are dequantized and run in `--dtype`, the base too. llama.cpp itself rounds inputs to 8
+bits, which is not counted against it. What is there already is not made again.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from anybit.calibration.texts import read_text
 from anybit.loader import load, load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from paired import Said, figures, put_weights, ratio, said, windows_of
+from paired import DTYPES, Said, figures, put_weights, ratio, said, windows_of
 
 TYPES = ("Q2_K", "IQ3_XXS", "Q3_K_M", "Q4_0", "Q4_K_M")
 TOKENS = 65_536  # of the importance matrix: what anybit's default effort reads
@@ -52,6 +51,9 @@ def main() -> int:
     )
     parser.add_argument("--types", nargs="+", default=list(TYPES))
     parser.add_argument("--windows", type=int, default=16, help="of 1024 tokens, spread over each text")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default=DTYPES[0], help="the first, where processors have it"
+    )
     parser.add_argument("--work", type=Path, default=Path("build/peers/llama-cpp"))
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
@@ -87,6 +89,8 @@ def main() -> int:
         others.append({"name": name, **sizes, "texts": means(texts.measure(Path(place), **level))})
         print(json.dumps(others[-1]), flush=True)
     shown = [given.model.name, "--windows", str(given.windows)]
+    if given.dtype != DTYPES[0]:
+        shown += ["--dtype", given.dtype]
     if given.types != list(TYPES):
         shown += ["--types", *given.types]
     shown += [f"--text {name}=..." for name in texts.windows]
@@ -103,7 +107,8 @@ class Texts:
     """Windows of every text, and what the base says of them."""
 
     def __init__(self, given: argparse.Namespace) -> None:
-        self._base = load(given.model, dtype="bfloat16")
+        self._dtype = given.dtype
+        self._base = load(given.model, dtype=given.dtype)
         tokenizer = load_tokenizer(given.model)
         files = dict(text.split("=", 1) for text in given.text)
         self.windows = {
@@ -124,7 +129,7 @@ class Texts:
             put_weights(self._base, load(model, **at))
             other = self._base
         else:
-            other = load(model, dtype="bfloat16")
+            other = load(model, dtype=self._dtype)
         return {name: figures(self._known[name], other, windows) for name, windows in self.windows.items()}
 
 

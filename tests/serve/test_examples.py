@@ -55,19 +55,25 @@ def test_every_example_runs(
     """But for the one with tools, of which this model's template has none."""
     with serving(other_engine, name="out") as (client, _), serving(encoder, name="out") as (embedding, _):
         here = f"localhost:{client.port}"
-        assert len(COMMANDS) == 9
+        assert len(COMMANDS) == 11
         for command in COMMANDS:
             if '"tools"' in command:
                 continue
             if "/v1/embeddings" in command:
                 found = answered(command, f"localhost:{embedding.port}")
                 assert len(found["data"]) == 2, found
+                continue
+            found = answered(command, here)
+            if "/v1/messages" in command:
+                assert found["stop_reason"] in ("end_turn", "max_tokens"), found
+            elif "/v1/responses" in command:
+                assert found["status"] in ("completed", "incomplete"), found
             else:
-                found = answered(command, here)
                 assert found["choices"][0]["finish_reason"] in ("stop", "length"), found
-        (python,) = blocks("python")
-        exec(compile(python.replace("localhost:8000", here), "docs/serve.md", "exec"), {})
-        assert capsys.readouterr().out
+        names: dict[str, Any] = {}
+        for python in blocks("python"):
+            exec(compile(python.replace("localhost:8000", here), "docs/serve.md", "exec"), names)
+            assert capsys.readouterr().out
 
 
 @pytest.mark.e2e
@@ -107,7 +113,7 @@ def test_the_table_of_limits_is_true() -> None:
     ):
         assert said in PAGE
     assert PARSERS == 4
-    assert "Four threads render templates" in PAGE and "at most three" in PAGE
+    assert "Four threads render templates" in PAGE and "at most three of them" in PAGE
 
 
 def test_the_unit_parses() -> None:

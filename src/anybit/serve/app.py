@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anybit.config import Json
-from anybit.serve import embeddings, openai, static
+from anybit.serve import anthropic, embeddings, openai, responses, static
 from anybit.serve.batches import Asked
 from anybit.serve.conversation import conversation
 from anybit.serve.errors import Refused, refused
@@ -32,6 +32,7 @@ from anybit.serve.guard import Guard
 from anybit.serve.metrics import Metrics
 from anybit.serve.replies import Replies
 from anybit.serve.served import Named, Served, ServedEncoder
+from anybit.serve.turns import Turn
 from anybit.serve.worker import STOPPING, Closing
 
 LOG = logging.getLogger(__name__)
@@ -78,8 +79,11 @@ def app(state: State, lifespan: Any = None) -> Starlette:
         lifespan: Starlette's.
     """
     posts = {
-        "/v1/chat/completions": _post(Served, _answer(openai.chat)),
-        "/v1/completions": _post(Served, _answer(openai.completions)),
+        "/v1/chat/completions": _post(Served, _answer(openai.chat, Replies)),
+        "/v1/completions": _post(Served, _answer(openai.completions, Replies)),
+        "/v1/responses": _post(Served, _answer(responses.responses, responses.Response)),
+        anthropic.MESSAGES: _post(Served, _answer(anthropic.messages, anthropic.Message)),
+        anthropic.COUNT: _post(Served, _count),
         "/v1/embeddings": _post(ServedEncoder, _embeddings),
         "/tokenize": _post(Named, _tokenize),
         "/detokenize": _post(Named, _detokenize),
@@ -141,7 +145,7 @@ class Door:
             if refused(error).status == 500:  # all others are what its client got wrong, or too much to do
                 LOG.error("a request has failed", exc_info=error)
             if status == 0:
-                await _error(error)(scope, receive, counting)
+                await _error(error, scope["path"])(scope, receive, counting)
         finally:
             state.requests -= 1
             if key is not None:
@@ -177,17 +181,19 @@ def _refuse_many(state: State, key: str) -> None:
         )
 
 
-def _error(error: Exception) -> Response:
+def _error(error: Exception, path: str) -> Response:
     found = refused(error)
-    return JSONResponse(found.body(), found.status, found.headers)
+    body = anthropic.error_body(found) if path in anthropic.PATHS else found.body()
+    return JSONResponse(body, found.status, found.headers)
 
 
 def _missing(request: Request, error: Exception) -> Response:
+    path = request.url.path
     if getattr(error, "status_code", 404) == 405:
-        return _error(
-            Refused(405, f"{request.url.path:.100} does not take {request.method}", "method_not_allowed")
-        )
-    return _error(Refused(404, f"{request.url.path:.100} is no address of this server", "not_found"))
+        found = Refused(405, f"{path:.100} does not take {request.method}", "method_not_allowed")
+    else:
+        found = Refused(404, f"{path:.100} is no address of this server", "not_found")
+    return _error(found, path)
 
 
 def _post(kind: type[Named], answer: Answer) -> Any:
@@ -244,14 +250,14 @@ async def _apart(request: Request, function: Callable[..., Any], *given: Any) ->
 # ---- texts
 
 
-def _answer(parse: Callable[[Served, Json, str], openai.Wanted]) -> Answer:
+def _answer(parse: Callable[[Served, Json, str], openai.Wanted], form: type[Replies | Turn]) -> Answer:
     def exchange_of(served: Served, body: Json, key: str) -> Exchange:
         return Exchange(served, parse(served, body, key))
 
     async def answer(served: Served, body: Json, request: Request) -> Response:
         exchange: Exchange = await _parsed(request, exchange_of, served, body)
         exchange.submit(request.scope["anybit.asked"])
-        replies, metrics = Replies(exchange, partial(_apart, request)), request.app.state.shared.metrics
+        replies, metrics = form(exchange, partial(_apart, request)), request.app.state.shared.metrics
         if exchange.wanted.stream:
             return Events(exchange, replies, metrics)
         try:
@@ -268,7 +274,7 @@ def _answer(parse: Callable[[Served, Json, str], openai.Wanted]) -> Answer:
 class Events(StreamingResponse):
     """A stream of events, whose texts end with it."""
 
-    def __init__(self, exchange: Exchange, replies: Replies, metrics: Metrics) -> None:
+    def __init__(self, exchange: Exchange, replies: Replies | Turn, metrics: Metrics) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(replies.events(), media_type="text/event-stream", headers=headers)
         self._exchange, self._metrics = exchange, metrics
@@ -323,6 +329,10 @@ async def _made_apart(request: Request, pieces: Iterator[bytes]) -> AsyncIterato
     """Pieces of an answer, each made in a thread when the one before is sent."""
     while piece := await _apart(request, next, pieces, b""):
         yield piece
+
+
+async def _count(served: Served, body: Json, request: Request) -> Response:
+    return JSONResponse({"input_tokens": await _parsed(request, anthropic.count, served, body)})
 
 
 async def _tokenize(served: Named, body: Json, request: Request) -> Response:

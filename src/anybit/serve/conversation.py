@@ -19,6 +19,7 @@ MOST_MESSAGES = 4096
 MOST_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ROLES = ("system", "developer", "user", "assistant", "tool")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # to think; templates know some of them
 NO_ARGUMENTS: Json = {"type": "object", "properties": {}, "additionalProperties": False}
 OWN = ("messages", "tools", "add_generation_prompt")  # variables of a template that are the server's to set
 
@@ -63,13 +64,18 @@ def conversation(fields: Fields) -> Conversation:
     if not isinstance(found, list) or not 1 <= len(found) <= MOST_MESSAGES:
         raise BadField("messages", f"messages is expected to be a list of 1 to {MOST_MESSAGES} messages")
     messages = [_message(message, f"messages[{i}].") for i, message in enumerate(found)]
-    variables = fields.any("chat_template_kwargs", {})
+    variables, effort = fields.any("chat_template_kwargs", {}), fields.text("reasoning_effort")
     if not isinstance(variables, dict) or depth(variables) > DEEPEST:
         raise fields.bad("chat_template_kwargs", variables, f"an object of at most {DEEPEST} levels")
     if taken := [name for name in OWN if name in variables]:
         raise BadField(
             "chat_template_kwargs", f"chat_template_kwargs has {taken[0]}, which the request itself says"
         )
+    if effort is not None:
+        if effort not in EFFORTS:
+            raise fields.bad("reasoning_effort", effort, ", ".join(f'"{one}"' for one in EFFORTS))
+        of_effort = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        variables = of_effort | variables
     return Conversation(messages, _tools(fields), variables)
 
 

@@ -44,6 +44,8 @@ class Guard:
             return ""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not given:
+            given = headers.get("x-api-key", "")  # as Anthropic's clients send it
+        if not given:
             raise Refused(
                 401, "an API key is needed: send it as Authorization: Bearer KEY", "missing_api_key"
             )

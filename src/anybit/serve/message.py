@@ -35,8 +35,7 @@ class Message:
 
     def finish(self, reason: str | None) -> str | None:
         """Why the message has ended, once all of it was read."""
-        whole = self._splitter.calls and not self._splitter.inside
-        return "tool_calls" if reason == "stop" and whole else reason
+        return self._splitter.reason(reason)
 
     def _delta(self, parts: Sequence[Part]) -> Json:
         made: Json = {}

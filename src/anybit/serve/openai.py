@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from anybit.config import MAX_SEED
+from anybit.config import MAX_SEED, Json
 from anybit.engine.sampling import Sampling
 from anybit.errors import InputError
 from anybit.serve.constraint import Constraint
@@ -47,6 +47,8 @@ class Wanted:
     echo: bool = False  # the prompt is part of the text
     token_ids: bool = False  # of what is drawn
     speech: Speech = PLAIN  # how an answer of a chat is read
+    most: int | None = None  # tokens that were asked for, where a request gets no more than the context holds
+    said: Json = field(default_factory=dict)  # what the answer repeats of its request
 
     @property
     def n(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from anybit.config import Json
 from anybit.engine.sampling import Drawn
-from anybit.serve.errors import refused
+from anybit.serve.errors import Refused, refused
 from anybit.serve.exchange import Exchange, Written
 from anybit.serve.job import Job, Progress
 from anybit.serve.message import Message
@@ -79,10 +79,7 @@ class Replies:
                 yield self._event([], usage=self.usage())
             yield DONE
         except Exception as error:
-            found = refused(error)
-            if found.status == 500:
-                LOG.error("a stream has failed", exc_info=error)
-            yield f"data: {_dumps(found.body())}\n\n"
+            yield f"data: {_dumps(late(error).body())}\n\n"
 
     def _takes_long(self, heard: Sequence[tuple[int, Progress]]) -> bool:
         """Whether writing log-probabilities would hold up others."""
@@ -207,6 +204,14 @@ class Replies:
 
     def timings(self) -> Json:
         return timings(self._exchange.jobs, self._served.engine.widths)
+
+
+def late(error: Exception) -> Refused:
+    """What the end of a stream says of an error; what is the server's own fault, the log says too."""
+    found = refused(error)
+    if found.status == 500:
+        LOG.error("a stream has failed", exc_info=error)
+    return found
 
 
 def timings(jobs: Sequence[Job], widths: Sequence[float]) -> Json:

@@ -304,6 +304,15 @@ class Splitter:
         """Whether the arguments of the last call have not ended."""
         return self._depth > 0
 
+    @property
+    def thinks(self) -> bool:
+        """Whether a thought has begun and not ended."""
+        return self._step == self._think
+
+    def reason(self, finish: str | None) -> str | None:
+        """Why a message has ended, by why its text has, once all of it was read."""
+        return "tool_calls" if finish == "stop" and self.calls and not self.inside else finish
+
     def push(self, text: str) -> list[Part]:
         """The parts that some more text makes certain."""
         self._rest += text
