@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "lazy"  # a device type that PyTorch knows, and that nothing implements here
 COPIES = ("aten::copy_", "aten::_to_copy")  # what may take tensors from one device to another
@@ -67,23 +66,43 @@ def held(tensor: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    away = [t for t in tensors if isinstance(t, Away)]
-    if away and func._schema.name not in COPIES:
-        here = [t for t in tensors if not isinstance(t, Away) and t.ndim]
-        assert not here, (
-            f"{func} of tensors on two devices: {[(list(t.shape), str(t.device)) for t in tensors]}"
-        )
+    away: list[Away] = []
+    here: list[Tensor] = []
+    taken, options = _taken(args, away, here), _taken(kwargs, away, here)
+    name = func._schema.name
+    if away and name not in COPIES and any(t.ndim for t in here):
+        tensors = [(list(t.shape), str(t.device)) for t in (*away, *here)]
+        raise AssertionError(f"{func} of tensors on two devices: {tensors}")
     device = kwargs.get("device")
     is_away = bool(away) if device is None else torch.device(device).type == NAME
-    if func._schema.name == "aten::copy_":
+    if name == "aten::copy_":
         is_away = isinstance(args[0], Away)
     if device is not None and is_away:
-        kwargs = {**kwargs, "device": "cpu"}
-    out = func(*tree_map(held, args), **tree_map(held, kwargs))
-    known = {id(t.held): t for t in away}  # in-place operations return their argument
+        options["device"] = "cpu"
+    out = func(*taken, **options)
+    if not is_away:
+        return out
+    return _given(out, {id(t.held): t for t in away})
 
-    def taken(t: Any) -> Any:
-        return known[id(t)] if id(t) in known else Away(t) if is_away and isinstance(t, Tensor) else t
 
-    return tree_map(taken, out)
+def _taken(value: Any, away: list[Away], here: list[Tensor]) -> Any:
+    """A value with the data of tensors instead of these, which are noted; much faster than PyTorch's tree_map."""
+    if isinstance(value, Away):
+        away.append(value)
+        return value.held
+    if isinstance(value, Tensor):
+        here.append(value)
+    elif isinstance(value, list | tuple):
+        return type(value)([_taken(inner, away, here) for inner in value])
+    elif isinstance(value, dict):
+        return {name: _taken(inner, away, here) for name, inner in value.items()}
+    return value
+
+
+def _given(value: Any, known: dict[int, Away]) -> Any:
+    """A value with its tensors on the fake device; in-place operations return their argument."""
+    if isinstance(value, Tensor):
+        return known[id(value)] if id(value) in known else Away(value)
+    if isinstance(value, list | tuple):
+        return type(value)([_given(inner, known) for inner in value])
+    return value

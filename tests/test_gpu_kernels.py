@@ -231,13 +231,12 @@ def test_codebooks_are_looked_up(bits: int) -> None:
     assert torch.equal(by_channel.dequantize(), few.float().gather(1, codes.T.long()).T)
     assert torch.equal(by_channel.dequantize(torch.float16), few.gather(1, codes.T.long()).T)
     for tile, weight in ((by_row, dense), (by_channel, by_channel.dequantize())):
-        for tokens in (1, 3):
-            for dtype in FLOATS:
-                x, y = torch.randn(tokens, c, device=DEVICE).to(dtype), poisoned(tokens, r)
-                tile.matmul(x, y)
-                of_dtype = weight if tokens == 1 else weight.to(dtype)  # several tokens meet the tensor cores
-                rounds = tile is by_channel and tokens > 1 and dtype != torch.float32  # PyTorch's product
-                close(y, x.double() @ of_dtype.double().T, torch.finfo(dtype).eps if rounds else 2e-6)
+        for tokens, dtype in spread((1, 3) if bits % 2 else (3, 1), FLOATS):
+            x, y = torch.randn(tokens, c, device=DEVICE).to(dtype), poisoned(tokens, r)
+            tile.matmul(x, y)
+            of_dtype = weight if tokens == 1 else weight.to(dtype)  # several tokens meet the tensor cores
+            rounds = tile is by_channel and tokens > 1 and dtype != torch.float32  # PyTorch's product
+            close(y, x.double() @ of_dtype.double().T, torch.finfo(dtype).eps if rounds else 2e-6)
 
 
 def test_a_narrower_width_is_the_first_planes() -> None:
