@@ -16,15 +16,15 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-constexpr int64_t ROWS = GEMM_BLOCKS * LANES; // that are decoded at a time
-constexpr int64_t BLOCK = PHASES * BYTES;     // columns
-constexpr int64_t CHUNK = 2 * BLOCK;          // columns that are decoded at a time: 16 KB of numbers of 16 bits, which
-                                              // the first cache holds, and sums of so many products fit 32 bits
-constexpr int64_t HALF = BYTES / 4;           // numbers of 16 bits in half a vector
-constexpr int64_t QUAD = 4;                   // rows whose sums are in registers
-constexpr int PAIR = 2;                       // tokens
-constexpr int64_t LEAST_TOKENS = 3;           // of fewer, gemv takes less time
-static_assert(CHUNK * CodebookByRow::MOST_BYTE * (128 * MOST_MULTIPLES) <= INT32_MAX);
+constexpr int64_t ROWS = LANES;           // that are decoded at a time
+constexpr int64_t BLOCK = PHASES * BYTES; // columns
+constexpr int64_t CHUNK = 4 * BLOCK;      // columns that are decoded at a time: 16 KB of numbers of 16 bits, which the
+                                          // first cache holds; sums of half as many products fit 32 bits
+constexpr int64_t HALF = BYTES / 4;       // numbers of 16 bits in half a vector
+constexpr int64_t QUAD = 4;               // rows whose sums are in registers
+constexpr int PAIR = 2;                   // tokens
+constexpr int64_t LEAST_TOKENS = 3;       // of fewer, gemv takes less time
+static_assert(CHUNK / 2 * CodebookByRow::MOST_BYTE * (128 * MOST_MULTIPLES) <= INT32_MAX);
 
 // Numbers that each phase of a block has, in vectors of 8, where so many bytes of a plane are left: fewer in a last
 // block of which there is a part.
@@ -98,22 +98,12 @@ void decode_rows(const CodebookByRow& c, int64_t first, int64_t column_block, in
 
 // ---- products
 
-// Has a vector stay in one register: GCC would load it again for every use, and copy sums back and forth.
-inline void keep(__m256i& v) { __asm__("" : "+x"(v)); }
-
-inline __m256i load_pairs(const int16_t* from) {
-    auto loaded = load_as<__m256i>(from);
-    keep(loaded);
-    return loaded;
-}
-
 inline void add_dots(__m256i& sums, __m256i a, __m256i b) {
 #if defined(__AVXVNNI__)
     sums = _mm256_dpwssd_avx_epi32(sums, a, b);
 #else
     sums = _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
 #endif
-    keep(sums);
 }
 
 // Sums of four rows and one token. No array: GCC keeps those in memory.
@@ -128,9 +118,11 @@ struct Quad {
     }
     // sums[r] += factor times the total of row r; or it is that, at first.
     void add_to(int64_t* sums, int32_t factor, bool fresh) const {
-        const __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
-        const __m128i totals = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-        __m256i made = _mm256_mul_epi32(_mm256_cvtepi32_epi64(totals), _mm256_set1_epi64x(factor));
+        const __m256i halves = _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
+        const __m256i lower = _mm256_cvtepi32_epi64(_mm256_castsi256_si128(halves)),
+                      upper = _mm256_cvtepi32_epi64(_mm256_extracti128_si256(halves, 1)),
+                      factors = _mm256_set1_epi64x(factor);
+        __m256i made = _mm256_add_epi64(_mm256_mul_epi32(lower, factors), _mm256_mul_epi32(upper, factors));
         if (!fresh) made = _mm256_add_epi64(made, load_as<__m256i>(sums));
         __builtin_memcpy(sums, &made, sizeof made);
     }
@@ -143,10 +135,10 @@ void multiply(const int16_t (*panel)[CHUNK], const int16_t* x, int64_t stride, i
     Quad first, second;
     int64_t j = 0;
     do {
-        const Quad weights{load_pairs(panel[0] + j), load_pairs(panel[1] + j), load_pairs(panel[2] + j),
-                           load_pairs(panel[3] + j)};
-        first.add(weights, load_pairs(x + j));
-        if constexpr (M == 2) second.add(weights, load_pairs(x + stride + j));
+        const Quad weights{load_as<__m256i>(panel[0] + j), load_as<__m256i>(panel[1] + j),
+                           load_as<__m256i>(panel[2] + j), load_as<__m256i>(panel[3] + j)};
+        first.add(weights, load_as<__m256i>(x + j));
+        if constexpr (M == 2) second.add(weights, load_as<__m256i>(x + stride + j));
     } while ((j += BYTES / 2) < columns);
     first.add_to(sums, factor, fresh);
     if constexpr (M == 2) second.add_to(sums + ROWS, factor, fresh);
@@ -182,8 +174,8 @@ void gemm_rows(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
     auto* panels = static_cast<Panel*>(thread_memory(MEMORY));
     auto* sums = reinterpret_cast<int64_t*>(panels + EACH);
     const auto* x = reinterpret_cast<const int16_t*>(in.x);
-    for (int64_t block = begin; block < end; block += GEMM_BLOCKS) {
-        const int64_t rows = least(ROWS, least(end * LANES, c.rows) - block * LANES);
+    for (int64_t block = begin; block < end; ++block) {
+        const int64_t rows = least(ROWS, c.rows - block * LANES);
         for (int64_t b = 0; b < blocks; b += CHUNK / BLOCK) {
             const int64_t here = least(CHUNK / BLOCK, blocks - b);
             const int64_t columns = (here - 1) * BLOCK + PHASES * phase_size(4 * c.words - (b + here - 1) * BYTES);
@@ -196,7 +188,7 @@ void gemm_rows(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, 
                                           sums + k * ROWS + r);
             });
         }
-        for (int64_t t = 0; t * LANES < rows; ++t) finish_block(c, in, y, block + t, sums + t * LANES);
+        finish_block(c, in, y, block, sums);
     }
 }
 
