@@ -5,6 +5,7 @@ https://platform.openai.com/docs/api-reference/responses
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -81,9 +82,9 @@ def responses(served: Served, body: Json, key: str) -> openai.Wanted:
         wanted = openai.chat(served, chat, key)
     except BadField as error:
         raise as_here(error, NAMES) from None
-    said = {
-        name: default if (given := body.get(name)) is None else given for name, default in REPEATED.items()
-    }
+    given = {name: value for name, value in body.items() if name in REPEATED and value is not None}
+    # Requests may hold halves of surrogate pairs, which have no form in UTF-8.
+    said = json.loads(json.dumps(REPEATED | given, ensure_ascii=False).encode(errors="replace"))
     return replace(wanted, said=said)
 
 
