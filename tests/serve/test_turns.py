@@ -17,6 +17,7 @@ from anybit.engine.sampling import Drawn
 from anybit.errors import InputError
 from anybit.kernels import cpu
 from anybit.serve import anthropic, responses
+from anybit.serve import app as serve_app
 from anybit.serve import openai as chats
 from anybit.serve.app import State
 from anybit.serve.errors import BadField, Refused
@@ -26,7 +27,7 @@ from anybit.serve.openai import Wanted
 from anybit.serve.request import Request
 from anybit.serve.speech import HERMES, THOUGHTS, Speech
 from anybit.serve.turns import Turn
-from tests.serve.conftest import Client, refusal, serving
+from tests.serve.conftest import Client, refusal, serving, slow_steps
 from tests.serve.test_tools import WEATHER, fits, talking
 
 pytestmark = [
@@ -69,6 +70,11 @@ def asked_of(parse: Callable[..., Wanted], body: dict[str, Any], monkeypatch: py
     return {name: value for name, value in found[0].items() if value not in (None, [], False)}
 
 
+def said(role: str, *blocks: Any) -> list[Any]:
+    """The messages of a conversation that is one message of blocks."""
+    return [{"role": role, "content": [*blocks]}]
+
+
 # ---- bodies
 
 
@@ -77,7 +83,9 @@ def test_a_body_of_messages_becomes_a_chat(monkeypatch: pytest.MonkeyPatch) -> N
     body = {
         "model": "tiny@3.5",
         "max_tokens": 9,
-        "system": [{"type": "text", "text": "Be kind.", **cached}, {"type": "text", "text": "Be short."}],
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.3; cch=5;"},
+            {"type": "text", "text": "Be kind.", **cached}, {"type": "text", "text": "Be short."}],
         "messages": [
             {"role": "system", "content": [{"type": "text", "text": "Be quick."}]},
             {"role": "user", "content": "How is it in Rome?"},
@@ -124,7 +132,7 @@ def test_a_body_of_messages_becomes_a_chat(monkeypatch: pytest.MonkeyPatch) -> N
             {"role": "user", "content": "How is it in Rome?\n\nAnd in Oslo?"},
             {"role": "assistant", "content": "I ask.", "reasoning_content": "hm", "tool_calls": calls},
             {"role": "tool", "tool_call_id": "a", "content": "warm"},
-            {"role": "tool", "tool_call_id": "b", "content": "un\n\nknown"},
+            {"role": "tool", "tool_call_id": "b", "content": "Error: un\n\nknown"},
             {"role": "user", "content": "So?"},
         ],
         "tools": [{"type": "function", "function": WEATHER}],
@@ -215,6 +223,41 @@ def test_a_body_of_responses_becomes_a_chat(monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
+def test_what_codex_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = {"type": "namespace", "name": "agents", "description": "Others.", "tools": [FUNCTION]}
+    search = {"type": "web_search", "external_web_access": False}
+    body = {
+        "input": "a",
+        "tools": [{**FUNCTION, "name": "shell"}, space, search],
+        "client_metadata": {"a": "b"},
+    }
+    found = asked_of(responses.responses, body, monkeypatch)
+    assert [tool["function"]["name"] for tool in found["tools"]] == ["shell", "weather"]
+    called = [
+        {"type": "function_call", "call_id": "c", "name": "weather", "namespace": "agents", "arguments": "{}"}
+    ]
+    assert asked_of(responses.responses, {"input": [*HELLO, *called, *HELLO]}, monkeypatch)["messages"]
+
+
+def test_a_call_says_its_namespace() -> None:
+    exchange: Any = Told([SPOKEN], "stop", True)
+    exchange.wanted.said["tools"] = [{"type": "namespace", "name": "agents", "tools": [FUNCTION]}]
+    whole = asyncio.run(responses.Response(exchange, None).whole())  # type: ignore[arg-type]
+    assert json.loads(b"".join(whole))["output"][2]["namespace"] == "agents"
+
+
+def test_what_a_system_says_later_becomes_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {
+        "max_tokens": 9,
+        "messages": [*HELLO, {"role": "system", "content": "Now."}],
+        "system": "Be kind.",
+    }
+    assert asked_of(anthropic.messages, body, monkeypatch)["messages"] == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "hello\n\nNow."},
+    ]
+
+
 def test_a_summary_stands_for_a_thought_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     thought = {
         "type": "reasoning",
@@ -240,12 +283,12 @@ def test_a_summary_stands_for_a_thought_that_is_not_there(monkeypatch: pytest.Mo
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
+{"messages": said("user", {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]})},
             "messages[0].content[0].content[0].type",
         ),
         ({"messages": [*HELLO, {"role": "assistant", "content": "a"}]}, "messages"),
         (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": 3}]}, *HELLO]},
+{"messages": [*said("assistant", {"type": "tool_use", "id": "a", "name": "f", "input": 3}), *HELLO]},
             "messages[0].content[0].input",
         ),
         ({"system": 3}, "system"),
@@ -258,6 +301,15 @@ def test_a_summary_stands_for_a_thought_that_is_not_there(monkeypatch: pytest.Mo
         ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
         ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"mcp_servers": []}, "mcp_servers"),
+        ({"speed": "fast"}, "speed"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{**THEIRS, "allowed_callers": ["code_execution_20260120"]}]}, "tools[0].allowed_callers"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}, *HELLO]},
+            "messages[1].content[0].name",
+        ),
         ({"n": 2}, "n"),
         ({"temperature": -1}, "temperature"),
         ({"thinking": {"type": "enabled", "display": "loud"}}, "thinking.display"),
@@ -299,7 +351,14 @@ def test_bodies_of_messages_that_cannot_be(server: tuple[Client, State], body: A
         ({"input": "a", "reasoning": {"effort": "much"}}, "reasoning.effort"),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"input": "a", "text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format.schema"),
+        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"input": "a", "top_logprobs": 3}, "top_logprobs"),
+        ({"input": "a", "metadata": 5}, "metadata"),
+        ({"input": "a", "user": [1]}, "user"),
+        ({"input": [*HELLO, *HELLO, {"type": "function_call", "arguments": "{}"}]}, "input[2].name"),
+        ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
+        ({"input": "a", "tools": [{"type": "web_search", "external_web_access": True}]}, "tools[0].type"),
+        ({"input": "a", "tools": [{"type": "namespace", "tools": 3}]}, "tools[0].tools"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "stop": "x"}, "stop"),
     ],
@@ -443,7 +502,7 @@ def test_the_blocks_of_a_message(size: int) -> None:
     whole, events = told(anthropic.Message, pieces)
     use = whole["content"][2]
     assert whole["content"] == [
-        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "thinking", "thinking": "hm", "signature": anthropic.SIGNATURE},
         {"type": "text", "text": "I ask."},
         {"type": "tool_use", "id": use["id"], "name": "weather", "input": {"city": "Rome"}},
     ]
@@ -472,6 +531,9 @@ def test_the_blocks_of_a_message(size: int) -> None:
         elif event["type"] == "content_block_delta":
             assert event["index"] == len(blocks) - 1 and not blocks[-1].get("ended")
             (name,) = event["delta"].keys() - {"type"}
+            if name == "signature":
+                assert event["delta"] == {"type": "signature_delta", "signature": anthropic.SIGNATURE}
+                continue
             assert event["delta"]["type"] == {
                 "text": "text_delta", "thinking": "thinking_delta", "partial_json": "input_json_delta"
             }[name]  # fmt: skip
@@ -538,7 +600,7 @@ def test_a_call_that_was_cut_is_no_json() -> None:
 
 def test_thoughts_may_be_omitted() -> None:
     whole, events = told(anthropic.Message, [*SPOKEN], shown=False)
-    assert whole["content"][0] == {"type": "thinking", "thinking": "", "signature": ""}
+    assert whole["content"][0] == {"type": "thinking", "thinking": "", "signature": anthropic.SIGNATURE}
     assert whole["content"][1]["text"] == "I ask." and "hm" not in str(events)
 
 
@@ -554,7 +616,11 @@ def test_an_error_that_comes_late_ends_the_stream() -> None:
     _, events = told(anthropic.Message, ["a", "b"], finish="fault")
     assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "broken"}}
     _, events = told(responses.Response, ["a", "b"], finish="fault")
-    assert events[-1]["type"] == "error" and events[-1]["message"] == "broken"
+    failed = events[-1]["response"]
+    assert events[-1]["type"] == "response.failed" and failed["status"] == "failed"
+    assert failed["error"] == {"code": "server_error", "message": "broken"}
+    _, events = told(responses.Response, ["a"], finish="fault")
+    assert [event["type"] for event in events] == ["error"] and events[0]["message"] == "broken"
 
 
 # ---- over HTTP
@@ -599,10 +665,13 @@ def test_why_a_message_ends(client: Client, state: State) -> None:
         state.ready().context
     )
     assert long["stop_reason"] == "model_context_window_exceeded"
-    status, error, _ = client.ask(
-        MESSAGES, {"messages": [{"role": "user", "content": "a" * 999}], "max_tokens": 3}
-    )
-    assert status == 400 and "context holds" in error["error"]["message"]
+    for length in (200, 9999):
+        user = [{"role": "user", "content": "a" * length}]
+        status, error, _ = client.ask(MESSAGES, {"messages": user, "max_tokens": 3})
+        assert status == 400 and error["error"]["message"].startswith("prompt is too long: the ")
+        assert "context holds" in error["error"]["message"] and "more are" not in error["error"]["message"]
+        _, error, _ = client.ask(RESPONSES, {"input": user})
+        assert error["error"]["code"] == "context_length_exceeded"
 
 
 def test_errors_have_the_form_of_their_api(client: Client, other_engine: Engine) -> None:
@@ -614,6 +683,7 @@ def test_errors_have_the_form_of_their_api(client: Client, other_engine: Engine)
         status, found, _ = client.ask(path, b"{")
         assert (status, found["error"]["type"]) == (400, "invalid_request_error")
         assert client.ask(path)[0] == 405
+    assert client.ask(f"{MESSAGES}/batches")[1]["type"] == "error"
     assert refusal(client.ask(RESPONSES, {"input": "a", "model": "gpt"}))[0] == 404
     with serving(other_engine, Guard(keys=("secret",))) as (guarded, _):
         asked = {"max_tokens": 3, "messages": HELLO}
@@ -622,12 +692,35 @@ def test_errors_have_the_form_of_their_api(client: Client, other_engine: Engine)
         assert guarded.ask(MESSAGES, asked, headers={"x-api-key": "wrong"})[0] == 401
         assert guarded.ask(MESSAGES, asked, headers={"x-api-key": "secret"})[0] == 200
         assert guarded.ask(CHAT, asked, headers={"x-api-key": "secret"})[0] == 200
+        both = {"x-api-key": "secret", "Authorization": "Bearer other"}
+        assert guarded.ask(MESSAGES, asked, headers=both)[0] == 200
+
+
+def test_a_stream_says_that_it_is_alive(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_app, "SILENT_SECONDS", 0.02)
+    with slow_steps(monkeypatch, 0.2), serving(other_engine) as (client, _):
+        asked = {"messages": HELLO, "max_tokens": 2}
+        kinds = [kind for kind, _ in streamed(client, MESSAGES, asked)]
+        begins = kinds.index("message_start")
+        assert begins > 2 and {*kinds[:begins]} == {"ping"} and "ping" not in kinds[begins:]
+        kinds = [kind for kind, _ in streamed(client, RESPONSES, {"input": "hello", "max_output_tokens": 2})]
+        assert kinds[0] == "response.created" and kinds.count("response.created") == 1
+        assert {*kinds[1 : kinds.index("response.output_item.added")]} == {"response.in_progress"}
+        assert kinds.count("response.in_progress") > 2
+        connection, response = client.open(CHAT, {**asked, "stream": True})
+        said = response.read().decode()
+        connection.close()
+        assert said.startswith(": waiting\n\n: waiting\n\n") and said.endswith("data: [DONE]\n\n")
 
 
 def test_what_an_answer_repeats_may_be_half_a_pair(client: Client) -> None:
     asked = {"input": "a", "metadata": {"\ud800": "b\ud800"}, "max_output_tokens": 3}
     assert client.ok(RESPONSES, asked)["metadata"] == {"?": "b?"}
     assert streamed(client, RESPONSES, asked)[-1][1]["response"]["metadata"] == {"?": "b?"}
+    low = client.ok(RESPONSES, {**asked, "text": {"verbosity": "low"}, "reasoning": {"effort": "low"}})
+    assert low["text"] == {"verbosity": "low", "format": {"type": "text"}}
+    assert low["reasoning"] == {"effort": "low", "summary": None}
+    assert refusal(client.ask(RESPONSES, b'{"input": "a", "metadata": {"a": 1e999}}'))[0] == 400
 
 
 def test_tools_over_both(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ from anybit.config import Json
 from anybit.errors import printable
 from anybit.serve import openai
 from anybit.serve.conversation import MOST_MESSAGES, MOST_TOOLS, conversation
-from anybit.serve.errors import BadField, Refused
+from anybit.serve.errors import BadField, Refused, TooLong
 from anybit.serve.fields import Fields
 from anybit.serve.served import Served
-from anybit.serve.speech import CALL, CONTENT
-from anybit.serve.turns import Block, Event, Turn, as_here, block_text, joined, passed, text_of
+from anybit.serve.speech import CALL, CONTENT, REASONING
+from anybit.serve.turns import Block, Event, Turn, as_here, block_text, joined, needed, passed, text_of
 
-PATHS = MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 NAMES = {  # of fields that are others in a chat
     ".function.parameters": ".input_schema",
     ".function.": ".",
@@ -42,10 +42,12 @@ CONVERSATION = (
     "chat_template_kwargs",
     "reasoning_effort",
 )
+BILLING = "x-anthropic-billing-header:"  # how a block begins that is for Anthropic's servers
+SIGNATURE = "anybit"  # of thoughts: some clients drop those that have none
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # What clients send that changes nothing of an answer here.
 INERT = (
-    "metadata", "service_tier", "context_management", "cache_control", "speed", "inference_geo", "diagnostics",
+    "metadata", "service_tier", "context_management", "cache_control", "inference_geo", "diagnostics",
     "user_profile_id", "workspace_id",
 )  # fmt: skip
 KINDS = {
@@ -61,7 +63,9 @@ KINDS = {
 def error_body(found: Refused) -> Json:
     """A refusal in Anthropic's form."""
     kind = KINDS.get(found.status, "api_error" if found.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": printable(found.message)}}
+    # Coding agents know by these words that a conversation has to be shortened.
+    message = f"prompt is too long: {found.message}" if found.code == TooLong.code else found.message
+    return {"type": "error", "error": {"type": kind, "message": printable(message)}}
 
 
 # ---- requests
@@ -87,6 +91,7 @@ def messages(served: Served, body: Json, key: str) -> openai.Wanted:
             "a stop sequence could end a call in its middle: leave stop_sequences or tools out",
         )
     chat["stop"] = list(stop or ())
+    fields.only("speed", "standard")
     fields.accept(*INERT)
     fields.finish()
     try:
@@ -95,7 +100,7 @@ def messages(served: Served, body: Json, key: str) -> openai.Wanted:
         raise as_here(error, NAMES) from None
     (request,) = wanted.requests
     room = served.context - len(request.tokens)
-    request = replace(request, most=min(most, room) if room > 0 else most)
+    request = replace(request, most=min(most, room) if room > 0 else None)
     return replace(wanted, requests=[request], most=most, said={"thoughts": shown})
 
 
@@ -123,6 +128,10 @@ def _conversation(fields: Fields, chat: Json) -> bool:
     """Give a chat of OpenAI's what of a body is about the conversation; returns whether thoughts are shown."""
     made: list[Json] = []
     if (system := fields.any("system")) is not None:
+        if isinstance(
+            system, list
+        ):  # Claude Code's is another each time, and would keep prompts from being found
+            system = [block for block in system if not _is_billing(block)]
         made.append({"role": "system", "content": text_of(system, "system", ("text",))})
     found = fields.any("messages")
     if not isinstance(found, list) or not 1 <= len(found) <= MOST_MESSAGES:
@@ -137,6 +146,11 @@ def _conversation(fields: Fields, chat: Json) -> bool:
         chat["reasoning_effort"] = "none" if thinks is False else effort or "medium"
     chat |= {"messages": joined(made), **_tools(fields), "response_format": form}
     return shown
+
+
+def _is_billing(block: Any) -> bool:
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith(BILLING)
 
 
 def _message(found: Any, whose: str) -> list[Json]:
@@ -161,19 +175,19 @@ def _block(found: Any, role: str, whose: str) -> Json:
         return {"content": block_text(Fields(found, whose), ("text",))}
     own.accept("cache_control")
     if role == "user" and kind == "tool_result":
-        made: Json = {"role": "tool", "tool_call_id": own.text("tool_use_id")}
-        made["content"] = text_of(own.any("content", ""), f"{whose}content", ("text",))
-        own.flag("is_error")  # the text says so, too
+        made: Json = {"role": "tool", "tool_call_id": needed(own, "tool_use_id")}
+        text = text_of(own.any("content", ""), f"{whose}content", ("text",))
+        made["content"] = f"Error: {text}" if own.flag("is_error") else text
         own.accept("toolset_name")
     elif role == "assistant" and kind == "tool_use":
-        name, arguments = own.text("name"), own.any("input", {})
+        name, arguments = needed(own, "name"), own.any("input", {})
         if not isinstance(arguments, dict):
             raise own.bad("input", arguments, "an object")
         function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        made = {"tool_calls": [{"id": own.text("id"), "type": "function", "function": function}]}
+        made = {"tool_calls": [{"id": needed(own, "id"), "type": "function", "function": function}]}
         own.accept("caller", "toolset_name")
     elif role == "assistant" and kind == "thinking":
-        made = {"reasoning_content": own.text("thinking")}
+        made = {"reasoning_content": needed(own, "thinking")}
         own.accept("signature")
     elif role == "assistant" and kind == "redacted_thinking":  # which nobody here can read
         own.accept("data")
@@ -210,7 +224,10 @@ def _tool(found: Any, whose: str) -> Json:
     own.only("type", "custom")  # tools of Anthropic's own servers are not here
     function = {name: own.any(name) for name in ("name", "description", "strict") if name in own}
     function["parameters"] = own.any("input_schema")
-    own.accept("cache_control", "input_examples", "eager_input_streaming", "defer_loading", "allowed_callers")
+    if function["parameters"] is None:
+        raise own.bad("input_schema", None, "a schema of an object")
+    own.only("allowed_callers", ["direct"])
+    own.accept("cache_control", "input_examples", "eager_input_streaming", "defer_loading")
     own.finish()
     return {"type": "function", "function": function}
 
@@ -242,6 +259,8 @@ def _output(fields: Fields) -> tuple[str | None, Json | None]:
     form: Json | None = None
     if inner is not None:
         inner.only("type", "json_schema")
+        if "schema" not in inner:
+            raise inner.bad("schema", None, "a schema")
         form = {"type": "json_schema", "json_schema": {"schema": inner.any("schema")}}
         inner.finish()
     return EFFORTS[effort] if effort else None, form
@@ -267,8 +286,12 @@ class Message(Turn):
         start = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield "message_start", {"message": start}
 
+    def wait(self) -> Iterator[Event]:
+        yield "ping", {}
+
     def opened(self, at: int, block: Block) -> Iterator[Event]:
-        yield "content_block_start", {"index": at, "content_block": self._content(block)}
+        signed = {"signature": ""} if block.kind == REASONING else {}
+        yield "content_block_start", {"index": at, "content_block": {**self._content(block), **signed}}
 
     def added(self, at: int, block: Block, text: str) -> Iterator[Event]:
         if block.kind == CALL:
@@ -282,6 +305,9 @@ class Message(Turn):
         yield "content_block_delta", {"index": at, "delta": delta}
 
     def closed(self, at: int, block: Block) -> Iterator[Event]:
+        if block.kind == REASONING:
+            signed = {"type": "signature_delta", "signature": SIGNATURE}
+            yield "content_block_delta", {"index": at, "delta": signed}
         yield "content_block_stop", {"index": at}
 
     def end(self) -> Iterator[Event]:
@@ -327,7 +353,7 @@ class Message(Turn):
         if block.kind == CONTENT:
             return {"type": "text", "text": block.text}
         thought = block.text if self.wanted.said["thoughts"] else ""
-        return {"type": "thinking", "thinking": thought, "signature": ""}
+        return {"type": "thinking", "thinking": thought, "signature": SIGNATURE}
 
 
 def _arguments(text: str) -> Json:

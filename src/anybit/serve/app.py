@@ -37,6 +37,7 @@ from anybit.serve.worker import STOPPING, Closing
 
 LOG = logging.getLogger(__name__)
 BODY_SECONDS = 30.0  # that a body may take to come
+SILENT_SECONDS = 10.0  # before the first event of a stream, after which it says that it is alive
 PARSERS = 4  # threads that render templates, cut texts into tokens, compile forms and write embeddings
 
 T = TypeVar("T")
@@ -183,7 +184,8 @@ def _refuse_many(state: State, key: str) -> None:
 
 def _error(error: Exception, path: str) -> Response:
     found = refused(error)
-    body = anthropic.error_body(found) if path in anthropic.PATHS else found.body()
+    theirs = path == anthropic.MESSAGES or path.startswith(f"{anthropic.MESSAGES}/")
+    body = anthropic.error_body(found) if theirs else found.body()
     return JSONResponse(body, found.status, found.headers)
 
 
@@ -276,7 +278,7 @@ class Events(StreamingResponse):
 
     def __init__(self, exchange: Exchange, replies: Replies | Turn, metrics: Metrics) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(replies.events(), media_type="text/event-stream", headers=headers)
+        super().__init__(_kept_alive(replies), media_type="text/event-stream", headers=headers)
         self._exchange, self._metrics = exchange, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -284,6 +286,21 @@ class Events(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             _close(self._exchange, self._metrics)
+
+
+async def _kept_alive(replies: Replies | Turn) -> AsyncIterator[str]:
+    """A stream that says something while its prompt waits or is computed: proxies and clients end silent ones."""
+    events = aiter(replies.events())
+    first = asyncio.ensure_future(anext(events, None))
+    try:
+        while not (await asyncio.wait((first,), timeout=SILENT_SECONDS))[0]:
+            yield replies.silence()
+    finally:
+        first.cancel()
+    if (event := first.result()) is not None:
+        yield event
+    async for event in events:
+        yield event
 
 
 def _close(exchange: Exchange, metrics: Metrics) -> None:

@@ -46,6 +46,12 @@ class BadField(InputError):
         self.param = param
 
 
+class TooLong(InputError):
+    """A prompt that the context does not hold."""
+
+    code = "context_length_exceeded"
+
+
 def refused(error: Exception) -> Refused:
     """The answer to a request that raised something."""
     if isinstance(error, Refused):
@@ -57,5 +63,5 @@ def refused(error: Exception) -> Refused:
     if isinstance(error, EngineFault):
         return Refused(500, str(error), "engine_fault")
     if isinstance(error, InputError):
-        return Refused(400, str(error), param=getattr(error, "param", None))
+        return Refused(400, str(error), getattr(error, "code", None), getattr(error, "param", None))
     return Refused(500, f"{type(error).__name__}: the server has a defect; its log says more")

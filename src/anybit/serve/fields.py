@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from anybit.config import Json
@@ -16,7 +17,7 @@ def read_json(body: bytes) -> Json:
         Refused: it is none.
     """
     try:
-        values = json.loads(body, parse_constant=_refuse_constant)
+        values = json.loads(body, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         said = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise Refused(400, f"the body is no JSON ({said:.200})", "invalid_json") from None
@@ -27,6 +28,13 @@ def read_json(body: bytes) -> Json:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(number: str) -> float:
+    found = float(number)
+    if not math.isfinite(found):
+        raise ValueError(f"{number:.20} is too large a number")
+    return found
 
 
 class Fields:

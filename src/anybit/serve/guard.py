@@ -43,11 +43,15 @@ class Guard:
         if not self.keys or path in OPEN:
             return ""
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not given:
-            given = headers.get("x-api-key", "")  # as Anthropic's clients send it
+        if "x-api-key" in headers:  # as Anthropic's clients send it
+            given = headers["x-api-key"]
+        elif scheme.lower() != "bearer":
+            given = ""
         if not given:
             raise Refused(
-                401, "an API key is needed: send it as Authorization: Bearer KEY", "missing_api_key"
+                401,
+                "an API key is needed: send it as Authorization: Bearer KEY, or as x-api-key: KEY",
+                "missing_api_key",
             )
         found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]
         if not any(found):

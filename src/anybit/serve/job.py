@@ -16,6 +16,7 @@ from anybit.engine.sampling import Drawn, Sampler
 from anybit.engine.text import TextStream, check_tokenizer
 from anybit.errors import InputError
 from anybit.formats.levels import largest
+from anybit.serve.errors import TooLong
 from anybit.serve.model import Model
 from anybit.serve.request import AUTO, Request
 from anybit.serve.scheduler import Text
@@ -193,7 +194,7 @@ def jobs_of(
     most = room if request.most is None else request.most
     if room < 1 or most > room:
         more = f" and {most} more are {length + most}" if request.most else ""
-        raise InputError(
+        raise TooLong(
             f"the prompt has {length} tokens{more}; the context holds {context}, one to draw among them: shorten it"
         )
     request, level = replace(request, most=most), level_of(engine, request.bits)

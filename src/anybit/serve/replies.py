@@ -81,6 +81,10 @@ class Replies:
         except Exception as error:
             yield f"data: {_dumps(late(error).body())}\n\n"
 
+    def silence(self) -> str:
+        """What a stream says while nothing comes: a comment, which no client takes for an event."""
+        return ": waiting\n\n"
+
     def _takes_long(self, heard: Sequence[tuple[int, Progress]]) -> bool:
         """Whether writing log-probabilities would hold up others."""
         if not self._wanted.logprobs:

@@ -20,7 +20,7 @@ from anybit.serve.fields import Fields
 from anybit.serve.replies import Apart
 from anybit.serve.served import Served
 from anybit.serve.speech import CALL, CONTENT
-from anybit.serve.turns import Block, Event, Turn, as_here, joined, passed, text_of
+from anybit.serve.turns import Block, Event, Turn, as_here, joined, needed, passed, text_of
 
 NAMES = {  # of fields that are others in a chat
     ".function.": ".",
@@ -31,7 +31,7 @@ NAMES = {  # of fields that are others in a chat
 TEXTS = ("input_text", "output_text", "text")  # types of content that are text
 # What clients send that changes nothing of an answer here.
 INERT = (
-    "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "store",
+    "client_metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "store",
     "max_tool_calls", "prompt_cache_options",
 )  # fmt: skip
 INCLUDED = (
@@ -76,13 +76,18 @@ def responses(served: Served, body: Json, key: str) -> openai.Wanted:
     if (options := fields.inside("stream_options")) is not None:
         options.only("include_obfuscation", False)
         options.finish()
+    metadata = fields.inside("metadata")
+    fields.text("user")
     fields.accept(*INERT)
     fields.finish()
+    if metadata is not None:
+        metadata.accept(*body["metadata"])
     try:
         wanted = openai.chat(served, chat, key)
     except BadField as error:
         raise as_here(error, NAMES) from None
     given = {name: value for name, value in body.items() if name in REPEATED and value is not None}
+    given |= {name: REPEATED[name] | given[name] for name in ("text", "reasoning") if name in given}
     # Requests may hold halves of surrogate pairs, which have no form in UTF-8.
     said = json.loads(json.dumps(REPEATED | given, ensure_ascii=False).encode(errors="replace"))
     return replace(wanted, said=said)
@@ -115,11 +120,12 @@ def _item(found: Any, whose: str) -> Json:
         made["content"] = text_of(own.any("content"), f"{whose}content", TEXTS)
         own.accept("phase")
     elif kind == "function_call":
-        function = {"name": own.text("name"), "arguments": own.text("arguments")}
-        calls = [{"id": own.text("call_id"), "type": "function", "function": function}]
+        function = {"name": needed(own, "name"), "arguments": needed(own, "arguments")}
+        calls = [{"id": needed(own, "call_id"), "type": "function", "function": function}]
+        own.accept("namespace")
         made = {"role": "assistant", "content": "", "tool_calls": calls}
     elif kind == "function_call_output":
-        made = {"role": "tool", "tool_call_id": own.text("call_id")}
+        made = {"role": "tool", "tool_call_id": needed(own, "call_id")}
         made["content"] = text_of(own.any("output"), f"{whose}output", TEXTS)
     elif kind == "reasoning":
         thoughts = [
@@ -140,7 +146,7 @@ def _tools(fields: Fields) -> Json:
     found, choice = fields.any("tools", []), fields.any("tool_choice", "auto")
     if not isinstance(found, list) or len(found) > MOST_TOOLS:
         raise BadField("tools", f"tools is expected to be a list of at most {MOST_TOOLS} functions")
-    made: Json = {"tools": [_tool(tool, f"tools[{i}].") for i, tool in enumerate(found)]}
+    made: Json = {"tools": [tool for i, one in enumerate(found) for tool in _tool(one, f"tools[{i}].")]}
     if isinstance(choice, dict):
         own = Fields(choice, "tool_choice.")
         own.only("type", "function")
@@ -149,14 +155,26 @@ def _tools(fields: Fields) -> Json:
     return {**made, "tool_choice": choice, "parallel_tool_calls": fields.flag("parallel_tool_calls", True)}
 
 
-def _tool(found: Any, whose: str) -> Json:
+def _tool(found: Any, whose: str) -> list[Json]:
+    """A function; those of a namespace; or none, for a search of the web that may not reach it."""
     own = Fields(found, whose)
-    own.only("type", "function")  # tools of OpenAI's own servers are not here
+    kind = own.any("type", "function")
+    if kind == "web_search" and own.any("external_web_access") is False:
+        return []
+    if kind == "namespace":
+        inner = own.any("tools", [])
+        if not isinstance(inner, list):
+            raise own.bad("tools", inner, "a list of functions")
+        own.accept("name", "description")
+        own.finish()
+        return [tool for i, one in enumerate(inner) for tool in _tool(one, f"{whose}tools[{i}].")]
+    if kind != "function":  # tools of OpenAI's own servers are not here
+        raise own.bad("type", kind, '"function" or "namespace"')
     function = {
         name: own.any(name) for name in ("name", "description", "parameters", "strict") if name in own
     }
     own.finish()
-    return {"type": "function", "function": function}
+    return [{"type": "function", "function": function}]
 
 
 def _text(fields: Fields) -> Json:
@@ -174,6 +192,8 @@ def _text(fields: Fields) -> Json:
         form.finish()
         return {"response_format": {"type": kind}}
     form.accept("name", "description", "strict")  # a schema is always kept
+    if "schema" not in form:
+        raise form.bad("schema", None, "a schema")
     schema = form.any("schema")
     form.finish()
     return {"response_format": {"type": kind, "json_schema": {"schema": schema}}}
@@ -200,6 +220,8 @@ class Response(Turn):
         super().__init__(exchange, apart)
         self._created = int(time.time())
         self._number = -1  # of the last event
+        spaces = [tool for tool in self.wanted.said.get("tools", []) if tool.get("type") == "namespace"]
+        self._spaces = {tool.get("name"): space.get("name") for space in spaces for tool in space["tools"]}
 
     def answer(self) -> Json:
         cut = self.finish == "length"
@@ -218,6 +240,13 @@ class Response(Turn):
     def begin(self) -> Iterator[Event]:
         yield "response.created", {"response": self._head("in_progress")}
         yield "response.in_progress", {"response": self._head("in_progress")}
+
+    def wait(self) -> Iterator[Event]:
+        if not self.begun:
+            self.begun = True
+            yield from self.begin()
+        else:
+            yield "response.in_progress", {"response": self._head("in_progress")}
 
     def opened(self, at: int, block: Block) -> Iterator[Event]:
         yield "response.output_item.added", {"output_index": at, "item": self._item(at, block, "in_progress")}
@@ -244,8 +273,12 @@ class Response(Turn):
         yield f"response.{answer['status']}", {"response": answer}
 
     def fail(self, found: Refused) -> Event:
-        said = found.body()["error"]
-        return "error", {"code": said["code"], "message": said["message"], "param": said["param"]}
+        error = found.body()["error"]
+        code, message = error["code"] or error["type"], error["message"]
+        if not self.begun:
+            return "error", {"code": code, "message": message, "param": error["param"]}
+        failed = {**self._head("failed"), "error": {"code": code, "message": message}}
+        return "response.failed", {"response": failed}
 
     def _head(self, status: str) -> Json:
         return {
@@ -272,6 +305,8 @@ class Response(Turn):
         parts = [] if status == "in_progress" else [_part(block)]
         if block.kind == CALL:
             call = {"call_id": block.id, "name": block.name, "arguments": block.text}
+            if block.name in self._spaces:
+                call["namespace"] = self._spaces[block.name]
             return {"type": "function_call", **head, **call}
         if block.kind == CONTENT:
             return {"type": "message", **head, "role": "assistant", "content": parts}

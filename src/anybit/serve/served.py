@@ -21,7 +21,7 @@ from anybit.errors import InputError
 from anybit.serve.constraint import LONGEST, Constraint, Constraints, alone
 from anybit.serve.conversation import Conversation, Prompt
 from anybit.serve.embedder import Embedder
-from anybit.serve.errors import BadField
+from anybit.serve.errors import BadField, TooLong
 from anybit.serve.model import Embeds, Model
 from anybit.serve.runner import Heard, Limits, Runner
 from anybit.serve.settings import Settings
@@ -72,7 +72,7 @@ class Named:
         """
         size = len(text.encode(errors="replace"))
         if size > self._most_bytes:
-            raise InputError(
+            raise TooLong(
                 f"the text has {size} bytes, which are more than the {self.context} tokens that the context holds"
             )
         beginning = text[: BEGINNING * self.context]
@@ -80,7 +80,7 @@ class Named:
         if len(beginning) == len(text):
             return found
         if len(found) > 2 * self.context:  # what comes behind may join its last tokens, but not half of them
-            raise InputError(
+            raise TooLong(
                 f"the text has {len(text)} characters, whose first {len(beginning)} are {len(found)} tokens; "
                 f"the context holds {self.context}: shorten it"
             )

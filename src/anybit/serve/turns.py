@@ -33,9 +33,14 @@ def passed(fields: Fields) -> Json:
 
 
 def joined(messages: Sequence[Json]) -> list[Json]:
-    """Messages of one role in a row become one: chat templates want roles that take turns."""
+    """Messages of one role in a row become one: chat templates want roles that take turns, and systems first.
+
+    What a system says behind others becomes the user's.
+    """
     made: list[Json] = []
     for message in messages:
+        if message["role"] == "system" and made and made[-1]["role"] != "system":
+            message = {**message, "role": "user"}  # noqa: PLW2901
         if not made or message["role"] != made[-1]["role"] or message["role"] == "tool":
             made.append({**message})
             continue
@@ -70,16 +75,26 @@ def text_of(found: Any, param: str, kinds: Sequence[str]) -> str:
     return BETWEEN.join(block_text(Fields(block, f"{param}[{i}]."), kinds) for i, block in enumerate(found))
 
 
+def needed(own: Fields, name: str) -> str:
+    """A text that has to be there.
+
+    Raises:
+        BadField: it is not.
+    """
+    found = own.text(name)
+    if found is None:
+        raise own.bad(name, None, "a string")
+    return found
+
+
 def block_text(block: Fields, kinds: Sequence[str]) -> str:
     """The text of a block, which has nothing else that counts."""
     kind = block.text("type")
     if kind not in kinds:
         raise block.bad("type", kind, " or ".join(f'"{one}"' for one in kinds))
-    text = block.text("text")
+    text = needed(block, "text")
     block.accept("cache_control", "citations", "annotations", "logprobs")
     block.finish()
-    if text is None:
-        raise block.bad("text", None, "a string")
     return text
 
 
@@ -92,7 +107,9 @@ def as_here(error: BadField, names: Mapping[str, str]) -> BadField:
     """
     param, message = error.param, str(error)
     for theirs, own in names.items():
-        param, message = param.replace(theirs, own), message.replace(theirs, own)
+        param = param.replace(theirs, own)
+    if message.startswith(error.param):
+        message = param + message.removeprefix(error.param)
     return BadField(param, message)
 
 
@@ -135,7 +152,7 @@ class Turn(ABC):
         self.finish: str | None = None  # why the text has ended, in the words of OpenAI's chats
         self.thought_tokens = 0  # that were drawn until the thought ended
         self._splitter = Splitter(self.wanted.speech)
-        self._begun = False
+        self.begun = False  # whether a stream has said so
 
     async def whole(self) -> Iterator[bytes]:
         """The answer when its text has ended; it is made when it is asked for."""
@@ -154,6 +171,10 @@ class Turn(ABC):
         except Exception as error:
             yield self._sent(self.fail(late(error)))
 
+    def silence(self) -> str:
+        """What a stream says while nothing comes, so that nobody takes it for dead."""
+        return "".join(map(self._sent, self.wait()))
+
     def _sent(self, event: Event) -> str:
         kind, said = event
         return f"event: {kind}\ndata: {_dumps({'type': kind, **self.numbered(), **said})}\n\n"
@@ -163,8 +184,8 @@ class Turn(ABC):
         return {}
 
     def _heard(self, new: Progress) -> Iterator[Event]:
-        if not self._begun and (new.drawn or new.finish):  # not before: clients time the first event
-            self._begun = True
+        if not self.begun and (new.drawn or new.finish):  # not before: clients time the first event
+            self.begun = True
             yield from self.begin()
         parts = self._splitter.push(new.text)
         self.thought_tokens += new.drawn is not None and self._splitter.thinks
@@ -205,6 +226,10 @@ class Turn(ABC):
     @abstractmethod
     def begin(self) -> Iterator[Event]:
         """Before all blocks."""
+
+    @abstractmethod
+    def wait(self) -> Iterator[Event]:
+        """While nothing comes."""
 
     @abstractmethod
     def opened(self, at: int, block: Block) -> Iterator[Event]:
