@@ -178,9 +178,9 @@ def on_texts(path: str) -> str:
     return how(found) + markdown(["text", *paired_head(next(iter(found["texts"].values())))], rows)
 
 
-def coded() -> str:
+def coded(path: str) -> str:
     """Linear layers alone: what they take in memory and, with planes entropy-coded, in the files."""
-    found = load("coded.json")
+    found = load(path)
     rows = [
         [
             f"{cell['bits']:.2f}",
