@@ -782,6 +782,9 @@ def test_the_official_clients(client: Client) -> None:
     )
     counted = theirs.messages.count_tokens(model="tiny", messages=HELLO)  # type: ignore[arg-type]
     assert counted.input_tokens == message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+    assert [(model.id, model.type, model.created_at.year) for model in theirs.models.list()] == [
+        ("tiny", "model", 1970)
+    ]
     with pytest.raises(official.NotFoundError, match="claude"):
         theirs.messages.create(**{**asked, "model": "claude"})
 

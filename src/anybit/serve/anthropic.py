@@ -27,21 +27,11 @@ NAMES = {  # of fields that are others in a chat
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
 }
-EFFORTS = {
-    "low": "low",
-    "medium": "medium",
-    "high": "high",
-    "xhigh": "xhigh",
-    "max": "xhigh",
-}  # and in a chat
-CONVERSATION = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "reasoning_effort",
-)
+# Efforts, and what they are in a chat.
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
+CONVERSATION = (  # fields of a chat, which make its prompt
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort",
+)  # fmt: skip
 BILLING = "x-anthropic-billing-header:"  # how a block begins that is for Anthropic's servers
 SIGNATURE = "anybit"  # of thoughts: some clients drop those that have none
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -128,11 +118,11 @@ def _conversation(fields: Fields, chat: Json) -> bool:
     """Give a chat of OpenAI's what of a body is about the conversation; returns whether thoughts are shown."""
     made: list[Json] = []
     if (system := fields.any("system")) is not None:
-        if isinstance(
-            system, list
-        ):  # Claude Code's is another each time, and would keep prompts from being found
+        if isinstance(system, list):
+            # Claude Code's is another in each conversation, whose prompts would not be found in the cache.
             system = [block for block in system if not _is_billing(block)]
-        made.append({"role": "system", "content": text_of(system, "system", ("text",))})
+        if text := text_of(system, "system", ("text",)):
+            made.append({"role": "system", "content": text})
     found = fields.any("messages")
     if not isinstance(found, list) or not 1 <= len(found) <= MOST_MESSAGES:
         raise BadField("messages", f"messages is expected to be a list of 1 to {MOST_MESSAGES} messages")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -396,7 +397,8 @@ def _text(served: Named, body: Json, key: str) -> str:
 async def _models(request: Request) -> Response:
     state: State = request.app.state.shared
     card = await _apart(request, _card, state.ready(), state.created)  # it may render a template
-    return JSONResponse({"object": "list", "data": [card]})
+    ends = {"first_id": card["id"], "last_id": card["id"], "has_more": False}  # as Anthropic has it
+    return JSONResponse({"object": "list", "data": [card], **ends})
 
 
 async def _model(request: Request) -> Response:
@@ -407,12 +409,15 @@ async def _model(request: Request) -> Response:
 
 
 def _card(served: Named, created: int) -> Json:
-    """A model as OpenAI has it, and what only this server has."""
+    """A model as OpenAI has it, and Anthropic, and what only this server has."""
     return {
         "id": served.name,
         "object": "model",
         "created": created,
         "owned_by": "anybit",
+        "type": "model",
+        "display_name": served.name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
         "max_model_len": served.context,
         **served.card(),
     }

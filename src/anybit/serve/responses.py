@@ -34,9 +34,8 @@ INERT = (
     "client_metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "store",
     "max_tool_calls", "prompt_cache_options",
 )  # fmt: skip
-INCLUDED = (
-    "reasoning.encrypted_content",
-)  # what an answer may be asked to have and never needs: nothing is secret
+# What an answer may be asked to have and never needs: thoughts are no secret.
+INCLUDED = ("reasoning.encrypted_content",)
 # Fields of a body that its answer has again, and what they are where it has none.
 REPEATED: Json = {
     "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "temperature": None,
@@ -76,12 +75,10 @@ def responses(served: Served, body: Json, key: str) -> openai.Wanted:
     if (options := fields.inside("stream_options")) is not None:
         options.only("include_obfuscation", False)
         options.finish()
-    metadata = fields.inside("metadata")
+    fields.inside("metadata")  # an object, which the answer repeats, as it does
     fields.text("user")
     fields.accept(*INERT)
     fields.finish()
-    if metadata is not None:
-        metadata.accept(*body["metadata"])
     try:
         wanted = openai.chat(served, chat, key)
     except BadField as error:

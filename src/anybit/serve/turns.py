@@ -151,8 +151,8 @@ class Turn(ABC):
         self.blocks: list[Block] = []
         self.finish: str | None = None  # why the text has ended, in the words of OpenAI's chats
         self.thought_tokens = 0  # that were drawn until the thought ended
+        self.begun = False  # whether `begin` was said
         self._splitter = Splitter(self.wanted.speech)
-        self.begun = False  # whether a stream has said so
 
     async def whole(self) -> Iterator[bytes]:
         """The answer when its text has ended; it is made when it is asked for."""
@@ -160,7 +160,10 @@ class Turn(ABC):
             for _, progress in heard:
                 for _ in self._heard(progress):
                     pass
-        return (_dumps(make()).encode() for make in (self.answer,))
+        return self._written()
+
+    def _written(self) -> Iterator[bytes]:
+        yield _dumps(self.answer()).encode()
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events; an error that comes late is the last of them."""
