@@ -608,11 +608,8 @@ def test_a_model_computes_the_same_on_a_gpu(
     """Embeddings, tied heads and switched widths too."""
     if method in CLUSTERED and not cpu.available():
         pytest.skip(cpu.why_not() or "")
-    one = {
-        "samples": 2,
-        "seq_len": 32,
-        "exclude": ("model.layers.1.*",),
-    }  # one block of two: it takes a while
+    # One block of two: it takes a while.
+    one = {"samples": 2, "seq_len": 32, "exclude": ("model.layers.1.*",)}
     config = builders.options(method, **one, **MODELS[method])  # type: ignore[arg-type]
     anybit.quantize(model_dir("llama-tied"), tmp_path / "out", config, calibration=str(text_file))
     ids = torch.arange(20)[None]

@@ -239,6 +239,12 @@ def test_what_codex_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked_of(responses.responses, {"input": [*HELLO, *called, *HELLO]}, monkeypatch)["messages"]
 
 
+@pytest.mark.parametrize("space", [{}, {"tools": None}, {"tools": []}])
+def test_a_namespace_may_be_empty(client: Client, space: Any) -> None:
+    asked = {"input": "a", "max_output_tokens": 2, "tools": [{"type": "namespace", "name": "n", **space}]}
+    assert client.ok(RESPONSES, asked)["tools"] == asked["tools"]
+
+
 def test_a_call_says_its_namespace() -> None:
     exchange: Any = Told([SPOKEN], "stop", True)
     exchange.wanted.said["tools"] = [{"type": "namespace", "name": "agents", "tools": [FUNCTION]}]

@@ -84,10 +84,8 @@ def messages(served: Served, body: Json, key: str) -> openai.Wanted:
     fields.only("speed", "standard")
     fields.accept(*INERT)
     fields.finish()
-    try:
+    with as_here(NAMES):
         wanted = openai.chat(served, chat, key)
-    except BadField as error:
-        raise as_here(error, NAMES) from None
     (request,) = wanted.requests
     room = served.context - len(request.tokens)
     request = replace(request, most=min(most, room) if room > 0 else None)
@@ -108,10 +106,8 @@ def count(served: Served, body: Json, key: str) -> int:
     fields.accept(*INERT)
     fields.finish()
     chat = {name: chat[name] for name in CONVERSATION if name in chat}
-    try:
+    with as_here(NAMES):
         return len(served.encode_chat(conversation(Fields(chat))).tokens)
-    except BadField as error:
-        raise as_here(error, NAMES) from None
 
 
 def _conversation(fields: Fields, chat: Json) -> bool:

@@ -51,8 +51,7 @@ class Message:
         for part in parts:
             if part.kind == CALL:
                 function = {"name": part.text, "arguments": ""}
-                # Nine letters and digits, as templates of Mistral's ask for.
-                name = {"id": uuid.uuid4().hex[:9], "type": "function"}
+                name = {"id": call_id(), "type": "function"}
                 calls.append({"index": self._calls, **name, "function": function})
                 self._calls += 1
             elif part.kind == ARGUMENTS:
@@ -60,6 +59,11 @@ class Message:
                     calls.append({"index": self._calls - 1, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += part.text
         return calls
+
+
+def call_id() -> str:
+    """A name for a call: nine letters and digits, as templates of Mistral's ask for."""
+    return uuid.uuid4().hex[:9]
 
 
 def _joined(parts: Sequence[Part], kind: Kind) -> str:

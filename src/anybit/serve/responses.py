@@ -75,14 +75,12 @@ def responses(served: Served, body: Json, key: str) -> openai.Wanted:
     if (options := fields.inside("stream_options")) is not None:
         options.only("include_obfuscation", False)
         options.finish()
-    fields.inside("metadata")  # an object, which the answer repeats, as it does
+    fields.inside("metadata")  # an object, which the answer repeats
     fields.text("user")
     fields.accept(*INERT)
     fields.finish()
-    try:
+    with as_here(NAMES):
         wanted = openai.chat(served, chat, key)
-    except BadField as error:
-        raise as_here(error, NAMES) from None
     given = {name: value for name, value in body.items() if name in REPEATED and value is not None}
     given |= {name: REPEATED[name] | given[name] for name in ("text", "reasoning") if name in given}
     # Requests may hold halves of surrogate pairs, which have no form in UTF-8.
@@ -218,7 +216,9 @@ class Response(Turn):
         self._created = int(time.time())
         self._number = -1  # of the last event
         spaces = [tool for tool in self.wanted.said.get("tools", []) if tool.get("type") == "namespace"]
-        self._spaces = {tool.get("name"): space.get("name") for space in spaces for tool in space["tools"]}
+        self._spaces = {
+            tool.get("name"): space.get("name") for space in spaces for tool in space.get("tools") or ()
+        }
 
     def answer(self) -> Json:
         cut = self.finish == "length"

@@ -6,6 +6,7 @@ import json
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from anybit.serve.errors import BadField, Refused
 from anybit.serve.exchange import Exchange
 from anybit.serve.fields import Fields
 from anybit.serve.job import Progress
+from anybit.serve.message import call_id
 from anybit.serve.replies import Apart, late, timings
 from anybit.serve.speech import ARGUMENTS, CALL, Kind, Part, Splitter
 
@@ -98,19 +100,25 @@ def block_text(block: Fields, kinds: Sequence[str]) -> str:
     return text
 
 
-def as_here(error: BadField, names: Mapping[str, str]) -> BadField:
-    """An error of `openai.chat` in the words of another API.
+@contextmanager
+def as_here(names: Mapping[str, str]) -> Iterator[None]:
+    """Has errors about a chat, into which a body was translated, come in the words of its own API.
 
     Args:
-        error: of a body that was translated.
         names: what fields, or parts of their names, are called here; the first ones are put first.
+
+    Raises:
+        BadField: such an error.
     """
-    param, message = error.param, str(error)
-    for theirs, own in names.items():
-        param = param.replace(theirs, own)
-    if message.startswith(error.param):
-        message = param + message.removeprefix(error.param)
-    return BadField(param, message)
+    try:
+        yield
+    except BadField as error:
+        param, message = error.param, str(error)
+        for theirs, own in names.items():
+            param = param.replace(theirs, own)
+        if message.startswith(error.param):
+            message = param + message.removeprefix(error.param)
+        raise BadField(param, message) from None
 
 
 # ---- answers
@@ -205,8 +213,7 @@ class Turn(ABC):
         kind = CALL if part.kind == ARGUMENTS else part.kind
         if part.kind == CALL or not self.blocks or self.blocks[-1].kind != kind:
             yield from self._close()
-            # Nine letters and digits, as templates of Mistral's ask for.
-            self.blocks.append(Block(kind, uuid.uuid4().hex[:9], part.text if kind == CALL else ""))
+            self.blocks.append(Block(kind, call_id(), part.text if kind == CALL else ""))
             yield from self.opened(len(self.blocks) - 1, self.blocks[-1])
         if part.kind != CALL:
             self.blocks[-1].text += part.text
