@@ -31,6 +31,7 @@ import anybit
 from anybit.calibration import texts
 from tests import builders
 from tests.builders import ANYBIT, FAMILIES, byte_tokenizer, config_of
+from tests.interpreted import spare_the_interpreter
 
 settings.register_profile("shared", deadline=None)  # the machine, too: times say nothing
 settings.load_profile("shared")
@@ -40,6 +41,7 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: the collections between blocks need not walk it, 0.2 s each."""
     gc.collect()
     gc.freeze()
+    spare_the_interpreter()
 
 
 def pytest_sessionfinish() -> None:
