@@ -5,6 +5,8 @@ TORCH    ?= torch==2.13.0
 PIP_ARGS ?=
 VENV     ?= .venv
 BIN      := $(VENV)/bin
+# Modules are compiled when they are imported: pip would compile all of them, for 90 s on one core.
+INSTALL  := $(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS)
 SOURCES  := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 # MB of free disk that setting up takes, and that pip takes in TMPDIR meanwhile; PyTorch for Linux comes with CUDA.
 ifneq (,$(findstring cpu,$(TORCH))$(filter Darwin,$(shell uname)))
@@ -43,7 +45,7 @@ check: $(INSTALLED)-dev
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, with a build of their own.
 check-native: $(INSTALLED)-dev
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/sanitized \
+	$(INSTALL) --no-deps --upgrade --target build/sanitized \
 	  -C build-dir=build/sanitized-cmake -C cmake.define.ANYBIT_SANITIZE=address,undefined .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ANYBIT_BUILD=build/sanitized \
@@ -51,7 +53,7 @@ check-native: $(INSTALLED)-dev
 
 # The pool's tests under ThreadSanitizer, with a build of their own. What follows a fork is not for it.
 check-threads: $(INSTALLED)-dev
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/threads \
+	$(INSTALL) --no-deps --upgrade --target build/threads \
 	  -C build-dir=build/threads-cmake -C cmake.define.ANYBIT_SANITIZE=thread .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 \
 	  ANYBIT_BUILD=build/threads $(BIN)/python -m pytest tests/kernels/test_threads.py tests/engine/test_decoder.py \
@@ -70,19 +72,19 @@ bench: $(INSTALLED)
 $(VENV)/.torch:
 	@sh .ci/preflight $(PYTHON) $(VENV) $(DISK_MB) $(TMP_MB)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) $(TORCH)
+	$(INSTALL) $(TORCH)
 	touch $@
 
 # Editable: Python edits count at once; the native extension is rebuilt when its sources change.
 $(INSTALLED): $(VENV)/.torch $(SOURCES)
 	@sh .ci/preflight $(BIN)/python $(VENV) 500 500
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e ".[demo]"
+	$(INSTALL) -e ".[demo]"
 	rm -f $(VENV)/.installed*
 	touch $@
 
 $(INSTALLED)-dev: $(VENV)/.torch $(SOURCES)
 	@sh .ci/preflight $(BIN)/python $(VENV) 2000 500
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e ".[dev]"
+	$(INSTALL) -e ".[dev]"
 	rm -f $(VENV)/.installed*
 	touch $@ $(INSTALLED)
 
