@@ -27,9 +27,9 @@ from anybit import Engine, Sampling
 from anybit.checkpoint.chat_template import render
 from anybit.checkpoint.tokenizer import encode
 from anybit.progress import Terminal
-from anybit.serve.job import Job, Progress, jobs_of
-from anybit.serve.request import Request
-from anybit.serve.runner import Limits, Runner
+from anybit.serve.run.job import Job, Progress, jobs_of
+from anybit.serve.run.request import Request
+from anybit.serve.run.runner import Limits, Runner
 
 MODULES = (
     "textwrap",

@@ -25,9 +25,9 @@ from statistics import median, quantiles
 from typing import Any
 
 import anybit
-from anybit.serve.job import Progress, jobs_of
-from anybit.serve.request import Request
-from anybit.serve.runner import Limits, Runner
+from anybit.serve.run.job import Progress, jobs_of
+from anybit.serve.run.request import Request
+from anybit.serve.run.runner import Limits, Runner
 
 TOKENS = 128  # drawn by each stream
 DEPTH = 32  # tokens of its prompt

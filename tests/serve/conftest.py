@@ -19,10 +19,10 @@ from transformers import BertConfig
 import anybit
 from anybit import Engine
 from anybit.encoder import Encoder
-from anybit.serve.app import State, app
-from anybit.serve.connection import Connection
-from anybit.serve.guard import Guard
-from anybit.serve.runner import Limits
+from anybit.serve.http.app import State, app
+from anybit.serve.http.connection import Connection
+from anybit.serve.http.guard import Guard
+from anybit.serve.run.runner import Limits
 from anybit.serve.served import Served, ServedEncoder
 from anybit.serve.server import deliver_to
 from anybit.serve.settings import Settings

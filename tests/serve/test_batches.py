@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybit.serve.batches import SHORTEST, Asked, Batches
-from anybit.serve.scheduler import Busy
+from anybit.serve.errors import Busy
+from anybit.serve.schedule.batches import SHORTEST, Asked, Batches
 
 DIMENSIONS = 6
 MUCH = 1 << 30  # bytes

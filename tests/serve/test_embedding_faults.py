@@ -19,10 +19,10 @@ from anybit.encoder import Encoder
 from anybit.engine.engine import Floats, Tokens
 from anybit.errors import InputError
 from anybit.kernels import cpu
-from anybit.serve.app import State
-from anybit.serve.embeddings import embeddings
+from anybit.serve.api.embeddings import embeddings
 from anybit.serve.errors import Refused, refused
-from anybit.serve.guard import Guard
+from anybit.serve.http.app import State
+from anybit.serve.http.guard import Guard
 from anybit.serve.served import ServedEncoder
 from anybit.serve.settings import Settings
 from tests.serve.conftest import Client, refusal, serving, until
@@ -183,7 +183,7 @@ def test_a_full_queue_says_when_to_come_again(encoder: Encoder, monkeypatch: pyt
 
 def test_large_requests_wait_up_to_a_bound(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     slowly(monkeypatch, 0.1)
-    monkeypatch.setattr("anybit.serve.embedder.WAITING_BYTES", 5000)
+    monkeypatch.setattr("anybit.serve.run.embedder.WAITING_BYTES", 5000)
     with serving(encoder, running=1) as (client, state):
         many = threading.Thread(target=client.ok, args=(PATH, {"input": ["abc"] * 20}))  # 4240 bytes
         many.start()
@@ -243,7 +243,7 @@ def test_what_fails_ends_its_own_request_alone(encoder: Encoder, monkeypatch: py
 
 
 def test_a_defect_of_the_thread_is_told_to_all(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anybit.serve.embedder.Embedder._count", lambda *_: 1 / 0)
+    monkeypatch.setattr("anybit.serve.run.embedder.Embedder._count", lambda *_: 1 / 0)
     with serving(encoder, running=1) as (client, state):
         status, said, _ = refusal(client.ask(PATH, {"input": ["a", "b"]}))
         assert status == 500 and "RuntimeError" in said
@@ -279,7 +279,7 @@ def test_health_says_that_a_batch_is_stuck(encoder: Encoder, monkeypatch: pytest
         assert go_on.wait(60)
         return embed(self, texts)
 
-    monkeypatch.setattr("anybit.serve.worker.STUCK", 0.05)
+    monkeypatch.setattr("anybit.serve.run.worker.STUCK", 0.05)
     monkeypatch.setattr(Encoder, "embed", held)
     with serving(encoder) as (client, _):
         thread = threading.Thread(target=client.ok, args=(PATH, {"input": "a"}))

@@ -31,9 +31,9 @@ from anybit.encoder import Encoder
 from anybit.engine.engine import Floats, Tokens
 from anybit.errors import InputError
 from anybit.progress import SILENT
-from anybit.serve.app import State
-from anybit.serve.embedder import BATCH_TOKENS
-from anybit.serve.embeddings import Wanted, answer
+from anybit.serve.api.embeddings import Wanted, answer
+from anybit.serve.http.app import State
+from anybit.serve.run.embedder import BATCH_TOKENS
 from anybit.serve.served import ServedEncoder
 from anybit.serve.settings import Settings
 from tests.builders import save_encoder
@@ -135,8 +135,8 @@ def test_a_large_answer_is_written_row_by_row(
         written.append(json.dumps(value))
         return written[-1]
 
-    monkeypatch.setattr("anybit.serve.embeddings._json", noting)
-    monkeypatch.setattr("anybit.serve.embeddings.PIECE", 480)
+    monkeypatch.setattr("anybit.serve.api.embeddings._json", noting)
+    monkeypatch.setattr("anybit.serve.api.embeddings.PIECE", 480)
     rows = encoder.embed([np.full(3 + i % 9, 5, np.int32) for i in range(40)])
     wanted = Wanted([np.zeros(3, np.int32)] * 40, 48, form == "base64")
     pieces = [*answer(ServedEncoder(encoder, Settings('tiny "ü\udcff"')), wanted, rows)]
@@ -149,7 +149,7 @@ def test_a_large_answer_is_written_row_by_row(
 
 
 def test_an_answer_of_many_pieces(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anybit.serve.embeddings.PIECE", 48)
+    monkeypatch.setattr("anybit.serve.api.embeddings.PIECE", 48)
     with serving(encoder) as (client, _):
         made = client.ok(PATH, {"input": TEXTS * 9})
         assert (
@@ -196,7 +196,7 @@ def test_requests_at_once_share_batches_within_the_bounds(
         return embed(self, texts)
 
     monkeypatch.setattr(Encoder, "embed", noting)
-    monkeypatch.setattr("anybit.serve.embedder.BATCH_TOKENS", 120)
+    monkeypatch.setattr("anybit.serve.run.embedder.BATCH_TOKENS", 120)
     with serving(encoder, running=7) as (client, state):
         wanted = {text: rows_of(client.ok(PATH, {"input": text}))[0] for text in TEXTS}
         shapes.clear()

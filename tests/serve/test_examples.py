@@ -16,15 +16,15 @@ import pytest
 from anybit import Engine
 from anybit.encoder import Encoder
 from anybit.kernels import cpu
-from anybit.serve import openai as limits
-from anybit.serve.app import PARSERS
-from anybit.serve.connection import HEADER_SECONDS, UNREAD_SECONDS
-from anybit.serve.constraint import DEEPEST, LONGEST
-from anybit.serve.conversation import MOST_TOOLS
-from anybit.serve.embedder import BATCH_TOKENS, WAITING_BYTES
-from anybit.serve.embeddings import MOST_INPUTS
+from anybit.serve.api import openai as limits
+from anybit.serve.api.embeddings import MOST_INPUTS
+from anybit.serve.chat.constraint import DEEPEST, LONGEST
+from anybit.serve.chat.conversation import MOST_TOOLS
+from anybit.serve.chat.tools import MOST_CALLS
+from anybit.serve.http.app import PARSERS
+from anybit.serve.http.connection import HEADER_SECONDS, UNREAD_SECONDS
+from anybit.serve.run.embedder import BATCH_TOKENS, WAITING_BYTES
 from anybit.serve.settings import Settings
-from anybit.serve.tools import MOST_CALLS
 from tests.serve.conftest import serving
 from tests.serve.test_tools import tokenizer_of
 

@@ -23,10 +23,11 @@ from anybit import Engine
 from anybit.engine.engine import Batch
 from anybit.errors import InputError
 from anybit.kernels import cpu
-from anybit.serve import connection, openai, replies
-from anybit.serve.app import PARSERS, State
+from anybit.serve.api import openai, replies
 from anybit.serve.errors import Refused, refused
-from anybit.serve.guard import Guard
+from anybit.serve.http import connection
+from anybit.serve.http.app import PARSERS, State
+from anybit.serve.http.guard import Guard
 from anybit.serve.served import Named
 from tests.serve.conftest import PATIENCE, Client, refusal, serving, slow_steps, until
 
@@ -359,7 +360,7 @@ def test_a_client_that_never_reads_is_gone_after_a_while(
 
 
 def test_bodies_have_a_limit_and_a_time(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anybit.serve.app.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("anybit.serve.http.app.BODY_SECONDS", 0.2)
     with serving(other_engine, most_bytes=1000) as (client, _):
         assert refusal(client.ask(COMPLETIONS, {"prompt": "a" * 1000}))[0] == 413
         connection = http.client.HTTPConnection("127.0.0.1", client.port)
@@ -587,7 +588,7 @@ def test_a_text_that_the_end_of_the_server_cuts_is_told_so(
 
 
 def test_health_says_that_a_step_is_stuck(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anybit.serve.worker.STUCK", 0.05)
+    monkeypatch.setattr("anybit.serve.run.worker.STUCK", 0.05)
     seen: list[Any] = []
 
     def stuck() -> bool:

@@ -12,7 +12,7 @@ from anybit import Engine
 from anybit.cli.main import app
 from anybit.errors import InputError
 from anybit.kernels import cpu
-from anybit.serve.guard import Guard
+from anybit.serve.http.guard import Guard
 from tests.serve.conftest import Client, refusal, serving
 
 pytestmark = [

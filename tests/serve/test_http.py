@@ -12,7 +12,7 @@ import pytest
 
 from anybit import Engine, Sampling
 from anybit.kernels import cpu
-from anybit.serve.app import State
+from anybit.serve.http.app import State
 from anybit.serve.served import Named, Served
 from tests.serve.conftest import Client, served_of, serving
 

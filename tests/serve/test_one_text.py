@@ -19,8 +19,8 @@ from anybit.errors import InputError
 from anybit.in_transformers import InTransformers
 from anybit.kernels import cpu
 from anybit.kv_cache import CACHE, QuantizedCache
-from anybit.serve import openai
-from anybit.serve.one_text import OneText
+from anybit.serve.api import openai
+from anybit.serve.run.one_text import OneText
 from anybit.serve.served import Served
 from anybit.serve.server import limits
 from anybit.serve.settings import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anybit.serve.pace import CALM, Auto, Pace, stops
+from anybit.serve.run.pace import CALM, Auto, Pace, stops
 
 WIDTHS = [2.0, 3.0, 4.0, 6.0, 8.0]
 

@@ -13,8 +13,8 @@ from anybit import Engine
 from anybit.encoder import Encoder
 from anybit.in_transformers import InTransformers
 from anybit.kernels import cpu
-from anybit.serve.guard import Guard
-from anybit.serve.one_text import OneText
+from anybit.serve.http.guard import Guard
+from anybit.serve.run.one_text import OneText
 from tests.serve.browser import PROGRAM, Browser, browser
 from tests.serve.conftest import serving, slow_steps
 

@@ -22,13 +22,13 @@ from anybit.engine.text import check_tokenizer
 from anybit.errors import InputError
 from anybit.kernels import cpu
 from anybit.serve import server
-from anybit.serve.constraint import Constraints
-from anybit.serve.job import Job, Progress, jobs_of
-from anybit.serve.request import Request
-from anybit.serve.runner import Closing, Limits, Runner
-from anybit.serve.scheduler import Busy
+from anybit.serve.chat.constraint import Constraints
+from anybit.serve.errors import Busy, Closing
+from anybit.serve.run.job import Job, Progress, jobs_of
+from anybit.serve.run.request import Request
+from anybit.serve.run.runner import Limits, Runner
+from anybit.serve.schedule.windows import WindowPages
 from anybit.serve.settings import Settings
-from anybit.serve.windows import WindowPages
 from tests.engine.models import saved_model
 from tests.engine.test_drafts import drafting_narrowly
 
@@ -211,7 +211,7 @@ def test_so_it_is_where_windows_have_pages_of_their_own(
     )
     drafting_narrowly(monkeypatch)
     # The same width, drawn beforehand.
-    monkeypatch.setattr("anybit.serve.drafting.narrow_level", lambda widths: -1)
+    monkeypatch.setattr("anybit.serve.run.drafting.narrow_level", lambda widths: -1)
     runner = Runner(engine, Limits(120, 4, window_pages=70))
     together = [Heard(runner, request) for request in asked]
     runner.start()
@@ -623,7 +623,7 @@ def test_a_step_that_takes_too_long_is_seen(
     engine: Engine, start: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, go_on = start(), held_steps(monkeypatch)
-    monkeypatch.setattr("anybit.serve.worker.STUCK", 0.02)
+    monkeypatch.setattr("anybit.serve.run.worker.STUCK", 0.02)
     heard = Heard(runner, Request([5], 1))
     deadline = time.monotonic() + PATIENCE
     while not runner.stuck:
@@ -640,7 +640,7 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(
     engine: Engine, start: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, go_on = start(), held_steps(monkeypatch)
-    monkeypatch.setattr("anybit.serve.worker.LATE", 0.05)
+    monkeypatch.setattr("anybit.serve.run.worker.LATE", 0.05)
     heard = Heard(runner, Request([5], 1))
     begun = time.monotonic()
     runner.close(0.1)

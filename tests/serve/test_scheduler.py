@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from anybit.engine.pages import pages_of_window
 from anybit.errors import InputError
-from anybit.serve.blocks import Blocks, chain
-from anybit.serve.scheduler import Busy, Rows, Scheduler, Text
-from anybit.serve.windows import GONE, WindowPages
+from anybit.serve.errors import Busy
+from anybit.serve.schedule.blocks import Blocks, chain
+from anybit.serve.schedule.scheduler import Rows, Scheduler, Text
+from anybit.serve.schedule.windows import GONE, WindowPages
 
 PAGE = 4
 LEVELS = 3

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from anybit.engine.text import MARK
-from anybit.serve.message import Message
-from anybit.serve.speech import (
+from anybit.serve.chat.message import Message
+from anybit.serve.chat.speech import (
     FAMILIES,
     HERMES,
     LLAMA,

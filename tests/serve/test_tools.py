@@ -21,11 +21,22 @@ from anybit import Engine
 from anybit.checkpoint import chat_template
 from anybit.engine.text import MARK, TextStream
 from anybit.kernels import cpu
-from anybit.serve.constraint import Constraints, alone
-from anybit.serve.conversation import NO_ARGUMENTS
-from anybit.serve.message import Message
-from anybit.serve.speech import HERMES, LLAMA, MISTRAL, MISTRAL_LIST, THOUGHTS, Family, Speech, Splitter
-from anybit.serve.tools import INSIDE, NAMED, OPEN, PYTHON_TAG, SAID, VALUES, Function, Tools, closed, grammar
+from anybit.serve.chat.constraint import Constraints, alone
+from anybit.serve.chat.conversation import NO_ARGUMENTS
+from anybit.serve.chat.message import Message
+from anybit.serve.chat.speech import HERMES, LLAMA, MISTRAL, MISTRAL_LIST, THOUGHTS, Family, Speech, Splitter
+from anybit.serve.chat.tools import (
+    INSIDE,
+    NAMED,
+    OPEN,
+    PYTHON_TAG,
+    SAID,
+    VALUES,
+    Function,
+    Tools,
+    closed,
+    grammar,
+)
 from tests import builders
 from tests.serve.conftest import Client, refusal, serving
 

@@ -16,17 +16,17 @@ from anybit import Engine
 from anybit.engine.sampling import Drawn
 from anybit.errors import InputError
 from anybit.kernels import cpu
-from anybit.serve import anthropic, responses
-from anybit.serve import app as serve_app
-from anybit.serve import openai as chats
-from anybit.serve.app import State
+from anybit.serve.api import anthropic, responses
+from anybit.serve.api import openai as chats
+from anybit.serve.api.openai import Wanted
+from anybit.serve.api.turns import Turn
+from anybit.serve.chat.speech import HERMES, THOUGHTS, Speech
 from anybit.serve.errors import BadField, Refused
-from anybit.serve.guard import Guard
-from anybit.serve.job import Progress, Times
-from anybit.serve.openai import Wanted
-from anybit.serve.request import Request
-from anybit.serve.speech import HERMES, THOUGHTS, Speech
-from anybit.serve.turns import Turn
+from anybit.serve.http import app as serve_app
+from anybit.serve.http.app import State
+from anybit.serve.http.guard import Guard
+from anybit.serve.run.job import Progress, Times
+from anybit.serve.run.request import Request
 from tests.serve.conftest import Client, refusal, serving, slow_steps
 from tests.serve.test_tools import WEATHER, fits, talking
 

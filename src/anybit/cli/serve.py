@@ -19,7 +19,7 @@ from anybit.serve.settings import Settings, is_key
 
 if TYPE_CHECKING:
     from anybit.encoder import Encoder
-    from anybit.serve.model import Model as ServedModel
+    from anybit.serve.run.model import Model as ServedModel
 
 NETWORK, LIMITS, COMPUTING = "Network", "Limits", "Computing"
 KEYS_OF = "ANYBIT_API_KEY"  # the variable that may hold keys, with whitespace between them
@@ -202,7 +202,7 @@ def _load(
         raise InputError(f"{model} is no encoder, and has no embeddings to pool: leave --pooling out")
     report.say(f"runs inside Transformers, one text at a time: {why}")
     from anybit.in_transformers import InTransformers
-    from anybit.serve.one_text import OneText
+    from anybit.serve.run.one_text import OneText
 
     with no_other_bars():
         inside = InTransformers(model, precision, report=report, **how)

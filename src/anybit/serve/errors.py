@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from anybit.config import Json
 from anybit.errors import InputError, printable
-from anybit.serve.scheduler import Busy
-from anybit.serve.worker import Closing, EngineFault
 
 RETRY_SECONDS = 1  # after which a busy server may be asked again
 KINDS = {
@@ -36,6 +34,18 @@ class Refused(Exception):
         return {
             "error": {"message": printable(self.message), "type": kind, "param": param, "code": self.code}
         }
+
+
+class Busy(Exception):
+    """The queue is full: the same request may be taken later."""
+
+
+class Closing(Exception):
+    """The server takes no more requests."""
+
+
+class EngineFault(Exception):
+    """The model fails whatever is asked of it: its weights are damaged."""
 
 
 class BadField(InputError):

@@ -18,16 +18,16 @@ from anybit.config import Json
 from anybit.engine.sampling import Sampling
 from anybit.engine.text import BROKEN, check_tokenizer
 from anybit.errors import InputError
-from anybit.serve.constraint import LONGEST, Constraint, Constraints, alone
-from anybit.serve.conversation import Conversation, Prompt
-from anybit.serve.embedder import Embedder
+from anybit.serve.chat.constraint import LONGEST, Constraint, Constraints, alone
+from anybit.serve.chat.conversation import Conversation, Prompt
+from anybit.serve.chat.speech import PROBE, PROBED, Family, Speech, family_of, thought_form
+from anybit.serve.chat.tools import Tools
 from anybit.serve.errors import BadField, TooLong
-from anybit.serve.model import Embeds, Model
-from anybit.serve.runner import Heard, Limits, Runner
+from anybit.serve.run.embedder import Embedder
+from anybit.serve.run.model import Embeds, Model
+from anybit.serve.run.runner import Heard, Limits, Runner
+from anybit.serve.run.worker import Worker
 from anybit.serve.settings import Settings
-from anybit.serve.speech import PROBE, PROBED, Family, Speech, family_of, thought_form
-from anybit.serve.tools import Tools
-from anybit.serve.worker import Worker
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

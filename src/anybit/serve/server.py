@@ -16,11 +16,11 @@ from starlette.applications import Starlette
 
 from anybit.engine.pages import free_memory, pages_of_window
 from anybit.errors import InputError
-from anybit.serve.app import State, app
-from anybit.serve.connection import Connection
-from anybit.serve.guard import Guard
-from anybit.serve.model import Embeds, Model
-from anybit.serve.runner import MOST_PROMPT, Heard, Limits, tell
+from anybit.serve.http.app import State, app
+from anybit.serve.http.connection import Connection
+from anybit.serve.http.guard import Guard
+from anybit.serve.run.model import Embeds, Model
+from anybit.serve.run.runner import MOST_PROMPT, Heard, Limits, tell
 from anybit.serve.served import Served, ServedEncoder
 from anybit.serve.settings import Settings
 

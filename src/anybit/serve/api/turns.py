@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from anybit.config import Json
+from anybit.serve.api.exchange import Exchange
+from anybit.serve.api.replies import Apart, late, timings
+from anybit.serve.chat.message import call_id
+from anybit.serve.chat.speech import ARGUMENTS, CALL, Kind, Part, Splitter
 from anybit.serve.errors import BadField, Refused
-from anybit.serve.exchange import Exchange
 from anybit.serve.fields import Fields
-from anybit.serve.job import Progress
-from anybit.serve.message import call_id
-from anybit.serve.replies import Apart, late, timings
-from anybit.serve.speech import ARGUMENTS, CALL, Kind, Part, Splitter
+from anybit.serve.run.job import Progress
 
 BETWEEN = "\n\n"  # texts that become one
 # What goes on to /v1/chat/completions as it is: sampling, and what only this server has.

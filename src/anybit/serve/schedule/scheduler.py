@@ -12,12 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from anybit.errors import InputError
-from anybit.serve.blocks import Blocks, Hash, chain
-from anybit.serve.windows import NoWindows, WindowPages
-
-
-class Busy(Exception):
-    """The queue is full: the same request may be taken later."""
+from anybit.serve.errors import Busy
+from anybit.serve.schedule.blocks import Blocks, Hash, chain
+from anybit.serve.schedule.windows import NoWindows, WindowPages
 
 
 @dataclass(eq=False)

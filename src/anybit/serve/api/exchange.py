@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from anybit.engine.sampling import Drawn
-from anybit.serve.job import Job, Progress, jobs_of
-from anybit.serve.openai import Wanted
+from anybit.serve.api.openai import Wanted
+from anybit.serve.run.job import Job, Progress, jobs_of
 from anybit.serve.served import Served
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from anybit.config import Json
 from anybit.errors import printable
-from anybit.serve import openai
-from anybit.serve.conversation import MOST_MESSAGES, MOST_TOOLS, conversation
+from anybit.serve.api import openai
+from anybit.serve.api.turns import Block, Event, Turn, as_here, block_text, joined, needed, passed, text_of
+from anybit.serve.chat.conversation import MOST_MESSAGES, MOST_TOOLS, conversation
+from anybit.serve.chat.speech import CALL, CONTENT, REASONING
 from anybit.serve.errors import BadField, Refused, TooLong
 from anybit.serve.fields import Fields
 from anybit.serve.served import Served
-from anybit.serve.speech import CALL, CONTENT, REASONING
-from anybit.serve.turns import Block, Event, Turn, as_here, block_text, joined, needed, passed, text_of
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 NAMES = {  # of fields that are others in a chat

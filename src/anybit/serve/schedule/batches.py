@@ -12,7 +12,7 @@ from heapq import merge
 from itertools import islice
 
 from anybit.engine.engine import Floats, Tokens
-from anybit.serve.scheduler import Busy
+from anybit.serve.errors import Busy
 
 SHORTEST = 0.5  # of a batch's longest text: one that is shorter waits for a batch of its like
 NUMBER = 4  # bytes of a token, and of a coordinate

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from anybit.engine.engine import Batch, Tokens
-from anybit.serve.scheduler import Rows
+from anybit.serve.schedule.scheduler import Rows
 
 
 def batch_of(rows: Sequence[Rows], windowed: bool) -> tuple[Batch, list[int]]:

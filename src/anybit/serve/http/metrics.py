@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from anybit.serve.job import Job
+from anybit.serve.run.job import Job
+from anybit.serve.schedule.windows import WindowPages
 from anybit.serve.served import Served, ServedEncoder
-from anybit.serve.windows import WindowPages
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 GAPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)  # seconds from token to token

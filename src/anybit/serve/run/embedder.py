@@ -11,10 +11,11 @@ import numpy as np
 
 from anybit.engine.engine import Floats, Tokens
 from anybit.errors import InputError
-from anybit.serve.batches import Asked, Batches, Row
-from anybit.serve.model import Embeds
+from anybit.serve.errors import Closing, EngineFault
+from anybit.serve.run.model import Embeds
+from anybit.serve.run.worker import Worker
+from anybit.serve.schedule.batches import Asked, Batches, Row
 from anybit.serve.settings import Settings
-from anybit.serve.worker import Closing, EngineFault, Worker
 
 LOG = logging.getLogger(__name__)
 BATCH_TOKENS = 2048  # of a batch with its padding: what bounds the memory that it takes

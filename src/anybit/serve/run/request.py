@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from anybit.engine.sampling import Sampling
-from anybit.serve.constraint import Constraint
+from anybit.serve.chat.constraint import Constraint
 
 AUTO = "auto"
 

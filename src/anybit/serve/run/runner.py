@@ -9,16 +9,17 @@ from dataclasses import dataclass, replace
 
 from anybit.engine.distribution import Floats
 from anybit.errors import InputError
-from anybit.serve.drafting import Drafting, decoding
-from anybit.serve.job import Job, Progress
-from anybit.serve.model import Model
-from anybit.serve.pace import Auto, Pace, stops
-from anybit.serve.request import AUTO
-from anybit.serve.rows import batch_of
-from anybit.serve.scheduler import Rows, Scheduler, Step, Text
+from anybit.serve.errors import Closing, EngineFault
+from anybit.serve.run.drafting import Drafting, decoding
+from anybit.serve.run.job import Job, Progress
+from anybit.serve.run.model import Model
+from anybit.serve.run.pace import Auto, Pace, stops
+from anybit.serve.run.request import AUTO
+from anybit.serve.run.rows import batch_of
+from anybit.serve.run.worker import Worker
+from anybit.serve.schedule.scheduler import Rows, Scheduler, Step, Text
+from anybit.serve.schedule.windows import WindowPages
 from anybit.serve.settings import Settings
-from anybit.serve.windows import WindowPages
-from anybit.serve.worker import Closing, EngineFault, Worker
 
 LOG = logging.getLogger(__name__)  # unlike printing, it survives a full disk
 ROUND_SECONDS = 0.1  # of a round with prompts beside texts that decode; prompts alone: four times that

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from anybit.config import Json
 from anybit.errors import InputError
-from anybit.serve.constraint import LONGEST, Constraint, alone
+from anybit.serve.chat.constraint import LONGEST, Constraint, alone
+from anybit.serve.chat.speech import SPACE, BareCalls, Speech, TaggedCalls
 from anybit.serve.errors import BadField
-from anybit.serve.speech import SPACE, BareCalls, Speech, TaggedCalls
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

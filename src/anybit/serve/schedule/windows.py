@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from anybit.serve.blocks import Blocks, Hash
+from anybit.serve.schedule.blocks import Blocks, Hash
 
 GONE = -1  # in place of a page that the window has passed
 

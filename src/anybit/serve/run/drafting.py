@@ -11,11 +11,11 @@ from functools import partial
 from anybit.engine.distribution import Floats
 from anybit.engine.drafts import HOPE, narrow_level
 from anybit.errors import InputError
-from anybit.serve.job import Draw, Job
-from anybit.serve.model import Model
-from anybit.serve.pace import Pace
-from anybit.serve.rows import batch_of
-from anybit.serve.scheduler import Rows, Step, Text
+from anybit.serve.run.job import Draw, Job
+from anybit.serve.run.model import Model
+from anybit.serve.run.pace import Pace
+from anybit.serve.run.rows import batch_of
+from anybit.serve.schedule.scheduler import Rows, Step, Text
 
 LOG = logging.getLogger(__name__)
 UNKNOWN = -1  # a token of a draft that is drawn just before its step

@@ -15,9 +15,9 @@ from anybit.checkpoint.tokenizer import check_ids
 from anybit.engine.engine import Floats, Tokens
 from anybit.errors import InputError
 from anybit.formats.levels import largest
+from anybit.serve.api.openai import INERT, asked_bits
 from anybit.serve.errors import BadField
 from anybit.serve.fields import Fields
-from anybit.serve.openai import INERT, asked_bits
 from anybit.serve.served import ServedEncoder
 
 MOST_INPUTS = 2048  # texts of one request, as OpenAI has it

@@ -11,14 +11,14 @@ from typing import Any
 from anybit.config import MAX_SEED, Json
 from anybit.engine.sampling import Sampling
 from anybit.errors import InputError
-from anybit.serve.constraint import Constraint
-from anybit.serve.conversation import conversation
+from anybit.serve.chat.constraint import Constraint
+from anybit.serve.chat.conversation import conversation
+from anybit.serve.chat.speech import PLAIN, Speech
+from anybit.serve.chat.tools import held_to
 from anybit.serve.errors import BadField, Refused
 from anybit.serve.fields import Fields
-from anybit.serve.request import AUTO, Request
+from anybit.serve.run.request import AUTO, Request
 from anybit.serve.served import Named, Served
-from anybit.serve.speech import PLAIN, Speech
-from anybit.serve.tools import held_to
 
 MOST_TEXTS = 64  # of one request: prompts times n
 MOST_STOPS, LONGEST_STOP = 16, 256  # strings, characters

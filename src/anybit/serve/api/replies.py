@@ -12,11 +12,11 @@ from typing import Any
 
 from anybit.config import Json
 from anybit.engine.sampling import Drawn
+from anybit.serve.api.exchange import Exchange, Written
+from anybit.serve.chat.message import Message
 from anybit.serve.errors import Refused, refused
-from anybit.serve.exchange import Exchange, Written
-from anybit.serve.job import Job, Progress
-from anybit.serve.message import Message
-from anybit.serve.request import Request
+from anybit.serve.run.job import Job, Progress
+from anybit.serve.run.request import Request
 
 LOG = logging.getLogger(__name__)
 DONE = "data: [DONE]\n\n"

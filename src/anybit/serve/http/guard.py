@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 
 from anybit.serve.errors import Refused
-from anybit.serve.static import FILES
+from anybit.serve.http.static import FILES
 
 OPEN = (*FILES, "/health")  # that need no key
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anybit.config import Json
-from anybit.serve.constraint import DEEPEST, depth
+from anybit.serve.chat.constraint import DEEPEST, depth
+from anybit.serve.chat.speech import Speech
+from anybit.serve.chat.tools import Function, Tools
 from anybit.serve.errors import BadField
 from anybit.serve.fields import Fields
-from anybit.serve.speech import Speech
-from anybit.serve.tools import Function, Tools
 
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 from anybit.config import Json
-from anybit.serve.speech import ARGUMENTS, CALL, CONTENT, REASONING, Kind, Part, Speech, Splitter
+from anybit.serve.chat.speech import ARGUMENTS, CALL, CONTENT, REASONING, Kind, Part, Speech, Splitter
 
 
 class Message:

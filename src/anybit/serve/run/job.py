@@ -17,9 +17,9 @@ from anybit.engine.text import TextStream, check_tokenizer
 from anybit.errors import InputError
 from anybit.formats.levels import largest
 from anybit.serve.errors import TooLong
-from anybit.serve.model import Model
-from anybit.serve.request import AUTO, Request
-from anybit.serve.scheduler import Text
+from anybit.serve.run.model import Model
+from anybit.serve.run.request import AUTO, Request
+from anybit.serve.schedule.scheduler import Text
 
 # The next token from logits [vocabulary], and whether a text ends behind it; InputError where none can be drawn.
 Draw = Callable[[Floats], tuple[int, bool]]

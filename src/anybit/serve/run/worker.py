@@ -7,18 +7,12 @@ import math
 import threading
 import time
 
+from anybit.serve.errors import Closing
+
 LOG = logging.getLogger(__name__)  # unlike printing, it survives a full disk
 STUCK = 30.0  # seconds after which a step is called stuck
 LATE = 5.0  # seconds that a step has to end when the server does
 STOPPING = "the server is stopping"
-
-
-class Closing(Exception):
-    """The server takes no more requests."""
-
-
-class EngineFault(Exception):
-    """The model fails whatever is asked of it: its weights are damaged."""
 
 
 class Worker:

@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from anybit.config import Json
-from anybit.serve import openai
-from anybit.serve.conversation import MOST_MESSAGES, MOST_TOOLS
+from anybit.serve.api import openai
+from anybit.serve.api.exchange import Exchange
+from anybit.serve.api.replies import Apart
+from anybit.serve.api.turns import Block, Event, Turn, as_here, joined, needed, passed, text_of
+from anybit.serve.chat.conversation import MOST_MESSAGES, MOST_TOOLS
+from anybit.serve.chat.speech import CALL, CONTENT
 from anybit.serve.errors import BadField, Refused
-from anybit.serve.exchange import Exchange
 from anybit.serve.fields import Fields
-from anybit.serve.replies import Apart
 from anybit.serve.served import Served
-from anybit.serve.speech import CALL, CONTENT
-from anybit.serve.turns import Block, Event, Turn, as_here, joined, needed, passed, text_of
 
 NAMES = {  # of fields that are others in a chat
     ".function.": ".",

@@ -23,18 +23,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anybit.config import Json
-from anybit.serve import anthropic, embeddings, openai, responses, static
-from anybit.serve.batches import Asked
-from anybit.serve.conversation import conversation
-from anybit.serve.errors import Refused, refused
-from anybit.serve.exchange import Exchange
+from anybit.serve.api import anthropic, embeddings, openai, responses
+from anybit.serve.api.exchange import Exchange
+from anybit.serve.api.replies import Replies
+from anybit.serve.api.turns import Turn
+from anybit.serve.chat.conversation import conversation
+from anybit.serve.errors import Closing, Refused, refused
 from anybit.serve.fields import Fields, read_json
-from anybit.serve.guard import Guard
-from anybit.serve.metrics import Metrics
-from anybit.serve.replies import Replies
+from anybit.serve.http import static
+from anybit.serve.http.guard import Guard
+from anybit.serve.http.metrics import Metrics
+from anybit.serve.run.worker import STOPPING
+from anybit.serve.schedule.batches import Asked
 from anybit.serve.served import Named, Served, ServedEncoder
-from anybit.serve.turns import Turn
-from anybit.serve.worker import STOPPING, Closing
 
 LOG = logging.getLogger(__name__)
 BODY_SECONDS = 30.0  # that a body may take to come

@@ -1,0 +1,1 @@
+"""The threads that have a model, and what is asked of them."""
