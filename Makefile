@@ -5,8 +5,9 @@ TORCH    ?= torch==2.13.0
 PIP_ARGS ?=
 VENV     ?= .venv
 BIN      := $(VENV)/bin
-# Modules are compiled when they are imported: pip would compile all of them, for 90 s on one core.
+# Modules are compiled when they are first imported: pip would compile all of them, for 90 s on one core.
 INSTALL  := $(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS)
+unexport PYTHONDONTWRITEBYTECODE
 SOURCES  := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 # MB of free disk that setting up takes, and that pip takes in TMPDIR meanwhile; PyTorch for Linux comes with CUDA.
 ifneq (,$(findstring cpu,$(TORCH))$(filter Darwin,$(shell uname)))

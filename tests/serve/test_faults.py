@@ -25,6 +25,7 @@ from anybit.errors import InputError
 from anybit.kernels import cpu
 from anybit.serve.api import openai, replies
 from anybit.serve.errors import Refused, refused
+from anybit.serve.fields import MOST_INSIDE, read_json
 from anybit.serve.http import connection
 from anybit.serve.http.app import PARSERS, State
 from anybit.serve.http.guard import Guard
@@ -47,7 +48,7 @@ LONG = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True, "temperature": 0
         (COMPLETIONS, b"", 400, "the body is no JSON", None),
         (COMPLETIONS, b"[1]", 400, "the body is a list of 1, expected a JSON object", None),
         (COMPLETIONS, b"\xff\xfe", 400, "the body is no JSON", None),
-        (COMPLETIONS, b'{"a":' * 100_000, 400, "the body is no JSON", None),
+        (COMPLETIONS, b'{"a":' * 40_000, 400, "the body is no JSON", None),
         (COMPLETIONS, b'{"prompt":"a","seed":' + b"9" * 5000 + b"}", 400, "the body is no JSON", None),
         (COMPLETIONS, b'{"prompt":"a","temperature":NaN}', 400, "NaN is no number of JSON", None),
         (COMPLETIONS, b'{"prompt":"a","temperature":1e999}', 400, "1e999 is too large a number", None),
@@ -95,6 +96,7 @@ LONG = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True, "temperature": 0
         (COMPLETIONS, {"prompt": "a", "model": "tiny@x"}, 400, "model asks for 'x' bits", "model"),
         (COMPLETIONS, {"prompt": "a", "model": "tiny@nan"}, 400, "bits is NaN", "bits"),
         (COMPLETIONS, {"prompt": "a", "model": "tiny@3", "bits": 4}, 400, "give one of them", "bits"),
+        (COMPLETIONS, {"prompt": "a", "bits": 10**400}, 400, "bits is 1000", "bits"),
         (COMPLETIONS, {"prompt": "a", "bits": 17}, 400, "the model has average widths from", None),
         (COMPLETIONS, {"prompt": "a", "bits": "lots"}, 400, 'bits is "lots"', "bits"),
         (COMPLETIONS, {"prompt": "a", "bits": 3, "latency_target_ms": 5}, 400, "chooses the width", None),
@@ -196,7 +198,42 @@ def test_a_template_without_end_and_one_that_fails(other_engine: Engine) -> None
             tokenizer.chat_template = before
 
 
+@pytest.mark.parametrize("inside", [b"[],", b"{},", b'[{"a":"\\"["}],'], ids=str)
+def test_a_body_of_many_small_parts_is_refused_before_it_is_read(inside: bytes) -> None:
+    body = b'{"prompt":[' + inside * (MOST_INSIDE + 1) + b"[]]}"
+    with pytest.raises(Refused, match="more than 50000 objects and lists"):
+        read_json(body)
+
+
+def test_a_text_may_have_as_many_brackets_as_it_likes() -> None:
+    text = '{["' * MOST_INSIDE + "\n\\"
+    assert read_json(json.dumps({"prompt": text, "n": 1}).encode()) == {"prompt": text, "n": 1}
+
+
 # ---- clients
+
+
+def test_who_leaves_while_a_prompt_is_read_is_not_served(
+    other_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, encode = threading.Event(), Named.encode
+
+    def slow(self: Named, text: str, *how: Any) -> list[int]:
+        assert go_on.wait(PATIENCE)
+        return encode(self, text, *how)
+
+    monkeypatch.setattr(Named, "encode", slow)
+    with serving(other_engine) as (client, state):
+        body = json.dumps(LONG).encode()
+        leaving = socket.create_connection(("127.0.0.1", client.port))
+        leaving.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\n" % COMPLETIONS.encode())
+        leaving.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        until(lambda: state.requests == 1)
+        leaving.close()
+        until(lambda: state.metrics.answers[COMPLETIONS, 499] == 1)
+        go_on.set()
+        assert state.served is not None and not state.served.runner.waiting
+        client.ok(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])

@@ -13,6 +13,7 @@ from anybit import Engine
 from anybit.encoder import Encoder
 from anybit.in_transformers import InTransformers
 from anybit.kernels import cpu
+from anybit.serve.api import exchange
 from anybit.serve.http.guard import Guard
 from anybit.serve.run.one_text import OneText
 from tests.serve.browser import PROGRAM, Browser, browser
@@ -136,6 +137,19 @@ def test_escape_stops_an_answer(other_engine: Engine, monkeypatch: pytest.Monkey
     with serving(other_engine) as (client, state), slow_steps(monkeypatch, 0.05):
         asyncio.run(a_stop(f"http://127.0.0.1:{client.port}/"))
         assert state.served is not None
+
+
+async def a_wait(url: str) -> None:
+    async with visiting(url, 2) as page:
+        await say(page, "hello")
+        await page.until(f"{ANSWERS} === 1 || document.querySelector('.turn.error')")
+        assert await page.run("document.querySelector('.turn.error')?.textContent ?? ''") == ""
+
+
+def test_an_answer_may_let_people_wait(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
+    with serving(other_engine) as (client, _), slow_steps(monkeypatch, 0.2):
+        asyncio.run(a_wait(f"http://127.0.0.1:{client.port}/"))
 
 
 async def a_visit_to_one_width(url: str) -> None:

@@ -562,7 +562,7 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     (tool(strict=True, parameters={"properties": {"a": {"format": "odd"}}}), "Unknown format", PARAMETERS),
     (tool(parameters={"a": "x" * 70_000}), "expected at most 65536", "tools"),
     (tool(parameters=DEEP), "nested deeper than 32", PARAMETERS),
-    ({"tools": TOOLS, "stop": "a"}, "leave stop or tools out", "stop"),
+    ({"tools": TOOLS, "stop": "a"}, "leave it or tools out", "stop"),
     (tool(price=3), "no parameter", "tools[0].function.price"),
     ({"tools": TOOLS, "tool_choice": "always"}, 'expected "none", "auto", "required"', "tool_choice"),
     ({"tool_choice": "required"}, "there are no tools", "tool_choice"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,12 @@ from anybit import Engine
 from anybit.engine.sampling import Drawn
 from anybit.errors import InputError
 from anybit.kernels import cpu
-from anybit.serve.api import anthropic, responses
+from anybit.serve.api import anthropic, exchange, responses
 from anybit.serve.api import openai as chats
 from anybit.serve.api.openai import Wanted
 from anybit.serve.api.turns import Turn
 from anybit.serve.chat.speech import HERMES, THOUGHTS, Speech
 from anybit.serve.errors import BadField, Refused
-from anybit.serve.http import app as serve_app
 from anybit.serve.http.app import State
 from anybit.serve.http.guard import Guard
 from anybit.serve.run.job import Progress, Times
@@ -38,6 +38,7 @@ CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/respons
 COUNT = "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "hello"}]
 GREEDY = {"temperature": 0}
+MOST = sys.float_info.max
 SCHEMA = WEATHER["parameters"]
 THEIRS = {"name": "weather", "description": "How it is.", "input_schema": SCHEMA}
 FUNCTION = {"type": "function", **WEATHER}
@@ -248,7 +249,7 @@ def test_a_namespace_may_be_empty(client: Client, space: Any) -> None:
 def test_a_call_says_its_namespace() -> None:
     exchange: Any = Told([SPOKEN], "stop", True)
     exchange.wanted.said["tools"] = [{"type": "namespace", "name": "agents", "tools": [FUNCTION]}]
-    whole = asyncio.run(responses.Response(exchange, None).whole())  # type: ignore[arg-type]
+    whole = asyncio.run(responses.Response(exchange).whole())
     assert json.loads(b"".join(whole))["output"][2]["namespace"] == "agents"
 
 
@@ -303,7 +304,6 @@ def test_a_summary_stands_for_a_thought_that_is_not_there(monkeypatch: pytest.Mo
         ({"tools": [{"name": "f g", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [THEIRS], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"tools": [THEIRS], "tool_choice": {"type": "required"}}, "tool_choice.type"),
-        ({"tools": [THEIRS], "stop_sequences": ["x"]}, "stop_sequences"),
         ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
         ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"mcp_servers": []}, "mcp_servers"),
@@ -365,6 +365,16 @@ def test_bodies_of_messages_that_cannot_be(server: tuple[Client, State], body: A
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
         ({"input": "a", "tools": [{"type": "web_search", "external_web_access": True}]}, "tools[0].type"),
         ({"input": "a", "tools": [{"type": "namespace", "tools": 3}]}, "tools[0].tools"),
+        ({"input": "a", "tools": [{"type": "namespace", "name": []}]}, "tools[0].name"),
+        (
+            {"input": "a", "tools": [{"type": "namespace", "tools": [{"type": "namespace"}]}]},
+            "tools[0].tools[0].type",
+        ),
+        ({"input": "a", "metadata": {"a": 5}}, "metadata"),
+        ({"input": "a", "metadata": {"a" * 65: ""}}, "metadata"),
+        ({"input": "a", "metadata": {"a": "b" * 513}}, "metadata"),
+        ({"input": "a", "metadata": dict.fromkeys(map(str, range(17)), "b")}, "metadata"),
+        ({"input": "a", "bits": 10**400}, "bits"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "stop": "x"}, "stop"),
     ],
@@ -485,15 +495,15 @@ class Told:
 
 
 def told(
-    form: type[Turn], pieces: list[str], finish: str = "stop", shown: bool = True
+    form: Callable[[Any], Turn], pieces: list[str], finish: str = "stop", shown: bool = True
 ) -> tuple[Any, list[Any]]:
     """The whole answer, and the events of a stream."""
 
     async def both() -> tuple[bytes, str]:
         exchange: Any = Told(pieces, finish, shown)
-        events = "".join([event async for event in form(exchange, None).events()])  # type: ignore[arg-type]
+        events = "".join([event async for event in form(exchange).events()])
         exchange = Told(pieces, finish, shown)
-        whole = b"" if finish == "fault" else b"".join(await form(exchange, None).whole())  # type: ignore[arg-type]
+        whole = b"" if finish == "fault" else b"".join(await form(exchange).whole())
         return whole, events
 
     whole, events = asyncio.run(both())
@@ -698,25 +708,38 @@ def test_errors_have_the_form_of_their_api(client: Client, other_engine: Engine)
         assert guarded.ask(MESSAGES, asked, headers={"x-api-key": "wrong"})[0] == 401
         assert guarded.ask(MESSAGES, asked, headers={"x-api-key": "secret"})[0] == 200
         assert guarded.ask(CHAT, asked, headers={"x-api-key": "secret"})[0] == 200
-        both = {"x-api-key": "secret", "Authorization": "Bearer other"}
-        assert guarded.ask(MESSAGES, asked, headers=both)[0] == 200
+        for first, second in (("secret", "other"), ("other", "secret")):
+            both = {"x-api-key": first, "Authorization": f"Bearer {second}"}
+            assert guarded.ask(MESSAGES, asked, headers=both)[0] == 200
+        both = {"x-api-key": "other", "Authorization": "Basic secret"}
+        assert guarded.ask(MESSAGES, asked, headers=both)[0] == 401
 
 
 def test_a_stream_says_that_it_is_alive(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_app, "SILENT_SECONDS", 0.02)
+    monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
     with slow_steps(monkeypatch, 0.2), serving(other_engine) as (client, _):
         asked = {"messages": HELLO, "max_tokens": 2}
         kinds = [kind for kind, _ in streamed(client, MESSAGES, asked)]
         begins = kinds.index("message_start")
-        assert begins > 2 and {*kinds[:begins]} == {"ping"} and "ping" not in kinds[begins:]
-        kinds = [kind for kind, _ in streamed(client, RESPONSES, {"input": "hello", "max_output_tokens": 2})]
+        assert begins > 2 and {*kinds[:begins]} == {"ping"} and kinds[begins:].count("ping") > 2
+        found = streamed(client, RESPONSES, {"input": "hello", "max_output_tokens": 6})
+        kinds = [kind for kind, _ in found]
         assert kinds[0] == "response.created" and kinds.count("response.created") == 1
         assert {*kinds[1 : kinds.index("response.output_item.added")]} == {"response.in_progress"}
-        assert kinds.count("response.in_progress") > 2
+        assert "response.in_progress" in kinds[kinds.index("response.output_item.added") :]
+        assert [said["sequence_number"] for _, said in found] == [*range(len(found))]
         connection, response = client.open(CHAT, {**asked, "stream": True})
         said = response.read().decode()
         connection.close()
         assert said.startswith(": waiting\n\n: waiting\n\n") and said.endswith("data: [DONE]\n\n")
+        assert ": waiting" in said.partition("data: ")[2]
+
+
+def test_a_thought_that_is_not_shown_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.0)
+    _, events = told(anthropic.Message, ["<think>", "a", "b", "</think>", "c"], shown=False)
+    kinds = [event["type"] for event in events]
+    assert kinds.count("ping") >= 2 and "thinking_delta" not in str(events)
 
 
 def test_what_an_answer_repeats_may_be_half_a_pair(client: Client) -> None:
@@ -727,6 +750,28 @@ def test_what_an_answer_repeats_may_be_half_a_pair(client: Client) -> None:
     assert low["text"] == {"verbosity": "low", "format": {"type": "text"}}
     assert low["reasoning"] == {"effort": "low", "summary": None}
     assert refusal(client.ask(RESPONSES, b'{"input": "a", "metadata": {"a": 1e999}}'))[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('{"a": 1e999, "b": -1e999, "c": 0.5, "d": 7}', {"a": MOST, "b": -MOST, "c": 0.5, "d": 7}),
+        ('{"a": 1' + 5000 * "0" + ', "b": ' + str(2**70) + "}", {"a": MOST, "b": 2**70}),
+        ('{"a": ' + 5000 * "[", {}),
+        ('{"a": ' + 40 * "[" + 40 * "]" + "}", {}),
+    ],
+)
+def test_whatever_arguments_a_model_writes_an_answer_is_json(written: str, read: Any) -> None:
+    whole, _ = told(anthropic.Message, ['<tool_call>\n{"name": "weather", "arguments": ', written], "length")
+    assert whole["content"][-1]["input"] == read
+
+
+def test_stop_sequences_beside_tools(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"max_tokens": 2, "messages": HELLO, "tools": [THEIRS], "stop_sequences": ["x"]}
+    with talking(other_engine, monkeypatch, "hermes") as client:
+        status, found, _ = client.ask(MESSAGES, asked)
+        assert status == 400 and found["error"]["message"].startswith("stop_sequences could end a call")
+        client.ok(MESSAGES, {**asked, "tool_choice": {"type": "none"}})  # no call can be made
 
 
 def test_tools_over_both(other_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

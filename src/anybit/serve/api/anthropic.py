@@ -6,6 +6,7 @@ https://docs.anthropic.com/en/api/messages
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from anybit.config import Json
 from anybit.errors import printable
 from anybit.serve.api import openai
 from anybit.serve.api.turns import Block, Event, Turn, as_here, block_text, joined, needed, passed, text_of
+from anybit.serve.chat.constraint import DEEPEST, depth
 from anybit.serve.chat.conversation import MOST_MESSAGES, MOST_TOOLS, conversation
 from anybit.serve.chat.speech import CALL, CONTENT, REASONING
 from anybit.serve.errors import BadField, Refused, TooLong
@@ -24,6 +26,7 @@ MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 NAMES = {  # of fields that are others in a chat
     ".function.parameters": ".input_schema",
     ".function.": ".",
+    "stop": "stop_sequences",
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
 }
@@ -33,6 +36,7 @@ CONVERSATION = (  # fields of a chat, which make its prompt
     "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort",
 )  # fmt: skip
 BILLING = "x-anthropic-billing-header:"  # how a block begins that is for Anthropic's servers
+MOST_DIGITS = 300  # of a whole number in the arguments of a call
 SIGNATURE = "anybit"  # of thoughts: some clients drop those that have none
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # What clients send that changes nothing of an answer here.
@@ -75,11 +79,6 @@ def messages(served: Served, body: Json, key: str) -> openai.Wanted:
     chat = {**passed(fields), "stream": fields.flag("stream")}
     shown = _conversation(fields, chat)
     stop = fields.texts("stop_sequences", openai.MOST_STOPS, openai.LONGEST_STOP, least=0)
-    if stop and chat["tools"]:
-        raise BadField(
-            "stop_sequences",
-            "a stop sequence could end a call in its middle: leave stop_sequences or tools out",
-        )
     chat["stop"] = list(stop or ())
     fields.only("speed", "standard")
     fields.accept(*INERT)
@@ -345,7 +344,14 @@ class Message(Turn):
 def _arguments(text: str) -> Json:
     """Of a call; none where a limit has cut them, as they are no JSON then."""
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = json.loads(text, parse_float=_number, parse_int=_number)
+    except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) and depth(found) <= DEEPEST else {}
+
+
+def _number(text: str) -> float:
+    """What a model has written, which JSON bounds nowhere: the nearest number that others can read."""
+    if text.lstrip("-").isdigit() and len(text) <= MOST_DIGITS:
+        return int(text)
+    return min(max(float(text), -sys.float_info.max), sys.float_info.max)

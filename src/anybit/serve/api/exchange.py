@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,6 +12,8 @@ from anybit.engine.sampling import Drawn
 from anybit.serve.api.openai import Wanted
 from anybit.serve.run.job import Job, Progress, jobs_of
 from anybit.serve.served import Served
+
+SILENT_SECONDS = 10.0  # that a stream says nothing, after which it says that it is alive
 
 
 @dataclass
@@ -65,11 +68,16 @@ class Exchange:
     async def progress(self) -> AsyncIterator[list[tuple[int, Progress]]]:
         """What texts have said since last time, each with its number, until all have ended.
 
+        Nothing, each time that `SILENT_SECONDS` have passed without a word.
+
         Raises:
             Exception: what ended one of them.
         """
         while self._open:
-            heard = [await self._heard.get()]
+            heard = []
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SILENT_SECONDS):
+                    heard.append(await self._heard.get())
             while not self._heard.empty():
                 heard.append(self._heard.get_nowait())
             for _, progress in heard:

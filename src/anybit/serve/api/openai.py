@@ -27,9 +27,12 @@ MOST_REPORTED = 1 << 19  # log-probabilities of a request: half a million take a
 MOST_LOGITS = 1 << 28  # of a prompt that is scored inside Transformers, all at once: a GiB
 MOST_BIASES = 1024  # tokens with a bias
 MOST_TOKENS = 2**31 - 1
+MOST_BITS = 1e3  # that can be meant as a width at all; the model says which it has
 TARGETS = (0.01, 60_000.0)  # milliseconds from token to token
 # What clients send that changes nothing of a text.
-INERT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "store", "cache_prompt")
+INERT = (
+    "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "store",
+)  # fmt: skip
 NUMBERS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
@@ -83,7 +86,7 @@ def chat(served: Served, body: dict[str, Any], key: str) -> Wanted:
         if request.constraint is not None:
             raise BadField("tools", "tools and a form of the text do not go together: give one of them")
         if request.stop:
-            raise BadField("stop", "a stop string could end a call in its middle: leave stop or tools out")
+            raise BadField("stop", "stop could end a call in its middle: leave it or tools out")
         constraint = held_to(asked.tools, speech, served.tokenizer, served.constraint)
         request = replace(request, constraint=constraint)
     elif request.constraint is not None:  # the whole answer is that form, with no thought before it
@@ -173,7 +176,7 @@ def _request(served: Served, fields: Fields, key: str, logprobs: int | None) -> 
         _refuse_several(bits is not None or target is not None, n)
     if target is not None and bits is not None:
         raise BadField("latency_target_ms", "latency_target_ms chooses the width: leave bits out")
-    fields.accept(*INERT)
+    fields.accept(*INERT, "verbosity", "cache_prompt")
     ignores_ends = fields.flag("ignore_eos")
     if fields.whole("min_tokens", 0, 0, MOST_TOKENS) and not ignores_ends:
         raise BadField("min_tokens", "min_tokens needs ignore_eos: true, with which no text ends early")
@@ -233,7 +236,7 @@ def asked_bits(served: Named, fields: Fields) -> float | str | None:
         bits = of_name
     if bits is None or bits == AUTO:
         return bits
-    if isinstance(bits, bool) or not isinstance(bits, int | float) or not math.isfinite(bits):
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not abs(bits) <= MOST_BITS:
         raise fields.bad("bits", bits, 'a number or "auto"')
     return float(bits)
 

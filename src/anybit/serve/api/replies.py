@@ -20,6 +20,9 @@ from anybit.serve.run.request import Request
 
 LOG = logging.getLogger(__name__)
 DONE = "data: [DONE]\n\n"
+SILENCE = (
+    ": waiting\n\n"  # what a stream says while nothing comes: a comment, which no client takes for an event
+)
 ITEMS = 64  # of a list that are written in one go: whatever writes JSON holds up all other threads until its call ends
 PIECE = 1 << 16  # characters of a piece of an answer
 SOON = 256  # log-probabilities that a stream writes without a thread for them
@@ -72,6 +75,8 @@ class Replies:
         """The answer as server-sent events; an error that comes late is the last of them."""
         try:
             async for heard in self._exchange.progress():
+                if not heard:
+                    yield SILENCE
                 for first in range(0, len(heard), ITEMS):  # many rounds have come where a client reads slowly
                     now = heard[first : first + ITEMS]
                     yield await self._apart(self._chunks, now) if self._takes_long(now) else self._chunks(now)
@@ -80,10 +85,6 @@ class Replies:
             yield DONE
         except Exception as error:
             yield f"data: {_dumps(late(error).body())}\n\n"
-
-    def silence(self) -> str:
-        """What a stream says while nothing comes: a comment, which no client takes for an event."""
-        return ": waiting\n\n"
 
     def _takes_long(self, heard: Sequence[tuple[int, Progress]]) -> bool:
         """Whether writing log-probabilities would hold up others."""

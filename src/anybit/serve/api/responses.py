@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from anybit.config import Json
 from anybit.serve.api import openai
 from anybit.serve.api.exchange import Exchange
-from anybit.serve.api.replies import Apart
 from anybit.serve.api.turns import Block, Event, Turn, as_here, joined, needed, passed, text_of
 from anybit.serve.chat.conversation import MOST_MESSAGES, MOST_TOOLS
 from anybit.serve.chat.speech import CALL, CONTENT
@@ -29,11 +28,8 @@ NAMES = {  # of fields that are others in a chat
     "reasoning_effort": "reasoning.effort",
 }
 TEXTS = ("input_text", "output_text", "text")  # types of content that are text
-# What clients send that changes nothing of an answer here.
-INERT = (
-    "client_metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "store",
-    "max_tool_calls", "prompt_cache_options",
-)  # fmt: skip
+INERT = (*openai.INERT, "client_metadata", "max_tool_calls", "prompt_cache_options")  # besides, see there
+MOST_METADATA, LONGEST_NAME, LONGEST_VALUE = 16, 64, 512  # as OpenAI has it: pairs, characters
 # What an answer may be asked to have and never needs: thoughts are no secret.
 INCLUDED = ("reasoning.encrypted_content",)
 # Fields of a body that its answer has again, and what they are where it has none.
@@ -75,7 +71,7 @@ def responses(served: Served, body: Json, key: str) -> openai.Wanted:
     if (options := fields.inside("stream_options")) is not None:
         options.only("include_obfuscation", False)
         options.finish()
-    fields.inside("metadata")  # an object, which the answer repeats
+    _check_metadata(fields)
     fields.text("user")
     fields.accept(*INERT)
     fields.finish()
@@ -86,6 +82,22 @@ def responses(served: Served, body: Json, key: str) -> openai.Wanted:
     # Requests may hold halves of surrogate pairs, which have no form in UTF-8.
     said = json.loads(json.dumps(REPEATED | given, ensure_ascii=False).encode(errors="replace"))
     return replace(wanted, said=said)
+
+
+def _check_metadata(fields: Fields) -> None:
+    """Texts, which the answer repeats."""
+    found = fields.any("metadata", {})
+    texts = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
+    if (
+        not texts
+        or len(found) > MOST_METADATA
+        or any(len(name) > LONGEST_NAME or len(value) > LONGEST_VALUE for name, value in found.items())
+    ):
+        raise fields.bad(
+            "metadata",
+            found,
+            f"at most {MOST_METADATA} strings, of {LONGEST_VALUE} characters, with names of {LONGEST_NAME}",
+        )
 
 
 def _messages(fields: Fields) -> list[Json]:
@@ -150,21 +162,24 @@ def _tools(fields: Fields) -> Json:
     return {**made, "tool_choice": choice, "parallel_tool_calls": fields.flag("parallel_tool_calls", True)}
 
 
-def _tool(found: Any, whose: str) -> list[Json]:
+def _tool(found: Any, whose: str, kinds: Sequence[str] = ("function", "namespace")) -> list[Json]:
     """A function; those of a namespace; or none, for a search of the web that may not reach it."""
     own = Fields(found, whose)
     kind = own.any("type", "function")
     if kind == "web_search" and own.any("external_web_access") is False:
         return []
-    if kind == "namespace":
+    if kind == "namespace" and kind in kinds:
         inner = own.any("tools", [])
         if not isinstance(inner, list):
             raise own.bad("tools", inner, "a list of functions")
-        own.accept("name", "description")
+        own.text("name")  # which calls have again
+        own.accept("description")
         own.finish()
-        return [tool for i, one in enumerate(inner) for tool in _tool(one, f"{whose}tools[{i}].")]
+        return [
+            tool for i, one in enumerate(inner) for tool in _tool(one, f"{whose}tools[{i}].", ("function",))
+        ]
     if kind != "function":  # tools of OpenAI's own servers are not here
-        raise own.bad("type", kind, '"function" or "namespace"')
+        raise own.bad("type", kind, " or ".join(f'"{one}"' for one in kinds))
     function = {
         name: own.any(name) for name in ("name", "description", "parameters", "strict") if name in own
     }
@@ -211,8 +226,8 @@ def _effort(fields: Fields) -> Json:
 class Response(Turn):
     """An answer of /v1/responses, whose blocks are its items."""
 
-    def __init__(self, exchange: Exchange, apart: Apart) -> None:
-        super().__init__(exchange, apart)
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange)
         self._created = int(time.time())
         self._number = -1  # of the last event
         spaces = [tool for tool in self.wanted.said.get("tools", []) if tool.get("type") == "namespace"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -11,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from anybit.config import Json
+from anybit.serve.api import exchange
 from anybit.serve.api.exchange import Exchange
-from anybit.serve.api.replies import Apart, late, timings
+from anybit.serve.api.replies import late, timings
 from anybit.serve.chat.message import call_id
 from anybit.serve.chat.speech import ARGUMENTS, CALL, Kind, Part, Splitter
 from anybit.serve.errors import BadField, Refused
@@ -115,7 +118,8 @@ def as_here(names: Mapping[str, str]) -> Iterator[None]:
     except BadField as error:
         param, message = error.param, str(error)
         for theirs, own in names.items():
-            param = param.replace(theirs, own)
+            whole = [r"\b" if end.isalnum() else "" for end in (theirs[0], theirs[-1])]
+            param = re.sub(re.escape(theirs).join(whole), own, param)
         if message.startswith(error.param):
             message = param + message.removeprefix(error.param)
         raise BadField(param, message) from None
@@ -149,10 +153,9 @@ class Turn(ABC):
 
     Args:
         exchange: of the request.
-        apart: not needed: nothing here takes long.
     """
 
-    def __init__(self, exchange: Exchange, apart: Apart) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self.exchange, self.wanted = exchange, exchange.wanted
         (self.job,) = exchange.jobs
         self.id = uuid.uuid4().hex
@@ -175,16 +178,17 @@ class Turn(ABC):
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events; an error that comes late is the last of them."""
+        spoken = time.monotonic()
         try:
             async for heard in self.exchange.progress():
-                if events := [self._sent(event) for _, progress in heard for event in self._heard(progress)]:
-                    yield "".join(events)
+                events = [event for _, progress in heard for event in self._heard(progress)]
+                if not events and time.monotonic() - spoken >= exchange.SILENT_SECONDS:
+                    events = [*self.wait()]  # also where tokens come that are not shown
+                if events:
+                    spoken = time.monotonic()
+                    yield "".join(map(self._sent, events))
         except Exception as error:
             yield self._sent(self.fail(late(error)))
-
-    def silence(self) -> str:
-        """What a stream says while nothing comes, so that nobody takes it for dead."""
-        return "".join(map(self._sent, self.wait()))
 
     def _sent(self, event: Event) -> str:
         kind, said = event
@@ -239,7 +243,7 @@ class Turn(ABC):
 
     @abstractmethod
     def wait(self) -> Iterator[Event]:
-        """While nothing comes."""
+        """While nothing comes, so that nobody takes the stream for dead."""
 
     @abstractmethod
     def opened(self, at: int, block: Block) -> Iterator[Event]:

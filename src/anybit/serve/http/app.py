@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from anybit.config import Json
 from anybit.serve.api import anthropic, embeddings, openai, responses
 from anybit.serve.api.exchange import Exchange
-from anybit.serve.api.replies import Replies
+from anybit.serve.api.replies import Apart, Replies
 from anybit.serve.api.turns import Turn
 from anybit.serve.chat.conversation import conversation
 from anybit.serve.errors import Closing, Refused, refused
@@ -39,7 +39,6 @@ from anybit.serve.served import Named, Served, ServedEncoder
 
 LOG = logging.getLogger(__name__)
 BODY_SECONDS = 30.0  # that a body may take to come
-SILENT_SECONDS = 10.0  # before the first event of a stream, after which it says that it is alive
 PARSERS = 4  # threads that render templates, cut texts into tokens, compile forms and write embeddings
 
 T = TypeVar("T")
@@ -84,8 +83,12 @@ def app(state: State, lifespan: Any = None) -> Starlette:
     posts = {
         "/v1/chat/completions": _post(Served, _answer(openai.chat, Replies)),
         "/v1/completions": _post(Served, _answer(openai.completions, Replies)),
-        "/v1/responses": _post(Served, _answer(responses.responses, responses.Response)),
-        anthropic.MESSAGES: _post(Served, _answer(anthropic.messages, anthropic.Message)),
+        "/v1/responses": _post(
+            Served, _answer(responses.responses, lambda exchange, _: responses.Response(exchange))
+        ),
+        anthropic.MESSAGES: _post(
+            Served, _answer(anthropic.messages, lambda exchange, _: anthropic.Message(exchange))
+        ),
         anthropic.COUNT: _post(Served, _count),
         "/v1/embeddings": _post(ServedEncoder, _embeddings),
         "/tokenize": _post(Named, _tokenize),
@@ -240,8 +243,12 @@ async def _body(request: Request, most: int) -> bytes:
 
 
 async def _parsed(request: Request, parse: Callable[..., Any], served: Named, body: Json) -> Any:
-    """What a body says, found in a thread: templates, tokenizers and forms take their time."""
-    return await _apart(request, parse, served, body, request.scope["anybit.key"])
+    """What a body says, found in a thread: templates, tokenizers and forms take their time.
+
+    Raises:
+        ClientDisconnect: its client has left meanwhile.
+    """
+    return await _unless_gone(request, _apart(request, parse, served, body, request.scope["anybit.key"]))
 
 
 async def _apart(request: Request, function: Callable[..., Any], *given: Any) -> Any:
@@ -254,14 +261,16 @@ async def _apart(request: Request, function: Callable[..., Any], *given: Any) ->
 # ---- texts
 
 
-def _answer(parse: Callable[[Served, Json, str], openai.Wanted], form: type[Replies | Turn]) -> Answer:
+def _answer(
+    parse: Callable[[Served, Json, str], openai.Wanted], form: Callable[[Exchange, Apart], Replies | Turn]
+) -> Answer:
     def exchange_of(served: Served, body: Json, key: str) -> Exchange:
         return Exchange(served, parse(served, body, key))
 
     async def answer(served: Served, body: Json, request: Request) -> Response:
         exchange: Exchange = await _parsed(request, exchange_of, served, body)
-        exchange.submit(request.scope["anybit.asked"])
         replies, metrics = form(exchange, partial(_apart, request)), request.app.state.shared.metrics
+        exchange.submit(request.scope["anybit.asked"])
         if exchange.wanted.stream:
             return Events(exchange, replies, metrics)
         try:
@@ -269,7 +278,7 @@ def _answer(parse: Callable[[Served, Json, str], openai.Wanted], form: type[Repl
         finally:
             _close(exchange, metrics)
         if not exchange.wanted.logprobs:  # a long answer is long by these
-            return Response(await _apart(request, b"".join, pieces), media_type="application/json")
+            return Response(b"".join(pieces), media_type="application/json")
         return StreamingResponse(_made_apart(request, pieces), media_type="application/json")
 
     return answer
@@ -280,7 +289,7 @@ class Events(StreamingResponse):
 
     def __init__(self, exchange: Exchange, replies: Replies | Turn, metrics: Metrics) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(_kept_alive(replies), media_type="text/event-stream", headers=headers)
+        super().__init__(replies.events(), media_type="text/event-stream", headers=headers)
         self._exchange, self._metrics = exchange, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -288,21 +297,6 @@ class Events(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             _close(self._exchange, self._metrics)
-
-
-async def _kept_alive(replies: Replies | Turn) -> AsyncIterator[str]:
-    """A stream that says something while its prompt waits or is computed: proxies and clients end silent ones."""
-    events = aiter(replies.events())
-    first = asyncio.ensure_future(anext(events, None))
-    try:
-        while not (await asyncio.wait((first,), timeout=SILENT_SECONDS))[0]:
-            yield replies.silence()
-    finally:
-        first.cancel()
-    if (event := first.result()) is not None:
-        yield event
-    async for event in events:
-        yield event
 
 
 def _close(exchange: Exchange, metrics: Metrics) -> None:

@@ -42,21 +42,24 @@ class Guard:
         self._check_origin(headers)
         if not self.keys or path in OPEN:
             return ""
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if "x-api-key" in headers:  # as Anthropic's clients send it
-            given = headers["x-api-key"]
-        elif scheme.lower() != "bearer":
-            given = ""
-        if not given:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [bearer] if scheme.lower() == "bearer" else []
+        given.append(headers.get("x-api-key", ""))  # as Anthropic's clients send it
+        if not any(given):
             raise Refused(
                 401,
                 "an API key is needed: send it as Authorization: Bearer KEY, or as x-api-key: KEY",
                 "missing_api_key",
             )
-        found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]
-        if not any(found):
+        found = [
+            key
+            for key in self.keys
+            for one in given
+            if hmac.compare_digest(one.strip().encode(), key.encode())
+        ]
+        if not found:
             raise Refused(401, "the API key is none of this server's", "invalid_api_key")
-        return hashlib.sha256(given.strip().encode()).hexdigest()[:16]
+        return hashlib.sha256(found[0].encode()).hexdigest()[:16]
 
     def _check_host(self, host: str) -> None:
         """Refuse names that a page elsewhere could have let point here (DNS rebinding)."""

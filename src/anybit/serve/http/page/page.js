@@ -56,6 +56,7 @@ async function* eventsOf(response) {
     const lines = (rest + value).split("\n\n");
     rest = lines.pop();
     for (const line of lines) {
+      if (!line.startsWith("data: ")) continue; // a comment: the server is alive
       if (line === "data: [DONE]") return;
       const event = JSON.parse(line.slice("data: ".length));
       if (event.error) throw new Error(event.error.message);
@@ -158,6 +159,7 @@ class Pane {
     try {
       text = await this.read(turn, await ask(card.chat ? "v1/chat/completions" : "v1/completions", asked, this.stop.signal));
     } catch (error) {
+      this.stop.abort(); // the server need not go on
       text = turn.said ?? "";
       this.show(turn);
       if (error.name !== "AbortError") {
